@@ -25,9 +25,8 @@ from benchmarks.instant_worker import ANSWER, DONE, EVENT, STREAM_HEAD, chunk, w
 from benchmarks.router_load import request_bytes
 from deploy.bench.environment import describe
 from router.client.upstream import HttpUpstream, _Connection
-from router.compose import build_base, build_guard, build_routes, build_serving
+from router.compose import Router, limits_of
 from router.config import RouterConfig
-from router.http.limits import limits_of
 from router.pool.states import Check
 from service.http.server import make_runner
 
@@ -105,16 +104,15 @@ class Client:
 async def _build(stack: AsyncExitStack, *, stream: bool) -> Client:
     prefill, decode = "http://127.0.0.1:1", "http://127.0.0.1:2"
     config = RouterConfig(pd_disaggregation=True, prefill=((prefill, 8998),), decode=(decode,))
-    base = build_base(config, None, stack)
-    serving = await build_serving(base, stack)
-    for worker in base.table.workers():
-        base.table.on_check(worker, Check.OK, now_s=0.0)
-    upstream: Any = serving.upstream
+    router = Router(config, None, stack)
+    await router.connect(stack)
+    for worker in router.table.workers():
+        router.table.on_check(worker, Check.OK, now_s=0.0)
+    upstream = router.upstream
     events = STREAM_HEAD + chunk(EVENT) * EVENTS + chunk(DONE) + b"0\r\n\r\n"
     join_worker(upstream, prefill, answer=whole(ANSWER))
     join_worker(upstream, decode, answer=events if stream else whole(ANSWER))
-    handle = build_guard(base, build_routes(base, serving))
-    runner = make_runner(handle, limits_of(config), shutdown_timeout_s=config.shutdown_timeout_s)
+    runner = make_runner(router.handler(), limits_of(config), shutdown_timeout_s=config.shutdown_timeout_s)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     return Client(runner.server, stream=stream)

@@ -5,9 +5,9 @@ Beside `tandem_router_*` stand the names of SGLang's router (`smg_*`) for the sa
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter as Counts
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Protocol
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -20,6 +20,7 @@ from router.attempts.events import RequestObserver
 from router.attempts.pair_attempt import PairAttempt
 from router.attempts.request import RequestContext
 from router.attempts.upstream_call import CallFailed
+from router.choice.kv_feed import KVEventFeed
 from router.pool.breaker import State
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
@@ -28,28 +29,28 @@ from service.http.routes import Handler
 
 CIRCUITS = {State.CLOSED: 0, State.OPEN: 1, State.HALF_OPEN: 2}
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-
-
 _BOUNDS = (*(str(float(bound)) for bound in _SECONDS), "+Inf")
 
-
-class Caches(Protocol):
-    """What is known of workers' prefix caches; None: nothing is asked of this one."""
-
-    def num_prefixes(self, worker: Worker) -> int | None: ...
-
-    def num_event_tokens(self, worker: Worker) -> int | None: ...
-
-    def num_event_gaps(self, worker: Worker) -> int | None: ...
+WorkerValue = Callable[[Worker], float | None]
 
 
-class RouterMetrics(RequestObserver):
-    """Counts what happens to requests; `exposition()` is the text of /metrics."""
+class RouterMetrics(RequestObserver, Collector):
+    """Counts what happens to requests; `exposition()` is the text of /metrics.
 
-    def __init__(self, table: WorkerTable, caches: "Caches | None" = None) -> None:
+    What every request counts are plain numbers: the library's own counters take a lock and eight calls for each.
+    """
+
+    def __init__(
+        self, table: WorkerTable, *, feed: KVEventFeed | None = None, admission: Admission | None = None
+    ) -> None:
         self._table = table
-        self._registry = CollectorRegistry()
-        registry = self._registry
+        self._feed = feed
+        self._admission = admission
+        self._inflight = 0
+        self._answered: Counts[tuple[str, int]] = Counts()  # by path and status
+        self._ttfb_s = _Seconds()
+        self._duration_s = _Seconds()
+        self._registry = registry = CollectorRegistry()
         self.errors = Counter(
             "tandem_router_errors", "Failures seen while serving requests", ["reason", "role"], registry=registry
         )
@@ -81,14 +82,7 @@ class RouterMetrics(RequestObserver):
             ["why"],
             registry=registry,
         )
-        self._tally = _Tally()
-        registry.register(self._tally)
-        registry.register(_WorkerCollector(table, caches))
-        registry.register(_SglangNames(self._tally, table))
-
-    def show_admission(self, admission: Admission) -> None:
-        """Export the queue and the forecasts, too."""
-        self._registry.register(_AdmissionCollector(admission, self._table))
+        registry.register(self)
 
     def on_refused(self, why: str) -> None:
         self.refused.labels(why).inc()
@@ -103,21 +97,59 @@ class RouterMetrics(RequestObserver):
         self.retries.labels(failure.reason).inc()
 
     def on_first_byte(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
-        self._tally.ttfb_s.observe(request.path, now_s - request.started_s)
+        self._ttfb_s.observe(request.path, now_s - request.started_s)
 
     def on_begin(self) -> None:
         """A request came."""
-        self._tally.inflight += 1
+        self._inflight += 1
 
     def on_answered(self, path: str, status: int, seconds: float) -> None:
         """It ended. `path`: one of few."""
-        tally = self._tally
-        tally.inflight -= 1
-        tally.answered[path, status] = tally.answered.get((path, status), 0) + 1
-        tally.duration_s.observe(path, seconds)
+        self._inflight -= 1
+        self._answered[path, status] += 1
+        self._duration_s.observe(path, seconds)
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything but the library's own counters."""
+        workers = self._table.workers()
+        answered = CounterMetricFamily(
+            "tandem_router_requests", "Requests answered, by path and HTTP status", labels=["path", "status"]
+        )
+        for (path, status), count in self._answered.items():
+            answered.add_metric([path, str(status)], count)
+        yield answered
+        yield GaugeMetricFamily("tandem_router_inflight_requests", "Requests being served", value=self._inflight)
+        began = "From a request's arrival to the first byte of its answer"
+        yield self._ttfb_s.family("tandem_router_ttfb_seconds", began)
+        ended = "From a request's arrival to the end of its answer"
+        yield self._duration_s.family("tandem_router_request_duration_seconds", ended)
+        yield from _of_workers(workers, self._feed)
+        if self._admission is not None:
+            yield from _of_admission(workers, self._admission)
+        yield from self._sglang_names(workers)
+
+    def _sglang_names(self, workers: Sequence[Worker]) -> Iterator[Metric]:
+        """What SGLang's router 0.3.2 exports, under its labels; of its paths those that generate."""
+        paths, statuses = Counts[str](), Counts[str]()
+        for (path, status), count in self._answered.items():
+            paths[path] += count
+            statuses[str(status)] += count
+        yield _posts("smg_http_requests", "HTTP requests by method and path", "path", paths)
+        yield _posts("smg_http_responses", "HTTP answers by status", "status_code", statuses)
+        text = "arrival to the end of the answer"
+        yield self._duration_s.family("smg_http_request_duration_seconds", text, method="POST")
+        for name, text, value in _SGLANG_WORKER_VALUES:
+            family = GaugeMetricFamily(name, text, labels=["worker"])
+            for worker in workers:
+                family.add_metric([worker.url], float(value(worker)))
+            yield family
+        pool = GaugeMetricFamily("smg_worker_pool_size", "workers by role", labels=["worker_type"])
+        for role, count in sorted(Counts(worker.role.value for worker in workers).items()):
+            pool.add_metric([role], count)
+        yield pool
 
 
 def counted(handler: Handler, metrics: RouterMetrics) -> Handler:
@@ -160,128 +192,59 @@ class _Seconds:
         return family
 
 
-class _Tally(Collector):
-    """What every request counts. Plain numbers: the library's own counters take a lock and eight calls for each."""
-
-    def __init__(self) -> None:
-        self.inflight = 0
-        self.answered: dict[tuple[str, int], int] = {}
-        self.ttfb_s = _Seconds()
-        self.duration_s = _Seconds()
-
-    def collect(self) -> Iterator[Metric]:
-        answered = CounterMetricFamily(
-            "tandem_router_requests", "Requests answered, by path and HTTP status", labels=["path", "status"]
-        )
-        for (path, status), count in self.answered.items():
-            answered.add_metric([path, str(status)], count)
-        yield answered
-        yield GaugeMetricFamily("tandem_router_inflight_requests", "Requests being served", value=self.inflight)
-        began = "From a request's arrival to the first byte of its answer"
-        yield self.ttfb_s.family("tandem_router_ttfb_seconds", began)
-        ended = "From a request's arrival to the end of its answer"
-        yield self.duration_s.family("tandem_router_request_duration_seconds", ended)
+_WORKER_VALUES: tuple[tuple[str, str, WorkerValue], ...] = (
+    ("up", "1: the worker gets requests", lambda w: w.answers),
+    ("inflight_requests", "Requests this router has there", lambda w: w.inflight_requests),
+    ("inflight_tokens", "Tokens this router has there", lambda w: w.inflight_tokens),
+    ("load_tokens", "Tokens that least_load compares", lambda w: w.load_tokens),
+    ("assigned", "Requests it was given so far", lambda w: w.assigned_total),
+    ("circuit", "Its circuit breaker: 0 closed, 1 open, 2 half open", lambda w: CIRCUITS[w.circuit.state]),
+)
+_SGLANG_WORKER_VALUES: tuple[tuple[str, str, Callable[[Worker], float]], ...] = (
+    ("smg_worker_health", "1: healthy", lambda w: w.answers),
+    ("smg_worker_cb_state", "circuit breaker", lambda w: CIRCUITS[w.circuit.state]),
+    ("smg_worker_requests_active", "requests it has", lambda w: w.inflight_requests),
+)
 
 
-class _WorkerCollector(Collector):
-    def __init__(self, table: WorkerTable, caches: Caches | None) -> None:
-        self._table = table
-        self._caches = caches
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        yield self._family("worker_up", "1: the worker gets requests", lambda w: w.answers)
-        yield self._family("worker_inflight_requests", "Requests this router has there", lambda w: w.inflight_requests)
-        yield self._family("worker_inflight_tokens", "Tokens this router has there", lambda w: w.inflight_tokens)
-        yield self._family("worker_load_tokens", "Tokens that least_load compares", lambda w: w.load_tokens)
-        yield self._family("worker_assigned", "Requests it was given so far", lambda w: w.assigned_total)
-        yield self._family(
-            "worker_circuit", "Its circuit breaker: 0 closed, 1 open, 2 half open", lambda w: CIRCUITS[w.circuit.state]
-        )
-        if self._caches is not None:
-            caches = self._caches
-            yield self._family("worker_prefix_blocks", "Prefixes of prompts known to be there", caches.num_prefixes)
-            yield self._family("worker_kv_event_tokens", "Tokens it caches, by KV events", caches.num_event_tokens)
-            yield self._family("worker_kv_event_gaps", "Times that KV events were lost", caches.num_event_gaps)
-
-    def _family(self, name: str, text: str, value: Callable[[Worker], float | None]) -> GaugeMetricFamily:
-        return _of_workers(self._table, name, text, value)
+def _of_workers(workers: Sequence[Worker], feed: KVEventFeed | None) -> Iterator[Metric]:
+    for name, text, value in _WORKER_VALUES:
+        yield _by_worker(workers, name, text, value)
+    if feed is not None:
+        yield _by_worker(workers, "prefix_blocks", "Prefixes of prompts known to be there", feed.num_prefixes)
+        yield _by_worker(workers, "kv_event_tokens", "Tokens it caches, by KV events", feed.num_event_tokens)
+        yield _by_worker(workers, "kv_event_gaps", "Times that KV events were lost", feed.num_event_gaps)
 
 
-class _AdmissionCollector(Collector):
+def _of_admission(workers: Sequence[Worker], admission: Admission) -> Iterator[Metric]:
     """The admission queue, and the two fitted lines of each worker (admission/forecast.py)."""
-
-    def __init__(self, admission: Admission, table: WorkerTable) -> None:
-        self._fits = admission.forecast.fits
-        self._admission = admission
-        self._table = table
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        fits = self._fits
-        waiting = GaugeMetricFamily(
-            "tandem_router_waiting_requests", "Requests that wait for their turn (--queue-size)"
-        )
-        waiting.add_metric([], self._admission.num_waiting)
-        yield waiting
-        for name, text, value in (
-            ("ttft_base_seconds", "Foretold TTFT with nothing to compute", lambda w: _known(fits(w)[0], "intercept")),
-            ("ttft_seconds_per_token", "... and for each token ahead", lambda w: _known(fits(w)[0], "slope")),
-            ("itl_base_seconds", "Foretold time between events, alone", lambda w: _known(fits(w)[1], "intercept")),
-            ("itl_seconds_per_request", "... and for each request there", lambda w: _known(fits(w)[1], "slope")),
-        ):
-            yield _of_workers(self._table, f"worker_forecast_{name}", text, value)
+    fits, text = admission.forecast.fits, "Requests that wait for their turn (--queue-size)"
+    yield GaugeMetricFamily("tandem_router_waiting_requests", text, value=admission.num_waiting)
+    for name, text, value in (
+        ("ttft_base_seconds", "Foretold TTFT with nothing to compute", lambda w: _known(fits(w)[0], "intercept")),
+        ("ttft_seconds_per_token", "... and for each token ahead", lambda w: _known(fits(w)[0], "slope")),
+        ("itl_base_seconds", "Foretold time between events, alone", lambda w: _known(fits(w)[1], "intercept")),
+        ("itl_seconds_per_request", "... and for each request there", lambda w: _known(fits(w)[1], "slope")),
+    ):
+        yield _by_worker(workers, f"forecast_{name}", text, value)
 
 
 def _known(fit: LineFit, what: str) -> float | None:
     return getattr(fit, what) if fit.is_known else None
 
 
-def _of_workers(table: WorkerTable, name: str, text: str, value: Callable[[Worker], float | None]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"tandem_router_{name}", text, labels=["url", "role"])
-    for worker in table.workers():
+def _by_worker(workers: Sequence[Worker], name: str, text: str, value: WorkerValue) -> Metric:
+    """None: the worker has no such value."""
+    family = GaugeMetricFamily(f"tandem_router_worker_{name}", text, labels=["url", "role"])
+    for worker in workers:
         number = value(worker)
         if number is not None:
             family.add_metric([worker.url, worker.role.value], float(number))
     return family
 
 
-class _SglangNames(Collector):
-    """What SGLang's router 0.3.2 exports, under its labels; of its paths those that generate."""
-
-    def __init__(self, tally: _Tally, table: WorkerTable) -> None:
-        self._tally = tally
-        self._table = table
-
-    def collect(self) -> Iterator[Metric]:
-        answered = self._tally.answered.items()
-        yield _total(
-            "smg_http_requests", "HTTP requests by method and path", "path", ((p, n) for (p, _), n in answered)
-        )
-        by_status = ((str(status), count) for (_, status), count in answered)
-        yield _total("smg_http_responses", "HTTP answers by status", "status_code", by_status)
-        text = "arrival to the end of the answer"
-        yield self._tally.duration_s.family("smg_http_request_duration_seconds", text, method="POST")
-        workers = self._table.workers()
-        yield self._of_workers("smg_worker_health", "1: healthy", lambda w: w.answers)
-        yield self._of_workers("smg_worker_cb_state", "circuit breaker", lambda w: CIRCUITS[w.circuit.state])
-        yield self._of_workers("smg_worker_requests_active", "requests it has", lambda w: w.inflight_requests)
-        pool = GaugeMetricFamily("smg_worker_pool_size", "workers by role", labels=["worker_type"])
-        for role in sorted({w.role.value for w in workers}):
-            pool.add_metric([role], sum(w.role.value == role for w in workers))
-        yield pool
-
-    def _of_workers(self, name: str, text: str, value: Callable[[Worker], float]) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, text, labels=["worker"])
-        for worker in self._table.workers():
-            family.add_metric([worker.url], float(value(worker)))
-        return family
-
-
-def _total(name: str, text: str, label: str, counts: Iterable[tuple[str, int]]) -> CounterMetricFamily:
-    """Counts with the same label added up."""
+def _posts(name: str, text: str, label: str, counts: Counts[str]) -> Metric:
     family = CounterMetricFamily(name, text, labels=["method", label])
-    totals: dict[str, int] = {}
-    for value, count in counts:
-        totals[value] = totals.get(value, 0) + count
-    for value, total in sorted(totals.items()):
-        family.add_metric(["POST", value], total)
+    for value, count in sorted(counts.items()):
+        family.add_metric(["POST", value], count)
     return family

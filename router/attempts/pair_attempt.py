@@ -1,11 +1,12 @@
 """One attempt of a request at a prefill and a decode worker, or at one worker; and several of them side by side.
 
-The first failure ends both calls of an attempt, decode's answer is the client's. No tasks: all answers wake one waiter
-(`Reply.listener`). Knows nothing of bodies' contents, of the client's answer, or of which workers were chosen and why.
+The first failure ends both calls of an attempt; decode's answer is the client's. No tasks: all answers wake one waiter
+(`HttpReply.listener`).
 """
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from router.attempts.events import Events
@@ -24,65 +25,42 @@ TAIL_S = 5.0  # how long prefill may take to end its own answer after the client
 GOING = 503  # the answer of a worker that ends, or whose engine died
 
 
+@dataclass(eq=False, kw_only=True)
 class PairAttempt:
     """Owns rooms, leases and calls: `end` gives all of them back, and must be called once.
 
-    `answering`: the call whose answer goes to the client; `prefill`: the one beside it, None at a single worker. `waiter` wakes
-    when `settled` may have changed. `refused`: prefill refused the request after its answer had begun. `completed`: the client
-    has the whole answer; `cancelled`: another attempt answered first.
+    `answering`: the call whose answer goes to the client; `prefill`: the one beside it, None at a single worker. `hedge`: it
+    runs beside another attempt. `waits_for_prefill`: the answer needs the whole of prefill's. `waiter` wakes when `settled` may
+    have changed. `refused`: prefill refused the request after the answer had begun. `completed`: the client has the whole
+    answer; `cancelled`: another attempt answered first.
     """
 
-    __slots__ = (
-        *("_closed", "_ended", "_launcher", "_leases", "_on_late_failure", "_waits_for_prefill", "answering", "waiter"),
-        *(
-            "cancelled",
-            "completed",
-            "ended_s",
-            "hedge",
-            "placements",
-            "prefill",
-            "refused",
-            "rooms",
-            "started_s",
-            "workers",
-        ),
-    )
+    launcher: "AttemptLauncher"
+    answering: UpstreamCall
+    prefill: UpstreamCall | None
+    placements: Sequence[Placement]
+    leases: Sequence[Lease]
+    rooms: Sequence[int]
+    started_s: float
+    hedge: bool
+    waits_for_prefill: bool
 
-    def __init__(
-        self,
-        answering: UpstreamCall,
-        prefill: UpstreamCall | None = None,
-        *,
-        launcher: "AttemptLauncher",
-        placements: Sequence[Placement] = (),
-        leases: Sequence[Lease] = (),
-        rooms: Sequence[int] = (),
-        started_s: float = 0.0,
-        hedge: bool = False,
-        waits_for_prefill: bool = False,
-    ) -> None:
-        """`waits_for_prefill`: the answer needs the whole of prefill's. `hedge`: it runs beside another attempt."""
-        self.answering = answering
-        self.prefill = prefill
-        self.placements = placements
-        self.workers = tuple([placement.worker for placement in placements])
-        self.rooms = rooms
-        self.started_s = started_s
-        self.hedge = hedge
-        self.waiter = Waiter()
-        self.refused: CallFailed | None = None
-        self.completed = self.cancelled = False
-        self.ended_s: float | None = None
-        self._launcher = launcher
-        self._leases = leases
-        self._waits_for_prefill = waits_for_prefill
-        self._closed = self._ended = False
-        self._on_late_failure: Callable[[CallFailed], None] | None = None
-        answering.reply.listener = self._ring
-        if prefill is not None:
-            if prefill.ended:
-                launcher.table.release(leases[0])
-            prefill.reply.listener = self._on_prefill_change
+    waiter: Waiter = field(default_factory=Waiter)
+    refused: CallFailed | None = None
+    completed: bool = False
+    cancelled: bool = False
+    ended_s: float | None = None
+    _closed: bool = False
+    _ended: bool = False
+    _on_late_failure: Callable[[CallFailed], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.workers = tuple([placement.worker for placement in self.placements])
+        self.answering.reply.listener = self._ring
+        if self.prefill is not None:
+            if self.prefill.ended:
+                self.launcher.table.release(self.leases[0])
+            self.prefill.reply.listener = self._on_prefill_change
 
     @property
     def calls(self) -> tuple[UpstreamCall, ...]:
@@ -101,35 +79,34 @@ class PairAttempt:
     def begin_answer(self) -> None:
         """Release the prefill worker: decode would not have begun before the prompt was computed."""
         if self.prefill is not None:
-            self._launcher.table.release(self._leases[0])
+            self.launcher.table.release(self.leases[0])
 
     def watch_prefill(self, on_failure: Callable[[CallFailed], None]) -> None:
         """Report a failure of prefill from now on, while the client gets decode's stream.
 
-        If prefill now *refuses* the request (an HTTP error), decode's stream is cut, and `refused` says why. A connection
-        that breaks is no reason, nor is 503 of a worker that ends: decode may have all it needs, and its own protocol with
-        the prefill worker knows whether it has.
+        If prefill *refuses* the request (an HTTP error), decode's stream is cut, and `refused` says why. After a broken
+        connection, or 503 of a worker that ends, decode may have all it needs, and knows whether it has.
         """
         self._on_late_failure = on_failure
 
     def complete(self) -> None:
-        """The client has the whole answer: prefill may end its own undisturbed, for a while."""
+        """The client has the whole answer; prefill has `TAIL_S` to end its own."""
         self.completed = self._closed = True
         if self.prefill is not None and not self.prefill.ended:
             asyncio.get_running_loop().call_later(TAIL_S, self.prefill.close)
 
     def close(self, why: UpstreamError | None = None) -> None:
-        """End the calls that still run, with this error. No effect after `complete`."""
+        """End the calls that still run, with this error, unless the attempt is complete."""
         if not self._closed:
             self._closed = True
             for call in self.calls:
                 call.reply.close(why)
 
     def end(self, why: UpstreamError | None = None) -> None:
-        """Give back what the attempt took; calls that still run end with that error."""
-        launcher = self._launcher
+        """Give back what the attempt holds; calls that still run end with that error."""
+        launcher = self.launcher
         launcher.on_ended(self)
-        launcher.table.release(self._leases[-1])
+        launcher.table.release(self.leases[-1])
         self.close(why)
         self._ended = True
         if self.prefill is not None:
@@ -139,7 +116,7 @@ class PairAttempt:
 
     def _is_decided(self) -> bool:
         """Whether there is an answer, or will be none."""
-        if self.answering.begun and (self.prefill is None or self.prefill.ended or not self._waits_for_prefill):
+        if self.answering.begun and (self.prefill is None or self.prefill.ended or not self.waits_for_prefill):
             return True
         return any([call.failure() is not None for call in self.calls])
 
@@ -153,21 +130,17 @@ class PairAttempt:
         prefill = self.prefill
         if prefill is None or not prefill.ended:
             return
-        self._launcher.table.release(self._leases[0])
+        self.launcher.table.release(self.leases[0])
         if self._ended:
-            self._launcher.on_prefill_ended(self)
+            self.launcher.on_prefill_ended(self)
         elif self._on_late_failure is not None and not self._closed:
-            self._judge(prefill, self._on_late_failure)
-
-    def _judge(self, prefill: UpstreamCall, on_failure: Callable[[CallFailed], None]) -> None:
-        """Prefill has ended while the client is served."""
-        failure = prefill.failure()
-        if failure is None:
-            return
-        on_failure(failure)
-        if failure.reason == "status" and failure.status != GOING:
-            self.refused = failure
-            self.answering.close()
+            failure = prefill.failure()
+            if failure is None:
+                return
+            self._on_late_failure(failure)
+            if failure.reason == "status" and failure.status != GOING:
+                self.refused = failure
+                self.answering.close()
 
 
 def _severity(failure: CallFailed) -> tuple[bool, bool]:
@@ -178,10 +151,8 @@ def _severity(failure: CallFailed) -> tuple[bool, bool]:
 class AttemptGroup:
     """The attempts of a request that run side by side: one, or two with a hedge. The first that answers wins.
 
-    Every attempt still in `running` must be ended by the caller, the winner too.
+    The caller must end every attempt still in `running`, the winner too.
     """
-
-    __slots__ = ("_due", "_first", "_on_failed", "_waiter", "hedge", "running")
 
     def __init__(self, first: PairAttempt, *, on_failed: Callable[[PairAttempt, CallFailed], None]) -> None:
         self.running = [first]
@@ -194,11 +165,14 @@ class AttemptGroup:
     async def winner(self) -> PairAttempt:
         """Wait for the attempt whose answer begins. `CallFailed` of the last one that fails."""
         while (winner := self._settled()) is None:
-            if self._due is not None:
-                begin, self._due = self._due, None
-                self._join(begin())
-            else:
+            if self._due is None:
                 await self._waiter.wait()
+                continue
+            begin, self._due = self._due, None
+            self.hedge = hedge = begin()
+            if hedge is not None:
+                hedge.waiter = self._waiter
+                self.running.append(hedge)
         return winner
 
     def begin_hedge(self, begin: Callable[[], PairAttempt | None]) -> None:
@@ -214,12 +188,6 @@ class AttemptGroup:
                 attempt.cancelled = winner is not None
                 attempt.end(None if winner is None else UpstreamError("cancelled", "another attempt answered first"))
 
-    def _join(self, hedge: PairAttempt | None) -> None:
-        self.hedge = hedge
-        if hedge is not None:
-            hedge.waiter = self._waiter
-            self.running.append(hedge)
-
     def _settled(self) -> PairAttempt | None:
         for attempt in tuple(self.running):
             try:
@@ -229,7 +197,7 @@ class AttemptGroup:
                 self._on_failed(attempt, failure)
                 if len(self.running) == 1 or (attempt is self._first and not failure.retryable):
                     raise
-                self.running.remove(attempt)  # the other one may do better: a hedge that is refused says nothing of it
+                self.running.remove(attempt)  # a hedge that is refused says nothing about the other
                 attempt.end()
         return None
 
@@ -263,7 +231,7 @@ class AttemptLauncher:
         *,
         hedge: bool = False,
     ) -> PairAttempt:
-        """Send a request to those workers. `hedge`: beside another attempt that goes on."""
+        """Send a request to the placements' workers."""
         parsed, now_s = request.parsed, self._clock()
         rooms: tuple[int, ...] = ()
         prefill: UpstreamCall | None = None
@@ -280,9 +248,9 @@ class AttemptLauncher:
             vouched = self._vouched(headers, compute, rooms)
             answering = self._call(answer_by, request.path, vouched, decode_body, stream=True)
         attempt = PairAttempt(
-            answering,
-            prefill,
             launcher=self,
+            answering=answering,
+            prefill=prefill,
             placements=placements,
             leases=leases,
             rooms=rooms,
@@ -301,13 +269,11 @@ class AttemptLauncher:
                 attempt.prefill.close()
 
     def on_ended(self, attempt: PairAttempt) -> None:
-        """The client needs it no more."""
         now_s = attempt.ended_s = self._clock()
         for notify in self._events.on_attempt_ended:
             notify(attempt, now_s)
 
     def on_prefill_ended(self, attempt: PairAttempt) -> None:
-        """Nothing of the attempt runs any more, here or at its workers."""
         self.tails.discard(attempt)
         now_s = self._clock()
         for notify in self._events.on_prefill_ended:
@@ -329,7 +295,7 @@ class AttemptLauncher:
         return call
 
     def _vouched(self, headers: Mapping[str, str], prefill: Worker, rooms: Sequence[int]) -> Mapping[str, str]:
-        """Add our word for the bootstrap server that the body names, where there is a secret to give it by."""
+        """Add a voucher for the bootstrap server that the body names, if the cluster has a secret."""
         secret, port = self._secret, prefill.bootstrap_port
         if secret is None or port is None:
             return headers

@@ -1,4 +1,4 @@
-"""One client's request while it is served: what was read of it, what was decided, how far its answer is. Data."""
+"""One client's request while it is served: what it asks for, what was decided, how far its answer is; times in its headers."""
 
 import asyncio
 import math
@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping
 import msgspec
 from aiohttp import web
 
-from router.attempts.deadline import less_time
 from router.attempts.failed_workers import FailedWorkers
 from router.body import Api, ParsedBody
 from router.choice.policies import RoutingHints
 from router.pool.worker import Role
+from service.http.deadline import UNITS_S, seconds_of
 
 TTFT_HEADER = "x-slo-ttft-ms"
 ITL_HEADER = "x-slo-itl-ms"
+LEAST_S = 0.001  # that a retry gives its workers: one may still be idle
 
 
 class Slo(msgspec.Struct, frozen=True):
@@ -66,7 +67,7 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     cut: Callable[[], None] | None = None  # closes the stream that the answer is read from
 
     def headers_at(self, now_s: float) -> Mapping[str, str]:
-        """The headers of an attempt that begins then: less of the client's time is left."""
+        """The headers of an attempt that begins then, when less of the client's time is left."""
         return less_time(self.headers, now_s - self.started_s)
 
     def hand_back(self) -> None:
@@ -82,6 +83,29 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
         if self.handed_back:
             self.task.uncancel()
         return self.handed_back
+
+
+def time_given(headers: Mapping[str, str]) -> float:
+    """Seconds that the client of a request with `headers` (names in lower case) will wait; inf: no limit."""
+    return min((value_s for name in UNITS_S if (value_s := _patience_s(headers, name)) is not None), default=math.inf)
+
+
+def less_time(headers: Mapping[str, str], elapsed_s: float) -> dict[str, str]:
+    """`headers` (of the first attempt, names in lower case) for one that begins `elapsed_s` later.
+
+    What is no number passes as it is: the worker refuses it.
+    """
+    left = dict(headers)
+    for name, unit_s in UNITS_S.items():
+        value_s = _patience_s(headers, name)
+        if value_s is not None:
+            left[name] = f"{max(LEAST_S, value_s - elapsed_s) / unit_s:.3f}"
+    return left
+
+
+def _patience_s(headers: Mapping[str, str], name: str) -> float | None:
+    text = headers.get(name)
+    return None if text is None else seconds_of(text, name)
 
 
 def read_slo(headers: Mapping[str, str], default: Slo) -> Slo:

@@ -1,21 +1,22 @@
-"""One HTTP request to one worker and its answer, and the classification of failures.
+"""One HTTP request to one worker and its answer; its failures, by kind, and where they are reported."""
 
-Decides nothing about retries at other workers: a failure is one `CallFailed` that says what it was.
-"""
-
+import logging
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from router.attempts.events import RequestObserver
-from router.client.upstream import STREAM_TYPE, Reply, UpstreamError
+from router.client.upstream import STREAM_TYPE, HttpReply, UpstreamError
 from router.pool.breaker import UNJOINED, Event, is_fault
+from router.pool.health import HealthMonitor
 from router.pool.reports import says_draining
 from router.pool.worker import Role, Worker
 
 if TYPE_CHECKING:
     from router.attempts.pair_attempt import PairAttempt
     from router.attempts.request import RequestContext
+
+log = logging.getLogger(__name__)
 
 RETRYABLE_STATUSES = frozenset((500, 502, 503))
 
@@ -51,7 +52,7 @@ class CallFailed(Exception):
 
     @property
     def draining(self) -> bool:
-        """The worker ends in good order: it takes nothing new, or could not finish this request."""
+        """The worker drains: it takes nothing new, or could not finish this request."""
         return self.status == 503 and says_draining(self.body)
 
     @property
@@ -74,12 +75,12 @@ class CallFailed(Exception):
 
 
 class UpstreamCall:
-    """One request to one worker, under way. `reply.listener` is called when any of these may have changed."""
+    """One request to one worker, under way. `stream`: its answer may be passed on as it comes.
 
-    __slots__ = ("_failure", "_stream", "reply", "worker")
+    `reply.listener` is called when any of the properties may have changed.
+    """
 
-    def __init__(self, worker: Worker, reply: Reply, *, stream: bool) -> None:
-        """`stream`: the answer may be one to pass on as it comes."""
+    def __init__(self, worker: Worker, reply: HttpReply, *, stream: bool) -> None:
         self.worker = worker
         self.reply = reply
         self._stream = stream
@@ -87,7 +88,7 @@ class UpstreamCall:
 
     @property
     def streaming(self) -> bool:
-        """The answer is a good one, and to be passed on as it comes."""
+        """The answer is good, and to be passed on as it comes."""
         status = self.reply.status
         return self._stream and 0 < status < 300 and self.reply.headers.get("content-type", "").startswith(STREAM_TYPE)
 
@@ -107,7 +108,7 @@ class UpstreamCall:
         return self.reply.complete and self.reply.status < 300
 
     def failure(self) -> CallFailed | None:
-        """What went wrong before the answer had begun; an answer that has begun is judged by its reader."""
+        """What went wrong before the answer had begun; after that its reader judges it."""
         if self._failure is None:
             self._failure = self._find_failure()
         return self._failure
@@ -115,7 +116,7 @@ class UpstreamCall:
     def _find_failure(self) -> CallFailed | None:
         reply = self.reply
         if reply.error is not None:
-            return _broken(self.worker, reply.error)
+            return CallFailed(self.worker, reason=reply.error.reason, detail=str(reply.error))
         if not reply.complete:
             return None
         if reply.status >= 300:
@@ -147,12 +148,8 @@ class UpstreamCall:
 def broken_stream(worker: Worker, err: UpstreamError) -> CallFailed:
     """The failure of an answer of which the client has a part."""
     if err.reason == "down":
-        return _broken(worker, err)
+        return CallFailed(worker, reason="down", detail=str(err))
     return CallFailed(worker, reason="lost", detail=f"the stream broke off: {err}")
-
-
-def _broken(worker: Worker, err: UpstreamError) -> CallFailed:
-    return CallFailed(worker, reason=err.reason, detail=str(err))
 
 
 class CircuitReporter(RequestObserver):
@@ -164,18 +161,30 @@ class CircuitReporter(RequestObserver):
                 worker.circuit.record(Event.BEGUN, now_s)
 
     def on_attempt_ended(self, attempt: "PairAttempt", now_s: float) -> None:
-        _tell_end(attempt.answering, now_s)
+        _report_end(attempt.answering, now_s)
 
     def on_prefill_ended(self, attempt: "PairAttempt", now_s: float) -> None:
         if attempt.prefill is not None:
-            _tell_end(attempt.prefill, now_s)
+            _report_end(attempt.prefill, now_s)
 
     def on_call_failed(self, failure: CallFailed, now_s: float) -> None:
         if failure.is_fault:
             failure.worker.circuit.record(Event.FAULT, now_s)
 
 
-def _tell_end(call: UpstreamCall, now_s: float) -> None:
+class UnreachableReporter(RequestObserver):
+    """Has the health monitor look at a worker that a call could not reach."""
+
+    def __init__(self, monitor: HealthMonitor) -> None:
+        self._monitor = monitor
+
+    def on_call_failed(self, failure: CallFailed, now_s: float) -> None:
+        if failure.reason in ("refused", "lost") or failure.draining:
+            log.warning("%s", failure)
+            self._monitor.on_unreachable(failure)
+
+
+def _report_end(call: UpstreamCall, now_s: float) -> None:
     """Report a good end; a fault was reported when it happened."""
     if not call.worker.circuit.quiet and call.well:
         call.worker.circuit.record(Event.WELL, now_s)

@@ -1,28 +1,23 @@
-"""Which key the router shows to workers, for each kind of call. Owns those key files."""
+"""Which key the router shows to workers, for each kind of call."""
 
 import time
 
-from router.config import RouterConfig
 from service.security.keys import KeyRing, bearer
 
 
 class Credentials:
-    """A key of the router's own takes the place of the client's, where one is given."""
+    """A key of the router's own takes the place of the client's. `api`: the clients' keys; workers mostly have the same."""
 
-    def __init__(self, config: RouterConfig, *, api: KeyRing) -> None:
-        """`api`: the clients' keys; workers mostly have the same. Raises `ConfigError`."""
+    def __init__(self, *, api: KeyRing, worker: KeyRing | None = None, admin: KeyRing | None = None) -> None:
         self._api = api
-        self._worker = KeyRing(key=config.worker_api_key, file=config.worker_api_key_file, flag="--worker-api-key")
-        self._admin = KeyRing(
-            key=config.worker_admin_api_key, file=config.worker_admin_api_key_file, flag="--worker-admin-api-key"
-        )
-
-        self._read_anew = [ring for ring in (self._api, self._worker, self._admin) if ring.has_file]
+        self._worker = worker or KeyRing()
+        self._admin = admin or KeyRing()
+        self._from_files = [ring for ring in (self._api, self._worker, self._admin) if ring.has_file]
 
     @property
     def has_own(self) -> bool:
         """The router has a key for workers, so a client's may not be passed on as it is; or keys that may change."""
-        return self._worker.is_set or bool(self._read_anew)
+        return self._worker.is_set or bool(self._from_files)
 
     def own(self) -> dict[str, str]:
         """For what the router asks by itself: health, load, information."""
@@ -35,8 +30,8 @@ class Credentials:
         return bearer(self._admin.first or self._worker.first or self._api.first)
 
     def for_client(self, authorization: str) -> dict[str, str]:
-        """For a client's request; `authorization`: the header it sent. A key that workers have, too, is passed on: while
-        one is rotated out, the client knows better than this router which one every worker has.
+        """For a request with that header. A key that workers have, too, is passed on: while one is rotated out, the client
+        knows better than this router which one every worker has.
         """
         self._refresh()
         if self._worker.first is not None and self._worker.holder(authorization) is None:
@@ -52,8 +47,7 @@ class Credentials:
         return {"Authorization": authorization} if known else bearer(self._admin.first)
 
     def _refresh(self) -> None:
-        if not self._read_anew:
-            return
-        now_s = time.monotonic()
-        for ring in self._read_anew:
-            ring.refresh(now_s)
+        if self._from_files:
+            now_s = time.monotonic()
+            for ring in self._from_files:
+                ring.refresh(now_s)

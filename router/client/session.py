@@ -1,4 +1,4 @@
-"""What connections to workers have in common, and the client for everything but generation. Knows no request."""
+"""What connections to workers have in common, and the client for everything but generation."""
 
 import socket
 
@@ -13,16 +13,15 @@ _SKIPPED_HEADERS = ("User-Agent", "Accept", "Accept-Encoding")
 def open_session(
     *, connect_timeout_s: float, request_timeout_s: float, dead_timeout_s: float = 0.0
 ) -> aiohttp.ClientSession:
-    """For health, load, and what an admin asks of workers: unlimited connections, nothing decoded, no proxies, no cookies.
+    """For health, load, and an admin's calls: unlimited connections, nothing decoded, no proxies, no cookies.
 
-    `dead_timeout_s`: the kernel closes a connection whose other end has not answered it for so long, or forgot it; 0: never.
+    `dead_timeout_s`: the kernel closes a connection whose other end has not answered for that long; 0: never.
     """
 
     def open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
         opened = socket.socket(*address[:3])
         opened.setblocking(False)
-        if dead_timeout_s > 0:
-            keep_alive(opened, dead_timeout_s)
+        keep_alive(opened, dead_timeout_s)
         return opened
 
     return aiohttp.ClientSession(
@@ -38,12 +37,13 @@ def open_session(
 
 
 def keep_alive(opened: socket.socket, dead_timeout_s: float) -> None:
-    """Probes (tcp(7)): the first after a third of the time, then `PROBES` in the rest of it."""
+    """Have the kernel probe (tcp(7)): first after a third of the time, then `PROBES` times in the rest; 0: never."""
+    if dead_timeout_s == 0:
+        return
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     idle_s = max(1, round(dead_timeout_s / 3))
     between_s = max(1, round((dead_timeout_s - idle_s) / PROBES))
-    settings = {"TCP_KEEPIDLE": idle_s, "TCP_KEEPINTVL": between_s, "TCP_KEEPCNT": PROBES}
-    for name, value in settings.items():
+    for name, value in (("TCP_KEEPIDLE", idle_s), ("TCP_KEEPINTVL", between_s), ("TCP_KEEPCNT", PROBES)):
         option = getattr(socket, name, None)  # Linux has them all
         if option is not None:
             opened.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,8 +1,8 @@
-"""The HTTP/1.1 client that legs are sent with: kept connections to workers, one request on each at a time.
+"""The HTTP/1.1 client of generation requests: kept connections to workers, one request on each at a time.
 
-Owns sockets, and the parsing of answers (httptools: llhttp). Knows nothing of workers, roles or retries. A router spends
-most of its time here, and a general client costs four times as much (docs/reports/benchmarks.md); what this one leaves out is what
-a router must not do: redirects, cookies, proxies, decompression, sending a request twice.
+Owns sockets, and the parsing of answers (httptools: llhttp). A router spends most of its time here, and a general client costs
+four times as much (docs/reports/benchmarks.md). It leaves out what a router must not do: redirects, cookies, proxies,
+decompression, sending a request twice.
 """
 
 import asyncio
@@ -34,46 +34,15 @@ class UpstreamError(Exception):
         self.reason = reason
 
 
-class Reply(Protocol):
-    """A worker's answer, from the moment the request is sent. Header names are in lower case.
-
-    `status` is 0 until its head has come. `complete`: all of it came. `error`: why no more will come. `num_buffered`: bytes
-    that came and were not taken. `received_s`: when anything came last (the loop's time). `listener` is called at every change
-    of these, `on_end` once when no more will come; they must not raise.
-    """
-
-    status: int
-    headers: dict[str, str]
-    complete: bool
-    error: UpstreamError | None
-    received_s: float
-    listener: Callable[[], None]
-    on_end: Callable[[], None]
-
-    @property
-    def num_buffered(self) -> int: ...
-
-    def take(self) -> bytes:
-        """What has come since the last time; nothing if nothing has."""
-
-    async def readany(self) -> bytes:
-        """As `take`, but waits for a byte; nothing at the end. `UpstreamError` when it breaks off."""
-
-    def close(self, error: UpstreamError | None = None) -> None:
-        """End it here, with that error; the connection is closed. Nothing happens where nothing more would come."""
-
-
 class Upstream(Protocol):
     """Sends requests to workers."""
 
-    def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> Reply:
-        """Send a request; the reply follows what becomes of it. `url`: scheme, host and port."""
+    def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> "HttpReply":
+        """Send a request. `url`: scheme, host and port."""
 
 
 class _Origin:
-    """One worker's address and the connections to it that are free."""
-
-    __slots__ = ("free", "host", "name", "port", "ssl")
+    """One worker's address, and the free connections to it."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -85,7 +54,7 @@ class _Origin:
 
 
 class HttpUpstream:
-    """`Upstream` over sockets. `close()` ends every connection. `dead_timeout_s`: as `open_session`."""
+    """`Upstream` over sockets. `dead_timeout_s`: as `open_session`."""
 
     def __init__(self, *, connect_timeout_s: float, request_timeout_s: float, dead_timeout_s: float = 0.0) -> None:
         self._dead_timeout_s = dead_timeout_s
@@ -100,7 +69,7 @@ class HttpUpstream:
         self._lines = ""
 
     def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> "HttpReply":
-        """As `Upstream.post`. The worker's answer has the whole of the request's timeout to come and to end."""
+        """As `Upstream.post`. The answer must end within the request's timeout."""
         origin = self._origin(url)
         if headers is not self._headers:  # both legs of a request have the same: their text is made once
             self._headers, self._lines = headers, _lines(headers)
@@ -169,7 +138,7 @@ class HttpUpstream:
 
     def on_made(self, connection: "_Connection", opened: socket.socket | None) -> None:
         self._connections.add(connection)
-        if self._dead_timeout_s > 0 and opened is not None:
+        if opened is not None:
             keep_alive(opened, self._dead_timeout_s)
 
     def on_lost(self, connection: "_Connection") -> None:
@@ -178,13 +147,12 @@ class HttpUpstream:
             connection.origin.free.remove(connection)
 
     def on_free(self, connection: "_Connection") -> None:
-        """An answer has ended, and the connection can take the next request."""
         connection.origin.free.append(connection)
         if self._sweep is None:
             self._sweep = self._loop.call_later(KEEPALIVE_S, self._close_old)
 
     def _close_old(self) -> None:
-        """Close connections without use for a while: their workers may be gone."""
+        """Close connections that were not used for a while: their workers may be gone."""
         old_s, self._sweep = self._loop.time() - KEEPALIVE_S, None
         free = [connection for origin in self._origins.values() for connection in origin.free]
         for connection in free:
@@ -195,12 +163,13 @@ class HttpUpstream:
 
 
 class HttpReply:
-    """`Reply` of one connection. One task at a time reads it. `end_connection` ends what it comes over."""
+    """A worker's answer, from the moment the request is sent. One task at a time reads it.
 
-    __slots__ = (
-        *("_chunks", "_loop", "_timer", "_waiter", "complete", "end_connection", "error", "headers", "received_s"),
-        *("listener", "num_buffered", "on_end", "resume", "status"),
-    )
+    `status` is 0 until its head has come; `headers` have names in lower case. `complete`: all of it came. `error`: why no more
+    will come. `num_buffered`: bytes that came and were not taken. `received_s`: when anything came last (the loop's time).
+    `listener` is called at every change of these, `on_end` once when no more will come; neither may raise. `end_connection`
+    ends the connection or the attempt to make one; `resume` continues its reading.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> None:
         self.status = 0
@@ -219,7 +188,7 @@ class HttpReply:
         self._timer = loop.call_later(timeout_s, self._on_timeout)
 
     def take(self) -> bytes:
-        """As `Reply.take`."""
+        """What has come since the last time; nothing if nothing has."""
         chunks = self._chunks
         if not chunks:
             return b""
@@ -231,7 +200,7 @@ class HttpReply:
         return data
 
     async def readany(self) -> bytes:
-        """As `Reply.readany`."""
+        """As `take`, but waits for a byte; nothing at the end. `UpstreamError` when it breaks off."""
         while not self._chunks:
             if self.error is not None:
                 raise self.error
@@ -241,39 +210,38 @@ class HttpReply:
         return self.take()
 
     def close(self, error: UpstreamError | None = None) -> None:
-        """As `Reply.close`."""
+        """End it here, with that error, unless it has ended; the connection is closed."""
         if not self.complete and self.error is None:
             end_connection = self.end_connection
             self.fail(error or UpstreamError("lost", "the request was ended here"))
             end_connection()
 
     def feed(self, data: bytes) -> bool:
-        """A piece of the body came; False: enough for now."""
+        """Add a piece of the body; False: enough for now."""
         self._chunks.append(data)
         self.num_buffered += len(data)
         return self.num_buffered <= READ_BUFFER_BYTES
 
     def finish(self) -> None:
-        """All of it came."""
         self._timer.cancel()
         self.complete = True
-        self._tell_end()
+        self._report_end()
 
     def fail(self, error: UpstreamError) -> None:
-        """Nothing more comes; what came before is still there to be read."""
+        """Nothing more comes; what came before can still be read."""
         if not self.complete and self.error is None:
             self._timer.cancel()
             self.error = error
-            self._tell_end()
+            self._report_end()
 
-    def _tell_end(self) -> None:
-        """Call the listeners, then let go of them: a circle would keep bodies until the collector comes."""
+    def _report_end(self) -> None:
+        """Call the listeners, then drop them: a circle would keep bodies until the garbage collector runs."""
         self.on_end()
         self.wake()
         self.listener = self.on_end = self.resume = self.end_connection = _nothing
 
     def wake(self) -> None:
-        """Something changed that a reader or the listener may wait for."""
+        """Report a change to the reader and the listener."""
         self.received_s = self._loop.time()
         self._waiter.wake()
         self.listener()
@@ -307,7 +275,6 @@ class _Connection(asyncio.Protocol):
         self._owner.on_made(self, transport.get_extra_info("socket"))
 
     def send(self, reply: HttpReply, head: bytes, body: bytes) -> None:
-        """Send a request; its answer goes to `reply`."""
         if self.closed:
             return reply.fail(UpstreamError("lost", "the worker closed the connection"))
         self._reply = reply
@@ -326,7 +293,7 @@ class _Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
-        if self._reply is None:  # a free connection has nothing to say
+        if self._reply is None:  # an answer to nothing
             return self.close()
         try:
             self._parser.feed_data(data)
@@ -338,7 +305,7 @@ class _Connection(asyncio.Protocol):
         return None
 
     def eof_received(self) -> bool:
-        """The worker closed: the end of an answer that says no length, else a broken one."""
+        """The worker closed: the end of an answer without a length, else a broken one."""
         if self._until_eof:
             self._keep = False
             self.on_message_complete()

@@ -14,7 +14,7 @@ from service.http.errors import ApiError
 from service.security.keys import Access
 
 _OPEN_PATHS = frozenset(("/health", "/liveness", "/readiness", "/metrics", "/openapi.json")) | FILE_PATHS
-# What changes workers for everybody, or the pool. A route named nowhere here needs an API key.
+# What changes workers, or the pool, for all clients. A route named nowhere here needs an API key.
 _ADMIN_ROUTES = frozenset((("POST", "/workers"), ("DELETE", "/workers")))
 _ADMIN_PATHS = frozenset(
     (
@@ -33,7 +33,7 @@ _ADMIN_PATHS = frozenset(
 
 
 def need_of(method: str, path: str) -> Access:
-    """What a caller must be."""
+    """The key that a request needs."""
     if path in _OPEN_PATHS:
         return Access.NONE
     if path in _ADMIN_PATHS or (method, path) in _ADMIN_ROUTES or path.startswith("/dashboard/"):
@@ -42,7 +42,7 @@ def need_of(method: str, path: str) -> Access:
 
 
 def limit_rate(limiter: RateLimiter, metrics: RouterMetrics) -> Callable[[web.BaseRequest, Access], ApiError | None]:
-    """A refusal for the guard: 429 for a client that asks too often. What needs no key is not counted."""
+    """For the guard: 429 for a client above its rate. What needs no key is not counted."""
 
     def admit(request: web.BaseRequest, need: Access) -> ApiError | None:
         if need is Access.NONE:

@@ -1,4 +1,4 @@
-"""Routes that say how the router is: liveness, readiness, metrics, traces."""
+"""Routes about the router's state: liveness, readiness, metrics, traces."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from router.pool.workers import missing_roles
 from router.requests.live import LiveRequests
 from router.requests.replies import no_worker_message
 from service.http.errors import DRAINING, bad_field, decode_body, error_response
-from service.http.json_depth import JSON_ERRORS
+from service.http.json_depth import decode_or_none
 from service.http.stream import json_response
 from service.telemetry.records import Record, Records, TracesQuery, last_ids, query_error
 from service.telemetry.tracer import Tracer
@@ -25,13 +25,7 @@ TRACES_TIMEOUT_S = 10.0
 
 class HealthApi:
     def __init__(
-        self,
-        calls: WorkerCalls,
-        *,
-        live: LiveRequests,
-        metrics: RouterMetrics,
-        tracer: Tracer,
-        peers: PeerProcesses,
+        self, calls: WorkerCalls, *, live: LiveRequests, metrics: RouterMetrics, tracer: Tracer, peers: PeerProcesses
     ) -> None:
         self._calls = calls
         self._live = live
@@ -55,13 +49,12 @@ class HealthApi:
     async def readiness(self, request: web.BaseRequest) -> web.Response:
         """Answer 200 if a request would find its workers, else 503 that names the role that is missing (or the drain).
 
-        `?workers=all`: 200 only once every worker of the table is healthy, in every process of the router. The launcher
-        waits for this: a cluster whose first requests go to the workers that happened to be checked first is not ready.
+        `?workers=all`: 200 only once every worker of the table is healthy, in every process of the router; the launcher
+        waits for this.
         """
         if self._live.draining:
-            answer = json_response({"status": DRAINING, "num_live_reqs": len(self._live)}, status=503)
-            answer.headers["Retry-After"] = "1"
-            return answer
+            status = {"status": DRAINING, "num_live_reqs": len(self._live)}
+            return json_response(status, status=503, headers={"Retry-After": "1"})
         table = self._calls.table
         workers, missing = table.workers(), missing_roles(table, self._calls.roles)
         if missing:
@@ -72,7 +65,7 @@ class HealthApi:
         return json_response({"status": "ready", "healthy_workers": healthy, "total_workers": len(workers)})
 
     async def _waits_for(self, request: web.BaseRequest, workers: Sequence[Worker]) -> str:
-        """What keeps `?workers=all` waiting; "": nothing. A process that is asked by another one answers for itself alone."""
+        """What keeps `?workers=all` waiting; "": nothing. A peer process gets the answer of this process alone."""
         late = [f"{w.role} {w.url} is {w.health}" for w in workers if not w.answers]
         if late:
             return f"{len(late)} of {len(workers)} workers are not healthy: {', '.join(late)}"
@@ -112,9 +105,7 @@ class HealthApi:
         calls = (self._calls.call(w, "POST", "/traces", headers, body, timeout_s=TRACES_TIMEOUT_S) for w in workers)
         records: list[Record] = []
         for worker, answer in zip(workers, await asyncio.gather(*calls), strict=True):
-            try:
-                found = msgspec.json.decode(answer.body, type=Records).records if answer.status == 200 else []
-            except JSON_ERRORS:
-                continue
-            records += [msgspec.structs.replace(record, url=worker.url) for record in found]
+            found: Records | None = decode_or_none(answer.body, Records) if answer.status == 200 else None
+            if found is not None:
+                records += [msgspec.structs.replace(record, url=worker.url) for record in found.records]
         return records

@@ -1,7 +1,6 @@
-"""GET /openapi.json: the router's own routes, and those of generation as a worker describes them. Pure.
+"""GET /openapi.json: the router's own routes, and bodies of generation as a live worker describes them. Pure.
 
-Bodies of generation requests are the workers' affair, so what is said of them is what a live worker says; as long as none
-is alive they are objects. Bootstrap fields are left out: the router overwrites them.
+While no worker is alive these bodies are objects. Bootstrap fields are left out: the router overwrites them.
 """
 
 from typing import Any
@@ -21,19 +20,10 @@ _FAILURES = {
 }
 # path -> method -> schema of the body (None: no body)
 _OWN: dict[str, dict[str, Any]] = {
-    "/liveness": {"get": None},
-    "/health": {"get": None},
-    "/readiness": {"get": None},
-    "/health_generate": {"get": None},
-    "/metrics": {"get": None},
-    "/v1/models": {"get": None},
-    "/get_model_info": {"get": None},
-    "/model_info": {"get": None},
-    "/get_server_info": {"get": None},
-    "/server_info": {"get": None},
-    "/get_loads": {"get": None},
-    "/auto_roles": {"get": None},
-    "/dashboard/state": {"get": None},
+    **{path: {"get": None} for path in ("/liveness", "/health", "/readiness", "/health_generate", "/metrics")},
+    **{path: {"get": None} for path in ("/v1/models", "/get_model_info", "/model_info")},
+    **{path: {"get": None} for path in ("/get_server_info", "/server_info", "/get_loads")},
+    **{path: {"get": None} for path in ("/auto_roles", "/dashboard/state")},
     "/workers": {
         "get": None,
         "post": {"type": "object", "properties": _WORKER, "required": ["url"]},
@@ -73,13 +63,14 @@ _PASSED = (
 
 
 def make_document(worker: Any) -> dict[str, Any]:
-    """The document. `worker`: a worker's own one, decoded; anything else counts as none."""
+    """`worker`: a worker's own document, decoded; anything else counts as none."""
     worker = worker if isinstance(worker, dict) else {}
     paths = {path: {m: _operation(path, body) for m, body in methods.items()} for path, methods in _OWN.items()}
     for path in (*(str(api) for api in Api), *_PASSED):
         paths[path] = {"post": _operation(path, _worker_body(worker, path))}
     paths[Api.GENERATE]["put"] = paths[Api.GENERATE]["post"]  # SGLang takes both
-    schemas = _without_meeting_place(_inside(worker, "components", "schemas") or {})
+    schemas = _inside(worker, "components", "schemas") or {}
+    schemas = {name: _without_bootstrap(schema) for name, schema in schemas.items()}
     return document("Tandem router", paths=paths, schemas=schemas)
 
 
@@ -99,11 +90,7 @@ def _worker_body(worker: dict[str, Any], path: str) -> dict[str, Any] | None:
     return schema or {"type": "object"}
 
 
-def _without_meeting_place(schemas: dict[str, Any]) -> dict[str, Any]:
-    return {name: _without(schema) for name, schema in schemas.items()}
-
-
-def _without(schema: Any) -> Any:
+def _without_bootstrap(schema: Any) -> Any:
     fields = _inside(schema, "properties")
     if fields is None:
         return schema
@@ -111,7 +98,7 @@ def _without(schema: Any) -> Any:
 
 
 def _inside(value: Any, *names: str) -> dict[str, Any] | None:
-    """The object at this place in what another server said; None where there is none."""
+    """The object at this place; None where there is none."""
     for name in names:
         if not isinstance(value, dict):
             return None

@@ -15,7 +15,7 @@ from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, missing_roles
 from router.requests.replies import no_worker_message
 from service.http.errors import error_response
-from service.http.json_depth import JSON_ERRORS
+from service.http.json_depth import decode_or_none
 from service.http.stream import json_response
 
 CALL_TIMEOUT_S = 30.0
@@ -31,22 +31,14 @@ class WorkerAnswer(msgspec.Struct, frozen=True):
     @property
     def decoded(self) -> Any:
         """The JSON value; None for anything else."""
-        try:
-            return msgspec.json.decode(self.body)
-        except JSON_ERRORS:
-            return None
+        return decode_or_none(self.body)
 
 
 class WorkerCalls:
     """`roles`: those of the router's workers, in the order of their work."""
 
     def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        *,
-        table: WorkerTable,
-        credentials: Credentials,
-        roles: tuple[Role, ...],
+        self, session: aiohttp.ClientSession, *, table: WorkerTable, credentials: Credentials, roles: tuple[Role, ...]
     ) -> None:
         self.table = table
         self.roles = roles
@@ -63,7 +55,6 @@ class WorkerCalls:
         *,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> WorkerAnswer:
-        """Call one worker."""
         headers = {**headers, **({"Content-Type": "application/json"} if body else {})}
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
@@ -95,7 +86,7 @@ class WorkerCalls:
         timeout_s: float = CALL_TIMEOUT_S,
         model: str = "",
     ) -> web.Response:
-        """Call every worker (that serves `model`) that is not down; answer the worst status, and what each one answered."""
+        """Call every worker (that serves `model`) that is not down; answer the worst status, and each worker's answer."""
         known = [w for w in self.table.workers() if not model or serves(w.models, model)]
         workers = [w for w in known if w.health in (Health.UP, Health.DRAINING)]
         if model and not workers:

@@ -1,4 +1,4 @@
-"""Routes about the workers: list, add, remove, switch roles; settings and models, as workers describe them."""
+"""Routes about workers: list, add, remove, switch roles; settings and models, as workers describe them."""
 
 import asyncio
 import time
@@ -87,12 +87,11 @@ class WorkersApi:
         ]
 
     async def list_workers(self, request: web.BaseRequest) -> web.Response:
-        """All workers of the table."""
         workers = [describe(w) for w in self._table.workers()]
         return json_response({"workers": workers, "total": len(workers)})
 
     async def add_worker(self, request: web.BaseRequest) -> web.Response:
-        """{"url", "role": prefill|decode|unified, "bootstrap_port"}: it gets requests after its first good check."""
+        """The worker gets requests after its first good check."""
         body = decode_body(await request.read(), _NewWorker)
         role = self._role_of(body)
         worker = self._table.add(body.url, role=role, bootstrap_port=body.bootstrap_port, now_s=time.monotonic())
@@ -101,7 +100,7 @@ class WorkersApi:
         return json_response(describe(worker), status=201)
 
     async def remove_worker(self, request: web.BaseRequest) -> web.Response:
-        """{"url"} (or ?url=): no new request goes there; those that run go on."""
+        """The body or the query names the URL. Requests that run there go on."""
         query = dict(request.query)
         url = decode_body(msgspec.json.encode(query) if query else await request.read(), _NamedWorker).url
         worker = self._table.remove(url)
@@ -110,13 +109,10 @@ class WorkersApi:
         return json_response(describe(worker))
 
     async def switch_role(self, request: web.BaseRequest) -> web.Response:
-        """{"url", "role": prefill|decode, "force", "timeout"}: 200 once the worker serves in that role.
-
-        409: it may not, or says that it cannot, and nothing has changed; 502: it did not come back in that role.
-        """
+        """200 once the worker serves in that role; 409: it may not or cannot, and nothing has changed; 502: it did not return."""
         body = decode_body(await request.read(), _RoleSwitch)
         role, worker = self._role_of(body), self._table.find(body.url)
-        if self._peers.is_peer(request):  # which moves it: see for ourselves
+        if self._peers.is_peer(request):  # the peer moves it
             self._monitor.look(worker)
             return json_response(describe(worker))
         headers = self._calls.credentials.for_admin(authorization_of(request))
@@ -129,11 +125,10 @@ class WorkersApi:
         return json_response(describe(worker))
 
     async def get_loads(self, request: web.BaseRequest) -> web.Response:
-        """What `least_load` compares, and what each worker last reported."""
+        """What `least_load` compares, and each worker's last report."""
         return json_response({"workers": [describe(w) for w in self._table.workers()]})
 
     async def server_info(self, request: web.BaseRequest) -> web.Response:
-        """The router's own settings and its workers with their load."""
         return json_response(
             {
                 "router_manager": True,
@@ -163,7 +158,6 @@ class WorkersApi:
         return await self._calls.call_one(request, model=self._table.models.meant(name))
 
     async def proxy(self, request: web.BaseRequest) -> web.Response:
-        """The answer of a worker that speaks for all."""
         return await self._calls.call_one(request)
 
     async def openapi(self, request: web.BaseRequest) -> web.Response:
@@ -186,7 +180,6 @@ class WorkersApi:
 
 
 def describe(worker: Worker) -> dict[str, Any]:
-    """A worker for people and programs."""
     return {
         "id": worker.worker_id,
         "url": worker.url,

@@ -1,7 +1,4 @@
-"""The end of a router in good order: no new requests, those that run are finished or handed back.
-
-What signals ask for is decided in service/process/stop_signals.py.
-"""
+"""The live requests of a router, and its drain: nothing new is taken, what runs is finished or handed back."""
 
 import asyncio
 import logging
@@ -23,7 +20,7 @@ class LiveRequests:
         return len(self.requests)
 
     async def drain(self, *, timeout_s: float, at_once: asyncio.Event) -> None:
-        """Take nothing new, and return when nothing runs; hand back what does not end in time."""
+        """Return when nothing runs; hand back what does not end in time."""
         self.draining = True
         if self.requests:
             log.info("draining: %d requests run, for up to %g s (--drain-timeout)", len(self), timeout_s)

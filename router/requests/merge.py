@@ -1,7 +1,7 @@
 """Puts what only the prefill worker knows into decode's answer: logprobs and hidden states of the prompt, cached tokens. Pure.
 
-`Merger` works on decoded JSON, `SseMerger` on the bytes of an event stream. Only requests that ask for input logprobs come
-here; all other answers pass the router unread. An answer of an unknown shape passes unchanged.
+Only answers to requests that ask for input logprobs come here; all others pass the router unread. An answer of an unknown shape
+passes unchanged.
 """
 
 from typing import Any
@@ -10,28 +10,28 @@ import msgspec
 
 from router.body import Api
 from router.requests.relay import SseSplitter
-from service.http.json_depth import JSON_ERRORS
+from service.http.json_depth import decode_or_none
 
 _INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
 _COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
-_decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
 
 
 class Merger:
-    """Merges into the answers to one request. `prefill_body`: the whole (never streamed) answer of the prefill worker."""
+    """Merges into the answers to one request. `prefill_body`: prefill's answer, which is never streamed."""
 
     def __init__(self, api: Api, prefill_body: bytes) -> None:
         self._api = api
-        self._prefill = _items(api, _decode_or_none(prefill_body))
-        self._usage = _usage(_decode_or_none(prefill_body))
+        prefill = decode_or_none(prefill_body)
+        self._prefill = _items(api, prefill)
+        self._usage = _dict(prefill, "usage")
         self._seen: set[int] = set()
-        self._shifts: dict[int, int] = {}  # of each choice: what the text offsets of its later events lack
+        self._shifts: dict[int, int] = {}  # by choice: what to add to the text offsets of its later events
 
     def merge_answer(self, body: bytes) -> bytes:
-        """The decode worker's whole answer, merged."""
-        answer = _decode_or_none(body)
+        """`body`: decode's whole answer."""
+        answer = decode_or_none(body)
         if answer is None:
             return body
         for index, item in enumerate(_items(self._api, answer)):
@@ -40,8 +40,8 @@ class Merger:
         return _encode(answer)
 
     def merge_event(self, data: bytes) -> bytes:
-        """The JSON of one event of the decode worker's stream, merged."""
-        event = _decode_or_none(data)
+        """`data`: the JSON of one event of decode's stream."""
+        event = decode_or_none(data)
         if not isinstance(event, dict):
             return data
         for item in _items(self._api, event):
@@ -72,27 +72,23 @@ class Merger:
     def _merge_usage(self, answer: object) -> None:
         """OpenAI: the prefill worker knows what was cached. A decode worker that reports more than 0 knows it from prefill."""
         cached = _dict(self._usage, "prompt_tokens_details").get("cached_tokens")
-        usage = answer.get("usage") if isinstance(answer, dict) else None
-        if not cached or not isinstance(usage, dict):
+        usage = _dict(answer, "usage")
+        if not cached or not usage:
             return
         details = usage.get("prompt_tokens_details") or {}
         if isinstance(details, dict) and not details.get("cached_tokens"):
             usage["prompt_tokens_details"] = {**details, "cached_tokens": cached}
 
 
-class SseMerger:
-    """Merges into an event stream, fed in any pieces; whole events come out as soon as they are complete."""
+class SseMerger(SseSplitter):
+    """Merges into the events of a stream."""
 
     def __init__(self, merger: Merger) -> None:
+        super().__init__()
         self._merger = merger
-        self._splitter = SseSplitter()
 
     def feed(self, chunk: bytes) -> bytes:
-        whole = self._splitter.feed(chunk)
-        return b"".join(self._event(line) for line in whole.splitlines(keepends=True)) if whole else b""
-
-    def rest(self) -> bytes:
-        return self._splitter.rest()
+        return b"".join(map(self._event, super().feed(chunk).splitlines(keepends=True)))
 
     def _event(self, line: bytes) -> bytes:
         if not line.startswith(b"data:"):
@@ -113,10 +109,9 @@ def _merge_meta(prefill: dict[str, Any], meta: dict[str, Any], *, first: bool) -
 
 
 def _merge_completion(prefill: dict[str, Any], choice: dict[str, Any], *, num_outputs: int) -> int:
-    """Completions with echo: the prompt's part of prefill's columns goes before decode's. Returns the offsets' shift.
+    """Completions with echo: put the prompt's part of prefill's columns before decode's. Return the shift of text offsets.
 
-    Nothing is done when decode's begin with a null logprob: only the first token of a prompt has one, so decode's
-    answer holds the prompt already.
+    Columns of decode that begin with a null logprob hold the prompt already: only the first token of a prompt has none.
     """
     known = _dict(prefill, "logprobs")
     columns = _dict(choice, "logprobs")
@@ -142,30 +137,20 @@ def _shift_offsets(columns: dict[str, Any], shift: int) -> None:
 
 
 def _offset_shift(known: dict[str, Any], columns: dict[str, Any], *, at: int) -> int:
-    """What decode's text offsets lack: both sides name the same first output token, prefill counts from the prompt's start."""
+    """What to add to decode's text offsets: both sides have the first output token, prefill counts from the prompt's start."""
     theirs, own = known.get("text_offset") or [], columns.get("text_offset") or []
     return max(0, theirs[at] - own[0]) if len(theirs) > at and own else 0
 
 
 def _items(api: Api, answer: object) -> list[dict[str, Any]]:
-    """The answers to each sample: objects of a native answer, choices of an OpenAI one."""
+    """By sample: the objects of a native answer, the choices of an OpenAI one."""
     if api is not Api.GENERATE:
         answer = answer.get("choices") if isinstance(answer, dict) else None
         return [c for c in answer if isinstance(c, dict)] if isinstance(answer, list) else []
     return [item for item in (answer if isinstance(answer, list) else [answer]) if isinstance(item, dict)]
 
 
-def _usage(answer: object) -> dict[str, Any]:
-    return _dict(answer, "usage") if isinstance(answer, dict) else {}
-
-
-def _dict(owner: dict[str, Any], name: str) -> dict[str, Any]:
-    value = owner.get(name)
+def _dict(owner: object, name: str) -> dict[str, Any]:
+    """The object of that name; empty where there is none."""
+    value = owner.get(name) if isinstance(owner, dict) else None
     return value if isinstance(value, dict) else {}
-
-
-def _decode_or_none(body: bytes) -> Any:
-    try:
-        return _decode(body)
-    except JSON_ERRORS:
-        return None

@@ -1,7 +1,6 @@
 """Picks the workers of an attempt: alive, serving the model, not those that failed the request, in time for its objectives.
 
-Holds a request for which no worker can be picked, where that may soon change. Sends nothing and charges no worker. Which of
-several good workers it is, the policies say (router/choice).
+Policies (router/choice) choose among several. A request without a worker waits where that may soon change.
 """
 
 import asyncio
@@ -9,8 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from router.admission.admission import Admission
-from router.attempts.deadline import time_given
-from router.attempts.request import RequestContext
+from router.attempts.request import RequestContext, time_given
 from router.body import ParsedBody, named_model
 from router.choice.policies import Placement, Policy
 from router.pool.probe_timeout import ROUNDING_S
@@ -22,7 +20,7 @@ Placements = tuple[Placement, ...]
 
 
 class Picker:
-    """`wait_s`: --retry-wait. `silence_s`: --dead-worker-timeout. It is called at each change of the table."""
+    """`wait_s`: --retry-wait. `silence_s`: --dead-worker-timeout; 0: no limit."""
 
     def __init__(
         self,
@@ -44,7 +42,7 @@ class Picker:
         table.on_change = self._on_change
 
     def model_of(self, parsed: ParsedBody, roles: Sequence[Role]) -> str:
-        """Return the name that its workers must serve; "": any will do. `UnknownModel`."""
+        """Return the model that its workers must serve; "": any. `UnknownModel`."""
         catalogue = self._table.models
         if not catalogue.names:
             return ""
@@ -54,15 +52,16 @@ class Picker:
         return catalogue.meant(named_model(parsed), ready)
 
     async def pick_later(self, request: RequestContext) -> Placements | None:
-        """Pick as `pick`, which has just found no worker, as soon as there is one. The request waits while
+        """Wait for a worker where `pick` has found none: while
 
-        - all workers that it could go to are silent: up to `silence_s`, and no longer than its client. Either they pause, or
-          they are dead, which is known in seconds; a request sent to a dead one would hang for much longer.
-        - no worker is alive, and the request has failed already: up to `wait_s`. What broke its connections may have made
-          health checks fail, too, and be over.
+        - all workers that the request could go to are silent: up to `silence_s`, and no longer than its client. A request sent
+          to a dead one would hang for much longer than it takes to know.
+        - no worker is alive, and the request has failed already: up to `wait_s`. What broke its connections may have failed
+          health checks, too, and be over.
         """
-        began_s = _now_s()
-        while (left_s := self._patience_s(request) - (_now_s() - began_s)) > ROUNDING_S:
+        time_s = asyncio.get_running_loop().time
+        began_s = time_s()
+        while (left_s := self._patience_s(request) - (time_s() - began_s)) > ROUNDING_S:
             await self._change(left_s)
             placements = self.pick(request)
             if placements is not None:
@@ -74,14 +73,14 @@ class Picker:
         pools = self.pools(request)
         for pool in pools:
             if not pool or pool[0].silent:  # where one is, all are: others would have been preferred
-                return None  # before a policy remembers what then is sent nowhere
+                return None  # before a policy remembers a request that is sent nowhere
         if request.slo is not None and request.failed is None:  # an admitted request is not refused later
             now_s = self._clock()
             pools = [self._admission.in_time(pool, request, now_s=now_s) for pool in pools]
         return self.choose(request, pools)
 
     def choose(self, request: RequestContext, pools: Iterable[Sequence[Worker]]) -> Placements:
-        """Choose one worker of each pool; the policies will remember that the request goes there."""
+        """Choose one worker of each pool; the policies remember that the request goes there."""
         policies, hints = self._policies, request.hints
         return tuple([policies[pool[0].role].choose(pool, hints) for pool in pools])
 
@@ -96,10 +95,8 @@ class Picker:
         table, roles, model = self._table, request.roles, request.model
         return missing_roles(table, roles, model) or silent_roles(table, roles, model)
 
-    # ---- inside
-
     def _patience_s(self, request: RequestContext) -> float:
-        """How long the request may wait in all, as things are now."""
+        """How long the request may wait in all, in the table's present state."""
         table, roles, model = self._table, request.roles, request.model
         if missing_roles(table, roles, model):
             return self._wait_s if request.failed is not None else 0.0
@@ -108,7 +105,6 @@ class Picker:
         return 0.0
 
     async def _change(self, within_s: float) -> None:
-        """Wait until the table changes, or this long."""
         waiter = Waiter()
         self._waiters.append(waiter)
         try:
@@ -122,8 +118,3 @@ class Picker:
     def _on_change(self) -> None:
         for waiter in self._waiters:
             waiter.wake()
-
-
-def _now_s() -> float:
-    """The event loop's time."""
-    return asyncio.get_running_loop().time()

@@ -1,7 +1,6 @@
-"""Passes a worker's answer to the client, a stream chunk by chunk as it comes. Knows nothing of retries."""
+"""Passes a worker's answer to the client, a stream chunk by chunk as it comes."""
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from aiohttp import web
 
@@ -23,43 +22,31 @@ class StreamBroken(Exception):
         self.out, self.cause = out, cause
 
 
-class Splitter(Protocol):
-    """Takes a stream in any pieces; whole events come out as soon as they are complete."""
-
-    def feed(self, chunk: bytes) -> bytes: ...
-
-    def rest(self) -> bytes:
-        """What follows the last whole event, at the orderly end of a stream."""
-
-
 class SseSplitter:
-    """Passes on whole events only, so that an error event may follow at any time and both can be parsed.
+    """Takes a stream in any pieces and passes on whole events only, so that an error event may follow at any time.
 
-    Workers write whole events nearly always, so nearly always the chunk itself is returned.
+    Workers nearly always write whole events; then the chunk itself is returned.
     """
 
     def __init__(self) -> None:
         self._tail = b""
 
     def feed(self, chunk: bytes) -> bytes:
+        """The events that are complete."""
         data = self._tail + chunk if self._tail else chunk
         if data.endswith(_ENDS):
             self._tail = b""
             return data
-        end = max(_end_of_last(data, end) for end in _ENDS)
+        end = max(data.rfind(separator) + len(separator) if separator in data else 0 for separator in _ENDS)
         if end == 0 and len(data) > MAX_EVENT_BYTES:
             end = len(data)
         self._tail = data[end:]
         return data[:end]
 
     def rest(self) -> bytes:
+        """What follows the last whole event, at the orderly end of a stream."""
         rest, self._tail = self._tail, b""
         return rest
-
-
-def _end_of_last(data: bytes, separator: bytes) -> int:
-    at = data.rfind(separator)
-    return 0 if at < 0 else at + len(separator)
 
 
 def answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
@@ -68,7 +55,7 @@ def answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 async def relay_stream(
-    http: web.BaseRequest, call: UpstreamCall, *, splitter: Splitter, on_more: Callable[[bytes], None]
+    http: web.BaseRequest, call: UpstreamCall, *, splitter: SseSplitter, on_more: Callable[[bytes], None]
 ) -> web.StreamResponse:
     """Send the call's answer to the client until it ends; the caller ends the response (`write_eof`).
 
@@ -96,7 +83,7 @@ async def relay_stream(
 
 
 async def end_with_event(out: web.StreamResponse, event: bytes) -> web.StreamResponse:
-    """End a stream that broke with this event; no [DONE] follows, so that no client takes it for a good end."""
+    """End a stream that broke; no [DONE] follows, so that no client takes it for a good end."""
     await out.write(event)
     await out.write_eof()
     return out

@@ -1,4 +1,4 @@
-"""Answers of the router where no worker's good answer can be passed on. Pure."""
+"""Answers of the router where there is no good answer of a worker to pass on. Pure."""
 
 import msgspec
 from aiohttp import web
@@ -9,7 +9,7 @@ from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.requests.relay import answer_headers
 from service.http.errors import DRAINING, ApiError, error_response
-from service.http.json_depth import JSON_ERRORS
+from service.http.json_depth import decode_or_none
 from service.http.stream import error_event
 
 RETRY_AFTER_S = 1  # where no worker is there
@@ -17,12 +17,10 @@ HANDED_BACK = "the router is draining and could not finish this request (--drain
 
 
 def draining(message: str) -> ApiError:
-    """503 of a router that ends; another one may serve the request."""
     return ApiError(503, message, code=DRAINING, retry_after_s=RETRY_AFTER_S)
 
 
 def handed_back_event() -> bytes:
-    """The last event of a stream that the router could not finish before it ended."""
     return error_event(503, HANDED_BACK, code=DRAINING)
 
 
@@ -35,7 +33,7 @@ def no_worker(message: str) -> ApiError:
 
 
 def no_worker_message(table: WorkerTable, missing: list[Role], model: str = "") -> str:
-    """Which role is missing, and what is known of its workers."""
+    """Name the missing role, and what is known of its workers."""
     known = [w for w in table.workers(missing[0]) if not model or serves(w.models, model)]
     why = "; ".join(f"{w.url}: {_state(w)}" for w in known[:4]) or "none was given"
     what = f"worker for model {model!r}" if model and table.models.several else "worker"
@@ -48,7 +46,7 @@ def _state(worker: Worker) -> str:
 
 
 def failure_response(failure: CallFailed) -> web.Response:
-    """A worker's own error as it is; else what happened to the connection."""
+    """The worker's own error as it is; else what happened to the connection."""
     if failure.reason == "status":
         return web.Response(status=failure.status, body=failure.body, headers=answer_headers(failure.headers))
     status = 504 if failure.reason == "timeout" else 502
@@ -56,17 +54,10 @@ def failure_response(failure: CallFailed) -> web.Response:
 
 
 def failure_event(failure: CallFailed) -> bytes:
-    """The same as the last event of a stream that has begun."""
-    status = failure.status or 502
-    return error_event(status, _message_of(failure))
-
-
-def _message_of(failure: CallFailed) -> str:
-    """What the worker said, without the JSON around it; else what happened."""
-    try:
-        return msgspec.json.decode(failure.body, type=_ErrorBody).error.message
-    except JSON_ERRORS:
-        return failure.body.decode(errors="replace")[:2000] or str(failure)
+    """The last event of a stream that has begun: the worker's error without the JSON around it; else what happened."""
+    body: _ErrorBody | None = decode_or_none(failure.body, _ErrorBody)
+    text = failure.body.decode(errors="replace")[:2000] or str(failure)
+    return error_event(failure.status or 502, text if body is None else body.error.message)
 
 
 class _Error(msgspec.Struct):

@@ -11,55 +11,43 @@ from router.attempts.request import RequestContext
 from router.attempts.rooms import Entropy, RoomMinter
 from router.body import Api, parse_body
 from router.choice.policies import Placement, RoutingHints
-from router.client.upstream import UpstreamError
+from router.client.upstream import HttpReply
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 
 EVENTS = {"content-type": "text/event-stream"}
 
 
-class ScriptedReply:
+class StoppedLoop:
+    """A loop whose time stands still: no timer fires."""
+
+    def time(self) -> float:
+        return 0.0
+
+    def call_later(self, *_: object) -> Any:
+        return SimpleNamespace(cancel=lambda: None)
+
+
+class ScriptedReply(HttpReply):
     """A worker's answer: `answer` and `close` change it."""
 
     def __init__(self) -> None:
-        self.status = 0
-        self.headers: dict[str, str] = {}
-        self.complete = False
-        self.error: UpstreamError | None = None
-        self.received_s = 0.0
-        self.listener: Callable[[], None] = lambda: None
-        self.on_end: Callable[[], None] = lambda: None
-        self._body = b""
-
-    @property
-    def num_buffered(self) -> int:
-        return len(self._body)
+        loop: Any = StoppedLoop()
+        super().__init__(loop, timeout_s=1.0)
 
     @property
     def closed(self) -> bool:
         return self.error is not None
 
     def answer(self, status: int, body: bytes = b"x", *, events: bool = False, complete: bool = True) -> None:
-        self.status, self._body, self.complete = status, body, complete
-        self.headers = EVENTS if events else {}
-        self._changed()
-
-    def take(self) -> bytes:
-        body, self._body = self._body, b""
-        return body
-
-    async def readany(self) -> bytes:
-        return self.take()
-
-    def close(self, error: UpstreamError | None = None) -> None:
-        if not self.complete and self.error is None:
-            self.error = error or UpstreamError("lost", "closed")
-            self._changed()
-
-    def _changed(self) -> None:
-        if self.complete or self.error is not None:
-            self.on_end()
-        self.listener()
+        self.status, self.headers = status, EVENTS if events else {}
+        if body:
+            self.take()
+            self.feed(body)
+        if complete:
+            self.finish()
+        else:
+            self.wake()
 
 
 class ScriptedUpstream:

@@ -10,8 +10,9 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from router.compose import Router
 from router.config import RouterConfig
-from router.server import RunningRouter, start_router
+from router.server import start_router
 
 DEADLINE_S = 60.0
 
@@ -132,7 +133,7 @@ class DummyWorker:
 
 @dataclass
 class Cluster:
-    router: RunningRouter
+    router: Router
     prefills: list[DummyWorker]
     decodes: list[DummyWorker]
     client: aiohttp.ClientSession

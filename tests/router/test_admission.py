@@ -368,8 +368,7 @@ def test_metrics_show_circuits_what_is_foretold_and_who_waits() -> None:
     known, unknown = (table.add(f"http://{name}:1", role=Role.PREFILL) for name in "ab")
     config = RouterConfig(max_concurrent_requests=1, queue_size=3)
     admission = Admission(config, chooser=make_chooser(config, draw=lambda n: 0))
-    metrics = RouterMetrics(table)
-    metrics.show_admission(admission)
+    metrics = RouterMetrics(table, admission=admission)
     ttft, itl = admission.forecast.fits(known)
     for i in range(MIN_POINTS):
         ttft.add(1000.0 * i, 0.25 + 0.5 * i)

@@ -11,12 +11,13 @@ import aiohttp
 import msgspec
 import pytest
 
+from router.compose import Router
 from router.config import RouterConfig
 from router.fleet.peer_processes import PeerProcesses
 from router.http.workers_api import describe
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
-from router.server import RunningRouter, start_router
+from router.server import start_router
 from service.flags import ConfigError
 from tests.router.dummies import DEADLINE_S, DummyWorker, until
 from tests.router.kube_server import NAMESPACE, KubeServer, kube_server, pod
@@ -27,7 +28,7 @@ LABELS = {Role.PREFILL: {"app": "tandem", "role": "prefill"}, Role.DECODE: {"app
 @dataclass
 class Setup:
     kube: KubeServer
-    router: RunningRouter
+    router: Router
     client: aiohttp.ClientSession
     prefill: DummyWorker
     decodes: list[DummyWorker]

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from router.attempts.deadline import less_time, time_given
+from router.attempts.request import less_time, time_given
 from router.attempts.upstream_call import CallFailed
 from router.client.credentials import Credentials
 from router.config import RouterConfig
@@ -102,7 +102,7 @@ def test_its_word_takes_it_out_of_the_pool_before_the_next_check() -> None:
         worker = table.add("http://h:1", role=Role.DECODE)
         table.on_check(worker, Check.OK, now_s=0.0)
         config = RouterConfig()
-        credentials = Credentials(config, api=KeyRing(key=None, file=None, flag="--api-key"))
+        credentials = Credentials(api=KeyRing())
         session: Any = None  # nothing is asked
         monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
         monitor.on_unreachable(CallFailed(worker, reason="status", status=503, body=b'{"error":{"code":"queue_full"}}'))

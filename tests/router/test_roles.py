@@ -8,7 +8,6 @@ import pytest
 from aiohttp import web
 
 from router.client.credentials import Credentials
-from router.config import RouterConfig
 from router.fleet.peer_processes import PeerProcesses
 from router.pool.states import Check, Health
 from router.pool.worker import LoadReport, Role, Worker
@@ -279,7 +278,7 @@ def test_a_move_goes_on_when_its_caller_leaves() -> None:
             table=c.router.table,
             monitor=c.router.monitor,
             session=c.client,
-            credentials=Credentials(RouterConfig(), api=KeyRing(key="k", file=None, flag="")),
+            credentials=Credentials(api=KeyRing(key="k")),
             peers=PeerProcesses(None),
         )
         caller = asyncio.create_task(switch.move(worker, Role.DECODE))

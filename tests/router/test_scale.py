@@ -105,7 +105,7 @@ async def first_checks(table: WorkerTable) -> list[float]:
             config=config,
             table=table,
             session=session,
-            credentials=Credentials(config, api=gate.api),
+            credentials=Credentials(api=gate.api),
         )
         for worker in table.workers():
             monitor.watch(worker)

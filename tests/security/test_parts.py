@@ -14,7 +14,6 @@ from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
 from router.admission.rate_limit import MAX_CLIENTS, RateLimiter, client_of, make_limiter
 from router.client.credentials import Credentials
-from router.config import RouterConfig
 from service.flags import ConfigError
 from service.http.errors import ApiError
 from service.http.json_depth import deeper_than
@@ -159,8 +158,8 @@ def test_a_router_passes_on_a_key_that_workers_have(tmp_path: Path) -> None:
     for path, text in ((file, "old\nnew\n"), (admin, "root\nsecond\n")):
         path.touch(mode=0o600)
         path.write_text(text)
-    config = RouterConfig(worker_api_key_file=str(file), worker_admin_api_key_file=str(admin))
-    credentials = Credentials(config, api=KeyRing(key="client"))
+    rings = {"worker": KeyRing(file=str(file)), "admin": KeyRing(file=str(admin))}
+    credentials = Credentials(api=KeyRing(key="client"), **rings)
     assert credentials.for_client("Bearer new") == bearer("new")
     assert credentials.for_client("Bearer client") == credentials.for_client("") == bearer("old")
     assert credentials.for_admin("Bearer second") == bearer("second")

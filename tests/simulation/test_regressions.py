@@ -50,7 +50,7 @@ def test_an_unanswered_look_at_a_worker_does_not_forget_its_bootstrap_port() -> 
         session: Any = Session()
         config = RouterConfig(pd_disaggregation=True)
         gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
-        credentials = Credentials(config, api=gate.api)
+        credentials = Credentials(api=gate.api)
         monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
         monitor._ask_health = _healthy  # type: ignore[method-assign]
         watch: Any = SimpleNamespace(worker=worker, info_due_s=0.0, load_due_s=0.0)

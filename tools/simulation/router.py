@@ -17,11 +17,10 @@ from yarl import URL
 from router.admission.admission import Admission
 from router.attempts.events import Events
 from router.attempts.rooms import RoomMinter
-from router.attempts.upstream_call import CircuitReporter
+from router.attempts.upstream_call import CircuitReporter, UnreachableReporter
 from router.body import Api
 from router.choice.chooser import make_chooser
 from router.client.credentials import Credentials
-from router.compose import UnreachableWorkers
 from router.config import RouterConfig
 from router.history.recorder import Recorder
 from router.history.trace import RequestTraces
@@ -83,12 +82,12 @@ class Router:
         hedges: Any = _Hedges(network.world.seen)
         metrics.hedges = hedges
         gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
-        credentials = Credentials(config, api=gate.api)
+        credentials = Credentials(api=gate.api)
         self.live = LiveRequests()
         self.monitor = HealthMonitor(config=config, table=self.table, session=session, credentials=credentials)
         admission, recorder = Admission(config, chooser=chooser), Recorder(self.aio.time)
         traces = RequestTraces(Tracer(ring_size=0), recorder)
-        reports = CircuitReporter(), UnreachableWorkers(self.monitor)
+        reports = CircuitReporter(), UnreachableReporter(self.monitor)
         self.dispatcher = make_dispatcher(
             config,
             table=self.table,

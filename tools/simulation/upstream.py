@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from router.attempts.deadline import LEAST_S
+from router.attempts.request import LEAST_S
 from router.client.upstream import HttpReply, UpstreamError
 from service.http.deadline import TIMEOUT_HEADER
 from tools.simulation.aio import VirtualLoop
