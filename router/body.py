@@ -1,7 +1,7 @@
-"""Request bodies: reads the few fields the router decides by, and writes the bodies of both legs.
+"""Request bodies: reads the few fields the router decides by, and writes the bodies for both workers. Pure.
 
-Pure. A body is taken apart at its top level only; every value the router does not change keeps its very bytes, known
-field or not. What is wrong with a value is for the workers to say, except where the router could not go on.
+A body is taken apart at its top level only; every value that the router does not change keeps its bytes. Workers refuse wrong
+values, except where the router could not go on.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from service.http.errors import ApiError
-from service.http.json_depth import JSON_ERRORS, MAX_DEPTH, deeper_than
+from service.http.json_depth import JSON_ERRORS, MAX_DEPTH, decode_or_none, deeper_than
 
 BYTES_PER_TOKEN = 4  # of text; a guess good enough to balance by
 DEFAULT_OUTPUT_TOKENS = 128  # assumed when the request does not bound its answer
@@ -32,7 +32,7 @@ class Api(StrEnum):
 
 
 class BadBody(ApiError):
-    """A body the router cannot route. `field` names what is wrong in it (None: the body as a whole)."""
+    """A body the router cannot route. `field`: the wrong one (None: the body as a whole)."""
 
     def __init__(self, field: str | None, message: str) -> None:
         super().__init__(400, message, field=field)
@@ -67,12 +67,11 @@ class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _sampling_decoder = msgspec.json.Decoder(_Sampling | list[_Sampling])
-_any_decoder = msgspec.json.Decoder()
 _encode = msgspec.json.Encoder().encode
 
 
 def parse_body(api: Api, body: bytes) -> ParsedBody:
-    """Read a request body. `BadBody` if it is not a JSON object or asks for more than `MAX_SAMPLES` samples."""
+    """`BadBody` for a body that is not a JSON object or asks for more than `MAX_SAMPLES` samples."""
     if deeper_than(body):
         raise BadBody(None, f"the body is nested too deeply (more than {MAX_DEPTH} levels)")
     try:
@@ -103,10 +102,10 @@ def parse_body(api: Api, body: bytes) -> ParsedBody:
 
 
 def write_bodies(parsed: ParsedBody, *, host: str, port: int | None, rooms: Sequence[int]) -> tuple[bytes, bytes]:
-    """(prefill body, decode body) with the meeting place in them: scalars for one sample, else a list entry per sample.
+    """(prefill body, decode body) with bootstrap fields: scalars for one sample, else a list entry per sample.
 
     Rooms run prompt-major: sample j of prompt i has rooms[i * n + j]. Bootstrap fields of the client are overwritten.
-    Prefill's answer is not forwarded, so it is never streamed: its errors then come with a real status.
+    Prefill's answer is never streamed: it is not passed on, and its errors come with a real status.
     """
     assert len(rooms) == parsed.num_samples, (len(rooms), parsed.num_samples)
     fields: dict[str, object] = {k: v for k, v in parsed.fields.items() if k not in BOOTSTRAP_FIELDS}
@@ -123,23 +122,14 @@ def write_bodies(parsed: ParsedBody, *, host: str, port: int | None, rooms: Sequ
 
 
 def named_model(parsed: ParsedBody) -> str:
-    """The request's `model`; "" where it names none (what is no text is for the workers to refuse)."""
-    return _text(_raw(parsed.fields, "model"))
+    """The request's `model`; "" for none, or for what is no text."""
+    return decode_or_none(_raw(parsed.fields, "model"), str) or ""
 
 
 def named_priority(parsed: ParsedBody) -> int | None:
-    """The request's `priority`; None where it gives none (what is no integer is for the workers to refuse)."""
+    """The request's `priority`; None for none, or for what is no integer."""
     value = _small(_raw(parsed.fields, "priority"))
     return value if isinstance(value, int) else None
-
-
-def _text(raw: bytes) -> str:
-    if raw[:1] != b'"':
-        return ""
-    try:
-        return str(_any_decoder.decode(raw))
-    except JSON_ERRORS:
-        return ""
 
 
 def _prompts(api: Api, fields: dict[str, msgspec.Raw]) -> tuple[int, int]:
@@ -186,16 +176,10 @@ def _wants_input_logprobs(api: Api, fields: dict[str, msgspec.Raw]) -> bool:
         return _raw(fields, "echo") == b"true" and _raw(fields, "logprobs") not in (b"", b"false")
     if b"true" in _raw(fields, "return_hidden_states"):
         return True
-    start = _raw(fields, "logprob_start_len")
-    return b"true" in _raw(fields, "return_logprob") and _any_not_negative(start)
-
-
-def _any_not_negative(raw: bytes) -> bool:
-    try:
-        value = _any_decoder.decode(raw) if raw else None
-    except JSON_ERRORS:
+    if b"true" not in _raw(fields, "return_logprob"):
         return False
-    return any(isinstance(v, int) and v >= 0 for v in (value if isinstance(value, list) else [value]))
+    start = decode_or_none(_raw(fields, "logprob_start_len"))
+    return any(isinstance(at, int) and at >= 0 for at in (start if isinstance(start, list) else [start]))
 
 
 def _raw(fields: dict[str, msgspec.Raw], name: str) -> bytes:
@@ -206,8 +190,8 @@ def _raw(fields: dict[str, msgspec.Raw], name: str) -> bytes:
 
 
 def _small(raw: bytes) -> object:
-    """A number's value; None for anything that is not one (the worker will say so)."""
-    return _any_decoder.decode(raw) if raw and raw[:1] in b"-0123456789" else None
+    """A number's value; None for anything else."""
+    return decode_or_none(raw) if raw and raw[:1] in b"-0123456789" else None
 
 
 def _count(n: object) -> int:

@@ -1,4 +1,4 @@
-"""Events in the life of a request, and their observers. The code that reports an event does not know the observers."""
+"""Events in the life of a request, and their observers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RequestObserver:
         """These roles have no worker for the request."""
 
     def on_attempt_ended(self, attempt: PairAttempt, now_s: float) -> None:
-        """The client needs this attempt no more; it is still charged to its workers."""
+        """The client no longer needs this attempt; it is still charged to its workers."""
 
     def on_prefill_ended(self, attempt: PairAttempt, now_s: float) -> None:
         """The prefill call has ended, too, now or after the attempt."""

@@ -1,8 +1,7 @@
 """The workers that failed one request, and thus which ones to try next. Pure.
 
-A worker that failed the request is tried again only where there is no other. A pair that could not be joined may owe that
-to either side, or to the bootstrap server between them: decode has asked there several times before it gave up, so other
-servers come first, and one server gets `MAX_JOINS` attempts in all.
+A worker that failed the request is tried again only where there is no other. When a pair could not be joined, either side may
+be at fault, or the bootstrap server: other servers come first, and one server gets `MAX_JOINS` attempts in all.
 """
 
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ class FailedWorkers(msgspec.Struct):
     _unjoined: dict[Server, int] = msgspec.field(default_factory=dict)
 
     def note(self, failure: CallFailed, workers: Sequence[Worker]) -> None:
-        """Record that `failure` ended the attempt at `workers`. Only the worker that failed is blamed, where that is known."""
+        """Record that `failure` ended the attempt at `workers`."""
         self.last = failure
         self._failed.add(failure.worker.worker_id)
         if failure.unjoined:
@@ -34,7 +33,7 @@ class FailedWorkers(msgspec.Struct):
                 self._unjoined[server] = self._unjoined.get(server, 0) + 1
 
     def best_of(self, alive: Sequence[Worker]) -> Sequence[Worker]:
-        """Return those of `alive` (one role) to try next; none: another attempt would be in vain."""
+        """Return those of `alive` (one role) to try next."""
         left = [w for w in alive if self._num_unjoined(w) < MAX_JOINS]
         fresh = [w for w in left if w.worker_id not in self._failed]
         elsewhere = [w for w in fresh if not self._num_unjoined(w)]

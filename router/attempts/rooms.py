@@ -1,7 +1,7 @@
 """Rooms: the numbers under which the two halves of a request meet. Owns the set of live ones, and the random numbers.
 
-A room is never 0 (SGLang's prefill never completes room 0), unpredictable for clients, and never equal to a live one: two
-live requests in one room would mix their KV.
+A room is never 0 (SGLang's prefill never completes room 0), unpredictable, and never equal to a live one: two live requests
+in one room would mix their KV.
 """
 
 import os
@@ -23,8 +23,7 @@ class RoomMinter:
         return len(self._live) + count <= MAX_LIVE_ROOMS
 
     def mint(self, count: int) -> tuple[int, ...]:
-        """`count` fresh rooms; they live until released."""
-        assert count >= 1, count
+        """`count` new rooms; they live until released."""
         return tuple([self._mint_one() for _ in range(count)])
 
     def _mint_one(self) -> int:
@@ -46,7 +45,7 @@ class RoomMinter:
 
 
 class Entropy:
-    """Unpredictable numbers for rooms and request ids, read from the system in blocks: one system call each costs more."""
+    """Unpredictable numbers for rooms and request ids, read from the system in blocks: fewer system calls."""
 
     def __init__(self) -> None:
         self._block = b""
@@ -62,7 +61,6 @@ class Entropy:
         return self._take(16).hex()
 
     def _take(self, num_bytes: int) -> bytes:
-        assert 0 < num_bytes <= BLOCK_BYTES, num_bytes
         if self._at + num_bytes > len(self._block):
             self._block, self._at = os.urandom(BLOCK_BYTES), 0
         taken = self._block[self._at : self._at + num_bytes]

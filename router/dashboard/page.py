@@ -1,6 +1,6 @@
-"""Routes of the dashboard: the files of the page, which anybody may read, and what they show, which needs a key.
+"""Routes of the dashboard: the files of the page, open to all, and the state that they show, which needs a key.
 
-Polled: without a page that looks, nothing is computed. Owns nothing.
+Polled: without an open page nothing is computed.
 """
 
 import time
@@ -12,13 +12,15 @@ import msgspec
 from aiohttp import web
 
 from router.config import RouterConfig
-from router.dashboard.snapshot import decode_snapshot, draw, merge
+from router.dashboard.snapshot import draw, merge
 from router.fleet.peer_processes import PeerProcesses
 from router.history.recorder import Recorder
 from router.history.records import DashboardSnapshot
 from router.pool.workers import WorkerTable
 from router.requests.live import LiveRequests
 from service.http.errors import error_response
+from service.http.json_depth import decode_or_none
+from service.http.stream import json_response
 
 STATE, SNAPSHOT, REQUEST = "/dashboard/state", "/dashboard/snapshot", "/dashboard/requests/"
 
@@ -44,7 +46,7 @@ _FILE_HEADERS = {
 
 
 class Dashboard:
-    """Handlers. The files are read once, when the router starts. `auto_roles`: the answer of /auto_roles, None where it is off."""
+    """Handlers. The files are read once, at start. `auto_roles`: the answer of /auto_roles, None where it is off."""
 
     def __init__(
         self,
@@ -68,7 +70,6 @@ class Dashboard:
         self._files = {path: (folder / name).read_bytes() for path, name in _FILES.items()}
 
     def routes(self) -> list[web.RouteDef]:
-        """All routes of this module."""
         return [
             *(web.get(path, self.file) for path in _FILES),
             web.get(STATE, self.state),
@@ -77,33 +78,32 @@ class Dashboard:
         ]
 
     async def file(self, request: web.BaseRequest) -> web.Response:
-        """A file of the page."""
         kind = _TYPES[Path(_FILES[request.path]).suffix]
         return web.Response(body=self._files[request.path], content_type=kind, charset="utf-8", headers=_FILE_HEADERS)
 
     async def state(self, request: web.BaseRequest) -> web.Response:
-        """Everything the page shows but the details of one request; of all processes of this router."""
+        """Everything the page shows but the details of one request, of all processes of this router."""
         now_s = self._recorder.now_s()
         memory = await self._memory()
         roles = None if self._auto_roles is None else msgspec.Raw(await self._auto_roles())
         picture = draw(memory, self._table.workers(), now_s=now_s)
-        told = {"now_s": now_s, "wall_s": time.time(), "router": self._router(), "auto_roles": roles}
-        return _json({**told, **picture})
+        status = {"now_s": now_s, "wall_s": time.time(), "router": self._router(), "auto_roles": roles}
+        return _fresh({**status, **picture})
 
     async def snapshot(self, request: web.BaseRequest) -> web.Response:
         """What this process remembers, for its peers."""
-        return _json(self._own())
+        return _fresh(self._own())
 
     async def request(self, request: web.BaseRequest) -> web.Response:
         """One request by its `key`, as long as it is remembered."""
         key = request.path.removeprefix(REQUEST)
         for record in (await self._memory()).records:
             if record.key == key:
-                return _json({"now_s": self._recorder.now_s(), "record": record})
+                return _fresh({"now_s": self._recorder.now_s(), "record": record})
         return error_response(404, f"no request {key} is remembered any more", code="not_found")
 
     async def _memory(self) -> DashboardSnapshot:
-        others = [decode_snapshot(body) for body in await self._peers.answers(SNAPSHOT)]
+        others = [decode_or_none(body, DashboardSnapshot) for body in await self._peers.answers(SNAPSHOT)]
         return merge([self._own(), *(snapshot for snapshot in others if snapshot is not None)])
 
     def _own(self) -> DashboardSnapshot:
@@ -125,7 +125,5 @@ class Dashboard:
         }
 
 
-def _json(value: object) -> web.Response:
-    return web.Response(
-        body=msgspec.json.encode(value), content_type="application/json", headers={"Cache-Control": "no-store"}
-    )
+def _fresh(value: object) -> web.Response:
+    return json_response(value, headers={"Cache-Control": "no-store"})

@@ -1,14 +1,11 @@
-"""Makes the one JSON document that the page draws, from what the processes remember and what is known of the workers. Pure."""
+"""Makes the JSON document that the page draws, from the processes' memories and the worker table. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgspec
-
 from router.history.recorder import add, quantile
 from router.history.records import DashboardRequest, DashboardSnapshot, Second
 from router.pool.worker import Worker
-from service.http.json_depth import JSON_ERRORS
 
 SHOWN_REQUESTS = 48
 SHOWN_SECONDS = 120  # of the curves
@@ -19,7 +16,7 @@ _SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def merge(snapshots: Iterable[DashboardSnapshot]) -> DashboardSnapshot:
-    """One memory of many: what each process served is added up, what workers report to all stands once."""
+    """Add up what each process served; take once what workers report to all."""
     seconds: dict[int, Second] = {}
     records: list[DashboardRequest] = []
     switching: dict[str, str] = {}
@@ -44,7 +41,7 @@ def _merge_second(into: Second, second: Second) -> None:
 
 
 def draw(memory: DashboardSnapshot, workers: Sequence[Worker], *, now_s: float) -> dict[str, Any]:
-    """What the page shows: `workers`, `window` (the last minute), `series` (by the second), `requests` (newest first)."""
+    """`workers`, `window` (the last minute), `series` (by the second), `requests` (newest first)."""
     return {
         "workers": [show_worker(worker, switching_to=memory.switching.get(worker.url)) for worker in workers],
         "window": _window(memory.seconds, now_s),
@@ -54,10 +51,7 @@ def draw(memory: DashboardSnapshot, workers: Sequence[Worker], *, now_s: float) 
 
 
 def show_worker(worker: Worker, *, switching_to: str | None = None) -> dict[str, Any]:
-    """`report` None: it does not say. `switching_to`: the role that one process of the router moves it to.
-
-    In-flight figures are of all processes of the router.
-    """
+    """In-flight figures are of all processes of the router. `switching_to`: the role that one of them moves it to."""
     return {
         "url": worker.url,
         "role": worker.role.value,
@@ -127,11 +121,3 @@ def _series(seconds: Sequence[Second], now_s: float) -> dict[str, list[float | N
 def _smooth(shown: Sequence[Second], value: Callable[[Second], int]) -> list[float | None]:
     values = [value(second) for second in shown]
     return [sum(values[max(0, i - SMOOTH_S + 1) : i + 1]) / SMOOTH_S for i in range(len(values))]
-
-
-def decode_snapshot(body: bytes) -> DashboardSnapshot | None:
-    """What a peer sent; None for anything else."""
-    try:
-        return msgspec.json.decode(body, type=DashboardSnapshot)
-    except JSON_ERRORS:
-        return None

@@ -1,9 +1,8 @@
-"""Remembers the last requests, and counts the last two minutes by the second. Pure but for the clock that it is given.
+"""Remembers the last requests, and counts the last two minutes by the second. Pure but for its clock.
 
-It observes every request and every event of a stream, so each call does little, and all of it is bounded. What a request
-was is known by its trace (trace.py), which is read only when the dashboard asks. Latencies are counts in buckets, each an
-eighth wider than the one before: a quantile is off by 6 % at most, and sums of counts are counts, as in DDSketch
-(Masson, Rim and Lee, VLDB 2019).
+It observes every event of a stream, so each call does little, and all memory is bounded. A request's trace (trace.py) is read
+only when the dashboard asks. Latencies are counts in buckets, each an eighth wider than the one before: a quantile is off by
+6 % at most, and counts of several processes add up, as in DDSketch (Masson, Rim and Lee, VLDB 2019).
 """
 
 import math
@@ -30,13 +29,11 @@ _log = math.log
 
 
 class Watched(Protocol):
-    """One request, under way or over."""
-
     def shown(self) -> DashboardRequest: ...
 
 
 class Recorder(RequestObserver):
-    """`place`: which of the router's processes this is. `now_s`: the clock."""
+    """`place`: the number of this process among the router's."""
 
     def __init__(self, now_s: Callable[[], float], *, place: int = 0) -> None:
         self.now_s = now_s
@@ -56,7 +53,6 @@ class Recorder(RequestObserver):
         return key
 
     def end(self, request: Watched, key: str, *, failed: bool, now_s: float) -> None:
-        """A request that was begun is over."""
         self._running.pop(key, None)
         self._ended.append(request)
         second = self.second(now_s)
@@ -94,7 +90,7 @@ class Recorder(RequestObserver):
         failures[name] = failures.get(name, 0) + 1
 
     def on_report(self, role: Role, before: LoadReport | None, report: LoadReport | None) -> None:
-        """What a worker reports now, and what it reported before. A counter that fell is a new process's."""
+        """A worker's report, and the one before. A counter that fell belongs to a new process."""
         if before is None or report is None:
             return
         second = self.second(self.now_s())
@@ -111,7 +107,6 @@ class Recorder(RequestObserver):
 
 
 def bucket_of(seconds: float) -> int:
-    """Which bucket a latency falls into."""
     return min(MAX_BUCKET, int(_log(seconds / MIN_S) * _PER_LOG)) if seconds > MIN_S else 0
 
 
@@ -126,7 +121,7 @@ def add(into: dict[int, int], counts: Mapping[int, int]) -> None:
 
 
 def quantile(counts: Mapping[int, int], share: float) -> float | None:
-    """Seconds below which that share of them lies; None without any."""
+    """Seconds below which `share` of the counts lies; None without any."""
     total = sum(counts.values())
     if not total:
         return None

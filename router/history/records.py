@@ -1,7 +1,4 @@
-"""What the dashboard remembers, in the form in which the processes of a router exchange it. Pure data.
-
-Times are seconds of the machine's monotonic clock, which all processes share.
-"""
+"""What the dashboard remembers, as the processes of a router exchange it. Times: the machine's monotonic clock, in seconds."""
 
 import msgspec
 
@@ -17,7 +14,7 @@ class Second(msgspec.Struct):
     ttft: dict[int, int] = msgspec.field(default_factory=dict)
     gaps: dict[int, int] = msgspec.field(default_factory=dict)
     failures: dict[str, int] = msgspec.field(default_factory=dict)
-    # What workers counted since their report before: every process hears the same, so these are not added up.
+    # What workers counted since their last report: every process receives the same, so these are not added up.
     prompt_tokens: int = 0
     output_tokens: int = 0
     kv_bytes: int = 0
@@ -37,7 +34,7 @@ class DashboardAttempt(msgspec.Struct):
 
 
 class DashboardRequest(msgspec.Struct):
-    """One request as the router saw it. `status` 0: it runs; 499: its client went away. `failure`: why it did not go well."""
+    """One request as the router saw it. `status` 0: it runs; 499: its client went away. `failure`: "": none."""
 
     key: str  # unique among all processes
     request_id: str

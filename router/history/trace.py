@@ -1,7 +1,7 @@
-"""What became of one request: which workers it was sent to, when, and how that ended.
+"""The trace of one request: its workers, times and outcome. Times are monotonic seconds.
 
-The record for `tandem trace` (service/telemetry/records.py), the log line and what the dashboard shows (records.py) are made
-of it, the first and the last only when they are read. Times are monotonic seconds.
+The record for `tandem trace` (service/telemetry/records.py), the log line and the dashboard's record (records.py) are made of
+it, the first and the last only when they are read.
 """
 
 import logging
@@ -17,6 +17,7 @@ from router.history.recorder import Recorder
 from router.history.records import DashboardAttempt, DashboardRequest
 from router.pool.worker import Worker
 from service.http.guard import CLIENT_GONE
+from service.http.json_depth import decode_or_none
 from service.telemetry.context import OPERATIONS
 from service.telemetry.logs import about
 from service.telemetry.records import Record, Span
@@ -89,8 +90,6 @@ class _PastCall(msgspec.Struct, frozen=True):
 class AttemptTrace:
     """One attempt: itself while the request runs; after that the outcome of its calls, without their bytes."""
 
-    __slots__ = ("attempt", "cancelled_s", "failed_s", "failure", "hedge", "past", "rooms", "started_s")
-
     def __init__(self, attempt: PairAttempt) -> None:
         self.attempt: PairAttempt | None = attempt
         self.started_s = attempt.started_s
@@ -102,14 +101,13 @@ class AttemptTrace:
         self.cancelled_s: float | None = None
 
     def settle(self, now_s: float) -> None:
-        """Keep no call: behind it are the worker's answer and the client's request."""
+        """Drop the calls: they hold the worker's answer and the client's request."""
         attempt, self.attempt = self.attempt, None
         if attempt is not None:
             self.past = [_past(call, self.started_s, now_s) for call in attempt.calls]
             self.cancelled_s = _cancelled_s(attempt)
 
     def shown(self) -> DashboardAttempt:
-        """As the dashboard shows it."""
         attempt = self.attempt
         workers = [past.worker for past in self.past] if attempt is None else attempt.workers
         prefill = workers[0].url if len(workers) > 1 else None
@@ -134,20 +132,6 @@ class AttemptTrace:
 
 class RequestTrace:
     """`key`: on the dashboard; "": the request could not be read."""
-
-    __slots__ = (
-        *(
-            "_ended_s",
-            "_failure",
-            "_first_byte_s",
-            "_last_byte_s",
-            "_model",
-            "_num_chunks",
-            "_num_samples",
-            "_offset_s",
-        ),
-        *("_path", "_prompt_tokens", "_request", "_request_id", "_started_s", "_status", "attempts", "key", "span"),
-    )
 
     def __init__(self, request: RequestContext, span: SpanContext | None) -> None:
         parsed = request.parsed
@@ -175,14 +159,14 @@ class RequestTrace:
         for attempt in self.attempts:
             attempt.settle(now_s)
         if self.key and status >= 400 and not self._failure:
-            self._failure = _last_failure(self.attempts) or _why(status)
+            gone = "the client went away" if status == CLIENT_GONE else f"HTTP {status}"
+            self._failure = _last_failure(self.attempts) or gone
 
     def _read(self, request: RequestContext) -> None:
         self._first_byte_s, self._last_byte_s = request.first_byte_s, request.last_byte_s
         self._num_chunks, self._failure = request.num_chunks, request.failure[:MAX_FAILURE_CHARS]
 
     def shown(self) -> DashboardRequest:
-        """As the dashboard shows it."""
         if self._request is not None:
             self._read(self._request)
         ended = self._ended_s is not None and self._first_byte_s is not None
@@ -202,7 +186,7 @@ class RequestTrace:
         )
 
     def record(self) -> Record:
-        """As `tandem trace` and the collector get it."""
+        """For `tandem trace` and the collector."""
         wall, ended_s = unix_offset_s(), self._end_s
         calls = [
             Span(
@@ -221,7 +205,7 @@ class RequestTrace:
             request_id=self._request_id,
             process="router",
             operation=OPERATIONS.get(self._path, ""),
-            model=_text(self._model),
+            model=decode_or_none(self._model, str) or "",
             start_s=self._started_s + wall,
             end_s=ended_s + wall,
             error=str(self._status) if self._status >= 400 else "",
@@ -248,7 +232,6 @@ class RequestTrace:
         return found
 
     def log(self) -> None:
-        """One line."""
         workers = " ".join(past.worker.url for attempt in self.attempts for past in attempt.past)
         taken_s = self._end_s - self._started_s
         fields = about(
@@ -261,11 +244,11 @@ class RequestTrace:
             workers=workers,
         )
         text = "%s %d %.3fs %s to %s"
-        log.info(text, self._path, self._status, taken_s, self._request_id, workers or "nobody", extra=fields)
+        log.info(text, self._path, self._status, taken_s, self._request_id, workers or "none", extra=fields)
 
 
 def _past(call: UpstreamCall, sent_s: float, now_s: float) -> _PastCall:
-    """A call that still runs is over now, as far as the client is concerned."""
+    """A call that still runs is over for the client."""
     reply = call.reply
     over_s = min(reply.received_s, now_s) if call.ended else now_s
     error = "" if reply.error is None else reply.error.reason
@@ -275,7 +258,7 @@ def _past(call: UpstreamCall, sent_s: float, now_s: float) -> _PastCall:
 
 
 def _cancelled_s(attempt: PairAttempt) -> float | None:
-    """When another attempt answered first; None: none did."""
+    """When another attempt answered first."""
     return attempt.ended_s if attempt.cancelled else None
 
 
@@ -283,15 +266,3 @@ def _last_failure(attempts: Sequence[AttemptTrace]) -> str:
     """Of the last attempt, or of the one beside it if that is a hedge."""
     last = attempts[-2:] if attempts and attempts[-1].hedge else attempts[-1:]
     return next((attempt.failure for attempt in last if attempt.failure), "")
-
-
-def _why(status: int) -> str:
-    return "the client went away" if status == CLIENT_GONE else f"HTTP {status}"
-
-
-def _text(value: bytes) -> str:
-    """A JSON string; "" for anything else."""
-    try:
-        return msgspec.json.decode(value, type=str)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return ""

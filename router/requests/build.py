@@ -14,7 +14,7 @@ from router.metrics import RouterMetrics
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from router.requests.dispatch import Dispatcher, RequestReader, Retries
-from router.requests.hedging import HedgeRules, Hedging
+from router.requests.hedging import Budget, Hedging
 from router.requests.live import LiveRequests
 from router.requests.picking import Picker
 
@@ -52,7 +52,8 @@ def make_dispatcher(
     hedging = None
     if config.hedge_after_s:
         hedging = Hedging(
-            HedgeRules(after_s=config.hedge_after_s, share=config.hedge_budget),
+            after_s=config.hedge_after_s,
+            budget=Budget(config.hedge_budget),
             picker=picker,
             launcher=launcher,
             admission=admission,

@@ -1,7 +1,6 @@
 """Serves one generation request: reads it, waits for its turn, tries pairs until one answers, and passes the answer on.
 
-A request may move to other workers only while nothing was sent to the client. Events go to observers
-(attempts/events.py); every way out of here ends the attempts that run.
+A request may move to other workers only while nothing was sent to the client. Every way out of here ends the attempts.
 """
 
 import asyncio
@@ -47,20 +46,12 @@ from service.http.stream import REQUEST_ID
 
 MAX_BACKOFF_S = 1.0
 
-_PASSED_HEADERS = (
-    "traceparent",
-    "tracestate",
-    TIMEOUT_HEADER,
-    ENVOY_HEADER,
-    PRIORITY_HEADER,
-    TTFT_HEADER,
-    ITL_HEADER,
-)
+_PASSED_HEADERS = ("traceparent", "tracestate", TIMEOUT_HEADER, ENVOY_HEADER, PRIORITY_HEADER, TTFT_HEADER, ITL_HEADER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestReader:
-    """Reads bodies and headers. Parts that no flag asks for are None: keys of the router's own, hints beyond sizes, hedging."""
+    """Reads bodies and headers. Parts that no flag asks for are None."""
 
     roles: tuple[Role, ...]
     picker: Picker
@@ -71,7 +62,7 @@ class RequestReader:
     hedging: Hedging | None = None
 
     async def read(self, request: RequestContext) -> None:
-        """Fill in what `request` asks for. `ApiError` for a body or a header that cannot be used, or an unknown model."""
+        """Fill in `request`. `ApiError` for a body or a header that cannot be used, or an unknown model."""
         http = request.http
         request.body = await http.read()
         parsed = request.parsed = parse_body(Api(request.path), request.body)
@@ -83,19 +74,15 @@ class RequestReader:
             request.hints = RoutingHints(prompt_tokens=parsed.prompt_tokens, output_tokens=parsed.output_tokens)
         request.slo = self.admission.slo_of(http)
         if self.hedging is not None:
-            request.hedge_after_s = self.hedging.rules.after_s(http.headers, streams=parsed.streams)
+            request.hedge_after_s = self.hedging.after_s(http.headers, streams=parsed.streams)
         for notify in self.events.on_routed:
             notify(request)
         request.headers = self._headers(request)
 
     def _headers(self, request: RequestContext) -> dict[str, str]:
-        """The headers that workers get."""
         given = request.http.headers
         headers = {"Content-Type": "application/json", "X-Request-Id": request.request_id}
-        for name in _PASSED_HEADERS:
-            value = given.get(name)
-            if value is not None:
-                headers[name] = value
+        headers |= {name: given[name] for name in _PASSED_HEADERS if name in given}
         if request.traceparent:
             headers["traceparent"] = request.traceparent
         authorization = given.get("Authorization", "")
@@ -145,7 +132,6 @@ class Dispatcher:
         self._clock = clock
 
     async def handle(self, http: web.BaseRequest) -> web.StreamResponse:
-        """The handler. `ApiError`."""
         if self._live.draining:
             raise draining("the router is draining: it takes no new requests")
         try:
@@ -177,9 +163,9 @@ class Dispatcher:
             raise draining(HANDED_BACK) from None
         finally:
             del self._live.requests[request]
-            answered, now_s = 503 if request.handed_back and status == CLIENT_GONE else status, self._clock()
+            status, now_s = 503 if request.handed_back and status == CLIENT_GONE else status, self._clock()
             for notify in self._events.on_ended:
-                notify(request, answered, now_s)
+                notify(request, status, now_s)
 
     async def _serve_in_turn(self, request: RequestContext) -> web.StreamResponse:
         ticket = await self._admission.enter(request)
@@ -187,10 +173,6 @@ class Dispatcher:
             return await self._serve(request)
         finally:
             self._admission.leave(ticket)
-
-    def close(self) -> None:
-        """End the prefill calls that outlive their attempts."""
-        self.launcher.close()
 
     async def _serve(self, request: RequestContext) -> web.StreamResponse:
         """Make attempts until one answers, one fails with a final error, or none is left."""
@@ -232,7 +214,7 @@ class Dispatcher:
                 self._hedging.count(group, winner)
 
     async def _give(self, request: RequestContext, attempt: PairAttempt) -> web.StreamResponse:
-        """Give the answer that begins to the client, whole or as a stream."""
+        """Give the answer to the client, whole or as a stream."""
         attempt.begin_answer()
         now_s = self._clock()
         for notify in self._events.on_first_byte:
@@ -285,7 +267,6 @@ class Dispatcher:
         return await end_with_event(out, last_event)
 
     def _on_failed(self, request: RequestContext, attempt: PairAttempt, failure: CallFailed) -> None:
-        """An attempt failed before its answer began."""
         if request.failed is None:
             request.failed = FailedWorkers(failure)
         request.failed.note(failure, attempt.workers)
@@ -300,7 +281,6 @@ class Dispatcher:
             notify(failure, now_s)
 
     def _none_left(self, request: RequestContext) -> web.Response:
-        """No worker is alive, or every live one has already failed this request."""
         missing = self._picker.missing(request)
         if request.failed is not None and not missing:
             return failure_response(request.failed.last)

@@ -18,21 +18,12 @@ from router.pool.workers import WorkerTable
 EVENTS = {"content-type": "text/event-stream"}
 
 
-class StoppedLoop:
-    """A loop whose time stands still: no timer fires."""
-
-    def time(self) -> float:
-        return 0.0
-
-    def call_later(self, *_: object) -> Any:
-        return SimpleNamespace(cancel=lambda: None)
-
-
 class ScriptedReply(HttpReply):
     """A worker's answer: `answer` and `close` change it."""
 
-    def __init__(self) -> None:
-        loop: Any = StoppedLoop()
+    def __init__(self, clock: Callable[[], float]) -> None:
+        no_timer = SimpleNamespace(cancel=lambda: None)
+        loop: Any = SimpleNamespace(time=clock, call_later=lambda *_: no_timer)
         super().__init__(loop, timeout_s=1.0)
 
     @property
@@ -53,11 +44,12 @@ class ScriptedReply(HttpReply):
 class ScriptedUpstream:
     """Sends nothing; `replies` are the answers, in the order of the calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.replies: list[ScriptedReply] = []
+        self._clock = clock
 
     def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> Any:
-        self.replies.append(ScriptedReply())
+        self.replies.append(ScriptedReply(self._clock))
         return self.replies[-1]
 
 
@@ -72,11 +64,11 @@ def make_request(name: str = "id", *, body: bytes = b'{"text": "hello, you", "mo
 
 
 class Launched:
-    """Attempts of requests at workers of `table`; `events` hear of them."""
+    """Attempts of requests at workers of `table`; `events` receive theirs."""
 
     def __init__(self, *, events: Events | None = None, clock: Callable[[], float] = lambda: 0.0) -> None:
         self.table = WorkerTable()
-        self.upstream = ScriptedUpstream()
+        self.upstream = ScriptedUpstream(clock)
         self.rooms = RoomMinter(Entropy().bits)
         self.launcher = AttemptLauncher(
             table=self.table,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.metrics import RouterMetrics
 from router.pool.breaker import State
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
-from router.requests.hedging import MAX_SAVED, Budget, HedgeRules, Withheld, other_pools
+from router.requests.hedging import MAX_SAVED, Budget, Hedging, hedge_after_s, other_pools
 from tests.router.dummies import DEADLINE_S, Cluster, DummyWorker, always, answer_ok, cluster, events_of, hang, until
 from tests.router.test_failures import CHAT, STREAM, streams_on
 
@@ -342,19 +344,40 @@ def test_a_hedge_goes_to_others_where_there_are_any_and_to_nobody_with_a_queue()
 
 
 def test_why_a_hedge_is_withheld_and_that_only_a_made_one_costs() -> None:
-    rules = HedgeRules(after_s=1.0, share=0.5)
-    assert rules.withheld(waiting=True, pools=[]) is Withheld.BUSY
-    assert rules.withheld(waiting=False, pools=None) is Withheld.NO_OTHER
-    assert rules.withheld(waiting=False, pools=[]) is None
-    assert rules.withheld(waiting=False, pools=[]) is Withheld.BUDGET
+    async def scenario() -> None:
+        d0, d1 = pool(Role.DECODE, None, None)
+        metrics = RouterMetrics(WorkerTable())
+        parts: Any = {
+            "picker": SimpleNamespace(pools=lambda request: request.pools, choose=lambda request, pools: pools),
+            "launcher": SimpleNamespace(begin=lambda request, headers, placements, hedge: placements),
+            "admission": SimpleNamespace(num_waiting=0),
+        }
+        hedging = Hedging(after_s=1.0, budget=Budget(0.5), metrics=metrics, clock=lambda: 0.0, **parts)
+
+        async def hedged(*workers: Worker, num_waiting: int = 0) -> Any:
+            begun = asyncio.get_running_loop().create_future()
+            parts["admission"].num_waiting = num_waiting
+            request: Any = SimpleNamespace(pools=[workers], hedge_after_s=0.0, headers_at=lambda now_s: {})
+            first = SimpleNamespace(workers=(d0,))
+            group: Any = SimpleNamespace(running=[first], begin_hedge=lambda begin: begun.set_result(begin()))
+            hedging.arm(request, group)
+            return await begun
+
+        assert await hedged(d0, d1, num_waiting=1) is None
+        assert await hedged(d0) is None
+        assert await hedged(d0, d1) == [[d1]]
+        assert await hedged(d0, d1) is None
+        counts = {why: metrics.hedges_withheld.labels(why)._value.get() for why in ("busy", "no_other", "budget")}
+        assert counts == {"busy": 1, "no_other": 1, "budget": 1}
+
+    uvloop.run(scenario())
 
 
 def test_the_flag_is_for_streams_the_header_for_any_and_0_for_none() -> None:
-    rules = HedgeRules(after_s=2.0, share=0.5)
-    said = {"x-tandem-hedge-after-ms": "500"}
-    assert rules.after_s({}, streams=True) == 2.0 and rules.after_s({}, streams=False) is None
-    assert rules.after_s(said, streams=True) == rules.after_s(said, streams=False) == 0.5
-    assert rules.after_s({"x-tandem-hedge-after-ms": "0"}, streams=True) is None
+    named = {"x-tandem-hedge-after-ms": "500"}
+    assert hedge_after_s({}, 2.0, streams=True) == 2.0 and hedge_after_s({}, 2.0, streams=False) is None
+    assert hedge_after_s(named, 2.0, streams=True) == hedge_after_s(named, 2.0, streams=False) == 0.5
+    assert hedge_after_s({"x-tandem-hedge-after-ms": "0"}, 2.0, streams=True) is None
 
 
 @given(share=st.floats(0.001, 1.0), steps=st.lists(st.booleans(), max_size=300))
