@@ -106,7 +106,7 @@ class RouterEnding:
             await asyncio.sleep(STEP_S)
         if router.live.requests:
             raise Violation(f"{router.process.name}: drained, and {len(router.live)} requests have no answer")
-        router.dispatcher.close()
+        router.dispatcher.launcher.close()
         await router.monitor.close()
         if left := router.leftovers():
             raise Violation(f"a router ends with {left}")
