@@ -278,8 +278,7 @@ def measure(backend: str, *, page_kib: int, contiguous: bool, total_mib: int, re
                     rates[name].append(pieces.size_bytes / seconds / 1e9)
                 added_ms.append(1000 * (managers_s - raw_s))
                 cpu_managers.append((cpu_after - cpu_before) / (pieces.size_bytes / 1e9))
-        problems = pair.manager.check()
-    assert not problems, problems
+        pair.manager.check()
     pairs = list(zip(rates["managers"], rates["raw"], rates["napping"], rates["memcpy"], strict=True))
     return {
         "backend": backend,

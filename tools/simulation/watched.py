@@ -27,8 +27,8 @@ class WatchedReceivers:
     def receiver(self, room: int, **named: Any) -> "WatchedReceiver":
         return WatchedReceiver(self._manager.receiver(room, **named), self._exposed, self._seen)
 
-    def check(self) -> list[str]:
-        return self._manager.check()
+    def check(self) -> None:
+        self._manager.check()
 
     def close(self) -> bool:
         return self._manager.close()

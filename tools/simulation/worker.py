@@ -354,17 +354,16 @@ class Worker:
         self.scheduler.check()
         quarantined = self.scheduler.memory.allocator.counts()["quarantined"]
         self.most_quarantined = max(self.most_quarantined, quarantined)
-        try:
-            self.role.check()
-        except AssertionError as error:
-            self._raise([str(error)])
+        self._hold(self.role.check)
 
     def check_manager(self) -> None:
-        self._raise(self.manager.check())
+        self._hold(self.manager.check)
 
-    def _raise(self, problems: list[str]) -> None:
-        if problems:
-            raise Violation(f"{self.process.name}: {'; '.join(problems)}")
+    def _hold(self, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except AssertionError as error:
+            raise Violation(f"{self.process.name}: {error}") from error
 
 
 class _Ports:

@@ -212,9 +212,9 @@ class DecodeCore:
         if now_s - room.progress_at_s >= timeout_s:
             self.rooms.fail(room, f"{what} for {timeout_s:g} s", now_s)
 
-    def check(self) -> list[str]:
-        """What is inconsistent; empty when all is well."""
-        return self.peers.check() + self.rooms.check()
+    def check(self) -> None:
+        self.peers.check()
+        self.rooms.check()
 
 
 def _wire(region: Region) -> WireRegion:

@@ -48,8 +48,8 @@ class LookUpLine:
         if not line:
             self._waiting.pop(server, None)
 
-    def check(self, rooms: Container[RoomKey]) -> list[str]:
-        lost = [key for line in self._waiting.values() for key in line if key not in rooms]
-        idle = [server for server in self._waiting if server not in self._under_way]
-        problems = [f"room {key} waits for a look-up and is gone" for key in lost]
-        return problems + [f"rooms wait for a look-up at {server}, where none is under way" for server in idle]
+    def check(self, rooms: Container[RoomKey]) -> None:
+        for server, line in self._waiting.items():
+            assert server in self._under_way, f"rooms wait for a look-up at {server}, where none is under way"
+            for key in line:
+                assert key in rooms, f"room {key} waits for a look-up and is gone"

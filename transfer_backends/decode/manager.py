@@ -87,8 +87,8 @@ class DecodeManager:
             key = self.core.open(room, room_attempt, bootstrap, now_s)
         return Receiver(self.core, self.control, key)
 
-    def check(self) -> list[str]:
-        return self.control.check()
+    def check(self) -> None:
+        self.control.check()
 
     @property
     def counters(self) -> dict[str, int]:

@@ -159,18 +159,15 @@ class DecodeRooms:
         self._pending_aborts.pop(room.key, None)
         self._line.leave(room.bootstrap, room.key)
 
-    def check(self) -> list[str]:
-        problems = self._line.check(self._rooms)
-        if list(self.machine) != list(self._rooms):
-            problems.append("rooms and states differ")
-        if sum(room.exposed for room in self) != self.num_exposed:
-            problems.append("count of exposed rooms is off")
-        if not all(key in self._rooms and self._rooms[key].closed for key in self._pending_aborts):
-            problems.append("a pending abort of a room that is not closed")
+    def check(self) -> None:
+        self._line.check(self._rooms)
+        assert list(self.machine) == list(self._rooms), "rooms and states differ"
+        assert sum(room.exposed for room in self) == self.num_exposed, "count of exposed rooms is off"
+        for key in self._pending_aborts:
+            assert key in self._rooms and self._rooms[key].closed, f"room {key}: a pending abort, and it is not closed"
         for room in self:
-            if room.exposed and self.machine.state(room.key) is KVPoll.Success:
-                problems.append(f"room {room.key}: Success with exposed pages")
-        return problems
+            success = self.machine.state(room.key) is KVPoll.Success
+            assert not (room.exposed and success), f"room {room.key}: Success with exposed pages"
 
 
 def _wire_work(work: Work) -> tuple[bytes, int, int, bool]:

@@ -153,10 +153,10 @@ class PrefillCore:
             if peer is not None:
                 self._reports.reject(peer, key, reason)
 
-    def check(self) -> list[str]:
-        """What is inconsistent; empty when all is well."""
-        problems = self.peers.check() + self.paths.check() + self.inbox.check() + self.rooms.check()
-        inflight = self.outbox.num_inflight
-        if inflight < 0 or (inflight and not any(room.num_ops for room in self.rooms)):
-            problems.append(f"{inflight} pieces in flight without a room")
-        return problems
+    def check(self) -> None:
+        self.peers.check()
+        self.paths.check()
+        self.inbox.check()
+        self.rooms.check()
+        inflight, ops = self.outbox.num_inflight, sum(room.num_ops for room in self.rooms)
+        assert inflight == 0 or (inflight > 0 and ops), f"{inflight} pieces in flight without a room"

@@ -117,6 +117,6 @@ class Inbox:
             self._tombstones.popitem(last=False)
         return expired
 
-    def check(self) -> list[str]:
-        right = sum(len(offer.pages) for offer, _ in self._offers.values()) == self._num_pages
-        return [] if right else ["inbox: the count of page ids is off"]
+    def check(self) -> None:
+        counted = sum(len(offer.pages) for offer, _ in self._offers.values())
+        assert counted == self._num_pages, "inbox: the count of page ids is off"

@@ -71,10 +71,10 @@ class PrefillManager:
         with self.control.lock:
             return self.core.inbox.take_recompute_requests()
 
-    def check(self) -> list[str]:
+    def check(self) -> None:
+        self.control.check()
         errors = self.driver.num_errors
-        problems = [f"{errors} internal errors of the sender thread, see the log"] if errors else []
-        return self.control.check() + problems
+        assert not errors, f"{errors} internal errors of the sender thread, see the log"
 
     @property
     def counters(self) -> dict[str, int]:

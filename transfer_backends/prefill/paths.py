@@ -158,9 +158,6 @@ class Paths:
         self._peers.drop(peer)
         self.commands.append(DropPeer(peer.incarnation))
 
-    def check(self) -> list[str]:
-        return [
-            f"decode peer {peer.incarnation}: {peer.path.num_ops} operations"
-            for peer in self._peers
-            if peer.path.num_ops < 0
-        ]
+    def check(self) -> None:
+        for peer in self._peers:
+            assert peer.path.num_ops >= 0, f"decode peer {peer.incarnation}: {peer.path.num_ops} operations"

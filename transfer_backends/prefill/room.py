@@ -93,10 +93,9 @@ class PrefillRoom:
         self.posts.clear()
         self.left_groups = 0
 
-    def check(self) -> list[str]:
-        if self.left_groups and not self.chunks:
-            return [f"room {self.key}: {self.left_groups} groups of layers of nothing"]
-        return [f"room {self.key}: {self.num_ops} operations"] if self.num_ops < 0 else []
+    def check(self) -> None:
+        assert self.chunks or not self.left_groups, f"room {self.key}: {self.left_groups} groups of layers of nothing"
+        assert self.num_ops >= 0, f"room {self.key}: {self.num_ops} operations"
 
 
 def check_chunk(
