@@ -1,7 +1,4 @@
-"""The values that roles, managers and engines exchange. The protocols are in ports.py.
-
-No torch, no engine imports, no I/O. Addresses are plain integers. The memory's owner keeps it mapped while the manager lives.
-"""
+"""The values that roles, managers and engines exchange; the protocols are in ports.py. Addresses are plain integers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +28,7 @@ class Region:
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that leave together: from the end of the previous group up to `end_layer`, which ends at `end_byte` of a page."""
+    """Layers that leave together: from the previous group up to `end_layer`, which ends at `end_byte` of a page."""
 
     end_layer: int
     end_byte: int
@@ -39,13 +36,11 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class KVArgs:
-    """The memory of one worker that takes part in transfers.
+    """One worker's memory for transfers, mapped while its manager lives. All but `groups` must equal the peer's.
 
-    kv:  one item is one page with all its layers (docs/architecture.md, "KV pages"); item index = page id
-    aux: one item is one row of the metadata buffer
-    `signature` names model and layout. `signature`, `page_size`, `dtype`, both `item_bytes` and `kv_checksum` (the name of
-    the checksum sent with the pages, or "off") must equal the peer's.
-    `groups`: how a page that leaves layer by layer is cut, from its first byte to its last. The peer need not agree.
+    kv: one item per page with all its layers, index = page id    aux: one item per metadata row
+    signature: model and layout    kv_checksum: name of the pages' checksum, or "off"
+    groups: how a page that leaves layer by layer is cut, from its first byte to its last
     """
 
     kv: Region
@@ -87,13 +82,12 @@ class OpState(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Caps:
-    """What an engine is and needs.
+    """An engine's limits.
 
     max_inflight, max_inflight_bytes: pieces posted and not final, over all peers (bounds how long an abort takes)
-    max_post_pieces, max_post_bytes: of one `post`    max_piece_bytes: longest piece
     target_must_poll: decode has to call `progress()`
-    settle_s: the bytes of a dead writer may still land for this long (socket buffers)
-    full_window_s: least time in which the engine's own threads work off a full window; polling sooner is useless
+    settle_s: bytes of a dead writer may still land for this long (socket buffers)
+    full_window_s: least time in which the engine's threads work off a full window; polling sooner is useless
     """
 
     name: str
@@ -135,10 +129,7 @@ class BackendUnavailable(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What decode asks a prefill worker to compute: the KV of `tokens`, without sampling.
-
-    `skip_pages`: whole pages at the front that decode has already and prefill does not send.
-    """
+    """KV of `tokens` that prefill computes without sampling, and sends without the first `skip_pages` pages."""
 
     tokens: Sequence[int]
     skip_pages: int = 0
@@ -148,7 +139,7 @@ class Work:
 
 @dataclass(frozen=True)
 class RecomputeRequest:
-    """`work` that a decode worker requested in (room, room_attempt). The request carries decode's pages."""
+    """`work` that a decode worker requested in (room, room_attempt)."""
 
     room: int
     room_attempt: int
@@ -156,7 +147,7 @@ class RecomputeRequest:
 
 
 class Progress(NamedTuple):
-    """The first `layers` layers of step `step`, and every earlier step, have written their KV. Values are ordered."""
+    """Every step before `step`, and the first `layers` layers of it, have written their KV."""
 
     step: int
     layers: int
@@ -167,11 +158,7 @@ NOTHING_YET = Progress(-1, 0)
 
 @dataclass(frozen=True)
 class Gate:
-    """What step `step` must do before some pages may leave.
-
-    `by_layer`: the step writes the pages; each group of layers may leave once it is written. Otherwise the pages are complete
-    once the step has begun.
-    """
+    """`by_layer`: step `step` writes the pages, and each group of layers may leave once written. Else they leave when it begins."""
 
     step: int
     by_layer: bool
@@ -182,10 +169,7 @@ ABORTED_BY_DECODE = "aborted by decode"  # prefix of a sender's failure that is 
 
 @dataclass(frozen=True)
 class Route:
-    """Answer to a bootstrap look-up. `control`: "host:port" of prefill's control plane.
-
-    `shared`: the server knows several prefill workers, so the route is valid for this room only.
-    """
+    """Answer to a bootstrap look-up. `control`: "host:port" of prefill's control plane. `shared`: valid for this room only."""
 
     control: str
     incarnation: str
@@ -193,7 +177,7 @@ class Route:
 
 
 class LookupFailed(Exception):
-    """`permanent`: do not retry. Other failures are retried until the handshake times out."""
+    """Retried until the handshake times out, unless it is `permanent`."""
 
     def __init__(self, message: str, *, permanent: bool = False) -> None:
         super().__init__(message)

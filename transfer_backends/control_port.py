@@ -1,16 +1,14 @@
-"""Sockets of the control plane: prefill listens (`ListenPort`), decode connects (`ConnectPort`). ZMQ over TCP.
+"""Sockets of the control plane, ZMQ over TCP: prefill listens (`ListenPort`), decode connects (`ConnectPort`).
 
-One thread uses a port; only `wake` may be called from any. A port carries frames and reports closed links; it knows no messages.
-Nothing blocks except `poll`, for its timeout at most. With a secret every connection is CURVE (`curve.py`): a stranger is refused
-before any of its frames is read.
+One thread uses a port; any may call `wake`. Only `poll` blocks. With a secret every connection is CURVE (`curve.py`).
 """
 
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -56,6 +54,16 @@ class PeersRefused:
 Event = Frame | LinkClosed | SomeLinkClosed | PeersRefused
 
 
+class Port(Protocol):
+    """A `ListenPort` or a `ConnectPort`; the simulation has its own."""
+
+    @property
+    def wake(self) -> Callable[[], None]: ...
+    def poll(self, timeout_s: float) -> list[Event]: ...
+    def send(self, link: Any, data: bytes) -> bool: ...
+    def close(self) -> None: ...
+
+
 def advertised_host(host: str) -> str:
     """Return the address that peers use for a socket bound to `host`: itself, or this machine's own for a wildcard."""
     if host not in ("0.0.0.0", "::", "*", ""):
@@ -96,7 +104,7 @@ class ListenPort:
 
     def __init__(self, host: str, port: int, *, secret: bytes | None = None) -> None:
         self._context = zmq.Context(1)
-        self._doorkeeper = None if secret is None else ZapAuthenticator(self._context, secret)
+        self._authenticator = None if secret is None else ZapAuthenticator(self._context, secret)
         self._socket = _socket(self._context, zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if secret is not None:
@@ -105,8 +113,8 @@ class ListenPort:
             self._socket.bind(f"tcp://{_bracket(host)}:{port or '*'}")
         except zmq.ZMQError as error:
             self._socket.close(0)
-            if self._doorkeeper is not None:
-                self._doorkeeper.close()
+            if self._authenticator is not None:
+                self._authenticator.close()
             self._context.term()
             raise OSError(f"control plane cannot listen on {host}:{port}: {error}") from None
         number = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
@@ -117,16 +125,16 @@ class ListenPort:
         self._poller = zmq.Poller()
         for readable in (self._socket, self._monitor, self._waker):
             self._poller.register(readable, zmq.POLLIN)
-        if self._doorkeeper is not None:
-            self._poller.register(self._doorkeeper.socket, zmq.POLLIN)
+        if self._authenticator is not None:
+            self._poller.register(self._authenticator.socket, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> list[Event]:
         ready = dict(self._poller.poll(_millis(timeout_s)))
         if not ready:
             return []
         self._waker.clear()
-        if self._doorkeeper is not None:
-            self._doorkeeper.answer()
+        if self._authenticator is not None:
+            self._authenticator.answer()
         events: list[Event] = []
         for _ in range(MAX_FRAMES_A_POLL):
             parts = _receive(self._socket)
@@ -151,8 +159,8 @@ class ListenPort:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(LINGER_MS)
-        if self._doorkeeper is not None:
-            self._doorkeeper.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
         self._context.term()
         self._waker.close()
 

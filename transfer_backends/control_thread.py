@@ -1,7 +1,4 @@
-"""The thread that runs one side's control plane, and the lock around that side's core.
-
-The scheduler's calls hold the lock for microseconds; the sockets belong to this thread alone.
-"""
+"""The thread that runs one side's control plane, and the lock around that side's core."""
 
 import contextlib
 import logging
@@ -11,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from transfer_backends.contract import Clock
-from transfer_backends.control_port import Event, Frame, LinkClosed, PeersRefused
+from transfer_backends.control_port import Event, Frame, LinkClosed, PeersRefused, Port
 from transfer_backends.kvpoll import PeerProtocolError, TransferMachine
 from transfer_backends.peers import Effects, Link, PeerTable, Send
 from transfer_backends.wire import MalformedFrame, Message, decode, encode
@@ -21,16 +18,6 @@ LOG_EVERY_S = 5.0
 JOIN_S = 5.0
 
 log = logging.getLogger(__name__)
-
-
-class Port(Protocol):
-    """A `ListenPort` or a `ConnectPort`."""
-
-    @property
-    def wake(self) -> Callable[[], None]: ...
-    def poll(self, timeout_s: float) -> list[Event]: ...
-    def send(self, link: Any, data: bytes) -> bool: ...
-    def close(self) -> None: ...
 
 
 class Core(Protocol):
@@ -49,7 +36,7 @@ class Core(Protocol):
 
 
 class ControlThread:
-    """Runs a core under real time: reads messages and passes them on, ticks, sends its effects."""
+    """Reads messages, passes them to a core, ticks it and sends its effects. The sockets belong to this thread alone."""
 
     def __init__(
         self,
@@ -62,11 +49,7 @@ class ControlThread:
         on_turn: Callable[[], None] = lambda: None,
         pause_s: Callable[[], float] = lambda: TICK_S,
     ) -> None:
-        """`name`: of the side, in the thread's name and in log lines. `clock`: seconds.
-
-        `execute` runs a command of the core's effects; it returns the link if that turned out to be lost.
-        `on_turn` runs at the end of each turn. `pause_s`: longest wait for an event.
-        """
+        """`execute` runs a command of the core's effects and returns its link if that is lost. `pause_s`: longest wait for an event."""
         self.port = port
         self.wakeup: Callable[[], None] = lambda: None  # called when a state has changed; from any thread
         self.faults: Counter[str] = Counter()
@@ -108,7 +91,7 @@ class ControlThread:
         return bool(self._core.effects.queue)
 
     def turn(self, timeout_s: float) -> None:
-        """Run one turn: wait for events, handle all that came, tick when due, send what is owed."""
+        """Wait for events, handle them, tick when due, send the effects."""
         events = self.port.poll(timeout_s)
         with self.locked() as now_s:
             for event in events:
@@ -183,7 +166,7 @@ class ControlThread:
         return taken
 
     def _do(self, effect: Any) -> Link | None:
-        """Return the link if it turned out to be lost."""
+        """Return the link if it is lost."""
         if not isinstance(effect, Send):
             return self._execute(effect)
         return None if self.port.send(effect.link, encode(effect.message)) else effect.link

@@ -1,7 +1,4 @@
-"""What a manager takes from its machine: names, sockets, thread pools, proof of death.
-
-Production uses the defaults. The simulation replaces them and so runs the production managers.
-"""
+"""What a manager takes from its machine: names, sockets, thread pools, proof of death. The simulation replaces them."""
 
 import uuid
 from collections.abc import Callable
@@ -9,31 +6,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from transfer_backends.control_port import ConnectPort, Event, ListenPort
+from transfer_backends.control_port import ConnectPort, ListenPort, Port
 from transfer_backends.liveness import Liveness, ProcessMark, liveness, own_mark
 
 
-class Listening(Protocol):
+class Listening(Port, Protocol):
     """A `ListenPort`, which mints the links."""
 
     address: str
-    wake: Callable[[], None]
-
-    def poll(self, timeout_s: float) -> list[Event]: ...
-    def send(self, link: Any, data: bytes) -> bool: ...
-    def close(self) -> None: ...
 
 
-class Connecting(Protocol):
+class Connecting(Port, Protocol):
     """A `ConnectPort`, whose caller numbers the links."""
-
-    wake: Callable[[], None]
 
     def connect(self, link: Any, address: str) -> bool: ...
     def disconnect(self, link: Any) -> None: ...
-    def poll(self, timeout_s: float) -> list[Event]: ...
-    def send(self, link: Any, data: bytes) -> bool: ...
-    def close(self) -> None: ...
 
 
 class Pool(Protocol):
@@ -43,15 +30,11 @@ class Pool(Protocol):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...
 
 
-def _new_incarnation() -> str:
-    return uuid.uuid4().hex
-
-
 @dataclass(frozen=True, kw_only=True)
 class Environment:
     """`pool(num_threads, name)`; `listen(host, port, secret=)`, port 0: any free port; `connect(secret=)`."""
 
-    incarnation: Callable[[], str] = _new_incarnation
+    incarnation: Callable[[], str] = lambda: uuid.uuid4().hex
     mark: Callable[[], ProcessMark] = own_mark
     listen: Callable[..., Listening] = ListenPort
     connect: Callable[..., Connecting] = ConnectPort

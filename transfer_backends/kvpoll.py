@@ -1,7 +1,6 @@
-"""The state of a transfer: the KVPoll values, the table of legal moves, and the machine that owns all states of a side.
+"""The state of a transfer: KVPoll values, the table of legal moves, and the machine that owns all states of a side. Pure.
 
-Pure. Knows neither messages nor memory. State names and values are SGLang's (`disaggregation/base/conn.py`). A worker has
-one rank today; the values are ordered so that several ranks can agree by MIN.
+Names and values are SGLang's (`disaggregation/base/conn.py`). They are ordered, so that several ranks can agree by MIN.
 
     Bootstrapping --> WaitingForInput --> Transferring --> Success
           |                 |                  |
@@ -15,8 +14,6 @@ RoomKey = tuple[int, int]  # (bootstrap_room, room_attempt)
 
 
 class KVPoll(IntEnum):
-    """`Failed` is the least value: the MIN over several states is the state of their group."""
-
     Failed = 0
     Bootstrapping = 1
     WaitingForInput = 2
@@ -67,7 +64,7 @@ class TransferMachine:
         return self._states[key]
 
     def move(self, key: RoomKey, to: KVPoll) -> None:
-        """Make a move of our own. Raises `IllegalTransition` if the table does not have it."""
+        """Raises `IllegalTransition` for a move that the table does not have."""
         now = self._states[key]
         if to not in TRANSITIONS[now]:
             raise IllegalTransition(f"room {key}: {now.name} -> {to.name}")
@@ -75,7 +72,7 @@ class TransferMachine:
         self.num_moves += 1
 
     def move_by_peer(self, key: RoomKey, to: KVPoll) -> None:
-        """Make a move that a peer's message requests. Raises `PeerProtocolError` for unknown rooms and illegal moves."""
+        """Move on a peer's message. Raises `PeerProtocolError` for an unknown room or an illegal move."""
         now = self._states.get(key)
         if now is None:
             raise PeerProtocolError(f"room {key} is not open")
@@ -84,7 +81,7 @@ class TransferMachine:
         self.move(key, to)
 
     def touch(self) -> None:
-        """Count a change beside the states that the role waits for (`released`, `drained`)."""
+        """Count a change that is no move (`released`, `drained`)."""
         self.num_moves += 1
 
     def forget(self, key: RoomKey) -> None:

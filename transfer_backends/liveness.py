@@ -1,10 +1,8 @@
 """Proof that a peer process is dead, so that memory it could write to may be used again.
 
 A closed connection proves nothing: the process may live behind a broken network. Two proofs count:
-- same machine and pid namespace: /proc does not list the process (pid and start time are compared, in case the pid was
-  reused), or it is a zombie;
-- elsewhere: its control port refuses connections. The port is bound for as long as its manager lives.
-Does I/O; called off the control thread.
+- same machine and pid namespace: /proc does not list the process (by pid and start time), or it is a zombie;
+- elsewhere: its control port, which is bound while its manager lives, refuses connections.
 """
 
 import os

@@ -1,7 +1,4 @@
-"""From page ids to pieces: merge runs that are contiguous on both sides, split those that are too long for an engine.
-
-Pure numpy. Merging makes transfers fast: an engine pays per piece (a system call or a request each).
-"""
+"""From page ids to pieces: runs that are contiguous on both sides are merged, since engines pay per piece. Pure."""
 
 from collections.abc import Iterator
 

@@ -1,11 +1,10 @@
-"""The workers of the other side: their names, their connections, and whether they answer. Pure, and the same on both sides.
+"""The workers of the other side: their names, their connections, and whether they answer. Pure, the same on both sides.
 
-A peer is one incarnation of a process; a restarted worker is another peer. Its link is the connection that its messages use
-now. A peer whose link has closed is *lost*: it returns by a new link, or its side drops it.
+A peer is one incarnation of a process; its link is the connection that its messages use now.
 
     CONNECTING --registered--> LIVE --link closed--> LOST --new link--> CONNECTING or LIVE
 
-What only one side knows of a peer is in its subclass: `DecodePeer` (prefill/paths.py), `PrefillPeer` (decode/connections.py).
+Each side has a subclass: `DecodePeer` (prefill/paths.py), `PrefillPeer` (decode/connections.py).
 """
 
 from collections import Counter, deque
@@ -14,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from transfer_backends.contract import TransferConfig
-from transfer_backends.heartbeat import Heartbeat
-from transfer_backends.wire import Message, Ping
+from transfer_backends.timers import Heartbeat
+from transfer_backends.wire import Message, Ping, Pong
 
 Link = Hashable
 NUM_LINK_CHECKS = 3  # pings on every link after one of them closed: a send to the closed one fails
@@ -28,34 +27,15 @@ class Send(NamedTuple):
 
 @dataclass
 class Effects:
-    """What the control thread must do, in order (`Send`, or a command of its side), and counters to show."""
+    """Work of the control thread, in order (`Send`, or a command of its side), and counters."""
 
     queue: deque[Any] = field(default_factory=deque)
     counters: Counter[str] = field(default_factory=Counter)
 
 
-class RetryTimer:
-    """Waits that double from `first_s` to `longest_s`. `at_s`: when the next try is due; None: none is planned."""
-
-    def __init__(self, first_s: float, longest_s: float) -> None:
-        self.at_s: float | None = None
-        self._first_s = self._wait_s = first_s
-        self._longest_s = longest_s
-
-    def plan(self, now_s: float) -> None:
-        self.at_s = now_s + self._wait_s
-        self._wait_s = min(2 * self._wait_s, self._longest_s)
-
-    def due(self, now_s: float) -> bool:
-        return self.at_s is not None and now_s >= self.at_s
-
-    def reset(self) -> None:
-        self._wait_s = self._first_s
-
-
 @dataclass(eq=False)
 class Peer:
-    """`registered`: the registration was answered. `deadline_s`: of the registration."""
+    """`registered`: the registration was answered; `deadline_s`: for that."""
 
     incarnation: str
     heartbeat: Heartbeat
@@ -136,6 +116,9 @@ class PeerTable(Generic[P]):
         """Send unless the peer is lost."""
         if peer.link is not None:
             self.effects.queue.append(Send(peer.link, message))
+
+    def on_ping(self, peer: P, message: Ping, now_s: float) -> None:
+        self.send(peer, Pong(*self.address(peer), message.seq))
 
     def address(self, peer: P) -> tuple[str, str]:
         """`src` and `dst` of a message to the peer."""

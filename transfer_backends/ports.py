@@ -1,4 +1,4 @@
-"""The protocols between the roles, the managers and the engines that move bytes. The values they pass are in contract.py.
+"""The protocols between roles, managers and engines; their values are in contract.py.
 
 role (disagg/)  --KVSender/KVReceiver-->  manager (prefill/, decode/)  --Engine-->  nixl | mooncake | fake
 """
@@ -65,11 +65,11 @@ class KVSender(Protocol):
 
     @property
     def num_pages(self) -> int | None:
-        """Number of pages that decode gave. None before `WaitingForInput`, and for a fake sender, which takes any number."""
+        """Pages that decode gave; None before `WaitingForInput`, and for a fake sender."""
 
     @property
     def skip_pages(self) -> int:
-        """Pages at the front of the prompt that decode has already. 0 before `WaitingForInput`."""
+        """Pages at the front that decode has already; 0 before `WaitingForInput`."""
 
     def poll(self) -> KVPoll: ...
 
@@ -82,11 +82,10 @@ class KVSender(Protocol):
         metadata_row: int | None = None,
         gate: Gate | None = None,
     ) -> None:
-        """Queue pages: `src_pages[i]` is page `start + i` of the prompt. Chunks come in order, from page 0 on, without gaps.
+        """Queue pages: `src_pages[i]` is page `start + i` of the prompt. Chunks come in order, from page 0, without gaps.
 
-        Not before `WaitingForInput`; a no-op once the transfer has failed. Pages that decode has already are left out.
-        `last` ends the transfer and sends `metadata_row`.
-        `gate`: the step that completes the pages (None: they are complete). Gates come in the order of steps, never with `last`.
+        Not before `WaitingForInput`; a no-op after a failure. `last` ends the transfer and sends `metadata_row`.
+        `gate`: opens when the pages are complete; gates come in the order of steps, never with `last`.
         """
 
     def abort(self, reason: str) -> None:
@@ -95,7 +94,7 @@ class KVSender(Protocol):
     def failure(self) -> str | None: ...
 
     def released(self) -> bool:
-        """True once the state is final and no operation reads the source pages: only then may they be reused."""
+        """True once the state is final and no operation reads the source pages, which may then be reused."""
 
     def close(self) -> None:
         """Forget the room. Raises RuntimeError before `released()`."""
@@ -107,16 +106,10 @@ class KVReceiver(Protocol):
     def poll(self) -> KVPoll: ...
 
     def provide(self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0) -> None:
-        """Give prefill the pages to write: once, in `WaitingForInput`. A no-op once the transfer has failed.
-
-        `dst_pages`: of the prompt without its first `skip_pages`, which are here already.
-        """
+        """Send prefill the pages of the prompt after its first `skip_pages`: once, in `WaitingForInput`. A no-op after a failure."""
 
     def recompute(self, dst_pages: Sequence[int], metadata_row: int, work: Work) -> None:
-        """As `provide`, and ask prefill to compute `work`. For a room attempt above 0, which has no request of a client at prefill.
-
-        `dst_pages`: without the first `work.skip_pages`.
-        """
+        """As `provide`, and request `work` (with its own `skip_pages`). For a room attempt above 0."""
 
     def abort(self, reason: str) -> None:
         """Fail the transfer and notify prefill. A no-op when final."""
@@ -124,16 +117,15 @@ class KVReceiver(Protocol):
     def failure(self) -> str | None: ...
 
     def retries(self) -> int:
-        """Times that prefill started over because a write had failed."""
+        """Times that prefill started over after a failed write."""
 
     def drained(self) -> bool:
-        """True once no write to the given pages is in flight or can start. Until then they stay quarantined."""
+        """True once no write to the given pages is in flight or can start."""
 
     def close(self) -> None:
         """Forget the room. Raises RuntimeError when not final or not `drained()`."""
 
 
 Lookup = Callable[[str, int], Route]  # (bootstrap "host:port", room); blocks; raises LookupFailed; runs off-thread
-# For a room that any prefill worker may serve: the room's own worker if it is registered, else another one. The third
-# argument names incarnations that are known to be gone.
+# The same for a room that any prefill worker may serve, but for the incarnations that the third argument names.
 LookupAny = Callable[[str, int, Sequence[str]], Route]

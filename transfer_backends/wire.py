@@ -3,10 +3,8 @@
     decode  -> prefill: Register, TransferInfo, Recompute, Abort, Ping, Pong, Bye
     prefill -> decode:  Registered, Refused, Status, Nudge (`PollRequest`), Drained, Ping, Pong, Bye
 
-One ZMQ frame is one message: msgpack of a tagged struct out of a closed union. The connection decides which processes may
-connect (`curve.py`). Every message names its sender and its receiver by incarnation (a uuid per process start), so the first
-message shows if it was meant for an earlier process. Messages about a room's writing carry the write try in `retry`, the number
-of tries that failed before it; a message about an earlier try is dropped. Knows no sockets and no rooms.
+One ZMQ frame is one message: msgpack of a tagged struct out of a closed union. Each names sender and receiver by incarnation, so
+the first one shows if it was meant for an earlier process. `retry`: the write try, from 0.
 """
 
 from typing import Annotated
@@ -52,7 +50,7 @@ class WireRegion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """What both sides must have in common before a byte moves."""
+    """Must be equal on both sides."""
 
     version: int
     backend: Name
@@ -83,10 +81,7 @@ class Refused(_Message, frozen=True):
 
 
 class TransferInfo(_Message, frozen=True):
-    """Where to write: int32 little-endian page ids, in prompt order, and a metadata row.
-
-    `pages` are those of the whole prompt but for its first `skip_pages`, which decode has cached.
-    """
+    """Where to write: int32 little-endian ids of the prompt's pages after the first `skip_pages`, and a metadata row."""
 
     room: Room
     attempt: Attempt
@@ -96,10 +91,9 @@ class TransferInfo(_Message, frozen=True):
 
 
 class Recompute(_Message, frozen=True):
-    """A transfer that decode itself requests: compute the KV of `tokens`, without sampling, and write it.
+    """A transfer of decode's own: compute the KV of `tokens` (int32 little-endian) without sampling, and write it.
 
-    `tokens`: int32 little-endian ids. `pages` are those of the whole prompt but for its first `skip_pages`, which decode has.
-    `share`: other requests may reuse the KV. `attempt` is never 0, so the key differs from that of every room the router minted.
+    `share`: other requests may reuse the KV. `attempt` is above 0, so no room of the router has the same key.
     """
 
     room: Room
@@ -113,7 +107,7 @@ class Recompute(_Message, frozen=True):
 
 
 class Status(_Message, frozen=True):
-    """`state`: a KVPoll value (Transferring: progress, Success, Failed). `num_pages`: pages written so far, in this try."""
+    """`state`: Transferring (progress), Success or Failed. `num_pages`: written so far, in this try."""
 
     room: Room
     attempt: Attempt
@@ -124,7 +118,7 @@ class Status(_Message, frozen=True):
 
 
 class PollRequest(_Message, frozen=True, tag="Nudge"):
-    """Writes to decode's memory do not end by themselves: decode must poll its engine often for a while (`Caps.target_must_poll`)."""
+    """Poll your engine often for a while: writes do not end by themselves (`Caps.target_must_poll`)."""
 
 
 class Abort(_Message, frozen=True):

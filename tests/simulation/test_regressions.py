@@ -13,7 +13,7 @@ from router.pool.states import Check
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from service.security.keys import open_gate
-from tests.transfer.sim import ARGS, CAPS, CONFIG
+from tests.transfer.cores import ARGS, CAPS, CONFIG
 from transfer_backends.contract import Route
 from transfer_backends.decode.core import DecodeCore
 from transfer_backends.kvpoll import KVPoll
@@ -24,7 +24,7 @@ from transfer_backends.wire import Registered
 def test_a_room_that_found_its_prefill_worker_by_another_rooms_look_up_stops_looking() -> None:
     """Its own retry was still due: it attached a second time, or its handshake 'timed out' in mid transfer."""
     core = DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
-    first, second = core.open(1, 0, "b", 0.0), core.open(2, 0, "b", 0.0)
+    first, second = (core.open(room, 0, "b", 0.0).key for room in (1, 2))
     core.finder.on_lookup_failed("b", 1, "not yet", permanent=False, now_s=0.0)  # both will try again
     core.finder.on_route("b", 1, Route("p:1", "p"), 0.001)
     core.on_message(1, Registered("p", "d", ProcessMark("h", 1, 1)), 0.002)

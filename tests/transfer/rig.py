@@ -1,4 +1,4 @@
-"""A prefill worker in this process, workers in processes of their own, and how tests wait."""
+"""A pair of managers in this process, workers in processes of their own, and how tests wait."""
 
 import json
 import os
@@ -6,11 +6,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.transfer.pool import Pool
+from transfer_backends.contract import LookupFailed, Route, TransferConfig
+from transfer_backends.decode.manager import DecodeManager
+from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import KVPoll
+from transfer_backends.prefill.manager import PrefillManager
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,3 +94,49 @@ class ChildWorker:
             self.process.kill()
             self.process.wait()
             self.process.stdout.close()
+
+
+class Pair:
+    """A prefill and a decode manager in one process. `config` goes to both, `sides` to one each. `route` None: not found."""
+
+    def __init__(
+        self, engine: Any = None, *, sides: tuple[Any, Any] = ({}, {}), num_pages: int = 64, **config: Any
+    ) -> None:
+        self.pools = [Pool(num_pages=num_pages, page_bytes=64, seed=i) for i in range(2)]
+        one, two = (TransferConfig(**{**config, **side}) for side in sides)
+        self.engine = engine or FakeEngine()
+        self.prefill = PrefillManager(self.pools[0].args, self.engine, one)
+        self.route: Route | None = Route(self.prefill.control_address, self.prefill.incarnation)
+        self.decode = DecodeManager(self.pools[1].args, FakeEngine(), two, lookup=self._look_up)
+        self.prefill.start()
+        self.decode.start()
+
+    def _look_up(self, bootstrap: str, room: int) -> Route:
+        if self.route is None:
+            raise LookupFailed("no worker is registered")
+        return self.route
+
+    def open(self, room: int) -> tuple[Any, Any]:
+        return self.prefill.sender(room), self.decode.receiver(room, bootstrap="b")
+
+    def meet(self, room: int, pages: Sequence[int] = (1, 2, 3), metadata_row: int = 0) -> tuple[Any, Any]:
+        """Open a room; decode's pages are known to prefill."""
+        sender, receiver = self.open(room)
+        until(lambda: receiver.poll() is KVPoll.WaitingForInput)
+        receiver.provide(pages, metadata_row)
+        until(lambda: sender.poll() is KVPoll.WaitingForInput)
+        return sender, receiver
+
+    def works(self, room: int) -> None:
+        """A good request is served."""
+        sender, receiver = self.meet(room)
+        sender.send([4, 5, 6], start=0, last=True, metadata_row=0)
+        until(lambda: receiver.poll() is KVPoll.Success and sender.poll() is KVPoll.Success)
+        sender.close()
+        receiver.close()
+
+    def close(self) -> None:
+        self.prefill.check()
+        self.decode.check()
+        self.decode.close()
+        self.prefill.close()

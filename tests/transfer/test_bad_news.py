@@ -3,8 +3,6 @@
 Every timeout and the heartbeat are an hour here, but for the one that is itself the failure, and that on one side only.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -30,100 +28,83 @@ NO_CLOCK: dict[str, Any] = {
 PAGES = [3, 4, 5]
 
 
-class Pair:
-    def __init__(self, engine: FakeEngine, prefill: dict[str, Any], decode: dict[str, Any]) -> None:
-        pools = [Pool(num_pages=16, page_bytes=64, seed=i) for i in range(2)]
-        self.prefill = PrefillManager(pools[0].args, engine, TransferConfig(**{**NO_CLOCK, **prefill}))
-        route = Route(self.prefill.control_address, self.prefill.incarnation)
-        config = TransferConfig(**{**NO_CLOCK, **decode})
-        self.decode = DecodeManager(pools[1].args, FakeEngine(), config, lookup=lambda server, room: route)
-        self.prefill.start()
-        self.decode.start()
-        self.sender: Any = self.prefill.sender(1)
-        self.receiver: Any = self.decode.receiver(1, bootstrap="b")
-
-    def give_pages(self) -> None:
-        until(lambda: self.receiver.poll() is KVPoll.WaitingForInput)
-        self.receiver.provide(PAGES, 0)
-
-    def send(self, *, last: bool) -> None:
-        self.give_pages()
-        until(lambda: self.sender.poll() is KVPoll.WaitingForInput)
-        self.sender.send(PAGES, start=0, last=last, metadata_row=0 if last else None)
-
-    def close(self) -> None:
-        self.decode.close()
-        self.prefill.close()
-
-
 @pytest.fixture
-def pairs() -> Iterator[Callable[..., Pair]]:
-    with ExitStack() as stack:
+def opened(pairs: Any) -> Any:
+    """A pair with room 1 open on both sides."""
 
-        def make(engine: FakeEngine | None = None, *, prefill: Any = None, decode: Any = None) -> Pair:
-            pair = Pair(engine or FakeEngine(), prefill or {}, decode or {})
-            stack.callback(pair.close)
-            return pair
+    def make(engine: FakeEngine | None = None, *, prefill: Any = None, decode: Any = None) -> Any:
+        pair = pairs(engine, sides=(prefill or {}, decode or {}), **NO_CLOCK)
+        pair.sender, pair.receiver = pair.open(1)
+        return pair
 
-        yield make
+    return make
 
 
-def assert_both_end(pair: Pair) -> None:
+def give_pages(pair: Any) -> None:
+    until(lambda: pair.receiver.poll() is KVPoll.WaitingForInput)
+    pair.receiver.provide(PAGES, 0)
+
+
+def send(pair: Any, *, last: bool) -> None:
+    give_pages(pair)
+    until(lambda: pair.sender.poll() is KVPoll.WaitingForInput)
+    pair.sender.send(PAGES, start=0, last=last, metadata_row=0 if last else None)
+
+
+def assert_both_end(pair: Any) -> None:
     until(lambda: pair.sender.poll() is KVPoll.Failed and pair.receiver.poll() is KVPoll.Failed)
     until(lambda: pair.sender.released() and pair.receiver.drained())
     pair.sender.close()
     pair.receiver.close()
-    pair.prefill.check()
-    pair.decode.check()
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("stage", ["bootstrapping", "given", "transferring"])
-def test_an_abort(pairs: Any, side: str, stage: str) -> None:
-    pair = pairs()
+def test_an_abort(opened: Any, side: str, stage: str) -> None:
+    pair = opened()
     if stage == "given":
-        pair.give_pages()
+        give_pages(pair)
     elif stage == "transferring":
-        pair.send(last=False)
+        send(pair, last=False)
     (pair.sender if side == "prefill" else pair.receiver).abort("user")
     if stage == "bootstrapping" and side == "prefill":
-        pair.give_pages()  # decode has sent nothing yet that prefill could answer
+        give_pages(pair)  # decode has sent nothing yet that prefill could answer
     assert_both_end(pair)
 
 
-def test_a_transfer_error(pairs: Any) -> None:
-    pair = pairs(FakeEngine(failure_rate=1.0))
-    pair.send(last=True)
+def test_a_transfer_error(opened: Any) -> None:
+    pair = opened(FakeEngine(failure_rate=1.0))
+    send(pair, last=True)
     assert_both_end(pair)
 
 
-def test_a_timeout_of_prefill(pairs: Any) -> None:
-    pair = pairs(FakeEngine(delay_s=0.4), prefill={"transfer_timeout_s": 0.1})
-    pair.send(last=True)
+def test_a_timeout_of_prefill(opened: Any) -> None:
+    pair = opened(FakeEngine(delay_s=0.4), prefill={"transfer_timeout_s": 0.1})
+    send(pair, last=True)
     assert_both_end(pair)
 
 
-def test_prefill_waited_too_long_for_the_pages(pairs: Any) -> None:
-    pair = pairs(prefill={"bootstrap_timeout_s": 0.1})
+def test_prefill_waited_too_long_for_the_pages(opened: Any) -> None:
+    pair = opened(prefill={"bootstrap_timeout_s": 0.1})
     until(lambda: pair.sender.poll() is KVPoll.Failed)
-    pair.give_pages()
+    give_pages(pair)
     assert_both_end(pair)
 
 
 @pytest.mark.parametrize("timeout", ["waiting_timeout_s", "transfer_timeout_s"])
-def test_a_timeout_of_decode(pairs: Any, timeout: str) -> None:
-    pair = pairs(decode={timeout: 0.1})
+def test_a_timeout_of_decode(opened: Any, timeout: str) -> None:
+    pair = opened(decode={timeout: 0.1})
     if timeout == "waiting_timeout_s":
-        pair.give_pages()
+        give_pages(pair)
     else:
-        pair.send(last=False)
+        send(pair, last=False)
     assert_both_end(pair)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_an_orderly_end(pairs: Any, side: str) -> None:
-    pair = pairs()
-    pair.send(last=False)
+def test_an_orderly_end(opened: Any, side: str) -> None:
+    pair = opened()
+    send(pair, last=False)
     (pair.prefill if side == "prefill" else pair.decode).close()
     assert_both_end(pair)
 

@@ -3,19 +3,11 @@
 import numpy as np
 import pytest
 
-from tests.transfer.sim import ARGS, CAPS
+from tests.transfer.cores import decode_core, prefill_core, registration
 from transfer_backends.contract import RecomputeRequest, Route, TransferConfig, Work
-from transfer_backends.decode.core import DecodeCore
 from transfer_backends.kvpoll import KVPoll
-from transfer_backends.liveness import UNMARKED
-from transfer_backends.prefill.core import PrefillCore
 from transfer_backends.prefill.inbox import MAX_REASON_CHARS, Inbox, Offer
-from transfer_backends.wire import Refused, Register, WireRegion, layout_of
-
-
-def decode_core(**config: int) -> DecodeCore:
-    settings = TransferConfig(**config)  # type: ignore[arg-type]
-    return DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=settings)
+from transfer_backends.wire import Refused
 
 
 def test_one_prefill_worker_more_than_fit_is_refused_and_those_that_are_known_go_on() -> None:
@@ -23,9 +15,7 @@ def test_one_prefill_worker_more_than_fit_is_refused_and_those_that_are_known_go
     for room in range(1, 4):
         core.open(room, 0, f"server-{room}:1", 0.0)
         core.finder.on_route(f"server-{room}:1", room, Route(f"h{room}:1", f"p{room}"), 0.0)
-    assert core.machine.state((3, 0)) is KVPoll.Failed and "no more fit (max_peers)" in (
-        core.rooms.failure((3, 0)) or ""
-    )
+    assert core.machine.state((3, 0)) is KVPoll.Failed and "no more fit (max_peers)" in (core.rooms.get((3, 0)).reason)
     assert [core.machine.state((room, 0)) for room in (1, 2)] == [KVPoll.Bootstrapping] * 2
     core.open(4, 0, "server-2:1", 0.0)
     assert core.machine.state((4, 0)) is KVPoll.Bootstrapping and len(core.peers) == 2
@@ -88,16 +78,6 @@ def test_what_decode_asks_is_bounded_in_tokens_and_taken_once(monkeypatch: pytes
         and inbox.keep_request(asked[2], offer(), 0.0)
         and inbox.num_recompute_requests == 1
     )
-
-
-def prefill_core(**config: float) -> PrefillCore:
-    settings = TransferConfig(**config)  # type: ignore[arg-type]
-    return PrefillCore(incarnation="p", mark=UNMARKED, kv_args=ARGS, caps=CAPS, config=settings)
-
-
-def registration(name: str) -> Register:
-    kv, aux = WireRegion(1 << 20, 64, ARGS.kv.item_bytes, None), WireRegion(1 << 30, 16, ARGS.aux.item_bytes, None)
-    return Register(name, "p", layout_of(ARGS, backend="sim"), kv, aux, b"")
 
 
 def test_decode_peers_of_prefill_are_bounded_and_a_lost_one_makes_room() -> None:

@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,16 +14,13 @@ import pytest
 import zmq
 
 from service.security.curve import guard_connector
-from tests.transfer.pool import Pool
-from tests.transfer.rig import until
-from transfer_backends.contract import LookupFailed, RecomputeRequest, Route, TransferConfig, Work
+from tests.transfer.rig import Pair, until
+from transfer_backends.contract import RecomputeRequest, Route, Work
 from transfer_backends.control_thread import TICK_S
-from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import IllegalTransition, KVPoll, RoomInUse
 from transfer_backends.liveness import Liveness, liveness, own_mark
 from transfer_backends.prefill.driver import IDLE_S
-from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.wire import (
     PROTOCOL_VERSION,
     Abort,
@@ -40,62 +37,13 @@ from transfer_backends.wire import (
 SHORT: dict[str, Any] = {"heartbeat_interval_s": 0.1, "handshake_timeout_s": 0.4}
 
 
-class Pair:
-    """A prefill and a decode manager in one process. Keyword arguments go to both configs."""
-
-    def __init__(
-        self, engine: FakeEngine | None = None, secrets: tuple[Any, Any] = (None, None), **config: Any
-    ) -> None:
-        self.pools = [Pool(num_pages=64, page_bytes=64, seed=i) for i in range(2)]
-        one, two = (TransferConfig(**{**SHORT, **config}, secret=secret) for secret in secrets)
-        self.prefill = PrefillManager(self.pools[0].args, engine or FakeEngine(), one)
-        self.route: Route | None = Route(self.prefill.control_address, self.prefill.incarnation)
-        self.decode = DecodeManager(self.pools[1].args, FakeEngine(), two, lookup=self.look_up)
-        self.prefill.start()
-        self.decode.start()
-
-    def look_up(self, bootstrap: str, room: int) -> Route:
-        if self.route is None:
-            raise LookupFailed("no worker is registered")
-        return self.route
-
-    def meet(self, room: int) -> tuple[Any, Any]:
-        sender, receiver = self.prefill.sender(room), self.decode.receiver(room, bootstrap="b")
-        until(lambda: receiver.poll() is KVPoll.WaitingForInput)
-        receiver.provide([1, 2, 3], 0)
-        until(lambda: sender.poll() is KVPoll.WaitingForInput)
-        return sender, receiver
-
-    def works(self, room: int) -> None:
-        """A good request is served."""
-        sender, receiver = self.meet(room)
-        sender.send([4, 5, 6], start=0, last=True, metadata_row=0)
-        until(lambda: receiver.poll() is KVPoll.Success and sender.poll() is KVPoll.Success)
-        sender.close()
-        receiver.close()
-
-    def close(self) -> None:
-        self.prefill.check()
-        self.decode.check()
-        self.decode.close()
-        self.prefill.close()
-
-
 @pytest.fixture
-def pairs() -> Iterator[Any]:
-    made: list[Pair] = []
-
-    def make(*args: Any, **kwargs: Any) -> Pair:
-        made.append(Pair(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    for pair in made:
-        pair.close()
+def short_pairs(pairs: Any) -> Any:
+    return lambda *args, **config: pairs(*args, **{**SHORT, **config})
 
 
-def test_rooms(pairs: Any) -> None:
-    pair = pairs()
+def test_rooms(short_pairs: Any) -> None:
+    pair = short_pairs()
     sender = pair.prefill.sender(5)
     receiver = pair.decode.receiver(5, bootstrap="b")
     for make in (lambda: pair.prefill.sender(5), lambda: pair.decode.receiver(5, bootstrap="b")):
@@ -130,8 +78,8 @@ def test_rooms(pairs: Any) -> None:
     pair.works(5)  # a room may be used again once it is closed
 
 
-def test_fake_pair_needs_no_peer(pairs: Any) -> None:
-    pair = pairs()
+def test_fake_pair_needs_no_peer(short_pairs: Any) -> None:
+    pair = short_pairs()
     sender, receiver = pair.prefill.sender(1, fake=True), pair.decode.receiver(1, bootstrap="2.2.2.2:1", fake=True)
     assert sender.poll() is receiver.poll() is KVPoll.WaitingForInput
     receiver.provide([1], 0)
@@ -142,9 +90,9 @@ def test_fake_pair_needs_no_peer(pairs: Any) -> None:
     assert sender.released() and receiver.drained()
 
 
-def test_wakeup_on_every_change(pairs: Any) -> None:
+def test_wakeup_on_every_change(short_pairs: Any) -> None:
     """A role that sleeps until it is woken sees every state."""
-    pair = pairs()
+    pair = short_pairs()
     woken = threading.Event()
     pair.decode.set_wakeup(woken.set)
     receiver = pair.decode.receiver(1, bootstrap="b")
@@ -166,8 +114,8 @@ def test_wakeup_on_every_change(pairs: Any) -> None:
     receiver.close()
 
 
-def test_bootstrap_timeout_and_late_indices(pairs: Any) -> None:
-    pair = pairs(bootstrap_timeout_s=0.2)
+def test_bootstrap_timeout_and_late_indices(short_pairs: Any) -> None:
+    pair = short_pairs(bootstrap_timeout_s=0.2)
     sender = pair.prefill.sender(1)
     until(lambda: sender.poll() is KVPoll.Failed)
     assert "bootstrap timeout" in sender.failure()
@@ -180,8 +128,8 @@ def test_bootstrap_timeout_and_late_indices(pairs: Any) -> None:
     late.close()
 
 
-def test_indices_before_the_request_and_orphans(pairs: Any) -> None:
-    pair = pairs(bootstrap_timeout_s=0.5)
+def test_indices_before_the_request_and_orphans(short_pairs: Any) -> None:
+    pair = short_pairs(bootstrap_timeout_s=0.5)
     early, orphan = (pair.decode.receiver(room, bootstrap="b") for room in (1, 2))
     for receiver in (early, orphan):
         until(lambda r=receiver: r.poll() is KVPoll.WaitingForInput)
@@ -201,8 +149,8 @@ def test_indices_before_the_request_and_orphans(pairs: Any) -> None:
         transfer.close()
 
 
-def test_orphans_are_bounded(pairs: Any) -> None:
-    pair = pairs(max_orphans=3)
+def test_orphans_are_bounded(short_pairs: Any) -> None:
+    pair = short_pairs(max_orphans=3)
     receivers = [pair.decode.receiver(room, bootstrap="b") for room in range(1, 6)]
     for receiver in receivers:
         until(lambda r=receiver: r.poll() is KVPoll.WaitingForInput)
@@ -215,8 +163,8 @@ def test_orphans_are_bounded(pairs: Any) -> None:
         receiver.close()
 
 
-def test_waiting_and_transfer_timeouts(pairs: Any) -> None:
-    pair = pairs(waiting_timeout_s=0.2, transfer_timeout_s=0.3)
+def test_waiting_and_transfer_timeouts(short_pairs: Any) -> None:
+    pair = short_pairs(waiting_timeout_s=0.2, transfer_timeout_s=0.3)
     sender, receiver = pair.meet(1)
     until(lambda: receiver.poll() is KVPoll.Failed)
     assert receiver.failure() == "prefill sent nothing for 0.2 s"
@@ -232,9 +180,9 @@ def test_waiting_and_transfer_timeouts(pairs: Any) -> None:
         transfer.close()
 
 
-def test_slow_engine_times_out_but_holds_its_pages(pairs: Any) -> None:
+def test_slow_engine_times_out_but_holds_its_pages(short_pairs: Any) -> None:
     """Failed is reported at once; Drained and released only when the operation has ended."""
-    pair = pairs(engine=FakeEngine(delay_s=0.8), transfer_timeout_s=0.2)
+    pair = short_pairs(engine=FakeEngine(delay_s=0.8), transfer_timeout_s=0.2)
     sender, receiver = pair.meet(1)
     sender.send([1, 2, 3], start=0, last=True, metadata_row=0)
     until(lambda: sender.poll() is KVPoll.Failed)
@@ -245,8 +193,8 @@ def test_slow_engine_times_out_but_holds_its_pages(pairs: Any) -> None:
     receiver.close()
 
 
-def test_failed_operation_does_not_blacklist(pairs: Any) -> None:
-    pair = pairs(engine=FakeEngine(failure_rate=0.5, seed=1))
+def test_failed_operation_does_not_blacklist(short_pairs: Any) -> None:
+    pair = short_pairs(engine=FakeEngine(failure_rate=0.5, seed=1))
     ended = {KVPoll.Success: 0, KVPoll.Failed: 0}
     for room in range(1, 31):
         sender, receiver = pair.meet(room)
@@ -259,8 +207,8 @@ def test_failed_operation_does_not_blacklist(pairs: Any) -> None:
     assert pair.prefill.counters["peers"] == 1
 
 
-def test_handshake_timeout_names_the_reason(pairs: Any) -> None:
-    pair = pairs()
+def test_handshake_timeout_names_the_reason(short_pairs: Any) -> None:
+    pair = short_pairs()
     pair.route = None
     receiver = pair.decode.receiver(1, bootstrap="b")
     until(lambda: receiver.poll() is KVPoll.Failed)
@@ -276,8 +224,8 @@ def test_handshake_timeout_names_the_reason(pairs: Any) -> None:
     pair.works(3)
 
 
-def test_stale_route_is_looked_up_again(pairs: Any) -> None:
-    pair = pairs()
+def test_stale_route_is_looked_up_again(short_pairs: Any) -> None:
+    pair = short_pairs()
     good, pair.route = pair.route, Route(pair.prefill.control_address, "an earlier incarnation")
     receiver = pair.decode.receiver(1, bootstrap="b")
     until(lambda: pair.prefill.counters.get("refused", 0) >= 1)
@@ -287,8 +235,8 @@ def test_stale_route_is_looked_up_again(pairs: Any) -> None:
     receiver.close()
 
 
-def test_abort_before_the_handshake_reaches_prefill(pairs: Any) -> None:
-    pair = pairs()
+def test_abort_before_the_handshake_reaches_prefill(short_pairs: Any) -> None:
+    pair = short_pairs()
     good, pair.route = pair.route, None
     sender, receiver = pair.prefill.sender(1), pair.decode.receiver(1, bootstrap="b")
     receiver.abort("user left")
@@ -300,8 +248,8 @@ def test_abort_before_the_handshake_reaches_prefill(pairs: Any) -> None:
     sender.close()
 
 
-def test_shutdown_tells_the_peer(pairs: Any) -> None:
-    pair = pairs()
+def test_shutdown_tells_the_peer(short_pairs: Any) -> None:
+    pair = short_pairs()
     _, receiver = pair.meet(1)
     pair.prefill.close()
     until(lambda: receiver.poll() is KVPoll.Failed and receiver.drained(), timeout_s=2.0)
@@ -310,8 +258,8 @@ def test_shutdown_tells_the_peer(pairs: Any) -> None:
 
 
 @pytest.mark.parametrize("secrets", [(b"s", b"t"), (b"s", None), (None, b"s")])
-def test_another_secret_or_none_is_refused_and_counted(pairs: Any, secrets: Any) -> None:
-    pair = pairs(handshake_timeout_s=5.0, secrets=secrets)
+def test_another_secret_or_none_is_refused_and_counted(short_pairs: Any, secrets: Any) -> None:
+    pair = short_pairs(handshake_timeout_s=5.0, sides=[{"secret": secret} for secret in secrets])
     receiver = pair.decode.receiver(1, bootstrap="b")
     until(lambda: receiver.poll() is KVPoll.Failed)
     assert "--cluster-secret-file" in receiver.failure()
@@ -320,9 +268,9 @@ def test_another_secret_or_none_is_refused_and_counted(pairs: Any, secrets: Any)
     receiver.close()
 
 
-def test_a_decode_key_that_is_not_the_cluster_s_is_refused(pairs: Any) -> None:
+def test_a_decode_key_that_is_not_the_cluster_s_is_refused(short_pairs: Any) -> None:
     """A process that knows prefill's public key, and no more, is refused before it can speak."""
-    pair = pairs(secrets=(b"s", b"s"))
+    pair = short_pairs(secret=b"s")
     pair.works(1)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
@@ -335,9 +283,9 @@ def test_a_decode_key_that_is_not_the_cluster_s_is_refused(pairs: Any) -> None:
     pair.works(2)
 
 
-def test_one_connection_is_one_decode_worker(pairs: Any) -> None:
+def test_one_connection_is_one_decode_worker(short_pairs: Any) -> None:
     """Found by fuzzing: a second incarnation that registers on a connection hid the first one, which then was never dropped."""
-    pair = pairs()
+    pair = short_pairs()
     layout = Layout(PROTOCOL_VERSION, "fake", "model-a", 16, "float32")
     regions = WireRegion(1 << 20, 64, 64, None), WireRegion(1 << 21, 64, 512, None)
     with zmq.Context() as context, context.socket(zmq.DEALER) as link:
@@ -362,9 +310,9 @@ def test_one_connection_is_one_decode_worker(pairs: Any) -> None:
     ],
 )
 def test_a_region_that_wraps_around_or_holds_the_other_is_refused(
-    pairs: Any, region: tuple[int, int], text: bytes
+    short_pairs: Any, region: tuple[int, int], text: bytes
 ) -> None:
-    pair = pairs()
+    pair = short_pairs()
     layout = Layout(PROTOCOL_VERSION, "fake", "model-a", 16, "float32")
     base, count = region
     with zmq.Context() as context, context.socket(zmq.DEALER) as link:
@@ -415,9 +363,9 @@ class Tap:
             sock.close()
 
 
-def test_what_was_recorded_cannot_be_said_again(pairs: Any) -> None:
+def test_what_was_recorded_cannot_be_said_again(short_pairs: Any) -> None:
     """Neither on the same connection, nor on a new one, nor is anything of it readable."""
-    pair = pairs(secrets=(b"s", b"s"), heartbeat_interval_s=60.0)
+    pair = short_pairs(secret=b"s", heartbeat_interval_s=60.0)
     tap = Tap(pair.prefill.control_address)
     pair.route = Route(tap.address, pair.prefill.incarnation)
     sender, receiver = pair.meet(1)
@@ -441,9 +389,9 @@ def test_what_was_recorded_cannot_be_said_again(pairs: Any) -> None:
     tap.close()
 
 
-def test_decode_asks_prefill_to_compute(pairs: Any) -> None:
+def test_decode_asks_prefill_to_compute(short_pairs: Any) -> None:
     """No sender waits; the role is woken, opens the room and finds its pages there."""
-    pair = pairs()
+    pair = short_pairs()
     woken = threading.Event()
     pair.prefill.set_wakeup(woken.set)
     work = Work(tokens=[5, 6, 7], skip_pages=2, priority=-3, share=False)
@@ -472,8 +420,8 @@ def ask(pair: Pair, room: int, pages: list[int], work: Work) -> Any:
     return receiver
 
 
-def test_what_decode_aborts_before_prefill_takes_it_fails_when_it_does(pairs: Any) -> None:
-    pair = pairs()
+def test_what_decode_aborts_before_prefill_takes_it_fails_when_it_does(short_pairs: Any) -> None:
+    pair = short_pairs()
     receiver = ask(pair, 9, [1, 2], Work(tokens=[5]))
     until(lambda: pair.prefill.core.inbox.num_recompute_requests)
     receiver.abort("the client left")
@@ -485,9 +433,9 @@ def test_what_decode_aborts_before_prefill_takes_it_fails_when_it_does(pairs: An
     sender.close()
 
 
-def test_a_recompute_fails_at_once_if_no_worker_is_found(pairs: Any) -> None:
+def test_a_recompute_fails_at_once_if_no_worker_is_found(short_pairs: Any) -> None:
     """Other rooms look up again until their handshake times out (here: never in this test)."""
-    pair = pairs(handshake_timeout_s=60.0)
+    pair = short_pairs(handshake_timeout_s=60.0)
     pair.route = None
     receiver = pair.decode.receiver(9, bootstrap="b", room_attempt=1)
     until(lambda: receiver.poll() is KVPoll.Failed)
@@ -495,8 +443,8 @@ def test_a_recompute_fails_at_once_if_no_worker_is_found(pairs: Any) -> None:
     receiver.close()
 
 
-def test_more_than_prefill_keeps_is_refused(pairs: Any) -> None:
-    pair = pairs(max_orphans=1)
+def test_more_than_prefill_keeps_is_refused(short_pairs: Any) -> None:
+    pair = short_pairs(max_orphans=1)
     first, second = (ask(pair, room, [room], Work(tokens=[5])) for room in (1, 2))
     until(lambda: second.poll() is KVPoll.Failed and second.drained())
     assert "too much to compute" in second.failure() and first.poll() is KVPoll.WaitingForInput
@@ -547,9 +495,9 @@ def hostile_frames(me: str) -> list[bytes]:
     ]
 
 
-def test_hostile_frames(pairs: Any) -> None:
+def test_hostile_frames(short_pairs: Any) -> None:
     """Each is dropped or refused; a running transfer of another worker goes on; the next good one is served."""
-    pair = pairs()
+    pair = short_pairs()
     sender, receiver = pair.meet(1)
     me = pair.prefill.incarnation
     with zmq.Context() as context, context.socket(zmq.DEALER) as evil:
@@ -581,9 +529,9 @@ def test_hostile_frames(pairs: Any) -> None:
     assert "control_errors" not in pair.prefill.counters
 
 
-def test_an_idle_worker_wakes_once_a_tick_at_most(pairs: Any) -> None:
+def test_an_idle_worker_wakes_once_a_tick_at_most(short_pairs: Any) -> None:
     """Counts wake-ups: what one costs depends on the machine."""
-    pair = pairs()
+    pair = short_pairs()
     pair.works(1)
     turns: Counter[str] = Counter()
     for name, waker in (("prefill", pair.prefill.control), ("decode", pair.decode.control)):

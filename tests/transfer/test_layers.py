@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.transfer.sim import ARGS, CONFIG
-from tests.transfer.test_tries import KEY, PAGES, Prefill
+from tests.transfer.cores import ARGS, CONFIG, KEY, PAGES, JoinedCores
 from transfer_backends.contract import NOTHING_YET, Gate, LayerGroup, Progress
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.prefill.paths import FencePeer
@@ -37,9 +36,9 @@ def test_what_a_gate_lets_through(progress: Progress, begun: int, layers: int) -
     assert num_open(Chunk(NO_PAGES, 0, None), progress, LAYERS) == 1
 
 
-def gated() -> Prefill:
+def gated() -> JoinedCores:
     """All four pages are being written by step 5."""
-    pair = Prefill(LAYERS, sends=False)
+    pair = JoinedCores(LAYERS, sends=False)
     pair.core.rooms.send(KEY, SRC, start=0, last=False, metadata_row=None, now_s=0.0, gate=Gate(STEP, by_layer=True))
     return pair
 
@@ -109,8 +108,8 @@ def test_a_long_step_is_no_stalled_transfer() -> None:
 
 
 def test_gates_that_could_never_open_are_refused() -> None:
-    pair, gate = Prefill(LAYERS, sends=False), Gate(STEP, by_layer=True)
+    pair, gate = JoinedCores(LAYERS, sends=False), Gate(STEP, by_layer=True)
     with pytest.raises(ValueError, match="the last chunk has a gate"):
         pair.core.rooms.send(KEY, SRC, start=0, last=True, metadata_row=1, now_s=0.0, gate=gate)
     with pytest.raises(ValueError, match="nothing says where layers end"):
-        Prefill(sends=False).core.rooms.send(KEY, SRC, start=0, last=False, metadata_row=None, now_s=0.0, gate=gate)
+        JoinedCores(sends=False).core.rooms.send(KEY, SRC, start=0, last=False, metadata_row=None, now_s=0.0, gate=gate)

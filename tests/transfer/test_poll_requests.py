@@ -1,24 +1,19 @@
 """Decode drives its engine often only while a prefill worker waits for that, and then it does."""
 
+from tests.transfer.cores import MARK, decode_core, prefill_core, registration
 from tests.transfer.rig import ChildWorker, until
-from tests.transfer.sim import ARGS, CAPS, CONFIG
 from transfer_backends.contract import Route
 from transfer_backends.decode.connections import EAGER_S
-from transfer_backends.decode.core import DecodeCore
 from transfer_backends.kvpoll import KVPoll
-from transfer_backends.liveness import ProcessMark
-from transfer_backends.prefill.core import PrefillCore
 from transfer_backends.prefill.paths import POLL_REQUEST_EVERY_S
-from transfer_backends.wire import PollRequest, Register, Registered, WireRegion, layout_of
+from transfer_backends.wire import PollRequest, Registered
 
-MARK = ProcessMark("host", 1, 1)
 NUM_PAGES, PAGE_BYTES = 1024, 32768
 
 
 def test_a_peer_is_asked_to_poll_while_its_writes_are_pending_and_not_more_often_than_needed() -> None:
-    core = PrefillCore(incarnation="p", mark=MARK, kv_args=ARGS, caps=CAPS, config=CONFIG)
-    regions = (WireRegion(r.base_ptr, r.num_items, r.item_bytes, None) for r in (ARGS.kv, ARGS.aux))
-    core.on_message("link", Register("d", "p", layout_of(ARGS, backend=CAPS.name), *regions, b""), 0.0)
+    core = prefill_core()
+    core.on_message("link", registration("d"), 0.0)
     core.effects.queue.clear()
     for now_s in (1.0, 1.0 + POLL_REQUEST_EVERY_S / 2, 1.0 + POLL_REQUEST_EVERY_S):
         core.paths.on_pending("d", now_s)
@@ -28,7 +23,7 @@ def test_a_peer_is_asked_to_poll_while_its_writes_are_pending_and_not_more_often
 
 
 def test_decode_is_eager_after_a_poll_request_and_while_it_connects_but_not_because_a_room_is_open() -> None:
-    core = DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
+    core = decode_core()
     core.open(7, 0, "b", 0.0)
     assert not core.connections.eager(0.0)
     core.finder.on_route("b", 7, Route("p:1", "p"), 0.0)

@@ -2,11 +2,8 @@
 
 from typing import Any
 
-import pytest
-
+from tests.transfer.cores import KEY, JoinedCores
 from tests.transfer.rig import until
-from tests.transfer.test_control_plane import Pair
-from tests.transfer.test_tries import KEY, Prefill
 from transfer_backends.contract import EngineError, Pieces
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import KVPoll
@@ -16,7 +13,7 @@ from transfer_backends.wire import Status
 class Posting(FakeEngine):
     """Counts posts, and refuses the next `refusals`."""
 
-    def __init__(self, *, refusals: int = 0) -> None:
+    def __init__(self, refusals: int) -> None:
         super().__init__()
         self.num_calls = 0
         self.refusals = refusals
@@ -29,22 +26,9 @@ class Posting(FakeEngine):
         return super().post(peer, pieces)
 
 
-@pytest.fixture
-def pair(request: pytest.FixtureRequest) -> Any:
-    made = Pair(Posting(refusals=getattr(request, "param", 0)))
-    yield made
-    made.close()
-
-
-def engine_of(pair: Pair) -> Posting:
-    engine = pair.prefill._engine
-    assert isinstance(engine, Posting)
-    return engine
-
-
 def test_the_row_leaves_with_the_last_pages_and_decode_hears_of_both_at_once() -> None:
     """At time 5: no progress was reported before, and that alone is no reason to report it."""
-    pair = Prefill(sends=False)
+    pair = JoinedCores(sends=False)
     pair.core.rooms.send(KEY, [1, 8, 2, 9], start=0, last=True, metadata_row=1, now_s=5.0)
     posts = pair.core.outbox.next_posts(5.0)
     assert len(posts) == 3 and [post.kv_bytes == 0 for post in posts] == [False, False, True]
@@ -54,11 +38,11 @@ def test_the_row_leaves_with_the_last_pages_and_decode_hears_of_both_at_once() -
     assert isinstance(said, Status) and said.state == KVPoll.Success
 
 
-@pytest.mark.parametrize("pair", [1], indirect=True)
-def test_after_a_refusal_nothing_more_of_its_try_is_posted(pair: Pair) -> None:
+def test_after_a_refusal_nothing_more_of_its_try_is_posted(pairs: Any) -> None:
+    pair = pairs(Posting(1))
     sender, receiver = pair.meet(7)
     sender.send([4, 5, 6], start=0, last=True, metadata_row=0)
     until(lambda: sender.poll() is KVPoll.Success and receiver.poll() is KVPoll.Success)
-    assert engine_of(pair).num_calls == 1 + 2 and receiver.retries() == 1
+    assert pair.engine.num_calls == 1 + 2 and receiver.retries() == 1
     sender.close()
     receiver.close()

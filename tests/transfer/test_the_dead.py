@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from tests.transfer.cores import CONFIG, decode_core
 from tests.transfer.pool import Pool
 from tests.transfer.rig import until
-from tests.transfer.sim import ARGS, CAPS, CONFIG
 from transfer_backends.contract import Route, TransferConfig
 from transfer_backends.decode.connections import Connect
-from transfer_backends.decode.core import DecodeCore
 from transfer_backends.decode.lookup_line import MAX_LOOKUPS_A_SERVER, LookUpLine
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.decode.proof import DEAD_S, MAX_DEAD, Prove
@@ -23,10 +22,6 @@ from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.wire import Abort, Registered, TransferInfo
 
 PATIENT = TransferConfig(handshake_timeout_s=60.0, heartbeat_interval_s=0.1)  # a wait for it fails the test
-
-
-def decode_core() -> DecodeCore:
-    return DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
 
 
 def a_decode(look_up: Callable[[str, int], Route]) -> DecodeManager:
@@ -216,7 +211,7 @@ def test_who_answers_is_not_dead_whatever_a_late_proof_says() -> None:
 
 def test_a_pending_abort_finds_its_worker_and_holds_nothing() -> None:
     core = decode_core()
-    key = core.open(1, 0, "b", 0.0)
+    key = core.open(1, 0, "b", 0.0).key
     core.rooms.abort(key, "user", 0.0)
     core.rooms.close(key)
     assert (len(core.rooms), core.rooms.num_pending_aborts) == (0, 1)
@@ -232,7 +227,7 @@ def test_a_pending_abort_finds_its_worker_and_holds_nothing() -> None:
 def test_pending_aborts_are_bounded_and_expire() -> None:
     core = decode_core()
     for room in range(1, MAX_PENDING_ABORTS + 11):
-        key = core.open(room, 0, "b", 0.0)
+        key = core.open(room, 0, "b", 0.0).key
         core.rooms.abort(key, "user", 0.0)
         core.rooms.close(key)
     assert core.rooms.num_pending_aborts == MAX_PENDING_ABORTS and len(core.rooms) == 0

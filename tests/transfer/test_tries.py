@@ -1,30 +1,26 @@
 """Which try of a room's writing counts: nothing of an earlier one completes it or ends the exposure of its pages. Pure cores."""
 
-from typing import Any
-
 import pytest
 
-from tests.transfer.sim import ARGS, CAPS, CONFIG
-from transfer_backends.contract import KVArgs, Route
+from tests.transfer.cores import KEY, MARK, PAGES, JoinedCores, decode_core
+from transfer_backends.contract import Route
 from transfer_backends.decode.core import DecodeCore
 from transfer_backends.kvpoll import KVPoll, PeerProtocolError
-from transfer_backends.liveness import ProcessMark
-from transfer_backends.prefill.core import PrefillCore
-from transfer_backends.prefill.paths import ConnectPeer, FencePeer
-from transfer_backends.prefill.posts import Post
+from transfer_backends.prefill.paths import FencePeer
 from transfer_backends.wire import Abort, Drained, Registered, Status
 
-KEY = (7, 0)
-PAGES = [5, 6, 20, 3]
-MARK = ProcessMark("host", 1, 1)
 
-
-def decode_core() -> DecodeCore:
-    """With a session, and room 7's pages given to prefill "p"."""
-    core = DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
+def connected() -> DecodeCore:
+    core = decode_core()
     core.open(*KEY, "b", 0.0)
     core.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
     core.on_message(1, Registered("p", "d", MARK), 0.0)
+    return core
+
+
+def provided() -> DecodeCore:
+    """Connected, and the room's pages given to prefill."""
+    core = connected()
     core.rooms.provide(KEY, PAGES, 1, 0.0)
     core.effects.queue.clear()
     return core
@@ -35,10 +31,10 @@ def report(core: DecodeCore, state: KVPoll, num_pages: int, retry: int) -> None:
 
 
 def test_decode_drops_what_is_said_of_an_earlier_try() -> None:
-    core = decode_core()
+    core = provided()
     report(core, KVPoll.Transferring, 3, 0)
     report(core, KVPoll.Transferring, 0, 1)
-    assert (core.rooms.retries(KEY), core.effects.counters["retried"]) == (1, 1)
+    assert (core.rooms.get(KEY).write_try, core.effects.counters["retried"]) == (1, 1)
     for state in (KVPoll.Success, KVPoll.Failed):
         report(core, state, len(PAGES), 0)
         assert core.machine.state(KEY) is KVPoll.Transferring and core.rooms.num_exposed == 1
@@ -49,7 +45,7 @@ def test_decode_drops_what_is_said_of_an_earlier_try() -> None:
 
 
 def test_an_acknowledgement_of_an_earlier_try_frees_nothing() -> None:
-    core = decode_core()
+    core = provided()
     report(core, KVPoll.Transferring, 0, 1)
     core.rooms.abort(KEY, "user", 1.0)
     (abort,) = [item[1] for item in core.effects.queue if isinstance(item, tuple)]
@@ -64,64 +60,19 @@ def test_an_acknowledgement_of_an_earlier_try_frees_nothing() -> None:
 
 
 def test_a_try_before_there_are_pages_is_a_lie() -> None:
-    core = DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
-    core.open(*KEY, "b", 0.0)
-    core.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
-    core.on_message(1, Registered("p", "d", MARK), 0.0)
+    core = connected()
     with pytest.raises(PeerProtocolError, match="before it had pages"):
         report(core, KVPoll.Transferring, 0, 1)
-    assert core.rooms.retries(KEY) == 0
-
-
-class Prefill:
-    """A prefill core with decode's pages of room 7, joined to a real decode core by hand. `sends`: all is handed over."""
-
-    def __init__(self, args: KVArgs = ARGS, *, sends: bool = True) -> None:
-        self.decode = DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
-        self.core = PrefillCore(incarnation="p", mark=MARK, kv_args=args, caps=CAPS, config=CONFIG)
-        self.decode.open(*KEY, "b", 0.0)
-        self.decode.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
-        self.exchange()
-        assert isinstance(self.core.paths.commands.popleft(), ConnectPeer)
-        self.core.admission.on_connected("d")
-        self.exchange()
-        self.core.rooms.open(*KEY, 0.0)
-        self.decode.rooms.provide(KEY, PAGES, 1, 0.0)
-        self.exchange()
-        if sends:
-            self.core.rooms.send(KEY, [1, 8, 2, 9], start=0, last=True, metadata_row=1, now_s=0.0)
-
-    def exchange(self) -> None:
-        for item in list(self.decode.effects.queue):
-            if isinstance(item, tuple):
-                self.core.on_message("link", item[1], 0.0)
-        self.decode.effects.queue.clear()
-        for _, message in list(self.core.effects.queue):
-            self.decode.on_message(1, message, 0.0)
-        self.core.effects.queue.clear()
-
-    def posts(self) -> list[Post]:
-        found: list[Post] = []
-        while (post := self.core.outbox.next_post(0.0)) is not None:
-            found.append(post)
-        return found
-
-    def final(self, post: Post, *, ok: bool) -> None:
-        self.core.completions.on_op_final(post, ok=ok, error="injected", now_s=0.0)
-        self.exchange()
-
-    @property
-    def states(self) -> tuple[Any, Any]:
-        return self.core.machine.state(KEY), self.decode.machine.state(KEY)
+    assert core.rooms.get(KEY).write_try == 0
 
 
 def test_a_late_completion_counts_for_nothing() -> None:
     """The first of three writes fails; the others of that try end well, before and after decode learned of the next."""
-    pair = Prefill()
+    pair = JoinedCores()
     first = pair.posts()
     assert len(first) == 3 and {post.write_try for post in first} == {0}
     pair.final(first[0], ok=False)
-    assert pair.decode.rooms.retries(KEY) == 1 and pair.posts() == []
+    assert pair.decode.rooms.get(KEY).write_try == 1 and pair.posts() == []
     pair.final(first[1], ok=True)
     pair.final(first[2], ok=True)
     assert pair.core.effects.counters["late_completions"] == 2
@@ -138,7 +89,7 @@ def test_a_late_completion_counts_for_nothing() -> None:
 
 
 def test_an_abort_after_prefill_forgot_the_room_is_acknowledged_with_its_try() -> None:
-    pair = Prefill()
+    pair = JoinedCores()
     posts = pair.posts()
     pair.final(posts[0], ok=False)
     pair.final(posts[1], ok=True)

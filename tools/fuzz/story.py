@@ -170,7 +170,8 @@ class Story:
         self.decode.rooms.provide((room, 0), [1, 2, 3], 0, self.now_s)
 
     def send(self, room: int) -> None:
-        given = self.prefill.rooms.num_pages((room, 0))
+        found = self.prefill.rooms.get((room, 0))
+        given = None if found is None else found.num_pages
         if given is not None and given <= NUM_PAGES:
             self.prefill.rooms.send((room, 0), range(given), start=0, last=True, metadata_row=0, now_s=self.now_s)
 
@@ -193,10 +194,12 @@ class Story:
         """The role takes what decode wants computed, opens its rooms and computes."""
         for asked in self.prefill.inbox.take_recompute_requests():
             with contextlib.suppress(RoomInUse, IllegalTransition):
-                key = self.prefill.rooms.open(asked.room, asked.room_attempt, self.now_s)
-                given = self.prefill.rooms.num_pages(key) or 0
+                found = self.prefill.rooms.open(asked.room, asked.room_attempt, self.now_s)
+                given = found.num_pages or 0
                 if given <= NUM_PAGES:
-                    self.prefill.rooms.send(key, range(given), start=0, last=True, metadata_row=0, now_s=self.now_s)
+                    self.prefill.rooms.send(
+                        found.key, range(given), start=0, last=True, metadata_row=0, now_s=self.now_s
+                    )
 
     def route(self, room: int) -> None:
         self.decode.finder.on_route(BOOTSTRAP, room, Route("127.0.0.1:1", PREFILL, shared=room == 6), self.now_s)

@@ -68,7 +68,7 @@ class Notices:
         for key in sorted(news):
             other = self._other_side(worker, key)
             if other is not None:
-                self._expect(worker, other, key, str(worker.manager.core.rooms.failure(key)))
+                self._expect(worker, other, key, str(worker.manager.core.rooms.get(key).reason))
 
     def _on_death(self, worker: Worker) -> None:
         del self._workers[worker.process.name]

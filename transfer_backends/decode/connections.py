@@ -1,4 +1,4 @@
-"""The connections to prefill workers: made, registered, lost. Pure."""
+"""Connections to prefill workers. Pure."""
 
 from collections import deque
 from collections.abc import Callable
@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from transfer_backends.contract import Route, TransferConfig
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.liveness import ProcessMark
-from transfer_backends.peers import Link, Peer, PeerTable, RetryTimer
+from transfer_backends.peers import Link, Peer, PeerTable
+from transfer_backends.timers import RetryTimer
 from transfer_backends.wire import Register
 
 FIRST_PROOF_S = 0.02
@@ -18,9 +19,9 @@ EAGER_S = 0.25  # after a poll request; the next one comes sooner while it is ne
 
 @dataclass(eq=False, kw_only=True)
 class PrefillPeer(Peer):
-    """`mark` names its process; None before it first registered us. `unsent_aborts`: rooms to abort once it is live.
+    """`mark`: of its process, None before it first registered us. `unsent_aborts`: rooms to abort once it is live.
 
-    `proof`: when to find out next whether a lost peer lives; `settled_at_s`: its last bytes have landed then (running time).
+    `proof`: when to check next whether a lost peer lives. `settled_at_s`: its last bytes have landed then (running time).
     """
 
     route: Route
@@ -42,13 +43,13 @@ class Connect:
 
 @dataclass(frozen=True)
 class Disconnect:
-    """After what was sent on the link before."""
+    """Close the link once earlier messages have left."""
 
     link: Link
 
 
 class Connections:
-    """`gone`: the last incarnations that were dropped; a request for recomputation need not go there."""
+    """`gone`: the last incarnations that were dropped, which a look-up for recomputation leaves out."""
 
     def __init__(
         self, peers: PeerTable[PrefillPeer], *, register: Callable[[str], Register], config: TransferConfig
@@ -63,7 +64,7 @@ class Connections:
         self._eager_until_s = 0.0
 
     def obtain(self, route: Route, now_s: float) -> PrefillPeer:
-        """Return the peer behind the route; connect to it if it is new."""
+        """Return the peer of the route; connect to a new one."""
         peer = self._peers.get(route.incarnation)
         if peer is None:
             peer = PrefillPeer(route.incarnation, self._peers.heartbeat(now_s), deadline_s=0.0, route=route)
@@ -80,7 +81,7 @@ class Connections:
         self._peers.send(peer, self._register(peer.incarnation))
 
     def on_registered(self, peer: PrefillPeer, mark: ProcessMark) -> list[RoomKey]:
-        """Return the rooms whose abort was waiting for this."""
+        """Return the rooms whose abort waited for this."""
         peer.registered = True
         peer.mark = mark
         peer.proof.reset()
@@ -99,16 +100,14 @@ class Connections:
         self.gone.append(peer.incarnation)
 
     def overdue(self, now_s: float) -> list[PrefillPeer]:
-        """The peers that have not answered the registration in time."""
         return [peer for peer in self._peers if peer.connecting and now_s >= peer.deadline_s]
 
     def on_poll_request(self, now_s: float) -> None:
         self._eager_until_s = now_s + EAGER_S
 
     def eager(self, now_s: float) -> bool:
-        """Whether to poll the engine often: a path is being tried out, or a prefill worker waits for its writes to end.
+        """Return True while a path is tried out or a prefill worker waits for its writes to end: poll the engine often.
 
-        Not whenever something may be written: within a machine and over RDMA writes end without us, and each poll interrupts
-        a decode step.
+        Other writes need no polls (shared memory, RDMA), and each poll interrupts a decode step.
         """
         return now_s < self._eager_until_s or any(peer.connecting for peer in self._peers)

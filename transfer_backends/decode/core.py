@@ -1,7 +1,6 @@
-"""Decode's side of all transfers: its parts put together, the messages of prefill workers, the passing of time. Pure.
+"""Decode's side of all transfers: its parts put together, messages of prefill workers, deadlines. Pure.
 
-Receives local calls, look-up results, messages, lost links and the time. Answers by states (`rooms`) and by messages to send and
-commands (`effects`). Runs the same under threads and in a simulation.
+It receives calls, look-up results, messages, lost links and the time, and changes states (`rooms`) and `effects`.
 
     role's thread     rooms          provide, abort, close; states
     control thread    this module    messages (`statuses`: those of rooms), lost links, deadlines
@@ -21,7 +20,7 @@ from transfer_backends.decode.proof import Proofs
 from transfer_backends.decode.room import DecodeRoom
 from transfer_backends.decode.rooms import DecodeRooms
 from transfer_backends.decode.statuses import Statuses
-from transfer_backends.kvpoll import FINAL, KVPoll, PeerProtocolError, RoomKey, TransferMachine
+from transfer_backends.kvpoll import FINAL, KVPoll, PeerProtocolError, TransferMachine
 from transfer_backends.liveness import Liveness
 from transfer_backends.peers import Effects, Link, PeerTable
 from transfer_backends.wire import (
@@ -68,7 +67,7 @@ class DecodeCore:
             Status: statuses.on_status,
             Drained: statuses.on_drained,
             PollRequest: lambda peer, message, now_s: self.connections.on_poll_request(now_s),
-            Ping: self._on_ping,
+            Ping: self.peers.on_ping,
             Pong: lambda peer, message, now_s: None,
             Bye: self._on_bye,
         }
@@ -86,11 +85,11 @@ class DecodeCore:
         """No peer can write into the pool."""
         return self.rooms.num_exposed == 0
 
-    def open(self, room: int, room_attempt: int, bootstrap: str, now_s: float) -> RoomKey:
+    def open(self, room: int, room_attempt: int, bootstrap: str, now_s: float) -> DecodeRoom:
         """Open a room and look for its prefill worker."""
         opened = self.rooms.open(room, room_attempt, bootstrap, now_s)
         self.finder.seek(opened, now_s)
-        return opened.key
+        return opened
 
     def send_bye(self) -> None:
         for peer in self.peers:
@@ -145,7 +144,7 @@ class DecodeCore:
                 self.rooms.send_abort(peer, room.key, room.reason or "")
 
     def _on_refused(self, peer: PrefillPeer, message: Refused, now_s: float) -> None:
-        """Stale: the incarnation we knew is over, or forgot us; a look-up finds out which one is there now."""
+        """`stale`: the incarnation that we knew is over or forgot us; a look-up finds its successor."""
         if peer.mark is not None or message.stale:
             self._lose(peer, message.reason, now_s)
             if message.src != peer.incarnation:  # its address belongs to another process: that is proof
@@ -158,7 +157,7 @@ class DecodeCore:
                 self.rooms.fail(room, f"prefill worker refused: {message.reason}", now_s, report=False)
 
     def _on_bye(self, peer: PrefillPeer, message: Bye, now_s: float) -> None:
-        """Sent after the last operation of that manager was final."""
+        """All operations of that manager are final."""
         rooms = self.rooms.of(peer)
         self._lose(peer, "it shut down", now_s)
         self.proofs.bury(peer.incarnation, now_s)
@@ -166,9 +165,6 @@ class DecodeCore:
             self.rooms.expose(room, False)
         if peer in self.peers:
             self.connections.drop(peer)
-
-    def _on_ping(self, peer: PrefillPeer, message: Ping, now_s: float) -> None:
-        self.peers.send(peer, Pong(*self.peers.address(peer), message.seq))
 
     # ---- time
 
@@ -187,7 +183,7 @@ class DecodeCore:
                 self._check_deadline(room, now_s)
 
     def _on_silent(self, peer: PrefillPeer, now_s: float) -> None:
-        """The peer may still live and write: fail its rooms, keep the link. Its acknowledgements may yet come."""
+        """Fail the peer's rooms and keep its link: it may still live, write and acknowledge."""
         for room in self.rooms.of(peer):
             if self.machine.state(room.key) not in FINAL:
                 self.rooms.fail(room, f"prefill worker {peer.route.control} does not answer", now_s)

@@ -23,9 +23,9 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class LookUp:
-    """Ask the bootstrap server off-thread; answer `on_route` or `on_lookup_failed`.
+    """Ask the bootstrap server off-thread; call `on_route` or `on_lookup_failed`.
 
-    `any_but`: the room's own prefill worker, or any other whose incarnation is not one of these. None: its own only.
+    `any_but`: any prefill worker but these incarnations will do. None: only the room's own.
     """
 
     bootstrap: str
@@ -64,7 +64,7 @@ class PrefillFinder:
             self._look_up(room)
 
     def seek_again(self, room: DecodeRoom, error: str, now_s: float) -> None:
-        """The search has failed: look again later. A room that recomputes gives up."""
+        """Look again later, after a failure. A room that recomputes gives up."""
         if room.recomputes:
             self.give_up(room, error, now_s)
             return
@@ -83,7 +83,7 @@ class PrefillFinder:
         for bootstrap in [b for b, route in self._routes.items() if route.incarnation == incarnation]:
             del self._routes[bootstrap]
 
-    # ---- answers; each look-up has one
+    # ---- results; each look-up has one
 
     def on_route(self, bootstrap: str, room: int, route: Route, now_s: float) -> None:
         self._use_route(bootstrap, room, route, now_s)
@@ -104,7 +104,7 @@ class PrefillFinder:
             self._peers.effects.queue.append(LookUp(room.bootstrap, room.key[0], any_but))
 
     def _next_in_line(self, bootstrap: str) -> None:
-        """A look-up was answered: the next room in line may have its own."""
+        """Start the look-up of the next room in line."""
         self._line.end(bootstrap)
         while (key := self._line.take(bootstrap)) is not None:
             room = self._rooms.get(key)
@@ -129,7 +129,7 @@ class PrefillFinder:
                 self.seek(room, now_s)
 
     def _attach(self, room: DecodeRoom, route: Route, now_s: float) -> None:
-        """The room's prefill worker is found: connect to it unless it is known to be gone."""
+        """Connect to the room's prefill worker unless it is known to be gone."""
         room.end_search()
         if self._proofs.is_dead(route.incarnation, now_s):
             self._on_dead_owner(room, route, now_s)
@@ -153,7 +153,7 @@ class PrefillFinder:
             self._machine.move(room.key, KVPoll.WaitingForInput)
 
     def _on_dead_owner(self, room: DecodeRoom, route: Route, now_s: float) -> None:
-        """A room with a route of its own has lost its request. Another one waits: a new incarnation may register soon."""
+        """Give up a room with a route of its own: its request is lost. Others wait for a new incarnation."""
         self.drop_routes(route.incarnation)
         error = f"prefill worker {route.control} has ended"
         if route.shared:
@@ -162,7 +162,7 @@ class PrefillFinder:
             self.seek_again(room, error, now_s)
 
     def _seekers(self, bootstrap: str, number: int | None) -> list[DecodeRoom]:
-        """The rooms that look for a worker at that server; with `number`, only those of that bootstrap_room."""
+        """Rooms (`number`: of that bootstrap_room) that look for a worker at the server."""
         return [
             room
             for room in self._rooms

@@ -1,7 +1,6 @@
 """Look-ups under way at each bootstrap server, and the rooms that wait in line for one. Pure.
 
-A server that hangs holds a thread until the look-up times out. `MAX_LOOKUPS_A_SERVER` leaves threads for the other servers.
-The line does not know what a room is doing.
+A server that hangs holds a thread until the look-up times out. `MAX_LOOKUPS_A_SERVER` leaves threads for the others.
 """
 
 from collections import Counter

@@ -10,28 +10,25 @@ from transfer_backends.decode.core import DecodeCore
 from transfer_backends.decode.lookup import LookUp
 from transfer_backends.decode.lookup_line import MAX_LOOKUPS_A_SERVER
 from transfer_backends.decode.proof import Prove
+from transfer_backends.decode.room import DecodeRoom
+from transfer_backends.decode.rooms import DecodeRooms
 from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.fake_pair import FakeReceiver
-from transfer_backends.kvpoll import FINAL, KVPoll, RoomKey
+from transfer_backends.kvpoll import FINAL, KVPoll
 from transfer_backends.peers import Link
 from transfer_backends.ports import Engine, KVReceiver, Lookup, LookupAny
 
 EAGER_POLL_S = 0.001  # of an engine that needs it, while a peer waits for that
-NUM_LOOKUP_THREADS = (
-    8 * MAX_LOOKUPS_A_SERVER
-)  # started when needed; that many servers may hang and slow no other look-up
+NUM_LOOKUP_THREADS = 8 * MAX_LOOKUPS_A_SERVER  # started when needed; 7 servers may hang and slow no other look-up
 CLOSE_S = 5.0
 
 Command = Connect | Disconnect | LookUp | Prove
 
 
 class DecodeManager:
-    """Receives KV pages into this worker's pool.
+    """Receives KV pages into this worker's pool. Only `close` blocks; if it returns False, the memory must stay mapped.
 
-    `kv_args` describes memory that must stay mapped until the process ends if `close` returned False. `lookup` finds the
-    prefill worker behind a bootstrap address; it may block (its own timeout should be a few seconds) and runs off-thread.
-    `lookup_any`: for rooms that any prefill worker may serve; default: `lookup`.
-    The role calls the manager from the scheduler's loop; only `close` blocks.
+    `lookup` finds the prefill worker of a room, off-thread, in a few seconds; `lookup_any`: for rooms that any may serve.
     """
 
     def __init__(
@@ -76,7 +73,7 @@ class DecodeManager:
         self.control.start()
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """`wakeup` is called (from any thread, must not block) whenever a state that `poll` shows has changed."""
+        """Call `wakeup` from any thread when a polled state has changed. It must not block."""
         self.control.wakeup = wakeup
 
     def receiver(self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False) -> KVReceiver:
@@ -84,8 +81,8 @@ class DecodeManager:
         if fake:
             return FakeReceiver()
         with self.control.locked() as now_s:
-            key = self.core.open(room, room_attempt, bootstrap, now_s)
-        return Receiver(self.core, self.control, key)
+            opened = self.core.open(room, room_attempt, bootstrap, now_s)
+        return Receiver(self.core.rooms, self.control, opened)
 
     def check(self) -> None:
         self.control.check()
@@ -103,9 +100,9 @@ class DecodeManager:
             return {**self.core.effects.counters, **self.control.faults, **gauges}
 
     def close(self) -> bool:
-        """Abort what is open, wait (some seconds) for it to drain, end the threads.
+        """Abort what is open, wait some seconds for it to drain, end the threads.
 
-        False: some room did not drain, a peer may still write into the pool; the engine stays up then.
+        False: a peer may still write into the pool; the engine stays up.
         """
         if not self.control.first_close():
             return self.is_quiet
@@ -187,10 +184,11 @@ class DecodeManager:
 class Receiver:
     """`KVReceiver` of a real transfer."""
 
-    def __init__(self, core: DecodeCore, control: ControlThread, key: RoomKey) -> None:
-        self._rooms = core.rooms
+    def __init__(self, rooms: DecodeRooms, control: ControlThread, room: DecodeRoom) -> None:
+        self._rooms = rooms
         self._control = control
-        self._key = key
+        self._room = room
+        self._key = room.key
         self._last = KVPoll.Bootstrapping
 
     def poll(self) -> KVPoll:
@@ -211,10 +209,10 @@ class Receiver:
             self._rooms.abort(self._key, reason, now_s)
 
     def failure(self) -> str | None:
-        return self._rooms.failure(self._key)
+        return self._room.reason
 
     def retries(self) -> int:
-        return self._rooms.retries(self._key)
+        return self._room.write_try
 
     def drained(self) -> bool:
         return self._rooms.drained(self._key)

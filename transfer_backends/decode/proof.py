@@ -3,8 +3,8 @@
     LOST --proof of death, settled--> dropped
       +-----alive--> CONNECTING (the same incarnation answers again)
 
-An incarnation names one process, so decode does not connect again to one that has died or sent `Bye` while a bootstrap server may
-still list it. It does after `DEAD_S`: a port that refuses may be a firewall's doing, and that worker lives.
+Decode does not connect again to an incarnation that died or sent `Bye`, though a bootstrap server may still list it. After
+`DEAD_S` it does: a port that refuses may be a firewall's doing.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from transfer_backends.decode.connections import Connections, PrefillPeer
 from transfer_backends.liveness import UNMARKED, Liveness, ProcessMark
 from transfer_backends.peers import PeerTable
-from transfer_backends.running_time import RunningTime
+from transfer_backends.timers import RunningTime
 
 MAX_DEAD = 256
 DEAD_S = 60.0  # longer than the lease by which a bootstrap server lists a worker
@@ -20,7 +20,7 @@ DEAD_S = 60.0  # longer than the lease by which a bootstrap server lists a worke
 
 @dataclass(frozen=True)
 class Prove:
-    """Find out off-thread whether the process lives; answer `on_proof`."""
+    """Check off-thread whether the process lives; call `on_proof`."""
 
     incarnation: str
     mark: ProcessMark
@@ -40,7 +40,6 @@ class Proofs:
         return now_s < self._dead.get(incarnation, now_s)
 
     def bury(self, incarnation: str, now_s: float) -> None:
-        """Remember that the incarnation has ended."""
         self._dead.pop(incarnation, None)
         self._dead[incarnation] = now_s + DEAD_S
         while self._dead and (len(self._dead) > MAX_DEAD or next(iter(self._dead.values())) <= now_s):
@@ -50,7 +49,7 @@ class Proofs:
         self._dead.pop(incarnation, None)
 
     def on_lost(self, peer: PrefillPeer, now_s: float) -> None:
-        """The peer's link closed. Drop a peer that never registered us; of another, prove what became of it."""
+        """Drop a peer that never registered us; of another, prove what became of it."""
         self._effects.counters["sessions_lost"] += 1
         if peer.mark is None:
             self._connections.drop(peer)
@@ -73,7 +72,7 @@ class Proofs:
             peer.proof.plan(now_s)
 
     def tick(self, now_s: float) -> list[PrefillPeer]:
-        """Ask for the proofs that are due; drop and return the peers that are dead and have settled."""
+        """Request the proofs that are due; drop and return the dead peers whose bytes have settled."""
         self._ran.tick(now_s)
         dead = [peer for peer in self._peers if peer.lost and self._is_settled(peer, now_s)]
         for peer in dead:

@@ -1,10 +1,10 @@
-"""What decode knows of one transfer: its prefill worker, or how it is sought, and whether its pages are exposed. Pure."""
+"""One transfer of decode: the search for its prefill worker, and whether its pages are exposed. Pure."""
 
 from dataclasses import dataclass, field
 
 from transfer_backends.decode.connections import PrefillPeer
 from transfer_backends.kvpoll import RoomKey
-from transfer_backends.peers import RetryTimer
+from transfer_backends.timers import RetryTimer
 
 FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 0.5
@@ -12,13 +12,12 @@ LONGEST_RETRY_S = 0.5
 
 @dataclass(eq=False)
 class DecodeRoom:
-    """`exposed`: prefill may write to the given pages. `closed`: the role has closed it, and prefill must still learn of it.
+    """recomputes: decode's own request: any prefill worker will do, and a failed handshake is final
 
-    recomputes: its request to prefill is decode's own. Any prefill worker will do, and a failed handshake is final: decode
-    can help itself.
-    looking: for its prefill worker, by a look-up    retry: when to look again
-    error: what the handshake waits for, or why its last try failed; `failure`: the latter alone
-    write_try: the latest that prefill reported    stuck_at_s: the pages count as stuck if exposed then
+    looking: by a look-up    retry: when to look again
+    error: what the handshake waits for, or why its last try failed; failure: the latter alone
+    write_try: the latest that prefill reported    exposed: prefill may write to the given pages
+    stuck_at_s: the pages count as stuck if exposed then    closed: by the role, and prefill must still learn of it
     """
 
     key: RoomKey
@@ -40,7 +39,6 @@ class DecodeRoom:
 
     @property
     def seeking(self) -> bool:
-        """Its prefill worker is being looked for, or will be."""
         return self.looking or self.retry.at_s is not None
 
     def end_search(self) -> None:

@@ -2,8 +2,8 @@
 
     receiver opened --route, peer live--> WaitingForInput --provide, first Status--> Transferring --> Success
 
-Pages given by `provide` are exposed until prefill reports Success or Drained, or is proven dead. No timer ends that: past
-`drain_timeout_s` the room counts as stuck, and its pages stay quarantined.
+Pages of `provide` are exposed until prefill reports Success or Drained, or is proven dead. No timer ends that: a room that is
+exposed past `drain_timeout_s` counts as stuck.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ class DecodeRooms:
         self._pending_aborts: dict[RoomKey, None] = {}  # closed rooms whose prefill worker is still looked for
 
     def __len__(self) -> int:
-        """Count the rooms that the role uses."""
+        """Rooms that the role uses."""
         return len(self._rooms) - len(self._pending_aborts)
 
     def __iter__(self) -> Iterator[DecodeRoom]:
@@ -71,7 +71,7 @@ class DecodeRooms:
         *,
         skip_pages: int = 0,
     ) -> None:
-        """`work`: to be computed, in a room that recomputes; it has a `skip_pages` of its own."""
+        """`work`: for a room that recomputes; it has a `skip_pages` of its own."""
         room, state = self._rooms[key], self.machine.state(key)
         assert room.recomputes == (work is not None), (
             f"room {key}: attempt 0 has a request at prefill, others bring work"
@@ -97,18 +97,11 @@ class DecodeRooms:
         if self.machine.state(key) not in FINAL:
             self.fail(self._rooms[key], reason, now_s)
 
-    def failure(self, key: RoomKey) -> str | None:
-        return self._rooms[key].reason
-
-    def retries(self, key: RoomKey) -> int:
-        """Count the times that prefill started over."""
-        return self._rooms[key].write_try
-
     def drained(self, key: RoomKey) -> bool:
         return self.machine.state(key) in FINAL and not self._rooms[key].exposed
 
     def close(self, key: RoomKey) -> None:
-        """Forget the room, or keep its abort pending while its prefill worker is looked for. That holds no memory."""
+        """Forget the room, or keep its abort pending while its prefill worker is looked for."""
         if not self.drained(key):
             raise RuntimeError(f"room {key}: closed in {self.machine.state(key).name} before its pages were drained")
         room = self._rooms[key]
@@ -131,7 +124,7 @@ class DecodeRooms:
             self.report_abort(room, room.peer)
 
     def report_abort(self, room: DecodeRoom, peer: PrefillPeer) -> None:
-        """Tell prefill now, or once it has answered the registration."""
+        """Send the abort now, or once prefill has answered the registration."""
         if peer.live:
             self.send_abort(peer, room.key, room.reason or "")
         elif peer.connecting and not room.exposed:

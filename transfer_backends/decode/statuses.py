@@ -1,7 +1,6 @@
-"""What prefill reports of our rooms: progress, Success, failure, and that nothing can write any more. Pure.
+"""Prefill's reports about our rooms. Pure.
 
-Prefill may write a room's pages more than once; `write_try` is the latest try that it reported. A report of an earlier one is
-late: it is counted and dropped, so it can neither complete the transfer nor end the exposure of its pages.
+A report about an earlier write try is counted and dropped: it neither completes a transfer nor ends its pages' exposure.
 """
 
 from transfer_backends.decode.connections import PrefillPeer
@@ -43,10 +42,7 @@ class Statuses:
         self._rooms.expose(room, False)
 
     def _addressed(self, peer: PrefillPeer, message: Status | Drained) -> DecodeRoom | None:
-        """Return the message's room, which now knows its try. None (counted) if the message is late.
-
-        It is late if the room has been closed or is another peer's, or if the message is about an earlier try.
-        """
+        """Return the message's room and note its try; None (counted) for a closed room, another peer's, or an earlier try."""
         room = self._rooms.get((message.room, message.attempt))
         if room is None or room.peer is not peer or message.retry < room.write_try:
             self._counters["late_messages"] += 1
@@ -58,7 +54,7 @@ class Statuses:
         return room
 
     def _on_late(self, room: DecodeRoom, to: KVPoll) -> None:
-        """The status crossed our abort on its way. Success means that nothing is written any more."""
+        """Handle a status that crossed our abort. After Success nothing is written any more."""
         self._counters["late_messages"] += 1
         if to is KVPoll.Success:
             self._rooms.expose(room, False)

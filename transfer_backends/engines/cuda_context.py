@@ -1,7 +1,6 @@
 """The GPU's context in each thread that drives an engine, by the CUDA driver's library. Never run on a GPU yet.
 
-A new thread has no context. UCX then finds cuda_ipc unreachable and silently copies through the host, or crashes in
-cuEventQuery (openucx/ucx#11194, ai-dynamo/nixl#2102). The primary context is also the one that torch uses.
+Without it UCX silently copies through the host, or crashes in cuEventQuery (openucx/ucx#11194, ai-dynamo/nixl#2102).
 """
 
 import ctypes
@@ -13,7 +12,7 @@ LIBRARY = "libcuda.so.1"
 
 
 class CudaContext:
-    """The context of device `ordinal`, as the process counts its devices. Raises BackendUnavailable if there is none."""
+    """The primary context of device `ordinal`, which torch uses too. Raises BackendUnavailable if there is none."""
 
     def __init__(self, ordinal: int, *, library: str = LIBRARY) -> None:
         try:

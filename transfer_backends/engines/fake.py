@@ -1,7 +1,4 @@
-"""An engine that moves no bytes: it counts, waits and fails as configured. Deterministic by seed.
-
-For tests of everything above engines, for control-plane load, and for `--disaggregation-transfer-backend fake`.
-"""
+"""An engine that moves no bytes: it waits and fails as configured (`--disaggregation-transfer-backend fake`)."""
 
 import random
 import time
@@ -19,15 +16,11 @@ class FakeOp:
 
 
 class FakeEngine:
-    """`delay_s`: time an operation takes; `failure_rate`: share that fails; `late_rate`, `late_s`: share that takes longer."""
-
     def __init__(
         self,
         *,
         delay_s: float = 0.0,
         failure_rate: float = 0.0,
-        late_rate: float = 0.0,
-        late_s: float = 0.0,
         seed: int = 0,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -41,12 +34,8 @@ class FakeEngine:
             target_must_poll=False,
             settle_s=0.0,
         )
-        self.num_posts = 0
-        self.num_bytes = 0
         self._delay_s = delay_s
         self._failure_rate = failure_rate
-        self._late_rate = late_rate
-        self._late_s = late_s
         self._random = random.Random(seed)
         self._clock = clock
 
@@ -63,11 +52,8 @@ class FakeEngine:
         pass
 
     def post(self, peer: Any, pieces: Pieces) -> FakeOp:
-        self.num_posts += 1
-        self.num_bytes += pieces.size_bytes
         failed = self._random.random() < self._failure_rate
-        late_s = self._late_s if self._random.random() < self._late_rate else 0.0
-        return FakeOp(self._clock() + self._delay_s + late_s, OpState.FAILED if failed else OpState.DONE)
+        return FakeOp(self._clock() + self._delay_s, OpState.FAILED if failed else OpState.DONE)
 
     def probe(self, peer: Any) -> FakeOp:
         return FakeOp(self._clock(), OpState.DONE)

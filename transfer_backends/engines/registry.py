@@ -11,24 +11,16 @@ from transfer_backends.ports import Engine
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """`host`: this worker's address for peers. `fake_*`: what the fake engine does to each operation."""
+    """`host`: this worker's address for peers."""
 
     host: str = "127.0.0.1"
     fake_delay_s: float = 0.0
     fake_failure_rate: float = 0.0
-    fake_late_rate: float = 0.0
-    fake_late_s: float = 0.0
     seed: int = 0
 
 
 def _fake(options: EngineOptions) -> Engine:
-    return FakeEngine(
-        delay_s=options.fake_delay_s,
-        failure_rate=options.fake_failure_rate,
-        late_rate=options.fake_late_rate,
-        late_s=options.fake_late_s,
-        seed=options.seed,
-    )
+    return FakeEngine(delay_s=options.fake_delay_s, failure_rate=options.fake_failure_rate, seed=options.seed)
 
 
 def _nixl(options: EngineOptions) -> Engine:

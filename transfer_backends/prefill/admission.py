@@ -1,4 +1,4 @@
-"""Which decode workers may register, and the answers they get. Pure."""
+"""Registration of decode workers. Pure."""
 
 from transfer_backends.contract import Region, TransferConfig
 from transfer_backends.liveness import ProcessMark
@@ -32,7 +32,7 @@ class PeerAdmission:
         self._config = config
 
     def register(self, link: Link, message: Register, now_s: float) -> DecodePeer | None:
-        """Return the peer if it was known by an earlier link: what ran over that link is lost."""
+        """Return the peer if an earlier link knew it: transfers of that link are lost."""
         if message.dst not in ("", self._peers.incarnation):
             self.refuse(link, message.src, "the prefill worker was restarted", stale=True)
             return None
@@ -112,7 +112,7 @@ class PeerAdmission:
 
 
 def _is_mapped(region: WireRegion) -> bool:
-    """Whether none of its addresses wraps around, so that an item inside the region is inside the memory that decode meant."""
+    """Whether no address wraps around: an item of the region is then in the memory that decode meant."""
     return 0 < region.num_items <= MAX_ITEMS and region.base_ptr + region.num_items * region.item_bytes <= ADDRESS_SPACE
 
 

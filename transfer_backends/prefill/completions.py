@@ -1,8 +1,7 @@
-"""What follows when an operation of the engine has ended. Pure.
+"""The end of engine operations. Pure.
 
-A failed write is not yet a failed transfer: while the peer lives, prefill writes all of it again to the same pages
-(`transfer_retries`), after the fence has shown that nothing of the last try can still land. Operations and messages carry
-the number of their write try; a result of an earlier try is dropped (docs/design/handover.md).
+After a failed write prefill writes everything again to the same pages (`transfer_retries`), once the fence has shown that
+nothing of the last try can still land. A result of an earlier try is dropped (docs/design/handover.md).
 """
 
 from transfer_backends.contract import TransferConfig
@@ -39,7 +38,7 @@ class Completions:
         self._config = config
 
     def on_op_final(self, post: Post, *, ok: bool, error: str, now_s: float) -> None:
-        """The operation will never write again (`ok`: its bytes have landed)."""
+        """`ok`: the bytes have landed; in either case the operation will never write again."""
         room, peer = self._rooms.get(post.key), self._peers.get(post.incarnation)
         assert room is not None and peer is not None, "a room and its peer outlive their operations"
         self._outbox.on_op_final(room, post)
@@ -62,7 +61,7 @@ class Completions:
             self.settle(peer)
 
     def settle(self, peer: DecodePeer) -> None:
-        """No earlier operation to the peer can write any more."""
+        """Start over and report, now that no earlier operation to the peer can write."""
         for room in self._rooms.of(peer.incarnation):
             if room.num_ops == 0:
                 room.dirty = False
@@ -88,7 +87,7 @@ class Completions:
             self._reports.progress(room, now_s)
 
     def _try_again(self, room: PrefillRoom, peer: DecodePeer, error: str, now_s: float) -> None:
-        """Begin the next try if the peer lives. Decode learns the try's number at once; its pages stay exposed."""
+        """Begin the next try if the peer lives, and report its number."""
         if room.write_try >= self._config.transfer_retries or peer.lost or peer.heartbeat.silent:
             times = f" ({room.write_try + 1} times)" if room.write_try else ""
             self._rooms.fail(room, f"writing to the decode worker failed{times}: {error}")

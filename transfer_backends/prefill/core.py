@@ -1,7 +1,6 @@
-"""Prefill's side of all transfers: its parts put together, the messages of decode workers, the passing of time. Pure.
+"""Prefill's side of all transfers: its parts put together, messages of decode workers, deadlines. Pure.
 
-Receives local calls, messages, results of operations and the time. Answers by states (`rooms`), messages to send (`effects`) and
-commands for the engine (`paths.commands`). Runs the same under threads and in a simulation.
+It receives calls, messages, results of operations and the time, and changes states (`rooms`), `effects` and `paths.commands`.
 
     role's thread     rooms          open, send, abort, close; states
     sender thread     outbox         what to post next, and its window
@@ -51,7 +50,7 @@ class PrefillCore:
             TransferInfo: offers.on_transfer_info,
             Recompute: offers.on_recompute,
             Abort: offers.on_abort,
-            Ping: self._on_ping,
+            Ping: self.peers.on_ping,
             Pong: lambda peer, message, now_s: None,
             Bye: lambda peer, message, now_s: self._lose(peer, "the decode worker shut down", now_s),
         }
@@ -66,7 +65,6 @@ class PrefillCore:
 
     @property
     def wants_driver(self) -> bool:
-        """The sender thread has something to do."""
         return bool(self.paths.commands) or self.outbox.has_work
 
     @property
@@ -88,7 +86,7 @@ class PrefillCore:
         if isinstance(message, Register):
             known = self.admission.register(link, message, now_s)
             if known is not None:
-                self.rooms.fail_all_of(known.incarnation, "the decode worker connected anew")
+                self.rooms.fail_all_of(known.incarnation, "the decode worker connected again")
             return
         peer = self.peers.by_link(link)
         if peer is None or message.dst != self.peers.incarnation or message.src != peer.incarnation:
@@ -115,9 +113,6 @@ class PrefillCore:
         for key in self.inbox.take_all_of(peer.incarnation):
             self.inbox.bury(key, reason, by_peer=True, now_s=now_s)
         self.paths.retire(peer)
-
-    def _on_ping(self, peer: DecodePeer, message: Ping, now_s: float) -> None:
-        self.peers.send(peer, Pong(*self.peers.address(peer), message.seq))
 
     # ---- time
 

@@ -1,7 +1,4 @@
-"""The sender thread: takes operations from the core, runs them on an engine, and polls each to its end.
-
-It never gives up a pending operation: only DONE or FAILED ends one, however long that takes. It knows no messages.
-"""
+"""The sender thread: takes operations from the core, runs them on an engine, and polls each until it is DONE or FAILED."""
 
 import logging
 import threading
@@ -31,8 +28,6 @@ Task = Post | ConnectPeer | FencePeer
 
 @dataclass(eq=False)
 class Running:
-    """An operation under way."""
-
     task: Task
     op: Any
 
@@ -48,7 +43,7 @@ class EngineDriver:
         locked: Callable[[], AbstractContextManager[float]],
         layers: LayerClock | None = None,
     ) -> None:
-        """`locked()` locks `core` and yields the time. `layers`: how far the steps are that pages wait for."""
+        """`locked()` locks `core` and yields the time."""
         self._layers = layers
         self._engine = engine
         self._core = core
@@ -102,7 +97,6 @@ class EngineDriver:
 
     @property
     def busy(self) -> bool:
-        """Operations are under way."""
         return bool(self._running)
 
     def step(self) -> bool:
@@ -122,7 +116,7 @@ class EngineDriver:
         return moved or bool(posts or commands)
 
     def _request_polls(self, now_s: float) -> None:
-        """Ask peers with pending writes to poll their engine, if writes end only as they do."""
+        """Ask peers with pending writes to poll their engine, if it needs that."""
         if self._engine.caps.target_must_poll:
             for incarnation in {running.task.incarnation for running in self._running}:
                 self._core.paths.on_pending(incarnation, now_s)
@@ -183,7 +177,7 @@ class EngineDriver:
         return bool(ended)
 
     def _finish(self, tasks: list[tuple[Task, bool]], *, error: str = "") -> None:
-        """Pass results (task, whether it succeeded) to the core: all at once, so that a peer gets one message for them."""
+        """Pass all results to the core at once, so that a peer gets one message for them."""
         for task, ok in tasks:
             if not ok and not isinstance(task, Post):
                 self._disconnect(task.incarnation)

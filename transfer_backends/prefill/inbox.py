@@ -1,7 +1,6 @@
-"""What prefill keeps for rooms that no local request holds. Pure.
+"""What peers sent for rooms that prefill has not opened, and the reasons of ended rooms. Pure.
 
-Offers that arrived before their request, the reasons of ended rooms, and what decode wants computed until the role takes it.
-Peers fill all of these, so all are bounded; offers and reasons also expire.
+Peers fill these tables, so all are bounded; offers and reasons also expire.
 """
 
 from collections import OrderedDict
@@ -18,7 +17,7 @@ MAX_REASON_CHARS = 256  # of an ended room's reason, which may be a peer's text
 
 @dataclass(frozen=True)
 class Offer:
-    """Where a decode worker wants the pages after the first `skip_pages`, and the metadata row."""
+    """Where decode wants the metadata row and the pages after the first `skip_pages`."""
 
     incarnation: str
     pages: I64
@@ -28,7 +27,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Tombstone:
-    """Why a room ended. `by_peer`: decode ended it before our request arrived, so that request has to fail."""
+    """`by_peer`: decode ended the room before our request arrived, which has to fail."""
 
     reason: str
     by_peer: bool
@@ -52,7 +51,7 @@ class Inbox:
         return None if entry is None else entry[0].incarnation
 
     def keep(self, key: RoomKey, offer: Offer, now_s: float) -> bool:
-        """Keep an offer; False when the inbox is full."""
+        """Return False when the inbox is full."""
         full = len(self._offers) >= self._config.max_orphans or self._num_pages + len(offer.pages) > MAX_PAGES
         if not full:
             self._offers[key] = (offer, now_s + self._config.bootstrap_timeout_s)
@@ -60,7 +59,7 @@ class Inbox:
         return not full
 
     def keep_request(self, request: RecomputeRequest, offer: Offer, now_s: float) -> bool:
-        """Keep a request and its offer until `take_recompute_requests`; False when the inbox is full."""
+        """Keep a request with its offer; return False when the inbox is full."""
         if self._num_tokens + len(request.work.tokens) > MAX_TOKENS:
             return False
         if not self.keep((request.room, request.room_attempt), offer, now_s):
@@ -74,7 +73,7 @@ class Inbox:
         return len(self._requests)
 
     def take_recompute_requests(self) -> list[RecomputeRequest]:
-        """Take all, in order of arrival. The room of one that decode has aborted since fails when it is opened."""
+        """Take all, in order of arrival. A room that decode has aborted since fails when it is opened."""
         taken, self._requests, self._num_tokens = self._requests, [], 0
         return taken
 
@@ -92,7 +91,6 @@ class Inbox:
         return keys
 
     def bury(self, key: RoomKey, reason: str, *, by_peer: bool, now_s: float) -> None:
-        """Remember why a room ended, for late messages about it."""
         self._tombstones.pop(key, None)
         self._tombstones[key] = Tombstone(reason[:MAX_REASON_CHARS], by_peer, now_s + self._config.bootstrap_timeout_s)
         while len(self._tombstones) > self._config.max_tombstones:

@@ -7,20 +7,18 @@ from transfer_backends.contract import Clock, Gate, KVArgs, RecomputeRequest, Tr
 from transfer_backends.control_thread import ControlThread
 from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.fake_pair import FakeSender
-from transfer_backends.kvpoll import FINAL, KVPoll, RoomKey
+from transfer_backends.kvpoll import FINAL, KVPoll
 from transfer_backends.ports import Engine, KVSender, LayerClock
 from transfer_backends.prefill.core import PrefillCore
 from transfer_backends.prefill.driver import EngineDriver
+from transfer_backends.prefill.room import PrefillRoom
+from transfer_backends.prefill.rooms import PrefillRooms
 
 CLOSE_S = 5.0
 
 
 class PrefillManager:
-    """Sends KV pages of this worker's pool to decode workers.
-
-    `kv_args` describes memory that must stay mapped until `close` has returned. The engine belongs to the manager.
-    The role calls it from the scheduler's loop; only `close` blocks.
-    """
+    """Sends KV pages of this worker's pool, which stays mapped until `close` has returned. Only `close` blocks."""
 
     def __init__(
         self,
@@ -49,7 +47,7 @@ class PrefillManager:
         self.control.start()
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """`wakeup` is called (from any thread, must not block) whenever a state that `poll` shows has changed."""
+        """Call `wakeup` from any thread when a polled state has changed. It must not block."""
         self.control.wakeup = wakeup
 
     def sender(self, room: int, *, room_attempt: int = 0, fake: bool = False) -> KVSender:
@@ -57,15 +55,15 @@ class PrefillManager:
         if fake:
             return FakeSender()
         with self.control.locked() as now_s:
-            key = self.core.rooms.open(room, room_attempt, now_s)
-        return Sender(self.core, self.control, self.driver, key)
+            opened = self.core.rooms.open(room, room_attempt, now_s)
+        return Sender(self.core.rooms, self.control, self.driver, opened)
 
     def wake_sender(self) -> None:
-        """There may be something to post. Cheap; from any thread."""
+        """Look for something to post. Cheap; from any thread."""
         self.driver.wake()
 
     def take_recompute_requests(self) -> list[RecomputeRequest]:
-        """Take what decode workers want computed, in order; each needs a `sender` of its room and attempt."""
+        """Each needs a `sender` of its room and attempt."""
         if not self.core.inbox.num_recompute_requests:  # the usual case needs no lock
             return []
         with self.control.lock:
@@ -83,7 +81,7 @@ class PrefillManager:
             return {**self.core.effects.counters, **self.control.faults, **gauges}
 
     def close(self) -> None:
-        """Fail what is open, let posted operations end, send `Bye`, end the threads. Blocks for some seconds at most."""
+        """Abort what is open, wait some seconds for posted operations, send `Bye`, end the threads."""
         if not self.control.first_close():
             return
         self.fail_open()
@@ -106,7 +104,6 @@ class PrefillManager:
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing that was posted can still write."""
         with self.control.lock:
             return self.core.is_quiet
 
@@ -123,20 +120,21 @@ class PrefillManager:
 class Sender:
     """`KVSender` of a real transfer."""
 
-    def __init__(self, core: PrefillCore, control: ControlThread, driver: EngineDriver, key: RoomKey) -> None:
-        self._rooms = core.rooms
+    def __init__(self, rooms: PrefillRooms, control: ControlThread, driver: EngineDriver, room: PrefillRoom) -> None:
+        self._rooms = rooms
         self._control = control
         self._driver = driver
-        self._key = key
+        self._room = room
+        self._key = room.key
         self._last = KVPoll.Bootstrapping
 
     @property
     def num_pages(self) -> int | None:
-        return self._rooms.num_pages(self._key)
+        return self._room.num_pages
 
     @property
     def skip_pages(self) -> int:
-        return self._rooms.skip_pages(self._key)
+        return self._room.skip_pages
 
     def poll(self) -> KVPoll:
         if self._last not in FINAL:
@@ -163,7 +161,7 @@ class Sender:
             self._rooms.abort(self._key, reason)
 
     def failure(self) -> str | None:
-        return self._rooms.failure(self._key)
+        return self._room.reason
 
     def released(self) -> bool:
         return self._rooms.released(self._key)

@@ -1,7 +1,7 @@
-"""The messages of decode workers about rooms: pages to write, KV to compute, rooms to give up. Pure."""
+"""Messages of decode workers about rooms: pages to write, KV to compute, aborts. Pure."""
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -11,10 +11,7 @@ from transfer_backends.prefill.inbox import Inbox, Offer
 from transfer_backends.prefill.paths import DecodePeer
 from transfer_backends.prefill.reports import Reports
 from transfer_backends.prefill.rooms import PrefillRooms
-from transfer_backends.wire import Abort, MalformedFrame, Recompute, TransferInfo, unpack_ids
-
-M = TypeVar("M", TransferInfo, Recompute)
-T = TypeVar("T")
+from transfer_backends.wire import Abort, Recompute, TransferInfo, unpack_ids
 
 
 class Offers:
@@ -28,7 +25,8 @@ class Offers:
 
     def on_transfer_info(self, peer: DecodePeer, message: TransferInfo, now_s: float) -> None:
         key = (message.room, message.attempt)
-        offer = self._read(_offer_of, peer, message)
+        with self._rejecting(peer, key):
+            offer = _offer_of(peer, message)
         room, tombstone = self._rooms.get(key), self._inbox.tombstone(key)
         if room is None and tombstone is None:
             self._keep(peer, key, offer, now_s)
@@ -46,8 +44,8 @@ class Offers:
 
     def on_recompute(self, peer: DecodePeer, message: Recompute, now_s: float) -> None:
         key = (message.room, message.attempt)
-        offer = self._read(_offer_of, peer, message)
-        request = self._read(_request_of, peer, message)
+        with self._rejecting(peer, key):
+            offer, request = _offer_of(peer, message), _request_of(message)
         known = self._rooms.get(key) or self._inbox.tombstone(key) or self._inbox.owner(key)
         if known is not None:
             self._reports.reject(peer, key, f"bootstrap_room {message.room}: attempt {message.attempt} exists already")
@@ -92,12 +90,13 @@ class Offers:
             reason = f"prefill keeps {len(self._inbox)} transfers without a request: it takes no more"
             self._reports.reject(peer, key, reason)
 
-    def _read(self, read: Callable[[DecodePeer, M], T], peer: DecodePeer, message: M) -> T:
-        """Reject the room if the message cannot be read."""
+    @contextmanager
+    def _rejecting(self, peer: DecodePeer, key: RoomKey) -> Iterator[None]:
+        """Reject the room if its message cannot be read."""
         try:
-            return read(peer, message)
-        except (MalformedFrame, ValueError) as error:
-            self._reports.reject(peer, (message.room, message.attempt), str(error))
+            yield
+        except ValueError as error:
+            self._reports.reject(peer, key, str(error))
             raise PeerProtocolError(str(error)) from None
 
 
@@ -112,7 +111,7 @@ def _offer_of(peer: DecodePeer, message: TransferInfo | Recompute) -> Offer:
     return Offer(peer.incarnation, pages, message.aux_idx, message.skip_pages)
 
 
-def _request_of(peer: DecodePeer, message: Recompute) -> RecomputeRequest:
+def _request_of(message: Recompute) -> RecomputeRequest:
     tokens = unpack_ids(message.tokens)
     if not len(tokens) or tokens.min() < 0:
         raise ValueError(f"room {message.room}: {len(tokens)} tokens to compute, or a negative one")

@@ -1,4 +1,4 @@
-"""What is posted next: rooms in turn, each chunk when its gate opens, within the engine's window. Pure."""
+"""The next operations to post: rooms in turn, chunks as their gates open, within the engine's window. Pure."""
 
 from collections import deque
 
@@ -32,7 +32,7 @@ class Outbox:
         self._ready.append(room)
 
     def next_posts(self, now_s: float) -> list[Post]:
-        """Take operations until they are `TOGETHER_BYTES`: a short prompt's metadata row leaves with its last pages."""
+        """Take about `TOGETHER_BYTES`: a short prompt's metadata row leaves with its last pages."""
         posts: list[Post] = []
         size_bytes = 0
         while size_bytes < TOGETHER_BYTES and (post := self.next_post(now_s)) is not None:
@@ -41,7 +41,7 @@ class Outbox:
         return posts
 
     def next_post(self, now_s: float) -> Post | None:
-        """Take one operation to post now, if the window has room for one. It counts as posted."""
+        """Take one operation if the window has room for it. It counts as posted."""
         self.window_full = False
         for _ in range(len(self._ready)):
             room = self._ready.popleft()
@@ -63,7 +63,7 @@ class Outbox:
         return None
 
     def on_progress(self, progress: Progress, now_s: float) -> None:
-        """The engine has written more: rooms that waited for it may post."""
+        """Let rooms post that waited for the engine to write more."""
         assert progress >= self._progress, "a stream does not go back"
         if progress == self._progress:
             return
@@ -79,7 +79,7 @@ class Outbox:
         self._num_inflight_bytes -= post.pieces.size_bytes
 
     def waits_for_compute(self, room: PrefillRoom) -> bool:
-        """Whether only a step of the engine can give the room something to post."""
+        """Return True if only a step of the engine can give the room something to post."""
         gated = room.chunks and num_open(room.chunks[0], self._progress, self._args) <= room.left_groups
         return bool(gated) and not (room.posts or room.num_ops)
 

@@ -3,8 +3,7 @@
     CONNECTING --connected--> OPEN --op failed--> FENCING --fenced--> OPEN
                                                      +--fence failed--> CONNECTING (after a back-off)
 
-A path is *quiet* when none of its operations can still write. A lost peer is dropped once its path is quiet.
-A peer has one path today: it has one region of KV and one descriptor.
+A lost peer is dropped once its path is *quiet*: none of its operations can still write. A peer has one path, to one KV region.
 """
 
 from collections import deque
@@ -12,8 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from transfer_backends.contract import Region
-from transfer_backends.peers import Peer, PeerTable, RetryTimer
-from transfer_backends.running_time import RunningTime
+from transfer_backends.peers import Peer, PeerTable
+from transfer_backends.timers import RetryTimer, RunningTime
 from transfer_backends.wire import PollRequest
 
 FIRST_RETRY_S = 0.1
@@ -29,8 +28,6 @@ class PathState(Enum):
 
 @dataclass(frozen=True)
 class RemoteMemory:
-    """A decode worker's pools, and the engine's descriptor of them."""
-
     kv: Region
     aux: Region
     descriptor: bytes
@@ -49,7 +46,6 @@ class Path:
 
     @property
     def open(self) -> bool:
-        """Operations may be posted."""
         return self.state is PathState.OPEN and self.settled_at_s is None
 
     @property
@@ -64,7 +60,7 @@ class DecodePeer(Peer):
 
 @dataclass(frozen=True)
 class ConnectPeer:
-    """Connect the engine and prove the path with a probe; answer `on_connected` or `on_connect_failed`."""
+    """Connect the engine and probe the path; call `on_connected` or `on_connect_failed`."""
 
     incarnation: str
     descriptor: bytes
@@ -72,7 +68,7 @@ class ConnectPeer:
 
 @dataclass(frozen=True)
 class FencePeer:
-    """Run the engine's fence; answer `on_fenced`. When it fails, disconnect."""
+    """Run the engine's fence, disconnect if it fails, and call `on_fenced`."""
 
     incarnation: str
 
@@ -106,7 +102,7 @@ class Paths:
         peer.path.reconnect.reset()
 
     def on_op_final(self, peer: DecodePeer, *, ok: bool) -> None:
-        """Count an operation as ended. After a failed one, fence when the last has ended."""
+        """After a failed operation, fence when the last has ended."""
         path = peer.path
         path.num_ops -= 1
         if not ok and path.state is PathState.OPEN:
@@ -115,7 +111,7 @@ class Paths:
             self.commands.append(FencePeer(peer.incarnation))
 
     def on_fenced(self, peer: DecodePeer, *, ok: bool, now_s: float) -> bool:
-        """Return True if no earlier operation can write any more; else wait until the path has settled."""
+        """Return True if no earlier operation can write any more; else the path must settle first."""
         path = peer.path
         if ok:
             if path.state is PathState.FENCING:
@@ -129,7 +125,7 @@ class Paths:
         return False
 
     def on_pending(self, incarnation: str, now_s: float) -> None:
-        """An operation does not end: decode has to poll its engine."""
+        """Ask decode to poll its engine, since an operation does not end."""
         peer = self._peers.get(incarnation)
         if peer is not None and now_s >= peer.path.next_poll_request_s:
             peer.path.next_poll_request_s = now_s + POLL_REQUEST_EVERY_S
@@ -137,7 +133,7 @@ class Paths:
             self._peers.send(peer, PollRequest(*self._peers.address(peer)))
 
     def tick(self, now_s: float) -> list[DecodePeer]:
-        """Connect again where that is due; return the peers whose paths have settled."""
+        """Reconnect where due; return the peers whose paths have settled."""
         self._ran.tick(now_s)
         settled = []
         for peer in self._peers:

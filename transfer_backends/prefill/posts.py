@@ -1,7 +1,4 @@
-"""Plan of engine operations: which bytes of a chunk go where. Pure.
-
-One pool of pages, one of metadata rows, and one path to a peer: what has several of them plans each in turn.
-"""
+"""Plan of engine operations: which bytes of a chunk go where, for one KV pool, one of metadata rows, one path. Pure."""
 
 from dataclasses import dataclass
 
@@ -16,7 +13,7 @@ from transfer_backends.prefill.paths import RemoteMemory
 
 @dataclass(frozen=True)
 class Chunk:
-    """Pages of a prompt from its page `start` on. `gate`: what must happen before they may leave, None: nothing."""
+    """Pages of a prompt from its page `start` on. `gate`: opens before they may leave."""
 
     src: I64
     start: int
@@ -36,12 +33,12 @@ class Post:
 
 
 def num_groups(chunk: Chunk, args: KVArgs) -> int:
-    """Count the groups of layers in which the pages leave; 1: whole."""
+    """Groups of layers in which the pages leave; 1: whole."""
     return len(args.groups) if chunk.gate is not None and chunk.gate.by_layer else 1
 
 
 def num_open(chunk: Chunk, progress: Progress, args: KVArgs) -> int:
-    """Count the groups of layers that may leave, of `num_groups`."""
+    """Groups of layers that may leave, of `num_groups`."""
     gate = chunk.gate
     if gate is None or progress.step > gate.step:
         return num_groups(chunk, args)
@@ -53,10 +50,9 @@ def num_open(chunk: Chunk, progress: Progress, args: KVArgs) -> int:
 def plan_ops(
     chunk: Chunk, offer: Offer, memory: RemoteMemory, *, groups: tuple[int, int], args: KVArgs, caps: Caps
 ) -> list[tuple[Pieces, int]]:
-    """Return the pieces of each operation and their bytes of pages, for `groups` of layers (from, until) of a chunk.
+    """Return (pieces, bytes of pages) of each operation for the `groups` of layers (from, until) of a chunk.
 
-    A chunk that leaves whole is written page by page, merged where pages adjoin. Pages that decode has already are left out.
-    The metadata row is an operation of its own, after the last group.
+    Pages that decode has already are left out. The metadata row is an operation of its own, the last one.
     """
     src = chunk.src[max(0, offer.skip_pages - chunk.start) :]
     first = max(0, chunk.start - offer.skip_pages)

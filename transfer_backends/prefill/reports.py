@@ -1,4 +1,4 @@
-"""Messages to decode about the progress of its rooms. Pure."""
+"""Reports to decode about its rooms. Pure."""
 
 from transfer_backends.kvpoll import KVPoll, RoomKey
 from transfer_backends.peers import PeerTable
@@ -23,7 +23,7 @@ class Reports:
         self.status(room, KVPoll.Transferring)
 
     def drained(self, room: PrefillRoom) -> None:
-        """Report once that nothing can write to the room's pages, if decode waits for that and it is so."""
+        """Report once nothing can write to the room's pages, if decode waits for that."""
         peer = self._peer_of(room)
         if room.owes_drained and room.quiet and peer is not None:
             room.owes_drained = False

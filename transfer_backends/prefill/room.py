@@ -1,4 +1,4 @@
-"""What prefill knows of one transfer: where decode wants its pages, and how far the writing is. Pure."""
+"""One transfer of prefill: where decode wants its pages, and how far the writing is. Pure."""
 
 import math
 from collections import deque
@@ -13,15 +13,12 @@ from transfer_backends.prefill.posts import Chunk, Post
 
 @dataclass
 class PrefillRoom:
-    """`offer`: where decode wants the pages; None before it has sent that.
+    """chunks: queued and not planned; all_chunks: every one, to start over with; queued_pages: of the prompt
 
-    chunks: queued by `send` and not planned yet; `all_chunks`: every one, to start over with
-    posts: planned and not posted; `num_ops`: posted and not final
-    queued_pages: of the prompt, queued by `send`    left_groups: groups of layers of the first chunk that are planned
-    done_bytes: of pages, written in this try
-    write_try: number of this try, counted from 0; `awaits_fence`: it starts once nothing of the last try can still write
-    dirty: an operation failed, and no fence has succeeded since
-    owes_drained: decode waits for `Drained`
+    left_groups: planned groups of layers of the first chunk    posts: planned and not posted
+    num_ops: posted and not final    done_bytes: of pages, written in this try
+    write_try: counted from 0; awaits_fence: it starts once nothing of the last try can still write
+    dirty: an operation failed, and no fence has succeeded since    owes_drained: decode waits for `Drained`
     """
 
     key: RoomKey
@@ -44,6 +41,14 @@ class PrefillRoom:
     reported_at_s: float = -math.inf
 
     @property
+    def num_pages(self) -> int | None:
+        return None if self.offer is None else len(self.offer.pages)
+
+    @property
+    def skip_pages(self) -> int:
+        return 0 if self.offer is None else self.offer.skip_pages
+
+    @property
     def quiet(self) -> bool:
         """No operation reads its pages or writes decode's."""
         return self.num_ops == 0 and not self.dirty
@@ -54,7 +59,7 @@ class PrefillRoom:
 
     @property
     def misfit(self) -> str | None:
-        """What is wrong with the number of pages that were queued."""
+        """Return what is wrong with the number of queued pages."""
         assert self.offer is not None
         needed, given = self.queued_pages - self.offer.skip_pages, len(self.offer.pages)
         if needed <= given and not (self.all_queued and needed != given):
@@ -70,7 +75,7 @@ class PrefillRoom:
         self.all_queued = last
 
     def begin_next_try(self) -> None:
-        """A write failed: post nothing until the fence, then all of it again (`start_over`)."""
+        """Post nothing until the fence, then everything again (`start_over`)."""
         self.write_try += 1
         self.awaits_fence = True
         self.done_bytes = 0
@@ -82,7 +87,7 @@ class PrefillRoom:
         self.chunks.extend(self.all_chunks)
 
     def end(self) -> None:
-        """Nothing is written any more."""
+        """Write nothing any more."""
         self.awaits_fence = False
         self.all_chunks.clear()
         self.clear()

@@ -2,8 +2,7 @@
 
     sender opened --TransferInfo--> WaitingForInput --first send--> Transferring --all operations done--> Success
 
-An abort or a failure comes first, so that nothing new is posted, and is reported to decode at once. `Drained` follows when the
-last operation is final; after a failed operation, only when the fence has succeeded.
+A failure is reported to decode at once. `Drained` follows the last operation; after a failed one, a successful fence.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,12 +42,12 @@ class PrefillRooms:
         return self._rooms.get(key)
 
     def of(self, incarnation: str) -> list[PrefillRoom]:
-        """The rooms whose pages are that decode worker's."""
+        """Rooms whose pages are that decode worker's."""
         return [room for room in self if room.offer is not None and room.offer.incarnation == incarnation]
 
     # ---- the role's calls
 
-    def open(self, room: int, room_attempt: int, now_s: float) -> RoomKey:
+    def open(self, room: int, room_attempt: int, now_s: float) -> PrefillRoom:
         """Raises `RoomInUse` for a live room and ValueError for an invalid number."""
         key = (room, room_attempt)
         self.machine.open(key)
@@ -58,15 +57,7 @@ class PrefillRooms:
             self.accept(opened, offer)
         elif tombstone is not None and tombstone.by_peer:
             self.fail(opened, tombstone.reason)
-        return key
-
-    def num_pages(self, key: RoomKey) -> int | None:
-        offer = self._rooms[key].offer
-        return None if offer is None else len(offer.pages)
-
-    def skip_pages(self, key: RoomKey) -> int:
-        offer = self._rooms[key].offer
-        return 0 if offer is None else offer.skip_pages
+        return opened
 
     def send(
         self,
@@ -90,8 +81,7 @@ class PrefillRooms:
         room.queue(Chunk(src, start, metadata_row if last else None, gate), last=last)
         if state is KVPoll.WaitingForInput:
             self.machine.move(key, KVPoll.Transferring)
-            # Decode's timeout runs from here, unless the pages are still to be computed: then from when they land. The last
-            # chunk lands soon.
+            # Decode's timeout runs from here, or, if the pages are still to be computed, from when they land.
             if last:
                 room.reported_at_s = now_s
             elif gate is None:
@@ -105,9 +95,6 @@ class PrefillRooms:
     def abort(self, key: RoomKey, reason: str) -> None:
         if self.machine.state(key) not in FINAL:
             self.fail(self._rooms[key], reason)
-
-    def failure(self, key: RoomKey) -> str | None:
-        return self._rooms[key].reason
 
     def released(self, key: RoomKey) -> bool:
         return self.machine.state(key) in FINAL and self._rooms[key].quiet

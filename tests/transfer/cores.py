@@ -1,0 +1,91 @@
+"""Pure cores for tests: their memory and limits, and two of them joined by hand."""
+
+from typing import Any
+
+from transfer_backends.contract import Caps, KVArgs, Region, Route, TransferConfig
+from transfer_backends.decode.core import DecodeCore
+from transfer_backends.liveness import ProcessMark
+from transfer_backends.prefill.core import PrefillCore
+from transfer_backends.prefill.paths import ConnectPeer
+from transfer_backends.prefill.posts import Post
+from transfer_backends.wire import Register, WireRegion, layout_of
+
+CAPS = Caps(
+    name="sim",
+    max_inflight=8,
+    max_inflight_bytes=1 << 20,
+    max_post_pieces=2,
+    max_post_bytes=1 << 20,
+    max_piece_bytes=2048,
+    target_must_poll=False,
+    settle_s=0.5,
+)
+TIMES: dict[str, Any] = {
+    "bootstrap_timeout_s": 8.0,
+    "waiting_timeout_s": 6.0,
+    "transfer_timeout_s": 4.0,
+    "handshake_timeout_s": 3.0,
+    "heartbeat_interval_s": 0.3,
+    "drain_timeout_s": 5.0,
+}
+CONFIG = TransferConfig(**TIMES)
+ARGS = KVArgs(Region(1 << 20, 64, 1024), Region(1 << 30, 16, 64), "m", 16, "f32")
+MARK = ProcessMark("host", 1, 1)
+KEY = (7, 0)
+PAGES = [5, 6, 20, 3]
+
+
+def decode_core(**config: Any) -> DecodeCore:
+    settings = TransferConfig(**{**TIMES, **config})
+    return DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=settings)
+
+
+def prefill_core(args: KVArgs = ARGS, **config: Any) -> PrefillCore:
+    settings = TransferConfig(**{**TIMES, **config})
+    return PrefillCore(incarnation="p", mark=MARK, kv_args=args, caps=CAPS, config=settings)
+
+
+def registration(name: str) -> Register:
+    regions = (WireRegion(r.base_ptr, r.num_items, r.item_bytes, None) for r in (ARGS.kv, ARGS.aux))
+    return Register(name, "p", layout_of(ARGS, backend=CAPS.name), *regions, b"")
+
+
+class JoinedCores:
+    """A prefill core with decode's pages of room `KEY`. `sends`: all is handed over."""
+
+    def __init__(self, args: KVArgs = ARGS, *, sends: bool = True) -> None:
+        self.decode, self.core = decode_core(), prefill_core(args)
+        self.decode.open(*KEY, "b", 0.0)
+        self.decode.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
+        self.exchange()
+        assert isinstance(self.core.paths.commands.popleft(), ConnectPeer)
+        self.core.admission.on_connected("d")
+        self.exchange()
+        self.core.rooms.open(*KEY, 0.0)
+        self.decode.rooms.provide(KEY, PAGES, 1, 0.0)
+        self.exchange()
+        if sends:
+            self.core.rooms.send(KEY, [1, 8, 2, 9], start=0, last=True, metadata_row=1, now_s=0.0)
+
+    def exchange(self) -> None:
+        for item in list(self.decode.effects.queue):
+            if isinstance(item, tuple):
+                self.core.on_message("link", item[1], 0.0)
+        self.decode.effects.queue.clear()
+        for _, message in list(self.core.effects.queue):
+            self.decode.on_message(1, message, 0.0)
+        self.core.effects.queue.clear()
+
+    def posts(self) -> list[Post]:
+        found: list[Post] = []
+        while (post := self.core.outbox.next_post(0.0)) is not None:
+            found.append(post)
+        return found
+
+    def final(self, post: Post, *, ok: bool) -> None:
+        self.core.completions.on_op_final(post, ok=ok, error="injected", now_s=0.0)
+        self.exchange()
+
+    @property
+    def states(self) -> tuple[Any, Any]:
+        return self.core.machine.state(KEY), self.decode.machine.state(KEY)
