@@ -23,7 +23,7 @@ from benchmarks.cluster import Cluster, load, tandem_up
 from deploy.bench import environment
 from deploy.bench.report import table
 from deploy.bench.stats import Summary
-from disagg.transfer_gauges import KEPT
+from disagg.page_sender import KEPT
 
 PROMPT_LENS = (64, 512, 2048)
 TRANSFER = re.compile(r"^sglang:kv_transfer_latency_ms(?:\{[^}]*\})? (\S+)$", re.MULTILINE)

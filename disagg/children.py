@@ -12,15 +12,13 @@ from service.process.die_with_parent import die_with_parent
 
 TERM_S = 3.0  # what a child may take to end before it is killed
 POLL_S = 0.01
-# A step is hundreds of parallel parts some 50 us apart: a team that sleeps between them takes 1.7 times as long a step. At
-# libgomp's 100 spins a us this is 0.2 ms. Where others want the same cores it is the other way round, by far: GOMP_SPINCOUNT=0.
+# 0.2 ms at libgomp's 100 spins a us. A step is hundreds of parallel parts some 50 us apart: threads that sleep between them make it
+# 1.7 times as long. On shared cores GOMP_SPINCOUNT=0 is far better.
 SPINS = "20000"
 
 
 @dataclass
 class Children:
-    """Starts child processes. Call `end()`, which leaves none behind."""
-
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, name: str, module: str, args: Sequence[str], *, num_threads: int) -> None:
@@ -34,14 +32,14 @@ class Children:
         )
 
     def dead(self) -> str | None:
-        """Which child has ended; None: none."""
+        """Return which child has ended, if any."""
         for name, process in self._processes.items():
             if (status := process.poll()) is not None:
                 return f"the {name} process ended (status {status})"
         return None
 
     def has_reported(self) -> bool:
-        """Whether a child ended for a reason that it has reported to the operator itself."""
+        """Return True if a child has reported to the operator why it ended."""
         return any(process.poll() == OPERATING_ERROR for process in self._processes.values())
 
     def end(self) -> None:

@@ -1,9 +1,9 @@
-"""Builds a worker's role from metadata buffers, transfer engine and manager. The only place that knows all of them."""
+"""Builds a worker's role from metadata buffers, transfer engine and manager."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from disagg.config import read_secret
+from disagg.config import SchedulerSpec, read_secret
 from disagg.decode_role import DecodeRole
 from disagg.layerwise import StepClock, groups_of
 from disagg.metadata import Checksum, MetadataBuffers
@@ -11,7 +11,6 @@ from disagg.page_sender import PageSender
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
 from disagg.registration import RouteFinder, registrar_of
-from disagg.spec import SchedulerSpec
 from engine.build import EngineParts
 from engine.kv.page_checksum import NAME as CHECKSUM_NAME
 from engine.kv.page_checksum import PageChecksum
@@ -21,8 +20,7 @@ from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import EngineOptions, make_engine
 from transfer_backends.prefill.manager import PrefillManager
 
-# Of a prompt's KV that leave while its next chunk computes: fewer disturb that more than they hide.
-LEAST_BYTES = 4 << 20
+LEAST_BYTES = 4 << 20  # that leave while the next chunk computes: fewer disturb it more than they hide
 
 
 def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], None]) -> EngineRole:

@@ -1,8 +1,10 @@
-"""Flags of disaggregated serving, named as SGLang names them."""
+"""Flags of disaggregated serving, named as SGLang names them, and what a worker sends its scheduler process."""
 
 from dataclasses import dataclass
 
-from engine.config import MAX_PORT
+import msgspec
+
+from engine.config import MAX_PORT, EngineConfig
 from service.flags import FlagSet, flag
 from service.security.secret import read_secret_file
 
@@ -89,11 +91,24 @@ class DisaggConfig(FlagSet):
     fake_transfer_failure_rate: float = flag(0.0, "fake backend: share of transfers that fail", least=0, most=1)
 
 
+class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker sends its scheduler process. `bootstrap`: host:port of the server to register at (prefill)."""
+
+    engine: EngineConfig
+    disagg: DisaggConfig
+    ipc_dir: str
+    control_host: str
+    bootstrap: str | None
+    log_level: str = "info"
+    log_format: str = "text"
+    progress: bool = False
+
+
 def role_name(config: DisaggConfig) -> str:
-    """ "prefill" | "decode" | "unified", as people, logs and metrics call it."""
+    """ "prefill" | "decode" | "unified", as in logs and metrics."""
     return config.disaggregation_mode.replace("null", "unified")
 
 
 def read_secret(path: str | None) -> bytes | None:
-    """Return the secret that the cluster shares, or None. Raises ConfigError for a file that cannot be one."""
+    """Raises ConfigError for a file that cannot be the cluster's secret."""
     return None if path is None else read_secret_file(path)

@@ -1,13 +1,11 @@
 """The decode role: a request gets pages, its KV lands in them, and it joins the running batch without a forward.
 
-    add -> WAITING --handshake done, memory--> TRANSFER --Success--> running (the scheduler's)
-               \\________ Failed, abort, timeout: answered at once _______/
-                                     |
-                          pages a peer may still write: quarantined until the receiver is drained
+add -> WAITING --handshake done, memory--> TRANSFER --Success--> running (the scheduler's)
+           \\________ Failed, abort, timeout: answered at once _______/
+                                 |
+                      pages a peer may still write: quarantined until the receiver is drained
 
-    running --memory short--> RETRACTED (the scheduler's, or Resumption's) --memory, before any new request--> running
-
-The role receives poll states and the time; sockets and threads are the manager's.
+running --memory short--> RETRACTED (the scheduler's, or Resumption's) --memory, before any new request--> running
 """
 
 import logging
@@ -15,7 +13,7 @@ import math
 from collections import Counter
 
 from disagg.handover import DecodeHandover, HandoverStage, Receivers
-from disagg.metadata import Checksum, KVCorrupt, MetadataBuffers, MetadataCorrupt, verify
+from disagg.metadata import Checksum, KVCorrupt, MetadataBuffers, MetadataCorrupt
 from disagg.quarantine import Quarantine
 from disagg.resumption import Resumption
 from engine.core.outputs import StepEffects, refusal, refused
@@ -43,7 +41,7 @@ class DecodeRole:
         prealloc_timeout_s: float,
         checksum: Checksum | None = None,
     ) -> None:
-        """`checksum`: of pages, compared with prefill's before decode starts; None: none is sent."""
+        """`checksum`: of pages, compared with prefill's before decode starts."""
         self._scheduler = scheduler
         self._manager = manager
         self._metadata = metadata
@@ -96,7 +94,7 @@ class DecodeRole:
         return self._scheduler.abort(rid, reason) if resuming is None else resuming
 
     def close_to_peers(self, why: str | None) -> None:
-        """No peer sends a decode worker work. While it pauses or drains, it preempts no request either."""
+        """No peer sends a decode worker work. While it is closed, it preempts no request either."""
         self._closed = why is not None
 
     def end_peers_work(self, why: str) -> None:
@@ -131,7 +129,7 @@ class DecodeRole:
     # ---- moves
 
     def _give_memory(self, ready: list[DecodeHandover], now_s: float) -> None:
-        """Reserve memory, most urgent first; none overtakes one that finds no room, or a retracted one as urgent."""
+        """Reserve memory, most urgent first. None overtakes one that finds no room, or a retracted one as urgent."""
         if not ready:
             return
         urgency = self._scheduler.held.urgency
@@ -146,10 +144,7 @@ class DecodeRole:
                 return
 
     def _preallocate(self, handover: DecodeHandover, now_s: float) -> bool:
-        """Reserve pages for the prompt and a metadata row, and offer them to prefill; False when there is no room now.
-
-        What of the prompt is cached here (an earlier turn of a conversation) is locked, and not transferred.
-        """
+        """Offer prefill a metadata row and the prompt's pages that are not cached here; False when there is no room now."""
         row = self._metadata.allocate()
         if row is None:
             return False
@@ -171,22 +166,19 @@ class DecodeRole:
 
     def _start(self, handover: DecodeHandover, now_s: float) -> list[TokenOutput]:
         """Start decoding: KV and metadata have landed."""
-        assert handover.metadata_row is not None
+        pages = handover.request.pages[handover.request.shared_pages :]
         try:
-            first = self._metadata.read(handover.metadata_row, room=handover.room if handover.moves_bytes else None)
-            if self._checksum is not None and handover.moves_bytes:
-                verify(first, handover.request.pages[handover.request.shared_pages :], self._checksum)
-                self._counters["kv_checksum_verified"] += 1
+            first = handover.read_row(self._metadata, pages, self._checksum)
         except (MetadataCorrupt, KVCorrupt) as error:
             rid, room = handover.request.rid, handover.room
             log.error("decode %s (room %d): %s", rid, room, error, extra=handover.log_fields)
             self._counters["metadata_corrupt" if isinstance(error, MetadataCorrupt) else "kv_checksum_failed"] += 1
             return self._end(handover, FinishReason(kind="abort", message=f"KV transfer: {error}", status=500))
+        self._counters["kv_checksum_verified"] += self._checksum is not None and handover.moves_bytes
         times = handover.request.times
         times.landed_s, times.remote_queue_s, times.remote_prefill_s = now_s, first.queue_s, first.prefill_s
         handover.request.transfer_retries += handover.receiver.retries()
-        self._metadata.free(handover.metadata_row)
-        handover.receiver.close()
+        self._quarantine.close(handover.receiver, handover.metadata_row)
         del self._handovers[handover.request.rid]
         return self._scheduler.held.start_decoding(handover.request, first.result, cached_tokens=first.cached_tokens)
 
@@ -203,18 +195,11 @@ class DecodeRole:
         handover.receiver.abort(reason.message)
         output = self._scheduler.held.end(handover.request, reason)
         del self._handovers[handover.request.rid]
-        if handover.receiver.drained():
-            self._quarantine.close(handover.receiver, handover.metadata_row)
-        else:
-            self._quarantine.add(
-                handover.receiver,
-                pages=self._scheduler.held.quarantine(handover.request),
-                metadata_row=handover.metadata_row,
-            )
+        self._quarantine.leave(handover)
         self._scheduler.held.release(handover.request)
         return [output]
 
-    # ---- self-knowledge
+    # ---- reports
 
     def waits_for_outside(self) -> bool:
         return bool(

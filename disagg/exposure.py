@@ -1,4 +1,4 @@
-"""Checks which parts of a worker other machines can reach, and which addresses it may dial."""
+"""Which parts of a worker other machines can reach, and which addresses it may dial."""
 
 import logging
 
@@ -13,10 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def check_exposure(server: ServerConfig, disagg: DisaggConfig, *, control_host: str) -> None:
-    """Raises `ConfigError`; with --allow-insecure it warns instead.
-
-    Off loopback, HTTP needs an API key; control plane, transfer engine and bootstrap server need the cluster's secret.
-    """
+    """Raises `ConfigError`, or warns (--allow-insecure): off loopback HTTP needs an API key, the rest the cluster's secret."""
     warnings = [
         require_secret(
             server.host,
@@ -44,7 +41,7 @@ def check_exposure(server: ServerConfig, disagg: DisaggConfig, *, control_host: 
 
 
 def check_events_exposure(server: ServerConfig, engine: EngineConfig, disagg: DisaggConfig) -> None:
-    """Raises `ConfigError` for a broken value, or for events that other machines could read: they hold all users' prompts."""
+    """Raises `ConfigError` for a broken value, or if other machines could read the events: they hold all users' prompts."""
     events = parse_kv_events_config(engine.kv_events_config)
     open_hosts = [] if events is None else [host for host in events.hosts() if not is_loopback(host)]
     if not open_hosts or disagg.cluster_secret_file is not None:
@@ -76,10 +73,9 @@ def _engine_warning(disagg: DisaggConfig) -> str | None:
 
 
 def make_allowlist(server: ServerConfig, disagg: DisaggConfig, *, control_host: str) -> BootstrapAllowlist:
-    """Which bootstrap servers a request may name. Raises `ConfigError`.
+    """Return the bootstrap servers that a request may name. Raises `ConfigError`.
 
-    This machine's own are allowed only while no other machine can send us requests: else a client could point us at a local
-    service.
+    This machine's own are allowed only if no other machine can send requests: a client could point us at a local service.
     """
     secret = read_secret(disagg.cluster_secret_file)
     if disagg.disaggregation_mode != "decode":

@@ -1,16 +1,18 @@
-"""The hand-over of a request's KV between a prefill and a decode worker: its record and stages, on either side.
+"""The hand-over of a request's KV: its record and stages on either side.
 
     prefill    WAITING (for decode's pages) --> COMPUTING --last chunk sent--> TRANSFER --Success--> ENDING --> gone
     decode     WAITING (for memory) ---------- pages offered to prefill -----> TRANSFER --Success--> running (the scheduler's)
 
-A prefill worker's record stays, ENDING, until its sender reports that no peer reads the pages any more. A decode worker's goes
-at once; memory that a peer may still write goes into quarantine.
+A prefill worker's record stays, ENDING, until no operation reads its pages. A decode worker's goes at once; memory that a peer
+may still write goes into quarantine.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from disagg.metadata import Checksum, FirstToken, MetadataBuffers, verify
 from engine.core.request import Request
 from engine.messages import TokenOutput
 from service.telemetry.logs import about
@@ -27,7 +29,7 @@ class HandoverStage(Enum):
 
 @dataclass(slots=True, eq=False)
 class Handover:
-    """`moves_bytes`: the metadata row will be real (a fake transfer moves none)."""
+    """`moves_bytes`: False for a fake transfer, which writes no metadata row."""
 
     request: Request
     room: int
@@ -43,9 +45,9 @@ class Handover:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefillHandover(Handover):
-    """`recompute`: for decode, which retracted the request; no client waits for an answer. `sent_pages`: of the request's row.
+    """`recompute`: decode requested it; no client waits for an answer. `answer`: to send once decode has everything.
 
-    `last_pages` went with the last chunk, at `last_sent_s`. `answer`: the output to send once decode has everything.
+    `last_pages` went with the last chunk, at `last_sent_s`.
     """
 
     sender: KVSender
@@ -65,6 +67,14 @@ class DecodeHandover(Handover):
 
     receiver: KVReceiver
     joined: bool = False
+
+    def read_row(self, rows: MetadataBuffers, pages: Sequence[int], checksum: Checksum | None) -> FirstToken:
+        """Return what has landed. Raises MetadataCorrupt, or KVCorrupt if `pages` are not those that prefill sent."""
+        assert self.metadata_row is not None
+        first = rows.read(self.metadata_row, room=self.room if self.moves_bytes else None)
+        if checksum is not None and self.moves_bytes:
+            verify(first, pages, checksum)
+        return first
 
 
 class Senders(Protocol):

@@ -1,4 +1,4 @@
-"""Layer by layer: whether pages leave so, how they are cut, and the clock that tells the sender thread how far a step is."""
+"""Transfer layer by layer: how pages are cut, and the clock that shows how far a step is."""
 
 from collections.abc import Sequence
 
@@ -6,16 +6,11 @@ from engine.executor.layer_marks import LayerMarks
 from transfer_backends.contract import LayerGroup, Progress
 
 MAX_GROUPS = 8  # more would hide little more of the transfer, and cost as many operations
-MIN_PIECE_BYTES = (
-    32 << 10
-)  # of one group in one page: engines pay by the piece (docs/reports/benchmarks.md, "KV transfer")
+MIN_PIECE_BYTES = 32 << 10  # of a group in a page: engines pay by the piece (docs/reports/benchmarks.md, "KV transfer")
 
 
 def groups_of(layer_ends: Sequence[int], *, mode: str) -> tuple[LayerGroup, ...]:
-    """`mode`: --disaggregation-layerwise-transfer. (): pages leave whole.
-
-    `auto`: where a page is large enough to be cut.
-    """
+    """`mode`: --disaggregation-layerwise-transfer; auto: if a page is large enough. Return () if pages leave whole."""
     worth_it = layer_ends[-1] >= 2 * MIN_PIECE_BYTES
     if mode == "off" or (mode == "auto" and not worth_it):
         return ()

@@ -1,11 +1,6 @@
 """Metadata (aux) buffers: one fixed row for each transfer, written by the same engine as the KV, after it.
 
-A row carries what decode needs besides KV: the first token, its logprobs, what prefill found cached. `room` comes last
-and vouches for the row: a row with another room was never written, or not for this one.
-
-    first_token  bad  cached_tokens  has_logprob  top_num  asked_num  logprob  queue_s  prefill_s
-    has_kv_checksum  kv_checksum
-    top_values[MAX_TOP]  top_ids[MAX_TOP]  asked_values[MAX_ASKED]  asked_ids[MAX_ASKED]  room
+A row carries the first token and what belongs to it. `room` comes last and vouches for the row.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,10 +80,7 @@ def verify(first: "FirstToken", pages: Sequence[int], checksum: Checksum) -> Non
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The content of a row. `queue_s`, `prefill_s`: how long the prompt waited and computed on the prefill worker.
-
-    `kv_checksum`: of the prompt's pages, None where checksums are off.
-    """
+    """The content of a row. `queue_s`, `prefill_s`: the prompt's times on the prefill worker."""
 
     result: ItemResult
     cached_tokens: int
@@ -98,8 +90,6 @@ class FirstToken:
 
 
 class MetadataBuffers:
-    """`num_rows` rows in host memory, with the free ones known. Row 0.. are `Region` items."""
-
     def __init__(self, num_rows: int) -> None:
         assert num_rows >= 1
         self._rows = np.zeros(num_rows, dtype=ROW)
@@ -114,7 +104,7 @@ class MetadataBuffers:
         return len(self._rows) - len(self._free)
 
     def allocate(self) -> int | None:
-        """A zeroed row, or None when all are in use."""
+        """Return a zeroed row, or None."""
         if not self._free:
             return None
         row = self._free.pop()
@@ -144,7 +134,7 @@ class MetadataBuffers:
         entry["room"] = room
 
     def read(self, row: int, *, room: int | None) -> FirstToken:
-        """`room=None`: do not ask for a voucher (a fake transfer moves no bytes). Raises MetadataCorrupt."""
+        """Raises MetadataCorrupt if the row is not of `room`. None: a fake transfer, which moves no bytes."""
         entry = self._rows[row]
         if room is not None and int(entry["room"]) != room:
             raise MetadataCorrupt(f"metadata row says room {int(entry['room'])}, expected {room}")
@@ -169,5 +159,5 @@ def _pairs(entry: np.void, name: str) -> list[tuple[float, int]]:
 
 
 def _duration(value: float) -> float:
-    """A peer's figure, for display only: a value that is no duration counts as 0."""
+    """A peer's figure, for display only: invalid values count as 0."""
     return float(value) if 0.0 <= value < MAX_DURATION_S else 0.0

@@ -1,24 +1,57 @@
 """Which pages of a prompt leave when, and the metadata row behind them. Pure: senders move the bytes.
 
-    whole pages    when their chunk is computed, if they are many; the rest with the last chunk
-    layer by layer when their chunk is launched, with a gate: the manager posts each group of layers when it is written
-    metadata row   at the end either way, so nothing can pass for complete before all of it is
-
-It owns the prompts that are computed and wait for a metadata row, and the gauges of transfers.
+whole pages    when their chunk is computed, if they are many; the rest with the last chunk
+layer by layer when their chunk is launched, with a gate: the manager posts each group of layers when it is written
+metadata row   last: nothing passes for complete before all of it is
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 
 from disagg.handover import HandoverStage, PrefillHandover
 from disagg.metadata import Checksum, FirstToken, MetadataBuffers
-from disagg.transfer_gauges import TransferGauges
 from engine.core.plan import ItemResult, Plan, PlanItem
 from engine.messages import TokenOutput
 from transfer_backends.contract import Gate
 
+KEPT = 64  # transfers that the gauges look back on
+
+
+class TransferGauges:
+    """Times from the last chunk's hand-over until all bytes have landed: what a request waits for.
+
+    The loop polls, so speeds are lower bounds for small prompts. Layer by layer most of the last chunk has left before, so the
+    speed that a request sees may exceed the wire's.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[int, float]] = deque(maxlen=KEPT)
+        self._bootstraps: deque[float] = deque(maxlen=KEPT)
+
+    def bootstrapped(self, taken_s: float) -> None:
+        """Decode's pages were known `taken_s` after the request arrived."""
+        self._bootstraps.append(taken_s)
+
+    def landed(self, *, size_bytes: int, taken_s: float) -> None:
+        self._recent.append((size_bytes, max(taken_s, 1e-9)))
+
+    def values(self) -> dict[str, float]:
+        waits = self._bootstraps
+        bootstrap = {"kv_transfer_bootstrap_ms": sum(waits) / len(waits) * 1e3} if waits else {}
+        if not self._recent:
+            return bootstrap
+        size_bytes, taken_s = (sum(column) for column in zip(*self._recent, strict=True))
+        return {
+            **bootstrap,
+            "kv_transfer_total_mb": size_bytes / len(self._recent) / 1e6,
+            "kv_transfer_speed_gb_s": size_bytes / taken_s / 1e9,
+            "kv_transfer_latency_ms": taken_s / len(self._recent) * 1e3,
+        }
+
 
 class PageSender:
+    """Owns the computed prompts that wait for a metadata row, and the gauges of transfers."""
+
     def __init__(
         self,
         metadata: MetadataBuffers,
@@ -29,10 +62,7 @@ class PageSender:
         layerwise: bool = False,
         least_bytes: int = 0,
     ) -> None:
-        """`checksum`: of pages, sent along with them; None: none is sent. `layerwise`: pages leave layer by layer.
-
-        `least_bytes`: fewer do not leave before the last chunk has been computed (not layer by layer).
-        """
+        """`checksum` of pages is sent with them. `least_bytes`: fewer wait for the last chunk (unless `layerwise`)."""
         self.metadata = metadata
         self.layerwise = layerwise
         self.gauges = TransferGauges()
@@ -44,7 +74,7 @@ class PageSender:
         self._computed: list[tuple[PrefillHandover, TokenOutput, ItemResult]] = []  # in order of completion
 
     def on_launch(self, plan: Plan, handovers: Mapping[str, PrefillHandover]) -> None:
-        """Layer by layer: hand over what the step will have written."""
+        """Layer by layer: hand over what the step will write."""
         if not self.layerwise:
             return
         for item in plan.items:
@@ -53,10 +83,7 @@ class PageSender:
                 self._send_launched(handover, item, plan.seq)
 
     def _send_launched(self, handover: PrefillHandover, item: PlanItem, step: int) -> None:
-        """Pages that `item` completes leave while it computes, those before them (found cached) once it has begun.
-
-        Not sooner: what is cached may be a copy from the host tier that is still on its way, in stream order.
-        """
+        """Pages that `item` completes leave while it computes; cached ones once it has begun: their copy may be on its way."""
         size, request = self._page_size, handover.request
         end = len(request.pages) if item.kv_len >= len(request.input_ids) else item.kv_len // size
         for until, by_layer in ((min(item.start // size, end), False), (end, True)):
@@ -67,7 +94,7 @@ class PageSender:
                 handover.last_pages = len(pages)
 
     def send_whole_pages(self, handover: PrefillHandover) -> None:
-        """Hand over every whole page that is computed and will not change, if they are many."""
+        """Hand over the whole pages that are computed, if they are many."""
         request, sent = handover.request, handover.sent_pages
         whole = request.computed_len // self._page_size
         complete = request.computed_len >= len(request.input_ids)
@@ -76,7 +103,6 @@ class PageSender:
             handover.sent_pages = whole
 
     def add_computed(self, handover: PrefillHandover, output: TokenOutput, first: ItemResult) -> None:
-        """All of a prompt is computed. `output` is its answer, `first` its first token."""
         self._computed.append((handover, output, first))
 
     def send_computed(self, now_s: float) -> None:
@@ -113,7 +139,7 @@ class PageSender:
         handover.last_pages, handover.last_sent_s = len(rest) or handover.last_pages, now_s
 
     def on_landed(self, handover: PrefillHandover, now_s: float) -> None:
-        """Decode has everything: count what was computed for it, and what has moved."""
+        """Count what was computed for decode, and what has moved."""
         if handover.recompute:
             self.counters["recomputed"] += 1
             self.counters["recomputed_tokens"] += len(handover.request.input_ids) - handover.request.cached_tokens

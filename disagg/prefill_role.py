@@ -3,10 +3,8 @@
     add -> WAITING --indices here--> COMPUTING --last chunk sent--> TRANSFER --Success--> ENDING -> gone
                \\________ Failed, abort, timeout: answered at once __________/             (memory back)
 
-Decode may also request the KV of a request that it retracted (disagg/recompute.py). It is handed over in the same way; its pages
-are known from the start, and no client waits for an answer.
-
-The role receives poll states and the time; sockets and threads are the manager's.
+Decode may also request the KV of a request that it retracted (disagg/recompute.py): its pages are known from the start, and no
+client waits for an answer.
 """
 
 import logging

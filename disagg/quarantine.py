@@ -1,10 +1,8 @@
-"""Memory of decode that a transfer peer may still write: pages and metadata rows without an owner until it cannot.
-
-It must not know why a transfer was given up.
-"""
+"""Pages and metadata rows of decode that a peer may still write: they have no owner until it cannot."""
 
 from dataclasses import dataclass
 
+from disagg.handover import DecodeHandover
 from disagg.metadata import MetadataBuffers
 from engine.core.scheduler import Scheduler
 from transfer_backends.ports import KVReceiver
@@ -23,12 +21,16 @@ class Quarantine:
         self._metadata = metadata
         self._exposed: list[_Exposed] = []
 
-    def add(self, receiver: KVReceiver, *, pages: list[int], metadata_row: int | None) -> None:
-        """`pages` are the allocator's quarantined ones already."""
-        self._exposed.append(_Exposed(receiver, pages, metadata_row))
+    def leave(self, handover: DecodeHandover) -> None:
+        """Take over what a peer may still write of an aborted transfer; the rest stays the request's."""
+        receiver, row = handover.receiver, handover.metadata_row
+        if receiver.drained():
+            self.close(receiver, row)
+        else:
+            self._exposed.append(_Exposed(receiver, self._scheduler.held.quarantine(handover.request), row))
 
     def close(self, receiver: KVReceiver, metadata_row: int | None) -> None:
-        """A transfer is over, and no peer writes any more."""
+        """End a transfer in which no peer writes any more."""
         if metadata_row is not None:
             self._metadata.free(metadata_row)
         receiver.close()

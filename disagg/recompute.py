@@ -1,7 +1,4 @@
-"""A recompute request of a decode worker, as a request of the prefill worker's engine. Pure.
-
-The other side of disagg/resumption.py. Work of a peer is checked here, as the frontend checks requests of clients.
-"""
+"""A recompute request of a decode worker (disagg/resumption.py), as a request of the prefill worker's engine. Pure."""
 
 from dataclasses import dataclass
 
@@ -21,7 +18,7 @@ class Bounds:
 
 
 def why_not(work: Work, bounds: Bounds) -> str | None:
-    """Return why this engine cannot compute it; None when it can."""
+    """Return why this engine cannot compute the work, or None."""
     if len(work.tokens) > bounds.context_length:
         return f"{len(work.tokens)} tokens exceed the context of {bounds.context_length}"
     if not (work.tokens and min(work.tokens) >= 0 and max(work.tokens) < bounds.vocab_size):

@@ -11,12 +11,12 @@ from transfer_backends.contract import KVArgs, LookupFailed, Route
 from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.wire import PROTOCOL_VERSION
 
-GAP_S = 2.0  # rooms look up again every 0.5 s: a look-up after such a gap starts anew
+GAP_S = 2.0  # rooms look up again every 0.5 s: such a gap ends an outage
 MAX_SERVERS = 4096
 
 
 def registrar_of(manager: PrefillManager, kv_args: KVArgs, *, server: str, secret: bytes | None) -> Registrar:
-    """Keeps `manager` registered at the bootstrap server "host:port" from a thread of its own."""
+    """Return what keeps `manager` registered at the bootstrap server "host:port"."""
     host, _, port = manager.control_address.rpartition(":")
     worker = Registration(
         incarnation=manager.incarnation,
@@ -32,10 +32,10 @@ def registrar_of(manager: PrefillManager, kv_args: KVArgs, *, server: str, secre
 
 @dataclass(slots=True)
 class Outages:
-    """Bootstrap servers that refuse connections, and since when. Pure; callers lock.
+    """Bootstrap servers that refuse connections, and since when. Callers lock.
 
-    A refusing server may be starting again, so it gets `grace_s`; after that every look-up fails at once, until one is
-    answered, or none came for `GAP_S`. A silent server is not refusing: it may be behind a network that heals.
+    A refusing server may be restarting, so it gets `grace_s`. After that every look-up fails at once, until one is answered or
+    none came for `GAP_S`. A silent server may be behind a network that heals: it counts as answering.
     """
 
     grace_s: float
@@ -45,7 +45,7 @@ class Outages:
         return len(self._runs)
 
     def refused(self, server: str, now_s: float) -> float | None:
-        """A look-up was refused. Return how long that has gone on, in seconds, if that is too long; else None."""
+        """Return for how many seconds the server has refused look-ups, if that is too long."""
         first_s, last_s = self._runs.pop(server, (now_s, now_s))
         if now_s - last_s > GAP_S:
             first_s = now_s
@@ -55,22 +55,20 @@ class Outages:
         return now_s - first_s if now_s - first_s >= self.grace_s else None
 
     def answered(self, server: str) -> None:
-        """A server has answered, whatever the answer."""
         self._runs.pop(server, None)
 
 
 class RouteFinder:
-    """What the decode manager calls, off the loop and from several threads, to find the prefill worker of a room."""
+    """Finds the prefill worker of a room, from several threads."""
 
     def __init__(self, *, secret: bytes | None, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`grace_s`: how long look-ups at a bootstrap server that refuses connections go on."""
         self._secret = secret
         self._outages = Outages(grace_s)
         self._lock = threading.Lock()
         self._clock = clock
 
     def find(self, bootstrap: str, room: int) -> Route:
-        """The worker that has the request of `room`. Raises `LookupFailed`."""
+        """Return the worker that has the request of `room`. Raises `LookupFailed`."""
         return self._route(bootstrap, room, any_but=None)
 
     def find_any(self, bootstrap: str, room: int, but: Sequence[str]) -> Route:

@@ -3,12 +3,10 @@
     retracted --> WAITING --handshake done, pages--> TRANSFER --Success--> running: its next step is a usual one
                     \\__ Failed, a bad row, no worker, almost all still cached: computed by this engine instead __/
 
-Prefill computes the KV of every known token but the last, and samples nothing: a usual step here samples the next token from
-the last known one, so seeds, penalties, grammar and logprobs go on as if nothing had happened. Pages that are still cached
-here are neither computed nor sent.
+Prefill computes the KV of every known token but the last and samples nothing: a usual step here samples the next token, so
+seeds, penalties, grammar and logprobs go on. Pages that are still cached here are neither computed nor sent.
 
-The room is the request's own, the room attempt its number of retractions: the router's rooms are attempt 0, so no two
-transfers share a key. It owns requests from `take` until they run, wait for this engine, or end.
+The room is the request's own, the room attempt its number of retractions (the router's is 0).
 """
 
 import logging
@@ -16,7 +14,7 @@ import math
 from collections import Counter
 
 from disagg.handover import DecodeHandover, HandoverStage, Receivers
-from disagg.metadata import Checksum, KVCorrupt, MetadataBuffers, MetadataCorrupt, verify
+from disagg.metadata import Checksum, KVCorrupt, MetadataBuffers, MetadataCorrupt
 from disagg.quarantine import Quarantine
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -29,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Resumption:
-    """`moves_bytes`: rows are real (the fake engine writes none)."""
+    """Owns requests from `take` until they run, wait for this engine, or end."""
 
     def __init__(
         self,
@@ -75,7 +73,7 @@ class Resumption:
             return None
 
     def poll(self, now_s: float, *, may_preempt: bool) -> None:
-        """Move each request on, most urgent first; of equally urgent ones those that this engine computes go first."""
+        """Advance each request, most urgent first; of equally urgent ones those that this engine computes go first."""
         if not self._handovers:
             return
         urgency = self._scheduler.held.urgency
@@ -89,20 +87,21 @@ class Resumption:
                 self._land(handover)
             elif handover.stage is HandoverStage.WAITING and state is KVPoll.WaitingForInput:
                 may_reserve = may_reserve and urgency(handover.request, now_s) > computed
-                may_reserve = may_reserve and self._ask(handover, may_preempt=may_preempt)
+                may_reserve = may_reserve and self._request(handover, may_preempt=may_preempt)
 
     def waiting(self) -> list[Request]:
-        """Requests that wait for memory: a new request gets none before them, unless it is more urgent."""
+        """Requests that wait for memory, before any new request that is not more urgent."""
         return [h.request for h in self._handovers.values() if h.stage is HandoverStage.WAITING]
 
-    def _ask(self, handover: DecodeHandover, *, may_preempt: bool) -> bool:
+    def _request(self, handover: DecodeHandover, *, may_preempt: bool) -> bool:
         """Reserve pages and a metadata row, and send them to prefill with the tokens; False when there is no room now."""
         row, request = self._metadata.allocate(), handover.request
         if row is None:
             return False
         handover.metadata_row = row
         if not self._scheduler.held.reserve(request, may_preempt=may_preempt):
-            self._drop_row(handover)
+            self._metadata.free(row)
+            handover.metadata_row = None
             return False
         page_size = self._scheduler.memory.allocator.page_size
         if request.num_tokens - request.computed_len <= page_size:  # less than a page: one small step of our own
@@ -110,25 +109,22 @@ class Resumption:
             return False
         handover.stage = HandoverStage.TRANSFER
         known = request.tokens(0, request.num_tokens - 1)
-        given = self._asked_pages(request)
+        given = self._requested_pages(request)
         work = Work(tokens=known, skip_pages=request.shared_pages, priority=request.priority, share=request.keep_kv)
         handover.receiver.recompute(given, row, work)
         return True
 
-    def _asked_pages(self, request: Request) -> list[int]:
+    def _requested_pages(self, request: Request) -> list[int]:
         """Pages of every known token but the last, without what is cached here."""
         return request.pages[request.shared_pages : self._scheduler.memory.allocator.pages_for(request.num_tokens - 1)]
 
     def _land(self, handover: DecodeHandover) -> None:
-        assert handover.metadata_row is not None
         try:
-            first = self._metadata.read(handover.metadata_row, room=handover.room if self._moves_bytes else None)
-            if self._checksum is not None and self._moves_bytes:
-                verify(first, self._asked_pages(handover.request), self._checksum)
-                self.counters["kv_checksum_verified"] += 1
+            first = handover.read_row(self._metadata, self._requested_pages(handover.request), self._checksum)
         except (MetadataCorrupt, KVCorrupt) as error:
             self.counters["kv_checksum_failed"] += isinstance(error, KVCorrupt)
             return self._fail(handover, str(error))
+        self.counters["kv_checksum_verified"] += self._checksum is not None and self._moves_bytes
         if first.result.bad or (self._moves_bytes and first.result.token is not None):
             return self._fail(handover, "prefill computed NaN, or sampled a token, which was not requested")
         del self._handovers[handover.request.rid]
@@ -164,28 +160,17 @@ class Resumption:
         return [output]
 
     def _leave(self, handover: DecodeHandover, reason: str) -> None:
-        """Let the request go and end its transfer: what a peer may still write goes into quarantine, the rest stays its own."""
         del self._handovers[handover.request.rid]
         handover.receiver.abort(reason)
-        if handover.receiver.drained():
-            self._quarantine.close(handover.receiver, handover.metadata_row)
-        else:
-            pages = self._scheduler.held.quarantine(handover.request)
-            self._quarantine.add(handover.receiver, pages=pages, metadata_row=handover.metadata_row)
+        self._quarantine.leave(handover)
 
-    def _drop_row(self, handover: DecodeHandover) -> None:
-        assert handover.metadata_row is not None
-        self._metadata.free(handover.metadata_row)
-        handover.metadata_row = None
-
-    # ---- self-knowledge
+    # ---- reports
 
     def __len__(self) -> int:
         return len(self._handovers)
 
     @property
     def num_waiting(self) -> int:
-        """For memory."""
         return len(self.waiting())
 
     @property

@@ -1,7 +1,4 @@
-"""One session of a worker in one role: checks its plan, starts its processes, and ends them.
-
-A role switch ends one session and starts the next in the same process and at the same HTTP port (worker.py).
-"""
+"""One session of a worker in one role: checks its plan, starts its processes, and ends them."""
 
 import os
 import sys
@@ -15,9 +12,8 @@ import msgspec
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.server import BootstrapServer
 from disagg.children import Children
-from disagg.config import DisaggConfig, read_secret
+from disagg.config import DisaggConfig, SchedulerSpec, read_secret
 from disagg.exposure import check_events_exposure, check_exposure, make_allowlist
-from disagg.spec import SchedulerSpec
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.frontend.role_switch import RoleSwitchState
@@ -49,12 +45,11 @@ class SessionPlan:
 
     @property
     def has_bootstrap_server(self) -> bool:
-        """Whether a bootstrap server runs inside this worker."""
         return self.role == "prefill" and self.disagg.disaggregation_bootstrap_server is None
 
 
 def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> SessionPlan:
-    """Check files, flags and rules before anything starts. Raises ConfigError. `engine.model_path` names the checkpoint."""
+    """Check files, flags and rules. Raises ConfigError."""
     load_model_config(engine.model_path)
     control_host = _control_host(server, disagg)
     check_exposure(server, disagg, control_host=control_host)
@@ -66,7 +61,7 @@ def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggCo
 
 
 def next_session(plan: SessionPlan, to: RoleSwitchState) -> SessionPlan:
-    """The plan of the session after `plan`, with the weights and adapters loaded at run time. Raises ConfigError."""
+    """Plan the session after `plan`, with the weights and adapters loaded at run time. Raises ConfigError."""
     if to.model_path != plan.engine.model_path:
         load_tokenizer(to.model_path)  # loading new weights did not check it
     engine = replace(
@@ -102,17 +97,15 @@ def check_next_session(plan: SessionPlan, to: RoleSwitchState) -> None:
 
 @dataclass(kw_only=True)
 class RoleSession:
-    """Use `started`. `was_ready`: it has served."""
-
     plan: SessionPlan
     ipc: IpcPaths
     children: Children = field(default_factory=Children)
-    was_ready: bool = False  # it served
+    was_ready: bool = False
 
 
 @contextmanager
 def started(plan: SessionPlan) -> Iterator[RoleSession]:
-    """Start a session's processes, and end them all with the block. Raises ConfigError."""
+    """Start a session's processes; end them with the block. Raises ConfigError."""
     bootstrap = _embedded_bootstrap_server(plan)
     session = RoleSession(plan=plan, ipc=IpcPaths.create())
     try:

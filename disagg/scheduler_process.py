@@ -1,6 +1,5 @@
-"""The scheduler process of a worker: builds engine and role, runs the loop, ends with its parent.
+"""The scheduler process of a worker, the only one that imports torch: builds engine and role, and runs the loop.
 
-`python -m disagg.scheduler_process --spec-json ...`. The only process that imports torch.
 Exit status: 0 ended by a signal or a message; OPERATING_ERROR, with one line on stderr; anything else is a bug.
 """
 
@@ -16,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from disagg.config import DisaggConfig, read_secret, role_name
-from disagg.spec import SchedulerSpec
+from disagg.config import DisaggConfig, SchedulerSpec, read_secret, role_name
 from engine.config import EngineConfig
 from engine.grammar.compiler import make_compiler
 from engine.grammar.queue import GrammarQueue
@@ -77,9 +75,7 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
         progress=spec.progress,
     )
     if spec.engine.enable_hierarchical_cache and spec.disagg.disaggregation_mode == "decode":
-        log.info(
-            "--enable-hierarchical-cache has no effect in the decode role: peers write its pages outside stream order"
-        )
+        log.info("--enable-hierarchical-cache has no effect in the decode role: peers write pages outside stream order")
     adapters = _load_adapters(parts, ports)
     publisher = _publisher(spec)
     role = make_role(spec, parts, wakeup=ports.call_attention)

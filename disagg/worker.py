@@ -1,10 +1,8 @@
-"""One worker: this process serves HTTP, and starts the scheduler process. It ends on a signal, or when that process dies.
+"""One worker: serves HTTP and starts the scheduler process. It ends on a signal, or when that process dies.
 
-    session as prefill --POST /switch_role--> session as decode --...--> ended (signal, or a child died)
-         ^                                      |
-         +-------- it could not start ----------+
-
-Owns the sequence of role sessions (role_session.py) and what they share: signals, keys and the HTTP port.
+session as prefill --POST /switch_role--> session as decode --...--> ended (signal, or a child died)
+     ^                                      |
+     +-------- it could not start ----------+
 """
 
 import asyncio
@@ -75,7 +73,7 @@ async def _live(plan: SessionPlan, gate: KeyGate, port: ListeningPort) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _End:
-    """How a session ended. `to`: the next session. `error`: why it ended unasked; `is_reported`: the operator has read why."""
+    """How a session ended. `to`: the next one. `is_reported`: the child has reported the error to the operator."""
 
     to: RoleSwitchState | None = None
     error: Exception | None = None

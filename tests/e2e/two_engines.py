@@ -13,8 +13,7 @@ from typing import Any, Protocol
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.server import BootstrapServer
 from disagg.compose import make_role
-from disagg.config import DisaggConfig
-from disagg.spec import SchedulerSpec
+from disagg.config import DisaggConfig, SchedulerSpec
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
 from engine.core.request import Request
