@@ -99,7 +99,15 @@ def fuzz_control(at: Doors, *, schemathesis: Path, examples: int, seed: int, pro
 
 
 def _command(schemathesis: Path, url: str, examples: int, seed: int, selection: Sequence[str]) -> list[str]:
-    command = [str(schemathesis), "run", f"{url}/openapi.json", "--phases", "coverage,fuzzing", "-n", str(examples)]
+    command = [
+        str(schemathesis.absolute()),
+        "run",
+        f"{url}/openapi.json",
+        "--phases",
+        "coverage,fuzzing",
+        "-n",
+        str(examples),
+    ]
     return [*command, "--seed", str(seed), "-c", CHECKS, "--request-timeout", "30", *selection]
 
 
