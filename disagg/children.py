@@ -7,11 +7,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from disagg.scheduler_process import OPERATING_ERROR
 from service.process.die_with_parent import die_with_parent
 
 TERM_S = 3.0  # what a child may take to end before it is killed
 POLL_S = 0.01
+OPERATING_ERROR = 3  # exit status of a child after an error that it has reported to the operator
 # 0.2 ms at libgomp's 100 spins a us. A step is hundreds of parallel parts some 50 us apart: threads that sleep between them make it
 # 1.7 times as long. On shared cores GOMP_SPINCOUNT=0 is far better.
 SPINS = "20000"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from disagg.children import OPERATING_ERROR
 from disagg.config import DisaggConfig, SchedulerSpec, read_secret, role_name
 from engine.config import EngineConfig
 from engine.grammar.compiler import make_compiler
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from engine.build import EngineParts, EngineUse
 
 log = logging.getLogger(__name__)
-
-OPERATING_ERROR = 3
 
 
 def run(spec: SchedulerSpec) -> None:
