@@ -145,11 +145,10 @@ def _tries(num_workers: int) -> list[tuple[ClusterLayout, bool]]:
 def run(load: Load, start: ClusterLayout, auto: AutoSpec | None) -> dict[str, Any]:
     """One cluster over one load. `goodput`: good requests a second and worker."""
     began_s = time.perf_counter()
-    cluster, records = run_layout(load.study, start, load.rate, auto=auto)
+    cluster, records, moves = run_layout(load.study, start, load.rate, auto=auto)
     seen = judged(records)
     good = sum(load.study.slo.is_met_by(record) for record in seen)
     span_s = seen[-1].sent_s - seen[0].sent_s
-    moves = [] if cluster.moves is None else cluster.moves.done
     return {
         "load": load.name,
         "workers": start.num_workers,

@@ -35,12 +35,11 @@ from deploy.bench.config import BenchConfig
 from deploy.bench.report import table
 from deploy.bench.run import measure
 from deploy.bench.stats import RequestRecord, Summary, summarize
-from planner.cluster import PlannedCluster
 from planner.config import PlanConfig
 from planner.fit import HandoverTime, StepTimeFit, fit, fit_handover
 from planner.layout import ClusterLayout, parse_layout
 from planner.profile import Profile, describe
-from planner.study import cluster_spec, study_of
+from planner.study import planned_cluster, study_of
 
 LAYOUTS = ("1U", "1P1D")
 ALONE = {"concurrency": 1, "num_requests": 20, "input_len": 1024, "random_range_ratio": 0.05, "output_len": 16}
@@ -187,7 +186,7 @@ def _bench(url: str, **load: Any) -> list[Sequence[RequestRecord]]:
 def _plan(config: PlanConfig, name: str, rate: float) -> Summary:
     layout: ClusterLayout = parse_layout(name)
     study = replace(study_of(config), history=())
-    records = PlannedCluster(cluster_spec(study, layout)).run(study.requests, rate=rate, until_s=float("inf"))
+    records = planned_cluster(study, layout).run(study.requests, rate=rate, until_s=float("inf"))
     return summarize(records, duration_s=1.0)
 
 

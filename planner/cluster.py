@@ -1,7 +1,7 @@
 """One run: the workers of a layout serve the requests of a workload at one rate; the time of each token is recorded.
 
-The router's own policies route the requests (planner/routing.py). A worker may change its role during the run
-(planner/role_moves.py): it drains, is away for a while, and comes back with an empty cache.
+The router's own policies route the requests (planner/routing.py). Workers may change their roles meanwhile
+(planner/role_moves.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +13,6 @@ from engine.messages import AbortRequest, Bootstrap, GenerateRequest, TokenOutpu
 from engine.sampling_params import SamplingParams
 from planner.host import Host
 from planner.layout import ClusterLayout
-from planner.pooled import PooledWorker
-from planner.role_moves import AutoSpec, RoleMoves
 from planner.routing import Routing
 from planner.timeline import Timeline
 from planner.transfer import Network
@@ -26,15 +24,14 @@ LATE = "late"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterSpec:
-    """`workers`: by role. `outside_s`: time of a request in HTTP and tokenizer before it reaches a scheduler.
+class ClusterCosts:
+    """Everything beside the steps. `outside_s`: time of a request in HTTP and tokenizer before it reaches a scheduler.
 
-    `cores`: of the host that all workers share (None: each has its own). `host_request_s`, `host_token_s`: CPU seconds of
-    that host per request and per output token, beside the steps.
+    `control_s`: of a message between workers. `latency_s`: of a transfer, beside its bytes. `cores`: of the host that all
+    workers share (None: each has its own). `host_request_s`, `host_token_s`: CPU seconds of that host per request and per
+    output token. `policy`: the router's.
     """
 
-    layout: ClusterLayout
-    workers: dict[str, WorkerSpec]
     control_s: float
     latency_s: float
     outside_s: float
@@ -44,40 +41,37 @@ class ClusterSpec:
     policy: str = "least_load"
 
 
+@dataclass(slots=True)
 class _LiveRequest:
     """A request in flight. `used`: its workers, decode last. `open_workers`: those that have not ended it."""
 
-    def __init__(
-        self, request: PlannedRequest, record: RequestRecord, used: list[PooledWorker], leases: list[Lease]
-    ) -> None:
-        self.request = request
-        self.record = record
-        self.used = used
-        self.leases = leases
-        self.open_workers = list(used)
-        self.last_s = 0.0
+    request: PlannedRequest
+    record: RequestRecord
+    used: list[PlanWorker]
+    leases: list[Lease]
+    open_workers: list[PlanWorker]
+    last_s: float = 0.0
 
 
 class PlannedCluster:
-    def __init__(self, spec: ClusterSpec, *, auto: AutoSpec | None = None) -> None:
-        """`auto`: the router's controller moves workers between roles."""
-        self._spec = spec
-        self._timeline = Timeline()
-        self._host = Host(spec.cores)
-        self._routing = Routing[PooledWorker](spec.policy)
-        page_bytes = next(iter(spec.workers.values())).page_bytes
+    def __init__(self, layout: ClusterLayout, workers: dict[str, WorkerSpec], costs: ClusterCosts) -> None:
+        """`workers`: by role."""
+        self.timeline = Timeline()
+        self._specs = workers
+        self._costs = costs
+        self._host = Host(costs.cores)
+        self._routing = Routing[PlanWorker](costs.policy)
         self._network = Network(
-            self._timeline,
-            page_bytes=page_bytes,
-            control_s=spec.control_s,
-            latency_s=spec.latency_s,
+            self.timeline,
+            page_bytes=next(iter(workers.values())).page_bytes,
+            control_s=costs.control_s,
+            latency_s=costs.latency_s,
             host=self._host,
         )
         self._all: list[PlanWorker] = []
-        self._pools: dict[str, list[PooledWorker]] = {}
-        for role in spec.layout.roles:
+        self._pools: dict[str, list[PlanWorker]] = {}
+        for role in layout.roles:
             self.join(role)
-        self.moves = None if auto is None else RoleMoves(spec=auto, fleet=self, timeline=self._timeline)
         self._live: dict[str, _LiveRequest] = {}
         self._num_left = 0
 
@@ -88,103 +82,93 @@ class PlannedCluster:
             for i, request in enumerate(requests)
         ]
         self._num_left = len(records)
-        if self.moves is not None:
-            self.moves.start()
         for request, record in zip(requests, records, strict=True):
-            self._timeline.at(record.sent_s + self._spec.outside_s, partial(self._send, request, record))
-        self._timeline.run_until(until_s, done=lambda: self._num_left == 0)
+            self.timeline.at(record.sent_s + self._costs.outside_s, partial(self._send, request, record))
+        self.timeline.run_until(until_s, done=lambda: self._num_left == 0)
         return records
 
     def warm(self, history: Sequence[PlannedRequest]) -> None:
         """Put the prefixes of earlier requests into the caches of the workers that compute prompts."""
         role, pool = next(iter(self._pools.items()))
         for request in history:
-            pooled, lease = self._routing.choose(role, pool, request)
-            pooled.worker.remember(request.tokens())
+            worker, lease = self._routing.choose(role, pool, request)
+            worker.remember(request.tokens())
             self._routing.release(lease)
 
     @property
     def now_s(self) -> float:
         """The end of the last turn of any worker."""
-        return max(worker.clock.now_s for worker in self.workers())
+        return max(worker.clock.now_s for worker in self._all)
 
     def workers(self) -> list[PlanWorker]:
         """All workers so far; a worker that changes its role counts as a new one."""
         return list(self._all)
 
-    def pools(self) -> dict[str, list[PooledWorker]]:
+    def pools(self) -> dict[str, list[PlanWorker]]:
         """The workers that get requests, by role."""
         return {role: list(pool) for role, pool in self._pools.items()}
 
-    def join(self, role: str) -> PooledWorker:
+    def join(self, role: str) -> PlanWorker:
         """Add a new worker, with an empty cache."""
-        pooled = self._place(role)
-        self._all.append(pooled.worker)
-        self._pools.setdefault(role, []).append(pooled)
-        return pooled
+        worker = PlanWorker(
+            self._specs[role],
+            timeline=self.timeline,
+            network=self._network,
+            host=self._host,
+            on_outputs=lambda outputs, now_s: self._on_outputs(worker, outputs, now_s),
+        )
+        self._all.append(worker)
+        self._pools.setdefault(role, []).append(worker)
+        return worker
 
-    def retire(self, pooled: PooledWorker, *, on_drained: Callable[[], None]) -> None:
+    def retire(self, worker: PlanWorker, *, on_drained: Callable[[], None]) -> None:
         """Send no new request to a worker; call `on_drained` when it has none."""
-        self._pools[pooled.worker.spec.role].remove(pooled)
-        pooled.drain(on_drained)
+        self._pools[worker.spec.role].remove(worker)
+        worker.drain(on_drained)
 
     # ---- inside
 
-    def _place(self, role: str) -> PooledWorker:
-        pooled = PooledWorker(
-            PlanWorker(
-                self._spec.workers[role],
-                timeline=self._timeline,
-                network=self._network,
-                host=self._host,
-                on_outputs=lambda outputs, now_s: self._on_outputs(pooled, outputs, now_s),
-            )
-        )
-        return pooled
-
     def _send(self, request: PlannedRequest, record: RequestRecord) -> None:
         chosen = [self._routing.choose(role, pool, request) for role, pool in self._pools.items()]
-        used = [pooled for pooled, _ in chosen]
-        self._host.finish("frontends", at_s=self._timeline.now_s, work_s=self._spec.host_request_s)
-        rid, room = f"r{record.idx}", None
-        if len(used) > 1:
-            room = Bootstrap("planned", 1, record.idx + 1)
-        self._live[rid] = _LiveRequest(request, record, used, [lease for _, lease in chosen])
+        used, leases = [worker for worker, _ in chosen], [lease for _, lease in chosen]
+        self._host.finish("frontends", at_s=self.timeline.now_s, work_s=self._costs.host_request_s)
+        rid = f"r{record.idx}"
+        self._live[rid] = _LiveRequest(request, record, used, leases, open_workers=list(used))
         message = GenerateRequest(
             rid=rid,
             input_ids=request.tokens(),
             sampling=SamplingParams(max_new_tokens=request.output_len, ignore_eos=True, temperature=0.0),
-            bootstrap=room,
+            bootstrap=Bootstrap("planned", 1, record.idx + 1) if len(used) > 1 else None,
             stream=True,
         )
-        for pooled in used:
-            pooled.begin()
-            pooled.worker.receive(message)
+        for worker in used:
+            worker.begin()
+            worker.receive(message)
 
-    def _on_outputs(self, pooled: PooledWorker, outputs: list[TokenOutput], now_s: float) -> None:
+    def _on_outputs(self, worker: PlanWorker, outputs: list[TokenOutput], now_s: float) -> None:
         num_tokens = sum(len(output.new_ids) for output in outputs)
-        self._host.finish("frontends", at_s=now_s, work_s=num_tokens * self._spec.host_token_s)
+        self._host.finish("frontends", at_s=now_s, work_s=num_tokens * self._costs.host_token_s)
         for output in outputs:
             live = self._live[output.rid]
-            if pooled is live.used[-1]:  # decode's: the client's answer is there
+            if worker is live.used[-1]:  # decode's: the client's answer is there
                 _record(live, output, now_s)
             if output.finish is not None:
-                self._end_at(live, pooled, output)
+                self._end_at(live, worker, output)
 
-    def _end_at(self, live: _LiveRequest, pooled: PooledWorker, output: TokenOutput) -> None:
-        live.open_workers.remove(pooled)
-        self._routing.release(live.leases[live.used.index(pooled)])
+    def _end_at(self, live: _LiveRequest, worker: PlanWorker, output: TokenOutput) -> None:
+        live.open_workers.remove(worker)
+        self._routing.release(live.leases[live.used.index(worker)])
         assert output.finish is not None
         if output.finish.kind == "abort":
             if live.record.error == LATE:  # the first reason counts
                 live.record.error = output.finish.message
             for other in live.open_workers:
-                now_s = max(self._timeline.now_s, other.worker.clock.now_s)
-                self._timeline.at(now_s, partial(other.worker.receive, AbortRequest(output.rid)))
-        elif pooled is live.used[-1]:
+                now_s = max(self.timeline.now_s, other.clock.now_s)
+                self.timeline.at(now_s, partial(other.receive, AbortRequest(output.rid)))
+        elif worker is live.used[-1]:
             live.record.error = None
         self._num_left -= not live.open_workers
-        pooled.end()
+        worker.end()
 
 
 def _record(live: _LiveRequest, output: TokenOutput, now_s: float) -> None:

@@ -2,12 +2,21 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from engine.config import MAX_PAGE_SIZE
 from engine.core.policy import POLICIES as SCHEDULE_POLICIES
 from planner.gpus import GPUS
 from router.config import POLICIES
 from service.flags import ConfigError, FlagSet, flag
+
+
+def _positive(default: float | tuple[float, ...] | None, help: str, *, unit: str | None = None) -> Any:
+    return flag(default, help, unit=unit, above=0, below=math.inf)
+
+
+def _seconds(default: float | None, help: str) -> Any:
+    return flag(default, help, unit="s", least=0, below=math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,54 +37,28 @@ class PlanConfig(FlagSet):
         "with --fit: measure the hand-over from this report of `tandem bench --compare` over a unified worker and a pair",
     )
     save_profile: str | None = flag(None, "file to write with what --fit measured")
-    gpu_memory_gb: float | None = flag(
-        None,
-        "memory of a GPU, in units of 10^9 bytes; default: from the GPU table",
-        unit="GB",
-        above=0,
-        below=math.inf,
+    gpu_memory_gb: float | None = _positive(
+        None, "memory of a GPU, in units of 10^9 bytes; default: from the GPU table", unit="GB"
     )
-    transfer_gb_s: float | None = flag(
+    transfer_gb_s: float | None = _positive(
         None,
         "bandwidth of each GPU's network port; default: as measured (--fit-pair), or from the GPU table",
         unit="GB/s",
-        above=0,
-        below=math.inf,
     )
-    transfer_latency_s: float | None = flag(
-        None,
-        "time between sending and arrival of a transfer's last byte; default: as measured (--fit-pair), or 0.0005",
-        unit="s",
-        least=0,
-        below=math.inf,
+    transfer_latency_s: float | None = _seconds(
+        None, "time between sending and arrival of a transfer's last byte; default: as measured (--fit-pair), or 0.0005"
     )
-    control_latency_s: float = flag(
-        0.001, "latency of a message between a prefill and a decode worker", unit="s", least=0, below=math.inf
+    control_latency_s: float = _seconds(0.001, "latency of a message between a prefill and a decode worker")
+    request_overhead_s: float | None = _seconds(
+        None, "time in HTTP, router and tokenizer before a request reaches a scheduler; default: as measured, or 0.005"
     )
-    request_overhead_s: float | None = flag(
-        None,
-        "time in HTTP, router and tokenizer before a request reaches a scheduler; default: as measured, or 0.005",
-        unit="s",
-        least=0,
-        below=math.inf,
-    )
-    host_cores: float | None = flag(
+    host_cores: float | None = _positive(
         None,
         "cores of the one machine that all workers compute on (CPU workers); default: each worker has its own device",
-        above=0,
-        below=math.inf,
     )
     step_cores: int = flag(1, "with --host-cores: cores that a step uses (a worker's --num-threads)", least=1)
-    host_request_time_s: float = flag(
-        0.0,
-        "with --host-cores: CPU time of router, HTTP and tokenizers per request",
-        unit="s",
-        least=0,
-        below=math.inf,
-    )
-    host_token_time_s: float = flag(
-        0.0, "with --host-cores: CPU time of HTTP and router per output token", unit="s", least=0, below=math.inf
-    )
+    host_request_time_s: float = _seconds(0.0, "with --host-cores: CPU time of router, HTTP and tokenizers per request")
+    host_token_time_s: float = _seconds(0.0, "with --host-cores: CPU time of HTTP and router per output token")
 
     compute_efficiency: float | None = flag(
         None,
@@ -89,24 +72,15 @@ class PlanConfig(FlagSet):
         above=0,
         most=1,
     )
-    step_overhead_s: float | None = flag(
-        None,
-        "time of a step beside the model (launches, sampling, scheduler); default: the profile's, or 0.002",
-        unit="s",
-        least=0,
-        below=math.inf,
+    step_overhead_s: float | None = _seconds(
+        None, "time of a step beside the model (launches, sampling, scheduler); default: the profile's, or 0.002"
     )
-    all_reduce_overhead_s: float | None = flag(
-        None,
-        "with --tp-size: time of an all-reduce beside its bytes; default: the profile's, or 0.00001",
-        unit="s",
-        least=0,
-        below=math.inf,
+    all_reduce_overhead_s: float | None = _seconds(
+        None, "with --tp-size: time of an all-reduce beside its bytes; default: the profile's, or 0.00001"
     )
 
     trace: str | None = flag(
-        None,
-        "file of requests, as JSON lines of timestamp (ms), input_length, output_length, hash_ids; may be .gz",
+        None, "file of requests, as JSON lines of timestamp (ms), input_length, output_length, hash_ids; may be .gz"
     )
     input_len: int = flag(2048, "without --trace: longest prompt, in tokens", least=1)
     output_len: int = flag(256, "without --trace: longest answer, in tokens", least=1)
@@ -124,16 +98,12 @@ class PlanConfig(FlagSet):
     )
     seed: int = flag(0, "seed of lengths and arrivals")
 
-    slo_ttft_s: float = flag(2.0, "longest time to first token of a good request", unit="s", above=0, below=math.inf)
-    slo_tpot_s: float = flag(
-        0.05, "longest mean time per later token of a good request", unit="s", above=0, below=math.inf
-    )
-    slo_itl_s: float | None = flag(
+    slo_ttft_s: float = _positive(2.0, "longest time to first token of a good request", unit="s")
+    slo_tpot_s: float = _positive(0.05, "longest mean time per later token of a good request", unit="s")
+    slo_itl_s: float | None = _positive(
         None,
         "longest inter-token latency, at --slo-percent of its tokens, of a good request; default: no limit",
         unit="s",
-        above=0,
-        below=math.inf,
     )
     slo_percent: float = flag(90.0, "share of requests that must be good", unit="percent", above=0, most=100)
 
@@ -150,12 +120,10 @@ class PlanConfig(FlagSet):
         least=1,
         most=32,
     )
-    rates: tuple[float, ...] = flag(
-        (), "try these rates alone, in requests per second and GPU; default: search the best", above=0, below=math.inf
+    rates: tuple[float, ...] = _positive(
+        (), "try these rates alone, in requests per second and GPU; default: search the best"
     )
-    total_rate: float | None = flag(
-        None, "also say how many GPUs serve this many requests per second", above=0, below=math.inf
-    )
+    total_rate: float | None = _positive(None, "also say how many GPUs serve this many requests per second")
 
     policy: str = flag("least_load", "how the router chooses prefill workers (docs/router.md)", choices=POLICIES)
 

@@ -5,15 +5,13 @@ controller are production code. The switch is a model: the worker drains, is awa
 empty cache.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from engine.frontend.apis.admin.load import v1_loads_entry
 from engine.messages import StateReply
-from planner.pooled import PooledWorker
-from planner.timeline import Timeline
+from planner.cluster import PlannedCluster
+from planner.worker import PlanWorker
 from router.pool.reports import parse_load
 from router.pool.states import Check
 from router.pool.worker import Role, Worker
@@ -44,32 +42,21 @@ class Moved:
     ended_s: float
 
 
-class Fleet(Protocol):
-    """planner/cluster.py."""
-
-    def pools(self) -> dict[str, list[PooledWorker]]: ...
-
-    def join(self, role: str) -> PooledWorker: ...
-
-    def retire(self, pooled: PooledWorker, *, on_drained: Callable[[], None]) -> None: ...
-
-
 @dataclass(slots=True)
 class _Member:
     """A worker of the router's table and of the cluster. `state`: its last report."""
 
     worker: Worker
-    pooled: PooledWorker
+    planned: PlanWorker
     state: StateReply | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class RoleMoves:
-    """`done`: all moves so far, in order of their ends."""
+    """Looks at the cluster at every interval. `done`: all moves so far, in order of their ends."""
 
     spec: AutoSpec
-    fleet: Fleet
-    timeline: Timeline
+    cluster: PlannedCluster
     done: list[Moved] = field(default_factory=list)
     _table: WorkerTable = field(default_factory=WorkerTable)
     _members: dict[int, _Member] = field(default_factory=dict)
@@ -80,32 +67,27 @@ class RoleMoves:
     def __post_init__(self) -> None:
         self._controller = Controller(self.spec.rules)
         self._gauge = Gauge(self.spec.goals, window_s=self.spec.window_s)
-        for pool in self.fleet.pools().values():
-            for pooled in pool:
-                self._add_worker(pooled)
-
-    def start(self) -> None:
-        """Take the first look after one interval."""
+        for pool in self.cluster.pools().values():
+            for planned in pool:
+                self._add_worker(planned)
         self._look_later()
 
-    # ---- inside
-
     def _look_later(self) -> None:
-        self.timeline.at(self.timeline.now_s + self.spec.interval_s, self._look)
+        self.cluster.timeline.at(self.cluster.timeline.now_s + self.spec.interval_s, self._look)
 
     def _look(self) -> None:
         """Read the reports requested at the last look; a worker in the middle of a step reports after it."""
         for member in self._members.values():
             self._report(member)
-        now_s = self.timeline.now_s
+        now_s = self.cluster.timeline.now_s
         for move in self._controller.tick(now_s, self._gauge.read(self._table.workers(), now_s)):
             self._begin(move)
         for member in self._members.values():
-            member.pooled.worker.request_state()
+            member.planned.request_state()
         self._look_later()
 
     def _report(self, member: _Member) -> None:
-        state, spec = member.pooled.worker.state, member.pooled.worker.spec
+        state, spec = member.planned.state, member.planned.spec
         if state is not None and state is not member.state:
             member.state = state
             most = spec.engine.max_running_requests
@@ -115,25 +97,25 @@ class RoleMoves:
     def _begin(self, move: Move) -> None:
         member = self._members[move.worker_id]
         self._table.retire(member.worker.url)
-        began_s = self.timeline.now_s
-        self.fleet.retire(member.pooled, on_drained=partial(self._drained, move, member, began_s))
+        began_s = self.cluster.timeline.now_s
+        self.cluster.retire(member.planned, on_drained=partial(self._drained, move, member, began_s))
 
     def _drained(self, move: Move, member: _Member, began_s: float) -> None:
-        back_s = max(self.timeline.now_s, member.pooled.worker.clock.now_s) + self.spec.switch_s
-        self.timeline.at(back_s, partial(self._back, move, member, began_s))
+        back_s = max(self.cluster.timeline.now_s, member.planned.clock.now_s) + self.spec.switch_s
+        self.cluster.timeline.at(back_s, partial(self._back, move, member, began_s))
 
     def _back(self, move: Move, member: _Member, began_s: float) -> None:
         self._table.remove(member.worker.url)
         del self._members[member.worker.worker_id]
-        self._add_worker(self.fleet.join(move.to_role.value))
-        now_s = self.timeline.now_s
+        self._add_worker(self.cluster.join(move.to_role.value))
+        now_s = self.cluster.timeline.now_s
         self._controller.ended(move, ok=True, now_s=now_s)
         self.done.append(Moved(to_role=move.to_role, began_s=began_s, ended_s=now_s))
 
-    def _add_worker(self, pooled: PooledWorker) -> None:
+    def _add_worker(self, planned: PlanWorker) -> None:
         self._num_joined += 1
-        role = Role(pooled.worker.spec.role)
+        role = Role(planned.spec.role)
         worker = self._table.add(f"http://planned-{self._num_joined}:1", role=role)
         self._table.on_models(worker, (MODEL,))
-        self._table.on_check(worker, Check.OK, now_s=self.timeline.now_s)
-        self._members[worker.worker_id] = _Member(worker, pooled)
+        self._table.on_check(worker, Check.OK, now_s=self.cluster.timeline.now_s)
+        self._members[worker.worker_id] = _Member(worker, planned)

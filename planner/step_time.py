@@ -9,7 +9,7 @@ from typing import Protocol
 
 from engine.core.plan import Plan
 from planner.gpus import Gpu
-from planner.shape import Shape
+from planner.shape import Shape, kv_copies
 
 
 @dataclass(slots=True)
@@ -95,11 +95,6 @@ class Roofline:
         moved = 2 * (self.tp - 1) / self.tp * tokens * self.shape.hidden_bytes
         once_s = moved / (self.gpu.peer_gb_s * 1e9 * self.efficiency.memory) + self.efficiency.reduce_s
         return 2 * self.shape.layers * once_s
-
-
-def kv_copies(shape: Shape, tp: int) -> float:
-    """Return the number of copies of the KV that `tp` GPUs hold together."""
-    return max(1.0, tp / shape.kv_heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,14 +13,13 @@ from deploy.bench.stats import RequestRecord
 from engine.config import EngineConfig
 from engine.model_files.model_config import load_model_config
 from engine.resolve import resolve
-from planner.cluster import ClusterSpec, PlannedCluster
+from planner.cluster import ClusterCosts, PlannedCluster
 from planner.config import PlanConfig
 from planner.goodput import Point, SloTargets, point_of
 from planner.hardware import Hardware, hardware_of, profile_of
 from planner.layout import ClusterLayout, candidates, parse_layout
-from planner.memory import kv_pages
-from planner.role_moves import AutoSpec
-from planner.shape import Shape, shape_of
+from planner.role_moves import AutoSpec, Moved, RoleMoves
+from planner.shape import Shape, kv_pages, shape_of
 from planner.step_time import StepLoad
 from planner.worker import WorkerSpec
 from planner.workload import PlannedRequest, workload_of
@@ -40,12 +39,8 @@ class Study:
     shape: Shape
     hardware: Hardware
     slo: SloTargets
-    control_s: float
-    cores: float | None
+    costs: ClusterCosts
     step_cores: int
-    host_request_s: float
-    host_token_s: float
-    policy: str
     requests: Sequence[PlannedRequest]
     history: Sequence[PlannedRequest]
     num_pages: dict[int, int]
@@ -87,12 +82,16 @@ def study_of(config: PlanConfig) -> Study:
             itl_s=config.slo_itl_s,
             share=config.slo_percent / 100,
         ),
-        control_s=config.control_latency_s,
-        cores=config.host_cores,
+        costs=ClusterCosts(
+            control_s=config.control_latency_s,
+            latency_s=hardware.latency_s,
+            outside_s=hardware.outside_s,
+            cores=config.host_cores,
+            host_request_s=config.host_request_time_s,
+            host_token_s=config.host_token_time_s,
+            policy=config.policy,
+        ),
         step_cores=config.step_cores,
-        host_request_s=config.host_request_time_s,
-        host_token_s=config.host_token_time_s,
-        policy=config.policy,
         requests=requests,
         history=history,
         num_pages={
@@ -120,21 +119,22 @@ def _layouts(texts: Sequence[str], *, num_workers: int, tps: Sequence[int]) -> l
 
 def run_layout(
     study: Study, layout: ClusterLayout, rate: float, *, auto: AutoSpec | None = None
-) -> tuple[PlannedCluster, list[RequestRecord]]:
+) -> tuple[PlannedCluster, list[RequestRecord], list[Moved]]:
     """Run at `rate` requests per second and GPU, until no request in flight can still be good.
 
     `auto`: move workers between roles, as the router's --auto-roles does.
     """
-    cluster = PlannedCluster(cluster_spec(study, layout), auto=auto)
+    cluster = planned_cluster(study, layout)
     cluster.warm(study.history)
+    moves = RoleMoves(spec=auto, cluster=cluster).done if auto else []
     total = rate * layout.num_gpus
     until_s = max(study.slo.latest_s(sent_s=a.at / total, output_len=a.output_len) for a in study.requests)
-    return cluster, cluster.run(study.requests, rate=total, until_s=until_s)
+    return cluster, cluster.run(study.requests, rate=total, until_s=until_s), moves
 
 
 def try_rate(study: Study, layout: ClusterLayout, rate: float) -> Point:
     """Return the figures of a run with fixed roles."""
-    cluster, records = run_layout(study, layout, rate)
+    cluster, records, _ = run_layout(study, layout, rate)
     busy = defaultdict[str, list[float]](list)
     for worker in cluster.workers():
         busy[worker.spec.role].append(worker.executor.busy_s / cluster.now_s)
@@ -156,9 +156,8 @@ def guess_rate(study: Study, layout: ClusterLayout) -> float:
     return GUESSED_LOAD * min(layout.prefill / prefill_s, layout.decode / decode_s) / layout.num_gpus
 
 
-def cluster_spec(study: Study, layout: ClusterLayout) -> ClusterSpec:
-    engine = study.engine
-    engine = replace(engine, enable_mixed_chunk=layout.mixed)
+def planned_cluster(study: Study, layout: ClusterLayout) -> PlannedCluster:
+    engine = replace(study.engine, enable_mixed_chunk=layout.mixed)
     if layout.mixed:
         engine = replace(engine, chunked_prefill_size=study.mixed_chunk_size)
     workers = {
@@ -173,17 +172,7 @@ def cluster_spec(study: Study, layout: ClusterLayout) -> ClusterSpec:
         )
         for role in layout.roles
     }
-    return ClusterSpec(
-        layout=layout,
-        workers=workers,
-        control_s=study.control_s,
-        latency_s=study.hardware.latency_s,
-        outside_s=study.hardware.outside_s,
-        cores=study.cores,
-        host_request_s=study.host_request_s,
-        host_token_s=study.host_token_s,
-        policy=study.policy,
-    )
+    return PlannedCluster(layout, workers, study.costs)
 
 
 def _engine(config: PlanConfig) -> EngineConfig:

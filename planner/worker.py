@@ -67,6 +67,8 @@ class PlanWorker:
         self.scheduler = _scheduler(spec)
         self._timeline = timeline
         self._turning = False
+        self._num_requests = 0
+        self._on_drained: Callable[[], None] | None = None
         self._ports = _Ports(self._wake, lambda outputs: on_outputs(outputs, self.clock.now_s))
         self._metadata = MetadataBuffers(2 * spec.engine.max_running_requests if spec.role != "unified" else 1)
         link = Link(bytes_per_s=spec.link_bytes_per_s)
@@ -87,6 +89,19 @@ class PlanWorker:
     def receive(self, message: ToScheduler) -> None:
         self._ports.inbox.append(message)
         self._wake()
+
+    def begin(self) -> None:
+        """Count a request as in flight here, as the router does, until `end`."""
+        self._num_requests += 1
+
+    def end(self) -> None:
+        self._num_requests -= 1
+        self._check_drained()
+
+    def drain(self, on_drained: Callable[[], None]) -> None:
+        """Call `on_drained` once, when no request is left. The caller sends no new one."""
+        self._on_drained = on_drained
+        self._check_drained()
 
     def request_state(self) -> None:
         """Ask for the state; the worker reports it in its next turn, as a real one does between two steps."""
@@ -112,6 +127,11 @@ class PlanWorker:
             memory.give_back(request)
 
     # ---- inside
+
+    def _check_drained(self) -> None:
+        if self._on_drained is not None and not self._num_requests:
+            on_drained, self._on_drained = self._on_drained, None
+            on_drained()
 
     def _role(self, network: Network) -> EngineRole:
         if self.spec.role == "unified":

@@ -2,9 +2,8 @@
 
 from engine.config import EngineConfig
 from engine.loop.role import Peered
-from planner.cluster import ClusterSpec, PlannedCluster
+from planner.cluster import ClusterCosts, PlannedCluster
 from planner.layout import ClusterLayout, parse_layout
-from planner.role_moves import AutoSpec
 from planner.step_time import Fitted
 from planner.worker import WorkerSpec
 from planner.workload import PlannedRequest
@@ -32,7 +31,6 @@ def cluster(
     cores: float | None = None,
     host_token_s: float = 0.0,
     policy: str = "least_load",
-    auto: AutoSpec | None = None,
 ) -> PlannedCluster:
     layout: ClusterLayout = parse_layout(name)
     engine = EngineConfig(
@@ -56,19 +54,15 @@ def cluster(
         )
         for role in layout.roles
     }
-    return PlannedCluster(
-        ClusterSpec(
-            layout=layout,
-            workers=workers,
-            control_s=CONTROL_S,
-            latency_s=LATENCY_S,
-            outside_s=OUTSIDE_S,
-            cores=cores,
-            host_token_s=host_token_s,
-            policy=policy,
-        ),
-        auto=auto,
+    costs = ClusterCosts(
+        control_s=CONTROL_S,
+        latency_s=LATENCY_S,
+        outside_s=OUTSIDE_S,
+        cores=cores,
+        host_token_s=host_token_s,
+        policy=policy,
     )
+    return PlannedCluster(layout, workers, costs)
 
 
 def request_at(at: float, input_len: int, output_len: int, *, block: int = 0) -> PlannedRequest:

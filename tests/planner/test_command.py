@@ -13,7 +13,7 @@ from deploy.cli import main
 from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from planner.config import PlanConfig
 from planner.fit import Report, ReportTarget
-from planner.study import cluster_spec, study_of, try_rate
+from planner.study import planned_cluster, study_of, try_rate
 from tests.planner.planned import LINK, STEP_TIME, cluster, request_at
 from tests.planner.test_fit import one_after_another, together
 
@@ -143,7 +143,7 @@ def test_rates_and_ports_are_of_gpus(tmp_path: Path) -> None:
         (layout,) = study.layouts
         assert layout.tp == tp
         points[tp] = try_rate(study, layout, 4.0 / tp)
-        links[tp] = cluster_spec(study, layout).workers["prefill"].link_bytes_per_s
+        links[tp] = planned_cluster(study, layout).pools()["prefill"][0].spec.link_bytes_per_s
     assert links == {1: 12.5e9, 2: 25e9}
     assert points[2].busy["prefill"] == pytest.approx(points[1].busy["prefill"], rel=0.01)
 

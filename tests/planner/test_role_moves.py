@@ -9,7 +9,7 @@ from benchmarks.auto_roles import auto_spec, day_and_night, run
 from planner.cluster import PlannedCluster
 from planner.goodput import SloTargets
 from planner.layout import parse_layout
-from planner.role_moves import AutoSpec
+from planner.role_moves import AutoSpec, Moved, RoleMoves
 from planner.step_time import Fitted
 from planner.workload import Lengths, PlannedRequest, WorkloadPhase, from_phases
 from router.pool.worker import Role
@@ -40,13 +40,19 @@ NIGHT = WorkloadPhase(lengths=Lengths(input_len=64, output_len=40), count=700, g
 RATE = 5.0
 
 
-def good(name: str, auto: AutoSpec | None = None) -> tuple[int, PlannedCluster]:
+def moving(name: str, auto: AutoSpec | None = AUTO) -> tuple[PlannedCluster, list[Moved]]:
+    """A cluster and the moves of its workers."""
+    planned = cluster(name, step_time=SLOW)
+    return planned, RoleMoves(spec=auto, cluster=planned).done if auto else []
+
+
+def good(name: str, auto: AutoSpec | None = None) -> tuple[int, PlannedCluster, list[Moved]]:
     """Good requests of a day and a night."""
-    planned = cluster(name, step_time=SLOW, auto=auto)
+    planned, moves = moving(name, auto)
     records = planned.run(from_phases([DAY, NIGHT], seed=3), rate=RATE, until_s=FOREVER)
     assert [r.error for r in records] == [None] * len(records)
     assert_at_rest(planned)
-    return sum(SLO.is_met_by(record) for record in records), planned
+    return sum(SLO.is_met_by(record) for record in records), planned, moves
 
 
 @cache
@@ -57,11 +63,10 @@ def fixed() -> dict[str, int]:
 @pytest.mark.parametrize("start", ["1P3D", "2P2D"])
 def test_auto_roles_beat_every_fixed_split_when_needs_turn_over(start: str) -> None:
     """Counts of virtual time: the same on every machine."""
-    found, planned = good(start, AUTO)
-    assert planned.moves is not None
+    found, planned, moves = good(start, AUTO)
     assert found > max(fixed().values()), (found, fixed())
     assert found > 1.3 * min(fixed().values())
-    towards = [move.to_role for move in planned.moves.done]
+    towards = [move.to_role for move in moves]
     assert towards[-1] is Role.DECODE and len(towards) <= 5
     assert {role: len(pool) for role, pool in planned.pools().items()} == {"prefill": 1, "decode": 3}
 
@@ -71,9 +76,9 @@ def test_the_right_split_is_left_alone() -> None:
     requests = from_phases([replace(DAY, count=150)], seed=4)
     answers = []
     for auto in (None, AUTO):
-        planned = cluster("3P1D", step_time=SLOW, auto=auto)
+        planned, moves = moving("3P1D", auto)
         answers.append([r.ttft_s for r in planned.run(requests, rate=RATE, until_s=FOREVER)])
-        assert planned.moves is None or planned.moves.done == []
+        assert moves == []
     assert answers[0] == answers[1]
 
 
@@ -81,10 +86,9 @@ def test_a_worker_ends_what_it_has_before_it_goes() -> None:
     """Decode is idle but for three long answers, one on each: the worker that prefill gets takes its answer to the end first."""
     requests: list[PlannedRequest] = [request_at(0, 16, 600, block=i) for i in range(3)]
     requests += [request_at(1 + i / 8, 800, 2, block=10 + i) for i in range(100)]
-    planned = cluster("1P3D", step_time=SLOW, auto=AUTO)
+    planned, moves = moving("1P3D")
     records = planned.run(requests, rate=1.0, until_s=FOREVER)
-    assert planned.moves is not None and planned.moves.done
-    first = planned.moves.done[0]
+    first = moves[0]
     assert first.to_role is Role.PREFILL
     ended_s = min(r.sent_s + r.e2e_s for r in records[:3] if r.e2e_s is not None)
     assert first.began_s < ended_s, "it had its answer to write still"
@@ -95,7 +99,7 @@ def test_a_worker_ends_what_it_has_before_it_goes() -> None:
 
 def test_workers_report_the_time_that_they_computed() -> None:
     """What the loop counts as busy is what the device was: a step is waited for in the turn that launched it."""
-    planned = cluster("1P1D", step_time=SLOW, auto=AUTO)
+    planned, _ = moving("1P1D")
     planned.run(
         [*(request_at(i / 2, 400, 20, block=i) for i in range(20)), request_at(30, 1, 1)], rate=1.0, until_s=FOREVER
     )
