@@ -5,12 +5,14 @@ from collections.abc import Sequence
 
 from deploy.flags import Parser, add_flags, config_from
 from router.config import RouterConfig
+from service.process.collector import paused
 
 
 def run(argv: Sequence[str]) -> int:
     """Route until a signal."""
     config = config_of(build_parser().parse_strict(argv))
-    from router.server import serve  # not before the flags are right
+    with paused():
+        from router.server import serve  # not before the flags are right
 
     serve(config, on_ready=_announce)
     return 0
