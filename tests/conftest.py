@@ -2,6 +2,7 @@
 hypothesis depends on how fast the machine is.
 """
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,13 @@ SHARED = (
     "hostile",
 )  # folders whose files share servers: one process of pytest-xdist runs all of each
 LONG = (*SHARED, "e2e", "faults")
+
+gc.disable()  # while a million objects are imported and collected, which then live to the end
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,8 +16,10 @@ class Circle:
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
+    gc.unfreeze()
     yield
     gc.unfreeze()
+    gc.freeze()
 
 
 def test_the_second_time_drops_what_has_died_since_the_first() -> None:
