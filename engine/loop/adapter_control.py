@@ -1,7 +1,4 @@
-"""LoRA adapters come and go while the loop runs: read in a thread, installed between two steps, unloaded when unused.
-
-It owns the registry (engine/core/adapters.py) and the calls that wait for an answer. It must not know sockets or tensors.
-"""
+"""LoRA adapters are read in a thread, installed between two steps, and unloaded when unused."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -19,8 +16,6 @@ OFF = "this server was started without --enable-lora"
 
 
 class AdapterStore(Protocol):
-    """The part of engine/lora/store.py that is used here."""
-
     def start_reading(self, path: str, *, when_done: Callable[[], None]) -> "Future[Any]": ...
 
     def read(self, path: str) -> Any: ...
@@ -31,10 +26,7 @@ class AdapterStore(Protocol):
 
 
 class AdapterControl(LoopListener):
-    """`store` None: there are no adapters here. `forget_prefixes_of`: no cached KV of that number is needed any more.
-
-    `reply` answers; `wakeup` ends the loop's rest, from any thread.
-    """
+    """`store` None: the engine has no adapters. `wakeup` ends the loop's rest, from any thread."""
 
     def __init__(
         self,
@@ -61,7 +53,7 @@ class AdapterControl(LoopListener):
         )
 
     def load_now(self, name: str, path: str) -> None:
-        """Before the loop runs. Raises ConfigError."""
+        """Load an adapter before the loop runs. Raises ConfigError."""
         assert self._store is not None
         self._adapters.begin_load(name, path)
         self._install(name, self._store.read(path))
@@ -69,7 +61,7 @@ class AdapterControl(LoopListener):
     # ---- requests
 
     def acquire(self, request: GenerateRequest) -> int | TokenOutput:
-        """Return the number of its adapter (0: none), which stays loaded until the request has ended; or its refusal."""
+        """Keep the adapter of `request` loaded until it ends, and return its number (0: none); or a refusal."""
         if not request.lora:
             return 0
         if self._store is None:
@@ -102,7 +94,6 @@ class AdapterControl(LoopListener):
         self._reading.append((message, self._store.start_reading(message.path, when_done=self._wakeup)))
 
     def on_turn(self) -> None:
-        """Once a turn, before planning."""
         if not self._reading and not self._unloading:
             return
         done = [(message, future) for message, future in self._reading if future.done()]
@@ -138,7 +129,6 @@ class AdapterControl(LoopListener):
     # ---- answers
 
     def gauges(self) -> dict[str, float]:
-        """Only where adapters may be."""
         if self._store is None:
             return {}
         counts = self._adapters.counts()

@@ -3,8 +3,7 @@
     running --PauseGeneration--> pausing --launched steps collected--> paused --ContinueGeneration--> running
     (any)   --UpdateWeights----> read in a thread --no request has KV of the old weights--> taken, answered
 
-It owns whether steps may be planned (`paused`), whether requests may enter (`blocks_input`), and those that wait for it.
-It must not know sockets; what becomes of requests is the scheduler's and the role's.
+It owns whether steps may be planned (`paused`), whether requests may enter (`blocks_input`), and those that wait.
 """
 
 import logging
@@ -33,8 +32,6 @@ AbortAll = Callable[[], list[TokenOutput]]
 
 
 class Weights(Protocol):
-    """The part of engine/executor/weights.py that is used here."""
-
     model_path: str
     version: str
 
@@ -44,7 +41,7 @@ class Weights(Protocol):
 
 
 class EngineControl:
-    """`abort_all` ends every live request; `reply` answers; `wakeup` ends the loop's rest, from any thread."""
+    """`wakeup` ends the loop's rest, from any thread."""
 
     def __init__(
         self,
@@ -71,12 +68,11 @@ class EngineControl:
 
     @property
     def paused(self) -> bool:
-        """No step may be planned."""
         return self._pause is not None
 
     @property
     def blocks_input(self) -> bool:
-        """New requests wait: the engine is paused, or drains for other weights (that have been read and fit)."""
+        """Whether new requests wait: the engine is paused, or drains for weights that have been read."""
         return self.paused or self._model is not None
 
     @property
@@ -88,7 +84,7 @@ class EngineControl:
         self._held[request.rid] = request
 
     def drop(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
-        """Abort a request that waits here; [] when it does not."""
+        """Abort a request if it waits here."""
         request = self._held.pop(rid, None)
         if request is None:
             return []
@@ -110,7 +106,7 @@ class EngineControl:
         return []
 
     def on_turn(self, *, num_launched: int) -> list[TokenOutput]:
-        """Once a turn, before planning. `num_launched`: steps in flight."""
+        """Act before a turn plans. `num_launched`: steps in flight."""
         outputs = self._on_read()
         if num_launched == 0:
             self._finish_pause()
@@ -118,7 +114,7 @@ class EngineControl:
         return outputs
 
     def release(self) -> list[GenerateRequest]:
-        """Take the requests that waited here and may enter now, in order of arrival."""
+        """Take the requests that may enter now, in order of arrival."""
         if self.blocks_input or not self._held:
             return []
         released, self._held = list(self._held.values()), {}
@@ -137,7 +133,6 @@ class EngineControl:
         return [*self._abort_all(), *self.drop_all()] if message.mode == "abort" else []
 
     def _finish_pause(self) -> None:
-        """Every launched step has been collected."""
         pause, self._unanswered = self._unanswered, None
         if pause is None:
             return
@@ -160,7 +155,7 @@ class EngineControl:
         self._read = self._weights.read(message.model_path, when_done=self._wakeup)
 
     def _on_read(self) -> list[TokenOutput]:
-        """The checkpoint has been read, or cannot be: then no request is affected."""
+        """Take the checkpoint that has been read; a failure affects no request."""
         if self._update is None or self._read is None or not self._read.done():
             return []
         read, self._read = self._read, None
@@ -171,7 +166,7 @@ class EngineControl:
         return []
 
     def _finish_update(self) -> None:
-        """Wait until no KV of the old weights is in use, then take the new ones."""
+        """Take the new weights once no KV of the old ones is in use."""
         if self._update is None or self._model is None:
             return
         if self.paused and not self._scheduler.holds_no_kv:

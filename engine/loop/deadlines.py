@@ -1,7 +1,4 @@
-"""When requests end at the latest, because no client waits for them any more. Pure: it receives events and the time.
-
-It owns the deadlines; the loop ends a request whose deadline has passed, in whatever stage it is.
-"""
+"""Deadlines of requests: the loop ends a request after its own, in whatever stage it is."""
 
 import heapq
 import math
@@ -10,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from engine.loop.listener import LoopListener
 from engine.messages import FinishReason, GenerateRequest, TokenOutput
 
-SPARE = 64  # entries of ended requests that are kept before they are cleared out
+SPARE = 64  # entries of ended requests that the heap may keep
 SOON_S = 0.001
 
 
@@ -44,14 +41,14 @@ class Deadlines(LoopListener):
                 self._live.pop(output.rid, None)
 
     def due(self, now_s: float) -> Iterator[tuple[str, FinishReason]]:
-        """Requests whose time is over, each once, and why they end."""
+        """Yield each request whose time is over once, and the reason for its end."""
         while self._order and self._order[0][0] <= now_s:
             at_s, rid = heapq.heappop(self._order)
             if self._live.get(rid, (math.nan, 0.0))[0] == at_s:
                 yield rid, too_late(self._live.pop(rid)[1])
 
     def shorten(self, wait_s: float, now_s: float) -> float:
-        """Seconds to rest, `wait_s` at most, so that no deadline is missed."""
+        """Shorten a rest of `wait_s` so that no deadline is missed."""
         while self._order and self._order[0][1] not in self._live:
             heapq.heappop(self._order)
         return wait_s if not self._order else min(wait_s, max(SOON_S, self._order[0][0] - now_s))

@@ -1,4 +1,4 @@
-"""Between the host tier's decisions and the disk threads, once a turn. It decides nothing."""
+"""Carries work and results between the host tier and its disk threads, once a turn."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -8,8 +8,6 @@ from engine.core.disk_tier import DiskTier
 
 
 class DiskPort(Protocol):
-    """The part of engine/hicache/disk.py that is used here."""
-
     def submit(self, work: DiskWork) -> None: ...
 
     def poll(self) -> Iterable[DiskDone]: ...
@@ -18,8 +16,6 @@ class DiskPort(Protocol):
 
 
 class DiskPump:
-    """Without a host tier or a disk a turn is nothing."""
-
     def __init__(self, tier: DiskTier | None = None, disk: DiskPort | None = None) -> None:
         self._tier = tier
         self._disk = disk
@@ -38,5 +34,5 @@ class DiskPump:
 
     @property
     def busy(self) -> bool:
-        """Requests may wait for what is being read."""
+        """Whether requests may wait for files."""
         return self._tier is not None and self._tier.busy

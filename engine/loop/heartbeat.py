@@ -1,7 +1,7 @@
 """A thread of the scheduler process that answers while the loop's thread computes.
 
-Kernels and waits for a device run without Python's lock, so this thread answers in the middle of a step that lasts minutes. It
-is silent when the process is frozen or dead. It owns its two sockets; the turn clock knows the state of the loop.
+Kernels and waits for a device run without Python's lock, so this thread answers during a step that lasts minutes. Silence means
+that the process is frozen or dead.
 """
 
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class HeartbeatResponder:
-    """Answers each `GetStep`, until the turn clock says that the loop has ended."""
+    """Answers each `GetStep` until the loop has ended."""
 
     def __init__(self, ipc: IpcPaths, turns: TurnClock, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._turns = turns

@@ -1,7 +1,4 @@
-"""What the engine did lately: one readable line per interval, and the two gauges that follow from it. Pure.
-
-It owns the sums since the last line.
-"""
+"""What the engine did lately: one readable line per interval, and two gauges."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,10 +20,7 @@ class _Sums:
 
 
 class IntervalLog(LoopListener):
-    """`steps`: of an interval (--decode-log-interval). `write` receives each line.
-
-    A rest ends an interval too, but writes at most one line in `QUIET_S`.
-    """
+    """`steps`: of an interval (--decode-log-interval). A rest ends one, too, but writes at most one line in `QUIET_S`."""
 
     QUIET_S = 1.0
 

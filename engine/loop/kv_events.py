@@ -1,8 +1,7 @@
 """Publishes the prefix cache's events over ZMQ: a thread with two sockets behind a bounded queue.
 
-The loop's thread only puts what happened in a turn into the queue; where that is full the batch is dropped, and its
-number with it, so that subscribers see the gap. Sockets, frames and names are vLLM's (service/kv_events.py).
-With the cluster's secret both sockets demand it (CURVE, like the control plane): events hold the users' tokens.
+Where the queue is full a batch is dropped, and its number with it, so that subscribers see the gap. Sockets, frames and names
+are vLLM's (service/kv_events.py). Both sockets demand the cluster's secret, if there is one: events hold the users' tokens.
 """
 
 import json
@@ -45,7 +44,7 @@ class Publisher(Protocol):
 
 
 class EventPump:
-    """Between the cache's events and their publisher, once a turn. Without one a turn is nothing."""
+    """Carries the cache's events to their publisher, once a turn."""
 
     def __init__(self, events: CacheEvents | None = None, publisher: Publisher | None = None) -> None:
         self._events = events
@@ -73,7 +72,7 @@ def to_wire(event: CacheEvent, page_size: int) -> KVEvent:
 
 
 class ZmqPublisher:
-    """Binds at once (ConfigError where it cannot), sends from a thread of its own."""
+    """Binds at once and sends from a thread of its own. Raises ConfigError."""
 
     def __init__(self, config: KVEventsConfig, *, secret: bytes | None = None) -> None:
         self._config = config
@@ -81,7 +80,7 @@ class ZmqPublisher:
         self._next = 0
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
-        self._doorkeeper = None if secret is None else ZapAuthenticator(self._context, secret)
+        self._authenticator = None if secret is None else ZapAuthenticator(self._context, secret)
         self._pub = self._replay = None
         try:
             self._pub = self._bound(zmq.PUB, config.endpoint, secret)
@@ -95,14 +94,14 @@ class ZmqPublisher:
         self._thread.start()
 
     def describe(self) -> str:
-        """JSON for /server_info: the configuration with the ports in use, and whether subscribers need the secret."""
+        """Return JSON for /server_info: the ports in use, and whether subscribers need the secret."""
         assert self._pub is not None
         shown = {
             "publisher": self._config.publisher,
             "endpoint": _endpoint(self._pub),
             "replay_endpoint": None if self._replay is None else _endpoint(self._replay),
             "topic": self._config.topic,
-            "curve": self._doorkeeper is not None,
+            "curve": self._authenticator is not None,
         }
         return json.dumps(shown)
 
@@ -141,13 +140,13 @@ class ZmqPublisher:
         self._pub.send_multipart([self._config.topic.encode(), seq_bytes(item[0]), payload])
 
     def _serve_others(self) -> None:
-        if self._doorkeeper is not None:
-            self._doorkeeper.answer()
+        if self._authenticator is not None:
+            self._authenticator.answer()
         while self._replay is not None and self._replay.poll(0):
             self._answer(self._replay, self._replay.recv_multipart())
 
     def _answer(self, replay: Any, frames: list[bytes]) -> None:
-        """Send what a subscriber missed. One that does not read misses it again: nothing here waits."""
+        """Send what a subscriber missed, without waiting for one that does not read."""
         if len(frames) != 3 or len(frames[2]) != 8:
             log.warning("%s: a replay request of another form; ignored", FLAG)
             return
@@ -178,8 +177,8 @@ class ZmqPublisher:
         for sock in (self._pub, self._replay):
             if sock is not None:
                 sock.close()
-        if self._doorkeeper is not None:
-            self._doorkeeper.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
         self._context.term()
 
 

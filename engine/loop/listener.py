@@ -1,4 +1,4 @@
-"""What the parts around the loop learn from it. The loop calls each listener of one list, in that order."""
+"""Events of the loop for the parts around it."""
 
 from collections.abc import Sequence
 
@@ -9,16 +9,16 @@ from engine.messages import GenerateRequest, TokenOutput
 
 
 class LoopListener:
-    """Receives events of the loop, on its thread. Each does nothing by default."""
+    """Called on the loop's thread, in the order of its list."""
 
     def on_received(self, message: GenerateRequest, now_s: float) -> None:
-        """A request has come from the frontend."""
+        """A request has arrived from the frontend."""
 
     def on_added(self, request: Request, now_s: float) -> None:
-        """It goes to the role, or to the grammar queue first."""
+        """It is about to go to the role or to the grammar queue."""
 
     def on_planned(self, now_s: float) -> None:
-        """The scheduler has planned a step, or found none."""
+        """The turn has planned a step or found none."""
 
     def on_launch(self, plan: Plan, now_s: float) -> None:
         """A step is about to be launched."""
@@ -27,10 +27,10 @@ class LoopListener:
         """A step has been collected."""
 
     def on_outputs(self, outputs: Sequence[TokenOutput], now_s: float) -> None:
-        """Outputs are about to be sent. One with a `finish` is the request's last."""
+        """Outputs are about to be sent."""
 
     def on_worked(self, taken_s: float) -> None:
-        """A turn that had something to compute is over; its wait for the device counts."""
+        """A turn with a step is over; its wait for the device counts."""
 
     def on_rest(self, now_s: float) -> None:
         """There is nothing left to compute."""

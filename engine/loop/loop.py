@@ -4,8 +4,7 @@ One turn:   receive -> role.poll -> schedule -> launch ------> collect the oldes
                                                   |                  ^
                                   depth 2: the next step is launched before this one's results are read
 
-Launched steps are the pipeline's (engine/loop/pipeline.py); decisions are the scheduler's, the role's and the control's
-(engine/loop/control.py: pause, weights). Times, logs, deadlines and the stream gate listen (engine/loop/listener.py).
+Times, logs, deadlines and the stream gate listen (engine/loop/listener.py).
 """
 
 import logging
@@ -26,7 +25,6 @@ from engine.loop.disk_pump import DiskPump
 from engine.loop.interval_log import IntervalLog
 from engine.loop.kv_events import EventPump
 from engine.loop.listener import LoopListener
-from engine.loop.open_requests import OpenRequests
 from engine.loop.pipeline import Pipeline, StepLauncher
 from engine.loop.profile_control import ProfileControl, Profiler
 from engine.loop.receive_skipper import ReceiveSkipper
@@ -35,7 +33,7 @@ from engine.loop.retraction_log import RetractionLog, remedy_of
 from engine.loop.role import EngineRole, Peered
 from engine.loop.step_durations import StepDurations
 from engine.loop.stream_gate import StreamGate
-from engine.loop.timekeeper import Timekeeper
+from engine.loop.timekeeper import OpenRequests, Timekeeper
 from engine.loop.turn_clock import TurnClock
 from engine.messages import (
     AbortRequest,
@@ -71,7 +69,7 @@ class Ports(Protocol):
     def receive(self) -> list[ToScheduler]: ...
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something can be received, `call_attention` was called, or the time is over."""
+        """Wait for a message, for `call_attention`, or for the time to pass."""
 
     def to_frontend(self, message: ToFrontend) -> None: ...
 
@@ -93,7 +91,7 @@ class LoopSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopServices:
-    """What the loop serves besides requests and steps. Each part does nothing where the engine has no such thing."""
+    """What the loop serves besides requests and steps."""
 
     weights: Weights
     profiler: Profiler
@@ -166,7 +164,7 @@ class EngineLoop:
         self.stopped = False
 
     def run(self) -> None:
-        """Turn until a `Shutdown` comes or `stopped` is set from a signal handler."""
+        """Turn until a `Shutdown` arrives, or a signal handler sets `stopped`."""
         try:
             while not self.stopped:
                 self._turns.turning(self._clock())
@@ -176,7 +174,7 @@ class EngineLoop:
             self._turns.end()
 
     def turn(self) -> bool:
-        """Make one turn; False when there was nothing to compute."""
+        """Make one turn; return False when there was nothing to compute."""
         now_s = self._clock()
         outputs: list[TokenOutput] = []
         if self._skipper.due(self._pipeline.last):
@@ -323,7 +321,6 @@ class EngineLoop:
         return outputs + [output for request in ready for output in self._role.add(request, now_s)]
 
     def _end(self, rid: str, now_s: float, reason: FinishReason) -> list[TokenOutput]:
-        """End a request, whether the control holds it back or it is live."""
         return self._control.drop(rid, reason) or self._abort(rid, now_s, reason)
 
     def _abort(self, rid: str, now_s: float, reason: FinishReason) -> list[TokenOutput]:

@@ -1,10 +1,8 @@
-"""The launched steps: which step is launched, sampled and collected when. The same for every role, device and depth.
+"""The launched steps: which step is launched, sampled and collected when.
 
-    depth 1                    launch N -> collect N -> launch N+1
-    depth 2                    launch N -> launch N+1 -> collect N
-    deferred sampling          launch N -> forward N+1 -> collect N -> masks N+1 -> sample N+1
-
-It owns the launched steps and nothing else. What a step means is the scheduler's, what comes of it the caller's.
+depth 1                    launch N -> collect N -> launch N+1
+depth 2                    launch N -> launch N+1 -> collect N
+deferred sampling          launch N -> forward N+1 -> collect N -> masks N+1 -> sample N+1
 """
 
 from collections import deque
@@ -17,8 +15,6 @@ from engine.messages import TokenOutput
 
 
 class Launched(Protocol):
-    """A step on its way."""
-
     @property
     def plan(self) -> Plan: ...
 
@@ -47,7 +43,7 @@ class StepOwner(Protocol):
 
 
 class Pipeline(Generic[L]):
-    """`depth`: steps launched before the oldest is collected. `on_step` returns the outputs of a collected one."""
+    """`depth`: steps launched before the oldest is collected."""
 
     def __init__(
         self,
@@ -70,11 +66,11 @@ class Pipeline(Generic[L]):
 
     @property
     def last(self) -> Plan | None:
-        """The plan launched last, if its step is not collected yet."""
+        """Return the plan launched last, if its step is not collected."""
         return self._launched[-1].plan if self._launched else None
 
     def advance(self, plan: Plan | None) -> list[TokenOutput]:
-        """Launch `plan`; collect the oldest step where the depth is reached, or nothing else is left to do."""
+        """Launch `plan`; collect the oldest step if the depth is reached or there is no plan."""
         outputs = [] if plan is None else self._launch(plan)
         if self._launched and (plan is None or len(self._launched) >= self._depth):
             outputs += self._collect()
@@ -89,7 +85,7 @@ class Pipeline(Generic[L]):
         return outputs
 
     def _launch_in_two(self, plan: Plan) -> list[TokenOutput]:
-        """The forward needs no mask: it computes while the tokens are collected that the masks follow from."""
+        """Launch the forward, collect the tokens from which the masks follow, then launch sampling."""
         launched = self._executor.launch_forward(plan)
         self._launched.append(launched)
         outputs = self._collect_all_but(1)

@@ -30,7 +30,7 @@ class ZmqPorts:
                 os.eventfd_read(self._attention)
 
     def call_attention(self) -> None:
-        """From any thread or signal handler, at any time: end the current or next `wait`; nothing once closed."""
+        """End the current or next `wait`, from any thread or signal handler, also once closed."""
         if (attention := self._attention) != CLOSED:
             with suppress(OSError):  # closed by the loop's thread since the line above
                 os.eventfd_write(attention, EVENTFD_ONE)

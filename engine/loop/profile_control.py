@@ -1,4 +1,4 @@
-"""Profiles of a running engine, by HTTP: one at a time, for a number of steps or until it is stopped."""
+"""Profiles of a running engine: one at a time, for a number of steps or until it is stopped."""
 
 import logging
 from collections.abc import Callable
@@ -13,8 +13,6 @@ log = logging.getLogger(__name__)
 
 
 class Profiler(Protocol):
-    """The part of engine/executor/profiler.py that is used here."""
-
     @property
     def running(self) -> bool: ...
 
@@ -57,7 +55,7 @@ class ProfileControl(LoopListener):
         self._reply(ControlReply(message.call_id, True, "Start profiling.", values={"file": file}))
 
     def _stop(self, call_id: str | None) -> None:
-        """`call_id` None: its steps are over, and no call waits for an answer."""
+        """End the profile; `call_id` None: no call waits for an answer."""
         self._steps_left = None
         try:
             file = self._profiler.stop()

@@ -1,9 +1,7 @@
-"""What the engine reports about itself: load, gauges, and what its owners find when they check themselves.
-
-It owns the last findings. It changes nothing of what it looks at.
-"""
+"""What the engine reports about itself: load, gauges, and the findings of its self-checks."""
 
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 from engine.core.scheduler import Scheduler
@@ -11,9 +9,8 @@ from engine.grammar.queue import GrammarQueue
 from engine.loop.adapter_control import AdapterControl
 from engine.loop.control import EngineControl
 from engine.loop.interval_log import IntervalLog
-from engine.loop.open_requests import OpenRequests
 from engine.loop.role import EngineRole, Peered
-from engine.loop.self_check import problems_of
+from engine.loop.timekeeper import OpenRequests
 from engine.messages import StateReply
 
 log = logging.getLogger(__name__)
@@ -87,7 +84,7 @@ class Reporter:
         return own | ({"waiting": self._scheduler.num_waiting} if self._peered is None else self._peered.queues())
 
     def check_when_due(self, now_s: float) -> None:
-        """Check every owner now and then, while the loop rests."""
+        """Check every owner, once in CHECK_EVERY_S."""
         if now_s >= self._next_check_s:
             self._next_check_s = now_s + CHECK_EVERY_S
             self._problems = self._find_problems()
@@ -97,3 +94,18 @@ class Reporter:
     def _find_problems(self) -> list[str]:
         roles = {} if self._peered is None else {f"{self._role.name} role": self._peered.check}
         return problems_of({**self._scheduler.checks(), "adapters": self._adapters.check, **roles})
+
+
+def problems_of(checks: Mapping[str, Callable[[], None]]) -> list[str]:
+    """Return what each of `checks` finds, behind the name of its owner. No failure hides another or ends the loop."""
+    return [f"{owner}: {problem}" for owner, check in checks.items() if (problem := _problem(check)) is not None]
+
+
+def _problem(check: Callable[[], None]) -> str | None:
+    try:
+        check()
+    except AssertionError as error:
+        return str(error) or "an assertion failed"
+    except Exception as error:
+        return f"its check failed: {type(error).__name__}: {error}"
+    return None

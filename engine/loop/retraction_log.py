@@ -1,4 +1,4 @@
-"""The warning that memory ran out: how many requests were retracted, and which flag makes that rarer. Pure."""
+"""The warning that memory ran out: how many requests were retracted, and which flag makes that rarer."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ DECODE_REMEDY = "--num-reserved-decode-tokens or --mem-fraction-static"  # its r
 
 
 class RetractionLog(LoopListener):
-    """`write` receives at most one line in `EVERY_S`; the next one covers what happened in between."""
+    """Writes at most one line in `EVERY_S`, which covers all since the last one."""
 
     EVERY_S = 5.0
 
@@ -22,12 +22,9 @@ class RetractionLog(LoopListener):
         self._last_line_s = float("-inf")
 
     def on_planned(self, now_s: float) -> None:
-        """Preemptions and pauses retract requests too; those are not reported."""
         counters = self._scheduler.counters
-        requests, tokens = (
-            counters.out_of_memory - self._reported_requests,
-            counters.out_of_memory_tokens - self._reported_tokens,
-        )
+        requests = counters.out_of_memory - self._reported_requests
+        tokens = counters.out_of_memory_tokens - self._reported_tokens
         if requests == 0 or now_s - self._last_line_s < self.EVERY_S:
             return
         self._reported_requests, self._reported_tokens = counters.out_of_memory, counters.out_of_memory_tokens

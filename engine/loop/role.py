@@ -1,7 +1,4 @@
-"""What differs between unified, prefill and decode, as the loop sees it. Roles of disaggregation live in disagg/.
-
-Every role is an `EngineRole`. One that hands KV to peers, or gets it from them, is `Peered`, too.
-"""
+"""What differs between unified, prefill and decode. Roles of disaggregation live in disagg/."""
 
 from typing import Protocol, runtime_checkable
 
@@ -13,7 +10,7 @@ from engine.messages import FinishReason, TokenOutput
 
 
 class EngineRole(Protocol):
-    """Called by the loop only, on its thread; nothing here may block. Each call returns the outputs to send now."""
+    """Called on the loop's thread; nothing may block. Each call returns the outputs to send now."""
 
     name: str
 
@@ -22,7 +19,7 @@ class EngineRole(Protocol):
     def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]: ...
 
     def poll(self, now_s: float) -> list[TokenOutput]:
-        """Move queues on what happened outside. Once a turn, before planning."""
+        """Advance the queues, once a turn before planning."""
 
     def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
         """A step has been collected."""
@@ -32,34 +29,32 @@ class EngineRole(Protocol):
 
 @runtime_checkable
 class Peered(Protocol):
-    """The half of a role that has to do with other workers."""
+    """A role that exchanges KV with peers."""
 
     def close_to_peers(self, why: str | None) -> None:
-        """Refuse work of peers from now on, because of `why` (None: accept it)."""
+        """Refuse work of peers because of `why`; None: accept it."""
 
     def end_peers_work(self, why: str) -> None:
-        """End unfinished work for peers, and tell them."""
+        """End unfinished work for peers, and notify them."""
 
     def on_launch(self, plan: Plan) -> None:
         """A step is about to be launched."""
 
     def waits_for_outside(self) -> bool:
-        """Something outside (a transfer, a peer, a timeout) may move a queue: do not sleep long."""
+        """Whether a transfer, a peer or a timeout may advance a queue: the loop rests briefly."""
 
     def queues(self) -> dict[str, int]:
-        """How many requests wait where, those in the scheduler included."""
+        """Count the requests in each queue, those in the scheduler included."""
 
     def counters(self) -> dict[str, float]: ...
 
     def gauges(self) -> dict[str, float]: ...
 
     def check(self) -> None:
-        """Check the role's own state. Raises AssertionError."""
+        """Raise AssertionError if the role's own state is inconsistent."""
 
 
 class UnifiedRole:
-    """Prefill and decode in one engine: the scheduler does it all."""
-
     name = "unified"
 
     def __init__(self, scheduler: Scheduler) -> None:

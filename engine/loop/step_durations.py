@@ -1,7 +1,4 @@
-"""How long launched steps take, one behind the other. Pure.
-
-At depth 2 a step begins when the one before it has ended, not when it was launched.
-"""
+"""How long launched steps take: at depth 2 a step begins when the one before it has ended."""
 
 from collections import deque
 from collections.abc import Callable
@@ -12,7 +9,7 @@ from engine.loop.listener import LoopListener
 
 
 class StepDurations(LoopListener):
-    """`report` receives the plan of each collected step, and its seconds."""
+    """`report` receives the plan and the seconds of each collected step."""
 
     def __init__(self, report: Callable[[Plan, float], None]) -> None:
         self._report = report

@@ -1,20 +1,16 @@
-"""How often a request's tokens are sent: every `stream_interval` of them, so that the processes behind handle fewer messages.
-
-It owns the outputs that are held back. It must not know what the tokens mean: what may still become a stop string is the
-frontend's (engine/text).
-"""
+"""Sends a request's tokens every `stream_interval` of them, so that the frontend handles fewer messages."""
 
 from engine.loop.listener import LoopListener
 from engine.messages import GenerateRequest, TokenOutput
 
-FORCED_INTERVAL = 50  # of a request whose answer is not streamed: the work with its text stays spread (SGLang's number)
+FORCED_INTERVAL = 50  # of a request that is not streamed: spreads the work with its text (SGLang's number)
 
 
 class StreamGate(LoopListener):
     """`interval`: the engine's; a request may bring its own.
 
-    With interval n, tokens 1, n+1, 2n+1... are sent at once, with all that were held back: the first token is never late,
-    even if the answer is not streamed (its time is measured where it arrives).
+    With interval n, tokens 1, n+1, 2n+1... are sent at once, with all held ones: the first is never late, as its time is
+    measured where it arrives.
     """
 
     def __init__(self, *, interval: int) -> None:
@@ -26,13 +22,13 @@ class StreamGate(LoopListener):
         self._interval_of[message.rid] = self._interval_for(message)
 
     def pass_on(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """Return what is to be sent now. The end of a request is never held."""
+        """Return the outputs to send now. The end of a request is never held."""
         return [passed for output in outputs if (passed := self._judge(output)) is not None]
 
     def _interval_for(self, request: GenerateRequest) -> int:
         sampling = request.sampling
         if (sampling.stop or sampling.stop_regex) and sampling.min_new_tokens:
-            return 1  # a stop string may stand before the least length: the text's maker must see where the end came
+            return 1  # a stop string may stand before min_new_tokens: the frontend must see where the end was
         if not request.stream:
             return FORCED_INTERVAL
         return request.stream_interval or self._interval
@@ -51,7 +47,7 @@ class StreamGate(LoopListener):
 
 
 def _joined(held: TokenOutput, new: TokenOutput) -> TokenOutput:
-    """Lists of `held` go first; of all else the newer value holds."""
+    """Join the lists, and take the newer value of all else."""
     new.new_ids = held.new_ids + new.new_ids
     new.logprobs = held.logprobs + new.logprobs
     new.input_logprobs = held.input_logprobs + new.input_logprobs

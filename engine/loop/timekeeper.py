@@ -1,17 +1,34 @@
-"""Notes when requests pass from stage to stage (engine/core/times.py), and writes it into their last output.
+"""Notes when requests pass from stage to stage (engine/core/times.py), and writes it into their last output."""
 
-What only a role sees (bootstrap, landing) the role writes.
-"""
-
-from collections.abc import Sequence
+from collections.abc import KeysView, Sequence
 
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.times import MAX_CHUNKS, stages, time_line
 from engine.loop.listener import LoopListener
-from engine.loop.open_requests import OpenRequests
 from engine.messages import TokenOutput
+
+
+class OpenRequests(LoopListener):
+    """The requests whose last output is not sent. The last listener: others look up ending requests."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Request] = {}
+
+    def get(self, rid: str) -> Request | None:
+        return self._open.get(rid)
+
+    def rids(self) -> KeysView[str]:
+        return self._open.keys()
+
+    def on_added(self, request: Request, now_s: float) -> None:
+        self._open[request.rid] = request
+
+    def on_outputs(self, outputs: Sequence[TokenOutput], now_s: float) -> None:
+        for output in outputs:
+            if output.finish is not None:
+                self._open.pop(output.rid, None)
 
 
 class Timekeeper(LoopListener):
@@ -22,7 +39,7 @@ class Timekeeper(LoopListener):
         request.times.arrived_s = now_s
 
     def on_launch(self, plan: Plan, now_s: float) -> None:
-        """A retracted request that begins again keeps its first times."""
+        """Note the first times; a retracted request keeps them."""
         if not plan.extend:
             return
         for item in plan.items:

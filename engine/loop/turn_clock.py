@@ -1,9 +1,8 @@
-"""What the loop's thread does, and since when. Pure; read by any thread.
+"""What the loop's thread does, and since when; read by any thread.
 
     loading --loaded--> resting <--turning, resting--> turning        any --end--> ended
 
-A turn holds one step at most: `computing` names it. The watchdog reads how long a turn takes, the heartbeat what it computes.
-The loop's thread writes two fields a turn and takes no lock: a reader that looks in between sees a new turn with no step yet.
+A turn holds one step at most. The loop's thread takes no lock: a reader may see a new turn without its step.
 """
 
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from engine.messages import StepInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doing:
-    """One look. `busy_s`: how long the load or the turn has taken, None at rest. `stalled`: longer than it may."""
+    """`busy_s`: how long the load or the turn has taken, None at rest. `stalled`: longer than the limit."""
 
     busy_s: float | None
     loading: bool = False
@@ -23,7 +22,7 @@ class Doing:
 
 
 class TurnClock:
-    """`limit_s`: a turn that takes longer is a stall; 0 or less: none is. Loading has no limit."""
+    """`limit_s`: longest turn; 0 or less: no limit. Loading has no limit."""
 
     def __init__(self, *, limit_s: float, now_s: float = 0.0) -> None:
         self.limit_s = limit_s
@@ -33,36 +32,35 @@ class TurnClock:
         self._ended = False
 
     def loaded(self) -> None:
-        """The model is there; turns follow."""
+        """Note that the model is loaded."""
         self._loading_since_s = None
 
     def turning(self, now_s: float) -> None:
-        """A turn begins (and the one before has ended)."""
+        """Begin a turn."""
         self._plan = None
         self._turning_since_s = now_s
 
     def computing(self, plan: Plan | None) -> None:
-        """The step that this turn launches or waits for; None: there is none."""
+        """Note the step that this turn launches or waits for, if any."""
         self._plan = plan
 
     def resting(self) -> None:
-        """The loop waits for something to do, without a limit."""
+        """Begin a rest, which has no limit."""
         self._turning_since_s = None
 
     def end(self) -> None:
-        """The loop has ended, in good order or by an exception."""
         self._ended = True
         self._turning_since_s = None
 
     def stalled_s(self, now_s: float) -> float | None:
-        """How long the present turn takes, when that is too long."""
+        """Return the duration of the present turn if it is beyond the limit."""
         since_s = self._turning_since_s
         if since_s is None or self.limit_s <= 0 or now_s - since_s <= self.limit_s:
             return None
         return now_s - since_s
 
     def doing(self, now_s: float) -> Doing | None:
-        """None: the loop has ended."""
+        """Return None once the loop has ended."""
         if self._ended:
             return None
         if (loading_since_s := self._loading_since_s) is not None:

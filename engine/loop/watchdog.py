@@ -1,7 +1,4 @@
-"""Ends a process whose loop has stopped turning: a router still sends requests to a worker that hangs.
-
-It owns one thread; the turn clock knows how long a turn takes, and may take.
-"""
+"""Ends a process whose loop hangs, because a router still sends requests to it."""
 
 import faulthandler
 import logging
@@ -21,7 +18,7 @@ LONGEST_CHECK_S = 1.0
 
 
 def end_with_stacks(stalled_s: float) -> None:
-    """Write every thread's stack to stderr and end the process, without waiting for anything that may hang."""
+    """Write every thread's stack to stderr and end the process at once."""
     print(
         f"scheduler: the loop has not turned for {stalled_s:.1f} s (--watchdog-timeout); stacks follow", file=sys.stderr
     )
@@ -31,7 +28,7 @@ def end_with_stacks(stalled_s: float) -> None:
 
 
 class Watchdog:
-    """Watches `turns`. `on_stall` gets the length of the stall in seconds."""
+    """`on_stall` receives the length of the stall in seconds."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Every owner is asked, whatever the others say; nothing that a check does ends the loop."""
 
-from engine.loop.self_check import problems_of
+from engine.loop.reporter import problems_of
 from tests.core.engine_in_a_test import EngineInATest
 
 
