@@ -15,6 +15,8 @@ from router.config import RouterConfig
 from router.server import start_router
 
 DEADLINE_S = 60.0
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+STREAM = {**CHAT, "stream": True}
 
 Behaviour = Callable[["DummyWorker", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -33,13 +35,17 @@ async def answer_ok(worker: "DummyWorker", request: web.Request, body: dict[str,
     return await stream(request, [{"from": worker.name, "i": i} for i in range(3)])
 
 
-async def stream(request: web.Request, events: list[dict[str, Any]], *, done: bool = True) -> web.StreamResponse:
+async def begin_stream(request: web.Request, first: bytes = b'data: {"i": 0}\n\n') -> web.StreamResponse:
     out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await out.prepare(request)
-    for event in events:
-        await out.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-    if done:
-        await out.write(b"data: [DONE]\n\n")
+    await out.write(first)
+    return out
+
+
+async def stream(request: web.Request, events: list[dict[str, Any]]) -> web.StreamResponse:
+    """All of it."""
+    lines = [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events]
+    out = await begin_stream(request, b"".join(lines) + b"data: [DONE]\n\n")
     await out.write_eof()
     return out
 
@@ -47,6 +53,16 @@ async def stream(request: web.Request, events: list[dict[str, Any]], *, done: bo
 def always(status: int, body: dict[str, Any], **headers: str) -> Behaviour:
     async def behave(worker: "DummyWorker", request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
         return web.json_response(body, status=status, headers=headers)
+
+    return behave
+
+
+def later(ready: "asyncio.Event | Callable[[], Any]", then: Behaviour = answer_ok) -> Behaviour:
+    """Waits, then behaves as `then`."""
+
+    async def behave(worker: "DummyWorker", request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await (ready.wait() if isinstance(ready, asyncio.Event) else until(ready))
+        return await then(worker, request, body)
 
     return behave
 
@@ -65,9 +81,27 @@ async def hang(worker: "DummyWorker", request: web.Request, body: dict[str, Any]
     raise AssertionError
 
 
+async def hangs_once(worker: "DummyWorker", request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """As a decode worker whose first request gets no KV."""
+    return await (hang if len(worker.seen) == 1 else answer_ok)(worker, request, body)
+
+
+async def resets(worker: "DummyWorker", request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """The connection breaks."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def streams_on(worker: "DummyWorker", request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """One event, then nothing until its client goes away."""
+    await begin_stream(request)
+    return await hang(worker, request, body)
+
+
 @dataclass
 class DummyWorker:
-    """`behave` answers generation requests; `seen` and `cancelled` say what came and what was taken back."""
+    """`behave` answers generation requests; `seen` holds those that came, `cancelled` counts those that were taken back."""
 
     name: str
     mode: str
@@ -147,6 +181,15 @@ class Cluster:
         headers = {"Content-Type": "application/json", **kw.pop("headers", {})}
         async with self.client.post(self.url + path, data=data, headers=headers, **kw) as response:
             return response.status, dict(response.headers), await response.read()
+
+    async def get(self, path: str, **headers: str) -> tuple[int, Any]:
+        """(status, body; decoded if it is a JSON object)."""
+        async with self.client.get(self.url + path, headers=headers) as response:
+            text = await response.text()
+            return response.status, json.loads(text) if text.startswith("{") else text
+
+    async def metrics(self) -> list[str]:
+        return str((await self.get("/metrics"))[1]).splitlines()
 
     async def settled(self) -> None:
         """Wait until nothing is in flight, then check that all was given back."""

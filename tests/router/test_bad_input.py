@@ -5,14 +5,11 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
-import uvloop
-from aiohttp import web
 
 from router.pool.workers import same_url
-from tests.router.dummies import DEADLINE_S, Cluster, DummyWorker, answer_ok, cluster, until
+from tests.router.dummies import DEADLINE_S, Cluster, cluster, later, until
 
 HEAD = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 
@@ -44,72 +41,51 @@ async def still_serves(c: Cluster) -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"POST /gen", HEAD], ids=["nothing", "half a line", "no end"])
-def test_a_head_that_does_not_come_ends_the_connection(said: bytes) -> None:
-    async def scenario() -> None:
-        async with cluster(header_timeout_s=0.5) as c:
-            async with talking(c, said) as (reader, _):
-                assert await reader.read() == b""
-            await still_serves(c)
-
-    uvloop.run(scenario())
+async def test_a_head_that_does_not_come_ends_the_connection(said: bytes) -> None:
+    async with cluster(header_timeout_s=0.5) as c:
+        async with talking(c, said) as (reader, _):
+            assert await reader.read() == b""
+        await still_serves(c)
 
 
-def test_so_does_a_second_head() -> None:
-    async def scenario() -> None:
-        async with cluster(header_timeout_s=0.5) as c:
-            first = HEAD + b'Content-Length: 13\r\n\r\n{"text": "a"}'
-            async with talking(c, first) as (reader, writer):
-                assert (await reader.readuntil(b'"choices": []}')).startswith(b"HTTP/1.1 200")
-                writer.write(b"GET /health HTTP/1.1\r\nX: ")
-                assert await reader.read() == b""
-            await still_serves(c)
-
-    uvloop.run(scenario())
+async def test_so_does_a_second_head() -> None:
+    async with cluster(header_timeout_s=0.5) as c:
+        first = HEAD + b'Content-Length: 13\r\n\r\n{"text": "a"}'
+        async with talking(c, first) as (reader, writer):
+            assert (await reader.readuntil(b'"choices": []}')).startswith(b"HTTP/1.1 200")
+            writer.write(b"GET /health HTTP/1.1\r\nX: ")
+            assert await reader.read() == b""
+        await still_serves(c)
 
 
-def test_a_body_that_does_not_come_is_a_408_and_closes_the_connection() -> None:
-    async def scenario() -> None:
-        async with cluster(body_timeout_s=0.5) as c:
-            head, body = await answer_to(c, HEAD + b'Content-Length: 1000\r\n\r\n{"text": ')
-            assert head.startswith(b"HTTP/1.1 408") and b"connection: close" in head.lower()
-            assert "--body-timeout" in json.loads(body)["error"]["message"]
-            assert not c.prefills[0].seen
-            await still_serves(c)
-
-    uvloop.run(scenario())
+async def test_a_body_that_does_not_come_is_a_408_and_closes_the_connection() -> None:
+    async with cluster(body_timeout_s=0.5) as c:
+        head, body = await answer_to(c, HEAD + b'Content-Length: 1000\r\n\r\n{"text": ')
+        assert head.startswith(b"HTTP/1.1 408") and b"connection: close" in head.lower()
+        assert "--body-timeout" in json.loads(body)["error"]["message"]
+        assert not c.prefills[0].seen
+        await still_serves(c)
 
 
-def test_a_request_that_takes_longer_than_its_head_may_is_served() -> None:
+async def test_a_request_that_takes_longer_than_its_head_may_is_served() -> None:
     """The deadlines are for what the client sends, not for the answer."""
-
-    async def scenario() -> None:
-        async with cluster(header_timeout_s=0.5, body_timeout_s=0.5) as c:
-            gate = asyncio.Event()
-
-            async def waits(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                await gate.wait()
-                return await answer_ok(worker, request, body)
-
-            c.decodes[0].behave = waits
-            job = asyncio.create_task(c.post("/generate", {"text": "a", "stream": True}))
-            await until(lambda: c.decodes[0].seen)
-            async with talking(c, b"") as (reader, _):  # when its deadline has passed, ours has, too
-                assert await reader.read() == b""
-            gate.set()
-            assert (await job)[0] == 200
-
-    uvloop.run(scenario())
+    async with cluster(header_timeout_s=0.5, body_timeout_s=0.5) as c:
+        gate = asyncio.Event()
+        c.decodes[0].behave = later(gate)
+        job = asyncio.create_task(c.post("/generate", {"text": "a", "stream": True}))
+        await until(lambda: c.decodes[0].seen)
+        async with talking(c, b"") as (reader, _):  # when its deadline has passed, ours has, too
+            assert await reader.read() == b""
+        gate.set()
+        assert (await job)[0] == 200
 
 
-def test_a_body_of_100_mb_is_refused_by_its_length_unread() -> None:
-    async def scenario() -> None:
-        async with cluster() as c:
-            head, body = await answer_to(c, HEAD + b"Content-Length: 104857600\r\n\r\n" + b"x" * 65536)
-            assert head.startswith(b"HTTP/1.1 413") and b"--max-body-bytes" in body
-            assert not c.prefills[0].seen
-            await still_serves(c)
-
-    uvloop.run(scenario())
+async def test_a_body_of_100_mb_is_refused_by_its_length_unread() -> None:
+    async with cluster() as c:
+        head, body = await answer_to(c, HEAD + b"Content-Length: 104857600\r\n\r\n" + b"x" * 65536)
+        assert head.startswith(b"HTTP/1.1 413") and b"--max-body-bytes" in body
+        assert not c.prefills[0].seen
+        await still_serves(c)
 
 
 @pytest.mark.parametrize(
@@ -130,30 +106,24 @@ def test_other_addresses_are_others() -> None:
     assert len({same_url(url) for url in urls}) == len(urls)
 
 
-def test_a_worker_that_is_there_already_is_refused_however_it_is_written() -> None:
-    async def scenario() -> None:
-        async with cluster() as c:
-            url = c.decodes[0].url
-            for again in (url, url + "/", url.replace("http", "HTTP")):
-                status, _, answer = await c.post("/workers", {"url": again, "role": "decode"})
-                error = json.loads(answer)["error"]
-                assert (status, error["param"]) == (400, "url") and "already in the table" in error["message"]
-            assert len(c.router.table.workers()) == 2
-            await still_serves(c)
-
-    uvloop.run(scenario())
+async def test_a_worker_that_is_there_already_is_refused_however_it_is_written() -> None:
+    async with cluster() as c:
+        url = c.decodes[0].url
+        for again in (url, url + "/", url.replace("http", "HTTP")):
+            status, _, answer = await c.post("/workers", {"url": again, "role": "decode"})
+            error = json.loads(answer)["error"]
+            assert (status, error["param"]) == (400, "url") and "already in the table" in error["message"]
+        assert len(c.router.table.workers()) == 2
+        await still_serves(c)
 
 
-def test_flags_name_hosts_and_sites_that_may() -> None:
-    async def scenario() -> None:
-        async with cluster(allowed_hosts=("llm.example",), allowed_origins=("https://ops.example",)) as c:
+async def test_flags_name_hosts_and_sites_that_may() -> None:
+    async with cluster(allowed_hosts=("llm.example",), allowed_origins=("https://ops.example",)) as c:
 
-            async def status(host: str, origin: str) -> int:
-                return (await c.post("/generate", {"text": "a"}, headers={"Host": host, "Origin": origin}))[0]
+        async def status(host: str, origin: str) -> int:
+            return (await c.post("/generate", {"text": "a"}, headers={"Host": host, "Origin": origin}))[0]
 
-            assert await status("llm.example", "https://ops.example") == 200
-            assert await status("other.example", "https://ops.example") == 403
-            assert await status("llm.example", "https://other.example") == 403
-            await still_serves(c)
-
-    uvloop.run(scenario())
+        assert await status("llm.example", "https://ops.example") == 200
+        assert await status("other.example", "https://ops.example") == 403
+        assert await status("llm.example", "https://other.example") == 403
+        await still_serves(c)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import uvloop
 
 from router.attempts.pair_attempt import AttemptGroup
 from router.metrics import RouterMetrics
@@ -34,53 +33,46 @@ def kept_garbage() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_served_request_leaves_nothing_for_the_collector(*, stream: bool) -> None:
+async def test_a_served_request_leaves_nothing_for_the_collector(*, stream: bool) -> None:
     """Replies, calls and attempts in a circle keep bodies, which may be large, until it comes; and it takes its time."""
-
-    async def scenario() -> None:
-        async with cluster() as c:
-            body = {"model": "m", "messages": [], "stream": stream}
-            for _ in range(3):  # connections are made
+    async with cluster() as c:
+        body = {"model": "m", "messages": [], "stream": stream}
+        for _ in range(3):  # connections are made
+            assert (await c.post(PATH, body))[0] == 200
+        await c.settled()
+        with kept_garbage():
+            for _ in range(5):
                 assert (await c.post(PATH, body))[0] == 200
             await c.settled()
-            with kept_garbage():
-                for _ in range(5):
-                    assert (await c.post(PATH, body))[0] == 200
-                await c.settled()
-                gc.collect()
-                names = Counter(f"{type(o).__module__}.{type(o).__qualname__}" for o in gc.garbage)
-                assert not {name: count for name, count in names.items() if name.startswith("router.")}
-
-    uvloop.run(scenario())
+            gc.collect()
+            names = Counter(f"{type(o).__module__}.{type(o).__qualname__}" for o in gc.garbage)
+            assert not {name: count for name, count in names.items() if name.startswith("router.")}
 
 
-def test_a_good_end_of_prefill_wakes_nobody() -> None:
-    async def scenario() -> None:
-        attempt, prefill, decode = Launched().pair()
-        steps = 0
-        answer = AttemptGroup(attempt, on_failed=lambda attempt, failure: None).winner()
+async def test_a_good_end_of_prefill_wakes_nobody() -> None:
+    attempt, prefill, decode = Launched().pair()
+    steps = 0
+    answer = AttemptGroup(attempt, on_failed=lambda attempt, failure: None).winner()
 
-        class Counted:
-            def __await__(self) -> Iterator[Any]:
-                nonlocal steps
-                waiting = answer.__await__()
-                for future in waiting:
-                    steps += 1
-                    yield future
+    class Counted:
+        def __await__(self) -> Iterator[Any]:
+            nonlocal steps
+            waiting = answer.__await__()
+            for future in waiting:
+                steps += 1
+                yield future
 
-        async def wait() -> None:
-            await Counted()
+    async def wait() -> None:
+        await Counted()
 
-        task = asyncio.create_task(wait())
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    prefill.answer(200)
+    for _ in range(3):
         await asyncio.sleep(0)
-        prefill.answer(200)
-        for _ in range(3):
-            await asyncio.sleep(0)
-        decode.answer(200)
-        await task
-        assert steps == 1
-
-    asyncio.run(scenario())
+    decode.answer(200)
+    await task
+    assert steps == 1
 
 
 def test_what_requests_count_is_exposed_as_prometheus_would_count_it() -> None:

@@ -12,11 +12,22 @@ from aiohttp import web
 
 from router.dashboard.page import FILE_PATHS
 from tests.router.browser import Page, chromium, tab
-from tests.router.dummies import Cluster, DummyWorker, always, answer_ok, cluster, hang, obey, until
+from tests.router.dummies import (
+    CHAT,
+    STREAM,
+    Cluster,
+    DummyWorker,
+    always,
+    answer_ok,
+    begin_stream,
+    cluster,
+    hang,
+    obey,
+    resets,
+    until,
+)
 from tests.router.test_fleet import fleet
 
-CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-STREAM = {**CHAT, "stream": True}
 PATH = "/v1/chat/completions"
 
 
@@ -26,114 +37,97 @@ def load(**told: Any) -> dict[str, Any]:
     return {"loads": [{**core, **told}]}
 
 
-async def state_of(c: Cluster, **headers: str) -> dict[str, Any]:
-    async with c.client.get(c.url + "/dashboard/state", headers=headers) as response:
-        assert response.status == 200
-        return await response.json()  # type: ignore[no-any-return]
+async def state_of(c: Cluster) -> Any:
+    status, state = await c.get("/dashboard/state")
+    assert status == 200
+    return state
 
 
-def test_the_page_is_open_and_what_it_shows_is_not() -> None:
-    async def scenario() -> None:
-        async with cluster(api_key="user", admin_api_key="admin") as c:
-            for path in FILE_PATHS:
-                async with c.client.get(c.url + path) as response:
-                    assert response.status == 200 and len(await response.read()) > 100
-                    assert response.headers["X-Content-Type-Options"] == "nosniff"
-                    policy = response.headers["Content-Security-Policy"]
-                    assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
-            for path in ("/dashboard/state", "/dashboard/snapshot", "/dashboard/requests/0-1"):
-                for key, status in ((None, 401), ("user", 403), ("wrong", 401), ("admin", 200)):
-                    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-                    async with c.client.get(c.url + path, headers=headers) as response:
-                        unknown = status == 200 and path.endswith("0-1")
-                        assert response.status == (404 if unknown else status), (path, key)
-
-    uvloop.run(scenario())
+async def test_the_page_is_open_and_what_it_shows_is_not() -> None:
+    async with cluster(api_key="user", admin_api_key="admin") as c:
+        for path in FILE_PATHS:
+            async with c.client.get(c.url + path) as response:
+                assert response.status == 200 and len(await response.read()) > 100
+                assert response.headers["X-Content-Type-Options"] == "nosniff"
+                policy = response.headers["Content-Security-Policy"]
+                assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
+        for path in ("/dashboard/state", "/dashboard/snapshot", "/dashboard/requests/0-1"):
+            for key, status in ((None, 401), ("user", 403), ("wrong", 401), ("admin", 200)):
+                headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+                async with c.client.get(c.url + path, headers=headers) as response:
+                    unknown = status == 200 and path.endswith("0-1")
+                    assert response.status == (404 if unknown else status), (path, key)
 
 
-def test_a_request_is_shown_with_its_workers_and_times() -> None:
-    async def scenario() -> None:
-        async with cluster(decode=2) as c:
-            c.prefills[0].load = load(disaggregation={"prefill_inflight_queue_reqs": 2})
-            bad, good = c.decodes
-            bad.behave = always(500, {"error": {"message": "no memory"}})
-            status, _, _ = await c.post(PATH, STREAM, headers={"X-Request-Id": "mine"})
-            assert status == 200
-            await c.settled()
-            await until(lambda: c.router.table.workers()[0].report)
-            state = await state_of(c)
-            (record,) = state["requests"]
-            failed, served = record["attempts"]
-            assert failed["answering"] == bad.url and "500" in failed["failure"] and failed["failed_s"]
-            assert served["answering"] == good.url and served["prefill"] == c.prefills[0].url
-            assert record["request_id"] == "mine" and record["status"] == 200 and record["num_events"] >= 1
-            marks = [
-                record["started_s"],
-                failed["started_s"],
-                failed["failed_s"],
-                served["started_s"],
-                record["first_byte_s"],
-                record["last_byte_s"],
-                record["ended_s"],
-                state["now_s"],
-            ]
-            assert marks == sorted(marks)
-            prefill, *_ = state["workers"]
-            assert prefill["report"]["stages"] == {"inflight": 2, "running": 1} and prefill["health"] == "up"
-            async with c.client.get(f"{c.url}/dashboard/requests/{record['key']}") as response:
-                assert (await response.json())["record"] == record
-
-    uvloop.run(scenario())
+async def test_a_request_is_shown_with_its_workers_and_times() -> None:
+    async with cluster(decode=2) as c:
+        c.prefills[0].load = load(disaggregation={"prefill_inflight_queue_reqs": 2})
+        bad, good = c.decodes
+        bad.behave = always(500, {"error": {"message": "no memory"}})
+        status, _, _ = await c.post(PATH, STREAM, headers={"X-Request-Id": "mine"})
+        assert status == 200
+        await c.settled()
+        await until(lambda: c.router.table.workers()[0].report)
+        state = await state_of(c)
+        (record,) = state["requests"]
+        failed, served = record["attempts"]
+        assert failed["answering"] == bad.url and "500" in failed["failure"] and failed["failed_s"]
+        assert served["answering"] == good.url and served["prefill"] == c.prefills[0].url
+        assert record["request_id"] == "mine" and record["status"] == 200 and record["num_events"] >= 1
+        marks = [
+            record["started_s"],
+            failed["started_s"],
+            failed["failed_s"],
+            served["started_s"],
+            record["first_byte_s"],
+            record["last_byte_s"],
+            record["ended_s"],
+            state["now_s"],
+        ]
+        assert marks == sorted(marks)
+        prefill, *_ = state["workers"]
+        assert prefill["report"]["stages"] == {"inflight": 2, "running": 1} and prefill["health"] == "up"
+        assert (await c.get(f"/dashboard/requests/{record['key']}"))[1]["record"] == record
 
 
-def test_one_that_runs_is_shown_and_one_whose_stream_broke_is_a_failure() -> None:
-    async def scenario() -> None:
-        async with cluster() as c:
-            cut = asyncio.Event()
+async def test_one_that_runs_is_shown_and_one_whose_stream_broke_is_a_failure() -> None:
+    async with cluster() as c:
+        cut = asyncio.Event()
 
-            async def break_off(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-                await out.prepare(request)
-                await out.write(b'data: {"i": 0}\n\n')
-                await cut.wait()
-                assert request.transport is not None
-                request.transport.abort()
-                return out
+        async def break_off(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await begin_stream(request)
+            await cut.wait()
+            return await resets(worker, request, body)
 
-            c.decodes[0].behave = break_off
-            ask = asyncio.create_task(c.post(PATH, STREAM))
-            async with asyncio.timeout(10):
-                while not (shown := (await state_of(c))["requests"]) or shown[0]["first_byte_s"] is None:
-                    await asyncio.sleep(0.005)
-            assert shown[0]["status"] == 0 and shown[0]["ended_s"] is None
-            assert (await state_of(c))["router"]["running"] == 1
-            cut.set()
-            await ask
-            await c.settled()
-            (record,) = (await state_of(c))["requests"]
-            assert record["status"] == 200 and "broke off" in record["failure"]
-            seconds = c.router.recorder.snapshot().seconds
-            assert sum(s.failed for s in seconds) == 1
-            assert [s.failures for s in seconds if s.failures] == [{"decode lost": 1}]
-
-    uvloop.run(scenario())
+        c.decodes[0].behave = break_off
+        ask = asyncio.create_task(c.post(PATH, STREAM))
+        async with asyncio.timeout(10):
+            while not (shown := (await state_of(c))["requests"]) or shown[0]["first_byte_s"] is None:
+                await asyncio.sleep(0.005)
+        assert shown[0]["status"] == 0 and shown[0]["ended_s"] is None
+        assert (await state_of(c))["router"]["running"] == 1
+        cut.set()
+        await ask
+        await c.settled()
+        (record,) = (await state_of(c))["requests"]
+        assert record["status"] == 200 and "broke off" in record["failure"]
+        seconds = c.router.recorder.snapshot().seconds
+        assert sum(s.failed for s in seconds) == 1
+        assert [s.failures for s in seconds if s.failures] == [{"decode lost": 1}]
 
 
-def test_any_process_of_a_router_shows_the_requests_of_all(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with fleet(tmp_path, workers=2) as f:
-            for _ in range(24):
-                assert (await f.call("POST", PATH, CHAT))[0] == 200
-            for _ in range(4):  # whichever process it is that answers
-                status, state = await f.call("GET", "/dashboard/state")
-                assert status == 200 and state["router"]["processes"] == 2
-                keys = {record["key"] for record in state["requests"]}
-                assert len(keys) == 24 and {key[0] for key in keys} == {"0", "1"}
-                assert sum(worker["inflight_requests"] for worker in state["workers"]) == 0
-            status, one = await f.call("GET", f"/dashboard/requests/{sorted(keys)[0]}")
-            assert status == 200 and one["record"]["status"] == 200
-
-    uvloop.run(scenario())
+async def test_any_process_of_a_router_shows_the_requests_of_all(tmp_path: Path) -> None:
+    async with fleet(tmp_path, workers=2) as f:
+        for _ in range(24):
+            assert (await f.call("POST", PATH, CHAT))[0] == 200
+        for _ in range(4):  # whichever process it is that answers
+            status, state = await f.call("GET", "/dashboard/state")
+            assert status == 200 and state["router"]["processes"] == 2
+            keys = {record["key"] for record in state["requests"]}
+            assert len(keys) == 24 and {key[0] for key in keys} == {"0", "1"}
+            assert sum(worker["inflight_requests"] for worker in state["workers"]) == 0
+        status, one = await f.call("GET", f"/dashboard/requests/{sorted(keys)[0]}")
+        assert status == 200 and one["record"]["status"] == 200
 
 
 # In a browser.
@@ -256,23 +250,19 @@ def test_a_click_opens_the_time_line(devtools: str) -> None:
     show(devtools, scenario)
 
 
-def test_a_page_of_another_site_commands_nothing(devtools: str) -> None:
+async def test_a_page_of_another_site_commands_nothing(devtools: str) -> None:
     """What a browser sends for a page without asking first: text, nothing, an image's address."""
-
-    async def run() -> None:
-        async with cluster() as c, tab(devtools) as page:
-            await page.open(c.decodes[0].url + "/v1/models")
-            for path, body in (("/workers", {"url": "http://127.0.0.1:9", "role": "decode"}), ("/flush_cache", None)):
-                init = {"method": "POST", "mode": "no-cors", **({} if body is None else {"body": json.dumps(body)})}
-                await page.js(f"fetch('{c.url}{path}', {json.dumps(init)}).then(() => true)")
-            image = f"i = new Image(); i.onload = i.onerror = done; i.src = '{c.url}/flush_cache'"
-            await page.js(f"new Promise(done => {{ const {image}; }})")
-            asked = [url.removeprefix(c.url) for url in page.asked if url.startswith(c.url)]
-            assert asked == ["/workers", "/flush_cache", "/flush_cache"]
-            assert len(c.router.table.workers()) == 2
-            assert all(path != "/flush_cache" for worker in (*c.prefills, *c.decodes) for path, _ in worker.calls)
-
-    uvloop.run(run())
+    async with cluster() as c, tab(devtools) as page:
+        await page.open(c.decodes[0].url + "/v1/models")
+        for path, body in (("/workers", {"url": "http://127.0.0.1:9", "role": "decode"}), ("/flush_cache", None)):
+            init = {"method": "POST", "mode": "no-cors", **({} if body is None else {"body": json.dumps(body)})}
+            await page.js(f"fetch('{c.url}{path}', {json.dumps(init)}).then(() => true)")
+        image = f"i = new Image(); i.onload = i.onerror = done; i.src = '{c.url}/flush_cache'"
+        await page.js(f"new Promise(done => {{ const {image}; }})")
+        asked = [url.removeprefix(c.url) for url in page.asked if url.startswith(c.url)]
+        assert asked == ["/workers", "/flush_cache", "/flush_cache"]
+        assert len(c.router.table.workers()) == 2
+        assert all(path != "/flush_cache" for worker in (*c.prefills, *c.decodes) for path, _ in worker.calls)
 
 
 def test_what_others_write_is_text(devtools: str) -> None:
@@ -368,34 +358,28 @@ def test_it_asks_for_a_key_and_keeps_it_in_the_tab(devtools: str) -> None:
     show(devtools, scenario, api_key="user")
 
 
-def test_a_router_that_goes_away_is_said_and_its_return_too(devtools: str) -> None:
-    async def scenario() -> None:
-        async with tab(devtools) as page:
-            async with cluster() as c:
-                port = int(c.url.rpartition(":")[2])
-                await page.open(c.url + "/dashboard")
-                await page.until("document.querySelectorAll('.card').length === 2")
-            await page.until("document.body.classList.contains('stale')")
-            assert "no answer" in await page.js("document.getElementById('summary').innerText")
-            assert await page.js("document.querySelectorAll('.card').length") == 2  # the last picture stays
-            async with cluster(port=port, decode=2):
-                await page.until("document.querySelectorAll('.card').length === 3")
-                assert not await page.js("document.body.classList.contains('stale')")
-
-    uvloop.run(scenario())
-
-
-def test_a_plain_router_shows_one_lane(devtools: str) -> None:
-    async def scenario() -> None:
-        async with cluster(unified=2) as c, tab(devtools) as page:
-            c.decodes[0].load = load()
+async def test_a_router_that_goes_away_is_said_and_its_return_too(devtools: str) -> None:
+    async with tab(devtools) as page:
+        async with cluster() as c:
+            port = int(c.url.rpartition(":")[2])
             await page.open(c.url + "/dashboard")
-            await page.until("document.querySelectorAll('#decode .card').length === 2")
-            assert await page.js("document.querySelector('#decode h2').textContent") == "Workers"
-            assert await page.js("document.getElementById('prefill').offsetParent") is None
-            c.decodes[0].behave = c.decodes[1].behave = answer_ok
-            assert (await c.post(PATH, STREAM))[0] == 200
-            await rows(page, "=== 1")
-            assert page.complaints == []
+            await page.until("document.querySelectorAll('.card').length === 2")
+        await page.until("document.body.classList.contains('stale')")
+        assert "no answer" in await page.js("document.getElementById('summary').innerText")
+        assert await page.js("document.querySelectorAll('.card').length") == 2  # the last picture stays
+        async with cluster(port=port, decode=2):
+            await page.until("document.querySelectorAll('.card').length === 3")
+            assert not await page.js("document.body.classList.contains('stale')")
 
-    uvloop.run(scenario())
+
+async def test_a_plain_router_shows_one_lane(devtools: str) -> None:
+    async with cluster(unified=2) as c, tab(devtools) as page:
+        c.decodes[0].load = load()
+        await page.open(c.url + "/dashboard")
+        await page.until("document.querySelectorAll('#decode .card').length === 2")
+        assert await page.js("document.querySelector('#decode h2').textContent") == "Workers"
+        assert await page.js("document.getElementById('prefill').offsetParent") is None
+        c.decodes[0].behave = c.decodes[1].behave = answer_ok
+        assert (await c.post(PATH, STREAM))[0] == 200
+        await rows(page, "=== 1")
+        assert page.complaints == []

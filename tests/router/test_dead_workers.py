@@ -6,14 +6,28 @@ import socket
 from typing import Any
 
 import pytest
-import uvloop
 from aiohttp import web
 
 from router.client.session import open_session
 from router.client.upstream import HttpUpstream
 from router.pool.states import Health
-from tests.router.dummies import Cluster, DummyWorker, always, answer_ok, cluster, events_of, hang, until
-from tests.router.test_failures import CHAT, STREAM, streams_on
+from tests.router.dummies import (
+    CHAT,
+    STREAM,
+    Cluster,
+    DummyWorker,
+    always,
+    answer_ok,
+    begin_stream,
+    cluster,
+    events_of,
+    hang,
+    hangs_once,
+    later,
+    resets,
+    streams_on,
+    until,
+)
 
 QUICK: dict[str, Any] = {"health_check_interval_s": 0.02, "dead_worker_timeout_s": 0.3}
 
@@ -30,249 +44,193 @@ async def asked(c: Cluster, body: dict[str, Any], *workers: DummyWorker) -> "asy
     return task
 
 
-def test_a_request_of_a_frozen_decode_worker_moves_to_another_one() -> None:
-    async def scenario() -> None:
-        async with cluster(decode=2, health_check_timeout_s=0.3, **QUICK) as c:
-            dead, other = c.decodes
-            dead.behave = hang
-            ask = await asked(c, CHAT, dead)
-            dead.frozen = True
-            status, _, answer = await ask
-            assert status == 200 and json.loads(answer)["from"] == other.name and dead.cancelled == 1
-            assert c.router.table.workers()[1].health is Health.DOWN
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_a_request_of_a_frozen_decode_worker_moves_to_another_one() -> None:
+    async with cluster(decode=2, health_check_timeout_s=0.3, **QUICK) as c:
+        dead, other = c.decodes
+        dead.behave = hang
+        ask = await asked(c, CHAT, dead)
+        dead.frozen = True
+        status, _, answer = await ask
+        assert status == 200 and json.loads(answer)["from"] == other.name and dead.cancelled == 1
+        assert c.router.table.workers()[1].health is Health.DOWN
+        await c.settled()
 
 
-def test_a_request_of_a_frozen_prefill_worker_moves_and_its_decode_leg_is_cancelled() -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=2, **QUICK) as c:
-            dead, (decode,) = c.prefills[0], c.decodes
-            dead.behave = hang
-
-            async def waits_for_kv(
-                worker: DummyWorker, request: web.Request, body: dict[str, Any]
-            ) -> web.StreamResponse:
-                return await (hang if len(worker.seen) == 1 else answer_ok)(worker, request, body)
-
-            decode.behave = waits_for_kv
-            ask = await asked(c, STREAM, dead, decode)
-            freeze(dead)
-            status, _, answer = await ask
-            assert status == 200 and events_of(answer)[-1] == "[DONE]"
-            assert decode.cancelled == 1 and len(c.prefills[1].seen) == 1
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_a_request_of_a_frozen_prefill_worker_moves_and_its_decode_leg_is_cancelled() -> None:
+    async with cluster(prefill=2, **QUICK) as c:
+        dead, (decode,) = c.prefills[0], c.decodes
+        dead.behave = hang
+        decode.behave = hangs_once
+        ask = await asked(c, STREAM, dead, decode)
+        freeze(dead)
+        status, _, answer = await ask
+        assert status == 200 and events_of(answer)[-1] == "[DONE]"
+        assert decode.cancelled == 1 and len(c.prefills[1].seen) == 1
+        await c.settled()
 
 
-def test_a_stream_of_a_frozen_worker_ends_with_one_error_event_and_the_other_leg_is_cancelled() -> None:
-    async def scenario() -> None:
-        async with cluster(decode=2, **QUICK) as c:
+async def test_a_stream_of_a_frozen_worker_ends_with_one_error_event_and_the_other_leg_is_cancelled() -> None:
+    async with cluster(decode=2, **QUICK) as c:
+        for worker in c.decodes:
+            worker.behave = streams_on
+        c.prefills[0].behave = hang
+        async with c.client.post(c.url + "/v1/chat/completions", json=STREAM) as response:
+            await response.content.readuntil(b"\n\n")
             for worker in c.decodes:
-                worker.behave = streams_on
-            c.prefills[0].behave = hang
-            async with c.client.post(c.url + "/v1/chat/completions", json=STREAM) as response:
-                await response.content.readuntil(b"\n\n")
-                for worker in c.decodes:
-                    worker.healthy = False
-                (error,) = events_of(await response.read())
-            assert "--dead-worker-timeout" in error["error"]["message"] and error["error"]["code"] == 502
-            await until(lambda: c.prefills[0].cancelled == 1 and sum(w.cancelled for w in c.decodes) == 1)
-            assert sum(len(w.seen) for w in c.decodes) == 1
-            await c.settled()
-
-    uvloop.run(scenario())
+                worker.healthy = False
+            (error,) = events_of(await response.read())
+        assert "--dead-worker-timeout" in error["error"]["message"] and error["error"]["code"] == 502
+        await until(lambda: c.prefills[0].cancelled == 1 and sum(w.cancelled for w in c.decodes) == 1)
+        assert sum(len(w.seen) for w in c.decodes) == 1
+        await c.settled()
 
 
-def test_no_other_worker_is_an_error_that_says_what_is_missing() -> None:
-    async def scenario() -> None:
-        async with cluster(**QUICK, retry_wait_s=0.05) as c:
-            c.decodes[0].behave = hang
-            ask = await asked(c, CHAT, c.decodes[0])
-            freeze(c.decodes[0])
-            status, headers, answer = await ask
-            assert status == 503 and headers["Retry-After"]
-            assert "no decode worker is alive" in json.loads(answer)["error"]["message"]
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_no_other_worker_is_an_error_that_says_what_is_missing() -> None:
+    async with cluster(**QUICK, retry_wait_s=0.05) as c:
+        c.decodes[0].behave = hang
+        ask = await asked(c, CHAT, c.decodes[0])
+        freeze(c.decodes[0])
+        status, headers, answer = await ask
+        assert status == 503 and headers["Retry-After"]
+        assert "no decode worker is alive" in json.loads(answer)["error"]["message"]
+        await c.settled()
 
 
-def test_a_stream_that_gets_bytes_goes_on_though_every_health_check_fails() -> None:
-    async def scenario() -> None:
-        async with cluster(**{**QUICK, "dead_worker_timeout_s": 1.0}) as c:
-            decode, worker = c.decodes[0], c.router.table.workers()[1]
-            stop = asyncio.Event()
+async def test_a_stream_that_gets_bytes_goes_on_though_every_health_check_fails() -> None:
+    async with cluster(**{**QUICK, "dead_worker_timeout_s": 1.0}) as c:
+        decode, worker = c.decodes[0], c.router.table.workers()[1]
+        stop = asyncio.Event()
 
-            async def ticks(_: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-                await out.prepare(request)
-                while not stop.is_set():
-                    await out.write(b'data: {"i": 0}\n\n')
-                    await asyncio.sleep(0.01)
-                await out.write(b"data: [DONE]\n\n")
-                return out
+        async def ticks(_: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            out = await begin_stream(request)
+            while not stop.is_set():
+                await out.write(b'data: {"i": 0}\n\n')
+                await asyncio.sleep(0.01)
+            await out.write(b"data: [DONE]\n\n")
+            return out
 
-            decode.behave = ticks
-            ask = await asked(c, STREAM, decode)
-            decode.healthy = False
-            await until(lambda: worker.health is Health.DOWN)
-            loop = asyncio.get_running_loop()
-            await until(lambda: loop.time() - worker.good_s > 1.5)
-            stop.set()
-            status, _, answer = await ask
-            assert status == 200 and events_of(answer)[-1] == "[DONE]"
-            await c.settled()
-
-    uvloop.run(scenario())
+        decode.behave = ticks
+        ask = await asked(c, STREAM, decode)
+        decode.healthy = False
+        await until(lambda: worker.health is Health.DOWN)
+        loop = asyncio.get_running_loop()
+        await until(lambda: loop.time() - worker.good_s > 1.5)
+        stop.set()
+        status, _, answer = await ask
+        assert status == 200 and events_of(answer)[-1] == "[DONE]"
+        await c.settled()
 
 
-def test_another_process_at_the_same_url_ends_the_legs_of_the_one_before_at_once() -> None:
+async def test_another_process_at_the_same_url_ends_the_legs_of_the_one_before_at_once() -> None:
     """Long before any time is over: checks go on well."""
-
-    async def scenario() -> None:
-        async with cluster(prefill=1, decode=1, health_check_interval_s=0.02) as c:
-            decode, worker = c.decodes[0], c.router.table.workers()[1]
-            decode.behave, decode.incarnation = hang, "a"
-            await until(lambda: worker.incarnation == "a")
-            ask = await asked(c, CHAT, decode)
-            seen_s = worker.incarnation_s
-            await until(lambda: worker.incarnation_s > seen_s + 0.05)
-            decode.behave, decode.incarnation = answer_ok, "b"
-            status, _, answer = await ask
-            assert status == 200 and json.loads(answer)["from"] == decode.name and len(decode.seen) == 2
-            await c.settled()
-
-    uvloop.run(scenario())
+    async with cluster(prefill=1, decode=1, health_check_interval_s=0.02) as c:
+        decode, worker = c.decodes[0], c.router.table.workers()[1]
+        decode.behave, decode.incarnation = hang, "a"
+        await until(lambda: worker.incarnation == "a")
+        ask = await asked(c, CHAT, decode)
+        seen_s = worker.incarnation_s
+        await until(lambda: worker.incarnation_s > seen_s + 0.05)
+        decode.behave, decode.incarnation = answer_ok, "b"
+        status, _, answer = await ask
+        assert status == 200 and json.loads(answer)["from"] == decode.name and len(decode.seen) == 2
+        await c.settled()
 
 
-def test_a_worker_that_was_removed_is_looked_after_while_it_holds_requests() -> None:
-    async def scenario() -> None:
-        async with cluster(decode=2, **QUICK) as c:
-            dead, other = c.decodes
-            dead.behave = hang
-            ask = await asked(c, CHAT, dead)
-            async with c.client.delete(c.url + "/workers", params={"url": dead.url}) as response:
-                assert response.status == 200
-            assert c.router.monitor.num_watched == 3
-            freeze(dead)
-            assert json.loads((await ask)[2])["from"] == other.name
-            await until(lambda: c.router.monitor.num_watched == len(c.router.table.workers()) == 2)
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_a_worker_that_was_removed_is_looked_after_while_it_holds_requests() -> None:
+    async with cluster(decode=2, **QUICK) as c:
+        dead, other = c.decodes
+        dead.behave = hang
+        ask = await asked(c, CHAT, dead)
+        async with c.client.delete(c.url + "/workers", params={"url": dead.url}) as response:
+            assert response.status == 200
+        assert c.router.monitor.num_watched == 3
+        freeze(dead)
+        assert json.loads((await ask)[2])["from"] == other.name
+        await until(lambda: c.router.monitor.num_watched == len(c.router.table.workers()) == 2)
+        await c.settled()
 
 
-def test_a_failed_request_waits_a_little_for_workers_of_which_none_is_alive() -> None:
+async def test_a_failed_request_waits_a_little_for_workers_of_which_none_is_alive() -> None:
     """Their checks failed by what broke its connection, and the next ones are well: no error then."""
-
-    async def scenario() -> None:
-        async with cluster(health_check_interval_s=0.02, health_failure_threshold=1, retry_wait_s=5.0) as c:
-            decode, worker = c.decodes[0], c.router.table.workers()[1]
-            release = asyncio.Event()
-
-            async def breaks_off(_: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                await release.wait()
-                assert request.transport is not None
-                request.transport.abort()
-                return web.Response()
-
-            decode.behave = breaks_off
-            ask = await asked(c, CHAT, decode)
-            decode.healthy = False
-            await until(lambda: worker.health is Health.DOWN)
-            decode.behave = answer_ok
-            release.set()
-            await until(lambda: c.router.table.num_leases == 0)  # the first attempt is over
-            decode.healthy = True
-            assert (await ask)[0] == 200
-            await c.settled()
-
-    uvloop.run(scenario())
+    async with cluster(health_check_interval_s=0.02, health_failure_threshold=1, retry_wait_s=5.0) as c:
+        decode, worker = c.decodes[0], c.router.table.workers()[1]
+        release = asyncio.Event()
+        decode.behave = later(release, resets)
+        ask = await asked(c, CHAT, decode)
+        decode.healthy = False
+        await until(lambda: worker.health is Health.DOWN)
+        decode.behave = answer_ok
+        release.set()
+        await until(lambda: c.router.table.num_leases == 0)  # the first attempt is over
+        decode.healthy = True
+        assert (await ask)[0] == 200
+        await c.settled()
 
 
-def test_a_request_that_has_not_failed_yet_waits_for_no_worker() -> None:
-    async def scenario() -> None:
-        async with cluster(retry_wait_s=3600.0) as c:
-            await c.decodes[0].stop()
-            await until(lambda: c.router.table.workers()[1].health is Health.DOWN)
-            assert (await c.post("/generate", {"text": "a"}))[0] == 503
-
-    uvloop.run(scenario())
+async def test_a_request_that_has_not_failed_yet_waits_for_no_worker() -> None:
+    async with cluster(retry_wait_s=3600.0) as c:
+        await c.decodes[0].stop()
+        await until(lambda: c.router.table.workers()[1].health is Health.DOWN)
+        assert (await c.post("/generate", {"text": "a"}))[0] == 503
 
 
-def test_a_pair_that_cannot_be_joined_is_tried_once_more_and_the_client_hears_why() -> None:
-    async def scenario() -> None:
-        async with cluster(retry_backoff_s=0.0) as c:
-            said = {"error": {"message": "bootstrap server b:1 cannot be reached", "code": 502}}
-            c.decodes[0].behave = always(502, said)
-            status, _, answer = await c.post("/generate", {"text": "a"})
-            assert (status, json.loads(answer)) == (502, said) and len(c.decodes[0].seen) == 2
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_a_pair_that_cannot_be_joined_is_tried_once_more_and_the_client_hears_why() -> None:
+    async with cluster(retry_backoff_s=0.0) as c:
+        said = {"error": {"message": "bootstrap server b:1 cannot be reached", "code": 502}}
+        c.decodes[0].behave = always(502, said)
+        status, _, answer = await c.post("/generate", {"text": "a"})
+        assert (status, json.loads(answer)) == (502, said) and len(c.decodes[0].seen) == 2
+        await c.settled()
 
 
-def test_a_pair_that_cannot_be_joined_leaves_the_request_to_another_pair() -> None:
+async def test_a_pair_that_cannot_be_joined_leaves_the_request_to_another_pair() -> None:
     """Even where the other pair has more to do."""
-
-    async def scenario() -> None:
-        async with cluster(prefill=2, decode=2, retry_max=1) as c:
-            c.decodes[0].behave = always(502, {})
-            c.prefills[1].load = {"num_used_tokens": 0, "num_waiting_uncached_tokens": 9999}
-            c.decodes[1].load = {"num_used_tokens": 9999}
-            busy = [w for w in c.router.table.workers() if w.url in (c.prefills[1].url, c.decodes[1].url)]
-            await until(lambda: all(w.foreign_tokens for w in busy))
-            assert (await c.post("/generate", {"text": "a"}))[0] == 200
-            assert [len(w.seen) for w in (*c.prefills, *c.decodes)] == [1, 1, 1, 1]
-            await c.settled()
-
-    uvloop.run(scenario())
+    async with cluster(prefill=2, decode=2, retry_max=1) as c:
+        c.decodes[0].behave = always(502, {})
+        c.prefills[1].load = {"num_used_tokens": 0, "num_waiting_uncached_tokens": 9999}
+        c.decodes[1].load = {"num_used_tokens": 9999}
+        busy = [w for w in c.router.table.workers() if w.url in (c.prefills[1].url, c.decodes[1].url)]
+        await until(lambda: all(w.foreign_tokens for w in busy))
+        assert (await c.post("/generate", {"text": "a"}))[0] == 200
+        assert [len(w.seen) for w in (*c.prefills, *c.decodes)] == [1, 1, 1, 1]
+        await c.settled()
 
 
-def test_addresses_of_workers_that_come_and_go_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_addresses_of_workers_that_come_and_go_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.client.upstream.MAX_ORIGINS", 3)
 
-    async def scenario() -> None:
-        async with cluster() as c:
-            client = HttpUpstream(connect_timeout_s=5, request_timeout_s=5)
-            for path in range(20):  # names of one worker, each an address of its own
-                reply = client.post(f"{c.decodes[0].url}#{path}", "/generate", headers={}, body=b"{}")
-                while await reply.readany():
-                    pass
-                assert reply.status == 200 and 1 <= client.num_origins <= 3
-                assert client.num_connections <= 3
-            await client.close()
-
-    uvloop.run(scenario())
+    async with cluster() as c:
+        client = HttpUpstream(connect_timeout_s=5, request_timeout_s=5)
+        for path in range(20):  # names of one worker, each an address of its own
+            reply = client.post(f"{c.decodes[0].url}#{path}", "/generate", headers={}, body=b"{}")
+            while await reply.readany():
+                pass
+            assert reply.status == 200 and 1 <= client.num_origins <= 3
+            assert client.num_connections <= 3
+        await client.close()
 
 
-def test_the_kernel_probes_connections_to_workers() -> None:
-    async def scenario() -> None:
-        async with cluster() as c:
-            c.decodes[0].behave = streams_on
-            seen: list[socket.socket] = []
+async def test_the_kernel_probes_connections_to_workers() -> None:
+    async with cluster() as c:
+        c.decodes[0].behave = streams_on
+        seen: list[socket.socket] = []
 
-            class Watched(HttpUpstream):
-                def on_made(self, connection: Any, opened: Any) -> None:
-                    super().on_made(connection, opened)
-                    seen.append(opened)
+        class Watched(HttpUpstream):
+            def on_made(self, connection: Any, opened: Any) -> None:
+                super().on_made(connection, opened)
+                seen.append(opened)
 
-            client = Watched(connect_timeout_s=5, request_timeout_s=5, dead_timeout_s=30)
-            await client.post(
-                c.decodes[0].url, "/generate", headers={"Content-Type": "application/json"}, body=b'{"stream": true}'
-            ).readany()
-            assert probes(seen[0]) == [1, 10, 5, 4]
-            await client.close()
-            async with open_session(connect_timeout_s=1, request_timeout_s=1, dead_timeout_s=30) as session:
-                response = await session.post(c.decodes[0].url + "/generate", data=b'{"stream": true}')
-                assert response.connection is not None and response.connection.transport is not None
-                assert probes(response.connection.transport.get_extra_info("socket")) == [1, 10, 5, 4]
-                response.close()
-
-    uvloop.run(scenario())
+        client = Watched(connect_timeout_s=5, request_timeout_s=5, dead_timeout_s=30)
+        await client.post(
+            c.decodes[0].url, "/generate", headers={"Content-Type": "application/json"}, body=b'{"stream": true}'
+        ).readany()
+        assert probes(seen[0]) == [1, 10, 5, 4]
+        await client.close()
+        async with open_session(connect_timeout_s=1, request_timeout_s=1, dead_timeout_s=30) as session:
+            response = await session.post(c.decodes[0].url + "/generate", data=b'{"stream": true}')
+            assert response.connection is not None and response.connection.transport is not None
+            assert probes(response.connection.transport.get_extra_info("socket")) == [1, 10, 5, 4]
+            response.close()
 
 
 def probes(opened: socket.socket) -> list[int]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 from aiohttp import web
 
 from router.attempts.request import less_time, time_given
@@ -23,7 +22,18 @@ from router.pool.workers import WorkerTable
 from router.requests.replies import no_worker_message
 from service.security.keys import KeyRing
 from tests.e2e.cluster import tandem
-from tests.router.dummies import Cluster, DummyWorker, always, answer_ok, cluster, events_of, hang, until
+from tests.router.dummies import (
+    Cluster,
+    DummyWorker,
+    always,
+    answer_ok,
+    cluster,
+    events_of,
+    hang,
+    later,
+    streams_on,
+    until,
+)
 
 DRAINING = {"error": {"message": "the server is draining", "type": "server_error", "param": None, "code": "draining"}}
 BODY = {"text": "a"}
@@ -55,62 +65,48 @@ def test_what_counts_as_draining(body: bytes, is_so: bool) -> None:
     assert says_draining(body) is is_so
 
 
-def test_a_worker_that_says_so_on_health_gets_nothing_new_and_keeps_what_it_has() -> None:
-    async def scenario() -> None:
-        async with cluster(decode=2) as c:
-            go = asyncio.Event()
-
-            async def waits(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                await go.wait()
-                return await answer_ok(worker, request, body)
-
-            old = c.decodes[0]
-            old.behave = waits
-            running = asyncio.create_task(c.post("/generate", BODY))
-            await until(lambda: old.seen)
-            old.draining = True
-            worker = next(w for w in c.router.table.workers() if w.url == old.url)
-            await until(lambda: worker.health is Health.DRAINING)
-            assert [(await c.post("/generate", BODY))[0] for _ in range(4)] == [200] * 4
-            assert len(old.seen) == 1 and len(c.decodes[1].seen) == 4
-            go.set()
-            assert (await running)[0] == 200
-            old.draining = False  # another process took the address
-            await until(lambda: worker.health is Health.UP)
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_a_worker_that_says_so_on_health_gets_nothing_new_and_keeps_what_it_has() -> None:
+    async with cluster(decode=2) as c:
+        go = asyncio.Event()
+        old = c.decodes[0]
+        old.behave = later(go)
+        running = asyncio.create_task(c.post("/generate", BODY))
+        await until(lambda: old.seen)
+        old.draining = True
+        worker = next(w for w in c.router.table.workers() if w.url == old.url)
+        await until(lambda: worker.health is Health.DRAINING)
+        assert [(await c.post("/generate", BODY))[0] for _ in range(4)] == [200] * 4
+        assert len(old.seen) == 1 and len(c.decodes[1].seen) == 4
+        go.set()
+        assert (await running)[0] == 200
+        old.draining = False  # another process took the address
+        await until(lambda: worker.health is Health.UP)
+        await c.settled()
 
 
 @pytest.mark.parametrize("leg", ["prefills", "decodes"])
-def test_a_request_that_a_draining_worker_hands_back_goes_elsewhere_and_nothing_follows_it(leg: str) -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=2, decode=2, health_check_interval_s=60.0) as c:
-            bad, good = getattr(c, leg)
-            bad.behave = always(503, DRAINING)
-            bad.draining = True
-            assert [(await c.post("/generate", BODY))[0] for _ in range(4)] == [200] * 4
-            assert len(bad.seen) == 1 and len(good.seen) == 4
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_a_request_that_a_draining_worker_hands_back_goes_elsewhere_and_nothing_follows_it(leg: str) -> None:
+    async with cluster(prefill=2, decode=2, health_check_interval_s=60.0) as c:
+        bad, good = getattr(c, leg)
+        bad.behave = always(503, DRAINING)
+        bad.draining = True
+        assert [(await c.post("/generate", BODY))[0] for _ in range(4)] == [200] * 4
+        assert len(bad.seen) == 1 and len(good.seen) == 4
+        await c.settled()
 
 
-def test_its_word_takes_it_out_of_the_pool_before_the_next_check() -> None:
-    async def told() -> None:
-        table = WorkerTable()
-        worker = table.add("http://h:1", role=Role.DECODE)
-        table.on_check(worker, Check.OK, now_s=0.0)
-        config = RouterConfig()
-        credentials = Credentials(api=KeyRing())
-        session: Any = None  # nothing is asked
-        monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
-        monitor.on_unreachable(CallFailed(worker, reason="status", status=503, body=b'{"error":{"code":"queue_full"}}'))
-        assert table.alive(Role.DECODE) == [worker]
-        monitor.on_unreachable(CallFailed(worker, reason="status", status=503, body=json.dumps(DRAINING).encode()))
-        assert worker.health is Health.DRAINING and "draining" in no_worker_message(table, [Role.DECODE])
-
-    asyncio.run(told())
+async def test_its_word_takes_it_out_of_the_pool_before_the_next_check() -> None:
+    table = WorkerTable()
+    worker = table.add("http://h:1", role=Role.DECODE)
+    table.on_check(worker, Check.OK, now_s=0.0)
+    config = RouterConfig()
+    credentials = Credentials(api=KeyRing())
+    session: Any = None  # nothing is asked
+    monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
+    monitor.on_unreachable(CallFailed(worker, reason="status", status=503, body=b'{"error":{"code":"queue_full"}}'))
+    assert table.alive(Role.DECODE) == [worker]
+    monitor.on_unreachable(CallFailed(worker, reason="status", status=503, body=json.dumps(DRAINING).encode()))
+    assert worker.health is Health.DRAINING and "draining" in no_worker_message(table, [Role.DECODE])
 
 
 async def until_draining(c: Cluster, *, timeout_s: float = 60.0) -> "tuple[asyncio.Task[None], asyncio.Event]":
@@ -121,89 +117,67 @@ async def until_draining(c: Cluster, *, timeout_s: float = 60.0) -> "tuple[async
     return task, at_once
 
 
-def test_a_draining_router_says_so_takes_nothing_and_finishes_what_runs() -> None:
-    async def scenario() -> None:
-        async with cluster() as c:
-            go = asyncio.Event()
-
-            async def waits(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                await go.wait()
-                return await answer_ok(worker, request, body)
-
-            c.decodes[0].behave = waits
-            running = [asyncio.create_task(c.post("/generate", {**BODY, "stream": s})) for s in (False, True)]
-            await until(lambda: len(c.decodes[0].seen) == 2)
-            draining, _ = await until_draining(c)
-            status, headers, answer = await c.post("/generate", BODY)
-            assert (status, headers["Retry-After"], json.loads(answer)["error"]["code"]) == (503, "1", "draining")
-            for path in ("/health", "/readiness"):
-                async with c.client.get(c.url + path) as health:
-                    assert (health.status, (await health.json())["status"]) == (503, "draining")
-            async with c.client.get(c.url + "/liveness") as alive:
-                assert alive.status == 200
-            assert not draining.done()
-            go.set()
-            assert [(await r)[0] for r in running] == [200, 200]
-            await draining
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_a_draining_router_says_so_takes_nothing_and_finishes_what_runs() -> None:
+    async with cluster() as c:
+        go = asyncio.Event()
+        c.decodes[0].behave = later(go)
+        running = [asyncio.create_task(c.post("/generate", {**BODY, "stream": s})) for s in (False, True)]
+        await until(lambda: len(c.decodes[0].seen) == 2)
+        draining, _ = await until_draining(c)
+        status, headers, answer = await c.post("/generate", BODY)
+        assert (status, headers["Retry-After"], json.loads(answer)["error"]["code"]) == (503, "1", "draining")
+        for path in ("/health", "/readiness"):
+            status, health = await c.get(path)
+            assert (status, health["status"]) == (503, "draining")
+        assert (await c.get("/liveness"))[0] == 200
+        assert not draining.done()
+        go.set()
+        assert [(await r)[0] for r in running] == [200, 200]
+        await draining
+        await c.settled()
 
 
 @pytest.mark.parametrize("how", ["time is over", "second signal"])
-def test_what_a_draining_router_cannot_finish_is_handed_back(how: str) -> None:
+async def test_what_a_draining_router_cannot_finish_is_handed_back(how: str) -> None:
     """Before the first byte as a 503, in a stream as its last event; both legs end."""
+    async with cluster() as c:
 
-    async def scenario() -> None:
-        async with cluster() as c:
+        async def unfinished(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            return await (streams_on if body.get("stream") else hang)(worker, request, body)
 
-            async def streams_on(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                if not body.get("stream"):
-                    return await hang(worker, request, body)
-                out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-                await out.prepare(request)
-                await out.write(b'data: {"i": 0}\n\n')
-                await asyncio.Event().wait()
-                raise AssertionError
-
-            for worker in (*c.prefills, *c.decodes):
-                worker.behave = streams_on
-            running = [asyncio.create_task(c.post("/generate", {**BODY, "stream": s})) for s in (False, True)]
-            await until(lambda: len(c.decodes[0].seen) == 2)
-            await until(lambda: sum(r.cut is not None for r in c.router.live.requests) == 1)
-            draining, at_once = await until_draining(c, timeout_s=0.0 if how == "time is over" else 60.0)
-            if how == "second signal":
-                at_once.set()
-            (status, headers, whole), (stream_status, _, events) = [await r for r in running]
-            assert (status, headers["Retry-After"], json.loads(whole)["error"]["code"]) == (503, "1", "draining")
-            assert stream_status == 200 and events_of(events)[-1]["error"]["code"] == "draining"
-            await draining
-            await until(lambda: c.decodes[0].cancelled == 2)
-            await c.settled()
-
-    uvloop.run(scenario())
+        for worker in (*c.prefills, *c.decodes):
+            worker.behave = unfinished
+        running = [asyncio.create_task(c.post("/generate", {**BODY, "stream": s})) for s in (False, True)]
+        await until(lambda: len(c.decodes[0].seen) == 2)
+        await until(lambda: sum(r.cut is not None for r in c.router.live.requests) == 1)
+        draining, at_once = await until_draining(c, timeout_s=0.0 if how == "time is over" else 60.0)
+        if how == "second signal":
+            at_once.set()
+        (status, headers, whole), (stream_status, _, events) = [await r for r in running]
+        assert (status, headers["Retry-After"], json.loads(whole)["error"]["code"]) == (503, "1", "draining")
+        assert stream_status == 200 and events_of(events)[-1]["error"]["code"] == "draining"
+        await draining
+        await until(lambda: c.decodes[0].cancelled == 2)
+        await c.settled()
 
 
-def test_one_request_more_than_the_router_serves_at_a_time_is_429() -> None:
-    async def scenario() -> None:
-        async with cluster(max_concurrent_requests=2) as c:
-            c.decodes[0].behave = hang
-            running = [asyncio.create_task(c.post("/generate", BODY)) for _ in range(2)]
-            await until(lambda: len(c.router.live) == 2)
-            status, headers, answer = await c.post("/generate", BODY)
-            assert (status, headers["Retry-After"], json.loads(answer)["error"]["code"]) == (429, "1", "queue_full")
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-            await until(lambda: len(c.router.live) == 0)
-            c.decodes[0].behave = answer_ok
-            assert (await c.post("/generate", BODY))[0] == 200
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_one_request_more_than_the_router_serves_at_a_time_is_429() -> None:
+    async with cluster(max_concurrent_requests=2) as c:
+        c.decodes[0].behave = hang
+        running = [asyncio.create_task(c.post("/generate", BODY)) for _ in range(2)]
+        await until(lambda: len(c.router.live) == 2)
+        status, headers, answer = await c.post("/generate", BODY)
+        assert (status, headers["Retry-After"], json.loads(answer)["error"]["code"]) == (429, "1", "queue_full")
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await until(lambda: len(c.router.live) == 0)
+        c.decodes[0].behave = answer_ok
+        assert (await c.post("/generate", BODY))[0] == 200
+        await c.settled()
 
 
-def test_a_retry_has_less_of_the_clients_time() -> None:
+async def test_a_retry_has_less_of_the_clients_time() -> None:
     headers = {"x-request-timeout": "10", "x-envoy-expected-rq-timeout-ms": "500.5", "traceparent": "t"}
     assert less_time(headers, 0.25) == {
         "x-request-timeout": "9.750",
@@ -215,31 +189,25 @@ def test_a_retry_has_less_of_the_clients_time() -> None:
     assert less_time(junk, 1.0) == junk
     assert time_given(headers) == pytest.approx(0.5005) and time_given(junk) == math.inf
 
-    async def scenario() -> None:
-        async with cluster(decode=2) as c:
-            c.decodes[0].behave = always(503, {"error": {"code": "deadline"}})
-            assert (await c.post("/generate", BODY, headers={"X-Request-Timeout": "5"}))[0] == 200
-            first, second = (float(w.seen[0].headers["x-request-timeout"]) for w in c.decodes)
-            assert first == 5.0 > second > 0.0
-            await c.settled()
-
-    uvloop.run(scenario())
+    async with cluster(decode=2) as c:
+        c.decodes[0].behave = always(503, {"error": {"code": "deadline"}})
+        assert (await c.post("/generate", BODY, headers={"X-Request-Timeout": "5"}))[0] == 200
+        first, second = (float(w.seen[0].headers["x-request-timeout"]) for w in c.decodes)
+        assert first == 5.0 > second > 0.0
+        await c.settled()
 
 
-def test_the_tables_that_callers_fill_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        monkeypatch.setattr("router.attempts.rooms.MAX_LIVE_ROOMS", 2)
-        monkeypatch.setattr("router.pool.workers.MAX_WORKERS", 2)
-        async with cluster() as c:
-            body = {"text": "a", "sampling_params": {"n": 3}}
-            status, headers, _ = await c.post("/generate", body)
-            assert (status, headers["Retry-After"]) == (429, "1")
-            assert (await c.post("/generate", {**body, "sampling_params": {"n": 2}}))[0] == 200
-            status, _, answer = await c.post("/workers", {"url": "http://h:1", "role": "decode"})
-            assert status == 400 and "no more fit" in json.loads(answer)["error"]["message"]
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_the_tables_that_callers_fill_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.attempts.rooms.MAX_LIVE_ROOMS", 2)
+    monkeypatch.setattr("router.pool.workers.MAX_WORKERS", 2)
+    async with cluster() as c:
+        body = {"text": "a", "sampling_params": {"n": 3}}
+        status, headers, _ = await c.post("/generate", body)
+        assert (status, headers["Retry-After"]) == (429, "1")
+        assert (await c.post("/generate", {**body, "sampling_params": {"n": 2}}))[0] == 200
+        status, _, answer = await c.post("/workers", {"url": "http://h:1", "role": "decode"})
+        assert status == 400 and "no more fit" in json.loads(answer)["error"]["message"]
+        await c.settled()
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT]])

@@ -6,24 +6,28 @@ from typing import Any
 
 import aiohttp
 import pytest
-import uvloop
 from aiohttp import web
 
 from router.pool.states import Health
 from tests.router.dummies import (
+    CHAT,
+    STREAM,
     Behaviour,
     Cluster,
     DummyWorker,
     always,
     answer_ok,
+    begin_stream,
     cluster,
     events_of,
     hang,
+    hangs_once,
+    later,
+    resets,
+    stream,
+    streams_on,
     until,
 )
-
-CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-STREAM = {**CHAT, "stream": True}
 
 
 def failing(times: int, status: int) -> Behaviour:
@@ -39,270 +43,190 @@ def failing(times: int, status: int) -> Behaviour:
 
 async def dies_after_two_events(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     """The connection breaks in the middle of the third event."""
-    out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await out.prepare(request)
-    await out.write(b'data: {"i": 0}\n\ndata: {"i": 1}\n\ndata: {"i"')
+    out = await begin_stream(request, b'data: {"i": 0}\n\ndata: {"i": 1}\n\ndata: {"i"')
     assert request.transport is not None
     request.transport.close()
     return out
 
 
-async def resets(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    assert request.transport is not None
-    request.transport.abort()
-    return web.Response()
-
-
-async def streams_on(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """One event, then nothing until its client goes away."""
-    out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await out.prepare(request)
-    await out.write(b'data: {"i": 0}\n\n')
-    await asyncio.Event().wait()
-    raise AssertionError
-
-
 @pytest.mark.parametrize("status", [500, 502, 503])
 @pytest.mark.parametrize("leg", ["prefills", "decodes"])
-def test_a_failing_worker_is_hidden_by_a_retry_elsewhere_in_a_new_room(leg: str, status: int) -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=2, decode=2) as c:
-            bad = getattr(c, leg)[0]
-            bad.behave = always(status, {"error": {"message": "broken"}})
-            code, _, answer = await c.post("/v1/chat/completions", STREAM)
-            assert code == 200 and events_of(answer)[-1] == "[DONE]"
-            rooms = [s.body["bootstrap_room"] for w in getattr(c, leg) for s in w.seen]
-            assert len(rooms) == 2 and rooms[0] != rooms[1] and len(bad.seen) == 1
-            assert all(w.health is Health.UP for w in c.router.table.workers())
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_a_failing_worker_is_hidden_by_a_retry_elsewhere_in_a_new_room(leg: str, status: int) -> None:
+    async with cluster(prefill=2, decode=2) as c:
+        bad = getattr(c, leg)[0]
+        bad.behave = always(status, {"error": {"message": "broken"}})
+        code, _, answer = await c.post("/v1/chat/completions", STREAM)
+        assert code == 200 and events_of(answer)[-1] == "[DONE]"
+        rooms = [s.body["bootstrap_room"] for w in getattr(c, leg) for s in w.seen]
+        assert len(rooms) == 2 and rooms[0] != rooms[1] and len(bad.seen) == 1
+        assert all(w.health is Health.UP for w in c.router.table.workers())
+        await c.settled()
 
 
-def test_a_retry_avoids_the_worker_that_failed_even_if_it_is_the_least_loaded() -> None:
-    async def scenario() -> None:
-        async with cluster(decode=2, retry_max=1) as c:
-            c.decodes[0].behave = always(500, {})
-            c.decodes[1].load = {"num_used_tokens": 50_000}
-            await until(lambda: c.router.table.workers()[2].foreign_tokens == 50_000)
-            assert (await c.post("/generate", {"text": "a"}))[0] == 200
-            assert [len(w.seen) for w in c.decodes] == [1, 1]
-
-    uvloop.run(scenario())
+async def test_a_retry_avoids_the_worker_that_failed_even_if_it_is_the_least_loaded() -> None:
+    async with cluster(decode=2, retry_max=1) as c:
+        c.decodes[0].behave = always(500, {})
+        c.decodes[1].load = {"num_used_tokens": 50_000}
+        await until(lambda: c.router.table.workers()[2].foreign_tokens == 50_000)
+        assert (await c.post("/generate", {"text": "a"}))[0] == 200
+        assert [len(w.seen) for w in c.decodes] == [1, 1]
 
 
-def test_retries_are_bounded_and_the_workers_last_word_is_passed() -> None:
-    async def scenario() -> None:
-        async with cluster(retry_max=2, retry_backoff_s=0.01) as c:
-            c.decodes[0].behave = always(503, {"error": {"message": "full"}}, **{"Retry-After": "7"})
-            status, headers, answer = await c.post("/generate", {"text": "a"})
-            assert (status, json.loads(answer), headers["Retry-After"]) == (503, {"error": {"message": "full"}}, "7")
-            assert len(c.decodes[0].seen) == 3
-            c.decodes[0].behave = failing(5, 503)
-            assert (await c.post("/generate", {"text": "a"}))[0] == 200
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_retries_are_bounded_and_the_workers_last_word_is_passed() -> None:
+    async with cluster(retry_max=2, retry_backoff_s=0.01) as c:
+        c.decodes[0].behave = always(503, {"error": {"message": "full"}}, **{"Retry-After": "7"})
+        status, headers, answer = await c.post("/generate", {"text": "a"})
+        assert (status, json.loads(answer), headers["Retry-After"]) == (503, {"error": {"message": "full"}}, "7")
+        assert len(c.decodes[0].seen) == 3
+        c.decodes[0].behave = failing(5, 503)
+        assert (await c.post("/generate", {"text": "a"}))[0] == 200
+        await c.settled()
 
 
 @pytest.mark.parametrize("status", [400, 404, 408, 409, 413, 422, 429, 499])
 @pytest.mark.parametrize("leg", ["prefills", "decodes"])
-def test_a_4xx_of_either_leg_is_passed_as_it_is_at_once(leg: str, status: int) -> None:
+async def test_a_4xx_of_either_leg_is_passed_as_it_is_at_once(leg: str, status: int) -> None:
     """The other leg hangs; it is cancelled, and nothing is retried."""
-
-    async def scenario() -> None:
-        async with cluster() as c:
-            for worker in (*c.prefills, *c.decodes):
-                worker.behave = hang
-            (bad,) = getattr(c, leg)
-            (other,) = c.decodes if leg == "prefills" else c.prefills
-            bad.behave = always(status, {"error": {"message": "no"}}, **{"Retry-After": "3"})
-            got, headers, answer = await c.post("/v1/chat/completions", STREAM)
-            assert (got, json.loads(answer), headers["Retry-After"]) == (status, {"error": {"message": "no"}}, "3")
-            assert headers["Content-Type"].startswith("application/json")
-            await until(lambda: other.cancelled == len(other.seen))
-            assert len(bad.seen) == 1
-            await c.settled()
-
-    uvloop.run(scenario())
+    async with cluster() as c:
+        for worker in (*c.prefills, *c.decodes):
+            worker.behave = hang
+        (bad,) = getattr(c, leg)
+        (other,) = c.decodes if leg == "prefills" else c.prefills
+        bad.behave = always(status, {"error": {"message": "no"}}, **{"Retry-After": "3"})
+        got, headers, answer = await c.post("/v1/chat/completions", STREAM)
+        assert (got, json.loads(answer), headers["Retry-After"]) == (status, {"error": {"message": "no"}}, "3")
+        assert headers["Content-Type"].startswith("application/json")
+        await until(lambda: other.cancelled == len(other.seen))
+        assert len(bad.seen) == 1
+        await c.settled()
 
 
 @pytest.mark.parametrize("behave", [resets, dies_after_two_events])
-def test_a_connection_lost_before_anything_was_sent_is_retried(behave: Behaviour) -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=2) as c:
-
-            async def waits_for_kv(
-                worker: DummyWorker, request: web.Request, body: dict[str, Any]
-            ) -> web.StreamResponse:
-                return await (hang if len(worker.seen) == 1 else answer_ok)(worker, request, body)
-
-            c.prefills[0].behave, c.decodes[0].behave = behave, waits_for_kv
-            assert (await c.post("/generate", {"text": "a"}))[0] == 200
-            assert len(c.prefills[1].seen) == 1 and c.decodes[0].cancelled == 1
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_a_connection_lost_before_anything_was_sent_is_retried(behave: Behaviour) -> None:
+    async with cluster(prefill=2) as c:
+        c.prefills[0].behave, c.decodes[0].behave = behave, hangs_once
+        assert (await c.post("/generate", {"text": "a"}))[0] == 200
+        assert len(c.prefills[1].seen) == 1 and c.decodes[0].cancelled == 1
+        await c.settled()
 
 
-def test_a_dead_worker_leaves_the_pool_at_once_and_comes_back() -> None:
+async def test_a_dead_worker_leaves_the_pool_at_once_and_comes_back() -> None:
     """Its port refuses connections, so the first request takes it out, long before the next health check."""
-
-    async def scenario() -> None:
-        async with cluster(decode=2, health_check_interval_s=60.0) as c:
-            dead = c.decodes[0]
-            await dead.stop()
-            for _ in range(4):
-                status, _, answer = await c.post("/generate", {"text": "a"})
-                assert (status, json.loads(answer)["from"]) == (200, "decode-1")
-            assert c.router.table.workers()[1].health is Health.DOWN
-            await c.settled()
-        async with cluster(decode=2) as c:
-            dead = c.decodes[0]
-            await dead.stop()
-            await until(lambda: c.router.table.workers()[1].health is Health.DOWN)
-            await dead.start()
-            await until(lambda: c.router.table.workers()[1].health is Health.UP)
-            names = {json.loads((await c.post("/generate", {"text": "a"}))[2])["from"] for _ in range(4)}
-            assert names == {"decode-0", "decode-1"}
-
-    uvloop.run(scenario())
-
-
-def test_a_lost_connection_makes_the_router_look_at_once() -> None:
-    """Between health checks that are a minute apart: unhealthy is noticed, and so is another bootstrap port."""
-
-    async def scenario() -> None:
-        async with cluster(prefill=1, decode=2, health_check_interval_s=60.0, health_failure_threshold=1) as c:
-            c.decodes[0].behave, c.decodes[0].healthy = resets, False
-            assert (await c.post("/generate", {"text": "a"}))[0] == 200
-            await until(lambda: c.router.table.workers()[1].health is Health.DOWN)
-            c.prefills[0].info["disaggregation_bootstrap_port"] = 4444
-            c.prefills[0].behave, c.decodes[1].behave = resets, hang
-            await c.post("/generate", {"text": "a"})
-            await until(lambda: c.router.table.workers()[0].bootstrap_port == 4444)
-
-    uvloop.run(scenario())
-
-
-def test_an_unhealthy_worker_leaves_and_a_restarted_prefill_worker_is_asked_for_its_bootstrap_port() -> None:
-    async def scenario() -> None:
-        async with cluster(info={"disaggregation_bootstrap_port": 1111}) as c:
-            prefill = c.prefills[0]
-            prefill.healthy = False
-            await until(lambda: c.router.table.workers()[0].health is Health.DOWN)
-            status, headers, answer = await c.post("/generate", {"text": "a"})
-            error = json.loads(answer)["error"]
-            assert status == 503 and headers["Retry-After"] and "no prefill worker is alive" in error["message"]
-            assert "/health answers 503" in error["message"] and c.decodes[0].seen == []
-            prefill.healthy, prefill.info["disaggregation_bootstrap_port"] = True, 2222
-            await until(lambda: c.router.table.workers()[0].health is Health.UP)
-            await c.post("/generate", {"text": "a"})
-            assert c.decodes[0].seen[0].body["bootstrap_port"] == 2222
-
-    uvloop.run(scenario())
-
-
-def test_no_pair_alive_is_a_503_that_names_every_missing_role() -> None:
-    async def scenario() -> None:
-        async with cluster() as c:
-            await c.prefills[0].stop()
-            await c.decodes[0].stop()
-            await until(lambda: all(w.health is Health.DOWN for w in c.router.table.workers()))
+    async with cluster(decode=2, health_check_interval_s=60.0) as c:
+        dead = c.decodes[0]
+        await dead.stop()
+        for _ in range(4):
             status, _, answer = await c.post("/generate", {"text": "a"})
-            assert (
-                status == 503 and "no prefill and no decode worker is alive" in json.loads(answer)["error"]["message"]
-            )
-            async with c.client.get(c.url + "/readiness") as response:
-                assert response.status == 503
-            async with c.client.get(c.url + "/v1/models") as response:
-                assert response.status == 503
-
-    uvloop.run(scenario())
-
-
-def test_decode_that_dies_in_mid_stream_leaves_one_error_event() -> None:
-    async def scenario() -> None:
-        async with cluster(decode=2) as c:
-            for worker in c.decodes:
-                worker.behave = dies_after_two_events
-            c.prefills[0].behave = hang
-            status, _, answer = await c.post("/v1/chat/completions", STREAM)
-            *good, error = events_of(answer)
-            assert status == 200 and good == [{"i": 0}, {"i": 1}]
-            assert error["error"]["type"] == "server_error" and "decode worker" in error["error"]["message"]
-            await until(lambda: c.prefills[0].cancelled == 1)
-            assert sum(len(w.seen) for w in c.decodes) == 1
-            await c.settled()
-
-    uvloop.run(scenario())
+            assert (status, json.loads(answer)["from"]) == (200, "decode-1")
+        assert c.router.table.workers()[1].health is Health.DOWN
+        await c.settled()
+    async with cluster(decode=2) as c:
+        dead = c.decodes[0]
+        await dead.stop()
+        await until(lambda: c.router.table.workers()[1].health is Health.DOWN)
+        await dead.start()
+        await until(lambda: c.router.table.workers()[1].health is Health.UP)
+        names = {json.loads((await c.post("/generate", {"text": "a"}))[2])["from"] for _ in range(4)}
+        assert names == {"decode-0", "decode-1"}
 
 
-def test_prefill_that_refuses_after_decode_began_ends_the_stream_with_its_error() -> None:
-    async def scenario() -> None:
-        async with cluster() as c:
-            refuse = asyncio.Event()
-
-            async def late_refusal(
-                worker: DummyWorker, request: web.Request, body: dict[str, Any]
-            ) -> web.StreamResponse:
-                await refuse.wait()
-                return web.json_response({"error": {"message": "transfer failed"}}, status=500)
-
-            c.prefills[0].behave, c.decodes[0].behave = late_refusal, streams_on
-            async with c.client.post(c.url + "/v1/chat/completions", json=STREAM) as response:
-                assert await response.content.readuntil(b"\n\n") == b'data: {"i": 0}\n\n'
-                refuse.set()
-                (error,) = events_of(await response.read())
-                assert error["error"]["message"] == "transfer failed"
-            await until(lambda: c.decodes[0].cancelled == 1)
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_a_lost_connection_makes_the_router_look_at_once() -> None:
+    """Between health checks that are a minute apart: unhealthy is noticed, and so is another bootstrap port."""
+    async with cluster(prefill=1, decode=2, health_check_interval_s=60.0, health_failure_threshold=1) as c:
+        c.decodes[0].behave, c.decodes[0].healthy = resets, False
+        assert (await c.post("/generate", {"text": "a"}))[0] == 200
+        await until(lambda: c.router.table.workers()[1].health is Health.DOWN)
+        c.prefills[0].info["disaggregation_bootstrap_port"] = 4444
+        c.prefills[0].behave, c.decodes[1].behave = resets, hang
+        await c.post("/generate", {"text": "a"})
+        await until(lambda: c.router.table.workers()[0].bootstrap_port == 4444)
 
 
-async def ends_with_503(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    return web.json_response({"error": {"message": "the scheduler process ended"}}, status=503)
+async def test_an_unhealthy_worker_leaves_and_a_restarted_prefill_worker_is_asked_for_its_bootstrap_port() -> None:
+    async with cluster(info={"disaggregation_bootstrap_port": 1111}) as c:
+        prefill = c.prefills[0]
+        prefill.healthy = False
+        await until(lambda: c.router.table.workers()[0].health is Health.DOWN)
+        status, headers, answer = await c.post("/generate", {"text": "a"})
+        error = json.loads(answer)["error"]
+        assert status == 503 and headers["Retry-After"] and "no prefill worker is alive" in error["message"]
+        assert "/health answers 503" in error["message"] and c.decodes[0].seen == []
+        prefill.healthy, prefill.info["disaggregation_bootstrap_port"] = True, 2222
+        await until(lambda: c.router.table.workers()[0].health is Health.UP)
+        await c.post("/generate", {"text": "a"})
+        assert c.decodes[0].seen[0].body["bootstrap_port"] == 2222
 
 
-@pytest.mark.parametrize(("ending", "reason"), [(resets, "lost"), (ends_with_503, "http_503")])
-def test_a_prefill_worker_that_dies_after_decode_began_does_not_end_the_answer(ending: Behaviour, reason: str) -> None:
+async def test_no_pair_alive_is_a_503_that_names_every_missing_role() -> None:
+    async with cluster() as c:
+        await c.prefills[0].stop()
+        await c.decodes[0].stop()
+        await until(lambda: all(w.health is Health.DOWN for w in c.router.table.workers()))
+        status, _, answer = await c.post("/generate", {"text": "a"})
+        assert status == 503 and "no prefill and no decode worker is alive" in json.loads(answer)["error"]["message"]
+        assert (await c.get("/readiness"))[0] == (await c.get("/v1/models"))[0] == 503
+
+
+async def test_decode_that_dies_in_mid_stream_leaves_one_error_event() -> None:
+    async with cluster(decode=2) as c:
+        for worker in c.decodes:
+            worker.behave = dies_after_two_events
+        c.prefills[0].behave = hang
+        status, _, answer = await c.post("/v1/chat/completions", STREAM)
+        *good, error = events_of(answer)
+        assert status == 200 and good == [{"i": 0}, {"i": 1}]
+        assert error["error"]["type"] == "server_error" and "decode worker" in error["error"]["message"]
+        await until(lambda: c.prefills[0].cancelled == 1)
+        assert sum(len(w.seen) for w in c.decodes) == 1
+        await c.settled()
+
+
+async def test_prefill_that_refuses_after_decode_began_ends_the_stream_with_its_error() -> None:
+    async with cluster() as c:
+        refuse = asyncio.Event()
+        refuses = always(500, {"error": {"message": "transfer failed"}})
+        c.prefills[0].behave, c.decodes[0].behave = later(refuse, refuses), streams_on
+        async with c.client.post(c.url + "/v1/chat/completions", json=STREAM) as response:
+            assert await response.content.readuntil(b"\n\n") == b'data: {"i": 0}\n\n'
+            refuse.set()
+            (error,) = events_of(await response.read())
+            assert error["error"]["message"] == "transfer failed"
+        await until(lambda: c.decodes[0].cancelled == 1)
+        await c.settled()
+
+
+ENDED = always(503, {"error": {"message": "the scheduler process ended"}})
+
+
+@pytest.mark.parametrize(("ending", "reason"), [(resets, "lost"), (ENDED, "http_503")])
+async def test_a_prefill_worker_that_dies_after_decode_began_does_not_end_the_answer(
+    ending: Behaviour, reason: str
+) -> None:
     """By a broken connection, or with its last words (found by `make churn-soak`)."""
+    async with cluster() as c:
+        break_off, go_on = asyncio.Event(), asyncio.Event()
 
-    async def scenario() -> None:
-        async with cluster() as c:
-            break_off, go_on = asyncio.Event(), asyncio.Event()
+        async def decode(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            out = await begin_stream(request)
+            await go_on.wait()
+            await out.write(b"data: [DONE]\n\n")
+            return out
 
-            async def breaks(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                await break_off.wait()
-                return await ending(worker, request, body)
-
-            async def decode(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-                await out.prepare(request)
-                await out.write(b'data: {"i": 0}\n\n')
-                await go_on.wait()
-                await out.write(b"data: [DONE]\n\n")
-                return out
-
-            c.prefills[0].behave, c.decodes[0].behave = breaks, decode
-            async with c.client.post(c.url + "/v1/chat/completions", json=STREAM) as response:
-                await response.content.readuntil(b"\n\n")
-                break_off.set()
-                await _until_metric(c, f'tandem_router_errors_total{{reason="{reason}",role="prefill"}} 1.0')
-                go_on.set()
-                assert events_of(await response.read()) == ["[DONE]"]
-            await c.settled()
-
-    uvloop.run(scenario())
+        c.prefills[0].behave, c.decodes[0].behave = later(break_off, ending), decode
+        async with c.client.post(c.url + "/v1/chat/completions", json=STREAM) as response:
+            await response.content.readuntil(b"\n\n")
+            break_off.set()
+            await _until_metric(c, f'tandem_router_errors_total{{reason="{reason}",role="prefill"}} 1.0')
+            go_on.set()
+            assert events_of(await response.read()) == ["[DONE]"]
+        await c.settled()
 
 
 async def _until_metric(c: Cluster, line: str) -> None:
-    async with asyncio.timeout(10):
-        text = ""
-        while line not in text:
-            async with c.client.get(c.url + "/metrics") as response:
-                text = await response.text()
+    async def shown() -> bool:
+        return line in await c.metrics()
+
+    await until(shown)
 
 
 async def _leave(c: Cluster, body: dict[str, Any], *, after_bytes: bool) -> None:
@@ -321,22 +245,19 @@ async def _leave(c: Cluster, body: dict[str, Any], *, after_bytes: bool) -> None
 
 
 @pytest.mark.parametrize(("decode", "body"), [(hang, CHAT), (hang, STREAM), (streams_on, STREAM)])
-def test_a_client_that_goes_away_cancels_both_legs(decode: Behaviour, body: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        async with cluster() as c:
-            c.prefills[0].behave, c.decodes[0].behave = hang, decode
-            await _leave(c, body, after_bytes=decode is streams_on)
-            await until(lambda: c.prefills[0].cancelled == 1 and c.decodes[0].cancelled == 1)
-            await c.settled()
-            await _until_metric(c, 'tandem_router_requests_total{path="/v1/chat/completions",status="499"} 1.0')
-            await _until_metric(c, "tandem_router_inflight_requests 0.0")
-
-    uvloop.run(scenario())
+async def test_a_client_that_goes_away_cancels_both_legs(decode: Behaviour, body: dict[str, Any]) -> None:
+    async with cluster() as c:
+        c.prefills[0].behave, c.decodes[0].behave = hang, decode
+        await _leave(c, body, after_bytes=decode is streams_on)
+        await until(lambda: c.prefills[0].cancelled == 1 and c.decodes[0].cancelled == 1)
+        await c.settled()
+        await _until_metric(c, 'tandem_router_requests_total{path="/v1/chat/completions",status="499"} 1.0')
+        await _until_metric(c, "tandem_router_inflight_requests 0.0")
 
 
 @pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_prefills_input_logprobs_reach_the_client(*, batch: bool, streaming: bool) -> None:
+async def test_prefills_input_logprobs_reach_the_client(*, batch: bool, streaming: bool) -> None:
     """Decode streams before prefill answers: the first event waits for what only prefill knows."""
 
     def item(index: int, known: list[Any]) -> dict[str, Any]:
@@ -350,129 +271,107 @@ def test_prefills_input_logprobs_reach_the_client(*, batch: bool, streaming: boo
     def known(index: int) -> list[Any]:
         return [[None, 1, "a"], [-0.5 - index, 2, "b"]]
 
-    async def scenario() -> None:
-        async with cluster() as c:
-            count = 2 if batch else 1
+    async with cluster() as c:
+        count = 2 if batch else 1
 
-            async def prefill(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                await until(lambda: c.decodes[0].calls)
-                items = [{"text": "x", "meta_info": {"input_token_logprobs": known(i)}} for i in range(count)]
+        async def prefill(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await until(lambda: c.decodes[0].calls)
+            items = [{"text": "x", "meta_info": {"input_token_logprobs": known(i)}} for i in range(count)]
+            return web.json_response(items if batch else items[0])
+
+        async def decode(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            worker.calls.append(("began", ""))
+            items = [item(i, []) for i in range(count)]
+            if not body.get("stream"):
                 return web.json_response(items if batch else items[0])
+            return await stream(request, [*items, *items])
 
-            async def decode(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                worker.calls.append(("began", ""))
-                items = [item(i, []) for i in range(count)]
-                if not body.get("stream"):
-                    return web.json_response(items if batch else items[0])
-                out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-                await out.prepare(request)
-                for one in (*items, *items):
-                    await out.write(b"data: " + json.dumps(one).encode() + b"\n\n")
-                await out.write(b"data: [DONE]\n\n")
-                return out
-
-            c.prefills[0].behave, c.decodes[0].behave = prefill, decode
-            ask = {"return_logprob": True, "logprob_start_len": 0, "stream": streaming}
-            status, _, answer = await c.post("/generate", {**ask, "text": ["a", "b"] if batch else "a"})
-            assert status == 200
-            expected = [item(i, known(i)) for i in range(count)]
-            if streaming:
-                assert events_of(answer) == [*expected, *expected, "[DONE]"]
-            else:
-                assert json.loads(answer) == (expected if batch else expected[0])
-            await c.settled()
-
-    uvloop.run(scenario())
+        c.prefills[0].behave, c.decodes[0].behave = prefill, decode
+        ask = {"return_logprob": True, "logprob_start_len": 0, "stream": streaming}
+        status, _, answer = await c.post("/generate", {**ask, "text": ["a", "b"] if batch else "a"})
+        assert status == 200
+        expected = [item(i, known(i)) for i in range(count)]
+        if streaming:
+            assert events_of(answer) == [*expected, *expected, "[DONE]"]
+        else:
+            assert json.loads(answer) == (expected if batch else expected[0])
+        await c.settled()
 
 
-def test_a_request_that_takes_too_long_is_a_504() -> None:
-    async def scenario() -> None:
-        async with cluster(request_timeout_s=0.2) as c:
-            c.decodes[0].behave = hang
-            status, _, answer = await c.post("/generate", {"text": "a"})
-            assert status == 504 and "--request-timeout-secs" in json.loads(answer)["error"]["message"]
-            await until(lambda: c.decodes[0].cancelled == 1)
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_a_request_that_takes_too_long_is_a_504() -> None:
+    async with cluster(request_timeout_s=0.2) as c:
+        c.decodes[0].behave = hang
+        status, _, answer = await c.post("/generate", {"text": "a"})
+        assert status == 504 and "--request-timeout-secs" in json.loads(answer)["error"]["message"]
+        await until(lambda: c.decodes[0].cancelled == 1)
+        await c.settled()
 
 
-def test_a_slow_client_holds_its_worker_back_and_not_the_router() -> None:
+async def test_a_slow_client_holds_its_worker_back_and_not_the_router() -> None:
     """Back-pressure: a client that does not read stops the worker's writes; the router buffers no whole answer."""
+    written = 0
 
-    async def scenario() -> None:
-        written = 0
+    async def pours(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        nonlocal written
+        out = await begin_stream(request, b"")
+        for _ in range(1000):
+            await out.write(b"data: " + b"x" * 100_000 + b"\n\n")
+            written += 1
+        return out
 
-        async def pours(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            nonlocal written
-            out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await out.prepare(request)
-            for _ in range(1000):
-                await out.write(b"data: " + b"x" * 100_000 + b"\n\n")
-                written += 1
-            return out
-
-        async with cluster() as c:
-            c.decodes[0].behave = pours
-            async with aiohttp.ClientSession(read_bufsize=1 << 16) as slow:
-                response = await slow.post(c.url + "/v1/chat/completions", json=STREAM)
-                last = -1
-                while last != written:
-                    last = written
-                    await asyncio.sleep(0.1)
-                assert 0 < written < 500
-                received = 0
-                async for chunk in response.content.iter_any():
-                    received += len(chunk)
-                assert received == 1000 * 100_008 and written == 1000
-            await c.settled()
-
-    uvloop.run(scenario())
+    async with cluster() as c:
+        c.decodes[0].behave = pours
+        async with aiohttp.ClientSession(read_bufsize=1 << 16) as slow:
+            response = await slow.post(c.url + "/v1/chat/completions", json=STREAM)
+            last = -1
+            while last != written:
+                last = written
+                await asyncio.sleep(0.1)
+            assert 0 < written < 500
+            received = 0
+            async for chunk in response.content.iter_any():
+                received += len(chunk)
+            assert received == 1000 * 100_008 and written == 1000
+        await c.settled()
 
 
-def test_plain_mode_retries_and_ends_broken_streams_too() -> None:
-    async def scenario() -> None:
-        async with cluster(unified=2) as c:
-            c.decodes[0].behave = always(500, {})
-            assert (await c.post("/generate", {"text": "a"}))[0] == 200
-            for worker in c.decodes:
-                worker.behave = dies_after_two_events
-            *_, error = events_of((await c.post("/v1/chat/completions", STREAM))[2])
-            assert "unified worker" in error["error"]["message"]
-            for worker in c.decodes:
-                worker.behave = hang
-            ask = asyncio.create_task(c.post("/generate", {"text": "a"}))
-            await until(lambda: sum(len(w.seen) for w in c.decodes) == 4)
-            ask.cancel()
-            await until(lambda: sum(w.cancelled for w in c.decodes) == 1)
-            await asyncio.gather(ask, return_exceptions=True)
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_plain_mode_retries_and_ends_broken_streams_too() -> None:
+    async with cluster(unified=2) as c:
+        c.decodes[0].behave = always(500, {})
+        assert (await c.post("/generate", {"text": "a"}))[0] == 200
+        for worker in c.decodes:
+            worker.behave = dies_after_two_events
+        *_, error = events_of((await c.post("/v1/chat/completions", STREAM))[2])
+        assert "unified worker" in error["error"]["message"]
+        for worker in c.decodes:
+            worker.behave = hang
+        ask = asyncio.create_task(c.post("/generate", {"text": "a"}))
+        await until(lambda: sum(len(w.seen) for w in c.decodes) == 4)
+        ask.cancel()
+        await until(lambda: sum(w.cancelled for w in c.decodes) == 1)
+        await asyncio.gather(ask, return_exceptions=True)
+        await c.settled()
 
 
-def test_200_random_mishaps_leave_nothing_behind() -> None:
-    async def scenario() -> None:
-        behaviours = [answer_ok, answer_ok, resets, dies_after_two_events, failing(0, 500), always(429, {}), hang]
-        async with cluster(prefill=2, decode=2, retry_backoff_s=0.0) as c:
+async def test_200_random_mishaps_leave_nothing_behind() -> None:
+    behaviours = [answer_ok, answer_ok, resets, dies_after_two_events, failing(0, 500), always(429, {}), hang]
+    async with cluster(prefill=2, decode=2, retry_backoff_s=0.0) as c:
 
-            async def one(i: int) -> None:
-                for j, worker in enumerate((*c.prefills, *c.decodes)):
-                    kinds = behaviours if worker in c.decodes else behaviours[:-1]
-                    worker.behave = kinds[(i * 7 + j * (i % 5)) % len(kinds)]
-                try:
-                    async with asyncio.timeout(0.02 + (i % 7) * 0.01):
-                        await c.post("/v1/chat/completions", STREAM if i % 2 else CHAT)
-                except (TimeoutError, aiohttp.ClientError):
-                    return
+        async def one(i: int) -> None:
+            for j, worker in enumerate((*c.prefills, *c.decodes)):
+                kinds = behaviours if worker in c.decodes else behaviours[:-1]
+                worker.behave = kinds[(i * 7 + j * (i % 5)) % len(kinds)]
+            try:
+                async with asyncio.timeout(0.02 + (i % 7) * 0.01):
+                    await c.post("/v1/chat/completions", STREAM if i % 2 else CHAT)
+            except (TimeoutError, aiohttp.ClientError):
+                return
 
-            for start in range(0, 200, 20):
-                await asyncio.gather(*(one(i) for i in range(start, start + 20)))
-            for worker in (*c.prefills, *c.decodes):
-                worker.behave = answer_ok
-            await c.settled()
-            await until(lambda: all(w.health is Health.UP for w in c.router.table.workers()))
-            assert (await c.post("/v1/chat/completions", STREAM))[0] == 200
-            await c.settled()
-
-    uvloop.run(scenario())
+        for start in range(0, 200, 20):
+            await asyncio.gather(*(one(i) for i in range(start, start + 20)))
+        for worker in (*c.prefills, *c.decodes):
+            worker.behave = answer_ok
+        await c.settled()
+        await until(lambda: all(w.health is Health.UP for w in c.router.table.workers()))
+        assert (await c.post("/v1/chat/completions", STREAM))[0] == 200
+        await c.settled()

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import uvloop
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,27 +15,33 @@ from router.pool.breaker import State
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from router.requests.hedging import MAX_SAVED, Budget, Hedging, hedge_after_s, other_pools
-from tests.router.dummies import DEADLINE_S, Cluster, DummyWorker, always, answer_ok, cluster, events_of, hang, until
-from tests.router.test_failures import CHAT, STREAM, streams_on
+from tests.router.dummies import (
+    CHAT,
+    STREAM,
+    Cluster,
+    DummyWorker,
+    always,
+    answer_ok,
+    cluster,
+    events_of,
+    hang,
+    later,
+    streams_on,
+    until,
+)
 
 SOON: dict[str, Any] = {"hedge_after_s": 0.02, "hedge_budget": 1.0}
 
 
+async def counts(c: Cluster, name: str) -> dict[str, float]:
+    """Values of a metric, by its label."""
+    return {line.split('"')[1]: float(line.split()[-1]) for line in await c.metrics() if line.startswith(name + "{")}
+
+
 async def hedges(c: Cluster) -> tuple[float, float, float]:
     """(started, won, lost), as /metrics says."""
-    async with c.client.get(c.url + "/metrics") as response:
-        lines = (await response.text()).splitlines()
-    said = {
-        line.split('"')[1]: float(line.split()[-1]) for line in lines if line.startswith("tandem_router_hedges_total")
-    }
-    return said.get("started", 0.0), said.get("won", 0.0), said.get("lost", 0.0)
-
-
-async def withheld(c: Cluster) -> dict[str, float]:
-    async with c.client.get(c.url + "/metrics") as response:
-        lines = (await response.text()).splitlines()
-    name = "tandem_router_hedges_withheld_total"
-    return {line.split('"')[1]: float(line.split()[-1]) for line in lines if line.startswith(name)}
+    found = await counts(c, "tandem_router_hedges_total")
+    return found.get("started", 0.0), found.get("won", 0.0), found.get("lost", 0.0)
 
 
 # ---- whole requests, real sockets
@@ -44,275 +49,196 @@ async def withheld(c: Cluster) -> dict[str, float]:
 
 @pytest.mark.parametrize("slow", ["prefills", "decodes"])
 @pytest.mark.parametrize("body", [STREAM, {**STREAM, "n": 3}], ids=["one", "three"])
-def test_a_hedge_answers_for_a_silent_pair_which_is_told_of_the_end_on_both_legs(
+async def test_a_hedge_answers_for_a_silent_pair_which_is_told_of_the_end_on_both_legs(
     slow: str, body: dict[str, Any]
 ) -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=2, decode=2, **SOON) as c:
-            (first_prefill, prefill), (first_decode, decode) = c.prefills, c.decodes
-            first_prefill.behave = first_decode.behave = hang
-            if slow == "decodes":
-                first_prefill.behave = answer_ok
-            status, _, answer = await c.post("/v1/chat/completions", body)
-            assert status == 200 and events_of(answer)[0]["from"] == decode.name and events_of(answer)[-1] == "[DONE]"
-            await until(lambda: first_decode.cancelled == 1)
-            await until(lambda: first_prefill.cancelled == (slow == "prefills"))
-            rooms = [seen.body["bootstrap_room"] for w in (first_decode, decode) for seen in w.seen]
-            flat = [room for room in rooms for room in (room if isinstance(room, list) else [room])]
-            assert len(flat) == len(set(flat)) == 2 * body.get("n", 1)
-            assert prefill.seen[0].body["bootstrap_room"] == rooms[1]
-            assert await hedges(c) == (1, 1, 0)
-            await c.settled()
-
-    uvloop.run(scenario())
+    async with cluster(prefill=2, decode=2, **SOON) as c:
+        (first_prefill, prefill), (first_decode, decode) = c.prefills, c.decodes
+        first_prefill.behave = first_decode.behave = hang
+        if slow == "decodes":
+            first_prefill.behave = answer_ok
+        status, _, answer = await c.post("/v1/chat/completions", body)
+        assert status == 200 and events_of(answer)[0]["from"] == decode.name and events_of(answer)[-1] == "[DONE]"
+        await until(lambda: first_decode.cancelled == 1)
+        await until(lambda: first_prefill.cancelled == (slow == "prefills"))
+        rooms = [seen.body["bootstrap_room"] for w in (first_decode, decode) for seen in w.seen]
+        flat = [room for room in rooms for room in (room if isinstance(room, list) else [room])]
+        assert len(flat) == len(set(flat)) == 2 * body.get("n", 1)
+        assert prefill.seen[0].body["bootstrap_room"] == rooms[1]
+        assert await hedges(c) == (1, 1, 0)
+        await c.settled()
 
 
-def test_a_first_attempt_that_answers_after_all_ends_its_hedge() -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=2, decode=2, **SOON) as c:
-            slow, hedge = c.decodes
-            hedge.behave = hang
-
-            async def until_hedged(
-                worker: DummyWorker, request: web.Request, body: dict[str, Any]
-            ) -> web.StreamResponse:
-                await until(lambda: hedge.seen)
-                return await answer_ok(worker, request, body)
-
-            slow.behave = until_hedged
-            status, _, answer = await c.post("/v1/chat/completions", STREAM)
-            assert status == 200 and events_of(answer)[0]["from"] == slow.name
-            await until(lambda: hedge.cancelled == 1)
-            assert await hedges(c) == (1, 0, 1)
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_a_first_attempt_that_answers_after_all_ends_its_hedge() -> None:
+    async with cluster(prefill=2, decode=2, **SOON) as c:
+        slow, hedge = c.decodes
+        hedge.behave = hang
+        slow.behave = later(lambda: hedge.seen)
+        status, _, answer = await c.post("/v1/chat/completions", STREAM)
+        assert status == 200 and events_of(answer)[0]["from"] == slow.name
+        await until(lambda: hedge.cancelled == 1)
+        assert await hedges(c) == (1, 0, 1)
+        await c.settled()
 
 
-def test_whoever_loses_is_blamed_for_nothing_and_shown_as_ended() -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=2, decode=2, cb_failure_threshold=1, **SOON) as c:
-            c.prefills[0].behave = c.decodes[0].behave = hang
-            assert (await c.post("/v1/chat/completions", STREAM, headers={"X-Request-Id": "r"}))[0] == 200
-            await c.settled()
-            assert all(w.circuit.state is State.CLOSED for w in c.router.table.workers())
-            (record,) = c.router.recorder.snapshot().records
-            first, hedge = record.attempts
-            assert (first.hedge, hedge.hedge) == (False, True) and first.cancelled_s is not None
-            assert (first.failure, hedge.failure, hedge.cancelled_s, record.failure) == ("", "", None, "")
-            assert sum(second.retried for second in c.router.recorder.snapshot().seconds) == 0
-            c.prefills[0].behave = c.decodes[0].behave = answer_ok
-            async with c.client.post(c.url + "/traces", json={"ids": ["r"]}) as response:
-                told = (await response.json())["records"]
-            (router,) = [part for part in told if part["process"] == "router"]
-            legs = {s["attributes"]["url.full"]: s["attributes"].get("error.type") for s in router["spans"][:4]}
-            assert legs == {c.prefills[0].url: "cancelled", c.decodes[0].url: "cancelled"} | dict.fromkeys(
-                (c.prefills[1].url, c.decodes[1].url)
-            )
-            async with c.client.get(c.url + "/metrics") as response:
-                assert "tandem_router_errors_total" not in [
-                    line.partition("{")[0] for line in (await response.text()).splitlines()
-                ]
-
-    uvloop.run(scenario())
+async def test_whoever_loses_is_blamed_for_nothing_and_shown_as_ended() -> None:
+    async with cluster(prefill=2, decode=2, cb_failure_threshold=1, **SOON) as c:
+        c.prefills[0].behave = c.decodes[0].behave = hang
+        assert (await c.post("/v1/chat/completions", STREAM, headers={"X-Request-Id": "r"}))[0] == 200
+        await c.settled()
+        assert all(w.circuit.state is State.CLOSED for w in c.router.table.workers())
+        (record,) = c.router.recorder.snapshot().records
+        first, hedge = record.attempts
+        assert (first.hedge, hedge.hedge) == (False, True) and first.cancelled_s is not None
+        assert (first.failure, hedge.failure, hedge.cancelled_s, record.failure) == ("", "", None, "")
+        assert sum(second.retried for second in c.router.recorder.snapshot().seconds) == 0
+        c.prefills[0].behave = c.decodes[0].behave = answer_ok
+        async with c.client.post(c.url + "/traces", json={"ids": ["r"]}) as response:
+            told = (await response.json())["records"]
+        (router,) = [part for part in told if part["process"] == "router"]
+        legs = {s["attributes"]["url.full"]: s["attributes"].get("error.type") for s in router["spans"][:4]}
+        assert legs == {c.prefills[0].url: "cancelled", c.decodes[0].url: "cancelled"} | dict.fromkeys(
+            (c.prefills[1].url, c.decodes[1].url)
+        )
+        assert not await counts(c, "tandem_router_errors_total")
 
 
-def test_a_client_that_leaves_ends_both_attempts() -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=2, decode=2, **SOON) as c:
-            every = (*c.prefills, *c.decodes)
-            for worker in every:
-                worker.behave = hang
-            ask = asyncio.create_task(c.post("/v1/chat/completions", STREAM))
-            await until(lambda: all(worker.seen for worker in every))
-            ask.cancel()
-            await until(lambda: all(worker.cancelled == 1 for worker in every))
-            await c.settled()
-            assert await hedges(c) == (1, 0, 1)
-
-    uvloop.run(scenario())
+async def test_a_client_that_leaves_ends_both_attempts() -> None:
+    async with cluster(prefill=2, decode=2, **SOON) as c:
+        every = (*c.prefills, *c.decodes)
+        for worker in every:
+            worker.behave = hang
+        ask = asyncio.create_task(c.post("/v1/chat/completions", STREAM))
+        await until(lambda: all(worker.seen for worker in every))
+        ask.cancel()
+        await until(lambda: all(worker.cancelled == 1 for worker in every))
+        await c.settled()
+        assert await hedges(c) == (1, 0, 1)
 
 
-def test_a_pair_that_fails_while_its_hedge_runs_leaves_the_request_to_it() -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=2, decode=2, retry_max=0, **SOON) as c:
-            bad, good = c.decodes
-            failed = asyncio.Event()
+async def test_a_pair_that_fails_while_its_hedge_runs_leaves_the_request_to_it() -> None:
+    async with cluster(prefill=2, decode=2, retry_max=0, **SOON) as c:
+        bad, good = c.decodes
+        failed = asyncio.Event()
 
-            async def fails_late(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                await until(lambda: good.seen)
-                failed.set()
-                return web.json_response({"error": {"message": "broken"}}, status=500)
+        async def fails_late(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await until(lambda: good.seen)
+            failed.set()
+            return web.json_response({"error": {"message": "broken"}}, status=500)
 
-            async def answers_later(
-                worker: DummyWorker, request: web.Request, body: dict[str, Any]
-            ) -> web.StreamResponse:
-                await failed.wait()
-                await until(lambda: c.router.table.workers()[2].inflight_requests == 0)  # the first attempt is over
-                return await answer_ok(worker, request, body)
-
-            bad.behave, good.behave = fails_late, answers_later
-            status, _, answer = await c.post("/v1/chat/completions", STREAM)
-            assert status == 200 and events_of(answer)[0]["from"] == good.name
-            assert await hedges(c) == (1, 1, 0)
-            await c.settled()
-
-    uvloop.run(scenario())
+        bad.behave = fails_late
+        good.behave = later(lambda: failed.is_set() and c.router.table.workers()[2].inflight_requests == 0)
+        status, _, answer = await c.post("/v1/chat/completions", STREAM)
+        assert status == 200 and events_of(answer)[0]["from"] == good.name
+        assert await hedges(c) == (1, 1, 0)
+        await c.settled()
 
 
-def test_a_hedge_that_is_refused_harms_nobody() -> None:
+async def test_a_hedge_that_is_refused_harms_nobody() -> None:
     """429 is a worker's word that it has enough, not that the request is bad."""
-
-    async def scenario() -> None:
-        async with cluster(prefill=2, decode=2, **SOON) as c:
-            first, hedge = c.decodes
-            hedge.behave = always(429, {"error": {"message": "full"}})
-
-            async def later(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                await until(lambda: hedge.seen and c.router.table.workers()[3].inflight_requests == 0)
-                return await answer_ok(worker, request, body)
-
-            first.behave = later
-            status, _, answer = await c.post("/v1/chat/completions", STREAM)
-            assert status == 200 and events_of(answer)[0]["from"] == first.name
-            assert await hedges(c) == (1, 0, 1)
-            await c.settled()
-
-    uvloop.run(scenario())
+    async with cluster(prefill=2, decode=2, **SOON) as c:
+        first, hedge = c.decodes
+        hedge.behave = always(429, {"error": {"message": "full"}})
+        first.behave = later(lambda: hedge.seen and c.router.table.workers()[3].inflight_requests == 0)
+        status, _, answer = await c.post("/v1/chat/completions", STREAM)
+        assert status == 200 and events_of(answer)[0]["from"] == first.name
+        assert await hedges(c) == (1, 0, 1)
+        await c.settled()
 
 
-def test_a_request_that_is_bad_for_the_first_pair_is_bad() -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=2, decode=2, **SOON) as c:
-            first, hedge = c.decodes
-            hedge.behave = hang
-
-            async def refuses_late(
-                worker: DummyWorker, request: web.Request, body: dict[str, Any]
-            ) -> web.StreamResponse:
-                await until(lambda: hedge.seen)
-                return web.json_response({"error": {"message": "no"}}, status=400)
-
-            first.behave = refuses_late
-            assert (await c.post("/v1/chat/completions", STREAM))[0] == 400
-            await until(lambda: hedge.cancelled == 1)
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_a_request_that_is_bad_for_the_first_pair_is_bad() -> None:
+    async with cluster(prefill=2, decode=2, **SOON) as c:
+        first, hedge = c.decodes
+        hedge.behave = hang
+        first.behave = later(lambda: hedge.seen, always(400, {"error": {"message": "no"}}))
+        assert (await c.post("/v1/chat/completions", STREAM))[0] == 400
+        await until(lambda: hedge.cancelled == 1)
+        await c.settled()
 
 
-def test_a_stream_that_has_begun_is_not_hedged() -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=2, decode=2, **{**SOON, "hedge_after_s": 0.2}) as c:
-            c.decodes[0].behave = streams_on
-            async with c.client.post(c.url + "/v1/chat/completions", json=STREAM) as response:
-                await response.content.readuntil(b"\n\n")  # from here on it is silent
-                c.decodes[0].behave = c.decodes[1].behave = hang
-                ask = asyncio.create_task(c.post("/v1/chat/completions", STREAM))
-                await until(lambda: sum(len(w.seen) for w in c.decodes) == 3)  # a later one was due, and hedged
-                await until(lambda: sum(len(w.seen) for w in c.prefills) == 3)
-                assert await hedges(c) == (1, 0, 0)
-            ask.cancel()
-
-    uvloop.run(scenario())
-
-
-def test_without_another_worker_nothing_is_hedged() -> None:
-    async def scenario() -> None:
-        async with cluster(**SOON) as c:
-            c.decodes[0].behave = hang
+async def test_a_stream_that_has_begun_is_not_hedged() -> None:
+    async with cluster(prefill=2, decode=2, **{**SOON, "hedge_after_s": 0.2}) as c:
+        c.decodes[0].behave = streams_on
+        async with c.client.post(c.url + "/v1/chat/completions", json=STREAM) as response:
+            await response.content.readuntil(b"\n\n")  # from here on it is silent
+            c.decodes[0].behave = c.decodes[1].behave = hang
             ask = asyncio.create_task(c.post("/v1/chat/completions", STREAM))
-            async with asyncio.timeout(DEADLINE_S):
-                while await withheld(c) != {"no_other": 1}:
-                    await asyncio.sleep(0.01)
-            assert len(c.decodes[0].seen) == 1
-            ask.cancel()
-            await until(lambda: c.decodes[0].cancelled == 1)
-            await c.settled()
-
-    uvloop.run(scenario())
+            await until(lambda: sum(len(w.seen) for w in c.decodes) == 3)  # a later one was due, and hedged
+            await until(lambda: sum(len(w.seen) for w in c.prefills) == 3)
+            assert await hedges(c) == (1, 0, 0)
+        ask.cancel()
 
 
-def test_the_one_prefill_worker_is_shared_by_both_attempts() -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=1, decode=2, **SOON) as c:
-            c.decodes[0].behave = hang
-            status, _, answer = await c.post("/v1/chat/completions", STREAM)
-            assert status == 200 and events_of(answer)[0]["from"] == c.decodes[1].name
-            assert len(c.prefills[0].seen) == 2
-            await c.settled()
+async def test_without_another_worker_nothing_is_hedged() -> None:
+    async with cluster(**SOON) as c:
+        c.decodes[0].behave = hang
+        ask = asyncio.create_task(c.post("/v1/chat/completions", STREAM))
 
-    uvloop.run(scenario())
+        async def withheld() -> bool:
+            return await counts(c, "tandem_router_hedges_withheld_total") == {"no_other": 1}
 
-
-def test_unified_workers_are_hedged_too() -> None:
-    async def scenario() -> None:
-        async with cluster(unified=2, **SOON) as c:
-            c.decodes[0].behave = hang
-            status, _, answer = await c.post("/generate", {"text": "a", "stream": True})
-            assert status == 200 and events_of(answer)[0]["from"] == c.decodes[1].name
-            await until(lambda: c.decodes[0].cancelled == 1)
-            await c.settled()
-
-    uvloop.run(scenario())
+        await until(withheld)
+        assert len(c.decodes[0].seen) == 1
+        ask.cancel()
+        await until(lambda: c.decodes[0].cancelled == 1)
+        await c.settled()
 
 
-def test_both_attempts_failing_leaves_the_request_to_a_retry_without_a_hedge() -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=1, decode=4, retry_backoff_s=0.0, **SOON) as c:
-            first, second, third, fourth = c.decodes
-            fail, answer = asyncio.Event(), asyncio.Event()
-
-            async def fails(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                await fail.wait()
-                return web.json_response({}, status=500)
-
-            async def answers_late(
-                worker: DummyWorker, request: web.Request, body: dict[str, Any]
-            ) -> web.StreamResponse:
-                await answer.wait()
-                return await answer_ok(worker, request, body)
-
-            first.behave, second.behave, third.behave, fourth.behave = fails, fails, answers_late, hang
-            ask = asyncio.create_task(c.post("/v1/chat/completions", STREAM))
-            await until(lambda: first.seen and second.seen)
-            fail.set()
-            await until(lambda: third.seen)
-            first.behave = second.behave = answer_ok
-            assert (await c.post("/v1/chat/completions", STREAM))[0] == 200  # due later, and hedged by now
-            assert len(fourth.seen) == 1 and await hedges(c) == (2, 1, 1)
-            answer.set()
-            status, _, body = await ask
-            assert status == 200 and events_of(body)[0]["from"] == third.name
-            assert await hedges(c) == (2, 1, 1)
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_the_one_prefill_worker_is_shared_by_both_attempts() -> None:
+    async with cluster(prefill=1, decode=2, **SOON) as c:
+        c.decodes[0].behave = hang
+        status, _, answer = await c.post("/v1/chat/completions", STREAM)
+        assert status == 200 and events_of(answer)[0]["from"] == c.decodes[1].name
+        assert len(c.prefills[0].seen) == 2
+        await c.settled()
 
 
-def test_a_whole_answer_is_hedged_where_its_client_says_so() -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=2, decode=2, **SOON) as c:
-            c.decodes[0].behave = hang
-            said = {"X-Tandem-Hedge-After-Ms": "20"}
-            status, _, answer = await c.post("/v1/chat/completions", CHAT, headers=said)
-            assert status == 200 and json.loads(answer)["from"] == c.decodes[1].name
-            assert "x-tandem-hedge-after-ms" not in c.decodes[1].seen[0].headers
-            await c.settled()
+async def test_unified_workers_are_hedged_too() -> None:
+    async with cluster(unified=2, **SOON) as c:
+        c.decodes[0].behave = hang
+        status, _, answer = await c.post("/generate", {"text": "a", "stream": True})
+        assert status == 200 and events_of(answer)[0]["from"] == c.decodes[1].name
+        await until(lambda: c.decodes[0].cancelled == 1)
+        await c.settled()
 
-    uvloop.run(scenario())
+
+async def test_both_attempts_failing_leaves_the_request_to_a_retry_without_a_hedge() -> None:
+    async with cluster(prefill=1, decode=4, retry_backoff_s=0.0, **SOON) as c:
+        first, second, third, fourth = c.decodes
+        fail, answer = asyncio.Event(), asyncio.Event()
+        first.behave = second.behave = later(fail, always(500, {}))
+        third.behave, fourth.behave = later(answer), hang
+        ask = asyncio.create_task(c.post("/v1/chat/completions", STREAM))
+        await until(lambda: first.seen and second.seen)
+        fail.set()
+        await until(lambda: third.seen)
+        first.behave = second.behave = answer_ok
+        assert (await c.post("/v1/chat/completions", STREAM))[0] == 200  # due later, and hedged by now
+        assert len(fourth.seen) == 1 and await hedges(c) == (2, 1, 1)
+        answer.set()
+        status, _, body = await ask
+        assert status == 200 and events_of(body)[0]["from"] == third.name
+        assert await hedges(c) == (2, 1, 1)
+        await c.settled()
+
+
+async def test_a_whole_answer_is_hedged_where_its_client_says_so() -> None:
+    async with cluster(prefill=2, decode=2, **SOON) as c:
+        c.decodes[0].behave = hang
+        said = {"X-Tandem-Hedge-After-Ms": "20"}
+        status, _, answer = await c.post("/v1/chat/completions", CHAT, headers=said)
+        assert status == 200 and json.loads(answer)["from"] == c.decodes[1].name
+        assert "x-tandem-hedge-after-ms" not in c.decodes[1].seen[0].headers
+        await c.settled()
 
 
 @pytest.mark.parametrize("said", ["soon", "-1", "nan", "inf", ""])
-def test_a_header_that_is_no_number_is_400(said: str) -> None:
-    async def scenario() -> None:
-        async with cluster(**SOON) as c:
-            status, _, answer = await c.post("/generate", {"text": "a"}, headers={"X-Tandem-Hedge-After-Ms": said})
-            assert status == 400 and "x-tandem-hedge-after-ms" in json.loads(answer)["error"]["message"]
-            assert not c.decodes[0].seen
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_a_header_that_is_no_number_is_400(said: str) -> None:
+    async with cluster(**SOON) as c:
+        status, _, answer = await c.post("/generate", {"text": "a"}, headers={"X-Tandem-Hedge-After-Ms": said})
+        assert status == 400 and "x-tandem-hedge-after-ms" in json.loads(answer)["error"]["message"]
+        assert not c.decodes[0].seen
+        await c.settled()
 
 
 # ---- when and where: pure
@@ -343,34 +269,31 @@ def test_a_hedge_goes_to_others_where_there_are_any_and_to_nobody_with_a_queue()
     assert other_pools([prefills, [d0, full]], [p0, d0]) is None
 
 
-def test_why_a_hedge_is_withheld_and_that_only_a_made_one_costs() -> None:
-    async def scenario() -> None:
-        d0, d1 = pool(Role.DECODE, None, None)
-        metrics = RouterMetrics(WorkerTable())
-        parts: Any = {
-            "picker": SimpleNamespace(pools=lambda request: request.pools, choose=lambda request, pools: pools),
-            "launcher": SimpleNamespace(begin=lambda request, headers, placements, hedge: placements),
-            "admission": SimpleNamespace(num_waiting=0),
-        }
-        hedging = Hedging(after_s=1.0, budget=Budget(0.5), metrics=metrics, clock=lambda: 0.0, **parts)
+async def test_why_a_hedge_is_withheld_and_that_only_a_made_one_costs() -> None:
+    d0, d1 = pool(Role.DECODE, None, None)
+    metrics = RouterMetrics(WorkerTable())
+    parts: Any = {
+        "picker": SimpleNamespace(pools=lambda request: request.pools, choose=lambda request, pools: pools),
+        "launcher": SimpleNamespace(begin=lambda request, headers, placements, hedge: placements),
+        "admission": SimpleNamespace(num_waiting=0),
+    }
+    hedging = Hedging(after_s=1.0, budget=Budget(0.5), metrics=metrics, clock=lambda: 0.0, **parts)
 
-        async def hedged(*workers: Worker, num_waiting: int = 0) -> Any:
-            begun = asyncio.get_running_loop().create_future()
-            parts["admission"].num_waiting = num_waiting
-            request: Any = SimpleNamespace(pools=[workers], hedge_after_s=0.0, headers_at=lambda now_s: {})
-            first = SimpleNamespace(workers=(d0,))
-            group: Any = SimpleNamespace(running=[first], begin_hedge=lambda begin: begun.set_result(begin()))
-            hedging.arm(request, group)
-            return await begun
+    async def hedged(*workers: Worker, num_waiting: int = 0) -> Any:
+        begun = asyncio.get_running_loop().create_future()
+        parts["admission"].num_waiting = num_waiting
+        request: Any = SimpleNamespace(pools=[workers], hedge_after_s=0.0, headers_at=lambda now_s: {})
+        first = SimpleNamespace(workers=(d0,))
+        group: Any = SimpleNamespace(running=[first], begin_hedge=lambda begin: begun.set_result(begin()))
+        hedging.arm(request, group)
+        return await begun
 
-        assert await hedged(d0, d1, num_waiting=1) is None
-        assert await hedged(d0) is None
-        assert await hedged(d0, d1) == [[d1]]
-        assert await hedged(d0, d1) is None
-        counts = {why: metrics.hedges_withheld.labels(why)._value.get() for why in ("busy", "no_other", "budget")}
-        assert counts == {"busy": 1, "no_other": 1, "budget": 1}
-
-    uvloop.run(scenario())
+    assert await hedged(d0, d1, num_waiting=1) is None
+    assert await hedged(d0) is None
+    assert await hedged(d0, d1) == [[d1]]
+    assert await hedged(d0, d1) is None
+    counts = {why: metrics.hedges_withheld.labels(why)._value.get() for why in ("busy", "no_other", "budget")}
+    assert counts == {"busy": 1, "no_other": 1, "budget": 1}
 
 
 def test_the_flag_is_for_streams_the_header_for_any_and_0_for_none() -> None:

@@ -5,7 +5,6 @@ import json
 from typing import Any
 
 import pytest
-import uvloop
 from aiohttp import web
 
 from router.pool.models import Catalogue, UnknownModel, parse_models, serves
@@ -60,122 +59,104 @@ def seen(worker: DummyWorker) -> list[Any]:
     return [s.body.get("model") for s in worker.seen]
 
 
-def test_each_model_has_its_pools() -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=2, decode=2) as c:
-            name_models(c, ["a", "b"], ["a", "b"])
-            await known(c, "a", "b")
-            for model in ("a", "b", "b", "a", "b"):
-                status, _, answer = await c.post("/v1/chat/completions", {**CHAT, "model": model})
-                assert status == 200, answer
-            assert seen(c.prefills[0]) == seen(c.decodes[0]) == ["a", "a"]
-            assert seen(c.prefills[1]) == seen(c.decodes[1]) == ["b", "b", "b"]
-            status, _, answer = await c.post("/v1/chat/completions", {**CHAT, "model": "c"})
-            error = json.loads(answer)["error"]
-            assert status == 404 and error["code"] == "model_not_found" and error["param"] == "model"
-            assert "there are: a, b" in error["message"]
-            await c.post("/generate", {"text": "x"})  # names none: both legs go to one model's workers
-            assert len(c.prefills[0].seen) == len(c.decodes[0].seen) == 3
-            await c.settled()
-
-    uvloop.run(scenario())
-
-
-def test_a_model_without_workers_is_a_503_of_its_own_and_the_other_is_served() -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=2, decode=2) as c:
-            name_models(c, ["a", "b"], ["a", "b"])
-            await known(c, "a", "b")
-            await c.decodes[0].stop()
-            await until(lambda: c.router.table.workers()[2].health is Health.DOWN)
-            status, headers, answer = await c.post("/v1/chat/completions", {**CHAT, "model": "a"})
-            assert status == 503 and "Retry-After" in headers
-            assert "no decode worker for model 'a' is alive" in json.loads(answer)["error"]["message"]
-            assert (await c.post("/v1/chat/completions", {**CHAT, "model": "b"}))[0] == 200
-            assert (await c.post("/generate", {"text": "x"}))[0] == 200, "who names none gets what is there"
-            assert len(c.decodes[1].seen) == 2
-
-    uvloop.run(scenario())
-
-
-def test_all_models_are_listed_and_each_is_described_by_one_that_serves_it() -> None:
-    async def scenario() -> None:
-        async with cluster(unified=2) as c:
-            for worker, name in zip(c.decodes, ("a", "b"), strict=True):
-                worker.info["served_model_name"] = worker.name = name
-            c.router.monitor.refresh()
-            await known(c, "a", "b")
-            async with c.client.get(c.url + "/v1/models") as response:
-                assert [row["id"] for row in (await response.json())["data"]] == ["a", "b"]
-            async with c.client.get(c.url + "/v1/models/b") as response:
-                assert await response.json() == {"id": "b", "from": "b"}
-            async with c.client.get(c.url + "/v1/models/c") as response:
-                assert response.status == 404 and "there are: a, b" in (await response.json())["error"]["message"]
-
-    uvloop.run(scenario())
-
-
-def test_an_adapter_leads_to_the_workers_that_have_it() -> None:
-    async def scenario() -> None:
-        async with cluster(unified=3) as c:
-            for worker in c.decodes:
-                worker.info |= {"served_model_name": "base", "enable_lora": True}
-                worker.name = "base"  # in /v1/models
-            c.decodes[1].name = "lora"
-            c.router.monitor.refresh()
-            await known(c, "base", "lora")
-            for _ in range(3):
-                assert (await c.post("/v1/chat/completions", {**CHAT, "model": "lora"}))[0] == 200
-            assert [len(w.seen) for w in c.decodes] == [0, 3, 0]
-            await asyncio.gather(*(c.post("/v1/chat/completions", {**CHAT, "model": "base"}) for _ in range(3)))
-            assert all(len(w.seen) > 0 for w in c.decodes)
-            # Loaded through the router, a name is known at once: workers are asked anew, not ten seconds later.
-            c.decodes[2].name = "lora2"
-            assert (await c.post("/load_lora_adapter", {"lora_name": "lora2"}))[0] == 200
-            await known(c, "base", "lora", "lora2")
-
-    uvloop.run(scenario())
-
-
-def test_an_adapter_is_loaded_and_unloaded_at_the_workers_of_its_model_alone() -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=2, decode=2) as c:
-            name_models(c, ["a", "b"], ["a", "b"])
-            await known(c, "a", "b")
-            load = {"lora_name": "tuned", "lora_path": "/x"}
-            status, _, answer = await c.post("/load_lora_adapter", load)
-            error = json.loads(answer)["error"]
-            assert status == 400 and error["param"] == "model" and "there are: a, b" in error["message"]
-            status, _, answer = await c.post("/load_lora_adapter", {**load, "model": "c"})
-            assert status == 404 and "there are: a, b" in json.loads(answer)["error"]["message"]
-            assert not any(w.seen for w in (*c.prefills, *c.decodes))
-            for worker in (c.prefills[1], c.decodes[1]):
-                worker.info["enable_lora"], worker.name = True, "tuned"  # in /v1/models, once it is loaded
-            status, _, answer = await c.post("/load_lora_adapter", {**load, "model": "b"})
+async def test_each_model_has_its_pools() -> None:
+    async with cluster(prefill=2, decode=2) as c:
+        name_models(c, ["a", "b"], ["a", "b"])
+        await known(c, "a", "b")
+        for model in ("a", "b", "b", "a", "b"):
+            status, _, answer = await c.post("/v1/chat/completions", {**CHAT, "model": model})
             assert status == 200, answer
-            for worker in (c.prefills[1], c.decodes[1]):
-                assert [s.body for s in worker.seen] == [load]
-            await known(c, "a", "b", "tuned")
-            assert (await c.post("/unload_lora_adapter", {"lora_name": "tuned"}))[0] == 200
-            assert (await c.post("/unload_lora_adapter", {"lora_name": "other"}))[0] == 404
-            assert not c.prefills[0].seen and not c.decodes[0].seen
-            assert [len(w.seen) for w in (c.prefills[1], c.decodes[1])] == [2, 2]
+        assert seen(c.prefills[0]) == seen(c.decodes[0]) == ["a", "a"]
+        assert seen(c.prefills[1]) == seen(c.decodes[1]) == ["b", "b", "b"]
+        status, _, answer = await c.post("/v1/chat/completions", {**CHAT, "model": "c"})
+        error = json.loads(answer)["error"]
+        assert status == 404 and error["code"] == "model_not_found" and error["param"] == "model"
+        assert "there are: a, b" in error["message"]
+        await c.post("/generate", {"text": "x"})  # names none: both legs go to one model's workers
+        assert len(c.prefills[0].seen) == len(c.decodes[0].seen) == 3
+        await c.settled()
 
-    uvloop.run(scenario())
+
+async def test_a_model_without_workers_is_a_503_of_its_own_and_the_other_is_served() -> None:
+    async with cluster(prefill=2, decode=2) as c:
+        name_models(c, ["a", "b"], ["a", "b"])
+        await known(c, "a", "b")
+        await c.decodes[0].stop()
+        await until(lambda: c.router.table.workers()[2].health is Health.DOWN)
+        status, headers, answer = await c.post("/v1/chat/completions", {**CHAT, "model": "a"})
+        assert status == 503 and "Retry-After" in headers
+        assert "no decode worker for model 'a' is alive" in json.loads(answer)["error"]["message"]
+        assert (await c.post("/v1/chat/completions", {**CHAT, "model": "b"}))[0] == 200
+        assert (await c.post("/generate", {"text": "x"}))[0] == 200, "who names none gets what is there"
+        assert len(c.decodes[1].seen) == 2
 
 
-def test_an_adapter_of_a_model_whose_workers_are_dead_is_a_503() -> None:
-    async def scenario() -> None:
-        async with cluster(unified=2) as c:
-            name_models(c, [], ["a", "b"])
-            await known(c, "a", "b")
-            await c.decodes[0].stop()
-            await until(lambda: c.router.table.workers()[0].health is Health.DOWN)
-            status, _, answer = await c.post("/load_lora_adapter", {"lora_name": "x", "lora_path": "/x", "model": "a"})
-            assert status == 503 and "for model 'a' is alive" in json.loads(answer)["error"]["message"]
-            assert not c.decodes[1].seen
+async def test_all_models_are_listed_and_each_is_described_by_one_that_serves_it() -> None:
+    async with cluster(unified=2) as c:
+        for worker, name in zip(c.decodes, ("a", "b"), strict=True):
+            worker.info["served_model_name"] = worker.name = name
+        c.router.monitor.refresh()
+        await known(c, "a", "b")
+        async with c.client.get(c.url + "/v1/models") as response:
+            assert [row["id"] for row in (await response.json())["data"]] == ["a", "b"]
+        async with c.client.get(c.url + "/v1/models/b") as response:
+            assert await response.json() == {"id": "b", "from": "b"}
+        async with c.client.get(c.url + "/v1/models/c") as response:
+            assert response.status == 404 and "there are: a, b" in (await response.json())["error"]["message"]
 
-    uvloop.run(scenario())
+
+async def test_an_adapter_leads_to_the_workers_that_have_it() -> None:
+    async with cluster(unified=3) as c:
+        for worker in c.decodes:
+            worker.info |= {"served_model_name": "base", "enable_lora": True}
+            worker.name = "base"  # in /v1/models
+        c.decodes[1].name = "lora"
+        c.router.monitor.refresh()
+        await known(c, "base", "lora")
+        for _ in range(3):
+            assert (await c.post("/v1/chat/completions", {**CHAT, "model": "lora"}))[0] == 200
+        assert [len(w.seen) for w in c.decodes] == [0, 3, 0]
+        await asyncio.gather(*(c.post("/v1/chat/completions", {**CHAT, "model": "base"}) for _ in range(3)))
+        assert all(len(w.seen) > 0 for w in c.decodes)
+        # Loaded through the router, a name is known at once: workers are asked anew, not ten seconds later.
+        c.decodes[2].name = "lora2"
+        assert (await c.post("/load_lora_adapter", {"lora_name": "lora2"}))[0] == 200
+        await known(c, "base", "lora", "lora2")
+
+
+async def test_an_adapter_is_loaded_and_unloaded_at_the_workers_of_its_model_alone() -> None:
+    async with cluster(prefill=2, decode=2) as c:
+        name_models(c, ["a", "b"], ["a", "b"])
+        await known(c, "a", "b")
+        load = {"lora_name": "tuned", "lora_path": "/x"}
+        status, _, answer = await c.post("/load_lora_adapter", load)
+        error = json.loads(answer)["error"]
+        assert status == 400 and error["param"] == "model" and "there are: a, b" in error["message"]
+        status, _, answer = await c.post("/load_lora_adapter", {**load, "model": "c"})
+        assert status == 404 and "there are: a, b" in json.loads(answer)["error"]["message"]
+        assert not any(w.seen for w in (*c.prefills, *c.decodes))
+        for worker in (c.prefills[1], c.decodes[1]):
+            worker.info["enable_lora"], worker.name = True, "tuned"  # in /v1/models, once it is loaded
+        status, _, answer = await c.post("/load_lora_adapter", {**load, "model": "b"})
+        assert status == 200, answer
+        for worker in (c.prefills[1], c.decodes[1]):
+            assert [s.body for s in worker.seen] == [load]
+        await known(c, "a", "b", "tuned")
+        assert (await c.post("/unload_lora_adapter", {"lora_name": "tuned"}))[0] == 200
+        assert (await c.post("/unload_lora_adapter", {"lora_name": "other"}))[0] == 404
+        assert not c.prefills[0].seen and not c.decodes[0].seen
+        assert [len(w.seen) for w in (c.prefills[1], c.decodes[1])] == [2, 2]
+
+
+async def test_an_adapter_of_a_model_whose_workers_are_dead_is_a_503() -> None:
+    async with cluster(unified=2) as c:
+        name_models(c, [], ["a", "b"])
+        await known(c, "a", "b")
+        await c.decodes[0].stop()
+        await until(lambda: c.router.table.workers()[0].health is Health.DOWN)
+        status, _, answer = await c.post("/load_lora_adapter", {"lora_name": "x", "lora_path": "/x", "model": "a"})
+        assert status == 503 and "for model 'a' is alive" in json.loads(answer)["error"]["message"]
+        assert not c.decodes[1].seen
 
 
 def test_which_workers_an_adapter_belongs_to() -> None:
@@ -197,27 +178,24 @@ def test_which_workers_an_adapter_belongs_to() -> None:
         two.of_adapter(model=None, adapter="x", loads=False)
 
 
-def test_a_web_server_that_is_no_worker_never_gets_a_request() -> None:
+async def test_a_web_server_that_is_no_worker_never_gets_a_request() -> None:
     """It answers 200 to everything, as many do."""
 
     async def page(request: web.BaseRequest) -> web.StreamResponse:
         return web.Response(text="<html>hello</html>", content_type="text/html")
 
-    async def scenario() -> None:
-        server = web.ServerRunner(web.Server(page))
-        await server.setup()
-        await web.TCPSite(server, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{server.addresses[0][1]}"
-        try:
-            async with cluster(unified=1) as c:
-                assert (await c.post("/workers", {"url": url}))[0] == 201
-                stranger = c.router.table.workers()[1]
-                await until(lambda: stranger.last_error != "not checked yet")
-                assert stranger.health is Health.STARTING and "is this URL a worker's?" in stranger.last_error
-                for _ in range(4):
-                    assert (await c.post("/generate", {"text": "x"}))[0] == 200
-                assert len(c.decodes[0].seen) == 4
-        finally:
-            await server.cleanup()
-
-    uvloop.run(scenario())
+    server = web.ServerRunner(web.Server(page))
+    await server.setup()
+    await web.TCPSite(server, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{server.addresses[0][1]}"
+    try:
+        async with cluster(unified=1) as c:
+            assert (await c.post("/workers", {"url": url}))[0] == 201
+            stranger = c.router.table.workers()[1]
+            await until(lambda: stranger.last_error != "not checked yet")
+            assert stranger.health is Health.STARTING and "is this URL a worker's?" in stranger.last_error
+            for _ in range(4):
+                assert (await c.post("/generate", {"text": "x"}))[0] == 200
+            assert len(c.decodes[0].seen) == 4
+    finally:
+        await server.cleanup()

@@ -20,141 +20,123 @@ from router.config import RouterConfig
 from router.pool.worker import Role
 from router.server import start_router
 from service.flags import ConfigError
-from tests.router.dummies import DummyWorker, always, cluster, events_of, hang, stream, until, workers
-
-CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-
-
-def test_both_legs_get_the_body_and_the_client_gets_decodes_answer() -> None:
-    async def scenario() -> None:
-        async with cluster(info={"disaggregation_bootstrap_port": 8998}) as c:
-            headers = {"X-Request-Id": "req-7", "traceparent": "00-1-2-01", "authorization": "Bearer k", "cookie": "no"}
-            body = {**CHAT, "unknown_field": {"deep": [1, None]}, "bootstrap_room": 3}
-            status, got, answer = await c.post("/v1/chat/completions", body, headers=headers)
-            assert (status, json.loads(answer)["from"], got["X-Request-ID"]) == (200, "decode-0", "req-7")
-            (prefill,), (decode,) = c.prefills[0].seen, c.decodes[0].seen
-            assert prefill.body == decode.body
-            room = decode.body.pop("bootstrap_room")
-            assert 3 < room < 2**63
-            del body["bootstrap_room"]
-            assert decode.body == {**body, "bootstrap_host": "127.0.0.1", "bootstrap_port": 8998}
-            for leg in (prefill, decode):
-                assert leg.headers["x-request-id"] == "req-7" and leg.headers["traceparent"] == "00-1-2-01"
-                assert leg.headers["authorization"] == "Bearer k" and "cookie" not in leg.headers
-            await c.settled()
-
-    uvloop.run(scenario())
+from tests.router.dummies import (
+    CHAT,
+    STREAM,
+    DummyWorker,
+    always,
+    begin_stream,
+    cluster,
+    events_of,
+    hang,
+    later,
+    stream,
+    until,
+    workers,
+)
 
 
-def test_a_request_id_is_minted_and_the_workers_key_replaces_the_clients() -> None:
-    async def scenario() -> None:
-        async with cluster(worker_api_key="wk", api_key="ck") as c:
-            status, _, answer = await c.post("/generate", {"text": "a"})
-            assert status == 401 and json.loads(answer)["error"]["type"] == "invalid_request_error"
-            status, headers, _ = await c.post("/generate", {"text": "a"}, headers={"Authorization": "Bearer ck"})
-            seen = c.decodes[0].seen[0].headers
-            assert status == 200 and re.fullmatch("[0-9a-f]{32}", headers["X-Request-ID"])
-            assert seen["x-request-id"] == headers["X-Request-ID"] and seen["authorization"] == "Bearer wk"
-            async with c.client.get(c.url + "/health") as response:
-                assert response.status == 200
-
-    uvloop.run(scenario())
-
-
-def test_rooms_one_for_each_sample_never_the_same() -> None:
-    async def scenario() -> None:
-        async with cluster() as c:
-            await c.post("/v1/chat/completions", {**CHAT, "n": 3})
-            await c.post("/generate", {"input_ids": [[1], [2]], "sampling_params": {"n": 2}})
-            await c.post("/v1/completions", {"prompt": "a"})
-            bodies = [seen.body for seen in c.decodes[0].seen]
-            assert [b["bootstrap_host"] for b in bodies] == [["127.0.0.1"] * 3, ["127.0.0.1"] * 4, "127.0.0.1"]
-            rooms = [*bodies[0]["bootstrap_room"], *bodies[1]["bootstrap_room"], bodies[2]["bootstrap_room"]]
-            assert len(set(rooms)) == 8
-            assert [b["bootstrap_room"] for b in bodies] == [s.body["bootstrap_room"] for s in c.prefills[0].seen]
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_both_legs_get_the_body_and_the_client_gets_decodes_answer() -> None:
+    async with cluster(info={"disaggregation_bootstrap_port": 8998}) as c:
+        headers = {"X-Request-Id": "req-7", "traceparent": "00-1-2-01", "authorization": "Bearer k", "cookie": "no"}
+        body = {**CHAT, "unknown_field": {"deep": [1, None]}, "bootstrap_room": 3}
+        status, got, answer = await c.post("/v1/chat/completions", body, headers=headers)
+        assert (status, json.loads(answer)["from"], got["X-Request-ID"]) == (200, "decode-0", "req-7")
+        (prefill,), (decode,) = c.prefills[0].seen, c.decodes[0].seen
+        assert prefill.body == decode.body
+        room = decode.body.pop("bootstrap_room")
+        assert 3 < room < 2**63
+        del body["bootstrap_room"]
+        assert decode.body == {**body, "bootstrap_host": "127.0.0.1", "bootstrap_port": 8998}
+        for leg in (prefill, decode):
+            assert leg.headers["x-request-id"] == "req-7" and leg.headers["traceparent"] == "00-1-2-01"
+            assert leg.headers["authorization"] == "Bearer k" and "cookie" not in leg.headers
+        await c.settled()
 
 
-def test_events_arrive_as_they_are_made() -> None:
+async def test_a_request_id_is_minted_and_the_workers_key_replaces_the_clients() -> None:
+    async with cluster(worker_api_key="wk", api_key="ck") as c:
+        status, _, answer = await c.post("/generate", {"text": "a"})
+        assert status == 401 and json.loads(answer)["error"]["type"] == "invalid_request_error"
+        status, headers, _ = await c.post("/generate", {"text": "a"}, headers={"Authorization": "Bearer ck"})
+        seen = c.decodes[0].seen[0].headers
+        assert status == 200 and re.fullmatch("[0-9a-f]{32}", headers["X-Request-ID"])
+        assert seen["x-request-id"] == headers["X-Request-ID"] and seen["authorization"] == "Bearer wk"
+        assert (await c.get("/health"))[0] == 200
+
+
+async def test_rooms_one_for_each_sample_never_the_same() -> None:
+    async with cluster() as c:
+        await c.post("/v1/chat/completions", {**CHAT, "n": 3})
+        await c.post("/generate", {"input_ids": [[1], [2]], "sampling_params": {"n": 2}})
+        await c.post("/v1/completions", {"prompt": "a"})
+        bodies = [seen.body for seen in c.decodes[0].seen]
+        assert [b["bootstrap_host"] for b in bodies] == [["127.0.0.1"] * 3, ["127.0.0.1"] * 4, "127.0.0.1"]
+        rooms = [*bodies[0]["bootstrap_room"], *bodies[1]["bootstrap_room"], bodies[2]["bootstrap_room"]]
+        assert len(set(rooms)) == 8
+        assert [b["bootstrap_room"] for b in bodies] == [s.body["bootstrap_room"] for s in c.prefills[0].seen]
+        await c.settled()
+
+
+async def test_events_arrive_as_they_are_made() -> None:
     """The client holds event 0 before the worker makes event 1; prefill's late answer delays nothing."""
+    async with cluster() as c:
+        go_on, end_prefill = asyncio.Event(), asyncio.Event()
 
-    async def scenario() -> None:
-        async with cluster() as c:
-            go_on, end_prefill = asyncio.Event(), asyncio.Event()
+        async def paced(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            out = await begin_stream(request)
+            await go_on.wait()
+            await out.write(b'data: {"i": 1}\n\ndata: [DONE]\n\n')
+            return out
 
-            async def paced(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-                await out.prepare(request)
-                await out.write(b'data: {"i": 0}\n\n')
-                await go_on.wait()
-                await out.write(b'data: {"i": 1}\n\ndata: [DONE]\n\n')
-                return out
-
-            async def late(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                await end_prefill.wait()
-                return web.json_response({})
-
-            c.decodes[0].behave, c.prefills[0].behave = paced, late
-            async with c.client.post(c.url + "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
-                assert response.content_type == "text/event-stream" and response.headers["X-Request-ID"]
-                assert await response.content.readuntil(b"\n\n") == b'data: {"i": 0}\n\n'
-                go_on.set()
-                assert events_of(await response.read()) == [{"i": 1}, "[DONE]"]
-            assert "stream" in c.prefills[0].seen[0].body and not c.prefills[0].seen[0].body["stream"]
-            assert c.prefills[0].cancelled == 0 and c.router.rooms.num_live == 1
-            end_prefill.set()
-            await c.settled()
-            assert c.prefills[0].cancelled == 0
-
-    uvloop.run(scenario())
+        c.decodes[0].behave, c.prefills[0].behave = paced, later(end_prefill)
+        async with c.client.post(c.url + "/v1/chat/completions", json=STREAM) as response:
+            assert response.content_type == "text/event-stream" and response.headers["X-Request-ID"]
+            assert await response.content.readuntil(b"\n\n") == b'data: {"i": 0}\n\n'
+            go_on.set()
+            assert events_of(await response.read()) == [{"i": 1}, "[DONE]"]
+        assert "stream" in c.prefills[0].seen[0].body and not c.prefills[0].seen[0].body["stream"]
+        assert c.prefills[0].cancelled == 0 and c.router.rooms.num_live == 1
+        end_prefill.set()
+        await c.settled()
+        assert c.prefills[0].cancelled == 0
 
 
-def test_plain_mode_passes_bodies_unread() -> None:
-    async def scenario() -> None:
-        async with cluster(unified=2) as c:
-            bodies = [await c.post("/v1/completions", b'{"prompt":  "a","bootstrap_room":1}') for _ in range(4)]
-            assert sorted(json.loads(b)["from"] for _, _, b in bodies) == ["null-0", "null-0", "null-1", "null-1"]
-            assert c.decodes[0].seen[0].body == {"prompt": "a", "bootstrap_room": 1}
-            async with c.client.put(c.url + "/generate", json={"text": "a", "stream": True}) as response:
-                assert len(events_of(await response.read())) == 4
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_plain_mode_passes_bodies_unread() -> None:
+    async with cluster(unified=2) as c:
+        bodies = [await c.post("/v1/completions", b'{"prompt":  "a","bootstrap_room":1}') for _ in range(4)]
+        assert sorted(json.loads(b)["from"] for _, _, b in bodies) == ["null-0", "null-0", "null-1", "null-1"]
+        assert c.decodes[0].seen[0].body == {"prompt": "a", "bootstrap_room": 1}
+        async with c.client.put(c.url + "/generate", json={"text": "a", "stream": True}) as response:
+            assert len(events_of(await response.read())) == 4
+        await c.settled()
 
 
-def test_least_load_spreads_requests_that_run_together() -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=2, decode=4) as c:
-            for worker in (*c.prefills, *c.decodes):
-                worker.behave = hang
-            body = {"text": "a" * 398, "sampling_params": {"max_new_tokens": 10}}
-            asks = [asyncio.create_task(c.post("/generate", body)) for _ in range(16)]
-            await until(lambda: sum(len(w.seen) for w in (*c.prefills, *c.decodes)) == 32)
-            assert [len(w.seen) for w in c.prefills] == [8, 8] and [len(w.seen) for w in c.decodes] == [4] * 4
-            assert [w.load_tokens for w in c.router.table.workers()] == [8 * 101] * 2 + [4 * 111] * 4
-            for ask in asks:
-                ask.cancel()
-            await asyncio.gather(*asks, return_exceptions=True)
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_least_load_spreads_requests_that_run_together() -> None:
+    async with cluster(prefill=2, decode=4) as c:
+        for worker in (*c.prefills, *c.decodes):
+            worker.behave = hang
+        body = {"text": "a" * 398, "sampling_params": {"max_new_tokens": 10}}
+        asks = [asyncio.create_task(c.post("/generate", body)) for _ in range(16)]
+        await until(lambda: sum(len(w.seen) for w in (*c.prefills, *c.decodes)) == 32)
+        assert [len(w.seen) for w in c.prefills] == [8, 8] and [len(w.seen) for w in c.decodes] == [4] * 4
+        assert [w.load_tokens for w in c.router.table.workers()] == [8 * 101] * 2 + [4 * 111] * 4
+        for ask in asks:
+            ask.cancel()
+        await asyncio.gather(*asks, return_exceptions=True)
+        await c.settled()
 
 
-def test_load_that_others_put_on_a_worker_counts() -> None:
-    async def scenario() -> None:
-        async with cluster(decode=2) as c:
-            c.decodes[0].load = {"num_used_tokens": 50_000, "num_waiting_reqs": 0}
-            await until(lambda: c.router.table.workers()[1].foreign_tokens == 50_000)
-            for _ in range(3):
-                await c.post("/generate", {"text": "a"})
-            assert [len(w.seen) for w in c.decodes] == [0, 3]
-
-    uvloop.run(scenario())
+async def test_load_that_others_put_on_a_worker_counts() -> None:
+    async with cluster(decode=2) as c:
+        c.decodes[0].load = {"num_used_tokens": 50_000, "num_waiting_reqs": 0}
+        await until(lambda: c.router.table.workers()[1].foreign_tokens == 50_000)
+        for _ in range(3):
+            await c.post("/generate", {"text": "a"})
+        assert [len(w.seen) for w in c.decodes] == [0, 3]
 
 
-def test_openai_client_streams_chat() -> None:
+async def test_openai_client_streams_chat() -> None:
     def chunk(text: str | None, finish: str | None) -> dict[str, Any]:
         choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
         return {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]}
@@ -162,169 +144,128 @@ def test_openai_client_streams_chat() -> None:
     async def chat(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return await stream(request, [chunk("v", None), chunk("42", None), chunk(None, "stop")])
 
-    async def scenario() -> None:
-        async with cluster() as c:
-            c.decodes[0].behave = chat
-            async with openai.AsyncOpenAI(base_url=c.url + "/v1", api_key="x", max_retries=0) as client:
-                answer = await client.chat.completions.create(model="m", messages=CHAT["messages"], stream=True)
-                assert "".join([part.choices[0].delta.content or "" async for part in answer]) == "v42"
-                c.decodes[0].behave = always(400, {"error": {"message": "too long", "code": "context_length_exceeded"}})
-                with pytest.raises(openai.BadRequestError, match="too long"):
-                    await client.chat.completions.create(model="m", messages=CHAT["messages"])
-            await c.settled()
-
-    uvloop.run(scenario())
+    async with cluster() as c:
+        c.decodes[0].behave = chat
+        async with openai.AsyncOpenAI(base_url=c.url + "/v1", api_key="x", max_retries=0) as client:
+            answer = await client.chat.completions.create(model="m", messages=CHAT["messages"], stream=True)
+            assert "".join([part.choices[0].delta.content or "" async for part in answer]) == "v42"
+            c.decodes[0].behave = always(400, {"error": {"message": "too long", "code": "context_length_exceeded"}})
+            with pytest.raises(openai.BadRequestError, match="too long"):
+                await client.chat.completions.create(model="m", messages=CHAT["messages"])
+        await c.settled()
 
 
-def test_what_the_router_says_of_itself() -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=1, decode=2) as c:
-
-            async def get(path: str) -> tuple[int, Any]:
-                async with c.client.get(c.url + path) as response:
-                    text = await response.text()
-                    return response.status, json.loads(text) if text.startswith("{") else text
-
-            assert await get("/liveness") == (200, {"status": "alive"})
-            assert await get("/readiness") == (200, {"status": "ready", "healthy_workers": 3, "total_workers": 3})
-            assert (await get("/v1/models"))[1]["data"][0]["id"] == "decode-0"
-            assert (await get("/get_model_info"))[0] == 200
-            info = (await get("/get_server_info"))[1]
-            assert [w["role"] for w in info["workers"]] == ["prefill", "decode", "decode"]
-            assert (await get("/workers"))[1]["total"] == 3 and len((await get("/get_loads"))[1]["workers"]) == 3
-            assert (await get("/health_generate"))[1]["success"] is True
-            status, error = await get("/v1/responses")
-            assert status == 404 and error["error"]["type"] == "invalid_request_error"
-            status, error = await get("/generate")
-            assert status == 405 and "does not take GET" in error["error"]["message"]
-            assert (await c.post("/flush_cache", b""))[0] == 200
-            await c.post("/abort_request", {"rid": "r1"})
-            for worker in (*c.prefills, *c.decodes):
-                assert ("/flush_cache", "") in worker.calls and ("/abort_request", '{"rid": "r1"}') in worker.calls
-            await c.post("/generate", {"text": "a"})
-            metrics = (await get("/metrics"))[1]
-            assert 'tandem_router_requests_total{path="/generate",status="200"} 1.0' in metrics
-            assert f'tandem_router_worker_up{{role="prefill",url="{c.prefills[0].url}"}} 1.0' in metrics
-
-    uvloop.run(scenario())
+async def test_what_the_router_says_of_itself() -> None:
+    async with cluster(prefill=1, decode=2) as c:
+        get = c.get
+        assert await get("/liveness") == (200, {"status": "alive"})
+        assert await get("/readiness") == (200, {"status": "ready", "healthy_workers": 3, "total_workers": 3})
+        assert (await get("/v1/models"))[1]["data"][0]["id"] == "decode-0"
+        assert (await get("/get_model_info"))[0] == 200
+        info = (await get("/get_server_info"))[1]
+        assert [w["role"] for w in info["workers"]] == ["prefill", "decode", "decode"]
+        assert (await get("/workers"))[1]["total"] == 3 and len((await get("/get_loads"))[1]["workers"]) == 3
+        assert (await get("/health_generate"))[1]["success"] is True
+        status, error = await get("/v1/responses")
+        assert status == 404 and error["error"]["type"] == "invalid_request_error"
+        status, error = await get("/generate")
+        assert status == 405 and "does not take GET" in error["error"]["message"]
+        assert (await c.post("/flush_cache", b""))[0] == 200
+        await c.post("/abort_request", {"rid": "r1"})
+        for worker in (*c.prefills, *c.decodes):
+            assert ("/flush_cache", "") in worker.calls and ("/abort_request", '{"rid": "r1"}') in worker.calls
+        await c.post("/generate", {"text": "a"})
+        metrics = (await get("/metrics"))[1]
+        assert 'tandem_router_requests_total{path="/generate",status="200"} 1.0' in metrics
+        assert f'tandem_router_worker_up{{role="prefill",url="{c.prefills[0].url}"}} 1.0' in metrics
 
 
-def test_ready_for_all_workers_means_that_every_one_is_known_as_healthy() -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=1, decode=2) as c:
+async def test_ready_for_all_workers_means_that_every_one_is_known_as_healthy() -> None:
+    async with cluster(prefill=1, decode=2) as c:
 
-            async def ready(query: str) -> tuple[int, str]:
-                async with c.client.get(c.url + "/readiness" + query) as response:
-                    return response.status, await response.text()
+        async def all_ready() -> bool:
+            return (await c.get("/readiness?workers=all"))[0] == 200
 
-            async def all_ready() -> bool:
-                return (await ready("?workers=all"))[0] == 200
-
-            await until(all_ready)
-            c.decodes[1].healthy = False
-            await until(lambda: len(c.router.table.alive(Role.DECODE)) == 1)
-            status, text = await ready("?workers=all")
-            assert status == 503 and f"1 of 3 workers are not healthy: decode {c.decodes[1].url} is down" in text
-            assert (await ready(""))[0] == 200  # a request would be served
-            c.decodes[1].healthy = True
-            await until(all_ready)
-
-    uvloop.run(scenario())
+        await until(all_ready)
+        c.decodes[1].healthy = False
+        await until(lambda: len(c.router.table.alive(Role.DECODE)) == 1)
+        status, error = await c.get("/readiness?workers=all")
+        assert status == 503
+        assert f"1 of 3 workers are not healthy: decode {c.decodes[1].url} is down" in error["error"]["message"]
+        assert (await c.get("/readiness"))[0] == 200  # a request would be served
+        c.decodes[1].healthy = True
+        await until(all_ready)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"text": NaN}', b'{"n": 1' + b"0" * 9 + b"}"])
-def test_bad_bodies_are_a_400_and_the_next_good_one_is_served(body: bytes) -> None:
-    async def scenario() -> None:
-        async with cluster() as c:
-            status, _, answer = await c.post("/v1/completions", body)
-            assert status == 400 and json.loads(answer)["error"]["type"] == "invalid_request_error"
-            assert (await c.post("/v1/completions", {"prompt": "a"}))[0] == 200
-            assert len(c.decodes[0].seen) == 1
-
-    uvloop.run(scenario())
+async def test_bad_bodies_are_a_400_and_the_next_good_one_is_served(body: bytes) -> None:
+    async with cluster() as c:
+        status, _, answer = await c.post("/v1/completions", body)
+        assert status == 400 and json.loads(answer)["error"]["type"] == "invalid_request_error"
+        assert (await c.post("/v1/completions", {"prompt": "a"}))[0] == 200
+        assert len(c.decodes[0].seen) == 1
 
 
-def test_a_body_that_is_too_long_is_a_413() -> None:
-    async def scenario() -> None:
-        async with cluster(max_body_bytes=1000) as c:
-            status, _, answer = await c.post("/generate", {"text": "a" * 2000})
-            assert status == 413 and "--max-body-bytes" in json.loads(answer)["error"]["message"]
-
-    uvloop.run(scenario())
+async def test_a_body_that_is_too_long_is_a_413() -> None:
+    async with cluster(max_body_bytes=1000) as c:
+        status, _, answer = await c.post("/generate", {"text": "a" * 2000})
+        assert status == 413 and "--max-body-bytes" in json.loads(answer)["error"]["message"]
 
 
-def test_workers_join_and_leave_at_run_time() -> None:
-    async def scenario() -> None:
-        async with cluster() as c, workers(1, mode="decode") as (extra,):
-            bad = [
-                {"url": extra.url},
-                {"url": extra.url, "role": "unified"},
-                {"url": "nonsense", "role": "decode"},
-                {"url": c.decodes[0].url, "role": "decode"},
-                {"url": extra.url, "role": "prefill", "bootstrap_port": "x"},
-            ]
-            for body in bad:
-                status, _, answer = await c.post("/workers", body)
-                assert status == 400 and json.loads(answer)["error"]["param"] in ("role", "url", "bootstrap_port")
-            assert (await c.post("/workers", {"url": extra.url, "worker_type": "decode"}))[0] == 201
-            await until(lambda: len(c.router.table.alive(c.router.table.workers()[1].role)) == 2)
-            async with c.client.delete(c.url + "/workers", json={"url": c.decodes[0].url}) as response:
-                assert response.status == 200
-            assert json.loads((await c.post("/generate", {"text": "a"}))[2])["from"] == extra.name
-            async with c.client.delete(c.url + "/workers", params={"url": c.decodes[0].url}) as response:
-                assert response.status == 400
-
-    uvloop.run(scenario())
+async def test_workers_join_and_leave_at_run_time() -> None:
+    async with cluster() as c, workers(1, mode="decode") as (extra,):
+        bad = [
+            {"url": extra.url},
+            {"url": extra.url, "role": "unified"},
+            {"url": "nonsense", "role": "decode"},
+            {"url": c.decodes[0].url, "role": "decode"},
+            {"url": extra.url, "role": "prefill", "bootstrap_port": "x"},
+        ]
+        for body in bad:
+            status, _, answer = await c.post("/workers", body)
+            assert status == 400 and json.loads(answer)["error"]["param"] in ("role", "url", "bootstrap_port")
+        assert (await c.post("/workers", {"url": extra.url, "worker_type": "decode"}))[0] == 201
+        await until(lambda: len(c.router.table.alive(c.router.table.workers()[1].role)) == 2)
+        async with c.client.delete(c.url + "/workers", json={"url": c.decodes[0].url}) as response:
+            assert response.status == 200
+        assert json.loads((await c.post("/generate", {"text": "a"}))[2])["from"] == extra.name
+        async with c.client.delete(c.url + "/workers", params={"url": c.decodes[0].url}) as response:
+            assert response.status == 400
 
 
-def test_a_unified_worker_never_joins_a_disaggregated_pool() -> None:
-    async def scenario() -> None:
-        async with workers(1, mode="null") as (one,), workers(1, mode="decode") as (two,):
-            config = RouterConfig(pd_disaggregation=True, prefill=((one.url, 7),), decode=(two.url,), port=0)
-            async with (
-                start_router(config) as router,
-                aiohttp.ClientSession() as client,
-                client.post(router.url + "/generate", json={"text": "a"}) as response,
-            ):
-                message = (await response.json())["error"]["message"]
-                assert response.status == 503 and "no prefill worker is alive" in message
-                assert "--disaggregation-mode null" in message
-
-    uvloop.run(scenario())
+async def test_a_unified_worker_never_joins_a_disaggregated_pool() -> None:
+    async with workers(1, mode="null") as (one,), workers(1, mode="decode") as (two,):
+        config = RouterConfig(pd_disaggregation=True, prefill=((one.url, 7),), decode=(two.url,), port=0)
+        async with (
+            start_router(config) as router,
+            aiohttp.ClientSession() as client,
+            client.post(router.url + "/generate", json={"text": "a"}) as response,
+        ):
+            message = (await response.json())["error"]["message"]
+            assert response.status == 503 and "no prefill worker is alive" in message
+            assert "--disaggregation-mode null" in message
 
 
-def test_a_worker_given_in_the_other_role_serves_as_what_it_says() -> None:
+async def test_a_worker_given_in_the_other_role_serves_as_what_it_says() -> None:
     """It may have changed since the flags were written."""
-
-    async def scenario() -> None:
-        async with workers(2, mode="decode") as (one, two):
-            config = RouterConfig(pd_disaggregation=True, prefill=((one.url, 7),), decode=(two.url,), port=0)
-            async with start_router(config) as router:
-                assert [w.url for w in router.table.alive(Role.DECODE)] == [one.url, two.url]
-                assert not router.table.workers(Role.PREFILL)
-
-    uvloop.run(scenario())
+    async with workers(2, mode="decode") as (one, two):
+        config = RouterConfig(pd_disaggregation=True, prefill=((one.url, 7),), decode=(two.url,), port=0)
+        async with start_router(config) as router:
+            assert [w.url for w in router.table.alive(Role.DECODE)] == [one.url, two.url]
+            assert not router.table.workers(Role.PREFILL)
 
 
-def test_running_requests_end_well_when_the_router_stops() -> None:
-    async def scenario() -> None:
-        go_on = asyncio.Event()
-
-        async def paced(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            await go_on.wait()
-            return await stream(request, [{"i": 0}])
-
-        async with workers(1, mode="null") as (worker,), aiohttp.ClientSession() as client:
-            worker.behave = paced
-            async with start_router(RouterConfig(worker_urls=(worker.url,), port=0)) as router:
-                ask = asyncio.create_task(client.post(router.url + "/generate", json={"stream": True}))
-                await until(lambda: worker.seen)
-                asyncio.get_running_loop().call_later(0.05, go_on.set)
-            assert events_of(await (await ask).read()) == [{"i": 0}, "[DONE]"]
-            with pytest.raises(aiohttp.ClientConnectorError):
-                await client.get(router.url + "/liveness")
-
-    uvloop.run(scenario())
+async def test_running_requests_end_well_when_the_router_stops() -> None:
+    go_on = asyncio.Event()
+    async with workers(1, mode="null") as (worker,), aiohttp.ClientSession() as client:
+        worker.behave = later(go_on)
+        async with start_router(RouterConfig(worker_urls=(worker.url,), port=0)) as router:
+            ask = asyncio.create_task(client.post(router.url + "/generate", json={"stream": True}))
+            await until(lambda: worker.seen)
+            asyncio.get_running_loop().call_later(0.05, go_on.set)
+        assert events_of(await (await ask).read())[-1] == "[DONE]"
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await client.get(router.url + "/liveness")
 
 
 def test_a_taken_port_is_one_clear_line() -> None:
@@ -341,7 +282,7 @@ def test_a_taken_port_is_one_clear_line() -> None:
             uvloop.run(scenario())
 
 
-def test_a_router_process_is_ready_and_ends_on_sigterm(tmp_path: Path) -> None:
+async def test_a_router_process_is_ready_and_ends_on_sigterm(tmp_path: Path) -> None:
     """Also shows that it starts without torch, and listens though no worker lives."""
     ready = tmp_path / "ready.json"
     program = (
@@ -350,20 +291,17 @@ def test_a_router_process_is_ready_and_ends_on_sigterm(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules and 'engine' not in sys.modules"
     )
 
-    async def scenario() -> None:
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stderr=asyncio.subprocess.PIPE)
-        try:
-            await until(ready.exists)
-            url = json.loads(ready.read_text())["router"]
-            async with aiohttp.ClientSession() as client, client.get(url + "/readiness") as response:
-                assert response.status == 503
-                assert "no unified worker is alive" in (await response.json())["error"]["message"]
-            os.kill(process.pid, signal.SIGTERM)
-            _, stderr = await asyncio.wait_for(process.communicate(), 10)
-            assert process.returncode == 0, stderr.decode()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-
-    uvloop.run(scenario())
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stderr=asyncio.subprocess.PIPE)
+    try:
+        await until(ready.exists)
+        url = json.loads(ready.read_text())["router"]
+        async with aiohttp.ClientSession() as client, client.get(url + "/readiness") as response:
+            assert response.status == 503
+            assert "no unified worker is alive" in (await response.json())["error"]["message"]
+        os.kill(process.pid, signal.SIGTERM)
+        _, stderr = await asyncio.wait_for(process.communicate(), 10)
+        assert process.returncode == 0, stderr.decode()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

@@ -5,7 +5,6 @@ import math
 from typing import Any
 
 import pytest
-import uvloop
 
 from router.pool.active_calls import last_byte_s
 from router.pool.probe_timeout import ProbeTimeout, quiet_for
@@ -13,8 +12,7 @@ from router.pool.states import Check, Health
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from tests.router.attempts import Launched
-from tests.router.dummies import Cluster, cluster, hang, until, workers
-from tests.router.test_failures import CHAT, STREAM, streams_on
+from tests.router.dummies import CHAT, STREAM, Cluster, cluster, hang, streams_on, until, workers
 
 QUICK: dict[str, Any] = {"health_check_interval_s": 0.02, "health_silence_s": 0.05}
 PATIENT: dict[str, Any] = {**QUICK, "health_check_timeout_s": 60.0}
@@ -24,63 +22,51 @@ def state(c: Cluster, index: int) -> Worker:
     return c.router.table.workers()[index]
 
 
-def test_a_frozen_worker_gets_no_new_requests_and_keeps_those_that_run() -> None:
-    async def scenario() -> None:
-        async with cluster(decode=2, **PATIENT) as c:
-            frozen, other = c.decodes
-            frozen.behave = hang
-            running = asyncio.create_task(c.post("/v1/chat/completions", CHAT))
-            await until(lambda: frozen.seen)
-            frozen.frozen = True
-            await until(lambda: state(c, 1).silent)
-            assert state(c, 1).health is Health.UP
-            for _ in range(5):  # least_load would have gone to each in turn
-                assert (await c.post("/v1/chat/completions", CHAT))[0] == 200
-            assert len(other.seen) == 5 and len(frozen.seen) == 1 and frozen.cancelled == 0 and not running.done()
-            async with c.client.get(c.url + "/workers") as response:
-                said = {w["url"]: (w["silent"], w["is_healthy"]) for w in (await response.json())["workers"]}
-            assert said[frozen.url] == (True, False) and said[other.url] == (False, True)
-            running.cancel()
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_a_frozen_worker_gets_no_new_requests_and_keeps_those_that_run() -> None:
+    async with cluster(decode=2, **PATIENT) as c:
+        frozen, other = c.decodes
+        frozen.behave = hang
+        running = asyncio.create_task(c.post("/v1/chat/completions", CHAT))
+        await until(lambda: frozen.seen)
+        frozen.frozen = True
+        await until(lambda: state(c, 1).silent)
+        assert state(c, 1).health is Health.UP
+        for _ in range(5):  # least_load would have gone to each in turn
+            assert (await c.post("/v1/chat/completions", CHAT))[0] == 200
+        assert len(other.seen) == 5 and len(frozen.seen) == 1 and frozen.cancelled == 0 and not running.done()
+        said = {w["url"]: (w["silent"], w["is_healthy"]) for w in (await c.get("/workers"))[1]["workers"]}
+        assert said[frozen.url] == (True, False) and said[other.url] == (False, True)
+        running.cancel()
+        await c.settled()
 
 
-def test_the_first_answer_ends_the_silence() -> None:
-    async def scenario() -> None:
-        async with cluster(decode=2, **QUICK, health_check_timeout_s=0.2, health_failure_threshold=1000) as c:
-            c.decodes[0].frozen = True
-            await until(lambda: state(c, 1).silent)
-            c.decodes[0].frozen = False
-            await until(lambda: not state(c, 1).silent)
-            assert state(c, 1).health is Health.UP
-
-    uvloop.run(scenario())
+async def test_the_first_answer_ends_the_silence() -> None:
+    async with cluster(decode=2, **QUICK, health_check_timeout_s=0.2, health_failure_threshold=1000) as c:
+        c.decodes[0].frozen = True
+        await until(lambda: state(c, 1).silent)
+        c.decodes[0].frozen = False
+        await until(lambda: not state(c, 1).silent)
+        assert state(c, 1).health is Health.UP
 
 
-def test_a_worker_in_a_long_step_says_so_and_stays_in_the_choice() -> None:
+async def test_a_worker_in_a_long_step_says_so_and_stays_in_the_choice() -> None:
     """What a worker says of its step is shown; nonsense is not, and costs nothing."""
-
-    async def scenario() -> None:
-        async with cluster(decode=2, **QUICK, health_failure_threshold=1) as c:
-            for said, shown in (
-                ({"busy_s": 90.5}, 90.5),
-                ({"busy_s": "long"}, None),
-                ({"busy_s": -1}, None),
-                ({}, None),
-            ):
-                c.decodes[0].health_says = said
-                await until(lambda shown=shown: state(c, 1).busy_s == shown)  # type: ignore[misc]
-                assert state(c, 1).health is Health.UP and not state(c, 1).silent
-            c.decodes[0].health_says = {"busy_s": 90.5}
-            await until(lambda: state(c, 1).busy_s == 90.5)
-            async with c.client.get(c.url + "/workers") as response:
-                assert {w["url"]: w["busy_s"] for w in (await response.json())["workers"]}[c.decodes[0].url] == 90.5
-            for _ in range(4):
-                assert (await c.post("/v1/chat/completions", CHAT))[0] == 200
-            assert c.decodes[0].seen
-
-    uvloop.run(scenario())
+    async with cluster(decode=2, **QUICK, health_failure_threshold=1) as c:
+        for said, shown in (
+            ({"busy_s": 90.5}, 90.5),
+            ({"busy_s": "long"}, None),
+            ({"busy_s": -1}, None),
+            ({}, None),
+        ):
+            c.decodes[0].health_says = said
+            await until(lambda shown=shown: state(c, 1).busy_s == shown)  # type: ignore[misc]
+            assert state(c, 1).health is Health.UP and not state(c, 1).silent
+        c.decodes[0].health_says = {"busy_s": 90.5}
+        await until(lambda: state(c, 1).busy_s == 90.5)
+        assert {w["url"]: w["busy_s"] for w in (await c.get("/workers"))[1]["workers"]}[c.decodes[0].url] == 90.5
+        for _ in range(4):
+            assert (await c.post("/v1/chat/completions", CHAT))[0] == 200
+        assert c.decodes[0].seen
 
 
 # ---- nobody else is there
@@ -100,44 +86,33 @@ async def held(c: Cluster, **headers: str) -> "asyncio.Task[tuple[int, dict[str,
     return ask
 
 
-def test_a_request_waits_for_the_only_worker_while_it_is_silent() -> None:
+async def test_a_request_waits_for_the_only_worker_while_it_is_silent() -> None:
     """A pause costs that pause, not an error."""
-
-    async def scenario() -> None:
-        async with cluster(**LASTING) as c:
-            ask = await held(c)
-            async with c.client.get(c.url + "/readiness") as response:
-                assert response.status == 200
-            assert not ask.done() and not c.prefills[0].seen and not c.decodes[0].seen
-            c.decodes[0].frozen = False
-            assert (await ask)[0] == 200 and len(c.decodes[0].seen) == 1
-            await c.settled()
-
-    uvloop.run(scenario())
+    async with cluster(**LASTING) as c:
+        ask = await held(c)
+        assert (await c.get("/readiness"))[0] == 200
+        assert not ask.done() and not c.prefills[0].seen and not c.decodes[0].seen
+        c.decodes[0].frozen = False
+        assert (await ask)[0] == 200 and len(c.decodes[0].seen) == 1
+        await c.settled()
 
 
-def test_a_request_is_not_sent_to_a_worker_that_turns_out_to_be_dead() -> None:
-    async def scenario() -> None:
-        async with cluster(**BRIEF) as c:
-            status, headers, answer = await (await held(c))
-            assert state(c, 1).health is Health.DOWN
-            assert status == 503 and headers["Retry-After"] and b"no decode worker is alive" in answer
-            assert not c.prefills[0].seen and not c.decodes[0].seen
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_a_request_is_not_sent_to_a_worker_that_turns_out_to_be_dead() -> None:
+    async with cluster(**BRIEF) as c:
+        status, headers, answer = await (await held(c))
+        assert state(c, 1).health is Health.DOWN
+        assert status == 503 and headers["Retry-After"] and b"no decode worker is alive" in answer
+        assert not c.prefills[0].seen and not c.decodes[0].seen
+        await c.settled()
 
 
-def test_a_request_that_waits_goes_to_a_worker_that_comes() -> None:
-    async def scenario() -> None:
-        async with cluster(**LASTING) as c, workers(1, mode="decode") as (other,):
-            ask = await held(c)
-            async with c.client.post(c.url + "/workers", json={"url": other.url, "role": "decode"}) as response:
-                assert response.status == 201
-            assert (await ask)[0] == 200 and len(other.seen) == 1 and not c.decodes[0].seen
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_a_request_that_waits_goes_to_a_worker_that_comes() -> None:
+    async with cluster(**LASTING) as c, workers(1, mode="decode") as (other,):
+        ask = await held(c)
+        async with c.client.post(c.url + "/workers", json={"url": other.url, "role": "decode"}) as response:
+            assert response.status == 201
+        assert (await ask)[0] == 200 and len(other.seen) == 1 and not c.decodes[0].seen
+        await c.settled()
 
 
 @pytest.mark.parametrize(
@@ -145,26 +120,20 @@ def test_a_request_that_waits_goes_to_a_worker_that_comes() -> None:
     [({}, {"X-Request-Timeout": "0.2"}), ({"dead_worker_timeout_s": 0.2}, {})],
     ids=["client", "router"],
 )
-def test_nobody_waits_for_ever(flags: dict[str, Any], headers: dict[str, str]) -> None:
-    async def scenario() -> None:
-        async with cluster(**LASTING, **flags) as c:
-            status, _, answer = await (await held(c, **headers))
-            assert status == 503 and b"no decode worker answers" in answer and b"says nothing" in answer
-            assert state(c, 1).silent and not c.decodes[0].seen
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_nobody_waits_for_ever(flags: dict[str, Any], headers: dict[str, str]) -> None:
+    async with cluster(**LASTING, **flags) as c:
+        status, _, answer = await (await held(c, **headers))
+        assert status == 503 and b"no decode worker answers" in answer and b"says nothing" in answer
+        assert state(c, 1).silent and not c.decodes[0].seen
+        await c.settled()
 
 
-def test_time_that_a_request_waited_is_taken_from_what_its_worker_gets() -> None:
-    async def scenario() -> None:
-        async with cluster(**LASTING) as c:
-            ask = await held(c, **{"X-Request-Timeout": "8"})
-            c.decodes[0].frozen = False
-            assert (await ask)[0] == 200
-            assert 0 < float(c.decodes[0].seen[0].headers["x-request-timeout"]) < 8
-
-    uvloop.run(scenario())
+async def test_time_that_a_request_waited_is_taken_from_what_its_worker_gets() -> None:
+    async with cluster(**LASTING) as c:
+        ask = await held(c, **{"X-Request-Timeout": "8"})
+        c.decodes[0].frozen = False
+        assert (await ask)[0] == 200
+        assert 0 < float(c.decodes[0].seen[0].headers["x-request-timeout"]) < 8
 
 
 def test_silence_narrows_the_choice_within_a_model() -> None:
@@ -229,15 +198,12 @@ def test_only_bytes_of_an_answer_are_a_sign_of_life_not_that_it_was_asked_for() 
     assert last_byte_s(worker) == -math.inf
 
 
-def test_a_stream_of_a_silent_worker_goes_on() -> None:
-    async def scenario() -> None:
-        async with cluster(decode=2, **PATIENT) as c:
-            c.decodes[0].behave = streams_on
-            async with c.client.post(c.url + "/v1/chat/completions", json=STREAM) as response:
-                await response.content.readuntil(b"\n\n")
-                c.decodes[0].frozen = True
-                await until(lambda: state(c, 1).silent)
-                assert c.decodes[0].cancelled == 0 and not response.content.at_eof()
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_a_stream_of_a_silent_worker_goes_on() -> None:
+    async with cluster(decode=2, **PATIENT) as c:
+        c.decodes[0].behave = streams_on
+        async with c.client.post(c.url + "/v1/chat/completions", json=STREAM) as response:
+            await response.content.readuntil(b"\n\n")
+            c.decodes[0].frozen = True
+            await until(lambda: state(c, 1).silent)
+            assert c.decodes[0].cancelled == 0 and not response.content.at_eof()
+        await c.settled()

@@ -9,8 +9,8 @@ import pytest
 
 from router.client.session import READ_BUFFER_BYTES
 from router.client.upstream import MAX_HEAD_BYTES, HttpReply, HttpUpstream, UpstreamError
+from tests.router.dummies import DEADLINE_S, until
 
-DEADLINE_S = 60.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 Say = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
@@ -77,12 +77,6 @@ async def whole(reply: HttpReply) -> bytes:
     return b"".join(parts)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [
@@ -94,25 +88,19 @@ async def until(condition: Callable[[], bool]) -> None:
         ([b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"], b""),
     ],
 )
-def test_answers_of_every_shape(parts: list[bytes], expected: bytes) -> None:
-    async def scenario() -> None:
-        async with upstream(says(*parts)) as (client, server):
-            for _ in range(2):
-                reply = post(client, server)
-                assert await whole(reply) == expected and reply.complete and reply.status in (200, 204)
-            assert server.num_connections == 1, "the connection was not kept"
-            assert server.requests[0].startswith(b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1:")
-
-    asyncio.run(scenario())
+async def test_answers_of_every_shape(parts: list[bytes], expected: bytes) -> None:
+    async with upstream(says(*parts)) as (client, server):
+        for _ in range(2):
+            reply = post(client, server)
+            assert await whole(reply) == expected and reply.complete and reply.status in (200, 204)
+        assert server.num_connections == 1, "the connection was not kept"
+        assert server.requests[0].startswith(b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1:")
 
 
-def test_an_answer_without_a_length_ends_with_its_connection() -> None:
-    async def scenario() -> None:
-        async with upstream(says(b"HTTP/1.1 200 OK\r\n\r\nab", b"cd", then_close=True)) as (client, server):
-            assert await whole(post(client, server)) == b"abcd"
-            await until(lambda: client.num_connections == 0)
-
-    asyncio.run(scenario())
+async def test_an_answer_without_a_length_ends_with_its_connection() -> None:
+    async with upstream(says(b"HTTP/1.1 200 OK\r\n\r\nab", b"cd", then_close=True)) as (client, server):
+        assert await whole(post(client, server)) == b"abcd"
+        await until(lambda: client.num_connections == 0)
 
 
 @pytest.mark.parametrize(
@@ -125,153 +113,120 @@ def test_an_answer_without_a_length_ends_with_its_connection() -> None:
         [b"HTTP/1.1 200 OK\r\nX: " + b"a" * (MAX_HEAD_BYTES + 1) + b"\r\n\r\n"],
     ],
 )
-def test_a_broken_answer_is_an_error_and_its_connection_is_closed(parts: list[bytes]) -> None:
-    async def scenario() -> None:
-        async with upstream(says(*parts, then_close=True), says(OK)) as (client, server):
-            with pytest.raises(UpstreamError) as caught:
-                await whole(post(client, server))
-            assert caught.value.reason == "lost"
-            await until(lambda: client.num_connections == 0)
-            assert await whole(post(client, server)) == b"ok"
-
-    asyncio.run(scenario())
-
-
-def test_nothing_listens() -> None:
-    async def scenario() -> None:
-        async with upstream(says(OK)) as (client, server):
-            url = server.url
-        client = HttpUpstream(connect_timeout_s=5.0, request_timeout_s=5.0)
-        reply = client.post(url, "/generate", headers={}, body=b"{}")
-        heard: list[str] = []
-        reply.listener = lambda: heard.append("changed")
+async def test_a_broken_answer_is_an_error_and_its_connection_is_closed(parts: list[bytes]) -> None:
+    async with upstream(says(*parts, then_close=True), says(OK)) as (client, server):
         with pytest.raises(UpstreamError) as caught:
-            await whole(reply)
-        assert caught.value.reason == "refused" and heard == ["changed"]
-        await client.close()
-
-    asyncio.run(scenario())
-
-
-def test_an_answer_that_does_not_come_in_time() -> None:
-    async def scenario() -> None:
-        async with upstream(says(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\na"), timeout_s=0.05) as (client, server):
-            with pytest.raises(UpstreamError) as caught:
-                await whole(post(client, server))
-            assert caught.value.reason == "timeout" and "--request-timeout-secs" in str(caught.value)
-            async with asyncio.timeout(DEADLINE_S):
-                await server.gone.wait()
-
-    asyncio.run(scenario())
+            await whole(post(client, server))
+        assert caught.value.reason == "lost"
+        await until(lambda: client.num_connections == 0)
+        assert await whole(post(client, server)) == b"ok"
 
 
-def test_closing_a_reply_ends_its_connection_and_nothing_else() -> None:
-    async def scenario() -> None:
-        head = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\na"
-        async with upstream(says(head), says(OK)) as (client, server):
-            reply = post(client, server)
-            assert await reply.readany() == b"a"
-            reply.close()
-            assert reply.error is not None and not reply.complete
-            async with asyncio.timeout(DEADLINE_S):
-                await server.gone.wait()
-            done = post(client, server)
-            assert await whole(done) == b"ok"
-            done.close()
-            assert done.error is None
-            assert await whole(post(client, server)) == b"ok"
-            assert server.num_connections == 2
-
-    asyncio.run(scenario())
+async def test_nothing_listens() -> None:
+    async with upstream(says(OK)) as (client, server):
+        url = server.url
+    client = HttpUpstream(connect_timeout_s=5.0, request_timeout_s=5.0)
+    reply = client.post(url, "/generate", headers={}, body=b"{}")
+    heard: list[str] = []
+    reply.listener = lambda: heard.append("changed")
+    with pytest.raises(UpstreamError) as caught:
+        await whole(reply)
+    assert caught.value.reason == "refused" and heard == ["changed"]
+    await client.close()
 
 
-def test_a_reply_closed_before_its_connection_is_made_sends_nothing() -> None:
-    async def scenario() -> None:
-        async with upstream(says(OK)) as (client, server):
-            reply = post(client, server)
-            reply.close()
-            assert await whole(post(client, server)) == b"ok"
-            assert len(server.requests) == 1
-
-    asyncio.run(scenario())
+async def test_an_answer_that_does_not_come_in_time() -> None:
+    async with upstream(says(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\na"), timeout_s=0.05) as (client, server):
+        with pytest.raises(UpstreamError) as caught:
+            await whole(post(client, server))
+        assert caught.value.reason == "timeout" and "--request-timeout-secs" in str(caught.value)
+        async with asyncio.timeout(DEADLINE_S):
+            await server.gone.wait()
 
 
-def test_a_connection_that_speaks_out_of_turn_is_not_used_again() -> None:
-    async def scenario() -> None:
-        async with upstream(says(OK + OK), says(OK)) as (client, server):
-            assert await whole(post(client, server)) == b"ok"
-            assert await whole(post(client, server)) == b"ok"
-            assert server.num_connections == 2
-
-    asyncio.run(scenario())
-
-
-def test_a_connection_that_the_worker_closed_is_not_used_again() -> None:
-    async def scenario() -> None:
-        async with upstream(says(OK, then_close=True), says(OK)) as (client, server):
-            assert await whole(post(client, server)) == b"ok"
-            await until(lambda: client.num_connections == 0)
-            assert await whole(post(client, server)) == b"ok"
-
-    asyncio.run(scenario())
+async def test_closing_a_reply_ends_its_connection_and_nothing_else() -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\na"
+    async with upstream(says(head), says(OK)) as (client, server):
+        reply = post(client, server)
+        assert await reply.readany() == b"a"
+        reply.close()
+        assert reply.error is not None and not reply.complete
+        async with asyncio.timeout(DEADLINE_S):
+            await server.gone.wait()
+        done = post(client, server)
+        assert await whole(done) == b"ok"
+        done.close()
+        assert done.error is None
+        assert await whole(post(client, server)) == b"ok"
+        assert server.num_connections == 2
 
 
-def test_a_connection_that_is_free_for_long_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reply_closed_before_its_connection_is_made_sends_nothing() -> None:
+    async with upstream(says(OK)) as (client, server):
+        reply = post(client, server)
+        reply.close()
+        assert await whole(post(client, server)) == b"ok"
+        assert len(server.requests) == 1
+
+
+async def test_a_connection_that_speaks_out_of_turn_is_not_used_again() -> None:
+    async with upstream(says(OK + OK), says(OK)) as (client, server):
+        assert await whole(post(client, server)) == b"ok"
+        assert await whole(post(client, server)) == b"ok"
+        assert server.num_connections == 2
+
+
+async def test_a_connection_that_the_worker_closed_is_not_used_again() -> None:
+    async with upstream(says(OK, then_close=True), says(OK)) as (client, server):
+        assert await whole(post(client, server)) == b"ok"
+        await until(lambda: client.num_connections == 0)
+        assert await whole(post(client, server)) == b"ok"
+
+
+async def test_a_connection_that_is_free_for_long_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.client.upstream.KEEPALIVE_S", 0.05)
 
-    async def scenario() -> None:
-        async with upstream(says(OK)) as (client, server):
-            assert await whole(post(client, server)) == b"ok"
-            await until(lambda: client.num_connections == 0)
-            async with asyncio.timeout(DEADLINE_S):
-                await server.gone.wait()
-
-    asyncio.run(scenario())
+    async with upstream(says(OK)) as (client, server):
+        assert await whole(post(client, server)) == b"ok"
+        await until(lambda: client.num_connections == 0)
+        async with asyncio.timeout(DEADLINE_S):
+            await server.gone.wait()
 
 
-def test_a_reader_that_does_not_read_holds_the_worker_back() -> None:
-    async def scenario() -> None:
-        size = 64 << 20
-        sent: list[int] = []
+async def test_a_reader_that_does_not_read_holds_the_worker_back() -> None:
+    size = 64 << 20
+    sent: list[int] = []
 
-        async def pour(writer: asyncio.StreamWriter) -> None:
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size)
-            for _ in range(size >> 16):
-                writer.write(bytes(1 << 16))
-                await writer.drain()
-                sent.append(1 << 16)
+    async def pour(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size)
+        for _ in range(size >> 16):
+            writer.write(bytes(1 << 16))
+            await writer.drain()
+            sent.append(1 << 16)
 
-        async with upstream(pour) as (client, server):
-            reply = post(client, server)
-            await until(lambda: reply.num_buffered > READ_BUFFER_BYTES)
-            held = -1
-            while held != len(sent):  # until nothing moves any more
-                held = len(sent)
-                await asyncio.sleep(0.05)
-            assert sum(sent) < size and reply.num_buffered < 4 * READ_BUFFER_BYTES
-            assert len(await whole(reply)) == size
-
-    asyncio.run(scenario())
+    async with upstream(pour) as (client, server):
+        reply = post(client, server)
+        await until(lambda: reply.num_buffered > READ_BUFFER_BYTES)
+        held = -1
+        while held != len(sent):  # until nothing moves any more
+            held = len(sent)
+            await asyncio.sleep(0.05)
+        assert sum(sent) < size and reply.num_buffered < 4 * READ_BUFFER_BYTES
+        assert len(await whole(reply)) == size
 
 
-def test_a_header_of_two_lines_is_refused() -> None:
-    async def scenario() -> None:
-        async with upstream(says(OK)) as (client, server):
-            with pytest.raises(ValueError, match="line break"):
-                client.post(server.url, "/generate", headers={"X": "a\r\nB: c"}, body=b"")
-            assert not server.requests
-
-    asyncio.run(scenario())
+async def test_a_header_of_two_lines_is_refused() -> None:
+    async with upstream(says(OK)) as (client, server):
+        with pytest.raises(ValueError, match="line break"):
+            client.post(server.url, "/generate", headers={"X": "a\r\nB: c"}, body=b"")
+        assert not server.requests
 
 
-def test_headers_are_those_of_the_request_also_where_the_last_one_had_others() -> None:
-    async def scenario() -> None:
-        async with upstream(says(OK), says(OK), says(OK)) as (client, server):
-            first, second = {"X-Request-Id": "a"}, {"X-Request-Id": "b", "Traceparent": "t"}
-            for headers in (first, first, second):
-                reply = client.post(server.url, "/generate", headers=headers, body=b"")
-                assert await whole(reply) == b"ok"
-            heads = [str(request).count("X-Request-Id: a") for request in server.requests]
-            assert heads == [1, 1, 0] and "Traceparent: t" in str(server.requests[2])
-
-    asyncio.run(scenario())
+async def test_headers_are_those_of_the_request_also_where_the_last_one_had_others() -> None:
+    async with upstream(says(OK), says(OK), says(OK)) as (client, server):
+        first, second = {"X-Request-Id": "a"}, {"X-Request-Id": "b", "Traceparent": "t"}
+        for headers in (first, first, second):
+            reply = client.post(server.url, "/generate", headers=headers, body=b"")
+            assert await whole(reply) == b"ok"
+        heads = [str(request).count("X-Request-Id: a") for request in server.requests]
+        assert heads == [1, 1, 0] and "Traceparent: t" in str(server.requests[2])
