@@ -1,4 +1,4 @@
-"""The HTTP side of the registry: routes and handlers. Bodies are decoded strictly; an error is one JSON message."""
+"""The HTTP side of the registry: routes and handlers."""
 
 import time
 import uuid
@@ -8,12 +8,7 @@ from aiohttp import web
 
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.metrics import BootstrapMetrics
-from bootstrap_server.protocol import (
-    MAX_BUT,
-    Registration,
-    RegistrationReply,
-    RoomBatch,
-)
+from bootstrap_server.protocol import MAX_BUT, Registration, RegistrationReply, RoomBatch
 from bootstrap_server.registry import Registry
 from bootstrap_server.signatures import OPEN_PATHS, SignatureCheck
 from service.http.errors import ApiError, decode_body
@@ -35,7 +30,7 @@ def make_handle(
     secret: bytes | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Handler:
-    """The function that answers every request. With a `secret`, calls and answers are signed (signatures.py)."""
+    """Return what answers every request. With a `secret`, calls and answers are signed (signatures.py)."""
     check = SignatureCheck(None if secret is None else Verifier(secret), clock)
     browser = BrowserRule(
         host=config.host,
@@ -44,7 +39,7 @@ def make_handle(
         key_flag="--cluster-secret-file",
     )
     metrics = BootstrapMetrics(registry, lambda: check.num_refused)
-    routes = Routes(BootstrapHandlers(registry, config, clock, check, metrics).routes())
+    routes = Routes(BootstrapHandlers(registry, clock, check, metrics).routes())
     guard = make_guard(routes, gate=NO_KEYS, need_of=lambda method, path: Access.NONE, browser=browser)
 
     async def signed(request: web.BaseRequest) -> web.StreamResponse:
@@ -62,19 +57,13 @@ def make_handle(
 
 class BootstrapHandlers:
     def __init__(
-        self,
-        registry: Registry,
-        config: BootstrapConfig,
-        clock: Callable[[], float],
-        check: SignatureCheck,
-        metrics: BootstrapMetrics,
+        self, registry: Registry, clock: Callable[[], float], check: SignatureCheck, metrics: BootstrapMetrics
     ) -> None:
         self._check = check
         self._metrics = metrics
         self._registry = registry
-        self._config = config
         self._clock = clock
-        self._life = uuid.uuid4().hex
+        self._server_id = uuid.uuid4().hex
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -94,7 +83,7 @@ class BootstrapHandlers:
     async def register(self, request: web.BaseRequest) -> web.Response:
         worker = decode_body(await request.read(), Registration)
         self._registry.register(worker, self._now())
-        return json_response(RegistrationReply(self._config.lease_s, self._registry.shared, self._life))
+        return json_response(RegistrationReply(self._registry.lease_s, self._registry.shared, self._server_id))
 
     async def look_up(self, request: web.BaseRequest) -> web.Response:
         self._now()

@@ -25,9 +25,7 @@ from service.http.json_depth import JSON_ERRORS
 from service.security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 
 FIRST_RETRY_S = 0.1
-LONGEST_PAUSE_S = (
-    2.0  # well within decode's handshake timeout: no request in its handshake may wait in vain for a new server
-)
+LONGEST_PAUSE_S = 2.0  # well within decode's handshake timeout, so that a new server serves handshakes that wait
 REMEMBER_S = 120.0  # as long as servers do (room_ttl_s), longer than decode looks for a room
 MAX_REPLY_BYTES = 1 << 20
 MAX_WAITING_ROOMS = 65536
@@ -63,9 +61,9 @@ def look_up(
 
 
 class Registrar:
-    """Registers `worker`, renews its lease, registers its rooms where the server is shared, and leaves on `close`.
+    """Registers `worker`, renews its lease, registers its rooms if the server is shared, and leaves on `close`.
 
-    It retries forever, with back-off. A restarted server gets the rooms of the last `REMEMBER_S` again.
+    Retries forever. A restarted server gets the rooms of the last `REMEMBER_S` again.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class Registrar:
         self._clock = clock
         self._shared = False
         self._rooms: queue.Queue[int] = queue.Queue(MAX_WAITING_ROOMS)
-        self._server_life = ""
+        self._server_id = ""
         self._known: OrderedDict[int, float] = OrderedDict()  # room -> when it was sent, oldest first
         self._wake = threading.Event()
         self._stop = False
@@ -97,7 +95,7 @@ class Registrar:
         self._thread.start()
 
     def add_room(self, room: int) -> None:
-        """This worker has the request of `room`. Returns at once; does nothing where the server is not shared."""
+        """Register that this worker has the request of `room`, without waiting. A no-op if the server is not shared."""
         if self._shared or not self.registered.is_set():
             try:
                 self._rooms.put_nowait(room)
@@ -121,7 +119,7 @@ class Registrar:
             self._wake.wait(self.turn())
 
     def turn(self) -> float:
-        """Register or renew when due, and send rooms. Returns the pause until the next turn, in seconds."""
+        """Register or renew when due, and send rooms. Return the pause in seconds."""
         try:
             if self._clock() >= self._renew_at_s:
                 lease = self._register()
@@ -139,8 +137,8 @@ class Registrar:
         body = self._request("PUT", "/route", self._worker)
         lease: RegistrationReply = _read(self._server, body, RegistrationReply)
         self._shared = lease.shared
-        if lease.server != self._server_life:
-            self._server_life = lease.server
+        if lease.server != self._server_id:
+            self._server_id = lease.server
             self._put_back(list(self._known))
         self.error = None
         self.registered.set()
@@ -165,7 +163,7 @@ class Registrar:
                 self._rooms.put_nowait(room)
 
     def _remember(self, rooms: Sequence[int]) -> None:
-        """Keep rooms for a server that restarts: decode may still look for them."""
+        """Keep rooms for a server that restarts."""
         now_s = self._clock()
         for room in rooms:
             self._known.pop(room, None)
@@ -225,7 +223,7 @@ def _headers(call: Call) -> dict[str, str]:
 
 
 def _exchange_signed(connection: http.client.HTTPConnection, call: Call, signer: Signer) -> tuple[int, bytes]:
-    """Status `UNPROVEN`: an answer without the secret's signature. After a 401, call once more with its challenge."""
+    """Return status `UNPROVEN` for an answer without a signature. After a 401, call once more with its challenge."""
     for _ in range(2):
         header, nonce = signer.sign(call)
         connection.request(call.method, call.path, call.body or None, {AUTH_HEADER: header, **_headers(call)})

@@ -9,11 +9,10 @@
     any error: 4xx or 503 with ErrorReply
     With a cluster secret all but /health is signed, both ways (service/security/signing.py).
 
-A request names the bootstrap server, not the worker. The server inside a prefill worker knows only that worker, so every room
-leads to it, and decode caches the answer (`shared` false). A server on its own is *shared* by several prefill workers: the
-worker that gets a request registers its room (batched, remembered for `room_ttl_s` seconds), and decode retries a 404 until its
-handshake times out. A restarted server knows no room; its replies have a new `server` id, and workers register their latest
-rooms again. SGLang solves the same for data-parallel ranks (`/register_dp_rank`).
+A request names the bootstrap server. The one inside a prefill worker leads every room to that worker, and decode caches the
+answer. A server on its own is *shared*: the worker that gets a request registers its room (batched, remembered for
+`room_ttl_s`), and decode retries a 404 until its handshake times out. After a restart its replies have a new `server` id, and
+workers register their latest rooms again. SGLang has the same for data-parallel ranks (`/register_dp_rank`).
 """
 
 from typing import Annotated
@@ -71,6 +70,6 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 
 class ErrorReply(msgspec.Struct, frozen=True):
-    """The part of an error that a caller reads (service/http/errors.py writes it)."""
+    """Written by service/http/errors.py."""
 
     error: ErrorDetail

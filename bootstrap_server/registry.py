@@ -1,7 +1,6 @@
-"""Registered workers by incarnation, and the owner of each room. Pure: receives calls and the time.
+"""Registered workers by incarnation, and the owner of each room. Pure.
 
-A new start at the same control address or URL replaces the old one; in a server that is not shared, every registration
-replaces all others.
+A new start at the same control address or URL replaces the old one; without sharing, every registration replaces all others.
 """
 
 from bisect import bisect_left, insort
@@ -16,6 +15,7 @@ from service.http.errors import ApiError
 class Registry:
     def __init__(self, config: BootstrapConfig, *, shared: bool) -> None:
         self.shared = shared
+        self.lease_s = config.lease_s
         self._config = config
         self._workers: OrderedDict[str, tuple[Registration, float]] = OrderedDict()  # expires soonest first
         self._rooms: OrderedDict[int, tuple[str, float]] = OrderedDict()
@@ -29,7 +29,7 @@ class Registry:
             self._drop(incarnation)
         if len(self._workers) >= self._config.max_workers:
             raise ApiError(503, f"{len(self._workers)} prefill workers are registered, no more fit (--max-workers)")
-        self._workers[worker.incarnation] = (worker, now_s + self._config.lease_s)
+        self._workers[worker.incarnation] = (worker, now_s + self.lease_s)
         insort(self._names, worker.incarnation)
         self._at.update(dict.fromkeys(_places(worker), worker.incarnation))
 
@@ -73,7 +73,7 @@ class Registry:
         return RouteReply(entry[0], True)
 
     def look_up_any(self, room: int, *, but: Collection[str]) -> RouteReply:
-        """The worker that has or had `room`, else another one, spread by room; none of the incarnations in `but`."""
+        """Return the worker of `room`, else another one, spread by room; none of the incarnations in `but`."""
         owner = self._rooms.get(room)
         if owner is not None and owner[0] in self._workers and owner[0] not in but:
             return RouteReply(self._workers[owner[0]][0], self.shared)

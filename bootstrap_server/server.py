@@ -1,9 +1,10 @@
-"""A bootstrap server that runs: in a thread of its own inside a prefill worker, or as a process."""
+"""Runs a bootstrap server: in a thread inside a prefill worker, or as a process."""
 
 import asyncio
 import logging
 import threading
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 
 from bootstrap_server.app import make_handle
 from bootstrap_server.config import BootstrapConfig
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class BootstrapServer:
-    """The app in a thread of its own, with its own event loop: inside a prefill worker, or for tests."""
+    """The server in a thread with its own event loop."""
 
     def __init__(
         self, config: BootstrapConfig, *, shared: bool, secret: bytes | None = None, port_flag: str = "--port"
@@ -38,7 +39,7 @@ class BootstrapServer:
         self._held = ExitStack()
 
     def start(self) -> None:
-        """Return once it listens. Raises ConfigError, which names the flag, where it cannot."""
+        """Return once it listens. Raises ConfigError if it cannot."""
         port = self._held.enter_context(open_port(self._config.host, self._config.port, flag=self._port_flag))
         self.port = port.port
         self._thread = threading.Thread(
@@ -56,18 +57,13 @@ class BootstrapServer:
 
     async def _serve(self, port: ListeningPort) -> None:
         self._loop = asyncio.get_running_loop()
-        runner = make_runner(self._handle, LIMITS, shutdown_timeout_s=CLOSE_S)
-        try:
-            await runner.setup()
-            await port.serve(runner)
+        async with _served(port, self._handle):
             self._ready.set()
             await self._stop.wait()
-        finally:
-            await runner.cleanup()
 
 
 def run_bootstrap_server(config: BootstrapConfig, *, secret: bytes | None = None) -> None:
-    """A shared server on its own: blocks until SIGINT or SIGTERM. Raises ConfigError where it cannot listen."""
+    """Serve as a shared server until SIGINT or SIGTERM. Raises ConfigError if it cannot listen."""
     allow_many_files()
     handle = make_handle(Registry(config, shared=True), config=config, secret=secret)
     with open_port(config.host, config.port) as port:
@@ -76,12 +72,18 @@ def run_bootstrap_server(config: BootstrapConfig, *, secret: bytes | None = None
 
 async def _serve_alone(port: ListeningPort, handle: Handler) -> None:
     signals = StopSignals()
-    runner = make_runner(handle, LIMITS, shutdown_timeout_s=CLOSE_S)
     with signals.caught():
-        try:
-            await runner.setup()
-            await port.serve(runner)
+        async with _served(port, handle):
             log.info("bootstrap server listens on %s:%d", port.host, port.port)
             await signals.asked.wait()
-        finally:
-            await runner.cleanup()
+
+
+@asynccontextmanager
+async def _served(port: ListeningPort, handle: Handler) -> AsyncIterator[None]:
+    runner = make_runner(handle, LIMITS, shutdown_timeout_s=CLOSE_S)
+    try:
+        await runner.setup()
+        await port.serve(runner)
+        yield
+    finally:
+        await runner.cleanup()

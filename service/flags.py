@@ -1,7 +1,4 @@
-"""What a flag is: a field of a frozen dataclass with a help text, a unit and a range; and the one check of the ranges.
-
-Each field of a `FlagSet` is one flag. deploy/flags.py derives the command line from it.
-"""
+"""Flags: fields of frozen dataclasses with help, unit and checked range. deploy/flags.py derives the command line."""
 
 import dataclasses
 import math
@@ -12,7 +9,7 @@ _METADATA = "flag"
 
 
 class ConfigError(ValueError):
-    """A flag or a file that cannot be honoured. The text is one line that names it and the remedy."""
+    """A wrong flag or file. The text is one line that names it and the remedy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +35,16 @@ class Range:
     def bounds(self) -> str:
         """Such as "above 0 and at most 1"."""
         if self.least is not None and self.most is not None:
-            return f"{_number(self.least)} to {_number(self.most)}"
-        lower = [f"above {_number(self.above)}"] if self.above is not None else []
-        lower += [f"at least {_number(self.least)}"] if self.least is not None else []
-        upper = [f"at most {_number(self.most)}"] if self.most is not None else []
-        upper += ["finite" if self.below == math.inf else f"below {_number(self.below)}"] if self.below else []
+            return f"{shown(self.least)} to {shown(self.most)}"
+        lower = [f"above {shown(self.above)}"] if self.above is not None else []
+        lower += [f"at least {shown(self.least)}"] if self.least is not None else []
+        upper = [f"at most {shown(self.most)}"] if self.most is not None else []
+        upper += ["finite" if self.below == math.inf else f"below {shown(self.below)}"] if self.below else []
         return " and ".join(lower + upper)
 
     def meanings(self) -> list[str]:
         """Such as "0: never"."""
-        return [f"{_number(value)}: {meaning}" for value, meaning in self.special.items()]
+        return [f"{shown(value)}: {meaning}" for value, meaning in self.special.items()]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +75,8 @@ def flag(
 ) -> Any:
     """A field that is a flag.
 
-    unit: "s" for seconds, in a field that ends in `_s`. above, least, most, below: the range of the number, or of each
-    number of a tuple. special: values that mean something else, in the range or not. option: the public name, if it is
-    not the field's without `_s`.
+    unit: "s" for seconds, in a field that ends in `_s`    option: the public name, if not the field's without `_s`
+    above, least, most, below: of the number, or of each of a tuple    special: values with a meaning of their own
     """
     numbers = Range(above=above, least=least, most=most, below=below, special=special or {})
     spec = FlagSpec(help=help, choices=choices, unit=unit, range=numbers, option=option, by_hand=by_hand)
@@ -88,7 +84,7 @@ def flag(
 
 
 class FlagSet:
-    """Base of the configs. One whose values are out of range cannot be made: ConfigError."""
+    """Base of the configs. Raises ConfigError for values out of range."""
 
     def __post_init__(self) -> None:
         _check_ranges(self)
@@ -137,8 +133,4 @@ def _wrong(spec: FlagSpec, value: Any) -> str | None:
 
 def shown(value: Any) -> str:
     """A value as help and errors show it."""
-    return _number(value) if isinstance(value, float) else str(value)
-
-
-def _number(value: float) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)

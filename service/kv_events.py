@@ -5,8 +5,7 @@
            answers are [client, "", number, batch] each, and last [client, "", -1, ""]
 
 A gap in the numbers means lost events. Structs and frames are those of vllm/distributed/kv_events.py and
-sglang/srt/disaggregation/kv_events.py. Reading is lenient (hashes as ints or bytes, extra fields, events as arrays or maps);
-what we write is what their oldest version reads.
+sglang/srt/disaggregation/kv_events.py; reading is lenient, and their oldest versions read what we write.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Hashes of `block_size` tokens each, after `parent_block_hash` (None: a prompt's start). `lora_id`: None: the model alone."""
+    """Hashes of `block_size` tokens each, after `parent_block_hash` (None: a prompt's start). `lora_id` None: the model alone."""
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None

@@ -13,7 +13,6 @@ class Waiter:
 
     @property
     def is_waiting(self) -> bool:
-        """A task waits and has not been woken yet."""
         return self._future is not None and not self._future.done()
 
     def wake(self) -> None:

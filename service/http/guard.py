@@ -21,14 +21,6 @@ ANYBODY = Caller(Access.ADMIN)  # at a server without keys
 CLIENT_GONE = 499  # the status in logs and metrics of a request whose client went away
 
 
-def _ignore(reason: str) -> None:
-    pass
-
-
-def _new_id() -> str:
-    return uuid.uuid4().hex
-
-
 def make_guard(
     routes: Routes,
     *,
@@ -37,14 +29,13 @@ def make_guard(
     browser: BrowserRule,
     admit: Callable[[web.BaseRequest, Access], ApiError | None] | None = None,
     is_trusted: Callable[[web.BaseRequest], bool] | None = None,
-    on_refused: Callable[[str], None] = _ignore,
-    new_id: Callable[[], str] = _new_id,
+    on_refused: Callable[[str], None] = lambda reason: None,
+    new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
 ) -> Handler:
-    """The function that answers every request of a server.
+    """Return what answers every request of a server.
 
-    `need_of(method, path)`: the key that a path needs. `admit`: a last check, with the caller at `CALLER`. `is_trusted`: the
-    request comes from a peer process that has checked the caller. `on_refused` receives "browser" or "key". `new_id` names a
-    request without an id.
+    need_of(method, path): the key that a path needs    admit: a last check, with the caller at `CALLER`
+    is_trusted: a peer process sent the request and has checked the caller    on_refused: receives "browser" or "key"
     """
 
     has_keys = gate.api.is_set or gate.admin.is_set
@@ -54,7 +45,6 @@ def make_guard(
         request_id = request_id_of(request.headers.get(REQUEST_ID_HEADER, "")) or new_id()
         request[REQUEST_ID] = request_id
         operation = OPERATIONS.get(request.path, "")
-        # The task of this request is its own, so nothing has to be put back.
         CURRENT.set(TraceContext(request_id, operation, request.headers.get("traceparent", "")))
         refusal = None if is_trusted is not None and is_trusted(request) else refuse(request)
         response = refusal.response() if refusal is not None else await answer_of(route.handler, request)
@@ -80,7 +70,7 @@ def make_guard(
 
 
 def key_refusal(request: web.BaseRequest, gate: KeyGate, need: Access) -> ApiError | None:
-    """None if the caller may. Also for a handler that learns only from the body what is requested."""
+    """Return the refusal, if any. Also for a handler that needs the body to know what is requested."""
     refusal = gate.refusal(request[CALLER], need)
     if refusal is None:
         return None
@@ -89,7 +79,7 @@ def key_refusal(request: web.BaseRequest, gate: KeyGate, need: Access) -> ApiErr
 
 
 async def answer_of(handler: Handler, request: web.BaseRequest) -> web.StreamResponse:
-    """The handler's answer, or its exception as an answer unless one has begun."""
+    """Return the handler's answer, or its exception as one unless an answer has begun."""
     try:
         return await handler(request)
     except ApiError as error:

@@ -29,20 +29,14 @@ class ListeningPort:
         return f"http://{host}:{self.port}"
 
     async def serve(self, runner: web.BaseRunner) -> None:
-        """`runner` answers here until its cleanup, which closes copies of the sockets.
-
-        Until the next runner serves, connections wait in the kernel's queue.
-        """
+        """Answer with `runner` until its cleanup. Until the next runner serves, connections wait in the kernel's queue."""
         for sock in self._sockets:
             await web.SockSite(runner, sock.dup(), backlog=BACKLOG).start()
 
 
 @contextmanager
 def open_port(host: str, port: int, *, flag: str = "--port", shared: bool = False) -> Iterator[ListeningPort]:
-    """Hold the port until the block ends. `shared`: other processes may bind it, too (SO_REUSEPORT).
-
-    Raises ConfigError, which names `flag`, where it cannot be bound.
-    """
+    """Hold the port until the block ends. `shared`: SO_REUSEPORT. Raises ConfigError, which names `flag`."""
     sockets: list[socket.socket] = []
     try:
         try:
@@ -58,7 +52,7 @@ def open_port(host: str, port: int, *, flag: str = "--port", shared: bool = Fals
 
 
 def require_free(host: str, port: int, *, flag: str) -> None:
-    """Raises ConfigError, which names `flag`, where the port cannot be bound now."""
+    """Raises ConfigError, which names `flag`, if the port cannot be bound now."""
     with open_port(host, port, flag=flag):
         pass
 
@@ -70,7 +64,7 @@ def _message(host: str, port: int, flag: str, error: OSError) -> str:
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
-    """(family, address) of each address that the name has, as asyncio's servers take them; "": all of this machine."""
+    """(family, address) of each address of the name; "": all of this machine."""
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return list(dict.fromkeys((int(family), address) for family, _, _, _, address in found))
 

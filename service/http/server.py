@@ -1,8 +1,7 @@
 """The HTTP server of router, worker and bootstrap server: aiohttp's, without its application layer, with deadlines.
 
-aiohttp waits forever for a head or a body, so slow clients (slow loris) could hold every socket. A head has
-`header_timeout_s` from the connection's start, or from its first byte after an answer; then the connection is closed. A body
-has `body_timeout_s`; then 408. Without the application layer (middlewares, dispatcher) a request costs half as much.
+aiohttp waits forever, so slow clients (slow loris) could hold every socket. A head has `header_timeout_s` from the connection's
+start, or from its first byte after an answer; then the connection is closed. A body has `body_timeout_s`; then 408.
 """
 
 import asyncio
@@ -11,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from service.http.errors import ApiError
-from service.http.expect import say_continue
 from service.http.routes import Handler
 
 # A kept connection between two requests. Also the bound for a second head that began before the first request's answer.
@@ -45,7 +43,7 @@ class RequestLimits:
 
 
 def make_runner(handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: float) -> web.ServerRunner:
-    """A server that answers with `handle`. A client that goes away cancels its request."""
+    """Return a server that answers with `handle`. A client that goes away cancels its request."""
 
     def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         loop = asyncio.get_running_loop()
@@ -85,8 +83,6 @@ def _noting(handle: Handler) -> Handler:
 
 
 class TimedConnection(web.RequestHandler):
-    """A client's connection: it waits for a head under a deadline, or has a request."""
-
     __slots__ = ("_deadline", "_has_request", "_header_timeout_s")
 
     def __init__(self, manager: TimedServer, *, header_timeout_s: float) -> None:
@@ -120,7 +116,7 @@ class TimedConnection(web.RequestHandler):
         self._end()
 
     def on_handled(self) -> None:
-        """The request is over; the next head begins with its first byte."""
+        """Wait for the next head, which begins with its first byte."""
         self._has_request = False
 
     def _begin(self) -> None:
@@ -137,7 +133,7 @@ class TimedConnection(web.RequestHandler):
 
 
 class TimedRequest(web.BaseRequest):
-    """A request whose body must arrive in time, and is refused unread if its declared length is too long."""
+    """Refuses a body that is late, or, unread, one that is declared too long."""
 
     limits: RequestLimits
 
@@ -148,12 +144,18 @@ class TimedRequest(web.BaseRequest):
             if self.content.is_eof():  # it came with the head, as most do: no loop, no copy
                 return self._read_now()
             async with asyncio.timeout(self.limits.body_timeout_s):
-                await say_continue(self)
+                await self._say_continue()
                 return await super().read()
         except TimeoutError:
             raise self.limits.too_slow() from None
         except web.HTTPRequestEntityTooLarge:
             raise self.limits.too_long() from None
+
+    async def _say_continue(self) -> None:
+        """Answer curl, which waits for that above 1 MiB. Other expectations are ignored (RFC 9110, 10.1.1)."""
+        if self.version == HttpVersion11 and self.headers.get("Expect", "").lower() == "100-continue":
+            await self.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.writer.output_size = 0  # nothing of the answer has been written yet
 
     def _read_now(self) -> bytes:
         if self._read_bytes is None:

@@ -22,13 +22,13 @@ _encode = msgspec.json.Encoder().encode
 
 
 class CoalescedResponse(web.StreamResponse):
-    """Sends headers with the first bytes in one packet, so that no client waits for a delayed ACK in between."""
+    """Sends headers and first bytes in one packet, so that no client waits for a delayed ACK."""
 
     _send_headers_immediately = False
 
 
 async def open_stream(request: web.BaseRequest, *, headers: Mapping[str, str], status: int = 200) -> CoalescedResponse:
-    """Begin an answer whose bytes follow. Adds the request's id to the headers."""
+    """Begin a streamed answer with the request's id in its headers."""
     out = CoalescedResponse(status=status, headers=headers)
     out.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
     request[STREAMING] = True

@@ -9,10 +9,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> Callable[[], None]:
-    """A child's `preexec_fn`: ask the kernel for SIGKILL when its parent dies. After exec is too late for a parent killed meanwhile.
-
-    The kernel watches the parent's *thread*: call it in one that lives as long as the process.
-    """
+    """Return a child's `preexec_fn` that asks the kernel for SIGKILL when the parent's *thread*, the caller's, ends."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     parent = os.getpid()
 

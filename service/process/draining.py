@@ -1,4 +1,4 @@
-"""The wait of a process that drains: running requests may finish until a deadline, or until the process is to end at once."""
+"""The wait of a process that drains: running requests may finish."""
 
 import asyncio
 from collections.abc import Callable

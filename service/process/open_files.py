@@ -1,4 +1,4 @@
-"""The limit of open files: the usual 1,024 is for programs with select(2); a router of a thousand workers has more sockets."""
+"""The limit of open files: usually 1,024, and a router of a thousand workers has more sockets."""
 
 import resource
 

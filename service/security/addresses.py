@@ -1,4 +1,4 @@
-"""Which addresses are local, and which bootstrap servers a worker may dial. Pure: names are compared as text, never resolved."""
+"""Which addresses are local, and which a worker may dial. Pure: names are compared as text, never resolved."""
 
 import ipaddress
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def is_network_address(host: str) -> bool:
 def require_secret(
     host: str, *, flag: str, what: str, remedy: str, has_secret: bool, allow_insecure: bool
 ) -> str | None:
-    """None if `what` is safe on `host`; with `allow_insecure` a warning, else ConfigError: it could be reached unauthenticated."""
+    """Return a warning (`allow_insecure`) or raise ConfigError if strangers could reach `what` on `host`."""
     if has_secret or is_loopback(host):
         return None
     if allow_insecure:

@@ -1,7 +1,6 @@
 """What a web page may request of a server. Pure; every HTTP server applies it first.
 
-A browser sends a page's requests to any address that its machine reaches, loopback included. Three rules stop pages of other
-sites:
+A browser sends a page's requests to any address, loopback included. Three rules stop pages of other sites:
 
 - A body must be declared as JSON. Without a preflight, which no server here answers, a page can send only text and forms.
 - A request that changes something must not come from another origin, by `Origin` and `Sec-Fetch-Site`, which no page can
@@ -60,7 +59,7 @@ class BrowserRule:
         return None
 
     def _is_own(self, host: str) -> bool:
-        """Browsers always send `Host`, so a request without it comes from no page."""
+        """Browsers always send `Host`."""
         name = _name_of(host)
         return not name or name in self._names
 

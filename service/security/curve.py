@@ -1,8 +1,7 @@
 """CURVE keys of the control plane, which both ends derive from the cluster's secret.
 
-CURVE gives each ZMQ connection fresh session keys and counts its frames: recorded frames are worthless on any other
-connection. Prefill listens with the server's key pair and admits one client key (ZAP, RFC 27); decode connects with that
-key, and only to a server that has the server's key.
+CURVE gives each ZMQ connection fresh session keys and counts its frames, so recorded frames are worthless. Prefill listens with
+the server's key pair and admits one client key (ZAP, RFC 27), that of decode.
 """
 
 from typing import Any
@@ -31,7 +30,7 @@ def guard_connector(sock: Any, secret: bytes) -> None:
 
 
 class ZapAuthenticator:
-    """Admits connections with the decode workers' key. Bind it first, in the socket's context; call `answer` when readable."""
+    """Admits the decode workers' key. Make it before the listener binds; call `answer` when `socket` is readable."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", secret: bytes) -> None:
         self.socket: Any = context.socket(zmq.REP)

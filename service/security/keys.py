@@ -1,6 +1,6 @@
-"""API keys: one from a flag, several from a file that is read again when it changes; and what each key permits.
+"""API keys, from a flag and a file that is read again when it changes, and what each permits.
 
-Keys are compared by digest, always all of them, in a time that does not depend on the guess.
+Keys are compared by digest, always all of them, in constant time.
 """
 
 import hashlib
@@ -36,12 +36,11 @@ class KeyRing:
         self._own = () if key is None else (key,)
         self._stamp: tuple[int, int, int] | None = None
         self._looked_at_s = -LOOK_EVERY_S
-        self._keys: tuple[str, ...] = self._own
+        self._take(())
         if file is not None:
             self._stamp = _stamp(file)
             self._take(self._read(file))
             warn_if_others_read(file)
-        self._digests = tuple(_digest(k) for k in self._keys)
 
     @property
     def is_set(self) -> bool:
@@ -56,7 +55,7 @@ class KeyRing:
         return self._keys[0] if self._keys else None
 
     def holder(self, authorization: str) -> str | None:
-        """A short name of the key in an Authorization header, fit for logs and tables; None for an unknown key."""
+        """Return a short name, fit for logs and tables, of a known key in an Authorization header."""
         if not authorization or len(authorization) > MAX_HEADER_CHARS or authorization[: len(SCHEME)].lower() != SCHEME:
             return None
         given = _digest(authorization[len(SCHEME) :].strip())
@@ -64,7 +63,7 @@ class KeyRing:
         return given.hex()[:16] if any(matches) else None
 
     def refresh(self, now_s: float, *, every_s: float = LOOK_EVERY_S, at_once: bool = False) -> None:
-        """Read the file if it has changed, checking every `every_s` or now (`at_once`). An unusable file is logged; the keys stay."""
+        """Read the file if it has changed, every `every_s` or `at_once`. Log an unusable one and keep the keys."""
         if self._file is None or (now_s < self._looked_at_s + every_s and not at_once):
             return
         self._looked_at_s = now_s
@@ -77,11 +76,11 @@ class KeyRing:
         except ConfigError as error:
             log.error("%s (the keys of before stay valid)", error)
             return
-        self._digests = tuple(_digest(k) for k in self._keys)
-        log.info("%s: read anew, %d keys", self._file, len(self._keys))
+        log.info("%s: read again, %d keys", self._file, len(self._keys))
 
     def _take(self, keys: tuple[str, ...]) -> None:
         self._keys = (*self._own, *keys)
+        self._digests = tuple(_digest(k) for k in self._keys)
 
     def _read(self, file: str) -> tuple[str, ...]:
         try:
@@ -114,7 +113,7 @@ class Caller(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class KeyGate:
-    """Both kinds of keys of one server. Without admin keys an API key permits everything; an admin key always does."""
+    """Both kinds of keys of one server. Without admin keys an API key permits everything."""
 
     api: KeyRing
     admin: KeyRing

@@ -3,9 +3,8 @@
     call without or with an old challenge  -> 401 and `X-Cluster-Challenge: C`
     call with `X-Cluster-Auth: C:N:MAC`    -> served; the answer carries `X-Cluster-Auth: MAC`
 
-C is the server's: it changes every `PERIOD_S` and with every start; the last two are valid. N is the caller's nonce and is
-accepted once. A call's MAC covers C, N, method, path with query, and body; an answer's covers N, status and body, so that
-only the server can answer.
+C is the server's challenge: it changes every `PERIOD_S` and with every start; the last two are valid. N is the caller's nonce,
+accepted once. A call's MAC covers C, N, method, path with query, and body; an answer's covers N, status and body.
 """
 
 import hashlib
@@ -35,7 +34,7 @@ class Call:
 
 
 class Verdict(Enum):
-    """STALE: from a member of the cluster, with no challenge or an old one; it gets the new one."""
+    """STALE: a member's call with no challenge or an old one."""
 
     GOOD = "good"
     STALE = "stale"
@@ -47,7 +46,7 @@ class Verifier:
 
     def __init__(self, secret: bytes) -> None:
         self._key = derive(secret, "http calls")
-        self._life = secrets.token_bytes(32)  # a restart makes all that was recorded before worthless
+        self._start_key = secrets.token_bytes(32)  # a restart makes recorded calls worthless
         self._seen: OrderedDict[str, int] = OrderedDict()  # nonce -> period, oldest first
 
     def challenge(self, now_s: float) -> str:
@@ -74,7 +73,7 @@ class Verifier:
         return _answer_mac(self._key, nonce, status=status, body=body)
 
     def _challenge_of(self, period: int) -> str:
-        return hmac.new(self._life, str(period).encode(), hashlib.sha256).hexdigest()[:32]
+        return hmac.new(self._start_key, str(period).encode(), hashlib.sha256).hexdigest()[:32]
 
     def _remember(self, nonce: str, made: int, period: int) -> None:
         self._seen[nonce] = made

@@ -36,7 +36,7 @@ def parse_traceparent(header: str) -> TraceParent | None:
 
 
 def request_id_of(header: str) -> str:
-    """The id in X-Request-Id if it is one short line of printable ASCII (it goes into JSON, logs and headers), else ""."""
+    """Return the id if it is one short line of printable ASCII (it goes into JSON, logs and headers), else ""."""
     return header if len(header) <= MAX_REQUEST_ID_CHARS and header.isascii() and header.isprintable() else ""
 
 

@@ -1,9 +1,7 @@
-"""Log lines of every process, as text or JSON. The only place that configures logging.
+"""Log lines of every process, as text or JSON. The request id comes from the task (context.py) or `extra=about(...)`.
 
-A line about a request carries its id: from the task that writes it (context.py), or from `extra=about(...)`.
-
-    {"time": "2026-11-21T07:00:00.123Z", "level": "INFO", "process": "prefill scheduler", "logger": "...", "message": "...",
-     "request_id": "...", "rid": "...", "room": 7, "error": "Traceback ..."}
+{"time": "2026-11-21T07:00:00.123Z", "level": "INFO", "process": "prefill scheduler", "logger": "...", "message": "...",
+ "request_id": "...", "rid": "...", "room": 7, "error": "Traceback ..."}
 """
 
 import json

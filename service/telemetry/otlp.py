@@ -1,8 +1,7 @@
 """Sends records to an OpenTelemetry collector (OTLP over HTTP, protobuf), as spans under the gen_ai conventions.
 
-https://github.com/open-telemetry/semantic-conventions-genai (status: development). Needs the extra `otel`, which only this
-module imports, and only if a collector is configured. A thread sends batches from a bounded queue and drops spans while the
-collector is unreachable. The library's environment variables (OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_*, ...) apply.
+https://github.com/open-telemetry/semantic-conventions-genai (status: development). Needs the extra `otel`. A thread sends batches
+from a bounded queue and drops spans while the collector is unreachable. The library's environment variables apply.
 """
 
 import logging
@@ -24,7 +23,7 @@ CLOSE_S = 1.0
 
 
 def endpoint_of(*, enable: bool, endpoint: str | None, environ: Mapping[str, str]) -> str | None:
-    """The URL that spans go to; None: no collector. `enable` alone uses the standard's variables or default. Raises ConfigError."""
+    """Return the collector's URL, if any. `enable` alone uses the standard's variables or default. Raises ConfigError."""
     if not enable and endpoint is None:
         return None
     if endpoint is None and (whole := environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")):
@@ -39,7 +38,7 @@ def endpoint_of(*, enable: bool, endpoint: str | None, environ: Mapping[str, str
 
 
 def open_exporter(*, enable: bool, endpoint: str | None, process: str) -> Exporter:
-    """The exporter that the flags configure. Raises ConfigError, also where the extra is not installed."""
+    """Raises ConfigError, also if the extra is not installed."""
     url = endpoint_of(enable=enable, endpoint=endpoint, environ=os.environ)
     return Exporter() if url is None else OtlpExporter(url, process=process)
 

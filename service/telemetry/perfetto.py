@@ -1,7 +1,7 @@
 """Records of requests as Chrome's trace event format, which https://ui.perfetto.dev opens. Pure.
 
-Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. One process per worker and router,
-one thread per request; overlapping stages go to a thread beside it. Arrows lead from a router's call to the worker's part.
+Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Each worker and router is a process, each
+request a thread; overlapping stages have a thread beside it. Arrows lead from a router's call to the worker's part.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,11 +17,11 @@ Lane = list[Span]
 def trace_file(records: Sequence[Record]) -> dict[str, Any]:
     """The file's content. Times in microseconds from the first record's start."""
     origin_s = min((record.start_s for record in records), default=0.0)
-    legs = {(r.request_id, leg.attributes["url.full"]): leg for r in records for leg in _legs(r)}
+    calls = {(r.request_id, call.attributes["url.full"]): call for r in records for call in _upstream_calls(r)}
     drawing = _Drawing(origin_s)
     for record in sorted(records, key=lambda r: (_ORDER.get(r.process, 3), r.url, r.start_s)):
-        leg = legs.get((record.request_id, record.url)) if record.url else None
-        drawing.draw(record, leg)
+        call = calls.get((record.request_id, record.url)) if record.url else None
+        drawing.draw(record, call)
     return {
         "traceEvents": drawing.events,
         "displayTimeUnit": "ms",
@@ -29,7 +29,7 @@ def trace_file(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _legs(record: Record) -> list[Span]:
+def _upstream_calls(record: Record) -> list[Span]:
     return [span for span in record.spans if record.process == "router" and "url.full" in span.attributes]
 
 
@@ -42,8 +42,8 @@ class _Drawing:
         self._flows: dict[tuple[str, str], int] = {}
         self._flow_ids = count(1)
 
-    def draw(self, record: Record, leg: Span | None) -> None:
-        pid, shift_s = self._pid_of(record), clock_shift_s(record, leg)
+    def draw(self, record: Record, call: Span | None) -> None:
+        pid, shift_s = self._pid_of(record), clock_shift_s(record, call)
         root = Span(
             name=f"{record.operation} {record.model}".strip() or record.process,
             start_s=record.start_s,
@@ -59,7 +59,7 @@ class _Drawing:
                 self._slice(span, pid=pid, tid=tid, shift_s=shift_s)
                 if record.process == "router" and "url.full" in span.attributes:
                     self._flow("s", (record.request_id, span.attributes["url.full"]), span.start_s, pid=pid, tid=tid)
-            if i == 0 and leg is not None:
+            if i == 0 and call is not None:
                 self._flow("f", (record.request_id, record.url), root.start_s + shift_s, pid=pid, tid=tid)
 
     def _pid_of(self, record: Record) -> int:
@@ -100,11 +100,11 @@ class _Drawing:
         return round((at_s - self._origin_s) * 1e6, 3)
 
 
-def clock_shift_s(record: Record, leg: Span | None) -> float:
-    """What to add to a worker's times, whose clock may differ: its part must begin after it was sent, and not after its end."""
-    if leg is None or leg.start_s <= record.start_s <= leg.end_s:
+def clock_shift_s(record: Record, call: Span | None) -> float:
+    """Seconds to add to a worker's times, so that its part begins while the router's call runs."""
+    if call is None or call.start_s <= record.start_s <= call.end_s:
         return 0.0
-    return leg.start_s - record.start_s
+    return call.start_s - record.start_s
 
 
 def _root_arguments(record: Record, shift_s: float) -> dict[str, Any]:

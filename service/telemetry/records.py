@@ -1,5 +1,6 @@
 """What one process did for one request: a span of time and its stages. Values, and a ring of the last ones."""
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
@@ -19,7 +20,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One process's part in one request. `process`: "router" | "prefill" | "decode" | "unified"; `error`: "" where it went well."""
+    """One process's part in one request. `process`: "router" | "prefill" | "decode" | "unified"."""
 
     request_id: str
     process: str
@@ -48,7 +49,7 @@ class TracesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def query_error(query: TracesQuery) -> str | None:
-    """What is wrong with a query, as "field: why"; None: nothing."""
+    """Return what is wrong with a query, as "field: why"."""
     if (query.ids is None) == (query.last is None):
         return "ids: give either ids or last"
     if query.last is not None and not 1 <= query.last <= MAX_ASKED:
@@ -59,12 +60,8 @@ def query_error(query: TracesQuery) -> str | None:
 
 
 def last_ids(records: list[Record], count: int) -> list[str]:
-    by_end: dict[str, None] = {}
-    for record in sorted(records, key=lambda record: record.end_s, reverse=True):
-        if len(by_end) == count:
-            break
-        by_end[record.request_id] = None
-    return list(by_end)
+    latest_first = sorted(records, key=lambda record: record.end_s, reverse=True)
+    return list(dict.fromkeys(record.request_id for record in latest_first))[:count]
 
 
 class Ring:
@@ -82,12 +79,8 @@ class Ring:
     def find(self, query: TracesQuery) -> list[Record]:
         if query.ids is not None:
             return self._of(frozenset(query.ids))
-        last: dict[str, None] = {}
-        for request_id, _ in reversed(self._kept):
-            if len(last) == query.last:
-                break
-            last[request_id] = None
-        return self._of(last)
+        latest_first = dict.fromkeys(request_id for request_id, _ in reversed(self._kept))
+        return self._of(frozenset(itertools.islice(latest_first, query.last)))
 
     def _of(self, ids: Collection[str]) -> list[Record]:
         return [make() for request_id, make in self._kept if request_id in ids]

@@ -1,8 +1,9 @@
-"""Where a process puts the records of its requests: the ring that `tandem trace` reads, and the collector, if there is one."""
+"""Where a process puts the records of its requests: the ring of `tandem trace`, and the collector."""
 
 import secrets
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from service.telemetry.context import TraceParent, parse_traceparent
 from service.telemetry.records import Exporter, Record, Ring
@@ -20,7 +21,7 @@ class Tracer:
         return self._exporter.exports
 
     def span_under(self, traceparent: str) -> "SpanContext | None":
-        """Return a new record's span, a child of the caller's; None: it is not exported."""
+        """Return a new record's span, a child of the caller's, if it is exported."""
         if not self._exporter.exports:
             return None
         parent = parse_traceparent(traceparent)
@@ -38,14 +39,11 @@ class Tracer:
         self._exporter.close()
 
 
-class SpanContext:
-    """`at`: the record's own span; `parent`: None where the trace begins with it."""
+class SpanContext(NamedTuple):
+    """`at`: the record's own span; `parent`: None if the trace begins with it."""
 
-    __slots__ = ("at", "parent")
-
-    def __init__(self, at: TraceParent, parent: TraceParent | None) -> None:
-        self.at = at
-        self.parent = parent
+    at: TraceParent
+    parent: TraceParent | None
 
 
 def unix_offset_s() -> float:

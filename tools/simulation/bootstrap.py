@@ -49,7 +49,7 @@ class SimBootstrap:
         match method, path:
             case "PUT", "/route":
                 self.registry.register(msgspec.json.decode(body, type=Registration), self.process.clock())
-                return RegistrationReply(self.registry._config.lease_s, self.registry.shared)
+                return RegistrationReply(self.registry.lease_s, self.registry.shared)
             case "GET", "/route":
                 if "any" in asked:
                     return self.registry.look_up_any(int(asked["room"]), but=asked.get("but", "").split(","))
