@@ -20,7 +20,7 @@ from deploy.bench.config import BenchConfig
 from deploy.bench.load import Measured
 from deploy.bench.run import measure
 from deploy.bench.stats import Summary, summarize
-from service.process.die_with_parent import die_with_parent
+from service.process.start import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 300.0

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.cluster import tandem_up
 from benchmarks.peer_loads import Server
 from deploy.launcher.ports import free_ports
-from service.process.die_with_parent import die_with_parent
+from service.process.start import die_with_parent
 
 START_S = 300.0
 END_S = 20.0

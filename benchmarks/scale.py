@@ -25,7 +25,7 @@ from bootstrap_server.registry import Registry
 from deploy.bench.environment import describe
 from router.attempts.request import Slo
 from router.config import POLICIES
-from service.process.open_files import allow_many_files
+from service.process.start import allow_many_files
 
 SIZES = (10, 100, 1000)
 DEFAULT = "least_load"

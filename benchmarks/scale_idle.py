@@ -24,7 +24,7 @@ import uvloop
 from router.config import RouterConfig
 from router.pool.states import Health
 from router.server import start_router
-from service.process.open_files import allow_many_files
+from service.process.start import allow_many_files
 
 START_S = 30.0
 UP_S = 60.0

@@ -13,7 +13,7 @@ from bootstrap_server.registry import Registry
 from service.http.listening import ListeningPort, open_port
 from service.http.routes import Handler
 from service.http.server import RequestLimits, make_runner
-from service.process.open_files import allow_many_files
+from service.process.start import allow_many_files
 from service.process.stop_signals import StopSignals
 
 START_S = 10.0

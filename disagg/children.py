@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from service.process.die_with_parent import die_with_parent
+from service.process.start import die_with_parent
 
 TERM_S = 3.0  # what a child may take to end before it is killed
 POLL_S = 0.01

@@ -17,7 +17,7 @@ from router.fleet.processes import ProcessSlot, obey_parent, run_fleet
 from service.http.listening import open_port
 from service.http.server import make_runner
 from service.process.collector import spare_what_lives
-from service.process.open_files import allow_many_files
+from service.process.start import allow_many_files
 from service.process.stop_signals import StopSignals
 from service.telemetry.logs import set_up_logging
 

@@ -3,7 +3,7 @@
 Run as a script (standard library only, no site-packages, so it starts in milliseconds). The launcher holds the other
 end of its stdin and writes one line per change: `+PGID` (watch) and `-PGID` (ended and reaped). End of input means that
 the launcher has ended, also by kill -9: the guard kills the groups that are still watched and removes their files.
-PR_SET_PDEATHSIG (service/process/die_with_parent.py) ends the direct children as well; only the guard reaches their
+PR_SET_PDEATHSIG (service/process/start.py) ends the direct children as well; only the guard reaches their
 children and files.
 
 usage: guard.py PREFIX    paths that begin with PREFIX, the process id of a group's leader and "-" belong to that group

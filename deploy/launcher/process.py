@@ -17,7 +17,7 @@ from typing import Self
 
 from deploy.launcher import guard
 from deploy.launcher.plan import ProcessSpec
-from service.process.die_with_parent import die_with_parent
+from service.process.start import die_with_parent
 
 LOG_TAIL_BYTES = 16384
 _ERROR_LINE = re.compile(r"(^\w*(Error|Exception)\b|\berror\b|\bfatal\b)", re.IGNORECASE)

@@ -12,8 +12,7 @@ from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.errors import draining
 from engine.messages import StateReply
 from service.http.errors import ApiError
-from service.process.draining import pause, wait_while
-from service.process.stop_signals import StopSignals
+from service.process.stop_signals import StopSignals, pause, wait_while
 
 log = logging.getLogger(__name__)
 

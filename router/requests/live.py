@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 from router.attempts.request import RequestContext
-from service.process.draining import wait_while
+from service.process.stop_signals import wait_while
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+POLL_S = 0.02
 _CANNOT = (NotImplementedError, RuntimeError, ValueError)  # this thread, or this system, may handle no signals
 
 
@@ -46,3 +47,14 @@ class StopSignals:
                 with suppress(*_CANNOT):
                     loop.remove_signal_handler(number)
                     signal.signal(number, signal.SIG_IGN)
+
+
+async def wait_while(may_wait: Callable[[], bool], *, at_once: asyncio.Event) -> None:
+    """Wait for running requests: poll until `may_wait` is false or `at_once` is set."""
+    while not at_once.is_set() and may_wait():
+        await pause(at_once)
+
+
+async def pause(at_once: asyncio.Event) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(at_once.wait(), POLL_S)

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from service.process.die_with_parent import die_with_parent
+from service.process.start import die_with_parent
 
 READY_S = 120.0
 END_S = 15.0

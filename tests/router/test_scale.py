@@ -18,7 +18,7 @@ from router.config import RouterConfig
 from router.pool.health import BETWEEN_S, HealthMonitor, _Watch
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
-from service.process.open_files import allow_many_files
+from service.process.start import allow_many_files
 from service.security.keys import open_gate
 from tests.router.test_trace_replay import write_trace
 

@@ -1,11 +1,20 @@
-"""A child process that cannot outlive its parent, from before its first instruction."""
+"""What a process arranges for itself or its children as it starts: open files, and the end with its parent."""
 
 import ctypes
 import os
+import resource
 import signal
 from collections.abc import Callable
 
 PR_SET_PDEATHSIG = 1
+
+
+def allow_many_files() -> int:
+    """Raise the soft limit of open files, usually 1,024, to the hard one and return it. Child processes inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
 
 
 def die_with_parent() -> Callable[[], None]:
