@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from benchmarks.trace_workers import DecodeModel, PrefillModel, TraceRequest, read_trace, replay_decode, replay_prefill
 from deploy.bench.environment import describe
-from router.choice.cache_aware import CacheAware, CacheAwareSettings, cached_of, queue_ends, unbalanced
+from router.choice.cache_aware import CacheAware, cached_of, queue_ends, unbalanced
 from router.choice.policies import (
     ConsistentHashing,
     LeastLoad,
@@ -32,6 +32,7 @@ from router.choice.policies import (
     Stateless,
 )
 from router.choice.prefix_index import PrefixIndex
+from router.config import ChoiceFlags
 from router.pool.worker import Worker
 
 TREE_BLOCKS = (1 << 26) // 512  # --max-tree-size
@@ -47,10 +48,10 @@ class LongestPrefix(Stateless):
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
-        self._settings = CacheAwareSettings()
+        self._settings = ChoiceFlags()
 
     def choose(self, candidates: Sequence[Worker], ask: RoutingHints) -> Placement:
-        matched = self._index.holders(ask.keys)
+        matched = self._index.match(ask.keys)
         best = max(candidates, key=lambda w: matched.depth(w.worker_id))
         if unbalanced(*queue_ends(candidates), self._settings):
             best = min(candidates, key=lambda w: w.inflight_requests)
@@ -71,8 +72,8 @@ PREFILL: dict[str, Callable[[PrefixIndex], Policy]] = {
     "least_load": lambda index: LeastLoad(),
     "consistent_hashing": lambda index: ConsistentHashing(),
     "longest prefix": LongestPrefix,
-    "cache_aware": lambda index: CacheAware(index, CacheAwareSettings()),
-    "cache_aware, KV events": lambda index: CacheAware(index, CacheAwareSettings()),
+    "cache_aware": lambda index: CacheAware(index, ChoiceFlags()),
+    "cache_aware, KV events": lambda index: CacheAware(index, ChoiceFlags()),
 }
 DECODE: dict[str, Callable[[], Policy]] = {
     "random": lambda: Random(_draw()),

@@ -150,7 +150,7 @@ class Cluster:
             if number % CHURN == 0:
                 self.table.on_check(self._all[number // CHURN % self.workers], Check.REFUSED, now_s=self.now_s)
             tell()
-        while self.table.num_leases:
+        while self.table.loads.num_leases:
             self._run_until(self._later[0][0])
 
     def _serve(self, request: TraceRequest) -> None:
@@ -179,7 +179,7 @@ class Cluster:
         chosen = self.picker.pick(request)
         assert chosen is not None
         tokens = [cost_tokens(choice, request.hints) for choice in chosen]
-        leases = [self.table.charge(choice.worker, cost) for choice, cost in zip(chosen, tokens, strict=True)]
+        leases = [self.table.loads.charge(choice.worker, cost) for choice, cost in zip(chosen, tokens, strict=True)]
         prompt = self.admission.forecast.expect(chosen[0].worker, tokens[0], now_s=self.now_s)
         return _Running(request, ticket, leases, prompt, self.rooms.mint(1))
 
@@ -189,7 +189,7 @@ class Cluster:
         self.computed += lease.tokens
         begun_ns = time.thread_time_ns()
         self.admission.forecast.learn_ttft(running.prompt, now_s=self.now_s)
-        self.table.release(lease)
+        self.table.loads.release(lease)
         self.watch.add("first token", begun_ns)
 
     def _end(self, running: _Running) -> None:
@@ -197,7 +197,7 @@ class Cluster:
         self._held[lease.worker.worker_id] -= lease.tokens
         self.served += 1
         begun_ns = time.thread_time_ns()
-        self.table.release(lease)
+        self.table.loads.release(lease)
         self.rooms.release(running.rooms)
         self.queue.leave(running.ticket)
         self.watch.add("end", begun_ns)
@@ -215,7 +215,7 @@ class Cluster:
             self.table.on_incarnation(worker, "1", asked_s=self.now_s)
             self.table.on_silence(worker, False)
             self.table.on_check(worker, Check.OK, now_s=self.now_s)
-            self.table.on_report(worker, report)
+            self.table.loads.on_report(worker, report)
             self.watch.add("report", begun_ns)
             self._at(self.now_s + REPORT_S, hear)
 

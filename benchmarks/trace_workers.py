@@ -159,7 +159,7 @@ def replay_prefill(
         ask = request.ask()
         choice = policy.choose(workers, ask)
         at = choice.worker.worker_id
-        lease = table.charge(choice.worker, cost_tokens(choice, ask))
+        lease = table.loads.charge(choice.worker, cost_tokens(choice, ask))
         hits, stored, gone = caches[at].use(request.blocks)
         cached = min(hits * TRACE_BLOCK_TOKENS, request.input_tokens - 1)
         todo = request.input_tokens - cached
@@ -179,7 +179,7 @@ def replay_prefill(
 
 def _finish(table: WorkerTable, lease: Lease, queued: list[int], at: int, todo: int) -> Callable[[], None]:
     def act() -> None:
-        table.release(lease)
+        table.loads.release(lease)
         queued[at] -= todo
 
     return act
@@ -224,7 +224,7 @@ def replay_decode(trace: list[TraceRequest], done_s: list[float], policy: Policy
         ask = request.ask()
         choice: Placement = policy.choose(workers, ask)
         at, tokens = choice.worker.worker_id, request.input_tokens + request.output_tokens
-        lease = table.charge(choice.worker, cost_tokens(choice, ask))
+        lease = table.loads.charge(choice.worker, cost_tokens(choice, ask))
         held[at] += tokens
         clock.at(when_s + request.output_tokens * model.itl_s, _finish(table, lease, held, at, tokens))
         result.fullest.append(max(held))
@@ -242,4 +242,4 @@ def _table(count: int, role: Role) -> WorkerTable:
 
 def _report(table: WorkerTable, reports: list[LoadReport]) -> None:
     for worker, report in zip(table.workers(), reports, strict=True):
-        table.on_report(worker, report)
+        table.loads.on_report(worker, report)

@@ -92,7 +92,7 @@ class RoleMoves:
             member.state = state
             most = spec.engine.max_running_requests
             entry = v1_loads_entry(state, mode=spec.role, max_running_requests=most, num_live=0)
-            self._table.on_report(member.worker, parse_load(entry))
+            self._table.loads.on_report(member.worker, parse_load(entry))
 
     def _begin(self, move: Move) -> None:
         member = self._members[move.worker_id]

@@ -42,10 +42,10 @@ class Routing(Generic[T]):
             prompt_tokens=request.input_len, output_tokens=request.output_len, keys=self._keys(request)
         )
         choice = self._chooser.choose([self._workers[one] for one in pool], hints)
-        return by_worker[choice.worker.worker_id], self._table.charge(choice.worker, cost_tokens(choice, hints))
+        return by_worker[choice.worker.worker_id], self._table.loads.charge(choice.worker, cost_tokens(choice, hints))
 
     def release(self, lease: Lease) -> None:
-        self._table.release(lease)
+        self._table.loads.release(lease)
 
     def _worker(self, role: str, one: T) -> Worker:
         """Return the worker of the table; a new one joins it."""

@@ -25,7 +25,6 @@ from router.config import RouterConfig
 from router.dashboard.page import Dashboard
 from router.fleet.peer_processes import PeerProcesses
 from router.fleet.processes import ProcessSlot
-from router.fleet.shared_load import SharedLoad
 from router.history.recorder import Recorder
 from router.history.trace import RequestTraces
 from router.http.access import limit_rate, need_of
@@ -37,7 +36,7 @@ from router.metrics import RouterMetrics, counted
 from router.pool.breaker import BreakerSettings
 from router.pool.discovery import open_discovery
 from router.pool.health import HealthMonitor
-from router.pool.peer_load import PeerLoad
+from router.pool.shared_load import SharedLoad
 from router.pool.states import Thresholds
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
@@ -253,7 +252,7 @@ def _credentials(config: RouterConfig, api: KeyRing) -> Credentials:
     )
 
 
-def _table(config: RouterConfig, peers: PeerLoad | None) -> WorkerTable:
+def _table(config: RouterConfig, peers: SharedLoad | None) -> WorkerTable:
     thresholds = Thresholds(failure=config.health_failure_threshold, success=config.health_success_threshold)
     breaker = BreakerSettings(
         failure=config.cb_failure_threshold,

@@ -1,12 +1,9 @@
-"""The router's flags. Frozen; every field is one `--flag` (deploy/flags.py derives them), named as SGLang's router names it.
+"""The router's flags, named as SGLang's router names them, in groups; and the check that flags fit each other (`check_config`)."""
 
-Knows values only: no sockets, no files. `check_config` refuses combinations of flags; their ranges are in the fields.
-"""
-
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from router.selectors import Selector
 from service.flags import ConfigError, FlagSet, flag
 from service.telemetry.logs import FORMATS as LOG_FORMATS
 
@@ -15,8 +12,8 @@ MAX_PORT = 65535
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(FlagSet):
-    """One router in front of prefill and decode workers, or (without --pd-disaggregation) of unified workers."""
+class WorkerFlags(FlagSet):
+    """The workers, and where the router listens."""
 
     pd_disaggregation: bool = flag(
         False, "send each request to a prefill and a decode worker; default: to a unified worker (--worker-urls)"
@@ -29,14 +26,17 @@ class RouterConfig(FlagSet):
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(30080, "port to listen on", least=0, most=MAX_PORT, special={0: "a free one"})
     workers: int = flag(1, "router processes, which share the port, the pool and their view of the load", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceFlags(FlagSet):
+    """How workers are chosen."""
+
     policy: str = flag("least_load", "how workers are chosen (docs/router.md)", choices=POLICIES)
     prefill_policy: str | None = flag(None, "how prefill workers are chosen; default: --policy", choices=POLICIES)
     decode_policy: str | None = flag(None, "how decode workers are chosen; default: --policy", choices=POLICIES)
     cache_threshold: float = flag(
-        0.3,
-        "cache_aware: shortest cached prefix that counts as a match, as a share of the prompt",
-        least=0,
-        most=1,
+        0.3, "cache_aware: shortest cached prefix that counts as a match, as a share of the prompt", least=0, most=1
     )
     balance_abs_threshold: int = flag(
         64,
@@ -59,6 +59,12 @@ class RouterConfig(FlagSet):
     disable_kv_events: bool = flag(
         False, "cache_aware: do not subscribe to the KV events of workers that publish them (--kv-events-config)"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthFlags(FlagSet):
+    """How workers are checked."""
+
     health_check_interval_s: float = flag(
         1.0, "time between two health checks of a worker", unit="s", above=0, option="--health-check-interval-secs"
     )
@@ -85,28 +91,19 @@ class RouterConfig(FlagSet):
         least=0,
         special={0: "no polls, the router's own counts alone"},
     )
-    retry_max: int = flag(
-        3, "most retries of a request while nothing was sent to the client", least=0, special={0: "none"}
-    )
-    retry_backoff_s: float = flag(
-        0.05, "pause before the second retry; doubled for each further one (the first is immediate)", unit="s", least=0
-    )
-    retry_wait_s: float = flag(
-        2.0,
-        "longest wait of a request whose workers failed for one of them to return, if no other worker can serve it",
+    dead_worker_timeout_s: float = flag(
+        30.0,
+        "time without a byte and without a successful health check after which a worker's request fails or moves",
         unit="s",
         least=0,
-        special={0: "none"},
+        special={0: "no limit"},
     )
-    hedge_after_s: float = flag(
-        0.0,
-        "time without a byte after which a stream is sent to a second pair of workers as well; the first answer wins. "
-        "X-Tandem-Hedge-After-Ms sets it, in milliseconds, for one request",
-        unit="s",
-        least=0,
-        special={0: "never"},
-    )
-    hedge_budget: float = flag(0.05, "largest share of requests that are hedged", above=0, most=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BreakerFlags(FlagSet):
+    """Circuit breakers."""
+
     cb_failure_threshold: int = flag(10, "failures of a worker in a row that open its circuit breaker", least=1)
     cb_success_threshold: int = flag(
         3,
@@ -131,25 +128,17 @@ class RouterConfig(FlagSet):
     disable_circuit_breaker: bool = flag(
         False, "failures of requests never exclude a worker; health checks alone decide"
     )
-    connect_timeout_s: float = flag(5.0, "longest time to connect to a worker", unit="s", above=0)
-    dead_worker_timeout_s: float = flag(
-        30.0,
-        "time without a byte and without a successful health check after which a worker's request fails or moves",
-        unit="s",
-        least=0,
-        special={0: "no limit"},
-    )
-    request_timeout_s: float = flag(
-        1800.0, "longest time for one request in all", unit="s", above=0, option="--request-timeout-secs"
-    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionFlags(FlagSet):
+    """Which requests run, and when."""
+
     max_concurrent_requests: int = flag(
         16384, "most requests served at a time; further ones wait (--queue-size) or are answered 429", least=1
     )
     max_concurrent_requests_per_client: int = flag(
-        0,
-        "most requests served at a time per API key (without keys: per address)",
-        least=0,
-        special={0: "no limit"},
+        0, "most requests served at a time per API key (without keys: per address)", least=0, special={0: "no limit"}
     )
     queue_size: int = flag(
         0,
@@ -180,6 +169,21 @@ class RouterConfig(FlagSet):
         least=0,
         special={0: "never"},
     )
+    rate_limit_requests_per_second: float = flag(
+        0.0,
+        "most requests per second of one API key (without keys: of one address); further ones are answered 429",
+        least=0,
+        special={0: "no limit"},
+    )
+    rate_limit_burst: int = flag(
+        0, "most requests at once under the rate limit", least=0, special={0: "those of two seconds"}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoRolesFlags(FlagSet):
+    """When workers change their role."""
+
     auto_roles: bool = flag(
         False, "move workers between the prefill and the decode pool as the load requires (docs/router.md)"
     )
@@ -190,9 +194,7 @@ class RouterConfig(FlagSet):
         0.9, "auto roles: a pool becomes short of workers if its load reaches this share of its capacity"
     )
     auto_roles_leave: float = flag(
-        0.7,
-        "auto roles: a pool is no longer short of workers if its load is below this share of its capacity",
-        above=0,
+        0.7, "auto roles: a pool is no longer short of workers if its load is below this share of its capacity", above=0
     )
     auto_roles_sustain_s: float = flag(
         15.0,
@@ -207,10 +209,7 @@ class RouterConfig(FlagSet):
         least=0,
     )
     auto_roles_switch_time_s: float = flag(
-        30.0,
-        "auto roles: assumed duration of a move (drain and start) until one has been measured",
-        unit="s",
-        least=0,
+        30.0, "auto roles: assumed duration of a move (drain and start) until one has been measured", unit="s", least=0
     )
     auto_roles_ttft_s: float = flag(
         2.0, "auto roles: wait of prompts at which the prefill pool counts as short of workers", unit="s", above=0
@@ -222,16 +221,30 @@ class RouterConfig(FlagSet):
         least=0,
         special={0: "by KV and requests alone"},
     )
-    drain_timeout_s: float = flag(
-        30.0,
-        "time for running requests after SIGTERM; then they are handed back (503); a second signal ends it at once",
-        unit="s",
-        least=0,
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiscoveryFlags(FlagSet):
+    """Workers found as Kubernetes pods."""
+
+    service_discovery: bool = flag(False, "find workers as Kubernetes pods, by the selectors (needs tandem-serve[k8s])")
+    selector: tuple[str, ...] = flag((), "labels KEY=VALUE of unified workers' pods (without --pd-disaggregation)")
+    prefill_selector: tuple[str, ...] = flag((), "labels KEY=VALUE of prefill workers' pods")
+    decode_selector: tuple[str, ...] = flag((), "labels KEY=VALUE of decode workers' pods")
+    service_discovery_port: int = flag(80, "port that workers listen on in their pods", least=1, most=MAX_PORT)
+    service_discovery_namespace: str | None = flag(
+        None, "namespace of the pods; default: all (the service account then needs a ClusterRole)"
     )
-    shutdown_timeout_s: float = flag(3.0, "time for the last answers to leave when the router ends", unit="s", least=0)
-    max_body_bytes: int = flag(64 << 20, "longest request body", unit="bytes", least=1)
-    header_timeout_s: float = flag(10.0, "longest time for a client to send the head of a request", unit="s", above=0)
-    body_timeout_s: float = flag(60.0, "longest time for a client to send the body of a request", unit="s", above=0)
+    prefill_bootstrap_port_annotation: str = flag(
+        "sglang.ai/bootstrap-port",
+        "annotation of a prefill pod that holds its bootstrap port; a pod without it is asked for the port",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyFlags(FlagSet):
+    """Keys of clients and workers, and who may call."""
+
     api_key: str | None = flag(None, "key that clients must send as 'Authorization: Bearer KEY'")
     api_key_file: str | None = flag(None, "file of API keys, one per line; read again when it changes and on SIGHUP")
     admin_api_key: str | None = flag(
@@ -265,18 +278,51 @@ class RouterConfig(FlagSet):
         "file with the secret of the cluster; with it the router vouches for the bootstrap servers that it names to "
         "decode workers",
     )
-    rate_limit_requests_per_second: float = flag(
+
+
+# Dataclasses take the fields of their bases from the last base to the first: --help shows WorkerFlags first.
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(
+    KeyFlags, DiscoveryFlags, AutoRolesFlags, AdmissionFlags, BreakerFlags, HealthFlags, ChoiceFlags, WorkerFlags
+):
+    """One router in front of prefill and decode workers, or (without --pd-disaggregation) of unified workers."""
+
+    retry_max: int = flag(
+        3, "most retries of a request while nothing was sent to the client", least=0, special={0: "none"}
+    )
+    retry_backoff_s: float = flag(
+        0.05, "pause before the second retry; doubled for each further one (the first is immediate)", unit="s", least=0
+    )
+    retry_wait_s: float = flag(
+        2.0,
+        "longest wait of a request whose workers failed for one of them to return, if no other worker can serve it",
+        unit="s",
+        least=0,
+        special={0: "none"},
+    )
+    hedge_after_s: float = flag(
         0.0,
-        "most requests per second of one API key (without keys: of one address); further ones are answered 429",
+        "time without a byte after which a stream is sent to a second pair of workers as well; the first answer wins. "
+        "X-Tandem-Hedge-After-Ms sets it, in milliseconds, for one request",
+        unit="s",
         least=0,
-        special={0: "no limit"},
+        special={0: "never"},
     )
-    rate_limit_burst: int = flag(
-        0,
-        "most requests at once under the rate limit",
+    hedge_budget: float = flag(0.05, "largest share of requests that are hedged", above=0, most=1)
+    connect_timeout_s: float = flag(5.0, "longest time to connect to a worker", unit="s", above=0)
+    request_timeout_s: float = flag(
+        1800.0, "longest time for one request in all", unit="s", above=0, option="--request-timeout-secs"
+    )
+    drain_timeout_s: float = flag(
+        30.0,
+        "time for running requests after SIGTERM; then they are handed back (503); a second signal ends it at once",
+        unit="s",
         least=0,
-        special={0: "those of two seconds"},
     )
+    shutdown_timeout_s: float = flag(3.0, "time for the last answers to leave when the router ends", unit="s", least=0)
+    max_body_bytes: int = flag(64 << 20, "longest request body", unit="bytes", least=1)
+    header_timeout_s: float = flag(10.0, "longest time for a client to send the head of a request", unit="s", above=0)
+    body_timeout_s: float = flag(60.0, "longest time for a client to send the body of a request", unit="s", above=0)
     log_level: str = flag("info", "lowest level of the log", choices=("debug", "info", "warning", "error"))
     log_format: str = flag("text", "log as text or as one JSON object per line", choices=LOG_FORMATS)
     log_requests: bool = flag(False, "log one line per generation request: its workers, times and status")
@@ -290,22 +336,10 @@ class RouterConfig(FlagSet):
         512, "finished requests whose times are kept for `tandem trace`", least=0, special={0: "none"}
     )
     ready_file: str | None = flag(None, "file to write, as JSON, once the router listens")
-    service_discovery: bool = flag(False, "find workers as Kubernetes pods, by the selectors (needs tandem-serve[k8s])")
-    selector: tuple[str, ...] = flag((), "labels KEY=VALUE of unified workers' pods (without --pd-disaggregation)")
-    prefill_selector: tuple[str, ...] = flag((), "labels KEY=VALUE of prefill workers' pods")
-    decode_selector: tuple[str, ...] = flag((), "labels KEY=VALUE of decode workers' pods")
-    service_discovery_port: int = flag(80, "port that workers listen on in their pods", least=1, most=MAX_PORT)
-    service_discovery_namespace: str | None = flag(
-        None, "namespace of the pods; default: all (the service account then needs a ClusterRole)"
-    )
-    prefill_bootstrap_port_annotation: str = flag(
-        "sglang.ai/bootstrap-port",
-        "annotation of a prefill pod that holds its bootstrap port; a pod without it is asked for the port",
-    )
 
 
 def check_config(config: RouterConfig) -> None:
-    """Raise `ConfigError` for the first flags that do not fit each other. Workers may also be added at run time."""
+    """Raise `ConfigError` for the first flags that do not fit each other."""
     for flag_name, url in _worker_urls(config):
         check_worker_url(flag_name, url)
     if config.pd_disaggregation:
@@ -323,7 +357,7 @@ def check_config(config: RouterConfig) -> None:
 
 
 def check_worker_url(name: str, url: str) -> None:
-    """Raise `ConfigError` unless `url` is http(s)://HOST[:PORT] with nothing behind it."""
+    """Raise `ConfigError` unless `url` is http(s)://HOST[:PORT]."""
     try:
         parts = urlsplit(url)
         ok = parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/") and not parts.query
@@ -355,18 +389,26 @@ def _check_discovery(config: RouterConfig) -> None:
     """Each role that the router needs has a selector, and the other ones have none."""
     pairs = [("--prefill-selector", config.prefill_selector), ("--decode-selector", config.decode_selector)]
     unified = [("--selector", config.selector)]
-    needed, other = (pairs, unified) if config.pd_disaggregation else (unified, pairs)
     for name, parts in pairs + unified:
         _require(config.service_discovery or not parts, name, "needs --service-discovery")
         try:
-            Selector(parts)
+            label_query(parts)
         except ValueError as err:
             raise ConfigError(f"{name}: {err}") from None
-    if config.service_discovery:
-        for name, parts in needed:
+        if config.service_discovery and config.pd_disaggregation == (name != "--selector"):
             _require(bool(parts), name, "--service-discovery needs it: which pods? Give KEY=VALUE")
-        for name, parts in other:
+        else:
             _require(not parts, name, "is for the other mode; see --pd-disaggregation")
+
+
+def label_query(parts: Sequence[str]) -> str:
+    """The API server's `labelSelector` of KEY=VALUE requirements that must all hold. ValueError for any other part."""
+    words = [word for part in parts for word in part.split()]
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not (key and equals) or "=" in value or "," in word:
+            raise ValueError(f"{word!r} is not KEY=VALUE")
+    return ",".join(f"{key}={value}" for key, value in dict(word.split("=", 1) for word in words).items())
 
 
 def _require(ok: bool, name: str, message: str) -> None:

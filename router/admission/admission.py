@@ -14,7 +14,7 @@ from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, Slo
 from router.body import BadBody, ParsedBody, named_priority
 from router.choice.chooser import Chooser
 from router.config import RouterConfig
-from router.pool.peer_load import PeerLoad
+from router.pool.shared_load import SharedLoad
 from router.pool.worker import Worker
 from service.http.guard import CALLER
 
@@ -28,7 +28,7 @@ class Admission:
     `forecast` learns from the requests that are served.
     """
 
-    def __init__(self, config: RouterConfig, *, chooser: Chooser, peers: PeerLoad | None = None) -> None:
+    def __init__(self, config: RouterConfig, *, chooser: Chooser, peers: SharedLoad | None = None) -> None:
         self.forecast = Forecast()
         self.turns: Turns | None = None
         self._chooser = chooser

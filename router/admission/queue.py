@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from router.pool.peer_load import PeerLoad
+from router.pool.shared_load import SharedLoad
 
 
 class TicketStatus(StrEnum):
@@ -48,7 +48,7 @@ class Ticket:
 class AdmissionQueue:
     """All tickets of one process that are not over. Each call returns the other tickets it changed."""
 
-    def __init__(self, limits: QueueLimits, peers: PeerLoad | None = None) -> None:
+    def __init__(self, limits: QueueLimits, peers: SharedLoad | None = None) -> None:
         self.limits = limits
         self._peers = peers
         self._waiting: list[Ticket] = []

@@ -4,14 +4,14 @@ import asyncio
 
 from router.admission.queue import AdmissionQueue, QueueLimits, Ticket, TicketStatus
 from router.admission.refused import RequestRefused
-from router.pool.peer_load import PeerLoad
+from router.pool.shared_load import SharedLoad
 from service.waiter import Waiter
 
 TICK_S = 0.05  # how soon room in another process is seen
 
 
 class Turns:
-    def __init__(self, limits: QueueLimits, peers: PeerLoad | None = None) -> None:
+    def __init__(self, limits: QueueLimits, peers: SharedLoad | None = None) -> None:
         self.queue = AdmissionQueue(limits, peers)
         self._waiters: dict[int, Waiter] = {}
         self._ticker: asyncio.TimerHandle | None = None

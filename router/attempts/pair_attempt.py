@@ -59,7 +59,7 @@ class PairAttempt:
         self.answering.reply.listener = self._ring
         if self.prefill is not None:
             if self.prefill.ended:
-                self.launcher.table.release(self.leases[0])
+                self.launcher.table.loads.release(self.leases[0])
             self.prefill.reply.listener = self._on_prefill_change
 
     @property
@@ -79,7 +79,7 @@ class PairAttempt:
     def begin_answer(self) -> None:
         """Release the prefill worker: decode would not have begun before the prompt was computed."""
         if self.prefill is not None:
-            self.launcher.table.release(self.leases[0])
+            self.launcher.table.loads.release(self.leases[0])
 
     def watch_prefill(self, on_failure: Callable[[CallFailed], None]) -> None:
         """Report a failure of prefill from now on, while the client gets decode's stream.
@@ -106,7 +106,7 @@ class PairAttempt:
         """Give back what the attempt holds; calls that still run end with that error."""
         launcher = self.launcher
         launcher.on_ended(self)
-        launcher.table.release(self.leases[-1])
+        launcher.table.loads.release(self.leases[-1])
         self.close(why)
         self._ended = True
         if self.prefill is not None:
@@ -130,7 +130,7 @@ class PairAttempt:
         prefill = self.prefill
         if prefill is None or not prefill.ended:
             return
-        self.launcher.table.release(self.leases[0])
+        self.launcher.table.loads.release(self.leases[0])
         if self._ended:
             self.launcher.on_prefill_ended(self)
         elif self._on_late_failure is not None and not self._closed:
@@ -281,7 +281,7 @@ class AttemptLauncher:
         self._rooms.release(attempt.rooms)
 
     def _charge(self, request: RequestContext, placements: Sequence[Placement], now_s: float) -> list[Lease]:
-        hints, charge = request.hints, self.table.charge
+        hints, charge = request.hints, self.table.loads.charge
         return [charge(placement.worker, cost_tokens(placement, hints), now_s=now_s) for placement in placements]
 
     def _call(

@@ -3,51 +3,39 @@
     cost(worker) = tokens that wait there to be computed - weight * tokens of the prompt that it has cached
     weight       = 1 + RECOMPUTE_WEIGHT * requests at the worker that has the fewest
 
-The least cost wins. While some worker is idle the weight is 1, and the cost is the prompt's own wait: to compute a
-prefix again on an idle machine harms no request. Where all have queues it delays every request behind it, so the more wait
-the more a cached prefix is worth. Without that an overloaded pool spreads each prefix over all workers, computes more,
-and is overloaded further: on the Mooncake traces at twice their rate the median first token came eight times later. Between 1
-and 16 the constant makes little difference there (docs/router.md).
+The least cost wins. While some worker is idle, to compute a prefix again there harms no request. Where all have queues it delays
+every request behind it, so a cached prefix is worth the more, the more wait. Without that an overloaded pool spreads each prefix over
+all workers and computes more: on the Mooncake traces at twice their rate the median first token came eight times later. Between 1 and
+16 the constant makes little difference there (docs/router.md).
 
-SGLang's thresholds are the limits around it: a match below `cache_threshold` of the prompt counts as none, and while
-queues are unequal beyond both balance thresholds the cache is not asked at all.
+SGLang's thresholds limit it: a match below `cache_threshold` of the prompt counts as none, and while queues are unequal beyond both
+balance thresholds the load alone decides.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from router.choice.load import least_loaded, order_by_tokens
-from router.choice.load_order import LoadKey, LoadOrder, QueueLengths, load_key
-from router.choice.policies import Placement, RoutingHints
+from router.choice.policies import Placement, RoutingHints, least_loaded
 from router.choice.prefix_index import PrefixIndex, PrefixMatch
 from router.choice.prefix_keys import BLOCK_TOKENS
-from router.pool.pools import WorkerPool, by_id
+from router.config import ChoiceFlags
+from router.pool.load_order import LoadKey, LoadOrder, load_key
+from router.pool.pool import WorkerPool
 from router.pool.worker import Worker
 
 RECOMPUTE_WEIGHT = 4
-SMALL_GROUP = 16  # workers that have equally much cached: so few are gone through
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheAwareSettings:
-    """Flags of the same names."""
-
-    cache_threshold: float = 0.3
-    balance_abs_threshold: int = 64
-    balance_rel_threshold: float = 1.5
+SMALL_GROUP = 16  # workers with equally much cached: up to this many are compared one by one
 
 
 class CacheAware:
     """`index` is this policy's own; KV events may feed it, too."""
 
-    def __init__(self, index: PrefixIndex, settings: CacheAwareSettings) -> None:
+    def __init__(self, index: PrefixIndex, flags: ChoiceFlags) -> None:
         self.index = index
-        self._settings = settings
+        self._flags = flags
 
     def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
-        """It will be remembered that the prompt went there."""
-        matched = self.index.holders(hints.keys)
+        matched = self.index.match(hints.keys)
         worker = self._soonest(candidates, hints, matched)
         choice = Placement(worker, cached_of(matched, worker, hints))
         if hints.keys:
@@ -61,9 +49,9 @@ class CacheAware:
         if not matched.groups:
             return least_loaded(candidates)
         shortest, longest = queue_ends(candidates)
-        if unbalanced(shortest, longest, self._settings):
+        if unbalanced(shortest, longest, self._flags):
             return least_loaded(candidates)
-        least = self._settings.cache_threshold * hints.prompt_tokens
+        least = self._flags.cache_threshold * hints.prompt_tokens
         weight = 1 + RECOMPUTE_WEIGHT * shortest
         groups = [
             Credit(weight * depth * BLOCK_TOKENS, bits)
@@ -71,34 +59,33 @@ class CacheAware:
             if depth * BLOCK_TOKENS >= least
         ]
         if isinstance(candidates, WorkerPool):
-            return soonest_of_pool(candidates, groups, matched)
-        return soonest_of_few(candidates, groups, matched)
+            return _soonest_of_pool(candidates, groups, matched)
+        return _soonest_of_few(candidates, groups, matched)
 
 
 class Credit(NamedTuple):
-    """What a cached prefix is worth, in tokens of wait, and which workers have it: bits of the index."""
+    """The worth of a cached prefix, in tokens of wait, and the workers that have it: bits of the index."""
 
     tokens: int
     bits: int
 
 
-def soonest_of_few(candidates: Iterable[Worker], groups: Sequence[Credit], matched: PrefixMatch) -> Worker:
-    """The one with the least cost, by looking at each."""
+def _soonest_of_few(candidates: Iterable[Worker], groups: Sequence[Credit], matched: PrefixMatch) -> Worker:
     credits = {worker_id: credit.tokens for credit in groups for worker_id in matched.ids(credit.bits)}
     return min(candidates, key=lambda worker: _cost_key(worker, credits.get(worker.worker_id, 0)))
 
 
-def soonest_of_pool(pool: WorkerPool, groups: Sequence[Credit], matched: PrefixMatch) -> Worker:
-    """The same one. Of all that have as much cached it can only be the least loaded, so one of each group is looked at,
+def _soonest_of_pool(pool: WorkerPool, groups: Sequence[Credit], matched: PrefixMatch) -> Worker:
+    """The same worker, by looking at few: the least loaded of all and of each group.
 
-    and the least loaded of all. A small group is gone through; of a large one some member is soon met in the order of load.
+    A small group is compared one by one; a member of a large one comes soon in the order of load.
     """
-    order, workers = order_by_tokens(pool), pool.derived(by_id)
+    order = pool.order_by_tokens()
     best = order.first()
     best_key = _cost_key(best, 0)
     for credit in groups:
         if credit.bits.bit_count() <= SMALL_GROUP:
-            members = map(workers.get, matched.ids(credit.bits))
+            members = map(pool.by_id.get, matched.ids(credit.bits))
             worker = min(filter(None, members), key=load_key, default=None)
         else:
             worker = _first_of(order, credit, matched, best_key[0])
@@ -108,7 +95,7 @@ def soonest_of_pool(pool: WorkerPool, groups: Sequence[Credit], matched: PrefixM
 
 
 def _first_of(order: LoadOrder, credit: Credit, matched: PrefixMatch, best_cost: float) -> Worker | None:
-    """The least loaded of a group; None where it could not be better than what was found."""
+    """The least loaded of a group; None if it costs more than `best_cost`."""
     for worker in order.walk():
         if worker.load_tokens - credit.tokens > best_cost:
             return None
@@ -126,19 +113,16 @@ def _cost_key(worker: Worker, credit: int) -> LoadKey:
 def queue_ends(candidates: Sequence[Worker]) -> tuple[int, int]:
     """(the fewest requests of this router at one of them, the most)."""
     if isinstance(candidates, WorkerPool):
-        return candidates.derived(QueueLengths).ends()
+        return candidates.queues.ends()
     queues = [worker.inflight_requests for worker in candidates]
     return min(queues), max(queues)
 
 
-def unbalanced(shortest: int, longest: int, settings: CacheAwareSettings) -> bool:
-    """Whether the longest queue is more than `balance_abs_threshold` requests longer than the shortest, and more than
-
-    `balance_rel_threshold` times as long.
-    """
-    return longest - shortest > settings.balance_abs_threshold and longest > settings.balance_rel_threshold * shortest
+def unbalanced(shortest: int, longest: int, flags: ChoiceFlags) -> bool:
+    """Whether queue lengths differ by more than both balance thresholds."""
+    return longest - shortest > flags.balance_abs_threshold and longest > flags.balance_rel_threshold * shortest
 
 
 def cached_of(matched: PrefixMatch, worker: Worker, hints: RoutingHints) -> int:
-    """Tokens of the prompt that `worker` has cached; never all of them: the last one is always computed."""
+    """Tokens of the prompt that `worker` has cached; the last token is always computed."""
     return max(0, min(matched.depth(worker.worker_id) * BLOCK_TOKENS, hints.prompt_tokens - 1))

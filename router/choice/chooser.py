@@ -1,15 +1,11 @@
-"""Chooses the workers of a request: one policy per role, what they need to know of it, and what it will cost there.
-
-Pure but for the randomness that it is given. The session of a request is, first found first:
-the header x-session-id or x-smg-routing-key; of the body `session_params.id`, `session_id`, `routing_key`, `user`.
-"""
+"""Chooses the workers of a request by one policy per role, and reads what the policies need of the request. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from router.body import ParsedBody
-from router.choice.cache_aware import CacheAware, CacheAwareSettings, cached_of
+from router.choice.cache_aware import CacheAware, cached_of
 from router.choice.policies import (
     ConsistentHashing,
     LeastLoad,
@@ -22,10 +18,11 @@ from router.choice.policies import (
 )
 from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_keys import BLOCK_BYTES, prompt_keys
-from router.config import RouterConfig
+from router.config import ChoiceFlags
 from router.pool.worker import Role, Worker
 from service.http.json_depth import JSON_ERRORS
 
+# In the order of precedence, headers first.
 SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
 SESSION_FIELDS = ("session_params", "session_id", "routing_key", "user")
 MAX_SESSION_CHARS = 1024  # of what is hashed
@@ -39,7 +36,7 @@ _session_decoder = msgspec.json.Decoder(_SessionParams | str | int | None)
 
 
 class Chooser:
-    """`policies`: one for each role that is served."""
+    """`policies`: one per role."""
 
     def __init__(self, policies: Mapping[Role, Policy]) -> None:
         self.policies = policies
@@ -47,7 +44,6 @@ class Chooser:
         self.needs_session = any(isinstance(policy, ConsistentHashing) for policy in policies.values())
 
     def hints_of(self, parsed: ParsedBody, headers: Mapping[str, str]) -> RoutingHints:
-        """Read what the policies need of a request, once for all its attempts."""
         return RoutingHints(
             prompt_tokens=parsed.prompt_tokens,
             output_tokens=parsed.output_tokens,
@@ -56,46 +52,45 @@ class Chooser:
         )
 
     def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
-        """Choose one of `candidates` (one role, at least one); the policy remembers that the request goes there."""
+        """Choose one of `candidates` (one role, at least one); the policy records it."""
         return self.policies[candidates[0].role].choose(candidates, hints)
 
     def uncached_tokens(self, candidates: Sequence[Worker], hints: RoutingHints) -> dict[int, int]:
-        """Return the tokens of the prompt that each worker would have to compute, by worker id, as far as its policy knows."""
+        """The tokens of the prompt that each worker would have to compute, by worker id."""
         policy = self.policies[candidates[0].role]
         if not isinstance(policy, CacheAware):
             return dict.fromkeys((w.worker_id for w in candidates), hints.prompt_tokens)
-        matched = policy.index.holders(hints.keys)
+        matched = policy.index.match(hints.keys)
         return {w.worker_id: hints.prompt_tokens - cached_of(matched, w, hints) for w in candidates}
 
     def cache_of(self, role: Role) -> PrefixIndex | None:
-        """Return what is known of the caches of the workers of this role, if its policy uses it."""
+        """The prefix index of a role, if its policy uses one."""
         policy = self.policies.get(role)
         return policy.index if isinstance(policy, CacheAware) else None
 
     def forget(self, worker: Worker) -> None:
-        """Forget a worker that left, or came back with an empty cache."""
         policy = self.policies.get(worker.role)
         if policy is not None:
             policy.forget(worker)
 
 
-def make_chooser(config: RouterConfig, *, draw: Callable[[int], int]) -> Chooser:
+def make_chooser(flags: ChoiceFlags, *, draw: Callable[[int], int]) -> Chooser:
     """`draw(n)` returns a random integer in [0, n)."""
     names = {
-        Role.PREFILL: config.prefill_policy or config.policy,
-        Role.DECODE: config.decode_policy or config.policy,
-        Role.UNIFIED: config.policy,
+        Role.PREFILL: flags.prefill_policy or flags.policy,
+        Role.DECODE: flags.decode_policy or flags.policy,
+        Role.UNIFIED: flags.policy,
     }
-    return Chooser({role: _make(name, config, draw) for role, name in names.items()})
+    return Chooser({role: _make(name, flags, draw) for role, name in names.items()})
 
 
-def _make(name: str, config: RouterConfig, draw: Callable[[int], int]) -> Policy:
+def _make(name: str, flags: ChoiceFlags, draw: Callable[[int], int]) -> Policy:
     """The policy called `name` in router.config.POLICIES."""
     match name:
         case "least_load":
             return LeastLoad()
         case "cache_aware":
-            return CacheAware(PrefixIndex(max_blocks=max(1, config.max_tree_size // BLOCK_BYTES)), _settings(config))
+            return CacheAware(PrefixIndex(max_blocks=max(1, flags.max_tree_size // BLOCK_BYTES)), flags)
         case "power_of_two":
             return PowerOfTwo(draw)
         case "round_robin":
@@ -107,16 +102,8 @@ def _make(name: str, config: RouterConfig, draw: Callable[[int], int]) -> Policy
     raise AssertionError(f"unknown policy {name!r}")
 
 
-def _settings(config: RouterConfig) -> CacheAwareSettings:
-    return CacheAwareSettings(
-        cache_threshold=config.cache_threshold,
-        balance_abs_threshold=config.balance_abs_threshold,
-        balance_rel_threshold=config.balance_rel_threshold,
-    )
-
-
 def session_of(parsed: ParsedBody, headers: Mapping[str, str]) -> str:
-    """The session of a request; "" when it names none."""
+    """The session that a request names; "": none."""
     named = next((value for name in SESSION_HEADERS if (value := headers.get(name))), "")
     if not named:
         named = next((text for name in SESSION_FIELDS if (text := _session_text(parsed.fields.get(name)))), "")

@@ -1,12 +1,11 @@
-"""Receives the workers' KV events (ZMQ) for the prefix index of a cache-aware policy.
+"""Receives the workers' KV events (ZMQ) for the prefix index of a cache-aware policy: one task per worker that publishes.
 
-One task per worker that publishes and whose policy asks. What was missed is asked for at the worker's replay address,
-at the start as well; where there is none, what was known of the worker is dropped and learnt anew.
+Missed events, at the start as well, are requested at the worker's replay address; without one the known prefixes are dropped.
 """
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 import zmq.asyncio
@@ -15,15 +14,7 @@ from router.choice.chooser import Chooser
 from router.choice.kv_view import WorkerCacheView
 from router.pool.reports import EventSource, parse_event_source
 from router.pool.worker import Worker
-from service.kv_events import (
-    END_SEQ,
-    MAX_MESSAGE_BYTES,
-    BadEvent,
-    decode_events,
-    read_message,
-    read_seq,
-    seq_bytes,
-)
+from service.kv_events import END_SEQ, MAX_MESSAGE_BYTES, BadEvent, decode_events, read_message, read_seq, seq_bytes
 from service.security.curve import guard_connector
 
 log = logging.getLogger(__name__)
@@ -43,7 +34,7 @@ class KVEventFeed:
         self._followed: dict[int, _Followed] = {}
 
     def on_info(self, worker: Worker, info: object) -> None:
-        """What a worker says of itself: follow its events, or those at its new address."""
+        """Follow the events of a worker by its `/server_info`, or those at its new address."""
         index = self._chooser.cache_of(worker.role) if self._enabled else None
         source = parse_event_source(info, url_host=worker.url_host) if index is not None else None
         followed = self._followed.get(worker.worker_id)
@@ -63,7 +54,7 @@ class KVEventFeed:
         self._followed[worker.worker_id] = _Followed(source, view, task)
 
     def on_gone(self, worker: Worker) -> None:
-        """The worker left or went down: nothing is known of it any more."""
+        """The worker left or went down."""
         self._stop(worker)
         self._chooser.forget(worker)
 
@@ -80,7 +71,7 @@ class KVEventFeed:
         return None if view is None else view.num_gaps
 
     def view_of(self, worker: Worker) -> WorkerCacheView | None:
-        """What its events said; None where it is not followed."""
+        """The cache by the worker's events; None: it is not followed."""
         followed = self._followed.get(worker.worker_id)
         return None if followed is None else followed.view
 
@@ -99,16 +90,13 @@ class KVEventFeed:
             followed.task.cancel()
 
 
-class _Followed:
-    def __init__(self, source: EventSource, view: WorkerCacheView, task: "asyncio.Task[None]") -> None:
-        self.source = source
-        self.view = view
-        self.task = task
+class _Followed(NamedTuple):
+    source: EventSource
+    view: WorkerCacheView
+    task: "asyncio.Task[None]"
 
 
 class _Follower:
-    """Reads one worker's sockets."""
-
     def __init__(
         self, context: zmq.asyncio.Context, source: EventSource, view: WorkerCacheView, *, secret: bytes | None
     ) -> None:
@@ -118,13 +106,12 @@ class _Follower:
         self._secret = secret
 
     async def run(self) -> None:
-        """Until cancelled."""
         with self._socket(zmq.SUB, self._source.endpoint) as sub:
             sub.subscribe(self._source.topic.encode())
             await self._catch_up(0)
             while True:
                 await self._read(await sub.recv_multipart())
-                await asyncio.sleep(0)  # what has arrived already comes without a pause: let others have their turn
+                await asyncio.sleep(0)  # messages that have arrived come without a pause: let other tasks run
 
     async def _read(self, frames: list[bytes]) -> None:
         try:
@@ -140,7 +127,7 @@ class _Follower:
             self._view.on_message(seq, events)
 
     async def _catch_up(self, start: int) -> None:
-        """Messages from `start` on, as far as the worker still has them."""
+        """Read messages from `start` on, as far as the worker still has them."""
         if self._source.replay_endpoint is None:
             return
         with self._socket(zmq.DEALER, self._source.replay_endpoint) as dealer:

@@ -1,11 +1,10 @@
 """One worker's prefix cache by its KV events, entered into the prefix index. Pure.
 
-Workers name blocks of their page size by hashes of their own; the index knows prefixes by keys of ours, one each
-BLOCK_TOKENS tokens. So each block is kept with the hash that runs over its prompt up to there (router/choice/prefix_keys.py)
-and the tokens that did not fill one of our blocks yet.
+Workers name blocks of their page size by hashes of their own; the index has a key of ours for each BLOCK_TOKENS tokens. So each block
+is kept with the hash over its prompt up to there (router/choice/prefix_keys.py) and the tokens that have not filled a block of ours.
 
-Numbers of messages show what was lost. `on_message` says from where on messages are missing; whoever reads the sockets
-asks the worker for them (`on_replay`), or gives up what is known (`lose`).
+Messages are numbered. `on_message` returns from where on they are missing; the reader of the sockets requests them (`on_replay`)
+or drops the view (`lose`).
 """
 
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ MAX_BLOCKS = 1 << 20  # of one worker; more are not believed
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """`running`: the hash over all whole blocks of ours so far, None where the start of the prompt is unknown.
+    """`running`: the hash over all whole blocks of ours so far; None: the start of the prompt is unknown.
 
     `rest`: token bytes behind them; `keys`: those that this block completed.
     """
@@ -43,14 +42,15 @@ class WorkerCacheView:
         self._blocks: dict[BlockHash, _Block] = {}
         self._next = 0  # number of the first message that is not known
         self._last_live = -1
-        self._num_tokens = 0
+        self.num_tokens = 0
         self.whole = True
         self.num_gaps = 0
 
     def on_message(self, seq: int, events: list[KVEvent]) -> int | None:
-        """A published message. None: all have come; else the number from which on messages are missing, this one included."""
-        if seq <= self._last_live:
-            self._start_anew()  # its numbers only grow: another life of the worker
+        """Take a published message. Returns the number from which on messages are missing, this one included; None: none are."""
+        if seq <= self._last_live:  # numbers only grow: the worker has restarted
+            self._clear()
+            self._next, self._last_live, self.whole = 0, -1, True
         if seq > self._next:
             return self._next
         self._last_live = seq
@@ -59,39 +59,28 @@ class WorkerCacheView:
         return None
 
     def on_replay(self, seq: int, events: list[KVEvent]) -> None:
-        """A message that was asked for. What is older than it and unknown is lost for ever."""
+        """Take a message that was requested; unknown older ones are lost."""
         if seq > self._next:
             self.lose()
         if seq >= self._next:
             self._apply(seq, events)
 
     def skip_to(self, seq: int) -> None:
-        """What is missing before `seq` cannot be had: all knowledge is lost, the next message is expected to be `seq`."""
+        """Messages before `seq` cannot be had: drop everything and expect `seq`."""
         if seq > self._next:
             self.lose()
             self._next = seq
 
     def lose(self) -> None:
-        """Something happened that we do not know: what we know may be wrong."""
+        """Drop everything: an event is missing."""
         self._clear()
         self.whole = False
         self.num_gaps += 1
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the worker's cache, by its events."""
-        return self._num_tokens
-
-    # ---- inside
-
-    def _start_anew(self) -> None:
-        self._clear()
-        self._next, self._last_live, self.whole = 0, -1, True
-
     def _clear(self) -> None:
         self._index.forget(self._worker_id)
         self._blocks.clear()
-        self._num_tokens = 0
+        self.num_tokens = 0
 
     def _apply(self, seq: int, events: list[KVEvent]) -> None:
         self._next = seq + 1
@@ -107,8 +96,8 @@ class WorkerCacheView:
                 case AllBlocksCleared():
                     self._clear()
                     self.whole = True
-        if removed and self.whole:  # text that we sent there is known by guess alone: no more of it than there is room
-            self._index.shrink(self._worker_id, -(-self._num_tokens // BLOCK_TOKENS))
+        if removed and self.whole:  # text that we sent there is a guess: no more of it than fits
+            self._index.shrink(self._worker_id, -(-self.num_tokens // BLOCK_TOKENS))
 
     def _store(self, event: BlockStored) -> None:
         size = event.block_size
@@ -121,14 +110,14 @@ class WorkerCacheView:
             known = self._blocks.get(block_hash)
             if known is None:
                 before = self._blocks[block_hash] = _next(before, event.token_ids[i * size : (i + 1) * size])
-                self._num_tokens += size
+                self.num_tokens += size
             else:
                 before = known
             for key in before.keys:
                 self._index.store(self._worker_id, key)
 
     def _before(self, event: BlockStored) -> _Block:
-        """Where the event goes on. KV of an adapter is nobody else's, and we do not know how requests name it."""
+        """The block that the event continues; an unknown one for KV of an adapter: requests may name it otherwise."""
         if event.lora_id is not None:
             return _Block(0)
         if event.parent_block_hash is None:
@@ -138,7 +127,7 @@ class WorkerCacheView:
     def _remove(self, block_hash: BlockHash) -> None:
         block = self._blocks.pop(block_hash, None)
         if block is not None:
-            self._num_tokens -= block.size
+            self.num_tokens -= block.size
             for key in block.keys:
                 self._index.remove(self._worker_id, key)
 

@@ -1,7 +1,4 @@
-"""Which worker gets the next request. Pure: candidates, what is known of the request, and randomness are given.
-
-Ties are broken by an explicit key. Names are those of SGLang's router where it has them (docs/router.md).
-"""
+"""Which worker gets the next request. Pure. Names are those of SGLang's router where it has them (docs/router.md)."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -9,18 +6,13 @@ from typing import Protocol
 
 import msgspec
 
-from router.choice.load import comparable_by_share, least_loaded
-from router.choice.load_order import load_key
-from router.choice.ring import HashRing
-from router.pool.pools import WorkerPool, by_id
+from router.pool.load_order import key_for
+from router.pool.pool import WorkerPool
 from router.pool.worker import Role, Worker
 
 
 class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy may know of a request. `keys`: of its prompt's prefixes; `session`: whose it is, "" unknown.
-
-    Both are left empty where no policy asks for them.
-    """
+    """What a policy may know of a request. `keys`: of its prompt's prefixes; `session`: "" unknown. Empty if no policy needs them."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -29,14 +21,14 @@ class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """`cached_tokens`: of the prompt, that the worker has already, as far as we know."""
+    """`cached_tokens`: how much of the prompt the worker probably has cached."""
 
     worker: Worker
     cached_tokens: int = 0
 
 
 def cost_tokens(choice: Placement, hints: RoutingHints) -> int:
-    """What a request holds of its worker until it is done: prefill what it computes, the others all its KV."""
+    """What a request charges to its worker: of prefill the tokens to compute, else all its KV."""
     if choice.worker.role is Role.PREFILL:
         return hints.prompt_tokens - choice.cached_tokens
     return hints.prompt_tokens + hints.output_tokens
@@ -44,10 +36,10 @@ def cost_tokens(choice: Placement, hints: RoutingHints) -> int:
 
 class Policy(Protocol):
     def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
-        """One of `candidates` (all of one role, at least one, in the order of ids); it is going to be sent there."""
+        """Choose one of `candidates` (of one role, at least one, in the order of ids); the request will be sent there."""
 
     def forget(self, worker: Worker) -> None:
-        """This worker left, or lost what it knew."""
+        """The worker left, or lost its cache."""
 
 
 class Stateless:
@@ -58,14 +50,20 @@ class Stateless:
 
 
 class LeastLoad(Stateless):
-    """Fewest tokens (router/choice/load.py); then fewest requests; then the fewest so far; then the oldest."""
+    """The least load (router/pool/load_order.py)."""
 
     def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
         return Placement(candidates[0] if len(candidates) == 1 else least_loaded(candidates))
 
 
+def least_loaded(candidates: Sequence[Worker]) -> Worker:
+    if isinstance(candidates, WorkerPool):
+        return candidates.least_loaded()
+    return min(candidates, key=key_for(candidates))
+
+
 class PowerOfTwo(Stateless):
-    """Of two workers drawn at random the less loaded: nearly as even, and many routers do not all pick the same one.
+    """The less loaded of two random workers: nearly as even, and many routers do not all pick the same one.
 
     Mitzenmacher, "The power of two choices in randomized load balancing" (1996). `draw(n)`: a random integer in [0, n).
     """
@@ -78,12 +76,11 @@ class PowerOfTwo(Stateless):
             return Placement(candidates[0])
         first, second = self._draw(len(candidates)), self._draw(len(candidates) - 1)
         pair = (candidates[first], candidates[second + (second >= first)])
-        by_share = comparable_by_share(pair)
-        return Placement(min(pair, key=lambda worker: load_key(worker, by_share=by_share)))
+        return Placement(min(pair, key=key_for(pair)))
 
 
 class RoundRobin(Stateless):
-    """The next worker by id after the last one chosen of that role, so that joining and leaving workers skip no one."""
+    """The next worker by id after the last one of that role, so that workers that join or leave cause no skips."""
 
     def __init__(self) -> None:
         self._last_id: dict[Role, int] = {}
@@ -97,7 +94,7 @@ class RoundRobin(Stateless):
 
 
 class Random(Stateless):
-    """Uniform. `draw(n)` returns a random integer in [0, n)."""
+    """Uniform. `draw(n)`: a random integer in [0, n)."""
 
     def __init__(self, draw: Callable[[int], int]) -> None:
         self._draw = draw
@@ -107,13 +104,10 @@ class Random(Stateless):
 
 
 class ConsistentHashing(Stateless):
-    """A session always goes to the same worker (ring.py); requests without one go by load.
-
-    Workers are identified by URL, so that all routers agree.
-    """
+    """A session goes to the same worker in every router (router/pool/ring.py); requests without one go by load."""
 
     def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
         if not hints.session:
             return Placement(least_loaded(candidates))
         pool = candidates if isinstance(candidates, WorkerPool) else WorkerPool(candidates)
-        return Placement(pool.derived(by_id)[pool.derived(HashRing).owner(hints.session)])
+        return Placement(pool.by_id[pool.ring.owner(hints.session)])

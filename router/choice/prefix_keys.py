@@ -1,15 +1,13 @@
-"""Names of prompt prefixes: what the cache-aware policy and the workers' KV events call the same prefix. Pure.
+"""Keys of prompt prefixes, for the cache-aware policy and the workers' KV events. Pure.
 
     key[i] = SHA-1(seed, bytes 0 .. (i + 1) * BLOCK_BYTES of the prompt)
 
-The bytes are the prompt's JSON text as the client wrote it, or its token ids, four bytes each. A router has no
-tokenizer, so the two never meet: text finds text, ids find ids (and what workers report of their caches, which is ids).
-A client that writes the same prefix in other ways is merely not recognised.
+The bytes are the prompt's JSON text as the client wrote it, or its token ids, four bytes each. A router has no tokenizer, so text
+matches text, and ids match ids and the events of workers. A prefix that is written in another way does not match.
 
-BLOCK_BYTES is about 128 tokens either way: a quarter of the block by which the Mooncake traces count, a few pages of a
-worker, and 32 hashes (some 20 us) for a prompt of 16 kB. A prompt below one block has no key: to compute it again
-costs less than any detour. SHA-1 is the fastest of hashlib on machines with SHA instructions; who makes two prompts
-collide gets one of his own requests sent to a worker that does not know its prefix.
+BLOCK_BYTES is about 128 tokens: a quarter of the block of the Mooncake traces, a few pages of a worker, and 32 hashes (20 us) for a
+prompt of 16 kB. A prompt below one block has no key: to compute it again costs less than any detour. SHA-1 is the fastest of hashlib
+on machines with SHA instructions; a client that makes two prompts collide misroutes one of its own requests.
 """
 
 import hashlib
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 512
 TOKEN_BYTES = 4
 BLOCK_TOKENS = BLOCK_BYTES // TOKEN_BYTES
-MAX_KEYS = 4096  # of one prompt: 2 MiB of text; what comes after makes no difference
+MAX_KEYS = 4096  # of one prompt: 2 MiB of text
 
 _ids_decoder = msgspec.json.Decoder(list[int])
 _batch_decoder = msgspec.json.Decoder(list[list[int]])
@@ -50,17 +48,17 @@ def chain(seed: bytes, data: bytes | memoryview) -> list[bytes]:
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """`tokens` as keys see them. OverflowError for what is no token id."""
+    """`tokens` as keys hash them. OverflowError for what is no token id."""
     return array("I", tokens).tobytes()
 
 
 def token_seed(adapter: bytes = b"") -> bytes:
-    """Of a chain of token ids; `adapter`: the JSON text of the LoRA adapter's name, empty for the model alone."""
+    """The seed for token ids. `adapter`: JSON text of the LoRA adapter's name."""
     return b"ids\0" + adapter
 
 
 def prompt_keys(parsed: ParsedBody) -> list[bytes]:
-    """Keys of a request's prompt; of a batch, those of its first prompt (for text: of all, one after the other)."""
+    """Keys of a request's prompt; of a batch of ids its first prompt, of a batch of texts all of them in a row."""
     fields = parsed.fields
     match parsed.api:
         case Api.CHAT:
@@ -75,7 +73,7 @@ def prompt_keys(parsed: ParsedBody) -> list[bytes]:
 
 
 def _plain_keys(fields: dict[str, msgspec.Raw], prompt: memoryview) -> list[bytes]:
-    """Text begins with a quote; ids with a digit. Brackets before them make it a batch."""
+    """Keys of text (it begins with a quote) or ids (with a digit), alone or in brackets: a batch."""
     start = bytes(prompt[:64]).lstrip(b"[ \t\r\n")
     adapter = _text(fields, "lora_path")
     if start[:1].isdigit():
@@ -87,7 +85,7 @@ def _plain_keys(fields: dict[str, msgspec.Raw], prompt: memoryview) -> list[byte
 
 
 def _first_ids(prompt: memoryview) -> bytes:
-    """The ids of the first prompt; nothing where they are no list of ids (the worker will say so)."""
+    """The ids of the first prompt; empty if they are no list of ids (the worker will refuse them)."""
     try:
         if bytes(prompt[:64]).replace(b" ", b"").startswith(b"[["):
             ids = _batch_decoder.decode(prompt)[0]
@@ -104,5 +102,4 @@ def _raw(fields: dict[str, msgspec.Raw], name: str) -> memoryview:
 
 
 def _text(fields: dict[str, msgspec.Raw], name: str) -> bytes:
-    """The JSON text of a short field; empty when it is absent."""
     return bytes(_raw(fields, name))

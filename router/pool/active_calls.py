@@ -1,8 +1,8 @@
-"""Which calls wait for a worker in vain (`Worker.calls` has them all). Pure: reads calls and the worker's health, is given the time.
+"""Ends calls that wait for a worker in vain (`Worker.calls`). Pure: receives the time.
 
-A call is given up when, both for `timeout_s`, its worker passed no health check and no byte came; and at once when another
-process answers at its worker's address and no byte came since the old one was last seen. A call that gets bytes, or whose
-client is too slow to take them, is never given up.
+A call is given up when, both for `timeout_s`, its worker passed no health check and no byte came; and at once when another process
+answers at the address and no byte came since the old one was last seen. A call that gets bytes, or whose client is too slow to take
+them, is never given up.
 """
 
 import math
@@ -13,10 +13,7 @@ from router.pool.worker import Worker
 
 
 class ActiveCall(Protocol):
-    """A call to a worker, as far as it is known here.
-
-    `waits_since_s`: nothing came since then; None: its client does not take what came. `last_byte_s`: -inf: none came.
-    """
+    """A call to a worker. `waits_since_s`: nothing came since; None: its client does not take what came."""
 
     @property
     def waits_since_s(self) -> float | None: ...
@@ -24,17 +21,16 @@ class ActiveCall(Protocol):
     @property
     def last_byte_s(self) -> float: ...
 
-    def give_up(self, why: str) -> None:
-        """End the call."""
+    def give_up(self, why: str) -> None: ...
 
 
 def last_byte_s(worker: Worker) -> float:
-    """When any call that runs there got bytes last; -inf: none did."""
+    """When a call that runs there last got bytes; -inf: none did."""
     return max((call.last_byte_s for call in worker.calls), default=-math.inf)
 
 
 def give_up_vain_calls(worker: Worker, now_s: float, *, timeout_s: float) -> int:
-    """End the calls that wait in vain for `worker`, and return how many. `timeout_s` 0: none ever does."""
+    """End the calls that wait in vain for `worker`, and return how many. `timeout_s` 0: never."""
     if not timeout_s:
         return 0
     vain = [(call, why) for call in worker.calls if (why := _why_vain(worker, call, now_s, timeout_s=timeout_s))]
@@ -45,7 +41,7 @@ def give_up_vain_calls(worker: Worker, now_s: float, *, timeout_s: float) -> int
 
 
 def _why_vain(worker: Worker, call: ActiveCall, now_s: float, *, timeout_s: float) -> str:
-    """Why no answer will come; "" where one may."""
+    """Why no answer will come; "": it may."""
     since_s = call.waits_since_s
     if since_s is None:
         return ""

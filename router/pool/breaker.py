@@ -1,8 +1,8 @@
-"""A circuit breaker: a worker whose answers fail again and again gets no requests for a while, then a few to try it. Pure.
+"""A circuit breaker: a worker that fails repeatedly gets no requests for a while, then a few trials. Pure.
 
-    CLOSED     all is well; `failure` faults in a row, none older than the window, open it
+    CLOSED     `failure` faults in a row, none older than the window, open it
     OPEN       nothing is sent there until the timeout is over
-    HALF_OPEN  up to `success` requests at a time try it; so many answers that begin close it, one fault opens it again
+    HALF_OPEN  up to `success` requests at a time try it; that many answers that begin close it, one fault opens it again
 
 Only the worker's own faults count (`is_fault`). Names and defaults of the flags are those of SGLang's router.
 """
@@ -24,12 +24,12 @@ class State(StrEnum):
 
 class Event(StrEnum):
     BEGUN = "begun"  # an answer began: proof of life, but it may still break
-    WELL = "well"  # an answer came whole
+    WELL = "well"  # an answer is complete
     FAULT = "fault"
     WAITED = "waited"  # the timeout is over
 
 
-# (state, event) -> (next state, what must have been counted first: a field of `BreakerSettings`, or "" for nothing).
+# (state, event) -> (next state, the field of `BreakerSettings` that must be reached first; "": none)
 TRANSITIONS: dict[tuple[State, Event], tuple[State, str]] = {
     (State.CLOSED, Event.BEGUN): (State.CLOSED, ""),
     (State.CLOSED, Event.WELL): (State.CLOSED, ""),
@@ -48,7 +48,7 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerSettings:
-    """`failure`, `success`: how many it takes. `enabled` False: every circuit stays closed."""
+    """`failure`, `success`: counts. `enabled` False: every circuit stays closed."""
 
     failure: int = 10
     success: int = 3
@@ -59,22 +59,22 @@ class BreakerSettings:
 
 @dataclass(slots=True)
 class Circuit:
-    """One worker's. A request sent there calls `send`, and `end_trial` if that says so, whatever its result.
+    """The circuit of one worker. A request sent there calls `send`, and if that returns True `end_trial`, whatever its result.
 
-    `quiet`: it is closed and remembers no fault, so only a fault changes it; nearly all circuits always are.
+    `quiet`: closed, with no fault on record, so only a fault changes it: the usual state.
     """
 
     settings: BreakerSettings = field(default_factory=BreakerSettings)
     state: State = State.CLOSED
     quiet: bool = True
-    on_open: Callable[[float], None] = lambda until_s: None  # receives until when it is open; 0.0: no longer
-    _since_s: float = -math.inf  # when it came into this state
-    _faults_s: list[float] = field(default_factory=list)  # in a row, not older than the window
+    on_open: Callable[[float], None] = lambda until_s: None  # receives the end of the timeout; 0.0: not open
+    _since_s: float = -math.inf  # of this state
+    _faults_s: list[float] = field(default_factory=list)  # in a row, within the window
     _num_begun: int = 0  # while half open
     _num_trials: int = 0  # that run
 
     def takes(self, now_s: float) -> bool:
-        """Whether a request may be sent there now."""
+        """Whether a request may be sent now."""
         if self.state is State.CLOSED:
             return True
         may_be_tried = self.state is State.HALF_OPEN or self._has_waited(now_s)
@@ -111,13 +111,13 @@ class Circuit:
         self.on_open(now_s + self.settings.timeout_s if target is State.OPEN else 0.0)
 
     def reset(self) -> None:
-        """It is another process now, or was found dead: what it did before says nothing."""
+        """Forget everything: another process serves there, or the worker is dead."""
         self.state, self._num_begun, self.quiet = State.CLOSED, 0, True
         self._faults_s.clear()
         self.on_open(0.0)
 
     def _count(self, event: Event, now_s: float) -> int:
-        """How many of these there are by now."""
+        """Count an event; return how many of its kind there are."""
         if event is Event.BEGUN:
             self._num_begun += 1
             return self._num_begun
@@ -130,11 +130,10 @@ class Circuit:
 
 
 def is_fault(*, reason: str, status: int, headers: Mapping[str, str], draining: bool, decode: bool) -> bool:
-    """Whether a failed leg is its own worker's fault.
+    """Whether a failed call is its own worker's fault.
 
-    Not: what the request or its client is to blame for (4xx, 504: its own deadline), back-pressure (503 with Retry-After),
-    a worker that ends in good order, one that this router gave up because it is dead (its health says so), and a decode
-    worker that could not reach its prefill worker.
+    Faults of the request or its client (4xx; 504: its own deadline), back-pressure (503 with Retry-After), an orderly end, a call
+    given up because health checks found the worker dead, and a decode worker that could not reach its prefill worker do not count.
     """
     if reason != "status":
         return reason in ("refused", "lost", "timeout")

@@ -1,8 +1,7 @@
 """Keeps the worker table equal to the pods that the selectors choose. Owns the watches and the workers they brought.
 
-What a pod means is decided by `router/pool/pods.py`, how pods are followed by `router/pool/pod_watch.py`. Workers named on the
-command line or by POST /workers are not touched. While the API server is away the pool stays as it is: health checks
-notice death without it.
+Workers named on the command line or by POST /workers are not touched. While the API server is away the pool stays as it is: health
+checks notice death without it.
 """
 
 import asyncio
@@ -11,13 +10,12 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from router.config import RouterConfig
+from router.config import DiscoveryFlags, label_query
 from router.pool.health import HealthMonitor
 from router.pool.pod_watch import KubeApi, PodWatch, connect
 from router.pool.pods import Change, Drop, Join, Leave, Pod, PodError, PodSet, Reconciler, read_pod
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, WorkerTableError
-from router.selectors import Selector
 
 log = logging.getLogger(__name__)
 
@@ -27,37 +25,29 @@ REAP_S = 0.1  # between two looks at whether leaving workers have anything left 
 class Discovery:
     """Follows the pods of each role from `start` to `close`."""
 
-    def __init__(
-        self,
-        *,
-        config: RouterConfig,
-        table: WorkerTable,
-        monitor: HealthMonitor,
-        api: KubeApi,
-    ) -> None:
+    def __init__(self, flags: DiscoveryFlags, *, table: WorkerTable, monitor: HealthMonitor, api: KubeApi) -> None:
         self._table = table
         self._monitor = monitor
         self._api = api
-        self._annotation = config.prefill_bootstrap_port_annotation
-        self._feeds = {role: _Feed(role, self) for role in selectors_of(config)}
-        self._reconciler = Reconciler(config.service_discovery_port)
-        self._told: dict[str, str] = {}
-        self._own: dict[str, Worker] = {}  # by URL: what we put into the table
+        self._annotation = flags.prefill_bootstrap_port_annotation
+        selectors = {
+            Role.PREFILL: flags.prefill_selector,
+            Role.DECODE: flags.decode_selector,
+            Role.UNIFIED: flags.selector,
+        }
+        self._selectors = {role: label_query(parts) for role, parts in selectors.items() if parts}
+        self._feeds = {role: _Feed(role, self) for role in self._selectors}
+        self._reconciler = Reconciler(flags.service_discovery_port)
+        self._logged: dict[str, str] = {}
+        self._own: dict[str, Worker] = {}  # by URL: those that came from pods
         self._leaving: dict[int, Worker] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._watches = [
-            PodWatch(
-                api,
-                selector=Selector(parts).query,
-                listener=self._feeds[role],
-                draw=random.random,
-            )
-            for role, parts in selectors_of(config).items()
-        ]
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(watch.run(), name="discovery") for watch in self._watches]
-        self._tasks.append(asyncio.create_task(self._reap(), name="discovery reap"))
+        self._tasks = [asyncio.create_task(self._reap(), name="discovery reap")]
+        for role, selector in self._selectors.items():
+            watch = PodWatch(self._api, selector=selector, listener=self._feeds[role], draw=random.random)
+            self._tasks.append(asyncio.create_task(watch.run(), name="discovery"))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -75,7 +65,7 @@ class Discovery:
         }
 
     def pod_of(self, raw: object) -> Pod | None:
-        """None, and a line in the log, for what cannot be read."""
+        """None, and a line in the log, for an unreadable pod."""
         try:
             return read_pod(raw, annotation=self._annotation)
         except PodError as err:
@@ -83,12 +73,12 @@ class Discovery:
             return None
 
     def on_change(self) -> None:
-        """Some feed's pods changed. Before every role was listed once nothing leaves: half the picture is no picture."""
+        """Apply the pods of all feeds, once each has been listed: until then workers would seem to be gone."""
         if not all(feed.listed for feed in self._feeds.values()):
             return
         for change in self._reconciler.changes({role: feed.pods.pods() for role, feed in self._feeds.items()}):
             self._apply(change)
-        self._tell_problems()
+        self._log_problems()
 
     def _apply(self, change: Change) -> None:
         match change:
@@ -139,16 +129,16 @@ class Discovery:
     def _is_done(self, worker: Worker) -> bool:
         return not worker.inflight_requests and worker not in self._table.alive(worker.role)
 
-    def _tell_problems(self) -> None:
-        """Each once, when it appears."""
+    def _log_problems(self) -> None:
+        """Log each problem once, when it appears."""
         problems = dict(self._reconciler.problems)
         for feed in self._feeds.values():
             if feed.pods.num_refused:
                 problems[feed.role] = "more pods than a router takes; those beyond are left out"
         for name, why in problems.items():
-            if self._told.get(name) != why:
+            if self._logged.get(name) != why:
                 log.warning("service discovery: pod %s is no worker: %s", name, why)
-        self._told = problems
+        self._logged = problems
 
 
 class _Feed:
@@ -187,19 +177,13 @@ class _Feed:
         self.error = error
 
 
-def selectors_of(config: RouterConfig) -> dict[Role, tuple[str, ...]]:
-    """Which pods are which workers."""
-    if config.pd_disaggregation:
-        return {Role.PREFILL: config.prefill_selector, Role.DECODE: config.decode_selector}
-    return {Role.UNIFIED: config.selector}
-
-
-async def open_discovery(config: RouterConfig, *, table: WorkerTable, monitor: HealthMonitor) -> Discovery | None:
-    """None without --service-discovery. Raises `ConfigError` where no API server is known."""
-    if not config.service_discovery:
+async def open_discovery(flags: DiscoveryFlags, *, table: WorkerTable, monitor: HealthMonitor) -> Discovery | None:
+    """None without --service-discovery. Raises `ConfigError` if no API server is known."""
+    if not flags.service_discovery:
         return None
-    api = await connect(namespace=config.service_discovery_namespace)
-    return Discovery(config=config, table=table, monitor=monitor, api=api)
+    return Discovery(
+        flags, table=table, monitor=monitor, api=await connect(namespace=flags.service_discovery_namespace)
+    )
 
 
 def _now_s() -> float:

@@ -1,8 +1,7 @@
-"""Which models are behind the router, and which of them a request means. Pure: receives what workers say they serve.
+"""Which models are behind the router, and which of them a request means. Pure.
 
-One group is the workers that say the same base model, whatever adapters each has loaded; a worker that says nothing may
-serve anything. With one group a request's `model` is the workers' affair, as if the router had never looked, except that
-a name only some of them know (an adapter) leads to those.
+Workers with the same base model are a group, whatever adapters each has loaded; a worker that reports no model may serve any. With one
+group the workers check a request's `model`, except that a name only some of them know (an adapter) leads to those.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ Names = tuple[str, ...]
 
 
 class UnknownModel(ApiError):
-    """No worker serves `model`; `known` are the names that are served. `why`: in metrics."""
+    """No worker serves `model`; `known`: the names that are served. `why`: in metrics."""
 
     why = "model"
 
@@ -28,10 +27,7 @@ class UnknownModel(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """`bases`: the workers' own models, in order of the workers; `names`: all they answer to, adapters too.
-
-    `owners`: the bases whose workers answer to a name.
-    """
+    """`bases`: the workers' own models, in the order of workers; `names`: those and adapters; `owners`: name -> its bases."""
 
     bases: Names = ()
     names: Names = ()
@@ -39,7 +35,6 @@ class Catalogue:
 
     @classmethod
     def of(cls, workers: Iterable[Names]) -> "Catalogue":
-        """What each worker serves, in the order of workers."""
         known = [names for names in workers if names]
         owners: dict[str, dict[str, None]] = {}
         for names in known:
@@ -53,9 +48,9 @@ class Catalogue:
         return len(self.bases) > 1
 
     def meant(self, model: str, ready: "Iterable[str] | None" = None) -> str:
-        """The name to look for among workers, "": any worker will do. `UnknownModel`.
+        """The name that a worker must serve; "": any will do. `UnknownModel`.
 
-        A request that names none gets, of several models, the first of `ready` (those that can answer now), else the first.
+        Without a name it is, of several models, the first of `ready` (those that can answer now), else the first.
         """
         if model in self.names:
             return model
@@ -66,10 +61,10 @@ class Catalogue:
         return next(iter(ready or ()), self.bases[0])
 
     def of_adapter(self, *, model: object, adapter: object, loads: bool) -> str:
-        """Return the base model whose workers load (or unload) an adapter, "": all workers. `UnknownModel`; `ValueError`.
+        """The base model whose workers load (or unload) an adapter; "": all workers. `UnknownModel`; `ValueError`.
 
-        Of several models, `model` names one. To unload, the adapter's name is enough if one model has it: all workers of
-        that model are asked, because one that has just loaded the adapter may not have reported its names yet.
+        Of several models, `model` names one; to unload, the adapter's name is enough if one model has it. All workers of the model
+        are asked: one that has just loaded the adapter may not have reported it yet.
         """
         if model is not None and not isinstance(model, str):
             raise ValueError("model: must be the name of a model that is served here")
@@ -92,7 +87,7 @@ def serves(names: Names, model: str) -> bool:
 
 
 def parse_models(info: object, listed: object) -> Names:
-    """Names of a worker: `info` is its `/server_info`, `listed` its `/v1/models` (None: not asked)."""
+    """Names of a worker by its `/server_info` and its `/v1/models` (None: not asked)."""
     names: list[str] = []
     if isinstance(info, dict):
         names += [info[key] for key in ("served_model_name", "model_path") if isinstance(info.get(key), str)]
@@ -109,7 +104,6 @@ def has_adapters(info: object) -> bool:
 
 
 def says_models(listed: object) -> bool:
-    """Whether this is an answer of `/v1/models`."""
     return isinstance(listed, dict) and isinstance(listed.get("data"), list)
 
 

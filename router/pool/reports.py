@@ -1,4 +1,4 @@
-"""Reads what workers say of themselves: load (several dialects) and where their bootstrap server listens. Pure."""
+"""Reads what workers report of themselves: load (several dialects), health, bootstrap server, role, KV events. Pure."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +25,9 @@ _STAGE_NAMES = {
 
 
 def parse_load(answer: object) -> LoadReport | None:
-    """A load report from `/get_load` or `/v1/loads`; None when it has none of the known fields.
+    """A load report from `/get_load` or `/v1/loads`: an object, a list of them (one per rank; summed) or {"loads": [...]}.
 
-    Takes one object, a list of them (one per data-parallel rank; they are summed) or {"loads": [...]}.
+    None: it has no known field.
     """
     if isinstance(answer, dict) and isinstance(answer.get("loads"), list):
         answer = answer["loads"]
@@ -60,7 +60,7 @@ def _stages(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _pending(row: dict[str, Any]) -> int:
-    """Pending tokens; a rank reports them as a share of its capacity (SGLang's name)."""
+    """Pending tokens; a rank reports a share of its capacity (SGLang's name)."""
     share = sum(_share(part.get("pending_prealloc_token_usage")) for part in _parts([row], "disaggregation"))
     return int(share * _count(row.get("max_total_num_tokens")))
 
@@ -74,7 +74,7 @@ def _parts(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 
 def _mean(rows: list[dict[str, Any]], name: str) -> float:
-    """Of those that have moved anything."""
+    """Of the values above 0."""
     values = [float(v) for row in rows if isinstance(v := row.get(name), int | float) and 0 < v < 2**53]
     return sum(values) / len(values) if values else 0.0
 
@@ -84,15 +84,14 @@ def _total(rows: list[dict[str, Any]], *names: str) -> int:
 
 
 def _count(value: object) -> int:
-    """A worker can send anything; what is no count counts as nothing."""
+    """0 for what is no count: a worker can send anything."""
     return int(value) if isinstance(value, int | float) and 0 <= value < 2**53 else 0
 
 
 def parse_bootstrap(info: object, *, url_host: str) -> tuple[str, int | None]:
-    """(host, port) of a prefill worker's bootstrap server, from its `/server_info`.
+    """(host, port) of a prefill worker's bootstrap server, from its `/server_info`. Port None: the default.
 
-    A worker that registers with a bootstrap server of its own names it (`disaggregation_bootstrap_server`,
-    HOST:PORT); else it runs one inside, on its own host. Port None: unknown, the worker uses its default.
+    It runs inside the worker unless `disaggregation_bootstrap_server` (HOST:PORT) names another.
     """
     if not isinstance(info, dict):
         return url_host, None
@@ -105,51 +104,41 @@ def parse_bootstrap(info: object, *, url_host: str) -> tuple[str, int | None]:
 
 
 def says_draining(body: bytes) -> bool:
-    """Whether a 503 is one of a worker that ends in good order: on /health by `status`, else by the error's code."""
+    """Whether a 503 is that of a worker that drains: on /health by `status`, else by the error's code."""
     try:
-        said = msgspec.json.decode(body)
+        answer = msgspec.json.decode(body)
     except JSON_ERRORS:
         return False
-    if not isinstance(said, dict):
+    if not isinstance(answer, dict):
         return False
-    error = said.get("error")
-    return said.get("status") == DRAINING or (isinstance(error, dict) and error.get("code") == DRAINING)
+    error = answer.get("error")
+    return answer.get("status") == DRAINING or (isinstance(error, dict) and error.get("code") == DRAINING)
 
 
-def parse_incarnation(health: bytes) -> str:
-    """Which process answered /health; "" when it does not say (workers of other makes)."""
+def parse_health(body: bytes) -> tuple[str, float | None]:
+    """(incarnation, seconds that the present step has taken); "" and None for what /health does not report."""
     try:
-        return msgspec.json.decode(health, type=_Health).incarnation[:MAX_INCARNATION_CHARS]
+        health = msgspec.json.decode(body)
     except JSON_ERRORS:
-        return ""
-
-
-class _Health(msgspec.Struct):
-    incarnation: str = ""
-
-
-def parse_busy(health: bytes) -> float | None:
-    """Seconds that the worker's present step has taken, as /health says; None when it rests or does not say."""
-    try:
-        busy_s = msgspec.json.decode(health, type=_Busy).busy_s
-    except JSON_ERRORS:
-        return None
-    return busy_s if busy_s is not None and 0 <= busy_s < MAX_BUSY_S else None
-
-
-class _Busy(msgspec.Struct):
-    busy_s: float | None = None
+        health = None
+    if not isinstance(health, dict):
+        return "", None
+    incarnation, busy_s = health.get("incarnation"), health.get("busy_s")
+    return (
+        incarnation[:MAX_INCARNATION_CHARS] if isinstance(incarnation, str) else "",
+        float(busy_s) if isinstance(busy_s, int | float) and 0 <= busy_s < MAX_BUSY_S else None,
+    )
 
 
 def parse_mode(info: object) -> str | None:
-    """The worker's `disaggregation_mode` ("null", "prefill", "decode"), None when it does not say."""
+    """The worker's `disaggregation_mode` ("null", "prefill", "decode"); None: unknown."""
     mode = info.get("disaggregation_mode") if isinstance(info, dict) else None
     return mode if isinstance(mode, str) else None
 
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """Where a worker publishes KV events: ZMQ addresses. `curve`: it asks for the cluster's secret."""
+    """Where a worker publishes KV events: ZMQ addresses. `curve`: the cluster's secret is needed."""
 
     endpoint: str
     replay_endpoint: str | None
@@ -158,9 +147,9 @@ class EventSource:
 
 
 def parse_event_source(info: object, *, url_host: str) -> EventSource | None:
-    """From `kv_events_config` in `/server_info` (JSON, or its text as SGLang has it); None: the worker publishes nothing.
+    """From `kv_events_config` in `/server_info` (JSON, or its text as in SGLang); None: the worker publishes nothing.
 
-    The worker reports a port; the host is its own, whatever it says: the router dials no other host for it.
+    Only the port is taken from the worker: the router connects to no other host for it.
     """
     config = info.get("kv_events_config") if isinstance(info, dict) else None
     if isinstance(config, str):
@@ -178,7 +167,7 @@ def parse_event_source(info: object, *, url_host: str) -> EventSource | None:
 
 
 def _dialled(endpoint: object, host: str) -> str | None:
-    """tcp://HOST:PORT with `host`; None for what is no such address."""
+    """The endpoint with `host`; None for what is not tcp://HOST:PORT."""
     if not isinstance(endpoint, str) or not endpoint.startswith("tcp://"):
         return None
     text = endpoint.rpartition(":")[2]

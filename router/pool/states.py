@@ -1,4 +1,4 @@
-"""The health of a worker as a table: what a check makes of it. Pure; what follows for requests is the worker table's."""
+"""The health of a worker: a table of states and check results. Pure."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,23 +7,18 @@ from enum import StrEnum
 class Health(StrEnum):
     STARTING = "starting"  # never answered a check yet
     UP = "up"
-    DRAINING = "draining"  # it finishes what it has, and takes nothing new
+    DRAINING = "draining"  # it finishes its requests and takes nothing new
     DOWN = "down"
 
 
 class Check(StrEnum):
-    """What was learnt about a worker. `REFUSED`: nothing listens there, so no second opinion is needed.
-
-    `DRAINING`: it says so itself.
-    """
-
     OK = "ok"
-    DRAINING = "draining"
+    DRAINING = "draining"  # as the worker reports
     FAILED = "failed"
-    REFUSED = "refused"
+    REFUSED = "refused"  # nothing listens there: one result is enough
 
 
-# (state, event) -> (next state, which threshold must be reached first). Every cell is here.
+# (state, event) -> (next state, which threshold must be reached first)
 TRANSITIONS: dict[tuple[Health, Check], tuple[Health, str]] = {
     (Health.STARTING, Check.OK): (Health.UP, "success"),
     (Health.STARTING, Check.DRAINING): (Health.DRAINING, "none"),

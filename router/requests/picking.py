@@ -11,7 +11,7 @@ from router.admission.admission import Admission
 from router.attempts.request import RequestContext, time_given
 from router.body import ParsedBody, named_model
 from router.choice.policies import Placement, Policy
-from router.pool.probe_timeout import ROUNDING_S
+from router.pool.probe import ROUNDING_S
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, missing_roles, silent_roles
 from service.waiter import Waiter

@@ -71,7 +71,7 @@ class Switch:
             return
         if why := objection(self._table, worker, role, force=force):
             raise SwitchRefused(f"{worker.url}: {why}")
-        self._table.begin_switch(worker, role)
+        self._table.set_switching(worker, role)
         shown = self._credentials.own_admin() if headers is None else headers
         task = asyncio.create_task(self._move(worker, role, drain_s, shown), name=f"switch {worker.url}")
         self._moves.add(task)
@@ -97,7 +97,7 @@ class Switch:
             await self._until_there(worker, role, was=was, timeout_s=START_TIMEOUT_S + (drain_s or 0.0))
             log.info("worker %s has changed from %s to %s", worker.url, old, role)
         finally:
-            self._table.end_switch(worker)
+            self._table.set_switching(worker, None)
             self._monitor.look(worker)
         await self._tell_peers(worker, role)
 

@@ -16,10 +16,9 @@ from engine.config import EngineConfig, ServerConfig
 from engine.frontend.metrics.names import QUEUES
 from engine.frontend.routes import ROUTES
 from engine.frontend.routes import need_of as worker_need_of
-from router.config import RouterConfig, check_config
+from router.config import RouterConfig, check_config, label_query
 from router.http.access import need_of as router_need_of
 from router.http.health_api import PROBES
-from router.selectors import Selector
 from service.security.keys import Access
 from tests.kubernetes.schemas import VERSIONS, faults
 from tools.kubernetes.cluster_objects import (
@@ -172,7 +171,7 @@ def test_the_router_s_selectors_choose_its_workers_and_nobody_else(overlay: str)
     config = router_config(overlay)
     assert config.service_discovery and config.service_discovery_namespace == "tandem"
     for component, parts in (("prefill", config.prefill_selector), ("decode", config.decode_selector)):
-        wanted = dict(part.split("=") for part in Selector(parts).query.split(","))
+        wanted = dict(part.split("=") for part in label_query(parts).split(","))
         assert [p.component for p in pods(overlay) if selects(wanted, p.labels)] == [component]
         assert one(overlay, component).ports()["http"] == config.service_discovery_port
     prefill = one(overlay, "prefill")

@@ -97,7 +97,7 @@ class Launched:
     def check(self) -> None:
         """Nothing is held any more."""
         self.table.check()
-        assert self.table.num_leases == self.rooms.num_live == len(self.launcher.tails) == 0
+        assert self.table.loads.num_leases == self.rooms.num_live == len(self.launcher.tails) == 0
 
 
 async def turns(count: int = 2) -> None:

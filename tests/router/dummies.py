@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from router.choice.prefix_index import PrefixIndex
 from router.compose import Router
 from router.config import RouterConfig
 from router.server import start_router
@@ -193,7 +194,7 @@ class Cluster:
 
     async def settled(self) -> None:
         """Wait until nothing is in flight, then check that all was given back."""
-        await until(lambda: self.router.table.num_leases == 0 and self.router.rooms.num_live == 0)
+        await until(lambda: self.router.table.loads.num_leases == 0 and self.router.rooms.num_live == 0)
         self.router.table.check()
         self.router.rooms.check()
         await until(lambda: not any(worker.calls for worker in self.router.table.workers()))
@@ -252,3 +253,9 @@ def events_of(body: bytes) -> list[Any]:
     lines = [line for line in body.split(b"\n\n") if line]
     assert all(line.startswith(b"data: ") for line in lines), lines
     return ["[DONE]" if line == b"data: [DONE]" else json.loads(line[6:]) for line in lines]
+
+
+def depths(index: PrefixIndex, keys: Sequence[bytes]) -> dict[int, int]:
+    """Worker id -> how many of `keys` it has, of those that have any."""
+    matched = index.match(keys)
+    return {worker_id: depth for depth, bits in matched.groups for worker_id in matched.ids(bits)}

@@ -17,9 +17,9 @@ from router.attempts.events import Events
 from router.attempts.request import Slo
 from router.choice.chooser import make_chooser
 from router.config import RouterConfig
-from router.fleet.shared_load import SharedLoad
 from router.metrics import RouterMetrics
 from router.pool.breaker import Event
+from router.pool.shared_load import SharedLoad
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from tests.router.attempts import Launched, make_request
@@ -141,12 +141,12 @@ def teach(forecast: Forecast, table: WorkerTable, worker: Worker, *, speed: floa
     draw = random.Random(2)
     for i in range(60):
         tokens = draw.randrange(100, 4000)
-        ahead = table.charge(worker, draw.randrange(0, 20000))
-        own = table.charge(worker, tokens)
+        ahead = table.loads.charge(worker, draw.randrange(0, 20000))
+        own = table.loads.charge(worker, tokens)
         prompt = forecast.expect(worker, tokens, now_s=float(i))
-        table.release(own)
+        table.loads.release(own)
         forecast.learn_ttft(prompt, now_s=i + law(ahead.tokens + tokens) / speed)
-        table.release(ahead)
+        table.loads.release(ahead)
 
 
 def test_the_law_is_learnt_and_what_breaks_the_slo_is_refused_and_nothing_else() -> None:
@@ -155,7 +155,7 @@ def test_the_law_is_learnt_and_what_breaks_the_slo_is_refused_and_nothing_else()
     teach(forecast, table, worker)
     wrong = 0
     for queued in range(0, 20000, 500):
-        lease = table.charge(worker, queued)
+        lease = table.loads.charge(worker, queued)
         for own in (10, 1000, 8000):
             late = law(queued + own) > 2.0
             try:
@@ -164,7 +164,7 @@ def test_the_law_is_learnt_and_what_breaks_the_slo_is_refused_and_nothing_else()
             except TooLate as err:
                 wrong += not late
                 assert err.what == "ttft" and err.retry_after_s >= 1
-        table.release(lease)
+        table.loads.release(lease)
     assert wrong == 0
 
 
@@ -208,7 +208,7 @@ def test_time_between_tokens_is_foretold_by_the_requests_at_the_worker() -> None
     launched = Launched(events=Events.of([forecast]))
     table, worker, request = launched.table, launched.worker(Role.DECODE, "http://d0"), make_request()
     for requests in (*range(1, 20), *range(1, 20)):
-        others = [table.charge(worker, 1) for _ in range(requests - 1)]
+        others = [table.loads.charge(worker, 1) for _ in range(requests - 1)]
         attempt, prefill, decode = launched.pair(request)
         decode.answer(200, events=True, complete=False)
         forecast.on_first_byte(request, attempt, 1.0)
@@ -218,11 +218,11 @@ def test_time_between_tokens_is_foretold_by_the_requests_at_the_worker() -> None
         attempt.complete()
         attempt.end()
         for lease in others:
-            table.release(lease)
+            table.loads.release(lease)
     slo = Slo(itl_s=0.0305)  # ten requests
-    leases = [table.charge(worker, 1) for _ in range(9)]
+    leases = [table.loads.charge(worker, 1) for _ in range(9)]
     assert forecast.in_time([worker], slo, tokens={}, now_s=3.0) == [worker]
-    leases.append(table.charge(worker, 1))
+    leases.append(table.loads.charge(worker, 1))
     with pytest.raises(TooLate, match="time between tokens would take about 32 ms, more than the 30 ms"):
         forecast.in_time([worker], slo, tokens={}, now_s=3.0)
 
@@ -349,14 +349,14 @@ def test_prompts_that_wait_at_a_prefill_worker_count() -> None:
             forecast = c.router.admission.forecast
             assert forecast.ttft_s(prefill, 10) is not None
             for i in range(60):  # a law that is ours
-                own = c.router.table.charge(prefill, 10 * i)
+                own = c.router.table.loads.charge(prefill, 10 * i)
                 forecast.learn_ttft(forecast.expect(prefill, 10 * i, now_s=0.0), now_s=10 * i * SECONDS_PER_TOKEN)
-                c.router.table.release(own)
+                c.router.table.loads.release(own)
             assert (await c.post("/generate", {"input_ids": [1] * 80, "stream": True}))[0] == 200
-            lease = c.router.table.charge(prefill, 40_000)
+            lease = c.router.table.loads.charge(prefill, 40_000)
             status, _, answer = await c.post("/generate", {"input_ids": [1] * 80, "stream": True})
             assert (status, message(answer)[0]) == (429, "slo_ttft")
-            c.router.table.release(lease)
+            c.router.table.loads.release(lease)
             assert (await c.post("/generate", {"input_ids": [1] * 80, "stream": True}))[0] == 200
             await c.settled()
 

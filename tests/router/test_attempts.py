@@ -19,7 +19,7 @@ def pair_of(table: WorkerTable, i: int, *, server: int | None = None) -> tuple[W
     prefill = table.add(f"http://p{i}:1", role=Role.PREFILL, bootstrap_port=8000 + i)
     decode = table.add(f"http://d{i}:1", role=Role.DECODE)
     if server is not None:
-        table.on_bootstrap(prefill, host="b", port=server)
+        prefill.bootstrap_host, prefill.bootstrap_port = "b", server
     for worker in (prefill, decode):
         table.on_check(worker, Check.OK, now_s=0.0)
     return prefill, decode

@@ -81,7 +81,7 @@ class Process:
 
     def report(self) -> None:
         for worker in self.workers:
-            self.table.on_report(worker, replace(FULL if worker.url == "http://d:1" else LoadReport()))
+            self.table.loads.on_report(worker, replace(FULL if worker.url == "http://d:1" else LoadReport()))
 
     def moves(self) -> list[dict[str, Any]]:
         """The newest first."""

@@ -67,12 +67,12 @@ def test_urls_are_unique_and_a_removed_worker_still_takes_its_leases_back() -> N
     table = table_of(1)
     with pytest.raises(WorkerTableError, match="already"):
         table.add("http://h0:1/", role=Role.PREFILL)
-    lease = table.charge(table.workers()[0], 7)
+    lease = table.loads.charge(table.workers()[0], 7)
     removed = table.remove("http://h0:1")
     again = table.add("http://h0:1", role=Role.DECODE)
     table.check()
-    table.release(lease)
-    table.release(lease)
+    table.loads.release(lease)
+    table.loads.release(lease)
     assert (removed.inflight_tokens, again.inflight_tokens, again.worker_id) == (0, 0, 1)
     with pytest.raises(WorkerTableError, match="not in the table"):
         table.remove("http://other:1")
@@ -81,18 +81,18 @@ def test_urls_are_unique_and_a_removed_worker_still_takes_its_leases_back() -> N
 def test_reported_load_counts_only_what_others_sent() -> None:
     table = table_of(1)
     worker = table.workers()[0]
-    lease = table.charge(worker, 100)
-    table.on_report(worker, LoadReport(used_tokens=80, waiting_tokens=60))
+    lease = table.loads.charge(worker, 100)
+    table.loads.on_report(worker, LoadReport(used_tokens=80, waiting_tokens=60))
     assert worker.load_tokens == 140
-    table.release(lease)
+    table.loads.release(lease)
     assert worker.load_tokens == 40
-    table.on_report(worker, None)
+    table.loads.on_report(worker, None)
     assert worker.load_tokens == 0
 
 
 def test_cached_tokens_are_no_load_on_prefill() -> None:
     table = table_of(1, role=Role.PREFILL)
-    table.on_report(table.workers()[0], LoadReport(used_tokens=10_000, waiting_tokens=5))
+    table.loads.on_report(table.workers()[0], LoadReport(used_tokens=10_000, waiting_tokens=5))
     assert table.workers()[0].load_tokens == 5
 
 
@@ -103,13 +103,13 @@ def test_leases_always_balance(steps: list[tuple[int, int, bool]]) -> None:
     live: list[Lease] = []
     for which, tokens, release in steps:
         if release and live:
-            table.release(live.pop(tokens % len(live)))
+            table.loads.release(live.pop(tokens % len(live)))
         else:
-            live.append(table.charge(table.workers()[which], tokens))
+            live.append(table.loads.charge(table.workers()[which], tokens))
         table.check()
     for lease in live:
-        table.release(lease)
-    assert [w.load_tokens for w in table.workers()] == [0, 0, 0] and table.num_leases == 0
+        table.loads.release(lease)
+    assert [w.load_tokens for w in table.workers()] == [0, 0, 0] and table.loads.num_leases == 0
 
 
 def test_rooms_are_never_zero_and_never_live_twice() -> None:

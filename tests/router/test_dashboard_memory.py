@@ -219,7 +219,7 @@ def test_the_picture_speaks_of_the_last_minute_and_draws_two() -> None:
         life.end()
         clock.now += 0.5
     table = WorkerTable()
-    table.on_report(table.add("http://w:1", role=Role.UNIFIED), LoadReport(stages={"running": 3}))
+    table.loads.on_report(table.add("http://w:1", role=Role.UNIFIED), LoadReport(stages={"running": 3}))
     picture = msgspec.json.decode(
         msgspec.json.encode(draw(merge([recorder.snapshot()]), table.workers(), now_s=clock.now))
     )

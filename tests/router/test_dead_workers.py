@@ -161,7 +161,7 @@ async def test_a_failed_request_waits_a_little_for_workers_of_which_none_is_aliv
         await until(lambda: worker.health is Health.DOWN)
         decode.behave = answer_ok
         release.set()
-        await until(lambda: c.router.table.num_leases == 0)  # the first attempt is over
+        await until(lambda: c.router.table.loads.num_leases == 0)  # the first attempt is over
         decode.healthy = True
         assert (await ask)[0] == 200
         await c.settled()

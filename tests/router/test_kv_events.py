@@ -39,7 +39,7 @@ from service.kv_events import (
     read_message,
     seq_bytes,
 )
-from tests.router.dummies import cluster, until
+from tests.router.dummies import cluster, depths, until
 
 STORED = BlockStored([1, 2], None, [7] * 32, 16, None, "GPU")
 PROMPT = list(range(4 * BLOCK_TOKENS))
@@ -162,12 +162,12 @@ def test_pages_of_any_size_make_the_keys_that_requests_have(size: int) -> None:
     told, index = view()
     half = whole // size // 2 * size
     assert told.on_message(0, [stored(PROMPT[:half], size=size)] if half else []) is None
-    assert index.match(keys_of(PROMPT)) == ({0: half // BLOCK_TOKENS} if half >= BLOCK_TOKENS else {})
+    assert depths(index, keys_of(PROMPT)) == ({0: half // BLOCK_TOKENS} if half >= BLOCK_TOKENS else {})
     told.on_message(1, [stored(PROMPT[:whole], at=half, size=size)])
-    assert index.match(keys_of(PROMPT)) == {0: whole // BLOCK_TOKENS}
+    assert depths(index, keys_of(PROMPT)) == {0: whole // BLOCK_TOKENS}
     assert told.num_tokens == whole
     told.on_message(2, [BlockRemoved([hash((0, whole))])])
-    assert index.match(keys_of(PROMPT)).get(0, 0) == (whole - size) // BLOCK_TOKENS
+    assert depths(index, keys_of(PROMPT)).get(0, 0) == (whole - size) // BLOCK_TOKENS
     index.check()
 
 
@@ -178,7 +178,7 @@ def test_adapters_unknown_parents_and_nonsense_are_nobodys_prefix() -> None:
     told.on_message(1, [msgspec.structs.replace(good, parent_block_hash=5, block_hashes=[9, 8, 7, 6])])
     told.on_message(2, [msgspec.structs.replace(good, token_ids=[1]), msgspec.structs.replace(good, block_size=0)])
     told.on_message(3, [BlockStored([77], None, [-1] * BLOCK_TOKENS, BLOCK_TOKENS, None)])
-    assert index.match(keys_of(PROMPT)) == {} and len(index) == 0
+    assert depths(index, keys_of(PROMPT)) == {} and len(index) == 0
     assert told.num_tokens == 9 * BLOCK_TOKENS
 
 
@@ -188,11 +188,11 @@ def test_text_is_guessed_no_further_than_the_worker_has_room() -> None:
     index.touch(0, [b"old"])
     index.touch(0, [b"new"])
     told.on_message(1, [stored([9] * 2 * BLOCK_TOKENS)])
-    assert index.match([b"old"]) == {0: 1}
+    assert depths(index, [b"old"]) == {0: 1}
     told.on_message(
         2, [BlockRemoved([hash((9, 2 * BLOCK_TOKENS))])]
     )  # 5 blocks: 4 + 1 of ids are told, no room for text
-    assert index.match([b"old"]) == {} == index.match([b"new"])
+    assert depths(index, [b"old"]) == {} == depths(index, [b"new"])
     told.on_message(3, [AllBlocksCleared()])
     assert index.num_blocks(0) == 0 == told.num_tokens
 
@@ -203,25 +203,25 @@ def test_gaps_replays_and_restarts() -> None:
     assert told.on_message(0, [first]) is None
     assert told.on_message(2, [AllBlocksCleared()]) == 1  # 1 is missing
     told.on_replay(1, [second])
-    assert index.match(keys_of(PROMPT)) == {0: 4} and told.whole
+    assert depths(index, keys_of(PROMPT)) == {0: 4} and told.whole
     assert told.on_message(2, []) is None and told.on_message(3, []) is None
     told.on_replay(2, [AllBlocksCleared()])  # known already
-    assert index.match(keys_of(PROMPT)) == {0: 4}
+    assert depths(index, keys_of(PROMPT)) == {0: 4}
     assert told.on_message(7, [second]) == 4
     told.skip_to(7)  # nobody has 4 to 6: all is doubtful
-    assert index.match(keys_of(PROMPT)) == {} and not told.whole and told.num_gaps == 1
-    assert told.on_message(7, [second]) is None and index.match(keys_of(PROMPT)) == {}
+    assert depths(index, keys_of(PROMPT)) == {} and not told.whole and told.num_gaps == 1
+    assert told.on_message(7, [second]) is None and depths(index, keys_of(PROMPT)) == {}
     assert told.on_message(0, [first]) is None  # a new life
-    assert index.match(keys_of(PROMPT)) == {0: 2} and told.whole
+    assert depths(index, keys_of(PROMPT)) == {0: 2} and told.whole
 
 
 def test_a_replay_that_does_not_reach_back_far_enough() -> None:
     told, index = view()
     told.on_replay(5, [stored(PROMPT)])
-    assert index.match(keys_of(PROMPT)) == {0: 4} and not told.whole
+    assert depths(index, keys_of(PROMPT)) == {0: 4} and not told.whole
     assert told.on_message(5, [AllBlocksCleared()]) is None  # the same again, live
     assert told.on_message(6, []) is None
-    assert index.match(keys_of(PROMPT)) == {0: 4}
+    assert depths(index, keys_of(PROMPT)) == {0: 4}
 
 
 @settings(max_examples=15, deadline=None)
@@ -258,7 +258,7 @@ def test_the_index_agrees_with_the_engines_tree_after_any_story(seed: int, page_
         assert events.num_named == cache.num_pages and told.num_tokens == cache.num_pages * page_size
         for prompt in prompts:
             cached = len(cache.match(prompt).pages) * page_size
-            assert index.match(keys_of(prompt)).get(0, 0) == cached // BLOCK_TOKENS
+            assert depths(index, keys_of(prompt)).get(0, 0) == cached // BLOCK_TOKENS
     index.check()
 
 
@@ -310,18 +310,18 @@ def test_a_late_subscriber_learns_all_and_a_second_life_is_noticed(secret: bytes
             source.publish([stored(PROMPT)])
             async with feed(secret=secret) as (events, index, worker):
                 events.on_info(worker, info_of(source))
-                await until(lambda: index.match(keys_of(PROMPT)) == {0: 4})
+                await until(lambda: depths(index, keys_of(PROMPT)) == {0: 4})
                 told = events.view_of(worker)
                 await publish_until(source, lambda: told is not None and told._last_live > 0)
                 source.publish([BlockRemoved([hash((0, 4 * BLOCK_TOKENS))])])
-                await until(lambda: index.match(keys_of(PROMPT)) == {0: 3})
+                await until(lambda: depths(index, keys_of(PROMPT)) == {0: 3})
                 events.on_gone(worker)
-                assert index.match(keys_of(PROMPT)) == {} and events.view_of(worker) is None
+                assert depths(index, keys_of(PROMPT)) == {} and events.view_of(worker) is None
                 source.close()
                 source = publisher(secret=secret)
                 source.publish([stored(PROMPT[: 2 * BLOCK_TOKENS])])
                 events.on_info(worker, info_of(source))
-                await until(lambda: index.match(keys_of(PROMPT)) == {0: 2})
+                await until(lambda: depths(index, keys_of(PROMPT)) == {0: 2})
         finally:
             source.close()
 
@@ -338,12 +338,12 @@ def test_without_replay_a_gap_drops_what_was_known() -> None:
                 assert told is not None
                 await publish_until(source, lambda: told._last_live >= 0)
                 source.publish([stored(PROMPT)])
-                await until(lambda: index.match(keys_of(PROMPT)) == {0: 4})
+                await until(lambda: depths(index, keys_of(PROMPT)) == {0: 4})
                 gaps = told.num_gaps
                 source._next += 3  # batches that the queue had no room for
                 source.publish([])
                 await until(lambda: told.num_gaps == gaps + 1)
-                assert index.match(keys_of(PROMPT)) == {} and not told.whole
+                assert depths(index, keys_of(PROMPT)) == {} and not told.whole
         finally:
             source.close()
 
@@ -359,7 +359,7 @@ def test_strangers_learn_nothing_and_junk_on_the_replay_socket_changes_nothing()
                 stranger.on_info(at, info_of(source))
                 async with feed(secret=b"only this cluster knows it") as (events, index, worker):
                     events.on_info(worker, info_of(source))
-                    await until(lambda: index.match(keys_of(PROMPT)) == {0: 4})
+                    await until(lambda: depths(index, keys_of(PROMPT)) == {0: 4})
                 assert len(nothing) == 0 and stranger.view_of(at) is not None
             async with feed() as (outsider, _, at):
                 outsider.on_info(at, info_of(source))

@@ -42,7 +42,7 @@ async def test_a_worker_that_is_gone_is_blamed_before_the_one_that_says_it_lost_
 async def test_the_first_failure_ends_the_other_call_and_all_is_given_back(*, prefill_fails: bool) -> None:
     launched = Launched()
     attempt, prefill, decode = launched.pair(make_request(body=WANTS_INPUT_LOGPROBS))
-    assert launched.table.num_leases == 2 and launched.rooms.num_live == 1
+    assert launched.table.loads.num_leases == 2 and launched.rooms.num_live == 1
     asyncio.get_running_loop().call_soon((prefill if prefill_fails else decode).answer, 500)
     with pytest.raises(CallFailed):
         await winner(attempt)
@@ -94,7 +94,7 @@ async def test_after_the_answer_prefill_may_end_undisturbed_and_then_its_rooms_a
     attempt.begin_answer()
     attempt.complete()
     attempt.end()
-    assert not prefill.closed and launched.rooms.num_live == 1 and launched.table.num_leases == 0
+    assert not prefill.closed and launched.rooms.num_live == 1 and launched.table.loads.num_leases == 0
     prefill.answer(200)
     assert attempt.refused is None
     launched.check()

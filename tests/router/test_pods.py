@@ -7,13 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config import RouterConfig, check_config
+from router.config import RouterConfig, check_config, label_query
 from router.pool.pod_watch import WatchBackoff
 from router.pool.pods import MAX_PODS, Change, Drop, Join, Leave, Pod, PodError, PodSet, Reconciler, read_pod
 from router.pool.states import Check
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
-from router.selectors import Selector
 from service.flags import ConfigError
 
 ANNOTATION = "sglang.ai/bootstrap-port"
@@ -219,15 +218,15 @@ def test_flags_that_cannot_be_honoured_are_named(flags: dict[str, Any], message:
 
 
 def test_selectors_are_written_as_in_sglang() -> None:
-    assert Selector(("app=x", "role=prefill")).query == Selector(("app=x role=prefill",)).query == "app=x,role=prefill"
-    assert not Selector(())
+    assert label_query(("app=x", "role=prefill")) == label_query(("app=x role=prefill",)) == "app=x,role=prefill"
+    assert label_query(()) == ""
 
 
 def test_a_retired_worker_gets_nothing_new_whatever_its_health() -> None:
     table = WorkerTable()
     worker = table.add(URL, role=Role.DECODE)
     table.on_check(worker, Check.OK, now_s=0.0)
-    lease = table.charge(worker, 5)
+    lease = table.loads.charge(worker, 5)
     table.retire(URL)
     table.on_check(worker, Check.OK, now_s=1.0)
     assert table.alive(Role.DECODE) == [] and table.workers() == [worker]
@@ -237,5 +236,5 @@ def test_a_retired_worker_gets_nothing_new_whatever_its_health() -> None:
     assert table.alive(Role.DECODE) == [worker]
     table.on_check(other, Check.OK, now_s=2.0)
     assert table.alive(Role.DECODE) == [other]
-    table.release(lease)
+    table.loads.release(lease)
     table.check()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.body import Api, parse_body
-from router.choice.cache_aware import CacheAware, CacheAwareSettings
+from router.choice.cache_aware import CacheAware
 from router.choice.chooser import Chooser, make_chooser, session_of
 from router.choice.policies import (
     ConsistentHashing,
@@ -24,10 +24,11 @@ from router.choice.policies import (
 )
 from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_keys import BLOCK_BYTES, BLOCK_TOKENS, chain
-from router.config import POLICIES, RouterConfig
+from router.config import POLICIES, ChoiceFlags, RouterConfig
 from router.pool.states import Check
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
+from tests.router.dummies import depths
 
 ANY = RoutingHints()
 
@@ -50,14 +51,14 @@ def test_least_load_takes_fewest_tokens_and_spreads_ties() -> None:
     for tokens in (10, 10, 10, 1):
         worker = policy.choose(table.workers(), ANY).worker
         order.append(worker.worker_id)
-        table.charge(worker, tokens)
+        table.loads.charge(worker, tokens)
     assert order == [0, 1, 2, 0]
     assert policy.choose(table.workers(), ANY).worker.worker_id == 1
     idle = table_of(2)
     for expected in (0, 1, 0, 1):
         worker = policy.choose(idle.workers(), ANY).worker
         assert worker.worker_id == expected
-        idle.release(idle.charge(worker, 10))
+        idle.loads.release(idle.loads.charge(worker, 10))
 
 
 @settings(max_examples=50, deadline=None)
@@ -65,7 +66,7 @@ def test_least_load_takes_fewest_tokens_and_spreads_ties() -> None:
 def test_least_load_never_strays_further_than_one_request(tokens: list[int]) -> None:
     table, policy = table_of(4), LeastLoad()
     for count in tokens:
-        table.charge(policy.choose(table.workers(), ANY).worker, count)
+        table.loads.charge(policy.choose(table.workers(), ANY).worker, count)
     loads = [w.load_tokens for w in table.workers()]
     assert max(loads) - min(loads) <= max(tokens)
 
@@ -74,10 +75,10 @@ def test_least_load_never_strays_further_than_one_request(tokens: list[int]) -> 
 def test_workers_that_hold_kv_are_compared_by_the_share_of_it(role: Role, expected: int) -> None:
     table = table_of(2, role=role)
     for worker, capacity, tokens in zip(table.workers(), (1000, 8000), (500, 2000), strict=True):
-        table.on_report(worker, LoadReport(capacity_tokens=capacity))
-        table.charge(worker, tokens)
+        table.loads.on_report(worker, LoadReport(capacity_tokens=capacity))
+        table.loads.charge(worker, tokens)
     assert LeastLoad().choose(table.workers(), ANY).worker.worker_id == expected
-    table.on_report(table.workers()[1], None)  # one that does not say: tokens again
+    table.loads.on_report(table.workers()[1], None)  # one that does not say: tokens again
     assert LeastLoad().choose(table.workers(), ANY).worker.worker_id == 0
 
 
@@ -97,8 +98,8 @@ def test_random_uses_the_given_draw() -> None:
 def test_power_of_two_takes_the_less_loaded_of_two_different_ones() -> None:
     table = table_of(3)
     workers = table.workers()
-    table.charge(workers[0], 5)
-    table.charge(workers[1], 1)
+    table.loads.charge(workers[0], 5)
+    table.loads.charge(workers[1], 1)
     for first in range(3):
         for second in range(2):
             draws = iter((first, second))
@@ -136,7 +137,7 @@ def test_sessions_spread_evenly_and_without_one_the_load_decides() -> None:
     table = table_of(8)
     counts = Counter(ConsistentHashing().choose(table.workers(), ask).worker.worker_id for ask in sessions(8000))
     assert all(850 < counts[i] < 1150 for i in range(8)), counts
-    table.charge(table.workers()[0], 1)
+    table.loads.charge(table.workers()[0], 1)
     assert ConsistentHashing().choose(table.workers(), ANY).worker.worker_id == 1
 
 
@@ -176,7 +177,7 @@ def ask_of(keys: list[bytes], *, tokens: int | None = None) -> RoutingHints:
 
 
 def cache_aware(**flags: Any) -> CacheAware:
-    return CacheAware(PrefixIndex(max_blocks=100), CacheAwareSettings(**flags))
+    return CacheAware(PrefixIndex(max_blocks=100), ChoiceFlags(**flags))
 
 
 def test_a_prompt_goes_where_its_prefix_is_and_costs_only_the_rest() -> None:
@@ -184,7 +185,7 @@ def test_a_prompt_goes_where_its_prefix_is_and_costs_only_the_rest() -> None:
     ask = ask_of(keys_of("a", 4))
     first = policy.choose(table.workers(), ask)
     assert first == Placement(table.workers()[0], 0) and cost_tokens(first, ask) == 4 * BLOCK_TOKENS + 1
-    table.charge(first.worker, 1)  # a little load does not drive it away
+    table.loads.charge(first.worker, 1)  # a little load does not drive it away
     again = policy.choose(table.workers(), ask_of(keys_of("a", 4)))
     assert again == Placement(first.worker, 4 * BLOCK_TOKENS) and cost_tokens(again, ask) == 1
     assert policy.choose(table.workers(), ask_of(keys_of("b", 4))).worker is not first.worker
@@ -194,9 +195,9 @@ def test_a_queue_longer_than_the_match_is_worth_is_left_alone() -> None:
     table, policy = table_of(2, role=Role.PREFILL), cache_aware()
     ask = ask_of(keys_of("a", 4))
     there = policy.choose(table.workers(), ask).worker
-    table.charge(there, 4 * BLOCK_TOKENS - 1)
+    table.loads.charge(there, 4 * BLOCK_TOKENS - 1)
     assert policy.choose(table.workers(), ask).worker is there
-    table.charge(there, 2)
+    table.loads.charge(there, 2)
     assert policy.choose(table.workers(), ask).worker is not there
 
 
@@ -208,10 +209,10 @@ def test_where_all_wait_a_cached_prefix_is_worth_more() -> None:
         there = policy.choose(table.workers(), ask).worker
         for worker in table.workers():
             for _ in range(queued):
-                table.charge(worker, 0)
-        table.charge(there, 5 * 4 * BLOCK_TOKENS - 1)
+                table.loads.charge(worker, 0)
+        table.loads.charge(there, 5 * 4 * BLOCK_TOKENS - 1)
         assert (policy.choose(table.workers(), ask).worker is there) == stays
-        table.charge(there, 2)
+        table.loads.charge(there, 2)
         assert policy.choose(table.workers(), ask).worker is not there
 
 
@@ -219,7 +220,7 @@ def test_a_match_below_the_threshold_counts_as_none() -> None:
     for tokens, stays in ((3 * BLOCK_TOKENS, True), (4 * BLOCK_TOKENS, False)):
         table, policy = table_of(2, role=Role.PREFILL), cache_aware(cache_threshold=0.3)
         there = policy.choose(table.workers(), ask_of(keys_of("a", 1))).worker
-        table.charge(there, 1)
+        table.loads.charge(there, 1)
         assert (policy.choose(table.workers(), ask_of(keys_of("a", 1), tokens=tokens)).worker is there) == stays
 
 
@@ -234,7 +235,7 @@ def test_unequal_queues_beyond_both_thresholds_go_by_load_alone(short: int, long
     other = table.workers()[1 - there.worker_id]
     for worker, count in ((there, long), (other, short)):
         for _ in range(count):
-            table.charge(worker, 1 if worker is there else 0)
+            table.loads.charge(worker, 1 if worker is there else 0)
     assert (policy.choose(table.workers(), ask).worker is other) == ignored
 
 
@@ -254,9 +255,9 @@ def test_a_worker_that_left_or_went_down_is_no_longer_known_to_have_anything() -
     ):
         ask = ask_of(keys_of("a", 4))
         choice = chooser.choose(table.alive(Role.PREFILL), ask)
-        assert index.match(ask.keys) == {choice.worker.worker_id: 4}
+        assert depths(index, ask.keys) == {choice.worker.worker_id: 4}
         leave(choice.worker)
-        assert index.match(ask.keys) == {}
+        assert depths(index, ask.keys) == {}
         index.check()
 
 
@@ -290,4 +291,4 @@ def test_every_policy_gives_a_candidate_and_no_cost_is_negative(
             choice = chooser.choose(candidates, ask)
             assert choice.worker in candidates
             assert cost_tokens(choice, ask) >= 1 and 0 <= choice.cached_tokens < tokens
-            table.charge(choice.worker, cost_tokens(choice, ask))
+            table.loads.charge(choice.worker, cost_tokens(choice, ask))

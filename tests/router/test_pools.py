@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from router.choice.cache_aware import SMALL_GROUP, CacheAware, CacheAwareSettings, queue_ends, unbalanced
-from router.choice.load import comparable_by_share, least_loaded
-from router.choice.load_order import SWEEP, LoadOrder, OrderByShare, load_key
-from router.choice.policies import ConsistentHashing, RoundRobin, RoutingHints
+from router.choice.cache_aware import SMALL_GROUP, CacheAware, queue_ends, unbalanced
+from router.choice.policies import ConsistentHashing, RoundRobin, RoutingHints, least_loaded
 from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_keys import BLOCK_TOKENS
-from router.fleet.shared_load import SharedLoad
+from router.config import ChoiceFlags
 from router.pool.breaker import BreakerSettings, Event
+from router.pool.load_order import SWEEP, key_for, load_key
+from router.pool.loads import MAX_LOG, LoadLog
 from router.pool.models import serves
-from router.pool.pools import MAX_LOG, MAX_NARROWED, LoadLog
+from router.pool.pool import MAX_NARROWED
+from router.pool.shared_load import SharedLoad
 from router.pool.states import Check, Health
 from router.pool.worker import Lease, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
@@ -50,15 +51,15 @@ class Story:
         self.rng.choice(rare if self.rng.random() < 0.2 else acts)(self.rng.choice(self.table.workers()))
 
     def _charge(self, worker: Worker) -> None:
-        self.leases.append(self.table.charge(worker, self.rng.choice((0, 10, 10, 500, self.rng.randrange(3000)))))
+        self.leases.append(self.table.loads.charge(worker, self.rng.choice((0, 10, 10, 500, self.rng.randrange(3000)))))
 
     def _release(self, worker: Worker) -> None:
         if self.leases:
-            self.table.release(self.leases.pop(self.rng.randrange(len(self.leases))))
+            self.table.loads.release(self.leases.pop(self.rng.randrange(len(self.leases))))
 
     def _report(self, worker: Worker) -> None:
         said = {"waiting_tokens": self.rng.randrange(2000), "capacity_tokens": self.rng.choice((1000, 8000))}
-        self.table.on_report(worker, LoadReport(**said) if self.rng.random() < 0.9 else None)
+        self.table.loads.on_report(worker, LoadReport(**said) if self.rng.random() < 0.9 else None)
 
     def _check(self, worker: Worker) -> None:
         result = self.rng.choice((Check.OK, Check.OK, Check.REFUSED, Check.DRAINING))
@@ -83,9 +84,9 @@ class Story:
             case 2:
                 self.table.on_role(worker, self.rng.choice(ROLES))
             case 3 if worker.switching_to is None:
-                self.table.begin_switch(worker, next(role for role in ROLES if role is not worker.role))
+                self.table.set_switching(worker, next(role for role in ROLES if role is not worker.role))
             case _:
-                self.table.end_switch(worker)
+                self.table.set_switching(worker, None)
 
 
 def who_may(story: Story, role: Role, model: str) -> list[Worker]:
@@ -98,8 +99,7 @@ def who_may(story: Story, role: Role, model: str) -> list[Worker]:
 
 
 def plain_least(candidates: Sequence[Worker]) -> Worker:
-    by_share = comparable_by_share(candidates)
-    return min(candidates, key=lambda worker: load_key(worker, by_share=by_share))
+    return min(candidates, key=key_for(candidates))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -120,7 +120,7 @@ def test_pools_hold_who_may_be_chosen_whatever_happened(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_least_loaded_of_a_pool_is_the_least_of_all(seed: int) -> None:
     story = Story(random.Random(seed))
-    orders: set[type] = set()
+    keys: set[object] = set()
     for _ in range(600):
         story.step()
         for role in ROLES:
@@ -129,10 +129,10 @@ def test_the_least_loaded_of_a_pool_is_the_least_of_all(seed: int) -> None:
                 if pool:
                     assert least_loaded(pool) is plain_least(pool)
                     assert queue_ends(pool) == queue_ends(list(pool))
-                    for kind in (LoadOrder, OrderByShare):
-                        pool.derived(kind).check()
-                    orders.add(OrderByShare if comparable_by_share(pool) else LoadOrder)
-    assert orders
+                    pool.by_tokens.check()
+                    pool.by_share.check()
+                    keys.add(key_for(pool))
+    assert keys
 
 
 def test_workers_that_all_say_their_capacity_are_ordered_by_share_and_by_tokens_when_one_no_longer_does() -> None:
@@ -140,28 +140,26 @@ def test_workers_that_all_say_their_capacity_are_ordered_by_share_and_by_tokens_
     for i in range(SMALL_GROUP + 2):
         worker = story.table.add(f"http://d{i}:1", role=Role.DECODE)
         story.table.on_check(worker, Check.OK, now_s=0.0)
-        story.table.on_report(worker, LoadReport(capacity_tokens=8000 if i == 5 else 1000))
-        story.table.charge(worker, 900 if i == 5 else 500 + i)
+        story.table.loads.on_report(worker, LoadReport(capacity_tokens=8000 if i == 5 else 1000))
+        story.table.loads.charge(worker, 900 if i == 5 else 500 + i)
     pool = story.table.pool(Role.DECODE, "")
     workers = list(pool)
     assert least_loaded(pool) is workers[5] is plain_least(workers)
-    story.table.on_report(workers[9], None)
+    story.table.loads.on_report(workers[9], None)
     assert least_loaded(pool) is workers[0] is plain_least(workers)
-    story.table.on_report(workers[9], LoadReport(capacity_tokens=1000))
+    story.table.loads.on_report(workers[9], LoadReport(capacity_tokens=1000))
     assert least_loaded(pool) is workers[5]
 
 
-def plain_soonest(
-    candidates: Sequence[Worker], ask: RoutingHints, index: PrefixIndex, settings: CacheAwareSettings
-) -> Worker:
+def plain_soonest(candidates: Sequence[Worker], ask: RoutingHints, index: PrefixIndex, settings: ChoiceFlags) -> Worker:
     """The rule of router/choice/cache_aware.py, a worker at a time."""
     matched = index.match(ask.keys)
     shortest, longest = queue_ends(list(candidates))
-    if not matched or unbalanced(shortest, longest, settings):
+    if not matched.groups or unbalanced(shortest, longest, settings):
         return plain_least(candidates)
 
     def cost(worker: Worker) -> tuple[float, ...]:
-        cached = matched.get(worker.worker_id, 0) * BLOCK_TOKENS
+        cached = matched.depth(worker.worker_id) * BLOCK_TOKENS
         worth = (1 + 4 * shortest) * cached if cached >= settings.cache_threshold * ask.prompt_tokens else 0
         return (worker.load_tokens - worth, *load_key(worker)[1:])
 
@@ -171,7 +169,7 @@ def plain_soonest(
 @pytest.mark.parametrize("seed", range(6))
 def test_cache_aware_takes_the_same_worker_as_a_look_at_each(seed: int) -> None:
     rng = random.Random(seed)
-    settings = CacheAwareSettings(balance_abs_threshold=6, balance_rel_threshold=1.5)
+    settings = ChoiceFlags(balance_abs_threshold=6, balance_rel_threshold=1.5)
     story, index = Story(rng, workers=4 * MANY), PrefixIndex(max_blocks=64)
     policy, few, many = CacheAware(index, settings), 0, 0
     story.table.on_gone = policy.forget
@@ -181,13 +179,13 @@ def test_cache_aware_takes_the_same_worker_as_a_look_at_each(seed: int) -> None:
         keys = [b"system", b"tools", *(b"%d.%d" % (talk, i) for i in range(depth))]
         ask = RoutingHints(prompt_tokens=len(keys) * BLOCK_TOKENS + rng.randrange(4 * BLOCK_TOKENS), keys=keys)
         pool = story.table.ready(Role.PREFILL, "", now_s=story.now_s)
-        groups = [bits.bit_count() for _, bits in index.holders(keys).groups]
+        groups = [bits.bit_count() for _, bits in index.match(keys).groups]
         assert len(pool) > SMALL_GROUP
         few, many = few + any(size <= SMALL_GROUP for size in groups), many + any(size > SMALL_GROUP for size in groups)
         expected = plain_soonest(pool, ask, index, settings)
         choice = policy.choose(pool, ask)
         assert choice.worker is expected
-        story.leases.append(story.table.charge(choice.worker, ask.prompt_tokens - choice.cached_tokens))
+        story.leases.append(story.table.loads.charge(choice.worker, ask.prompt_tokens - choice.cached_tokens))
     assert few > 20 and many > 20
 
 
@@ -226,10 +224,10 @@ def test_sessions_keep_their_worker_while_others_of_the_pool_come_and_go() -> No
 def test_a_pool_stays_the_same_until_one_of_its_workers_changes() -> None:
     story = Story(random.Random(5))
     pool = story.table.pool(Role.DECODE, "")
-    order = pool.derived(LoadOrder)
+    order = pool.by_tokens
     for _ in range(3):
-        story.table.charge(pool[0], 7)
-        assert story.table.pool(Role.DECODE, "") is pool and pool.derived(LoadOrder) is order
+        story.table.loads.charge(pool[0], 7)
+        assert story.table.pool(Role.DECODE, "") is pool and pool.by_tokens is order
     story.table.on_silence(pool[0], False)  # no news
     story.table.on_check(pool[0], Check.OK, now_s=1.0)
     assert story.table.pool(Role.DECODE, "") is pool
@@ -249,15 +247,15 @@ def test_narrower_pools_are_kept_and_few_of_them() -> None:
 
 def test_a_reader_that_is_far_behind_looks_at_all() -> None:
     log = LoadLog()
-    log.ids.append(1)
+    log.note(1)
     place = log.end
-    log.ids.append(2)
+    log.note(2)
     assert log.since(place) == [2]
-    log.ids += [3] * 2 * MAX_LOG
-    log.trim()
+    for _ in range(2 * MAX_LOG):
+        log.note(3)
     assert log.since(place) is None
     assert log.since(log.end) == []
-    log.ids.append(4)
+    log.note(4)
     assert log.since(log.end - 1) == [4]
 
 
@@ -266,8 +264,8 @@ def test_an_order_that_nobody_read_for_long_is_right_again() -> None:
     pool = story.table.pool(Role.DECODE, "")
     least_loaded(pool)
     for _ in range(MAX_LOG + 1):
-        story.table.release(story.table.charge(pool[0], 5))
-    story.table.charge(pool[1], 5)
+        story.table.loads.release(story.table.loads.charge(pool[0], 5))
+    story.table.loads.charge(pool[1], 5)
     assert least_loaded(pool) is plain_least(pool)
 
 
@@ -289,17 +287,17 @@ def test_what_a_peer_sends_to_the_least_loaded_is_seen_at_once(tmp_path: Path) -
     for _ in range(len(pool)):
         worker = least_loaded(pool)
         seen.append(worker.worker_id)
-        other.charge(other.workers()[worker.worker_id], 100)
+        other.loads.charge(other.workers()[worker.worker_id], 100)
     assert sorted(seen) == list(range(len(pool)))
 
 
 def test_what_a_peer_has_ended_is_seen_within_one_round(tmp_path: Path) -> None:
     mine, other = peers(tmp_path, 4 * SWEEP)
     pool = mine.pool(Role.DECODE, "")
-    leases = [other.charge(worker, 100) for worker in other.workers()]
+    leases = [other.loads.charge(worker, 100) for worker in other.workers()]
     assert least_loaded(pool).load_tokens == 100
     last = leases[-1]
-    other.release(last)
+    other.loads.release(last)
     found = [least_loaded(pool).worker_id for _ in range(len(pool) // SWEEP)]
     assert found[-1] == last.worker.worker_id
 

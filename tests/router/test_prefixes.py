@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from router.body import Api, parse_body
 from router.choice.prefix_index import SWEEP, PrefixIndex
 from router.choice.prefix_keys import BLOCK_BYTES, BLOCK_TOKENS, MAX_KEYS, chain, prompt_keys, token_bytes, token_seed
+from tests.router.dummies import depths
 
 
 def keys(api: Api, **fields: Any) -> list[bytes]:
@@ -97,9 +98,9 @@ def test_each_worker_is_known_by_its_own_longest_prefix() -> None:
     index.touch(7, path("aaaa", 2))
     index.touch(9, path("aaaa", 4))
     index.touch(11, path("bbbb", 4))
-    assert index.match(path("aaaaaa", 6)) == {7: 2, 9: 4}
-    assert index.match(path("aaaa", 3)) == {7: 2, 9: 3}
-    assert index.match(path("zz", 2)) == {} == index.match([])
+    assert depths(index, path("aaaaaa", 6)) == {7: 2, 9: 4}
+    assert depths(index, path("aaaa", 3)) == {7: 2, 9: 3}
+    assert depths(index, path("zz", 2)) == {} == depths(index, [])
     index.check()
 
 
@@ -109,7 +110,7 @@ def test_what_comes_after_a_hole_does_not_count() -> None:
     index.touch(1, keys)
     for key in (keys[0], keys[2], keys[3]):
         index.store(0, key)
-    assert index.match(keys) == {0: 1, 1: 4}
+    assert depths(index, keys) == {0: 1, 1: 4}
 
 
 def test_the_least_recently_used_goes_first_and_the_front_of_a_prefix_last() -> None:
@@ -117,10 +118,10 @@ def test_the_least_recently_used_goes_first_and_the_front_of_a_prefix_last() -> 
     index.touch(0, path("aaa", 3))
     index.touch(0, path("b", 1))
     index.touch(0, path("c", 1))
-    assert index.match(path("aaa", 3)) == {0: 2}
+    assert depths(index, path("aaa", 3)) == {0: 2}
     index.touch(0, path("aa", 2))
     index.touch(0, path("d", 1))
-    assert index.match(path("aa", 2)) == {0: 2} and index.match(path("b", 1)) == {}
+    assert depths(index, path("aa", 2)) == {0: 2} and depths(index, path("b", 1)) == {}
     assert index.num_blocks(0) == 4 == len(index)
     index.check()
 
@@ -133,9 +134,9 @@ def test_what_a_worker_told_stays_until_it_says_otherwise() -> None:
     index.touch(0, [*told, b"guess"])
     for name in "bcdef":
         index.touch(0, path(name, 1))
-    assert index.match(told) == {0: 2} and index.num_blocks(0) == 5
+    assert depths(index, told) == {0: 2} and index.num_blocks(0) == 5
     index.remove(0, told[1])
-    assert index.match(told) == {0: 1}
+    assert depths(index, told) == {0: 1}
     index.remove(0, b"never seen")
     index.check()
 
@@ -146,7 +147,7 @@ def test_guesses_beyond_what_the_worker_holds_are_dropped_oldest_first() -> None
     index.touch(0, path("aaa", 3))
     index.touch(0, path("bb", 2))
     index.shrink(0, 4)
-    assert index.match(path("bb", 2)) == {0: 2} and index.match(path("aaa", 3)) == {0: 1}
+    assert depths(index, path("bb", 2)) == {0: 2} and depths(index, path("aaa", 3)) == {0: 1}
     index.shrink(0, 0)
     assert index.num_blocks(0) == 1
     index.check()
@@ -158,9 +159,9 @@ def test_a_worker_that_left_is_unknown_at_once_and_its_entries_go_in_slices() ->
     index.touch(0, many)
     index.touch(1, many[:1])
     index.forget(0)
-    assert index.match(many) == {1: 1}
+    assert depths(index, many) == {1: 1}
     index.touch(2, many[:2])  # takes another bit: those of the one that left are still there
-    assert index.match(many) == {1: 1, 2: 2}
+    assert depths(index, many) == {1: 1, 2: 2}
     sizes = []
     while len(index) > 2:
         sizes.append(len(index))
@@ -169,7 +170,7 @@ def test_a_worker_that_left_is_unknown_at_once_and_its_entries_go_in_slices() ->
     assert len(sizes) >= 2 and max(a - b for a, b in itertools.pairwise(sizes)) <= SWEEP
     index.touch(3, many[:1])
     index.check()
-    assert index.match(many[:1]) == {1: 1, 2: 1, 3: 1}
+    assert depths(index, many[:1]) == {1: 1, 2: 1, 3: 1}
 
 
 class Model(RuleBasedStateMachine):
@@ -185,7 +186,7 @@ class Model(RuleBasedStateMachine):
     def touch(self, worker: int, name: str) -> None:
         self.index.touch(worker, path(name, len(name)))
         self.may_have.setdefault(worker, set()).update(path(name, len(name)))
-        assert self.index.match(path(name, len(name)))[worker] == len(name)
+        assert depths(self.index, path(name, len(name)))[worker] == len(name)
 
     @rule(worker=st.integers(0, 3), name=st.text("ab", min_size=1, max_size=3))
     def store(self, worker: int, name: str) -> None:
@@ -214,7 +215,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(name=st.text("ab", min_size=1, max_size=5))
     def match(self, name: str) -> None:
-        found = self.index.match(path(name, len(name)))
+        found = depths(self.index, path(name, len(name)))
         for worker in range(4):
             told = self.told.get(worker, set())
             known = [key in told or key in self.may_have.get(worker, ()) for key in path(name, len(name))]

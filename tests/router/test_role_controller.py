@@ -235,16 +235,20 @@ def test_prefill_work_is_what_comes_in_and_what_waits_at_the_speed_it_has() -> N
     gauge = Gauge(Goals(ttft_s=2.0), window_s=1.0)
     for second in range(60):
         report = LoadReport(prompt_tokens_total=10_000 * second, busy_ms_total=500 * second)
-        made.on_report(worker, report)
+        made.loads.on_report(worker, report)
         (seen,) = gauge.read([worker], float(second))
         assert seen.ready is (second > 0)
     assert seen.lasting == pytest.approx(0.5) and seen.backlog == 0
-    made.on_report(worker, replace(report, waiting_tokens=40_000, prompt_tokens_total=640_000, busy_ms_total=30_000))
+    made.loads.on_report(
+        worker, replace(report, waiting_tokens=40_000, prompt_tokens_total=640_000, busy_ms_total=30_000)
+    )
     (seen,) = gauge.read([worker], 60.0)
     assert 0.5 < seen.backlog < 1.0
     for second in range(61, 90):
         busy_ms, arrived = 30_000 + 500 * (second - 60), 640_000 + 10_000 * (second - 60)
-        made.on_report(worker, LoadReport(prompt_tokens_total=arrived, busy_ms_total=busy_ms, waiting_tokens=40_000))
+        made.loads.on_report(
+            worker, LoadReport(prompt_tokens_total=arrived, busy_ms_total=busy_ms, waiting_tokens=40_000)
+        )
         (seen,) = gauge.read([worker], float(second))
     assert seen.backlog == pytest.approx(1.0, rel=0.1)
 
@@ -276,7 +280,9 @@ def test_time_between_tokens_follows_from_what_came_out() -> None:
     made, (worker,) = table(D)
     gauge = Gauge(Goals(itl_s=0.05), window_s=1.0)
     for second in range(3):
-        made.on_report(worker, LoadReport(running_reqs=20, output_tokens_total=500 * second, capacity_tokens=10**6))
+        made.loads.on_report(
+            worker, LoadReport(running_reqs=20, output_tokens_total=500 * second, capacity_tokens=10**6)
+        )
         (seen,) = gauge.read([worker], float(second))
     assert seen.demand == pytest.approx(0.8)
 
@@ -285,9 +291,9 @@ def test_another_process_or_role_begins_anew_and_silence_is_not_ready() -> None:
     made, (worker, silent) = table(P, D)
     gauge = Gauge(Goals(), window_s=1.0)
     for second in range(3):
-        made.on_report(worker, LoadReport(busy_ms_total=900 * second))
+        made.loads.on_report(worker, LoadReport(busy_ms_total=900 * second))
         seen, mute = gauge.read([worker, silent], float(second))
     assert seen.ready and not mute.ready
-    made.on_report(worker, LoadReport(busy_ms_total=5))
+    made.loads.on_report(worker, LoadReport(busy_ms_total=5))
     seen, _ = gauge.read([worker, silent], 3.0)
     assert not seen.ready and seen.demand == 0

@@ -41,10 +41,10 @@ def test_the_last_of_a_pool_stays_unless_forced() -> None:
     assert objection(table, p0, Role.DECODE) == ""
     assert "the last healthy decode worker; force" in objection(table, d0, Role.PREFILL)
     assert objection(table, d0, Role.PREFILL, force=True) == ""
-    table.begin_switch(p1, Role.DECODE)
+    table.set_switching(p1, Role.DECODE)
     assert "the last healthy prefill worker" in objection(table, p0, Role.DECODE), "the other is leaving the pool"
     assert "becoming a decode worker already" in objection(table, p1, Role.DECODE, force=True)
-    table.end_switch(p1)
+    table.set_switching(p1, None)
     table.on_check(p1, Check.REFUSED, now_s=2.0)
     assert "the last healthy prefill worker" in objection(table, p0, Role.DECODE)
     assert "it is down" in objection(table, p1, Role.DECODE, force=True)
@@ -75,12 +75,12 @@ def test_who_may_not_move_at_all() -> None:
 def test_one_that_is_asked_to_change_gets_nothing_new_even_if_it_is_the_last_resort() -> None:
     table = make_table()
     p0, p1, _ = table.workers()
-    table.begin_switch(p0, Role.DECODE)
+    table.set_switching(p0, Role.DECODE)
     assert table.alive(Role.PREFILL) == [p1]
     table.retire(p0.url, last_resort=True)
     table.retire(p1.url, last_resort=True)
     assert table.alive(Role.PREFILL) == [p1]
-    table.end_switch(p0)
+    table.set_switching(p0, None)
     assert table.alive(Role.PREFILL) == [p0, p1]
 
 
@@ -89,12 +89,12 @@ def test_what_was_known_of_the_old_role_is_forgotten() -> None:
     table = make_table()
     table.on_gone = gone.append
     p0 = table.workers()[0]
-    table.on_report(p0, LoadReport(waiting_tokens=100))
-    lease = table.charge(p0, 7)
+    table.loads.on_report(p0, LoadReport(waiting_tokens=100))
+    lease = table.loads.charge(p0, 7)
     table.on_role(p0, Role.DECODE)
     assert table.alive(Role.DECODE)[0] is p0 and p0 not in table.alive(Role.PREFILL)
     assert (p0.report, p0.foreign_tokens, p0.given_bootstrap_port, gone) == (None, 0, None, [p0])
-    table.release(lease)
+    table.loads.release(lease)
     table.check()
 
 

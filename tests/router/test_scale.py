@@ -45,7 +45,7 @@ def test_every_request_goes_where_a_look_at_each_worker_sends_it(trace: list[Tra
     for cluster in (kept, scanned):
         cluster.run(repeated(trace, REQUESTS, workers=WORKERS // 2))
         cluster.table.check()
-        assert cluster.served == REQUESTS and cluster.rooms.num_live == cluster.table.num_leases == 0
+        assert cluster.served == REQUESTS and cluster.rooms.num_live == cluster.table.loads.num_leases == 0
         assert cluster.watch.count["begin"] == cluster.watch.count["end"] == REQUESTS
     assert (kept.computed, kept.cached_tokens) == (scanned.computed, scanned.cached_tokens)
     assert kept.cached_tokens > 0 or policy == "least_load"

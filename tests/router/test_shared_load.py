@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import router.fleet.shared_load
+import router.pool.shared_load
 from router.fleet.peer_processes import merge_expositions
-from router.fleet.shared_load import SharedLoad
 from router.pool.breaker import BreakerSettings, Event, State
+from router.pool.shared_load import SharedLoad
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 
@@ -65,7 +65,7 @@ def test_a_process_that_starts_again_has_nothing_in_flight(tmp_path: Path) -> No
 
 
 def test_a_place_is_free_again_when_no_process_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.fleet.shared_load, "NUM_SLOTS", 4)
+    monkeypatch.setattr(router.pool.shared_load, "NUM_SLOTS", 4)
     first, second = rows(tmp_path, 2)
     slots = {url: first.take(url) for url in "abcd"}
     assert sorted(slots.values()) == [0, 1, 2, 3]

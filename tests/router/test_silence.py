@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from router.pool.active_calls import last_byte_s
-from router.pool.probe_timeout import ProbeTimeout, quiet_for
+from router.pool.probe import SilenceTimer
 from router.pool.states import Check, Health
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
@@ -154,11 +154,11 @@ def test_silence_narrows_the_choice_within_a_model() -> None:
 def test_a_worker_of_which_bytes_come_is_not_silent() -> None:
     async def scenario() -> None:
         loop, told = asyncio.get_running_loop(), list[bool]()
-        question = ProbeTimeout(limit_s=0.01, received_s=loop.time, report=told.append)
+        question = SilenceTimer(limit_s=0.01, received_s=loop.time, report=told.append)
         await until(lambda: len(told) >= 5)
         question.close()
         assert set(told) == {False}
-        question = ProbeTimeout(limit_s=0.01, received_s=lambda: -math.inf, report=told.append)
+        question = SilenceTimer(limit_s=0.01, received_s=lambda: -math.inf, report=told.append)
         await until(lambda: told[-1])
         question.close()
 
@@ -170,7 +170,7 @@ def test_a_timer_that_comes_a_hair_too_early_is_on_time(monkeypatch: pytest.Monk
 
     async def scenario() -> None:
         loop, told = asyncio.get_running_loop(), list[bool]()
-        question = ProbeTimeout(limit_s=60.0, received_s=lambda: -math.inf, report=told.append)
+        question = SilenceTimer(limit_s=60.0, received_s=lambda: -math.inf, report=told.append)
         at_s = loop.time() + 60.0 - 1e-5
         monkeypatch.setattr(loop, "time", lambda: at_s)
         question._on_timer()
@@ -179,12 +179,6 @@ def test_a_timer_that_comes_a_hair_too_early_is_on_time(monkeypatch: pytest.Monk
         assert told == [True]
 
     asyncio.run(scenario())
-
-
-def test_silence_counts_from_the_question_or_from_what_came_later() -> None:
-    assert quiet_for(asked_s=5.0, received_s=-math.inf, now_s=6.0) == 1.0
-    assert quiet_for(asked_s=5.0, received_s=4.0, now_s=6.0) == 1.0
-    assert quiet_for(asked_s=5.0, received_s=5.75, now_s=6.0) == 0.25
 
 
 def test_only_bytes_of_an_answer_are_a_sign_of_life_not_that_it_was_asked_for() -> None:

@@ -185,7 +185,7 @@ def test_a_router_dials_nobody_whom_a_request_names() -> None:
                 assert leg.headers["host"] != headers["Host"], "the client's Host went on to a worker"
                 if "bootstrap_port" in leg.body:
                     assert str(caught.address[1]) not in json.dumps(leg.body["bootstrap_port"])
-            await until(lambda: c.router.table.num_leases == 0)
+            await until(lambda: c.router.table.loads.num_leases == 0)
 
     with trap() as caught:
         uvloop.run(scenario(caught))

@@ -46,7 +46,7 @@ def test_an_unanswered_look_at_a_worker_does_not_forget_its_bootstrap_port() -> 
         table = WorkerTable()
         worker = table.add("http://p:80", role=Role.PREFILL)
         table.on_check(worker, Check.OK, now_s=0.0)
-        table.on_bootstrap(worker, host="p", port=8998)
+        worker.bootstrap_host, worker.bootstrap_port = "p", 8998
         session: Any = Session()
         config = RouterConfig(pd_disaggregation=True)
         gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)

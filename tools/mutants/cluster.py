@@ -23,7 +23,7 @@ from engine.loop.deadlines import Deadlines
 from router.attempts.pair_attempt import AttemptGroup, PairAttempt
 from router.attempts.request import RequestContext
 from router.attempts.rooms import RoomMinter
-from router.pool.workers import WorkerTable
+from router.pool.loads import Loads
 from router.requests.live import LiveRequests
 from tools.mutants.core import CORE
 from tools.mutants.planting import Bugs
@@ -345,7 +345,7 @@ def _(original, minter):
 
 CLUSTER.skip(
     "keep the lease of an ended attempt",
-    WorkerTable.release,
+    Loads.release,
     "The load of an ended request stays charged to its worker.",
     called_by=PairAttempt.end,
 )

@@ -135,7 +135,7 @@ class Router:
             reply.whole(response.status, body, retry_after=response.headers.get("Retry-After", ""))
 
     def check_if_changed(self) -> None:
-        seen = (self.table.num_leases, self.rooms.num_live, len(self.aio.errors))
+        seen = (self.table.loads.num_leases, self.rooms.num_live, len(self.aio.errors))
         if seen != self._seen:
             self._seen = seen
             self.check()
@@ -148,7 +148,7 @@ class Router:
 
     def leftovers(self) -> list[str]:
         open_things = {
-            "leases": self.table.num_leases,
+            "leases": self.table.loads.num_leases,
             "rooms": self.rooms.num_live,
             "tails": len(self.dispatcher.launcher.tails),
         }

@@ -1,9 +1,8 @@
 """Which worker a session belongs to: multi-probe consistent hashing. Pure, and the same in every router.
 
-Each worker has `POINTS` places on a ring of 2^64, found from its URL. A session has `PROBES`; the worker whose place follows one
-of them most closely has the session. One that leaves had the closest place for its own sessions only, and each of those has
-another one next; one that joins only takes. A look-up bisects the ring once a probe, whatever the number of workers.
-Appleton, O'Reilly, "Multi-probe consistent hashing" (2015). With these numbers shares differ by 4% (one sigma).
+Each worker has `POINTS` places on a ring of 2^64, by its URL, and each session `PROBES`: the worker whose place follows one of them most
+closely has the session. A worker that leaves moves its own sessions only; one that joins only takes. A look-up bisects the ring once a
+probe. Appleton, O'Reilly, "Multi-probe consistent hashing" (2015). With these numbers shares differ by 4% (one sigma).
 """
 
 import struct
@@ -12,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
-from router.pool.worker import Worker
-from router.pool.workers import MAX_WORKERS
+from router.pool.worker import MAX_WORKERS, Worker
 
 POINTS = 16  # a multiple of 8
 PROBES = 21
@@ -23,14 +21,14 @@ _DIGEST = 8  # bytes
 
 
 class HashRing:
-    """The places of some workers. (Two at one place: once in 10^11 rings of a thousand workers.)"""
+    """Two workers have one place once in 10^11 rings of a thousand workers."""
 
     def __init__(self, workers: Iterable[Worker]) -> None:
         self._owners = {place: w.worker_id for w in workers for place in places_of(w.url)}
         self._places = sorted(self._owners)
 
     def owner(self, session: str) -> int:
-        """The id of the worker that has it."""
+        """The id of the worker that has the session."""
         places, count, beyond = self._places, len(self._places), self._places[0] + _SIZE
         best, closest = beyond, _SIZE
         probe, step = _hashes(session, 2)
@@ -45,11 +43,10 @@ class HashRing:
 
 @lru_cache(maxsize=2 * MAX_WORKERS)
 def places_of(url: str) -> tuple[int, ...]:
-    """Of the worker there."""
     return tuple(place for number in range(POINTS // 8) for place in _hashes(f"{number} {url}", 8))
 
 
 def _hashes(text: str, count: int) -> Sequence[int]:
-    """Up to 8 numbers of 64 bits that are the same in every process."""
+    """Up to 8 numbers of 64 bits, the same in every process."""
     digest = blake2b(text.encode(errors="replace"), digest_size=_DIGEST * count).digest()
     return struct.unpack(f">{count}Q", digest)

@@ -1,8 +1,7 @@
 """What the processes of one router have in flight, and which circuits they hold open, in memory that they share.
 
-Each process writes its own row and reads the others'. A number is one aligned word, so reading and writing need no lock.
-A worker's slot is found by a hash of its URL, whatever the order in which processes learn of workers; only taking a slot
-needs a lock. Pure but for the mapped file: no sockets, no clocks.
+Each process writes its own row and reads the others'. A number is one aligned word, which needs no lock. A worker's slot is found by a
+hash of its URL, the same in every process; only taking a slot needs a lock. No sockets, no clocks.
 """
 
 import fcntl
@@ -13,24 +12,24 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 
-NUM_SLOTS = 8192  # places for workers; at most MAX_WORKERS are in one table
+NUM_SLOTS = 8192  # at most MAX_WORKERS are in one table
+REREAD_S = 1.0  # after which the others' circuits are read again though none has changed
 _WORD = 8
-_PER_SLOT = (
-    4  # of one row: whether its table holds the worker, tokens, requests, until when its circuit is open (monotonic ms)
-)
+# A row: live requests and how often a circuit has opened or closed; then the slots; then the clients.
+_HEADER = 2
+_LIVE, _TURNS = range(_HEADER)
+# A slot: whether the process's table holds the worker, tokens, requests, the end of its open circuit (monotonic ms).
+_PER_SLOT = 4
+_USED, _TOKENS, _REQUESTS, _OPEN = range(_PER_SLOT)
 # Requests of each client, in a count-min sketch (Cormode, Muthukrishnan 2005): a client counts in one cell of each depth, and
-# its number is the least of those. It is never too low; too high only where clients that are busy meet in every depth.
+# its number is the least of those: never too low; too high only if busy clients share a cell in every depth.
 _DEPTH, _WIDTH = 3, 4096
-_HEADER = 2  # of one row: live requests, how often a circuit has opened or closed
 _CLIENTS = _HEADER + _PER_SLOT * NUM_SLOTS
 _ROW_WORDS = _CLIENTS + _DEPTH * _WIDTH
-_LIVE, _TURNS = range(_HEADER)
-REREAD_S = 1.0  # after which the others' circuits are read again though none has changed
-_USED, _TOKENS, _REQUESTS, _OPEN = range(_PER_SLOT)
 
 
 class SharedLoad:
-    """Row `row` of `num_rows` in the file `path`, which is made if need be. What an earlier owner of the row left is wiped."""
+    """Row `row` of `num_rows` in the file `path`, created if need be. The row starts empty."""
 
     def __init__(self, path: Path, *, row: int, num_rows: int) -> None:
         assert 0 <= row < num_rows, (row, num_rows)
@@ -48,7 +47,7 @@ class SharedLoad:
         self._words[self._begin : self._begin + _ROW_WORDS] = memoryview(bytes(_WORD * _ROW_WORDS)).cast("q")
 
     def take(self, url: str) -> int:
-        """The place of the worker at `url`, the same in every process. `RuntimeError` when no place is left."""
+        """The slot of the worker at `url`, the same in every process. `RuntimeError` if none is left."""
         name = _name(url)
         with self._locked():
             slot = self._find(name)
@@ -57,23 +56,19 @@ class SharedLoad:
         return slot
 
     def give_back(self, slot: int) -> None:
-        """This process does not know the worker any more."""
         self._words[self._at(self._begin, slot, _USED)] = 0
         self.publish(slot, tokens=0, requests=0)
         self.publish_open(slot, 0.0)
 
     def publish(self, slot: int, *, tokens: int, requests: int) -> None:
-        """What this process has in flight there."""
         at = self._at(self._begin, slot, 0)
         self._words[at + _TOKENS] = tokens
         self._words[at + _REQUESTS] = requests
 
     def publish_live(self, requests: int) -> None:
-        """How many requests this process serves."""
         self._words[self._begin + _LIVE] = requests
 
     def others_tokens(self, slot: int) -> int:
-        """What the other processes have in flight there."""
         at, words = self._at(0, slot, _TOKENS), self._words
         return sum([words[begin + at] for begin in self._others])
 
@@ -82,12 +77,12 @@ class SharedLoad:
         return sum([words[begin + at] for begin in self._others])
 
     def publish_open(self, slot: int, until_s: float) -> None:
-        """This process has found the worker faulty, and leaves it out until then (of the machine's monotonic clock); 0: no more."""
+        """This process leaves the worker out until then (the machine's monotonic clock); 0: no longer."""
         self._words[self._at(self._begin, slot, _OPEN)] = int(until_s * 1000)
         self._words[self._begin + _TURNS] += 1
 
     def others_open(self, now_s: float) -> Sequence[int]:
-        """The workers that another process leaves out. All places are read only when one has changed, and now and then."""
+        """The slots that another process leaves out. All are read only when one has changed, and at intervals."""
         turns = [self._words[begin + _TURNS] for begin in self._others]
         if turns != self._turns or now_s >= self._reread_s:
             self._read_open()
@@ -103,16 +98,13 @@ class SharedLoad:
                     self._open[slot] = max(until_ms, self._open.get(slot, 0))
 
     def others_live(self) -> int:
-        """How many requests the other processes serve."""
         return sum([self._words[begin + _LIVE] for begin in self._others])
 
     def add_client(self, client: str, step: int) -> None:
-        """So many more (or fewer) requests of this client run in this process."""
         for at in _cells(client):
             self._words[self._begin + at] += step
 
     def others_of_client(self, client: str) -> int:
-        """How many of its requests the other processes serve."""
         words = self._words
         return min(sum([words[begin + at] for begin in self._others]) for at in _cells(client))
 
@@ -122,7 +114,7 @@ class SharedLoad:
         os.close(self._file)
 
     def _find(self, name: int) -> int:
-        """The slot of `name`; else the first free one on its way."""
+        """The slot of `name`, else the first free one after its hash."""
         start, free = name % NUM_SLOTS, None
         for step in range(NUM_SLOTS):
             slot = (start + step) % NUM_SLOTS
@@ -157,7 +149,7 @@ def _name(url: str) -> int:
 
 
 def _cells(client: str) -> list[int]:
-    """Where a client counts, from the begin of a row."""
+    """The cells of a client, from the begin of a row."""
     digest = blake2b(client.encode(errors="replace"), digest_size=4 * _DEPTH).digest()
     return [
         _CLIENTS + depth * _WIDTH + int.from_bytes(digest[4 * depth : 4 * depth + 4], "little") % _WIDTH

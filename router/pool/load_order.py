@@ -1,0 +1,152 @@
+"""Workers in order of load, and their queue lengths, kept from request to request. Pure.
+
+Load is what a role runs out of first:
+
+    prefill           prompt tokens that wait to be computed and are in no cache
+    decode, unified   KV that requests will hold when they end, as a share of capacity where all workers report theirs
+
+The order is a sorted list. Each reader first moves the workers whose load changed (`LoadLog`): a bisection and a move of a few
+kilobytes each, whatever the number of workers.
+
+With peer processes (`--workers N`) loads change without an entry in the log. So each reader also updates the next `SWEEP` workers in turn, and
+the first again until it stays first. A worker is thus never chosen for less load than it has; less load there is overlooked until the sweep
+comes round: never in a pool of up to `SWEEP`.
+"""
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from router.pool.loads import LoadLog
+from router.pool.worker import Role, Worker
+
+SWEEP = 16
+
+LoadKey = tuple[float, int, int, int]
+
+
+def load_key(worker: Worker) -> LoadKey:
+    """By tokens; ties: fewer requests, fewer so far, the oldest worker."""
+    return (worker.load_tokens, worker.inflight_requests, worker.assigned_total, worker.worker_id)
+
+
+def share_key(worker: Worker) -> LoadKey:
+    """By the share of KV that is taken; below 0 for a worker of unknown capacity."""
+    if worker.capacity_tokens <= 0:
+        return (-1.0, 0, 0, worker.worker_id)
+    return (worker.load_tokens / worker.capacity_tokens, *load_key(worker)[1:])
+
+
+def key_for(workers: Sequence[Worker]) -> Callable[[Worker], LoadKey]:
+    """The key to compare workers of one role by: shares if they hold KV and all report a capacity."""
+    by_share = workers[0].role is not Role.PREFILL and all(worker.capacity_tokens > 0 for worker in workers)
+    return share_key if by_share else load_key
+
+
+class _LogReader:
+    """Reads the load log for some workers."""
+
+    def __init__(self, workers: Mapping[int, Worker], log: LoadLog) -> None:
+        self._log = log
+        self._read = log.end
+        self._workers = workers
+
+    def _changed(self) -> Sequence[Worker] | None:
+        """Workers whose load may have changed since the last call, each once; None: any may have."""
+        place, self._read = self._read, self._log.end
+        if place == self._read:
+            return ()
+        ids = self._log.since(place)
+        if ids is None or len(ids) > len(self._workers):
+            return None
+        return [self._workers[i] for i in set(ids) if i in self._workers]
+
+
+class LoadOrder(_LogReader):
+    """Least loaded first, by `key`."""
+
+    def __init__(self, workers: Mapping[int, Worker], log: LoadLog, key: Callable[[Worker], LoadKey]) -> None:
+        super().__init__(workers, log)
+        self._key = key
+        self._ids = list(workers)
+        self._next = 0  # where the sweep goes on
+        self._sort()
+
+    def first(self) -> Worker:
+        """The worker with the least load at the last `catch_up`."""
+        return self._workers[self._order[0][3]]
+
+    def all_known(self) -> bool:
+        """No worker has a load below 0 (`share_key`)."""
+        return self._order[0][0] >= 0
+
+    def walk(self) -> Iterator[Worker]:
+        return (self._workers[key[3]] for key in self._order)
+
+    def catch_up(self) -> None:
+        changed = self._changed()
+        if changed is None:
+            self._sort()
+        else:
+            for worker in changed:
+                self._place(worker)
+        if self._log.has_peers:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        for _ in range(min(SWEEP, len(self._ids))):
+            self._place(self._workers[self._ids[self._next]])
+            self._next = (self._next + 1) % len(self._ids)
+        for _ in self._ids:
+            if not self._place(self.first()):
+                return
+
+    def _place(self, worker: Worker) -> bool:
+        """Move a worker to its place; False: it is there."""
+        old, new = self._keys[worker.worker_id], self._key(worker)
+        if old == new:
+            return False
+        del self._order[bisect_left(self._order, old)]
+        insort(self._order, new)
+        self._keys[worker.worker_id] = new
+        return True
+
+    def _sort(self) -> None:
+        self._keys = {worker_id: self._key(worker) for worker_id, worker in self._workers.items()}
+        self._order = sorted(self._keys.values())
+
+    def check(self) -> None:
+        """Assert that the order is that of the keys, one for each worker."""
+        assert self._order == sorted(self._keys.values())
+        assert self._keys.keys() == self._workers.keys()
+        assert all(key[3] == worker_id for worker_id, key in self._keys.items())
+
+
+class QueueLengths(_LogReader):
+    """How many workers have each number of this router's requests."""
+
+    def __init__(self, workers: Mapping[int, Worker], log: LoadLog) -> None:
+        super().__init__(workers, log)
+        self._count()
+
+    def ends(self) -> tuple[int, int]:
+        """(the shortest queue, the longest)."""
+        changed = self._changed()
+        if changed is None:
+            self._count()
+        else:
+            for worker in changed:
+                self._move(worker)
+        return min(self._numbers), max(self._numbers)
+
+    def _move(self, worker: Worker) -> None:
+        old, new = self._lengths[worker.worker_id], worker.inflight_requests
+        self._lengths[worker.worker_id] = new
+        self._numbers[new] += 1
+        self._numbers[old] -= 1
+        if not self._numbers[old]:
+            del self._numbers[old]
+
+    def _count(self) -> None:
+        self._lengths = {worker_id: worker.inflight_requests for worker_id, worker in self._workers.items()}
+        self._numbers = Counter(self._lengths.values())

@@ -1,0 +1,110 @@
+"""Asks one worker at a time over HTTP, and notices its silence meanwhile.
+
+A process that is frozen, or behind a cut cable, refuses no connection: it is only silent. A failed check takes seconds to be sure of;
+silence is noticed sooner and means less: new requests go elsewhere if they can, until the first answer. Bytes of any answer from the
+worker count, so a worker that streams is never silent.
+"""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from router.client.credentials import Credentials
+from router.pool.active_calls import last_byte_s
+from router.pool.worker import Worker
+
+ROUNDING_S = 0.001  # timers are no more exact than this
+MAX_ANSWER_BYTES = 4 << 20
+FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
+
+
+class Prober:
+    """`silence_s`: 0: no limit. `on_silence(worker, silent)` is called repeatedly, with False for each answer."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        credentials: Credentials,
+        *,
+        timeout_s: float,
+        silence_s: float,
+        on_silence: Callable[[Worker, bool], None],
+    ) -> None:
+        self._session = session
+        self._credentials = credentials
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._silence_s = silence_s
+        self._on_silence = on_silence
+
+    async def get(self, worker: Worker, path: str) -> tuple[int, bytes]:
+        """(status, body). Raises one of `FAILURES`."""
+        silence = None
+        if self._silence_s:
+            report = partial(self._on_silence, worker)
+            silence = SilenceTimer(limit_s=self._silence_s, received_s=partial(last_byte_s, worker), report=report)
+        try:
+            async with self._session.get(
+                worker.url + path, timeout=self._timeout, headers=self._credentials.own(), allow_redirects=False
+            ) as response:
+                status, body = response.status, await _read_bounded(response)
+            self._on_silence(worker, False)
+            return status, body
+        finally:
+            if silence is not None:
+                silence.close()
+
+    async def first_json(self, worker: Worker, paths: tuple[str, ...]) -> tuple[Any, str]:
+        """(the first JSON answer of `paths`, ""); (None, "") without one; (None, why) if a path got no answer."""
+        error = ""
+        for path in paths:
+            try:
+                status, body = await self.get(worker, path)
+                if status == 200:
+                    return msgspec.json.decode(body), ""
+            except (ValueError, RecursionError):
+                continue
+            except FAILURES as err:
+                error = f"{path}: {str(err) or type(err).__name__}"
+        return None, error
+
+
+class SilenceTimer:
+    """Calls `report(silent)` after `limit_s` without bytes, and repeatedly until `close`, which must follow.
+
+    `received_s()`: when bytes came last (the loop's time).
+    """
+
+    __slots__ = ("_limit_s", "_loop", "_received_s", "_report", "_sent_s", "_timer")
+
+    def __init__(self, *, limit_s: float, received_s: Callable[[], float], report: Callable[[bool], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sent_s = self._loop.time()
+        self._limit_s = limit_s
+        self._received_s = received_s
+        self._report = report
+        self._timer = self._loop.call_later(limit_s, self._on_timer)
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _on_timer(self) -> None:
+        quiet_s = self._loop.time() - max(self._sent_s, self._received_s())
+        silent = quiet_s >= self._limit_s - ROUNDING_S  # or the rest would be too short for any clock to pass
+        self._report(silent)
+        self._timer = self._loop.call_later(self._limit_s - (0.0 if silent else quiet_s), self._on_timer)
+
+
+async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
+    """The whole body; a `ClientPayloadError` beyond `MAX_ANSWER_BYTES`."""
+    parts: list[bytes] = []
+    size = 0
+    async for chunk in response.content.iter_any():
+        size += len(chunk)
+        if size > MAX_ANSWER_BYTES:
+            raise aiohttp.ClientPayloadError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
+        parts.append(chunk)
+    return b"".join(parts)
