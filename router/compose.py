@@ -168,7 +168,7 @@ class Router:
             live=self.live,
             num_running=lambda: self.admission.num_running,
             peers=peers,
-            auto_roles=self.auto_roles.told if config.auto_roles else None,
+            auto_roles=self.auto_roles.leading_status if config.auto_roles else None,
         )
         generate = counted(self.dispatcher.handle, self.metrics)
         return Routes(

@@ -1,4 +1,4 @@
-"""Whether a request is served now: limits and priority, objectives (forecast.py). Reads requests; picks no worker."""
+"""Whether a request is served now: limits, priority, objectives."""
 
 import math
 from collections.abc import Sequence
@@ -8,12 +8,11 @@ from aiohttp import web
 from router.admission.forecast import Forecast, TooLate
 from router.admission.queue import QueueLimits, Ticket
 from router.admission.rate_limit import client_of
-from router.admission.refused import RequestRefused
-from router.admission.turns import Turns
+from router.admission.turns import RequestRefused, Turns
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, Slo, read_slo
 from router.body import BadBody, ParsedBody, named_priority
 from router.choice.chooser import Chooser
-from router.config import RouterConfig
+from router.config import AdmissionFlags
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import Worker
 from service.http.guard import CALLER
@@ -23,12 +22,9 @@ MAX_PRIORITY = 1 << 31
 
 
 class Admission:
-    """One limit for all requests; where clients are limited, requests may wait or other processes count, too: `turns`.
+    """`turns`: None if one limit for all requests of this process is enough. `forecast` learns from the requests that are served."""
 
-    `forecast` learns from the requests that are served.
-    """
-
-    def __init__(self, config: RouterConfig, *, chooser: Chooser, peers: SharedLoad | None = None) -> None:
+    def __init__(self, config: AdmissionFlags, *, chooser: Chooser, peers: SharedLoad | None = None) -> None:
         self.forecast = Forecast()
         self.turns: Turns | None = None
         self._chooser = chooser
@@ -64,7 +60,7 @@ class Admission:
             raise _full(self._max_running)
 
     async def enter(self, request: RequestContext) -> Ticket | None:
-        """Wait until the request may run; `leave` must follow. `RequestRefused`; `BadBody` for a priority that is no number."""
+        """Wait until the request may run; `leave` must follow. `RequestRefused`; `BadBody`: the priority is no number."""
         priority = _priority(request.http, request.parsed)
         if self.turns is not None:
             return await self.turns.enter(self._client(request.http), priority=priority)
@@ -74,7 +70,6 @@ class Admission:
         return None
 
     def leave(self, ticket: Ticket | None) -> None:
-        """The request is over."""
         if self.turns is not None and ticket is not None:
             self.turns.leave(ticket)
         else:
@@ -91,7 +86,7 @@ class Admission:
             raise BadBody(None, str(err)) from None
 
     def in_time(self, pool: Sequence[Worker], request: RequestContext, *, now_s: float) -> Sequence[Worker]:
-        """Return the workers of `pool` that would keep the request's objectives. `RequestRefused` if there are none."""
+        """The workers of `pool` that would keep the request's objectives. `RequestRefused` if there are none."""
         if request.slo is None:
             return pool
         tokens = self._chooser.uncached_tokens(pool, request.hints)
@@ -105,7 +100,7 @@ class Admission:
 
 
 def client_name(http: web.BaseRequest) -> str:
-    """The client, for what is counted by client: the name of its API key, else its address."""
+    """The client for limits: the name of its API key, else its address."""
     return http[CALLER].name or client_of(http.remote)
 
 
@@ -116,7 +111,7 @@ def _full(limit: int) -> RequestRefused:
 
 
 def _priority(http: web.BaseRequest, parsed: ParsedBody) -> int:
-    """Of the body, else of the header; higher goes first; 0 by default."""
+    """Of the body, else of the header, else 0; higher goes first."""
     named = named_priority(parsed)
     text = http.headers.get(PRIORITY_HEADER)
     if named is None and text is not None:

@@ -3,16 +3,16 @@
     TTFT of a prefill (or unified) worker    a + b * (tokens waiting there to be computed + the request's own)
     ITL of a decode (or unified) worker      a + b * requests there
 
-a and b are fitted per worker to observed streams: the time from sending a request to the first byte of its answer, and the
-mean time between its events. The fit thus includes network and batching. Early refusal follows Mooncake (FAST'25), separate
-objectives for the two pools follow DistServe (OSDI'24).
+a and b are fitted per worker to observed streams: the time from sending a request to the first byte of its answer, and the mean time
+between its events, so they include network and batching. Early refusal follows Mooncake (FAST'25), separate objectives for the two
+pools follow DistServe (OSDI'24).
 
-The fit is recursive least squares with exponential forgetting: weighted means and co-moments, updated by each point (West
-1979, "Updating mean and variance estimates"). a and b are never negative: a longer queue never shortens a wait. Without spread
-in x there is no slope, and the mean stands for all.
+The fit is recursive least squares with exponential forgetting (West 1979, "Updating mean and variance estimates"). a and b are never
+negative: a longer queue never shortens a wait. Without spread in x the slope is 0.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,10 +23,10 @@ from router.attempts.pair_attempt import PairAttempt
 from router.attempts.request import RequestContext, Slo
 from router.pool.worker import Role, Worker
 
-MIN_EVENTS = 4  # of a stream that says something about ITL
+MIN_EVENTS = 4  # of a stream from which ITL is learned
 KEEP = 0.98  # weight of a point relative to the next one: about 50 of them count
 MIN_POINTS = 8  # before which nothing is predicted
-STALE_S = 30.0  # without news for this long a worker is tried once despite its forecast: it may be faster now
+STALE_S = 30.0  # without a measurement for this long a worker is tried once despite its forecast: it may be faster now
 
 
 class TooLate(Exception):
@@ -44,7 +44,7 @@ class TooLate(Exception):
 
 @dataclass(slots=True)
 class LineFit:
-    """A straight line through measurements, recent ones counting most; see above."""
+    """A straight line through measurements, recent ones counting most."""
 
     num_points: int = 0
     _weight: float = 0.0
@@ -72,17 +72,15 @@ class LineFit:
 
     @property
     def is_known(self) -> bool:
-        """Whether there are enough points to predict anything."""
         return self.num_points >= MIN_POINTS
 
     def at(self, x: float) -> float | None:
-        """Predict y; None while too little is known."""
         return self.intercept + self.slope * x if self.is_known else None
 
 
 @dataclass(slots=True)
 class _Law:
-    """One fitted line. `news_s`: time of the last measurement, or of the last try to get one (0: never)."""
+    """One fitted line. `news_s`: time of the last measurement or try to get one; 0: never."""
 
     fit: LineFit = field(default_factory=LineFit)
     news_s: float = 0.0
@@ -94,7 +92,7 @@ class _Law:
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """What was measured of one worker in one incarnation. `pending_tokens`: of prompts whose answers have not begun."""
+    """Measurements of one worker in one incarnation. `pending_tokens`: of prompts whose answers have not begun."""
 
     ttft: _Law = field(default_factory=_Law)
     itl: _Law = field(default_factory=_Law)
@@ -104,7 +102,7 @@ class _Known:
 class SentPrompt(msgspec.Struct):
     """A request at one worker. `ahead_tokens`: to be computed before its first token, its own included."""
 
-    known: _Known  # of that worker, in the incarnation that the request was sent to
+    known: _Known  # of the incarnation that the request was sent to
     tokens: int
     ahead_tokens: int
     sent_s: float
@@ -112,7 +110,7 @@ class SentPrompt(msgspec.Struct):
 
 
 class ObservedStream(msgspec.Struct):
-    """One attempt as its stream comes. Events of the first chunk do not count: when the model made them is unknown."""
+    """One attempt as its stream comes. Events of the first chunk do not count: their times are unknown."""
 
     prompt: SentPrompt
     answering: _Known
@@ -126,14 +124,12 @@ class Forecast(RequestObserver):
     """Fitted lines of every worker, by worker id."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
+        self._known: defaultdict[int, _Known] = defaultdict(_Known)  # by worker id
         self._streams: dict[PairAttempt, ObservedStream] = {}
 
     def forget(self, worker: Worker) -> None:
-        """Drop what is known: the worker left or restarted. Requests still running there no longer count."""
+        """The worker left or restarted. Requests that run there no longer count."""
         self._known.pop(worker.worker_id, None)
-
-    # ---- what happens to requests
 
     def on_sent(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
         first = attempt.placements[0]
@@ -142,7 +138,7 @@ class Forecast(RequestObserver):
         self._streams[attempt] = ObservedStream(prompt, self._of(attempt.answering.worker))
 
     def on_first_byte(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
-        if attempt.answering.streaming:  # a whole answer says nothing about its first token
+        if attempt.answering.streaming:  # a whole answer does not show its first token
             stream = self._streams[attempt]
             self.learn_ttft(stream.prompt, now_s=now_s)
             stream.first_s = stream.last_s = now_s
@@ -160,10 +156,8 @@ class Forecast(RequestObserver):
             requests = (stream.requests + attempt.answering.worker.requests_everywhere) / 2
             stream.answering.itl.learn(requests, (stream.last_s - stream.first_s) / stream.num_events, now_s)
 
-    # ---- the two laws
-
     def expect(self, worker: Worker, tokens: int, *, now_s: float) -> SentPrompt:
-        """Note a request with this many uncached tokens that was just charged to the worker."""
+        """Note a request with this many uncached tokens, after it was charged to the worker."""
         known = self._of(worker)
         own = 0 if worker.role is Role.PREFILL else tokens  # a prefill worker's load holds them already
         prompt = SentPrompt(known, tokens, self._waiting(worker) + own, now_s)
@@ -176,17 +170,17 @@ class Forecast(RequestObserver):
         self.computed(prompt)
 
     def computed(self, prompt: SentPrompt) -> None:
-        """Stop counting the prompt as waiting. Idempotent."""
+        """The prompt waits no longer. Idempotent."""
         if prompt.waiting:
             prompt.waiting = False
             prompt.known.pending_tokens -= prompt.tokens
 
     def ttft_s(self, worker: Worker, tokens: int) -> float | None:
-        """Predict TTFT of a request with this many uncached tokens; None: unknown."""
+        """TTFT of a request with this many uncached tokens; None: unknown."""
         return self._of(worker).ttft.fit.at(self._waiting(worker) + tokens)
 
     def itl_s(self, worker: Worker) -> float | None:
-        """Predict ITL with one more request at the worker; None: unknown."""
+        """ITL with one more request at the worker; None: unknown."""
         return self._of(worker).itl.fit.at(worker.requests_everywhere + 1)
 
     def fits(self, worker: Worker) -> tuple[LineFit, LineFit]:
@@ -195,9 +189,9 @@ class Forecast(RequestObserver):
         return known.ttft.fit, known.itl.fit
 
     def in_time(self, pool: Sequence[Worker], slo: Slo, *, tokens: Mapping[int, int], now_s: float) -> list[Worker]:
-        """Return the workers of `pool` (one role) that would keep `slo` or are unknown. Raises `TooLate` if there are none.
+        """The workers of `pool` (one role) that would keep `slo` or are unknown. Raises `TooLate` if there are none.
 
-        `tokens`: by worker id, what it would have to compute.
+        `tokens`: to compute, by worker id.
         """
         kept = list(pool)
         if pool[0].role is not Role.DECODE and slo.ttft_s < math.inf:
@@ -214,7 +208,7 @@ class Forecast(RequestObserver):
             raise TooLate(what, predicted_s=best_s, wanted_s=wanted_s)
         for worker in kept:
             if (at_s := predicted[worker]) is not None and at_s > wanted_s:
-                self._law(worker, what).news_s = now_s  # one request is enough to learn from
+                self._law(worker, what).news_s = now_s  # one request is enough
         return kept
 
     def _law(self, worker: Worker, what: str) -> _Law:
@@ -222,11 +216,8 @@ class Forecast(RequestObserver):
         return known.ttft if what == "ttft" else known.itl
 
     def _waiting(self, worker: Worker) -> int:
-        """Tokens to be computed there first. The load of a unified worker is KV, so only our own requests count there."""
+        """Tokens to be computed first. The load of a unified worker is KV, so only our own requests count."""
         return worker.load_tokens if worker.role is Role.PREFILL else self._of(worker).pending_tokens
 
     def _of(self, worker: Worker) -> _Known:
-        known = self._known.get(worker.worker_id)
-        if known is None:
-            known = self._known[worker.worker_id] = _Known()
-        return known
+        return self._known[worker.worker_id]

@@ -4,9 +4,8 @@
            \\-> waits, in order of priority, then arrival --> runs
                    \\-> refused: the queue is too long, or it waited too long
 
-A queue that is too long drops the lowest priority; of several such, the latest request of the client with the most of them
-there, so that a client that floods the queue displaces only itself. Counts are over all processes of the router; each process
-has a queue.
+A queue that is too long drops the lowest priority; of several such the latest request of the client with the most of them, so that a
+client that floods the queue displaces only itself. Counts are over all processes of the router; each process has a queue.
 """
 
 from bisect import insort
@@ -21,13 +20,13 @@ class TicketStatus(StrEnum):
     WAITS = "waits"
     RUNS = "runs"
     FULL = "full"  # refused: no room in the queue
-    LATE = "late"  # refused: waited as long as is allowed
+    LATE = "late"  # refused: waited for `queue_timeout_s`
     OVER = "over"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """`per_client` 0: none. `queue`: how many may wait, each for `queue_timeout_s`."""
+    """`per_client` 0: no limit. `queue`: how many may wait."""
 
     running: int
     per_client: int = 0
@@ -37,16 +36,16 @@ class QueueLimits:
 
 @dataclass(slots=True, order=True)
 class Ticket:
-    """One request, from its arrival. Sorted: first in the queue first."""
+    """One request, from its arrival; sorted by its place in the queue."""
 
-    _rank: tuple[int, int]  # less priority is later; then arrival
+    _rank: tuple[int, int]  # (-priority, arrival)
     client: str = field(compare=False)
     since_s: float = field(compare=False)
     status: TicketStatus = field(default=TicketStatus.WAITS, compare=False)
 
 
 class AdmissionQueue:
-    """All tickets of one process that are not over. Each call returns the other tickets it changed."""
+    """The tickets of one process. Each call returns the other tickets that it changed."""
 
     def __init__(self, limits: QueueLimits, peers: SharedLoad | None = None) -> None:
         self.limits = limits
@@ -62,7 +61,7 @@ class AdmissionQueue:
 
     @property
     def num_everywhere(self) -> int:
-        """Those that run in all processes of this router."""
+        """Requests that run in all processes of this router."""
         return self._running + (0 if self._peers is None else self._peers.others_live())
 
     @property
@@ -71,11 +70,9 @@ class AdmissionQueue:
 
     @property
     def full(self) -> bool:
-        """No more may run, here or in another process."""
         return self.num_everywhere >= self.limits.running
 
     def client_full(self, client: str) -> bool:
-        """No more of this client's may run."""
         limit = self.limits.per_client
         if not limit:
             return False
@@ -83,7 +80,7 @@ class AdmissionQueue:
         return self._of_client[client] + others >= limit
 
     def arrive(self, client: str, *, priority: int, now_s: float) -> tuple[Ticket, list[Ticket]]:
-        """(its ticket, others that had to make room)."""
+        """(its ticket, others that it displaced)."""
         self._num_arrived += 1
         ticket = Ticket((-priority, self._num_arrived), client, now_s)
         if not self._waiting and not self.full and not self.client_full(client):  # as below, but soon
@@ -97,7 +94,7 @@ class AdmissionQueue:
         return ticket, [other for other in changed if other is not ticket]
 
     def leave(self, ticket: Ticket) -> list[Ticket]:
-        """It is over, or its client left while it waited."""
+        """The request is over, or its client left while it waited."""
         if ticket.status is TicketStatus.RUNS:
             self._count(ticket.client, -1)
         elif ticket.status is TicketStatus.WAITS:
@@ -114,16 +111,13 @@ class AdmissionQueue:
         return late + self._admit()
 
     def check(self) -> None:
-        """Assert the counts."""
         assert self._running == self._of_client.total() >= 0, (self._running, self._of_client)
         assert self._waiting == sorted(self._waiting) and len(self._waiting) <= self.limits.queue
         assert all(ticket.status is TicketStatus.WAITS for ticket in self._waiting)
 
     def _admit(self) -> list[Ticket]:
-        """Let requests run, the first first. A client at its limit is passed over."""
+        """Let requests run in order. A client at its limit is passed over."""
         admitted: list[Ticket] = []
-        if not self._waiting:
-            return admitted
         for ticket in tuple(self._waiting):
             if self.full:
                 break

@@ -1,19 +1,16 @@
-"""How many requests a client may make: one token bucket each. Pure: receives the time.
-
-The table is bounded: beyond `MAX_CLIENTS` the client that was quiet for longest is forgotten, and has a full bucket again.
-"""
+"""How many requests a client may make: one token bucket each. Pure."""
 
 import ipaddress
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-MAX_CLIENTS = 65536
-IPV6_SITE_BITS = 64  # what one subscriber is given: any address of it is the same client
+MAX_CLIENTS = 65536  # beyond, the client that was quiet longest is forgotten
+IPV6_SITE_BITS = 64  # of one subscriber: any address of it is the same client
 
 
 @dataclass(slots=True)
 class RateLimiter:
-    """`per_s` requests a second for long, `burst` at once."""
+    """`per_s` requests a second, `burst` at once."""
 
     per_s: float
     burst: int
@@ -23,7 +20,7 @@ class RateLimiter:
         assert self.per_s > 0 and self.burst >= 1, (self.per_s, self.burst)
 
     def wait_s(self, client: str, now_s: float) -> float:
-        """Take one request's token: 0.0. None left: seconds until there is one, and nothing is taken."""
+        """Take one request's token and return 0.0; if none is left, return the seconds until there is one."""
         tokens, at_s = self._buckets.pop(client, (float(self.burst), now_s))
         tokens = min(float(self.burst), tokens + max(0.0, now_s - at_s) * self.per_s)
         missing = max(0.0, 1.0 - tokens)
@@ -34,12 +31,12 @@ class RateLimiter:
 
 
 def make_limiter(per_s: float, burst: int) -> RateLimiter | None:
-    """None: no limit. `burst` 0: what two seconds allow."""
+    """None: no limit. `burst` 0: the requests of two seconds."""
     return None if per_s <= 0 else RateLimiter(per_s, burst or max(1, round(2 * per_s)))
 
 
 def client_of(remote: str | None) -> str:
-    """The client behind an address: itself, for IPv6 its site."""
+    """The client behind an address: the address, for IPv6 its site."""
     try:
         address = ipaddress.ip_address(remote or "")
     except ValueError:

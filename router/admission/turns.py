@@ -1,13 +1,21 @@
-"""Holds requests until the admission queue lets them run. Owns what they wait on; decides nothing (queue.py)."""
+"""Holds requests until the admission queue (queue.py) lets them run."""
 
 import asyncio
 
 from router.admission.queue import AdmissionQueue, QueueLimits, Ticket, TicketStatus
-from router.admission.refused import RequestRefused
 from router.pool.shared_load import SharedLoad
+from service.http.errors import ApiError
 from service.waiter import Waiter
 
 TICK_S = 0.05  # how soon room in another process is seen
+
+
+class RequestRefused(ApiError):
+    """The request may not run. `why`: in metrics, and the error's code."""
+
+    def __init__(self, message: str, *, why: str, status: int = 429, retry_after_s: int = 1) -> None:
+        super().__init__(status, message, code=why, retry_after_s=retry_after_s)
+        self.why = why
 
 
 class Turns:
@@ -17,7 +25,7 @@ class Turns:
         self._ticker: asyncio.TimerHandle | None = None
 
     def refuse_early(self, client: str) -> None:
-        """Refuse what is refused whatever the request says: no request ever waits, and there is no room. `RequestRefused`."""
+        """Refuse before the body is read, if requests never wait and there is no room. `RequestRefused`."""
         if not self.queue.limits.queue and (self.queue.full or self.queue.client_full(client)):
             raise self._refused(client, TicketStatus.FULL)
 
@@ -36,7 +44,6 @@ class Turns:
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
-        """The request is over."""
         self._wake(self.queue.leave(ticket))
 
     async def _wait(self, ticket: Ticket) -> None:

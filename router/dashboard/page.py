@@ -103,7 +103,7 @@ class Dashboard:
         return error_response(404, f"no request {key} is remembered any more", code="not_found")
 
     async def _memory(self) -> DashboardSnapshot:
-        others = [decode_or_none(body, DashboardSnapshot) for body in await self._peers.answers(SNAPSHOT)]
+        others = [decode_or_none(body, DashboardSnapshot) for body in await self._peers.request("GET", SNAPSHOT)]
         return merge([self._own(), *(snapshot for snapshot in others if snapshot is not None)])
 
     def _own(self) -> DashboardSnapshot:

@@ -1,11 +1,9 @@
 """Several processes that are one router (`--workers N`): they share the port, the load, and the worker table.
 
-    the parent    holds the port (SO_REUSEPORT; the kernel deals out connections), starts the processes, starts one again
-                  that died, passes signals on; serves nothing
-    a process     a whole router; what it has in flight is in memory that all share (shared_load.py); what changes the pool
-                  or is counted by each is passed on to its peers over unix sockets (peers.py)
-
-Owns the processes and the folder of what they share.
+the parent    holds the port (SO_REUSEPORT; the kernel distributes connections), starts the processes, restarts one that died,
+              passes signals on; serves nothing
+a process     a whole router; its load is in shared memory (router/pool/shared_load.py); changes of the pool and counts go to its
+              peers over unix sockets (peer_processes.py)
 """
 
 import asyncio
@@ -31,14 +29,14 @@ from service.http.listening import ListeningPort, open_port
 log = logging.getLogger(__name__)
 
 READY_S = 60.0
-RESTART_PAUSE_S = 1.0  # between two starts in one slot: one that dies at once must not keep a core busy
+RESTART_PAUSE_S = 1.0  # between two starts in one slot: a process that dies at once must not keep a core busy
 
 Target = Callable[["ProcessSlot", RouterConfig], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSlot:
-    """Which of the processes of a router one is. `folder`: what they share; `key`: by which they know one another."""
+    """One of the processes of a router. `folder`: what they share; `key`: authenticates them to each other."""
 
     row: int
     num_rows: int
@@ -54,12 +52,11 @@ class ProcessSlot:
         return self.folder / f"{self.row}.ready"
 
     def socket(self, row: int) -> Path:
-        """Where the process in that row listens for its peers."""
+        """The socket at which the process in that row listens for its peers."""
         return self.folder / f"{row}.sock"
 
     @property
     def peers(self) -> tuple[Path, ...]:
-        """The sockets of the others."""
         return tuple(self.socket(row) for row in range(self.num_rows) if row != self.row)
 
 
@@ -76,22 +73,22 @@ def run_fleet(config: RouterConfig, serve: Target, *, on_ready: Callable[[str], 
             fleet.watch()
 
 
-# What the parent says when it was told to end. Not the signals it got: a service manager may send those to every process
-# of the group. Each has one meaning however often it comes: two that come together are one to the kernel, and one may be told
-# twice by an event loop. So it is the parent that counts, and its second SIGTERM is another signal.
+# What the parent sends when it shall end. Not the signals it received: a service manager may send those to every process of the
+# group. Each has one meaning however often it comes: the kernel merges two that come together, and an event loop may report one
+# twice. So the parent counts, and its second SIGTERM is another signal.
 DRAIN, END = signal.SIGUSR1, signal.SIGUSR2
-_HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def what_to_say(number: int, *, stopping: bool) -> signal.Signals:
-    """What the parent tells its processes when it gets signal `number`. `stopping`: it was told to end before."""
+def signal_for(number: int, *, stopping: bool) -> signal.Signals:
+    """The signal that the parent sends on when it receives `number`. `stopping`: it has received SIGTERM or SIGINT before."""
     if number == signal.SIGHUP:
         return signal.SIGHUP
     return DRAIN if number == signal.SIGTERM and not stopping else END
 
 
 def obey_parent(*, on_drain: Callable[[], None], on_end: Callable[[], None]) -> None:
-    """In a process of the fleet (its loop runs): only the parent says when to end, and its death is the end."""
+    """In a process of the fleet: end only by the parent's signals, or at its death."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -110,7 +107,7 @@ def obey_parent(*, on_drain: Callable[[], None], on_end: Callable[[], None]) -> 
 
 
 class _Member:
-    """One process, and the next one in its slot."""
+    """A slot's process, and its successors."""
 
     def __init__(self, slot: ProcessSlot, config: RouterConfig, serve: Target) -> None:
         self.slot = slot
@@ -147,8 +144,8 @@ class _Fleet:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Pass signals on to all; after SIGTERM or SIGINT no process is started again. No process is left at the end."""
-        before = {number: signal.signal(number, self._on_signal) for number in _HEARD}
+        """Pass signals on to all; after SIGTERM or SIGINT no process is restarted. At the end no process is left."""
+        before = {number: signal.signal(number, self._on_signal) for number in _HANDLED}
         try:
             yield
         finally:
@@ -158,13 +155,13 @@ class _Fleet:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        says = what_to_say(number, stopping=self._stopping)
+        sent = signal_for(number, stopping=self._stopping)
         self._stopping = self._stopping or number != signal.SIGHUP
         for member in self._members:
-            member.send(says)
+            member.send(sent)
 
     def start(self) -> None:
-        """Start all, and wait until all listen. `ConfigError` when one does not."""
+        """Start all, and wait until all listen. `ConfigError` if one does not."""
         for member in self._members:
             member.start()
         deadline_s = time.monotonic() + READY_S
@@ -175,7 +172,7 @@ class _Fleet:
                 time.sleep(0.02)
 
     def watch(self) -> None:
-        """Until all have ended; one that dies before it is told to is started again."""
+        """Wait until all have ended; restart one that dies before that."""
         while running := [member for member in self._members if member.process.exitcode is None]:
             wait([member.process.sentinel for member in running], timeout=1.0)
             for member in self._members:
@@ -186,8 +183,8 @@ class _Fleet:
 
 @contextmanager
 def _held_port(config: RouterConfig) -> Iterator[ListeningPort]:
-    """The port, ours until the block ends, though this socket does not listen. `ConfigError` if it is taken."""
-    with open_port(config.host, config.port) as free:  # not shared: another router of ours must not share it unasked
+    """Hold the port, without listening, until the block ends. `ConfigError` if it is taken."""
+    with open_port(config.host, config.port) as free:  # not shared: another router must not share it by accident
         number = free.port
     with open_port(config.host, number, shared=True) as held:
         yield held

@@ -71,14 +71,14 @@ class HealthApi:
             return f"{len(late)} of {len(workers)} workers are not healthy: {', '.join(late)}"
         if self._peers.is_peer(request):
             return ""
-        num_late = self._peers.num - len(await self._peers.answers("/readiness?workers=all"))
+        num_late = self._peers.num - len(await self._peers.request("GET", "/readiness?workers=all"))
         return f"{num_late} other processes of this router do not know every worker as healthy yet" if num_late else ""
 
     async def get_metrics(self, request: web.BaseRequest) -> web.Response:
         """Prometheus metrics of all processes of this router."""
         body = self._metrics.exposition()
-        if not self._peers.is_peer(request) and (others := await self._peers.expositions()):
-            body = merge_expositions([body.decode(), *others]).encode()
+        if not self._peers.is_peer(request) and (others := await self._peers.request("GET", "/metrics")):
+            body = merge_expositions([body, *others])
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def traces(self, request: web.BaseRequest) -> web.Response:
@@ -90,7 +90,7 @@ class HealthApi:
         records = self._tracer.ring.find(query)
         if self._peers.is_peer(request):
             return json_response(Records(records=records))
-        for body in await self._peers.traces(query):
+        for body in await self._peers.request("POST", "/traces", query):
             records += msgspec.json.decode(body, type=Records).records
         ids = query.ids if query.ids is not None else last_ids(records, query.last or 0)
         headers = self._calls.credentials.for_admin(authorization_of(request))

@@ -1,9 +1,7 @@
 """Follows the pods of one label selector at a Kubernetes API server: list, then watch, again after every end.
 
-Owns the protocol (pages, bookmarks, expired resource versions, reconnecting), not what pods mean: a `PodListener` receives them.
 Protocol: kubernetes.io/docs/reference/using-api/api-concepts. The official client (`kubernetes.aio`) finds the server and
-authenticates; it is imported only here, when asked for. Objects are decoded by ourselves: its models refuse a pod with
-half its fields, and there are large parts of a pod that we never look at.
+authenticates. Objects are decoded here: the client's models refuse a pod without some fields.
 """
 
 import asyncio
@@ -21,7 +19,7 @@ from router.pool.pods import MAX_PODS, read_version
 from service.flags import ConfigError
 
 PAGE_SIZE = 500
-WATCH_S = 120  # the server ends a watch after this; a dead connection is noticed by then
+WATCH_S = 120  # after which the server ends a watch: a dead connection is noticed by then
 TIMEOUT_S = 15.0  # for an answer to begin
 MAX_LINE_BYTES = 4 << 20  # the largest object in etcd is 1.5 MiB
 MAX_PAGE_BYTES = 64 << 20
@@ -30,30 +28,25 @@ GONE = 410
 
 
 class PodListener(Protocol):
-    """Receives what the API server reports of the pods."""
-
     def on_list(self, pods: Sequence[Any]) -> None: ...
 
     def on_event(self, kind: str, pod: Any) -> None: ...
 
     def on_state(self, error: str) -> None:
-        """`error`: why it is not being followed now; "": it is."""
+        """`error`: why the pods are not followed now; "": they are."""
 
 
 class KubernetesError(Exception):
-    """The API server refused, or answered what cannot be understood (status 0).
-
-    `list_anew`: to go on from the same version would bring the same again.
-    """
+    """The API server refused, or its answer cannot be read (status 0). `relist`: the same version would bring the same again."""
 
     def __init__(self, message: str, *, status: int = 0) -> None:
         super().__init__(message)
-        self.list_anew = status in (0, GONE)
+        self.relist = status in (0, GONE)
 
 
 @dataclass(slots=True)
 class WatchBackoff:
-    """Pauses between attempts: none at first, then doubled up to `most_s`, with jitter. Pure."""
+    """Pauses between attempts: none at first, then doubled up to `most_s`, with jitter."""
 
     base_s: float = 0.25
     most_s: float = 30.0
@@ -92,7 +85,7 @@ class _Status(msgspec.Struct):
 
 
 class KubeApi:
-    """The pods of one namespace (None: of all) by the official client (`kubernetes.aio.client`, loaded by `connect`)."""
+    """The pods of one namespace (None: of all) by `kubernetes.aio.client`."""
 
     def __init__(self, library: Any, configuration: Any, *, namespace: str | None) -> None:
         self._client = library.ApiClient(configuration)
@@ -100,7 +93,7 @@ class KubeApi:
         self._namespace = namespace
 
     async def pods(self, *, timeout_s: float, **parameters: Any) -> aiohttp.ClientResponse:
-        """The answer as it comes, whatever its status; the caller closes it."""
+        """The answer, whatever its status; the caller closes it."""
         parameters |= {"_request_timeout": timeout_s}
         if self._namespace is None:
             call = self._core.list_pod_for_all_namespaces_without_preload_content(**parameters)
@@ -114,7 +107,7 @@ class KubeApi:
 
 
 async def connect(*, namespace: str | None) -> KubeApi:
-    """By the pod's service account, else by $KUBECONFIG or ~/.kube/config. Raises `ConfigError`."""
+    """Connect by the pod's service account, else by $KUBECONFIG or ~/.kube/config. Raises `ConfigError`."""
     try:
         client: Any = importlib.import_module("kubernetes.aio.client")
         config: Any = importlib.import_module("kubernetes.aio.config")
@@ -139,23 +132,15 @@ async def connect(*, namespace: str | None) -> KubeApi:
 
 
 class PodWatch:
-    """One selector. `run` never returns; cancel it."""
+    """One selector. `run` never returns; cancel it. `draw()`: random, in [0, 1)."""
 
-    def __init__(
-        self,
-        api: KubeApi,
-        *,
-        selector: str,
-        listener: PodListener,
-        draw: Callable[[], float],
-        backoff: WatchBackoff | None = None,
-    ) -> None:
+    def __init__(self, api: KubeApi, *, selector: str, listener: PodListener, draw: Callable[[], float]) -> None:
         self._api = api
         self._selector = selector
         self._listener = listener
         self._draw = draw
-        self._backoff = backoff or WatchBackoff()
-        self._version = ""  # what was seen last; "": nothing, or too long ago
+        self._backoff = WatchBackoff()
+        self._version = ""  # the last one seen; "": none, or it has expired
 
     async def run(self) -> None:
         while True:
@@ -170,13 +155,13 @@ class PodWatch:
                 await asyncio.sleep(self._backoff.failed(self._draw()))
 
     async def _once(self) -> str:
-        """List if nothing is known, then watch to the end. What went wrong, if anything did."""
+        """List if need be, then watch to the end; returns what went wrong."""
         try:
             if not self._version:
                 await self._list()
             await self._watch()
         except KubernetesError as err:
-            if err.list_anew:
+            if err.relist:
                 self._version = ""
             return str(err)
         except (aiohttp.ClientError, OSError, TimeoutError) as err:
@@ -185,7 +170,7 @@ class PodWatch:
 
     async def _list(self) -> None:
         pods: list[Any] = []
-        page = _Page(metadata=_PageMetadata(continue_=""))
+        page = _Page()
         while True:
             page = await self._page(page.metadata.continue_)
             pods += page.items or []
@@ -265,7 +250,7 @@ async def _bounded(response: aiohttp.ClientResponse, most: int) -> AsyncIterator
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Whole lines; what the end cuts off is no event."""
+    """Whole lines; a line that the end cuts off is dropped."""
     rest = bytearray()
     async for part in response.content.iter_any():
         rest += part

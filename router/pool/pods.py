@@ -1,12 +1,9 @@
-"""Which pods are workers, and what that changes in the router's pool. Pure: receives pods as the API server reports them.
-
-Owns the pods of every role and the workers that came from them. It knows no HTTP and no Kubernetes client; the worker
-table is changed by `router/pool/discovery.py`, which does what `Reconciler.changes` returns.
+"""Which pods are workers, and what that changes in the worker table (router/pool/discovery.py). Pure.
 
     pod   absent --ready--> joined --deleted, ended, no longer selected--> leaving --its requests ended--> absent
 
-Readiness only lets a pod in. Once in, the router's own health checks say how it is: they are faster, and they tell a
-worker that drains from one that is dead.
+Readiness only lets a pod in. From then on the router's own health checks count: they are faster, and they tell a worker that drains
+from a dead one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,13 +13,13 @@ import msgspec
 
 from router.pool.worker import Role
 
-MAX_PODS = 4096  # of one role; as many as the worker table takes
+MAX_PODS = 4096  # of one role
 MAX_PROBLEMS = 64
 _ENDED = ("Failed", "Succeeded")
 
 
 class PodError(ValueError):
-    """What the API server sent is no pod that can be read; says why."""
+    """What the API server sent is no readable pod."""
 
 
 class _Metadata(msgspec.Struct):
@@ -46,7 +43,7 @@ class _Status(msgspec.Struct):
 
 
 class _PodObject(msgspec.Struct):
-    """The fields of a pod that we read (core/v1 Pod); each may be missing."""
+    """The fields of a core/v1 Pod that are used; each may be missing."""
 
     metadata: _Metadata = msgspec.field(default_factory=_Metadata)
     status: _Status = msgspec.field(default_factory=_Status)
@@ -54,18 +51,18 @@ class _PodObject(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
-    """What matters of a pod. `uid` distinguishes a new pod from an old one of the same name or address."""
+    """A pod. `uid` distinguishes a new pod from an old one of the same name or address."""
 
     name: str  # NAMESPACE/NAME
     uid: str
     ip: str
     ready: bool
     ending: bool
-    bootstrap_port: str | None = None  # as the annotation says it
+    bootstrap_port: str | None = None  # the annotation
 
 
 def read_pod(raw: object, *, annotation: str) -> Pod:
-    """A pod from decoded JSON. `annotation`: where its bootstrap port is written. Raises `PodError`."""
+    """A pod from decoded JSON. `annotation`: that of its bootstrap port. Raises `PodError`."""
     try:
         pod = msgspec.convert(raw, _PodObject)
     except msgspec.ValidationError as err:
@@ -84,7 +81,7 @@ def read_pod(raw: object, *, annotation: str) -> Pod:
 
 
 def read_version(raw: object) -> str:
-    """`metadata.resourceVersion` of any object; "" when it has none."""
+    """`metadata.resourceVersion` of any object; "": none."""
     try:
         return msgspec.convert(raw, _PodObject).metadata.resourceVersion
     except msgspec.ValidationError:
@@ -93,7 +90,7 @@ def read_version(raw: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A worker that should be in the pool, and the pod that it is."""
+    """A worker that should be in the table, and its pod."""
 
     url: str
     role: Role
@@ -104,17 +101,15 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Take this worker into the pool."""
-
     wanted: Wanted
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Send it nothing new; take it out once its requests ended, and say so (`Reconciler.left`).
+    """Send it nothing new; remove it once its requests ended, and call `Reconciler.left`.
 
-    `last_resort`: it is being deleted, and serves for some seconds yet. Its successor may be Ready and not checked by us:
-    a Deployment deletes the one in the moment that the other is Ready.
+    `last_resort`: it is being deleted, and serves for some seconds yet. A Deployment deletes it as soon as its successor is Ready, which
+    the router may not have checked yet.
     """
 
     url: str
@@ -123,7 +118,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Take it out now: another pod has its address. Its requests go on, or fail by themselves."""
+    """Remove it now: another pod has its address. Its requests go on, or fail by themselves."""
 
     url: str
 
@@ -139,7 +134,6 @@ class PodSet:
         self.num_refused = 0
 
     def replace(self, pods: Sequence[Pod]) -> None:
-        """Take a whole list: pods that are not in it are gone."""
         self._pods = {}
         self.num_refused = 0
         for pod in pods:
@@ -152,7 +146,7 @@ class PodSet:
             self._pods[pod.name] = pod
 
     def remove(self, pod: Pod) -> None:
-        """It is gone; a later pod of the same name is not."""
+        """Remove this pod, but no later one of the same name."""
         known = self._pods.get(pod.name)
         if known is not None and (not pod.uid or known.uid == pod.uid):
             del self._pods[pod.name]
@@ -173,14 +167,14 @@ class _Known:
 
 @dataclass(slots=True)
 class Reconciler:
-    """Compares pods with the workers that came from them. `port`: where every pod's worker listens."""
+    """Compares pods with the workers that came from them. `port`: of every pod's worker."""
 
     port: int
     problems: dict[str, str] = field(default_factory=dict)  # pod -> why it is no worker though it is ready
     _known: dict[str, _Known] = field(default_factory=dict)  # by URL
 
     def changes(self, pods: Mapping[Role, Sequence[Pod]]) -> list[Change]:
-        """What to do so that the pool has exactly the workers that `pods` are. They count as done."""
+        """The changes after which the table has exactly the workers of `pods`. They count as done."""
         wanted = self._wanted(pods)
         ending = {(pod.name, pod.uid) for role in pods for pod in pods[role] if pod.ending}
         found: list[Change] = []
@@ -192,7 +186,7 @@ class Reconciler:
         return found
 
     def left(self, url: str) -> None:
-        """A `Leave` is done: the worker is out of the pool."""
+        """A `Leave` is done."""
         self._known.pop(url, None)
 
     @property
@@ -200,7 +194,7 @@ class Reconciler:
         return sum(not known.leaving for known in self._known.values())
 
     def _leave(self, known: _Known, *, ending: bool) -> list[Change]:
-        """Once; a second time when a pod that was being deleted is gone, and with it the last resort."""
+        """Once; a second time when a pod that was being deleted, a last resort, is gone."""
         if known.leaving and (ending or not known.last_resort):
             return []
         known.leaving, known.last_resort = True, ending
@@ -214,7 +208,7 @@ class Reconciler:
         return [Join(want)] if known is None else [Drop(want.url), Join(want)]
 
     def _wanted(self, pods: Mapping[Role, Sequence[Pod]]) -> dict[str, Wanted]:
-        """By URL. Of two pods with one address the first counts, and the problem is kept."""
+        """By URL. Of two pods with one address the first counts; the other is a problem."""
         self.problems = {}
         found: dict[str, Wanted] = {}
         for role in sorted(pods):
@@ -228,14 +222,14 @@ class Reconciler:
         return found
 
     def _want(self, pod: Pod, role: Role) -> Wanted | None:
-        """The worker that `pod` is; None if it is none (yet, or any more)."""
+        """The worker of `pod`; None: it is not ready, or ends."""
         if pod.ending:
             return None
         if not pod.ip:
             if pod.ready:
                 self._problem(pod, "it is ready, but has no status.podIP")
             return None
-        url = pod_url(pod.ip, self.port)
+        url = f"http://[{pod.ip}]:{self.port}" if ":" in pod.ip else f"http://{pod.ip}:{self.port}"
         if not (pod.ready or self._is_in(url, pod)):
             return None
         text = pod.bootstrap_port if role is Role.PREFILL else None
@@ -254,12 +248,7 @@ class Reconciler:
             self.problems[pod.name] = why
 
     def check(self) -> None:
-        """Assert that every known worker is filed under its own URL."""
         assert all(known.wanted.url == url for url, known in self._known.items())
-
-
-def pod_url(ip: str, port: int) -> str:
-    return f"http://[{ip}]:{port}" if ":" in ip else f"http://{ip}:{port}"
 
 
 def _shared(want: Wanted, other: Wanted) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from router.admission.admission import PRIORITY_HEADER, Admission
-from router.admission.refused import RequestRefused
+from router.admission.turns import RequestRefused
 from router.attempts.events import Events
 from router.attempts.failed_workers import FailedWorkers
 from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt

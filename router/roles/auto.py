@@ -1,26 +1,25 @@
-"""The loop that lets the controller act: at every interval it reads the pools, and carries out the moves that are named.
+"""Runs auto roles: reads the pools at every interval, and carries out the moves that the controller decides.
 
-Owns the loop and the running moves. What is moved, and when, is the controller's; how, the switch's. Of a fleet's processes
-only the one in row 0 runs it; the others ask it.
+Of several processes only the one in row 0 runs it; the others ask it.
 """
 
 import asyncio
 import logging
 import math
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from router.config import RouterConfig
+from router.config import AutoRolesFlags
 from router.fleet.peer_processes import PeerProcesses
 from router.metrics import RouterMetrics
-from router.pool.worker import Role, Worker
+from router.pool.worker import Worker
 from router.pool.workers import WorkerTable
 from router.roles.controller import Controller, Move, Rules, Standing
 from router.roles.demand import Gauge, Goals
-from router.roles.switch import SwitchFailed, SwitchRefused
+from router.roles.switch import Switch, SwitchFailed, SwitchRefused
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +28,8 @@ KEPT_MOVES = 32
 WINDOW_SHARE = 1 / 3  # of the time that a shortage must last, over which reports are smoothed
 
 
-class Mover(Protocol):
-    """router/roles/switch.py."""
-
-    async def move(self, worker: Worker, role: Role) -> None: ...
-
-
-class Done(msgspec.Struct):
-    """A move, for people. `seconds`, `result`: None while it runs; times by the event loop's clock."""
+class MoveRecord(msgspec.Struct):
+    """A move, as `/auto_roles` shows it. `seconds`, `result`: None while it runs; times are the event loop's."""
 
     url: str
     model: str
@@ -48,14 +41,14 @@ class Done(msgspec.Struct):
 
 
 class AutoRoles:
-    """`leads`: this process is the one that moves workers, if any does."""
+    """`leads`: this process moves workers, if any does."""
 
     def __init__(
         self,
-        config: RouterConfig,
+        config: AutoRolesFlags,
         *,
         table: WorkerTable,
-        mover: Mover,
+        mover: Switch,
         metrics: RouterMetrics,
         peers: PeerProcesses,
         leads: bool,
@@ -69,7 +62,7 @@ class AutoRoles:
         self._peers = peers
         self.controller = Controller(rules_of(config))
         self._gauge = Gauge(goals_of(config), window_s=window_s(config))
-        self._moves: deque[Done] = deque(maxlen=KEPT_MOVES)
+        self._moves: deque[MoveRecord] = deque(maxlen=KEPT_MOVES)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -78,7 +71,7 @@ class AutoRoles:
             self._spawn(self._run(), "auto roles")
 
     async def close(self) -> None:
-        """A move under way is left to the worker: it ends it, or falls back, by itself."""
+        """A worker ends a move under way, or falls back, by itself."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -87,25 +80,21 @@ class AutoRoles:
         return [web.get(PATH, self.handle)]
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
-        """What is known, decided and done; a process that does not lead asks the one that does."""
-        asked_by_peer = self._peers.is_peer(request)
-        body = msgspec.json.encode(self.status()) if asked_by_peer else await self.told()
+        is_peer = self._peers.is_peer(request)
+        body = msgspec.json.encode(self.status()) if is_peer else await self.leading_status()
         return web.Response(body=body, content_type="application/json")
 
-    async def told(self) -> bytes:
-        """`status` of the process that leads, as JSON; of this one where that does not answer."""
+    async def leading_status(self) -> bytes:
+        """`status` of the process that leads, as JSON; of this one if that does not answer."""
         if self._enabled and not self._runs:
-            answers = await self._peers.answers(PATH)
+            answers = await self._peers.request("GET", PATH)
             leading = next((answer for answer in answers if msgspec.json.decode(answer)["runs"]), None)
             if leading is not None:
                 return leading
         return msgspec.json.encode(self.status())
 
     def status(self) -> dict[str, Any]:
-        """`runs`: in this process. Models with their pressures (1: as much as a pool can bear), and the last moves.
-
-        Times are by the clock that `now_s` is read from.
-        """
+        """`runs`: in this process. Pressures (1: as much as a pool can bear) by model, and the last moves. Times have the clock of `now_s`."""
         rules, now_s = self.controller.rules, _now_s()
         return {
             "enabled": self._enabled,
@@ -113,7 +102,7 @@ class AutoRoles:
             "now_s": now_s,
             "enter": rules.enter,
             "leave": rules.leave,
-            "models": {model: _told(standing, now_s) for model, standing in self.controller.standings.items()},
+            "models": {model: _view(standing, now_s) for model, standing in self.controller.standings.items()},
             "moves": list(reversed(self._moves)),
         }
 
@@ -127,8 +116,6 @@ class AutoRoles:
         for model, standing in self.controller.standings.items():
             for role, pressure in standing.pressure.items():
                 self._metrics.role_pressure.labels(model, role.value).set(pressure)
-
-    # ---- inside
 
     async def _run(self) -> None:
         while True:
@@ -145,8 +132,8 @@ class AutoRoles:
 
     async def _carry_out(self, move: Move, worker: Worker) -> None:
         began_s = _now_s()
-        done = Done(worker.url, move.model, move.to_role.value, move.reason, began_s)
-        self._moves.append(done)
+        record = MoveRecord(worker.url, move.model, move.to_role.value, move.reason, began_s)
+        self._moves.append(record)
         log.info("auto roles: %s worker %s moves to %s: %s", worker.role, worker.url, move.to_role, move.reason)
         result = "failed"
         try:
@@ -154,21 +141,19 @@ class AutoRoles:
             result = "moved"
         except (SwitchRefused, SwitchFailed) as err:
             result = "refused" if isinstance(err, SwitchRefused) else "failed"
-            log.warning("auto roles: the move of %s to %s %s: %s", worker.url, move.to_role, _SAID[result], err)
+            verb = "was refused" if isinstance(err, SwitchRefused) else "failed"
+            log.warning("auto roles: the move of %s to %s %s: %s", worker.url, move.to_role, verb, err)
         except Exception:
             log.exception("auto roles: the move of %s to %s failed", worker.url, move.to_role)
         finally:
-            done.seconds, done.result = _now_s() - began_s, result
+            record.seconds, record.result = _now_s() - began_s, result
             self.controller.ended(move, ok=result == "moved", now_s=_now_s())
             self._metrics.role_moves.labels(move.model, move.to_role.value, result).inc()
         if result == "moved":
-            log.info("auto roles: %s serves as %s after %.1f s", worker.url, move.to_role, done.seconds)
+            log.info("auto roles: %s serves as %s after %.1f s", worker.url, move.to_role, record.seconds)
 
 
-_SAID = {"refused": "was refused", "failed": "failed"}
-
-
-def rules_of(config: RouterConfig) -> Rules:
+def rules_of(config: AutoRolesFlags) -> Rules:
     return Rules(
         enter=config.auto_roles_enter,
         leave=config.auto_roles_leave,
@@ -180,16 +165,16 @@ def rules_of(config: RouterConfig) -> Rules:
     )
 
 
-def window_s(config: RouterConfig) -> float:
+def window_s(config: AutoRolesFlags) -> float:
     """Over which reports are smoothed."""
     return max(config.auto_roles_interval_s, WINDOW_SHARE * config.auto_roles_sustain_s)
 
 
-def goals_of(config: RouterConfig) -> Goals:
+def goals_of(config: AutoRolesFlags) -> Goals:
     return Goals(ttft_s=config.auto_roles_ttft_s, itl_s=config.auto_roles_itl_s or math.inf)
 
 
-def _told(standing: Standing, now_s: float) -> dict[str, Any]:
+def _view(standing: Standing, now_s: float) -> dict[str, Any]:
     return {
         "pressure": {role.value: pressure for role, pressure in standing.pressure.items()},
         "short_for_s": {role.value: now_s - since_s for role, since_s in standing.short_since.items()},

@@ -1,38 +1,35 @@
-"""Decides when a worker moves from one pool to the other. Pure: receives the time and the work of each worker, and names a move.
+"""Decides when a worker moves from one pool to the other. Pure.
 
-Work is counted in workers (`Seen.demand`, router/roles/demand.py), so both pools have one scale: pressure is demand over
-workers, and 1 is a pool that has just as much as it can bear. A move is named when, for one model,
+Work is counted in workers (`Seen.demand`, router/roles/demand.py): pressure is demand over workers, and 1 is a pool that has as much as
+it can bear. For one model, a worker moves if
 
-    short     the worse pool reached `enter`, and has not fallen below `leave` since, for as long as `sustain_s`, and for as long as
-              the last move took: a burst that is over before a worker could have moved is not worth one (rent or buy,
-              Karlin et al. 1988)
-    relief    the other pool, with a worker less and the work that the relieved pool will let through, will be less loaded than the
-              short one is now, by `gain`. A backlog counts for being short and not here: it is worked off once, and the worker
-              stays. What the giver has is its work now or its mean over `cooldown_s`, whichever is more: a pool that a burst
-              elsewhere starves looks idle, and is not
+    short     the worse pool reached `enter`, and has not fallen below `leave` since, for `sustain_s` and as long as the last move took: a
+              burst that ends before a worker could have moved is not worth one (rent or buy, Karlin et al. 1988)
+    relief    the other pool, with a worker less and the work that the relieved pool will let through, will be less loaded than the short
+              one is now, by `gain`. A backlog counts for being short but not here: it is worked off once, and the worker stays. The
+              giver's work is that of now or its mean over `cooldown_s`, whichever is more: a burst elsewhere makes a pool look idle
     quiet     no worker of the model moves, is down, drains or has just come; each pool keeps its minimum; and the last move was not the
               other way within `cooldown_s`
 
-So every move lowers the worse pressure of the two, and under constant demand moves end: no state comes back. Ideas: one
-worker at a time by thresholds on prefill queue and KV (NVIDIA Dynamo's load planner), instances that change pools when one
-side cannot hold its objective and the other can spare one (Arrow, arXiv 2505.11916; the mixed pool of Splitwise, ISCA'24),
-of two pools the slower one sets the goodput (DistServe, OSDI'24).
+So every move lowers the worse pressure of the two, and under constant demand moves end. Ideas: one worker at a time by thresholds on
+prefill queue and KV (NVIDIA Dynamo's load planner), instances that change pools when one side misses its objective and the other can
+spare one (Arrow, arXiv 2505.11916; Splitwise, ISCA'24), the slower of two pools sets the goodput (DistServe, OSDI'24).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from router.pool.worker import Role
-from router.roles.smooth import Smooth
 
 ROLES = (Role.PREFILL, Role.DECODE)
-LEAST_S = 1.0  # over which the usual demand is a mean
-NEWS = 0.5  # weight of the last move in what a move is expected to take
+LEAST_S = 1.0  # least window of the usual demand
+NEWS = 0.5  # weight of the last move in the expected duration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """`enter`, `leave`: pressures. `move_s`: what a move is taken to last before there was one. `min_*`: at least 1."""
+    """`enter`, `leave`: pressures. `move_s`: assumed duration of the first move. `min_*`: at least 1."""
 
     enter: float = 0.9
     leave: float = 0.7
@@ -49,8 +46,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One worker now. `demand`: workers like it that its work would fill; `backlog`: the part that is late, and
-    over once it is done. `ready`: it serves, and its demand is known."""
+    """One worker now. `demand`: its work in workers; `backlog`: the late part of it. `ready`: it serves, and its demand is known."""
 
     worker_id: int
     role: Role
@@ -66,7 +62,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A worker is to change its role. `Controller.ended` must follow."""
+    """A worker shall change its role. `Controller.ended` must follow."""
 
     worker_id: int
     model: str
@@ -75,13 +71,28 @@ class Move:
 
 
 @dataclass(slots=True)
+class Smooth:
+    """Exponential mean of samples that stand for times of any length."""
+
+    window_s: float
+    value: float | None = None
+
+    def add(self, sample: float, dt_s: float) -> None:
+        weight = 1.0 if self.value is None else -math.expm1(-dt_s / self.window_s)
+        self.value = sample if self.value is None else self.value + weight * (sample - self.value)
+
+    @property
+    def known(self) -> float:
+        return 0.0 if self.value is None else self.value
+
+
+@dataclass(slots=True)
 class Standing:
-    """What is known of one model. `short_since`: pools that are short; `usual`: what they mostly have;
-    `verdict`: what was last decided, for people."""
+    """The state of one model. `short_since`: of pools that are short; `usual`: mean lasting demand; `verdict`: the last decision in words."""
 
     move_s: float
     pressure: dict[Role, float] = field(default_factory=dict)
-    usual: dict[Role, Smooth] = field(default_factory=dict)  # lasting demand
+    usual: dict[Role, Smooth] = field(default_factory=dict)
     seen_s: float = 0.0
     short_since: dict[Role, float] = field(default_factory=dict)
     moving: Move | None = None
@@ -93,8 +104,6 @@ class Standing:
 
 
 class Controller:
-    """Owns one `Standing` for each model."""
-
     def __init__(self, rules: Rules) -> None:
         assert 0 < rules.leave < rules.enter and 0 < rules.gain < 1, rules
         assert rules.min_prefill >= 1 and rules.min_decode >= 1, "an empty pool serves no request"
@@ -102,7 +111,7 @@ class Controller:
         self.standings: dict[str, Standing] = {}
 
     def tick(self, now_s: float, seen: Sequence[Seen]) -> list[Move]:
-        """The moves to begin now: at most one for each model."""
+        """The moves to begin now: at most one per model."""
         models = sorted({worker.model for worker in seen})
         for model in [m for m, standing in self.standings.items() if m not in models and standing.moving is None]:
             del self.standings[model]
@@ -110,7 +119,7 @@ class Controller:
         return [move for move in moves if move is not None]
 
     def ended(self, move: Move, *, ok: bool, now_s: float) -> None:
-        """A move that was begun is over. One that failed is not tried again before the cool-down is over."""
+        """A move is over. After a failed one the model rests for the cool-down."""
         standing = self.standings[move.model]
         assert standing.moving == move, (standing.moving, move)
         standing.moving, standing.ended_s = None, now_s
@@ -120,8 +129,6 @@ class Controller:
             standing.move_s += NEWS * (now_s - standing.began_s - standing.move_s)
         else:
             standing.failed_s = now_s
-
-    # ---- inside
 
     def _tick(self, now_s: float, model: str, workers: list[Seen]) -> Move | None:
         standing = self.standings.setdefault(model, Standing(self.rules.move_s))
@@ -143,7 +150,7 @@ class Controller:
         return move
 
     def _note_usual(self, standing: Standing, pools: dict[Role, list[Seen]], now_s: float) -> None:
-        """While a worker moves, too: what it has left to do is no less the pool's."""
+        """While a worker moves, too: its remaining work is still the pool's."""
         dt_s, standing.seen_s = now_s - standing.seen_s, now_s
         for role, pool in pools.items():
             mean = standing.usual.setdefault(role, Smooth(max(self.rules.cooldown_s, LEAST_S)))
@@ -184,10 +191,10 @@ class Controller:
         return Move(worker_id=victim.worker_id, model=model, to_role=to, reason=reason), reason
 
     def _giver_after(self, standing: Standing, pools: dict[Role, list[Seen]], giver: Role, *, lasting: float) -> float:
-        """Its pressure with one worker less, when the other one's lasting pressure is `lasting` now.
+        """Its pressure with one worker less. `lasting`: pressure of the other pool.
 
-        What prefill has to do is counted as it comes, whatever holds it up. What decode has to do shows when prefill has done its
-        part: a prefill pool beyond 1 holds work back, and with one worker more lets through as much more as it grows by.
+        Prefill's work counts as it comes, decode's when prefill has done its part: a prefill pool beyond 1 holds work back, and with one
+        more worker lets through more in proportion.
         """
         has, flow = sum(worker.lasting for worker in pools[giver]), 1.0
         if giver is Role.DECODE:
@@ -206,7 +213,7 @@ class Controller:
 
 
 def _why_unknown(workers: Sequence[Seen], pools: dict[Role, list[Seen]]) -> str:
-    """Why nothing can be decided; "": it can."""
+    """Why nothing can be decided; "": nothing prevents it."""
     for role in ROLES:
         if not pools[role]:
             return f"there is no {role} worker"

@@ -1,15 +1,11 @@
-"""How much work each worker has, counted in workers. Pure: made of what workers report (`LoadReport`) and the time.
+"""How much work each worker has, counted in workers, by what workers report (`LoadReport`). Pure.
 
     prefill   seconds of prompts that come in a second + seconds of prompts that wait / `ttft_s`
     decode    the most of: KV held and wanted / capacity, requests / --max-running-requests, time between tokens / `itl_s`
 
-The first is queueing theory's offered load, which says how many workers a pool needs if nothing waits, and what it takes to
-work off what waits within the objective. A queue says which side is to blame only after a second look: decode reserves KV
-for prompts that still wait for prefill. That share of its memory is no work of decode's, and what waits for it there waits for
-prefill as well.
-
-All is smoothed over `window_s`, as reports are samples; what comes in and how fast a prefill worker computes, over a longer
-time, as prompts differ in length.
+The first is queueing theory's offered load, the workers that a pool needs if nothing waits, plus those that work off what waits within
+the objective. Decode reserves KV for prompts that still wait for prefill: that share of its memory, and what waits for it, is prefill's
+work. All is smoothed over `window_s`; arrivals and the speed of prefill over a longer time, as prompts differ in length.
 """
 
 import math
@@ -18,16 +14,15 @@ from dataclasses import dataclass, field
 
 from router.pool.states import Health
 from router.pool.worker import LoadReport, Role, Worker
-from router.roles.controller import Seen
-from router.roles.smooth import Smooth
+from router.roles.controller import Seen, Smooth
 
-SPEED_WINDOWS = 6.0  # windows over which the speed of prefill is learnt
-LEAST_BUSY = 0.05  # of a pool, below which its speed is not learnt
+SPEED_WINDOWS = 6.0  # windows over which the speed of prefill is measured
+LEAST_BUSY = 0.05  # of a pool, below which its speed is not measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goals:
-    """`ttft_s`: prompts may wait so long. `itl_s`: tokens may be so far apart; inf: KV and requests alone decide."""
+    """`ttft_s`: longest wait of prompts. `itl_s`: longest time between tokens; inf: KV and requests alone decide."""
 
     ttft_s: float = 2.0
     itl_s: float = math.inf
@@ -35,13 +30,13 @@ class Goals:
 
 @dataclass(slots=True, kw_only=True)
 class _Trend:
-    """One worker in one role and life, since its first report. `blocked`: tokens that wait at decode because prefill is behind."""
+    """One worker in one role and incarnation. `blocked`: tokens that wait at decode because prefill is behind."""
 
     role: Role
     incarnation: str
     report: LoadReport
     at_s: float
-    told: bool = False
+    is_known: bool = False
     work: Smooth
     waiting: Smooth
     blocked: Smooth
@@ -52,7 +47,7 @@ class _Trend:
 
 @dataclass(slots=True)
 class Gauge:
-    """`read` is to be called at regular intervals; it takes each report once."""
+    """Call `read` at regular intervals; it takes each report once."""
 
     goals: Goals
     window_s: float
@@ -60,7 +55,6 @@ class Gauge:
     _speed: dict[str, float] = field(default_factory=dict)  # tokens a second of one prefill worker, by model
 
     def read(self, workers: Sequence[Worker], now_s: float) -> list[Seen]:
-        """The prefill and decode workers of `workers`."""
         known = [worker for worker in workers if worker.role is not Role.UNIFIED]
         self._trends = {w.worker_id: self._trends[w.worker_id] for w in known if w.worker_id in self._trends}
         for worker in known:
@@ -68,8 +62,6 @@ class Gauge:
         models = {model_of(worker) for worker in known}
         waits = {model: self._wait_of(model, [w for w in known if model_of(w) == model]) for model in sorted(models)}
         return [self._seen(worker, waits[model_of(worker)]) for worker in known]
-
-    # ---- inside
 
     def _take(self, worker: Worker, now_s: float) -> None:
         report, trend = worker.report, self._trends.get(worker.worker_id)
@@ -97,7 +89,7 @@ class Gauge:
         )
 
     def _sample(self, trend: _Trend, report: LoadReport, dt_s: float) -> None:
-        trend.told = True
+        trend.is_known = True
         if trend.role is Role.DECODE:
             work, blocked = decode_demand(report, self.goals, gap_s=_gap_s(trend.report, report, dt_s))
             trend.work.add(work, dt_s)
@@ -134,13 +126,13 @@ class Gauge:
             worker_id=worker.worker_id,
             role=worker.role,
             model=model_of(worker),
-            ready=trend is not None and trend.told and not worker.leaving,
+            ready=trend is not None and trend.is_known and not worker.leaving,
             demand=lasting + backlog,
             backlog=backlog,
         )
 
     def _prefill_demand(self, trend: _Trend, prompts: "_Prompts") -> tuple[float, float]:
-        """(lasting, backlog). Before anything is known of its speed: the time that it computes."""
+        """(lasting, backlog); until its speed is known the time that it computes."""
         if prompts.speed is None:
             return min(1.0, trend.work.known), 0.0
         waiting_s = (trend.waiting.known + prompts.blocked_tokens) / prompts.speed
@@ -149,20 +141,21 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """Of one model: tokens a second that a prefill worker computes, and tokens that wait at decode for each of them."""
+    """Of one model: tokens a second of a prefill worker, and tokens that wait at decode for each of them."""
 
     speed: float | None
     blocked_tokens: float
 
 
 def model_of(worker: Worker) -> str:
-    """Its own one, whatever adapters it has loaded; "": it does not say."""
+    """A worker's base model; "": unknown."""
     return next(iter(worker.models), "")
 
 
 def decode_demand(report: LoadReport, goals: Goals, *, gap_s: float | None) -> tuple[float, float]:
     """(demand in workers, tokens that wait there because prefill is behind). `gap_s`: between tokens; None: none came."""
-    own, waits = _stages(report)
+    own = report.running_reqs + report.stages.get("retracted", 0)
+    waits = report.stages.get("transfer", 0)  # with memory, for their KV
     share = own / (own + waits) if own + waits else 1.0
     tokens = share * (report.used_tokens + report.pending_tokens)
     requests = own + share * report.stages.get("prealloc", 0)
@@ -174,20 +167,15 @@ def decode_demand(report: LoadReport, goals: Goals, *, gap_s: float | None) -> t
     return demand, (1 - share) * report.pending_tokens
 
 
-def _stages(report: LoadReport) -> tuple[int, int]:
-    """(requests that decode, or have decoded and wait to go on; requests that have memory and wait for their KV)."""
-    return report.running_reqs + report.stages.get("retracted", 0), report.stages.get("transfer", 0)
-
-
 def _gap_s(before: LoadReport, report: LoadReport, dt_s: float) -> float | None:
-    """Mean time between two tokens of a request: its share of what came out."""
+    """Mean time between two tokens of a request; None: unknown."""
     tokens = report.output_tokens_total - before.output_tokens_total
     running = (before.running_reqs + report.running_reqs) / 2
     return running * dt_s / tokens if tokens > 0 and running >= 1 else None
 
 
 def _is_another(trend: _Trend, worker: Worker, report: LoadReport) -> bool:
-    """In another role, or another process: its counts began anew."""
+    """Another role or process: its counts start at 0."""
     fell = report.busy_ms_total < trend.report.busy_ms_total or (
         report.prompt_tokens_total < trend.report.prompt_tokens_total
     )

@@ -1,4 +1,4 @@
-"""Whether a worker may change its role, and how far it is. Pure: reads the table and its workers."""
+"""Whether a worker may change its role, and how far the change is. Pure."""
 
 from enum import StrEnum
 
@@ -16,10 +16,7 @@ class SwitchProgress(StrEnum):
 
 
 def objection(table: WorkerTable, worker: Worker, role: Role, *, force: bool = False) -> str:
-    """Why `worker` may not become a `role` worker; "": it may. `force`: though the pool that it leaves is empty then.
-
-    A pool is a model's: an adapter that only this worker has counts as one.
-    """
+    """Why `worker` may not become a `role` worker; "": it may. `force`: even if that empties the pool of a model or adapter."""
     if Role.UNIFIED in (worker.role, role):
         return "only prefill and decode workers change their role"
     if worker not in table.workers():
@@ -28,31 +25,26 @@ def objection(table: WorkerTable, worker: Worker, role: Role, *, force: bool = F
         return f"it is becoming a {worker.switching_to} worker already"
     if worker.leaving or worker.health is not Health.UP:
         return f"it is {'leaving' if worker.leaving else worker.health}; only a healthy worker changes its role"
-    alone = None if force else _served_by_it_alone(table, worker)
-    if alone is None:
-        return ""
-    return f"it is the last healthy {worker.role} worker{alone and f' of {alone!r}'}; force the switch, or add a worker"
-
-
-def _served_by_it_alone(table: WorkerTable, worker: Worker) -> str | None:
-    """A model that no other worker of its role serves ("": any); None: there is none."""
-    for model in worker.models or ("",):
+    for model in () if force else worker.models or ("",):
         if all(other is worker for other in table.pool(worker.role, model)):
-            return model
-    return None
+            which = f"the last healthy {worker.role} worker{model and f' of {model!r}'}"
+            return f"it is {which}; force the switch, or add a worker"
+    return ""
 
 
 def progress(table: WorkerTable, worker: Worker, role: Role, *, was: str) -> SwitchProgress:
-    """Of a worker that was asked to become a `role` worker. `was`: its incarnation before."""
+    """How far a worker is that was asked to become a `role` worker. `was`: its incarnation before."""
     if worker not in table.workers():
         return SwitchProgress.REMOVED
-    if worker.health is Health.DOWN and worker.last_check is Check.REFUSED:  # one that changes keeps its port
+    if (
+        worker.health is Health.DOWN and worker.last_check is Check.REFUSED
+    ):  # a worker that changes its role keeps its port
         return SwitchProgress.ENDED
     if worker.health is not Health.UP:
         return SwitchProgress.UNDER_WAY
     if worker.role is role:
         return SwitchProgress.THERE
-    role_is_read = worker.good_s >= worker.incarnation_s  # by the check that saw this life first
+    role_is_read = worker.good_s >= worker.incarnation_s  # by the check that saw this incarnation first
     if worker.incarnation not in ("", was) and role_is_read:
         return SwitchProgress.WENT_BACK
     return SwitchProgress.UNDER_WAY

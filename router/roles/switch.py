@@ -1,7 +1,6 @@
-"""Moves a worker from one role to the other: asks it, waits for it, and it is in the other pool when `move` returns.
+"""Moves a worker from one role to the other: sends the request, and waits until the worker is in the other pool.
 
-What may move, and what has, is decided by router/roles/rules.py. The health monitor does the looking, and moves a worker that another
-caller has told to change in the same way.
+The health monitor sees the change, also of a worker that another caller has moved. What is allowed: rules.py.
 """
 
 import asyncio
@@ -27,11 +26,11 @@ PATH = "/workers/role"
 
 
 class SwitchRefused(Exception):
-    """The worker may not move, or says that it cannot; nothing has changed."""
+    """The worker may not move, or cannot; nothing has changed."""
 
 
 class SwitchFailed(Exception):
-    """The worker was asked to move and did not come back in the other role; says how it ended."""
+    """The worker was asked to move and did not come back in the other role."""
 
 
 class Switch:
@@ -62,18 +61,18 @@ class Switch:
         drain_s: float | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        """Returns when `worker` serves as `role`; at once if it does. Raises `SwitchRefused`, `SwitchFailed`.
+        """Return when `worker` serves as `role`. Raises `SwitchRefused`, `SwitchFailed`. A cancelled caller does not end the move.
 
-        `force`: though its pool is empty then. `drain_s`: how long its requests may go on; None: its --drain-timeout.
-        `headers`: whose admin's key it is shown; None: the router's. It goes on, however the caller ends.
+        `force`: even if that empties its pool. `drain_s`: time for its requests; None: its --drain-timeout. `headers`: with the admin
+        key to use; None: the router's.
         """
         if worker.role is role and worker.switching_to is None:
             return
         if why := objection(self._table, worker, role, force=force):
             raise SwitchRefused(f"{worker.url}: {why}")
         self._table.set_switching(worker, role)
-        shown = self._credentials.own_admin() if headers is None else headers
-        task = asyncio.create_task(self._move(worker, role, drain_s, shown), name=f"switch {worker.url}")
+        headers = self._credentials.own_admin() if headers is None else headers
+        task = asyncio.create_task(self._move(worker, role, drain_s, headers), name=f"switch {worker.url}")
         self._moves.add(task)
         task.add_done_callback(self._over)
         await asyncio.shield(task)
@@ -93,13 +92,13 @@ class Switch:
         try:
             was, old = worker.incarnation, worker.role
             await self._ask(worker, role, drain_s, headers)
-            await self._tell_peers(worker, role)
+            await self._announce(worker, role)
             await self._until_there(worker, role, was=was, timeout_s=START_TIMEOUT_S + (drain_s or 0.0))
             log.info("worker %s has changed from %s to %s", worker.url, old, role)
         finally:
             self._table.set_switching(worker, None)
             self._monitor.look(worker)
-        await self._tell_peers(worker, role)
+        await self._announce(worker, role)
 
     async def _ask(self, worker: Worker, role: Role, drain_s: float | None, headers: dict[str, str]) -> None:
         body = {"role": role.value, **({} if drain_s is None else {"timeout": drain_s})}
@@ -133,19 +132,20 @@ class Switch:
             raise SwitchFailed(f"{worker.url}: {now}: {worker.last_error}")
 
     async def _why(self, worker: Worker) -> str:
-        """What a worker that went back to its old role says of it."""
+        """The reason that a worker reports for going back to its old role."""
         timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
         try:
             async with self._session.get(
                 worker.url + "/server_info", headers=self._credentials.own(), timeout=timeout, allow_redirects=False
             ) as response:
-                said = msgspec.json.decode(await response.read(), type=_Info).last_switch
+                last = msgspec.json.decode(await response.read(), type=_Info).last_switch
         except (aiohttp.ClientError, OSError, TimeoutError, *JSON_ERRORS):
-            said = None
-        return "it was started anew" if said is None or said.error is None else said.error
+            last = None
+        return "it was started anew" if last is None or last.error is None else last.error
 
-    async def _tell_peers(self, worker: Worker, role: Role) -> None:
-        await self._peers.announce(PATH, {"url": worker.url, "role": role.value})
+    async def _announce(self, worker: Worker, role: Role) -> None:
+        """Have peers look at the worker: no request of a client tells them."""
+        await self._peers.request("POST", PATH, {"url": worker.url, "role": role.value})
 
 
 class _LastSwitch(msgspec.Struct):
@@ -165,7 +165,7 @@ class _Error(msgspec.Struct):
 
 
 def _message(answer: bytes) -> str:
-    """Of an error in OpenAI's shape; else its beginning as it came."""
+    """The message of an error in OpenAI's shape, else the beginning of the answer."""
     try:
         return msgspec.json.decode(answer, type=_Error).error.message
     except JSON_ERRORS:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import uvloop
 
-from router.fleet.processes import DRAIN, END, what_to_say
+from router.fleet.processes import DRAIN, END, signal_for
 from tests.router.dummies import DummyWorker, always, answer_ok, hang, obey, until
 from tests.router.kube_server import NAMESPACE, kube_server, pod
 
@@ -255,10 +255,10 @@ def test_sigterm_drains_every_process_though_all_of_them_get_it(tmp_path: Path) 
 
 def test_the_parent_counts_the_signals_and_says_each_thing_by_one_of_its_own() -> None:
     """Two equal signals at a busy process are one to the kernel: "drain", "at once" must not be told apart by their number."""
-    heard = {(s, was): what_to_say(s, stopping=was) for s in (signal.SIGTERM, signal.SIGINT) for was in (False, True)}
+    heard = {(s, was): signal_for(s, stopping=was) for s in (signal.SIGTERM, signal.SIGINT) for was in (False, True)}
     assert heard.pop((signal.SIGTERM, False)) is DRAIN
     assert set(heard.values()) == {END}
-    assert all(what_to_say(signal.SIGHUP, stopping=was) is signal.SIGHUP for was in (False, True))
+    assert all(signal_for(signal.SIGHUP, stopping=was) is signal.SIGHUP for was in (False, True))
 
 
 def test_processes_end_with_their_parent(tmp_path: Path) -> None:

@@ -101,14 +101,17 @@ def test_any_order_of_joining_and_leaving(tmp_path_factory: pytest.TempPathFacto
                 assert members[row].others_tokens(slot) == sum(tokens for _, tokens in others)
 
 
+def merged(texts: list[str]) -> list[str]:
+    return merge_expositions(text.encode() for text in texts).decode().splitlines()
+
+
 def test_counts_are_added_and_states_are_not() -> None:
     one = (
         '# HELP requests Requests\n# TYPE requests counter\nrequests_total{path="/a\\"b",status="200"} 3.0\n'
         "# HELP up Up\n# TYPE up gauge\nup 1.0\n"
         '# HELP t T\n# TYPE t histogram\nt_bucket{le="1.0"} 1.0\nt_bucket{le="+Inf"} 2.0\nt_count 2.0\nt_sum 4.5\n'
     )
-    merged = merge_expositions([one, one.replace("3.0", "4.0"), "# HELP other O\n# TYPE other gauge\nother 2.0\n"])
-    lines = merged.splitlines()
+    lines = merged([one, one.replace("3.0", "4.0"), "# HELP other O\n# TYPE other gauge\nother 2.0\n"])
     assert 'requests_total{path="/a\\"b",status="200"} 7.0' in lines and "up 1.0" in lines and "other 2.0" in lines
     assert {'t_bucket{le="1.0"} 2.0', 't_bucket{le="+Inf"} 4.0', "t_count 4.0", "t_sum 9.0"} <= set(lines)
 
@@ -116,5 +119,5 @@ def test_counts_are_added_and_states_are_not() -> None:
 def test_of_times_of_creation_the_first_stands() -> None:
     """Prometheus reads `_created` as the time since when a counter counts."""
     text = "# TYPE a_total counter\na_total {}\n# TYPE a_created gauge\na_created {}\n"
-    merged = merge_expositions([text.format(1.0, 1.795e9), text.format(2.0, 1.794e9), text.format(4.0, 1.796e9)])
-    assert {"a_total 7.0", "a_created 1794000000.0"} <= set(merged.splitlines())
+    lines = merged([text.format(1.0, 1.795e9), text.format(2.0, 1.794e9), text.format(4.0, 1.796e9)])
+    assert {"a_total 7.0", "a_created 1794000000.0"} <= set(lines)
