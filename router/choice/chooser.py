@@ -20,7 +20,7 @@ from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_keys import BLOCK_BYTES, prompt_keys
 from router.config import ChoiceFlags
 from router.pool.worker import Role, Worker
-from service.http.json_depth import JSON_ERRORS
+from service.http.json_depth import decode_or_none
 
 # In the order of precedence, headers first.
 SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
@@ -30,9 +30,6 @@ MAX_SESSION_CHARS = 1024  # of what is hashed
 
 class _SessionParams(msgspec.Struct):
     id: str | int | None = None
-
-
-_session_decoder = msgspec.json.Decoder(_SessionParams | str | int | None)
 
 
 class Chooser:
@@ -111,9 +108,6 @@ def session_of(parsed: ParsedBody, headers: Mapping[str, str]) -> str:
 
 
 def _session_text(raw: msgspec.Raw | None) -> str:
-    try:
-        value = _session_decoder.decode(raw) if raw is not None else None
-    except JSON_ERRORS:
-        return ""
+    value = None if raw is None else decode_or_none(raw, _SessionParams | str | int | None)
     value = value.id if isinstance(value, _SessionParams) else value
     return "" if value is None else str(value)

@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from router.pool.worker import STAGES, LoadReport
 from service.http.errors import DRAINING
-from service.http.json_depth import JSON_ERRORS
+from service.http.json_depth import decode_or_none
 
 MAX_INCARNATION_CHARS = 128
 MAX_BUSY_S = 1e9
@@ -105,10 +103,7 @@ def parse_bootstrap(info: object, *, url_host: str) -> tuple[str, int | None]:
 
 def says_draining(body: bytes) -> bool:
     """Whether a 503 is that of a worker that drains: on /health by `status`, else by the error's code."""
-    try:
-        answer = msgspec.json.decode(body)
-    except JSON_ERRORS:
-        return False
+    answer = decode_or_none(body)
     if not isinstance(answer, dict):
         return False
     error = answer.get("error")
@@ -117,10 +112,7 @@ def says_draining(body: bytes) -> bool:
 
 def parse_health(body: bytes) -> tuple[str, float | None]:
     """(incarnation, seconds that the present step has taken); "" and None for what /health does not report."""
-    try:
-        health = msgspec.json.decode(body)
-    except JSON_ERRORS:
-        health = None
+    health = decode_or_none(body)
     if not isinstance(health, dict):
         return "", None
     incarnation, busy_s = health.get("incarnation"), health.get("busy_s")
@@ -153,10 +145,7 @@ def parse_event_source(info: object, *, url_host: str) -> EventSource | None:
     """
     config = info.get("kv_events_config") if isinstance(info, dict) else None
     if isinstance(config, str):
-        try:
-            config = msgspec.json.decode(config)
-        except JSON_ERRORS:
-            return None
+        config = decode_or_none(config)
     if not isinstance(config, dict) or config.get("publisher", "zmq") != "zmq":
         return None
     endpoint = _dialled(config.get("endpoint"), url_host)

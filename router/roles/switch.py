@@ -15,7 +15,7 @@ from router.pool.health import HealthMonitor
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.roles.rules import SwitchProgress, objection, progress
-from service.http.json_depth import JSON_ERRORS
+from service.http.json_depth import decode_or_none
 
 log = logging.getLogger(__name__)
 
@@ -138,10 +138,11 @@ class Switch:
             async with self._session.get(
                 worker.url + "/server_info", headers=self._credentials.own(), timeout=timeout, allow_redirects=False
             ) as response:
-                last = msgspec.json.decode(await response.read(), type=_Info).last_switch
-        except (aiohttp.ClientError, OSError, TimeoutError, *JSON_ERRORS):
-            last = None
-        return "it was started anew" if last is None or last.error is None else last.error
+                info: _Info | None = decode_or_none(await response.read(), _Info)
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            info = None
+        last = None if info is None else info.last_switch
+        return "it was restarted" if last is None or last.error is None else last.error
 
     async def _announce(self, worker: Worker, role: Role) -> None:
         """Have peers look at the worker: no request of a client tells them."""
@@ -166,7 +167,5 @@ class _Error(msgspec.Struct):
 
 def _message(answer: bytes) -> str:
     """The message of an error in OpenAI's shape, else the beginning of the answer."""
-    try:
-        return msgspec.json.decode(answer, type=_Error).error.message
-    except JSON_ERRORS:
-        return answer[:200].decode(errors="replace")
+    body: _Error | None = decode_or_none(answer, _Error)
+    return answer[:200].decode(errors="replace") if body is None else body.error.message

@@ -147,8 +147,8 @@ def test_one_process_of_a_fleet_moves_workers_and_the_others_ask_it() -> None:
             super().__init__(None)
             self.leader = leader
 
-        async def answers(self, path: str) -> list[bytes]:
-            assert path == PATH
+        async def request(self, method: str, path: str, body: Any = None) -> list[bytes]:
+            assert (method, path) == ("GET", PATH)
             return [encoded({"runs": False}), encoded(self.leader.status())]
 
     async def story() -> None:

@@ -391,7 +391,7 @@ def test_a_process_takes_from_its_peers_only_what_it_does_not_discover_itself() 
     """Else a discovered worker would be somebody's by hand, and stay for ever."""
 
     class Told(PeerProcesses):
-        async def _ask_all(self, method: str, path: str, body: bytes) -> list[bytes]:
+        async def request(self, method: str, path: str, body: Any = None) -> list[bytes]:
             there = WorkerTable()
             there.add("http://by.hand:1", role=Role.DECODE)
             there.add("http://found:1", role=Role.DECODE, discovered=True)
