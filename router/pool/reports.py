@@ -145,7 +145,7 @@ def parse_event_source(info: object, *, url_host: str) -> EventSource | None:
     """
     config = info.get("kv_events_config") if isinstance(info, dict) else None
     if isinstance(config, str):
-        config = decode_or_none(config)
+        config = decode_or_none(config.encode(errors="replace"))
     if not isinstance(config, dict) or config.get("publisher", "zmq") != "zmq":
         return None
     endpoint = _dialled(config.get("endpoint"), url_host)
