@@ -50,6 +50,7 @@ def up_in(temp: Path, monkeypatch: pytest.MonkeyPatch, *args: str) -> Iterator[C
         yield c
 
 
+@pytest.mark.slow  # (of a cluster at rest: tests/deploy/test_up.py)
 def test_ctrl_c_ends_every_process(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With requests running."""
     with up_in(temp, monkeypatch) as c:
@@ -170,8 +171,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield pair
 
 
-@pytest.mark.parametrize("name", ["prefill", "decode"])
-@pytest.mark.parametrize("victim", ["scheduler", "worker"])
+@pytest.mark.parametrize(
+    ("name", "victim"),
+    [
+        ("prefill", "scheduler"),
+        ("decode", "worker"),
+        pytest.param("prefill", "worker", marks=pytest.mark.slow),
+        pytest.param("decode", "scheduler", marks=pytest.mark.slow),
+    ],
+)
 def test_a_worker_dies_and_comes_back_at_the_same_address(pair: Pair, name: str, victim: str) -> None:
     """Requests end, the survivor is clean without a restart, and the same router serves again."""
     survivor = "decode" if name == "prefill" else "prefill"

@@ -56,7 +56,7 @@ def test_a_prefill_worker_becomes_decode_and_comes_back_under_load(two_pairs: Cl
     mover = two_pairs.of("prefill")[0]
 
     async def there_and_back() -> None:
-        async with session() as http, streams(two_pairs.router, rest_s=0.02) as more:
+        async with session() as http, streams(two_pairs.router, num_clients=2, rest_s=0.02) as more:
             for role in ("decode", "prefill"):
                 await more()
                 told = await move(http, two_pairs, mover, role)
@@ -143,6 +143,7 @@ def test_sigterm_to_tandem_up_lets_every_request_end(two_pairs: Cluster, temp: P
     assert traces.left() == []
 
 
+@pytest.mark.slow  # (every drain of the simulator looks for it, too)
 def test_a_prefill_worker_leaves_the_bootstrap_server(temp: Path) -> None:
     server = BootstrapServer(BootstrapConfig(port=0, lease_s=600.0), shared=True)
     server.start()

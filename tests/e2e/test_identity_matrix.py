@@ -45,6 +45,17 @@ def test_every_cell_gives_the_right_answer(depth: int, chunked: bool, mixed: boo
         _assert_is_what_it_says(system, depth=depth, chunked=chunked, mixed=mixed, retracted=retracted, pd=pd)
 
 
+def test_recall_collapses_when_no_bytes_move() -> None:
+    """The fake backend reports that everything has landed: the cells above can fail."""
+    rng = random.Random(7)
+    asked = [(f"r{i}", recall_prompt(rng, rng.randint(5, 250)), 4) for i in range(40)]
+    fake = {"disaggregation_transfer_backend": "fake"}
+    with disaggregated(DEFAULT_MODEL_PATH, decode={}, max_total_tokens=65536, disagg=fake) as pair:
+        answers = run(pair, asked, turns_between=6)
+    right = sum(answers[rid] == continuation(prompt, new, ignore_eos=True) for rid, prompt, new in asked)
+    assert right < 0.1 * len(asked)
+
+
 def _system(flags: dict[str, object], *, tokens: int, pd: bool) -> AbstractContextManager[System]:
     if pd:
         # A prefill worker mixes nothing: those cells show what layers do, with the checksum of all of them.

@@ -5,8 +5,10 @@ composition may round a near tie the other way. fp32 rounds, too, only 65,000 ti
 the same, their logits must be nearer than the arithmetic's error (`margin`).
 """
 
+import functools
 import json
 import urllib.request
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,8 @@ BEGINNINGS = [
     "Roses are red,",
     "for i in range(",
 ]
-WAYS = ("nixl", "mooncake", "chunked", "cached")
+WAYS = ("nixl", "cached", *(pytest.param(way, marks=pytest.mark.slow) for way in ("mooncake", "chunked")))
+Margin = Callable[[], float]
 
 
 @pytest.fixture(scope="module")
@@ -113,26 +116,31 @@ def theirs() -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def margin(theirs: LlamaForCausalLM, prompts: list[list[int]], reference: list[list[int]]) -> float:
-    """How far apart two logits can be in one fp32 arithmetic and be in the other order in another.
+def margin(theirs: LlamaForCausalLM, prompts: list[list[int]], reference: list[list[int]]) -> Margin:
+    """Computed when two tokens differ, once: how far apart two logits can be in one fp32 arithmetic and be in the other order in another.
 
     Each logit is off the exact one by at most e (ours) or e' (theirs); so two of them change order only if they are
     nearer than 2e + 2e'. Both are measured beside fp64 on some of the answers; other answers may be off by more than
     the worst of these, hence four times that.
     """
-    ours = load_model(
-        str(smollm2_file()), load_model_config(str(smollm2_file())), dtype="float32", device="cpu", progress=False
-    )
-    sampled = [prompt + answer for prompt, answer in zip(prompts[::8], reference[::8], strict=True)]
-    single = [(Sequence(ours).extend(ids), _logits(theirs, ids)) for ids in sampled]
-    theirs.double()
-    exact = [_logits(theirs, ids) for ids in sampled]
-    theirs.float()
-    errors = [
-        max((part - right).abs().max().item() for part in pair) for pair, right in zip(single, exact, strict=True)
-    ]
-    assert 0 < max(errors) < 1e-3
-    return 4 * 4 * max(errors)
+
+    @functools.cache
+    def measured() -> float:
+        ours = load_model(
+            str(smollm2_file()), load_model_config(str(smollm2_file())), dtype="float32", device="cpu", progress=False
+        )
+        sampled = [prompt + answer for prompt, answer in zip(prompts[::8], reference[::8], strict=True)]
+        single = [(Sequence(ours).extend(ids), _logits(theirs, ids)) for ids in sampled]
+        theirs.double()
+        exact = [_logits(theirs, ids) for ids in sampled]
+        theirs.float()
+        errors = [
+            max((part - right).abs().max().item() for part in pair) for pair, right in zip(single, exact, strict=True)
+        ]
+        assert 0 < max(errors) < 1e-3
+        return 4 * 4 * max(errors)
+
+    return measured
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -142,7 +150,7 @@ def test_50_prompts_give_the_same_tokens(
     unified_twice: tuple[list[list[int]], list[list[int]]],
     reference: list[list[int]],
     theirs: LlamaForCausalLM,
-    margin: float,
+    margin: Margin,
 ) -> None:
     if way == "cached":
         answers = unified_twice[1]
@@ -154,11 +162,11 @@ def test_50_prompts_give_the_same_tokens(
         if answer != expected:
             at = next(i for i, (a, b) in enumerate(zip(answer, expected, strict=True)) if a != b)
             logits = _logits(theirs, prompt + expected[:at])[-1]
-            assert (logits[answer[at]] - logits[expected[at]]).abs() < margin, (prompt, at)
+            assert (logits[answer[at]] - logits[expected[at]]).abs() < margin(), (prompt, at)
 
 
 def test_tokens_are_those_of_transformers(
-    prompts: list[list[int]], reference: list[list[int]], theirs: LlamaForCausalLM, margin: float
+    prompts: list[list[int]], reference: list[list[int]], theirs: LlamaForCausalLM, margin: Margin
 ) -> None:
     """Each of our tokens is transformers' best after the same tokens, or as good as that within `margin`.
 
@@ -169,9 +177,14 @@ def test_tokens_are_those_of_transformers(
         logits = _logits(theirs, prompt + answer)[len(prompt) - 1 : -1]
         behind = logits.max(dim=-1).values - logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
         ties += int((behind > 0).sum())
-        assert behind.max() < margin, prompt
+        assert behind.max() <= 0 or behind.max() < margin(), prompt
     assert ties <= 3, "near ties are rare: many would mean another model"
     assert len({tuple(answer) for answer in reference}) > 35, "the prompts do not tell answers apart"
+
+
+@pytest.mark.slow
+def test_logits_are_near_exact_ones(margin: Margin) -> None:
+    assert margin() < 16e-3  # (the errors themselves are checked where they are measured)
 
 
 def test_a_chat_through_tandem_up(tmp_path: Path) -> None:

@@ -3,19 +3,38 @@
 They end with the folder. Nothing here kills or reconfigures them; a prompt that must not be cached is a file's own.
 """
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from tests.e2e.cluster import SHIPPED, Cluster, cluster
+from tests.e2e.shared.otlp_receiver import OtlpReceiver
 
 
 @pytest.fixture(scope="package")
-def nixl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One prefill, one decode worker; the asynchronous stream, so that depth is 2. Its logs are JSON."""
+def receiver() -> Iterator[OtlpReceiver]:
+    receiver = OtlpReceiver()
+    thread = threading.Thread(target=receiver.server.serve_forever)
+    thread.start()
+    try:
+        yield receiver
+    finally:
+        receiver.server.shutdown()
+        receiver.server.server_close()
+        thread.join()
+
+
+@pytest.fixture(scope="package")
+def nixl(tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver) -> Iterator[Cluster]:
+    """One prefill, one decode worker; the asynchronous stream, so that depth is 2. Its logs are JSON, its spans go out."""
     folder = tmp_path_factory.mktemp("nixl")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # ms until a batch is sent
     logs = ("--run-dir", str(folder / "logs"), "--log-level", "info", "--log-format", "json", "--log-requests")
-    with cluster(folder, "--transfer-backend", "nixl", "--stream", "threaded", *SHIPPED, *logs) as c:
+    spans = ("--otlp-traces-endpoint", receiver.url)
+    with cluster(folder, "--transfer-backend", "nixl", "--stream", "threaded", *SHIPPED, *logs, *spans) as c:
+        patch.undo()
         yield c
 
 
