@@ -25,9 +25,8 @@ from engine.config import EngineConfig, ServerConfig
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.server import WorkerDied, run_frontend
 from engine.frontend.setup import FrontendSpec, open_worker_gate
+from engine.local_defaults import with_random_seed, with_threads
 from engine.model_files.source import with_local_model
-from engine.random_seed import with_random_seed
-from engine.threads import with_threads
 from service.flags import ConfigError, values_by_name
 from service.http.listening import ListeningPort, open_port
 from service.process.stop_signals import StopSignals

@@ -1,6 +1,6 @@
 """The sockets between the processes of one worker: typed ZMQ PUSH/PULL over ipc:// in a private directory.
 
-Owns endpoints, framing (one msgspec struct per message) and the bound on every queue. The receiver binds, senders connect.
+One msgspec struct is one message. The receiver binds, senders connect.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ M = TypeVar("M")
 log = logging.getLogger(__name__)
 
 IPC_PREFIX = "tandem-ipc-"
-MAX_QUEUED_MESSAGES = 100_000  # in one pipe; a peer this far behind is stuck
+MAX_QUEUED_MESSAGES = 100_000  # in one pipe; a receiver this far behind is stuck
 MAX_MESSAGE_BYTES = 1 << 30
-LINGER_MS = 500  # what a closing sender may still deliver
-RECV_BURST = 256  # messages taken before the event loop may look at something else
+LINGER_MS = 500  # of a closing sender
+RECV_BURST = 256  # messages before the event loop serves something else
 
 
 class PeerStalled(RuntimeError):
@@ -39,7 +39,7 @@ class IpcPaths:
 
     @classmethod
     def create(cls, parent: str | None = None) -> "IpcPaths":
-        """Make a fresh private directory (short: a unix socket path has at most 107 characters), and remove those of dead owners."""
+        """Make a private directory (short: a unix socket path has at most 107 characters); remove those of dead owners."""
         folder = Path(parent or tempfile.gettempdir())
         for left in folder.glob(f"{IPC_PREFIX}*"):
             if _is_orphan(left):
@@ -72,7 +72,7 @@ def _is_orphan(folder: Path) -> bool:
 
 
 class PullSocket(Generic[M]):
-    """Receives the closed union `union`. Frames that do not decode are logged, counted in `rejected` and dropped."""
+    """Receives `union`. Frames that do not decode are logged, counted in `rejected` and dropped."""
 
     def __init__(self, endpoint: str, union: Any, *, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
         self.socket = (context or zmq.Context.instance()).socket(zmq.PULL)
@@ -90,7 +90,7 @@ class PullSocket(Generic[M]):
         return int(self.socket.getsockopt(zmq.FD))
 
     def recv_all_nowait(self, limit: int = 1 << 30) -> list[M]:
-        """Take what has arrived, in order, up to `limit` messages; never waits."""
+        """Take at most `limit` messages that have arrived."""
         messages: list[M] = []
         while len(messages) < limit and self._has_frame():
             self._append(self.socket.recv(zmq.NOBLOCK), messages)
@@ -102,7 +102,7 @@ class PullSocket(Generic[M]):
         return self.recv_all_nowait()
 
     def attach(self, loop: asyncio.AbstractEventLoop, handler: Callable[[M], None]) -> None:
-        """Call `handler` in `loop` for each message, in order, from now on."""
+        """Call `handler` in `loop` for each message, in order."""
         self._loop, self._handler = loop, handler
         loop.add_reader(self.fd, self._drain)
         loop.call_soon(self._drain)  # the descriptor does not signal what arrived before
@@ -141,7 +141,7 @@ class PullSocket(Generic[M]):
 
 
 class PushSocket:
-    """Sends structs to the process that binds `endpoint`; it need not be there yet."""
+    """Sends structs to the process that binds `endpoint`, now or later."""
 
     def __init__(self, endpoint: str, *, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
         self.socket = (context or zmq.Context.instance()).socket(zmq.PUSH)
@@ -154,7 +154,7 @@ class PushSocket:
         self._encode = msgspec.msgpack.Encoder().encode
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue one message; never waits. Raises `PeerStalled` when the peer's queue is full."""
+        """Queue one message. Raises `PeerStalled` when the queue is full."""
         try:
             self.socket.send(self._encode(message), zmq.NOBLOCK)
         except zmq.Again:

@@ -1,4 +1,4 @@
-"""The value of `--kv-events-config`, with vLLM's and SGLang's field names. Pure."""
+"""The value of `--kv-events-config`, with vLLM's and SGLang's field names."""
 
 from typing import Annotated
 
@@ -10,12 +10,10 @@ FLAG = "--kv-events-config"
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a worker publishes what happens in its prefix cache.
+    """endpoint: tcp://HOST:PORT to bind; HOST * is every address, PORT * or 0 a free one (shown by /server_info).
 
-    endpoint: tcp://HOST:PORT to bind; HOST * is every address, PORT * or 0 a free one (shown by /server_info).
-    replay_endpoint: where subscribers ask for batches they missed; None: nowhere. buffer_steps: batches kept for that.
-    max_queue_size: batches that may wait to be sent; more are dropped, and subscribers see the gap.
-    hwm: messages that ZMQ holds for one slow subscriber.
+    replay_endpoint: for batches that subscribers missed. buffer_steps: batches kept for that.
+    max_queue_size: batches that may wait to be sent; more are dropped. hwm: messages held for one slow subscriber.
     """
 
     publisher: str = "zmq"
@@ -28,12 +26,12 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     enable_kv_cache_events: bool = True
 
     def hosts(self) -> list[str]:
-        """The addresses it binds."""
+        """Return the addresses to bind. Raises ConfigError."""
         return [split_endpoint(e)[0] for e in (self.endpoint, self.replay_endpoint) if e is not None]
 
 
 def parse_kv_events_config(text: str | None) -> KVEventsConfig | None:
-    """None: no events. ConfigError for a value that cannot be honoured."""
+    """Return None where no events are published. Raises ConfigError."""
     if text is None:
         return None
     try:
@@ -49,7 +47,7 @@ def parse_kv_events_config(text: str | None) -> KVEventsConfig | None:
 
 
 def split_endpoint(endpoint: str) -> tuple[str, str]:
-    """(host, port) of tcp://HOST:PORT; the port is a number or *. ConfigError for anything else."""
+    """Return (host, port) of tcp://HOST:PORT; the port is a number or *. Raises ConfigError."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     is_port = port == "*" or (port.isdecimal() and int(port) < 65536)
     if not endpoint.startswith("tcp://") or not host or not is_port:

@@ -1,4 +1,4 @@
-"""What a worker can use of its machine, reported when it is ready: C kernels, the CPU's arithmetic, huge pages."""
+"""What a worker can use of its machine: C kernels, the CPU's arithmetic, huge pages."""
 
 import os
 from pathlib import Path
@@ -12,11 +12,10 @@ BF16 = "AVX512-BF16"
 
 
 def machine_facts(device: str, dtype: str, *, huge_pages: Path = HUGE_PAGES) -> dict[str, str | None]:
-    """For /server_info; `device`, `dtype`: resolved.
+    """Return facts for /server_info; `device`, `dtype`: resolved.
 
-    `c_kernels`: "built", "no compiler", "failed" (`c_kernels_error` says why), "off" (by the environment), or "unused" (on a GPU).
-    `cpu_lacks`: the arithmetic that the kernels of products and prompts want and this CPU has not, or None.
-    `huge_pages`: "always", "madvise", "never", or None where the system does not say.
+    `c_kernels`: "built", "no compiler", "failed", "off" (by the environment), or "unused" (on a GPU).
+    `cpu_lacks`: arithmetic that the kernels need and this CPU lacks. `huge_pages`: "always", "madvise", "never", None: unknown.
     """
     if device != "cpu":
         return {"c_kernels": "unused", "c_kernels_error": None, "cpu_lacks": None, "huge_pages": None}
@@ -43,7 +42,7 @@ def _c_kernels() -> tuple[str, str | None]:
 
 
 def _chosen(file: Path) -> str | None:
-    """The word in brackets: "always [madvise] never"."""
+    """Return the word in brackets, as in "always [madvise] never"."""
     try:
         return file.read_text().partition("[")[2].partition("]")[0] or None
     except OSError:

@@ -1,18 +1,15 @@
-"""What the processes of one worker say to each other: tagged msgspec structs in msgpack, closed unions, nothing else.
+"""The messages between the processes of one worker: tagged msgspec structs in msgpack, in closed unions.
 
-    frontend (HTTP, tokens <-> text)  --ToScheduler-->  scheduler
-    scheduler                         --ToFrontend-->   frontend
-
-Transport: ZMQ PUSH/PULL over ipc:// sockets inside a 0700 directory; one struct a message. The receiver binds,
-sender connects. The tokens of a step are sent as one message, so per-token cost is shared.
+frontend (HTTP, tokens <-> text)  --ToScheduler-->  scheduler
+scheduler                         --ToFrontend-->   frontend
 """
 
 import msgspec
 
 from engine.sampling_params import SamplingParams
 
-MAX_ASKED_TOKEN_IDS = 128  # of LogprobOptions.token_ids: as many as a metadata row holds
-FAKE_BOOTSTRAP_HOST = "2.2.2.2"  # SGLang's habit: this host means "fake transfer for this request"
+MAX_ASKED_TOKEN_IDS = 128  # of LogprobOptions.token_ids: what a metadata row holds
+FAKE_BOOTSTRAP_HOST = "2.2.2.2"  # as in SGLang: fake the transfer of this request
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -20,7 +17,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Bootstrap(msgspec.Struct, frozen=True, array_like=True):
-    """Where a disaggregated request meets its other half. `host` and `port` name the bootstrap server."""
+    """A transfer's room. `host` and `port` name the bootstrap server."""
 
     host: str
     port: int
@@ -28,9 +25,9 @@ class Bootstrap(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LogprobOptions(msgspec.Struct, frozen=True, array_like=True):
-    """Which logprobs to return. `start_len`: first prompt position whose logprob is wanted; -1: output only.
+    """`start_len`: first prompt position whose logprob is wanted; -1: output only.
 
-    `top_num`: alternatives per position (0: the chosen token only). `token_ids`: these ids' logprobs at each position too.
+    `top_num`: alternatives per position. `token_ids`: ids whose logprobs are wanted at each position, too.
     """
 
     start_len: int = -1
@@ -44,12 +41,9 @@ class LogprobOptions(msgspec.Struct, frozen=True, array_like=True):
 class GenerateRequest(_Message, frozen=True):
     """One sample. `sampling` is checked and complete (max_new_tokens and seed are set, n is 1).
 
-    `stream`: the client streams; `stream_interval`: tokens between two messages to it (None: the engine's).
-    `priority` counts where priority scheduling is on.
-    `return_hidden_states`: of the prompt and of each generated token. `pooling` ("last" | "mean" | ""): an embedding,
-    one vector for the prompt; nothing is generated (max_new_tokens is 0) and no KV is kept.
-    `lora`: name of the adapter that computes it ("": the model alone).
-    `timeout_s`: seconds from now after which the request is ended (None: no limit).
+    `stream_interval`: tokens between two messages; None: the engine's. `pooling` ("last" | "mean" | ""): an embedding of the
+    prompt; nothing is generated (max_new_tokens is 0). `lora`: name of the adapter; "": the model alone.
+    `timeout_s`: from now; None: no limit.
     """
 
     rid: str
@@ -61,22 +55,22 @@ class GenerateRequest(_Message, frozen=True):
     stream: bool = False
     stream_interval: int | None = None
     priority: int = 0
-    grammar_field: str = ""  # what the client calls the grammar in `sampling`: errors name it
+    grammar_field: str = ""  # the client's name of the grammar, for errors
     return_hidden_states: bool = False
     pooling: str = ""
     lora: str = ""
     timeout_s: float | None = None
-    request_id: str = ""  # of the HTTP request that it is a sample of: log lines name it
+    request_id: str = ""  # of the HTTP request, for log lines
 
 
 class GenerateBatch(_Message, frozen=True):
-    """The samples of one HTTP request: they arrive together, so no step begins with a part of them."""
+    """The samples of one HTTP request, which enter the same step."""
 
     requests: list[GenerateRequest]
 
 
 class AbortRequest(_Message, frozen=True):
-    """End request `rid` (exact match), or every request when `all` is set. Unknown rids are ignored."""
+    """End request `rid`, or every request when `all` is set. Unknown rids are ignored."""
 
     rid: str
     all: bool = False
@@ -87,16 +81,16 @@ class FlushCache(_Message, frozen=True):
 
 
 class GetState(_Message, frozen=True):
-    """Request a `StateReply`. `check`: also run every owner's `check()` and report what it finds."""
+    """Request a `StateReply`. `check`: run every owner's `check()` first."""
 
     call_id: str
     check: bool = False
 
 
 class PauseGeneration(_Message, frozen=True):
-    """Stop computing until `ContinueGeneration`; requests that come meanwhile wait. Asks for a `ControlReply`.
+    """Stop computing until `ContinueGeneration`; new requests wait. Answered by a `ControlReply`.
 
-    `mode`: what becomes of the live ones: "abort" ends them, "retract" takes their KV, "in_place" leaves it.
+    `mode`: "abort" ends live requests, "retract" takes their KV, "in_place" leaves it.
     """
 
     call_id: str
@@ -108,9 +102,9 @@ class ContinueGeneration(_Message, frozen=True):
 
 
 class UpdateWeights(_Message, frozen=True):
-    """Take the weights of another checkpoint of the same shape. Asks for a `ControlReply`, when all is done.
+    """Take the weights of another checkpoint of the same shape. Answered by a `ControlReply` when done.
 
-    `weight_version`: its name from now on (None: as before). `abort_all`: live requests are aborted, not waited for.
+    `weight_version`: None: as before. `abort_all`: abort live requests instead of waiting for them.
     """
 
     call_id: str
@@ -120,9 +114,9 @@ class UpdateWeights(_Message, frozen=True):
 
 
 class StartProfile(_Message, frozen=True):
-    """Record what torch does, until `StopProfile` or for `num_steps` steps. Asks for a `ControlReply`.
+    """Profile torch until `StopProfile` or for `num_steps` steps. Answered by a `ControlReply`.
 
-    `output_dir`: folder of the trace file ("": a new temporary one). `activities`: "CPU" | "GPU".
+    `output_dir`: "": a new temporary one. `activities`: "CPU" | "GPU".
     """
 
     call_id: str
@@ -138,7 +132,7 @@ class StopProfile(_Message, frozen=True):
 
 
 class LoadAdapter(_Message, frozen=True):
-    """Load the LoRA adapter in directory `path` under `name`. Asks for a `ControlReply` with `adapters`."""
+    """Load the LoRA adapter in directory `path` under `name`. Answered by a `ControlReply` with `adapters`."""
 
     call_id: str
     name: str
@@ -146,18 +140,18 @@ class LoadAdapter(_Message, frozen=True):
 
 
 class UnloadAdapter(_Message, frozen=True):
-    """Take no new request for adapter `name`; once no request uses it, forget it and answer, with `adapters`."""
+    """Refuse new requests for adapter `name`, and unload it once unused. Answered by a `ControlReply` with `adapters`."""
 
     call_id: str
     name: str
 
 
 class Drain(_Message, frozen=True):
-    """The worker ends soon: what runs goes on, but peers are refused what they ask to have computed."""
+    """Refuse work of peers from now on: the worker ends soon."""
 
 
 class Shutdown(_Message, frozen=True):
-    """End the scheduler's loop (the launcher's SIGTERM does the same)."""
+    """End the scheduler's loop, as SIGTERM does."""
 
 
 ToScheduler = (
@@ -177,11 +171,11 @@ ToScheduler = (
     | Shutdown
 )
 
-# ---- frontend -> heartbeat (a thread of the scheduler process that answers during a step, too)
+# ---- frontend -> heartbeat, a thread of the scheduler process
 
 
 class GetStep(_Message, frozen=True):
-    """Ask what the loop's thread does: `StepReply`."""
+    """Request a `StepReply`."""
 
     call_id: str
 
@@ -192,8 +186,8 @@ class GetStep(_Message, frozen=True):
 class FinishReason(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Why a request ended. `kind`: "stop" | "length" | "abort".
 
-    `matched`: the stop token id, stop string or pattern (`regex`: it is the pattern). `status`: HTTP status for an abort that is an error (0: user's abort).
-    `field`: the part of the request's body that it is about, if one is.
+    `matched`: the stop token id, stop string or pattern (`regex`). `status`: HTTP status of an error; 0: aborted by the user.
+    `field`: of the request's body, where the error is about one.
     """
 
     kind: str
@@ -205,10 +199,9 @@ class FinishReason(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Logprob of the token at one position, with the `top` alternatives [(logprob, token_id)], best first.
+    """Logprob of the token at one position (None for the first of a prompt), with the `top` alternatives, best first.
 
-    `requested`: the same for `LogprobOptions.token_ids`, in their order.
-    `logprob` is None for the first prompt token, which nothing predicts.
+    `requested`: of `LogprobOptions.token_ids`, in their order.
     """
 
     logprob: float | None
@@ -227,11 +220,11 @@ class Stage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
-    """New tokens of one request. `input_logprobs` comes once, with the first output, `times` (seconds that each stage
+    """New tokens of one request. The first output has `input_logprobs` and `input_hidden`; the last has `times` and `stages`.
 
-    took, by name: engine/core/times.py) and `stages` (when) with the last. Hidden states are float32 in the machine's order, [hidden] a
-    position: `input_hidden` all of the prompt's in one (once, with the first output; its last row sampled the first token),
-    `hidden` one for each later token, or an embedding request's one pooled vector.
+    Hidden states are float32 in the machine's order, [hidden] a position: `input_hidden` those of the prompt (the last row
+    sampled the first token), `hidden` one for each later token, or an embedding's pooled vector.
+    `times`: seconds by stage (engine/core/times.py).
     """
 
     rid: str
@@ -247,7 +240,7 @@ class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
     input_hidden: bytes = b""
     hidden: list[bytes] = []
     cached_by_tier: list[int] = []  # of cached_tokens: from device, host, disk; empty: there is one tier
-    transfer_retries: int = 0  # times that a KV transfer for it began anew
+    transfer_retries: int = 0
     stages: list[Stage] = []
 
 
@@ -262,10 +255,9 @@ class FlushReply(_Message, frozen=True):
 
 
 class ControlReply(_Message, frozen=True):
-    """Answer to a control message. `status`: HTTP status where it was refused. `values`: what the message asks for
+    """Answer to a control message. `status`: HTTP status of a refusal. `values`: model_path and weight_version after an
 
-    (model_path and weight_version after an update, trace file of a profile, paused requests).
-    `adapters`: name -> path of the adapters that are loaded, wherever that may have changed.
+    update, trace file of a profile, retracted requests. `adapters`: name -> path of those loaded, where that may have changed.
     """
 
     call_id: str
@@ -277,11 +269,7 @@ class ControlReply(_Message, frozen=True):
 
 
 class StateReply(_Message, frozen=True):
-    """Load and self-check of the scheduler; `queues` by name (bootstrap, waiting, inflight, prealloc, transfer...).
-
-    `counters` only grow (requests, aborted, prompt_tokens, generation_tokens, cached_tokens, transfer_failed...).
-    `problems`: what `check()` found, empty when all owners are consistent.
-    """
+    """Load of the scheduler, its queues by name, totals since start (`counters`), and findings of `check()`."""
 
     call_id: str
     role: str
@@ -296,7 +284,7 @@ class StateReply(_Message, frozen=True):
 
 
 class StepInfo(msgspec.Struct, frozen=True):
-    """A step. `kind`: "prefill" | "decode" | "mixed" (decodes ride along with prompts) | "copy" (of pages alone)."""
+    """A step. `kind`: "prefill" | "decode" | "mixed" | "copy" (of pages alone)."""
 
     seq: int
     kind: str
@@ -305,10 +293,9 @@ class StepInfo(msgspec.Struct, frozen=True):
 
 
 class StepReply(_Message, frozen=True):
-    """What the loop's thread does at this moment, reported by another thread of the scheduler process.
+    """What the loop's thread does at this moment.
 
-    `busy_s`: seconds that the present turn (or the load of the model) has taken, None at rest. `stalled`: longer than
-    --watchdog-timeout. `step`: what the turn computes, None outside a step.
+    `busy_s`: duration of the present turn or of the model's load; None at rest. `stalled`: longer than --watchdog-timeout.
     """
 
     call_id: str
@@ -319,7 +306,7 @@ class StepReply(_Message, frozen=True):
 
 
 class SchedulerReady(_Message, frozen=True):
-    """Sent once when the model is loaded and the loop is about to start."""
+    """Sent once, when the model is loaded."""
 
     info: dict[str, int | float | str | bool | None]
 

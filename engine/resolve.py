@@ -38,7 +38,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         context_length=_context_length(config.context_length, model.max_position_embeddings),
         chunked_prefill_size=_chunk(config.chunked_prefill_size, config.page_size, device),
         max_step_time_s=_max_step_time_s(config.max_step_time_s, device, chunked=config.chunked_prefill_size != -1),
-        num_threads=config.num_threads or 1,  # a worker has counted its cores by now (engine/threads.py)
+        num_threads=config.num_threads or 1,  # a worker has counted its cores by now (engine/local_defaults.py)
         enable_mixed_chunk=device == "cpu" if config.enable_mixed_chunk is None else config.enable_mixed_chunk,
     )
 

@@ -1,7 +1,4 @@
-"""Sampling parameters of one request: a frozen value, checked once at the door.
-
-Knows field names and ranges (SGLang's), not tensors and not HTTP.
-"""
+"""Sampling parameters of one request, with SGLang's field names, ranges and defaults."""
 
 import math
 
@@ -19,7 +16,7 @@ MAX_GRAMMAR_CHARS = 256 << 10
 
 
 class InvalidParam(ValueError):
-    """A user's value that cannot be honoured. `field` names it; the message says how to mend it."""
+    """A user's value that cannot be honoured."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -27,19 +24,17 @@ class InvalidParam(ValueError):
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
-    """What an answer must look like. `kind`: one of GRAMMAR_KINDS; `source`: the schema, pattern or grammar as text."""
+    """`kind`: one of GRAMMAR_KINDS; `source`: the schema, pattern or grammar as text."""
 
     kind: str
     source: str
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to sample tokens and when to stop. Defaults are SGLang's.
+    """`seed`: a sample depends on (seed, position, logits) alone; None: the frontend chooses one.
 
-    `seed` fixes the sample for a given (seed, position, logits), whatever the batch; None: the frontend chooses one.
-    `stop` strings and matches of `stop_regex` are cut from the answer (`no_stop_trim`: they stay); `stop_token_ids` end it
-    too. `max_new_tokens=None`: up to the context.
-    At most one of `json_schema`, `regex`, `ebnf` (GBNF or Lark), `structural_tag` says what the answer must look like.
+    `stop` strings and matches of `stop_regex` are cut from the answer, unless `no_stop_trim`. `max_new_tokens=None`: up to
+    the context. At most one of `json_schema`, `regex`, `ebnf` (GBNF or Lark), `structural_tag` constrains the answer.
     """
 
     max_new_tokens: int | None = None
@@ -79,7 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def check_sampling_params(p: SamplingParams, *, vocab_size: int) -> None:
-    """Raise `InvalidParam` for the first value outside its range; never changes anything."""
+    """Raise `InvalidParam` for the first value outside its range."""
     if p.max_new_tokens is not None:
         _require(p.max_new_tokens >= 0, "max_new_tokens", f"must be at least 0, got {p.max_new_tokens}")
     _require(p.min_new_tokens >= 0, "min_new_tokens", f"must be at least 0, got {p.min_new_tokens}")
@@ -107,20 +102,12 @@ def check_sampling_params(p: SamplingParams, *, vocab_size: int) -> None:
     if p.seed is not None:
         _require(-(2**63) <= p.seed < 2**63, "seed", "must fit in 64 bits")
     _require(len(p.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings, got {len(p.stop)}")
-    for s in p.stop:
-        _require(
-            0 < len(s) <= MAX_STOP_STRING_CHARS, "stop", f"strings must have 1 to {MAX_STOP_STRING_CHARS} characters"
-        )
-    patterns = p.stop_regex
-    _require(
-        len(patterns) <= MAX_STOP_REGEXES, "stop_regex", f"at most {MAX_STOP_REGEXES} patterns, got {len(patterns)}"
-    )
-    for s in patterns:
-        _require(
-            0 < len(s) <= MAX_STOP_REGEX_CHARS,
-            "stop_regex",
-            f"patterns must have 1 to {MAX_STOP_REGEX_CHARS} characters",
-        )
+    fits = all(0 < len(s) <= MAX_STOP_STRING_CHARS for s in p.stop)
+    _require(fits, "stop", f"strings must have 1 to {MAX_STOP_STRING_CHARS} characters")
+    count = len(p.stop_regex)
+    _require(count <= MAX_STOP_REGEXES, "stop_regex", f"at most {MAX_STOP_REGEXES} patterns, got {count}")
+    fits = all(0 < len(s) <= MAX_STOP_REGEX_CHARS for s in p.stop_regex)
+    _require(fits, "stop_regex", f"patterns must have 1 to {MAX_STOP_REGEX_CHARS} characters")
     for t in p.stop_token_ids:
         _require(0 <= t < vocab_size, "stop_token_ids", f"{t} is not a token id (0 to {vocab_size - 1})")
     for t, bias in p.logit_bias.items():

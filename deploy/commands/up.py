@@ -17,7 +17,7 @@ from deploy.launcher.process import Child
 from deploy.launcher.supervisor import Supervisor
 from disagg.config import DisaggConfig
 from engine.config import EngineConfig, ServerConfig
-from engine.threads import usable_cores
+from engine.local_defaults import usable_cores
 from router.config import RouterConfig
 from service.flags import ConfigError
 from service.http.listening import require_free

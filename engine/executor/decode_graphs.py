@@ -1,9 +1,8 @@
 """Decode steps as graphs (never run on a GPU yet): recorded once for each batch size, replayed with one launch.
 
-A batch takes the graph of the next size. Its padded rows are token 0 at position 0 of a row of the page table that no
-request has: what they write goes to page 0, which is scratch. A graph reads and writes the same memory every time: its
-input (token ids, positions, slots), page table, future map, KV pool and weights. Lengths follow from the positions, on
-the device. Sampling stays outside. Knows neither requests nor attention backends.
+A batch takes the graph of the next size. Its padded rows are token 0 at position 0 of the page table's scratch row, and write
+to page 0. A graph reads and writes the same memory every time: its input (token ids, positions, slots), page table, future
+map, KV pool and weights. Lengths follow from the positions, on the device. Sampling stays outside.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ from engine.kv.step_batch import DeviceStep
 from engine.kv.upload import upload_into
 from engine.models.causal_lm import CausalLM
 
-WARM_UP_RUNS = 2  # kernels are compiled and workspaces made before anything is recorded
+WARM_UP_RUNS = 2  # compile kernels and allocate workspaces before a capture
 MOST_BY_DEFAULT = 256
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """torch.cuda.CUDAGraph. All graphs share one memory pool: they never run at once, so largest first is least memory."""
+    """torch.cuda.CUDAGraph. All graphs share one memory pool, as they never run at once; largest first takes least."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -67,7 +66,7 @@ class CudaCapture:
 
 
 class DecodeGraphs:
-    """`sizes`: batch sizes to record, ascending. Nothing is there before `record`."""
+    """`sizes`: batch sizes to record, ascending."""
 
     def __init__(
         self,
@@ -92,9 +91,9 @@ class DecodeGraphs:
         self._graphs: dict[int, Work] = {}
 
     def record(self, model: CausalLM) -> None:
-        """Record every size for `model`; what was recorded for another is dropped. In stream order, nothing in flight.
+        """Record every size for `model`, in stream order with nothing in flight.
 
-        Raises torch.OutOfMemoryError: then there are no graphs.
+        Raises torch.OutOfMemoryError, and then there are no graphs.
         """
         self._graphs = {}
         capture = self._capture()
@@ -113,7 +112,7 @@ class DecodeGraphs:
         return bool(self._graphs) and not plan.extend and len(plan.items) <= self.sizes[-1]
 
     def run(self, items: list[PlanItem]) -> Tensor:
-        """Return the hidden states [len(items), hidden] of a step that `takes` accepted; valid until the next step begins."""
+        """Return the hidden states [len(items), hidden] of a step; valid until the next step begins."""
         size = self.sizes[bisect_left(self.sizes, len(items))]
         upload_into(self._inputs[size], self._rows(items, size))
         return self._graphs[size]()[: len(items)]

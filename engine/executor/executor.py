@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Launch:
-    """A step on the stream. `forward`: its first half, where the halves are launched apart; `sampling` comes later then."""
+    """A step on the stream. `forward`: its first half, where `sampling` is launched apart."""
 
     plan: Plan
     sampling: StreamTask[StepOutput] | None = None
@@ -37,33 +37,33 @@ class Executor:
         self._stream = stream
 
     def watch(self, wrap: Callable[[Runner], Runner]) -> None:
-        """Steps launched from now on run by what `wrap` makes of the runner (benchmarks time them in the stream)."""
+        """Wrap the runner of the steps launched from now on (benchmarks time them in the stream)."""
         self._runner = wrap(self._runner)
 
     def launch(self, plan: Plan) -> Launch:
-        """Enqueue a step; returns at once (an inline stream has run it by then)."""
+        """Enqueue a step (an inline stream runs it)."""
         return Launch(plan, self._stream.submit(lambda: self._runner.run(plan)))
 
     def launch_forward(self, plan: Plan) -> Launch:
-        """Enqueue a step without its sampling: nothing else may be launched before `launch_sampling`. `plan.masks` is not read."""
+        """Enqueue a step without its sampling. `launch_sampling` comes before any other launch."""
         launch = Launch(plan)
         launch.forward = self._stream.submit(lambda: self._runner.forward(plan, launch.between))
         return launch
 
     def launch_sampling(self, launch: Launch) -> None:
-        """Enqueue the sampling of a step whose `plan.masks` are filled in now."""
+        """Enqueue the sampling of a step once `plan.masks` are filled in."""
         assert launch.sampling is None, f"step {launch.plan.seq} is sampled already"
         launch.sampling = self._stream.submit(lambda: self._runner.sample(launch.plan, launch.between))
 
     def collect(self, launch: Launch) -> StepResult:
-        """Wait for a step and read its results. An error of the step is raised here."""
+        """Wait for a step and read its results; raises the error of the step."""
         assert launch.sampling is not None, f"step {launch.plan.seq} is not sampled yet"
         if launch.forward is not None:
             launch.forward.wait()  # done by then; its error is the first one
         return _step_result(launch.plan, launch.sampling.wait())
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run `work` in stream order: after every launched step. Waits for it; what it raises is raised here."""
+        """Run `work` after every launched step, wait for it, and return or raise its outcome."""
         return self._stream.submit(work).wait()
 
     def close(self) -> None:

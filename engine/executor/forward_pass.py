@@ -17,7 +17,7 @@ from engine.models.causal_lm import CausalLM
 
 
 class ForwardPass:
-    """Runs one model at a time. `graphs` and `tapes` are recorded decode steps, `adapters` change its layers."""
+    """`graphs` and `tapes` are recorded decode steps, `adapters` change the model's layers."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class ForwardPass:
         self._tapes = tapes
 
     def attach(self, model: CausalLM) -> None:
-        """Forget what was recorded of another model, and let the adapters into this one."""
+        """Forget the tapes of another model, and attach the adapters to this one."""
         if self._tapes is not None:
             self._tapes.forget()
         if self._adapters is not None:
             self._adapters.attach(model.linear_sites())
 
     def record(self, model: CausalLM) -> None:
-        """Record the decode graphs, if there are to be any. Raises torch.OutOfMemoryError."""
+        """Record the decode graphs, if any. Raises torch.OutOfMemoryError."""
         if self._graphs is None:
             return
         if self._adapters is not None:
@@ -54,7 +54,7 @@ class ForwardPass:
         self._graphs.record(model)
 
     def record_if_possible(self, model: CausalLM) -> None:
-        """As `record`; without memory for graphs, decode goes on without them."""
+        """Record the decode graphs; without memory for them, decode goes on without graphs."""
         if self._graphs is not None:
             with self._graphs.or_none():
                 self.record(model)
@@ -96,7 +96,7 @@ class ForwardPass:
         return model.forward(input_ids, positions, attend)
 
     def _plain(self) -> bool:
-        """Whether this step is what graphs and tapes record: no adapter computes in it, and no reader follows its layers."""
+        """Whether no adapter computes in this step and no reader follows its layers: recorded steps know neither."""
         return not self._layers.watched and (self._adapters is None or not self._adapters.active)
 
     def _ids(self, values: list[int]) -> Tensor:

@@ -1,7 +1,7 @@
 """Tokens that the host does not know yet: the last token of each slot, on the device.
 
-A step's inputs may hold the placeholder -(slot + 1). The stream itself resolves it just before the forward and writes
-the new token right after sampling, so the FIFO order of steps is all the synchronisation there is (SGLang's FutureMap).
+A step's inputs may hold the placeholder -(slot + 1). The stream resolves it before the forward and stores the new token after
+sampling, so the FIFO order of steps is all the synchronisation. After SGLang's FutureMap.
 """
 
 import torch
@@ -13,9 +13,9 @@ class FutureMap:
         self._last = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     def resolve(self, token_ids: Tensor) -> Tensor:
-        """[T] ids or placeholders -> [T] ids."""
+        """Replace the placeholders among [T] token ids."""
         return torch.where(token_ids < 0, self._last[(-token_ids - 1).clamp_min(0)], token_ids)
 
     def store(self, slots: Tensor, tokens: Tensor) -> None:
-        """The token that each slot just sampled; both [n] int64."""
+        """Store the token that each slot just sampled; both [n] int64."""
         self._last[slots] = tokens

@@ -15,8 +15,6 @@ Mark = tuple[int, int]  # (step, layers): the first `layers` of it are written, 
 
 
 class LayerMarks:
-    """Marks nothing until `watch` is called."""
-
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._ends: frozenset[int] = frozenset()
@@ -25,7 +23,7 @@ class LayerMarks:
         self._ahead: deque[tuple[Mark, torch.cuda.Event]] = deque()  # enqueued; the device is not there yet
 
     def watch(self, ends: Collection[int], wake: Callable[[], None]) -> None:
-        """Mark from the next step on, wherever `ends` layers are written; `wake` is called in the stream's thread."""
+        """Mark when each number of layers in `ends` is written, and then call `wake` in the stream's thread."""
         self._ends, self._wake = frozenset(ends), wake
 
     @property
@@ -33,7 +31,7 @@ class LayerMarks:
         return bool(self._ends)
 
     def attend(self, step: int, attend: Attend) -> Attend:
-        """Wrap `attend` so that it marks layers. Call it once a step, after everything before the forward has been enqueued."""
+        """Wrap `attend` so that it marks layers. Call it once a step, just before the forward."""
         if not self._ends:
             return attend
         self._mark((step, 0))
@@ -56,12 +54,12 @@ class LayerMarks:
         self._wake()
 
     def reached(self) -> Mark:
-        """To be called by one thread at a time."""
+        """Return the last mark that the device has reached. One thread at a time may call it."""
         while self._ahead and self._ahead[0][1].query():
             self._reached = self._ahead.popleft()[0]
         return self._reached
 
     @property
     def ahead(self) -> bool:
-        """Whether marks are enqueued that the device has not reached; it wakes no thread when it does."""
+        """Whether the device has still to reach marks; it wakes no thread then."""
         return bool(self._ahead)

@@ -1,7 +1,4 @@
-"""A torch profiler around some steps: one trace file that Perfetto and chrome://tracing open.
-
-It owns the running profile. It starts and stops in the stream: torch records what its own thread does.
-"""
+"""A torch profiler around some steps, started and stopped in the stream, as torch records its own thread."""
 
 import tempfile
 import time
@@ -17,7 +14,7 @@ ACTIVITIES = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
 
 
 class TorchProfiler:
-    """`name`: of the worker, part of the file's name."""
+    """`name`: of the worker; a part of the file's name."""
 
     def __init__(self, executor: Executor, *, name: str) -> None:
         self._executor = executor
@@ -30,7 +27,7 @@ class TorchProfiler:
         return self._running is not None
 
     def start(self, *, output_dir: str, activities: tuple[str, ...], with_stack: bool, record_shapes: bool) -> str:
-        """Start a profile and return the file that `stop` will write. Raises ConfigError naming the field that cannot be honoured."""
+        """Start a profile and return the file that `stop` will write. Raises ConfigError."""
         if self._running is not None:
             raise ConfigError("a profile is running; stop it first (/stop_profile)")
         chosen = _activities(activities)
@@ -43,7 +40,7 @@ class TorchProfiler:
         return str(self._file)
 
     def stop(self) -> str:
-        """End the profile, write its file and return its path. Raises ConfigError when none runs or the disk refuses."""
+        """End the profile, write its file (for Perfetto) and return the path. Raises ConfigError."""
         running, self._running = self._running, None
         if running is None:
             raise ConfigError("no profile is running; start one first (/start_profile)")

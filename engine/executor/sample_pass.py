@@ -21,10 +21,7 @@ _NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 @dataclass(slots=True)
 class Logprobs:
-    """Host copies for one item: chosen [n], top values [n, k], top ids [n, k]; `token_ids` [n].
-
-    `requested` [n, len(requested_ids)]: logprobs of `requested_ids` (None when there are none).
-    """
+    """Host copies for one item: token_ids and chosen [n], top [n, k], requested [n, len(requested_ids)]."""
 
     token_ids: Tensor
     chosen: Tensor
@@ -47,7 +44,7 @@ class StepOutput:
 
 
 class SamplePass:
-    """Owns the sampler; what it sampled goes to `future_map`, for the steps that were launched before it was known."""
+    """Sampled tokens go to `future_map`, for the steps that are launched before the host knows them."""
 
     def __init__(self, *, sampler: Sampler, future_map: FutureMap, device: torch.device) -> None:
         self._sampler = sampler
@@ -61,7 +58,7 @@ class SamplePass:
         self._sampler.close(slot)
 
     def run(self, model: CausalLM, plan: Plan, hidden: Tensor) -> StepOutput:
-        """Sample the tokens of `plan` and compute what else it asks for. `hidden`: [T, hidden] of its new tokens."""
+        """Sample, and compute logprobs and hidden states. `hidden`: [T, hidden] of the plan's new tokens."""
         output = self._tokens(model, plan.items, hidden, plan.masks)
         output.hidden = {i: _to_host(rows) for i, rows in _hidden_rows(plan.items, hidden).items()}
         return output
@@ -98,7 +95,7 @@ class SamplePass:
         )
 
     def _input_logprobs(self, model: CausalLM, item: PlanItem, hidden: Tensor) -> list[Logprobs]:
-        """Compute logprobs of the prompt positions from `logprob_from` on that this chunk predicts; row i predicts position i + 1."""
+        """Compute logprobs of prompt positions from `logprob_from` on; row i predicts position i + 1."""
         assert item.logprob_from is not None and item.logprobs is not None
         targets = item.tokens[item.logprob_from - item.start :]
         targets += [] if item.logprob_next is None else [item.logprob_next]

@@ -2,7 +2,7 @@
 
 InlineStream   runs at submit (cpu default: nothing to overlap with)
 ThreadStream   one worker thread (cpu): the asynchrony of a GPU, with injected delays, to shake out races
-CudaStream     kernels are enqueued on a torch.cuda.Stream; results are copied to pinned memory behind them
+CudaStream     enqueues kernels on a torch.cuda.Stream, and copies of the results to pinned memory
 """
 
 import queue
@@ -95,8 +95,6 @@ class _CudaTask(Generic[T]):
 
 
 class CudaStream:
-    """`work` enqueues kernels and non-blocking copies to pinned memory; its value is read after the event."""
-
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)  # weights and a zeroed pool are still under way on the default stream

@@ -1,8 +1,4 @@
-"""Two disk threads: one reads (requests wait for it), one writes and deletes. Every piece of work ends.
-
-It owns the threads and their queues; what is read and written is decided in engine/core/host_cache.py. Nothing here may
-fail a request: whatever is wrong with a file or the disk is a piece of work that did not succeed.
-"""
+"""Two disk threads: one reads, one writes and deletes. A bad file or disk fails a piece of work, never a request."""
 
 import logging
 import queue
@@ -42,14 +38,14 @@ class Disk:
         (self._reads if isinstance(work, DiskRead) else self._writes).put(work)
 
     def poll(self) -> list[DiskDone]:
-        """What has ended since the last call."""
+        """Take what has ended since the last call."""
         done = []
         while not self._done.empty():
             done.append(self._done.get())
         return done
 
     def close(self) -> None:
-        """What is queued is written if that does not take long: the next process finds it."""
+        """Write what is queued for at most END_S a thread: the next process finds it."""
         for work in (self._reads, self._writes):
             work.put(None)
         for thread in self._threads:

@@ -1,4 +1,4 @@
-"""One KV page in one file: a header that says what it is, and the page's bytes. Pure: bytes in, bytes out.
+"""One KV page in one file: a header, and the page's bytes.
 
 | magic 8 | header length 4, little-endian | header: msgpack of `Header` | zeros | page bytes |
 |<------------------------- HEADER_BYTES ------------------------------------->|<- page_bytes ->|
@@ -26,7 +26,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BadFile(ValueError):
-    """The file is not the page that its name says."""
+    """The file is not the page that its name claims."""
 
 
 def file_bytes(identity: KVIdentity) -> int:
@@ -34,19 +34,18 @@ def file_bytes(identity: KVIdentity) -> int:
 
 
 def encode_header(identity: KVIdentity, key: bytes, page: memoryview) -> bytes:
-    """HEADER_BYTES long. Raises ValueError when the identity's names are too long for it."""
+    """Raises ValueError when the identity's names are too long for HEADER_BYTES."""
     header = Header(version=VERSION, identity=identity, key=key, checksum=checksum(page))
-    said = msgspec.msgpack.encode(header)
-    if len(said) > HEADER_BYTES - _AT:
-        raise ValueError(f"a page's header takes {len(said)} bytes, there is room for {HEADER_BYTES - _AT}")
-    return (MAGIC + len(said).to_bytes(4, "little") + said).ljust(HEADER_BYTES, b"\0")
+    encoded = msgspec.msgpack.encode(header)
+    if len(encoded) > HEADER_BYTES - _AT:
+        raise ValueError(f"a page's header takes {len(encoded)} bytes, there is room for {HEADER_BYTES - _AT}")
+    return (MAGIC + len(encoded).to_bytes(4, "little") + encoded).ljust(HEADER_BYTES, b"\0")
 
 
 def check_page(raw: bytes, page: memoryview, *, identity: KVIdentity, key: bytes) -> None:
-    """Raises BadFile unless `raw` (the header's bytes) vouches for `page` as what `identity` and `key` name."""
+    """Raise BadFile unless the header `raw` vouches that `page` is the one of `identity` and `key`."""
     header = _decode(raw)
-    for name in ("version", "identity", "key"):
-        expected = {"version": VERSION, "identity": identity, "key": key}[name]
+    for name, expected in {"version": VERSION, "identity": identity, "key": key}.items():
         if getattr(header, name) != expected:
             raise BadFile(f"{name} is {getattr(header, name)!r}, not {expected!r}")
     if header.checksum != checksum(page):

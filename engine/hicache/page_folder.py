@@ -1,7 +1,6 @@
 """A folder of page files that belongs to one worker: `DIR/N`, N the first number that no other worker has locked.
 
-A file is `<64 hex digits of its key>.kv`; it is written as `.tmp` and renamed, so a name that can be seen is complete.
-Files of other names are never read, counted or deleted.
+A file is `<64 hex digits of its key>.kv`, written as `.tmp` and renamed. Other files are never read, counted or deleted.
 """
 
 import contextlib
@@ -45,10 +44,7 @@ class PageFolder:
         raise ConfigError(f"--hicache-storage-dir {directory}: {MAX_WORKERS} workers use it already; name another")
 
     def scan(self) -> list[tuple[bytes, int]]:
-        """(key, bytes) of the page files, least recently used first; what a killed worker left half-written goes.
-
-        Raises ConfigError.
-        """
+        """Return (key, bytes) of the page files, least recently used first; delete half-written ones. Raises ConfigError."""
         found = []
         try:
             with os.scandir(self.path) as entries:
@@ -66,7 +62,7 @@ class PageFolder:
         return [(key, size) for _, key, size in sorted(found)]
 
     def write(self, key: bytes, page: memoryview, identity: KVIdentity) -> None:
-        """Raises OSError; nothing is left behind then."""
+        """Raises OSError, and then leaves nothing behind."""
         temporary = self.path / f"{key.hex()}.tmp"
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -80,7 +76,7 @@ class PageFolder:
             raise
 
     def read(self, key: bytes, page: memoryview, identity: KVIdentity) -> None:
-        """Fill `page`. Raises FileNotFoundError, BadFile, OSError; `page` holds anything then."""
+        """Fill `page`. Raises FileNotFoundError, BadFile, OSError; then `page` may hold anything."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe must not block
         with _opened(self._path(key), flags) as fd:
             status = os.fstat(fd)
@@ -93,7 +89,7 @@ class PageFolder:
             os.utime(fd)  # the least recently used goes first, in the next process too
 
     def delete(self, keys: tuple[bytes, ...]) -> Files:
-        """(key, bytes) of those that are still there."""
+        """Delete files, and return (key, bytes) of those that remain."""
         left = []
         for key in keys:
             try:

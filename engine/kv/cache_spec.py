@@ -1,7 +1,4 @@
-"""What a layer keeps between steps. Layers name a spec; the KV pool decides where the bytes are.
-
-New kinds (sliding window, linear-attention state) are new classes here, and one branch in the pool.
-"""
+"""What a layer keeps between steps; the KV pool decides where the bytes are."""
 
 from dataclasses import dataclass
 

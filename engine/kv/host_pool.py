@@ -13,10 +13,10 @@ STAGING_BYTES = 64 << 20  # of device memory that a copy may take beside the poo
 
 
 class HostPool:
-    """`num_pages` pages, numbered from 0, pinned where the pool is on a CUDA device.
+    """`num_pages` pages, numbered from 0; pinned for a pool on a CUDA device.
 
-    There a copy is a gather on the device and one transfer for each run of neighbouring host pages, all enqueued: host
-    memory is read and written when the stream gets there, so a host page stays as it is until its step was collected.
+    There a copy is a gather on the device and one transfer for each run of neighbouring host pages, all enqueued: a host page
+    must not change until its step is collected.
     """
 
     def __init__(self, pool: KVPool, *, num_pages: int) -> None:
@@ -25,17 +25,20 @@ class HostPool:
         self._device_pages = _words(pool.buffer, 1 + pool.num_pages)
         self._on_cpu = pool.device.type == "cpu"
         size_bytes = num_pages * pool.page_bytes
-        buffer = zeroed_bytes(size_bytes, pool.device) if self._on_cpu else _pinned_bytes(size_bytes)
+        if self._on_cpu:
+            buffer = zeroed_bytes(size_bytes, pool.device)
+        else:
+            buffer = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
         self._pages = _words(buffer, num_pages)
         self._bytes = buffer.numpy().data
         self._per_copy = max(1, STAGING_BYTES // pool.page_bytes)
 
     def page(self, host_page: int) -> memoryview:
-        """Its bytes, writable. The caller knows that no step in flight touches them."""
+        """Return its bytes, writable. No step in flight may touch them."""
         return self._bytes[host_page * self.page_bytes : (host_page + 1) * self.page_bytes]
 
     def run(self, plan: Plan) -> None:
-        """Out, then back: what goes out may be loaded in the same step."""
+        """Copy out, then back: a page may go both ways in one step."""
         for at in range(0, len(plan.to_host), self._per_copy):
             self._copy_out(plan.to_host[at : at + self._per_copy])
         for at in range(0, len(plan.from_host), self._per_copy):
@@ -65,18 +68,14 @@ class HostPool:
 
 
 def _words(buffer: Tensor, num_pages: int) -> Tensor:
-    """[num_pages, page_bytes / 8] int64: a gather moves words, not bytes (a page is a multiple of 64 bytes)."""
+    """View as [num_pages, page_bytes / 8] int64: a gather moves words (a page is a multiple of 64 bytes)."""
     return buffer.view(torch.int64).view(num_pages, -1)
 
 
 def runs(pages: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(index of the first, its page, length) of each run of pages that follow one another."""
+    """Yield (index of the first, its page, length) of each run of successive pages."""
     start = 0
     for i in range(1, len(pages) + 1):
         if i == len(pages) or pages[i] != pages[i - 1] + 1:
             yield start, pages[start], i - start
             start = i
-
-
-def _pinned_bytes(size_bytes: int) -> Tensor:
-    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)

@@ -14,7 +14,7 @@ SAMPLE_BYTES, NUM_SAMPLES = 16 << 10, 64  # of each file of a checkpoint
 
 
 def kv_identity(pool: KVPool, model: ModelConfig, *, dtype: str, version: str, fingerprint: str) -> KVIdentity:
-    """`version`: the weights' name (what tells weights apart is `fingerprint`; a long name is cut)."""
+    """`version`: name of the weights, cut if long; `fingerprint` distinguishes them."""
     layers = "+".join(
         f"{len(list(group))}x{kv_heads}x{head_dim}:{kind}"
         for (kv_heads, head_dim, kind), group in groupby((s.num_kv_heads, s.head_dim, s.dtype) for s in pool.specs)
@@ -34,9 +34,9 @@ def hashed_if_long(text: str) -> str:
 
 
 def fingerprint(model_path: str) -> str:
-    """Hash a checkpoint's files: names, sizes, times of change, and samples of the contents. Raises ConfigError.
+    """Hash a checkpoint's files: names, sizes, times, and samples of the contents. Raises ConfigError.
 
-    Reading gigabytes would take minutes, and images and archives may give all files one time.
+    Reading gigabytes would take minutes, and images may give all files one time.
     """
     digest = hashlib.sha256()
     try:

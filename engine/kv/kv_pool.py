@@ -3,7 +3,7 @@
     base ->  | page 0 (scratch) | page 1 | ... | page num_pages |          page_bytes apart, a multiple of 64
     page ->  | layer 0 K [page_size, kv_heads, head_dim] | layer 0 V | layer 1 K | layer 1 V | ... | pad |
 
-A page of all layers is one run, so a transfer of adjacent pages is one piece and needs no look at the layers.
+A page of all layers is one run, so a transfer of adjacent pages is one piece.
 """
 
 import contextlib
@@ -19,10 +19,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 class KVPool:
-    """`specs[i]` is what layer i remembers. Page 0 is scratch for padding; real pages are 1..num_pages.
+    """`specs[i]`: of layer i. Page 0 is scratch for padding; real pages are 1..num_pages.
 
-    Memory is zero when new, so a stale NaN never reaches a masked sum. On CPU it is mapped lazily: pages that were
-    never written cost nothing.
+    New memory is zero, so a stale NaN never reaches a masked sum. On CPU it is mapped lazily.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class KVPool:
 
     @staticmethod
     def page_bytes_of(specs: Sequence[CacheSpec], page_size: int) -> int:
-        """Bytes of one page of all layers: what a capacity plan divides by before anything is allocated."""
+        """Return the bytes of one page of all layers."""
         if not specs:
             return PAGE_ALIGN_BYTES
         end = _layer_offsets(specs, page_size)[-1] + 2 * _half_bytes(specs[-1], page_size)
@@ -51,7 +50,7 @@ class KVPool:
 
     @property
     def base_ptr(self) -> int:
-        """Address of page 0; page p is at base_ptr + p * page_bytes."""
+        """Return the address of page 0; page p is at base_ptr + p * page_bytes."""
         return self.buffer.data_ptr()
 
     @property
@@ -59,15 +58,14 @@ class KVPool:
         return len(self.specs)
 
     def layer_ends(self) -> list[int]:
-        """Byte of a page where each layer ends, padding and all: where the next one begins."""
+        """Return the byte of a page where each layer ends, padding included."""
         return [*_layer_offsets(self.specs, self.page_size)[1:], self.page_bytes]
 
     def k(self, layer: int) -> torch.Tensor:
-        """[1 + num_pages, page_size, kv_heads, head_dim] view; contiguous within a page, strided between pages."""
+        """Return a [1 + num_pages, page_size, kv_heads, head_dim] view, contiguous within a page."""
         return self._k[layer]
 
     def v(self, layer: int) -> torch.Tensor:
-        """As `k`."""
         return self._v[layer]
 
     def write(self, layer: int, pages: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -91,7 +89,7 @@ def _half_bytes(spec: CacheSpec, page_size: int) -> int:
 
 
 def _layer_offsets(specs: Sequence[CacheSpec], page_size: int) -> list[int]:
-    """Byte offset of each layer inside a page; aligned to its element, which is a no-op when all dtypes are equal."""
+    """Return the byte offset of each layer inside a page, aligned to its element."""
     offsets, at = [], 0
     for spec in specs:
         at = _align(at, spec.itemsize_bytes)
@@ -105,7 +103,7 @@ def _align(n: int, to: int) -> int:
 
 
 def zeroed_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
-    """[size_bytes] uint8, zero; on the CPU mapped lazily."""
+    """Allocate [size_bytes] uint8, zero; mapped lazily on CPU."""
     if device.type != "cpu":
         return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     # An anonymous map is zero and lazy (torch.zeros would touch every byte) and aligned to a memory page.

@@ -1,4 +1,4 @@
-"""Copies of KV pages in host memory, out and back in stream order. Plans know which request each belongs to."""
+"""Copies of retracted requests' KV pages in host memory, out and back in stream order."""
 
 import torch
 from torch import Tensor
@@ -8,14 +8,12 @@ from engine.kv.kv_pool import KVPool
 
 
 class PageBackup:
-    """A page is one run of bytes of all layers, so a copy is one gather. On CUDA it lands in pinned memory, unwaited."""
-
     def __init__(self, pool: KVPool) -> None:
         self._pages = pool.buffer.view(1 + pool.num_pages, pool.page_bytes)
         self._copies: dict[int, Tensor] = {}  # key -> [pages, page_bytes] uint8 on the host
 
     def run(self, plan: Plan) -> None:
-        """Forget, then copy out, then copy back: a key may be dropped and used again in one step."""
+        """Drop copies, then copy out, then back: a key may be dropped and used again in one step."""
         for key in plan.drops:
             del self._copies[key]
         for save in plan.saves:

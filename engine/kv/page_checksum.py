@@ -3,9 +3,8 @@
     word w at position i of page j, all of 64 bits, arithmetic modulo 2^64:
     sum over j of mix(j + seed + sum over i of mix(w[i] + (i + 1) * ODD))
 
-`mix` is the bijective finalizer of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
-2014). A single changed word always changes the sum, whichever bits of it; other damage passes once in 2^64. It finds
-faults of memory, links and software, not a forger.
+`mix` is the bijective finalizer of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014). A
+single changed word always changes the sum; other damage passes once in 2^64. It does not stop a forger.
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ WORD_BYTES = 8
 
 
 class PageChecksum:
-    """Reads what a finished step has written; call it where the step was collected."""
+    """Call it once the step that wrote the pages has been collected."""
 
     def __init__(self, pool: KVPool) -> None:
         assert pool.page_bytes % WORD_BYTES == 0, pool.page_bytes
@@ -32,7 +31,7 @@ class PageChecksum:
         self.pages_at_a_time = max(1, scratch // pool.page_bytes)
 
     def __call__(self, pages: Sequence[int]) -> int:
-        """The checksum of `pages`, in their order; signed, 64 bits."""
+        """Return the checksum of `pages`, in their order; signed, 64 bits."""
         total = torch.zeros((), dtype=torch.int64, device=self._words.device)
         for at in range(0, len(pages), self.pages_at_a_time):
             part = torch.tensor(pages[at : at + self.pages_at_a_time], dtype=torch.int64, device=self._words.device)

@@ -1,4 +1,4 @@
-"""Device rows slot -> page ids. Written by plans only, in stream order; the scheduler's request table is the truth."""
+"""Device rows slot -> page ids, written by plans in stream order."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,9 @@ from engine.kv.upload import upload
 
 
 class PageTable:
-    """[num_slots + 1, max_pages] int32, rows padded with what was there before: readers go by kv_len.
+    """[num_slots + 1, max_pages] int32, rows padded with old pages: readers go by kv_len.
 
-    No request has the last row (`scratch_slot`): all of it is page 0.
+    No request has the last row (`scratch_slot`), which is page 0 throughout.
     """
 
     def __init__(self, *, num_slots: int, max_pages: int, page_size: int, device: torch.device) -> None:
@@ -20,7 +20,7 @@ class PageTable:
         self.device = device
 
     def update(self, items: list[PlanItem]) -> None:
-        """Append each item's new pages to its row: one scatter for the whole step."""
+        """Append each item's new pages to its row, in one scatter."""
         slots: list[int] = []
         columns: list[int] = []
         pages: list[int] = []
@@ -34,14 +34,14 @@ class PageTable:
             self._rows[at[0], at[1]] = at[2].to(torch.int32)
 
     def rows(self, slots: Tensor, *, max_kv_len: int) -> Tensor:
-        """[B, pages for max_kv_len] int32."""
+        """Return [B, pages for max_kv_len] int32."""
         return self._rows[slots, : -(-max_kv_len // self._page_size)]
 
     def whole_rows(self, slots: Tensor) -> Tensor:
-        """[B, max_pages] int32."""
+        """Return [B, max_pages] int32."""
         return self._rows.index_select(0, slots)
 
     def locate(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Where position t of its slot's request lives: (pages, offsets), both [T] int64."""
+        """Return the (pages, offsets) of positions of the slots' requests, all [T] int64."""
         column = positions // self._page_size
         return self._rows[slots, column].to(torch.int64), positions - column * self._page_size

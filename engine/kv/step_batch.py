@@ -9,16 +9,15 @@ import torch
 
 @dataclass(slots=True)
 class StepBatch:
-    """One step of B requests with T new tokens in all, request after request. Tensors are on the pool's device.
+    """One step of B requests with T new tokens, request after request. Tensors are on the pool's device.
 
-    extend:        requests may have any q_len; False: every q_len is 1 (decode) and T == B
-    q_lens:        [B] new tokens of each request, at least 1
-    kv_lens:       [B] tokens of each request in the cache after this step (new ones included)
-    page_table:    [B, max_pages] int32; row i: page ids of request i in order, padded with 0
-    positions:     [T] int64 position of each new token in its request
-    token_pages:   [T] int64, token_offsets: [T] int64: where each new token's KV goes
-    riders:        of an extend step: requests whose one token is the next of an answer, not part of a prompt; None: not
-                   known, and every request of one token may be one
+    extend:      any q_len; False: every q_len is 1 (decode) and T == B
+    q_lens:      [B] new tokens of each request, at least 1
+    kv_lens:     [B] tokens of each request in the cache after this step
+    page_table:  [B, max_pages] int32; row i: page ids of request i in order, padded with 0
+    positions:   [T] int64 position of each new token in its request
+    token_pages: [T] int64, token_offsets: [T] int64: where each new token's KV goes
+    riders:      requests of an extend step that decode; None: any request of one token may
     """
 
     extend: bool
@@ -31,18 +30,16 @@ class StepBatch:
     riders: Sequence[int] | None = None
 
     def spans(self) -> list[tuple[int, int]]:
-        """(first, end) row of each request in the [T, ...] tensors."""
+        """Return the (first, end) row of each request in the [T, ...] tensors."""
         ends = list(accumulate(self.q_lens))
         return [(end - n, end) for end, n in zip(ends, self.q_lens, strict=True)]
 
 
 @dataclass(slots=True)
 class DeviceStep:
-    """A decode step of B requests whose lengths only the device knows, as captured graphs need it.
+    """A decode step of B requests whose lengths only the device knows, as captured graphs need it. Fields as above;
 
-    page_table:    [B, max_pages] int32
-    kv_lens:       [B] int32, at least 1
-    token_pages:   [B] int64, token_offsets: [B] int64: where each new token's KV goes
+    kv_lens: [B] int32, at least 1.
     """
 
     page_table: torch.Tensor

@@ -1,15 +1,12 @@
-"""Loaded adapters on the device, and what a step adds to the layers' results. Runs inside the stream, in plan order.
-
-Each `Linear` of an attached model calls its site's delta, which changes only tokens that compute with an adapter.
-"""
+"""Loaded adapters on the device, and what a step adds to the layers' results. Runs in stream order."""
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from engine.core.plan import PlanItem, SlotOpen
 from engine.layers.linear import Delta, LinearSite
-from engine.lora.segments import adapter_runs
 from engine.lora.weights import AdapterWeights, SiteWeights
 
 
@@ -20,32 +17,30 @@ class AdapterBank:
         self._active: list[tuple[slice, AdapterWeights]] = []  # tokens of this step, and what they compute with
 
     def attach(self, sites: Sequence[LinearSite]) -> None:
-        """Let the adapters change the results of `sites` from now on; once for each model."""
+        """Let the adapters change the results of `sites`; once for each model."""
         for index, site in enumerate(sites):
             site.linear.delta = self._delta(index)
 
     def add(self, number: int, weights: AdapterWeights) -> None:
-        """In stream order (`Executor.call`)."""
         assert number > 0 and number not in self._adapters
         self._adapters[number] = weights
 
     def remove(self, number: int) -> AdapterWeights:
-        """In stream order; keep what is returned until the device is done with the steps before."""
+        """Return the weights to keep until the device is done with earlier steps."""
         self._active = []
         return self._adapters.pop(number)
 
     def open(self, opened: SlotOpen) -> None:
-        """Compute the slot's tokens with this adapter from now on."""
         self._of_slot[opened.slot] = opened.adapter
 
     def begin(self, items: Iterable[PlanItem]) -> None:
-        """The step that comes computes `items`, one after another in its tokens."""
+        """Prepare for the step of `items`."""
         runs = adapter_runs((self._of_slot[item.slot], item.q_len) for item in items)
         self._active = [(run.rows, self._adapters[run.adapter]) for run in runs]
 
     @property
     def active(self) -> bool:
-        """Some token of the step at hand computes with an adapter."""
+        """Whether some token of this step computes with an adapter."""
         return bool(self._active)
 
     def _delta(self, index: int) -> Delta:
@@ -59,7 +54,27 @@ class AdapterBank:
 
 
 def add_delta(weights: SiteWeights, x: Tensor, y: Tensor) -> None:
-    """y [n, out] += what `weights` make of x [n, in], in place. Hu et al. 2021, "LoRA"."""
+    """Add the adapter's part for x [n, in] to y [n, out] in place. Hu et al. 2021, "LoRA"."""
     low = x @ weights.a.t()
     for columns, ranks, b in weights.parts:
         y[:, columns].addmm_(low[:, ranks], b)
+
+
+class Run(NamedTuple):
+    """Successive tokens `rows` of a step that compute with `adapter`."""
+
+    adapter: int
+    rows: slice
+
+
+def adapter_runs(items: Iterable[tuple[int, int]]) -> list[Run]:
+    """Join the neighbours of one adapter among `items`, (adapter, tokens) each; adapter 0 has no run."""
+    runs: list[Run] = []
+    at = 0
+    for adapter, count in items:
+        start, at = at, at + count
+        if adapter and runs and runs[-1].adapter == adapter and runs[-1].rows.stop == start:
+            runs[-1] = Run(adapter, slice(runs[-1].rows.start, at))
+        elif adapter:
+            runs.append(Run(adapter, slice(start, at)))
+    return runs

@@ -1,4 +1,4 @@
-"""The flags of adapters, read: which are loaded at start, and whether there may be any. Pure; never torch."""
+"""The flags of adapters: which are loaded at start, and whether there may be any. Never torch."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ def lora_enabled(enable: bool, paths: Sequence[str]) -> bool:
 
 
 def named_paths(paths: Sequence[str]) -> dict[str, str]:
-    """Name -> directory of `--lora-paths`: "name=path", or a path that is its own name. Raises ConfigError."""
+    """Return name -> directory of `--lora-paths`: "name=path", or a path that is its own name. Raises ConfigError."""
     named: dict[str, str] = {}
     for entry in paths:
         name, equals, path = entry.partition("=")
@@ -29,7 +29,7 @@ def named_paths(paths: Sequence[str]) -> dict[str, str]:
 
 
 def name_problem(name: str) -> str | None:
-    """What is wrong with an adapter's name, if something is."""
+    """Return what is wrong with an adapter's name, or None."""
     if not 0 < len(name) <= MAX_NAME_CHARS:
         return f"must have 1 to {MAX_NAME_CHARS} characters"
     if not name.isprintable() or name != name.strip():
@@ -38,7 +38,7 @@ def name_problem(name: str) -> str | None:
 
 
 def check_lora(paths: Sequence[str], *, max_loaded: int | None) -> None:
-    """Raises ConfigError for names and numbers of adapters that no server could honour."""
+    """Raise ConfigError for bad names or too many adapters."""
     named = named_paths(paths)
     if max_loaded is not None and len(named) > max_loaded:
         raise ConfigError(f"--lora-paths: {len(named)} adapters are more than --max-loaded-loras {max_loaded}")

@@ -1,6 +1,6 @@
 """Reads adapter_config.json of a PEFT directory: rank and scale of each matrix. Never torch.
 
-An unsupported field that would change answers is refused by name; fields for training are ignored. Field names: peft.LoraConfig.
+An unsupported field that would change answers is refused; fields for training are ignored. Names: peft.LoraConfig.
 """
 
 import json
@@ -31,13 +31,13 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_qalora": (None, False),
     "alora_invocation_tokens": (None, []),
 }
-# ways to begin training that change the base model's weights too: such an adapter fits another model than ours
+# initialisations that change the base model's weights too: such an adapter fits another model
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """`ranks`, `alphas`: what rank_pattern and alpha_pattern say, by the end of a matrix' name."""
+    """`ranks`, `alphas`: rank_pattern and alpha_pattern, by the end of a matrix' name."""
 
     rank: int
     alpha: float
@@ -50,13 +50,13 @@ class PeftConfig:
         return _by_end(self.ranks, matrix, self.rank)
 
     def scale_of(self, matrix: str) -> float:
-        """What B A is multiplied by: alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)."""
+        """Return the factor of B A: alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)."""
         rank = self.rank_of(matrix)
         return _by_end(self.alphas, matrix, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
-    """Raises ConfigError, one line that names file and field."""
+    """Raises ConfigError that names file and field."""
     file = folder / CONFIG_FILE
     fields = _read(file)
     if fields.get("peft_type", "LORA") != "LORA":
@@ -100,7 +100,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _check_targets(file: Path, targets: object) -> None:
-    """Check a list of names. A pattern needs no check: each tensor's name says where it belongs."""
+    """Check a list of names; a pattern needs no check, as each tensor's name is checked."""
     if targets is None or isinstance(targets, str):
         return
     if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
@@ -121,7 +121,7 @@ def _pattern(file: Path, field: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_end(values: dict[str, V], matrix: str, default: V) -> V:
-    """The first whose key `matrix` ends with, at a dot."""
+    """Return the first value whose key `matrix` ends with, at a dot."""
     return next((v for end, v in values.items() if f".{matrix}".endswith(f".{end}")), default)
 
 

@@ -1,7 +1,4 @@
-"""Weights of one adapter, as the layers want them: read from adapter_model.safetensors, checked against the model's sites.
-
-Never unpickles anything.
-"""
+"""Weights of one adapter, read from adapter_model.safetensors and checked against the model. Never unpickles anything."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -25,10 +22,9 @@ _TENSOR = re.compile(r"base_model\.model\.(?P<matrix>.+)\.lora_(?P<side>[AB])\.w
 
 @dataclass(frozen=True, slots=True)
 class SiteWeights:
-    """What an adapter adds to one site: y[:, columns] += (x A^T)[:, ranks] B^T for each part.
+    """An adapter's part of one site: y[:, columns] += (x A^T)[:, ranks] B^T for each of `parts`.
 
-    `a`: [sum of ranks, in], the parts' A one below the other. `parts`: (columns of y, ranks of x A^T, B^T [rank, columns],
-    the scale in it).
+    `a`: [sum of ranks, in], the parts' A. `parts`: (columns of y, ranks of x A^T, scaled B^T [rank, columns]).
     """
 
     a: Tensor
@@ -37,7 +33,7 @@ class SiteWeights:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """`sites`: parallel to the model's; None where the adapter changes nothing."""
+    """`sites`: parallel to the model's; None: unchanged."""
 
     sites: tuple[SiteWeights | None, ...]
     max_rank: int
@@ -51,7 +47,7 @@ class AdapterWeights:
 def read_adapter(
     path: str, sites: Sequence[SiteShape], *, dtype: torch.dtype, device: torch.device, max_rank: int | None = None
 ) -> AdapterWeights:
-    """The adapter of PEFT directory `path` for a model with `sites`. Raises ConfigError, one line."""
+    """Read the adapter of PEFT directory `path` for a model with `sites`. Raises ConfigError, one line."""
     folder = Path(path)
     config = read_peft_config(folder)
     file = folder / WEIGHTS_FILE
@@ -68,7 +64,7 @@ def read_adapter(
 def _read_pairs(
     file: Path, known: Mapping[str, tuple[int, int]], config: PeftConfig
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Matrix -> its A [rank, in] and B [rows, rank], each as the file has it."""
+    """Return for each matrix its A [rank, in] and B [rows, rank]."""
     halves: dict[str, dict[str, Tensor]] = {}
     with _open(file) as tensors:
         for name in sorted(tensors.keys()):

@@ -1,8 +1,8 @@
-"""Noise for sampling tokens: a pure function of (seed, position, token id). No generator state, no batch, no device.
+"""Noise for sampling tokens: a pure function of (seed, position, token id).
 
-A sample is argmax(logit / temperature + noise) (the Gumbel-max trick), so it is the same in whatever batch, process or
-retraction the token is sampled, and small numeric differences of the logits move it only when two scores nearly tie.
-The mixing is SplitMix64's finaliser (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
+A sample is argmax(logit / temperature + noise) (the Gumbel-max trick), so it is the same in any batch or process and after a
+retraction, and small differences of the logits move it only near a tie. The mixing is SplitMix64's finaliser (Steele, Lea,
+Flood: "Fast splittable pseudorandom number generators", 2014).
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ _MUL_2 = 0x94D049BB133111EB
 
 
 def sample_keys(seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
-    """One signed 64-bit key for each sample. `positions`: output tokens before it."""
+    """Return a signed 64-bit key for each sample. `positions`: output tokens before it."""
     return [_signed(_mix(_mix(seed & _MASK) + (at + 1) * _GOLDEN)) for seed, at in zip(seeds, positions, strict=True)]
 
 
 def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, float32 [n, m]. keys: [n, 1] int64; token_ids: [n, m] or [1, m] int64."""
+    """Return standard Gumbel noise, float32 [n, m]. keys: [n, 1] int64; token_ids: [n, m] or [1, m] int64."""
     x = keys + token_ids * _signed(_GOLDEN)
     _xor_shift(x, 30).mul_(_signed(_MUL_1))
     _xor_shift(x, 27).mul_(_signed(_MUL_2))
     _xor_shift(x, 31)
-    # the top 32 bits, centred: u in (0, 1); small u is exact in float32, and small u is where large noise comes from
+    # the top 32 bits, centred: u in (0, 1); float32 is exact for small u, which gives large noise
     u = _shift(x, 32).float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return u.neg_().log1p_().neg_().log_().neg_()
 

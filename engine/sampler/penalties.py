@@ -1,4 +1,4 @@
-"""Token counts for the penalties, kept on the device so that no step waits for the host. Knows slots, not requests."""
+"""Token counts for the penalties, kept on the device so that no step waits for the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from engine.kv.upload import upload
 
 @dataclass(frozen=True, slots=True)
 class PenaltyRows:
-    """Which logits rows of a batch are penalised and how. All on the device; p rows of a batch of n.
+    """The penalised rows of a batch, on the device.
 
     rows [p] int64: index in the batch; states [p] int64: index in the counts; the rest [p, 1] float32.
     """
@@ -24,7 +24,7 @@ class PenaltyRows:
 
 
 class Penalties:
-    """Counts of generated tokens and a mark for every token seen (prompt too), for slots that ask for a penalty."""
+    """Counts of generated tokens and marks of all tokens seen, for slots with a penalty."""
 
     def __init__(self, *, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._num_slots = num_slots
@@ -36,7 +36,7 @@ class Penalties:
         self._state_of: dict[int, int] = {}
 
     def open(self, slot: SlotOpen) -> None:
-        """Start to count for a slot; tokens it generated before (a resumed request) are counted now."""
+        """Start to count for a slot, with the tokens that it generated before a resumption."""
         assert slot.slot not in self._state_of, f"slot {slot.slot} is open"
         state = self._take_state()
         self._state_of[slot.slot] = state
@@ -47,13 +47,12 @@ class Penalties:
         self._seen[state].copy_(upload(seen, self._device))
 
     def close(self, slot: int) -> None:
-        """Give the slot's counts back; a slot that has none is fine."""
         state = self._state_of.pop(slot, None)
         if state is not None:
             self._free.append(state)
 
     def rows(self, batch: Sequence[SlotOpen]) -> PenaltyRows | None:
-        """The penalised rows of a batch; None when there are none."""
+        """Return the penalised rows of a batch, if any."""
         found = [(i, s) for i, s in enumerate(batch) if s.slot in self._state_of]
         if not found:
             return None
@@ -88,7 +87,7 @@ class Penalties:
         return self._free.pop()
 
     def _grow(self) -> None:
-        """Double, up to one state a slot: most servers never see a penalty, and a row costs 5 bytes a token id."""
+        """Double, up to one state a slot: penalties are rare, and a row costs 5 bytes a token id."""
         old = len(self._counts)
         more = min(max(4, old), self._num_slots - old)
         assert more > 0, "more penalised slots open than there are slots"

@@ -1,7 +1,7 @@
-"""From logits to tokens: owns what a slot's sampling needs between steps. Knows slots, not requests or pages.
+"""From logits to tokens, without a wait for the device.
 
-One step: edit the logits (penalties, logit_bias, min_new_tokens, then a grammar's mask),
-sample, count what was sampled. A batch that is greedy and edits nothing only takes the row maxima. On a GPU nothing here waits for the device.
+One step: edit the logits (penalties, logit_bias, min_new_tokens, then a grammar's mask), sample, count what was sampled. A
+greedy batch without edits only takes the row maxima.
 """
 
 import math
@@ -14,13 +14,12 @@ from engine.core.plan import SlotOpen
 from engine.kv.upload import upload
 from engine.sampler.gumbel import sample_keys
 from engine.sampler.penalties import Penalties, PenaltyRows
-from engine.sampler.row_max import row_max
-from engine.sampler.sampling import FilterParams, sample_any, sample_top_k, sample_top_p
+from engine.sampler.sampling import FilterParams, row_max, sample_any, sample_top_k, sample_top_p
 from engine.sampler.token_mask import TokenMask
 
 
 class Sampler:
-    """Draws depend on (seed, output_len, the row's logits) alone: not on the batch, the device stream or the process.
+    """A sample depends on (seed, output_len, the row's logits) alone.
 
     Calls come in stream order from one thread: `open` before a slot's first `sample`, `close` after its last.
     """
@@ -107,7 +106,7 @@ class Sampler:
         return tokens
 
     def _batch_of(self, slots: Sequence[int]) -> "_Batch":
-        """Return what depends only on the slots in the batch; a decoding batch keeps its slots for many steps."""
+        """Return what depends on the slots alone; a decoding batch keeps them for many steps."""
         key = tuple(slots)
         if self._batch is None or self._batch.slots != key:
             opens = [self._slots[s] for s in key]
@@ -133,7 +132,7 @@ class Sampler:
         )
 
     def _groups(self, opens: list[SlotOpen]) -> list["_Group"]:
-        """The sampled (not greedy) rows, by filter."""
+        """Group the sampled (not greedy) rows by filter."""
         kinds: dict[str, list[int]] = {"any": [], "top_k": [], "nucleus": []}
         for i, s in enumerate(opens):
             if not s.sampling.greedy:
@@ -178,7 +177,7 @@ class _Bias:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Rows `at` of a batch (None in `rows`: all of them, in order), sampled with one filter."""
+    """Rows `at` of a batch, sampled with one filter. `rows`: the same on the device; None: all rows."""
 
     kind: str
     at: list[int]
@@ -205,7 +204,7 @@ class _Batch:
     wait_for_end: list[tuple[int, SlotOpen]]
 
     def banned(self, output_lens: Sequence[int]) -> list[tuple[int, int]]:
-        """(row, token) that would end a request before its min_new_tokens."""
+        """Return the (row, token) that would end a request before its min_new_tokens."""
         return [(i, t) for i, s in self.wait_for_end if output_lens[i] < s.sampling.min_new_tokens for t in _end_ids(s)]
 
 
@@ -222,10 +221,10 @@ def _seed(slot: SlotOpen) -> int:
 def token_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, top_num: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Raw logprobs of the model: log_softmax of the logits before any edit, temperature or filter.
+    """Return the model's logprobs, before any edit, temperature or filter.
 
     logits [n, V] float32; tokens [n] int64. Returns (chosen [n] f32, top values [n, k] f32, top ids [n, k] int64),
-    best first, k = top_num or V if that is less.
+    best first, k = min(top_num, V).
     """
     norm = logits.logsumexp(-1, keepdim=True)
     chosen = logits.gather(1, tokens[:, None]) - norm
@@ -234,5 +233,5 @@ def token_logprobs(
 
 
 def requested_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Raw logprobs (as above) of the same `token_ids` [k] in every row: logits [n, V] -> [n, k] float32."""
+    """Return the model's logprobs of `token_ids` [k] in every row: logits [n, V] -> [n, k] float32."""
     return logits[:, token_ids] - logits.logsumexp(-1, keepdim=True)

@@ -1,8 +1,7 @@
-"""Samples one token a row from logits under temperature, top_k, top_p, min_p. Pure tensor functions of their arguments.
+"""Samples one token a row from logits under temperature, top_k, top_p, min_p.
 
-Order of the filters: temperature, then top_k, then top_p over what top_k left (renormalised), then min_p relative to
-the best token; as in Hugging Face's generate and vLLM. Of equal logits the lower token id ranks first: without a fixed
-order of ties, a sample would depend on how many rows were sorted together.
+Order of the filters: temperature, top_k, top_p over what top_k left (renormalised), min_p relative to the best token; as in
+Hugging Face's generate and vLLM. Of equal logits the lower token id ranks first, else a sample would depend on the batch.
 """
 
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import torch
 
 from engine.sampler.gumbel import gumbel_noise
 
-BLOCK_ELEMENTS = 1 << 18  # rows x vocabulary worked on at once on CPU: what stays in a core's L2 cache
+BLOCK_ELEMENTS = 1 << 18  # rows x vocabulary processed at once on CPU: fits a core's L2 cache
 NUCLEUS_CANDIDATES = (512, 8192)  # ranked on CPU before the whole vocabulary: few nuclei are wider
 
 
@@ -28,8 +27,20 @@ class FilterParams:
         return FilterParams(self.temperature[at], self.top_k[at], self.top_p[at], self.log_min_p[at])
 
 
+def row_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (values [n], first index of each [n] int64) of logits [n, V]; a NaN is larger than all.
+
+    On a CPU by numpy, whose argmax uses vectors: 0.8 ms instead of 6 for 32 rows of 151,936.
+    """
+    if logits.device.type != "cpu" or logits.shape[0] == 0:
+        best = logits.max(-1)
+        return best.values, best.indices
+    indices = torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.gather(1, indices[:, None])[:, 0], indices
+
+
 def sample_any(logits: torch.Tensor, best: torch.Tensor, params: FilterParams, keys: torch.Tensor) -> torch.Tensor:
-    """[n] tokens; top_k and top_p are off. logits [n, V] float32; best [n, 1]: row maxima; keys [n, 1] int64."""
+    """Sample [n] tokens without top_k and top_p. logits [n, V] float32; best [n, 1]: row maxima; keys [n, 1] int64."""
     size = _rows_per_block(logits)
     ids = torch.arange(logits.shape[1], device=logits.device)[None]
     blocks = (slice(i, i + size) for i in range(0, len(logits), size))
@@ -39,7 +50,7 @@ def sample_any(logits: torch.Tensor, best: torch.Tensor, params: FilterParams, k
 def sample_top_k(
     logits: torch.Tensor, best: torch.Tensor, params: FilterParams, keys: torch.Tensor, *, most: int
 ) -> torch.Tensor:
-    """[n] tokens; every row has a top_k, none above `most`."""
+    """Sample [n] tokens; every row has a top_k, none above `most`."""
     ids, scaled = _ranked(logits, best, params, min(most, logits.shape[1]))
     weights = scaled.double().exp()
     running = weights.cumsum(-1)
@@ -48,7 +59,7 @@ def sample_top_k(
 
 
 def sample_top_p(logits: torch.Tensor, best: torch.Tensor, params: FilterParams, keys: torch.Tensor) -> torch.Tensor:
-    """[n] tokens; top_k is off, top_p is on."""
+    """Sample [n] tokens with top_p and without top_k."""
     total = (logits - best).div_(params.temperature).exp_().sum(-1, dtype=torch.float64, keepdim=True)
     rows = torch.arange(len(logits), device=logits.device)
     tokens = torch.empty_like(rows)
@@ -62,7 +73,7 @@ def sample_top_p(logits: torch.Tensor, best: torch.Tensor, params: FilterParams,
 
 
 def _widths(logits: torch.Tensor) -> list[int]:
-    """How many candidates to rank, try after try. Only the CPU tries: to look at the mass would wait for a GPU."""
+    """Return how many candidates to rank, try after try. A GPU gets one try: reading the mass would wait for it."""
     vocab_size = logits.shape[1]
     tries = NUCLEUS_CANDIDATES if logits.device.type == "cpu" else ()
     return [n for n in tries if n < vocab_size] + [vocab_size]
@@ -77,7 +88,7 @@ def _top_p_of(
     *,
     most: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n] tokens sampled from the `most` best, and [n] whether these hold the whole nucleus (else sample again)."""
+    """Sample [n] tokens from the `most` best; return also [n] whether these hold the whole nucleus."""
     ids, scaled = _ranked(logits, best, params, most)
     weights = scaled.double().exp()
     running = weights.cumsum(-1)
@@ -96,11 +107,10 @@ def _sample_block(
 def _ranked(
     logits: torch.Tensor, best: torch.Tensor, params: FilterParams, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [n, most], best first, and (logit - best) / temperature of each.
+    """Return token ids [n, most], best first, and (logit - best) / temperature of each.
 
-    Sorts integers: the bits of the gap to the best as float64 order like the gap (it is not negative), and leave the
-    low 29 bits of a float32 value free for the token id, which breaks ties. So the first k of a longer ranking are the
-    ranking of k, whatever the sort does with equal keys: there are none.
+    Sorts integers without equal keys: the bits of the gap to the best as float64 order like the gap (it is not negative),
+    and leave the low 29 bits of a float32 value free for the token id.
     """
     gap = best - logits
     order = gap.double().view(torch.int64) + torch.arange(logits.shape[1], device=logits.device)
@@ -117,9 +127,9 @@ def _sample_kept(
     above: torch.Tensor,
     total: torch.Tensor,
 ) -> torch.Tensor:
-    """[n] tokens. `above` [n, m]: mass of the tokens ranked before each; `total` [n, 1]: mass that top_p is a share of.
+    """Sample [n] tokens. `above` [n, m]: mass of the tokens ranked before; `total` [n, 1]: mass that top_p refers to.
 
-    A token is kept while the ones before it do not reach top_p: the best one always is.
+    A token is kept while those before it do not reach top_p.
     """
     rank = torch.arange(ids.shape[1], device=ids.device)
     keep = (rank < params.top_k) & (above < params.top_p * total) & (scaled >= params.log_min_p)

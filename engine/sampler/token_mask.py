@@ -1,4 +1,4 @@
-"""Bitmasks of allowed tokens onto logits: the device's half of a grammar. Pure tensor functions."""
+"""Applies bitmasks of allowed tokens to logits: the device's half of a grammar."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,10 +20,9 @@ class TokenMask:
     bits: Tensor
 
     def apply(self, logits: Tensor, *, fallback: Tensor) -> Tensor:
-        """[n, V]: a copy of `logits` where forbidden tokens are -inf; rows that have no mask are untouched.
+        """Return a copy of `logits` [n, V] where forbidden tokens are -inf.
 
-        Where an edit of `logits` (min_new_tokens) has banned all that the grammar allows, the grammar wins: such a row
-        comes from `fallback`.
+        Where an edit (min_new_tokens) has banned all that the grammar allows, the row comes from `fallback`.
         """
         allowed = self._allowed(logits.shape[1])
         masked = logits[self.rows].masked_fill(~allowed, -torch.inf)
@@ -33,7 +32,7 @@ class TokenMask:
         return masked if len(masked) == len(logits) else logits.index_copy(0, self.rows, masked)
 
     def _allowed(self, vocab_size: int) -> Tensor:
-        """[m, vocab_size] bool. On a CPU numpy unpacks a row in microseconds; a GPU is sent the bits, not the bytes."""
+        """Return [m, vocab_size] bool. On CPU numpy unpacks a row in microseconds."""
         if self.bits.device.type == "cpu":
             unpacked = np.unpackbits(self.bits.numpy().view(np.uint8), axis=1, count=vocab_size, bitorder="little")
             return torch.from_numpy(unpacked).view(torch.bool)
@@ -41,13 +40,13 @@ class TokenMask:
 
 
 def unpacked_on_device(bits: Tensor, vocab_size: int) -> Tensor:
-    """[m, vocab_size] bool of bits [m, ceil(vocab_size / 32)] int32."""
+    """Return [m, vocab_size] bool of bits [m, ceil(vocab_size / 32)] int32."""
     shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=bits.device)
     return ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab_size].bool()
 
 
 def token_mask(masks: Mapping[int, bytes], *, device: torch.device) -> TokenMask | None:
-    """`masks`: bitmask of each constrained row of the batch, in row order; None when there is none."""
+    """`masks`: bitmask of each constrained row of the batch, in row order."""
     if not masks:
         return None
     assert list(masks) == sorted(masks)

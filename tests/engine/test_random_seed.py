@@ -3,7 +3,7 @@
 import random
 
 from engine.config import EngineConfig
-from engine.random_seed import with_random_seed
+from engine.local_defaults import with_random_seed
 
 
 def seeds_of_requests(config: EngineConfig) -> list[int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
-from engine.threads import BYTES_A_THREAD, default_threads, usable_cores, with_threads
+from engine.local_defaults import BYTES_A_THREAD, default_threads, usable_cores, with_threads
 
 
 @pytest.fixture

@@ -23,12 +23,12 @@ from engine.gguf.config import config_fields
 from engine.gguf.file import STORAGES, open_gguf
 from engine.gguf.tokenizer import gguf_tokenizer
 from engine.kv.identity import fingerprint
+from engine.local_defaults import BYTES_A_THREAD, default_threads
 from engine.model_files.fields import Fields
 from engine.model_files.model_config import _model_config, load_model_config
 from engine.models.checkpoint import Checkpoint
 from engine.models.registry import load_model
 from engine.text.tokenizer import load_tokenizer
-from engine.threads import BYTES_A_THREAD, default_threads
 from service.flags import ConfigError
 from tests.models.reference_attend import Sequence
 from tests.models.test_parity import LLAMA3, TOLERANCE, random_ids

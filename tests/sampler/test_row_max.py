@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.sampler.row_max import row_max
+from engine.sampler.sampling import row_max
 
 INF, NAN = torch.inf, torch.nan
 
