@@ -163,7 +163,6 @@ class Registrar:
                 self._rooms.put_nowait(room)
 
     def _remember(self, rooms: Sequence[int]) -> None:
-        """Keep rooms for a server that restarts."""
         now_s = self._clock()
         for room in rooms:
             self._known.pop(room, None)

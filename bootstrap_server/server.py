@@ -23,8 +23,6 @@ log = logging.getLogger(__name__)
 
 
 class BootstrapServer:
-    """The server in a thread with its own event loop."""
-
     def __init__(
         self, config: BootstrapConfig, *, shared: bool, secret: bytes | None = None, port_flag: str = "--port"
     ) -> None:

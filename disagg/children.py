@@ -32,7 +32,6 @@ class Children:
         )
 
     def dead(self) -> str | None:
-        """Return which child has ended, if any."""
         for name, process in self._processes.items():
             if (status := process.poll()) is not None:
                 return f"the {name} process ended (status {status})"

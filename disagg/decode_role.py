@@ -165,7 +165,6 @@ class DecodeRole:
         return self._end(handover, FinishReason(kind="abort", message=waited, status=503))
 
     def _start(self, handover: DecodeHandover, now_s: float) -> list[TokenOutput]:
-        """Start decoding: KV and metadata have landed."""
         pages = handover.request.pages[handover.request.shared_pages :]
         try:
             first = handover.read_row(self._metadata, pages, self._checksum)

@@ -94,7 +94,6 @@ class PageSender:
                 handover.last_pages = len(pages)
 
     def send_whole_pages(self, handover: PrefillHandover) -> None:
-        """Hand over the whole pages that are computed, if they are many."""
         request, sent = handover.request, handover.sent_pages
         whole = request.computed_len // self._page_size
         complete = request.computed_len >= len(request.input_ids)

@@ -59,8 +59,6 @@ class Outages:
 
 
 class RouteFinder:
-    """Finds the prefill worker of a room, from several threads."""
-
     def __init__(self, *, secret: bytes | None, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._secret = secret
         self._outages = Outages(grace_s)

@@ -132,5 +132,4 @@ def _wrong(spec: FlagSpec, value: Any) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """A value as help and errors show it."""
     return f"{value:g}" if isinstance(value, float) else str(value)

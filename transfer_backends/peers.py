@@ -56,8 +56,6 @@ P = TypeVar("P", bound=Peer)
 
 
 class PeerTable(Generic[P]):
-    """All peers, by incarnation and by link, and the messages to them."""
-
     def __init__(self, *, incarnation: str, config: TransferConfig) -> None:
         self.incarnation = incarnation
         self.effects = Effects()

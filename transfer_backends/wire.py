@@ -184,12 +184,10 @@ def decode(frame: bytes) -> Message:
 
 
 def clip(text: str) -> str:
-    """Shorten a reason to fit into `Text`."""
     return text if len(text) <= 2000 else text[:2000] + "..."
 
 
 def pack_ids(ids: npt.NDArray[np.int64]) -> bytes:
-    """Pack ids of pages or of tokens."""
     return ids.astype("<i4").tobytes()
 
 

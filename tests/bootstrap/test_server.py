@@ -3,7 +3,6 @@
 import http.client
 import json
 import socket
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,15 +15,9 @@ from bootstrap_server.server import BootstrapServer
 from service.flags import ConfigError
 from service.security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 from tests.bootstrap.test_registry import worker
+from tests.transfer.rig import until
 
 SECRET = b"open sesame"
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline_s = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
 
 
 @pytest.fixture

@@ -14,12 +14,6 @@ from transfer_backends.contract import LookupFailed
 from transfer_backends.kvpoll import KVPoll
 
 
-def test_a_server_gets_its_grace_from_the_first_refusal_on() -> None:
-    outages = Outages(5.0)
-    assert [outages.refused("s", t) for t in (10.0, 11.0, 12.9, 14.9, 15.0)] == [None] * 4 + [5.0]
-    assert outages.refused("s", 16.0) == 6.0 and outages.refused("other", 16.0) is None
-
-
 @pytest.mark.parametrize("ends", ["answer", "gap"])
 def test_an_answer_or_a_gap_ends_an_outage(ends: str) -> None:
     outages = Outages(1.0)

@@ -4,8 +4,6 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from disagg.recompute import Bounds, request_for, why_not
 from engine.messages import FinishReason
@@ -226,80 +224,6 @@ def test_the_request_of_an_asked_work_draws_nothing() -> None:
     request = request_for(RecomputeRequest(7, 2, Work(tokens=[1, 2], priority=3, share=False)), 5.0)
     assert (request.rid, request.input_ids, request.max_new_tokens) == ("recompute-7-2", [1, 2], 0)
     assert (request.priority, request.keep_kv, request.prefill_only, request.arrived_s) == (3, False, True, 5.0)
-
-
-REQUESTS = st.lists(
-    st.tuples(
-        st.integers(0, 2),  # prefix family
-        st.integers(1, 24),  # prompt length
-        st.integers(1, 20),  # max_new_tokens
-        st.integers(0, 12),  # turns until the next arrival
-        st.sampled_from(["", "", "", "decode", "both"]),  # who aborts
-        st.integers(0, 120),  # after so many turns
-    ),
-    min_size=2,
-    max_size=8,
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    requests=REQUESTS,
-    depth=st.integers(1, 2),
-    page_size=st.sampled_from([1, 4]),
-    capacity=st.integers(44, 60),
-    radix=st.booleans(),
-    faults=st.sampled_from([0.0, 0.2, 1.0]),  # share of turns in which a handshake, or a recompute under way, fails
-    rows=st.integers(1, 3),
-    seed=st.integers(0, 2**32),
-)
-def test_any_order_of_retractions_aborts_and_failures(
-    requests: list[tuple[int, int, int, int, str, int]],
-    depth: int,
-    page_size: int,
-    capacity: int,
-    radix: bool,
-    faults: float,
-    rows: int,
-    seed: int,
-) -> None:
-    rng = random.Random(seed)
-    cluster = Cluster(
-        pages=(200, capacity // page_size),
-        page_size=page_size,
-        chunk=8,
-        depth=depth,
-        rows=rows,
-        radix=radix,
-        conservativeness=0.0,
-        resume_elsewhere=True,
-    )
-    aborts: dict[int, list[tuple[str, str]]] = {}
-    turn = 0
-    for i, (family, length, new, gap, who, when) in enumerate(requests):
-        cluster.submit(f"r{i}", [(family * 7 + k) % 50 for k in range(length)], i + 1, new=new)
-        aborts.setdefault(turn + when, []).append((who, f"r{i}"))
-        turn += gap
-    for turn in range(250):
-        cluster.wire.unreachable = rng.random() < faults
-        cluster.wire.step(rng)
-        rng.choice([cluster.prefill, cluster.decode]).turn()
-        for who, rid in aborts.pop(turn, []):
-            if who == "both":
-                cluster.prefill.abort(rid)
-            if who in ("decode", "both"):
-                cluster.decode.abort(rid)
-        if rng.random() < faults / 10:
-            for rid in [r for r in list(cluster.prefill.scheduler.stages.live) if r.startswith("recompute-")]:
-                cluster.prefill.abort(rid)
-    cluster.run(rng)
-    cluster.assert_all_back()
-    for i, (family, length, new, *_rest) in enumerate(requests):
-        want = expected_tokens([(family * 7 + k) % 50 for k in range(length)], new)
-        got, finish = cluster.decode.tokens[f"r{i}"], cluster.decode.finish[f"r{i}"]
-        assert got == (want if finish.kind == "length" else want[: len(got)])
-    assert not any(rid.startswith("recompute-") for rid in cluster.prefill.outputs), "answered nobody's request"
-    assert_no_output_twice(cluster.decode.outputs)
 
 
 def test_an_engine_that_is_closed_to_peers_refuses_at_once_and_decode_computes_itself() -> None:

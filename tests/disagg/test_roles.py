@@ -15,7 +15,7 @@ from transfer_backends.contract import Gate
 from transfer_backends.ports import KVSender
 
 STEPS = 10_000
-LEAST = {"stories": 100, "retractions": 5, "restored_tokens": 20, "chunks": 500, "overlapped": 1000}
+LEAST = {"stories": 100, "retractions": 5, "restored_tokens": 20, "chunks": 500, "overlapped": 1000, "preemptions": 20}
 LEAST |= {
     "end:length": 200,
     "end:stop": 50,
@@ -24,21 +24,8 @@ LEAST |= {
     "masks": 300,
     "gated": 500,
     "skipped": 20,
-    "preemptions": 20,
 }
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_tokens_cross_two_engines(depth: int, page_size: int) -> None:
-    cluster = Cluster(pages=(200, 200), page_size=page_size, chunk=8, depth=depth)
-    prompts = {f"r{i}": [i, *range(3 + 7 * i)] for i in range(5)}
-    for i, (rid, prompt) in enumerate(prompts.items()):
-        cluster.submit(rid, prompt, i + 1, new=6)
-    cluster.run(random.Random(1))
-    assert cluster.decode.tokens == {rid: expected_tokens(p, 6) for rid, p in prompts.items()}
-    assert cluster.prefill.tokens == {rid: expected_tokens(p, 1) for rid, p in prompts.items()}
-    cluster.assert_all_back()
+LEAST |= {"resumed_elsewhere": 5, "resume_failures": 5}
 
 
 @pytest.mark.parametrize("backup_pages", [0, 1000])

@@ -26,7 +26,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoRoleStory:
-    """`rows`: metadata rows of each side. `seed`: of the lots that say who moves next."""
+    """`rows`: metadata rows of each side. `faults`: share of moves in which handshakes, or recomputes under way, fail."""
 
     page_size: int
     capacity: tuple[int, int]
@@ -42,6 +42,7 @@ class TwoRoleStory:
     conservativeness: float
     clip: int
     layerwise: bool
+    faults: float
     seed: int
     events: tuple[Ask | Event, ...]
 
@@ -65,6 +66,7 @@ def two_role_stories() -> st.SearchStrategy[TwoRoleStory]:
         conservativeness=st.sampled_from([0.0, 0.0, 1.0]),
         clip=st.sampled_from([0, 0, 0, 4096]),
         layerwise=st.booleans(),
+        faults=st.sampled_from([0.0, 0.0, 0.2, 1.0]),
         seed=st.integers(0, 2**32),
         events=st.lists(st.one_of(asks(), event, event), min_size=15, max_size=45).map(tuple),
     )
@@ -73,6 +75,7 @@ def two_role_stories() -> st.SearchStrategy[TwoRoleStory]:
 class _Play:
     def __init__(self, story: TwoRoleStory) -> None:
         size = story.page_size
+        self.story = story
         self.cluster = Cluster(
             pages=(story.capacity[0] // size, story.capacity[1] // size),
             page_size=size,
@@ -112,8 +115,13 @@ class _Play:
                     getattr(self.cluster, side).abort(rid)
 
     def _go(self) -> None:
-        self.cluster.wire.step(self.rng)
+        cluster, faults = self.cluster, self.story.faults
+        cluster.wire.unreachable = self.rng.random() < faults
+        cluster.wire.step(self.rng)
         self.rng.choice(self.engines).turn()
+        if self.rng.random() < faults / 10:
+            for rid in [rid for rid in cluster.prefill.scheduler.stages.live if rid.startswith("recompute-")]:
+                cluster.prefill.abort(rid)
         self.quarantined += self.cluster.decode.scheduler.memory.allocator.counts()["quarantined"] > 0
 
     def _ask(self, ask: Ask) -> None:
@@ -146,6 +154,7 @@ class _Play:
         self.cluster.assert_all_back()
         assert self.cluster.decode.model.copies == {}, "a copy of an ended request is left"
         prefill, decode = self.engines
+        assert not any(rid.startswith("recompute-") for rid in prefill.outputs), "no client requested that"
         for rid, (right, with_logprobs) in self.right.items():
             assert rid in prefill.finish and rid in decode.finish
             got, finish = decode.tokens[rid], decode.finish[rid]
@@ -166,6 +175,7 @@ class _Play:
             steps=prefill.scheduler.counters.steps + decode.scheduler.counters.steps,
             retractions=decode.scheduler.counters.retractions,
             preemptions=decode.scheduler.counters.preemptions,
+            resume_failures=int(decode.role.counters().get("recompute_failed", 0)),
             resumed_elsewhere=int(decode.role.counters().get("resumed_through_prefill", 0)),
             restored_tokens=decode.scheduler.backups.restored_tokens,
             overlapped=prefill.overlapped + decode.overlapped,

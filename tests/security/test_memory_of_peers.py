@@ -129,27 +129,6 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
     made.close()
 
 
-REGIONS = {
-    "wider pages": {"item_bytes": PAGE_BYTES * 2},
-    "narrower pages": {"item_bytes": PAGE_BYTES - 1},
-    "no pages": {"num_items": 0},
-    "more pages than an id can name": {"num_items": 2**31 + 1},
-    "pages of no bytes": {"item_bytes": 0},
-    "around the end of the address space": {"base_ptr": 2**63 - 1, "num_items": 2**62},
-}
-
-
-@pytest.mark.parametrize("name", REGIONS)
-def test_a_pool_that_cannot_be_is_refused(scene: Scene, name: str) -> None:
-    for kv, aux in (
-        (_wire(scene.field.kv, **REGIONS[name]), None),
-        (_wire(scene.field.kv), _wire(scene.field.aux, **REGIONS[name])),
-    ):
-        link, said = scene.register(f"mad {name} {aux is None}", scene.field, kv, aux)
-        assert isinstance(said, Refused) and not said.stale, said
-        link.close()
-
-
 def test_pages_outside_the_pool_are_refused_and_the_rest_goes_on(scene: Scene) -> None:
     """Beyond the end, before the begin, far away, twice, half an id, and a row that there is not; then good ones."""
     link, said = scene.register("decode-1", scene.field, _wire(scene.field.kv))

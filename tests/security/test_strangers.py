@@ -1,31 +1,24 @@
-"""What somebody outside tries at real sockets: ways around the keys, addresses for servers to dial, bytes that would be code."""
+"""What somebody outside tries at real sockets: ways around the keys, addresses for servers to dial, ways out of a template."""
 
 import asyncio
 import contextlib
 import json
-import os
-import pickle
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
-import zmq
 
-from bootstrap_server.config import BootstrapConfig
-from bootstrap_server.server import BootstrapServer
 from engine.frontend.routes import ADMIN_PATHS
 from engine.text.chat_template import ChatTemplate, TemplateRefused
 from service.security import keys, signing, voucher
 from service.security.keys import Access, KeyRing
 from service.security.signing import Call, Signer, Verdict, Verifier
 from service.security.voucher import is_vouched, vouch
-from tests.frontend.conftest import Worker, start_worker, wait_for
+from tests.frontend.conftest import Worker, start_worker
 from tests.router.dummies import cluster, until
-from tools.fuzz.sockets import target
 
 SECRET = b"sixteen bytes or more"
 # How a path may be written so that a guard and a router of requests could disagree about it.
@@ -189,46 +182,6 @@ def test_a_router_dials_nobody_whom_a_request_names() -> None:
 
     with trap() as caught:
         uvloop.run(scenario(caught))
-
-
-# ---- bytes that would be code
-
-
-class Harm:
-    """Whoever unpickles this makes a directory."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.mkdir, (str(self.path),)
-
-
-def test_no_door_unpickles(guarded: Worker, tmp_path: Path) -> None:
-    """The payload is real: unpickled here, it does its harm."""
-    harm = tmp_path / "harm"
-    payloads = [pickle.dumps(Harm(harm), protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
-    pickle.loads(payloads[0])  # noqa: S301 - our own bytes
-    harm.rmdir()
-    server = BootstrapServer(BootstrapConfig(port=0), shared=True)
-    server.start()
-    with target(None) as pair, zmq.Context() as context, context.socket(zmq.DEALER) as link:
-        link.setsockopt(zmq.LINGER, 0)
-        link.connect(f"tcp://{pair.prefill.control_address}")
-        for payload in payloads:
-            link.send(payload)
-            for kind, refused in (
-                ("application/json", 400),
-                ("application/octet-stream", 415),
-                ("application/x-pickle", 415),
-            ):
-                header = f"Authorization: Bearer r00t-key\r\nContent-Type: {kind}\r\n"
-                for path in ("/generate", "/load_lora_adapter", "/update_weights_from_disk"):
-                    assert exchange(guarded.url, "POST", path, body=payload, header=header) == refused
-                assert exchange(f"http://127.0.0.1:{server.port}", "PUT", "/route", body=payload) == 400
-        wait_for(lambda: pair.prefill.counters.get("junk_frames", 0) >= len(payloads))
-    server.close()
-    assert not harm.exists()
 
 
 WAYS_OUT = (

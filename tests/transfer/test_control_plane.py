@@ -302,23 +302,25 @@ def test_one_connection_is_one_decode_worker(short_pairs: Any) -> None:
 @pytest.mark.parametrize(
     ("region", "text"),
     [
-        ((2**63 - 1, 2**62), b"address space"),
-        ((0, 0), b"address space"),
-        ((1 << 20, 2**31 + 1), b"address space"),
-        (((1 << 21) - 64, 2), b"overlap"),
-        (((1 << 21) + 64 * 512 - 1, 1), b"overlap"),
+        ((2**63 - 1, 2**62, 64), b"address space"),
+        ((0, 0, 64), b"address space"),
+        ((1 << 20, 2**31 + 1, 64), b"address space"),
+        ((1 << 20, 64, 128), b"bytes of a page and of a metadata row differ"),
+        ((1 << 20, 64, 63), b"bytes of a page and of a metadata row differ"),
+        ((1 << 20, 64, 0), b"bytes of a page and of a metadata row differ"),
+        (((1 << 21) - 64, 2, 64), b"overlap"),
+        (((1 << 21) + 64 * 512 - 1, 1, 64), b"overlap"),
     ],
 )
-def test_a_region_that_wraps_around_or_holds_the_other_is_refused(
-    short_pairs: Any, region: tuple[int, int], text: bytes
+def test_a_region_that_cannot_be_or_holds_the_other_is_refused(
+    short_pairs: Any, region: tuple[int, int, int], text: bytes
 ) -> None:
     pair = short_pairs()
     layout = Layout(PROTOCOL_VERSION, "fake", "model-a", 16, "float32")
-    base, count = region
     with zmq.Context() as context, context.socket(zmq.DEALER) as link:
         link.setsockopt(zmq.LINGER, 0)
         link.connect(f"tcp://{pair.prefill.control_address}")
-        regions = WireRegion(base, count, 64, None), WireRegion(1 << 21, 64, 512, None)
+        regions = WireRegion(*region, None), WireRegion(1 << 21, 64, 512, None)
         link.send(encode(Register("one", pair.prefill.incarnation, layout, *regions, b"fake")))
         link.setsockopt(zmq.RCVTIMEO, 5000)
         assert text in link.recv()

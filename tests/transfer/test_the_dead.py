@@ -11,7 +11,7 @@ from tests.transfer.pool import Pool
 from tests.transfer.rig import until
 from transfer_backends.contract import Route, TransferConfig
 from transfer_backends.decode.connections import Connect
-from transfer_backends.decode.lookup_line import MAX_LOOKUPS_A_SERVER, LookUpLine
+from transfer_backends.decode.lookup_line import MAX_LOOKUPS_A_SERVER
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.decode.proof import DEAD_S, MAX_DEAD, Prove
 from transfer_backends.decode.rooms import MAX_PENDING_ABORTS
@@ -133,20 +133,6 @@ def test_a_bootstrap_server_that_hangs_slows_nobody_else() -> None:
         hang.set()
         decode.close()
         prefill.close()
-
-
-def test_a_line_of_look_ups_keeps_order_and_forgets_who_leaves() -> None:
-    line = LookUpLine()
-    began = [line.begin("s", (room, 0)) for room in range(1, 9)]
-    assert began == [True] * MAX_LOOKUPS_A_SERVER + [False] * 4 and line.begin("t", (99, 0))
-    line.leave("s", (6, 0))
-    line.end("s")
-    assert line.take("s") == (5, 0) and line.begin("s", (5, 0)) and not line.begin("s", (10, 0))
-    assert [line.take("s") for _ in range(4)] == [(7, 0), (8, 0), (10, 0), None]
-    for _ in range(MAX_LOOKUPS_A_SERVER):
-        line.end("s")
-    line.end("t")
-    assert not line._under_way and not line._waiting
 
 
 def test_a_restart_is_noticed_on_the_first_message() -> None:

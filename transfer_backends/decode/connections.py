@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from transfer_backends.contract import Route, TransferConfig
+from transfer_backends.contract import Route
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.peers import Link, Peer, PeerTable
@@ -52,14 +52,14 @@ class Connections:
     """`gone`: the last incarnations that were dropped, which a look-up for recomputation leaves out."""
 
     def __init__(
-        self, peers: PeerTable[PrefillPeer], *, register: Callable[[str], Register], config: TransferConfig
+        self, peers: PeerTable[PrefillPeer], *, register: Callable[[str], Register], handshake_timeout_s: float
     ) -> None:
         """`register(dst)` makes the registration message for the prefill incarnation `dst`."""
         self.gone: deque[str] = deque(maxlen=MAX_GONE)
         self._peers = peers
         self._queue = peers.effects.queue
         self._register = register
-        self._config = config
+        self._handshake_timeout_s = handshake_timeout_s
         self._next_link = 1
         self._eager_until_s = 0.0
 
@@ -73,7 +73,7 @@ class Connections:
         return peer
 
     def connect(self, peer: PrefillPeer, now_s: float) -> None:
-        peer.deadline_s = now_s + self._config.handshake_timeout_s
+        peer.deadline_s = now_s + self._handshake_timeout_s
         peer.registered = False
         self._peers.join(peer, self._next_link)
         self._queue.append(Connect(self._next_link, peer.route.control))

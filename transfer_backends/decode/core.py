@@ -53,10 +53,16 @@ class DecodeCore:
         self.connections = Connections(
             self.peers,
             register=lambda dst: Register(incarnation, dst, layout, kv, aux, descriptor),
-            config=config,
+            handshake_timeout_s=config.handshake_timeout_s,
         )
         self.proofs = Proofs(self.peers, self.connections, settle_s=caps.settle_s)
-        self.rooms = DecodeRooms(self.peers, line, args=kv_args, config=config)
+        self.rooms = DecodeRooms(
+            self.peers,
+            line,
+            args=kv_args,
+            handshake_timeout_s=config.handshake_timeout_s,
+            drain_timeout_s=config.drain_timeout_s,
+        )
         self.finder = PrefillFinder(self.rooms, self.peers, self.connections, self.proofs, line)
         self._config = config
         self._next_scan_s = 0.0

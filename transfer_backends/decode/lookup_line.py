@@ -41,7 +41,6 @@ class LookUpLine:
         return key
 
     def leave(self, server: str, key: RoomKey) -> None:
-        """Take the room out of the line, if it is there."""
         line = self._waiting.get(server, {})
         line.pop(key, None)
         if not line:

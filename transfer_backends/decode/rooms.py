@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from transfer_backends.contract import KVArgs, TransferConfig, Work
+from transfer_backends.contract import KVArgs, Work
 from transfer_backends.decode.connections import PrefillPeer
 from transfer_backends.decode.lookup_line import LookUpLine
 from transfer_backends.decode.room import DecodeRoom
@@ -23,14 +23,21 @@ MAX_PENDING_ABORTS = 4096  # rooms given up before prefill could learn of it; be
 
 class DecodeRooms:
     def __init__(
-        self, peers: PeerTable[PrefillPeer], line: LookUpLine, *, args: KVArgs, config: TransferConfig
+        self,
+        peers: PeerTable[PrefillPeer],
+        line: LookUpLine,
+        *,
+        args: KVArgs,
+        handshake_timeout_s: float,
+        drain_timeout_s: float,
     ) -> None:
         self.machine = TransferMachine()
         self.num_exposed = 0
         self._peers = peers
         self._line = line
         self._args = args
-        self._config = config
+        self._handshake_timeout_s = handshake_timeout_s
+        self._drain_timeout_s = drain_timeout_s
         self._rooms: dict[RoomKey, DecodeRoom] = {}
         self._pending_aborts: dict[RoomKey, None] = {}  # closed rooms whose prefill worker is still looked for
 
@@ -57,7 +64,7 @@ class DecodeRooms:
         """Raises `RoomInUse` for a live room and ValueError for an invalid number."""
         key = (room, room_attempt)
         self.machine.open(key)
-        deadline_s = now_s + self._config.handshake_timeout_s
+        deadline_s = now_s + self._handshake_timeout_s
         self._rooms[key] = opened = DecodeRoom(key, bootstrap, deadline_s, recomputes=room_attempt > 0)
         return opened
 
@@ -119,7 +126,7 @@ class DecodeRooms:
         self.machine.move(room.key, KVPoll.Failed)
         self._peers.effects.counters["failed"] += 1
         room.reason = reason
-        room.stuck_at_s = now_s + self._config.drain_timeout_s
+        room.stuck_at_s = now_s + self._drain_timeout_s
         if report and room.peer is not None:
             self.report_abort(room, room.peer)
 

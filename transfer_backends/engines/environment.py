@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 
 
 def set_defaults(settings: Mapping[str, str]) -> None:
-    """Set variables that the user has not set."""
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 

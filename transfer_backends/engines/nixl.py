@@ -133,7 +133,6 @@ class NixlEngine:
         return msgspec.msgpack.encode(_Descriptor(self._agent.get_agent_metadata(), self._scratch.ctypes.data))
 
     def _enter(self) -> None:
-        """Call before UCX, in every thread."""
         if self._context is not None:
             self._context.enter()
 

@@ -1,6 +1,6 @@
 """Registration of decode workers. Pure."""
 
-from transfer_backends.contract import Region, TransferConfig
+from transfer_backends.contract import Region
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.peers import Link, PeerTable, Send
 from transfer_backends.prefill.paths import DecodePeer, Path, Paths, PathState, RemoteMemory
@@ -21,7 +21,7 @@ class PeerAdmission:
         mark: ProcessMark,
         layout: Layout,
         items: tuple[int, int],
-        config: TransferConfig,
+        handshake_timeout_s: float,
     ) -> None:
         """`items`: bytes of a kv item and of an aux item here."""
         self._peers = peers
@@ -29,7 +29,7 @@ class PeerAdmission:
         self._mark = mark
         self._layout = layout
         self._items = items
-        self._config = config
+        self._handshake_timeout_s = handshake_timeout_s
 
     def register(self, link: Link, message: Register, now_s: float) -> DecodePeer | None:
         """Return the peer if an earlier link knew it: transfers of that link are lost."""
@@ -100,7 +100,7 @@ class PeerAdmission:
         peer = DecodePeer(
             message.src,
             self._peers.heartbeat(now_s),
-            deadline_s=now_s + self._config.handshake_timeout_s,
+            deadline_s=now_s + self._handshake_timeout_s,
             path=Path(RemoteMemory(_region(message.kv), _region(message.aux), message.descriptor)),
         )
         self._peers.add(peer)

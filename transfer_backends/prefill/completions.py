@@ -4,7 +4,6 @@ After a failed write prefill writes everything again to the same pages (`transfe
 nothing of the last try can still land. A result of an earlier try is dropped (docs/design/handover.md).
 """
 
-from transfer_backends.contract import TransferConfig
 from transfer_backends.kvpoll import FINAL, KVPoll
 from transfer_backends.peers import PeerTable
 from transfer_backends.prefill.outbox import Outbox
@@ -26,7 +25,7 @@ class Completions:
         peers: PeerTable[DecodePeer],
         reports: Reports,
         *,
-        config: TransferConfig,
+        transfer_retries: int,
     ) -> None:
         self._rooms = rooms
         self._machine = rooms.machine
@@ -35,7 +34,7 @@ class Completions:
         self._peers = peers
         self._counters = peers.effects.counters
         self._reports = reports
-        self._config = config
+        self._transfer_retries = transfer_retries
 
     def on_op_final(self, post: Post, *, ok: bool, error: str, now_s: float) -> None:
         """`ok`: the bytes have landed; in either case the operation will never write again."""
@@ -88,7 +87,7 @@ class Completions:
 
     def _try_again(self, room: PrefillRoom, peer: DecodePeer, error: str, now_s: float) -> None:
         """Begin the next try if the peer lives, and report its number."""
-        if room.write_try >= self._config.transfer_retries or peer.lost or peer.heartbeat.silent:
+        if room.write_try >= self._transfer_retries or peer.lost or peer.heartbeat.silent:
             times = f" ({room.write_try + 1} times)" if room.write_try else ""
             self._rooms.fail(room, f"writing to the decode worker failed{times}: {error}")
             return

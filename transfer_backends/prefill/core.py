@@ -37,12 +37,21 @@ class PrefillCore:
         layout, items = layout_of(kv_args, backend=caps.name), (kv_args.kv.item_bytes, kv_args.aux.item_bytes)
         self.peers: PeerTable[DecodePeer] = PeerTable(incarnation=incarnation, config=config)
         self.paths = Paths(self.peers, settle_s=caps.settle_s)
-        self.admission = PeerAdmission(self.peers, self.paths, mark=mark, layout=layout, items=items, config=config)
+        self.admission = PeerAdmission(
+            self.peers,
+            self.paths,
+            mark=mark,
+            layout=layout,
+            items=items,
+            handshake_timeout_s=config.handshake_timeout_s,
+        )
         self.inbox = Inbox(config)
         self.outbox = Outbox(self.peers, args=kv_args, caps=caps)
         self._reports = Reports(self.peers, page_bytes=kv_args.kv.item_bytes)
         self.rooms = PrefillRooms(self.peers, self.inbox, self.outbox, self._reports, args=kv_args)
-        self.completions = Completions(self.rooms, self.outbox, self.paths, self.peers, self._reports, config=config)
+        self.completions = Completions(
+            self.rooms, self.outbox, self.paths, self.peers, self._reports, transfer_retries=config.transfer_retries
+        )
         self._config = config
         self._next_scan_s = 0.0
         offers = Offers(self.rooms, self.inbox, self._reports)
@@ -69,7 +78,6 @@ class PrefillCore:
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing that was posted can still read or write."""
         return self.outbox.num_inflight == 0 and all(room.quiet for room in self.rooms)
 
     def send_bye(self) -> None:

@@ -51,7 +51,6 @@ class Inbox:
         return None if entry is None else entry[0].incarnation
 
     def keep(self, key: RoomKey, offer: Offer, now_s: float) -> bool:
-        """Return False when the inbox is full."""
         full = len(self._offers) >= self._config.max_orphans or self._num_pages + len(offer.pages) > MAX_PAGES
         if not full:
             self._offers[key] = (offer, now_s + self._config.bootstrap_timeout_s)

@@ -80,7 +80,6 @@ class Offers:
         self._reports.acknowledge(peer, key, message.retry)
 
     def _keep(self, peer: DecodePeer, key: RoomKey, offer: Offer, now_s: float) -> None:
-        """Keep an offer that arrived before its request."""
         owner = self._inbox.owner(key)
         if owner == peer.incarnation:
             raise PeerProtocolError(f"room {key}: a second transfer info")
@@ -92,7 +91,6 @@ class Offers:
 
     @contextmanager
     def _rejecting(self, peer: DecodePeer, key: RoomKey) -> Iterator[None]:
-        """Reject the room if its message cannot be read."""
         try:
             yield
         except ValueError as error:

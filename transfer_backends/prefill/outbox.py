@@ -103,7 +103,6 @@ class Outbox:
         return room.posts[0] if room.posts else None
 
     def _plan(self, room: PrefillRoom, until: int) -> None:
-        """Plan the first chunk up to group `until`."""
         assert room.offer is not None
         peer, groups = self._peer_of(room), (room.left_groups, until)
         memory = peer.path.memory

@@ -33,7 +33,6 @@ class Reports:
         self._peers.send(peer, Drained(*self._peers.address(peer), *key, write_try))
 
     def reject(self, peer: DecodePeer, key: RoomKey, reason: str) -> None:
-        """Fail a room that was never written to."""
         self._send_status(peer, key, KVPoll.Failed, 0, reason, 0)
         self.acknowledge(peer, key, 0)
 

@@ -59,7 +59,6 @@ class PrefillRoom:
 
     @property
     def misfit(self) -> str | None:
-        """Return what is wrong with the number of queued pages."""
         assert self.offer is not None
         needed, given = self.queued_pages - self.offer.skip_pages, len(self.offer.pages)
         if needed <= given and not (self.all_queued and needed != given):
@@ -87,13 +86,11 @@ class PrefillRoom:
         self.chunks.extend(self.all_chunks)
 
     def end(self) -> None:
-        """Write nothing any more."""
         self.awaits_fence = False
         self.all_chunks.clear()
         self.clear()
 
     def clear(self) -> None:
-        """Leave nothing to post."""
         self.chunks.clear()
         self.posts.clear()
         self.left_groups = 0

@@ -42,7 +42,6 @@ class PrefillRooms:
         return self._rooms.get(key)
 
     def of(self, incarnation: str) -> list[PrefillRoom]:
-        """Rooms whose pages are that decode worker's."""
         return [room for room in self if room.offer is not None and room.offer.incarnation == incarnation]
 
     # ---- the role's calls
