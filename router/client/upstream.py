@@ -60,8 +60,8 @@ class HttpUpstream:
         self._dead_timeout_s = dead_timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._request_timeout_s = request_timeout_s
-        self._origins: dict[str, _Origin] = {}
-        self._connections: set[_Connection] = set()
+        self.origins: dict[str, _Origin] = {}
+        self.connections: set[_Connection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._sweep: asyncio.TimerHandle | None = None
@@ -85,33 +85,25 @@ class HttpUpstream:
             reply.end_connection = task.cancel
         return reply
 
-    @property
-    def num_origins(self) -> int:
-        return len(self._origins)
-
-    @property
-    def num_connections(self) -> int:
-        return len(self._connections)
-
     async def close(self) -> None:
         if self._sweep is not None:
             self._sweep.cancel()
         for task in self._connecting:
             task.cancel()
         await asyncio.gather(*self._connecting, return_exceptions=True)
-        for connection in tuple(self._connections):
+        for connection in tuple(self.connections):
             connection.close()
-        self._origins.clear()
+        self.origins.clear()
 
     def _origin(self, url: str) -> _Origin:
-        origin = self._origins.get(url)
+        origin = self.origins.get(url)
         if origin is None:
-            if len(self._origins) >= MAX_ORIGINS:  # of workers that left; busy connections know theirs
-                for old in self._origins.values():
+            if len(self.origins) >= MAX_ORIGINS:  # of workers that left; busy connections know theirs
+                for old in self.origins.values():
                     for connection in tuple(old.free):
                         connection.close()
-                self._origins.clear()
-            origin = self._origins[url] = _Origin(url)
+                self.origins.clear()
+            origin = self.origins[url] = _Origin(url)
         return origin
 
     def _free(self, origin: _Origin) -> "_Connection | None":
@@ -137,12 +129,12 @@ class HttpUpstream:
         return connection.send(reply, head, body)
 
     def on_made(self, connection: "_Connection", opened: socket.socket | None) -> None:
-        self._connections.add(connection)
+        self.connections.add(connection)
         if opened is not None:
             keep_alive(opened, self._dead_timeout_s)
 
     def on_lost(self, connection: "_Connection") -> None:
-        self._connections.discard(connection)
+        self.connections.discard(connection)
         if connection in connection.origin.free:
             connection.origin.free.remove(connection)
 
@@ -154,11 +146,11 @@ class HttpUpstream:
     def _close_old(self) -> None:
         """Close connections that were not used for a while: their workers may be gone."""
         old_s, self._sweep = self._loop.time() - KEEPALIVE_S, None
-        free = [connection for origin in self._origins.values() for connection in origin.free]
+        free = [connection for origin in self.origins.values() for connection in origin.free]
         for connection in free:
             if connection.free_since_s <= old_s:
                 connection.close()
-        if any(origin.free for origin in self._origins.values()):
+        if any(origin.free for origin in self.origins.values()):
             self._sweep = self._loop.call_later(KEEPALIVE_S, self._close_old)
 
 

@@ -9,6 +9,7 @@ from aiohttp import web
 from router.admission.admission import client_name
 from router.admission.rate_limit import RateLimiter
 from router.dashboard.page import FILE_PATHS
+from router.http.fan_out import LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER
 from router.metrics import RouterMetrics
 from service.http.errors import ApiError
 from service.security.keys import Access
@@ -16,20 +17,7 @@ from service.security.keys import Access
 _OPEN_PATHS = frozenset(("/health", "/liveness", "/readiness", "/metrics", "/openapi.json")) | FILE_PATHS
 # What changes workers, or the pool, for all clients. A route named nowhere here needs an API key.
 _ADMIN_ROUTES = frozenset((("POST", "/workers"), ("DELETE", "/workers")))
-_ADMIN_PATHS = frozenset(
-    (
-        "/flush_cache",
-        "/pause_generation",
-        "/continue_generation",
-        "/update_weights_from_disk",
-        "/start_profile",
-        "/stop_profile",
-        "/load_lora_adapter",
-        "/unload_lora_adapter",
-        "/traces",
-        "/workers/role",
-    )
-)
+_ADMIN_PATHS = frozenset((*TIMEOUTS_S, LOAD_ADAPTER, UNLOAD_ADAPTER, "/traces", "/workers/role"))
 
 
 def need_of(method: str, path: str) -> Access:

@@ -6,6 +6,7 @@ While no worker is alive these bodies are objects. Bootstrap fields are left out
 from typing import Any
 
 from router.body import BOOTSTRAP_FIELDS, Api
+from router.http.fan_out import LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER
 from service.http.openapi import ERROR, FAILURES, TEXT, answer, document, failures_of, operation
 
 _URL = {"url": TEXT}
@@ -50,16 +51,7 @@ _OWN: dict[str, dict[str, Any]] = {
     },
 }
 # Passed to every worker as they come: their bodies are described by the worker.
-_PASSED = (
-    "/abort_request",
-    "/pause_generation",
-    "/continue_generation",
-    "/update_weights_from_disk",
-    "/load_lora_adapter",
-    "/unload_lora_adapter",
-    "/start_profile",
-    "/stop_profile",
-)
+_PASSED = ("/abort_request", *(path for path in TIMEOUTS_S if path not in _OWN), LOAD_ADAPTER, UNLOAD_ADAPTER)
 
 
 def make_document(worker: Any) -> dict[str, Any]:

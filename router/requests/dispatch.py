@@ -28,23 +28,15 @@ from router.requests.hedging import Hedging
 from router.requests.live import LiveRequests
 from router.requests.merge import Merger, SseMerger
 from router.requests.picking import Picker
-from router.requests.relay import SseSplitter, StreamBroken, answer_headers, end_with_event, relay_stream
-from router.requests.replies import (
-    HANDED_BACK,
-    draining,
-    failure_event,
-    failure_response,
-    handed_back_event,
-    no_worker,
-    no_worker_message,
-    too_many_samples,
-)
+from router.requests.relay import SseSplitter, StreamBroken, answer_headers, relay_stream
+from router.requests.replies import HANDED_BACK, draining, failure_event, failure_response, no_worker_message
 from service.http.deadline import ENVOY_HEADER, TIMEOUT_HEADER
-from service.http.errors import ApiError
+from service.http.errors import DRAINING, ApiError
 from service.http.guard import CLIENT_GONE
-from service.http.stream import REQUEST_ID
+from service.http.stream import REQUEST_ID, error_event
 
 MAX_BACKOFF_S = 1.0
+RETRY_AFTER_S = 1
 
 _PASSED_HEADERS = ("traceparent", "tracestate", TIMEOUT_HEADER, ENVOY_HEADER, PRIORITY_HEADER, TTFT_HEADER, ITL_HEADER)
 
@@ -177,7 +169,8 @@ class Dispatcher:
     async def _serve(self, request: RequestContext) -> web.StreamResponse:
         """Make attempts until one answers, one fails with a final error, or none is left."""
         if not self._rooms.has_room_for(request.parsed.num_samples):
-            raise too_many_samples()
+            message = "the router has too many samples in flight"
+            raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
         for number in range(self._retries.limit + 1):
             placements, headers = self._picker.pick(request), request.headers
             if number > 0 or placements is None:
@@ -253,7 +246,7 @@ class Dispatcher:
         except StreamBroken as broken:
             out, failure = broken.out, broken.cause
         if request.handed_back:
-            request.failure, last_event = HANDED_BACK, handed_back_event()
+            request.failure, last_event = HANDED_BACK, error_event(503, HANDED_BACK, code=DRAINING)
         elif attempt.refused is not None:  # reported when it came
             request.failure, last_event = str(attempt.refused), failure_event(attempt.refused)
         elif failure is not None:
@@ -264,7 +257,9 @@ class Dispatcher:
             attempt.complete()
             return out
         attempt.close()
-        return await end_with_event(out, last_event)
+        await out.write(last_event)  # no [DONE] follows, so that no client takes it for a good end
+        await out.write_eof()
+        return out
 
     def _on_failed(self, request: RequestContext, attempt: PairAttempt, failure: CallFailed) -> None:
         if request.failed is None:
@@ -286,4 +281,5 @@ class Dispatcher:
             return failure_response(request.failed.last)
         for notify in self._events.on_no_worker:
             notify(request, missing)
-        raise no_worker(no_worker_message(self._table, missing, request.model))
+        message = no_worker_message(self._table, missing, request.model)
+        raise ApiError(503, message, code="no_worker", retry_after_s=RETRY_AFTER_S)

@@ -80,10 +80,3 @@ async def relay_stream(
     if rest:
         await out.write(rest)
     return out
-
-
-async def end_with_event(out: web.StreamResponse, event: bytes) -> web.StreamResponse:
-    """End a stream that broke; no [DONE] follows, so that no client takes it for a good end."""
-    await out.write(event)
-    await out.write_eof()
-    return out

@@ -12,24 +12,11 @@ from service.http.errors import DRAINING, ApiError, error_response
 from service.http.json_depth import decode_or_none
 from service.http.stream import error_event
 
-RETRY_AFTER_S = 1  # where no worker is there
 HANDED_BACK = "the router is draining and could not finish this request (--drain-timeout); try again"
 
 
 def draining(message: str) -> ApiError:
-    return ApiError(503, message, code=DRAINING, retry_after_s=RETRY_AFTER_S)
-
-
-def handed_back_event() -> bytes:
-    return error_event(503, HANDED_BACK, code=DRAINING)
-
-
-def too_many_samples() -> ApiError:
-    return ApiError(429, "the router has too many samples in flight", code="queue_full", retry_after_s=RETRY_AFTER_S)
-
-
-def no_worker(message: str) -> ApiError:
-    return ApiError(503, message, code="no_worker", retry_after_s=RETRY_AFTER_S)
+    return ApiError(503, message, code=DRAINING, retry_after_s=1)
 
 
 def no_worker_message(table: WorkerTable, missing: list[Role], model: str = "") -> str:

@@ -2,12 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 from aiohttp import web
 
 from router.dashboard.page import FILE_PATHS
@@ -139,16 +139,13 @@ def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
-def show(devtools: str, scenario: Any, **flags: Any) -> None:
-    """Run `scenario(cluster, page)` with the page open; nothing may come from elsewhere."""
-
-    async def run() -> None:
-        async with cluster(prefill=2, decode=2, **flags) as c, tab(devtools) as page:
-            await page.open(c.url + "/dashboard")
-            await scenario(c, page)
-            assert page.asked and all(url.startswith(c.url + "/") for url in page.asked), page.asked
-
-    uvloop.run(run())
+@asynccontextmanager
+async def shown(devtools: str, **flags: Any) -> AsyncIterator[tuple[Cluster, Page]]:
+    """A cluster, and a page that shows it; nothing may come from elsewhere."""
+    async with cluster(prefill=2, decode=2, **flags) as c, tab(devtools) as page:
+        await page.open(c.url + "/dashboard")
+        yield c, page
+        assert page.asked and all(url.startswith(c.url + "/") for url in page.asked), page.asked
 
 
 def rows(page: Page, condition: str) -> Any:
@@ -159,8 +156,8 @@ def card(worker: DummyWorker) -> str:
     return f"document.querySelector('.card[data-url=\"{worker.url}\"]')"
 
 
-def test_it_follows_traffic_and_survives_a_dead_worker(devtools: str) -> None:
-    async def scenario(c: Cluster, page: Page) -> None:
+async def test_it_follows_traffic_and_survives_a_dead_worker(devtools: str) -> None:
+    async with shown(devtools) as (c, page):
         c.prefills[0].load = load(disaggregation={"prefill_inflight_queue_reqs": 2})
         await page.until("document.querySelectorAll('#prefill .card').length === 2")
         await page.until("document.querySelectorAll('#decode .card').length === 2")
@@ -186,10 +183,8 @@ def test_it_follows_traffic_and_survives_a_dead_worker(devtools: str) -> None:
         await page.until(f"{card(dead)}.dataset.health === 'up'")
         assert page.complaints == []
 
-    show(devtools, scenario)
 
-
-def test_a_worker_that_changes_its_role_shows_so_and_why(devtools: str) -> None:
+async def test_a_worker_that_changes_its_role_shows_so_and_why(devtools: str) -> None:
     """Decode is full and prefill idle: the router moves a worker, which takes its time."""
     may_go = asyncio.Event()
 
@@ -198,7 +193,8 @@ def test_a_worker_that_changes_its_role_shows_so_and_why(devtools: str) -> None:
             await may_go.wait()
         return await obey(worker, request, body)
 
-    async def scenario(c: Cluster, page: Page) -> None:
+    flags = {"auto_roles_interval_s": 0.02, "auto_roles_sustain_s": 0.1, "auto_roles_switch_time_s": 0.0}
+    async with shown(devtools, auto_roles=True, **flags) as (c, page):
         for worker in (*c.prefills, *c.decodes):
             worker.behave, worker.incarnation = obey_later, "a"
             used = 950 if worker in c.decodes else 0
@@ -220,12 +216,9 @@ def test_a_worker_that_changes_its_role_shows_so_and_why(devtools: str) -> None:
         assert await page.js("document.documentElement.scrollWidth <= innerWidth")
         assert page.complaints == []
 
-    flags = {"auto_roles_interval_s": 0.02, "auto_roles_sustain_s": 0.1, "auto_roles_switch_time_s": 0.0}
-    show(devtools, scenario, auto_roles=True, **flags)
 
-
-def test_a_click_opens_the_time_line(devtools: str) -> None:
-    async def scenario(c: Cluster, page: Page) -> None:
+async def test_a_click_opens_the_time_line(devtools: str) -> None:
+    async with shown(devtools) as (c, page):
         c.decodes[0].behave = always(500, {"error": {"message": "no memory"}})
         while not c.decodes[0].seen:
             assert (await c.post(PATH, STREAM))[0] == 200
@@ -247,8 +240,6 @@ def test_a_click_opens_the_time_line(devtools: str) -> None:
         assert await page.js(f"{row}.querySelector('.detail').hidden")
         await rows(page, f"=== {before + 1}")
 
-    show(devtools, scenario)
-
 
 async def test_a_page_of_another_site_commands_nothing(devtools: str) -> None:
     """What a browser sends for a page without asking first: text, nothing, an image's address."""
@@ -265,8 +256,8 @@ async def test_a_page_of_another_site_commands_nothing(devtools: str) -> None:
         assert all(path != "/flush_cache" for worker in (*c.prefills, *c.decodes) for path, _ in worker.calls)
 
 
-def test_what_others_write_is_text(devtools: str) -> None:
-    async def scenario(c: Cluster, page: Page) -> None:
+async def test_what_others_write_is_text(devtools: str) -> None:
+    async with shown(devtools) as (c, page):
         markup = "<img src=x onerror=alert(1)><script>alert(2)</script>"
         c.decodes[0].behave = c.decodes[1].behave = always(400, {"error": {"message": markup}})
         await c.post(PATH, CHAT, headers={"X-Request-Id": markup})
@@ -275,11 +266,9 @@ def test_what_others_write_is_text(devtools: str) -> None:
         await page.until("document.querySelector('.detail').innerText.includes('onerror')")
         assert await page.js("document.querySelectorAll('main img, main script').length") == 0
 
-    show(devtools, scenario)
 
-
-def test_it_is_light_and_dark(devtools: str) -> None:
-    async def scenario(c: Cluster, page: Page) -> None:
+async def test_it_is_light_and_dark(devtools: str) -> None:
+    async with shown(devtools) as (_, page):
         await page.until("document.querySelectorAll('.card').length === 4")
 
         async def lightness() -> int:
@@ -302,8 +291,6 @@ def test_it_is_light_and_dark(devtools: str) -> None:
         await page.js("document.getElementById('theme').click()")
         assert page.complaints == []
 
-    show(devtools, scenario)
-
 
 CONTRAST = """(() => {
   const light = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map((v) => v / 255)
@@ -317,8 +304,8 @@ CONTRAST = """(() => {
 
 
 @pytest.mark.parametrize("width", [320, 390, 800])
-def test_no_width_scrolls_sideways(devtools: str, width: int) -> None:
-    async def scenario(c: Cluster, page: Page) -> None:
+async def test_no_width_scrolls_sideways(devtools: str, width: int) -> None:
+    async with shown(devtools) as (c, page):
         await page.resize(width, 800, phone=width < 700)
         c.decodes[0].behave = c.decodes[1].behave = hang
         ask = asyncio.create_task(c.post(PATH, CHAT, headers={"X-Request-Id": "very-long-" * 12}))
@@ -334,11 +321,10 @@ def test_no_width_scrolls_sideways(devtools: str, width: int) -> None:
         ask.cancel()
         await asyncio.gather(ask, return_exceptions=True)
 
-    show(devtools, scenario)
 
+async def test_it_asks_for_a_key_and_keeps_it_in_the_tab(devtools: str) -> None:
+    async with shown(devtools, api_key="user") as (c, page):
 
-def test_it_asks_for_a_key_and_keeps_it_in_the_tab(devtools: str) -> None:
-    async def scenario(c: Cluster, page: Page) -> None:
         async def give(key: str) -> None:
             await page.until("document.getElementById('key').open")
             await page.js(f"document.getElementById('key-input').value = {json.dumps(key)}")
@@ -354,8 +340,6 @@ def test_it_asks_for_a_key_and_keeps_it_in_the_tab(devtools: str) -> None:
         assert not await page.js("document.getElementById('key').open")
         assert await page.js("Object.keys(localStorage).join()") == "tandem-theme"
         assert all("401" in complaint for complaint in page.complaints)  # Chromium's own word for each refusal
-
-    show(devtools, scenario, api_key="user")
 
 
 async def test_a_router_that_goes_away_is_said_and_its_return_too(devtools: str) -> None:

@@ -118,19 +118,11 @@ def test_a_request_is_remembered_with_what_happened_when() -> None:
     assert recorder.snapshot().records[0].last_byte_s is None  # more may come
     life.end()
     (record,) = recorder.snapshot().records
-    assert record.request_id == "mine" and record.status == 200 and record.failure == ""
-    before_it, after_it = record.attempts
-    assert (before_it.answering, before_it.failure, before_it.failed_s) == (
-        "http://d0",
-        "decode worker http://d0: HTTP 500",
-        1000.75,
-    )
-    assert (after_it.prefill, after_it.started_s, after_it.prefill_ended_s) == ("http://p0", 1000.75, 1001.0)
-    assert (record.first_byte_s, record.last_byte_s, record.ended_s) == (1001.25, 1001.625, 1001.625)
-    assert record.num_events == 4
+    failed, served = record.attempts
+    assert (failed.failure, failed.failed_s) == ("decode worker http://d0: HTTP 500", 1000.75)
+    assert served.prefill_ended_s == 1001.0 and record.last_byte_s == 1001.625 and record.num_events == 4
     before, after = recorder.snapshot().seconds
-    assert (before.at, before.arrived, before.retried) == (1000, 1, 1)
-    assert (after.at, after.ended, after.failed) == (1001, 1, 0)
+    assert (before.arrived, before.retried, after.ended, after.failed) == (1, 1, 1, 0)
     assert after.ttft == {bucket_of(1.0): 1} and after.gaps == {bucket_of(0.125): 3}
     (traced,) = tracer.ring.find(TracesQuery(ids=["mine"]))  # the same, as `tandem trace` tells it
     spans = [(s.name, s.attributes.get("url.full"), s.attributes.get("error.type")) for s in traced.spans]

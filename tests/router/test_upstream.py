@@ -100,7 +100,7 @@ async def test_answers_of_every_shape(parts: list[bytes], expected: bytes) -> No
 async def test_an_answer_without_a_length_ends_with_its_connection() -> None:
     async with upstream(says(b"HTTP/1.1 200 OK\r\n\r\nab", b"cd", then_close=True)) as (client, server):
         assert await whole(post(client, server)) == b"abcd"
-        await until(lambda: client.num_connections == 0)
+        await until(lambda: len(client.connections) == 0)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ async def test_a_broken_answer_is_an_error_and_its_connection_is_closed(parts: l
         with pytest.raises(UpstreamError) as caught:
             await whole(post(client, server))
         assert caught.value.reason == "lost"
-        await until(lambda: client.num_connections == 0)
+        await until(lambda: len(client.connections) == 0)
         assert await whole(post(client, server)) == b"ok"
 
 
@@ -179,7 +179,7 @@ async def test_a_connection_that_speaks_out_of_turn_is_not_used_again() -> None:
 async def test_a_connection_that_the_worker_closed_is_not_used_again() -> None:
     async with upstream(says(OK, then_close=True), says(OK)) as (client, server):
         assert await whole(post(client, server)) == b"ok"
-        await until(lambda: client.num_connections == 0)
+        await until(lambda: len(client.connections) == 0)
         assert await whole(post(client, server)) == b"ok"
 
 
@@ -188,7 +188,7 @@ async def test_a_connection_that_is_free_for_long_is_closed(monkeypatch: pytest.
 
     async with upstream(says(OK)) as (client, server):
         assert await whole(post(client, server)) == b"ok"
-        await until(lambda: client.num_connections == 0)
+        await until(lambda: len(client.connections) == 0)
         async with asyncio.timeout(DEADLINE_S):
             await server.gone.wait()
 
