@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
 from service.http.errors import bad_field
 from service.security.addresses import AllowedAddresses
-from service.security.voucher import is_vouched
+from service.security.secret import is_vouched
 
 Host = str | list[str | None] | None
 Port = int | list[int | None] | None

@@ -18,7 +18,7 @@ from router.choice.policies import Placement, cost_tokens
 from router.client.upstream import Upstream, UpstreamError
 from router.pool.worker import Lease, Worker
 from router.pool.workers import WorkerTable
-from service.security.voucher import VOUCHER_HEADER, vouch
+from service.security.secret import VOUCHER_HEADER, vouch
 from service.waiter import Waiter
 
 TAIL_S = 5.0  # how long prefill may take to end its own answer after the client has all of decode's

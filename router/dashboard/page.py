@@ -18,7 +18,7 @@ from router.history.recorder import Recorder
 from router.history.records import DashboardSnapshot
 from router.pool.workers import WorkerTable
 from router.requests.live import LiveRequests
-from service.http.errors import error_response
+from service.http.errors import ApiError
 from service.http.json_depth import decode_or_none
 from service.http.stream import json_response
 
@@ -100,7 +100,7 @@ class Dashboard:
         for record in (await self._memory()).records:
             if record.key == key:
                 return _fresh({"now_s": self._recorder.now_s(), "record": record})
-        return error_response(404, f"no request {key} is remembered any more", code="not_found")
+        return ApiError(404, f"no request {key} is remembered any more", code="not_found").response()
 
     async def _memory(self) -> DashboardSnapshot:
         others = [decode_or_none(body, DashboardSnapshot) for body in await self._peers.request("GET", SNAPSHOT)]

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from router.http.worker_calls import CALL_TIMEOUT_S, WorkerCalls, authorization_of
 from router.pool.health import HealthMonitor
-from service.http.errors import error_response
+from service.http.errors import ApiError
 from service.http.guard import key_refusal
 from service.http.json_depth import decode_or_none
 from service.security.keys import Access, KeyGate
@@ -58,7 +58,7 @@ class FanOutApi:
                 model=fields.get("model"), adapter=fields.get("lora_name"), loads=path == LOAD_ADAPTER
             )
         except ValueError as err:
-            return error_response(400, str(err), field="model")
+            return ApiError(400, str(err), field="model").response()
         if "model" in fields:  # the router's field: a worker has one model
             body = msgspec.json.encode({name: value for name, value in fields.items() if name != "model"})
         headers = self._calls.credentials.for_admin(authorization_of(request))

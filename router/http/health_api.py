@@ -13,7 +13,7 @@ from router.pool.worker import Worker
 from router.pool.workers import missing_roles
 from router.requests.live import LiveRequests
 from router.requests.replies import no_worker_message
-from service.http.errors import DRAINING, bad_field, decode_body, error_response
+from service.http.errors import DRAINING, ApiError, bad_field, decode_body
 from service.http.json_depth import decode_or_none
 from service.http.stream import json_response
 from service.telemetry.records import Record, Records, TracesQuery, last_ids, query_error
@@ -58,9 +58,9 @@ class HealthApi:
         table = self._calls.table
         workers, missing = table.workers(), missing_roles(table, self._calls.roles)
         if missing:
-            return error_response(503, no_worker_message(table, missing), code="no_worker")
+            return ApiError(503, no_worker_message(table, missing), code="no_worker").response()
         if request.rel_url.query.get("workers") == "all" and (waits_for := await self._waits_for(request, workers)):
-            return error_response(503, waits_for, code="not_all_healthy")
+            return ApiError(503, waits_for, code="not_all_healthy").response()
         healthy = sum(w.answers for w in workers)
         return json_response({"status": "ready", "healthy_workers": healthy, "total_workers": len(workers)})
 

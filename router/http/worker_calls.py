@@ -14,7 +14,7 @@ from router.pool.states import Health
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, missing_roles
 from router.requests.replies import no_worker_message
-from service.http.errors import error_response
+from service.http.errors import ApiError
 from service.http.json_depth import decode_or_none
 from service.http.stream import json_response
 
@@ -101,7 +101,7 @@ class WorkerCalls:
         return json_response({"success": status == 200, "workers": results}, status=status)
 
     def _no_worker(self, missing: list[Role], model: str) -> web.Response:
-        return error_response(503, no_worker_message(self.table, missing, model), code="no_worker")
+        return ApiError(503, no_worker_message(self.table, missing, model), code="no_worker").response()
 
 
 def authorization_of(request: web.BaseRequest) -> str:

@@ -19,7 +19,7 @@ from router.pool.models import join_models
 from router.pool.worker import Role, Worker
 from router.roles.switch import Switch, SwitchFailed, SwitchRefused
 from service.flags import ConfigError
-from service.http.errors import ApiError, bad_field, decode_body, error_response
+from service.http.errors import ApiError, bad_field, decode_body
 from service.http.stream import json_response
 
 _MODEL = "/v1/models/"
@@ -119,9 +119,9 @@ class WorkersApi:
         try:
             await self._switch.move(worker, role, force=bool(body.force), drain_s=body.timeout, headers=headers)
         except SwitchRefused as err:
-            return error_response(409, str(err), code="switch_refused")
+            return ApiError(409, str(err), code="switch_refused").response()
         except SwitchFailed as err:
-            return error_response(502, str(err), code="switch_failed")
+            return ApiError(502, str(err), code="switch_failed").response()
         return json_response(describe(worker))
 
     async def get_loads(self, request: web.BaseRequest) -> web.Response:

@@ -8,7 +8,7 @@ from router.pool.models import serves
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.requests.relay import answer_headers
-from service.http.errors import DRAINING, ApiError, error_response
+from service.http.errors import DRAINING, ApiError
 from service.http.json_depth import decode_or_none
 from service.http.stream import error_event
 
@@ -37,7 +37,7 @@ def failure_response(failure: CallFailed) -> web.Response:
     if failure.reason == "status":
         return web.Response(status=failure.status, body=failure.body, headers=answer_headers(failure.headers))
     status = 504 if failure.reason == "timeout" else 502
-    return error_response(status, str(failure), code=f"worker_{failure.reason}")
+    return ApiError(status, str(failure), code=f"worker_{failure.reason}").response()
 
 
 def failure_event(failure: CallFailed) -> bytes:

@@ -1,7 +1,6 @@
 """Errors of every server: OpenAI's shape, an HTTP status, and `Retry-After` where a retry may succeed."""
 
 import re
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -33,34 +32,17 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        return error_body(self.status, self.message, field=self.field, code=self.code)
+        """The JSON of the error. Without a `code` it is the status, as with SGLang."""
+        kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
+        if self.status >= 500:
+            kind = "server_error"
+        code = self.code or self.status
+        return {"error": {"message": self.message, "type": kind, "param": self.field, "code": code}}
 
     def response(self) -> web.Response:
         headers = None if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
-        return error_response(self.status, self.message, field=self.field, code=self.code, headers=headers)
-
-
-def error_kind(status: int) -> str:
-    if status >= 500:
-        return "server_error"
-    return "rate_limit_error" if status == 429 else "invalid_request_error"
-
-
-def error_body(status: int, message: str, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The JSON of an error. Without a `code` it is the status, as with SGLang."""
-    return {"error": {"message": message, "type": error_kind(status), "param": field, "code": code or status}}
-
-
-def error_response(
-    status: int,
-    message: str,
-    *,
-    field: str | None = None,
-    code: str | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> web.Response:
-    body = msgspec.json.encode(error_body(status, message, field=field, code=code))
-    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+        body = msgspec.json.encode(self.body())
+        return web.Response(status=self.status, body=body, content_type="application/json", headers=headers)
 
 
 def bad_field(field: str, message: str, *, code: str | None = None) -> ApiError:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from service.http.errors import error_body
+from service.http.errors import ApiError
 
 REQUEST_ID_HEADER = "X-Request-Id"
 SSE_HEADERS = {
@@ -46,4 +46,4 @@ def event(value: Any) -> bytes:
 
 def error_event(status: int, message: str, *, code: str | None = None) -> bytes:
     """An error in a stream that has begun; clients' SDKs raise it."""
-    return event(error_body(status, message, code=code))
+    return event(ApiError(status, message, code=code).body())

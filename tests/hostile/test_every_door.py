@@ -6,10 +6,12 @@ plane of the prefill worker; the sockets between the processes of a worker.
 
 import asyncio
 import contextlib
+import json
 import random
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import zmq
@@ -34,9 +36,9 @@ from tests.hostile.doors import (
     wrong,
 )
 from tests.hostile.table import Call, post
-from tests.hostile.wrong_fields import WRONG_FIELDS
+from tests.hostile.wrong_fields import WRONG_FIELDS, wrong_values
 
-BESIDE_EVERY_S = 0.3
+BESIDE_EVERY_S, BESIDE_TOKENS = 0.3, 50
 GENERATION = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 # Routes that every case of `RAW_BODIES` is wrong for.
 JSON_ROUTES = {
@@ -78,15 +80,15 @@ def watch(doors: Doors, door: str) -> None:
 
 @contextlib.contextmanager
 def beside(urls: Mapping[str, str]) -> Iterator[None]:
-    """All the while requests go through both routers, and get their right answers."""
+    """All the while streams go through both routers, and stay right."""
     over = threading.Event()
 
     def ask_on() -> int:
         rng, count = random.Random(1), 0
         while not over.wait(BESIDE_EVERY_S) or count == 0:
-            body, wanted = recall_body(rng, rng.randint(5, 60), max_new_tokens=3)
+            body, wanted = recall_body(rng, rng.randint(5, 60), max_new_tokens=BESIDE_TOKENS)
             for door in ROUTERS:
-                (answer,) = asyncio.run(generate_all(urls[door], [body]))
+                (answer,) = asyncio.run(generate_all(urls[door], [{**body, "stream": True}]))
                 assert answer["output_ids"] == wanted, door
             count += 1
         return count
@@ -223,6 +225,37 @@ def test_wrong_values_and_lone_surrogates(doors: Doors, door: str) -> None:
             for name in ("url", "role", "bootstrap_port", "lora_name", "model"):
                 cases[f"{path} {name}"] = post(path, {"url": "http://127.0.0.1:9", name: table.LONE})
     assert wrong(doors.play(door, cases), is_refusal) == {}
+
+
+def test_wrong_values_through_a_router_are_named(doors: Doors) -> None:
+    cases = {f"{path} {field} {i}": (post(path, body), field) for i, (path, body, field) in enumerate(wrong_values())}
+    answers = doors.play("router", {name: call for name, (call, _) in cases.items()})
+    assert {name: a.body[:300] for name, a in answers.items() if not mentions(a, cases[name][1])} == {}
+
+
+def mentions(answer: Answer, field: str) -> bool:
+    if answer.status != 400:
+        return False
+    error = json.loads(answer.body)["error"]
+    return bool(error["message"]) and field in error["message"] and field in (error["param"] or "")
+
+
+@pytest.mark.parametrize("bad", [{"temperature": -1}, {"regex": "("}])
+def test_one_bad_sample_refuses_its_whole_batch(doors: Doors, bad: dict[str, Any]) -> None:
+    samples = [{"max_new_tokens": 5}, bad, {"max_new_tokens": 5}]
+    body = {"input_ids": [[1, 20, 280, 20, 21]] * 3, "sampling_params": samples}
+    answer = doors.http.post(f"{doors.urls['router']}/generate", json=body)
+    assert answer.status_code == 400 and next(iter(bad)) in answer.json()["error"]["param"]
+
+
+def test_without_the_flag_adapters_are_refused(doors: Doors) -> None:
+    requested = {"input_ids": [1, 20], "sampling_params": {"max_new_tokens": 1}, "lora_path": "one"}
+    for url, body in (
+        (f"{doors.urls['router']}/generate", requested),
+        (f"{doors.urls['prefill']}/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"}),
+    ):
+        answer = doors.http.post(url, json=body)
+        assert answer.status_code == 400 and "--enable-lora" in answer.json()["error"]["message"]
 
 
 def test_wrong_fields_are_named(doors: Doors) -> None:

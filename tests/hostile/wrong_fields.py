@@ -1,4 +1,4 @@
-"""Right JSON whose fields are wrong, and the field that the error must name: `test_every_door.py`, `test_values.py` play it."""
+"""Right JSON whose fields are wrong, and the field that the error must name: `test_every_door.py` plays it."""
 
 import json
 from typing import Any
@@ -260,7 +260,7 @@ RAW: list[tuple[str, bytes, str]] = [
 ]
 
 
-def cases() -> list[tuple[str, bytes, str]]:
+def wrong_values() -> list[tuple[str, bytes, str]]:
     """(path, body, the field that the error names; "" where the body is no JSON that could name one)."""
     native = [({**IDS, "sampling_params": {field: value}}, field) for field, values in SAMPLING for value in values]
     bodies = [(GENERATE, body, field) for body, field in [*native, *NATIVE]] + OPENAI

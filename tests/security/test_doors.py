@@ -22,7 +22,7 @@ from service.flags import ConfigError
 from service.http.errors import ApiError
 from service.security.addresses import is_loopback
 from service.security.keys import Access
-from service.security.voucher import VOUCHER_HEADER, is_vouched
+from service.security.secret import VOUCHER_HEADER, is_vouched
 from tests.frontend.conftest import start_worker, wait_for
 from tests.router.dummies import cluster
 from transfer_backends.contract import TransferConfig

@@ -19,9 +19,8 @@ from service.http.errors import ApiError
 from service.http.json_depth import deeper_than
 from service.security.addresses import AllowedAddresses, is_loopback, require_secret
 from service.security.keys import Access, KeyGate, KeyRing, bearer, open_gate
-from service.security.secret import derive, read_secret_file
+from service.security.secret import derive, is_vouched, read_secret_file, vouch
 from service.security.signing import PERIOD_S, Call, Signer, Verdict, Verifier
-from service.security.voucher import is_vouched, vouch
 
 SECRET = b"sixteen bytes or more"
 

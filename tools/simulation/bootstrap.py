@@ -12,7 +12,7 @@ import msgspec
 from bootstrap_server.client import BootstrapError, Registrar, _read, _refusal
 from bootstrap_server.protocol import Registration, RegistrationReply, RoomBatch, RouteReply
 from bootstrap_server.registry import Registry
-from service.http.errors import ApiError, error_body
+from service.http.errors import ApiError
 from tools.simulation.world import Process, Violation
 from transfer_backends.contract import KVArgs, LookupFailed, Route
 from transfer_backends.prefill.manager import PrefillManager
@@ -36,7 +36,7 @@ class SimBootstrap:
         except ApiError as error:
             return error.status, msgspec.json.encode(error.body())
         except msgspec.MsgspecError as error:
-            return 400, msgspec.json.encode(error_body(400, f"body: {error}"))
+            return 400, msgspec.json.encode(ApiError(400, f"body: {error}").body())
         try:
             self.registry.check()
         except AssertionError as error:

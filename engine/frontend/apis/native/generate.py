@@ -24,7 +24,7 @@ from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from service.http.errors import bad_field, decode_body
-from service.security.voucher import VOUCHER_HEADER
+from service.security.secret import VOUCHER_HEADER
 
 DEFAULT_NEW_TOKENS = 128
 INSIDE = "sampling_params."

@@ -10,7 +10,7 @@ from engine.frontend.client.generation import Generation
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
-from service.security.voucher import VOUCHER_HEADER
+from service.security.secret import VOUCHER_HEADER
 
 
 def body_constraint(body: OpenAIFields) -> Constraint | None:
