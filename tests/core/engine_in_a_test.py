@@ -22,6 +22,20 @@ from engine.sampling_params import SamplingParams
 from tests.core.hash_model import HashModel, next_token, prefix_hash
 
 
+def request_of(
+    prompt: list[int], *, rid: str = "r", generated: int = 0, arrived_s: float = 0.0, **sampling: object
+) -> Request:
+    """A request outside an engine, with `generated` output tokens."""
+    return Request(
+        rid=rid,
+        input_ids=prompt,
+        sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
+        eos_ids=frozenset(),
+        arrived_s=arrived_s,
+        output_ids=[0] * generated,
+    )
+
+
 class EngineInATest:
     """`lag`: a launched step runs when it is collected, as late as a stream may; otherwise at once."""
 

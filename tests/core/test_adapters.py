@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import engine.core.new_token_ratio as new_token_ratio
 from engine.core.adapter_budget import AdapterBudget
 from engine.core.adapters import AdapterRefused, Adapters, AdapterState
 from engine.core.limits import Limits
@@ -15,8 +14,7 @@ from engine.core.page_allocator import PageAllocator
 from engine.core.policy import POLICIES
 from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
-from engine.sampling_params import SamplingParams
-from tests.core.engine_in_a_test import EngineInATest
+from tests.core.engine_in_a_test import EngineInATest, request_of
 from tests.core.hash_model import expected_tokens
 
 # ---- registry
@@ -105,14 +103,9 @@ def test_a_failed_load_leaves_no_trace() -> None:
 
 
 def request(rid: str, adapter: int, *, arrived_s: float = 0.0, new: int = 8) -> Request:
-    return Request(
-        rid=rid,
-        input_ids=[1, 2, 3],
-        sampling=SamplingParams(max_new_tokens=new),
-        eos_ids=frozenset(),
-        arrived_s=arrived_s,
-        adapter=adapter,
-    )
+    made = request_of([1, 2, 3], rid=rid, arrived_s=arrived_s, max_new_tokens=new)
+    made.adapter = adapter
+    return made
 
 
 def limits(places: int, wait_s: float | None = None) -> Limits:
@@ -284,9 +277,9 @@ def test_whatever_is_batched_each_adapter_sees_its_own_kv_only(
         assert len({asked[item.rid][2] for item in plan.items} - {0}) <= places
 
 
-def test_who_has_an_adapter_resumes_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefill worker that is asked for KV is told no adapter."""
-    monkeypatch.setattr(new_token_ratio, "CLIP_TOKENS", 0)  # growth is underestimated: memory runs out
+@pytest.mark.usefixtures("hopeful")
+def test_a_request_with_an_adapter_resumes_here() -> None:
+    """A recompute request to a prefill worker names no adapter."""
     engine = EngineInATest(num_pages=8, max_loras_per_batch=1, resume_elsewhere=True)
     for rid in ("a", "b"):
         engine.add(rid, [ord(rid)] * 4, adapter=1, max_new_tokens=20)

@@ -2,19 +2,10 @@
 
 import pytest
 
-from engine.core import new_token_ratio
-from engine.core.request import Request
-from engine.sampling_params import SamplingParams
-from tests.core.engine_in_a_test import EngineInATest
+from tests.core.engine_in_a_test import EngineInATest, request_of
 from tests.core.hash_model import expected_tokens
 
 PROMPTS = {f"r{i}": [i, *range(9 + i)] for i in range(5)}
-
-
-@pytest.fixture
-def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is expected to grow, so that memory runs out."""
-    monkeypatch.setattr(new_token_ratio, "CLIP_TOKENS", 0)
 
 
 def filled(*, depth: int, radix: bool, backup_pages: int) -> EngineInATest:
@@ -82,21 +73,15 @@ def test_a_floor_keeps_room_for_those_that_grow(floor: int, taken: list[bool]) -
     engine = EngineInATest(num_pages=10, page_size=4, conservativeness=0.0, reserve_floor=floor)
     got = []
     for i in range(3):
-        request = Request(
-            rid=f"r{i}",
-            input_ids=list(range(8)),
-            sampling=SamplingParams(max_new_tokens=12),
-            eos_ids=frozenset(),
-            arrived_s=0.0,
-        )
+        request = request_of(list(range(8)), rid=f"r{i}", max_new_tokens=12)
         assert engine.scheduler.held.adopt(request) is None
         got.append(engine.scheduler.held.reserve(request))
     assert got == taken
 
 
 @pytest.mark.usefixtures("hopeful")
-def test_a_request_that_comes_back_draws_in_that_step() -> None:
-    """Or it could be retracted again, for ever, before anybody got on."""
+def test_a_request_that_comes_back_samples_in_that_step() -> None:
+    """Else it could be retracted again and again without progress."""
     engine = filled(depth=2, radix=False, backup_pages=1000)
     engine.run()
     loads = [plan for plan in engine.plans if plan.loads]

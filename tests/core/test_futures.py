@@ -5,16 +5,13 @@ import pytest
 from engine.core.futures import check_no_future, check_reads
 from engine.core.request import Request
 from engine.messages import TokenLogprob
-from engine.sampling_params import SamplingParams
-from tests.core.engine_in_a_test import EngineInATest
+from tests.core.engine_in_a_test import EngineInATest, request_of
 from tests.core.hash_model import expected_tokens
 from tests.grammar.fixed import Fixed
 
 
 def request_with(*, known: int, pending: int) -> Request:
-    request = Request(
-        rid="r", input_ids=[1] * known, sampling=SamplingParams(max_new_tokens=9), eos_ids=frozenset(), arrived_s=0.0
-    )
+    request = request_of([1] * known, max_new_tokens=9)
     request.pending = pending
     return request
 

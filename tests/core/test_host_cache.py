@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.hash_model import expected_tokens
-from tests.core.tiers_in_a_test import PAGE, TieredEngine, identity
+from tests.core.tiers_in_a_test import TieredEngine, identity
 
 PROMPT = list(range(13))  # three whole pages and a token
 
@@ -255,13 +255,6 @@ def test_a_disk_that_is_full_lets_the_oldest_go() -> None:
     engine.answer("b", [30, *PROMPT], max_new_tokens=1)
     engine.disk_turn()
     assert len(old) == 3 and len(engine.files) == 4 and len(old & set(engine.files)) == 1
-
-
-def test_a_folder_that_is_too_full_at_the_start_is_cut_to_the_limit() -> None:
-    files = {bytes([i]) * 32: [i] * PAGE for i in range(10)}
-    engine = TieredEngine(host_pages=4, disk_pages=6, files=files)
-    assert list(engine.files) == [bytes([i]) * 32 for i in range(4, 10)]
-    assert engine.host.disk is not None and engine.host.disk.index.num_bytes == 6
 
 
 LOADS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 26), st.integers(1, 6)), min_size=2, max_size=14)

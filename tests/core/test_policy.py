@@ -7,18 +7,11 @@ from engine.core.page_allocator import PageAllocator
 from engine.core.policy import order
 from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
-from engine.sampling_params import SamplingParams
+from tests.core.engine_in_a_test import request_of
 
 
 def request(rid: str, prompt: list[int], *, new: int = 8, out: int = 0) -> Request:
-    return Request(
-        rid=rid,
-        input_ids=prompt,
-        sampling=SamplingParams(max_new_tokens=new),
-        eos_ids=frozenset(),
-        arrived_s=0.0,
-        output_ids=[0] * out,
-    )
+    return request_of(prompt, rid=rid, generated=out, max_new_tokens=new)
 
 
 class Tree:

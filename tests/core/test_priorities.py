@@ -22,6 +22,34 @@ def turns(engine: EngineInATest, n: int) -> None:
         engine.turn()
 
 
+@pytest.mark.parametrize(
+    ("priorities", "priority", "at_s", "first"),
+    [
+        (Priorities(aging_s=10.0), 4, 5.0, "newer"),
+        (Priorities(aging_s=10.0), 4, 60.0, "older"),
+        (Priorities(low_first=True), -1, 0.0, "newer"),
+    ],
+)
+def test_the_more_urgent_request_goes_first(priorities: Priorities, priority: int, at_s: float, first: str) -> None:
+    engine = EngineInATest(priorities=priorities, max_running=1)
+    engine.add("older", [1], priority=0, max_new_tokens=1)
+    engine.now_s = at_s
+    engine.add("newer", [2], priority=priority, max_new_tokens=1)
+    engine.run()
+    assert engine.plans[0].items[0].rid == first
+
+
+@pytest.mark.parametrize(("priority", "preempted"), [(11, 1), (10, 0)])
+def test_a_much_higher_priority_takes_a_running_place(priority: int, preempted: int) -> None:
+    engine = EngineInATest(priorities=PRIORITIES, max_running=1, depth=2)
+    engine.add("low", [1, 2], max_new_tokens=20)
+    turns(engine, 5)
+    engine.add("high", [3], priority=priority, max_new_tokens=3)
+    engine.run()
+    assert engine.scheduler.counters.preemptions == preempted
+    assert engine.tokens == {"low": expected_tokens([1, 2], 20), "high": expected_tokens([3], 3)}
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_preemption_that_frees_too_little_does_not_happen(depth: int) -> None:
     """Of 10 pages "top" keeps 7 and "high" needs 6: without "low", which runs beside "top", "high" fits no better."""
@@ -119,31 +147,23 @@ def test_a_request_that_waited_longer_than_the_difference_keeps_its_place(
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_out_of_memory_the_lowest_priority_goes_first(depth: int) -> None:
-    """ "vip" has the longer output; without priorities it would be the victim."""
-    engine = engine_of(8, depth=depth, conservativeness=0.0)
-    engine.add("vip", [1, 2, 3, 4], priority=100, max_new_tokens=24)
+@pytest.mark.parametrize(
+    ("priorities", "priority", "victim"),
+    [
+        (PRIORITIES, 100, "poor"),
+        (Priorities(low_first=True), -100, "poor"),
+        (NO_PRIORITIES, 100, "vip"),  # has the longer output
+    ],
+)
+def test_out_of_memory_the_lowest_priority_goes_first(
+    priorities: Priorities, priority: int, victim: str, depth: int
+) -> None:
+    engine = engine_of(8, depth=depth, conservativeness=0.0, priorities=priorities)
+    engine.add("vip", [1, 2, 3, 4], priority=priority, max_new_tokens=24)
     engine.turn()
     engine.add("poor", list(range(10, 18)), priority=0, max_new_tokens=12)
     engine.run()
     assert engine.scheduler.counters.retractions > 0 and engine.scheduler.counters.preemptions == 0
-    assert {rid: outputs[-1].retractions > 0 for rid, outputs in engine.outputs.items()} == {"vip": False, "poor": True}
+    assert engine.outputs[victim][-1].retractions > 0
+    assert victim == "vip" or engine.outputs["vip"][-1].retractions == 0
     assert engine.tokens["poor"] == expected_tokens(list(range(10, 18)), 12)
-
-
-def test_low_values_that_go_first_are_retracted_last() -> None:
-    engine = engine_of(8, conservativeness=0.0, priorities=Priorities(low_first=True))
-    engine.add("vip", [1, 2, 3, 4], priority=-100, max_new_tokens=24)
-    engine.turn()
-    engine.add("poor", list(range(10, 18)), priority=0, max_new_tokens=12)
-    engine.run()
-    assert engine.outputs["vip"][-1].retractions == 0 < engine.outputs["poor"][-1].retractions
-
-
-def test_without_priority_scheduling_the_longest_output_goes_first() -> None:
-    engine = engine_of(8, conservativeness=0.0, priorities=NO_PRIORITIES)
-    engine.add("vip", [1, 2, 3, 4], priority=100, max_new_tokens=24)
-    engine.turn()
-    engine.add("poor", list(range(10, 18)), priority=0, max_new_tokens=12)
-    engine.run()
-    assert engine.outputs["vip"][-1].retractions > 0

@@ -2,7 +2,6 @@
 
 import pytest
 
-from engine.core.policy import Priorities
 from engine.messages import LogprobOptions
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
@@ -91,34 +90,24 @@ def test_a_long_prompt_goes_in_whole_pages_and_first_in_line() -> None:
     ]
 
 
+@pytest.mark.usefixtures("hopeful")
 def test_retraction_and_resume_give_the_same_tokens() -> None:
     engine = EngineInATest(page_size=2, num_pages=24, depth=2, max_running=4)
-    import engine.core.new_token_ratio as memory
-
-    original, memory.CLIP_TOKENS = memory.CLIP_TOKENS, 4  # growth is underestimated: memory runs out
-    try:
-        for i in range(4):
-            engine.add(f"r{i}", [i, i + 1, i + 2], max_new_tokens=30)
-        engine.run()
-    finally:
-        memory.CLIP_TOKENS = original
+    for i in range(4):
+        engine.add(f"r{i}", [i, i + 1, i + 2], max_new_tokens=30)
+    engine.run()
     assert engine.scheduler.counters.retractions > 0
     assert engine.tokens == {f"r{i}": expected_tokens([i, i + 1, i + 2], 30) for i in range(4)}
     assert all_pages_back(engine)
 
 
+@pytest.mark.usefixtures("hopeful")
 def test_short_pages_retract_one_request_at_a_time() -> None:
-    """Deep in flight the victim's memory comes some collects later: nobody else goes meanwhile."""
-    import engine.core.new_token_ratio as memory
-
+    """Deep in flight the victim's memory comes some collects later: no other request goes meanwhile."""
     engine = EngineInATest(page_size=4, num_pages=10, depth=4, max_running=3)
-    original, memory.CLIP_TOKENS = memory.CLIP_TOKENS, 0
-    try:
-        for i in range(3):
-            engine.add(f"r{i}", [i, 1, 2, 3], max_new_tokens=13)
-        engine.run()
-    finally:
-        memory.CLIP_TOKENS = original
+    for i in range(3):
+        engine.add(f"r{i}", [i, 1, 2, 3], max_new_tokens=13)
+    engine.run()
     assert engine.scheduler.counters.retractions == 1
     assert engine.tokens == {f"r{i}": expected_tokens([i, 1, 2, 3], 13) for i in range(3)}
 
@@ -171,10 +160,6 @@ def test_a_full_queue_refuses_with_503() -> None:
     assert engine.finish["r2"].status == 503
     engine.run()
     assert len(engine.finish) == 3
-
-
-def order_of_starts(engine: EngineInATest) -> list[str]:
-    return [item.rid for plan in engine.plans for item in plan.items if item.start == 0]
 
 
 def test_a_full_batch_never_pays_for_a_hopeless_judgement() -> None:
@@ -270,15 +255,6 @@ def test_who_has_a_row_goes_on_although_others_have_none(depth: int) -> None:
     assert engine.tokens == {rid: expected_tokens([i], 9) for i, rid in enumerate(("first", "second", "third"), 1)}
 
 
-@pytest.mark.parametrize(("length", "new"), [(5, 35), (4, 36), (1, 39)])
-def test_a_request_that_fills_the_memory_is_given_its_pages(length: int, new: int) -> None:
-    """Forty tokens in ten pages: what may run at all must not wait for ever."""
-    engine = EngineInATest(page_size=4, num_pages=10, conservativeness=2.0)
-    engine.land("r", list(range(length)), max_new_tokens=new)
-    engine.run()
-    assert engine.tokens["r"] == expected_tokens(list(range(length)), new)
-
-
 def test_prompt_logprobs_come_once_although_the_prompt_was_retracted_half_way() -> None:
     engine = EngineInATest(page_size=4, chunk=8)
     request = engine.add("r", list(range(20)), max_new_tokens=2)
@@ -296,37 +272,6 @@ def test_two_prefills_in_a_row_ask_for_depth_1() -> None:
         engine.add(f"r{i}", list(range(8)), max_new_tokens=2)
     engine.run()
     assert [p.wait for p in engine.plans if p.extend] == [False, True, True]
-
-
-def test_higher_priority_goes_first_and_age_counts() -> None:
-    aging = Priorities(aging_s=10.0)
-    for at_s, first in ((5.0, "high"), (60.0, "low")):
-        engine = EngineInATest(priorities=aging, max_running=1)
-        engine.add("low", [1], priority=0, max_new_tokens=1)
-        engine.now_s = at_s
-        engine.add("high", [2], priority=4, max_new_tokens=1)
-        engine.run()
-        assert order_of_starts(engine)[0] == first
-
-
-def test_low_values_may_go_first() -> None:
-    engine = EngineInATest(priorities=Priorities(low_first=True), max_running=1)
-    engine.add("zero", [1], priority=0, max_new_tokens=1)
-    engine.add("minus", [2], priority=-1, max_new_tokens=1)
-    engine.run()
-    assert order_of_starts(engine) == ["minus", "zero"]
-
-
-@pytest.mark.parametrize(("priority", "preempted"), [(11, 1), (10, 0)])
-def test_a_much_higher_priority_takes_a_running_place(priority: int, preempted: int) -> None:
-    engine = EngineInATest(priorities=Priorities(preempt_threshold=10), max_running=1, depth=2)
-    engine.add("low", [1, 2], max_new_tokens=20)
-    for _ in range(5):
-        engine.turn()
-    engine.add("high", [3], priority=priority, max_new_tokens=3)
-    engine.run()
-    assert engine.scheduler.counters.preemptions == preempted
-    assert engine.tokens == {"low": expected_tokens([1, 2], 20), "high": expected_tokens([3], 3)}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.plan import Plan, StepResult
+from engine.core.plan import Plan
 from engine.loop.deadlines import SOON_S, SPARE, Deadlines, too_late
 from engine.loop.loop import IDLE_WAIT_S, EngineLoop, LoopServices, LoopSettings
 from engine.loop.role import UnifiedRole
@@ -22,31 +22,9 @@ from engine.messages import (
 )
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest
-from tests.core.hash_model import HashModel, expected_tokens
+from tests.core.hash_model import expected_tokens
 from tests.loop.test_control import FakeProfiler, FakeWeights
-
-
-class Launched:
-    def __init__(self, plan: Plan, result: StepResult) -> None:
-        self.plan, self.result = plan, result
-
-
-class AtOnce:
-    """An executor whose steps are computed when they are launched."""
-
-    def __init__(self, model: HashModel) -> None:
-        self._model = model
-
-    def launch(self, plan: Plan) -> Launched:
-        return Launched(plan, self._model.run(plan))
-
-    launch_forward = launch
-
-    def launch_sampling(self, launched: Launched) -> None:
-        """Drawn already."""
-
-    def collect(self, launched: Launched) -> StepResult:
-        return launched.result
+from tests.loop.test_pipeline import Recorder
 
 
 class NotedRole(UnifiedRole):
@@ -92,7 +70,7 @@ class Rig:
         self.turn_clock = TurnClock(limit_s=300.0)
         self.loop = EngineLoop(
             scheduler=self.engine.scheduler,
-            executor=AtOnce(self.engine.model),
+            executor=Recorder(self.engine.model),
             role=self.role,
             ports=self,
             services=LoopServices(weights=FakeWeights(), profiler=FakeProfiler()),

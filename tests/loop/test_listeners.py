@@ -1,4 +1,4 @@
-"""What listens to the loop, with literals: stream gate, time line, interval log, receive skipper, watchdog."""
+"""The parts around the loop, with literals: stream gate, time line, interval log, receive skipper, watchdog, self-checks."""
 
 import subprocess
 import sys
@@ -12,6 +12,7 @@ from engine.core.policy import Priorities
 from engine.core.times import Times, time_line
 from engine.loop.interval_log import IntervalLog
 from engine.loop.receive_skipper import ReceiveSkipper
+from engine.loop.reporter import problems_of
 from engine.loop.retraction_log import RetractionLog, remedy_of
 from engine.loop.stream_gate import FORCED_INTERVAL, StreamGate
 from engine.loop.turn_clock import TurnClock
@@ -276,3 +277,37 @@ def test_a_preemption_is_not_reported_as_a_lack_of_memory() -> None:
     engine.add("high", [2], priority=50, max_new_tokens=2)
     engine.run()
     assert engine.scheduler.counters.retractions == 1 and lines.at(0.0) == []
+
+
+def healthy() -> None:
+    return None
+
+
+def asserts() -> None:
+    raise AssertionError("two owners of page 3")
+
+
+def breaks() -> None:
+    raise KeyError("r7")
+
+
+def test_each_failure_is_reported_under_its_owner() -> None:
+    found = problems_of({"healthy": healthy, "pages": asserts, "stages": breaks, "table": asserts})
+    assert found == [
+        "pages: two owners of page 3",
+        "stages: its check failed: KeyError: 'r7'",
+        "table: two owners of page 3",
+    ]
+
+
+def test_a_broken_scheduler_hides_no_other_finding() -> None:
+    """A page that is lost and a row that is used twice, in one scheduler."""
+    engine = EngineInATest()
+    engine.add("r", [1, 2, 3], max_new_tokens=9)
+    engine.turn()
+    scheduler = engine.scheduler
+    assert problems_of(scheduler.checks()) == []
+    scheduler.memory.allocator.allocate(1)
+    scheduler.table._free.append(scheduler.table._free[0])
+    owners = [problem.split(":")[0] for problem in problems_of(scheduler.checks())]
+    assert owners == ["request table", "scheduler"]
