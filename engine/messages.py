@@ -255,9 +255,10 @@ class FlushReply(_Message, frozen=True):
 
 
 class ControlReply(_Message, frozen=True):
-    """Answer to a control message. `status`: HTTP status of a refusal. `values`: model_path and weight_version after an
+    """Answer to a control message.
 
-    update, trace file of a profile, retracted requests. `adapters`: name -> path of those loaded, where that may have changed.
+    `status`: HTTP status of a refusal. `values`: model_path and weight_version after an update, trace file of a profile,
+    retracted requests. `adapters`: name -> path of those loaded, where that may have changed.
     """
 
     call_id: str

@@ -15,7 +15,7 @@ from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
 from engine.kernels.triton_decode import DecodeTiles, decode, decode_tiles, split_list
 from engine.kernels.triton_extend import ExtendTiles, extend, extend_tiles
-from engine.kv.cache_spec import FullAttentionSpec
+from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
@@ -145,7 +145,7 @@ def _pool(shape: Shape, *, batch: int, context: int, target: Target, dtype: str 
     """One layer of random K and V, and a page table [batch, pages] whose pages are scattered."""
     pages = -(-context // PAGE_SIZE)
     dtype = dtype or target.dtype
-    spec = FullAttentionSpec(num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype=dtype)
+    spec = CacheSpec(num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype=dtype)
     pool = KVPool([spec], num_pages=batch * pages, page_size=PAGE_SIZE, device=target.device)
     for cache in (pool.k(0), pool.v(0)):
         cache.normal_()

@@ -7,9 +7,10 @@ TAIL_SHARE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """`chunked_prefill_size`: prompt tokens of a step, a multiple of page_size; longer prompts go in parts, and their
+    """Bounds of a step, and of the requests that run or wait.
 
-    ends may overdraw it by `tail_tokens`. None: prompts go whole, and `max_prefill_tokens` bounds what may join the first.
+    `chunked_prefill_size`: prompt tokens of a step, a multiple of page_size; longer prompts go in parts, and their ends may
+    exceed it by `tail_tokens`. None: prompts go whole, and `max_prefill_tokens` bounds what may join the first.
     `prefill_max_requests`: prompts of a step. `mixed_chunk`: running decodes ride along in a prefill step.
     `wait_between_prefills`: the second of two prefill steps in a row has depth 1, so that first tokens leave before it.
     `max_loras_per_batch`: adapters in one step. `lora_drain_wait_s`: wait after which a request's adapter goes first.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class FullAttentionSpec:
+class CacheSpec:
     """K and V of every token. Per token: 2 * num_kv_heads * head_dim elements of `dtype` ("bfloat16" | "float32")."""
 
     num_kv_heads: int
@@ -17,6 +17,3 @@ class FullAttentionSpec:
 
     def bytes_per_token(self) -> int:
         return 2 * self.num_kv_heads * self.head_dim * self.itemsize_bytes
-
-
-CacheSpec = FullAttentionSpec

@@ -3,8 +3,8 @@
     word w at position i of page j, all of 64 bits, arithmetic modulo 2^64:
     sum over j of mix(j + seed + sum over i of mix(w[i] + (i + 1) * ODD))
 
-`mix` is the bijective finalizer of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014). A
-single changed word always changes the sum; other damage passes once in 2^64. It does not stop a forger.
+`mix` is bijective (engine/kv/splitmix.py), so a single changed word always changes the sum; other damage passes once in 2^64.
+It does not stop a forger.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,13 @@ from collections.abc import Sequence
 import torch
 
 from engine.kv.kv_pool import KVPool
+from engine.kv.splitmix import GOLDEN, mix, signed
 
 NAME = "splitmix64"  # peers must compute the same
 SCRATCH_BYTES = {"cpu": 1 << 18}  # stays in a core's cache; other devices:
 MORE_SCRATCH_BYTES = 1 << 26
 WORD_BYTES = 8
+ODD = signed(GOLDEN)
 
 
 class PageChecksum:
@@ -36,30 +38,6 @@ class PageChecksum:
         for at in range(0, len(pages), self.pages_at_a_time):
             part = torch.tensor(pages[at : at + self.pages_at_a_time], dtype=torch.int64, device=self._words.device)
             number = torch.arange(at + 1, at + 1 + len(part), dtype=torch.int64, device=self._words.device)
-            sums = _mix(self._words[part].add_(self._offsets)).sum(dim=1)
-            total += _mix(sums.add_(number * ODD)).sum()
+            sums = mix(self._words[part].add_(self._offsets)).sum(dim=1)
+            total += mix(sums.add_(number * ODD)).sum()
         return int(total.item())
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-ODD = _signed(0x9E3779B97F4A7C15)
-_FIRST = _signed(0xBF58476D1CE4E5B9)
-_SECOND = _signed(0x94D049BB133111EB)
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """In place."""
-    x ^= _shifted(x, 30)
-    x *= _FIRST
-    x ^= _shifted(x, 27)
-    x *= _SECOND
-    x ^= _shifted(x, 31)
-    return x
-
-
-def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right, zeros come in (torch's own shift repeats the sign)."""
-    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)

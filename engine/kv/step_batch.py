@@ -37,10 +37,7 @@ class StepBatch:
 
 @dataclass(slots=True)
 class DeviceStep:
-    """A decode step of B requests whose lengths only the device knows, as captured graphs need it. Fields as above;
-
-    kv_lens: [B] int32, at least 1.
-    """
+    """A decode step of B requests whose lengths only the device knows, as captured graphs need it. kv_lens: [B] int32."""
 
     page_table: torch.Tensor
     kv_lens: torch.Tensor

@@ -5,7 +5,7 @@ Knows tensors and tensor names. Must not know pages, requests or batches: attent
 
 import torch
 
-from engine.kv.cache_spec import CacheSpec, FullAttentionSpec
+from engine.kv.cache_spec import CacheSpec
 from engine.layers.gated_mlp import GatedMLP
 from engine.layers.linear import Linear, LinearSite, SiteShape
 from engine.layers.norm import RMSNorm
@@ -19,9 +19,7 @@ class DenseDecoder:
     """Pre-norm attention and gated MLP, `num_layers` times. Implements `CausalLM`."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
-        self._spec = FullAttentionSpec(
-            num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=checkpoint.dtype_name
-        )
+        self._spec = CacheSpec(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=checkpoint.dtype_name)
         self._config = config
         table = [config.vocab_size, config.hidden_size]
         self._embedding = checkpoint.take("model.embed_tokens.weight", table)

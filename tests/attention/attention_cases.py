@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from engine.attention.base import AttentionBackend
-from engine.kv.cache_spec import FullAttentionSpec
+from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
@@ -31,7 +31,7 @@ class Sequence:
 
 
 def make_pool(heads: Heads, *, num_pages: int, page_size: int, dtype: str = "float32", layers: int = 2) -> KVPool:
-    spec = FullAttentionSpec(num_kv_heads=heads.kv, head_dim=heads.dim, dtype=dtype)
+    spec = CacheSpec(num_kv_heads=heads.kv, head_dim=heads.dim, dtype=dtype)
     return KVPool([spec] * layers, num_pages=num_pages, page_size=page_size, device="cpu")
 
 

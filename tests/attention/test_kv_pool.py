@@ -1,15 +1,15 @@
 import torch
 
-from engine.kv.cache_spec import FullAttentionSpec
+from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool
 
 
-def bf16(kv_heads: int = 2, head_dim: int = 16) -> FullAttentionSpec:
-    return FullAttentionSpec(num_kv_heads=kv_heads, head_dim=head_dim, dtype="bfloat16")
+def bf16(kv_heads: int = 2, head_dim: int = 16) -> CacheSpec:
+    return CacheSpec(num_kv_heads=kv_heads, head_dim=head_dim, dtype="bfloat16")
 
 
-def fp32(kv_heads: int = 1, head_dim: int = 8) -> FullAttentionSpec:
-    return FullAttentionSpec(num_kv_heads=kv_heads, head_dim=head_dim, dtype="float32")
+def fp32(kv_heads: int = 1, head_dim: int = 8) -> CacheSpec:
+    return CacheSpec(num_kv_heads=kv_heads, head_dim=head_dim, dtype="float32")
 
 
 def test_page_is_one_run_layer_after_layer_k_then_v():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.core.plan import PageLoad, PageSave, Plan
-from engine.kv.cache_spec import FullAttentionSpec
+from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_backup import PageBackup
 
@@ -14,7 +14,7 @@ def plan_of(**copies: object) -> Plan:
 
 
 def test_pages_come_back_elsewhere_as_they_were_when_they_were_saved() -> None:
-    specs = [FullAttentionSpec(num_kv_heads=2, head_dim=8, dtype="float32")] * 3
+    specs = [CacheSpec(num_kv_heads=2, head_dim=8, dtype="float32")] * 3
     pool = KVPool(specs, num_pages=9, page_size=4, device="cpu")
     pages = pool.buffer.view(10, -1)
     pages.copy_(torch.randint(0, 256, pages.shape, dtype=torch.uint8))

@@ -5,7 +5,7 @@ import torch
 
 from engine.core.plan import PageCopy, Plan
 from engine.kv import host_pool
-from engine.kv.cache_spec import FullAttentionSpec
+from engine.kv.cache_spec import CacheSpec
 from engine.kv.host_pool import HostPool, runs
 from engine.kv.kv_pool import KVPool
 
@@ -21,7 +21,7 @@ def test_pages_come_back_elsewhere_as_they_were(
     staged: bool, staging_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_pool, "STAGING_BYTES", staging_bytes)
-    specs = [FullAttentionSpec(num_kv_heads=2, head_dim=8, dtype="float32")] * 3
+    specs = [CacheSpec(num_kv_heads=2, head_dim=8, dtype="float32")] * 3
     pool = KVPool(specs, num_pages=9, page_size=4, device="cpu")
     pages = pool.buffer.view(10, -1)
     pages.copy_(torch.randint(0, 256, pages.shape, dtype=torch.uint8))
@@ -39,9 +39,7 @@ def test_pages_come_back_elsewhere_as_they_were(
 
 
 def test_what_goes_out_may_be_loaded_in_the_same_step() -> None:
-    pool = KVPool(
-        [FullAttentionSpec(num_kv_heads=1, head_dim=8, dtype="float32")], num_pages=3, page_size=4, device="cpu"
-    )
+    pool = KVPool([CacheSpec(num_kv_heads=1, head_dim=8, dtype="float32")], num_pages=3, page_size=4, device="cpu")
     pages = pool.buffer.view(4, -1)
     pages[1] = 7
     plan = Plan(seq=1, extend=False, items=[], to_host=[PageCopy(1, 0)], from_host=[PageCopy(2, 0)])
