@@ -13,8 +13,6 @@ MAX_PORT = 65535
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFlags(FlagSet):
-    """The workers, and where the router listens."""
-
     pd_disaggregation: bool = flag(
         False, "send each request to a prefill and a decode worker; default: to a unified worker (--worker-urls)"
     )
@@ -30,8 +28,6 @@ class WorkerFlags(FlagSet):
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceFlags(FlagSet):
-    """How workers are chosen."""
-
     policy: str = flag("least_load", "how workers are chosen (docs/router.md)", choices=POLICIES)
     prefill_policy: str | None = flag(None, "how prefill workers are chosen; default: --policy", choices=POLICIES)
     decode_policy: str | None = flag(None, "how decode workers are chosen; default: --policy", choices=POLICIES)
@@ -52,7 +48,7 @@ class ChoiceFlags(FlagSet):
     )
     max_tree_size: int = flag(
         1 << 26,
-        "cache_aware: most bytes of prompts (4 per token id) to remember per worker; the oldest are forgotten",
+        "cache_aware: most bytes of prompts (4 per token id) that are remembered per worker",
         unit="bytes",
         least=1,
     )
@@ -63,8 +59,6 @@ class ChoiceFlags(FlagSet):
 
 @dataclass(frozen=True, kw_only=True)
 class HealthFlags(FlagSet):
-    """How workers are checked."""
-
     health_check_interval_s: float = flag(
         1.0, "time between two health checks of a worker", unit="s", above=0, option="--health-check-interval-secs"
     )
@@ -73,7 +67,7 @@ class HealthFlags(FlagSet):
     )
     health_silence_s: float = flag(
         1.5,
-        "time without an answer to a health check after which a worker gets requests only if no other worker can",
+        "time without an answer after which a worker is used only if no other can be",
         unit="s",
         least=0,
         special={0: "no limit"},
@@ -89,11 +83,11 @@ class HealthFlags(FlagSet):
         "time between two polls of a worker's load",
         unit="s",
         least=0,
-        special={0: "no polls, the router's own counts alone"},
+        special={0: "the router's own counts alone"},
     )
     dead_worker_timeout_s: float = flag(
         30.0,
-        "time without a byte and without a successful health check after which a worker's request fails or moves",
+        "time without a byte or a good health check after which a request fails or moves",
         unit="s",
         least=0,
         special={0: "no limit"},
@@ -102,28 +96,19 @@ class HealthFlags(FlagSet):
 
 @dataclass(frozen=True, kw_only=True)
 class BreakerFlags(FlagSet):
-    """Circuit breakers."""
-
     cb_failure_threshold: int = flag(10, "failures of a worker in a row that open its circuit breaker", least=1)
     cb_success_threshold: int = flag(
-        3,
-        "answers of a worker that close its circuit breaker again; while it is half open, as many requests try the "
-        "worker at a time",
-        least=1,
+        3, "answers of a worker that close its circuit breaker again; as many requests try it at a time", least=1
     )
     cb_timeout_duration_s: float = flag(
         60.0,
-        "time for which an open circuit breaker keeps requests from a worker",
+        "time for which an open circuit breaker keeps requests away",
         unit="s",
         least=0,
         option="--cb-timeout-duration-secs",
     )
     cb_window_duration_s: float = flag(
-        120.0,
-        "time for which a failure counts towards opening the circuit breaker",
-        unit="s",
-        least=0,
-        option="--cb-window-duration-secs",
+        120.0, "time for which a failure counts for the breaker", unit="s", least=0, option="--cb-window-duration-secs"
     )
     disable_circuit_breaker: bool = flag(
         False, "failures of requests never exclude a worker; health checks alone decide"
@@ -132,8 +117,6 @@ class BreakerFlags(FlagSet):
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionFlags(FlagSet):
-    """Which requests run, and when."""
-
     max_concurrent_requests: int = flag(
         16384, "most requests served at a time; further ones wait (--queue-size) or are answered 429", least=1
     )
@@ -142,7 +125,7 @@ class AdmissionFlags(FlagSet):
     )
     queue_size: int = flag(
         0,
-        "requests that wait in each router process while a limit is reached; a higher `priority` goes first",
+        "requests that wait in each process while a limit is reached; a higher `priority` goes first",
         least=0,
         special={0: "none"},
     )
@@ -155,23 +138,21 @@ class AdmissionFlags(FlagSet):
     )
     slo_ttft_s: float = flag(
         0.0,
-        "refuse (429) a request if its time to first token is predicted to exceed this; X-SLO-TTFT-ms sets it, in "
-        "milliseconds, for one request",
+        "refuse (429) a request if its predicted time to first token exceeds this (X-SLO-TTFT-ms)",
         unit="s",
         least=0,
         special={0: "never"},
     )
     slo_itl_s: float = flag(
         0.0,
-        "refuse (429) a request if its inter-token latency is predicted to exceed this; X-SLO-ITL-ms sets it, in "
-        "milliseconds, for one request",
+        "refuse (429) a request if its predicted inter-token latency exceeds this (X-SLO-ITL-ms)",
         unit="s",
         least=0,
         special={0: "never"},
     )
     rate_limit_requests_per_second: float = flag(
         0.0,
-        "most requests per second of one API key (without keys: of one address); further ones are answered 429",
+        "most requests per second of one API key (without keys: address); then 429",
         least=0,
         special={0: "no limit"},
     )
@@ -182,8 +163,6 @@ class AdmissionFlags(FlagSet):
 
 @dataclass(frozen=True, kw_only=True)
 class AutoRolesFlags(FlagSet):
-    """When workers change their role."""
-
     auto_roles: bool = flag(
         False, "move workers between the prefill and the decode pool as the load requires (docs/router.md)"
     )
@@ -198,25 +177,25 @@ class AutoRolesFlags(FlagSet):
     )
     auto_roles_sustain_s: float = flag(
         15.0,
-        "auto roles: time for which a pool must be short of workers before it gets one; at least as long as a move takes",
+        "auto roles: time for which a pool must be short of workers; at least as long as a move takes",
         unit="s",
         least=0,
     )
     auto_roles_cooldown_s: float = flag(
         60.0,
-        "auto roles: time after a move before a move in the other direction, or after a failed move before any other",
+        "auto roles: time after a move before one in the other direction, or after a failed one",
         unit="s",
         least=0,
     )
     auto_roles_switch_time_s: float = flag(
-        30.0, "auto roles: assumed duration of a move (drain and start) until one has been measured", unit="s", least=0
+        30.0, "auto roles: assumed duration of a move until one has been measured", unit="s", least=0
     )
     auto_roles_ttft_s: float = flag(
         2.0, "auto roles: wait of prompts at which the prefill pool counts as short of workers", unit="s", above=0
     )
     auto_roles_itl_s: float = flag(
         0.0,
-        "auto roles: inter-token latency at which the decode pool counts as short of workers",
+        "auto roles: inter-token latency at which decode is short",
         unit="s",
         least=0,
         special={0: "by KV and requests alone"},
@@ -225,8 +204,6 @@ class AutoRolesFlags(FlagSet):
 
 @dataclass(frozen=True, kw_only=True)
 class DiscoveryFlags(FlagSet):
-    """Workers found as Kubernetes pods."""
-
     service_discovery: bool = flag(False, "find workers as Kubernetes pods, by the selectors (needs tandem-serve[k8s])")
     selector: tuple[str, ...] = flag((), "labels KEY=VALUE of unified workers' pods (without --pd-disaggregation)")
     prefill_selector: tuple[str, ...] = flag((), "labels KEY=VALUE of prefill workers' pods")
@@ -243,8 +220,6 @@ class DiscoveryFlags(FlagSet):
 
 @dataclass(frozen=True, kw_only=True)
 class KeyFlags(FlagSet):
-    """Keys of clients and workers, and who may call."""
-
     api_key: str | None = flag(None, "key that clients must send as 'Authorization: Bearer KEY'")
     api_key_file: str | None = flag(None, "file of API keys, one per line; read again when it changes and on SIGHUP")
     admin_api_key: str | None = flag(
@@ -295,15 +270,14 @@ class RouterConfig(
     )
     retry_wait_s: float = flag(
         2.0,
-        "longest wait of a request whose workers failed for one of them to return, if no other worker can serve it",
+        "longest wait of a failed request for a worker to return if none is left",
         unit="s",
         least=0,
         special={0: "none"},
     )
     hedge_after_s: float = flag(
         0.0,
-        "time without a byte after which a stream is sent to a second pair of workers as well; the first answer wins. "
-        "X-Tandem-Hedge-After-Ms sets it, in milliseconds, for one request",
+        "time without a byte after which a stream is sent to a second pair as well (X-Tandem-Hedge-After-Ms)",
         unit="s",
         least=0,
         special={0: "never"},
@@ -315,7 +289,7 @@ class RouterConfig(
     )
     drain_timeout_s: float = flag(
         30.0,
-        "time for running requests after SIGTERM; then they are handed back (503); a second signal ends it at once",
+        "time for running requests after SIGTERM (a second signal ends it); then they are answered 503",
         unit="s",
         least=0,
     )

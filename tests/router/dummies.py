@@ -13,6 +13,9 @@ from aiohttp import web
 from router.choice.prefix_index import PrefixIndex
 from router.compose import Router
 from router.config import RouterConfig
+from router.pool.states import Check
+from router.pool.worker import Role
+from router.pool.workers import WorkerTable
 from router.server import start_router
 
 DEADLINE_S = 60.0
@@ -259,3 +262,11 @@ def depths(index: PrefixIndex, keys: Sequence[bytes]) -> dict[int, int]:
     """Worker id -> how many of `keys` it has, of those that have any."""
     matched = index.match(keys)
     return {worker_id: depth for depth, bits in matched.groups for worker_id in matched.ids(bits)}
+
+
+def table_of(count: int, *, role: Role = Role.DECODE) -> WorkerTable:
+    """`count` workers of one role, all up."""
+    table = WorkerTable()
+    for i in range(count):
+        table.on_check(table.add(f"http://h{i}:1", role=role), Check.OK, now_s=0.0)
+    return table

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 from aiohttp import web
 
 from router.admission.admission import Admission
@@ -235,132 +234,118 @@ def message(answer: bytes) -> tuple[str, str]:
     return error["code"], error["message"]
 
 
-def test_requests_wait_their_turn_by_priority_and_the_line_is_bounded() -> None:
-    async def scenario() -> None:
-        gate = asyncio.Event()
+async def test_requests_wait_their_turn_by_priority_and_the_line_is_bounded() -> None:
+    gate = asyncio.Event()
 
-        async def held(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            if body["text"] == "first":
-                await gate.wait()
-            return web.json_response({})
+    async def held(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if body["text"] == "first":
+            await gate.wait()
+        return web.json_response({})
 
-        async with cluster(unified=1, max_concurrent_requests=1, queue_size=2) as c:
-            c.decodes[0].behave = held
-            jobs = [asyncio.create_task(c.post("/generate", {"text": "first"}))]
-            await until(lambda: c.decodes[0].seen)
-            jobs.append(asyncio.create_task(c.post("/generate", {"text": "low"})))
-            await until(lambda: len(c.router.live) > 1)
-            jobs.append(asyncio.create_task(c.post("/generate", {"text": "header"}, headers={"X-Priority": "3"})))
-            await until(lambda: len(c.router.live) > 2)
-            jobs.append(asyncio.create_task(c.post("/generate", {"text": "body", "priority": 7})))
-            status, headers, answer = await jobs[1]
-            assert status == 429 and headers["Retry-After"] == "1" and message(answer)[0] == "queue_full"
-            gate.set()
-            assert [(await job)[0] for job in (jobs[0], jobs[2], jobs[3])] == [200, 200, 200]
-            assert [s.body["text"] for s in c.decodes[0].seen] == ["first", "body", "header"]
-            assert c.decodes[0].seen[1].body["priority"] == 7 and c.decodes[0].seen[2].headers["x-priority"] == "3"
-            assert (await c.post("/generate", {"text": "x"}, headers={"X-Priority": "soon"}))[0] == 400
-
-    uvloop.run(scenario())
+    async with cluster(unified=1, max_concurrent_requests=1, queue_size=2) as c:
+        c.decodes[0].behave = held
+        jobs = [asyncio.create_task(c.post("/generate", {"text": "first"}))]
+        await until(lambda: c.decodes[0].seen)
+        jobs.append(asyncio.create_task(c.post("/generate", {"text": "low"})))
+        await until(lambda: len(c.router.live) > 1)
+        jobs.append(asyncio.create_task(c.post("/generate", {"text": "header"}, headers={"X-Priority": "3"})))
+        await until(lambda: len(c.router.live) > 2)
+        jobs.append(asyncio.create_task(c.post("/generate", {"text": "body", "priority": 7})))
+        status, headers, answer = await jobs[1]
+        assert status == 429 and headers["Retry-After"] == "1" and message(answer)[0] == "queue_full"
+        gate.set()
+        assert [(await job)[0] for job in (jobs[0], jobs[2], jobs[3])] == [200, 200, 200]
+        assert [s.body["text"] for s in c.decodes[0].seen] == ["first", "body", "header"]
+        assert c.decodes[0].seen[1].body["priority"] == 7 and c.decodes[0].seen[2].headers["x-priority"] == "3"
+        assert (await c.post("/generate", {"text": "x"}, headers={"X-Priority": "soon"}))[0] == 400
 
 
-def test_a_client_has_its_own_limit_and_one_that_waits_too_long_is_told() -> None:
-    async def scenario() -> None:
-        gate = asyncio.Event()
+async def test_a_client_has_its_own_limit_and_one_that_waits_too_long_is_told() -> None:
+    gate = asyncio.Event()
 
-        async def held(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            if body["text"] == "held":
-                await gate.wait()
-            return web.json_response({})
+    async def held(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if body["text"] == "held":
+            await gate.wait()
+        return web.json_response({})
 
-        flags: dict[str, Any] = {"max_concurrent_requests_per_client": 1, "queue_timeout_s": 0.0}
-        async with cluster(unified=1, queue_size=5, **flags) as c:
-            c.decodes[0].behave = held
-            job = asyncio.create_task(c.post("/generate", {"text": "held"}))
-            await until(lambda: c.decodes[0].seen)
-            status, _, answer = await c.post("/generate", {"text": "second"})
-            assert (status, message(answer)[0]) == (429, "queue_timeout")
-            gate.set()
-            assert (await job)[0] == 200 and (await c.post("/generate", {"text": "third"}))[0] == 200
-        async with cluster(unified=1, max_concurrent_requests_per_client=1) as c:
-            c.decodes[0].behave = held
-            gate.clear()
-            job = asyncio.create_task(c.post("/generate", {"text": "held"}))
-            await until(lambda: c.decodes[0].seen)
-            status, _, answer = await c.post("/generate", {"text": "second"})
-            assert status == 429 and "--max-concurrent-requests-per-client" in message(answer)[1]
-            gate.set()
-            await job
-
-    uvloop.run(scenario())
+    flags: dict[str, Any] = {"max_concurrent_requests_per_client": 1, "queue_timeout_s": 0.0}
+    async with cluster(unified=1, queue_size=5, **flags) as c:
+        c.decodes[0].behave = held
+        job = asyncio.create_task(c.post("/generate", {"text": "held"}))
+        await until(lambda: c.decodes[0].seen)
+        status, _, answer = await c.post("/generate", {"text": "second"})
+        assert (status, message(answer)[0]) == (429, "queue_timeout")
+        gate.set()
+        assert (await job)[0] == 200 and (await c.post("/generate", {"text": "third"}))[0] == 200
+    async with cluster(unified=1, max_concurrent_requests_per_client=1) as c:
+        c.decodes[0].behave = held
+        gate.clear()
+        job = asyncio.create_task(c.post("/generate", {"text": "held"}))
+        await until(lambda: c.decodes[0].seen)
+        status, _, answer = await c.post("/generate", {"text": "second"})
+        assert status == 429 and "--max-concurrent-requests-per-client" in message(answer)[1]
+        gate.set()
+        await job
 
 
 SECONDS_PER_TOKEN = 1e-3
 
 
-def test_a_router_learns_the_law_of_its_workers_and_refuses_what_would_be_too_late() -> None:
+async def test_a_router_learns_the_law_of_its_workers_and_refuses_what_would_be_too_late() -> None:
     """The worker computes one prompt after another, a millisecond a token. Ten tokens of 100 s would be refused; nothing waits
 
     for them, and a slow machine only makes the law steeper.
     """
+    turn = asyncio.Lock()
 
-    async def scenario() -> None:
-        turn = asyncio.Lock()
+    async def computes(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        async with turn:
+            await asyncio.sleep(SECONDS_PER_TOKEN * len(body["input_ids"]))
+        return await stream(request, [{"i": i} for i in range(6)])
 
-        async def computes(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            async with turn:
-                await asyncio.sleep(SECONDS_PER_TOKEN * len(body["input_ids"]))
-            return await stream(request, [{"i": i} for i in range(6)])
+    def ask(tokens: int) -> dict[str, Any]:
+        return {"input_ids": [1] * tokens, "stream": True}
 
-        def ask(tokens: int) -> dict[str, Any]:
-            return {"input_ids": [1] * tokens, "stream": True}
-
-        async with cluster(unified=1, slo_ttft_s=20.0) as c:
-            worker = c.decodes[0]
-            worker.behave = computes
-            assert (await c.post("/generate", ask(1)))[0] == 200, "nothing is known yet"
-            for size in (5, 20, 80):
-                answers = await asyncio.gather(*(c.post("/generate", ask(size)) for _ in range(4)))
-                assert [status for status, _, _ in answers] == [200] * 4
-            count = len(worker.seen)
-            status, headers, answer = await c.post("/generate", ask(200_000))
-            code, text = message(answer)
-            assert status == 429 and code == "slo_ttft" and int(headers["Retry-After"]) >= 1, text
-            assert len(worker.seen) == count, "no worker ever saw it"
-            assert (await c.post("/generate", ask(80)))[0] == 200, "nothing else is refused"
-            # A client may want more, or less.
-            status, _, answer = await c.post("/generate", ask(80), headers={"X-SLO-TTFT-ms": "0.01"})
-            assert (status, message(answer)[0]) == (429, "slo_ttft")
-            assert (await c.post("/generate", ask(80), headers={"X-SLO-ITL-ms": "fast"}))[0] == 400
-            async with c.client.get(c.url + "/metrics") as response:
-                assert 'tandem_router_refused_total{why="slo_ttft"} 2.0' in await response.text()
-
-    uvloop.run(scenario())
+    async with cluster(unified=1, slo_ttft_s=20.0) as c:
+        worker = c.decodes[0]
+        worker.behave = computes
+        assert (await c.post("/generate", ask(1)))[0] == 200, "nothing is known yet"
+        for size in (5, 20, 80):
+            answers = await asyncio.gather(*(c.post("/generate", ask(size)) for _ in range(4)))
+            assert [status for status, _, _ in answers] == [200] * 4
+        count = len(worker.seen)
+        status, headers, answer = await c.post("/generate", ask(200_000))
+        code, text = message(answer)
+        assert status == 429 and code == "slo_ttft" and int(headers["Retry-After"]) >= 1, text
+        assert len(worker.seen) == count, "no worker ever saw it"
+        assert (await c.post("/generate", ask(80)))[0] == 200, "nothing else is refused"
+        # A client may want more, or less.
+        status, _, answer = await c.post("/generate", ask(80), headers={"X-SLO-TTFT-ms": "0.01"})
+        assert (status, message(answer)[0]) == (429, "slo_ttft")
+        assert (await c.post("/generate", ask(80), headers={"X-SLO-ITL-ms": "fast"}))[0] == 400
+        async with c.client.get(c.url + "/metrics") as response:
+            assert 'tandem_router_refused_total{why="slo_ttft"} 2.0' in await response.text()
 
 
-def test_prompts_that_wait_at_a_prefill_worker_count() -> None:
+async def test_prompts_that_wait_at_a_prefill_worker_count() -> None:
     """It is asked for 40 s of work by others before us."""
-
-    async def scenario() -> None:
-        async with cluster(slo_ttft_s=10.0) as c:
-            for size in (5, 20, 80, 5, 20, 80, 5, 20, 80):
-                assert (await c.post("/generate", {"input_ids": [1] * size, "stream": True}))[0] == 200
-            prefill = c.router.table.workers()[0]
-            forecast = c.router.admission.forecast
-            assert forecast.ttft_s(prefill, 10) is not None
-            for i in range(60):  # a law that is ours
-                own = c.router.table.loads.charge(prefill, 10 * i)
-                forecast.learn_ttft(forecast.expect(prefill, 10 * i, now_s=0.0), now_s=10 * i * SECONDS_PER_TOKEN)
-                c.router.table.loads.release(own)
-            assert (await c.post("/generate", {"input_ids": [1] * 80, "stream": True}))[0] == 200
-            lease = c.router.table.loads.charge(prefill, 40_000)
-            status, _, answer = await c.post("/generate", {"input_ids": [1] * 80, "stream": True})
-            assert (status, message(answer)[0]) == (429, "slo_ttft")
-            c.router.table.loads.release(lease)
-            assert (await c.post("/generate", {"input_ids": [1] * 80, "stream": True}))[0] == 200
-            await c.settled()
-
-    uvloop.run(scenario())
+    async with cluster(slo_ttft_s=10.0) as c:
+        for size in (5, 20, 80, 5, 20, 80, 5, 20, 80):
+            assert (await c.post("/generate", {"input_ids": [1] * size, "stream": True}))[0] == 200
+        prefill = c.router.table.workers()[0]
+        forecast = c.router.admission.forecast
+        assert forecast.ttft_s(prefill, 10) is not None
+        for i in range(60):  # a law that is ours
+            own = c.router.table.loads.charge(prefill, 10 * i)
+            forecast.learn_ttft(forecast.expect(prefill, 10 * i, now_s=0.0), now_s=10 * i * SECONDS_PER_TOKEN)
+            c.router.table.loads.release(own)
+        assert (await c.post("/generate", {"input_ids": [1] * 80, "stream": True}))[0] == 200
+        lease = c.router.table.loads.charge(prefill, 40_000)
+        status, _, answer = await c.post("/generate", {"input_ids": [1] * 80, "stream": True})
+        assert (status, message(answer)[0]) == (429, "slo_ttft")
+        c.router.table.loads.release(lease)
+        assert (await c.post("/generate", {"input_ids": [1] * 80, "stream": True}))[0] == 200
+        await c.settled()
 
 
 def test_metrics_show_circuits_what_is_foretold_and_who_waits() -> None:

@@ -93,19 +93,16 @@ def encoded(value: object) -> bytes:
     return msgspec.json.encode(value)
 
 
-def test_a_short_pool_gets_a_worker_and_everybody_can_see_why() -> None:
-    async def story() -> None:
-        process = Process()
-        await process.run(moves=1)
-        assert process.switch.asked == [("http://p0:1", Role.DECODE)]
-        (done,) = process.moves()
-        assert (done["url"], done["to_role"], done["result"]) == ("http://p0:1", "decode", "moved")
-        assert "decode is short" in done["reason"]
-        text = process.metrics.exposition().decode()
-        assert 'tandem_router_role_moves_total{model="m",result="moved",to_role="decode"} 1.0' in text
-        assert 'tandem_router_role_pressure{model="m",role="decode"} 0.99' in text
-
-    uvloop.run(story())
+async def test_a_short_pool_gets_a_worker_and_everybody_can_see_why() -> None:
+    process = Process()
+    await process.run(moves=1)
+    assert process.switch.asked == [("http://p0:1", Role.DECODE)]
+    (done,) = process.moves()
+    assert (done["url"], done["to_role"], done["result"]) == ("http://p0:1", "decode", "moved")
+    assert "decode is short" in done["reason"]
+    text = process.metrics.exposition().decode()
+    assert 'tandem_router_role_moves_total{model="m",result="moved",to_role="decode"} 1.0' in text
+    assert 'tandem_router_role_pressure{model="m",role="decode"} 0.99' in text
 
 
 def test_moves_that_do_not_come_about_are_counted_and_tried_again_later(caplog: pytest.LogCaptureFixture) -> None:
@@ -170,34 +167,31 @@ def test_one_process_of_a_fleet_moves_workers_and_the_others_ask_it() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_a_router_looks_at_its_workers_only_when_it_is_told_to(enabled: bool) -> None:
-    async def story() -> None:
-        flags = {"auto_roles": enabled, "auto_roles_interval_s": 0.02, "auto_roles_sustain_s": 60.0}
-        async with cluster(prefill=1, decode=1, **flags) as c:
-            for worker in (*c.prefills, *c.decodes):
-                row = {"num_running_reqs": 1, "num_used_tokens": 95, "max_total_num_tokens": 100}
-                worker.load = {**row, "totals": {"busy_ms": 0, "prompt_tokens": 0}}
-                worker.info["served_model_name"] = "tiny"
+async def test_a_router_looks_at_its_workers_only_when_it_is_told_to(enabled: bool) -> None:
+    flags = {"auto_roles": enabled, "auto_roles_interval_s": 0.02, "auto_roles_sustain_s": 60.0}
+    async with cluster(prefill=1, decode=1, **flags) as c:
+        for worker in (*c.prefills, *c.decodes):
+            row = {"num_running_reqs": 1, "num_used_tokens": 95, "max_total_num_tokens": 100}
+            worker.load = {**row, "totals": {"busy_ms": 0, "prompt_tokens": 0}}
+            worker.info["served_model_name"] = "tiny"
 
-            async def status() -> dict[str, Any]:
-                async with c.client.get(c.url + PATH) as response:
-                    assert response.status == 200
-                    found: dict[str, Any] = await response.json()
-                    return found
+        async def status() -> dict[str, Any]:
+            async with c.client.get(c.url + PATH) as response:
+                assert response.status == 200
+                found: dict[str, Any] = await response.json()
+                return found
 
-            told = await status()
-            assert told["enabled"] is enabled and told["moves"] == []
-            if enabled:
-                async with asyncio.timeout(10.0):
-                    while not any(model["pressure"] for model in told["models"].values()):
-                        await asyncio.sleep(0.02)
-                        told = await status()
-                (model,) = told["models"].values()
-                assert model["pressure"] == {"prefill": 0.0, "decode": pytest.approx(0.95)}
-            else:
-                assert told["models"] == {}
-
-    uvloop.run(story())
+        told = await status()
+        assert told["enabled"] is enabled and told["moves"] == []
+        if enabled:
+            async with asyncio.timeout(10.0):
+                while not any(model["pressure"] for model in told["models"].values()):
+                    await asyncio.sleep(0.02)
+                    told = await status()
+            (model,) = told["models"].values()
+            assert model["pressure"] == {"prefill": 0.0, "decode": pytest.approx(0.95)}
+        else:
+            assert told["models"] == {}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import itertools
 from typing import Any
 
 import pytest
-import uvloop
 
 from router.pool.breaker import TRANSITIONS, BreakerSettings, Circuit, Event, State, is_fault
 from tests.router.dummies import always, answer_ok, cluster
@@ -96,59 +95,47 @@ def states(c: Any) -> list[str]:
     return [worker.circuit.state.value for worker in c.router.table.workers()]
 
 
-def test_a_decode_failure_opens_its_own_circuit_and_never_that_of_the_prefill() -> None:
-    async def scenario() -> None:
-        async with cluster(prefill=1, decode=2, policy="round_robin", cb_failure_threshold=3) as c:
-            bad = c.decodes[0]
-            bad.behave = always(500, {"error": {"message": "broken"}})
-            for _ in range(12):
-                assert (await c.post("/generate", {"text": "a"}))[0] == 200
-            assert states(c) == ["closed", "open", "closed"]
-            assert len(bad.seen) == 3, "then it was left out, although it was its turn"
-            async with c.client.get(c.url + "/workers") as response:
-                assert (await response.json())["workers"][1]["circuit"] == "open"
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_a_decode_failure_opens_its_own_circuit_and_never_that_of_the_prefill() -> None:
+    async with cluster(prefill=1, decode=2, policy="round_robin", cb_failure_threshold=3) as c:
+        bad = c.decodes[0]
+        bad.behave = always(500, {"error": {"message": "broken"}})
+        for _ in range(12):
+            assert (await c.post("/generate", {"text": "a"}))[0] == 200
+        assert states(c) == ["closed", "open", "closed"]
+        assert len(bad.seen) == 3, "then it was left out, although it was its turn"
+        async with c.client.get(c.url + "/workers") as response:
+            assert (await response.json())["workers"][1]["circuit"] == "open"
+        await c.settled()
 
 
-def test_a_worker_that_is_well_again_is_tried_and_taken_back() -> None:
-    async def scenario() -> None:
-        flags: dict[str, Any] = {"cb_failure_threshold": 2, "cb_success_threshold": 2, "cb_timeout_duration_s": 0}
-        async with cluster(prefill=1, decode=2, policy="round_robin", **flags) as c:
-            c.decodes[0].behave = always(500, {"error": {"message": "broken"}})
-            while states(c)[1] != "open":
-                assert (await c.post("/generate", {"text": "a"}))[0] == 200
-            c.decodes[0].behave = answer_ok
-            while states(c)[1] != "closed":
-                assert (await c.post("/generate", {"text": "a"}))[0] == 200
-            await c.settled()
-
-    uvloop.run(scenario())
+async def test_a_worker_that_is_well_again_is_tried_and_taken_back() -> None:
+    flags: dict[str, Any] = {"cb_failure_threshold": 2, "cb_success_threshold": 2, "cb_timeout_duration_s": 0}
+    async with cluster(prefill=1, decode=2, policy="round_robin", **flags) as c:
+        c.decodes[0].behave = always(500, {"error": {"message": "broken"}})
+        while states(c)[1] != "open":
+            assert (await c.post("/generate", {"text": "a"}))[0] == 200
+        c.decodes[0].behave = answer_ok
+        while states(c)[1] != "closed":
+            assert (await c.post("/generate", {"text": "a"}))[0] == 200
+        await c.settled()
 
 
-def test_back_pressure_and_bad_requests_open_nothing() -> None:
-    async def scenario() -> None:
-        async with cluster(cb_failure_threshold=1, retry_max=0) as c:
-            for status in (408, 409, 422, 429):
-                c.decodes[0].behave = always(status, {"error": {"message": "no"}})
-                assert (await c.post("/generate", {"text": "a"}))[0] == status
-            c.decodes[0].behave = always(503, {"error": {"message": "full"}}, **{"Retry-After": "7"})
-            status, headers, _ = await c.post("/generate", {"text": "a"})
-            assert (status, headers["Retry-After"]) == (503, "7")
-            assert states(c) == ["closed", "closed"]
-
-    uvloop.run(scenario())
+async def test_back_pressure_and_bad_requests_open_nothing() -> None:
+    async with cluster(cb_failure_threshold=1, retry_max=0) as c:
+        for status in (408, 409, 422, 429):
+            c.decodes[0].behave = always(status, {"error": {"message": "no"}})
+            assert (await c.post("/generate", {"text": "a"}))[0] == status
+        c.decodes[0].behave = always(503, {"error": {"message": "full"}}, **{"Retry-After": "7"})
+        status, headers, _ = await c.post("/generate", {"text": "a"})
+        assert (status, headers["Retry-After"]) == (503, "7")
+        assert states(c) == ["closed", "closed"]
 
 
 @pytest.mark.parametrize("flags", [{}, {"disable_circuit_breaker": True}])
-def test_where_every_circuit_is_open_the_worker_is_tried_all_the_same(flags: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        async with cluster(cb_failure_threshold=1, retry_max=0, **flags) as c:
-            c.prefills[0].behave = always(500, {"error": {"message": "broken"}})
-            assert (await c.post("/generate", {"text": "a"}))[0] == 500
-            assert states(c) == ["closed" if flags else "open", "closed"]
-            c.prefills[0].behave = answer_ok
-            assert (await c.post("/generate", {"text": "a"}))[0] == 200
-
-    uvloop.run(scenario())
+async def test_where_every_circuit_is_open_the_worker_is_tried_all_the_same(flags: dict[str, Any]) -> None:
+    async with cluster(cb_failure_threshold=1, retry_max=0, **flags) as c:
+        c.prefills[0].behave = always(500, {"error": {"message": "broken"}})
+        assert (await c.post("/generate", {"text": "a"}))[0] == 500
+        assert states(c) == ["closed" if flags else "open", "closed"]
+        c.prefills[0].behave = answer_ok
+        assert (await c.post("/generate", {"text": "a"}))[0] == 200

@@ -15,14 +15,7 @@ from router.pool.workers import WorkerTable, WorkerTableError, missing_roles
 from router.requests.dispatch import Retries
 from router.requests.replies import no_worker_message
 from service.flags import ConfigError
-
-
-def table_of(count: int, *, role: Role = Role.DECODE) -> WorkerTable:
-    """`count` workers of one role, all up."""
-    table = WorkerTable()
-    for i in range(count):
-        table.on_check(table.add(f"http://h{i}:1", role=role), Check.OK, now_s=0.0)
-    return table
+from tests.router.dummies import table_of
 
 
 def test_every_cell_of_the_health_table_is_there() -> None:

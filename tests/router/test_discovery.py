@@ -90,22 +90,13 @@ async def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
         router = await stack.enter_async_context(start_router(flags(service_discovery_port=prefill.port)))
         client = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)))
         yield Setup(kube, router, client, prefill, decodes)
+        router.table.check()
 
 
-Scene = Callable[[Setup], Any]
-
-
-def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scene: Scene) -> None:
-    async def run() -> None:
-        async with started(tmp_path, monkeypatch) as setup:
-            await scene(setup)
-            setup.router.table.check()
-
-    asyncio.run(run())
-
-
-def test_pods_that_are_ready_serve_and_a_deleted_one_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(setup: Setup) -> None:
+async def test_pods_that_are_ready_serve_and_a_deleted_one_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with started(tmp_path, monkeypatch) as setup:
         await setup.watched()
         assert (await setup.generate())[0] == 503
         first, second = setup.decodes
@@ -125,11 +116,11 @@ def test_pods_that_are_ready_serve_and_a_deleted_one_leaves(tmp_path: Path, monk
             "problems": {},
         }
 
-    play(tmp_path, monkeypatch, scene)
 
-
-def test_a_pod_that_is_being_deleted_finishes_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(setup: Setup) -> None:
+async def test_a_pod_that_is_being_deleted_finishes_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with started(tmp_path, monkeypatch) as setup:
         first, second = setup.decodes
         go_on = asyncio.Event()
 
@@ -157,13 +148,12 @@ def test_a_pod_that_is_being_deleted_finishes_what_it_has(tmp_path: Path, monkey
         assert await running == (200, {"from": first.name})
         await until(lambda: first.url not in [w.url for w in setup.router.table.workers()])
 
-    play(tmp_path, monkeypatch, scene)
 
-
-def test_the_last_one_serves_until_its_successor_was_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_last_one_serves_until_its_successor_was_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A Deployment deletes the old pod in the moment that the new one is Ready; we have not asked that one yet."""
-
-    async def scene(setup: Setup) -> None:
+    async with started(tmp_path, monkeypatch) as setup:
         first, second = setup.decodes
         second.healthy = False
         await setup.show(setup.prefill, Role.PREFILL)
@@ -183,13 +173,11 @@ def test_the_last_one_serves_until_its_successor_was_checked(tmp_path: Path, mon
         await setup.alive(Role.DECODE, second)
         await until(lambda: first.url not in [w.url for w in setup.router.table.workers()])
 
-    play(tmp_path, monkeypatch, scene)
 
-
-def test_a_long_list_comes_in_pages_and_the_watch_goes_on_from_it(
+async def test_a_long_list_comes_in_pages_and_the_watch_goes_on_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scene(setup: Setup) -> None:
+    async with started(tmp_path, monkeypatch) as setup:
         await setup.watched()
         setup.kube.refuse = 503
         setup.kube.cut()
@@ -207,11 +195,9 @@ def test_a_long_list_comes_in_pages_and_the_watch_goes_on_from_it(
         assert {query["resourceVersion"] for query in setup.kube.watches[-2:]} == {str(setup.kube.version)}
         assert all(query["allowWatchBookmarks"] == "true" for query in setup.kube.watches)
 
-    play(tmp_path, monkeypatch, scene)
 
-
-def test_after_a_cut_it_goes_on_from_the_last_bookmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(setup: Setup) -> None:
+async def test_after_a_cut_it_goes_on_from_the_last_bookmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started(tmp_path, monkeypatch) as setup:
         await setup.watched()
         await setup.show_all()
         await setup.alive(Role.DECODE, *setup.decodes)
@@ -229,14 +215,12 @@ def test_after_a_cut_it_goes_on_from_the_last_bookmark(tmp_path: Path, monkeypat
         await setup.alive(Role.DECODE, setup.decodes[1])
         assert len(setup.kube.lists) == lists
 
-    play(tmp_path, monkeypatch, scene)
-
 
 @pytest.mark.parametrize("way", ["event", "status"])
-def test_an_expired_version_is_listed_anew_and_who_went_meanwhile_leaves(
+async def test_an_expired_version_is_listed_anew_and_who_went_meanwhile_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    async def scene(setup: Setup) -> None:
+    async with started(tmp_path, monkeypatch) as setup:
         await setup.watched()
         await setup.show_all()
         await setup.alive(Role.DECODE, *setup.decodes)
@@ -253,13 +237,10 @@ def test_an_expired_version_is_listed_anew_and_who_went_meanwhile_leaves(
         await setup.watched()
         assert len(setup.kube.lists) >= lists + 2
 
-    play(tmp_path, monkeypatch, scene)
 
-
-def test_junk_between_events_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_junk_between_events_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line that is no JSON, an event without a pod, a pod with half its fields, two pods at one address."""
-
-    async def scene(setup: Setup) -> None:
+    async with started(tmp_path, monkeypatch) as setup:
         await setup.watched()
         await setup.show_all()
         await setup.alive(Role.DECODE, *setup.decodes)
@@ -278,8 +259,6 @@ def test_junk_between_events_harms_nobody(tmp_path: Path, monkeypatch: pytest.Mo
         await setup.kube.delete(setup.decodes[1].name)
         await setup.alive(Role.DECODE, setup.decodes[0])
 
-    play(tmp_path, monkeypatch, scene)
-
 
 async def until_async(good: Callable[[dict[str, str]], bool], setup: Setup) -> None:
     async with asyncio.timeout(DEADLINE_S):
@@ -287,8 +266,8 @@ async def until_async(good: Callable[[dict[str, str]], bool], setup: Setup) -> N
             await asyncio.sleep(0.01)
 
 
-def test_a_pod_that_is_relabelled_changes_its_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(setup: Setup) -> None:
+async def test_a_pod_that_is_relabelled_changes_its_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started(tmp_path, monkeypatch) as setup:
         await setup.watched()
         await setup.show_all()
         await setup.alive(Role.DECODE, *setup.decodes)
@@ -298,15 +277,12 @@ def test_a_pod_that_is_relabelled_changes_its_pool(tmp_path: Path, monkeypatch: 
         await setup.alive(Role.PREFILL, setup.prefill, moved)
         await setup.alive(Role.DECODE, setup.decodes[1])
 
-    play(tmp_path, monkeypatch, scene)
 
-
-def test_a_worker_that_changed_its_role_stays_where_it_says_whatever_its_label(
+async def test_a_worker_that_changed_its_role_stays_where_it_says_whatever_its_label(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither an event of its pod nor a new list moves it back, or takes it out."""
-
-    async def scene(setup: Setup) -> None:
+    async with started(tmp_path, monkeypatch) as setup:
         await setup.watched()
         await setup.show_all()
         await setup.alive(Role.DECODE, *setup.decodes)
@@ -328,13 +304,11 @@ def test_a_worker_that_changed_its_role_stays_where_it_says_whatever_its_label(
         await kube.delete(mover.name)
         await setup.alive(Role.PREFILL, setup.prefill)
 
-    play(tmp_path, monkeypatch, scene)
 
-
-def test_while_the_api_server_refuses_the_pool_stays_and_the_reason_is_said(
+async def test_while_the_api_server_refuses_the_pool_stays_and_the_reason_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scene(setup: Setup) -> None:
+    async with started(tmp_path, monkeypatch) as setup:
         await setup.watched()
         await setup.show_all()
         await setup.alive(Role.DECODE, *setup.decodes)
@@ -351,11 +325,9 @@ def test_while_the_api_server_refuses_the_pool_stays_and_the_reason_is_said(
         setup.kube.refuse = None
         await setup.watched()
 
-    play(tmp_path, monkeypatch, scene)
 
-
-def test_workers_that_an_admin_named_are_his(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(setup: Setup) -> None:
+async def test_workers_that_an_admin_named_are_his(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started(tmp_path, monkeypatch) as setup:
         await setup.watched()
         by_hand, found = setup.decodes
         workers = setup.router.url + "/workers"
@@ -372,22 +344,17 @@ def test_workers_that_an_admin_named_are_his(tmp_path: Path, monkeypatch: pytest
         await setup.alive(Role.PREFILL)
         assert setup.urls(Role.DECODE) == [by_hand.url]
 
-    play(tmp_path, monkeypatch, scene)
 
-
-def test_without_an_api_server_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_an_api_server_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
 
-    async def run() -> None:
+    with pytest.raises(ConfigError, match=r"^--service-discovery: no API server: .*none"):
         async with start_router(flags()):
             raise AssertionError("it started")
 
-    with pytest.raises(ConfigError, match=r"^--service-discovery: no API server: .*none"):
-        asyncio.run(run())
 
-
-def test_a_process_takes_from_its_peers_only_what_it_does_not_discover_itself() -> None:
+async def test_a_process_takes_from_its_peers_only_what_it_does_not_discover_itself() -> None:
     """Else a discovered worker would be somebody's by hand, and stay for ever."""
 
     class Told(PeerProcesses):
@@ -398,5 +365,5 @@ def test_a_process_takes_from_its_peers_only_what_it_does_not_discover_itself() 
             return [msgspec.json.encode({"workers": [describe(w) for w in there.workers()]})]
 
     table = WorkerTable()
-    asyncio.run(Told(None).catch_up(table, now_s=0.0))
+    await Told(None).catch_up(table, now_s=0.0)
     assert [w.url for w in table.workers()] == ["http://by.hand:1"]

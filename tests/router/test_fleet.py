@@ -105,63 +105,60 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
-def test_processes_share_the_load_the_pool_the_circuits_and_the_metrics(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        # what they know they are told
-        async with fleet(tmp_path, "--cb-failure-threshold", "1", "--health-check-interval-secs=600") as f:
-            for _ in range(12):
-                assert (await f.call("POST", "/v1/chat/completions", BODY))[0] == 200
-            traced = (await f.call("POST", "/traces", {"last": 12}))[1]["records"]  # whichever process served them
-            assert len({record["request_id"] for record in traced}) == 12 == len(traced)
-            for worker in (*f.prefills, *f.decodes):
-                worker.behave, worker.seen = hang, []
-            asks = []
-            for count in range(1, 9):  # one after the other: each process must know what the others sent
-                asks.append(asyncio.create_task(f.call("POST", "/v1/chat/completions", BODY)))
-                await until(lambda n=count: sum(len(d.seen) for d in f.decodes) == n)
-            assert [len(d.seen) for d in f.decodes] == [4, 4]
-            for ask in asks:
-                ask.cancel()
-            await asyncio.gather(*asks, return_exceptions=True)
+async def test_processes_share_the_load_the_pool_the_circuits_and_the_metrics(tmp_path: Path) -> None:
+    # what they know they are told
+    async with fleet(tmp_path, "--cb-failure-threshold", "1", "--health-check-interval-secs=600") as f:
+        for _ in range(12):
+            assert (await f.call("POST", "/v1/chat/completions", BODY))[0] == 200
+        traced = (await f.call("POST", "/traces", {"last": 12}))[1]["records"]  # whichever process served them
+        assert len({record["request_id"] for record in traced}) == 12 == len(traced)
+        for worker in (*f.prefills, *f.decodes):
+            worker.behave, worker.seen = hang, []
+        asks = []
+        for count in range(1, 9):  # one after the other: each process must know what the others sent
+            asks.append(asyncio.create_task(f.call("POST", "/v1/chat/completions", BODY)))
+            await until(lambda n=count: sum(len(d.seen) for d in f.decodes) == n)
+        assert [len(d.seen) for d in f.decodes] == [4, 4]
+        for ask in asks:
+            ask.cancel()
+        await asyncio.gather(*asks, return_exceptions=True)
 
-            async def all_ended() -> bool:
-                return "tandem_router_inflight_requests 0.0" in (await f.call("GET", "/metrics"))[1]
+        async def all_ended() -> bool:
+            return "tandem_router_inflight_requests 0.0" in (await f.call("GET", "/metrics"))[1]
 
-            await until(all_ended)
-            text = (await f.call("GET", "/metrics"))[1]
-            answered = 'tandem_router_requests_total{path="/v1/chat/completions",status="200"} 12.0'
-            assert answered in text and 'status="499"} 8.0' in text
+        await until(all_ended)
+        text = (await f.call("GET", "/metrics"))[1]
+        answered = 'tandem_router_requests_total{path="/v1/chat/completions",status="200"} 12.0'
+        assert answered in text and 'status="499"} 8.0' in text
 
-            faulty, well = f.decodes
-            f.prefills[0].behave, well.behave, faulty.behave = answer_ok, answer_ok, always(500, {})
-            for worker in f.decodes:
-                worker.seen = []
-            for _ in range(30):  # one process finds it faulty, and none of them sends there any more
-                assert (await f.call("POST", "/v1/chat/completions", BODY))[0] == 200
-            assert (len(faulty.seen), len(well.seen)) == (1, 30)
-            assert (
-                f'tandem_router_worker_circuit{{role="decode",url="{faulty.url}"}} 1.0'
-                in (await f.call("GET", "/metrics"))[1]
-            )
+        faulty, well = f.decodes
+        f.prefills[0].behave, well.behave, faulty.behave = answer_ok, answer_ok, always(500, {})
+        for worker in f.decodes:
+            worker.seen = []
+        for _ in range(30):  # one process finds it faulty, and none of them sends there any more
+            assert (await f.call("POST", "/v1/chat/completions", BODY))[0] == 200
+        assert (len(faulty.seen), len(well.seen)) == (1, 30)
+        assert (
+            f'tandem_router_worker_circuit{{role="decode",url="{faulty.url}"}} 1.0'
+            in (await f.call("GET", "/metrics"))[1]
+        )
 
-            extra = DummyWorker("d9", "decode")
-            await extra.start()
-            try:
-                assert (await f.call("POST", "/workers", {"url": extra.url, "role": "decode"}))[0] == 201
-                await told(f, lambda urls: extra.url in urls)
-                assert (await f.call("DELETE", "/workers", {"url": f.decodes[0].url}))[0] == 200
-                await told(f, lambda urls: f.decodes[0].url not in urls)
-                extra.behave = obey  # one process moves it, all know
-                assert (await f.call("POST", "/workers/role", {"url": extra.url, "role": "prefill"}))[0] == 200
-                await told(f, lambda roles: roles.get(extra.url) == "prefill")
-                (victim, *_) = f.members()
-                victim.kill()
-                await until(lambda: victim not in f.members() and len(f.members()) == 3)
-                await told(f, lambda roles: roles.get(extra.url) == "prefill" and f.decodes[0].url not in roles)
-            finally:
-                await extra.stop()
-
-    uvloop.run(scenario())
+        extra = DummyWorker("d9", "decode")
+        await extra.start()
+        try:
+            assert (await f.call("POST", "/workers", {"url": extra.url, "role": "decode"}))[0] == 201
+            await told(f, lambda urls: extra.url in urls)
+            assert (await f.call("DELETE", "/workers", {"url": f.decodes[0].url}))[0] == 200
+            await told(f, lambda urls: f.decodes[0].url not in urls)
+            extra.behave = obey  # one process moves it, all know
+            assert (await f.call("POST", "/workers/role", {"url": extra.url, "role": "prefill"}))[0] == 200
+            await told(f, lambda roles: roles.get(extra.url) == "prefill")
+            (victim, *_) = f.members()
+            victim.kill()
+            await until(lambda: victim not in f.members() and len(f.members()) == 3)
+            await told(f, lambda roles: roles.get(extra.url) == "prefill" and f.decodes[0].url not in roles)
+        finally:
+            await extra.stop()
 
 
 async def told(f: Fleet, holds: Callable[[dict[str, str]], bool]) -> None:
@@ -227,30 +224,27 @@ async def told_ready(f: Fleet) -> None:
     assert all([(await f.call("GET", "/readiness"))[0] == 200 for _ in range(20)])
 
 
-def test_sigterm_drains_every_process_though_all_of_them_get_it(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with fleet(tmp_path, workers=2) as f:
-            for worker in (*f.prefills, *f.decodes):
-                worker.behave = hang
-            ask = asyncio.create_task(f.call("POST", "/v1/chat/completions", BODY))
-            await until(lambda: sum(len(d.seen) for d in f.decodes) == 1)
-            for process in (psutil.Process(f.process.pid), *f.members()):
-                process.send_signal(signal.SIGTERM)
+async def test_sigterm_drains_every_process_though_all_of_them_get_it(tmp_path: Path) -> None:
+    async with fleet(tmp_path, workers=2) as f:
+        for worker in (*f.prefills, *f.decodes):
+            worker.behave = hang
+        ask = asyncio.create_task(f.call("POST", "/v1/chat/completions", BODY))
+        await until(lambda: sum(len(d.seen) for d in f.decodes) == 1)
+        for process in (psutil.Process(f.process.pid), *f.members()):
+            process.send_signal(signal.SIGTERM)
 
-            async def draining() -> bool:
-                return (await f.call("GET", "/readiness"))[1]["status"] == "draining"
+        async def draining() -> bool:
+            return (await f.call("GET", "/readiness"))[1]["status"] == "draining"
 
-            await until(draining)
-            for process in f.members():  # what is said twice means no more than once
-                process.send_signal(DRAIN)
-            assert all([await draining() for _ in range(20)])
-            assert not ask.done() and f.process.poll() is None
-            f.process.send_signal(signal.SIGTERM)  # the second one: at once
-            assert (await ask)[0] == 503
-            assert await until(lambda: f.process.poll() is not None) and f.process.returncode == 0
-            await until(lambda: gone(f.children))
-
-    uvloop.run(scenario())
+        await until(draining)
+        for process in f.members():  # what is said twice means no more than once
+            process.send_signal(DRAIN)
+        assert all([await draining() for _ in range(20)])
+        assert not ask.done() and f.process.poll() is None
+        f.process.send_signal(signal.SIGTERM)  # the second one: at once
+        assert (await ask)[0] == 503
+        assert await until(lambda: f.process.poll() is not None) and f.process.returncode == 0
+        await until(lambda: gone(f.children))
 
 
 def test_the_parent_counts_the_signals_and_says_each_thing_by_one_of_its_own() -> None:
@@ -261,13 +255,10 @@ def test_the_parent_counts_the_signals_and_says_each_thing_by_one_of_its_own() -
     assert all(signal_for(signal.SIGHUP, stopping=was) is signal.SIGHUP for was in (False, True))
 
 
-def test_processes_end_with_their_parent(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with fleet(tmp_path, workers=2, decode=1) as f:
-            os.kill(f.process.pid, signal.SIGKILL)
-            await until(lambda: gone(f.children))
-
-    uvloop.run(scenario())
+async def test_processes_end_with_their_parent(tmp_path: Path) -> None:
+    async with fleet(tmp_path, workers=2, decode=1) as f:
+        os.kill(f.process.pid, signal.SIGKILL)
+        await until(lambda: gone(f.children))
 
 
 @pytest.mark.parametrize(("args", "named"), [([], "--port"), (["--workers", "0"], "--workers")])

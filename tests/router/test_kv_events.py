@@ -303,71 +303,62 @@ async def publish_until(source: ZmqPublisher, reached: Callable[[], object]) -> 
 
 
 @pytest.mark.parametrize("secret", [None, b"only this cluster knows it"])
-def test_a_late_subscriber_learns_all_and_a_second_life_is_noticed(secret: bytes | None) -> None:
-    async def story() -> None:
-        source = publisher(secret=secret)
-        try:
+async def test_a_late_subscriber_learns_all_and_a_second_life_is_noticed(secret: bytes | None) -> None:
+    source = publisher(secret=secret)
+    try:
+        source.publish([stored(PROMPT)])
+        async with feed(secret=secret) as (events, index, worker):
+            events.on_info(worker, info_of(source))
+            await until(lambda: depths(index, keys_of(PROMPT)) == {0: 4})
+            told = events.view_of(worker)
+            await publish_until(source, lambda: told is not None and told._last_live > 0)
+            source.publish([BlockRemoved([hash((0, 4 * BLOCK_TOKENS))])])
+            await until(lambda: depths(index, keys_of(PROMPT)) == {0: 3})
+            events.on_gone(worker)
+            assert depths(index, keys_of(PROMPT)) == {} and events.view_of(worker) is None
+            source.close()
+            source = publisher(secret=secret)
+            source.publish([stored(PROMPT[: 2 * BLOCK_TOKENS])])
+            events.on_info(worker, info_of(source))
+            await until(lambda: depths(index, keys_of(PROMPT)) == {0: 2})
+    finally:
+        source.close()
+
+
+async def test_without_replay_a_gap_drops_what_was_known() -> None:
+    source = publisher(replay=False)
+    try:
+        async with feed() as (events, index, worker):
+            events.on_info(worker, info_of(source))
+            told = events.view_of(worker)
+            assert told is not None
+            await publish_until(source, lambda: told._last_live >= 0)
             source.publish([stored(PROMPT)])
-            async with feed(secret=secret) as (events, index, worker):
+            await until(lambda: depths(index, keys_of(PROMPT)) == {0: 4})
+            gaps = told.num_gaps
+            source._next += 3  # batches that the queue had no room for
+            source.publish([])
+            await until(lambda: told.num_gaps == gaps + 1)
+            assert depths(index, keys_of(PROMPT)) == {} and not told.whole
+    finally:
+        source.close()
+
+
+async def test_strangers_learn_nothing_and_junk_on_the_replay_socket_changes_nothing() -> None:
+    source = publisher(secret=b"only this cluster knows it")
+    try:
+        source.publish([stored(PROMPT)])
+        async with feed(secret=b"another secret altogether") as (stranger, nothing, at):
+            stranger.on_info(at, info_of(source))
+            async with feed(secret=b"only this cluster knows it") as (events, index, worker):
                 events.on_info(worker, info_of(source))
                 await until(lambda: depths(index, keys_of(PROMPT)) == {0: 4})
-                told = events.view_of(worker)
-                await publish_until(source, lambda: told is not None and told._last_live > 0)
-                source.publish([BlockRemoved([hash((0, 4 * BLOCK_TOKENS))])])
-                await until(lambda: depths(index, keys_of(PROMPT)) == {0: 3})
-                events.on_gone(worker)
-                assert depths(index, keys_of(PROMPT)) == {} and events.view_of(worker) is None
-                source.close()
-                source = publisher(secret=secret)
-                source.publish([stored(PROMPT[: 2 * BLOCK_TOKENS])])
-                events.on_info(worker, info_of(source))
-                await until(lambda: depths(index, keys_of(PROMPT)) == {0: 2})
-        finally:
-            source.close()
-
-    asyncio.run(story())
-
-
-def test_without_replay_a_gap_drops_what_was_known() -> None:
-    async def story() -> None:
-        source = publisher(replay=False)
-        try:
-            async with feed() as (events, index, worker):
-                events.on_info(worker, info_of(source))
-                told = events.view_of(worker)
-                assert told is not None
-                await publish_until(source, lambda: told._last_live >= 0)
-                source.publish([stored(PROMPT)])
-                await until(lambda: depths(index, keys_of(PROMPT)) == {0: 4})
-                gaps = told.num_gaps
-                source._next += 3  # batches that the queue had no room for
-                source.publish([])
-                await until(lambda: told.num_gaps == gaps + 1)
-                assert depths(index, keys_of(PROMPT)) == {} and not told.whole
-        finally:
-            source.close()
-
-    asyncio.run(story())
-
-
-def test_strangers_learn_nothing_and_junk_on_the_replay_socket_changes_nothing() -> None:
-    async def story() -> None:
-        source = publisher(secret=b"only this cluster knows it")
-        try:
-            source.publish([stored(PROMPT)])
-            async with feed(secret=b"another secret altogether") as (stranger, nothing, at):
-                stranger.on_info(at, info_of(source))
-                async with feed(secret=b"only this cluster knows it") as (events, index, worker):
-                    events.on_info(worker, info_of(source))
-                    await until(lambda: depths(index, keys_of(PROMPT)) == {0: 4})
-                assert len(nothing) == 0 and stranger.view_of(at) is not None
-            async with feed() as (outsider, _, at):
-                outsider.on_info(at, info_of(source))
-                assert outsider.view_of(at) is None
-        finally:
-            source.close()
-
-    asyncio.run(story())
+            assert len(nothing) == 0 and stranger.view_of(at) is not None
+        async with feed() as (outsider, _, at):
+            outsider.on_info(at, info_of(source))
+            assert outsider.view_of(at) is None
+    finally:
+        source.close()
 
 
 def test_a_full_queue_drops_batches_and_their_numbers(caplog: pytest.LogCaptureFixture) -> None:
@@ -416,30 +407,27 @@ def test_a_pump_without_a_publisher_is_nothing_and_one_with_it_empties_the_cache
     assert [[type(event) for event in batch] for batch in heard.batches] == [[BlockStored, AllBlocksCleared]]
 
 
-def test_the_router_follows_what_a_worker_advertises_and_routes_by_it() -> None:
-    async def story() -> None:
-        source = publisher()
-        try:
-            source.publish([stored(PROMPT)])
-            async with cluster(prefill=3, prefill_policy="cache_aware") as c:
-                c.prefills[2].info.update(info_of(source))
-                await c.prefills[2].stop()
-                await until(lambda: len(c.router.table.alive(Role.PREFILL)) == 2)
-                await c.prefills[2].start()  # comes up anew, and its info is read
+async def test_the_router_follows_what_a_worker_advertises_and_routes_by_it() -> None:
+    source = publisher()
+    try:
+        source.publish([stored(PROMPT)])
+        async with cluster(prefill=3, prefill_policy="cache_aware") as c:
+            c.prefills[2].info.update(info_of(source))
+            await c.prefills[2].stop()
+            await until(lambda: len(c.router.table.alive(Role.PREFILL)) == 2)
+            await c.prefills[2].start()  # comes up anew, and its info is read
 
-                async def metrics() -> str:
-                    async with c.client.get(c.url + "/metrics") as response:
-                        return await response.text()
+            async def metrics() -> str:
+                async with c.client.get(c.url + "/metrics") as response:
+                    return await response.text()
 
-                line = f'tandem_router_worker_kv_event_tokens{{role="prefill",url="{c.prefills[2].url}"}} 512.0'
-                async with asyncio.timeout(10):
-                    while line not in await metrics():
-                        await asyncio.sleep(0.01)
-                for _ in range(3):
-                    assert (await c.post("/generate", {"input_ids": [*PROMPT, 1]}))[0] == 200
-                await c.settled()
-                assert [len(worker.seen) for worker in c.prefills] == [0, 0, 3]
-        finally:
-            source.close()
-
-    asyncio.run(story())
+            line = f'tandem_router_worker_kv_event_tokens{{role="prefill",url="{c.prefills[2].url}"}} 512.0'
+            async with asyncio.timeout(10):
+                while line not in await metrics():
+                    await asyncio.sleep(0.01)
+            for _ in range(3):
+                assert (await c.post("/generate", {"input_ids": [*PROMPT, 1]}))[0] == 200
+            await c.settled()
+            assert [len(worker.seen) for worker in c.prefills] == [0, 0, 3]
+    finally:
+        source.close()

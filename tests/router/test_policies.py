@@ -17,7 +17,6 @@ from router.choice.policies import (
     LeastLoad,
     Placement,
     PowerOfTwo,
-    Random,
     RoundRobin,
     RoutingHints,
     cost_tokens,
@@ -27,18 +26,9 @@ from router.choice.prefix_keys import BLOCK_BYTES, BLOCK_TOKENS, chain
 from router.config import POLICIES, ChoiceFlags, RouterConfig
 from router.pool.states import Check
 from router.pool.worker import LoadReport, Role, Worker
-from router.pool.workers import WorkerTable
-from tests.router.dummies import depths
+from tests.router.dummies import depths, table_of
 
 ANY = RoutingHints()
-
-
-def table_of(count: int, *, role: Role = Role.DECODE) -> WorkerTable:
-    """`count` workers of one role, all up."""
-    table = WorkerTable()
-    for i in range(count):
-        table.on_check(table.add(f"http://h{i}:1", role=role), Check.OK, now_s=0.0)
-    return table
 
 
 def workers_of(count: int, *, role: Role = Role.DECODE) -> list[Worker]:
@@ -88,11 +78,6 @@ def test_round_robin_skips_no_one_when_workers_come_and_go() -> None:
     table.remove("http://h1:1")
     seen += [policy.choose(table.workers(), ANY).worker.worker_id for _ in range(3)]
     assert seen == [0, 1, 2, 0, 2, 0, 2]
-
-
-def test_random_uses_the_given_draw() -> None:
-    workers = workers_of(3)
-    assert Random(lambda n: n - 1).choose(workers, ANY).worker.worker_id == 2
 
 
 def test_power_of_two_takes_the_less_loaded_of_two_different_ones() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from router.choice.cache_aware import SMALL_GROUP, CacheAware, queue_ends, unbalanced
-from router.choice.policies import ConsistentHashing, RoundRobin, RoutingHints, least_loaded
+from router.choice.policies import RoutingHints, least_loaded
 from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_keys import BLOCK_TOKENS
 from router.config import ChoiceFlags
@@ -187,35 +187,6 @@ def test_cache_aware_takes_the_same_worker_as_a_look_at_each(seed: int) -> None:
         assert choice.worker is expected
         story.leases.append(story.table.loads.charge(choice.worker, ask.prompt_tokens - choice.cached_tokens))
     assert few > 20 and many > 20
-
-
-def test_round_robin_goes_on_after_the_last_one_in_pools_too() -> None:
-    story, policy, last = Story(random.Random(3)), RoundRobin(), -1
-    for _ in range(300):
-        story.step()
-        pool = story.table.ready(Role.DECODE, "", now_s=story.now_s)
-        expected = next((w for w in pool if w.worker_id > last), pool[0])
-        assert policy.choose(pool, RoutingHints()).worker is expected
-        last = expected.worker_id
-
-
-def test_sessions_keep_their_worker_while_others_of_the_pool_come_and_go() -> None:
-    story, policy = Story(random.Random(4)), ConsistentHashing()
-    asks = [RoutingHints(session=f"s{i}") for i in range(60)]
-    homes: dict[str, Worker] = {}
-    moved = 0
-    for _ in range(200):
-        before = set(story.table.ready(Role.DECODE, "", now_s=story.now_s))
-        story.step()
-        pool = story.table.ready(Role.DECODE, "", now_s=story.now_s)
-        came = set(pool) - before
-        for ask in asks:
-            worker, home = policy.choose(pool, ask).worker, homes.get(ask.session)
-            assert worker in pool
-            assert home is None or worker is home or home not in pool or worker in came
-            moved += worker is not home
-            homes[ask.session] = worker
-    assert moved > len(asks)
 
 
 # ---- what a pool remembers

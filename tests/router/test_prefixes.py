@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import random
 from typing import Any
 
 import pytest
@@ -233,13 +232,3 @@ def _run(flags: list[bool]) -> int:
 
 TestModel = Model.TestCase
 TestModel.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
-
-
-def test_tables_stay_bounded_under_endless_traffic() -> None:
-    index, rng = PrefixIndex(max_blocks=50), random.Random(1)
-    for _ in range(3000):
-        index.touch(rng.randrange(5), chain(b"", rng.randbytes(4 * BLOCK_BYTES)))
-        if rng.random() < 0.01:
-            index.forget(rng.randrange(5))
-    index.check()
-    assert len(index) <= 5 * 50 + SWEEP

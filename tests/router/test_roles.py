@@ -1,7 +1,8 @@
 """Workers that change their role: what may move, and how the router's pools follow, whoever asked."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -16,9 +17,6 @@ from router.roles.rules import SwitchProgress, objection, progress
 from router.roles.switch import Switch, SwitchRefused
 from service.security.keys import KeyRing
 from tests.router.dummies import Cluster, DummyWorker, cluster, obey, until
-
-Steps = Callable[[Cluster], Awaitable[None]]
-
 
 # ---- pure
 
@@ -101,10 +99,7 @@ def test_what_was_known_of_the_old_role_is_forgotten() -> None:
 PROGRESS: list[tuple[list[tuple[str, Any]], SwitchProgress]] = [
     ([], SwitchProgress.UNDER_WAY),
     ([("check", Check.DRAINING)], SwitchProgress.UNDER_WAY),
-    (
-        [("check", Check.FAILED), ("check", Check.FAILED)],
-        SwitchProgress.UNDER_WAY,
-    ),  # down, but its port is open: it loads
+    ([("check", Check.FAILED)] * 2, SwitchProgress.UNDER_WAY),  # down, but its port is open: it loads
     ([("check", Check.REFUSED)], SwitchProgress.ENDED),
     ([("check", Check.DRAINING), ("life", "b"), ("role", Role.DECODE)], SwitchProgress.UNDER_WAY),
     ([("check", Check.DRAINING), ("life", "b"), ("role", Role.DECODE), ("check", Check.OK)], SwitchProgress.THERE),
@@ -157,15 +152,14 @@ async def unknown(worker: DummyWorker, request: web.Request, body: dict[str, Any
     return web.Response(status=404)
 
 
-def in_a_cluster(steps: Steps, **settings: Any) -> None:
-    async def run() -> None:
-        async with cluster(prefill=2, decode=1, **settings) as c:
-            for number, dummy in enumerate((*c.prefills, *c.decodes)):
-                dummy.behave, dummy.incarnation = obey, f"life-{number}-"
-            await until(lambda: all(w.incarnation for w in c.router.table.workers()))
-            await steps(c)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def movable() -> AsyncIterator[Cluster]:
+    """Two prefill workers and one for decode, which obey."""
+    async with cluster(prefill=2, decode=1) as c:
+        for number, dummy in enumerate((*c.prefills, *c.decodes)):
+            dummy.behave, dummy.incarnation = obey, f"life-{number}-"
+        await until(lambda: all(w.incarnation for w in c.router.table.workers()))
+        yield c
 
 
 async def ask(c: Cluster, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -173,8 +167,8 @@ async def ask(c: Cluster, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         return response.status, await response.json()
 
 
-def test_an_admin_moves_a_worker_and_requests_follow_it() -> None:
-    async def steps(c: Cluster) -> None:
+async def test_an_admin_moves_a_worker_and_requests_follow_it() -> None:
+    async with movable() as c:
         mover = c.prefills[0]
         status, said = await ask(c, {"url": mover.url, "role": "decode", "timeout": 3})
         assert (status, said["role"], said["switching_to"], said["health"]) == (200, "decode", None, "up")
@@ -190,20 +184,15 @@ def test_an_admin_moves_a_worker_and_requests_follow_it() -> None:
         assert (await ask(c, {"url": mover.url, "role": "prefill"}))[1]["bootstrap_port"] == 4711
         await c.settled()
 
-    in_a_cluster(steps)
 
-
-def test_the_router_sees_by_itself_that_somebody_else_moved_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_router_sees_by_itself_that_somebody_else_moved_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """However seldom it reads what a worker says of itself: another life is a reason to."""
     monkeypatch.setattr("router.pool.health.BOOTSTRAP_REFRESH_S", 1e9)
-
-    async def steps(c: Cluster) -> None:
+    async with movable() as c:
         worker = c.router.table.workers()[0]
         c.prefills[0].mode, c.prefills[0].incarnation = "decode", "another life"
         await until(lambda: worker.role is Role.DECODE and worker.health is Health.UP)
         assert c.router.table.alive(Role.DECODE)[0] is worker
-
-    in_a_cluster(steps)
 
 
 @pytest.mark.parametrize(
@@ -215,17 +204,15 @@ def test_the_router_sees_by_itself_that_somebody_else_moved_a_worker(monkeypatch
         (end, 502, "it has ended"),
     ],
 )
-def test_a_switch_that_comes_to_nothing_is_told_and_the_worker_is_used_as_it_is(
+async def test_a_switch_that_comes_to_nothing_is_told_and_the_worker_is_used_as_it_is(
     behave: Any, status: int, says: str
 ) -> None:
-    async def steps(c: Cluster) -> None:
+    async with movable() as c:
         c.prefills[0].behave = behave
         got, said = await ask(c, {"url": c.prefills[0].url, "role": "decode"})
         assert got == status and says in said["error"]["message"]
         worker = c.router.table.workers()[0]
         assert (worker.role, worker.switching_to) == (Role.PREFILL, None)
-
-    in_a_cluster(steps)
 
 
 @pytest.mark.parametrize(
@@ -241,10 +228,10 @@ def test_a_switch_that_comes_to_nothing_is_told_and_the_worker_is_used_as_it_is(
         ({"url": "D0", "role": "prefill"}, 409, None),
     ],
 )
-def test_a_switch_that_makes_no_sense_is_refused_before_anybody_is_asked(
+async def test_a_switch_that_makes_no_sense_is_refused_before_anybody_is_asked(
     body: dict[str, Any], status: int, param: str | None
 ) -> None:
-    async def steps(c: Cluster) -> None:
+    async with movable() as c:
         urls = {"P0": c.prefills[0].url, "D0": c.decodes[0].url}
         if "url" in body:
             body["url"] = urls.get(body["url"], body["url"])
@@ -252,20 +239,16 @@ def test_a_switch_that_makes_no_sense_is_refused_before_anybody_is_asked(
         assert (got, said["error"]["param"]) == (status, param)
         assert not c.prefills[0].seen and not c.decodes[0].seen
 
-    in_a_cluster(steps)
 
-
-def test_the_last_of_a_pool_moves_by_force() -> None:
-    async def steps(c: Cluster) -> None:
+async def test_the_last_of_a_pool_moves_by_force() -> None:
+    async with movable() as c:
         status, said = await ask(c, {"url": c.decodes[0].url, "role": "prefill", "force": True})
         assert (status, said["role"]) == (200, "prefill")
         assert (await c.post("/v1/completions", {"prompt": "a"}))[0] == 503
 
-    in_a_cluster(steps)
 
-
-def test_a_move_goes_on_when_its_caller_leaves() -> None:
-    async def steps(c: Cluster) -> None:
+async def test_a_move_goes_on_when_its_caller_leaves() -> None:
+    async with movable() as c:
         worker, asked, may_go_on = c.router.table.workers()[0], asyncio.Event(), asyncio.Event()
 
         async def obey_later(dummy: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -292,5 +275,3 @@ def test_a_move_goes_on_when_its_caller_leaves() -> None:
         await until(lambda: worker.role is Role.DECODE and worker.switching_to is None)
         assert c.prefills[0].seen[-1].headers["authorization"] == "Bearer k", "the router's own key"
         await switch.close()
-
-    in_a_cluster(steps)

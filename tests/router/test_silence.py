@@ -151,34 +151,27 @@ def test_silence_narrows_the_choice_within_a_model() -> None:
     assert (a.health, a.silent) == (Health.DOWN, False) and table.pool(Role.DECODE, "m") == [b]
 
 
-def test_a_worker_of_which_bytes_come_is_not_silent() -> None:
-    async def scenario() -> None:
-        loop, told = asyncio.get_running_loop(), list[bool]()
-        question = SilenceTimer(limit_s=0.01, received_s=loop.time, report=told.append)
-        await until(lambda: len(told) >= 5)
-        question.close()
-        assert set(told) == {False}
-        question = SilenceTimer(limit_s=0.01, received_s=lambda: -math.inf, report=told.append)
-        await until(lambda: told[-1])
-        question.close()
-
-    asyncio.run(scenario())
+async def test_a_worker_of_which_bytes_come_is_not_silent() -> None:
+    loop, told = asyncio.get_running_loop(), list[bool]()
+    question = SilenceTimer(limit_s=0.01, received_s=loop.time, report=told.append)
+    await until(lambda: len(told) >= 5)
+    question.close()
+    assert set(told) == {False}
+    question = SilenceTimer(limit_s=0.01, received_s=lambda: -math.inf, report=told.append)
+    await until(lambda: told[-1])
+    question.close()
 
 
-def test_a_timer_that_comes_a_hair_too_early_is_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_timer_that_comes_a_hair_too_early_is_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulation's clock stood still: the rest was so short that no time passed in it, again and again."""
-
-    async def scenario() -> None:
-        loop, told = asyncio.get_running_loop(), list[bool]()
-        question = SilenceTimer(limit_s=60.0, received_s=lambda: -math.inf, report=told.append)
-        at_s = loop.time() + 60.0 - 1e-5
-        monkeypatch.setattr(loop, "time", lambda: at_s)
-        question._on_timer()
-        question.close()
-        monkeypatch.undo()
-        assert told == [True]
-
-    asyncio.run(scenario())
+    loop, told = asyncio.get_running_loop(), list[bool]()
+    question = SilenceTimer(limit_s=60.0, received_s=lambda: -math.inf, report=told.append)
+    at_s = loop.time() + 60.0 - 1e-5
+    monkeypatch.setattr(loop, "time", lambda: at_s)
+    question._on_timer()
+    question.close()
+    monkeypatch.undo()
+    assert told == [True]
 
 
 def test_only_bytes_of_an_answer_are_a_sign_of_life_not_that_it_was_asked_for() -> None:
