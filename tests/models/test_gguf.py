@@ -23,7 +23,7 @@ from engine.gguf.config import config_fields
 from engine.gguf.file import STORAGES, open_gguf
 from engine.gguf.tokenizer import gguf_tokenizer
 from engine.kv.identity import fingerprint
-from engine.local_defaults import BYTES_A_THREAD, default_threads
+from engine.local_defaults import default_threads
 from engine.model_files.fields import Fields
 from engine.model_files.model_config import _model_config, load_model_config
 from engine.models.checkpoint import Checkpoint
@@ -120,9 +120,10 @@ def test_a_model_is_dequantized_some_rows_at_a_time(tmp_path: Path, monkeypatch:
     assert peak < 4 * 16384 * 256 / 2, "less than half of one matrix in fp32"
 
 
-def test_threads_and_fingerprint_follow_the_file(tmp_path: Path) -> None:
-    file, _ = make_tiny_gguf(tmp_path, "llama", "Q4_0", vocab_size=BYTES_A_THREAD // 512)
-    assert default_threads(str(file), cores=64) == 2, "embedding and head, 64 MiB each in two bytes a weight"
+def test_threads_and_fingerprint_follow_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.local_defaults.BYTES_A_THREAD", 8 << 20)
+    file, _ = make_tiny_gguf(tmp_path, "llama", "Q4_0", vocab_size=(8 << 20) // 512)
+    assert default_threads(str(file), cores=64) == 2, "embedding and head, 8 MiB each in two bytes a weight"
     before = fingerprint(str(file))
     with file.open("r+b") as opened:
         opened.seek(-1, 2)

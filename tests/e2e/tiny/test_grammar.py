@@ -1,4 +1,4 @@
-"""Constrained answers and forced tool calls through real processes: unified at depth 1 and 2, and disaggregated.
+"""Constrained answers and forced tool calls through real processes, unified and disaggregated.
 
 Random weights: what comes out is in the grammar because of the grammar alone.
 """
@@ -13,8 +13,7 @@ import openai
 import pytest
 
 from tests.e2e.client import assert_all_back, generate_all, session
-from tests.e2e.cluster import Cluster, cluster
-from tests.e2e.tiny.conftest import COMMON
+from tests.e2e.cluster import Cluster
 
 PERSON = {
     "type": "object",
@@ -46,13 +45,9 @@ def bodies() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def reference(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Unified at depth 1."""
-    args = ("--unified", "--disable-overlap-schedule", "--model-path", qwen3, *COMMON)
-    with cluster(tmp_path_factory.mktemp("depth-1"), *args) as c:
-        answers = asyncio.run(generate_all(c.router, bodies()))
-        asyncio.run(assert_all_back(c))
-    return answers
+def reference(unified: Cluster) -> list[dict[str, Any]]:
+    """(That they do not depend on the depth: tests/grammar/test_engine.py.)"""
+    return asyncio.run(generate_all(unified.router, bodies()))
 
 
 @pytest.fixture(scope="module", params=["unified", "pd"])
