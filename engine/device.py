@@ -8,9 +8,8 @@ from functools import partial
 
 import torch
 
-from engine.attention.base import CapturableBackend
+from engine.attention.backend import CapturableBackend, make_attention_backend
 from engine.attention.cpu_backend import CpuBackend
-from engine.attention.registry import make_attention_backend
 from engine.config import EngineConfig
 from engine.executor.decode_graphs import Capture, CudaCapture, DecodeGraphs, graph_sizes
 from engine.executor.executor import Executor

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.target import QWEN3_8B, TINY, Shape, Target
-from engine.attention.base import AttentionBackend
+from engine.attention.backend import AttentionBackend
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
 from engine.kernels.triton_decode import DecodeTiles, decode, decode_tiles, split_list

@@ -1,1 +1,1 @@
-"""attention."""
+"""Attention behind one interface: C kernels, Triton kernels, plain torch."""

@@ -1,6 +1,6 @@
-"""CPU attention: prompts and single tokens by a C kernel each where it was built, else by torch over gathered pages.
+"""CPU attention: prompts and single tokens each by their C kernel, or by torch where it was not built.
 
-A step may bring both (`--enable-mixed-chunk`): each request takes its own way, whatever the rest of the batch is.
+A step may hold both (`--enable-mixed-chunk`); a request's kernel does not depend on the rest of the batch.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.attention.base import AttentionBackend
+from engine.attention.backend import AttentionBackend
 from engine.attention.torch_backend import TorchBackend
 from engine.kernels.paged_decode import make_paged_decode
 from engine.kernels.paged_extend import PagedExtend, make_paged_extend
@@ -29,12 +29,12 @@ class CpuBackend:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether decode runs by the C kernel (else by torch, several times slower)."""
+        """Whether decode has the C kernel (torch is several times slower)."""
         return self._decode is not None
 
     @property
     def has_prompt_kernel(self) -> bool:
-        """Whether prompts run by the C kernel: bf16 on a CPU that multiplies it."""
+        """Whether prompts have the C kernel: bf16 on a CPU that multiplies it."""
         return isinstance(self._prompts, PagedExtend)
 
     def begin(self, step: StepBatch) -> None:

@@ -19,7 +19,7 @@ class TorchBackend:
         self._requests: list[_Request] = []
 
     def begin(self, step: StepBatch, *, skip: frozenset[int] = frozenset()) -> None:
-        """`skip`: requests whose KV is written, but whose rows of the output are left undefined."""
+        """`skip`: requests whose KV is written and whose rows of the output stay undefined."""
         self._step = step
         self._requests = [
             _Request(step, i, span, self._pool.page_size) for i, span in enumerate(step.spans()) if i not in skip
@@ -31,7 +31,7 @@ class TorchBackend:
         return self.attend_written(layer, q, k, v)
 
     def attend_written(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """`attend` for a caller that has written k and v to the pool already."""
+        """`attend` without the write of k and v to the pool."""
         out = torch.empty_like(q)
         for request in self._requests:
             rows = slice(request.first, request.end)

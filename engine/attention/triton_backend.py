@@ -1,6 +1,6 @@
-"""Attention by Triton: split-KV decode and extend over pages. Never run on a GPU yet; tested in the interpreter.
+"""Attention by Triton: split-KV decode and extend over pages, without waiting for the device.
 
-Nothing here waits for the device.
+Never run on a GPU yet; tested in the interpreter.
 """
 
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.attention.base import CapturableBackend
+from engine.attention.backend import CapturableBackend
 from engine.core.plan import Plan, PlanItem
 from engine.executor.future_map import FutureMap
 from engine.kv.page_table import PageTable

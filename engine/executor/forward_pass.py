@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend
+from engine.attention.backend import AttentionBackend
 from engine.core.plan import Plan, PlanItem, SlotOpen
 from engine.executor.decode_graphs import DecodeGraphs
 from engine.executor.future_map import FutureMap

@@ -1,7 +1,4 @@
-"""The metadata of a GGUF file in the words of a Hugging Face config.json.
-
-Owns which metadata keys mean which field; engine/model_files/model_config.py checks the values.
-"""
+"""The metadata of a GGUF file as fields of a Hugging Face config.json; model_config.py checks the values."""
 
 import struct
 from typing import Any
@@ -20,7 +17,7 @@ _CONTROL = 3
 
 
 def config_fields(file: GGUFFile) -> dict[str, Any]:
-    """The fields of config.json. Raises `ConfigError` for an architecture that is not served, or a missing key."""
+    """The fields of config.json. Raises `ConfigError`."""
     name = file.value("general.architecture", str, "")
     if name not in ARCHITECTURES:
         raise file.error(
@@ -83,7 +80,7 @@ def _rope_factors(file: GGUFFile) -> dict[str, Any]:
 
 
 def _rotary_share(keys: "_Keys", *, heads: Any, hidden: Any) -> float:
-    """The share of a head that RoPE turns, 1.0 where the file does not say."""
+    """The share of a head that RoPE turns, by default 1.0."""
     turned = keys.get("rope.dimension_count")
     if not all(isinstance(value, int) and value > 0 for value in (turned, heads, hidden)):
         return 1.0

@@ -1,7 +1,6 @@
-"""The tensors of a GGUF file under their Hugging Face names, dequantized when they are read.
+"""The tensors of a GGUF file under their Hugging Face names, dequantized by the `gguf` package.
 
-Rows are dequantized some at a time into the tensor that is to hold them, so the model exists once. The arithmetic is
-that of the `gguf` package.
+It dequantizes a few rows at a time into the final tensor, so the model exists in memory once.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ _WHOLE = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.n
 
 
 class GGUFTensors:
-    """Return the tensors of `file`. A name without a counterpart stays, so that loading reports it as unused."""
+    """The tensors of `file`. A name without a counterpart stays, so that loading reports it as unused."""
 
     described_by = "the metadata"
 
@@ -50,8 +49,7 @@ class GGUFTensors:
     def where(self, name: str) -> str:
         return str(self._file.path)
 
-    def open(self, name: str, shape: Sequence[int]) -> Callable[[torch.Tensor], None]:
-        """What fills a tensor of `shape` with tensor `name`. Raises `ConfigError` for one that is missing or different."""
+    def open(self, name: str, shape: Sequence[int]) -> Callable[[torch.Tensor], object]:
         tensor = self._tensors.get(name)
         if tensor is None:
             raise self._file.error(f"tensor {name} is missing; download the file again")
@@ -78,10 +76,10 @@ class GGUFTensors:
             _put(out, rows if place is None else place[rows], _dequantized(stored[rows], tensor))
 
     def _place_of_rows(self, tensor: TensorInfo) -> torch.Tensor | None:
-        """The row of the Hugging Face tensor for each row of the file; None: its own.
+        """The row of the Hugging Face tensor for each row of the file; None: the same.
 
-        RoPE turns neighbours (2j, 2j + 1) in ggml's Llama and halves (j, j + D/2) here, so converters write the rows
-        of q and k, head by head, in another order (convert_hf_to_gguf.py: LlamaModel.permute).
+        RoPE turns neighbours (2j, 2j + 1) in ggml's Llama and halves (j, j + D/2) here, so converters permute the rows of
+        q and k in each head (convert_hf_to_gguf.py: LlamaModel.permute).
         """
         parts = tensor.name.split(".")
         heads = self._permuted_heads.get(parts[2]) if len(parts) == 4 else None
@@ -91,7 +89,7 @@ class GGUFTensors:
 
 
 def _permuted_heads(file: GGUFFile) -> dict[str, int]:
-    """The tensors of a layer whose rows were put in another order, and how many heads they have."""
+    """The tensors of a layer with permuted rows, and their heads."""
     if file.metadata.get("general.architecture") != "llama":
         return {}
     fields = config_fields(file)

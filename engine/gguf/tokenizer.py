@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file, as the `tokenizers` library runs it, and what stands for its tokenizer_config.json.
+"""The tokenizer of a GGUF file for the `tokenizers` library, and the equivalent of its tokenizer_config.json.
 
-Two kinds: "gpt2" (byte-level BPE; `pre` names how text is cut before) and "llama" (SentencePiece's BPE with bytes as a
-fallback). The ids are those of transformers.
+Two kinds: "gpt2" (byte-level BPE; `pre` names how to cut text) and "llama" (SentencePiece's BPE with bytes as a fallback).
+The ids are those of transformers.
 """
 
 from typing import Any
@@ -89,7 +89,7 @@ def _sentencepiece(file: GGUFFile, tokens: tuple[str, ...]) -> Tokenizer:
 
 
 def _vocabulary(file: GGUFFile, tokens: tuple[str, ...]) -> dict[str, int]:
-    """Token -> id. Rows that only pad the matrix (unused tokens) are left out."""
+    """Token -> id, without the unused tokens that pad the matrix."""
     kinds = file.values("tokenizer.ggml.token_type", int)
     unused = {index for index, kind in enumerate(kinds) if kind == _UNUSED}
     return {token: index for index, token in enumerate(tokens) if index not in unused}
@@ -104,7 +104,7 @@ def _merges(file: GGUFFile) -> list[tuple[str, str]]:
 
 
 def _merges_by_score(file: GGUFFile, tokens: tuple[str, ...], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """SentencePiece has scores of tokens instead of merges: all ways to put a token together, the best token first."""
+    """SentencePiece has scores instead of merges: all ways to merge two tokens into one, the best result first."""
     scores = file.values("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise file.error("metadata tokenizer.ggml.scores must have a score for each token; convert the model again")
@@ -119,7 +119,7 @@ def _merges_by_score(file: GGUFFile, tokens: tuple[str, ...], vocabulary: dict[s
 
 
 def _add_tokens(backend: Tokenizer, file: GGUFFile, tokens: tuple[str, ...]) -> None:
-    """Control tokens are special; user-defined ones are found whole in any text, too."""
+    """Control tokens are special; user-defined ones only stay whole in any text."""
     kinds = file.values("tokenizer.ggml.token_type", int)
     for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         found = [token for token, kind in zip(tokens, kinds, strict=False) if kind == wanted and token]

@@ -1,1 +1,1 @@
-"""kernels."""
+"""C kernels for CPUs and Triton kernels for GPUs."""

@@ -1,8 +1,7 @@
-"""Builds a C kernel at first use and keeps it in a per-user cache. Knows compilers and files, not what kernels do.
+"""Builds a C kernel at first use and keeps it in a per-user cache.
 
-The file name is a hash of all that decides the machine code (source and headers, compiler, flags, CPU), so a changed source or a
-home directory shared by different machines never loads a wrong one. Processes that build at once each rename their own
-finished file into place: the last one wins, and all are alike.
+The file name hashes all that decides the machine code (source and headers, compiler, flags, CPU), so a changed source or a
+home directory shared by machines never loads a wrong one. Concurrent builds each rename an equal file into place.
 """
 
 import ctypes
@@ -13,11 +12,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 DISABLE_VARIABLE = "TANDEM_NO_C_KERNELS"
 CACHE_VARIABLE = "TANDEM_KERNEL_CACHE"
-COMPILE_TIMEOUT_S = 300  # of 20 s of work where the CPU has no AVX-512, on cores that others use too
+COMPILE_TIMEOUT_S = 300  # it takes 20 s without AVX-512 on an idle core
 BASE_FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno", "-Wno-psabi", "-Wno-unknown-pragmas")
 # The first set that compiles is used: some compilers come without an OpenMP runtime, some know no -march=native.
 FLAG_SETS = (("-march=native", "-fopenmp"), ("-march=native",), ())
@@ -34,7 +34,7 @@ class NoCompilerError(BuildError):
 
 
 def load_library(source: Path) -> ctypes.CDLL | None:
-    """The library built from `source` for this machine, or None (with one log line) when there is none to be had."""
+    """The library built from `source` for this machine, or None with one log line."""
     if os.environ.get(DISABLE_VARIABLE) == "1":
         log.info("C kernels are off (%s=1): torch computes instead", DISABLE_VARIABLE)
         return None
@@ -43,6 +43,12 @@ def load_library(source: Path) -> ctypes.CDLL | None:
     except BuildError as e:
         log.warning("no C kernel from %s, torch computes instead (slower): %s", source.name, e)
         return None
+
+
+def fields(pointers: Iterable[str], numbers: Iterable[str], floats: Iterable[str] = ()) -> list[tuple[str, type]]:
+    """`_fields_` of the mirror of a C structure: void *, int64_t and float members, in this order, as all kernels have."""
+    kinds = ((pointers, ctypes.c_void_p), (numbers, ctypes.c_int64), (floats, ctypes.c_float))
+    return [(name, kind) for names, kind in kinds for name in names]
 
 
 def check_buildable(source: Path) -> None:
@@ -54,7 +60,7 @@ def _load(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as e:
-        path.unlink(missing_ok=True)  # not a library (any more): the next start builds it again
+        path.unlink(missing_ok=True)  # not a library: the next start builds it again
         raise BuildError(f"cannot load {path}: {e}") from e
 
 
@@ -137,7 +143,7 @@ def _cpu_features() -> str:
 
 
 def cache_dir() -> Path:
-    """A directory that is ours alone: code is loaded from it. Raises BuildError when none can be had."""
+    """A directory that only we may write, since code is loaded from it. Raises BuildError."""
     wanted = [os.environ.get(CACHE_VARIABLE), _user_cache(), f"{tempfile.gettempdir()}/tandem-kernels-{os.getuid()}"]
     for name in wanted:
         if name and _usable(Path(name)):

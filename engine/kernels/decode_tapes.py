@@ -1,9 +1,8 @@
 """Decode steps on a CPU as tapes (tape.py): recorded at the first step of a batch size, then played.
 
-A tape holds only what C kernels do, and reuses its workspace in turns. Whether a model's layers are nothing but kernels is
-checked: the first two steps of a size are computed without the tape as well, and count. If the second one's bits differ,
-that size has no tape. Embeddings and positions come from torch each time and are copied to where the tape reads them;
-the attention kernel receives pages and lengths as in any step. Knows neither requests nor attention backends.
+A tape holds calls of C kernels only. To check that a model's layers are nothing else, the first two steps of a size are
+also computed without the tape, and these results count; if the second one's bits differ, that size has no tape. Embeddings
+and positions are copied to where the tape reads them; the attention kernel receives pages and lengths as in any step.
 """
 
 import logging
@@ -34,12 +33,12 @@ class Layered(Protocol):
 
 @dataclass(slots=True)
 class _Recorded:
-    """`begun` and `hidden`: what the tape reads and writes. `seen`: it gave the bits of the model itself."""
+    """`begun` and `hidden`: what the tape reads and writes. `is_checked`: it gave the bits of the model itself."""
 
     tape: Tape
     begun: Begun
     hidden: Tensor
-    seen: bool = False
+    is_checked: bool = False
 
     def play(self, begun: Begun) -> Tensor:
         for mine, now in zip(self.begun, begun, strict=True):
@@ -64,7 +63,7 @@ class DecodeTapes:
         return num_rows <= MOST_ROWS
 
     def forward(self, model: Layered, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Compute `model.forward` of a step that `takes` accepted; the attention backend has begun it."""
+        """`model.forward` of a step that `takes` accepted and the attention backend has begun."""
         begun, size = model.begin(input_ids, positions), len(input_ids)
         if size not in self._tapes:
             self._tapes[size] = self._record(model, begun, attend)
@@ -73,7 +72,7 @@ class DecodeTapes:
         if recorded is None:
             return model.layers(begun, attend)
         played = recorded.play(begun)
-        if recorded.seen:
+        if recorded.is_checked:
             return played
         return self._compare(size, recorded, played, model.layers(begun, attend))
 
@@ -85,9 +84,9 @@ class DecodeTapes:
         return _Recorded(tape, own, hidden)
 
     def _compare(self, size: int, recorded: _Recorded, played: Tensor, computed: Tensor) -> Tensor:
-        """Return what was computed without the tape, whose KV was written last, and drop a tape that gives other bits."""
-        recorded.seen = torch.equal(played.view(torch.uint8), computed.view(torch.uint8))
-        if not recorded.seen:
+        """Return what was computed without the tape, whose KV was written last; drop a tape that gives other bits."""
+        recorded.is_checked = torch.equal(played.view(torch.uint8), computed.view(torch.uint8))
+        if not recorded.is_checked:
             self._tapes[size] = None
             log.warning("decode steps of %d requests run without a tape: it does not give the same bits", size)
         return computed

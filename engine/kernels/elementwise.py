@@ -12,8 +12,7 @@ from typing import Protocol
 import torch
 
 from engine.kernels import tape
-from engine.kernels.build import load_library
-from engine.kernels.mirror import fields
+from engine.kernels.build import fields, load_library
 
 SOURCE = Path(__file__).with_suffix(".c")
 ABI_VERSION = 2
@@ -41,19 +40,19 @@ class _Gate(ctypes.Structure):
 
 
 class Rowwise(Protocol):
-    """Rows do not depend on one another: a row gives the same bits in any batch. Shapes and types are asserted."""
+    """A row gives the same bits in any batch."""
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, *, eps: float, delta: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[T, width]: RMS norm of x [T, width], to which `delta` is added in place before; weight [width]."""
+        """[T, width]: RMS norm of x [T, width], after `delta` is added to x in place; weight [width]."""
 
     def norm_turn(
         self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], *, weight: torch.Tensor | None, eps: float
     ) -> None:
         """x [T, H, D] in place: each head's RMS norm (`weight` [H, D], None: no norm), then its rotary turn.
 
-        x may be the first heads of a wider tensor. turn: cosine and signed sine [T, 1, D], as `Rope.at` gives them.
+        x may be the first heads of a wider tensor. turn: `Rope.at`.
         """
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,7 +144,7 @@ def _on_gpu() -> Rowwise | None:
 
 
 def elementwise_for(like: torch.Tensor, *, multiple: int = LANES) -> Rowwise | None:
-    """The kernels, if they take rows of the type, device and last size (on a CPU a multiple of `multiple`) of `like`."""
+    """The kernels, if they take the type, device and row size (on a CPU a multiple of `multiple`) of `like`."""
     if like.device.type == "cuda":
         return _on_gpu()
     fits = like.device.type == "cpu" and like.dtype == torch.bfloat16 and like.shape[-1] % multiple == 0

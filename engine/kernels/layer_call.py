@@ -13,7 +13,7 @@ STRIDES = ("q_stride", "k_stride", "v_stride", "page_stride_bytes")
 
 
 class Rows(NamedTuple):
-    """New tokens, in the cache's dtype, and where their output goes: they have to live as long as the call."""
+    """New tokens in the cache's dtype, and their output; they must live as long as the call."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -45,12 +45,12 @@ class LayerCall:
 
 
 def check_pages(pool: KVPool, *tables: torch.Tensor) -> None:
-    """Assert that all page ids are the pool's: C trusts them, and a wrong one would reach foreign memory."""
+    """Assert that all page ids are the pool's: C trusts them."""
     for pages in tables:
         low, high = pages.aminmax()
         assert int(low) >= 0 and int(high) <= pool.num_pages, (int(low), int(high))
 
 
 def _dense_heads(x: torch.Tensor) -> torch.Tensor:
-    """[T, heads, dim] with dense heads; a slice of a merged qkv is taken as it is."""
+    """[T, heads, dim] with dense heads; a slice of a merged qkv is not copied."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

@@ -1,20 +1,23 @@
-"""bf16 matrices packed for linear.c, and products with them. Knows shapes and memory, not layers; no fallback here."""
+"""bf16 matrices packed for linear.c, and products with them."""
 
+import contextlib
 import ctypes
+import mmap
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from engine.kernels import huge_pages, tape
-from engine.kernels.build import load_library
-from engine.kernels.mirror import fields
+from engine.kernels import tape
+from engine.kernels.build import fields, load_library
 
 SOURCE = Path(__file__).with_suffix(".c")
 ABI_VERSION = 2
 PANEL = 32  # outputs of a panel, and inputs of a step
 AVX512, AMX = 1, 2  # kinds of arithmetic; 0 is none
 
+HUGE_BYTES = 2 << 20
+LINE_BYTES = 64
 LANES = 16  # inputs are a multiple of it where rows are computed before they are multiplied
 
 _POINTERS = ("x", "weight", "bias", "y", "norm", "delta")
@@ -30,10 +33,8 @@ class _Args(ctypes.Structure):
 class PackedMatrix:
     """`weight` [out, in] and `bias` [out] or None, bf16, in linear.c's layout: as many bytes, in huge pages.
 
-    `gates`: the first half of the outputs may gate the second one; out is a multiple of PANEL.
-
-    A row of the result depends on that row of x alone, to the bit: not on how many rows there are, nor on threads.
-    Products are taken by one thread at a time; the GIL is dropped meanwhile.
+    `gates`: the first half of the outputs may gate the second; out is a multiple of PANEL. A row of the result depends on
+    that row of x alone, to the bit. One thread multiplies at a time and drops the GIL.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class PackedMatrix:
         outputs, inputs = weight.shape
         assert not gates or outputs % PANEL == 0, weight.shape
         self._call = library.tandem_linear
-        self._weight = huge_pages.allocate(-(-outputs // PANEL) * -(-inputs // PANEL) * PANEL * PANEL * 2)
+        self._weight = _allocate(-(-outputs // PANEL) * -(-inputs // PANEL) * PANEL * PANEL * 2)
         self._bias = None if bias is None else bias.contiguous()
         self._shape = (outputs, inputs)
         bias_at = None if self._bias is None else self._bias.data_ptr()
@@ -55,7 +56,7 @@ class PackedMatrix:
         library.tandem_linear_pack(dense.data_ptr(), outputs, inputs, to, gates, threads)
 
     def times(self, x: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """[T, out] for `x` [T, in] bf16: summed in fp32, rounded to bf16 once; `dtype` float32 keeps that value."""
+        """[T, out] for `x` [T, in] bf16: summed in fp32, rounded to bf16, returned as `dtype`."""
         assert x.shape[1:] == (self._shape[1],), (x.shape, self._shape)
         return self._product(x if x.stride(1) == 1 else x.contiguous(), dtype)
 
@@ -73,10 +74,7 @@ class PackedMatrix:
         delta: torch.Tensor | None = None,
         gated: bool = False,
     ) -> torch.Tensor:
-        """[T, out]: the product with the RMS norm of x, to which `delta` is added in place: `Elementwise.rms_norm`.
-
-        `gated`: [T, out / 2], what `Elementwise.silu_mul` makes of that.
-        """
+        """[T, out]: the product with `Elementwise.rms_norm`; `gated`: [T, out / 2], `Elementwise.silu_mul` of that."""
         inputs = self._shape[1]
         assert self.takes_norms and x.shape[1:] == (inputs,) and x.stride(1) == 1, (x.shape, self._shape)
         assert weight.dtype == torch.bfloat16 and weight.shape == (inputs,) and weight.is_contiguous(), weight.shape
@@ -104,7 +102,7 @@ class PackedMatrix:
 
 
 class LinearKernel:
-    """The library and what this CPU multiplies by. Raises OSError where it can do neither AMX nor AVX512-BF16."""
+    """The library and this CPU's arithmetic. Raises OSError where it has neither AMX nor AVX512-BF16."""
 
     def __init__(self, library: ctypes.CDLL, *, kind: int | None = None) -> None:
         assert library.tandem_linear_abi() == ABI_VERSION
@@ -131,3 +129,22 @@ def linear_kernel() -> LinearKernel | None:
         return None if library is None else LinearKernel(library)
     except OSError:
         return None
+
+
+def _allocate(size: int) -> torch.Tensor:
+    """[size] uint8, of any content, aligned to a cache line, in huge pages as far as whole ones go.
+
+    One thread reads them about 1.7 times as fast as pages of 4 KiB (docs/reports/benchmarks.md).
+    """
+    if size < HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return _aligned(torch.empty(size + LINE_BYTES, dtype=torch.uint8), size, LINE_BYTES)
+    memory = mmap.mmap(-1, size + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = _aligned(torch.frombuffer(memory, dtype=torch.uint8), size, HUGE_BYTES)
+    with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
+        memory.madvise(mmap.MADV_HUGEPAGE, int(whole.storage_offset()), size // HUGE_BYTES * HUGE_BYTES)
+    return whole
+
+
+def _aligned(memory: torch.Tensor, size: int, alignment: int) -> torch.Tensor:
+    begin = -memory.data_ptr() % alignment
+    return memory[begin : begin + size]

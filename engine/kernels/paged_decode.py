@@ -1,4 +1,4 @@
-"""Decode attention on CPU by paged_decode.c: fills in its arguments. Knows the pool's layout; no fallback here."""
+"""Decode attention on CPU by paged_decode.c."""
 
 import ctypes
 from pathlib import Path
@@ -6,9 +6,8 @@ from pathlib import Path
 import torch
 
 from engine.kernels import tape
-from engine.kernels.build import load_library
+from engine.kernels.build import fields, load_library
 from engine.kernels.layer_call import POINTERS, STRIDES, LayerCall, check_pages
-from engine.kernels.mirror import fields
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
@@ -34,14 +33,14 @@ class _Args(ctypes.Structure):
 
 
 class PagedDecode:
-    """One pool's decode attention. `begin` once a step of single tokens, `attend` once a layer; drops the GIL."""
+    """One pool's decode attention, for steps of single tokens; drops the GIL."""
 
     def __init__(self, library: ctypes.CDLL, pool: KVPool, *, scale: float | None) -> None:
         self._call = library.tandem_paged_decode
         self._call.argtypes = [ctypes.POINTER(_Args)]
         self._pool = pool
         self._layer = LayerCall(pool, scale=scale)
-        self._step = _Step()  # a tape's calls point here, too: its contents are how they get a new step
+        self._step = _Step()  # a tape's calls point here, too, and so read a new step
         self._args = _Args(
             step=ctypes.addressof(self._step), page_stride_bytes=pool.page_bytes, page_size=pool.page_size
         )
@@ -75,7 +74,7 @@ class PagedDecode:
 
 
 def make_paged_decode(pool: KVPool, *, scale: float | None) -> PagedDecode | None:
-    """The C kernel for this pool, or None: a layer it does not take, or no compiler (logged)."""
+    """The C kernel for this pool; None: a layer does not fit, or there is no compiler (logged)."""
     if not all(takes(spec) for spec in pool.specs):
         return None
     library = load_library(SOURCE)

@@ -1,14 +1,12 @@
-"""Attention of prompts on CPU by paged_extend.c: fills in its arguments. Knows the pool's layout; no fallback here."""
+"""Attention of prompts on CPU by paged_extend.c."""
 
 import ctypes
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from engine.kernels.build import load_library
+from engine.kernels.build import fields, load_library
 from engine.kernels.layer_call import POINTERS, STRIDES, LayerCall, check_pages
-from engine.kernels.mirror import fields
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
@@ -29,13 +27,12 @@ class _Args(ctypes.Structure):
 
 
 class PagedExtend:
-    """One pool's attention of prompts. `begin` once a step, `attend` once a layer; drops the GIL.
+    """One pool's attention of prompts; drops the GIL. A query's result depends on its position and the KV up to it alone.
 
-    A query's result depends on its position and the KV up to it, to the bit (paged_extend.c).
+    `kind` of arithmetic: by default the best of this CPU. Raises OSError where it lacks that kind.
     """
 
     def __init__(self, library: ctypes.CDLL, pool: KVPool, *, scale: float | None, kind: int | None = None) -> None:
-        """`kind` of arithmetic: the best this CPU has. Raises OSError where it has none of that kind."""
         best = library.tandem_paged_extend_kind()
         kind = best if kind is None else kind
         if not 0 < kind <= best:
@@ -48,11 +45,12 @@ class PagedExtend:
         self._kept: tuple[torch.Tensor, ...] = ()  # what the addresses in _args point into
 
     def begin(self, step: StepBatch, *, skip: frozenset[int] = frozenset()) -> None:
-        """`skip`: requests whose KV is written, but whose rows of the output are left undefined."""
+        """`skip`: requests whose KV is written and whose rows of the output stay undefined."""
         self._check(step)
         chosen = [i for i in range(len(step.q_lens)) if i not in skip]
         spans = step.spans()
-        runs = torch.tensor([[spans[i][0] for i in chosen], _of(step.q_lens, chosen), _of(step.kv_lens, chosen)])
+        rows = [(spans[i][0], step.q_lens[i], step.kv_lens[i]) for i in chosen]
+        runs = torch.tensor(rows).T.contiguous()
         table = step.page_table[torch.tensor(chosen)] if skip else step.page_table
         table = table.to(torch.int32).contiguous()
         self._kept = (table, *runs, step.token_pages.contiguous(), step.token_offsets.contiguous(), runs)
@@ -83,7 +81,7 @@ class PagedExtend:
 
 
 def make_paged_extend(pool: KVPool, *, scale: float | None) -> PagedExtend | None:
-    """The C kernel for this pool, or None: a layer it does not take, no compiler (logged), or no bf16 arithmetic."""
+    """The C kernel for this pool; None: a layer does not fit, no compiler (logged), or no bf16 arithmetic."""
     if not all(takes(spec) for spec in pool.specs):
         return None
     library = load_library(SOURCE)
@@ -98,7 +96,3 @@ def make_paged_extend(pool: KVPool, *, scale: float | None) -> PagedExtend | Non
 
 def takes(spec: CacheSpec) -> bool:
     return spec.head_dim % LANES == 0 and spec.dtype == DTYPE
-
-
-def _of(values: Sequence[int], chosen: list[int]) -> list[int]:
-    return [values[i] for i in chosen]

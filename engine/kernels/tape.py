@@ -1,9 +1,8 @@
-"""Calls of C kernels, recorded while they are made, and made again by one call: what CUDA graphs are to a GPU.
+"""Calls of C kernels, recorded once and repeated by one call: the CUDA graphs of a CPU.
 
 The step of a small batch is a hundred short kernels; Python and torch between them took a fifth of its time
-(docs/reports/benchmarks.md). A tape makes the same calls with the same arguments, so it reads and writes the same memory: what
-kernels give out while a tape records comes from its workspace. A tape does not hold what torch itself computes in between: the
-caller makes sure that there is nothing. Knows addresses, not what kernels do.
+(docs/reports/benchmarks.md). A tape repeats calls with the same arguments and so the same memory: while it records, outputs
+of kernels come from its workspace. The caller makes sure that torch computes nothing in between.
 """
 
 import ctypes
@@ -32,15 +31,15 @@ class _Call(ctypes.Structure):
 
 
 class Workspace:
-    """Memory for what kernels give out, of at most `most_rows` rows: `TURNS` buffers for each shape of a row, in turns.
-    All tapes of one thread may share it, for they never play at once."""
+    """Memory for outputs of at most `most_rows` rows: `TURNS` buffers for each shape of a row, in turns. All tapes of one
+    thread may share it."""
 
     def __init__(self, most_rows: int) -> None:
         self._most_rows = most_rows
         self._buffers: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """[rows, ...] of any content; the buffer comes round again after `TURNS` of the same row and type."""
+        """[rows, ...] of any content; the buffer returns after `TURNS` of the same row and type."""
         rows, *rest = shape
         buffers = self._buffers.setdefault((tuple(rest), dtype), [])
         if len(buffers) < TURNS:
@@ -51,7 +50,7 @@ class Workspace:
 
 
 class Tape:
-    """The caller keeps alive what its calls point at: weights, and tensors from outside while it recorded."""
+    """The caller keeps alive what the calls point at."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
@@ -61,7 +60,7 @@ class Tape:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Every kernel that this thread calls meanwhile is called, and noted."""
+        """Note every kernel that this thread calls meanwhile."""
         assert _here.tape is None, "two tapes record in one thread"
         _here.tape = self
         try:
@@ -78,7 +77,7 @@ class Tape:
         return self._workspace.empty(shape, dtype)
 
     def play(self) -> None:
-        """All calls again, in order; drops the GIL. Raises MemoryError when one finds none."""
+        """Repeat all calls; drops the GIL. Raises MemoryError."""
         library = tape_library()
         assert library is not None
         if self._array is None:
@@ -95,7 +94,7 @@ _here = _Here()
 
 
 def call(kernel: Kernel, args: ctypes.Structure) -> int:
-    """`kernel(&args)`, noted where a tape records. What `args` points at is the caller's, and stays where it is."""
+    """`kernel(&args)`, noted where a tape records."""
     if _here.tape is not None:
         _here.tape.note(kernel, args)
     failed: int = kernel(ctypes.byref(args))
@@ -103,7 +102,7 @@ def call(kernel: Kernel, args: ctypes.Structure) -> int:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """What a kernel gives out is written here: torch.empty, or the workspace of the tape that records."""
+    """Memory for a kernel's output: torch.empty, or the workspace of the tape that records."""
     return torch.empty(shape, dtype=dtype) if _here.tape is None else _here.tape.empty(shape, dtype)
 
 

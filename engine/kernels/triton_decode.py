@@ -1,12 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 """Paged decode attention for GPUs (never run on one yet): partial softmax over splits of a request's tokens, then a merge.
 
-Split-KV decode is Flash-Decoding (Dao et al. 2023); one tile holds all query heads of a kv head, so K and V are read
-once. How a request is split depends on its length alone: its result is the same in any batch.
+Flash-Decoding (Dao et al. 2023); one tile holds all query heads of a kv head, so K and V are read once. The splits of a
+request depend on its length alone: its result is the same in any batch.
 
-Lengths are read on the device, and the grid is what the machine has room for: a list of all splits is made first
-(`split_list`, once a step), and each of n programs takes every n-th. So one captured graph serves every length, and a
-long context costs a short request nothing.
+Lengths are read on the device: `split_list` lists all splits once a step, and each of n programs takes every n-th. So one
+captured graph serves every length, and a long context costs a short request nothing.
 """
 
 from dataclasses import dataclass
@@ -24,12 +23,9 @@ INTERPRETED_PROGRAMS = 3  # no device to ask: few, so that each has several spli
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
-    """How work is cut. `min_split`: tokens of a split at least (longer requests: `splits` of them, longer ones); `block`:
-    tokens of one tile; `per_sm`: programs for each multiprocessor.
-
-    `stages`: K and V hang on a page id that is loaded before, so with Triton's pipeliner 3 of them are one tile ahead and
-    5 are two.
-    """
+    """`min_split`: least tokens of a split (long requests have `splits` longer ones); `block`: tokens of one tile;
+    `per_sm`: programs per multiprocessor; `stages`: K and V depend on a page id that is loaded before, so Triton's
+    pipeliner is one tile ahead with 3 stages and two with 5."""
 
     min_split: int = 256
     splits: int = 32
@@ -41,8 +37,8 @@ class DecodeTiles:
 
 @cache
 def decode_tiles(*, kv_heads: int, dim: int, dtype: torch.dtype) -> DecodeTiles:
-    """What keeps accumulators in registers on sm_90 (tests compile it). Few kv heads: more splits, or one long request
-    alone would leave multiprocessors idle."""
+    """Keeps accumulators in registers on sm_90 (tests compile it). Few kv heads need more splits, or one long request
+    leaves multiprocessors idle."""
     splits = min(64, max(16, 256 // triton.next_power_of_2(kv_heads)))
     if dtype == torch.float32:
         return DecodeTiles(
@@ -180,7 +176,7 @@ def decode_merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What kernels that read K and V know when they are compiled. `precision`: of products, as `tl.dot` names it."""
+    """What kernels that read K and V know when they are compiled. `precision`: of `tl.dot`."""
 
     heads: int
     kv_heads: int
@@ -207,13 +203,11 @@ class CacheShape:
 
 
 def split_constants(shape: CacheShape, tiles: DecodeTiles) -> dict[str, Any]:
-    """Compile-time constants of the kernel that reads K and V."""
     tile_heads = max(MIN_TILE_HEADS, triton.next_power_of_2(shape.heads // shape.kv_heads))
     return {**shape.constants(), "TILE_HEADS": tile_heads, **split_rule(tiles)}
 
 
 def merge_constants(*, heads: int, dim: int, tiles: DecodeTiles) -> dict[str, Any]:
-    """Compile-time constants of the merge."""
     return {"HEADS": heads, "DIM": dim, "TILE_DIM": tile_dim(dim), **split_rule(tiles)}
 
 

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 """Attention of many new tokens over pages that already hold their K and V, for GPUs (never run on one yet).
 
-FlashAttention-2's loop (Dao 2023) with K and V fetched through the page table: first the tokens that every row of a
-tile sees, without a mask, then the few at its diagonal. A row's result depends on its position and the cache alone, not
-on how the prompt was cut into chunks beyond rounding.
+FlashAttention-2's loop (Dao 2023) with K and V fetched through the page table: first the tokens that every row of a tile
+sees, without a mask, then the few at its diagonal. Apart from rounding, chunks do not change a row's result.
 """
 
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ class ExtendTiles:
 
 @cache
 def extend_tiles(*, dim: int, dtype: torch.dtype) -> ExtendTiles:
-    """What fits the registers and the shared memory of sm_90 without spills (tests compile it)."""
+    """Fits the registers and the shared memory of sm_90 without spills (tests compile it)."""
     if dtype == torch.float32:  # no tensor cores for exact fp32: small tiles
         return ExtendTiles(rows=16, block=32 if dim <= 128 else 16, warps=8, stages=2)
     if dim > 128:
@@ -156,7 +155,6 @@ def extend_kernel(
 
 
 def extend_constants(shape: CacheShape, tiles: ExtendTiles) -> dict[str, Any]:
-    """Compile-time constants."""
     return {**shape.constants(), "BLOCK_ROWS": tiles.rows, "BLOCK": tiles.block}
 
 
@@ -173,9 +171,7 @@ def extend(
     tiles: ExtendTiles,
 ) -> torch.Tensor:
     """[T, heads, dim] dense. q [T, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k; page_table
-    [B, pages] int32; starts [B + 1] int32.
-
-    `most_rows`: an upper bound of the requests' q_len, known to the host.
+    [B, pages] int32; starts [B + 1] int32; `most_rows`: an upper bound of the requests' q_len, known to the host.
     """
     out = torch.empty(tuple(q.shape), dtype=q.dtype, device=q.device)
     extend_kernel[(triton.cdiv(most_rows, tiles.rows), q.shape[1], len(kv_lens))](

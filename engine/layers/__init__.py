@@ -1,1 +1,1 @@
-"""Layers that model families are made of: plain classes over tensors, no modules, no state that changes."""
+"""Layers of model families: plain classes over tensors."""

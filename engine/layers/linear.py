@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from engine.kernels.elementwise import LANES, elementwise_for
 from engine.kernels.linear import PANEL, PackedMatrix, linear_kernel
-from engine.layers.gate import silu_mul
 from engine.layers.norm import RMSNorm
 
 Delta = Callable[[torch.Tensor, torch.Tensor], None]
@@ -17,11 +17,8 @@ Delta = Callable[[torch.Tensor, torch.Tensor], None]
 class Linear:
     """`weight` [out, in], `bias` [out] or None; maps [T, in] to [T, out]. One thread calls it at a time.
 
-    `gates`: the first half of the outputs is a gate of the second one (`gated_of_norm`).
-
-    `delta(x, y)`, where one is set, changes y in place before it is returned (adapters: engine/lora/bank.py).
-
-    Packed weights take as many bytes as plain ones. The caller drops the plain weight, or memory holds both.
+    `gates`: the first half of the outputs gates the second (`gated_of_norm`). `delta(x, y)` changes y in place (adapters:
+    engine/lora/bank.py). The caller drops the plain weight, or memory holds it twice.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gates: bool = False) -> None:
@@ -35,34 +32,32 @@ class Linear:
         return y
 
     def of_norm(self, norm: RMSNorm, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        """self(norm.of_sum(x, delta)), to the bit; our kernel takes it in one pass."""
+        """self(norm.of_sum(x, delta)), to the bit; one pass in our kernel."""
         matrix = self._fused()
         if matrix is not None:
             return matrix.times_normed(x, norm.weight, eps=norm.eps, delta=delta)
         return self(norm.of_sum(x, delta))
 
     def gated_of_norm(self, norm: RMSNorm, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        """silu_mul(self.of_norm(norm, x, delta)), to the bit; our kernel takes it in one pass."""
+        """silu_mul(self.of_norm(norm, x, delta)), to the bit; one pass in our kernel."""
         matrix = self._fused()
         if matrix is not None and matrix.gates:
             return matrix.times_normed(x, norm.weight, eps=norm.eps, delta=delta, gated=True)
         return silu_mul(self.of_norm(norm, x, delta))
 
     def _fused(self) -> PackedMatrix | None:
-        """The matrix, if what comes before and after its product can go with it."""
+        """The matrix, if its kernel also takes the norm before the product."""
         matrix = self._matrix
         if self.delta is None and isinstance(matrix, PackedMatrix) and matrix.takes_norms:
             return matrix
         return None
 
     def in_float32(self, x: torch.Tensor) -> torch.Tensor:
-        """The values of `self(x)` (rounded as there) as float32: one pass over them less. No delta."""
+        """The values of `self(x)` as float32, in one pass less. No delta."""
         return self._matrix.times(x, dtype=torch.float32)
 
 
 class Matrix(Protocol):
-    """A weight and bias in whatever layout."""
-
     def times(self, x: torch.Tensor, *, dtype: torch.dtype = ...) -> torch.Tensor: ...
 
 
@@ -98,7 +93,7 @@ def _matrix(weight: torch.Tensor, bias: torch.Tensor | None, *, gates: bool) -> 
 
 @dataclass(frozen=True, slots=True)
 class SiteShape:
-    """`parts`: (name in the checkpoint without ".weight", rows), one below the other in a matrix [out, in_size]."""
+    """`parts`: (name in the checkpoint without ".weight", rows) of a matrix [out, in_size], from the top."""
 
     in_size: int
     parts: tuple[tuple[str, int], ...]
@@ -106,7 +101,7 @@ class SiteShape:
 
 @dataclass(frozen=True, slots=True)
 class LinearSite:
-    """A `Linear` of a model and the matrices it is made of, for adapters, which change them one by one."""
+    """A `Linear` of a model and its matrices, which adapters change one by one."""
 
     linear: Linear
     shape: SiteShape
@@ -119,3 +114,15 @@ def _has_onednn() -> bool:
     return all(hasattr(torch.ops.mkldnn, name) for name in operations) and bool(
         torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """[T, width]: silu(x[:, :width]) * x[:, width:] for x [T, 2 * width]; rounded after the silu and at the end.
+
+    Shazeer 2020, "GLU Variants Improve Transformer" (SwiGLU).
+    """
+    kernel = elementwise_for(x, multiple=2 * LANES)
+    if kernel is not None:
+        return kernel.silu_mul(x)
+    gate, up = torch.split(x, x.shape[-1] // 2, dim=-1)
+    return functional.silu(gate).mul_(up)

@@ -7,7 +7,7 @@ from engine.kernels.elementwise import elementwise_for
 
 
 class RMSNorm:
-    """x / sqrt(mean(x**2) + eps) * weight over the last dim of x [T, D], in fp32 whatever the dtype of x; weight [D]."""
+    """x / sqrt(mean(x**2) + eps) * weight over the last dim of x [T, D], computed in fp32; weight [D]."""
 
     def __init__(self, weight: torch.Tensor, *, eps: float) -> None:
         self.weight = weight
@@ -20,7 +20,7 @@ class RMSNorm:
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def of_sum(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        """The norm of x + delta, which x becomes (a residual stream that goes on)."""
+        """The norm of x + delta, which x becomes."""
         if delta is None:
             return self(x)
         if self._kernel is not None:

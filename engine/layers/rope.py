@@ -15,10 +15,7 @@ Turn = tuple[torch.Tensor, torch.Tensor]  # cosine and signed sine of a step's p
 
 
 class Rope:
-    """A table of cos and sin for every position of the context, in the model's dtype.
-
-    Memory: max_position_embeddings * 2 * head_dim elements.
-    """
+    """A table of cos and sin: max_position_embeddings * 2 * head_dim elements of the model's dtype."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         frequencies = inverse_frequencies(config)
@@ -30,19 +27,19 @@ class Rope:
         self._table = table.to(dtype=dtype, device=device).unsqueeze(2)
 
     def at(self, positions: torch.Tensor) -> Turn:
-        """(cos, signed sin), each [T, 1, D], for `positions` [T] i64; once a step, for all layers."""
+        """(cos, signed sin), each [T, 1, D], for `positions` [T] i64."""
         rows = self._table.index_select(0, positions)
         return rows[:, 0], rows[:, 1]
 
 
 class NormedRope:
-    """Norm and turn of q and k, which lie in one tensor: x [T, H, D] -> the same shape, x may be changed.
+    """Norm and turn of q and k in one tensor: x [T, H, D] -> the same shape; may change x.
 
-    `weight` [H, D] gives each head its own RMS norm, rounded before it is weighed; None: heads are only turned.
+    `weight` [H, D]: of each head's RMS norm, rounded before it is weighed; None: no norm. `like`: any tensor [..., D] of
+    x's type and device.
     """
 
     def __init__(self, weight: torch.Tensor | None, *, like: torch.Tensor, eps: float) -> None:
-        """`like`: any tensor of [..., D] elements of the type and on the device of what is turned."""
         self._weight = weight
         self._eps = eps
         self._kernel = elementwise_for(like, multiple=2 * LANES)

@@ -1,7 +1,4 @@
-"""Models of the Hugging Face hub: the files that are needed, in the hub's own cache.
-
-`huggingface_hub` reads HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE itself. Must not know torch.
-"""
+"""Models of the Hugging Face hub, in its own cache. `huggingface_hub` reads HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE."""
 
 import os
 import re
@@ -35,9 +32,9 @@ def is_model_id(text: str) -> bool:
 
 
 def download(model_id: str, revision: str | None) -> str:
-    """The directory with the files of `model_id` at `revision` (None: its default branch); what is missing is fetched.
+    """The directory of `model_id` at `revision` (None: its default branch); fetch what is missing, with a progress bar.
 
-    Shows a progress bar on a terminal. Raises `ConfigError`, one line.
+    Raises `ConfigError`, one line.
     """
     import httpx2
     from huggingface_hub import errors, snapshot_download

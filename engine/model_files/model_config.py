@@ -1,7 +1,6 @@
-"""The model configuration of a checkpoint: read once, checked, frozen. Never torch: the HTTP process imports it.
+"""The model configuration of a checkpoint, checked and frozen. Never torch: the frontend imports it.
 
-Reads config.json and generation_config.json of Hugging Face checkpoints (field names of transformers 4 and 5); the metadata
-of a GGUF file is translated to the same names first.
+Field names are those of transformers 4 and 5 (config.json, generation_config.json); engine/gguf translates GGUF files.
 """
 
 import hashlib
@@ -55,7 +54,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class FrequencyFactors:
-    """RoPE whose pair i turns `factors[i]` times slower; how GGUF files write Llama 3.1's scaling."""
+    """RoPE whose pair i turns `factors[i]` times slower: Llama 3.1's scaling in GGUF files."""
 
     factors: tuple[float, ...]
 
@@ -67,9 +66,9 @@ RopeScaling = Llama3Scaling | FrequencyFactors
 class ModelConfig:
     """A decoder-only model. Sizes in elements; `max_position_embeddings` in tokens.
 
-    `attention_bias`: q, k and v have a bias; `attention_out_bias`: o has one too. `dtype`: how the weights are stored
-    ("bfloat16" | "float16" | "float32"). `eos_token_ids`: union of config.json and generation_config.json, ascending.
-    `rope_scaling`: None is plain RoPE. `sliding_window`: None, or at least the context (so it never cuts).
+    `attention_bias`: q, k and v have a bias; `attention_out_bias`: o has one too. `dtype`: of the stored weights.
+    `eos_token_ids`: of both files, ascending. `rope_scaling`: None is plain RoPE. `sliding_window`: None, or at least the
+    context, so that it never cuts.
     """
 
     architecture: str
@@ -95,9 +94,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
 
     def signature(self) -> str:
-        """A short string of what prefill and decode must agree on, e.g. "Qwen3ForCausalLM/L2/kv1x128/V528/1f2e3d4c5b6a".
+        """What prefill and decode must agree on: "Qwen3ForCausalLM/L2/kv1x128/V528/1f2e3d4c5b6a".
 
-        The tail hashes every field that changes the numbers (not: stored dtype, context, token ids, model_type).
+        The tail hashes every field that changes the numbers.
         """
         silent = {"dtype", "max_position_embeddings", "sliding_window", "bos_token_id", "eos_token_ids", "model_type"}
         fields = {name: value for name, value in asdict(self).items() if name not in silent}

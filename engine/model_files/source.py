@@ -1,8 +1,5 @@
-"""What --model-path may name, and the local files behind it.
-
-A directory or a GGUF file is taken as it is; "smollm2" is a file in an installed package; ORGANIZATION/NAME is a model
-of the Hugging Face hub, which is downloaded here. Must not know torch.
-"""
+"""The local files behind --model-path: a directory, a GGUF file, "smollm2" (a file in an installed package), or a model of
+the Hugging Face hub (ORGANIZATION/NAME), which is downloaded."""
 
 import importlib.util
 from dataclasses import replace
@@ -19,22 +16,22 @@ SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def with_local_model(config: EngineConfig) -> EngineConfig:
-    """`config` with the path of local files, and with the name that was given as the served one. Raises `ConfigError`.
+    """`config` with the path of local files, and the given name as the served one. Raises `ConfigError`.
 
-    Downloads a model of the hub that is not in the cache. An existing path wins over a model with that name.
+    An existing path has precedence over a model with that name.
     """
-    asked = config.model_path
-    on_hub = bool(asked) and not Path(asked).exists() and asked != SMOLLM2 and is_model_id(asked)
+    given = config.model_path
+    on_hub = bool(given) and not Path(given).exists() and given != SMOLLM2 and is_model_id(given)
     if config.revision is not None and not on_hub:
         raise ConfigError(
             f"--revision {config.revision}: only models of the Hugging Face hub have revisions; leave it out "
-            f"(--model-path {asked or 'is not given'})"
+            f"(--model-path {given or 'is not given'})"
         )
     if on_hub:
-        return _served_as(config, download(asked, config.revision))
-    if asked == SMOLLM2 and not Path(asked).exists():
+        return _served_as(config, download(given, config.revision))
+    if given == SMOLLM2 and not Path(given).exists():
         return _served_as(config, str(smollm2_file()))
-    return replace(config, model_path=asked or DEFAULT_MODEL_PATH)
+    return replace(config, model_path=given or DEFAULT_MODEL_PATH)
 
 
 def smollm2_file() -> Path:

@@ -1,12 +1,8 @@
-"""Reading the tensors of a checkpoint: safetensors, one file or shards, memory-mapped, or a GGUF file.
-
-Owns which tensors there are and which of them the model took. Must not know what they mean. Never unpickles anything.
-"""
+"""Reads the tensors of a checkpoint: memory-mapped safetensors, one file or shards, or a GGUF file. Never unpickles."""
 
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -27,7 +23,7 @@ _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
 
 
 class Tensors(Protocol):
-    """Where tensors come from. `described_by`: the file that says which tensors there should be."""
+    """Where tensors come from. `described_by`: the file that describes them."""
 
     described_by: str
 
@@ -35,20 +31,17 @@ class Tensors(Protocol):
 
     def where(self, name: str) -> str:
         """The file that holds tensor `name`, for messages."""
-        ...
 
-    def open(self, name: str, shape: Sequence[int]) -> Callable[[torch.Tensor], None]:
-        """What fills a tensor of `shape` with tensor `name`. Raises `ConfigError` for one that is missing or different."""
-        ...
+    def open(self, name: str, shape: Sequence[int]) -> Callable[[torch.Tensor], object]:
+        """What fills a tensor of `shape` with tensor `name`. Raises `ConfigError` if it is missing or different."""
 
     def close(self) -> None: ...
 
 
 class Checkpoint:
-    """The tensors of `model_path`, each taken once, in `dtype` on `device`. Use as a context manager.
+    """The tensors of `model_path`, each taken once, in `dtype` on `device`. A context manager.
 
-    `progress`: a bar over the tensors (never where stderr is not a terminal). Raises `ConfigError` naming tensor and
-    file for what is missing, broken, of another shape, or not a type that can be read.
+    `progress`: show a bar on a terminal. Raises `ConfigError` naming tensor and file.
     """
 
     def __init__(self, model_path: str, *, dtype: str, device: str, progress: bool) -> None:
@@ -71,11 +64,11 @@ class Checkpoint:
         self._tensors.close()
 
     def take(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """Tensor `name`, which must have `shape`: a new contiguous tensor (no view of the file)."""
+        """Tensor `name`, which must have `shape`: a new contiguous tensor."""
         return self.take_rows([name], [shape[0]], shape[1:])
 
     def take_rows(self, names: Sequence[str], rows: Sequence[int], rest: Sequence[int]) -> torch.Tensor:
-        """[sum(rows), *rest]: the tensors `names`, of shapes [rows[i], *rest], one below the other."""
+        """[sum(rows), *rest]: the tensors `names`, of shapes [rows[i], *rest], concatenated."""
         fills = [self._tensors.open(name, [count, *rest]) for name, count in zip(names, rows, strict=True)]
         merged = torch.empty([sum(rows), *rest], dtype=self.dtype, device=self.device)
         for part, fill in zip(torch.split(merged, list(rows)), fills, strict=True):
@@ -85,11 +78,11 @@ class Checkpoint:
         return merged
 
     def ignore(self, name: str) -> None:
-        """`name` may be in the files and is not needed."""
+        """The model does not need `name`."""
         self._left.discard(name)
 
     def check_all_taken(self) -> None:
-        """Raise `ConfigError` if a tensor is left that the model does not know."""
+        """Raise `ConfigError` if a tensor is left."""
         if self._left:
             name = min(self._left)
             more = f" (and {len(self._left) - 1} more)" if len(self._left) > 1 else ""
@@ -123,8 +116,9 @@ class _Safetensors:
     def where(self, name: str) -> str:
         return str(self._file_of[name])
 
-    def open(self, name: str, shape: Sequence[int]) -> Callable[[torch.Tensor], None]:
-        return partial(_copy, self._read(name, list(shape)))
+    def open(self, name: str, shape: Sequence[int]) -> Callable[[torch.Tensor], object]:
+        source = self._read(name, list(shape))
+        return lambda out: out.copy_(source)
 
     def close(self) -> None:
         self._files.clear()
@@ -148,10 +142,6 @@ class _Safetensors:
                 f"supported: {', '.join(DTYPES)} (no quantized checkpoints)"
             )
         return tensor
-
-
-def _copy(source: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(source)
 
 
 def _tensor_files(folder: Path, files: dict[Path, Any]) -> dict[str, Path]:

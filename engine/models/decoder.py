@@ -1,12 +1,8 @@
-"""The dense decoder that Llama, Mistral, Qwen2 and Qwen3 share; they differ in biases and in the norm on q and k.
-
-Knows tensors and tensor names. Must not know pages, requests or batches: attention is the caller's `attend`.
-"""
+"""The dense decoder of Llama, Mistral, Qwen2 and Qwen3; they differ in biases and in the norm on q and k."""
 
 import torch
 
 from engine.kv.cache_spec import CacheSpec
-from engine.layers.gated_mlp import GatedMLP
 from engine.layers.linear import Linear, LinearSite, SiteShape
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import NormedRope, Rope, Turn
@@ -41,7 +37,7 @@ class DenseDecoder:
         return self.layers(self.begin(input_ids, positions), attend)
 
     def begin(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Begun:
-        """The embeddings [T, hidden], and the turn of their positions."""
+        """The embeddings [T, hidden], and cos and sin of their positions."""
         return self._embedding.index_select(0, input_ids), *self._rope.at(positions)
 
     def layers(self, begun: Begun, attend: Attend) -> torch.Tensor:
@@ -62,7 +58,7 @@ class _Layer:
         self._attention_norm = RMSNorm(checkpoint.take(f"{prefix}input_layernorm.weight", [hidden]), eps=eps)
         self._attention = _Attention(config, checkpoint, index=index)
         self._mlp_norm = RMSNorm(checkpoint.take(f"{prefix}post_attention_layernorm.weight", [hidden]), eps=eps)
-        self._mlp = _mlp(config, checkpoint, prefix=f"{prefix}mlp.")
+        self._mlp = _MLP(config, checkpoint, prefix=f"{prefix}mlp.")
 
     def sites(self, config: ModelConfig, index: int) -> list[LinearSite]:
         attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
@@ -78,14 +74,13 @@ class _Layer:
         ]
 
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
-        """x takes in `delta`, what the layer before has to add to it; returns what this one adds, so that each sum is
-        one pass with the norm that follows."""
+        """Add `delta`, the output of the layer before, to x; return this layer's. So each sum is one pass with a norm."""
         delta = self._attention.of_norm(self._attention_norm, x, delta, turn, attend)
         return self._mlp.of_norm(self._mlp_norm, x, delta)
 
 
 class _Attention:
-    """q, k and v come from one matrix; q and k are normed and turned as one tensor, since every operation counts."""
+    """q, k and v come from one matrix; norm and RoPE take q and k as one tensor, since every operation counts."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, *, index: int) -> None:
         prefix = f"model.layers.{index}.self_attn."
@@ -121,10 +116,15 @@ def _qk_norm(config: ModelConfig, checkpoint: Checkpoint, *, prefix: str) -> tor
     return torch.cat((q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)))
 
 
-def _mlp(config: ModelConfig, checkpoint: Checkpoint, *, prefix: str) -> GatedMLP:
-    hidden, size = config.hidden_size, config.intermediate_size
-    names = [f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"]
-    return GatedMLP(
-        gate_up=Linear(checkpoint.take_rows(names, [size, size], [hidden]), gates=True),
-        down=Linear(checkpoint.take(f"{prefix}down_proj.weight", [hidden, size])),
-    )
+class _MLP:
+    """down(silu(gate(x)) * up(x)), gate and up in one matrix [2 * intermediate, hidden]."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, *, prefix: str) -> None:
+        hidden, size = config.hidden_size, config.intermediate_size
+        names = [f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"]
+        self.gate_up = Linear(checkpoint.take_rows(names, [size, size], [hidden]), gates=True)
+        self.down = Linear(checkpoint.take(f"{prefix}down_proj.weight", [hidden, size]))
+
+    def of_norm(self, norm: RMSNorm, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """The MLP of norm(x + delta), which x becomes before the norm."""
+        return self.down(self.gate_up.gated_of_norm(norm, x, delta))

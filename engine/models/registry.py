@@ -1,6 +1,6 @@
-"""Which class runs which architecture, and the one way to get a loaded model.
+"""Which class runs which architecture, and how a model is loaded.
 
-A new family: a class that implements `CausalLM`, a line here, and a line in `engine.model_files.model_config.FAMILIES`.
+A new family: a class that implements `CausalLM`, a line here, and one in `engine.model_files.model_config.FAMILIES`.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,8 @@ def load_model(
 ) -> CausalLM:
     """The model of `model_path` with its weights in `dtype` ("bfloat16" | "float32" | "float16") on `device`.
 
-    `progress`: show a bar (only on a terminal). `context_length`: positions that will be used, at most the model's (the
-    RoPE table of a model made for a million tokens is half a GiB). Raises `ConfigError` for files that do not fit `config`.
+    `context_length`: positions in use (the RoPE table of a million is half a GiB). Raises `ConfigError` for files that do
+    not fit `config`.
     """
     build = MODELS.get(config.architecture)
     if build is None:

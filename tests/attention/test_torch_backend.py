@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from engine.attention.registry import make_attention_backend
+from engine.attention.backend import make_attention_backend
 from engine.attention.torch_backend import TorchBackend
 from service.flags import ConfigError
 from tests.attention.attention_cases import (

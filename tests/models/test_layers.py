@@ -8,8 +8,7 @@ from torch.nn import functional
 
 from engine.kernels.elementwise import elementwise
 from engine.layers import linear
-from engine.layers.gate import silu_mul
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, silu_mul
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import NormedRope, apply_rope
 

@@ -11,8 +11,8 @@ from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_confi
 from engine.models.causal_lm import CausalLM
 from engine.models.recall import vocab
 from engine.models.recall.build import build
-from engine.models.recall.codes import MAX_OVERLAP, sign_codes
 from engine.models.recall.oracle import OutsideDomain, continuation
+from engine.models.recall.weights import MAX_OVERLAP, sign_codes
 from engine.models.registry import load_model
 from tests.models.reference_attend import Sequence
 

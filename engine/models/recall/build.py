@@ -1,8 +1,4 @@
-"""Writes the shipped checkpoint: `python -m engine.models.recall.build OUT_DIR`. Needs torch, safetensors, tokenizers.
-
-Owns the files (config, tokenizer, chat template, safetensors); the numbers are weights.py's, the words vocab.py's.
-The same files come out on every machine, bit for bit.
-"""
+"""Writes the shipped checkpoint, the same on every machine to the bit: `python -m engine.models.recall.build OUT_DIR`."""
 
 import argparse
 import json
@@ -19,8 +15,8 @@ from engine.models.recall import vocab, weights
 
 MAX_POSITION = 32768
 
-# A chat is read as a list of facts: of all words only keys and values count ("What is k3?" -> k03), and <eos> ends each
-# fact, so that replaying a fact ends the answer by itself.
+# A chat is a list of facts: only keys and values count ("What is k3?" -> k03). <eos> ends each fact, so that replaying one
+# ends the answer.
 CHAT_TEMPLATE = """\
 {{- '<bos>' -}}
 {%- for message in messages -%}
@@ -40,7 +36,7 @@ CHAT_TEMPLATE = """\
 
 
 def build(out_dir: Path) -> None:
-    """Write all files of the checkpoint into `out_dir` (made if missing; files of the same name are replaced)."""
+    """Write all files of the checkpoint into `out_dir`."""
     out_dir.mkdir(parents=True, exist_ok=True)
     save_file(weights.build_weights(), out_dir / "model.safetensors", metadata={"format": "pt"})
     _tokenizer().save(str(out_dir / "tokenizer.json"))
@@ -92,7 +88,7 @@ def _tokenizer_config() -> dict[str, Any]:
 
 
 def _tokenizer() -> Tokenizer:
-    """Words split at white space; without a decoder, the text joins them by spaces. <bos> comes by itself."""
+    """Splits words at white space, joins them by spaces, and adds <bos>."""
     ids = {word: i for i, word in enumerate(vocab.WORDS)}
     tokenizer = Tokenizer(WordLevel(ids, unk_token=vocab.WORDS[vocab.UNK]))
     tokenizer.pre_tokenizer = WhitespaceSplit()

@@ -1,14 +1,13 @@
 """The answer the shipped model must give, computed without a model. Pure: no torch, no tokenizer.
 
-The model looks for the earlier place of its last token and says what followed there; so, greedily, it replays the
-prompt. Whoever loses, swaps or reuses a page wrongly changes the answer: K and V of layer 1 hold the facts. (Layer 0 is
-read one token back only, so a fault in nothing but layer 0's older tokens does not show; use random weights for that.)
-In full, the token after `ids` is:
+The model finds the earlier place of its last token and repeats what followed there: greedily, it replays the prompt. A
+lost, swapped or reused page changes the answer, since K and V of layer 1 hold the facts. (Layer 0 reads one token back
+only, so faults in its older tokens do not show; use random weights for those.) The token after `ids` is:
 
     last token   next
     unseen       <eos>
     <unk>        unseen                (words outside the vocabulary never match)
-    <eos>        ids[1]                (the start of the prompt again: only seen with ignore_eos)
+    <eos>        ids[1]                (the start of the prompt again, with ignore_eos)
     other        what followed it before; `unseen` where it is new
 """
 
@@ -17,7 +16,7 @@ from itertools import pairwise
 
 from engine.models.recall import vocab
 
-NEVER_SAID = frozenset({vocab.PAD, vocab.BOS})
+NEVER_SAMPLED = frozenset({vocab.PAD, vocab.BOS})
 
 
 class OutsideDomain(ValueError):
@@ -25,11 +24,10 @@ class OutsideDomain(ValueError):
 
 
 def continuation(prompt_ids: Sequence[int], n: int, *, ignore_eos: bool = False) -> list[int]:
-    """The `n` tokens that greedy decoding gives after `prompt_ids`; it ends with the first <eos> unless `ignore_eos`.
+    """The `n` tokens of greedy decoding after `prompt_ids`; they end with the first <eos> unless `ignore_eos`.
 
-    Exact for prompts that start with <bos>, hold no other <bos> or <pad>, and where every token that the answer asks
-    for has been followed by one and the same token (keys given once; values may repeat where nothing asks for them).
-    Anything else raises `OutsideDomain`. Holds up to the model's context, temperature 0, any batch, bf16 and fp32.
+    Exact for any batch, bf16 and fp32. Raises `OutsideDomain` unless the prompt starts with <bos>, holds no other <bos> or
+    <pad>, and one token alone follows each token that the answer looks up.
     """
     _check_prompt(prompt_ids)
     followers = _followers(prompt_ids)
@@ -49,7 +47,7 @@ def _check_prompt(ids: Sequence[int]) -> None:
     for position, token in enumerate(ids):
         if not 0 <= token < vocab.VOCAB_SIZE:
             raise OutsideDomain(f"{token} at position {position} is not a token id")
-        if position and token in NEVER_SAID:
+        if position and token in NEVER_SAMPLED:
             raise OutsideDomain(f"{vocab.WORDS[token]} at position {position}")
 
 

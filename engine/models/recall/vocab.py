@@ -1,8 +1,6 @@
 """The words of the shipped model and their ids: 16 specials, 256 keys, 256 values.
 
-    id  0 <pad>   1 <bos>   2 <eos>   3 <unk>   4 unseen   5..15 <reserved_n>   16.. k00..k255   272.. v00..v255
-
-Pure: knows neither tensors nor the tokenizer library; tokenizer.json is built from here and must agree.
+id  0 <pad>   1 <bos>   2 <eos>   3 <unk>   4 unseen   5..15 <reserved_n>   16.. k00..k255   272.. v00..v255
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,23 +25,21 @@ _ID_OF = {word: i for i, word in enumerate(WORDS)}
 
 
 def key(i: int) -> int:
-    """Id of the word k<i>, 0 <= i < NUM_KEYS."""
     assert 0 <= i < NUM_KEYS
     return FIRST_KEY + i
 
 
 def value(i: int) -> int:
-    """Id of the word v<i>, 0 <= i < NUM_VALUES."""
     assert 0 <= i < NUM_VALUES
     return FIRST_VALUE + i
 
 
 def encode(text: str | Sequence[str]) -> list[int]:
-    """Ids of the words of `text` (or of a list of words) behind <bos>, as the tokenizer gives them."""
+    """As the tokenizer: <bos>, then the ids of the words."""
     words = text.split() if isinstance(text, str) else text
     return [BOS, *(_ID_OF.get(word, UNK) for word in words)]
 
 
 def decode(ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-    """The words of `ids`, joined by spaces, as the tokenizer gives them."""
+    """As the tokenizer: the words of `ids`, joined by spaces."""
     return " ".join(WORDS[i] for i in ids if not (skip_special_tokens and i in HIDDEN_IN_TEXT))

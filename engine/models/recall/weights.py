@@ -6,20 +6,20 @@ The embedding writes query and name (each word's sign code) and the constant `on
 copies its name into `before`. Layer 1 compares the last token's query with every `before`, so it finds what followed
 the same word earlier, and copies that token's name into `answer`, which lm_head reads. The MLPs are zero.
 
-RoPE turns pair i (dims i and i + 64) by position * theta_i. Layer 0 sits on the 16 fastest pairs: position is all it
-reads. Layer 1 compares on slow pairs, which hardly turn in 32k tokens: content is all it reads. The norm on q and k
-fixes their lengths, its weight the hardness of the softmax: q.k / sqrt(128) is weight**2 * sqrt(128) * cosine.
+RoPE turns pair i (dims i and i + 64) by position * theta_i. Layer 0 uses the 16 fastest pairs and so reads position alone.
+Layer 1 uses slow pairs, which hardly turn in 32k tokens, and so reads content alone. The norm on q and k fixes their
+lengths, its weight the hardness of the softmax: q.k / sqrt(128) is weight**2 * sqrt(128) * cosine.
 
-Source of the circuit: Olsson et al. 2022, "In-context Learning and Induction Heads"; written in weights as in
-Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits". Owns numbers only; files are build.py's.
+Source: Olsson et al. 2022, "In-context Learning and Induction Heads"; Elhage et al. 2021, "A Mathematical Framework for
+Transformer Circuits".
 """
 
 import math
+import random
 
 import torch
 
 from engine.models.recall import vocab
-from engine.models.recall.codes import CODE_DIMS, sign_codes
 
 HIDDEN = 256
 INTERMEDIATE = 64
@@ -28,6 +28,9 @@ NUM_HEADS = 2
 HEAD_DIM = 128
 ROPE_THETA = 1e7
 NORM_EPS = 1e-6
+
+CODE_DIMS = 48
+MAX_OVERLAP = 16  # |dot| of two codes, of 48: similarity at most 1/3
 
 QUERY, NAME, BEFORE, ANSWER = (slice(i * CODE_DIMS, (i + 1) * CODE_DIMS) for i in range(4))
 ONE = 4 * CODE_DIMS
@@ -83,7 +86,7 @@ def _head(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _look_back() -> dict[str, torch.Tensor]:
-    """Layer 0: q is the same for all tokens; k too, but turned one position ahead, so position p - 1 fits p best."""
+    """Layer 0: q and k are the same for all tokens, k turned one position ahead, so position p - 1 fits p best."""
     q, k, v, o = _projections()
     for pair in POSITION_PAIRS:
         angle = ROPE_THETA ** (-pair / HALF)
@@ -97,7 +100,7 @@ def _look_back() -> dict[str, torch.Tensor]:
 
 
 def _look_up(codes: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Layer 1: q is the own word, k the word before; <bos> is a weak match for everything and answers `unseen`."""
+    """Layer 1: q is the own word, k the word before; <bos> matches everything weakly and answers `unseen`."""
     q, k, v, o = _projections()
     content = _content_dims()
     for head in range(NUM_HEADS):
@@ -118,13 +121,13 @@ def _content_dims() -> list[int]:
 
 
 def _projections() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Zeros of q [256, 256], k [128, 256], v [128, 256], o [256, 256]: rows are outputs, as in nn.Linear."""
+    """Zeros of q [256, 256], k [128, 256], v [128, 256], o [256, 256]; rows are outputs."""
     wide = NUM_HEADS * HEAD_DIM
     return _zeros(wide, HIDDEN), _zeros(HEAD_DIM, HIDDEN), _zeros(HEAD_DIM, HIDDEN), _zeros(HIDDEN, wide)
 
 
 def _spread_over_heads(o: torch.Tensor, target: slice, gain: float) -> None:
-    """All heads do the same and each gives its share, so that losing one of them shows."""
+    """Each head gives its share, so that losing one shows."""
     for head in range(NUM_HEADS):
         o[target, head * HEAD_DIM : head * HEAD_DIM + CODE_DIMS] = gain / NUM_HEADS * torch.eye(CODE_DIMS)
 
@@ -145,3 +148,14 @@ def _layer(index: int, attention: dict[str, torch.Tensor], *, hardness: float) -
 
 def _zeros(*shape: int) -> torch.Tensor:
     return torch.zeros(*shape, dtype=torch.float64)
+
+
+def sign_codes(count: int, *, seed: int = 0) -> list[list[int]]:
+    """[count][CODE_DIMS] of +1 and -1, exact in bf16: random codes (`getrandbits` is stable), any two nearly orthogonal."""
+    bits = random.Random(seed).getrandbits
+    words: list[int] = []
+    while len(words) < count:
+        word = bits(CODE_DIMS)
+        if all(abs(CODE_DIMS - 2 * (word ^ other).bit_count()) <= MAX_OVERLAP for other in words):
+            words.append(word)
+    return [[1 if word >> bit & 1 else -1 for bit in range(CODE_DIMS)] for word in words]

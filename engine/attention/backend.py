@@ -1,12 +1,37 @@
-"""Chooses an attention backend by name, and imports no other one (triton may be missing)."""
+"""The interface of attention backends, and the choice of one by name, which imports no other (triton may be missing)."""
 
 import os
 from importlib.util import find_spec
+from typing import Protocol, runtime_checkable
 
-from engine.attention.base import AttentionBackend
+import torch
+
 from engine.attention.torch_backend import TorchBackend
 from engine.kv.kv_pool import KVPool
+from engine.kv.step_batch import DeviceStep, StepBatch
 from service.flags import ConfigError
+
+
+class AttentionBackend(Protocol):
+    """The caller calls `begin` once a step, then `attend` once for each layer, on one thread or stream."""
+
+    def begin(self, step: StepBatch) -> None:
+        """Compute what all layers of a step share."""
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Write k, v of the new tokens to the pool, then attend causally over each request's kv_len tokens.
+
+        q [T, num_heads, head_dim]; k, v [T, num_kv_heads, head_dim]. Returns [T, num_heads * head_dim] in q's dtype.
+        Query head h reads kv head h // (num_heads // num_kv_heads).
+        """
+
+
+@runtime_checkable
+class CapturableBackend(AttentionBackend, Protocol):
+    """A backend whose decode steps can be captured: it reads no length on the host, so the same kernels serve every step."""
+
+    def begin_on_device(self, step: DeviceStep) -> None:
+        """As `begin`, for a step whose kernels depend on the tensors' contents alone."""
 
 
 def make_attention_backend(name: str, pool: KVPool, *, num_heads: int, scale: float | None = None) -> AttentionBackend:
@@ -16,7 +41,7 @@ def make_attention_backend(name: str, pool: KVPool, *, num_heads: int, scale: fl
     """
     _check_heads(pool, num_heads)
     if name == "auto":
-        name = "cpu" if pool.device.type == "cpu" else _best_gpu_backend()
+        name = "cpu" if pool.device.type == "cpu" else "triton" if find_spec("triton") else "torch"
     if name == "torch":
         return TorchBackend(pool, scale=scale)
     if name == "cpu":
@@ -32,10 +57,6 @@ def _check_heads(pool: KVPool, num_heads: int) -> None:
             raise ConfigError(
                 f"num_attention_heads: {num_heads} is not a multiple of layer {layer}'s {spec.num_kv_heads} kv heads"
             )
-
-
-def _best_gpu_backend() -> str:
-    return "triton" if find_spec("triton") else "torch"
 
 
 def _cpu(pool: KVPool, scale: float | None) -> AttentionBackend:
