@@ -17,7 +17,6 @@ def from_invalid_param(e: InvalidParam, *, names: dict[str, str] | None = None) 
 
 
 def from_finish(finish: FinishReason) -> ApiError:
-    """The error of an abort with a status; errors about load have `Retry-After`."""
     code = DEADLINE if finish.status == 504 else None
     retry_after_s = 1 if finish.status == 503 else None
     message = finish.message or "the request was aborted"

@@ -102,7 +102,6 @@ def need_of(path: str) -> Access:
 
 
 def make_document(routes: Iterable[ApiRoute]) -> bytes:
-    """The document, as JSON."""
     routes = [route for route in routes if not route.is_alias]
     bodies = dict.fromkeys(route.body for route in routes if route.body is not None)
     _, schemas = msgspec.json.schema_components(bodies, ref_template=SCHEMAS)

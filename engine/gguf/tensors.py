@@ -89,7 +89,6 @@ class GGUFTensors:
 
 
 def _permuted_heads(file: GGUFFile) -> dict[str, int]:
-    """The tensors of a layer with permuted rows, and their heads."""
     if file.metadata.get("general.architecture") != "llama":
         return {}
     fields = config_fields(file)

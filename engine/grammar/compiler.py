@@ -13,11 +13,8 @@ class GrammarInvalid(ValueError):
     """The grammar does not compile; the one-line message says why."""
 
 
-class CompiledGrammar(Protocol):
-    """A compiled grammar, shared by all requests that ask for it."""
-
-    def start(self) -> Grammar:
-        """A new state before the first token. Cheap."""
+# A compiled grammar, which all its requests share: makes a new state before the first token. Cheap.
+StartGrammar = Callable[[], Grammar]
 
 
 class Compiler(Protocol):
@@ -26,7 +23,7 @@ class Compiler(Protocol):
     def prepare(self) -> None:
         """Do what takes long for any grammar (the vocabulary); else the first `compile` does it."""
 
-    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+    def compile(self, spec: GrammarSpec) -> StartGrammar:
         """Raises GrammarInvalid."""
 
 

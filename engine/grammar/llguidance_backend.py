@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from engine.grammar.compiler import GrammarInvalid
+from engine.grammar.compiler import GrammarInvalid, StartGrammar
 from engine.grammar.structural import structural_lark
 from engine.sampling_params import GrammarSpec
 from engine.text.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ class LlguidanceCompiler:
             if self._vocabulary is None:
                 self._load_vocabulary()
 
-    def compile(self, spec: GrammarSpec) -> "LlguidanceGrammar":
+    def compile(self, spec: GrammarSpec) -> StartGrammar:
         self.prepare()
         assert self._vocabulary is not None
         try:
@@ -56,12 +56,15 @@ class LlguidanceCompiler:
         )
         if matcher.is_error():
             raise GrammarInvalid(_one_line(matcher.get_error()))
-        grammar = LlguidanceGrammar(matcher)
-        first = grammar.start()
+
+        def start() -> LlguidanceState:
+            return LlguidanceState(matcher.deep_copy())
+
+        first = start()
         first.bitmask()  # makes an impossible beginning the client's error now, not a failure later
         if first.problem:
             raise GrammarInvalid(f"no answer of this model can begin so ({first.problem})")
-        return grammar
+        return start
 
     def _source(self, spec: GrammarSpec) -> str:
         match spec.kind:
@@ -82,16 +85,6 @@ class LlguidanceCompiler:
         vocabulary = _Vocabulary(self._tokenizer, vocab_size=self._vocab_size, eos_ids=self._eos_ids)
         self._writes_bytes = vocabulary.writes_bytes
         self._vocabulary = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=self._eos_ids or None)
-
-
-class LlguidanceGrammar:
-    """A compiled grammar, never advanced itself."""
-
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
-
-    def start(self) -> "LlguidanceState":
-        return LlguidanceState(self._matcher.deep_copy())
 
 
 class LlguidanceState:
@@ -132,7 +125,6 @@ class _Vocabulary:
 
     @property
     def writes_bytes(self) -> bool:
-        """Whether the vocabulary can write any ASCII text; a word-level one cannot."""
         return all(bytes([b]) in self._ids for b in range(0x20, 0x7F))
 
     def __call__(self, text: str) -> list[int]:

@@ -14,12 +14,12 @@ from functools import partial
 from engine.core.outputs import refused
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED
-from engine.grammar.compiler import CompiledGrammar, Compiler, GrammarInvalid
+from engine.grammar.compiler import Compiler, GrammarInvalid, StartGrammar
 from engine.grammar.threads import CompileThreads
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import GrammarSpec
 
-Compiled = CompiledGrammar | GrammarInvalid
+Compiled = StartGrammar | GrammarInvalid
 
 MAX_GIVEN_UP = 4  # compilations that overran their time and still run
 
@@ -99,7 +99,7 @@ class GrammarQueue:
                 self._counters["grammar_failed"] += 1
                 outputs.append(_refused(waiting.request, waiting.field, str(compiled)))
             elif compiled is not None:
-                waiting.request.grammar = compiled.start()
+                waiting.request.grammar = compiled()
                 ready.append(waiting.request)
             elif now_s >= waiting.deadline_s:
                 self._counters["grammar_timeouts"] += 1

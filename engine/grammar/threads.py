@@ -75,7 +75,6 @@ class CompileThreads(Generic[Found]):
         self._begin(now_s)
 
     def forget(self, spec: GrammarSpec) -> None:
-        """Drop a compilation, unless it has begun."""
         self._pending.pop(spec, None)
 
     def poll(self, now_s: float) -> dict[GrammarSpec, Found]:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import xgrammar as xg
 
-from engine.grammar.compiler import GrammarInvalid
+from engine.grammar.compiler import GrammarInvalid, StartGrammar
 from engine.grammar.structural import read_structural_tag
 from engine.sampling_params import GrammarSpec
 from engine.text.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ class XgrammarCompiler:
             if self._compiler is None:
                 self._compiler = xg.GrammarCompiler(self._vocabulary(), max_threads=1, cache_enabled=False)
 
-    def compile(self, spec: GrammarSpec) -> "XgrammarGrammar":
+    def compile(self, spec: GrammarSpec) -> StartGrammar:
         self.prepare()
         assert self._compiler is not None
         try:
@@ -50,10 +50,14 @@ class XgrammarCompiler:
             raise
         except (RuntimeError, ValueError, TypeError, RecursionError) as error:
             raise GrammarInvalid(_one_line(str(error) or type(error).__name__)) from None
-        grammar = XgrammarGrammar(compiled, vocab_size=self._vocab_size, eos_ids=self._eos_ids)
-        if not any(grammar.start().bitmask()):
+        not_end = ~_mask_of(self._eos_ids, -(-self._vocab_size // WORD_BITS))
+
+        def start() -> XgrammarState:
+            return XgrammarState(xg.GrammarMatcher(compiled), not_end)
+
+        if not any(start().bitmask()):
             raise GrammarInvalid(f"no answer of this model can begin so ({NO_TOKEN})")
-        return grammar
+        return start
 
     def _compiled(self, compiler: xg.GrammarCompiler, spec: GrammarSpec) -> xg.CompiledGrammar:
         match spec.kind:
@@ -83,26 +87,13 @@ class XgrammarCompiler:
         )
 
 
-class XgrammarGrammar:
-    """A compiled grammar, never advanced itself."""
-
-    def __init__(self, compiled: xg.CompiledGrammar, *, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self._compiled = compiled
-        self._num_words = -(-vocab_size // WORD_BITS)
-        self._not_end = ~_mask_of(eos_ids, self._num_words)
-
-    def start(self) -> "XgrammarState":
-        return XgrammarState(xg.GrammarMatcher(self._compiled), num_words=self._num_words, not_end=self._not_end)
-
-
 class XgrammarState:
     """One request's state. `not_end`: mask of all tokens that are no end token."""
 
-    def __init__(self, matcher: xg.GrammarMatcher, *, num_words: int, not_end: np.ndarray) -> None:
+    def __init__(self, matcher: xg.GrammarMatcher, not_end: np.ndarray) -> None:
         self._matcher = matcher
         self._not_end = not_end
         self._bits: np.ndarray | None = None  # of the present state, once computed
-        self._num_words = num_words
         self.problem = ""
 
     @property
@@ -126,7 +117,7 @@ class XgrammarState:
     def _mask(self) -> np.ndarray:
         """Mask of the present state; after the end only an end token may follow."""
         if self._bits is None:
-            bits = np.full((1, self._num_words), -1, dtype=np.int32)
+            bits = np.full((1, len(self._not_end)), -1, dtype=np.int32)
             if self._matcher.is_terminated():
                 bits[0] = ~self._not_end
             else:

@@ -78,7 +78,6 @@ class Checkpoint:
         return merged
 
     def ignore(self, name: str) -> None:
-        """The model does not need `name`."""
         self._left.discard(name)
 
     def check_all_taken(self) -> None:

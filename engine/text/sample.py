@@ -43,7 +43,6 @@ class SampleText:
         )
 
     def read(self, output: TokenOutput) -> TextOutput:
-        """The next output of the sample, with its text."""
         return TextOutput(
             text=self._push(output),
             tokens=output,

@@ -46,7 +46,6 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """bos_token, eos_token, pad_token, unk_token: what a chat template may name."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         return {name: _content(self.config[name]) for name in names if self.config.get(name)}
 
@@ -77,11 +76,9 @@ class Tokenizer:
         return self.token_text(token_id).encode()
 
     def is_special(self, text: str) -> bool:
-        """Whether `text` is the name of one special token."""
         return self.backend.token_to_id(text) in self.special_ids
 
     def without_special(self, text: str) -> str:
-        """`text` without the names of special tokens."""
         return self._special_names.sub("", text) if self.special_ids else text
 
     def ends_inside_character(self, ids: list[int], *, skip_special_tokens: bool = True) -> bool:

@@ -192,7 +192,6 @@ class ToolCalls:
         return self._taken()
 
     def end(self) -> list[Part]:
-        """The text is over: return what was held back."""
         if not self._begun:
             self._emit(self._raw + self._buffer)
         if not self.num_calls and self._space:

@@ -118,6 +118,15 @@ def reference(s: Sequence, start: int, end: int) -> np.ndarray:
     return np.einsum("hqk,khd->qhd", weights, v).reshape(end - start, -1)
 
 
+def poisoned_pool(heads: Heads, lengths: list[int], *, page_size: int, dtype: str) -> KVPool:
+    """NaN where a kernel must not read: the new tokens' places, the tails of last pages, layer 0, the scratch page."""
+    pool = make_pool(heads, num_pages=pages_needed(lengths, page_size), page_size=page_size, dtype=dtype)
+    for layer in range(2):
+        pool.k(layer).fill_(torch.nan)
+        pool.v(layer).fill_(torch.nan)
+    return pool
+
+
 def worst_error(outs: list[torch.Tensor], sequences: list[Sequence], starts: list[int], ends: list[int]) -> float:
     return max(
         float(np.abs(out.double().numpy() - reference(s, a, b)).max())

@@ -22,6 +22,7 @@ from tests.attention.attention_cases import (
     make_sequences,
     make_step,
     pages_needed,
+    poisoned_pool,
     reference,
     run_step,
     worst_error,
@@ -33,11 +34,7 @@ BORDERS = [1, 2, 15, 16, 17, 63, 64, 65, 100, 127, 128, 129, 192, 257, 300]
 def decode(
     heads: Heads, sequences: list[Sequence], lengths: list[int], *, page_size: int, dtype: str
 ) -> list[torch.Tensor]:
-    pool = make_pool(heads, num_pages=pages_needed(lengths, page_size), page_size=page_size, dtype=dtype)
-    # tokens a kernel must never read: the new token's place, the tails of last pages, layer 0 and the scratch page
-    for layer in range(2):
-        pool.k(layer).fill_(torch.nan)
-        pool.v(layer).fill_(torch.nan)
+    pool = poisoned_pool(heads, lengths, page_size=page_size, dtype=dtype)
     starts = [n - 1 for n in lengths]
     fill(pool, sequences, starts)
     backend = CpuBackend(pool)

@@ -22,6 +22,7 @@ from tests.attention.attention_cases import (
     make_sequences,
     make_step,
     pages_needed,
+    poisoned_pool,
     run_step,
     worst_error,
 )
@@ -43,26 +44,17 @@ def kernel_of(kind: int, pool: KVPool, *, scale: float | None = None) -> PagedEx
     return PagedExtend(library, pool, scale=scale, kind=kind)
 
 
-def poisoned_pool(heads: Heads, lengths: list[int], *, page_size: int) -> KVPool:
-    """NaN wherever a kernel must not read: the new tokens' places, the tails of last pages, layer 0, the scratch page."""
-    pool = make_pool(heads, num_pages=pages_needed(lengths, page_size), page_size=page_size, dtype=BF16)
-    for layer in range(2):
-        pool.k(layer).fill_(torch.nan)
-        pool.v(layer).fill_(torch.nan)
-    return pool
-
-
 def extend(
     kind: int, heads: Heads, sequences: list[Sequence], starts: list[int], ends: list[int], *, page_size: int = 16
 ) -> list[torch.Tensor]:
-    pool = poisoned_pool(heads, [len(s.q) for s in sequences], page_size=page_size)
+    pool = poisoned_pool(heads, [len(s.q) for s in sequences], page_size=page_size, dtype=BF16)
     fill(pool, sequences, starts)
     return run_step(kernel_of(kind, pool), sequences, starts, ends, page_size=page_size)
 
 
 def in_chunks(kind: int, heads: Heads, sequence: Sequence, cuts: list[int]) -> torch.Tensor:
     """The rows of one prompt that came in chunks [cuts[i], cuts[i + 1]), each read back by those after it."""
-    pool = poisoned_pool(heads, [len(sequence.q)], page_size=16)
+    pool = poisoned_pool(heads, [len(sequence.q)], page_size=16, dtype=BF16)
     kernel = kernel_of(kind, pool)
     return torch.cat([run_step(kernel, [sequence], [a], [b], page_size=16)[0] for a, b in pairwise(cuts)])
 
@@ -196,7 +188,7 @@ def test_a_nan_stays_visible_and_in_its_request(kind: int, side: str) -> None:
 def test_heads_of_a_merged_qkv_are_read_in_place_and_a_scale_is_used(kind: int) -> None:
     heads = Heads(q=4, kv=2, dim=32)
     (s,) = make_sequences(heads, [70], page_size=16, dtype=BF16)
-    pool = poisoned_pool(heads, [70], page_size=16)
+    pool = poisoned_pool(heads, [70], page_size=16, dtype=BF16)
     kernel = kernel_of(kind, pool, scale=2 * 32**-0.5)
     kernel.begin(make_step([s], [0], [70], page_size=16, extend=True))
     merged = torch.cat([x.flatten(1) for x in (s.q, s.k, s.v)], dim=1)

@@ -24,13 +24,7 @@ from engine.kernels.triton_decode import (
     split_list_kernel,
     split_rule,
 )
-from engine.kernels.triton_elementwise import (
-    GATE_TILE,
-    HEAD_TILE,
-    norm_turn_kernel,
-    rms_norm_kernel,
-    silu_mul_kernel,
-)
+from engine.kernels.triton_elementwise import GATE_TILE, HEAD_TILE, norm_turn_kernel, rms_norm_kernel, silu_mul_kernel
 from engine.kernels.triton_extend import extend_constants, extend_kernel, extend_tiles
 from engine.kernels.triton_kv_write import kv_write_kernel
 
@@ -38,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 SM_90 = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT_BYTES = 227 << 10  # of a multiprocessor
 REGISTERS = 65536
+STRIDES = ["page_stride", "q_stride"]  # multiples of 16
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHAPES = {
     "Qwen3-0.6B": {"heads": 16, "kv_heads": 8, "dim": 128},
@@ -60,23 +55,13 @@ def test_decode_compiles_for_sm_90_without_spills(shape, dtype):
         **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr"], f"*{dtype}"),
         **dict.fromkeys(["part_ptr", "lse_ptr"], "*fp32"),
         **dict.fromkeys(["list_ptr", "table_ptr", "kv_lens_ptr"], "*i32"),
-        "batch": "i32",
-        "q_stride": "i32",
-        "table_stride": "i32",
-        "page_stride": "i64",
-        "scale": "fp32",
+        **dict.fromkeys(["batch", "q_stride", "table_stride"], "i32"),
+        **{"page_stride": "i64", "scale": "fp32"},
     }
     heads = SHAPES[shape]
     tiles = decode_tiles(kv_heads=heads["kv_heads"], dim=heads["dim"], dtype=TORCH_DTYPES[dtype])
     constants = split_constants(CacheShape(**heads, page_size=16, precision=_precision(dtype)), tiles)
-    made = check_compiled(
-        decode_split_kernel,
-        signature,
-        constants,
-        aligned=["page_stride", "q_stride"],
-        warps=tiles.warps,
-        stages=tiles.stages,
-    )
+    made = check_compiled(decode_split_kernel, signature, constants, aligned=STRIDES, **launch_of(tiles))
     assert made.metadata.shared * tiles.per_sm <= SHARED_LIMIT_BYTES
     assert made.usage["REG"] * 32 * tiles.warps * tiles.per_sm <= REGISTERS
 
@@ -103,27 +88,14 @@ def test_what_stands_around_decode_compiles_for_sm_90_without_spills():
 def test_elementwise_kernels_compile_for_sm_90_without_spills():
     """Of Qwen3-8B."""
     pointers = dict.fromkeys(["x_ptr", "delta_ptr", "weight_ptr", "out_ptr"], "*bf16")
-    check_compiled(
-        rms_norm_kernel,
-        {**pointers, "width": "i32", "eps": "fp32"},
-        {"ADDS": True, "TILE": 4096},
-        aligned=["width"],
-        warps=8,
-        stages=3,
-    )
+    signature = {**pointers, "width": "i32", "eps": "fp32"}
+    check_compiled(rms_norm_kernel, signature, {"ADDS": True, "TILE": 4096}, aligned=["width"], warps=8, stages=3)
     pointers = dict.fromkeys(["x_ptr", "weight_ptr", "cosine_ptr", "sine_ptr"], "*bf16")
-    check_compiled(
-        norm_turn_kernel,
-        {**pointers, "x_stride": "i32", "turn_stride": "i32", "eps": "fp32"},
-        {"HEADS": 40, "DIM": 128, "NORMS": True, "TILE": 64, "TILE_HEADS": HEAD_TILE},
-        aligned=["x_stride", "turn_stride"],
-        warps=4,
-        stages=3,
-    )
-    pointers = dict.fromkeys(["x_ptr", "out_ptr"], "*bf16")
-    check_compiled(
-        silu_mul_kernel, {**pointers, "width": "i32"}, {"TILE": GATE_TILE}, aligned=["width"], warps=4, stages=3
-    )
+    signature = {**pointers, "x_stride": "i32", "turn_stride": "i32", "eps": "fp32"}
+    constants = {"HEADS": 40, "DIM": 128, "NORMS": True, "TILE": 64, "TILE_HEADS": HEAD_TILE}
+    check_compiled(norm_turn_kernel, signature, constants, aligned=["x_stride", "turn_stride"], warps=4, stages=3)
+    signature = {**dict.fromkeys(["x_ptr", "out_ptr"], "*bf16"), "width": "i32"}
+    check_compiled(silu_mul_kernel, signature, {"TILE": GATE_TILE}, aligned=["width"], warps=4, stages=3)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -132,23 +104,17 @@ def test_extend_compiles_for_sm_90_without_spills(shape, dtype):
     signature = {
         **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr", "out_ptr"], f"*{dtype}"),
         **dict.fromkeys(["table_ptr", "starts_ptr", "kv_lens_ptr"], "*i32"),
-        "q_stride": "i32",
-        "table_stride": "i32",
-        "page_stride": "i64",
-        "scale": "fp32",
+        **{"q_stride": "i32", "table_stride": "i32", "page_stride": "i64", "scale": "fp32"},
     }
     tiles = extend_tiles(dim=SHAPES[shape]["dim"], dtype=TORCH_DTYPES[dtype])
     constants = extend_constants(CacheShape(**SHAPES[shape], page_size=16, precision=_precision(dtype)), tiles)
-    made = check_compiled(
-        extend_kernel,
-        signature,
-        constants,
-        aligned=["page_stride", "q_stride"],
-        warps=tiles.warps,
-        stages=tiles.stages,
-    )
+    made = check_compiled(extend_kernel, signature, constants, aligned=STRIDES, **launch_of(tiles))
     if dtype == "bf16":
         assert "wgmma" in made.asm["ptx"], "Hopper's own products are idle"
+
+
+def launch_of(tiles: Any) -> dict[str, int]:
+    return {"warps": tiles.warps, "stages": tiles.stages}
 
 
 def _precision(dtype: str) -> str:

@@ -20,6 +20,7 @@ from tests.attention.attention_cases import (
     make_sequences,
     make_step,
     pages_needed,
+    poisoned_pool,
     run_step,
     worst_error,
 )
@@ -58,10 +59,7 @@ guarded = GuardedTorch()
 
 def check(name: str, heads: Heads, starts: list[int], ends: list[int], *, page_size: int, extend: bool) -> None:
     sequences = make_sequences(heads, ends, page_size=page_size, dtype="float32")
-    pool = make_pool(heads, num_pages=pages_needed(ends, page_size), page_size=page_size)
-    for layer in range(2):  # what must never be read: NaN would show
-        pool.k(layer).fill_(torch.nan)
-        pool.v(layer).fill_(torch.nan)
+    pool = poisoned_pool(heads, ends, page_size=page_size, dtype="float32")
     fill(pool, sequences, starts)
     outs = run_step(TritonBackend(pool), sequences, starts, ends, page_size=page_size, extend=extend)
     error = worst_error(outs, sequences, starts, ends)

@@ -12,11 +12,8 @@ COMPLETE = "/v1/completions"
 def check_error(status: int, body: Any, *, expected: int = 400) -> dict[str, Any]:
     assert status == expected, body
     error = body["error"]
-    assert (
-        set(error) == {"message", "type", "param", "code"}
-        and error["message"]
-        and error["type"] == "invalid_request_error"
-    )
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and error["type"] == "invalid_request_error"
     return dict(error)
 
 

@@ -176,9 +176,7 @@ def test_nobody_waits_for_an_engine_that_is_being_ended() -> None:
 
 def test_a_unified_worker_has_no_role_to_change(worker: Worker) -> None:
     refused = worker.post("/switch_role", {"role": "decode"})
-    assert (
-        refused.status_code == 400 and "--disaggregation-mode prefill or decode" in refused.json()["error"]["message"]
-    )
+    assert refused.status_code == 400 and "--disaggregation-mode prefill or decode" in refused.text
     assert worker.http.get("/health").status_code == 200
 
 
@@ -203,11 +201,8 @@ def test_full_queue_is_503_with_retry_after(tmp_path: Path) -> None:
     with start_worker(tmp_path, engine={"max_running_requests": 1, "max_queued_requests": 2}) as w:
         with w.http.stream("POST", "/generate", json={"text": ["SLOW", "SLOW", "SLOW"], "stream": True}):
             full = w.post("/generate", {"text": "a"})
-            assert (
-                full.status_code == 503
-                and full.headers["retry-after"] == "1"
-                and full.json()["error"]["code"] == "queue_full"
-            )
+            assert full.status_code == 503 and full.headers["retry-after"] == "1"
+            assert full.json()["error"]["code"] == "queue_full"
             assert w.post("/generate", {"text": ["a"] * 4}).status_code == 400
         w.wait_idle()
         assert wait_for(lambda: w.post("/generate", {"text": "a"}).status_code == 200)
@@ -227,10 +222,8 @@ def test_a_request_whose_first_token_would_come_too_late_is_refused_at_once(tmp_
             assert w.post(path, body, headers=soon).status_code == 200
         bad = w.post("/generate", {"text": "a"}, headers={"x-request-timeout": "soon"})
         assert bad.status_code == 400 and bad.json()["error"]["param"] == "x-request-timeout"
-        assert (
-            'tandem_num_early_rejections_total{engine_type="unified",model_name="tiny"} 2.0'
-            in w.http.get("/metrics").text
-        )
+        counted = 'tandem_num_early_rejections_total{engine_type="unified",model_name="tiny"} 2.0'
+        assert counted in w.http.get("/metrics").text
 
 
 def _refusal(w: Worker, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:

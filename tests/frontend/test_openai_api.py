@@ -64,26 +64,16 @@ def test_chat_stream_with_multibyte_text_and_usage(client: openai.OpenAI) -> Non
     assert "".join(deltas) == wanted and not any("�" in d for d in deltas)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
-    assert (
-        chunks[-1].choices == []
-        and chunks[-1].usage is not None
-        and chunks[-1].usage.completion_tokens == len(wanted.encode())
-    )
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == len(wanted.encode())
     assert all(c.usage is None for c in chunks[:-1])
     assert len({c.id for c in chunks}) == 1
 
 
 def test_continuous_usage(worker: Worker) -> None:
-    events = sse(
-        worker,
-        "/v1/completions",
-        {
-            "prompt": "abc",
-            "max_tokens": 4,
-            "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        },
-    )
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "abc", "max_tokens": 4, "stream": True, "stream_options": options}
+    events = sse(worker, "/v1/completions", body)
     counts = [e["usage"]["completion_tokens"] for e in events]
     assert counts == sorted(counts) and counts[-1] == 4
 
@@ -171,9 +161,8 @@ def test_echo_of_token_ids_and_in_a_stream(client: openai.OpenAI, worker: Worker
     answer = client.completions.create(model="tiny", prompt=ids, max_tokens=1, echo=True, logprobs=0)
     assert answer.choices[0].text == "hélloh"
     lp = answer.choices[0].logprobs
-    assert (
-        lp is not None and lp.text_offset is not None and lp.text_offset[-1] >= len("héllo") and lp.text_offset[0] == 0
-    )
+    assert lp is not None and lp.text_offset is not None
+    assert lp.text_offset[0] == 0 and lp.text_offset[-1] >= len("héllo")
     events = sse(worker, "/v1/completions", {"prompt": "abc", "max_tokens": 3, "echo": True, "stream": True})
     assert "".join(e["choices"][0]["text"] for e in events) == "abcab"
 
@@ -188,65 +177,31 @@ def test_logprobs_of_new_tokens(client: openai.OpenAI) -> None:
 def test_unset_limits_are_what_fits_and_nulls_are_unset(client: openai.OpenAI, worker: Worker) -> None:
     client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], stop=["user"])
     assert worker.scheduler.seen[-1].sampling.max_new_tokens == CONTEXT - len("<|user|>x<|assistant|>")
-    nulls = (
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "n",
-        "seed",
-        "stop",
-        "logit_bias",
-        "stream",
-        "stream_options",
-        "user",
-        "echo",
-        "logprobs",
-        "best_of",
-        "suffix",
-        "bootstrap_room",
-        "response_format",
-    )
-    answer = worker.post(
-        "/v1/completions", {"model": None, "prompt": "abc", "ignore_me": {"x": [1]}, **dict.fromkeys(nulls)}
-    ).json()
+    nulls = "model max_tokens temperature top_p n seed stop logit_bias stream stream_options user echo logprobs"
+    nulls += " best_of suffix bootstrap_room response_format"
+    body = {"prompt": "abc", "ignore_me": {"x": [1]}, **dict.fromkeys(nulls.split())}
+    answer = worker.post("/v1/completions", body).json()
     assert answer["usage"]["completion_tokens"] == 16
     answer = worker.post("/v1/completions", {"prompt": "a" * (CONTEXT - 6)}).json()
     assert answer["usage"]["completion_tokens"] == 5
 
 
 def test_extra_sampling_fields_reach_the_engine(client: openai.OpenAI, worker: Worker) -> None:
-    extra = {
-        "top_k": 5,
-        "min_p": 0.1,
-        "repetition_penalty": 1.2,
-        "ignore_eos": True,
-        "min_tokens": 2,
-        "stop_token_ids": [9],
-        "skip_special_tokens": False,
-    }
+    same: dict[str, Any] = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "ignore_eos": True}
+    extra = {**same, "min_tokens": 2, "stop_token_ids": [9], "skip_special_tokens": False}
     client.completions.create(
         model="tiny", prompt="a", max_tokens=3, temperature=0.5, logit_bias={"5": 1}, extra_body=extra
     )
     s = worker.scheduler.seen[-1].sampling
-    assert (s.top_k, s.min_p, s.repetition_penalty, s.ignore_eos, s.min_new_tokens, s.stop_token_ids) == (
-        5,
-        0.1,
-        1.2,
-        True,
-        2,
-        (9,),
-    )
-    assert (s.temperature, s.logit_bias, s.skip_special_tokens, s.n) == (0.5, {5: 1.0}, False, 1)
+    assert {name: getattr(s, name) for name in same} == same
+    assert (s.min_new_tokens, s.stop_token_ids, s.skip_special_tokens) == (2, (9,), False)
+    assert (s.temperature, s.logit_bias, s.n) == (0.5, {5: 1.0}, 1)
 
 
 def test_continue_final_message(worker: Worker) -> None:
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "Well, "}]
-    assert (
-        worker.post(
-            "/v1/chat/completions", {"messages": messages, "continue_final_message": True, "max_tokens": 1}
-        ).status_code
-        == 200
-    )
+    body = {"messages": messages, "continue_final_message": True, "max_tokens": 1}
+    assert worker.post("/v1/chat/completions", body).status_code == 200
     assert _bytes_of(worker).decode() == "<|user|>x<|assistant|>Well, "
 
 

@@ -58,7 +58,7 @@ def run(path: str, compiler: Compiler, **flags: object) -> EngineInProcess:
             engine.add(f"plain-{i}", prompt, max_new_tokens=40, temperature=1.0, seed=i)
             for name, spec in SPECS.items():
                 rid = f"{name}-{i}"
-                grammar = compiler.compile(spec).start()
+                grammar = compiler.compile(spec)()
                 engine.add(rid, prompt, grammar=grammar, max_new_tokens=80, temperature=1.0, seed=i, ignore_eos=False)
         engine.run()
     finally:
@@ -110,7 +110,7 @@ def test_a_forward_is_launched_while_the_token_before_it_is_not_sampled(checkpoi
 
     engine.parts.device.executor.launch_forward, runner.sample = launch_and_open, held_sample  # type: ignore[method-assign]
     try:
-        grammar = compiler.compile(SPECS["regex"]).start()
+        grammar = compiler.compile(SPECS["regex"])()
         engine.add("r", [20, 21], grammar=grammar, max_new_tokens=2, temperature=1.0, seed=1)
         engine.run()
     finally:
@@ -150,7 +150,7 @@ def test_an_end_token_in_the_grammar_is_told(checkpoint: str, compiler: Compiler
     """After `[ab]+` the text may go on or end: the sampled end token ends it, ignore_eos or not."""
     for ignore_eos in (False, True):
         engine = EngineInProcess(checkpoint)
-        grammar = compiler.compile(GrammarSpec("regex", "[ab]+")).start()
+        grammar = compiler.compile(GrammarSpec("regex", "[ab]+"))()
         engine.add("r", [20, 21], grammar=grammar, max_new_tokens=500, logit_bias={EOS: 20.0}, ignore_eos=ignore_eos)
         engine.run()
         engine.close()
@@ -161,7 +161,7 @@ def test_an_end_token_in_the_grammar_is_told(checkpoint: str, compiler: Compiler
 def test_min_new_tokens_gives_way_where_only_the_end_is_left(checkpoint: str, compiler: Compiler) -> None:
     """`a` or an end token: before min_new_tokens the end is banned, and after `aa` nothing else is possible."""
     engine = EngineInProcess(checkpoint)
-    grammar = compiler.compile(GrammarSpec("ebnf", 'start: "a" "a" b?\nb: "c"')).start()
+    grammar = compiler.compile(GrammarSpec("ebnf", 'start: "a" "a" b?\nb: "c"'))()
     never_c = {i: -100.0 for i in range(16, 272)}
     engine.add("r", [20], grammar=grammar, max_new_tokens=9, min_new_tokens=9, logit_bias=never_c, ignore_eos=False)
     engine.run()
@@ -174,7 +174,7 @@ def test_a_token_that_the_grammar_refuses_fails_its_request_alone(
 ) -> None:
     """A state that is out of step (it has seen another token) is told, and hurts nobody else."""
     engine = EngineInProcess(checkpoint)
-    broken = compiler.compile(GrammarSpec("regex", "ab")).start()
+    broken = compiler.compile(GrammarSpec("regex", "ab"))()
     assert not broken.accept(20)
     engine.add("broken", [20, 21], grammar=broken, max_new_tokens=10)
     engine.add("plain-0", list(range(20, 30)), max_new_tokens=40, temperature=1.0, seed=0)

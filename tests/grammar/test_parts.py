@@ -1,11 +1,14 @@
-"""The small parts with literals: masks on logits, the finish check, the scheduler's waits, bad grammars, structural tags."""
+"""The parts with literals: masks on logits, the finish check, deferred sampling, backends, bad grammars, tags."""
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 
+from engine.config import GRAMMAR_BACKENDS
 from engine.core.finish import check_finish
 from engine.core.request import Request
 from engine.grammar.compiler import Compiler, GrammarInvalid, make_compiler
@@ -14,6 +17,7 @@ from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from engine.sampler.token_mask import token_mask, unpacked_on_device
 from engine.sampling_params import GrammarSpec, SamplingParams
 from engine.text.tokenizer import Tokenizer, load_tokenizer
+from service.flags import ConfigError
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
 from tests.frontend.conftest import byte_tokenizer
@@ -173,7 +177,7 @@ def test_a_bad_grammar_is_told_in_one_line(compiler: Compiler, name: str) -> Non
 
 def accepts(compiler: Compiler, tokenizer: Tokenizer, spec: GrammarSpec, text: str) -> bool:
     """Whether `text` and then the end may be said, token by token, each allowed by the mask before it."""
-    state = compiler.compile(spec).start()
+    state = compiler.compile(spec)()
     for token in tokenizer.encode(text, add_special_tokens=False):
         mask = state.bitmask()
         assert len(mask) == 4 * -(-VOCAB_SIZE // 32)
@@ -185,12 +189,8 @@ def accepts(compiler: Compiler, tokenizer: Tokenizer, spec: GrammarSpec, text: s
 
 
 def test_structural_tags_force_what_follows_a_trigger(compiler: Compiler, tokenizer: Tokenizer) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "integer"}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    schema["additionalProperties"] = False
     tag = {"triggers": ["<f"], "structures": [{"begin": "<f=x>", "schema": schema, "end": "</f>"}]}
     spec = GrammarSpec("structural_tag", json.dumps(tag))
     for good in ("", "free < text", 'hi <f=x>{"a": 5}</f>', '<f=x>{"a":1}</f> and <f=x>{"a":2}</f>\n'):
@@ -203,7 +203,7 @@ def test_a_trigger_may_be_a_special_token(tokenizer: Tokenizer) -> None:
     """llguidance alone: a special token has no text in xgrammar."""
     compiler = LlguidanceCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[257])
     tag = {"triggers": ["<s>"], "structures": [{"begin": "<s>!", "schema": {"type": "integer"}, "end": "."}]}
-    state = compiler.compile(GrammarSpec("structural_tag", json.dumps(tag))).start()
+    state = compiler.compile(GrammarSpec("structural_tag", json.dumps(tag)))()
     encode = tokenizer.encode
     for token in [*encode("ab", add_special_tokens=False), 256, *encode("!42.", add_special_tokens=False)]:
         assert state.accept(token), state.problem
@@ -240,17 +240,17 @@ def test_a_vocabulary_that_cannot_write_json_says_so(shipped: tuple[Compiler, To
 def test_forced_text_is_written_with_tokens_that_say_just_that(shipped: tuple[Compiler, Tokenizer]) -> None:
     """Word by word, although the tokenizer alone would drop the space before the first."""
     compiler, tokenizer = shipped
-    mask = compiler.compile(GrammarSpec("regex", " v9[0-9]")).start().bitmask()
+    mask = compiler.compile(GrammarSpec("regex", " v9[0-9]"))().bitmask()
     words = [tokenizer.token_text(t) for t in range(528) if mask[t // 8] >> t % 8 & 1]
     assert words == [f" v9{i}" for i in range(10)]
-    state = compiler.compile(GrammarSpec("ebnf", 'start: " v42 k03"')).start()
+    state = compiler.compile(GrammarSpec("ebnf", 'start: " v42 k03"'))()
     tokens = tokenizer.encode("v42 k03", add_special_tokens=False)
     for token in tokens:
         mask = state.bitmask()
         assert [t for t in range(528) if mask[t // 8] >> t % 8 & 1] == [token]
         assert state.accept(token), state.problem
     assert state.ended
-    dead_end = compiler.compile(GrammarSpec("regex", "( v[0-9]+Q)")).start()
+    dead_end = compiler.compile(GrammarSpec("regex", "( v[0-9]+Q)"))()
     dead_end.accept(tokens[0])
     dead_end.bitmask()
     assert not dead_end.accept(2) and dead_end.problem == "no token of the vocabulary can follow" and not dead_end.ended
@@ -260,3 +260,24 @@ def test_whitespace_between_the_parts_of_json_is_a_choice(tokenizer: Tokenizer, 
     spec = GrammarSpec("json_schema", '{"type": "object"}')
     dense = compiler_of(backend, tokenizer, any_whitespace=False)
     assert accepts(dense, tokenizer, spec, '{"a":1}') and not accepts(dense, tokenizer, spec, '{"a": 1}')
+
+
+@pytest.mark.parametrize("backend", GRAMMAR_BACKENDS)
+def test_every_choice_of_the_flag_is_there(backend: str) -> None:
+    compiler = make_compiler(backend, byte_tokenizer(), vocab_size=260, eos_ids=[256])
+    assert (compiler is None) == (backend == "none")
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_a_missing_library_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    monkeypatch.delitem(sys.modules, f"engine.grammar.{backend}_backend", raising=False)
+    monkeypatch.setitem(sys.modules, backend, None)
+    with pytest.raises(ConfigError, match=rf"^--grammar-backend {backend}: .*pip install {backend}") as error:
+        make_compiler(backend, byte_tokenizer(), vocab_size=260, eos_ids=[256])
+    assert "\n" not in str(error.value)
+
+
+def test_no_library_is_imported_before_it_is_asked_for() -> None:
+    code = "import engine.grammar.compiler, engine.grammar.queue, sys; print({'xgrammar', 'llguidance', 'torch'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"

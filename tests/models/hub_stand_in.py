@@ -87,10 +87,13 @@ def hub_stand_in(folder: Path) -> Iterator[Hub]:
     async def serve() -> web.AppRunner:
         app = web.Application()
         model = "{organization}/{name}"
-        app.router.add_get(f"/api/models/{model}", hub.info)
-        app.router.add_get(f"/api/models/{model}/revision/{{revision}}", hub.info)
-        app.router.add_get(f"/api/models/{model}/tree/{{revision}}", hub.tree)
-        app.router.add_get(f"/{model}/resolve/{{revision}}/{{path}}", hub.file)
+        for path, handler in (
+            (f"/api/models/{model}", hub.info),
+            (f"/api/models/{model}/revision/{{revision}}", hub.info),
+            (f"/api/models/{model}/tree/{{revision}}", hub.tree),
+            (f"/{model}/resolve/{{revision}}/{{path}}", hub.file),
+        ):
+            app.router.add_get(path, handler)
         runner = web.AppRunner(app)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

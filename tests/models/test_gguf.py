@@ -134,7 +134,7 @@ def test_threads_and_fingerprint_follow_the_file(tmp_path: Path, monkeypatch: py
 def test_reading_configuration_and_tokenizer_needs_neither_torch_nor_gguf(tmp_path: Path) -> None:
     file, _ = make_tiny_gguf(tmp_path, "qwen3")
     code = (
-        "import sys; from engine.model_files.fields import Fields; from engine.model_files.model_config import _model_config, load_model_config; from engine.text.tokenizer import "
+        "import sys; from engine.model_files.model_config import load_model_config; from engine.text.tokenizer import "
         f"load_tokenizer; load_model_config({str(file)!r}); load_tokenizer({str(file)!r}); "
         "assert not {'torch', 'gguf', 'transformers'} & set(sys.modules)"
     )
@@ -156,22 +156,22 @@ def without_tokenizer(writer: gguf.GGUFWriter) -> None:
             del keys[name]
 
 
-def set_value(name: str, value: Any) -> Callable[[gguf.GGUFWriter], None]:
-    def edit(writer: gguf.GGUFWriter) -> None:
-        writer.kv_data[0][name].value = value
-
-    return edit
+Edit = Callable[[gguf.GGUFWriter], object]
 
 
-def drop_value(name: str) -> Callable[[gguf.GGUFWriter], None]:
-    return lambda writer: writer.kv_data[0].pop(name) and None
+def set_value(name: str, value: Any) -> Edit:
+    return lambda writer: setattr(writer.kv_data[0][name], "value", value)
 
 
-def drop_tensor(name: str) -> Callable[[gguf.GGUFWriter], None]:
-    return lambda writer: writer.tensors[0].pop(name) and None
+def drop_value(name: str) -> Edit:
+    return lambda writer: writer.kv_data[0].pop(name)
 
 
-def quantized_in(kind: gguf.GGMLQuantizationType) -> Callable[[gguf.GGUFWriter], None]:
+def drop_tensor(name: str) -> Edit:
+    return lambda writer: writer.tensors[0].pop(name)
+
+
+def quantized_in(kind: gguf.GGMLQuantizationType) -> Edit:
     def edit(writer: gguf.GGUFWriter) -> None:
         elements, size = gguf.GGML_QUANT_SIZES[kind]
         stored = np.zeros((512, 256 // elements * size), dtype=np.uint8)
@@ -181,7 +181,7 @@ def quantized_in(kind: gguf.GGMLQuantizationType) -> Callable[[gguf.GGUFWriter],
     return edit
 
 
-WRONG: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
+WRONG: dict[str, tuple[Edit, str]] = {
     "architecture": (set_value("general.architecture", "gemma2"), "general.architecture is 'gemma2'.*supported: llama"),
     "experts": (lambda w: w.add_expert_count(8), r"llama.expert_count: mixture-of-experts"),
     "no layers": (drop_value("llama.block_count"), "metadata llama.block_count is missing; convert"),
@@ -199,10 +199,7 @@ WRONG: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
     "shape": (set_value("llama.feed_forward_length", 768), r"ffn_gate.weight has shape \[512, 256\], .* \[768, 256\]"),
     "tokenizer": (without_tokenizer, r"has no tokenizer in its metadata \(tokenizer.ggml"),
     "tokenizer model": (set_value("tokenizer.ggml.model", "rwkv"), "tokenizer.ggml.model is 'rwkv'.*gpt2, llama"),
-    "pre": (
-        set_value("tokenizer.ggml.pre", "chameleon"),
-        "tokenizer.ggml.pre is 'chameleon'.*supported: default, gpt-2",
-    ),
+    "pre": (set_value("tokenizer.ggml.pre", "chameleon"), "pre is 'chameleon'.*supported: default, gpt-2"),
     "merges": (set_value("tokenizer.ggml.merges", ["no such"]), "its tokenizer cannot be used"),
     "no merges": (drop_value("tokenizer.ggml.merges"), "metadata tokenizer.ggml.merges is missing"),
     "eos": (set_value("tokenizer.ggml.eos_token_id", 99999), "eos_token_id: 99999 is not a token id"),

@@ -30,7 +30,6 @@ class PrefillForecast:
             self._started += 1
 
     def drop(self, name: str, now_s: float) -> None:
-        """Forget a prompt, which may have started."""
         if name in self._queued:
             self._pass(now_s)
             del self._queued[name]

@@ -67,7 +67,6 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """All samples have finished and every output was taken."""
         return not self._unfinished and not self._pending
 
     async def next(self) -> list[tuple[int, TextOutput]]:
@@ -80,7 +79,6 @@ class Generation:
         return list(pending.items())
 
     async def collect(self) -> list[TextOutput]:
-        """Every sample's whole output, in order."""
         answers: dict[int, TextOutput] = {}
         while not self.done:
             for index, output in await self.next():

@@ -78,7 +78,6 @@ class SchedulerLink:
         return reply
 
     def mint_call_id(self) -> str:
-        """For a `ControlMessage`."""
         return f"c{next(self.numbers)}"
 
     def send(self, message: GenerateRequest | GenerateBatch | AbortRequest) -> None:

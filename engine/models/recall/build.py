@@ -36,7 +36,6 @@ CHAT_TEMPLATE = """\
 
 
 def build(out_dir: Path) -> None:
-    """Write all files of the checkpoint into `out_dir`."""
     out_dir.mkdir(parents=True, exist_ok=True)
     save_file(weights.build_weights(), out_dir / "model.safetensors", metadata={"format": "pt"})
     _tokenizer().save(str(out_dir / "tokenizer.json"))

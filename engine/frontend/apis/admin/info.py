@@ -47,7 +47,6 @@ async def model_info(request: web.BaseRequest) -> web.Response:
 
 
 async def server_info(request: web.BaseRequest) -> web.Response:
-    """Flags, the scheduler's report of itself, and its load; no load while the scheduler is down."""
     s = request[SERVICES]
     load, now, switch = await load_if_up(s), await step_if_up(s), s.session.switch
     return json_response(

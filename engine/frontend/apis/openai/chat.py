@@ -84,7 +84,6 @@ def render_chat(s: Services, body: ChatBody) -> str:
 
 
 def call_format(s: Services, body: ChatBody) -> CallFormat | None:
-    """The format of the answer's tool calls, or None."""
     if not usable(body.tools, body.tool_choice):
         return None
     return ARRAY if forced(body.tool_choice) else FORMATS.get(s.model.tool_call_parser or "")

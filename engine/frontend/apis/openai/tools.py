@@ -76,12 +76,10 @@ def forced(choice: str | ToolChoice | None) -> bool:
 
 
 def template_tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
-    """As chat templates read them (transformers' convention)."""
     return [msgspec.to_builtins(tool) for tool in tools] or None
 
 
 def forced_calls(tools: list[Tool], *, only_one: bool) -> Constraint:
-    """A JSON array of calls of `tools`, at least one."""
     schema: dict[str, Any] = {
         "type": "array",
         "minItems": 1,

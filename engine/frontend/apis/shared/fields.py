@@ -134,7 +134,6 @@ def prompts_of(value: str | list[str | int | list[int]], *, field: str) -> list[
 
 
 def check_prompt_ids(ids: list[int], *, field: str, vocab_size: int) -> list[int]:
-    """Return the ids. Raises ApiError(400) when there are none, or one is outside the vocabulary."""
     if not ids:
         raise bad_field(field, "must not be empty")
     if min(ids) < 0 or max(ids) >= vocab_size:  # a Python loop over a long prompt takes milliseconds

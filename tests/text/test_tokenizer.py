@@ -22,14 +22,12 @@ def rewritten(folder: Path, config: object) -> Path:
 
 
 def test_bos_follows_the_post_processor_unless_the_config_decides(tmp_path: Path) -> None:
-    assert load_tokenizer(rewritten(tmp_path, {})).encode("a")[0] == 256
-    assert load_tokenizer(rewritten(tmp_path, {"add_bos_token": False, "bos_token": "<s>"})).encode("a")[0] != 256
-    assert (
-        load_tokenizer(rewritten(tmp_path, {"add_bos_token": True, "bos_token": {"content": "<s>"}}))
-        .encode("a")
-        .count(256)
-        == 1
-    )
+    for config, num_bos in (
+        ({}, 1),
+        ({"add_bos_token": False, "bos_token": "<s>"}, 0),
+        ({"add_bos_token": True, "bos_token": {"content": "<s>"}}, 1),
+    ):
+        assert load_tokenizer(rewritten(tmp_path, config)).encode("a").count(256) == num_bos
     plain = Tokenizer(byte_tokenizer().backend, config={"add_bos_token": True, "bos_token": "<s>"})
     assert plain.encode("a", add_special_tokens=False)[0] != 256
 
@@ -83,13 +81,8 @@ def test_what_templates_rely_on(source: str, text: str) -> None:
     ],
 )
 def test_refusals_and_escapes_are_refused(source: str) -> None:
-    with pytest.raises(TemplateRefused):
+    with pytest.raises(TemplateRefused, match="roles must alternate" if "roles" in source else "refused the messages"):
         ChatTemplate(source).render(HELLO)
-
-
-def test_template_words_reach_the_error() -> None:
-    with pytest.raises(TemplateRefused, match="roles must alternate"):
-        ChatTemplate("{{ raise_exception('roles must alternate') }}").render(HELLO)
 
 
 def test_sampling_defaults_of_a_checkpoint(tmp_path: Path) -> None:

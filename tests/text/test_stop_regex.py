@@ -12,20 +12,14 @@ from engine.messages import FinishReason
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
 from engine.text.incremental import RequestText
 from engine.text.stop_regex import MAX_REACH, StopRegex, compile_all
-from tests.frontend.test_detokenizer import byte_level, letters
+from tests.text.test_incremental import byte_level, letters
 
 STARS = "x*y"
 
 
 def request(*patterns: str, stop: tuple[str, ...] = (), no_stop_trim: bool = False) -> RequestText:
-    return RequestText(
-        byte_level(),
-        prompt_tail=[],
-        stop=stop,
-        skip_special_tokens=True,
-        stop_regex=patterns,
-        no_stop_trim=no_stop_trim,
-    )
+    options = {"stop": stop, "stop_regex": patterns, "no_stop_trim": no_stop_trim}
+    return RequestText(byte_level(), prompt_tail=[], skip_special_tokens=True, **options)  # type: ignore[arg-type]
 
 
 def ended_by(pattern: str) -> FinishReason:

@@ -91,10 +91,8 @@ def test_calls_and_text_whatever_the_chunks(format: CallFormat, text: str, expec
 
 def test_arguments_stream_before_their_call_ends() -> None:
     reader = ToolCalls(QWEN25, NAMES)
-    assert reader.feed('<tool_call>\n{"name": "add", "arguments": {"a": ') == [
-        CallBegins(0, "add"),
-        Arguments(0, '{"a":'),
-    ]
+    begin = '<tool_call>\n{"name": "add", "arguments": {"a": '
+    assert reader.feed(begin) == [CallBegins(0, "add"), Arguments(0, '{"a":')]
     assert reader.feed("12") == [Arguments(0, " 12")]
     assert reader.feed("}}\n</tool_call>") == [Arguments(0, "}")]
 
