@@ -202,26 +202,17 @@ class AttemptGroup:
         return None
 
 
+@dataclass(eq=False, kw_only=True)
 class AttemptLauncher:
     """Begins attempts. `tails`: ended ones whose prefill call still runs; `close` ends those calls."""
 
-    def __init__(
-        self,
-        *,
-        table: WorkerTable,
-        rooms: RoomMinter,
-        upstream: Upstream,
-        events: Events,
-        secret: bytes | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self.table = table
-        self.tails: set[PairAttempt] = set()
-        self._rooms = rooms
-        self._upstream = upstream
-        self._events = events
-        self._secret = secret
-        self._clock = clock
+    table: WorkerTable
+    rooms: RoomMinter
+    upstream: Upstream
+    events: Events
+    secret: bytes | None
+    clock: Callable[[], float]
+    tails: set[PairAttempt] = field(default_factory=set, init=False)
 
     def begin(
         self,
@@ -232,7 +223,7 @@ class AttemptLauncher:
         hedge: bool = False,
     ) -> PairAttempt:
         """Send a request to the placements' workers."""
-        parsed, now_s = request.parsed, self._clock()
+        parsed, now_s = request.parsed, self.clock()
         rooms: tuple[int, ...] = ()
         prefill: UpstreamCall | None = None
         if len(placements) == 1:
@@ -240,7 +231,7 @@ class AttemptLauncher:
             answering = self._call(placements[0].worker, request.path, headers, request.body, stream=True)
         else:
             compute, answer_by = placements[0].worker, placements[1].worker
-            rooms = self._rooms.mint(parsed.num_samples)
+            rooms = self.rooms.mint(parsed.num_samples)
             host, port = compute.bootstrap_host, compute.bootstrap_port
             prefill_body, decode_body = write_bodies(parsed, host=host, port=port, rooms=rooms)
             leases = self._charge(request, placements, now_s)
@@ -258,7 +249,7 @@ class AttemptLauncher:
             hedge=hedge,
             waits_for_prefill=parsed.wants_input_logprobs,
         )
-        for notify in self._events.on_sent:
+        for notify in self.events.on_sent:
             notify(request, attempt, now_s)
         return attempt
 
@@ -269,16 +260,16 @@ class AttemptLauncher:
                 attempt.prefill.close()
 
     def on_ended(self, attempt: PairAttempt) -> None:
-        now_s = attempt.ended_s = self._clock()
-        for notify in self._events.on_attempt_ended:
+        now_s = attempt.ended_s = self.clock()
+        for notify in self.events.on_attempt_ended:
             notify(attempt, now_s)
 
     def on_prefill_ended(self, attempt: PairAttempt) -> None:
         self.tails.discard(attempt)
-        now_s = self._clock()
-        for notify in self._events.on_prefill_ended:
+        now_s = self.clock()
+        for notify in self.events.on_prefill_ended:
             notify(attempt, now_s)
-        self._rooms.release(attempt.rooms)
+        self.rooms.release(attempt.rooms)
 
     def _charge(self, request: RequestContext, placements: Sequence[Placement], now_s: float) -> list[Lease]:
         hints, charge = request.hints, self.table.loads.charge
@@ -287,7 +278,7 @@ class AttemptLauncher:
     def _call(
         self, worker: Worker, path: str, headers: Mapping[str, str], body: bytes, *, stream: bool
     ) -> UpstreamCall:
-        reply = self._upstream.post(worker.url, path, headers=headers, body=body)
+        reply = self.upstream.post(worker.url, path, headers=headers, body=body)
         call = UpstreamCall(worker, reply, stream=stream)
         if not call.ended:
             worker.calls[call] = None
@@ -296,7 +287,7 @@ class AttemptLauncher:
 
     def _vouched(self, headers: Mapping[str, str], prefill: Worker, rooms: Sequence[int]) -> Mapping[str, str]:
         """Add a voucher for the bootstrap server that the body names, if the cluster has a secret."""
-        secret, port = self._secret, prefill.bootstrap_port
+        secret, port = self.secret, prefill.bootstrap_port
         if secret is None or port is None:
             return headers
         return {**headers, VOUCHER_HEADER: vouch(secret, host=prefill.bootstrap_host, port=port, rooms=rooms)}

@@ -5,6 +5,7 @@ Polled: without an open page nothing is computed.
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,29 +46,23 @@ _FILE_HEADERS = {
 }
 
 
+def _read_files() -> dict[str, bytes]:
+    folder = Path(__file__).parent
+    return {path: (folder / name).read_bytes() for path, name in _FILES.items()}
+
+
+@dataclass(eq=False, kw_only=True)
 class Dashboard:
     """Handlers. The files are read once, at start. `auto_roles`: the answer of /auto_roles, None where it is off."""
 
-    def __init__(
-        self,
-        *,
-        config: RouterConfig,
-        table: WorkerTable,
-        recorder: Recorder,
-        live: LiveRequests,
-        num_running: Callable[[], int],
-        peers: PeerProcesses,
-        auto_roles: Callable[[], Awaitable[bytes]] | None = None,
-    ) -> None:
-        self._auto_roles = auto_roles
-        self._config = config
-        self._table = table
-        self._recorder = recorder
-        self._live = live
-        self._num_running = num_running
-        self._peers = peers
-        folder = Path(__file__).parent
-        self._files = {path: (folder / name).read_bytes() for path, name in _FILES.items()}
+    config: RouterConfig
+    table: WorkerTable
+    recorder: Recorder
+    live: LiveRequests
+    num_running: Callable[[], int]
+    peers: PeerProcesses
+    auto_roles: Callable[[], Awaitable[bytes]] | None = None
+    files: dict[str, bytes] = field(default_factory=_read_files)
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -79,14 +74,14 @@ class Dashboard:
 
     async def file(self, request: web.BaseRequest) -> web.Response:
         kind = _TYPES[Path(_FILES[request.path]).suffix]
-        return web.Response(body=self._files[request.path], content_type=kind, charset="utf-8", headers=_FILE_HEADERS)
+        return web.Response(body=self.files[request.path], content_type=kind, charset="utf-8", headers=_FILE_HEADERS)
 
     async def state(self, request: web.BaseRequest) -> web.Response:
         """Everything the page shows but the details of one request, of all processes of this router."""
-        now_s = self._recorder.now_s()
+        now_s = self.recorder.now_s()
         memory = await self._memory()
-        roles = None if self._auto_roles is None else msgspec.Raw(await self._auto_roles())
-        picture = draw(memory, self._table.workers(), now_s=now_s)
+        roles = None if self.auto_roles is None else msgspec.Raw(await self.auto_roles())
+        picture = draw(memory, self.table.workers(), now_s=now_s)
         status = {"now_s": now_s, "wall_s": time.time(), "router": self._router(), "auto_roles": roles}
         return _fresh({**status, **picture})
 
@@ -99,29 +94,29 @@ class Dashboard:
         key = request.path.removeprefix(REQUEST)
         for record in (await self._memory()).records:
             if record.key == key:
-                return _fresh({"now_s": self._recorder.now_s(), "record": record})
+                return _fresh({"now_s": self.recorder.now_s(), "record": record})
         return ApiError(404, f"no request {key} is remembered any more", code="not_found").response()
 
     async def _memory(self) -> DashboardSnapshot:
-        others = [decode_or_none(body, DashboardSnapshot) for body in await self._peers.request("GET", SNAPSHOT)]
+        others = [decode_or_none(body, DashboardSnapshot) for body in await self.peers.request("GET", SNAPSHOT)]
         return merge([self._own(), *(snapshot for snapshot in others if snapshot is not None)])
 
     def _own(self) -> DashboardSnapshot:
         """What this process remembers, and which workers it moves."""
-        snapshot = self._recorder.snapshot()
+        snapshot = self.recorder.snapshot()
         snapshot.switching = {
-            worker.url: worker.switching_to.value for worker in self._table.workers() if worker.switching_to is not None
+            worker.url: worker.switching_to.value for worker in self.table.workers() if worker.switching_to is not None
         }
         return snapshot
 
     def _router(self) -> dict[str, Any]:
         return {
-            "pd": self._config.pd_disaggregation,
-            "policy": self._config.policy,
-            "processes": self._config.workers,
-            "running": self._num_running(),
-            "draining": self._live.draining,
-            "reports": self._config.load_poll_interval_s > 0,
+            "pd": self.config.pd_disaggregation,
+            "policy": self.config.policy,
+            "processes": self.config.workers,
+            "running": self.num_running(),
+            "draining": self.live.draining,
+            "reports": self.config.load_poll_interval_s > 0,
         }
 
 

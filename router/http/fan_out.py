@@ -1,5 +1,6 @@
 """Routes that every worker answers: cache, pause, weights, profiles, adapters, aborts."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -25,11 +26,11 @@ TIMEOUTS_S = {  # of POSTs that go to all workers as they are
 }
 
 
+@dataclass(eq=False)
 class FanOutApi:
-    def __init__(self, calls: WorkerCalls, *, monitor: HealthMonitor, gate: KeyGate) -> None:
-        self._calls = calls
-        self._monitor = monitor
-        self._gate = gate
+    calls: WorkerCalls
+    monitor: HealthMonitor
+    gate: KeyGate
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -42,11 +43,11 @@ class FanOutApi:
 
     async def pass_to_all(self, request: web.BaseRequest) -> web.Response:
         """All workers act at the same time."""
-        headers, path = self._calls.credentials.for_admin(authorization_of(request)), request.path
+        headers, path = self.calls.credentials.for_admin(authorization_of(request)), request.path
         body, timeout_s = await request.read(), TIMEOUTS_S[path]
-        answer = await self._calls.call_all("POST", path, headers, body, timeout_s=timeout_s)
+        answer = await self.calls.call_all("POST", path, headers, body, timeout_s=timeout_s)
         if path == UPDATE_WEIGHTS:
-            self._monitor.refresh()  # the models may have other names
+            self.monitor.refresh()  # the models may have other names
         return answer
 
     async def pass_adapter(self, request: web.BaseRequest) -> web.Response:
@@ -54,31 +55,31 @@ class FanOutApi:
         body, path = await request.read(), request.path
         fields = _fields_of(body)
         try:
-            model = self._calls.table.models.of_adapter(
+            model = self.calls.table.models.of_adapter(
                 model=fields.get("model"), adapter=fields.get("lora_name"), loads=path == LOAD_ADAPTER
             )
         except ValueError as err:
             return ApiError(400, str(err), field="model").response()
         if "model" in fields:  # the router's field: a worker has one model
             body = msgspec.json.encode({name: value for name, value in fields.items() if name != "model"})
-        headers = self._calls.credentials.for_admin(authorization_of(request))
-        answer = await self._calls.call_all("POST", path, headers, body, timeout_s=UPDATE_TIMEOUT_S, model=model)
-        self._monitor.refresh()  # names have come or gone
+        headers = self.calls.credentials.for_admin(authorization_of(request))
+        answer = await self.calls.call_all("POST", path, headers, body, timeout_s=UPDATE_TIMEOUT_S, model=model)
+        self.monitor.refresh()  # names have come or gone
         return answer
 
     async def abort_request(self, request: web.BaseRequest) -> web.Response:
         """Pass to every worker: only they know request ids. To abort all requests at once needs the admin key."""
         body = await request.read()
-        headers = self._calls.credentials.for_client(authorization_of(request))
+        headers = self.calls.credentials.for_client(authorization_of(request))
         if _fields_of(body).get("abort_all"):
-            if (refusal := key_refusal(request, self._gate, Access.ADMIN)) is not None:
+            if (refusal := key_refusal(request, self.gate, Access.ADMIN)) is not None:
                 raise refusal
-            headers = self._calls.credentials.for_admin(authorization_of(request))
-        return await self._calls.call_all("POST", "/abort_request", headers, body)
+            headers = self.calls.credentials.for_admin(authorization_of(request))
+        return await self.calls.call_all("POST", "/abort_request", headers, body)
 
     async def health_generate(self, request: web.BaseRequest) -> web.Response:
         """Have every worker generate a token."""
-        return await self._calls.call_all("GET", "/health_generate", self._calls.credentials.own())
+        return await self.calls.call_all("GET", "/health_generate", self.calls.credentials.own())
 
 
 def _fields_of(body: bytes) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
@@ -23,15 +24,13 @@ PROBES = ("/liveness", "/health", "/readiness")
 TRACES_TIMEOUT_S = 10.0
 
 
+@dataclass(eq=False)
 class HealthApi:
-    def __init__(
-        self, calls: WorkerCalls, *, live: LiveRequests, metrics: RouterMetrics, tracer: Tracer, peers: PeerProcesses
-    ) -> None:
-        self._calls = calls
-        self._live = live
-        self._metrics = metrics
-        self._tracer = tracer
-        self._peers = peers
+    calls: WorkerCalls
+    live: LiveRequests
+    metrics: RouterMetrics
+    tracer: Tracer
+    peers: PeerProcesses
 
     def routes(self) -> list[web.RouteDef]:
         liveness, *readiness = PROBES
@@ -52,11 +51,11 @@ class HealthApi:
         `?workers=all`: 200 only once every worker of the table is healthy, in every process of the router; the launcher
         waits for this.
         """
-        if self._live.draining:
-            status = {"status": DRAINING, "num_live_reqs": len(self._live)}
+        if self.live.draining:
+            status = {"status": DRAINING, "num_live_reqs": len(self.live)}
             return json_response(status, status=503, headers={"Retry-After": "1"})
-        table = self._calls.table
-        workers, missing = table.workers(), missing_roles(table, self._calls.roles)
+        table = self.calls.table
+        workers, missing = table.workers(), missing_roles(table, self.calls.roles)
         if missing:
             return ApiError(503, no_worker_message(table, missing), code="no_worker").response()
         if request.rel_url.query.get("workers") == "all" and (waits_for := await self._waits_for(request, workers)):
@@ -69,15 +68,15 @@ class HealthApi:
         late = [f"{w.role} {w.url} is {w.health}" for w in workers if not w.answers]
         if late:
             return f"{len(late)} of {len(workers)} workers are not healthy: {', '.join(late)}"
-        if self._peers.is_peer(request):
+        if self.peers.is_peer(request):
             return ""
-        num_late = self._peers.num - len(await self._peers.request("GET", "/readiness?workers=all"))
+        num_late = self.peers.num - len(await self.peers.request("GET", "/readiness?workers=all"))
         return f"{num_late} other processes of this router do not know every worker as healthy yet" if num_late else ""
 
     async def get_metrics(self, request: web.BaseRequest) -> web.Response:
         """Prometheus metrics of all processes of this router."""
-        body = self._metrics.exposition()
-        if not self._peers.is_peer(request) and (others := await self._peers.request("GET", "/metrics")):
+        body = self.metrics.exposition()
+        if not self.peers.is_peer(request) and (others := await self.peers.request("GET", "/metrics")):
             body = merge_expositions([body, *others])
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
 
@@ -87,13 +86,13 @@ class HealthApi:
         if (wrong := query_error(query)) is not None:
             field, _, message = wrong.partition(": ")
             raise bad_field(field, message)
-        records = self._tracer.ring.find(query)
-        if self._peers.is_peer(request):
+        records = self.tracer.ring.find(query)
+        if self.peers.is_peer(request):
             return json_response(Records(records=records))
-        for body in await self._peers.request("POST", "/traces", query):
+        for body in await self.peers.request("POST", "/traces", query):
             records += msgspec.json.decode(body, type=Records).records
         ids = query.ids if query.ids is not None else last_ids(records, query.last or 0)
-        headers = self._calls.credentials.for_admin(authorization_of(request))
+        headers = self.calls.credentials.for_admin(authorization_of(request))
         of_workers = await self._worker_records(ids, headers) if ids else []
         wanted = frozenset(ids)
         kept = [record for record in records if record.request_id in wanted] + of_workers
@@ -101,8 +100,8 @@ class HealthApi:
 
     async def _worker_records(self, ids: list[str], headers: Mapping[str, str]) -> list[Record]:
         """Records of the workers that have /traces; others (of other makes, or dead) have none."""
-        body, workers = msgspec.json.encode(TracesQuery(ids=ids)), self._calls.table.workers()
-        calls = (self._calls.call(w, "POST", "/traces", headers, body, timeout_s=TRACES_TIMEOUT_S) for w in workers)
+        body, workers = msgspec.json.encode(TracesQuery(ids=ids)), self.calls.table.workers()
+        calls = (self.calls.call(w, "POST", "/traces", headers, body, timeout_s=TRACES_TIMEOUT_S) for w in workers)
         records: list[Record] = []
         for worker, answer in zip(workers, await asyncio.gather(*calls), strict=True):
             found: Records | None = decode_or_none(answer.body, Records) if answer.status == 200 else None

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -34,16 +35,14 @@ class WorkerAnswer(msgspec.Struct, frozen=True):
         return decode_or_none(self.body)
 
 
+@dataclass(eq=False)
 class WorkerCalls:
     """`roles`: those of the router's workers, in the order of their work."""
 
-    def __init__(
-        self, session: aiohttp.ClientSession, *, table: WorkerTable, credentials: Credentials, roles: tuple[Role, ...]
-    ) -> None:
-        self.table = table
-        self.roles = roles
-        self.credentials = credentials
-        self._session = session
+    session: aiohttp.ClientSession
+    table: WorkerTable
+    credentials: Credentials
+    roles: tuple[Role, ...]
 
     async def call(
         self,
@@ -58,7 +57,7 @@ class WorkerCalls:
         headers = {**headers, **({"Content-Type": "application/json"} if body else {})}
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._session.request(
+            async with self.session.request(
                 method, worker.url + path, data=body or None, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
                 content_type = {"Content-Type": response.headers.get("Content-Type", "application/json")}

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 from urllib.parse import unquote
 
@@ -51,24 +51,14 @@ class _RoleSwitch(_NamedWorker):
     timeout: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
+@dataclass(eq=False)
 class WorkersApi:
-    def __init__(
-        self,
-        calls: WorkerCalls,
-        *,
-        config: RouterConfig,
-        monitor: HealthMonitor,
-        switch: Switch,
-        peers: PeerProcesses,
-        discovery: Discovery | None,
-    ) -> None:
-        self._calls = calls
-        self._table = calls.table
-        self._config = config
-        self._monitor = monitor
-        self._switch = switch
-        self._peers = peers
-        self._discovery = discovery
+    calls: WorkerCalls
+    config: RouterConfig
+    monitor: HealthMonitor
+    switch: Switch
+    peers: PeerProcesses
+    discovery: Discovery | None
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -87,37 +77,37 @@ class WorkersApi:
         ]
 
     async def list_workers(self, request: web.BaseRequest) -> web.Response:
-        workers = [describe(w) for w in self._table.workers()]
+        workers = [describe(w) for w in self.calls.table.workers()]
         return json_response({"workers": workers, "total": len(workers)})
 
     async def add_worker(self, request: web.BaseRequest) -> web.Response:
         """The worker gets requests after its first good check."""
         body = decode_body(await request.read(), _NewWorker)
         role = self._role_of(body)
-        worker = self._table.add(body.url, role=role, bootstrap_port=body.bootstrap_port, now_s=time.monotonic())
-        self._monitor.watch(worker)
-        await self._peers.forward(request, {"url": body.url, "role": role.value, "bootstrap_port": body.bootstrap_port})
+        worker = self.calls.table.add(body.url, role=role, bootstrap_port=body.bootstrap_port, now_s=time.monotonic())
+        self.monitor.watch(worker)
+        await self.peers.forward(request, {"url": body.url, "role": role.value, "bootstrap_port": body.bootstrap_port})
         return json_response(describe(worker), status=201)
 
     async def remove_worker(self, request: web.BaseRequest) -> web.Response:
         """The body or the query names the URL. Requests that run there go on."""
         query = dict(request.query)
         url = decode_body(msgspec.json.encode(query) if query else await request.read(), _NamedWorker).url
-        worker = self._table.remove(url)
-        self._monitor.retire(worker)
-        await self._peers.forward(request, {"url": url})
+        worker = self.calls.table.remove(url)
+        self.monitor.retire(worker)
+        await self.peers.forward(request, {"url": url})
         return json_response(describe(worker))
 
     async def switch_role(self, request: web.BaseRequest) -> web.Response:
         """200 once the worker serves in that role; 409: it may not or cannot, and nothing has changed; 502: it did not return."""
         body = decode_body(await request.read(), _RoleSwitch)
-        role, worker = self._role_of(body), self._table.find(body.url)
-        if self._peers.is_peer(request):  # the peer moves it
-            self._monitor.look(worker)
+        role, worker = self._role_of(body), self.calls.table.find(body.url)
+        if self.peers.is_peer(request):  # the peer moves it
+            self.monitor.look(worker)
             return json_response(describe(worker))
-        headers = self._calls.credentials.for_admin(authorization_of(request))
+        headers = self.calls.credentials.for_admin(authorization_of(request))
         try:
-            await self._switch.move(worker, role, force=bool(body.force), drain_s=body.timeout, headers=headers)
+            await self.switch.move(worker, role, force=bool(body.force), drain_s=body.timeout, headers=headers)
         except SwitchRefused as err:
             return ApiError(409, str(err), code="switch_refused").response()
         except SwitchFailed as err:
@@ -126,52 +116,52 @@ class WorkersApi:
 
     async def get_loads(self, request: web.BaseRequest) -> web.Response:
         """What `least_load` compares, and each worker's last report."""
-        return json_response({"workers": [describe(w) for w in self._table.workers()]})
+        return json_response({"workers": [describe(w) for w in self.calls.table.workers()]})
 
     async def server_info(self, request: web.BaseRequest) -> web.Response:
         return json_response(
             {
                 "router_manager": True,
-                "pd_disaggregation": self._config.pd_disaggregation,
-                "policy": self._config.policy,
-                "service_discovery": None if self._discovery is None else self._discovery.status(),
-                "workers": [describe(w) for w in self._table.workers()],
+                "pd_disaggregation": self.config.pd_disaggregation,
+                "policy": self.config.policy,
+                "service_discovery": None if self.discovery is None else self.discovery.status(),
+                "workers": [describe(w) for w in self.calls.table.workers()],
             }
         )
 
     async def list_models(self, request: web.BaseRequest) -> web.Response:
         """All models: of one worker if all serve the same, else of one worker for each model, joined."""
-        if not self._table.models.several:
-            return await self._calls.call_one(request)
-        headers = self._calls.credentials.for_client(authorization_of(request))
+        if not self.calls.table.models.several:
+            return await self.calls.call_one(request)
+        headers = self.calls.credentials.for_client(authorization_of(request))
         speakers: dict[str, Worker] = {}
-        for role in reversed(self._calls.roles):
-            for worker in self._table.alive(role):
+        for role in reversed(self.calls.roles):
+            for worker in self.calls.table.alive(role):
                 speakers.setdefault(next(iter(worker.models), ""), worker)
-        calls = (self._calls.call(w, "GET", request.path, headers) for w in speakers.values())
+        calls = (self.calls.call(w, "GET", request.path, headers) for w in speakers.values())
         models = join_models(answer.decoded for answer in await asyncio.gather(*calls))
         return json_response({"object": "list", "data": models})
 
     async def get_model(self, request: web.BaseRequest) -> web.Response:
         """One model, as a worker that serves it describes it."""
         name = unquote(request.path.removeprefix(_MODEL))
-        return await self._calls.call_one(request, model=self._table.models.meant(name))
+        return await self.calls.call_one(request, model=self.calls.table.models.meant(name))
 
     async def proxy(self, request: web.BaseRequest) -> web.Response:
-        return await self._calls.call_one(request)
+        return await self.calls.call_one(request)
 
     async def openapi(self, request: web.BaseRequest) -> web.Response:
         """The router's own routes, and generation as the first live worker describes it (decode before prefill)."""
-        headers = self._calls.credentials.own()
-        for role in reversed(self._calls.roles):
-            for worker in self._table.alive(role):
-                answer = await self._calls.call(worker, "GET", "/openapi.json", headers)
+        headers = self.calls.credentials.own()
+        for role in reversed(self.calls.roles):
+            for worker in self.calls.table.alive(role):
+                answer = await self.calls.call(worker, "GET", "/openapi.json", headers)
                 if answer.status == 200:
                     return json_response(make_document(answer.decoded))
         return json_response(make_document(None))
 
     def _role_of(self, body: _NewWorker | _RoleSwitch) -> Role:
-        roles = self._calls.roles
+        roles = self.calls.roles
         word = body.role or body.worker_type or (roles[0].value if len(roles) == 1 else None)
         named = _ROLE_WORDS.get(word or "", word)
         if named not in [role.value for role in roles]:

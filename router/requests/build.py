@@ -52,7 +52,7 @@ def make_dispatcher(
     hedging = None
     if config.hedge_after_s:
         hedging = Hedging(
-            after_s=config.hedge_after_s,
+            default_s=config.hedge_after_s,
             budget=Budget(config.hedge_budget),
             picker=picker,
             launcher=launcher,

@@ -97,52 +97,38 @@ class Retries:
         return 0.0 if number == 0 else min(MAX_BACKOFF_S, self.backoff_s * 2 ** (number - 1))
 
 
+@dataclass(eq=False, kw_only=True)
 class Dispatcher:
     """Answers POST /v1/chat/completions, /v1/completions, /generate and /v1/embeddings (a prefill worker alone)."""
 
-    def __init__(
-        self,
-        *,
-        reader: RequestReader,
-        launcher: AttemptLauncher,
-        live: LiveRequests,
-        rooms: RoomMinter,
-        table: WorkerTable,
-        retries: Retries,
-        clock: Callable[[], float],
-    ) -> None:
-        self.launcher = launcher
-        self._reader = reader
-        self._picker = reader.picker
-        self._admission = reader.admission
-        self._events = reader.events
-        self._hedging = reader.hedging
-        self._live = live
-        self._rooms = rooms
-        self._table = table
-        self._retries = retries
-        self._clock = clock
+    reader: RequestReader
+    launcher: AttemptLauncher
+    live: LiveRequests
+    rooms: RoomMinter
+    table: WorkerTable
+    retries: Retries
+    clock: Callable[[], float]
 
     async def handle(self, http: web.BaseRequest) -> web.StreamResponse:
-        if self._live.draining:
+        if self.live.draining:
             raise draining("the router is draining: it takes no new requests")
         try:
-            self._admission.refuse_early(http)
+            self.reader.admission.refuse_early(http)
             return await self._handle(http)
         except (RequestRefused, UnknownModel) as error:
-            for notify in self._events.on_refused:
+            for notify in self.reader.events.on_refused:
                 notify(error.why)
             raise
 
     async def _handle(self, http: web.BaseRequest) -> web.StreamResponse:
         task = asyncio.current_task()
         assert task is not None
-        started_s = self._clock()
+        started_s = self.clock()
         request = RequestContext(http=http, task=task, request_id=http[REQUEST_ID], path=http.path, started_s=started_s)
         status = CLIENT_GONE
-        self._live.requests[request] = None  # no context manager: it would cost ten times this
+        self.live.requests[request] = None  # no context manager: it would cost ten times this
         try:
-            await self._reader.read(request)
+            await self.reader.read(request)
             response = await self._serve_in_turn(request)
             status = response.status
             return response
@@ -154,44 +140,44 @@ class Dispatcher:
                 raise
             raise draining(HANDED_BACK) from None
         finally:
-            del self._live.requests[request]
-            status, now_s = 503 if request.handed_back and status == CLIENT_GONE else status, self._clock()
-            for notify in self._events.on_ended:
+            del self.live.requests[request]
+            status, now_s = 503 if request.handed_back and status == CLIENT_GONE else status, self.clock()
+            for notify in self.reader.events.on_ended:
                 notify(request, status, now_s)
 
     async def _serve_in_turn(self, request: RequestContext) -> web.StreamResponse:
-        ticket = await self._admission.enter(request)
+        ticket = await self.reader.admission.enter(request)
         try:
             return await self._serve(request)
         finally:
-            self._admission.leave(ticket)
+            self.reader.admission.leave(ticket)
 
     async def _serve(self, request: RequestContext) -> web.StreamResponse:
         """Make attempts until one answers, one fails with a final error, or none is left."""
-        if not self._rooms.has_room_for(request.parsed.num_samples):
+        if not self.rooms.has_room_for(request.parsed.num_samples):
             message = "the router has too many samples in flight"
             raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
-        for number in range(self._retries.limit + 1):
-            placements, headers = self._picker.pick(request), request.headers
+        for number in range(self.retries.limit + 1):
+            placements, headers = self.reader.picker.pick(request), request.headers
             if number > 0 or placements is None:
-                placements = placements or await self._picker.pick_later(request)
-                headers = request.headers_at(self._clock())
+                placements = placements or await self.reader.picker.pick_later(request)
+                headers = request.headers_at(self.clock())
             if placements is None:
                 return self._none_left(request)
             try:
                 return await self._attempt(request, self.launcher.begin(request, headers, placements))
             except CallFailed as failure:
-                if not failure.retryable or number == self._retries.limit:
+                if not failure.retryable or number == self.retries.limit:
                     return failure_response(failure)
-                for notify in self._events.on_retry:
+                for notify in self.reader.events.on_retry:
                     notify(request, failure)
-            await asyncio.sleep(self._retries.pause_s(number))
+            await asyncio.sleep(self.retries.pause_s(number))
         raise AssertionError("the last attempt returns")
 
     async def _attempt(self, request: RequestContext, first: PairAttempt) -> web.StreamResponse:
         """Wait for the answer of an attempt, or of its hedge, and give it to the client. `CallFailed`: none came."""
         group = AttemptGroup(first, on_failed=lambda attempt, failure: self._on_failed(request, attempt, failure))
-        timer = None if self._hedging is None else self._hedging.arm(request, group)
+        timer = None if self.reader.hedging is None else self.reader.hedging.arm(request, group)
         winner = None
         try:
             winner = await group.winner()
@@ -203,14 +189,14 @@ class Dispatcher:
             if timer is not None:
                 timer.cancel()
             group.end()
-            if self._hedging is not None:
-                self._hedging.count(group, winner)
+            if self.reader.hedging is not None:
+                self.reader.hedging.count(group, winner)
 
     async def _give(self, request: RequestContext, attempt: PairAttempt) -> web.StreamResponse:
         """Give the answer to the client, whole or as a stream."""
         attempt.begin_answer()
-        now_s = self._clock()
-        for notify in self._events.on_first_byte:
+        now_s = self.clock()
+        for notify in self.reader.events.on_first_byte:
             notify(request, attempt, now_s)
         request.first_byte_s = request.last_byte_s = now_s
         request.num_chunks = 1
@@ -230,7 +216,7 @@ class Dispatcher:
     async def _stream(self, request: RequestContext, attempt: PairAttempt, merger: Merger | None) -> web.StreamResponse:
         attempt.watch_prefill(self._note)
         request.cut = attempt.answering.close
-        on_chunk, clock = self._events.on_chunk, self._clock
+        on_chunk, clock = self.reader.events.on_chunk, self.clock
 
         def on_more(chunk: bytes) -> None:
             now_s = clock()
@@ -265,21 +251,21 @@ class Dispatcher:
         if request.failed is None:
             request.failed = FailedWorkers(failure)
         request.failed.note(failure, attempt.workers)
-        now_s = self._clock()
-        for notify in self._events.on_attempt_failed:
+        now_s = self.clock()
+        for notify in self.reader.events.on_attempt_failed:
             notify(request, attempt, failure, now_s)
         self._note(failure)
 
     def _note(self, failure: CallFailed) -> None:
-        now_s = self._clock()
-        for notify in self._events.on_call_failed:
+        now_s = self.clock()
+        for notify in self.reader.events.on_call_failed:
             notify(failure, now_s)
 
     def _none_left(self, request: RequestContext) -> web.Response:
-        missing = self._picker.missing(request)
+        missing = self.reader.picker.missing(request)
         if request.failed is not None and not missing:
             return failure_response(request.failed.last)
-        for notify in self._events.on_no_worker:
+        for notify in self.reader.events.on_no_worker:
             notify(request, missing)
-        message = no_worker_message(self._table, missing, request.model)
+        message = no_worker_message(self.table, missing, request.model)
         raise ApiError(503, message, code="no_worker", retry_after_s=RETRY_AFTER_S)

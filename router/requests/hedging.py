@@ -43,32 +43,22 @@ class Budget:
         return enough
 
 
+@dataclass(eq=False, kw_only=True)
 class Hedging:
-    """Begins hedges in one router process. `after_s`: --hedge-after."""
+    """Begins hedges in one router process. `default_s`: --hedge-after."""
 
-    def __init__(
-        self,
-        *,
-        after_s: float,
-        budget: Budget,
-        picker: Picker,
-        launcher: AttemptLauncher,
-        admission: Admission,
-        metrics: RouterMetrics,
-        clock: Callable[[], float],
-    ) -> None:
-        self._after_s = after_s
-        self._budget = budget
-        self._picker = picker
-        self._launcher = launcher
-        self._admission = admission
-        self._metrics = metrics
-        self._clock = clock
+    default_s: float
+    budget: Budget
+    picker: Picker
+    launcher: AttemptLauncher
+    admission: Admission
+    metrics: RouterMetrics
+    clock: Callable[[], float]
 
     def after_s(self, headers: Mapping[str, str], *, streams: bool) -> float | None:
         """As `hedge_after_s`, for a request that has just come."""
-        self._budget.earn()
-        return hedge_after_s(headers, self._after_s, streams=streams)
+        self.budget.earn()
+        return hedge_after_s(headers, self.default_s, streams=streams)
 
     def arm(self, request: RequestContext, group: AttemptGroup) -> asyncio.TimerHandle | None:
         """Begin a second attempt once the answer has been silent for long enough. A request has one chance."""
@@ -80,18 +70,18 @@ class Hedging:
     def count(self, group: AttemptGroup, winner: PairAttempt | None) -> None:
         """The attempts of `group` are over, and this one answered."""
         if group.hedge is not None:
-            self._metrics.hedges.labels("won" if winner is group.hedge else "lost").inc()
+            self.metrics.hedges.labels("won" if winner is group.hedge else "lost").inc()
 
     def _begin(self, request: RequestContext, first: PairAttempt) -> PairAttempt | None:
         request.hedge_after_s = None
-        pools = other_pools(self._picker.pools(request), first.workers)
-        if self._admission.num_waiting > 0 or pools is None or not self._budget.spend():
-            why = "busy" if self._admission.num_waiting > 0 else "no_other" if pools is None else "budget"
-            self._metrics.hedges_withheld.labels(why).inc()
+        pools = other_pools(self.picker.pools(request), first.workers)
+        if self.admission.num_waiting > 0 or pools is None or not self.budget.spend():
+            why = "busy" if self.admission.num_waiting > 0 else "no_other" if pools is None else "budget"
+            self.metrics.hedges_withheld.labels(why).inc()
             return None
-        self._metrics.hedges.labels("started").inc()
-        headers = request.headers_at(self._clock())
-        return self._launcher.begin(request, headers, self._picker.choose(request, pools), hedge=True)
+        self.metrics.hedges.labels("started").inc()
+        headers = request.headers_at(self.clock())
+        return self.launcher.begin(request, headers, self.picker.choose(request, pools), hedge=True)
 
 
 def hedge_after_s(headers: Mapping[str, str], default_s: float, *, streams: bool) -> float | None:

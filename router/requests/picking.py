@@ -6,6 +6,7 @@ Policies (router/choice) choose among several. A request without a worker waits 
 import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from router.admission.admission import Admission
 from router.attempts.request import RequestContext, time_given
@@ -19,36 +20,29 @@ from service.waiter import Waiter
 Placements = tuple[Placement, ...]
 
 
+@dataclass(eq=False, kw_only=True)
 class Picker:
     """`wait_s`: --retry-wait. `silence_s`: --dead-worker-timeout; 0: no limit."""
 
-    def __init__(
-        self,
-        *,
-        table: WorkerTable,
-        policies: Mapping[Role, Policy],
-        admission: Admission,
-        wait_s: float,
-        silence_s: float,
-        clock: Callable[[], float],
-    ) -> None:
-        self._table = table
-        self._policies = policies
-        self._admission = admission
-        self._wait_s = wait_s
-        self._silence_s = silence_s or math.inf
-        self._clock = clock
-        self._waiters: list[Waiter] = []
-        table.on_change = self._on_change
+    table: WorkerTable
+    policies: Mapping[Role, Policy]
+    admission: Admission
+    wait_s: float
+    silence_s: float
+    clock: Callable[[], float]
+    _waiters: list[Waiter] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.table.on_change = self._on_change
 
     def model_of(self, parsed: ParsedBody, roles: Sequence[Role]) -> str:
         """Return the model that its workers must serve; "": any. `UnknownModel`."""
-        catalogue = self._table.models
+        catalogue = self.table.models
         if not catalogue.names:
             return ""
         ready: Iterable[str] = ()
         if catalogue.several:
-            ready = (base for base in catalogue.bases if not missing_roles(self._table, roles, base))
+            ready = (base for base in catalogue.bases if not missing_roles(self.table, roles, base))
         return catalogue.meant(named_model(parsed), ready)
 
     async def pick_later(self, request: RequestContext) -> Placements | None:
@@ -75,33 +69,33 @@ class Picker:
             if not pool or pool[0].silent:  # where one is, all are: others would have been preferred
                 return None  # before a policy remembers a request that is sent nowhere
         if request.slo is not None and request.failed is None:  # an admitted request is not refused later
-            now_s = self._clock()
-            pools = [self._admission.in_time(pool, request, now_s=now_s) for pool in pools]
+            now_s = self.clock()
+            pools = [self.admission.in_time(pool, request, now_s=now_s) for pool in pools]
         return self.choose(request, pools)
 
     def choose(self, request: RequestContext, pools: Iterable[Sequence[Worker]]) -> Placements:
         """Choose one worker of each pool; the policies remember that the request goes there."""
-        policies, hints = self._policies, request.hints
+        policies, hints = self.policies, request.hints
         return tuple([policies[pool[0].role].choose(pool, hints) for pool in pools])
 
     def pools(self, request: RequestContext) -> list[Sequence[Worker]]:
         """Return the workers of each role that the request may go to."""
-        table, model, now_s, failed = self._table, request.model, self._clock(), request.failed
+        table, model, now_s, failed = self.table, request.model, self.clock(), request.failed
         pools: list[Sequence[Worker]] = [table.ready(role, model, now_s=now_s) for role in request.roles]
         return pools if failed is None else [failed.best_of(pool) for pool in pools]
 
     def missing(self, request: RequestContext) -> list[Role]:
         """Return the roles without a live worker, or, where every role has one, those whose workers are all silent."""
-        table, roles, model = self._table, request.roles, request.model
+        table, roles, model = self.table, request.roles, request.model
         return missing_roles(table, roles, model) or silent_roles(table, roles, model)
 
     def _patience_s(self, request: RequestContext) -> float:
         """How long the request may wait in all, in the table's present state."""
-        table, roles, model = self._table, request.roles, request.model
+        table, roles, model = self.table, request.roles, request.model
         if missing_roles(table, roles, model):
-            return self._wait_s if request.failed is not None else 0.0
+            return self.wait_s if request.failed is not None else 0.0
         if silent_roles(table, roles, model) and all(self.pools(request)):
-            return min(self._silence_s, time_given(request.headers))
+            return min(self.silence_s or math.inf, time_given(request.headers))
         return 0.0
 
     async def _change(self, within_s: float) -> None:
