@@ -60,7 +60,6 @@ class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def streams(self) -> bool:
-        """The client wants events as they come."""
         return _raw(self.fields, "stream") == b"true"
 
 
@@ -133,7 +132,6 @@ def named_priority(parsed: ParsedBody) -> int | None:
 
 
 def _prompts(api: Api, fields: dict[str, msgspec.Raw]) -> tuple[int, int]:
-    """(number of prompts, tokens in all of them)."""
     if api is Api.CHAT:
         return 1, len(_raw(fields, "messages")) // BYTES_PER_TOKEN + 1
     if api is Api.COMPLETIONS:
@@ -190,7 +188,6 @@ def _raw(fields: dict[str, msgspec.Raw], name: str) -> bytes:
 
 
 def _small(raw: bytes) -> object:
-    """A number's value; None for anything else."""
     return decode_or_none(raw) if raw and raw[:1] in b"-0123456789" else None
 
 

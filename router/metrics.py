@@ -100,7 +100,6 @@ class RouterMetrics(RequestObserver, Collector):
         self._ttfb_s.observe(request.path, now_s - request.started_s)
 
     def on_begin(self) -> None:
-        """A request came."""
         self._inflight += 1
 
     def on_answered(self, path: str, status: int, seconds: float) -> None:
@@ -169,8 +168,6 @@ def counted(handler: Handler, metrics: RouterMetrics) -> Handler:
 
 
 class _Seconds:
-    """A histogram by path."""
-
     def __init__(self) -> None:
         self._counts: dict[str, list[int]] = {}  # by bucket, the last one: longer than all
         self._sums: dict[str, float] = {}
@@ -234,7 +231,6 @@ def _known(fit: LineFit, what: str) -> float | None:
 
 
 def _by_worker(workers: Sequence[Worker], name: str, text: str, value: WorkerValue) -> Metric:
-    """None: the worker has no such value."""
     family = GaugeMetricFamily(f"tandem_router_worker_{name}", text, labels=["url", "role"])
     for worker in workers:
         number = value(worker)

@@ -64,7 +64,6 @@ class PairAttempt:
 
     @property
     def calls(self) -> tuple[UpstreamCall, ...]:
-        """In the order they were sent; the one that answers is the last."""
         return (self.answering,) if self.prefill is None else (self.prefill, self.answering)
 
     def settled(self) -> bool:
@@ -181,7 +180,6 @@ class AttemptGroup:
         self._waiter.wake()
 
     def end(self, winner: PairAttempt | None = None) -> None:
-        """End all but `winner`."""
         for attempt in tuple(self.running):
             if attempt is not winner:
                 self.running.remove(attempt)
@@ -222,7 +220,6 @@ class AttemptLauncher:
         *,
         hedge: bool = False,
     ) -> PairAttempt:
-        """Send a request to the placements' workers."""
         parsed, now_s = request.parsed, self.clock()
         rooms: tuple[int, ...] = ()
         prefill: UpstreamCall | None = None

@@ -57,7 +57,6 @@ class Entropy:
         return int.from_bytes(self._take(num_bytes), "little") >> (8 * num_bytes - num_bits)
 
     def name(self) -> str:
-        """32 hexadecimal digits."""
         return self._take(16).hex()
 
     def _take(self, num_bytes: int) -> bytes:

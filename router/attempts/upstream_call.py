@@ -47,12 +47,10 @@ class CallFailed(Exception):
 
     @property
     def label(self) -> str:
-        """The reason in metrics."""
         return f"http_{self.status}" if self.reason == "status" else self.reason
 
     @property
     def draining(self) -> bool:
-        """The worker drains: it takes nothing new, or could not finish this request."""
         return self.status == 503 and says_draining(self.body)
 
     @property
@@ -62,7 +60,6 @@ class CallFailed(Exception):
 
     @property
     def is_fault(self) -> bool:
-        """The worker itself is to blame."""
         decode = self.worker.role is Role.DECODE
         return is_fault(
             reason=self.reason, status=self.status, headers=self.headers, draining=self.draining, decode=decode
@@ -88,13 +85,11 @@ class UpstreamCall:
 
     @property
     def streaming(self) -> bool:
-        """The answer is good, and to be passed on as it comes."""
         status = self.reply.status
         return self._stream and 0 < status < 300 and self.reply.headers.get("content-type", "").startswith(STREAM_TYPE)
 
     @property
     def ended(self) -> bool:
-        """Nothing more will come."""
         return self.reply.complete or self.reply.error is not None
 
     @property
@@ -104,7 +99,6 @@ class UpstreamCall:
 
     @property
     def well(self) -> bool:
-        """A good answer came, and all of it."""
         return self.reply.complete and self.reply.status < 300
 
     def failure(self) -> CallFailed | None:
@@ -138,7 +132,6 @@ class UpstreamCall:
         return self.reply.received_s if self.reply.status else -math.inf
 
     def give_up(self, why: str) -> None:
-        """End the call because its worker is gone."""
         self.reply.close(UpstreamError("down", why))
 
     def close(self) -> None:

@@ -35,8 +35,6 @@ class UpstreamError(Exception):
 
 
 class Upstream(Protocol):
-    """Sends requests to workers."""
-
     def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> "HttpReply":
         """Send a request. `url`: scheme, host and port."""
 
@@ -233,7 +231,6 @@ class HttpReply:
         self.listener = self.on_end = self.resume = self.end_connection = _nothing
 
     def wake(self) -> None:
-        """Report a change to the reader and the listener."""
         self.received_s = self._loop.time()
         self._waiter.wake()
         self.listener()
@@ -359,6 +356,5 @@ def _lines(headers: Mapping[str, str]) -> str:
 
 
 def _head(path: str, host: str, lines: str, length: int) -> bytes:
-    """The head of a request; `lines`: its other headers."""
     text = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n{lines}\r\n"
     return text.encode("utf-8", "surrogateescape")

@@ -86,7 +86,6 @@ class Dashboard:
         return _fresh({**status, **picture})
 
     async def snapshot(self, request: web.BaseRequest) -> web.Response:
-        """What this process remembers, for its peers."""
         return _fresh(self._own())
 
     async def request(self, request: web.BaseRequest) -> web.Response:
@@ -102,7 +101,6 @@ class Dashboard:
         return merge([self._own(), *(snapshot for snapshot in others if snapshot is not None)])
 
     def _own(self) -> DashboardSnapshot:
-        """What this process remembers, and which workers it moves."""
         snapshot = self.recorder.snapshot()
         snapshot.switching = {
             worker.url: worker.switching_to.value for worker in self.table.workers() if worker.switching_to is not None

@@ -21,7 +21,6 @@ _ADMIN_PATHS = frozenset((*TIMEOUTS_S, LOAD_ADAPTER, UNLOAD_ADAPTER, "/traces", 
 
 
 def need_of(method: str, path: str) -> Access:
-    """The key that a request needs."""
     if path in _OPEN_PATHS:
         return Access.NONE
     if path in _ADMIN_PATHS or (method, path) in _ADMIN_ROUTES or path.startswith("/dashboard/"):

@@ -78,7 +78,6 @@ class FanOutApi:
         return await self.calls.call_all("POST", "/abort_request", headers, body)
 
     async def health_generate(self, request: web.BaseRequest) -> web.Response:
-        """Have every worker generate a token."""
         return await self.calls.call_all("GET", "/health_generate", self.calls.credentials.own())
 
 

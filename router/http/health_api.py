@@ -42,7 +42,6 @@ class HealthApi:
         ]
 
     async def liveness(self, request: web.BaseRequest) -> web.Response:
-        """The process runs."""
         return json_response({"status": "alive"})
 
     async def readiness(self, request: web.BaseRequest) -> web.Response:
@@ -74,7 +73,6 @@ class HealthApi:
         return f"{num_late} other processes of this router do not know every worker as healthy yet" if num_late else ""
 
     async def get_metrics(self, request: web.BaseRequest) -> web.Response:
-        """Prometheus metrics of all processes of this router."""
         body = self.metrics.exposition()
         if not self.peers.is_peer(request) and (others := await self.peers.request("GET", "/metrics")):
             body = merge_expositions([body, *others])

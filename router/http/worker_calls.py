@@ -31,7 +31,6 @@ class WorkerAnswer(msgspec.Struct, frozen=True):
 
     @property
     def decoded(self) -> Any:
-        """The JSON value; None for anything else."""
         return decode_or_none(self.body)
 
 

@@ -115,7 +115,6 @@ class WorkersApi:
         return json_response(describe(worker))
 
     async def get_loads(self, request: web.BaseRequest) -> web.Response:
-        """What `least_load` compares, and each worker's last report."""
         return json_response({"workers": [describe(w) for w in self.calls.table.workers()]})
 
     async def server_info(self, request: web.BaseRequest) -> web.Response:
@@ -143,7 +142,6 @@ class WorkersApi:
         return json_response({"object": "list", "data": models})
 
     async def get_model(self, request: web.BaseRequest) -> web.Response:
-        """One model, as a worker that serves it describes it."""
         name = unquote(request.path.removeprefix(_MODEL))
         return await self.calls.call_one(request, model=self.calls.table.models.meant(name))
 

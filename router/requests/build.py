@@ -39,7 +39,6 @@ def make_dispatcher(
     live: LiveRequests,
     clock: Callable[[], float],
 ) -> Dispatcher:
-    """The dispatcher of one router process."""
     launcher = AttemptLauncher(table=table, rooms=rooms, upstream=upstream, events=events, secret=secret, clock=clock)
     picker = Picker(
         table=table,

@@ -193,7 +193,6 @@ class Dispatcher:
                 self.reader.hedging.count(group, winner)
 
     async def _give(self, request: RequestContext, attempt: PairAttempt) -> web.StreamResponse:
-        """Give the answer to the client, whole or as a stream."""
         attempt.begin_answer()
         now_s = self.clock()
         for notify in self.reader.events.on_first_byte:

@@ -33,7 +33,6 @@ class Budget:
     _saved: float = 1.0
 
     def earn(self) -> None:
-        """A request came."""
         self._saved = min(MAX_SAVED, self._saved + self.share)
 
     def spend(self) -> bool:

@@ -20,7 +20,6 @@ class LiveRequests:
         return len(self.requests)
 
     async def drain(self, *, timeout_s: float, at_once: asyncio.Event) -> None:
-        """Return when nothing runs; hand back what does not end in time."""
         self.draining = True
         if self.requests:
             log.info("draining: %d requests run, for up to %g s (--drain-timeout)", len(self), timeout_s)

@@ -81,8 +81,6 @@ class Merger:
 
 
 class SseMerger(SseSplitter):
-    """Merges into the events of a stream."""
-
     def __init__(self, merger: Merger) -> None:
         super().__init__()
         self._merger = merger

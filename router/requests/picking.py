@@ -79,7 +79,6 @@ class Picker:
         return tuple([policies[pool[0].role].choose(pool, hints) for pool in pools])
 
     def pools(self, request: RequestContext) -> list[Sequence[Worker]]:
-        """Return the workers of each role that the request may go to."""
         table, model, now_s, failed = self.table, request.model, self.clock(), request.failed
         pools: list[Sequence[Worker]] = [table.ready(role, model, now_s=now_s) for role in request.roles]
         return pools if failed is None else [failed.best_of(pool) for pool in pools]

@@ -52,7 +52,7 @@ def test_an_unanswered_look_at_a_worker_does_not_forget_its_bootstrap_port() -> 
         gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
         credentials = Credentials(api=gate.api)
         monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
-        monitor._ask_health = _healthy  # type: ignore[method-assign]
+        monitor._check_health = _healthy  # type: ignore[method-assign]
         watch: Any = SimpleNamespace(worker=worker, info_due_s=0.0, load_due_s=0.0)
         await monitor._check(watch)
         assert (worker.bootstrap_host, worker.bootstrap_port) == ("p", 8998)
