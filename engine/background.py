@@ -1,4 +1,4 @@
-"""Slow work beside a running loop."""
+"""Work whose outcome a future has."""
 
 import threading
 from collections.abc import Callable
@@ -12,12 +12,14 @@ def start_in_thread(work: Callable[[], T], *, name: str, when_done: Callable[[],
     """Run `work` in a thread called `name`, which calls `when_done` once the future has the result or the error."""
     future: Future[T] = Future()
     future.add_done_callback(lambda _: when_done())
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # raised by the future
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()  # a daemon: an ending process does not wait for a disk
+    # a daemon: an ending process does not wait for a disk
+    threading.Thread(target=run_into, args=(future, work), name=name, daemon=True).start()
     return future
+
+
+def run_into(future: Future[T], work: Callable[[], T]) -> None:
+    """Run `work`; `future` returns or raises its outcome."""
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)

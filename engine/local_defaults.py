@@ -27,8 +27,8 @@ def with_threads(config: EngineConfig) -> EngineConfig:
 
 def usable_cores() -> int:
     """Return OMP_NUM_THREADS if set, else the cores that this process may use."""
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(asked) if asked.isdigit() and int(asked) > 0 else len(os.sched_getaffinity(0))
+    value = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(value) if value.isdigit() and int(value) > 0 else len(os.sched_getaffinity(0))
 
 
 def default_threads(model_path: str, *, cores: int) -> int:

@@ -137,52 +137,52 @@ def _check_hicache(config: EngineConfig) -> None:
 
 
 def _check_cuda_graph(config: EngineConfig, device: str) -> None:
-    asked, most = config.cuda_graph_bs, config.cuda_graph_max_bs
-    for name, given in (("--cuda-graph-bs", bool(asked)), ("--cuda-graph-max-bs", most is not None)):
+    sizes, most = config.cuda_graph_bs, config.cuda_graph_max_bs
+    for name, given in (("--cuda-graph-bs", bool(sizes)), ("--cuda-graph-max-bs", most is not None)):
         if given and device != "cuda":
             raise ConfigError(f"{name}: the model runs on {device}, where there are no CUDA graphs; leave the flag out")
         if given and config.disable_cuda_graph:
             raise ConfigError(f"{name}: --disable-cuda-graph is given as well; leave one of them out")
-    if asked and most is not None:
+    if sizes and most is not None:
         raise ConfigError("--cuda-graph-bs: names every size, so --cuda-graph-max-bs means nothing beside it")
 
 
-def _dtype(asked: str, stored: str) -> str:
-    if asked != "auto":
-        return asked
+def _dtype(given: str, stored: str) -> str:
+    if given != "auto":
+        return given
     return "float32" if stored == "float32" else "bfloat16"
 
 
-def _stream(asked: str, device: str) -> str:
-    if asked == "auto":
+def _stream(given: str, device: str) -> str:
+    if given == "auto":
         return "cuda" if device == "cuda" else "inline"
-    if (asked == "cuda") != (device == "cuda"):
-        raise ConfigError(f"--stream {asked}: the model runs on {device}; leave the flag out")
-    return asked
+    if (given == "cuda") != (device == "cuda"):
+        raise ConfigError(f"--stream {given}: the model runs on {device}; leave the flag out")
+    return given
 
 
-def _context_length(asked: int | None, model_max: int) -> int:
-    if asked is None:
+def _context_length(given: int | None, model_max: int) -> int:
+    if given is None:
         return model_max
-    if asked > model_max:
-        raise ConfigError(f"--context-length: must be at most the model's {model_max}, got {asked}")
-    return asked
+    if given > model_max:
+        raise ConfigError(f"--context-length: must be at most the model's {model_max}, got {given}")
+    return given
 
 
-def _max_step_time_s(asked: float | None, device: str, *, chunked: bool) -> float:
-    if asked is None:
+def _max_step_time_s(given: float | None, device: str, *, chunked: bool) -> float:
+    if given is None:
         return MAX_STEP_TIME_S[device] if chunked else 0.0
-    if asked > 0 and not chunked:
+    if given > 0 and not chunked:
         raise ConfigError("--max-step-time: needs chunks; leave --chunked-prefill-size -1 out")
-    return asked
+    return given
 
 
-def _chunk(asked: int | None, page_size: int, device: str) -> int:
+def _chunk(given: int | None, page_size: int, device: str) -> int:
     """Round down to whole pages, so that a chunk's pages are whole when they are handed over."""
-    if asked is None:
-        asked = max(CHUNK_OF[device], page_size)
-    if asked == -1:
+    if given is None:
+        given = max(CHUNK_OF[device], page_size)
+    if given == -1:
         return -1
-    if asked < page_size:
-        raise ConfigError(f"--chunked-prefill-size: must be -1 or at least --page-size ({page_size}), got {asked}")
-    return asked // page_size * page_size
+    if given < page_size:
+        raise ConfigError(f"--chunked-prefill-size: must be -1 or at least --page-size ({page_size}), got {given}")
+    return given // page_size * page_size

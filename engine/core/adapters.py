@@ -76,7 +76,7 @@ class Adapters:
         """Refuse it to new requests. Raises AdapterRefused."""
         adapter = self._by_name.get(name)
         if adapter is None:
-            raise AdapterRefused(f"lora_name: {name!r} is not loaded; {self._said_loaded()}")
+            raise AdapterRefused(f"lora_name: {name!r} is not loaded; {self._loaded_names()}")
         if adapter.state is not AdapterState.READY:
             raise AdapterRefused(f"lora_name: {name!r} is {adapter.state.value} just now", status=409)
         adapter.state = AdapterState.LEAVING
@@ -96,7 +96,7 @@ class Adapters:
             return self._used_by[rid].number
         adapter = self._by_name.get(name)
         if adapter is None or adapter.state is AdapterState.LOADING:
-            raise AdapterRefused(f"lora_path: no adapter {name!r} is loaded; {self._said_loaded()}")
+            raise AdapterRefused(f"lora_path: no adapter {name!r} is loaded; {self._loaded_names()}")
         if adapter.state is AdapterState.LEAVING:
             raise AdapterRefused(f"lora_path: the adapter {name!r} is being unloaded")
         adapter.users.add(rid)
@@ -120,7 +120,7 @@ class Adapters:
     def num_used(self) -> int:
         return sum(bool(a.users) for a in self._by_name.values())
 
-    def _said_loaded(self) -> str:
+    def _loaded_names(self) -> str:
         names = list(self.loaded())
         return f"loaded: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else "none is"
 

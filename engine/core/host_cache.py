@@ -45,7 +45,7 @@ class HostCache:
         assert settings.write_policy in WRITE_POLICIES and settings.prefetch_policy in PREFETCH_POLICIES
         self.pages = HostPages(num_pages)
         self.counters: Counter[str] = Counter()
-        self._keys = RequestKeys(identity, run_id=settings.run_id)
+        self.keys = RequestKeys(identity, run_id=settings.run_id)
         self._writes_back = settings.write_policy == "write_back"
         self._uses_to_write = USES_TO_WRITE.get(settings.write_policy)
         self._out: list[PageCopy] = []  # requested since the last plan
@@ -55,19 +55,16 @@ class HostCache:
             self.disk = DiskTier(
                 disk,
                 pages=self.pages,
-                keys=self._keys,
+                keys=self.keys,
                 prefetch_policy=settings.prefetch_policy,
                 prefetch_timeout_s=settings.prefetch_timeout_s,
                 counters=self.counters,
             )
 
-    def keys_of(self, request: Request, num_pages: int) -> list[bytes]:
-        return self._keys.of(request, num_pages)
-
     def use_identity(self, identity: KVIdentity) -> None:
         """Name pages for other weights from now on. Call it after `forget`."""
         assert self.pages.num_named == 0
-        self._keys.identity = identity
+        self.keys.identity = identity
 
     # ---- events of the tree
 
@@ -121,13 +118,9 @@ class HostCache:
     def prefetch(self, request: Request, *, start: int, end: int) -> None:
         """Start to read pages `start`..`end` of the request's tokens from files, up to the first gap."""
         if self.disk is not None:
-            keys = self.keys_of(request, end)
+            keys = self.keys.of(request, end)
             self._touch(keys)  # or its own front would go for its end
             self.disk.prefetch(request, keys[start:])
-
-    def awaits(self, request: Request, now_s: float) -> bool:
-        """Whether `request` waits for files to be read."""
-        return self.disk is not None and self.disk.awaits(request, now_s)
 
     def find(self, request: Request, *, start: int, end: int) -> list[int]:
         """Return the host pages of pages `start`.. of the request, up to the first gap.
@@ -135,7 +128,7 @@ class HostCache:
         Each is pinned until a step that copies it (`load`) has been collected.
         """
         found = list[int]()
-        for key in self.keys_of(request, end)[start:]:
+        for key in self.keys.of(request, end)[start:]:
             page = self.pages.get(key)
             if page is None:
                 break
@@ -147,11 +140,11 @@ class HostCache:
         """Copy what `find` returned into the request's pages `start`..; count the hits of each tier at its admission."""
         copies = zip(request.pages[start : start + len(host_pages)], host_pages, strict=True)
         self._in += [PageCopy(page=page, host_page=host_page) for page, host_page in copies]
-        self._touch(self.keys_of(request, start + len(host_pages)))
+        self._touch(self.keys.of(request, start + len(host_pages)))
         num_read = 0 if self.disk is None else self.disk.take_read(host_pages)
         self.counters["hicache_loaded_pages"] += len(host_pages)
         if not request.admitted:
-            size = self._keys.identity.page_size
+            size = self.keys.identity.page_size
             split = (start, len(host_pages) - num_read, num_read)
             request.cached_by_tier = [pages * size for pages in split]
             for tier, tokens in zip(TIERS, request.cached_by_tier, strict=True):
@@ -190,7 +183,7 @@ class HostCache:
             self.disk.forget(files=files)
 
     def gauges(self) -> dict[str, float]:
-        size = self._keys.identity.page_size
+        size = self.keys.identity.page_size
         host = {
             "hicache_host_used_tokens": float(self.pages.num_named * size),
             "hicache_host_total_tokens": float(self.pages.num_pages * size),

@@ -31,7 +31,3 @@ class Limits:
     def tail_tokens(self) -> int:
         """Tokens by which the end of a prompt may exceed the chunk budget: a step of its own costs more."""
         return (self.chunked_prefill_size or 0) // TAIL_SHARE
-
-    @property
-    def chunked(self) -> bool:
-        return self.chunked_prefill_size is not None

@@ -84,7 +84,8 @@ class Memory:
 
     def awaits(self, request: Request, now_s: float) -> bool:
         """Whether `request` waits for its prefix to be read from disk."""
-        return self.host is not None and self.host.awaits(request, now_s)
+        disk = self.host.disk if self.host is not None else None
+        return disk is not None and disk.awaits(request, now_s)
 
     def forget_prefixes(self, *, files: bool) -> None:
         """Forget all prefixes; `files`: on disk, too. Nothing may be locked, and no step in flight."""
@@ -129,7 +130,7 @@ class Memory:
         if whole <= request.shared_pages or not self.cache.enabled or not request.keep_kv:
             return
         tokens = request.tokens(0, whole * self.allocator.page_size)
-        keys = self.host.keys_of(request, whole) if self.host is not None else ()
+        keys = self.host.keys.of(request, whole) if self.host is not None else ()
         inserted = self.cache.insert(tokens, request.pages[:whole], keys, adapter=request.adapter)
         request.dup_pages += request.pages[request.shared_pages : inserted.existing]
         request.shared_pages = whole

@@ -88,8 +88,8 @@ def _by_policy(name: str, requests: list[Request], match_prefix: MatchPrefix, un
     if name == "lof":
         return sorted(requests, key=lambda r: -r.max_new_tokens)
     if name == "random":
-        lots = [uniform() for _ in requests]
-        return [r for _, _, r in sorted(zip(lots, range(len(lots)), requests, strict=True), key=lambda x: x[:2])]
+        numbers = [uniform() for _ in requests]
+        return [requests[i] for i in sorted(range(len(requests)), key=numbers.__getitem__)]
     if name not in CACHE_AWARE:
         return requests
     matches = [match_prefix(r) for r in requests]

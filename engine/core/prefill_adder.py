@@ -82,7 +82,8 @@ class PrefillAdder:
         """Without chunking the whole prompt must fit, unless it is the first."""
         if self.exhausted:
             return True
-        return not self._limits.chunked and self.num_requests > 0 and request.num_tokens > self._input_left
+        whole = self._limits.chunked_prefill_size is None
+        return whole and self.num_requests > 0 and request.num_tokens > self._input_left
 
     def take(self, request: Request) -> int:
         """Use up budgets, and return how far the step computes the prompt: a page further at least."""

@@ -59,12 +59,12 @@ class Executor:
         """Wait for a step and read its results; raises the error of the step."""
         assert launch.sampling is not None, f"step {launch.plan.seq} is not sampled yet"
         if launch.forward is not None:
-            launch.forward.wait()  # done by then; its error is the first one
-        return _step_result(launch.plan, launch.sampling.wait())
+            launch.forward.result()  # done by then; its error is the first one
+        return _step_result(launch.plan, launch.sampling.result())
 
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` after every launched step, wait for it, and return or raise its outcome."""
-        return self._stream.submit(work).wait()
+        return self._stream.submit(work).result()
 
     def close(self) -> None:
         self._stream.close()

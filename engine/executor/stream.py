@@ -15,13 +15,15 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from engine.background import run_into
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
 class StreamTask(Protocol[T_co]):
-    def wait(self) -> T_co:
-        """Return what the work returned, or raise what it raised."""
+    def result(self) -> T_co:
+        """Wait, and return or raise the outcome of the work."""
 
 
 class Stream(Protocol):
@@ -30,26 +32,12 @@ class Stream(Protocol):
     def close(self) -> None: ...
 
 
-class _FutureTask(Generic[T]):
-    def __init__(self) -> None:
-        self._future: Future[T] = Future()
-
-    def run(self, work: Callable[[], T]) -> None:
-        try:
-            self._future.set_result(work())
-        except BaseException as error:  # raised by `wait`; the stream goes on
-            self._future.set_exception(error)
-
-    def wait(self) -> T:
-        return self._future.result()
-
-
 class InlineStream:
     def submit(self, work: Callable[[], T]) -> StreamTask[T]:
-        task = _FutureTask[T]()
+        future = Future[T]()
         with torch.inference_mode():
-            task.run(work)
-        return task
+            run_into(future, work)
+        return future
 
     def close(self) -> None:
         """Nothing runs outside submit."""
@@ -67,9 +55,9 @@ class ThreadStream:
         self._thread.start()
 
     def submit(self, work: Callable[[], T]) -> StreamTask[T]:
-        task = _FutureTask[T]()
-        self._work.put(lambda: task.run(work))
-        return task
+        future = Future[T]()
+        self._work.put(lambda: run_into(future, work))
+        return future
 
     def close(self) -> None:
         self._work.put(None)
@@ -89,7 +77,7 @@ class _CudaTask(Generic[T]):
         self._value = value
         self._event = event
 
-    def wait(self) -> T:
+    def result(self) -> T:
         self._event.synchronize()
         return self._value
 

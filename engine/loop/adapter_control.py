@@ -31,11 +31,11 @@ class AdapterControl(LoopListener):
     def __init__(
         self,
         *,
-        store: AdapterStore | None,
-        max_loaded: int | None,
-        forget_prefixes_of: Callable[[int], None],
-        reply: Callable[[ControlReply], None],
-        wakeup: Callable[[], None],
+        store: AdapterStore | None = None,
+        max_loaded: int | None = None,
+        forget_prefixes_of: Callable[[int], None] = lambda _: None,
+        reply: Callable[[ControlReply], None] = lambda _: None,
+        wakeup: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._adapters = Adapters(max_loaded=max_loaded)
@@ -44,13 +44,6 @@ class AdapterControl(LoopListener):
         self._wakeup = wakeup
         self._reading: list[tuple[LoadAdapter, Future[Any]]] = []
         self._unloading: dict[str, str] = {}  # name -> call that waits
-
-    @staticmethod
-    def without() -> "AdapterControl":
-        """For an engine without adapters."""
-        return AdapterControl(
-            store=None, max_loaded=None, forget_prefixes_of=lambda _: None, reply=lambda _: None, wakeup=lambda: None
-        )
 
     def load_now(self, name: str, path: str) -> None:
         """Load an adapter before the loop runs. Raises ConfigError."""

@@ -46,21 +46,14 @@ class HeartbeatResponder:
         poller.register(self._inbox.socket, zmq.POLLIN)
         poller.register(self._closed, zmq.POLLIN)
         while not any(source == self._closed for source, _ in poller.poll()):
-            for question in self._inbox.recv_all_nowait():
-                self._answer(question)
+            for request in self._inbox.recv_all_nowait():
+                self._answer(request)
 
-    def _answer(self, question: GetStep) -> None:
+    def _answer(self, request: GetStep) -> None:
         doing = self._turns.doing(self._clock())
         if doing is None:
             return
-        reply = StepReply(
-            call_id=question.call_id,
-            busy_s=doing.busy_s,
-            loading=doing.loading,
-            stalled=doing.stalled,
-            step=doing.step,
-        )
         try:
-            self._frontend.send(reply)
+            self._frontend.send(StepReply(request.call_id, doing.busy_s, doing.loading, doing.stalled, doing.step))
         except PeerStalled as error:
             log.error("heartbeat: %s", error)

@@ -85,7 +85,6 @@ class IntervalLog(LoopListener):
 
     def _load(self) -> str:
         scheduler = self._scheduler
-        counts = scheduler.memory.allocator.counts()
-        used = counts["held"] + counts["quarantined"] + counts["cached"] - scheduler.memory.cache.num_evictable
-        usage = used / scheduler.memory.allocator.num_pages
+        num_pages = scheduler.memory.allocator.num_pages
+        usage = (num_pages - scheduler.memory.available) / num_pages
         return f"{scheduler.num_running} running, {scheduler.num_waiting} waiting, usage {usage:.0%}"

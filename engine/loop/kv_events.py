@@ -76,7 +76,7 @@ class ZmqPublisher:
 
     def __init__(self, config: KVEventsConfig, *, secret: bytes | None = None) -> None:
         self._config = config
-        self._queue: queue.Queue[tuple[int, KVEventBatch] | None] = queue.Queue(config.max_queue_size)
+        self._queue: queue.Queue[tuple[int, KVEventBatch]] = queue.Queue(config.max_queue_size)
         self._next = 0
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
@@ -131,13 +131,13 @@ class ZmqPublisher:
 
     def _send_next(self) -> None:
         try:
-            item = self._queue.get(timeout=POLL_MS / 1000)
+            seq, batch = self._queue.get(timeout=POLL_MS / 1000)
         except queue.Empty:
             return
-        assert item is not None and self._pub is not None
-        payload = encode_batch(item[1])
-        self._sent.append((item[0], payload))
-        self._pub.send_multipart([self._config.topic.encode(), seq_bytes(item[0]), payload])
+        assert self._pub is not None
+        payload = encode_batch(batch)
+        self._sent.append((seq, payload))
+        self._pub.send_multipart([self._config.topic.encode(), seq_bytes(seq), payload])
 
     def _serve_others(self) -> None:
         if self._authenticator is not None:

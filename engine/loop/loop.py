@@ -96,7 +96,7 @@ class LoopServices:
     weights: Weights
     profiler: Profiler
     grammars: GrammarQueue = field(default_factory=lambda: GrammarQueue(None))
-    adapters: AdapterControl = field(default_factory=AdapterControl.without)
+    adapters: AdapterControl = field(default_factory=AdapterControl)
     disk: DiskPump = field(default_factory=DiskPump)
     events: EventPump = field(default_factory=EventPump)
 

@@ -48,7 +48,6 @@ class Reporter:
         counts, host = allocator.counts(), scheduler.memory.host
         peered = self._peered
         unanswered_or_with_memory = self._requests.rids() | scheduler.stages.live.keys()
-        used = counts["held"] + counts["quarantined"] + counts["cached"] - scheduler.memory.cache.num_evictable
         return StateReply(
             call_id=call_id,
             role=self._role.name,
@@ -65,7 +64,7 @@ class Reporter:
                 **({} if peered is None else peered.counters()),
             },
             gauges={
-                "used_tokens": float(used * allocator.page_size),
+                "used_tokens": float((allocator.num_pages - scheduler.memory.available) * allocator.page_size),
                 "waiting_tokens": float(scheduler.waiting_tokens),
                 "live": float(len(unanswered_or_with_memory)),
                 "paused": float(self._control.paused),

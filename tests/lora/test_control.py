@@ -140,9 +140,7 @@ def test_what_cannot_be_read_changes_nothing() -> None:
 @pytest.mark.parametrize("message", [LoadAdapter("c", "a", "/a"), UnloadAdapter("c", "a")])
 def test_without_enable_lora_all_is_refused(message: LoadAdapter | UnloadAdapter) -> None:
     replies: list[ControlReply] = []
-    control = AdapterControl(
-        store=None, max_loaded=None, forget_prefixes_of=lambda _: None, reply=replies.append, wakeup=lambda: None
-    )
+    control = AdapterControl(reply=replies.append)
     control.on_message(message)
     assert replies[0].message == "lora_name: this server was started without --enable-lora" and not replies[0].ok
     refused = control.acquire(GenerateRequest("r", [1], SamplingParams(), lora="a"))
