@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from service.flags import ConfigError, FlagSet, flag
@@ -9,6 +10,15 @@ from service.telemetry.logs import FORMATS as LOG_FORMATS
 
 POLICIES = ("least_load", "cache_aware", "power_of_two", "round_robin", "random", "consistent_hashing")
 MAX_PORT = 65535
+
+
+def _seconds(
+    default: float, help: str, *, above: float | None = None, zero: str | None = None, option: str | None = None
+) -> Any:
+    """A flag in seconds: above `above`, else at least 0. `zero`: what 0 means."""
+    least = 0 if above is None else None
+    special: dict[float, str] | None = None if zero is None else {0: zero}
+    return flag(default, help, unit="s", above=above, least=least, special=special, option=option)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,22 +45,13 @@ class ChoiceFlags(FlagSet):
         0.3, "cache_aware: shortest cached prefix that counts as a match, as a share of the prompt", least=0, most=1
     )
     balance_abs_threshold: int = flag(
-        64,
-        "cache_aware: ignore the cache if the longest queue exceeds the shortest by more requests than this (and by more "
-        "than --balance-rel-threshold)",
-        least=0,
+        64, "cache_aware: ignore the cache if queue lengths differ by more (and by --balance-rel-threshold)", least=0
     )
     balance_rel_threshold: float = flag(
-        1.5,
-        "cache_aware: ignore the cache if the longest queue is more than this many times as long as the shortest (and "
-        "longer by more than --balance-abs-threshold)",
-        least=1,
+        1.5, "cache_aware: ignore the cache if they differ by a larger factor (and by --balance-abs-threshold)", least=1
     )
     max_tree_size: int = flag(
-        1 << 26,
-        "cache_aware: most bytes of prompts (4 per token id) that are remembered per worker",
-        unit="bytes",
-        least=1,
+        1 << 26, "cache_aware: most bytes of prompts (4 per token id) to remember per worker", unit="bytes", least=1
     )
     disable_kv_events: bool = flag(
         False, "cache_aware: do not subscribe to the KV events of workers that publish them (--kv-events-config)"
@@ -59,18 +60,14 @@ class ChoiceFlags(FlagSet):
 
 @dataclass(frozen=True, kw_only=True)
 class HealthFlags(FlagSet):
-    health_check_interval_s: float = flag(
-        1.0, "time between two health checks of a worker", unit="s", above=0, option="--health-check-interval-secs"
+    health_check_interval_s: float = _seconds(
+        1.0, "time between two health checks of a worker", above=0, option="--health-check-interval-secs"
     )
-    health_check_timeout_s: float = flag(
-        5.0, "longest time for a health check", unit="s", above=0, option="--health-check-timeout-secs"
+    health_check_timeout_s: float = _seconds(
+        5.0, "longest time for a health check", above=0, option="--health-check-timeout-secs"
     )
-    health_silence_s: float = flag(
-        1.5,
-        "time without an answer after which a worker is used only if no other can be",
-        unit="s",
-        least=0,
-        special={0: "no limit"},
+    health_silence_s: float = _seconds(
+        1.5, "time without an answer after which a worker is used only if no other can be", zero="no limit"
     )
     health_failure_threshold: int = flag(
         2, "failed health checks in a row after which a worker leaves the pool", least=1
@@ -78,19 +75,11 @@ class HealthFlags(FlagSet):
     health_success_threshold: int = flag(
         1, "successful health checks in a row after which a worker returns to the pool", least=1
     )
-    load_poll_interval_s: float = flag(
-        1.0,
-        "time between two polls of a worker's load",
-        unit="s",
-        least=0,
-        special={0: "the router's own counts alone"},
+    load_poll_interval_s: float = _seconds(
+        1.0, "time between two polls of a worker's load", zero="the router's own counts alone"
     )
-    dead_worker_timeout_s: float = flag(
-        30.0,
-        "time without a byte or a good health check after which a request fails or moves",
-        unit="s",
-        least=0,
-        special={0: "no limit"},
+    dead_worker_timeout_s: float = _seconds(
+        30.0, "time without a byte or a good health check after which a request fails or moves", zero="no limit"
     )
 
 
@@ -100,15 +89,11 @@ class BreakerFlags(FlagSet):
     cb_success_threshold: int = flag(
         3, "answers of a worker that close its circuit breaker again; as many requests try it at a time", least=1
     )
-    cb_timeout_duration_s: float = flag(
-        60.0,
-        "time for which an open circuit breaker keeps requests away",
-        unit="s",
-        least=0,
-        option="--cb-timeout-duration-secs",
+    cb_timeout_duration_s: float = _seconds(
+        60.0, "time for which an open circuit breaker keeps requests away", option="--cb-timeout-duration-secs"
     )
-    cb_window_duration_s: float = flag(
-        120.0, "time for which a failure counts for the breaker", unit="s", least=0, option="--cb-window-duration-secs"
+    cb_window_duration_s: float = _seconds(
+        120.0, "time for which a failure counts for the breaker", option="--cb-window-duration-secs"
     )
     disable_circuit_breaker: bool = flag(
         False, "failures of requests never exclude a worker; health checks alone decide"
@@ -124,37 +109,19 @@ class AdmissionFlags(FlagSet):
         0, "most requests served at a time per API key (without keys: per address)", least=0, special={0: "no limit"}
     )
     queue_size: int = flag(
-        0,
-        "requests that wait in each process while a limit is reached; a higher `priority` goes first",
-        least=0,
-        special={0: "none"},
+        0, "requests that wait (per process) at a limit; a higher `priority` goes first", least=0, special={0: "none"}
     )
-    queue_timeout_s: float = flag(
-        60.0,
-        "time in the queue after which a request is answered 429",
-        unit="s",
-        least=0,
-        option="--queue-timeout-secs",
+    queue_timeout_s: float = _seconds(
+        60.0, "time in the queue after which a request is answered 429", option="--queue-timeout-secs"
     )
-    slo_ttft_s: float = flag(
-        0.0,
-        "refuse (429) a request if its predicted time to first token exceeds this (X-SLO-TTFT-ms)",
-        unit="s",
-        least=0,
-        special={0: "never"},
+    slo_ttft_s: float = _seconds(
+        0.0, "refuse (429) a request if its predicted time to first token exceeds this (X-SLO-TTFT-ms)", zero="never"
     )
-    slo_itl_s: float = flag(
-        0.0,
-        "refuse (429) a request if its predicted inter-token latency exceeds this (X-SLO-ITL-ms)",
-        unit="s",
-        least=0,
-        special={0: "never"},
+    slo_itl_s: float = _seconds(
+        0.0, "refuse (429) a request if its predicted inter-token latency exceeds this (X-SLO-ITL-ms)", zero="never"
     )
     rate_limit_requests_per_second: float = flag(
-        0.0,
-        "most requests per second of one API key (without keys: address); then 429",
-        least=0,
-        special={0: "no limit"},
+        0.0, "most requests per second of an API key (without keys: address)", least=0, special={0: "no limit"}
     )
     rate_limit_burst: int = flag(
         0, "most requests at once under the rate limit", least=0, special={0: "those of two seconds"}
@@ -166,7 +133,7 @@ class AutoRolesFlags(FlagSet):
     auto_roles: bool = flag(
         False, "move workers between the prefill and the decode pool as the load requires (docs/router.md)"
     )
-    auto_roles_interval_s: float = flag(1.0, "auto roles: time between two looks at the pools", unit="s", above=0)
+    auto_roles_interval_s: float = _seconds(1.0, "auto roles: time between two looks at the pools", above=0)
     auto_roles_min_prefill: int = flag(1, "auto roles: fewest prefill workers of each model", least=1)
     auto_roles_min_decode: int = flag(1, "auto roles: fewest decode workers of each model", least=1)
     auto_roles_enter: float = flag(
@@ -175,30 +142,20 @@ class AutoRolesFlags(FlagSet):
     auto_roles_leave: float = flag(
         0.7, "auto roles: a pool is no longer short of workers if its load is below this share of its capacity", above=0
     )
-    auto_roles_sustain_s: float = flag(
-        15.0,
-        "auto roles: time for which a pool must be short of workers; at least as long as a move takes",
-        unit="s",
-        least=0,
+    auto_roles_sustain_s: float = _seconds(
+        15.0, "auto roles: time for which a pool must be short of workers; at least as long as a move takes"
     )
-    auto_roles_cooldown_s: float = flag(
-        60.0,
-        "auto roles: time after a move before one in the other direction, or after a failed one",
-        unit="s",
-        least=0,
+    auto_roles_cooldown_s: float = _seconds(
+        60.0, "auto roles: time after a move before one in the other direction, or after a failed one"
     )
-    auto_roles_switch_time_s: float = flag(
-        30.0, "auto roles: assumed duration of a move until one has been measured", unit="s", least=0
+    auto_roles_switch_time_s: float = _seconds(
+        30.0, "auto roles: assumed duration of a move until one has been measured"
     )
-    auto_roles_ttft_s: float = flag(
-        2.0, "auto roles: wait of prompts at which the prefill pool counts as short of workers", unit="s", above=0
+    auto_roles_ttft_s: float = _seconds(
+        2.0, "auto roles: wait of prompts at which the prefill pool counts as short of workers", above=0
     )
-    auto_roles_itl_s: float = flag(
-        0.0,
-        "auto roles: inter-token latency at which decode is short",
-        unit="s",
-        least=0,
-        special={0: "by KV and requests alone"},
+    auto_roles_itl_s: float = _seconds(
+        0.0, "auto roles: inter-token latency at which decode is short", zero="by KV and requests alone"
     )
 
 
@@ -213,8 +170,7 @@ class DiscoveryFlags(FlagSet):
         None, "namespace of the pods; default: all (the service account then needs a ClusterRole)"
     )
     prefill_bootstrap_port_annotation: str = flag(
-        "sglang.ai/bootstrap-port",
-        "annotation of a prefill pod that holds its bootstrap port; a pod without it is asked for the port",
+        "sglang.ai/bootstrap-port", "annotation of a prefill pod with its bootstrap port; default: as it reports"
     )
 
 
@@ -223,17 +179,14 @@ class KeyFlags(FlagSet):
     api_key: str | None = flag(None, "key that clients must send as 'Authorization: Bearer KEY'")
     api_key_file: str | None = flag(None, "file of API keys, one per line; read again when it changes and on SIGHUP")
     admin_api_key: str | None = flag(
-        None,
-        "key for calls that change workers or the pool (weights, cache, pause, /workers); default: the API keys do",
+        None, "key for calls that change workers or the pool (weights, cache, pause, /workers); default: the API keys"
     )
     admin_api_key_file: str | None = flag(
         None, "file of admin API keys, one per line; read again when it changes and on SIGHUP"
     )
     allow_insecure: bool = flag(False, "listen beyond loopback without API keys: anyone may send any request")
     allowed_hosts: tuple[str, ...] = flag(
-        (),
-        "host names, besides addresses and localhost, that requests may name if the router listens on loopback without "
-        "keys; *: any",
+        (), "host names besides localhost that requests may name if the router is on loopback without keys; *: any"
     )
     allowed_origins: tuple[str, ...] = flag(
         (), "web origins (https://HOST[:PORT]) whose pages may send requests that change something; *: any"
@@ -249,9 +202,7 @@ class KeyFlags(FlagSet):
     )
     worker_admin_api_key_file: str | None = flag(None, "file with the workers' admin API key in its first line")
     cluster_secret_file: str | None = flag(
-        None,
-        "file with the secret of the cluster; with it the router vouches for the bootstrap servers that it names to "
-        "decode workers",
+        None, "file with the cluster's secret; with it the router vouches for bootstrap servers to decode workers"
     )
 
 
@@ -265,38 +216,29 @@ class RouterConfig(
     retry_max: int = flag(
         3, "most retries of a request while nothing was sent to the client", least=0, special={0: "none"}
     )
-    retry_backoff_s: float = flag(
-        0.05, "pause before the second retry; doubled for each further one (the first is immediate)", unit="s", least=0
+    retry_backoff_s: float = _seconds(
+        0.05, "pause before the second retry; doubled for each further one (the first is immediate)"
     )
-    retry_wait_s: float = flag(
-        2.0,
-        "longest wait of a failed request for a worker to return if none is left",
-        unit="s",
-        least=0,
-        special={0: "none"},
+    retry_wait_s: float = _seconds(
+        2.0, "longest wait of a failed request for a worker to return if none is left", zero="none"
     )
-    hedge_after_s: float = flag(
+    hedge_after_s: float = _seconds(
         0.0,
         "time without a byte after which a stream is sent to a second pair as well (X-Tandem-Hedge-After-Ms)",
-        unit="s",
-        least=0,
-        special={0: "never"},
+        zero="never",
     )
     hedge_budget: float = flag(0.05, "largest share of requests that are hedged", above=0, most=1)
-    connect_timeout_s: float = flag(5.0, "longest time to connect to a worker", unit="s", above=0)
-    request_timeout_s: float = flag(
-        1800.0, "longest time for one request in all", unit="s", above=0, option="--request-timeout-secs"
+    connect_timeout_s: float = _seconds(5.0, "longest time to connect to a worker", above=0)
+    request_timeout_s: float = _seconds(
+        1800.0, "longest time for one request in all", above=0, option="--request-timeout-secs"
     )
-    drain_timeout_s: float = flag(
-        30.0,
-        "time for running requests after SIGTERM (a second signal ends it); then they are answered 503",
-        unit="s",
-        least=0,
+    drain_timeout_s: float = _seconds(
+        30.0, "time for running requests after SIGTERM (a second signal ends it); then they are answered 503"
     )
-    shutdown_timeout_s: float = flag(3.0, "time for the last answers to leave when the router ends", unit="s", least=0)
+    shutdown_timeout_s: float = _seconds(3.0, "time for the last answers to leave when the router ends")
     max_body_bytes: int = flag(64 << 20, "longest request body", unit="bytes", least=1)
-    header_timeout_s: float = flag(10.0, "longest time for a client to send the head of a request", unit="s", above=0)
-    body_timeout_s: float = flag(60.0, "longest time for a client to send the body of a request", unit="s", above=0)
+    header_timeout_s: float = _seconds(10.0, "longest time for a client to send the head of a request", above=0)
+    body_timeout_s: float = _seconds(60.0, "longest time for a client to send the body of a request", above=0)
     log_level: str = flag("info", "lowest level of the log", choices=("debug", "info", "warning", "error"))
     log_format: str = flag("text", "log as text or as one JSON object per line", choices=LOG_FORMATS)
     log_requests: bool = flag(False, "log one line per generation request: its workers, times and status")

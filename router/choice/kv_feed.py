@@ -5,6 +5,7 @@ Missed events, at the start as well, are requested at the worker's replay addres
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import zmq
@@ -49,7 +50,7 @@ class KVEventFeed:
         view = WorkerCacheView(index, worker.worker_id)
         if self._context is None:
             self._context = zmq.asyncio.Context()
-        follower = _Follower(self._context, source, view, secret=self._secret if source.curve else None)
+        follower = _Follower(self._context, source, view, self._secret if source.curve else None)
         task = asyncio.create_task(follower.run(), name=f"kv events {worker.url}")
         self._followed[worker.worker_id] = _Followed(source, view, task)
 
@@ -96,18 +97,16 @@ class _Followed(NamedTuple):
     task: "asyncio.Task[None]"
 
 
+@dataclass(slots=True)
 class _Follower:
-    def __init__(
-        self, context: zmq.asyncio.Context, source: EventSource, view: WorkerCacheView, *, secret: bytes | None
-    ) -> None:
-        self._context = context
-        self._source = source
-        self._view = view
-        self._secret = secret
+    context: zmq.asyncio.Context
+    source: EventSource
+    view: WorkerCacheView
+    secret: bytes | None
 
     async def run(self) -> None:
-        with self._socket(zmq.SUB, self._source.endpoint) as sub:
-            sub.subscribe(self._source.topic.encode())
+        with self._socket(zmq.SUB, self.source.endpoint) as sub:
+            sub.subscribe(self.source.topic.encode())
             await self._catch_up(0)
             while True:
                 await self._read(await sub.recv_multipart())
@@ -117,36 +116,36 @@ class _Follower:
         try:
             seq, events = read_message(frames)
         except BadEvent as error:
-            log.warning("KV events of %s: %s; what is known of it is dropped", self._source.endpoint, error)
-            self._view.lose()
+            log.warning("KV events of %s: %s; what is known of it is dropped", self.source.endpoint, error)
+            self.view.lose()
             return
-        missing = self._view.on_message(seq, events)
+        missing = self.view.on_message(seq, events)
         if missing is not None:
             await self._catch_up(missing)
-            self._view.skip_to(seq)
-            self._view.on_message(seq, events)
+            self.view.skip_to(seq)
+            self.view.on_message(seq, events)
 
     async def _catch_up(self, start: int) -> None:
         """Read messages from `start` on, as far as the worker still has them."""
-        if self._source.replay_endpoint is None:
+        if self.source.replay_endpoint is None:
             return
-        with self._socket(zmq.DEALER, self._source.replay_endpoint) as dealer:
+        with self._socket(zmq.DEALER, self.source.replay_endpoint) as dealer:
             try:
                 async with asyncio.timeout(REPLAY_TIMEOUT_S):
                     await dealer.send_multipart([b"", seq_bytes(start)])
                     while (frames := await dealer.recv_multipart())[1] != END_SEQ:
-                        self._view.on_replay(read_seq(frames[1]), decode_events(frames[2]))
+                        self.view.on_replay(read_seq(frames[1]), decode_events(frames[2]))
                         await asyncio.sleep(0)
             except (TimeoutError, BadEvent, IndexError) as error:
-                log.warning("KV events of %s: no replay (%s)", self._source.replay_endpoint, str(error) or "too slow")
+                log.warning("KV events of %s: no replay (%s)", self.source.replay_endpoint, str(error) or "too slow")
 
     def _socket(self, kind: int, endpoint: str) -> Any:
-        sock: Any = self._context.socket(kind)
+        sock: Any = self.context.socket(kind)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
         sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         sock.setsockopt(zmq.IPV6, "[" in endpoint)
-        if self._secret is not None:
-            guard_connector(sock, self._secret)
+        if self.secret is not None:
+            guard_connector(sock, self.secret)
         sock.connect(endpoint)
         return sock

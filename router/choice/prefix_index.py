@@ -12,23 +12,23 @@ The idea of the tree is that of SGLang's router (cache_aware); theirs keeps char
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 Group = tuple[int, int]
 
 SWEEP = 256  # entries of workers that left, dropped by each request
 
 
+@dataclass(slots=True, eq=False)
 class _Part:
     """The prefixes of one worker: the keys whose entry has `bit`."""
 
-    __slots__ = ("bit", "guessed", "reported")
-
-    def __init__(self, bit: int) -> None:
-        self.bit = bit
-        self.guessed: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
-        self.reported: set[bytes] = set()
+    bit: int
+    guessed: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # least recently used first
+    reported: set[bytes] = field(default_factory=set)
 
 
+@dataclass(slots=True)
 class PrefixMatch:
     """Which workers have how much of a prompt; valid until the index changes.
 
@@ -36,12 +36,9 @@ class PrefixMatch:
     system prompt are one group.
     """
 
-    __slots__ = ("_owner", "_parts", "groups")
-
-    def __init__(self, groups: list[Group], owner: Mapping[int, int], parts: Mapping[int, _Part]) -> None:
-        self.groups = groups
-        self._owner = owner
-        self._parts = parts
+    groups: list[Group]
+    _owner: Mapping[int, int]
+    _parts: Mapping[int, _Part]
 
     def depth(self, worker_id: int) -> int:
         """Number of prefixes that a worker has."""

@@ -62,8 +62,8 @@ class HealthMonitor:
         self._flags = config
         self._table = table
         self._prober = Prober(
-            session,
-            credentials,
+            session=session,
+            credentials=credentials,
             timeout_s=config.health_check_timeout_s,
             silence_s=config.health_silence_s,
             on_silence=self._on_silence,

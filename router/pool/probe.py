@@ -7,6 +7,7 @@ worker count, so a worker that streams is never silent.
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,36 +23,28 @@ MAX_ANSWER_BYTES = 4 << 20
 FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
 
 
+@dataclass(slots=True, kw_only=True)
 class Prober:
     """`silence_s`: 0: no limit. `on_silence(worker, silent)` is called repeatedly, with False for each answer."""
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        credentials: Credentials,
-        *,
-        timeout_s: float,
-        silence_s: float,
-        on_silence: Callable[[Worker, bool], None],
-    ) -> None:
-        self._session = session
-        self._credentials = credentials
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._silence_s = silence_s
-        self._on_silence = on_silence
+    session: aiohttp.ClientSession
+    credentials: Credentials
+    timeout_s: float
+    silence_s: float
+    on_silence: Callable[[Worker, bool], None]
 
     async def get(self, worker: Worker, path: str) -> tuple[int, bytes]:
         """(status, body). Raises one of `FAILURES`."""
-        silence = None
-        if self._silence_s:
-            report = partial(self._on_silence, worker)
-            silence = SilenceTimer(limit_s=self._silence_s, received_s=partial(last_byte_s, worker), report=report)
+        silence, timeout = None, aiohttp.ClientTimeout(total=self.timeout_s)
+        if self.silence_s:
+            report = partial(self.on_silence, worker)
+            silence = SilenceTimer(limit_s=self.silence_s, received_s=partial(last_byte_s, worker), report=report)
         try:
-            async with self._session.get(
-                worker.url + path, timeout=self._timeout, headers=self._credentials.own(), allow_redirects=False
+            async with self.session.get(
+                worker.url + path, timeout=timeout, headers=self.credentials.own(), allow_redirects=False
             ) as response:
                 status, body = response.status, await _read_bounded(response)
-            self._on_silence(worker, False)
+            self.on_silence(worker, False)
             return status, body
         finally:
             if silence is not None:

@@ -5,6 +5,7 @@ The health monitor sees the change, also of a worker that another caller has mov
 
 import asyncio
 import logging
+from dataclasses import dataclass, field
 
 import aiohttp
 import msgspec
@@ -33,24 +34,16 @@ class SwitchFailed(Exception):
     """The worker was asked to move and did not come back in the other role."""
 
 
+@dataclass(slots=True, kw_only=True)
 class Switch:
     """Owns the moves that are under way."""
 
-    def __init__(
-        self,
-        *,
-        table: WorkerTable,
-        monitor: HealthMonitor,
-        session: aiohttp.ClientSession,
-        credentials: Credentials,
-        peers: PeerProcesses,
-    ) -> None:
-        self._table = table
-        self._monitor = monitor
-        self._session = session
-        self._credentials = credentials
-        self._peers = peers
-        self._moves: set[asyncio.Task[None]] = set()
+    table: WorkerTable
+    monitor: HealthMonitor
+    session: aiohttp.ClientSession
+    credentials: Credentials
+    peers: PeerProcesses
+    _moves: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def move(
         self,
@@ -68,10 +61,10 @@ class Switch:
         """
         if worker.role is role and worker.switching_to is None:
             return
-        if why := objection(self._table, worker, role, force=force):
+        if why := objection(self.table, worker, role, force=force):
             raise SwitchRefused(f"{worker.url}: {why}")
-        self._table.set_switching(worker, role)
-        headers = self._credentials.own_admin() if headers is None else headers
+        self.table.set_switching(worker, role)
+        headers = self.credentials.own_admin() if headers is None else headers
         task = asyncio.create_task(self._move(worker, role, drain_s, headers), name=f"switch {worker.url}")
         self._moves.add(task)
         task.add_done_callback(self._over)
@@ -96,14 +89,14 @@ class Switch:
             await self._until_there(worker, role, was=was, timeout_s=START_TIMEOUT_S + (drain_s or 0.0))
             log.info("worker %s has changed from %s to %s", worker.url, old, role)
         finally:
-            self._table.set_switching(worker, None)
-            self._monitor.look(worker)
+            self.table.set_switching(worker, None)
+            self.monitor.look(worker)
         await self._announce(worker, role)
 
     async def _ask(self, worker: Worker, role: Role, drain_s: float | None, headers: dict[str, str]) -> None:
         body = {"role": role.value, **({} if drain_s is None else {"timeout": drain_s})}
         try:
-            async with self._session.post(
+            async with self.session.post(
                 worker.url + "/switch_role",
                 data=msgspec.json.encode(body),
                 headers={**headers, "Content-Type": "application/json"},
@@ -121,8 +114,8 @@ class Switch:
     async def _until_there(self, worker: Worker, role: Role, *, was: str, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                while (now := progress(self._table, worker, role, was=was)) is SwitchProgress.UNDER_WAY:
-                    self._monitor.look(worker)
+                while (now := progress(self.table, worker, role, was=was)) is SwitchProgress.UNDER_WAY:
+                    self.monitor.look(worker)
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             raise SwitchFailed(f"{worker.url} is not back after {timeout_s:g} s: {worker.last_error}") from None
@@ -135,8 +128,8 @@ class Switch:
         """The reason that a worker reports for going back to its old role."""
         timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
         try:
-            async with self._session.get(
-                worker.url + "/server_info", headers=self._credentials.own(), timeout=timeout, allow_redirects=False
+            async with self.session.get(
+                worker.url + "/server_info", headers=self.credentials.own(), timeout=timeout, allow_redirects=False
             ) as response:
                 info: _Info | None = decode_or_none(await response.read(), _Info)
         except (aiohttp.ClientError, OSError, TimeoutError):
@@ -146,7 +139,7 @@ class Switch:
 
     async def _announce(self, worker: Worker, role: Role) -> None:
         """Have peers look at the worker: no request of a client tells them."""
-        await self._peers.request("POST", PATH, {"url": worker.url, "role": role.value})
+        await self.peers.request("POST", PATH, {"url": worker.url, "role": role.value})
 
 
 class _LastSwitch(msgspec.Struct):
