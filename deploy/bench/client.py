@@ -11,7 +11,6 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from deploy.bench.sse import SseParser
 from deploy.bench.stats import RequestRecord
 from deploy.bench.workload import BenchRequest
 from service.flags import ConfigError
@@ -138,6 +137,18 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
         raise ConfigError(
             f"--url {url}: no answer from /v1/models ({why}); is the server up? Else give --model"
         ) from None
+
+
+class SseParser:
+    """Server-sent events, as far as OpenAI-style servers use them: bytes in pieces of any size in, the text after `data:` out."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Return the data of each `data:` line that `chunk` completes."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
 async def _read_stream(reply: aiohttp.ClientResponse, record: RequestRecord, sent_at: float) -> None:

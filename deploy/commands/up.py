@@ -3,8 +3,9 @@
 import argparse
 import asyncio
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from deploy.flags import Parser, add_flags, config_from, given_argv
 from deploy.launcher import summary
@@ -35,12 +36,15 @@ _DISAGG_SKIP = (
     "disaggregation_control_host",
 )
 _ROUTER_SKIP = ("host", "port", "ready_file", "pd_disaggregation")
-# One flag for workers and router.
-_SHARED = (
+_WORKER_KEYS = (
     "api_key",
     "api_key_file",
     "admin_api_key",
     "admin_api_key_file",
+)  # the router sends them to the workers
+# One flag for workers and router.
+_SHARED = (
+    *_WORKER_KEYS,
     "allow_insecure",
     "allowed_hosts",
     "allowed_origins",
@@ -54,12 +58,6 @@ _SHARED = (
     "trace_ring",
 )
 _MODEL_FLAGS = ("model_path", "revision", "served_model_name")
-_WORKER_KEYS = (
-    "api_key",
-    "api_key_file",
-    "admin_api_key",
-    "admin_api_key_file",
-)  # the router sends the same keys to the workers
 
 
 def run(argv: Sequence[str]) -> int:
@@ -72,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
     clear_ready_file(config.ready_file)
     log_dir = make_log_dir(config.run_dir)
     specs, front = plan(config, args)
-    return asyncio.run(_supervise(config, args, specs=specs, front=front, log_dir=log_dir))
+    return asyncio.run(_supervise(config, vars(args), specs=specs, front=front, log_dir=log_dir))
 
 
 def build_parser() -> Parser:
@@ -97,9 +95,10 @@ def plan(config: ClusterConfig, args: argparse.Namespace) -> tuple[list[ProcessS
         *given_argv(args, DisaggConfig, skip=_DISAGG_SKIP),
     ]
     router_args = given_argv(args, RouterConfig, skip=_ROUTER_SKIP)
+    given = vars(args)
     for name in _WORKER_KEYS:
-        if hasattr(args, name) and not hasattr(args, f"worker_{name}"):
-            router_args.append(f"--worker-{name.replace('_', '-')}={getattr(args, name)}")
+        if name in given and f"worker_{name}" not in given:
+            router_args.append(f"--worker-{name.replace('_', '-')}={given[name]}")
     ports = assign_ports(num_prefill=config.prefill, front=front, free=free)
     specs = plan_cluster(config, ports=ports, cores=usable_cores(), worker_args=worker_args, router_args=router_args)
     return specs, front_url(config.host, front)
@@ -110,7 +109,7 @@ def set_local_model(args: argparse.Namespace) -> None:
 
     A model of the hub is downloaded here, once: the workers find it, and their start time does not include the download.
     """
-    given = {name: getattr(args, name) for name in _MODEL_FLAGS if hasattr(args, name)}
+    given = {name: value for name, value in vars(args).items() if name in _MODEL_FLAGS}
     if not given:
         return  # the model that ships with Tandem
     from engine.model_files.model_config import load_model_config
@@ -144,8 +143,9 @@ def make_log_dir(run_dir: str | None) -> Path:
 
 
 async def _supervise(
-    config: ClusterConfig, args: argparse.Namespace, *, specs: Sequence[ProcessSpec], front: str, log_dir: Path
+    config: ClusterConfig, given: Mapping[str, Any], *, specs: Sequence[ProcessSpec], front: str, log_dir: Path
 ) -> int:
+    """`given`: the flags of workers and router that the user typed, by field."""
     display = make_display()
     display.message(f"tandem up: {', '.join(spec.name for spec in specs)} (logs: {log_dir})")
     supervisor = Supervisor(
@@ -153,19 +153,20 @@ async def _supervise(
         log_dir=log_dir,
         display=display,
         start_timeout_s=config.start_timeout_s,
-        drain_timeout_s=getattr(args, "drain_timeout_s", ServerConfig.drain_timeout_s),
+        drain_timeout_s=given.get("drain_timeout_s", ServerConfig.drain_timeout_s),
     )
 
     async def on_ready(children: Sequence[Child]) -> None:
-        api_key = _first_key(args)
-        members = await asyncio.to_thread(_members, children, api_key)
+        api_key = KeyRing(key=given.get("api_key"), file=given.get("api_key_file")).first
+        members = [await asyncio.to_thread(_member, child, api_key) for child in children]
+        names = [given.get("served_model_name"), *(m.info.get("served_model_name") for m in members), "default"]
         text = summary.summary_text(
             members,
             front=front,
             backend=None if config.unified else config.transfer_backend,
             log_dir=log_dir,
-            model=_model_name(members, args),
-            shipped=not getattr(args, "model_path", ""),
+            model=next(name for name in names if name),
+            shipped=not given.get("model_path"),
             auth=api_key is not None,
         )
         print(text, flush=True)
@@ -175,28 +176,8 @@ async def _supervise(
     return await supervisor.run(on_ready)
 
 
-def _first_key(args: argparse.Namespace) -> str | None:
-    return KeyRing(key=getattr(args, "api_key", None), file=getattr(args, "api_key_file", None)).first
-
-
-def _members(children: Sequence[Child], api_key: str | None) -> list[summary.Member]:
-    return [
-        summary.Member(
-            name=child.spec.name,
-            role=child.spec.role,
-            url=child.spec.url,
-            pid=child.pid,
-            info={} if child.spec.role == "router" else _server_info(child.spec.url, api_key),
-        )
-        for child in children
-    ]
-
-
-def _server_info(url: str, api_key: str | None) -> dict[str, object]:
-    return get_json(f"{url}/get_server_info", timeout_s=INFO_TIMEOUT_S, api_key=api_key)
-
-
-def _model_name(members: Sequence[summary.Member], args: argparse.Namespace) -> str:
-    given = getattr(args, "served_model_name", None)
-    told = [m.info["served_model_name"] for m in members if m.info.get("served_model_name")]
-    return str(given or (told[0] if told else "default"))
+def _member(child: Child, api_key: str | None) -> summary.Member:
+    spec = child.spec
+    is_worker = spec.role != "router"
+    info = get_json(f"{spec.url}/get_server_info", timeout_s=INFO_TIMEOUT_S, api_key=api_key) if is_worker else {}
+    return summary.Member(name=spec.name, role=spec.role, url=spec.url, pid=child.pid, info=info)
