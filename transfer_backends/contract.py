@@ -111,6 +111,10 @@ class Pieces:
     src_device: int | None = None
     dst_device: int | None = None
 
+    @classmethod
+    def one(cls, src: int, dst: int, length: int) -> "Pieces":
+        return cls(np.array([src], np.uint64), np.array([dst], np.uint64), np.array([length], np.uint64))
+
     def __len__(self) -> int:
         return len(self.lengths)
 

@@ -129,8 +129,7 @@ class ListenPort:
             self._poller.register(self._authenticator.socket, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> list[Event]:
-        ready = dict(self._poller.poll(_millis(timeout_s)))
-        if not ready:
+        if not self._poller.poll(_millis(timeout_s)):
             return []
         self._waker.clear()
         if self._authenticator is not None:

@@ -16,7 +16,7 @@ import zmq
 
 from bootstrap_server.protocol import Registration, RouteReply
 from tests.e2e.cluster import Cluster
-from transfer_backends.wire import Layout, Message, Register, WireRegion, encode
+from transfer_backends.wire import Layout, Register, WireRegion, encode
 
 ANSWER_S = 60.0
 # A traceback that is not aiohttp's own about bytes that it could not parse (which it has answered with a 400).
@@ -85,11 +85,7 @@ def register(worker: Registration, **changes: object) -> bytes:
     region = WireRegion(4096, 16, 16384, None)
     message = Register("stranger", worker.incarnation, msgspec.structs.replace(layout, **theirs), region, region, b"?")
     own = {k: v for k, v in changes.items() if k in Register.__struct_fields__}
-    return frame(msgspec.structs.replace(message, **own))
-
-
-def frame(message: Message) -> bytes:
-    return encode(message)
+    return encode(msgspec.structs.replace(message, **own))
 
 
 @contextlib.contextmanager

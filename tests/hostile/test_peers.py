@@ -36,7 +36,7 @@ from tests.hostile.table import (
     USER,
     post,
 )
-from transfer_backends.wire import Abort, Bye, Drained, Ping, Refused, Status, TransferInfo, decode
+from transfer_backends.wire import Abort, Bye, Drained, Ping, Refused, Status, TransferInfo, decode, encode
 
 DOORS = ("router", "prefill", "decode", "unified")
 
@@ -214,11 +214,11 @@ def _false_frames(reply: str, *, me: str, them: str) -> list[bytes]:
     if reply == "junk":
         return [b"", b"\xc1", b"\x90", random.Random(2).randbytes(1000)]
     if reply == "refusal":
-        return [means.frame(Refused(me, them, "not with you", False))]
+        return [encode(Refused(me, them, "not with you", False))]
     if reply == "stranger":
-        return [means.frame(Ping("somebody", them, 1)), means.frame(Drained(me, "nobody", 78, 0))]
+        return [encode(Ping("somebody", them, 1)), encode(Drained(me, "nobody", 78, 0))]
     if reply == "success-at-once":
-        return [means.frame(Status(me, them, 78, 0, 4, 1)), means.frame(Status(me, them, 1, 0, 4, 2**62))]
+        return [encode(Status(me, them, 78, 0, 4, 1)), encode(Status(me, them, 1, 0, 4, 2**62))]
     return []
 
 
@@ -247,9 +247,9 @@ def test_messages_of_strangers_are_refused(doors: Doors) -> None:
     ]
     with means.dealer(worker.control) as sock:
         for message in messages:
-            sock.send(means.frame(message))
+            sock.send(encode(message))
             assert isinstance(decode(sock.recv()), Refused)
-        sock.send(means.frame(Bye(me, them)))
+        sock.send(encode(Bye(me, them)))
 
 
 @pytest.mark.parametrize("kind", [zmq.SUB, zmq.PUSH, zmq.PAIR], ids=["sub", "push", "pair"])

@@ -21,7 +21,7 @@ from router.http.access import need_of
 from service.flags import ConfigError
 from service.http.errors import ApiError
 from service.security.addresses import is_loopback
-from service.security.keys import Access
+from service.security.keys import Access, bearer
 from service.security.secret import VOUCHER_HEADER, is_vouched
 from tests.frontend.conftest import start_worker, wait_for
 from tests.router.dummies import cluster
@@ -29,10 +29,6 @@ from transfer_backends.contract import TransferConfig
 
 ADMIN_POSTS = tuple(sorted(route.path for route in ROUTES if route.method == "POST" and route.need is Access.ADMIN))
 OF_THE_ROUTER = tuple(sorted({*ADMIN_POSTS, "/workers/role"} - {"/switch_role"}))
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
 
 
 # ---- the worker

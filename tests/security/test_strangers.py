@@ -18,6 +18,8 @@ from service.security.keys import Access, KeyRing
 from service.security.secret import is_vouched, vouch
 from service.security.signing import Call, Signer, Verdict, Verifier
 from tests.frontend.conftest import Worker, start_worker
+from tests.hostile import table
+from tests.hostile.doors import ask
 from tests.router.dummies import cluster, until
 
 SECRET = b"sixteen bytes or more"
@@ -42,18 +44,10 @@ def disguised(path: str) -> list[str]:
     return [d.format(path=path, first=ord(path[1]), rest=path[2:]) for d in ("{path}", *DISGUISES)] + [upper]
 
 
-def exchange(url: str, method: str, target: str, *, body: bytes = b"{}", header: str = "") -> int:
-    """The status of a request whose target is sent as it is; 0 when the connection is closed instead."""
-    host, _, port = url.removeprefix("http://").rstrip("/").partition(":")
-    kind = "" if "Content-Type" in header else "Content-Type: application/json\r\n"
-    rest = f"{kind}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    head = f"{method} {target} HTTP/1.1\r\nHost: {host}\r\n{header}{rest}"
-    with socket.create_connection((host, int(port)), timeout=20) as sock:
-        sock.sendall(head.encode("latin-1") + body)
-        answer = b""
-        while chunk := sock.recv(65536):
-            answer += chunk
-    return int(answer.split()[1]) if answer else 0
+def status_of(url: str, method: str, target: str, *, key: str = "") -> int:
+    """Of a request whose target is sent as it is; 0 when the connection is closed instead."""
+    headers = ((b"Authorization", b"Bearer " + key.encode()),) if key else ()
+    return ask(url, table.Call(method.encode(), target.encode("latin-1"), b"{}", headers)).status
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +61,10 @@ def test_no_spelling_of_a_worker_s_admin_route_needs_no_admin_key(guarded: Worke
     for path in sorted(ADMIN_PATHS):
         for spelling in disguised(path):
             for method in ("GET", "POST", "PUT", "HEAD", "OPTIONS"):
-                for header in ("", "Authorization: Bearer user-key\r\n"):
-                    status = exchange(guarded.url, method, spelling, header=header)
-                    assert status >= 400 or status == 0, (method, spelling, header, status)
-    assert exchange(guarded.url, "POST", "/flush_cache", header="Authorization: Bearer r00t-key\r\n") == 200
+                for key in ("", "user-key"):
+                    status = status_of(guarded.url, method, spelling, key=key)
+                    assert status >= 400 or status == 0, (method, spelling, key, status)
+    assert status_of(guarded.url, "POST", "/flush_cache", key="r00t-key") == 200
 
 
 def test_nor_of_a_router_s() -> None:
@@ -81,9 +75,9 @@ def test_nor_of_a_router_s() -> None:
             before = len(c.decodes[0].seen)
             for path in paths:
                 for spelling in disguised(path):
-                    for header in ("", "Authorization: Bearer user-key\r\n"):
-                        status = await asyncio.to_thread(exchange, c.url, "POST", spelling, header=header)
-                        assert status >= 400 or status == 0, (spelling, header, status)
+                    for key in ("", "user-key"):
+                        status = await asyncio.to_thread(status_of, c.url, "POST", spelling, key=key)
+                        assert status >= 400 or status == 0, (spelling, key, status)
             assert len(c.decodes[0].seen) == before
 
     uvloop.run(scenario())
@@ -161,8 +155,8 @@ def test_a_worker_dials_nobody_whom_a_request_names(guarded: Worker) -> None:
             answer = guarded.post(path, body, headers={**headers, "Authorization": "Bearer user-key"})
             assert answer.status_code in (400, 404), (path, answer.text)
         line = f"http://{caught.address[0]}:{caught.address[1]}/generate"
-        assert exchange(guarded.url, "POST", line, header="Authorization: Bearer user-key\r\n") == 400
-        assert exchange(guarded.url, "CONNECT", f"{caught.address[0]}:{caught.address[1]}") >= 400
+        assert status_of(guarded.url, "POST", line, key="user-key") == 400
+        assert status_of(guarded.url, "CONNECT", f"{caught.address[0]}:{caught.address[1]}") >= 400
         assert guarded.scheduler.num_running == 0
 
 
@@ -172,7 +166,7 @@ def test_a_router_dials_nobody_whom_a_request_names() -> None:
             bodies, headers = luring(*caught.address)
             for path, body in bodies:
                 await c.post(path, body, headers=headers)
-            status = await asyncio.to_thread(exchange, c.url, "CONNECT", f"{caught.address[0]}:{caught.address[1]}")
+            status = await asyncio.to_thread(status_of, c.url, "CONNECT", f"{caught.address[0]}:{caught.address[1]}")
             assert status >= 400
             for leg in (*c.prefills[0].seen, *c.decodes[0].seen):
                 assert leg.headers["host"] != headers["Host"], "the client's Host went on to a worker"

@@ -20,9 +20,9 @@ from transfer_backends.decode.proof import Proofs
 from transfer_backends.decode.room import DecodeRoom
 from transfer_backends.decode.rooms import DecodeRooms
 from transfer_backends.decode.statuses import Statuses
-from transfer_backends.kvpoll import FINAL, KVPoll, PeerProtocolError, TransferMachine
+from transfer_backends.kvpoll import FINAL, KVPoll, PeerProtocolError
 from transfer_backends.liveness import Liveness
-from transfer_backends.peers import Effects, Link, PeerTable
+from transfer_backends.peers import Link, PeerTable
 from transfer_backends.wire import (
     Bye,
     Drained,
@@ -64,6 +64,7 @@ class DecodeCore:
             drain_timeout_s=config.drain_timeout_s,
         )
         self.finder = PrefillFinder(self.rooms, self.peers, self.connections, self.proofs, line)
+        self.machine, self.effects = self.rooms.machine, self.peers.effects
         self._config = config
         self._next_scan_s = 0.0
         statuses = Statuses(self.rooms, self.peers)
@@ -77,14 +78,6 @@ class DecodeCore:
             Pong: lambda peer, message, now_s: None,
             Bye: self._on_bye,
         }
-
-    @property
-    def machine(self) -> TransferMachine:
-        return self.rooms.machine
-
-    @property
-    def effects(self) -> Effects:
-        return self.peers.effects
 
     @property
     def is_quiet(self) -> bool:

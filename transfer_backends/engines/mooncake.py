@@ -127,9 +127,7 @@ class MooncakeEngine:
         return op
 
     def probe(self, peer: MooncakePeer) -> MooncakeOp:
-        src, dst = self._scratch.ctypes.data, peer.scratch_ptr
-        one = np.array([PROBE_BYTES], np.uint64)
-        return self.post(peer, Pieces(np.array([src], np.uint64), np.array([dst], np.uint64), one))
+        return self.post(peer, Pieces.one(self._scratch.ctypes.data, peer.scratch_ptr, PROBE_BYTES))
 
     def fence(self, peer: MooncakePeer) -> MooncakeOp:
         return MooncakeOp([], failed=False)  # each id is exact: nothing writes after its end

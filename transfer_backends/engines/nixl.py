@@ -167,9 +167,7 @@ class NixlEngine:
         return op
 
     def probe(self, peer: NixlPeer) -> NixlOp:
-        src, dst = self._scratch.ctypes.data, peer.scratch_ptr
-        one = np.array([FENCE_BYTES], np.uint64)
-        return self.post(peer, Pieces(np.array([src], np.uint64), np.array([dst], np.uint64), one))
+        return self.post(peer, Pieces.one(self._scratch.ctypes.data, peer.scratch_ptr, FENCE_BYTES))
 
     def fence(self, peer: NixlPeer) -> NixlOp:
         return self.probe(peer)

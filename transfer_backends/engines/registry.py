@@ -1,7 +1,5 @@
 """Engines by name. A backend's library is imported only for an engine of that name."""
 
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from transfer_backends.contract import BackendUnavailable
@@ -19,26 +17,22 @@ class EngineOptions:
     seed: int = 0
 
 
-def _fake(options: EngineOptions) -> Engine:
-    return FakeEngine(delay_s=options.fake_delay_s, failure_rate=options.fake_failure_rate, seed=options.seed)
-
-
-def _nixl(options: EngineOptions) -> Engine:
-    module = importlib.import_module("transfer_backends.engines.nixl")
-    return module.NixlEngine(host=options.host)  # type: ignore[no-any-return]
-
-
-def _mooncake(options: EngineOptions) -> Engine:
-    module = importlib.import_module("transfer_backends.engines.mooncake")
-    return module.MooncakeEngine(host=options.host)  # type: ignore[no-any-return]
-
-
-_ENGINES: dict[str, Callable[[EngineOptions], Engine]] = {"nixl": _nixl, "mooncake": _mooncake, "fake": _fake}
-BACKENDS = tuple(_ENGINES)
+BACKENDS = ("nixl", "mooncake", "fake")
 
 
 def make_engine(name: str, options: EngineOptions | None = None) -> Engine:
     """Raises `BackendUnavailable` (one line: what is missing, how to install it)."""
-    if name not in _ENGINES:
-        raise BackendUnavailable(f"transfer backend {name!r} is not one of {', '.join(BACKENDS)}")
-    return _ENGINES[name](options or EngineOptions())
+    options = options or EngineOptions()
+    match name:
+        case "nixl":
+            from transfer_backends.engines.nixl import NixlEngine
+
+            return NixlEngine(host=options.host)
+        case "mooncake":
+            from transfer_backends.engines.mooncake import MooncakeEngine
+
+            return MooncakeEngine(host=options.host)
+        case "fake":
+            delay_s, failure_rate = options.fake_delay_s, options.fake_failure_rate
+            return FakeEngine(delay_s=delay_s, failure_rate=failure_rate, seed=options.seed)
+    raise BackendUnavailable(f"transfer backend {name!r} is not one of {', '.join(BACKENDS)}")

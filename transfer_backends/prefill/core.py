@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from transfer_backends.contract import Caps, KVArgs, TransferConfig
-from transfer_backends.kvpoll import KVPoll, PeerProtocolError, TransferMachine
+from transfer_backends.kvpoll import KVPoll, PeerProtocolError
 from transfer_backends.liveness import ProcessMark
-from transfer_backends.peers import Effects, Link, PeerTable
+from transfer_backends.peers import Link, PeerTable
 from transfer_backends.prefill.admission import PeerAdmission
 from transfer_backends.prefill.completions import Completions
 from transfer_backends.prefill.inbox import Inbox
@@ -52,6 +52,7 @@ class PrefillCore:
         self.completions = Completions(
             self.rooms, self.outbox, self.paths, self.peers, self._reports, transfer_retries=config.transfer_retries
         )
+        self.machine, self.effects = self.rooms.machine, self.peers.effects
         self._config = config
         self._next_scan_s = 0.0
         offers = Offers(self.rooms, self.inbox, self._reports)
@@ -63,14 +64,6 @@ class PrefillCore:
             Pong: lambda peer, message, now_s: None,
             Bye: lambda peer, message, now_s: self._lose(peer, "the decode worker shut down", now_s),
         }
-
-    @property
-    def machine(self) -> TransferMachine:
-        return self.rooms.machine
-
-    @property
-    def effects(self) -> Effects:
-        return self.peers.effects
 
     @property
     def wants_driver(self) -> bool:
