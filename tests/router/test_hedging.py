@@ -184,20 +184,13 @@ async def test_without_another_worker_nothing_is_hedged() -> None:
         await c.settled()
 
 
-async def test_the_one_prefill_worker_is_shared_by_both_attempts() -> None:
-    async with cluster(prefill=1, decode=2, **SOON) as c:
+@pytest.mark.parametrize("workers", [{"prefill": 1, "decode": 2}, {"unified": 2}], ids=["one prefill", "unified"])
+async def test_the_only_prefill_worker_is_shared_and_unified_workers_are_hedged_too(workers: dict[str, int]) -> None:
+    async with cluster(**workers, **SOON) as c:
         c.decodes[0].behave = hang
         status, _, answer = await c.post("/v1/chat/completions", STREAM)
         assert status == 200 and events_of(answer)[0]["from"] == c.decodes[1].name
-        assert len(c.prefills[0].seen) == 2
-        await c.settled()
-
-
-async def test_unified_workers_are_hedged_too() -> None:
-    async with cluster(unified=2, **SOON) as c:
-        c.decodes[0].behave = hang
-        status, _, answer = await c.post("/generate", {"text": "a", "stream": True})
-        assert status == 200 and events_of(answer)[0]["from"] == c.decodes[1].name
+        assert [len(prefill.seen) for prefill in c.prefills] == [2] * workers.get("prefill", 0)
         await until(lambda: c.decodes[0].cancelled == 1)
         await c.settled()
 

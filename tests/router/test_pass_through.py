@@ -197,21 +197,6 @@ async def test_ready_for_all_workers_means_that_every_one_is_known_as_healthy() 
         await until(all_ready)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"text": NaN}', b'{"n": 1' + b"0" * 9 + b"}"])
-async def test_bad_bodies_are_a_400_and_the_next_good_one_is_served(body: bytes) -> None:
-    async with cluster() as c:
-        status, _, answer = await c.post("/v1/completions", body)
-        assert status == 400 and json.loads(answer)["error"]["type"] == "invalid_request_error"
-        assert (await c.post("/v1/completions", {"prompt": "a"}))[0] == 200
-        assert len(c.decodes[0].seen) == 1
-
-
-async def test_a_body_that_is_too_long_is_a_413() -> None:
-    async with cluster(max_body_bytes=1000) as c:
-        status, _, answer = await c.post("/generate", {"text": "a" * 2000})
-        assert status == 413 and "--max-body-bytes" in json.loads(answer)["error"]["message"]
-
-
 async def test_workers_join_and_leave_at_run_time() -> None:
     async with cluster() as c, workers(1, mode="decode") as (extra,):
         bad = [
