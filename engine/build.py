@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.core.cache_events import CacheEvents
 from engine.core.finish import TailTexts
 from engine.core.growth import MeasuredGrowth
+from engine.core.host_cache import HostCache
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
@@ -105,6 +106,11 @@ def build_engine(
     identity = partial(kv_identity, pool, model_config, dtype=config.dtype)
     own_identity = identity(version=config.weight_version, fingerprint=files)
     tier = build_host_tier(config, pool, own_identity, wakeup=wakeup) if tiered else None
+
+    def rename_pages(version: str, files: str) -> None:
+        if tier is not None:
+            tier.cache.use_identity(identity(version=version, fingerprint=files))
+
     device = build_device(
         config,
         model_config,
@@ -117,10 +123,7 @@ def build_engine(
     )
     published = parse_kv_events_config(config.kv_events_config) is not None and not config.disable_radix_cache
     events = CacheEvents(page_size=config.page_size) if published else None
-    allocator = PageAllocator(num_pages=pool.num_pages, page_size=config.page_size)
-    host = tier.cache if tier else None
-    cache = RadixCache(allocator, enabled=not config.disable_radix_cache, below=host, listener=events)
-    memory = Memory(allocator=allocator, cache=cache, host=host)
+    memory = _memory(config, pool.num_pages, host=tier.cache if tier else None, events=events)
     num_ids = min(model_config.vocab_size, num_token_ids or model_config.vocab_size)
     return EngineParts(
         config=config,
@@ -136,13 +139,17 @@ def build_engine(
             load=load_here,
             on_cuda=config.device == "cuda",
             install=lambda other: device.executor.call(lambda: device.runner.use(other)),
-            taken=None
-            if tier is None
-            else lambda version, files: tier.cache.use_identity(identity(version=version, fingerprint=files)),
+            taken=rename_pages,
         ),
         disk=tier.pump if tier else DiskPump(),
         events=events,
     )
+
+
+def _memory(config: EngineConfig, num_pages: int, *, host: HostCache | None, events: CacheEvents | None) -> Memory:
+    allocator = PageAllocator(num_pages=num_pages, page_size=config.page_size)
+    cache = RadixCache(allocator, enabled=not config.disable_radix_cache, below=host, listener=events)
+    return Memory(allocator=allocator, cache=cache, host=host)
 
 
 def _scheduler(

@@ -39,7 +39,7 @@ class WeightUpdater:
         load: Load,
         on_cuda: bool,
         install: Callable[[CausalLM], None],
-        taken: Callable[[str, str], None] | None = None,
+        taken: Callable[[str, str], None],
     ) -> None:
         self.model_path = model_path
         self.version = version
@@ -59,8 +59,7 @@ class WeightUpdater:
         self._install(model)
         self.model_path = model_path
         self.version = self.version if version is None else version
-        if self._taken is not None:
-            self._taken(self.version, self._fingerprint)
+        self._taken(self.version, self._fingerprint)
 
     def _read(self, model_path: str) -> CausalLM:
         found = load_model_config(model_path)

@@ -1,5 +1,6 @@
 """The whole engine of one process (real model, pool, kernels, streams, scheduler), driven without sockets."""
 
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -112,3 +113,8 @@ def tokens_of(checkpoint: str, bodies: Sequence[Mapping[str, Any]], **flags: obj
         return [engine.tokens[str(i)] for i in range(len(bodies))]
     finally:
         engine.close()
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(16, 272) for _ in range(length)]

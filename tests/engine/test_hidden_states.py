@@ -1,7 +1,6 @@
 """Hidden states, embeddings and logprobs of chosen ids of a real engine against transformers, however a prompt is computed."""
 
 import array
-import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,7 +11,7 @@ from engine.core import new_token_ratio
 from engine.core.request import Request
 from engine.messages import LogprobOptions, TokenOutput
 from engine.sampling_params import SamplingParams
-from tests.engine.engine_in_process import EngineInProcess
+from tests.engine.engine_in_process import EngineInProcess, prompt_of
 
 MAX_ERROR = 1e-4
 NEW_TOKENS = 6
@@ -65,11 +64,6 @@ class Engine(EngineInProcess):
         finally:
             self.parts.scheduler.collect = collect  # type: ignore[method-assign]
         return said
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(16, 272) for _ in range(length)]
 
 
 @torch.inference_mode()

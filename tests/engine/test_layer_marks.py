@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from disagg.layerwise import MIN_PIECE_BYTES, groups_of
+from engine.executor.layer_marks import LayerMarks
 from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from tests.engine.engine_in_process import EngineInProcess
 
@@ -33,19 +34,12 @@ def test_a_mark_is_set_when_its_layers_are_written(stream: str) -> None:
     assert seen == [(done, [layer < done for layer in layers]) for done in range(len(layers) + 1)]
 
 
-def test_nobody_watches_nothing_is_marked() -> None:
+def test_without_a_watcher_nothing_is_marked_and_layers_end_where_the_pool_says() -> None:
     engine = EngineInProcess(DEFAULT_MODEL_PATH)
     try:
         engine.add("r", PROMPT, max_new_tokens=2)
         engine.run()
         assert engine.parts.device.layers.reached() == (-1, 0) and not engine.parts.device.layers.ahead
-    finally:
-        engine.close()
-
-
-def test_layers_end_where_the_pool_says() -> None:
-    engine = EngineInProcess(DEFAULT_MODEL_PATH)
-    try:
         pool = engine.parts.pool
         base = pool.k(0)[0].data_ptr()
         begins = [pool.k(layer)[0].data_ptr() - base for layer in range(pool.num_layers)]
@@ -73,9 +67,7 @@ def test_where_pages_are_cut(asked: str, page_bytes: int, ends: list[int]) -> No
 
 
 def test_marks_on_cuda_wait_for_their_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events of a device that is played here: a mark counts when the device has come by, in order."""
-    from engine.executor.layer_marks import LayerMarks
-
+    """Events of a fake device: a mark counts once the device has reached it, in order."""
     passed: set[int] = set()
 
     class Event:

@@ -1,21 +1,15 @@
 """The engine against transformers, fp32, random weights: logprobs and greedy tokens, however the prompt is computed."""
 
-import random
-
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from engine.core import new_token_ratio
 from engine.messages import LogprobOptions
-from tests.engine.engine_in_process import EngineInProcess
+from tests.engine.engine_in_process import EngineInProcess, prompt_of
 
 MAX_ERROR = 1e-4
 NEW_TOKENS = 8
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(16, 272) for _ in range(length)]
 
 
 @torch.inference_mode()
@@ -85,21 +79,18 @@ def test_prompt_logprobs_equal_transformers(checkpoint: str, reference: PreTrain
             assert [value for value, _ in entry.top] == pytest.approx(best.values.tolist(), abs=MAX_ERROR)
 
 
-def test_retraction_does_not_change_tokens(checkpoint: str) -> None:
-    """Too little memory for all of them: some are retracted, and nobody can tell."""
-    import engine.core.new_token_ratio as memory
-
+def test_retraction_does_not_change_tokens(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too little memory for all of them: some are retracted."""
     prompts = {f"r{i}": prompt_of(20 + i, i) for i in range(4)}
     results = []
-    for tokens, clip in ((4096, memory.CLIP_TOKENS), (224, 1)):
+    for tokens, clip in ((4096, new_token_ratio.CLIP_TOKENS), (224, 1)):
+        monkeypatch.setattr(new_token_ratio, "CLIP_TOKENS", clip)
         engine = EngineInProcess(checkpoint, max_total_tokens=tokens, page_size=4, stream="threaded")
-        original, memory.CLIP_TOKENS = memory.CLIP_TOKENS, clip
         try:
             for rid, prompt in prompts.items():
                 engine.add(rid, prompt, max_new_tokens=60)
             engine.run()
         finally:
-            memory.CLIP_TOKENS = original
             engine.close()
         results.append(engine.tokens)
     assert engine.parts.scheduler.counters.retractions > 0

@@ -8,8 +8,7 @@ from engine.ipc import IpcPaths
 from engine.loop.ports import ZmqPorts
 
 
-def test_who_calls_for_attention_after_the_end_is_heard_by_nobody() -> None:
-    """SIGTERM and threads may come late: not an error, and never a write to whoever has the file descriptor by then."""
+def test_a_late_call_for_attention_is_no_error_and_writes_to_no_reused_descriptor() -> None:
     ipc = IpcPaths.create()
     ports = ZmqPorts(ipc)
     ports.call_attention()

@@ -1,6 +1,5 @@
 """Adapters applied per token, against the same adapters merged into the weights by hand, in transformers and in the engine."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import engine.core.new_token_ratio as new_token_ratio
 from engine.messages import LogprobOptions
 from engine.model_files.model_config import load_model_config
 from engine.models.registry import load_model
-from tests.engine.engine_in_process import EngineInProcess
+from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.lora.tiny_adapters import make_tiny_adapter, merge
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
@@ -56,11 +55,6 @@ def start(models: dict[str, dict[str, str]], **flags: object) -> EngineInProcess
     for name, path in models["adapters"].items():
         store.install(NUMBERS[name], store.read(path))
     return engine
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(16, 272) for _ in range(length)]
 
 
 PATHS: dict[str, dict[str, Any]] = {
