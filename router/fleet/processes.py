@@ -11,7 +11,6 @@ import logging
 import multiprocessing
 import os
 import secrets
-import shutil
 import signal
 import tempfile
 import time
@@ -62,8 +61,9 @@ class ProcessSlot:
 
 def run_fleet(config: RouterConfig, serve: Target, *, on_ready: Callable[[str], None]) -> None:
     """Run `config.workers` processes of `serve` until SIGTERM or SIGINT has ended all. `on_ready(url)`: all listen."""
-    with _held_port(config) as port, _shared_folder() as folder:
-        key = secrets.token_hex(16)
+    shared = tempfile.TemporaryDirectory(prefix="tandem-router-", ignore_cleanup_errors=True)
+    with _held_port(config.host, config.port) as port, shared as name:
+        key, folder = secrets.token_hex(16), Path(name)
         config = replace(config, port=port.port, ready_file=None)
         slots = [ProcessSlot(row=i, num_rows=config.workers, folder=folder, key=key) for i in range(config.workers)]
         fleet = _Fleet([_Member(slot, config, serve) for slot in slots])
@@ -182,18 +182,9 @@ class _Fleet:
 
 
 @contextmanager
-def _held_port(config: RouterConfig) -> Iterator[ListeningPort]:
+def _held_port(host: str, port: int) -> Iterator[ListeningPort]:
     """Hold the port, without listening, until the block ends. `ConfigError` if it is taken."""
-    with open_port(config.host, config.port) as free:  # not shared: another router must not share it by accident
+    with open_port(host, port) as free:  # not shared: another router must not share it by accident
         number = free.port
-    with open_port(config.host, number, shared=True) as held:
+    with open_port(host, number, shared=True) as held:
         yield held
-
-
-@contextmanager
-def _shared_folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="tandem-router-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
