@@ -160,7 +160,7 @@ class RequestTrace:
     def record(self) -> Record:
         """For `tandem trace` and the collector."""
         wall, outcome = unix_offset_s(), self.outcome
-        ended_s = self._ended_s + wall
+        ended_s = (outcome.ended_s or outcome.started_s) + wall
         spans = [
             Span(
                 name=f"{past.worker.role.value} leg",
@@ -186,10 +186,6 @@ class RequestTrace:
         )
 
     @property
-    def _ended_s(self) -> float:
-        return self.outcome.started_s if self.outcome.ended_s is None else self.outcome.ended_s
-
-    @property
     def _rooms(self) -> Sequence[int]:
         return self.attempts[-1].rooms if self.attempts else ()
 
@@ -211,7 +207,8 @@ class RequestTrace:
 
     def log(self) -> None:
         workers = " ".join(past.worker.url for attempt in self.attempts for past in attempt.past)
-        path, status, taken_s = self.outcome.path, self.outcome.status, self._ended_s - self.outcome.started_s
+        path, status = self.outcome.path, self.outcome.status
+        taken_s = (self.outcome.ended_s or self.outcome.started_s) - self.outcome.started_s
         fields = about(
             request_id=self._request_id,
             path=path,

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import dataclass, field
 
 from router.attempts.request import RequestContext
 from service.process.stop_signals import wait_while
@@ -9,12 +10,12 @@ from service.process.stop_signals import wait_while
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class LiveRequests:
     """The requests that run or wait for their turn, in order of arrival."""
 
-    def __init__(self) -> None:
-        self.draining = False
-        self.requests: dict[RequestContext, None] = {}
+    draining: bool = False
+    requests: dict[RequestContext, None] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.requests)
