@@ -50,7 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """Return the text of `tandem --help`."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(

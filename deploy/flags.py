@@ -22,8 +22,6 @@ Parse = Callable[[str], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """One flag: its name on the command line, the parser of its text, and its spec."""
-
     name: str
     option: str
     parse: Parse

@@ -55,7 +55,6 @@ class _LiveRequest:
 
 class PlannedCluster:
     def __init__(self, layout: ClusterLayout, workers: dict[str, WorkerSpec], costs: ClusterCosts) -> None:
-        """`workers`: by role."""
         self.timeline = Timeline()
         self._specs = workers
         self._costs = costs
@@ -105,7 +104,6 @@ class PlannedCluster:
         return list(self._all)
 
     def pools(self) -> dict[str, list[PlanWorker]]:
-        """The workers that get requests, by role."""
         return {role: list(pool) for role, pool in self._pools.items()}
 
     def join(self, role: str) -> PlanWorker:

@@ -22,8 +22,6 @@ class WorkerClock:
 
 @dataclass(slots=True, frozen=True)
 class TimedLaunch:
-    """A step that ends at `end_s`."""
-
     plan: Plan
     end_s: float
 

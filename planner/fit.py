@@ -6,12 +6,10 @@ Undisturbed requests reveal the durations of steps:
     decode    gaps between tokens while no request waited for its first token:  step + c x requests + d x KV tokens
     hand-over additional TTFT of the same prompt through a prefill and a decode worker:  e + f x prompt
 
-All are linear; least squares fit the first two. Errors count relative to the fitted time: relative to the measured time,
-tokens that arrive in clumps (nine at once, then a long gap) would make steps look shorter than their mean. For the same
-reason gaps are summed to stretches. A negative coefficient becomes 0 (its column is dropped). TTFT alone does not separate
-`outside` from `step`: a prefill step costs at least the constant of a decode step, and the rest of the constant counts as
-outside of the engine. The hand-over is a small difference of two noisy times, so both are measured in turns, and its line is
-that of Theil and Sen: the median of all slopes (Sen, JASA 1968).
+Least squares fit the first two; a negative coefficient becomes 0. Errors count relative to the fitted time, and gaps are summed
+to stretches: otherwise tokens that arrive in clumps make steps look shorter than their mean. TTFT alone does not separate
+`outside` from `step`: a prefill step costs at least the constant of a decode step, the rest counts as outside. The hand-over is
+a small difference of two noisy times, so its line is the median of all slopes (Theil and Sen, JASA 1968).
 """
 
 from bisect import bisect_left, bisect_right
@@ -35,14 +33,10 @@ ROUNDS = 5  # of least squares, each with the last one's times as weights
 
 
 class ReportTarget(msgspec.Struct):
-    """The requests of one server in a bench report."""
-
     records: list[RequestRecord]
 
 
 class Report(msgspec.Struct):
-    """The part of a bench report that a fit uses."""
-
     targets: list[ReportTarget]
 
 
@@ -82,7 +76,6 @@ def read_records(path: str) -> list[RequestRecord]:
 
 
 def read_pair(path: str) -> list[list[RequestRecord]]:
-    """Read the records of both targets of a report of `tandem bench --compare`."""
     return _read(path, flag="--fit-pair", targets=2)
 
 
@@ -193,7 +186,6 @@ def _token_times(record: RequestRecord) -> list[float]:
 
 
 def _alone(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """Return the requests that were alone while they waited for their first token."""
     begins = sorted(r.sent_s for r in records)
     ends = sorted(r.sent_s + r.e2e_s for r in records)
     there = [bisect_left(begins, r.sent_s + _ttft(r)) - bisect_right(ends, r.sent_s) for r in records]
@@ -201,7 +193,6 @@ def _alone(records: Sequence[RequestRecord]) -> list[RequestRecord]:
 
 
 def _prefills(records: Sequence[RequestRecord]) -> list[tuple[int, float]]:
-    """Return (computed tokens, TTFT) of the requests that were alone."""
     return [(r.prompt_tokens - r.cached_tokens, _ttft(r)) for r in _alone(records)]
 
 

@@ -31,7 +31,6 @@ class SloTargets:
         return self.itl_s is None or not record.itl_s or percentile(record.itl_s, 100 * self.share) <= self.itl_s
 
     def latest_s(self, *, sent_s: float, output_len: int) -> float:
-        """Return the time at which a request that has not ended is no longer good."""
         return sent_s + self.ttft_s + self.tpot_s * output_len
 
 
@@ -92,7 +91,6 @@ class Search:
     points: list[Point] = field(default_factory=list)
 
     def next_rate(self) -> float | None:
-        """Return the next rate to try; None at the end of the search."""
         if not self.points:
             return self.guess
         good, bad = self._best_rate(), self._worst_rate()
@@ -124,8 +122,6 @@ class Search:
 
 @dataclass(slots=True, kw_only=True)
 class Grid:
-    """Tries the given rates alone, in place of a search."""
-
     rates: list[float]
     share: float
     points: list[Point] = field(default_factory=list)

@@ -11,10 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """`tflops`: dense bf16 TFLOP/s. `memory_gb_s`: of its own memory. `link_gb_s`: to other machines, `peer_gb_s`: to the
-
-    other GPUs of its machine. GB are 10^9 bytes.
-    """
+    """`tflops`: dense bf16. `link_gb_s`: to other machines, `peer_gb_s`: to other GPUs of its machine. GB are 10^9 bytes."""
 
     name: str
     tflops: float

@@ -90,13 +90,10 @@ def profile_of(config: PlanConfig) -> Profile | None:
 
 
 class _Assumed:
-    """Values that are assumed, noted for the report."""
-
     def __init__(self) -> None:
         self.notes: list[str] = []
 
     def first(self, known: Sequence[float | None], *, default: float, note: str) -> float:
-        """Return the first known value, else `default`, and note it."""
         for value in known:
             if value is not None:
                 return value

@@ -58,7 +58,6 @@ def describe(found: StepTimeFit, handover: HandoverTime | None = None) -> str:
 
 
 def read_profile(path: str) -> Profile:
-    """Read a profile file. Raises `ConfigError`."""
     try:
         found = msgspec.json.decode(Path(path).read_bytes(), type=Profile)
     except OSError as error:

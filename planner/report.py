@@ -96,7 +96,6 @@ def _about(study: Study, outcomes: Sequence[Outcome]) -> str:
 
 
 def _capacities(study: Study, outcomes: Sequence[Outcome]) -> str:
-    """KV capacities in tokens, for each degree of tensor parallelism."""
     found = {o.layout.tp: study.kv_tokens(o.layout) for o in outcomes}
     if list(found) == [1]:
         return f"{found[1]:,} tokens"

@@ -35,8 +35,6 @@ class AutoSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """A finished move."""
-
     to_role: Role
     began_s: float
     ended_s: float

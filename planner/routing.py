@@ -36,7 +36,6 @@ class Routing(Generic[T]):
         self._chooser = make_chooser(config, draw=random.Random(SEED).randrange)
 
     def choose(self, role: str, pool: Sequence[T], request: PlannedRequest) -> tuple[T, Lease]:
-        """Return a worker of `pool` and the lease to `release` at the end of the request."""
         by_worker = {self._worker(role, one).worker_id: one for one in pool}
         hints = RoutingHints(
             prompt_tokens=request.input_len, output_tokens=request.output_len, keys=self._keys(request)
@@ -48,7 +47,6 @@ class Routing(Generic[T]):
         self._table.loads.release(lease)
 
     def _worker(self, role: str, one: T) -> Worker:
-        """Return the worker of the table; a new one joins it."""
         if one not in self._workers:
             worker = self._table.add(f"http://planned-{len(self._workers)}:1", role=Role(role))
             self._table.on_check(worker, Check.OK, now_s=0.0)

@@ -23,7 +23,6 @@ class Outcome:
 
     @property
     def rate(self) -> float:
-        """The highest good rate, in requests per second and GPU; 0 if there is none."""
         return self.best.rate if self.best else 0.0
 
 

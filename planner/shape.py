@@ -54,7 +54,6 @@ def shape_of(model: ModelConfig) -> Shape:
 
 
 def kv_copies(shape: Shape, tp: int) -> float:
-    """Return the number of copies of the KV that `tp` GPUs hold together."""
     return max(1.0, tp / shape.kv_heads)
 
 

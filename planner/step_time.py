@@ -89,7 +89,6 @@ class Roofline:
         return self.efficiency.step_s + max(linear / flops_s, read / bytes_s) + prefill + decode + self._sums_s(tokens)
 
     def _sums_s(self, tokens: int) -> float:
-        """Duration of the all-reduces of a step."""
         if self.tp == 1:
             return 0.0
         moved = 2 * (self.tp - 1) / self.tp * tokens * self.shape.hidden_bytes

@@ -47,7 +47,6 @@ class Study:
     layouts: Sequence[ClusterLayout]
 
     def kv_tokens(self, layout: ClusterLayout) -> int:
-        """KV capacity of a worker."""
         return self.num_pages[layout.tp] * self.engine.page_size
 
 
@@ -133,7 +132,6 @@ def run_layout(
 
 
 def try_rate(study: Study, layout: ClusterLayout, rate: float) -> Point:
-    """Return the figures of a run with fixed roles."""
     cluster, records, _ = run_layout(study, layout, rate)
     busy = defaultdict[str, list[float]](list)
     for worker in cluster.workers():

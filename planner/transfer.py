@@ -49,8 +49,6 @@ class PlannedRoom:
 
 
 class Network:
-    """All rooms of a cluster."""
-
     def __init__(self, timeline: Timeline, *, page_bytes: int, control_s: float, latency_s: float, host: Host) -> None:
         """`latency_s`: from the last byte's sending to its arrival, whatever the bandwidth."""
         self._timeline = timeline
@@ -85,9 +83,10 @@ class Network:
         self._timeline.at(begin_s, lambda: self._move_bytes(room, num_pages * self._page_bytes, row))
 
     def fail(self, room: PlannedRoom) -> None:
-        for side in ("prefill_state", "decode_state"):
-            if getattr(room, side) is not KVPoll.Success:
-                setattr(room, side, KVPoll.Failed)
+        if room.prefill_state is not KVPoll.Success:
+            room.prefill_state = KVPoll.Failed
+        if room.decode_state is not KVPoll.Success:
+            room.decode_state = KVPoll.Failed
         for end in (room.prefill, room.decode):
             if end is not None:
                 self._timeline.at(max(end.now(), self._timeline.now_s), end.wake)
@@ -130,7 +129,7 @@ class Network:
 
 @dataclass(slots=True, eq=False)
 class PlannedSender:
-    """Implements transfer_backends.contract.KVSender."""
+    """A KVSender."""
 
     network: Network
     room: PlannedRoom
@@ -178,7 +177,7 @@ class PlannedSender:
 
 @dataclass(slots=True, eq=False)
 class PlannedReceiver:
-    """Implements transfer_backends.contract.KVReceiver."""
+    """A KVReceiver."""
 
     network: Network
     room: PlannedRoom

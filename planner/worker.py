@@ -56,8 +56,6 @@ class WorkerSpec:
 
 
 class PlanWorker:
-    """`on_outputs` receives all outputs."""
-
     def __init__(
         self, spec: WorkerSpec, *, timeline: Timeline, network: Network, host: Host, on_outputs: OnOutputs
     ) -> None:
@@ -109,7 +107,6 @@ class PlanWorker:
 
     @property
     def state(self) -> StateReply | None:
-        """The last reported state."""
         return self._ports.state
 
     def remember(self, tokens: list[int]) -> None:
@@ -170,8 +167,6 @@ class PlanWorker:
 
 @dataclass(slots=True)
 class _Ports:
-    """The loop's `Ports`."""
-
     wake: Callable[[], None]
     on_outputs: Callable[[list[TokenOutput]], None]
     inbox: list[ToScheduler] = field(default_factory=list)

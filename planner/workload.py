@@ -89,7 +89,6 @@ def from_trace(entries: Sequence[TraceEntry], *, count: int) -> tuple[list[Plann
 
 
 def from_lengths(lengths: Lengths, *, count: int, seed: int) -> list[PlannedRequest]:
-    """Return `count` requests with Poisson arrivals."""
     return from_phases([WorkloadPhase(lengths=lengths, count=count)], seed=seed)
 
 
@@ -141,7 +140,6 @@ def _spread(times: Sequence[float]) -> list[float]:
 
 
 def _without_gaps(times: Iterable[float]) -> list[float]:
-    """Shift and scale times: from 0, with a mean gap of 1."""
     ordered = list(times)
     mean = (ordered[-1] - ordered[0]) / max(1, len(ordered) - 1) or 1.0
     return [(time - ordered[0]) / mean for time in ordered]

@@ -111,7 +111,6 @@ class Target:
                 _note(record, _decode(await reply.read()))
 
     def body(self, request: BenchRequest) -> dict[str, Any]:
-        """Return the JSON body of `request`."""
         body: dict[str, Any] = {
             "model": self._options.model,
             "max_tokens": request.output_len,

@@ -65,7 +65,6 @@ class BenchConfig(FlagSet):
 
     @property
     def urls(self) -> list[str]:
-        """The servers to measure: one, or two."""
         return [self.url, self.compare] if self.compare else [self.url]
 
 

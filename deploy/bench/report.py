@@ -15,7 +15,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def summary_table(summary: Summary) -> str:
-    """Rates, errors and latencies of one target."""
     errors = ", ".join(f"{kind}: {count}" for kind, count in summary.errors.items()) or "none"
     facts = [
         f"requests     {summary.completed} of {summary.requests} in {summary.duration_s:.2f} s; errors: {errors}",
@@ -33,7 +32,6 @@ def summary_table(summary: Summary) -> str:
 
 
 def ratio_table(found: Mapping[str, float], *, first: str, second: str) -> str:
-    """The second target over the first."""
     rows = [[name.replace("_s_p50", " p50").replace("_", " "), f"{ratio:.3f}"] for name, ratio in found.items()]
     return f"{second} over {first}\n\n" + table(["", "ratio"], rows)
 

@@ -61,7 +61,6 @@ def open_session(api_key: str | None) -> aiohttp.ClientSession:
 
 
 def print_report(urls: Sequence[str], measured: Sequence[Measured]) -> list[Summary]:
-    """Print the tables; return the summaries, one per target."""
     summaries = [summarize(one.records, duration_s=one.duration_s) for one in measured]
     for url, one, summary in zip(urls, measured, summaries, strict=True):
         print(f"\n{url}\n\n{summary_table(summary)}")

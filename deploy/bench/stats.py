@@ -35,8 +35,6 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Mean and percentiles of one quantity, in seconds."""
-
     count: int
     mean: float
     p50: float
@@ -75,7 +73,6 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def distribution(values: Sequence[float]) -> Distribution | None:
-    """None for no values."""
     if not values:
         return None
     p50, p90, p99 = (percentile(values, percent) for percent in PERCENTS)

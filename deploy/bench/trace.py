@@ -19,8 +19,6 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TraceEntry(msgspec.Struct, frozen=True):
-    """One line of a trace."""
-
     timestamp_ms: float = msgspec.field(name="timestamp")
     input_length: Count
     output_length: Count
@@ -38,7 +36,6 @@ def read_trace(path: str) -> list[TraceEntry]:
 
 
 def parse_trace(text: bytes, *, name: str) -> list[TraceEntry]:
-    """Entries of a trace's text; empty lines are skipped."""
     entries = []
     decoder = msgspec.json.Decoder(TraceEntry)
     for number, line in enumerate(text.splitlines(), start=1):

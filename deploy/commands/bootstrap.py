@@ -9,7 +9,6 @@ from service.telemetry.logs import FORMATS, set_up_logging
 
 
 def run(argv: Sequence[str]) -> int:
-    """Serve until a signal."""
     args = build_parser().parse_strict(argv)
     config = config_from(args, BootstrapConfig)
     set_up_logging(level=args.log_level, format=args.log_format, process="bootstrap")

@@ -9,7 +9,6 @@ from service.process.collector import paused
 
 
 def run(argv: Sequence[str]) -> int:
-    """Route until a signal."""
     config = config_of(build_parser().parse_strict(argv))
     with paused():
         from router.server import serve  # not before the flags are right

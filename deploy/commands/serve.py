@@ -9,7 +9,6 @@ from service.process.collector import paused
 
 
 def run(argv: Sequence[str]) -> int:
-    """Serve until the worker ends; returns its exit status."""
     args = build_parser().parse_strict(argv)
     engine = config_from(args, EngineConfig)
     server = config_from(args, ServerConfig)

@@ -24,8 +24,6 @@ SHOWN = 20  # requests listed on the terminal
 
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig(FlagSet):
-    """The requests, the server, and the output file."""
-
     last: int | None = flag(None, "number of requests, the last that ended; default: 10 if no ID is given")
     url: str = flag("http://127.0.0.1:8000", "URL of the router, or of a worker that runs alone")
     admin_api_key: str | None = flag(None, "admin API key of that server")

@@ -87,7 +87,6 @@ def build_parser() -> Parser:
 
 
 def plan(config: ClusterConfig, args: argparse.Namespace) -> tuple[list[ProcessSpec], str]:
-    """Return (the processes, the URL for clients). Ports are free at the time of the call."""
     front, *free = [config.port, *free_ports(num_ports(config))] if config.port else free_ports(num_ports(config) + 1)
     worker_args = [
         *given_argv(args, EngineConfig),

@@ -37,19 +37,15 @@ class Display(Protocol):
 
 
 def make_display(out: TextIO = sys.stderr) -> Display:
-    """Return live bars if `out` is a terminal, else a line per change."""
     return LiveDisplay(out) if out.isatty() else PlainDisplay(out)
 
 
 def render(states: Sequence[ProcessProgress]) -> list[str]:
-    """Return one line of text per process."""
     width = max((len(state.name) for state in states), default=0)
     return [_line(state, width) for state in states]
 
 
 class LiveDisplay:
-    """Rewrites its lines in place."""
-
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._num_lines = 0

@@ -31,7 +31,6 @@ def watch(lines: IO[str]) -> set[int]:
 
 
 def clear(group: int, prefix: str) -> None:
-    """Remove the directories of a group that has ended."""
     for path in glob.glob(f"{glob.escape(prefix)}{group}-*"):
         shutil.rmtree(path, ignore_errors=True)
 

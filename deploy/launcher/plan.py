@@ -41,7 +41,6 @@ class ClusterPorts:
 
 
 def num_ports(config: ClusterConfig) -> int:
-    """Return how many free ports a cluster needs besides the front one."""
     return 0 if config.unified else 2 * (config.prefill + config.decode)
 
 

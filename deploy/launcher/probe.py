@@ -12,7 +12,6 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def is_healthy(url: str, *, timeout_s: float) -> bool:
-    """Whether GET `url` answers 200 in time."""
     try:
         with _OPENER.open(url, timeout=timeout_s) as reply:
             return bool(reply.status == 200)

@@ -100,7 +100,6 @@ class Child:
         return status
 
     def terminate(self) -> None:
-        """Send SIGTERM to the leader, which finishes its requests and ends its own children."""
         if self.alive:
             self._process.terminate()
 
@@ -111,7 +110,6 @@ class Child:
             self._process.send_signal(signal.SIGINT)
 
     def kill(self) -> None:
-        """Kill the whole group."""
         if self.alive:
             self._kill_group()
             self._process.wait()
@@ -123,7 +121,6 @@ class Child:
         return lines[-1] if lines else ""
 
     def last_error(self) -> str:
-        """Return the log line that most likely gives the reason for the end."""
         lines = self._tail()
         errors = [line for line in lines if _ERROR_LINE.search(line)]
         return errors[-1] if errors else (lines[-1] if lines else "its log is empty")

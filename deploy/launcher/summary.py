@@ -27,7 +27,6 @@ class Member:
 
 
 def ready_json(members: Sequence[Member], *, front: str) -> str:
-    """Return the text of the ready file: the URL for requests, and the workers behind it."""
     workers = [{"role": m.role, "url": m.url, "pid": m.pid} for m in members if m.role != "router"]
     return json.dumps({"router": front, "workers": workers})
 
@@ -67,7 +66,6 @@ def _lacking(members: Sequence[Member]) -> list[str]:
 
 
 def kv_capacity_tokens(info: Mapping[str, Any]) -> int | None:
-    """Return the KV capacity of a worker in tokens, from its /get_server_info."""
     for name in ("max_total_num_tokens", "kv_capacity_tokens", "max_total_tokens"):
         if isinstance(info.get(name), int):
             return int(info[name])

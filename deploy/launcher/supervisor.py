@@ -33,8 +33,6 @@ class StartFailed(Exception):
 
 
 class Supervisor:
-    """One run of one cluster."""
-
     def __init__(
         self,
         specs: Sequence[ProcessSpec],
