@@ -8,7 +8,6 @@ import torch
 from engine.kernels import tape
 from engine.kernels.build import fields, load_library
 from engine.kernels.layer_call import POINTERS, STRIDES, LayerCall, check_pages
-from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
@@ -75,14 +74,10 @@ class PagedDecode:
 
 def make_paged_decode(pool: KVPool, *, scale: float | None) -> PagedDecode | None:
     """The C kernel for this pool; None: a layer does not fit, or there is no compiler (logged)."""
-    if not all(takes(spec) for spec in pool.specs):
+    if not all(spec.head_dim % LANES == 0 and spec.dtype in DTYPES for spec in pool.specs):
         return None
     library = load_library(SOURCE)
     if library is None:
         return None
     assert library.tandem_paged_decode_abi() == ABI_VERSION
     return PagedDecode(library, pool, scale=scale)
-
-
-def takes(spec: CacheSpec) -> bool:
-    return spec.head_dim % LANES == 0 and spec.dtype in DTYPES

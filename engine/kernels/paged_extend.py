@@ -7,7 +7,6 @@ import torch
 
 from engine.kernels.build import fields, load_library
 from engine.kernels.layer_call import POINTERS, STRIDES, LayerCall, check_pages
-from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
@@ -82,7 +81,7 @@ class PagedExtend:
 
 def make_paged_extend(pool: KVPool, *, scale: float | None) -> PagedExtend | None:
     """The C kernel for this pool; None: a layer does not fit, no compiler (logged), or no bf16 arithmetic."""
-    if not all(takes(spec) for spec in pool.specs):
+    if not all(spec.head_dim % LANES == 0 and spec.dtype == DTYPE for spec in pool.specs):
         return None
     library = load_library(SOURCE)
     if library is None:
@@ -92,7 +91,3 @@ def make_paged_extend(pool: KVPool, *, scale: float | None) -> PagedExtend | Non
         return PagedExtend(library, pool, scale=scale)
     except OSError:
         return None
-
-
-def takes(spec: CacheSpec) -> bool:
-    return spec.head_dim % LANES == 0 and spec.dtype == DTYPE

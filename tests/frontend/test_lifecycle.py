@@ -56,7 +56,7 @@ def test_a_busy_scheduler_is_healthy_and_a_stalled_or_silent_one_is_not(tmp_path
         wait_for(lambda: w.scheduler.num_states > 0)  # unasked, as soon as it was ready
         w.scheduler.doing = StepReply(call_id="", busy_s=90.0, step=step)
         w.scheduler.busy = True
-        wait_for(lambda: "busy_s" in w.http.get("/health").json())  # it was heard of a moment ago
+        wait_for(lambda: "busy_s" in w.http.get("/health").json())  # its last message is recent at first
         said = w.http.get("/health")
         assert said.status_code == 200 and said.json()["busy_s"] == 90.0
         assert said.json()["step"] == {"seq": 7, "kind": "prefill", "num_reqs": 2, "num_tokens": 1024}
@@ -153,8 +153,8 @@ def test_a_switch_lets_running_requests_finish_and_sigterm_in_the_middle_ends_th
         assert (tmp_path / "next").exists() is not sigterm
 
 
-def test_nobody_waits_for_an_engine_that_is_being_ended() -> None:
-    """Neither who has asked it already nor who asks now; routers still read that the worker drains."""
+def test_no_call_waits_for_an_engine_that_is_being_ended() -> None:
+    """Open and new calls fail at once; routers still read that the worker drains."""
 
     async def scenario() -> None:
         client = EngineClient(

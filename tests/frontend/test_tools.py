@@ -1,4 +1,4 @@
-"""Tools over HTTP: what the template is told, what the engine is asked for, how the calls in the text are shown.
+"""Tools over HTTP: what template and engine receive, and how calls in the text are shown.
 
 The stand-in's model repeats its prompt, so a prompt that holds a call makes an answer that holds it.
 """

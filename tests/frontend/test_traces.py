@@ -14,9 +14,9 @@ def records(worker: Worker, request_id: str) -> list[dict[str, Any]]:
 def test_each_sample_has_its_record(worker: Worker) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 3, "n": 2}
     assert worker.post("/v1/chat/completions", body, headers={"X-Request-Id": "two"}).status_code == 200
-    told = records(worker, "two")
-    assert len(told) == 2 and len({record["attributes"]["gen_ai.response.id"] for record in told}) == 2
-    for record in told:
+    found = records(worker, "two")
+    assert len(found) == 2 and len({record["attributes"]["gen_ai.response.id"] for record in found}) == 2
+    for record in found:
         assert record["process"] == "unified" and record["operation"] == "chat" and record["model"] == "tiny"
         assert record["attributes"]["gen_ai.usage.output_tokens"] == 3 and "error" not in record
         assert record["attributes"]["gen_ai.response.finish_reasons"] == ["length"]

@@ -1,8 +1,8 @@
-"""A grammar that accepts anything, notes what it saw, and ends where it is told to."""
+"""A grammar that notes what it saw, refuses one token, and ends after a number of tokens."""
 
 
 class Fixed:
-    """Accepts what it is told to and ends after `length` tokens."""
+    """Refuses the token `refuses` and ends after `length` tokens."""
 
     problem = "no such word"
 

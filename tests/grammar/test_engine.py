@@ -172,7 +172,7 @@ def test_min_new_tokens_gives_way_where_only_the_end_is_left(checkpoint: str, co
 def test_a_token_that_the_grammar_refuses_fails_its_request_alone(
     checkpoint: str, compiler: Compiler, reference: EngineInProcess
 ) -> None:
-    """A state that is out of step (it has seen another token) is told, and hurts nobody else."""
+    """A state that is out of step (it has seen another token) fails its request alone."""
     engine = EngineInProcess(checkpoint)
     broken = compiler.compile(GrammarSpec("regex", "ab"))()
     assert not broken.accept(20)

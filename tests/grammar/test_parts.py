@@ -86,7 +86,7 @@ def request_of(output: list[int], *, max_new_tokens: int, grammar: Fixed, eos: i
         ([3, 4], 2, 2, "length", None),  # length comes first
         ([3, 7], 9, 2, "stop", None),  # the grammar's end before the stop token
         ([3, 7], 9, 3, "stop", 7),
-        ([3, 9], 9, 2, "stop", 9),  # an end token is told
+        ([3, 9], 9, 2, "stop", 9),  # an end token is reported
         ([3, 4], 9, 3, None, None),
     ],
 )
@@ -111,7 +111,7 @@ def test_the_draw_of_a_constrained_batch_waits_for_the_tokens_before_it(depth: i
     late = sum(plan.sample_deferred for plan in engine.plans)
     assert late == engine.scheduler.counters.deferred_samples
     assert late == 0 if depth == 1 else late >= 4
-    assert not any(plan.wait for plan in engine.plans), "the forward waits for nobody"
+    assert not any(plan.wait for plan in engine.plans), "the forward waits for nothing"
     engine.add("plain", [4, 5], max_new_tokens=5)
     engine.run()
     assert sum(plan.sample_deferred for plan in engine.plans) == late

@@ -1,4 +1,4 @@
-"""The grammar queue with literals: who waits, who is refused, what is kept."""
+"""The grammar queue with literals: what waits, is refused, is kept."""
 
 import threading
 

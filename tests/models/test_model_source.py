@@ -42,7 +42,7 @@ assert "torch" not in sys.modules
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    """`MODEL` with two revisions, of another seed each, and files that nobody needs."""
+    """`MODEL` with two revisions, of another seed each, and unneeded files."""
     for seed, revision in enumerate(("main", "v2")):
         folder = tmp_path / "hub" / MODEL / revision
         make_tiny_checkpoint(folder, "llama", seed=seed)

@@ -37,17 +37,13 @@ class Metrics:
         self._label_values = (model_name, "unified" if mode == "null" else mode)
         self._scheduler = _SchedulerCollector(self._label_values)
         self.registry.register(self._scheduler)
-        self._prompt_tokens = self._counter("prompt_tokens", "prompt tokens of accepted requests")
-        self._generation_tokens = self._counter("generation_tokens", "generated tokens")
-        self._cached_tokens = self._counter("cached_tokens", "prompt tokens whose KV was reused")
-        self._requests = self._counter("num_requests", "accepted requests")
-        self._aborted = self._counter("num_aborted_requests", "requests that were aborted or failed")
-        self._rejected = Counter(
-            "tandem_num_early_rejections",
-            "requests refused because they would have come too late",
-            LABELS,
-            registry=self.registry,
-        ).labels(*self._label_values)
+        self._prompt_tokens = self._counter("sglang:prompt_tokens", "prompt tokens of accepted requests")
+        self._generation_tokens = self._counter("sglang:generation_tokens", "generated tokens")
+        self._cached_tokens = self._counter("sglang:cached_tokens", "prompt tokens whose KV was reused")
+        self._requests = self._counter("sglang:num_requests", "accepted requests")
+        self._aborted = self._counter("sglang:num_aborted_requests", "requests that were aborted or failed")
+        help = "requests refused because they would have come too late"
+        self._rejected = self._counter("tandem_num_early_rejections", help)
         self._finished = Counter(
             "vllm:request_success",
             "requests that ended, by the reason",
@@ -131,7 +127,6 @@ class Metrics:
         return generate_latest(self.registry)
 
     def _counter(self, name: str, help: str) -> Counter:
-        name = f"sglang:{name}"
         family = Counter(name, help, LABELS, registry=self.registry)
         if name in VLLM_COUNTERS:
             self.registry.register(_Alias(family, VLLM_COUNTERS[name]))

@@ -52,10 +52,10 @@ def logprob_options(body: GenerateBody, prompts: list[list[int]], *, vocab_size:
     wanted = each("return_logprob", body.return_logprob, len(prompts))
     starts = each("logprob_start_len", body.logprob_start_len, len(prompts))
     tops = each("top_logprobs_num", body.top_logprobs_num, len(prompts))
-    asked = _asked_token_ids(body.token_ids_logprob, len(prompts), vocab_size=vocab_size)
+    token_ids = _token_id_lists(body.token_ids_logprob, len(prompts), vocab_size=vocab_size)
     return [
-        _one_logprob_options(start, top or 0, token_ids, num_prompt_tokens=len(ids)) if want else None
-        for want, start, top, token_ids, ids in zip(wanted, starts, tops, asked, prompts, strict=True)
+        _one_logprob_options(start, top or 0, requested, num_prompt_tokens=len(ids)) if want else None
+        for want, start, top, requested, ids in zip(wanted, starts, tops, token_ids, prompts, strict=True)
     ]
 
 
@@ -73,7 +73,7 @@ def _one_logprob_options(
     return LogprobOptions(start_len=-1 if start == num_prompt_tokens else start, top_num=top, token_ids=token_ids)
 
 
-def _asked_token_ids(value: list[Any] | None, num_prompts: int, *, vocab_size: int) -> list[tuple[int, ...]]:
+def _token_id_lists(value: list[Any] | None, num_prompts: int, *, vocab_size: int) -> list[tuple[int, ...]]:
     """`token_ids_logprob`, one list for all prompts or one for each (null: none there). Raises ApiError(400)."""
     if not value:
         return [()] * num_prompts

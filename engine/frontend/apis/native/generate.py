@@ -12,9 +12,9 @@ from engine.frontend.apis.shared.fields import (
     build_sampling,
     check_num_samples,
     check_priority,
-    check_prompt_ids,
     check_stream_interval,
     fit_to_context,
+    prompt_ids,
     refuse,
 )
 from engine.frontend.apis.shared.models import check_lora_path
@@ -72,15 +72,13 @@ async def _prompts(s: Services, body: GenerateBody) -> tuple[list[list[int]], bo
         texts = [body.text] if isinstance(body.text, str) else body.text
         if not texts or not all(texts):
             raise bad_field("text", "must not be empty")
-        ids = [await s.encode(t, field="text") for t in texts]
-        single = isinstance(body.text, str)
-        return [check_prompt_ids(i, field="text", vocab_size=s.model.vocab_size) for i in ids], single
+        return [await prompt_ids(s, t, field="text") for t in texts], isinstance(body.text, str)
     kinds = set(map(type, body.input_ids or []))
     if len(kinds) > 1:
         raise bad_field("input_ids", "must be a list of token ids or a list of such lists")
     nested = kinds == {list}
     prompts = cast(list[list[int]], body.input_ids if nested else [body.input_ids or []])
-    return [check_prompt_ids(i, field="input_ids", vocab_size=s.model.vocab_size) for i in prompts], not nested
+    return [await prompt_ids(s, ids, field="input_ids") for ids in prompts], not nested
 
 
 def _params(s: Services, body: GenerateBody, num_prompts: int) -> list[SamplingParams]:

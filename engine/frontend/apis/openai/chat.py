@@ -12,7 +12,7 @@ from engine.frontend.apis.openai.tool_view import ToolChatView
 from engine.frontend.apis.openai.tools import forced, forced_calls, strict_calls, template_tools, usable
 from engine.frontend.apis.openai.view import ChatView, Usage
 from engine.frontend.apis.shared.constraints import Constraint, only_one
-from engine.frontend.apis.shared.fields import check_prompt_ids
+from engine.frontend.apis.shared.fields import prompt_ids
 from engine.frontend.apis.shared.models import choose_model
 from engine.frontend.apis.shared.stream import answer
 from engine.frontend.services import SERVICES, Services
@@ -34,11 +34,7 @@ async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
     params = sampling_of(s, body, max_tokens=limit, name=name, constraint=constraint)
     if format is not None and body.skip_special_tokens is None and s.model.tokenizer.is_special(format.marker):
         params = msgspec.structs.replace(params, skip_special_tokens=False)  # the reader must see its marker
-    ids = check_prompt_ids(
-        await s.encode(render_chat(s, body), field="messages", add_special_tokens=False),
-        field="messages",
-        vocab_size=s.model.vocab_size,
-    )
+    ids = await prompt_ids(s, render_chat(s, body), field="messages", add_special_tokens=False)
     logprobs = LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None
     id = body.rid or s.mint_id("chatcmpl-")
     generation = start(

@@ -7,7 +7,7 @@ from aiohttp import web
 from engine.frontend.apis.openai.bodies import DEFAULT_COMPLETION_TOKENS, CompletionBody, check_completion
 from engine.frontend.apis.openai.samples import body_constraint, sampling_of, start
 from engine.frontend.apis.openai.view import CompletionView, Usage
-from engine.frontend.apis.shared.fields import check_num_samples, check_prompt_ids, prompts_of
+from engine.frontend.apis.shared.fields import check_num_samples, prompt_ids, prompts_of
 from engine.frontend.apis.shared.models import choose_model
 from engine.frontend.apis.shared.stream import answer
 from engine.frontend.services import SERVICES, Services
@@ -25,7 +25,7 @@ async def completions(request: web.BaseRequest) -> web.StreamResponse:
     limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     constraint = body_constraint(body)
     params = sampling_of(s, body, max_tokens=limit, name="max_tokens", constraint=constraint)
-    ids = [await _prompt_ids(s, p) for p in prompts]
+    ids = [await prompt_ids(s, p, field="prompt") for p in prompts]
     logprobs = None
     if body.logprobs is not None:
         logprobs = LogprobOptions(start_len=0 if body.echo else -1, top_num=body.logprobs)
@@ -52,11 +52,6 @@ async def completions(request: web.BaseRequest) -> web.StreamResponse:
         usage=Usage([len(p) for p in ids], n=params.n),
     )
     return await answer(request, generation, view=view, stream=bool(body.stream))
-
-
-async def _prompt_ids(s: Services, prompt: str | list[int]) -> list[int]:
-    ids = prompt if isinstance(prompt, list) else await s.encode(prompt, field="prompt")
-    return check_prompt_ids(ids, field="prompt", vocab_size=s.model.vocab_size)
 
 
 def _echo(s: Services, prompt: str | list[int]) -> str:

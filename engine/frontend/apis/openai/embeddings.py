@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.shared.fields import check_num_samples, check_prompt_ids, prompts_of
+from engine.frontend.apis.shared.fields import check_num_samples, prompt_ids, prompts_of
 from engine.frontend.apis.shared.models import choose_model
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest
@@ -37,7 +37,7 @@ async def embeddings(request: web.BaseRequest) -> web.Response:
     _check(s, body)
     prompts = prompts_of(body.input, field="input")
     check_num_samples(len(prompts), 1, field="input")
-    ids = [await _prompt_ids(s, p) for p in prompts]
+    ids = [await _fitting_ids(s, p) for p in prompts]
     name = body.rid or s.mint_id("embd-")
     requests = [
         GenerateRequest(
@@ -76,9 +76,8 @@ def _check(s: Services, body: EmbeddingBody) -> None:
         raise bad_field("dimensions", "this model has one size of vectors; leave it out", code="unsupported_parameter")
 
 
-async def _prompt_ids(s: Services, prompt: str | list[int]) -> list[int]:
-    ids = prompt if isinstance(prompt, list) else await s.encode(prompt, field="input")
-    check_prompt_ids(ids, field="input", vocab_size=s.model.vocab_size)
+async def _fitting_ids(s: Services, prompt: str | list[int]) -> list[int]:
+    ids = await prompt_ids(s, prompt, field="input")
     if len(ids) > s.context_length:
         raise bad_field(
             "input", f"has {len(ids)} tokens and the context is {s.context_length}", code="context_length_exceeded"

@@ -1,4 +1,4 @@
-"""Fields that several bodies share: sampling, prompts, limits. An optional field may be an explicit null. Pure."""
+"""Fields that several bodies share: sampling, prompts, limits. An optional field may be an explicit null."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -7,6 +7,7 @@ import msgspec
 
 from engine.frontend.apis.shared.constraints import Constraint, GrammarFields
 from engine.frontend.errors import from_invalid_param
+from engine.frontend.services import Services
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
 from engine.text.stop_regex import compile_all
 from service.http.errors import ApiError, bad_field
@@ -140,6 +141,14 @@ def check_prompt_ids(ids: list[int], *, field: str, vocab_size: int) -> list[int
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
         raise bad_field(field, f"{wrong} is not a token id (0 to {vocab_size - 1})")
     return ids
+
+
+async def prompt_ids(s: Services, prompt: str | list[int], *, field: str, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of one prompt, checked. Raises ApiError(400)."""
+    ids = prompt
+    if isinstance(ids, str):
+        ids = await s.encode(ids, field=field, add_special_tokens=add_special_tokens)
+    return check_prompt_ids(ids, field=field, vocab_size=s.model.vocab_size)
 
 
 def fit_to_context(
