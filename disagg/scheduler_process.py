@@ -35,7 +35,7 @@ from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.text.incremental import tail_texts
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from service.flags import ConfigError
-from service.process.collector import paused, spare_what_lives
+from service.process.collector import spare_what_lives
 from service.telemetry.logs import set_up_logging
 from transfer_backends.contract import BackendUnavailable, EngineError
 
@@ -57,9 +57,8 @@ def run(spec: SchedulerSpec) -> None:
 
 
 def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
-    with paused():
-        from disagg.compose import make_role  # torch comes in here, after the flags have been read
-        from engine.build import build_engine
+    from disagg.compose import make_role  # torch comes in here, after the flags have been read
+    from engine.build import build_engine
 
     started_s = time.monotonic()
     model = load_model_config(spec.engine.model_path)

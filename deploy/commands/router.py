@@ -5,13 +5,11 @@ from collections.abc import Sequence
 
 from deploy.flags import Parser, add_flags, config_from
 from router.config import RouterConfig
-from service.process.collector import paused
 
 
 def run(argv: Sequence[str]) -> int:
     config = config_of(build_parser().parse_strict(argv))
-    with paused():
-        from router.server import serve  # not before the flags are right
+    from router.server import serve  # not before the flags are right
 
     serve(config, on_ready=_announce)
     return 0

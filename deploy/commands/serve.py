@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from deploy.flags import Parser, add_flags, config_from
 from disagg.config import DisaggConfig
 from engine.config import EngineConfig, ServerConfig
-from service.process.collector import paused
 
 
 def run(argv: Sequence[str]) -> int:
@@ -13,8 +12,7 @@ def run(argv: Sequence[str]) -> int:
     engine = config_from(args, EngineConfig)
     server = config_from(args, ServerConfig)
     disagg = config_from(args, DisaggConfig)
-    with paused():
-        from disagg.worker import run_worker  # not before the flags are right: it brings the engine along
+    from disagg.worker import run_worker  # not before the flags are right: it brings the engine along
 
     return run_worker(engine=engine, server=server, disagg=disagg)
 

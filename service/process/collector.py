@@ -1,18 +1,6 @@
 """Spares the garbage collector permanent objects (60,000 of a server): a full collection over them takes 30 ms and more."""
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-
-@contextmanager
-def paused() -> Iterator[None]:
-    """Collect nothing during an import, which leaves little garbage: torch's takes a seventh less time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def spare_what_lives() -> None:
