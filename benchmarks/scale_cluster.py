@@ -212,7 +212,7 @@ class Cluster:
             else:
                 report = LoadReport(used_tokens=held, capacity_tokens=CAPACITY_TOKENS)
             begun_ns = time.thread_time_ns()
-            self.table.on_incarnation(worker, "1", asked_s=self.now_s)
+            self.table.on_incarnation(worker, "1", checked_s=self.now_s)
             self.table.on_silence(worker, False)
             self.table.on_check(worker, Check.OK, now_s=self.now_s)
             self.table.loads.on_report(worker, report)

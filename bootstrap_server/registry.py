@@ -20,7 +20,7 @@ class Registry:
         self._workers: OrderedDict[str, tuple[Registration, float]] = OrderedDict()  # expires soonest first
         self._rooms: OrderedDict[int, tuple[str, float]] = OrderedDict()
         self._names: list[str] = []  # of the workers, sorted
-        self._at: dict[str, str] = {}  # control address or URL -> who is there
+        self._at: dict[str, str] = {}  # control address or URL -> incarnation at it
 
     def register(self, worker: Registration, now_s: float) -> None:
         if worker.role != "prefill":

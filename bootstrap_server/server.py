@@ -73,7 +73,7 @@ async def _serve_alone(port: ListeningPort, handle: Handler) -> None:
     with signals.caught():
         async with _served(port, handle):
             log.info("bootstrap server listens on %s:%d", port.host, port.port)
-            await signals.asked.wait()
+            await signals.requested.wait()
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ from transfer_backends.kvpoll import KVPoll, RoomInUse
 
 log = logging.getLogger(__name__)
 
-UNJOINED = 502  # tells a router not to try the same pair again: this worker has tried for long
+UNJOINED = 502  # the router must not try the same pair again: this worker has tried for long
 
 
 class DecodeRole:

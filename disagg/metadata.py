@@ -23,7 +23,7 @@ _HEAD = (
     "cached_tokens",
     "has_logprob",
     "top_num",
-    "asked_num",
+    "requested_num",
     "logprob",
     "queue_s",
     "prefill_s",
@@ -37,7 +37,7 @@ _ROOM_AT = _ASKED_AT + 16 * MAX_ASKED
 
 ROW = np.dtype(
     {
-        "names": [*_HEAD, "top_values", "top_ids", "asked_values", "asked_ids", "room"],
+        "names": [*_HEAD, "top_values", "top_ids", "requested_values", "requested_ids", "room"],
         "formats": [
             *_HEAD_FORMATS,
             ("<f8", MAX_TOP),
@@ -128,9 +128,9 @@ class MetadataBuffers:
             entry["top_values"][: len(top)] = [value for value, _ in top]
             entry["top_ids"][: len(top)] = [token for _, token in top]
             requested = result.logprob.requested[:MAX_ASKED]
-            entry["asked_num"] = len(requested)
-            entry["asked_values"][: len(requested)] = [value for value, _ in requested]
-            entry["asked_ids"][: len(requested)] = [token for _, token in requested]
+            entry["requested_num"] = len(requested)
+            entry["requested_values"][: len(requested)] = [value for value, _ in requested]
+            entry["requested_ids"][: len(requested)] = [token for _, token in requested]
         entry["room"] = room
 
     def read(self, row: int, *, room: int | None) -> FirstToken:
@@ -139,7 +139,7 @@ class MetadataBuffers:
         if room is not None and int(entry["room"]) != room:
             raise MetadataCorrupt(f"metadata row says room {int(entry['room'])}, expected {room}")
         token = int(entry["first_token"])
-        top, requested = _pairs(entry, "top"), _pairs(entry, "asked")
+        top, requested = _pairs(entry, "top"), _pairs(entry, "requested")
         logprob = TokenLogprob(float(entry["logprob"]), token, top, requested) if entry["has_logprob"] else None
         return FirstToken(
             ItemResult(token=None if token < 0 else token, logprob=logprob, bad=bool(entry["bad"])),

@@ -96,7 +96,7 @@ class _Worker:
                 last = _switch(plan, end.to.role)
                 plan, back = next_session(plan, end.to), next_session(plan, replace(end.to, role=plan.role))
                 log.info("switching from %s to %s", last["from"], last["to"])
-            elif end.error is not None and back is not None and not (end.was_ready or self.signals.asked.is_set()):
+            elif end.error is not None and back is not None and not (end.was_ready or self.signals.requested.is_set()):
                 log.error("it cannot be a %s worker (%s); it goes back to %s", plan.role, end.error, back.role)
                 last = {**_switch(back, plan.role), "error": f"{end.error}; the worker's log may say more"}
                 plan, back = back, None
@@ -105,7 +105,7 @@ class _Worker:
             set_up_logging(level=plan.server.log_level, format=plan.server.log_format, process=plan.role)
 
     async def _one_session(self, plan: SessionPlan, last: Mapping[str, Any] | None) -> _End:
-        if self.signals.asked.is_set():
+        if self.signals.requested.is_set():
             return _End()
         session: RoleSession | None = None
         try:

@@ -9,7 +9,7 @@ from service.flags import ConfigError
 
 
 def run(argv: Sequence[str]) -> int:
-    """Plan; 0 when some layout keeps the limits (or --rates asked for no search), 1 otherwise."""
+    """Plan; 0 when some layout keeps the limits (or --rates requested no search), 1 otherwise."""
     config = config_from(build_parser().parse_strict(argv), PlanConfig)
     check_plan(config)
     files = {"--output": config.output, "--plot": config.plot, "--save-profile": config.save_profile}

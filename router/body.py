@@ -47,7 +47,7 @@ class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
     """`fields`: top-level name -> its JSON text. Token counts are estimates, over all samples.
 
     `num_prompts` prompts give `num_samples` answers. `wants_input_logprobs`: the prefill worker's answer holds
-    something the client asked for.
+    something the client requested.
     """
 
     api: Api
@@ -70,7 +70,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def parse_body(api: Api, body: bytes) -> ParsedBody:
-    """`BadBody` for a body that is not a JSON object or asks for more than `MAX_SAMPLES` samples."""
+    """`BadBody` for a body that is not a JSON object or requests more than `MAX_SAMPLES` samples."""
     if deeper_than(body):
         raise BadBody(None, f"the body is nested too deeply (more than {MAX_DEPTH} levels)")
     try:

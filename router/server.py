@@ -49,11 +49,11 @@ async def run_router(
     """
     signals = StopSignals()
     if slot is not None:
-        obey_parent(on_drain=signals.asked.set, on_end=signals.on_sigint)
+        obey_parent(on_drain=signals.requested.set, on_end=signals.on_sigint)
     async with start_router(config, slot=slot) as router:
         with signals.caught(on_hangup=lambda: router.gate.reload(time.monotonic()), only_hangup=slot is not None):
             _report_ready(config, router.url, on_ready)
-            await signals.asked.wait()
+            await signals.requested.wait()
             await router.live.drain(timeout_s=config.drain_timeout_s, at_once=signals.at_once)
 
 
@@ -67,7 +67,7 @@ async def start_router(config: RouterConfig, *, slot: ProcessSlot | None = None)
         runner = make_runner(router.handler(), limits_of(config), shutdown_timeout_s=config.shutdown_timeout_s)
         stack.push_async_callback(runner.cleanup)  # first to end: no new connection; running requests are waited for
         await runner.setup()
-        if slot is not None:  # before it asks for the workers: no change of the pool is missed
+        if slot is not None:  # before it requests the workers: no change of the pool is missed
             await web.UnixSite(runner, str(slot.socket(slot.row))).start()
             await router.peers.catch_up(router.table, now_s=time.monotonic())
         port = stack.enter_context(open_port(config.host, config.port, shared=slot is not None))

@@ -19,7 +19,7 @@ LEFT_TO_TORCH = re.compile(r"^(nvidia-|cuda-|triton$)")
 
 
 def direct() -> list[Requirement]:
-    """What pyproject.toml asks for, for the images' extras."""
+    """Return the requirements of the images' extras in pyproject.toml."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
     return [Requirement(line) for line in lines]

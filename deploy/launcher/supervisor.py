@@ -52,7 +52,7 @@ class Supervisor:
         self._healthy_s: dict[str, float] = {}
         self._started_at = 0.0
         self._signals = StopSignals()
-        self._stop, self._at_once = self._signals.asked, self._signals.at_once
+        self._stop, self._at_once = self._signals.requested, self._signals.at_once
 
     async def run(self, on_ready: OnReady) -> int:
         """Start all processes and stay until a signal or the last end; return the exit status."""

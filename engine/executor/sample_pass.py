@@ -140,7 +140,7 @@ def _starts(items: list[PlanItem]) -> list[int]:
 
 
 def _hidden_rows(items: list[PlanItem], hidden: Tensor) -> dict[int, Tensor]:
-    """Return by item index [n, H] float32: the rows of hidden [T, H] that it asks for, or one when they are pooled."""
+    """Return by item index [n, H] float32: the rows of hidden [T, H] that it requests, or one when they are pooled."""
     found, at = {}, 0
     for i, item in enumerate(items):
         if item.hidden_from is not None:

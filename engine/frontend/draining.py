@@ -37,7 +37,7 @@ async def drain(
     patience = Patience(timeout_s, switch_timeout_s)
 
     def may_wait() -> bool:
-        lasts = patience.lasts(loop.time(), ends=signals.asked.is_set())
+        lasts = patience.lasts(loop.time(), ends=signals.requested.is_set())
         return lasts and not signals.at_once.is_set() and dead() is None
 
     if may_wait() and client.num_live:

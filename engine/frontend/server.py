@@ -131,10 +131,10 @@ class _SessionEnd:
 
     @property
     def is_requested(self) -> bool:
-        return self.signals.asked.is_set() or (self.switch is not None and self.switch.to is not None)
+        return self.signals.requested.is_set() or (self.switch is not None and self.switch.to is not None)
 
     def next_session(self) -> RoleSwitchState | None:
-        return None if self.switch is None or self.signals.asked.is_set() else self.switch.to
+        return None if self.switch is None or self.signals.requested.is_set() else self.switch.to
 
     def switch_timeout_s(self, default_s: float) -> float | None:
         """None: no switch was requested."""
@@ -157,4 +157,4 @@ async def _until_over(
             on_ready()
             spare_what_lives()
         with suppress(TimeoutError):
-            await asyncio.wait_for(end.signals.asked.wait(), WATCH_INTERVAL_S)
+            await asyncio.wait_for(end.signals.requested.wait(), WATCH_INTERVAL_S)

@@ -90,7 +90,7 @@ def _page(model_id: str) -> str:
 def _why_not() -> str:
     from huggingface_hub import constants
 
-    return "may not be asked (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else "cannot be reached"
+    return "may not be contacted (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else "cannot be reached"
 
 
 def _one_line(error: Exception) -> str:

@@ -16,7 +16,7 @@ Begun = tuple[Tensor, ...]  # what a model's layers start from: a row for each t
 
 
 class CausalLM(Protocol):
-    """A decoder-only model. T tokens of any requests are one flat batch: only `attend` tells requests apart."""
+    """A decoder-only model. T tokens of any requests are one flat batch: only `attend` separates requests."""
 
     def cache_specs(self) -> list[CacheSpec]:
         """The KV of each layer."""

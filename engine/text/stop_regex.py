@@ -6,7 +6,7 @@ backreferences and lookaround. The parser of Python's `re`, whose syntax must ho
 
 import re
 import warnings
-from re import _parser  # type: ignore[attr-defined]  # private, but the only one that tells a pattern's width (3.11+)
+from re import _parser  # type: ignore[attr-defined]  # private, but the only one that computes a pattern's width (3.11+)
 
 import re2  # type: ignore[import-untyped]
 

@@ -1,4 +1,4 @@
-"""One client's request while it is served: what it asks for, what was decided, how far its answer is; times in its headers."""
+"""One client's request while it is served: what it requests, what was decided, how far its answer is; times in its headers."""
 
 import asyncio
 import math

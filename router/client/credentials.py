@@ -20,7 +20,7 @@ class Credentials:
         return self._worker.is_set or bool(self._from_files)
 
     def own(self) -> dict[str, str]:
-        """For what the router asks by itself: health, load, information."""
+        """Return the headers of the router's own requests: health, load, information."""
         self._refresh()
         return bearer(self._worker.first or self._api.first)
 

@@ -1,7 +1,7 @@
 """Remembers the last requests, and counts the last two minutes by the second. Pure but for its clock.
 
 It observes every event of a stream, so each call does little, and all memory is bounded. A request's trace (trace.py) is read
-only when the dashboard asks. Latencies are counts in buckets, each an eighth wider than the one before: a quantile is off by
+only when the dashboard requests it. Latencies are counts in buckets, each an eighth wider than the one before: a quantile is off by
 6 % at most, and counts of several processes add up, as in DDSketch (Masson, Rim and Lee, VLDB 2019).
 """
 

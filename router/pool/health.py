@@ -172,7 +172,7 @@ class HealthMonitor:
             log.log(logging.WARNING if silent else logging.INFO, "%s worker %s is %s", worker.role, worker.url, what)
 
     async def _check_health(self, worker: Worker) -> tuple[Check, str]:
-        asked_s = _now_s()
+        checked_s = _now_s()
         try:
             status, body = await self._prober.get(worker, "/health")
         except aiohttp.ClientConnectorError as err:
@@ -180,7 +180,7 @@ class HealthMonitor:
         except FAILURES as err:
             return Check.FAILED, f"/health: {str(err) or type(err).__name__}"
         incarnation, worker.busy_s = parse_health(body)
-        self._table.on_incarnation(worker, incarnation, asked_s=asked_s)
+        self._table.on_incarnation(worker, incarnation, checked_s=checked_s)
         if status == 503 and says_draining(body):
             return Check.DRAINING, "it is draining"
         return (Check.OK, "") if status == 200 else (Check.FAILED, f"/health answers {status}")

@@ -64,7 +64,7 @@ class Catalogue:
         """The base model whose workers load (or unload) an adapter; "": all workers. `UnknownModel`; `ValueError`.
 
         Of several models, `model` names one; to unload, the adapter's name is enough if one model has it. All workers of the model
-        are asked: one that has just loaded the adapter may not have reported it yet.
+        receive the call: one that has just loaded the adapter may not have reported it yet.
         """
         if model is not None and not isinstance(model, str):
             raise ValueError("model: must be the name of a model that is served here")
@@ -87,7 +87,7 @@ def serves(names: Names, model: str) -> bool:
 
 
 def parse_models(info: object, listed: object) -> Names:
-    """Names of a worker by its `/server_info` and its `/v1/models` (None: not asked)."""
+    """Names of a worker by its `/server_info` and its `/v1/models` (None: not requested)."""
     names: list[str] = []
     if isinstance(info, dict):
         names += [info[key] for key in ("served_model_name", "model_path") if isinstance(info.get(key), str)]

@@ -85,7 +85,7 @@ class Worker:
     last_resort: bool = False  # it does, while no other worker of its role is up
     silent: bool = False  # it answers no probe: it gets requests only if all others are silent, too
     busy_s: float | None = None  # duration of its present step at its last check
-    switching_to: Role | None = None  # the role that this router asked it to take
+    switching_to: Role | None = None  # the role that this router requested of it
     discovered: bool = False  # each process of this router finds it by itself
     models: tuple[str, ...] = ()  # names that it serves, its own first; none: unknown
     circuit: Circuit = field(default_factory=Circuit)

@@ -169,8 +169,8 @@ class WorkerTable:
         self._on_change()
         return True
 
-    def on_incarnation(self, worker: Worker, incarnation: str, *, asked_s: float) -> None:
-        """Note which process answered a check that began at `asked_s`; "": unknown.
+    def on_incarnation(self, worker: Worker, incarnation: str, *, checked_s: float) -> None:
+        """Note which process answered a check that began at `checked_s`; "": unknown.
 
         An incarnation that comes back after another one is one of several behind this URL, which changes nothing.
         """
@@ -181,10 +181,10 @@ class WorkerTable:
                 worker.circuit.reset()
                 self.on_gone(worker)
         if incarnation:
-            worker.incarnation, worker.incarnation_s = incarnation, asked_s
+            worker.incarnation, worker.incarnation_s = incarnation, checked_s
 
     def set_switching(self, worker: Worker, role: Role | None) -> None:
-        """A worker that was asked to change its role gets nothing new; None: the change is over, however it ended."""
+        """Send nothing new to a worker while it changes its role. None: the change is over, whatever its outcome."""
         assert role is None or (worker.switching_to is None and worker.role is not role), (worker.url, worker.role)
         worker.switching_to = role
         self._on_change()

@@ -1,4 +1,4 @@
-"""Puts a dispatcher together: what no flag asks for is left out of the path of a request."""
+"""Puts a dispatcher together; a feature that no flag turns on is not in the path of a request."""
 
 from collections.abc import Callable
 

@@ -43,7 +43,7 @@ _PASSED_HEADERS = ("traceparent", "tracestate", TIMEOUT_HEADER, ENVOY_HEADER, PR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestReader:
-    """Reads bodies and headers. Parts that no flag asks for are None."""
+    """Reads bodies and headers. Parts that no flag turns on are None."""
 
     roles: tuple[Role, ...]
     picker: Picker

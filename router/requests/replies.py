@@ -29,7 +29,7 @@ def no_worker_message(table: WorkerTable, missing: list[Role], model: str = "") 
 
 
 def _state(worker: Worker) -> str:
-    return "it is asked and says nothing" if worker.silent else worker.last_error or worker.health.value
+    return "it does not answer its checks" if worker.silent else worker.last_error or worker.health.value
 
 
 def failure_response(failure: CallFailed) -> web.Response:

@@ -33,7 +33,7 @@ def objection(table: WorkerTable, worker: Worker, role: Role, *, force: bool = F
 
 
 def progress(table: WorkerTable, worker: Worker, role: Role, *, was: str) -> SwitchProgress:
-    """How far a worker is that was asked to become a `role` worker. `was`: its incarnation before."""
+    """Return how far a worker is on its way to `role`. `was`: its incarnation before the change."""
     if worker not in table.workers():
         return SwitchProgress.REMOVED
     if (

@@ -31,7 +31,7 @@ class SwitchRefused(Exception):
 
 
 class SwitchFailed(Exception):
-    """The worker was asked to move and did not come back in the other role."""
+    """The worker accepted the change and did not come back in the other role."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class Switch:
             ) as response:
                 status, answer = response.status, await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as err:
-            raise SwitchFailed(f"{worker.url} could not be asked: {str(err) or type(err).__name__}") from None
+            raise SwitchFailed(f"{worker.url} could not be reached: {str(err) or type(err).__name__}") from None
         if status in (404, 405):
             raise SwitchRefused(f"{worker.url} has no /switch_role: a worker of another make or version")
         if status not in (200, 202):
@@ -138,7 +138,7 @@ class Switch:
         return "it was restarted" if last is None or last.error is None else last.error
 
     async def _announce(self, worker: Worker, role: Role) -> None:
-        """Have peers look at the worker: no request of a client tells them."""
+        """Have peers check the worker: no request of a client shows them the change."""
         await self.peers.request("POST", PATH, {"url": worker.url, "role": role.value})
 
 

@@ -16,19 +16,19 @@ _CANNOT = (NotImplementedError, RuntimeError, ValueError)  # this thread, or thi
 
 
 class StopSignals:
-    """What the signals requested so far. `asked`: to end. `at_once`: without waiting."""
+    """What the signals requested so far. `requested`: the end, after a drain. `at_once`: the end without one."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
         self.at_once = asyncio.Event()
 
     def on_sigterm(self) -> None:
-        if self.asked.is_set():
+        if self.requested.is_set():
             self.at_once.set()
-        self.asked.set()
+        self.requested.set()
 
     def on_sigint(self) -> None:
-        self.asked.set()
+        self.requested.set()
         self.at_once.set()
 
     @contextmanager

@@ -19,7 +19,7 @@ from service.security.secret import derive
 AUTH_HEADER = "X-Cluster-Auth"
 CHALLENGE_HEADER = "X-Cluster-Challenge"
 PERIOD_S = 60.0
-MAX_NONCES = 1 << 18  # of two periods; only who knows the secret adds one
+MAX_NONCES = 1 << 18  # of two periods; only holders of the secret add one
 NONCE_BYTES = 16
 MAX_PART_CHARS = 128
 

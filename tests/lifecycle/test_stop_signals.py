@@ -20,7 +20,7 @@ async def main():
     signals = StopSignals()
     with signals.caught():
         print("serving", flush=True)
-        await signals.asked.wait()
+        await signals.requested.wait()
     print("closing", flush=True)
     await asyncio.to_thread(sys.stdin.read)
 
@@ -56,7 +56,7 @@ def test_what_signals_ask_for(sent: list[signal.Signals], asked: bool, at_once: 
                 os.kill(os.getpid(), number)
             os.kill(os.getpid(), signal.SIGHUP)  # the last: handlers are called in order
             await asyncio.wait_for(hung_up.wait(), ANSWER_S)
-        return signals.asked.is_set(), signals.at_once.is_set()
+        return signals.requested.is_set(), signals.at_once.is_set()
 
     assert asyncio.run(scenario()) == (asked, at_once)
 

@@ -105,7 +105,7 @@ def test_a_gated_model_wants_a_token_from_the_environment(hub: Hub, tmp_path: Pa
 
 def test_without_a_network_the_cache_is_taken_or_the_error_says_what_to_do(hub: Hub, tmp_path: Path) -> None:
     home, offline = tmp_path / "home", {"HF_HUB_OFFLINE": "1"}
-    ways = ((NOWHERE, {}, "cannot be reached"), (hub.url, offline, r"may not be asked \(HF_HUB_OFFLINE"))
+    ways = ((NOWHERE, {}, "cannot be reached"), (hub.url, offline, r"may not be contacted \(HF_HUB_OFFLINE"))
     for endpoint, env, why in ways:
         error = ask(home, endpoint, env=env)["error"]
         assert re.match(rf"--model-path {MODEL}: not in the cache, and the hub {why}", error), error

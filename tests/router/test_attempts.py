@@ -124,11 +124,11 @@ def test_calls_of_a_former_incarnation_are_given_up_at_once() -> None:
     table, give_up = WorkerTable(), partial(give_up_vain_calls, timeout_s=30.0)
     worker = table.add("http://h:1", role=Role.DECODE)
     table.on_check(worker, Check.OK, now_s=0.0)
-    for incarnation, asked_s in (("a", 1.0), ("", 1.5), ("a", 2.0)):
-        table.on_incarnation(worker, incarnation, asked_s=asked_s)
+    for incarnation, checked_s in (("a", 1.0), ("", 1.5), ("a", 2.0)):
+        table.on_incarnation(worker, incarnation, checked_s=checked_s)
     of_a, unknown = begin(worker, now_s=1.9), begin(worker, now_s=2.1)
     assert give_up(worker, 2.5) == 0
-    table.on_incarnation(worker, "b", asked_s=3.0)
+    table.on_incarnation(worker, "b", checked_s=3.0)
     of_b = begin(worker, now_s=3.1)
     assert give_up(worker, 3.2) == 1 and "another one answers" in of_a.given_up
     assert not unknown.given_up and not of_b.given_up  # between two checks: it may be b's
@@ -138,10 +138,10 @@ def test_several_processes_behind_one_url_are_no_lives_one_after_the_other() -> 
     table = WorkerTable()
     worker = table.add("http://service:1", role=Role.DECODE)
     table.on_check(worker, Check.OK, now_s=0.0)
-    for asked_s, incarnation in enumerate(("a", "b", "a")):
-        table.on_incarnation(worker, incarnation, asked_s=float(asked_s))
+    for checked_s, incarnation in enumerate(("a", "b", "a")):
+        table.on_incarnation(worker, incarnation, checked_s=float(checked_s))
     begin(worker, now_s=0.5)
-    for asked_s in range(3, 40):
-        table.on_incarnation(worker, "ab"[asked_s % 2], asked_s=float(asked_s))
-        assert give_up_vain_calls(worker, float(asked_s), timeout_s=30.0) == 0
+    for checked_s in range(3, 40):
+        table.on_incarnation(worker, "ab"[checked_s % 2], checked_s=float(checked_s))
+        assert give_up_vain_calls(worker, float(checked_s), timeout_s=30.0) == 0
     assert len(worker.former_lives) <= 16

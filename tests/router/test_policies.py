@@ -229,13 +229,13 @@ def test_a_worker_that_left_or_went_down_is_no_longer_known_to_have_anything() -
     chooser = make_chooser(config, draw=random.Random(0).randrange)
     table = table_of(4, role=Role.PREFILL)
     for worker in table.workers():
-        table.on_incarnation(worker, "first", asked_s=0.0)
+        table.on_incarnation(worker, "first", checked_s=0.0)
     table.on_gone = chooser.forget
     index = chooser.cache_of(Role.PREFILL)
     assert index is not None and chooser.cache_of(Role.DECODE) is None
     for leave in (
         lambda worker: table.remove(worker.url),
-        lambda worker: table.on_incarnation(worker, "another", asked_s=1.0),
+        lambda worker: table.on_incarnation(worker, "another", checked_s=1.0),
         lambda worker: table.on_check(worker, Check.REFUSED, now_s=1.0),
     ):
         ask = ask_of(keys_of("a", 4))

@@ -115,14 +115,14 @@ PROGRESS: list[tuple[list[tuple[str, Any]], SwitchProgress]] = [
 def test_how_far_a_move_is(told: list[tuple[str, Any]], expected: SwitchProgress) -> None:
     table, now_s = make_table(), 10.0
     worker = table.workers()[0]
-    table.on_incarnation(worker, "a", asked_s=0.0)
+    table.on_incarnation(worker, "a", checked_s=0.0)
     for kind, what in told:
         now_s += 1.0
         match kind:
             case "check":
                 table.on_check(worker, what, now_s=now_s)
             case "life":
-                table.on_incarnation(worker, what, asked_s=now_s)
+                table.on_incarnation(worker, what, checked_s=now_s)
             case "role":
                 table.on_role(worker, what)
             case "remove":

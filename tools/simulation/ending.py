@@ -33,7 +33,7 @@ class WorkerEnding:
 
     def sigterm(self) -> None:
         frontend = self._worker.frontend
-        first = not frontend.signals.asked.is_set()
+        first = not frontend.signals.requested.is_set()
         frontend.aio.run(frontend.signals.on_sigterm)
         if first:
             self._worker.on_stopped = self._close
@@ -88,7 +88,7 @@ class RouterEnding:
 
     def sigterm(self) -> None:
         router = self._router
-        first = not router.signals.asked.is_set()
+        first = not router.signals.requested.is_set()
         router.aio.run(router.signals.on_sigterm)
         if first:
             router.aio.run(lambda: _watch(router.aio.create_task(self._drain()), router.process))

@@ -174,7 +174,7 @@ class Frontend:
         num_tokens = sum(len(r.input_ids) for r in requests)
         wait_s = None if forecast is None else forecast.wait_s(num_tokens, self.aio.time())
         generation = self.client.generate(requests, timeout_s=timeout_s)
-        if self.signals.asked.is_set():
+        if self.signals.requested.is_set():
             raise Violation(f"{self._process.name}: takes a request while it drains")
         if wait_s is not None and timeout_s is not None and wait_s > timeout_s:
             raise Violation(f"{self._process.name}: taken, though it waits {wait_s:.2f} s and has {timeout_s:.2f} s")

@@ -18,7 +18,7 @@ def leftovers(worker: Worker) -> list[str]:
         "open HTTP requests": worker.frontend.num_open,
         "held requests": worker.loop._control.num_held,
         "pending updates of weights": int(worker.loop._control._update is not None),
-        "end under way": int(worker.frontend.signals.asked.is_set()),
+        "end under way": int(worker.frontend.signals.requested.is_set()),
         "dead peers": len(_dead_peers(worker)),
     }
     return [f"{worker.process.name}: {count} {what}" for what, count in open_things.items() if count]
