@@ -2,11 +2,12 @@
 
 Production code, timed: the line at the door, the picker with table, circuits and policies, rooms, leases, the forecast; and
 what workers tell: a check and a report of each, every second. Workers are a simple model (benchmarks/trace_workers.py says
-which). Now and then one goes down and comes back, so whatever the router has worked out about its pools has to be worked
-out anew. Time is CPU time of this thread; the clock's own cost is taken off.
+which). Now and then one goes down and comes back, so whatever the router has worked out about its pools has to be computed
+again. Time is CPU time of this thread; the clock's own cost is taken off.
 """
 
 import heapq
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from router.admission.admission import Admission
 from router.admission.forecast import SentPrompt
 from router.admission.queue import AdmissionQueue, QueueLimits, Ticket
 from router.attempts.request import RequestContext, Slo
-from router.attempts.rooms import Entropy, RoomMinter
+from router.attempts.rooms import RoomMinter
 from router.choice.chooser import make_chooser
 from router.choice.policies import RoutingHints, cost_tokens
 from router.choice.prefix_keys import BLOCK_TOKENS
@@ -119,12 +120,11 @@ class Cluster:
         config = RouterConfig(
             pd_disaggregation=True, prefill_policy=self.policy, decode_policy=decode, max_tree_size=TREE_BYTES
         )
-        entropy = Entropy()
-        chooser = make_chooser(config, draw=lambda n: entropy.bits(32) % n)
+        chooser = make_chooser(config, draw=secrets.randbelow)
         self.table = self._table_of(on_gone=chooser.forget)
         self.admission = Admission(config, chooser=chooser)
         self.queue = AdmissionQueue(QueueLimits(running=config.max_concurrent_requests))
-        self.rooms = RoomMinter(entropy.bits)
+        self.rooms = RoomMinter()
         self.picker = Picker(
             table=self.table,
             policies=chooser.policies,

@@ -13,7 +13,7 @@ from aiohttp import web
 from router.admission.admission import Admission
 from router.admission.rate_limit import make_limiter
 from router.attempts.events import Events
-from router.attempts.rooms import Entropy, RoomMinter
+from router.attempts.rooms import RoomMinter
 from router.attempts.upstream_call import CircuitReporter, UnreachableReporter
 from router.body import Api
 from router.choice.chooser import make_chooser
@@ -68,8 +68,7 @@ class Router:
         self.config, self.slot = config, slot
         self.secret, self.gate = check_exposure(config)
         self.credentials = _credentials(config, self.gate.api)
-        self.entropy = Entropy()
-        self.rooms = RoomMinter(self.entropy.bits)
+        self.rooms = RoomMinter()
         self.live = LiveRequests()
         peer_load = None if slot is None else SharedLoad(slot.load_file, row=slot.row, num_rows=slot.num_rows)
         self.peers = PeerProcesses(slot)
@@ -150,7 +149,7 @@ class Router:
             admit=None if limiter is None else limit_rate(limiter, self.metrics),
             is_trusted=None if self.slot is None else self.peers.is_peer,
             on_refused=self.metrics.on_refused,
-            new_id=self.entropy.name,
+            new_id=lambda: secrets.token_hex(16),
         )
 
     def _routes(self) -> Routes:

@@ -1,21 +1,20 @@
-"""Rooms: the numbers under which the two halves of a request meet. Owns the set of live ones, and the random numbers.
+"""Rooms: the numbers under which the two halves of a request meet. Owns the set of live ones.
 
 A room is never 0 (SGLang's prefill never completes room 0), unpredictable, and never equal to a live one: two live requests
 in one room would mix their KV.
 """
 
-import os
+import secrets
 from collections.abc import Callable, Iterable
 
 ROOM_BITS = 63
 MAX_LIVE_ROOMS = 1 << 20
-BLOCK_BYTES = 4096
 
 
 class RoomMinter:
-    """Mints rooms from `draw(bits)`, which returns a random integer in [0, 2**bits)."""
+    """Mints rooms from `draw(bits)`, which returns an unpredictable integer in [0, 2**bits)."""
 
-    def __init__(self, draw: Callable[[int], int]) -> None:
+    def __init__(self, draw: Callable[[int], int] = secrets.randbits) -> None:
         self._draw = draw
         self._live: set[int] = set()
 
@@ -23,7 +22,7 @@ class RoomMinter:
         return len(self._live) + count <= MAX_LIVE_ROOMS
 
     def mint(self, count: int) -> tuple[int, ...]:
-        """`count` new rooms; they live until released."""
+        """Return `count` new rooms; they live until released."""
         return tuple([self._mint_one() for _ in range(count)])
 
     def _mint_one(self) -> int:
@@ -42,26 +41,3 @@ class RoomMinter:
 
     def check(self) -> None:
         assert all(0 < room < 1 << ROOM_BITS for room in self._live)
-
-
-class Entropy:
-    """Unpredictable numbers for rooms and request ids, read from the system in blocks: fewer system calls."""
-
-    def __init__(self) -> None:
-        self._block = b""
-        self._at = 0
-
-    def bits(self, num_bits: int) -> int:
-        """A random integer in [0, 2**num_bits)."""
-        num_bytes = (num_bits + 7) // 8
-        return int.from_bytes(self._take(num_bytes), "little") >> (8 * num_bytes - num_bits)
-
-    def name(self) -> str:
-        return self._take(16).hex()
-
-    def _take(self, num_bytes: int) -> bytes:
-        if self._at + num_bytes > len(self._block):
-            self._block, self._at = os.urandom(BLOCK_BYTES), 0
-        taken = self._block[self._at : self._at + num_bytes]
-        self._at += num_bytes
-        return taken

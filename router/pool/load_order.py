@@ -17,8 +17,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from router.pool.loads import LoadLog
-from router.pool.worker import Role, Worker
+from router.pool.worker import LoadLog, Role, Worker
 
 SWEEP = 16
 

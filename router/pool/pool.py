@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from router.pool.load_order import LoadOrder, QueueLengths, load_key, share_key
-from router.pool.loads import LoadLog
 from router.pool.ring import HashRing
-from router.pool.worker import Role, Worker
+from router.pool.worker import LoadLog, Role, Worker
 
 MAX_NARROWED = 4  # narrower pools kept with each: a circuit that is tried opens and closes for some requests
 

@@ -9,12 +9,11 @@ from functools import lru_cache
 from urllib.parse import urlsplit
 
 from router.pool.breaker import BreakerSettings, Circuit, State
-from router.pool.loads import LoadLog, Loads
 from router.pool.models import Catalogue, serves
 from router.pool.pool import WorkerPool
 from router.pool.shared_load import SharedLoad
 from router.pool.states import TRANSITIONS, Check, Health, Thresholds
-from router.pool.worker import MAX_WORKERS, Role, Worker
+from router.pool.worker import MAX_WORKERS, LoadLog, Loads, Role, Worker
 from service.http.errors import ApiError
 
 MAX_FORMER_LIVES = 16  # incarnations of one worker that are remembered

@@ -8,7 +8,7 @@ from typing import Any
 from router.attempts.events import Events
 from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
 from router.attempts.request import RequestContext
-from router.attempts.rooms import Entropy, RoomMinter
+from router.attempts.rooms import RoomMinter
 from router.body import Api, parse_body
 from router.choice.policies import Placement, RoutingHints
 from router.client.upstream import HttpReply
@@ -69,7 +69,7 @@ class Launched:
     def __init__(self, *, events: Events | None = None, clock: Callable[[], float] = lambda: 0.0) -> None:
         self.table = WorkerTable()
         self.upstream = ScriptedUpstream(clock)
-        self.rooms = RoomMinter(Entropy().bits)
+        self.rooms = RoomMinter()
         self.launcher = AttemptLauncher(
             table=self.table,
             rooms=self.rooms,

@@ -13,12 +13,11 @@ from router.choice.prefix_keys import BLOCK_TOKENS
 from router.config import ChoiceFlags
 from router.pool.breaker import BreakerSettings, Event
 from router.pool.load_order import SWEEP, key_for, load_key
-from router.pool.loads import MAX_LOG, LoadLog
 from router.pool.models import serves
 from router.pool.pool import MAX_NARROWED
 from router.pool.shared_load import SharedLoad
 from router.pool.states import Check, Health
-from router.pool.worker import Lease, LoadReport, Role, Worker
+from router.pool.worker import MAX_LOG, Lease, LoadLog, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 
 ROLES = (Role.PREFILL, Role.DECODE)

@@ -23,7 +23,7 @@ from engine.loop.deadlines import Deadlines
 from router.attempts.pair_attempt import AttemptGroup, PairAttempt
 from router.attempts.request import RequestContext
 from router.attempts.rooms import RoomMinter
-from router.pool.loads import Loads
+from router.pool.worker import Loads
 from router.requests.live import LiveRequests
 from tools.mutants.core import CORE
 from tools.mutants.planting import Bugs
