@@ -73,7 +73,7 @@ run: $(STAMP)
 
 test: $(STAMP)
 	@bash deploy/system_packages.sh tests
-	$(BIN)/python -m pytest -q $(if $(TESTS),$(TESTS),-n 3 --dist loadgroup --no-loadscope-reorder)
+	$(BIN)/python -m pytest -q $(if $(TESTS),$(TESTS),-n 3 --dist loadscope --no-loadscope-reorder)
 
 slow-tests: $(STAMP)
 	$(BIN)/python -m tools.slow

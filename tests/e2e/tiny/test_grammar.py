@@ -143,10 +143,13 @@ def test_what_does_not_compile_is_a_4xx_that_names_the_field(way: Cluster) -> No
 
 
 def test_grammar_metrics(way: Cluster) -> None:
-    async def ask() -> str:
+    async def text() -> str:
         async with session() as http, http.get(f"{way.workers[-1].url}/metrics") as response:
             return await response.text()
 
-    text = asyncio.run(ask())
-    (hits,) = re.findall(r"^sglang:num_grammar_cache_hit_total\{.*\} ([0-9.]+)$", text, re.MULTILINE)
-    assert float(hits) >= 1 and "sglang:num_grammar_queue_reqs" in text
+    body = {"text": "x", "sampling_params": {"regex": "[d-f]{5}"}}
+    for _ in range(2):
+        asyncio.run(generate_all(way.router, [body]))
+    metrics = asyncio.run(text())
+    (hits,) = re.findall(r"^sglang:num_grammar_cache_hit_total\{.*\} ([0-9.]+)$", metrics, re.MULTILINE)
+    assert float(hits) >= 1 and "sglang:num_grammar_queue_reqs" in metrics
