@@ -59,7 +59,7 @@ class JoinedCores:
         self.decode.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
         self.exchange()
         assert isinstance(self.core.paths.commands.popleft(), ConnectPeer)
-        self.core.admission.on_connected("d")
+        self.core.admission.on_connected("d", 0.0)
         self.exchange()
         self.core.rooms.open(*KEY, 0.0)
         self.decode.rooms.provide(KEY, PAGES, 1, 0.0)

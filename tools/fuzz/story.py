@@ -222,7 +222,7 @@ class Story:
         while self.prefill.paths.commands:
             command = self.prefill.paths.commands.popleft()
             if isinstance(command, ConnectPeer):
-                self.prefill.admission.on_connected(command.incarnation)
+                self.prefill.admission.on_connected(command.incarnation, self.now_s)
             elif isinstance(command, FencePeer):
                 self.prefill.completions.on_fenced(command.incarnation, ok=True, now_s=self.now_s)
         while (post := self.prefill.outbox.next_post(self.now_s)) is not None:

@@ -54,11 +54,11 @@ class PeerAdmission:
         self._peers.effects.counters["refused"] += 1
         self._peers.effects.queue.append(Send(link, Refused(self._peers.incarnation, dst, clip(reason), stale)))
 
-    def on_connected(self, incarnation: str) -> None:
+    def on_connected(self, incarnation: str, now_s: float) -> None:
         peer = self._connecting(incarnation)
         if peer is None:
             return
-        self._paths.on_connected(peer)
+        self._paths.on_connected(peer, now_s)
         if not peer.registered:
             peer.registered = True
             self._welcome(peer)

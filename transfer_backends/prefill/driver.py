@@ -191,7 +191,7 @@ class EngineDriver:
         elif isinstance(task, FencePeer):
             self._core.completions.on_fenced(task.incarnation, ok=ok, now_s=now_s)
         elif ok:
-            self._core.admission.on_connected(task.incarnation)
+            self._core.admission.on_connected(task.incarnation, now_s)
         else:
             self._core.admission.on_connect_failed(task.incarnation, error, now_s)
 

@@ -3,9 +3,14 @@
     CONNECTING --connected--> OPEN --op failed--> FENCING --fenced--> OPEN
                                                      +--fence failed--> CONNECTING (after a back-off)
 
+Bytes of a connection whose fence failed may still land: TCP sends them again once the network is whole. The path settles when the
+peer has been reached again and has stayed reachable for `settle_s`, or for as long as the outage lasted: a sender that backs off
+(RFC 6298, 5.5) waits no longer than that before it tries again.
+
 A lost peer is dropped once its path is *quiet*: none of its operations can still write. A peer has one path, to one KV region.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
@@ -35,22 +40,25 @@ class RemoteMemory:
 
 @dataclass(eq=False)
 class Path:
-    """`num_ops`: posted and not final. `settled_at_s`: bytes of a broken connection may land until then (running time)."""
+    """`num_ops`: posted and not final. In running time: `broken_at_s`, when a fence failed (None: the path is settled), and
+    `settles_at_s`, until when bytes of the broken connection may land.
+    """
 
     memory: RemoteMemory
     state: PathState = PathState.CONNECTING
     num_ops: int = 0
     reconnect: RetryTimer = field(default_factory=lambda: RetryTimer(FIRST_RETRY_S, LONGEST_RETRY_S))
-    settled_at_s: float | None = None
+    broken_at_s: float | None = None
+    settles_at_s: float = math.inf
     next_poll_request_s: float = 0.0
 
     @property
     def open(self) -> bool:
-        return self.state is PathState.OPEN and self.settled_at_s is None
+        return self.state is PathState.OPEN and self.broken_at_s is None
 
     @property
     def quiet(self) -> bool:
-        return not self.num_ops and self.settled_at_s is None and self.state is not PathState.FENCING
+        return not self.num_ops and self.broken_at_s is None and self.state is not PathState.FENCING
 
 
 @dataclass(eq=False, kw_only=True)
@@ -97,9 +105,12 @@ class Paths:
         peer.path.reconnect.at_s = None
         self.commands.append(ConnectPeer(peer.incarnation, peer.path.memory.descriptor))
 
-    def on_connected(self, peer: DecodePeer) -> None:
-        peer.path.state = PathState.OPEN
-        peer.path.reconnect.reset()
+    def on_connected(self, peer: DecodePeer, now_s: float) -> None:
+        path, ran_s = peer.path, self._ran.at(now_s)
+        path.state = PathState.OPEN
+        path.reconnect.reset()
+        if path.broken_at_s is not None:
+            path.settles_at_s = ran_s + max(self._settle_s, ran_s - path.broken_at_s)
 
     def on_op_final(self, peer: DecodePeer, *, ok: bool) -> None:
         """After a failed operation, fence when the last has ended."""
@@ -118,7 +129,7 @@ class Paths:
                 path.state = PathState.OPEN
             return True
         self._peers.effects.counters["fence_failures"] += 1
-        path.settled_at_s = self._ran.at(now_s) + self._settle_s
+        path.broken_at_s, path.settles_at_s = self._ran.at(now_s), math.inf
         if path.state is PathState.FENCING:
             path.state = PathState.CONNECTING
             path.reconnect.plan(now_s)
@@ -138,12 +149,16 @@ class Paths:
         settled = []
         for peer in self._peers:
             path = peer.path
-            if path.settled_at_s is not None and self._ran.at(now_s) >= path.settled_at_s:
-                path.settled_at_s = None
+            if path.broken_at_s is not None and self._ran.at(now_s) >= self._settles_at_s(peer, path.broken_at_s):
+                path.broken_at_s = None
                 settled.append(peer)
             if path.reconnect.due(now_s) and not peer.lost:
                 self.connect(peer)
         return settled
+
+    def _settles_at_s(self, peer: DecodePeer, broken_at_s: float) -> float:
+        """A lost peer is not connected again, so its path settles without that."""
+        return min(peer.path.settles_at_s, broken_at_s + self._settle_s) if peer.lost else peer.path.settles_at_s
 
     def retire(self, peer: DecodePeer) -> None:
         """Drop a lost peer once its path is quiet; the caller has failed its rooms."""
