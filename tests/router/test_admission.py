@@ -22,7 +22,7 @@ from router.pool.shared_load import SharedLoad
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from tests.router.attempts import Launched, make_request
-from tests.router.dummies import DummyWorker, cluster, stream, until
+from tests.router.dummies import Behaviour, DummyWorker, answer_ok, cluster, later, stream, until
 
 # ---- the line
 
@@ -234,16 +234,20 @@ def message(answer: bytes) -> tuple[str, str]:
     return error["code"], error["message"]
 
 
+def holds_first(gate: asyncio.Event) -> Behaviour:
+    """Answers the request "first" when the gate opens, others at once."""
+    wait = later(gate)
+
+    async def behave(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await (wait if body["text"] == "first" else answer_ok)(worker, request, body)
+
+    return behave
+
+
 async def test_requests_wait_their_turn_by_priority_and_the_line_is_bounded() -> None:
     gate = asyncio.Event()
-
-    async def held(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        if body["text"] == "first":
-            await gate.wait()
-        return web.json_response({})
-
     async with cluster(unified=1, max_concurrent_requests=1, queue_size=2) as c:
-        c.decodes[0].behave = held
+        c.decodes[0].behave = holds_first(gate)
         jobs = [asyncio.create_task(c.post("/generate", {"text": "first"}))]
         await until(lambda: c.decodes[0].seen)
         jobs.append(asyncio.create_task(c.post("/generate", {"text": "low"})))
@@ -262,25 +266,19 @@ async def test_requests_wait_their_turn_by_priority_and_the_line_is_bounded() ->
 
 async def test_a_client_has_its_own_limit_and_one_that_waits_too_long_is_told() -> None:
     gate = asyncio.Event()
-
-    async def held(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        if body["text"] == "held":
-            await gate.wait()
-        return web.json_response({})
-
     flags: dict[str, Any] = {"max_concurrent_requests_per_client": 1, "queue_timeout_s": 0.0}
     async with cluster(unified=1, queue_size=5, **flags) as c:
-        c.decodes[0].behave = held
-        job = asyncio.create_task(c.post("/generate", {"text": "held"}))
+        c.decodes[0].behave = holds_first(gate)
+        job = asyncio.create_task(c.post("/generate", {"text": "first"}))
         await until(lambda: c.decodes[0].seen)
         status, _, answer = await c.post("/generate", {"text": "second"})
         assert (status, message(answer)[0]) == (429, "queue_timeout")
         gate.set()
         assert (await job)[0] == 200 and (await c.post("/generate", {"text": "third"}))[0] == 200
     async with cluster(unified=1, max_concurrent_requests_per_client=1) as c:
-        c.decodes[0].behave = held
+        c.decodes[0].behave = holds_first(gate)
         gate.clear()
-        job = asyncio.create_task(c.post("/generate", {"text": "held"}))
+        job = asyncio.create_task(c.post("/generate", {"text": "first"}))
         await until(lambda: c.decodes[0].seen)
         status, _, answer = await c.post("/generate", {"text": "second"})
         assert status == 429 and "--max-concurrent-requests-per-client" in message(answer)[1]
@@ -325,27 +323,6 @@ async def test_a_router_learns_the_law_of_its_workers_and_refuses_what_would_be_
         assert (await c.post("/generate", ask(80), headers={"X-SLO-ITL-ms": "fast"}))[0] == 400
         async with c.client.get(c.url + "/metrics") as response:
             assert 'tandem_router_refused_total{why="slo_ttft"} 2.0' in await response.text()
-
-
-async def test_prompts_that_wait_at_a_prefill_worker_count() -> None:
-    """It is asked for 40 s of work by others before us."""
-    async with cluster(slo_ttft_s=10.0) as c:
-        for size in (5, 20, 80, 5, 20, 80, 5, 20, 80):
-            assert (await c.post("/generate", {"input_ids": [1] * size, "stream": True}))[0] == 200
-        prefill = c.router.table.workers()[0]
-        forecast = c.router.admission.forecast
-        assert forecast.ttft_s(prefill, 10) is not None
-        for i in range(60):  # a law that is ours
-            own = c.router.table.loads.charge(prefill, 10 * i)
-            forecast.learn_ttft(forecast.expect(prefill, 10 * i, now_s=0.0), now_s=10 * i * SECONDS_PER_TOKEN)
-            c.router.table.loads.release(own)
-        assert (await c.post("/generate", {"input_ids": [1] * 80, "stream": True}))[0] == 200
-        lease = c.router.table.loads.charge(prefill, 40_000)
-        status, _, answer = await c.post("/generate", {"input_ids": [1] * 80, "stream": True})
-        assert (status, message(answer)[0]) == (429, "slo_ttft")
-        c.router.table.loads.release(lease)
-        assert (await c.post("/generate", {"input_ids": [1] * 80, "stream": True}))[0] == 200
-        await c.settled()
 
 
 def test_metrics_show_circuits_what_is_foretold_and_who_waits() -> None:

@@ -78,15 +78,6 @@ def test_what_is_not_ours_keeps_its_very_bytes() -> None:
     assert prefill == decode == body[:-1] + ours
 
 
-def test_a_clients_bootstrap_fields_are_overwritten() -> None:
-    body = (
-        b'{"bootstrap_room":1,"bootstrap_\\u0070ort":2,"bootstrap_host":"evil","bootstrap_pair_key":"k","prompt":"a"}'
-    )
-    _, decode = write_bodies(parse_body(Api.COMPLETIONS, body), host="h", port=None, rooms=(9,))
-    assert json.loads(decode) == {"prompt": "a", "bootstrap_host": "h", "bootstrap_port": None, "bootstrap_room": 9}
-    assert decode.count(b"bootstrap_room") == 1
-
-
 def test_several_samples_get_lists_and_prefill_is_never_streamed() -> None:
     body = {"prompt": ["a", "b"], "stream": True, "stream_options": {"include_usage": True}}
     prefill, decode = map(json.loads, write_bodies(parsed(Api.COMPLETIONS, body), host="h", port=5, rooms=(1, 2)))

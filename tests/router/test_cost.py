@@ -1,15 +1,12 @@
 """What a request must not leave behind, or do twice, for a router to be cheap. No times are asserted: `make bench` measures."""
 
-import asyncio
 import gc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
-from router.attempts.pair_attempt import AttemptGroup
 from router.metrics import RouterMetrics
 from router.pool.workers import WorkerTable
 from tests.router.attempts import Launched, make_request
@@ -47,32 +44,6 @@ async def test_a_served_request_leaves_nothing_for_the_collector(*, stream: bool
             gc.collect()
             names = Counter(f"{type(o).__module__}.{type(o).__qualname__}" for o in gc.garbage)
             assert not {name: count for name, count in names.items() if name.startswith("router.")}
-
-
-async def test_a_good_end_of_prefill_wakes_nobody() -> None:
-    attempt, prefill, decode = Launched().pair()
-    steps = 0
-    answer = AttemptGroup(attempt, on_failed=lambda attempt, failure: None).winner()
-
-    class Counted:
-        def __await__(self) -> Iterator[Any]:
-            nonlocal steps
-            waiting = answer.__await__()
-            for future in waiting:
-                steps += 1
-                yield future
-
-    async def wait() -> None:
-        await Counted()
-
-    task = asyncio.create_task(wait())
-    await asyncio.sleep(0)
-    prefill.answer(200)
-    for _ in range(3):
-        await asyncio.sleep(0)
-    decode.answer(200)
-    await task
-    assert steps == 1
 
 
 def test_what_requests_count_is_exposed_as_prometheus_would_count_it() -> None:

@@ -97,34 +97,24 @@ def test_latencies_beyond_all_bounds_stay_in_bounds() -> None:
     assert quantile({}, 0.5) is None
 
 
-def test_a_request_is_remembered_with_what_happened_when() -> None:
+def test_times_between_tokens_failed_attempts_and_spans_are_kept() -> None:
     clock = Clock()
     recorder, tracer = Recorder(clock), Tracer(ring_size=4)
     life = Life(recorder, "mine", tracer=tracer)
-    first, prefill, decode = life.sent("http://d0")
-    clock.now += 0.5
+    first, _, decode = life.sent("http://d0")
     decode.answer(500)
     life.failed(first)
-    _, prefill, decode = life.sent("http://d1")
+    _, prefill, _ = life.sent("http://d1")
     clock.now += 0.25
-    assert recorder.snapshot().records[0].attempts[1].prefill_ended_s is None
     prefill.answer(200)
-    assert recorder.snapshot().records[0].attempts[1].prefill_ended_s == 1001.0
-    clock.now += 0.25
     life.first_byte()
     for _ in range(3):
         clock.now += 0.125
         life.chunk()
-    assert recorder.snapshot().records[0].last_byte_s is None  # more may come
     life.end()
-    (record,) = recorder.snapshot().records
-    failed, served = record.attempts
-    assert (failed.failure, failed.failed_s) == ("decode worker http://d0: HTTP 500", 1000.75)
-    assert served.prefill_ended_s == 1001.0 and record.last_byte_s == 1001.625 and record.num_events == 4
-    before, after = recorder.snapshot().seconds
-    assert (before.arrived, before.retried, after.ended, after.failed) == (1, 1, 1, 0)
-    assert after.ttft == {bucket_of(1.0): 1} and after.gaps == {bucket_of(0.125): 3}
-    (traced,) = tracer.ring.find(TracesQuery(ids=["mine"]))  # the same, as `tandem trace` tells it
+    (second,) = recorder.snapshot().seconds
+    assert (second.retried, second.failed, second.gaps) == (1, 0, {bucket_of(0.125): 3})
+    (traced,) = tracer.ring.find(TracesQuery(ids=["mine"]))
     spans = [(s.name, s.attributes.get("url.full"), s.attributes.get("error.type")) for s in traced.spans]
     assert spans == [
         ("prefill leg", "http://p0", "lost"),
@@ -133,9 +123,6 @@ def test_a_request_is_remembered_with_what_happened_when() -> None:
         ("decode leg", "http://d1", None),
         ("answer", None, None),
     ]
-    room = life.attempt.rooms[0]
-    assert traced.model == "m" and traced.attributes["tandem.bootstrap_room"] == str(room)
-    assert round(traced.spans[2].end_s - traced.start_s, 3) == 0.75
 
 
 def test_what_counts_as_a_failure() -> None:

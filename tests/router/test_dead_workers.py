@@ -85,17 +85,6 @@ async def test_a_stream_of_a_frozen_worker_ends_with_one_error_event_and_the_oth
         await c.settled()
 
 
-async def test_no_other_worker_is_an_error_that_says_what_is_missing() -> None:
-    async with cluster(**QUICK, retry_wait_s=0.05) as c:
-        c.decodes[0].behave = hang
-        ask = await asked(c, CHAT, c.decodes[0])
-        freeze(c.decodes[0])
-        status, headers, answer = await ask
-        assert status == 503 and headers["Retry-After"]
-        assert "no decode worker is alive" in json.loads(answer)["error"]["message"]
-        await c.settled()
-
-
 async def test_a_stream_that_gets_bytes_goes_on_though_every_health_check_fails() -> None:
     async with cluster(**{**QUICK, "dead_worker_timeout_s": 1.0}) as c:
         decode, worker = c.decodes[0], c.router.table.workers()[1]
@@ -180,19 +169,6 @@ async def test_a_pair_that_cannot_be_joined_is_tried_once_more_and_the_client_he
         c.decodes[0].behave = always(502, said)
         status, _, answer = await c.post("/generate", {"text": "a"})
         assert (status, json.loads(answer)) == (502, said) and len(c.decodes[0].seen) == 2
-        await c.settled()
-
-
-async def test_a_pair_that_cannot_be_joined_leaves_the_request_to_another_pair() -> None:
-    """Even where the other pair has more to do."""
-    async with cluster(prefill=2, decode=2, retry_max=1) as c:
-        c.decodes[0].behave = always(502, {})
-        c.prefills[1].load = {"num_used_tokens": 0, "num_waiting_uncached_tokens": 9999}
-        c.decodes[1].load = {"num_used_tokens": 9999}
-        busy = [w for w in c.router.table.workers() if w.url in (c.prefills[1].url, c.decodes[1].url)]
-        await until(lambda: all(w.foreign_tokens for w in busy))
-        assert (await c.post("/generate", {"text": "a"}))[0] == 200
-        assert [len(w.seen) for w in (*c.prefills, *c.decodes)] == [1, 1, 1, 1]
         await c.settled()
 
 

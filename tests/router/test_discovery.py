@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,18 @@ def flags(**more: Any) -> RouterConfig:
     return RouterConfig(**(settings | more))
 
 
+Started = Callable[..., AbstractAsyncContextManager[Setup]]
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    return partial(start, tmp_path / "kubeconfig")
+
+
 @asynccontextmanager
-async def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Setup]:
-    """An API server without pods, one prefill and two decode workers that no one has told the router of."""
-    config = tmp_path / "kubeconfig"
-    monkeypatch.setenv("KUBECONFIG", str(config))
+async def start(config: Path, *, shown: bool = False) -> AsyncIterator[Setup]:
+    """An API server, one prefill and two decode workers; their pods are `shown`, or there are none."""
     async with AsyncExitStack() as stack:
         kube = await stack.enter_async_context(kube_server(config))
         prefill = DummyWorker("prefill-0", "prefill", host="127.0.0.11")
@@ -89,14 +97,17 @@ async def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
             stack.push_async_callback(worker.stop)
         router = await stack.enter_async_context(start_router(flags(service_discovery_port=prefill.port)))
         client = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)))
-        yield Setup(kube, router, client, prefill, decodes)
+        setup = Setup(kube, router, client, prefill, decodes)
+        if shown:
+            await setup.watched()
+            await setup.show_all()
+            await setup.alive(Role.DECODE, *decodes)
+        yield setup
         router.table.check()
 
 
-async def test_pods_that_are_ready_serve_and_a_deleted_one_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with started(tmp_path, monkeypatch) as setup:
+async def test_pods_that_are_ready_serve_and_a_deleted_one_leaves(started: Started) -> None:
+    async with started() as setup:
         await setup.watched()
         assert (await setup.generate())[0] == 503
         first, second = setup.decodes
@@ -117,10 +128,8 @@ async def test_pods_that_are_ready_serve_and_a_deleted_one_leaves(
         }
 
 
-async def test_a_pod_that_is_being_deleted_finishes_what_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with started(tmp_path, monkeypatch) as setup:
+async def test_a_pod_that_is_being_deleted_finishes_what_it_has(started: Started) -> None:
+    async with started() as setup:
         first, second = setup.decodes
         go_on = asyncio.Event()
 
@@ -149,11 +158,9 @@ async def test_a_pod_that_is_being_deleted_finishes_what_it_has(
         await until(lambda: first.url not in [w.url for w in setup.router.table.workers()])
 
 
-async def test_the_last_one_serves_until_its_successor_was_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_last_one_serves_until_its_successor_was_checked(started: Started) -> None:
     """A Deployment deletes the old pod in the moment that the new one is Ready; we have not asked that one yet."""
-    async with started(tmp_path, monkeypatch) as setup:
+    async with started() as setup:
         first, second = setup.decodes
         second.healthy = False
         await setup.show(setup.prefill, Role.PREFILL)
@@ -174,10 +181,8 @@ async def test_the_last_one_serves_until_its_successor_was_checked(
         await until(lambda: first.url not in [w.url for w in setup.router.table.workers()])
 
 
-async def test_a_long_list_comes_in_pages_and_the_watch_goes_on_from_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with started(tmp_path, monkeypatch) as setup:
+async def test_a_long_list_comes_in_pages_and_the_watch_goes_on_from_it(started: Started) -> None:
+    async with started() as setup:
         await setup.watched()
         setup.kube.refuse = 503
         setup.kube.cut()
@@ -196,11 +201,8 @@ async def test_a_long_list_comes_in_pages_and_the_watch_goes_on_from_it(
         assert all(query["allowWatchBookmarks"] == "true" for query in setup.kube.watches)
 
 
-async def test_after_a_cut_it_goes_on_from_the_last_bookmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with started(tmp_path, monkeypatch) as setup:
-        await setup.watched()
-        await setup.show_all()
-        await setup.alive(Role.DECODE, *setup.decodes)
+async def test_after_a_cut_it_goes_on_from_the_last_bookmark(started: Started) -> None:
+    async with started(shown=True) as setup:
         await setup.kube.bookmark()
         mark, lists = setup.kube.version, len(setup.kube.lists)
         setup.kube.compact()  # only the bookmark's version is new enough now
@@ -217,13 +219,8 @@ async def test_after_a_cut_it_goes_on_from_the_last_bookmark(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("way", ["event", "status"])
-async def test_an_expired_version_is_listed_anew_and_who_went_meanwhile_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    async with started(tmp_path, monkeypatch) as setup:
-        await setup.watched()
-        await setup.show_all()
-        await setup.alive(Role.DECODE, *setup.decodes)
+async def test_an_expired_version_is_listed_anew_and_who_went_meanwhile_leaves(started: Started, way: str) -> None:
+    async with started(shown=True) as setup:
         lists = len(setup.kube.lists)
         setup.kube.refuse = 410 if way == "status" else 500  # nothing comes through meanwhile
         setup.kube.cut()
@@ -238,12 +235,9 @@ async def test_an_expired_version_is_listed_anew_and_who_went_meanwhile_leaves(
         assert len(setup.kube.lists) >= lists + 2
 
 
-async def test_junk_between_events_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_junk_between_events_harms_nobody(started: Started) -> None:
     """A line that is no JSON, an event without a pod, a pod with half its fields, two pods at one address."""
-    async with started(tmp_path, monkeypatch) as setup:
-        await setup.watched()
-        await setup.show_all()
-        await setup.alive(Role.DECODE, *setup.decodes)
+    async with started(shown=True) as setup:
         await setup.kube.say(b'{"type": "MODIFIED"}\n{"type": "NEW", "object": {}}\n\n')
         await setup.kube.say(b'{"type": "ADDED", "object": {"metadata": {"name": "half", "resourceVersion": "1"}}}\n')
         await setup.kube.say(b'{"type": "ADDED", "object": {"metadata": {"name": 5}}}\n')
@@ -266,11 +260,8 @@ async def until_async(good: Callable[[dict[str, str]], bool], setup: Setup) -> N
             await asyncio.sleep(0.01)
 
 
-async def test_a_pod_that_is_relabelled_changes_its_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with started(tmp_path, monkeypatch) as setup:
-        await setup.watched()
-        await setup.show_all()
-        await setup.alive(Role.DECODE, *setup.decodes)
+async def test_a_pod_that_is_relabelled_changes_its_pool(started: Started) -> None:
+    async with started(shown=True) as setup:
         moved = setup.decodes[0]
         moved.mode = "prefill"
         await setup.show(moved, Role.PREFILL)
@@ -278,14 +269,9 @@ async def test_a_pod_that_is_relabelled_changes_its_pool(tmp_path: Path, monkeyp
         await setup.alive(Role.DECODE, setup.decodes[1])
 
 
-async def test_a_worker_that_changed_its_role_stays_where_it_says_whatever_its_label(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_changed_its_role_stays_where_it_says_whatever_its_label(started: Started) -> None:
     """Neither an event of its pod nor a new list moves it back, or takes it out."""
-    async with started(tmp_path, monkeypatch) as setup:
-        await setup.watched()
-        await setup.show_all()
-        await setup.alive(Role.DECODE, *setup.decodes)
+    async with started(shown=True) as setup:
         mover, kube = setup.decodes[0], setup.kube
         worker = setup.router.table.find(mover.url)
         mover.mode, mover.incarnation = "prefill", "another life"
@@ -305,13 +291,8 @@ async def test_a_worker_that_changed_its_role_stays_where_it_says_whatever_its_l
         await setup.alive(Role.PREFILL, setup.prefill)
 
 
-async def test_while_the_api_server_refuses_the_pool_stays_and_the_reason_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with started(tmp_path, monkeypatch) as setup:
-        await setup.watched()
-        await setup.show_all()
-        await setup.alive(Role.DECODE, *setup.decodes)
+async def test_while_the_api_server_refuses_the_pool_stays_and_the_reason_is_said(started: Started) -> None:
+    async with started(shown=True) as setup:
         setup.kube.refuse = 403
         watches = len(setup.kube.watches)
         setup.kube.cut()
@@ -326,8 +307,8 @@ async def test_while_the_api_server_refuses_the_pool_stays_and_the_reason_is_sai
         await setup.watched()
 
 
-async def test_workers_that_an_admin_named_are_his(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with started(tmp_path, monkeypatch) as setup:
+async def test_workers_that_an_admin_named_are_his(started: Started) -> None:
+    async with started() as setup:
         await setup.watched()
         by_hand, found = setup.decodes
         workers = setup.router.url + "/workers"

@@ -26,7 +26,6 @@ from tests.router.dummies import (
     Cluster,
     DummyWorker,
     always,
-    answer_ok,
     cluster,
     events_of,
     hang,
@@ -158,22 +157,6 @@ async def test_what_a_draining_router_cannot_finish_is_handed_back(how: str) -> 
         assert stream_status == 200 and events_of(events)[-1]["error"]["code"] == "draining"
         await draining
         await until(lambda: c.decodes[0].cancelled == 2)
-        await c.settled()
-
-
-async def test_one_request_more_than_the_router_serves_at_a_time_is_429() -> None:
-    async with cluster(max_concurrent_requests=2) as c:
-        c.decodes[0].behave = hang
-        running = [asyncio.create_task(c.post("/generate", BODY)) for _ in range(2)]
-        await until(lambda: len(c.router.live) == 2)
-        status, headers, answer = await c.post("/generate", BODY)
-        assert (status, headers["Retry-After"], json.loads(answer)["error"]["code"]) == (429, "1", "queue_full")
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        await until(lambda: len(c.router.live) == 0)
-        c.decodes[0].behave = answer_ok
-        assert (await c.post("/generate", BODY))[0] == 200
         await c.settled()
 
 

@@ -63,15 +63,6 @@ async def test_a_failing_worker_is_hidden_by_a_retry_elsewhere_in_a_new_room(leg
         await c.settled()
 
 
-async def test_a_retry_avoids_the_worker_that_failed_even_if_it_is_the_least_loaded() -> None:
-    async with cluster(decode=2, retry_max=1) as c:
-        c.decodes[0].behave = always(500, {})
-        c.decodes[1].load = {"num_used_tokens": 50_000}
-        await until(lambda: c.router.table.workers()[2].foreign_tokens == 50_000)
-        assert (await c.post("/generate", {"text": "a"}))[0] == 200
-        assert [len(w.seen) for w in c.decodes] == [1, 1]
-
-
 async def test_retries_are_bounded_and_the_workers_last_word_is_passed() -> None:
     async with cluster(retry_max=2, retry_backoff_s=0.01) as c:
         c.decodes[0].behave = always(503, {"error": {"message": "full"}}, **{"Retry-After": "7"})
@@ -350,28 +341,4 @@ async def test_plain_mode_retries_and_ends_broken_streams_too() -> None:
         ask.cancel()
         await until(lambda: sum(w.cancelled for w in c.decodes) == 1)
         await asyncio.gather(ask, return_exceptions=True)
-        await c.settled()
-
-
-async def test_200_random_mishaps_leave_nothing_behind() -> None:
-    behaviours = [answer_ok, answer_ok, resets, dies_after_two_events, failing(0, 500), always(429, {}), hang]
-    async with cluster(prefill=2, decode=2, retry_backoff_s=0.0) as c:
-
-        async def one(i: int) -> None:
-            for j, worker in enumerate((*c.prefills, *c.decodes)):
-                kinds = behaviours if worker in c.decodes else behaviours[:-1]
-                worker.behave = kinds[(i * 7 + j * (i % 5)) % len(kinds)]
-            try:
-                async with asyncio.timeout(0.02 + (i % 7) * 0.01):
-                    await c.post("/v1/chat/completions", STREAM if i % 2 else CHAT)
-            except (TimeoutError, aiohttp.ClientError):
-                return
-
-        for start in range(0, 200, 20):
-            await asyncio.gather(*(one(i) for i in range(start, start + 20)))
-        for worker in (*c.prefills, *c.decodes):
-            worker.behave = answer_ok
-        await c.settled()
-        await until(lambda: all(w.health is Health.UP for w in c.router.table.workers()))
-        assert (await c.post("/v1/chat/completions", STREAM))[0] == 200
         await c.settled()

@@ -69,18 +69,6 @@ async def test_a_hedge_answers_for_a_silent_pair_which_is_told_of_the_end_on_bot
         await c.settled()
 
 
-async def test_a_first_attempt_that_answers_after_all_ends_its_hedge() -> None:
-    async with cluster(prefill=2, decode=2, **SOON) as c:
-        slow, hedge = c.decodes
-        hedge.behave = hang
-        slow.behave = later(lambda: hedge.seen)
-        status, _, answer = await c.post("/v1/chat/completions", STREAM)
-        assert status == 200 and events_of(answer)[0]["from"] == slow.name
-        await until(lambda: hedge.cancelled == 1)
-        assert await hedges(c) == (1, 0, 1)
-        await c.settled()
-
-
 async def test_whoever_loses_is_blamed_for_nothing_and_shown_as_ended() -> None:
     async with cluster(prefill=2, decode=2, cb_failure_threshold=1, **SOON) as c:
         c.prefills[0].behave = c.decodes[0].behave = hang
@@ -103,19 +91,6 @@ async def test_whoever_loses_is_blamed_for_nothing_and_shown_as_ended() -> None:
         assert not await counts(c, "tandem_router_errors_total")
 
 
-async def test_a_client_that_leaves_ends_both_attempts() -> None:
-    async with cluster(prefill=2, decode=2, **SOON) as c:
-        every = (*c.prefills, *c.decodes)
-        for worker in every:
-            worker.behave = hang
-        ask = asyncio.create_task(c.post("/v1/chat/completions", STREAM))
-        await until(lambda: all(worker.seen for worker in every))
-        ask.cancel()
-        await until(lambda: all(worker.cancelled == 1 for worker in every))
-        await c.settled()
-        assert await hedges(c) == (1, 0, 1)
-
-
 async def test_a_pair_that_fails_while_its_hedge_runs_leaves_the_request_to_it() -> None:
     async with cluster(prefill=2, decode=2, retry_max=0, **SOON) as c:
         bad, good = c.decodes
@@ -134,14 +109,16 @@ async def test_a_pair_that_fails_while_its_hedge_runs_leaves_the_request_to_it()
         await c.settled()
 
 
-async def test_a_hedge_that_is_refused_harms_nobody() -> None:
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_hedge_that_hangs_or_is_refused_leaves_the_answer_to_the_first_attempt(*, refused: bool) -> None:
     """429 is a worker's word that it has enough, not that the request is bad."""
     async with cluster(prefill=2, decode=2, **SOON) as c:
         first, hedge = c.decodes
-        hedge.behave = always(429, {"error": {"message": "full"}})
-        first.behave = later(lambda: hedge.seen and c.router.table.workers()[3].inflight_requests == 0)
+        hedge.behave = always(429, {"error": {"message": "full"}}) if refused else hang
+        first.behave = later(lambda: hedge.seen and c.router.table.workers()[3].inflight_requests == (not refused))
         status, _, answer = await c.post("/v1/chat/completions", STREAM)
         assert status == 200 and events_of(answer)[0]["from"] == first.name
+        await until(lambda: hedge.cancelled == (not refused))
         assert await hedges(c) == (1, 0, 1)
         await c.settled()
 

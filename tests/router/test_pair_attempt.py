@@ -38,20 +38,6 @@ async def test_a_worker_that_is_gone_is_blamed_before_the_one_that_says_it_lost_
     assert caught.value.reason == "lost"
 
 
-@pytest.mark.parametrize("prefill_fails", [True, False])
-async def test_the_first_failure_ends_the_other_call_and_all_is_given_back(*, prefill_fails: bool) -> None:
-    launched = Launched()
-    attempt, prefill, decode = launched.pair(make_request(body=WANTS_INPUT_LOGPROBS))
-    assert launched.table.loads.num_leases == 2 and launched.rooms.num_live == 1
-    asyncio.get_running_loop().call_soon((prefill if prefill_fails else decode).answer, 500)
-    with pytest.raises(CallFailed):
-        await winner(attempt)
-    attempt.end()
-    assert (decode if prefill_fails else prefill).closed
-    launched.check()
-    assert not any(worker.calls for worker in launched.table.workers())
-
-
 async def test_an_answer_that_came_together_with_a_failure_is_closed() -> None:
     attempt, prefill, decode = pair()
     prefill.answer(400)
@@ -76,30 +62,6 @@ async def test_a_stream_begins_with_its_first_bytes_and_another_answer_with_its_
         assert (await answer).answering.reply.take() == b"x"
 
 
-async def test_an_answer_waits_for_prefill_where_it_is_asked_to() -> None:
-    attempt, prefill, decode = pair(waits_for_prefill=True)
-    answer = asyncio.create_task(winner(attempt))
-    decode.answer(200)
-    await turns()
-    assert not answer.done()
-    prefill.answer(200)
-    await answer
-
-
-async def test_after_the_answer_prefill_may_end_undisturbed_and_then_its_rooms_are_free() -> None:
-    launched = Launched()
-    attempt, prefill, decode = launched.pair()
-    decode.answer(200)
-    assert await winner(attempt) is attempt
-    attempt.begin_answer()
-    attempt.complete()
-    attempt.end()
-    assert not prefill.closed and launched.rooms.num_live == 1 and launched.table.loads.num_leases == 0
-    prefill.answer(200)
-    assert attempt.refused is None
-    launched.check()
-
-
 async def test_a_prefill_call_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.attempts.pair_attempt.TAIL_S", 0.01)
 
@@ -114,15 +76,3 @@ async def test_a_prefill_call_that_never_ends_is_ended(monkeypatch: pytest.Monke
             await asyncio.sleep(0.001)
     assert prefill.closed
     launched.check()
-
-
-@pytest.mark.parametrize(("status", "cut"), [(400, True), (503, False)])
-async def test_a_prefill_worker_that_refuses_late_cuts_the_stream(status: int, *, cut: bool) -> None:
-    attempt, prefill, decode = pair()
-    decode.answer(200, events=True, complete=False)
-    await winner(attempt)
-    seen: list[CallFailed] = []
-    attempt.watch_prefill(seen.append)
-    prefill.answer(status)
-    assert [failure.status for failure in seen] == [status]
-    assert decode.closed is cut and (attempt.refused is not None) is cut

@@ -14,10 +14,9 @@ from router.config import ChoiceFlags
 from router.pool.breaker import BreakerSettings, Event
 from router.pool.load_order import SWEEP, key_for, load_key
 from router.pool.models import serves
-from router.pool.pool import MAX_NARROWED
 from router.pool.shared_load import SharedLoad
 from router.pool.states import Check, Health
-from router.pool.worker import MAX_LOG, Lease, LoadLog, LoadReport, Role, Worker
+from router.pool.worker import MAX_LOG, Lease, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 
 ROLES = (Role.PREFILL, Role.DECODE)
@@ -134,22 +133,6 @@ def test_the_least_loaded_of_a_pool_is_the_least_of_all(seed: int) -> None:
     assert keys
 
 
-def test_workers_that_all_say_their_capacity_are_ordered_by_share_and_by_tokens_when_one_no_longer_does() -> None:
-    story = Story(random.Random(1), workers=0)
-    for i in range(SMALL_GROUP + 2):
-        worker = story.table.add(f"http://d{i}:1", role=Role.DECODE)
-        story.table.on_check(worker, Check.OK, now_s=0.0)
-        story.table.loads.on_report(worker, LoadReport(capacity_tokens=8000 if i == 5 else 1000))
-        story.table.loads.charge(worker, 900 if i == 5 else 500 + i)
-    pool = story.table.pool(Role.DECODE, "")
-    workers = list(pool)
-    assert least_loaded(pool) is workers[5] is plain_least(workers)
-    story.table.loads.on_report(workers[9], None)
-    assert least_loaded(pool) is workers[0] is plain_least(workers)
-    story.table.loads.on_report(workers[9], LoadReport(capacity_tokens=1000))
-    assert least_loaded(pool) is workers[5]
-
-
 def plain_soonest(candidates: Sequence[Worker], ask: RoutingHints, index: PrefixIndex, settings: ChoiceFlags) -> Worker:
     """The rule of router/choice/cache_aware.py, a worker at a time."""
     matched = index.match(ask.keys)
@@ -189,44 +172,6 @@ def test_cache_aware_takes_the_same_worker_as_a_look_at_each(seed: int) -> None:
 
 
 # ---- what a pool remembers
-
-
-def test_a_pool_stays_the_same_until_one_of_its_workers_changes() -> None:
-    story = Story(random.Random(5))
-    pool = story.table.pool(Role.DECODE, "")
-    order = pool.by_tokens
-    for _ in range(3):
-        story.table.loads.charge(pool[0], 7)
-        assert story.table.pool(Role.DECODE, "") is pool and pool.by_tokens is order
-    story.table.on_silence(pool[0], False)  # no news
-    story.table.on_check(pool[0], Check.OK, now_s=1.0)
-    assert story.table.pool(Role.DECODE, "") is pool
-    story.table.on_silence(pool[0], True)
-    assert story.table.pool(Role.DECODE, "") == pool[1:]
-
-
-def test_narrower_pools_are_kept_and_few_of_them() -> None:
-    story = Story(random.Random(6))
-    pool = story.table.pool(Role.PREFILL, "")
-    first = pool.without(frozenset((pool[0].worker_id,)))
-    assert first == pool[1:] and pool.without(frozenset((pool[0].worker_id,))) is first
-    for worker in pool[1 : MAX_NARROWED + 1]:
-        assert worker not in pool.without(frozenset((worker.worker_id,)))
-    assert pool.without(frozenset((pool[0].worker_id,))) is not first
-
-
-def test_a_reader_that_is_far_behind_looks_at_all() -> None:
-    log = LoadLog()
-    log.note(1)
-    place = log.end
-    log.note(2)
-    assert log.since(place) == [2]
-    for _ in range(2 * MAX_LOG):
-        log.note(3)
-    assert log.since(place) is None
-    assert log.since(log.end) == []
-    log.note(4)
-    assert log.since(log.end - 1) == [4]
 
 
 def test_an_order_that_nobody_read_for_long_is_right_again() -> None:

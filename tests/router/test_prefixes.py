@@ -92,26 +92,6 @@ def path(name: str, length: int) -> list[bytes]:
     return [f"{name[: i + 1]}/{i}".encode() for i in range(length)]
 
 
-def test_each_worker_is_known_by_its_own_longest_prefix() -> None:
-    index = PrefixIndex(max_blocks=10)
-    index.touch(7, path("aaaa", 2))
-    index.touch(9, path("aaaa", 4))
-    index.touch(11, path("bbbb", 4))
-    assert depths(index, path("aaaaaa", 6)) == {7: 2, 9: 4}
-    assert depths(index, path("aaaa", 3)) == {7: 2, 9: 3}
-    assert depths(index, path("zz", 2)) == {} == depths(index, [])
-    index.check()
-
-
-def test_what_comes_after_a_hole_does_not_count() -> None:
-    index = PrefixIndex(max_blocks=10)
-    keys = path("aaaa", 4)
-    index.touch(1, keys)
-    for key in (keys[0], keys[2], keys[3]):
-        index.store(0, key)
-    assert depths(index, keys) == {0: 1, 1: 4}
-
-
 def test_the_least_recently_used_goes_first_and_the_front_of_a_prefix_last() -> None:
     index = PrefixIndex(max_blocks=4)
     index.touch(0, path("aaa", 3))
@@ -122,21 +102,6 @@ def test_the_least_recently_used_goes_first_and_the_front_of_a_prefix_last() -> 
     index.touch(0, path("d", 1))
     assert depths(index, path("aa", 2)) == {0: 2} and depths(index, path("b", 1)) == {}
     assert index.num_blocks(0) == 4 == len(index)
-    index.check()
-
-
-def test_what_a_worker_told_stays_until_it_says_otherwise() -> None:
-    index = PrefixIndex(max_blocks=3)
-    told = path("aa", 2)
-    for key in told:
-        index.store(0, key)
-    index.touch(0, [*told, b"guess"])
-    for name in "bcdef":
-        index.touch(0, path(name, 1))
-    assert depths(index, told) == {0: 2} and index.num_blocks(0) == 5
-    index.remove(0, told[1])
-    assert depths(index, told) == {0: 1}
-    index.remove(0, b"never seen")
     index.check()
 
 

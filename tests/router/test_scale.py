@@ -9,17 +9,13 @@ from typing import Any
 import pytest
 
 from benchmarks import scale
-from benchmarks.scale_cluster import Cluster, repeated
+from benchmarks.scale_cluster import repeated
 from benchmarks.scale_idle import one_process_for_all, watch
 from benchmarks.trace_workers import TraceRequest, read_trace
-from router.client.credentials import Credentials
-from router.client.session import open_session
-from router.config import RouterConfig
-from router.pool.health import BETWEEN_S, HealthMonitor, _Watch
+from router.pool.health import _Watch
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from service.process.start import allow_many_files
-from service.security.keys import open_gate
 from tests.router.test_trace_replay import write_trace
 
 REQUESTS, WORKERS = 600, 64
@@ -37,20 +33,6 @@ def test_a_repeated_trace_goes_on_in_time_with_new_prompts(trace: list[TraceRequ
     assert [r.input_tokens for r in first] == [r.input_tokens for r in second]
     prompts = [{block for r in some for block in r.blocks} for some in (first, second)]
     assert prompts[0] & prompts[1] == {0}
-
-
-@pytest.mark.parametrize("policy", ["least_load", "cache_aware"])
-def test_every_request_goes_where_a_look_at_each_worker_sends_it(trace: list[TraceRequest], policy: str) -> None:
-    kept, scanned = (Cluster(policy, WORKERS, scanned=scanned) for scanned in (False, True))
-    for cluster in (kept, scanned):
-        cluster.run(repeated(trace, REQUESTS, workers=WORKERS // 2))
-        cluster.table.check()
-        assert cluster.served == REQUESTS and cluster.rooms.num_live == cluster.table.loads.num_leases == 0
-        assert cluster.watch.count["begin"] == cluster.watch.count["end"] == REQUESTS
-    assert (kept.computed, kept.cached_tokens) == (scanned.computed, scanned.cached_tokens)
-    assert kept.cached_tokens > 0 or policy == "least_load"
-    assigned = [[w.assigned_total for w in cluster.table.workers()] for cluster in (kept, scanned)]
-    assert assigned[0] == assigned[1]
 
 
 def test_rows_tell_what_was_run_and_are_drawn(trace: list[TraceRequest], tmp_path: Path) -> None:
@@ -87,32 +69,6 @@ def test_workers_are_asked_at_their_own_moments_of_the_interval() -> None:
     assert moments[0] > 0.0 and moments[-1] <= 10.0
     assert max(other - one for one, other in pairwise([0.0, *moments])) < 2 * 10.0 / 100
     assert [watch.next_wait_s(10.0) for watch in watches] == [10.0] * 100
-
-
-def test_first_checks_begin_one_after_the_other() -> None:
-    table = table_of(5)
-    begins = asyncio.run(first_checks(table))
-    assert all(other - one == pytest.approx(BETWEEN_S) for one, other in pairwise(begins))
-    assert all(worker.last_check is not None for worker in table.workers())
-
-
-async def first_checks(table: WorkerTable) -> list[float]:
-    """When each began."""
-    config = RouterConfig()
-    gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
-    async with open_session(connect_timeout_s=1.0, request_timeout_s=1.0) as session:
-        monitor = HealthMonitor(
-            config=config,
-            table=table,
-            session=session,
-            credentials=Credentials(api=gate.api),
-        )
-        for worker in table.workers():
-            monitor.watch(worker)
-        begins = [watch.begin_s for watch in monitor._watches.values()]
-        await monitor.first_round()
-        await monitor.close()
-    return begins
 
 
 def test_a_process_may_open_as_many_files_as_the_system_lets_it() -> None:

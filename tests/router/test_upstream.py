@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from router.client.session import READ_BUFFER_BYTES
 from router.client.upstream import MAX_HEAD_BYTES, HttpReply, HttpUpstream, UpstreamError
 from tests.router.dummies import DEADLINE_S, until
 
@@ -191,28 +190,6 @@ async def test_a_connection_that_is_free_for_long_is_closed(monkeypatch: pytest.
         await until(lambda: len(client.connections) == 0)
         async with asyncio.timeout(DEADLINE_S):
             await server.gone.wait()
-
-
-async def test_a_reader_that_does_not_read_holds_the_worker_back() -> None:
-    size = 64 << 20
-    sent: list[int] = []
-
-    async def pour(writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size)
-        for _ in range(size >> 16):
-            writer.write(bytes(1 << 16))
-            await writer.drain()
-            sent.append(1 << 16)
-
-    async with upstream(pour) as (client, server):
-        reply = post(client, server)
-        await until(lambda: reply.num_buffered > READ_BUFFER_BYTES)
-        held = -1
-        while held != len(sent):  # until nothing moves any more
-            held = len(sent)
-            await asyncio.sleep(0.05)
-        assert sum(sent) < size and reply.num_buffered < 4 * READ_BUFFER_BYTES
-        assert len(await whole(reply)) == size
 
 
 async def test_a_header_of_two_lines_is_refused() -> None:
