@@ -26,16 +26,6 @@ def worker(incarnation: str, *, port: int = 1000, **more: Any) -> Registration:
     )
 
 
-def test_embedded_knows_one_worker() -> None:
-    registry = Registry(CONFIG, shared=False)
-    with pytest.raises(ApiError, match="no prefill worker"):
-        registry.look_up(1)
-    registry.register(worker("a"), 0.0)
-    registry.register(worker("b", port=2000), 1.0)
-    reply = registry.look_up(7)
-    assert (reply.worker.incarnation, reply.shared, registry.num_workers) == ("b", False, 1)
-
-
 def test_shared_goes_by_room() -> None:
     registry = Registry(CONFIG, shared=True)
     registry.register(worker("a", port=1), 0.0)
@@ -76,21 +66,6 @@ def test_any_worker_but_those_that_are_gone() -> None:
     embedded = Registry(CONFIG, shared=False)
     embedded.register(worker("x"), 0.0)
     assert embedded.look_up_any(5, but=("y",)).worker.incarnation == "x"
-
-
-def test_a_new_life_replaces_the_old() -> None:
-    registry = Registry(CONFIG, shared=True)
-    registry.register(worker("a", port=1), 0.0)
-    registry.register(worker("b", port=1), 0.0)  # same control address
-    registry.register(worker("c", port=2, url="http://x"), 0.0)
-    registry.register(worker("d", port=3, url="http://x"), 0.0)  # same URL
-    registry.register(worker("e", port=4), 0.0)
-    registry.register_rooms("b", [1], 0.0)
-    registry.register_rooms("d", [2], 0.0)
-    assert [registry.look_up(room).worker.incarnation for room in (1, 2)] == ["b", "d"]
-    assert registry.num_workers == 3
-    with pytest.raises(ApiError, match="no more fit"):
-        registry.register(worker("f", port=5), 0.0)
 
 
 def test_leases_and_rooms_expire() -> None:

@@ -14,9 +14,7 @@ def test_decode_passes_over_who_has_no_place() -> None:
     rng = random.Random(3)
     cluster.submit("a", [9, 9, 1], 1, new=100, adapter=1)
     while "a" not in cluster.decode.tokens:
-        cluster.wire.step(rng)
-        cluster.prefill.turn()
-        cluster.decode.turn()
+        cluster.turn(rng)
     for i, (rid, adapter) in enumerate([("b", 2), ("a2", 1), ("model", 0)], 2):
         cluster.submit(rid, [9, 9, i], i, new=4, adapter=adapter)
     cluster.run(rng)

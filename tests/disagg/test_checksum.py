@@ -101,9 +101,7 @@ def test_kv_that_prefill_recomputes_is_compared_too(damaged: bool) -> None:
     cluster.wire.copy_pages = damage  # type: ignore[method-assign]
     rng = random.Random(7)
     while not cluster.at_rest():
-        cluster.wire.step(rng)
-        cluster.prefill.turn()
-        decode.turn()
+        cluster.turn(rng)
     finished = [rid for rid, finish in decode.finish.items() if finish.kind == "length"]
     counters = decode.role.counters()
     if damaged:

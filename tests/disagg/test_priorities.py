@@ -23,14 +23,8 @@ def until_running(cluster: Cluster, *rids: str) -> None:
     for _ in range(200):
         if {r.rid for r in cluster.decode.scheduler.stages.running} >= set(rids):
             return
-        turn(cluster, rng)
+        cluster.turn(rng)
     raise AssertionError(f"these do not run together: {rids}")
-
-
-def turn(cluster: Cluster, rng: random.Random) -> None:
-    cluster.wire.step(rng)
-    cluster.prefill.turn()
-    cluster.decode.turn()
 
 
 def order_of_ends(cluster: Cluster) -> list[str]:
@@ -107,7 +101,7 @@ def test_a_more_urgent_request_goes_before_a_retracted_one() -> None:
         cluster.submit("c", [3, *range(7)], 3, new=24, priority=priority)
         decode = cluster.decode.scheduler
         while not decode.stages.live["c"].pages:
-            turn(cluster, rng)
+            cluster.turn(rng)
         assert decode.counters.out_of_memory == 1
         assert ("b" in [r.rid for r in decode.held.retracted()]) == b_waits
         order_of_ends(cluster)

@@ -77,9 +77,7 @@ def running(new: int) -> tuple[Cluster, random.Random]:
     cluster.run(rng)
     cluster.submit("long", list(range(10)), 2, new=40)
     while len(cluster.decode.tokens.get("long", [])) < new:
-        cluster.wire.step(rng)
-        cluster.prefill.turn()
-        cluster.decode.turn()
+        cluster.turn(rng)
     return cluster, rng
 
 
@@ -137,16 +135,6 @@ def test_nobody_new_gets_memory_before_it() -> None:
     cluster.assert_all_back()
 
 
-def test_an_abort_right_after_the_retraction() -> None:
-    """The role has not even heard of the retraction."""
-    cluster, rng = running(20)
-    retract(cluster)
-    cluster.decode.abort("long")
-    assert cluster.decode.finish["long"].kind == "abort"
-    cluster.run(rng)
-    cluster.assert_all_back()
-
-
 def test_after_retract_all_decode_computes_by_itself() -> None:
     """Its weights may be others than prefill's by now."""
     cluster, rng = running(20)
@@ -156,15 +144,6 @@ def test_after_retract_all_decode_computes_by_itself() -> None:
     assert cluster.decode.tokens["long"] == expected_tokens(list(range(10)), 40)
     assert resumed(cluster) == (0, 1) and not cluster.wire.room(2, 1).recomputes
     cluster.assert_all_back()
-
-
-def test_nobody_answers_and_decode_computes_it_itself() -> None:
-    cluster, prompts = crowded(depth=2)
-    cluster.wire.unreachable = True
-    cluster.run(random.Random(1))
-    assert_right(cluster, prompts)
-    through, computed = resumed(cluster)
-    assert through == 0 and computed == cluster.decode.role.counters()["recompute_failed"] > 0
 
 
 def test_prefill_refuses_and_decode_computes_it_itself() -> None:
@@ -190,26 +169,6 @@ def test_a_row_of_another_room_is_not_believed() -> None:
     cluster.run(random.Random(1))
     assert_right(cluster, prompts)
     assert resumed(cluster)[0] == 0 and cluster.decode.role.counters()["recompute_failed"] > 0
-
-
-def test_pages_of_an_aborted_recompute_stay_in_quarantine_until_its_writer_is_done() -> None:
-    cluster, prompts = crowded(radix=False)
-    rng, decode = random.Random(0), cluster.decode
-    resuming: list[int] = []
-    while not resuming:
-        cluster.wire.step(rng)
-        cluster.prefill.turn()
-        decode.turn()
-        resuming = [k[0] for k, room in cluster.wire.rooms.items() if k[1] and len(room.writes) > 1]
-    (room, given) = resuming[0], len(next(r.dst for k, r in cluster.wire.rooms.items() if k == (resuming[0], 1)))
-    decode.abort(f"r{room - 1}")
-    assert decode.scheduler.memory.allocator.counts()["quarantined"] >= given
-    decode.role.check()
-    cluster.run(rng)
-    assert decode.finish.pop(f"r{room - 1}").kind == "abort"
-    cluster.assert_all_back()
-    for rid, finish in decode.finish.items():
-        assert finish.kind == "length" and decode.tokens[rid] == expected_tokens(prompts[rid], 24)
 
 
 def test_what_is_asked_is_checked() -> None:
@@ -260,9 +219,7 @@ def test_a_deadline_ends_a_request_in_any_stage_with_its_own_reason(side: str, m
     rng, late = random.Random(moves), FinishReason(kind="abort", message="too late", status=504)
     cluster.submit("r", list(range(12)), 1, new=30)
     for _ in range(moves):
-        cluster.wire.step(rng)
-        cluster.prefill.turn()
-        cluster.decode.turn()
+        cluster.turn(rng)
     engine = getattr(cluster, side)
     engine.say(engine.role.abort("r", 0.0, late))
     cluster.run(rng)

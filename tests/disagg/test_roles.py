@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from tests.core.hash_model import Slot, expected_tokens
 from tests.disagg.two_role_stories import TwoRoleStory, play, two_role_stories
 from tests.disagg.two_roles import Cluster
 from transfer_backends.contract import Gate
-from transfer_backends.ports import KVSender
 
 STEPS = 10_000
 LEAST = {"stories": 100, "retractions": 5, "restored_tokens": 20, "chunks": 500, "overlapped": 1000, "preemptions": 20}
@@ -26,6 +24,9 @@ LEAST |= {
     "skipped": 20,
 }
 LEAST |= {"resumed_elsewhere": 5, "resume_failures": 5}
+
+
+Sent = tuple[int, int, Gate | None, bool]  # start, pages, gate, last
 
 
 @pytest.mark.parametrize("backup_pages", [0, 1000])
@@ -58,11 +59,10 @@ def test_retracted_requests_come_before_new_ones(depth: int, backup_pages: int) 
 def test_pages_are_handed_over_when_their_step_is_launched(depth: int) -> None:
     """The cached ones whole, the others by layers, each once and in order; the metadata row when all is computed."""
     cluster = Cluster(pages=(60, 60), page_size=4, chunk=8, depth=depth, layerwise=True)
-    sent: list[tuple[int, int, Gate | None, bool]] = []
+    sent: list[Sent] = []
     for room, length in ((1, 12), (2, 30)):
         cluster.submit(f"r{room}", list(range(length)), room, new=3)
-        handover = cluster.prefill.role._handovers[f"r{room}"]  # type: ignore[union-attr]
-        handover.sender = Recorded(handover.sender, sent)
+        record(cluster, f"r{room}", sent)
         cluster.run(random.Random(depth))
         assert cluster.decode.scheduler.flush_cache()  # decode has nothing of it; prefill has
     first, second = sent[:3], sent[3:]
@@ -78,10 +78,9 @@ def test_pages_are_handed_over_when_their_step_is_launched(depth: int) -> None:
 def test_few_pages_leave_with_the_last_chunk() -> None:
     """Chunks of two pages; fewer than three bytes, a page being one, do not leave beside the next chunk."""
     cluster = Cluster(pages=(60, 60), page_size=4, chunk=8, depth=1, least_bytes=3)
-    sent: list[tuple[int, int, Gate | None, bool]] = []
+    sent: list[Sent] = []
     cluster.submit("r", list(range(30)), 1, new=3)
-    handover = cluster.prefill.role._handovers["r"]  # type: ignore[union-attr]
-    handover.sender = Recorded(handover.sender, sent)
+    record(cluster, "r", sent)
     cluster.run(random.Random(1))
     assert [(start, num, last) for start, num, _, last in sent] == [(0, 4, False), (4, 4, True)]
     assert cluster.decode.tokens == {"r": expected_tokens(list(range(30)), 3)}
@@ -105,19 +104,16 @@ def test_what_decode_has_cached_is_not_sent() -> None:
     cluster.assert_all_back()
 
 
-@dataclass
-class Recorded:
-    """A sender whose `send`s are written down: (start, pages, gate, last)."""
+def record(cluster: Cluster, rid: str, sent: list[Sent]) -> None:
+    """Writes down what prefill hands over of a request."""
+    sender: Any = cluster.prefill.role._handovers[rid].sender  # type: ignore[union-attr]
+    send = sender.send
 
-    sender: KVSender
-    sent: list[tuple[int, int, Gate | None, bool]]
+    def recorded(src_pages: list[int], *, start: int, last: bool, gate: Gate | None = None, **aux: Any) -> None:
+        sent.append((start, len(src_pages), gate, last))
+        send(src_pages, start=start, last=last, gate=gate, **aux)
 
-    def send(self, src_pages: list[int], *, start: int, last: bool, gate: Gate | None = None, **aux: Any) -> None:
-        self.sent.append((start, len(src_pages), gate, last))
-        self.sender.send(src_pages, start=start, last=last, gate=gate, **aux)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.sender, name)
+    sender.send = recorded
 
 
 def test_wrong_kv_is_seen() -> None:
@@ -129,31 +125,6 @@ def test_wrong_kv_is_seen() -> None:
     cluster.submit("r", list(range(9)), 1, new=6)
     with pytest.raises(AssertionError, match="wrong KV at position 0"):
         cluster.run(random.Random(1))
-
-
-def test_a_prefill_abort_ends_both_sides() -> None:
-    cluster = Cluster(pages=(50, 50), page_size=4, chunk=8, depth=1)
-    cluster.submit("r", list(range(30)), 1, new=6)
-    cluster.prefill.abort("r")
-    cluster.run(random.Random(3))
-    assert cluster.decode.finish["r"].kind == cluster.prefill.finish["r"].kind == "abort"
-    assert "aborted" in cluster.decode.finish["r"].message
-    cluster.assert_all_back()
-
-
-def test_a_page_given_to_a_transfer_stays_in_quarantine_until_its_writer_is_done() -> None:
-    cluster = Cluster(pages=(50, 50), page_size=4, chunk=8, depth=1)
-    rng = random.Random(0)
-    cluster.submit("r", list(range(30)), 1, new=6)
-    while not cluster.wire.room(1).writes:
-        cluster.wire.step(rng)
-        cluster.prefill.turn()
-        cluster.decode.turn()
-    cluster.decode.abort("r")
-    cluster.decode.turn()
-    assert cluster.decode.scheduler.memory.allocator.counts()["quarantined"] == 8
-    cluster.run(rng)
-    cluster.assert_all_back()
 
 
 def test_a_corrupt_metadata_row_fails_that_request_alone() -> None:
@@ -174,11 +145,8 @@ def test_prefill_computes_nothing_before_decode_has_given_its_pages() -> None:
     cluster.prefill.submit("r", list(range(20)), 1, new=6, prefill_only=True)
     for _ in range(10):
         cluster.prefill.turn()
-    assert cluster.prefill.plans == [] and cluster.prefill.role.queues() == {
-        "bootstrap": 1,
-        "waiting": 0,
-        "inflight": 0,
-    }
+    assert cluster.prefill.plans == []
+    assert cluster.prefill.role.queues() == {"bootstrap": 1, "waiting": 0, "inflight": 0}
     cluster.decode.submit("r", list(range(20)), 1, new=6, prefill_only=False)
     cluster.run(random.Random(0))
     assert cluster.decode.tokens == {"r": expected_tokens(list(range(20)), 6)}

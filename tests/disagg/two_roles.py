@@ -114,6 +114,12 @@ class Cluster:
             f"the cluster did not come to rest: {self.prefill.role.queues()} {self.decode.role.queues()}"
         )
 
+    def turn(self, rng: random.Random) -> None:
+        """An event of the wire, then a turn of each engine."""
+        self.wire.step(rng)
+        self.prefill.turn()
+        self.decode.turn()
+
     def at_rest(self) -> bool:
         engines = (self.prefill, self.decode)
         return not any(e.role.waits_for_outside() or e.launched or not e.scheduler.idle for e in engines)

@@ -131,7 +131,20 @@ class Pair:
         """A good request is served."""
         sender, receiver = self.meet(room)
         sender.send([4, 5, 6], start=0, last=True, metadata_row=0)
+        self.succeed(sender, receiver)
+
+    @staticmethod
+    def succeed(sender: Any, receiver: Any) -> None:
+        """Both ends report success and are closed."""
         until(lambda: receiver.poll() is KVPoll.Success and sender.poll() is KVPoll.Success)
+        sender.close()
+        receiver.close()
+
+    @staticmethod
+    def fail(sender: Any, receiver: Any) -> None:
+        """Both ends fail, give their pages back and are closed."""
+        until(lambda: sender.poll() is KVPoll.Failed and receiver.poll() is KVPoll.Failed)
+        until(lambda: sender.released() and receiver.drained())
         sender.close()
         receiver.close()
 

@@ -16,15 +16,8 @@ from transfer_backends.kvpoll import KVPoll
 from transfer_backends.prefill.manager import PrefillManager
 
 HOUR = 3600.0
-NO_CLOCK: dict[str, Any] = {
-    "bootstrap_timeout_s": HOUR,
-    "waiting_timeout_s": HOUR,
-    "transfer_timeout_s": HOUR,
-    "handshake_timeout_s": HOUR,
-    "heartbeat_interval_s": HOUR,
-    "drain_timeout_s": HOUR,
-    "transfer_retries": 0,
-}
+CLOCKS = ("bootstrap_timeout", "waiting_timeout", "transfer_timeout", "handshake_timeout", "heartbeat_interval")
+NO_CLOCK: dict[str, Any] = {f"{name}_s": HOUR for name in (*CLOCKS, "drain_timeout")} | {"transfer_retries": 0}
 PAGES = [3, 4, 5]
 
 
@@ -52,10 +45,7 @@ def send(pair: Any, *, last: bool) -> None:
 
 
 def assert_both_end(pair: Any) -> None:
-    until(lambda: pair.sender.poll() is KVPoll.Failed and pair.receiver.poll() is KVPoll.Failed)
-    until(lambda: pair.sender.released() and pair.receiver.drained())
-    pair.sender.close()
-    pair.receiver.close()
+    pair.fail(pair.sender, pair.receiver)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -106,6 +96,9 @@ def test_an_orderly_end(opened: Any, side: str) -> None:
     pair = opened()
     send(pair, last=False)
     (pair.prefill if side == "prefill" else pair.decode).close()
+    if side == "prefill":
+        until(lambda: pair.receiver.poll() is KVPoll.Failed)
+        assert "shutting down" in pair.receiver.failure() or "shut down" in pair.receiver.failure()
     assert_both_end(pair)
 
 

@@ -23,13 +23,9 @@ from transfer_backends.liveness import Liveness, liveness, own_mark
 from transfer_backends.prefill.driver import IDLE_S
 from transfer_backends.wire import (
     PROTOCOL_VERSION,
-    Abort,
     Layout,
     Ping,
-    Recompute,
     Register,
-    Status,
-    TransferInfo,
     WireRegion,
     encode,
 )
@@ -72,9 +68,7 @@ def test_rooms(short_pairs: Any) -> None:
     with pytest.raises(ValueError, match="metadata_row None"):
         sender.send([1, 2], start=0, last=True)
     sender.send([1, 2], start=0, last=True, metadata_row=1)
-    until(lambda: receiver.poll() is KVPoll.Success)
-    sender.close()
-    receiver.close()
+    pair.succeed(sender, receiver)
     pair.works(5)  # a room may be used again once it is closed
 
 
@@ -147,20 +141,6 @@ def test_indices_before_the_request_and_orphans(short_pairs: Any) -> None:
     assert late.poll() is KVPoll.Failed
     for transfer in (sender, early, orphan, late):
         transfer.close()
-
-
-def test_orphans_are_bounded(short_pairs: Any) -> None:
-    pair = short_pairs(max_orphans=3)
-    receivers = [pair.decode.receiver(room, bootstrap="b") for room in range(1, 6)]
-    for receiver in receivers:
-        until(lambda r=receiver: r.poll() is KVPoll.WaitingForInput)
-        receiver.provide([1], 0)
-    until(lambda: sum(r.poll() is KVPoll.Failed for r in receivers) == 2)
-    assert "no more" in next(r.failure() for r in receivers if r.poll() is KVPoll.Failed)
-    for receiver in receivers:
-        receiver.abort("done")
-        until(receiver.drained)
-        receiver.close()
 
 
 def test_waiting_and_transfer_timeouts(short_pairs: Any) -> None:
@@ -246,15 +226,6 @@ def test_abort_before_the_handshake_reaches_prefill(short_pairs: Any) -> None:
     until(lambda: sender.poll() is KVPoll.Failed)
     until(lambda: pair.decode.counters["rooms"] == 0)
     sender.close()
-
-
-def test_shutdown_tells_the_peer(short_pairs: Any) -> None:
-    pair = short_pairs()
-    _, receiver = pair.meet(1)
-    pair.prefill.close()
-    until(lambda: receiver.poll() is KVPoll.Failed and receiver.drained(), timeout_s=2.0)
-    assert "shutting down" in receiver.failure() or "shut down" in receiver.failure()
-    receiver.close()
 
 
 @pytest.mark.parametrize("secrets", [(b"s", b"t"), (b"s", None), (None, b"s")])
@@ -385,9 +356,7 @@ def test_what_was_recorded_cannot_be_said_again(short_pairs: Any) -> None:
     until(lambda: pair.prefill.counters["refused_connections"] >= 2)
     assert pair.prefill.counters["peers"] == 1 and pair.prefill.counters.get("refused", 0) == 0
     sender.send([4, 5, 6], start=0, last=True, metadata_row=0)  # and the worker that was copied is not disturbed
-    until(lambda: receiver.poll() is KVPoll.Success and sender.poll() is KVPoll.Success)
-    sender.close()
-    receiver.close()
+    pair.succeed(sender, receiver)
     tap.close()
 
 
@@ -406,9 +375,7 @@ def test_decode_asks_prefill_to_compute(short_pairs: Any) -> None:
     sender = pair.prefill.sender(9, room_attempt=1)
     assert sender.poll() is KVPoll.WaitingForInput and sender.num_pages == 2
     sender.send([2, 3, 4, 5], start=0, last=True, metadata_row=0)  # the first two are left out
-    until(lambda: receiver.poll() is KVPoll.Success)
-    sender.close()
-    receiver.close()
+    pair.succeed(sender, receiver)
     again = ask(pair, 9, [3], work)  # decode forgot the room, prefill has not
     until(lambda: again.poll() is KVPoll.Failed and again.drained())
     assert "attempt 1 exists already" in again.failure() and pair.prefill.take_recompute_requests() == []
@@ -455,80 +422,6 @@ def test_more_than_prefill_keeps_is_refused(short_pairs: Any) -> None:
     first.abort("over")
     until(first.drained)
     first.close()
-
-
-def hostile_frames(me: str) -> list[bytes]:
-    layout = Layout(PROTOCOL_VERSION, "fake", "model-a", 16, "float32")
-    newer = Layout(PROTOCOL_VERSION + 1, "fake", "model-a", 16, "float32")
-    region = WireRegion(1 << 20, 64, 64, None)
-    aux = WireRegion(1 << 21, 64, 512, None)
-    good = encode(Register("evil", me, layout, region, aux, b"fake"))
-    return [
-        b"",
-        b"\x00",
-        b"junk" * 1000,
-        b"\x91" * 100000,
-        msgspec.msgpack.encode({"type": "Register"}),
-        msgspec.msgpack.encode(["Nope", "evil", me]),
-        msgspec.msgpack.encode(["Ping", "evil", me, "text"]),
-        msgspec.msgpack.encode(["TransferInfo", "evil", me, 0, 0, b"", 0]),
-        msgspec.msgpack.encode(["TransferInfo", "evil", me, 2**64 - 1, 0, b"", 0]),
-        encode(Ping("evil", me, 1)),  # before it registered
-        encode(Abort("evil", me, 1, 0, "kill")),
-        encode(Register("evil", "another incarnation", layout, region, aux, b"fake")),
-        encode(Register("evil", me, newer, region, aux, b"")),
-        encode(Register("evil", me, layout, WireRegion(1, 64, 128, None), aux, b"")),
-        good,
-        good[:-3],
-        encode(Ping("someone else", me, 1)),
-        encode(TransferInfo("evil", me, 77, 0, b"abc", 0)),
-        encode(TransferInfo("evil", me, 77, 0, b"\xff\xff\xff\xff", 0)),
-        encode(TransferInfo("evil", me, 77, 0, b"\x40\0\0\0", 0)),
-        encode(TransferInfo("evil", me, 77, 0, b"\1\0\0\0\1\0\0\0", 0)),
-        encode(TransferInfo("evil", me, 77, 0, b"\1\0\0\0", 64)),
-        encode(TransferInfo("evil", me, 1, 0, b"\1\0\0\0", 0)),  # a room of another decode worker
-        encode(Abort("evil", me, 1, 0, "kill")),
-        msgspec.msgpack.encode(["Recompute", "evil", me, 78, 0, b"\1\0\0\0", 0, b"\1\0\0\0", 0, 0, True]),  # attempt 0
-        encode(Recompute("evil", me, 78, 1, b"\1\0\0\0", 0, b"", 0, 0, True)),  # no tokens
-        encode(Recompute("evil", me, 78, 1, b"\1\0\0\0", 0, b"abc", 0, 0, True)),
-        encode(Recompute("evil", me, 78, 1, b"\1\0\0\0", 0, b"\xff\xff\xff\xff", 0, 0, True)),
-        encode(Recompute("evil", me, 78, 1, b"\x40\0\0\0", 0, b"\1\0\0\0", 0, 0, True)),  # a page outside
-        encode(Status("evil", me, 1, 0, 4, 3)),
-    ]
-
-
-def test_hostile_frames(short_pairs: Any) -> None:
-    """Each is dropped or refused; a running transfer of another worker goes on; the next good one is served."""
-    pair = short_pairs()
-    sender, receiver = pair.meet(1)
-    me = pair.prefill.incarnation
-    with zmq.Context() as context, context.socket(zmq.DEALER) as evil:
-        evil.linger = 0
-        evil.connect(f"tcp://{pair.prefill.control_address}")
-        for frame in hostile_frames(me):
-            evil.send(frame)
-        evil.send_multipart([b"a", b"b", b"c"])
-        with context.socket(zmq.PUSH) as wrong_kind:
-            wrong_kind.linger = 0
-            wrong_kind.connect(f"tcp://{pair.prefill.control_address}")
-            host, _, port = pair.prefill.control_address.rpartition(":")
-            with socket.create_connection((host, int(port))) as raw:
-                raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
-            # The sockets stay open until all has arrived: closing drops what is still on its way.
-            until(lambda: pair.prefill.counters.get("junk_frames", 0) >= 11)
-            until(lambda: pair.prefill.counters.get("protocol_errors", 0) >= 10)
-        with evil.get_monitor_socket(zmq.EVENT_DISCONNECTED) as events:
-            evil.send(b"\x00" * (9 << 20))  # longer than a frame may be: ZMQ drops the connection
-            assert events.poll(10_000)
-            evil.disable_monitor()
-    assert sender.poll() is KVPoll.WaitingForInput
-    sender.send([4, 5, 6], start=0, last=True, metadata_row=0)
-    until(lambda: receiver.poll() is KVPoll.Success)
-    sender.close()
-    receiver.close()
-    pair.works(2)
-    assert pair.prefill.take_recompute_requests() == []
-    assert "control_errors" not in pair.prefill.counters
 
 
 def test_an_idle_worker_wakes_once_a_tick_at_most(short_pairs: Any) -> None:

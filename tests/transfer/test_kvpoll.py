@@ -62,11 +62,6 @@ def test_forget_only_final(state: KVPoll) -> None:
         assert KEY in machine
 
 
-def test_failed_is_the_minimum() -> None:
-    assert min(KVPoll) is KVPoll.Failed
-    assert [int(s) for s in sorted(KVPoll)] == [0, 1, 2, 3, 4]
-
-
 def test_rooms() -> None:
     machine = TransferMachine()
     machine.open(KEY)

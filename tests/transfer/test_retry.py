@@ -79,19 +79,13 @@ def test_a_second_failed_write_fails_both_sides(begin: Any) -> None:
     rig, sender, receiver = begin(set(range(100)))
     until(lambda: sender.poll() is KVPoll.Failed and receiver.poll() is KVPoll.Failed)
     assert "failed (2 times)" in sender.failure() and "failed (2 times)" in receiver.failure()
-    until(lambda: sender.released() and receiver.drained())
-    rig.engine.bad.clear()
-    sender.close()
-    receiver.close()
+    rig.fail(sender, receiver)
 
 
 def test_without_retries_the_first_one_does(begin: Any) -> None:
     rig, sender, receiver = begin({0}, transfer_retries=0)
-    until(lambda: sender.poll() is KVPoll.Failed and receiver.poll() is KVPoll.Failed)
+    rig.fail(sender, receiver)
     assert rig.prefill.counters.get("retried", 0) == 0
-    until(lambda: sender.released() and receiver.drained())
-    sender.close()
-    receiver.close()
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -100,8 +94,5 @@ def test_an_abort_between_the_attempts_ends_it(begin: Any, side: str) -> None:
     rig, sender, receiver = begin({0}, delay_s=0.3)
     until(lambda: rig.engine.num_posts)
     (sender if side == "prefill" else receiver).abort("enough")
-    until(lambda: sender.poll() is KVPoll.Failed and receiver.poll() is KVPoll.Failed)
-    until(lambda: sender.released() and receiver.drained())
+    rig.fail(sender, receiver)
     assert rig.engine.num_posts <= NUM_POSTS
-    sender.close()
-    receiver.close()
