@@ -43,14 +43,7 @@ GENERATION = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/embed
 # Routes that every case of `RAW_BODIES` is wrong for.
 JSON_ROUTES = {
     "router": (*GENERATION, "/workers", "/workers/role", "/traces", "/abort_request"),
-    "worker": (
-        *GENERATION,
-        "/tokenize",
-        "/detokenize",
-        "/traces",
-        "/abort_request",
-        "/switch_role",
-    ),
+    "worker": (*GENERATION, "/tokenize", "/detokenize", "/traces", "/abort_request", "/switch_role"),
     "bootstrap": ("/rooms",),
 }
 # HTTP itself is wrong then: the library answers before any handler, in plain text, or closes the connection.

@@ -1,6 +1,5 @@
 """Who gets in where: worker, router, control plane and bootstrap server, over real HTTP; and what does not even start."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from service.http.errors import ApiError
 from service.security.addresses import is_loopback
 from service.security.keys import Access, bearer
 from service.security.secret import VOUCHER_HEADER, is_vouched
-from tests.frontend.conftest import start_worker, wait_for
+from tests.frontend.conftest import start_worker
 from tests.router.dummies import cluster
 from transfer_backends.contract import TransferConfig
 
@@ -34,7 +33,7 @@ OF_THE_ROUTER = tuple(sorted({*ADMIN_POSTS, "/workers/role"} - {"/switch_role"})
 # ---- the worker
 
 
-def test_a_worker_s_admin_routes_and_rotation(tmp_path: Path) -> None:
+def test_a_worker_s_admin_routes(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\ntwo\nsésame\n")
     server = {"api_key_file": str(keys), "admin_api_key": "r00t-key"}
@@ -57,41 +56,25 @@ def test_a_worker_s_admin_routes_and_rotation(tmp_path: Path) -> None:
         assert info.status_code == 200 and "r00t-key" not in info.text and str(keys) not in info.text
         for key in ("one", "two", "r00t-key"):
             assert w.post("/generate", {"text": "a"}, headers=bearer(key)).status_code == 200
-        keys.write_text("two\nthree\n")
-        wait_for(lambda: w.post("/generate", {"text": "a"}, headers=bearer("three")).status_code == 200)
-        assert w.post("/generate", {"text": "a"}, headers=bearer("one")).status_code == 401
-        assert w.post("/generate", {"text": "a"}, headers=bearer("two")).status_code == 200
         for path in ("/health", "/metrics", "/openapi.json"):
             assert w.http.get(path).status_code == 200
 
 
 def test_every_route_that_changes_a_worker_is_an_admin_s() -> None:
     """A new route has to be put on one side or the other."""
-    user = {
-        "/v1/models",
-        "/v1/models/{model}",
-        "/model_info",
-        "/get_model_info",
-        "/server_info",
-        "/get_server_info",
+    user = {f"{v1}/{name}" for v1 in ("", "/v1") for name in ("tokenize", "detokenize")}
+    user |= {"/v1/models", "/v1/models/{model}", "/model_info", "/get_model_info", "/server_info", "/get_server_info"}
+    user |= {
         "/get_load",
         "/v1/loads",
+        "/generate",
         "/v1/completions",
         "/v1/chat/completions",
-        "/generate",
         "/v1/embeddings",
         "/abort_request",
-        "/tokenize",
-        "/v1/tokenize",
-        "/detokenize",
-        "/v1/detokenize",
     }
-    assert {route.path for route in ROUTES} - ADMIN_PATHS - user == {
-        "/health",
-        "/health_generate",
-        "/liveness",
-        "/metrics",
-    }
+    open_to_all = {"/health", "/health_generate", "/liveness", "/metrics"}
+    assert {route.path for route in ROUTES} - ADMIN_PATHS - user == open_to_all
 
 
 # ---- whom a decode worker asks because a request says so
@@ -115,7 +98,7 @@ def test_a_decode_worker_dials_nobody_that_it_does_not_know(tmp_path: Path) -> N
 # ---- the router
 
 
-def test_the_router_s_keys_rotation_and_what_it_shows_to_workers(tmp_path: Path) -> None:
+def test_the_router_s_keys_and_what_it_shows_to_workers(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\nshared\n")
 
@@ -138,16 +121,6 @@ def test_the_router_s_keys_rotation_and_what_it_shows_to_workers(tmp_path: Path)
             for path in ("/health", "/metrics", "/liveness", "/openapi.json"):
                 async with c.client.get(c.url + path) as response:
                     assert response.status == 200
-
-            async def status(key: str) -> int:
-                return (await c.post("/generate", {"text": "a"}, headers=bearer(key)))[0]
-
-            (tmp_path / "next").write_text("new\nshared\n")
-            (tmp_path / "next").replace(keys)
-            async with asyncio.timeout(10):
-                while await status("new") != 200:
-                    await asyncio.sleep(0.02)
-            assert [await status(key) for key in ("one", "shared", "new")] == [401, 200, 200]
 
     uvloop.run(scenario())
 

@@ -134,16 +134,8 @@ def test_pages_outside_the_pool_are_refused_and_the_rest_goes_on(scene: Scene) -
     link, said = scene.register("decode-1", scene.field, _wire(scene.field.kv))
     assert isinstance(said, Registered)
     sender = scene.prefill.sender(1)
-    bad: list[tuple[bytes, int]] = [
-        (ids(0, NUM_PAGES), 0),
-        (ids(-1), 0),
-        (ids(2**31 - 1), 0),
-        (ids(-(2**31)), 0),
-        (ids(3, 3), 0),
-        (ids(1)[:3], 0),
-        (ids(1), 64),
-        (ids(1), 2**63 - 1),
-    ]
+    outside = (ids(0, NUM_PAGES), ids(-1), ids(2**31 - 1), ids(-(2**31)), ids(3, 3), ids(1)[:3])
+    bad = [*((pages, 0) for pages in outside), (ids(1), 64), (ids(1), 2**63 - 1)]
     for pages, row in bad:
         scene.tell(link, "decode-1", 1, pages, row)
         refusal = answer(link, Status)
@@ -191,13 +183,6 @@ engine.close()
 def test_nixl_of_a_worker_on_loopback_is_not_to_be_reached_from_elsewhere() -> None:
     """Found while fuzzing: UCX listened on every device of the machine. (Mooncake does, and cannot be told not to.)"""
     env = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
-    said = subprocess.run(
-        [sys.executable, "-c", LISTENING, "nixl"],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    command = [sys.executable, "-c", LISTENING, "nixl"]
+    said = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True)
     assert said.stdout.split() and all(is_loopback(address) for address in said.stdout.split()), said.stdout

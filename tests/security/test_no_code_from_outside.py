@@ -13,7 +13,7 @@ from tests.packages import PACKAGES, ROOT
 SOURCES = (*PACKAGES, "benchmarks")
 
 MODULES = frozenset(
-    (
+    [
         "pickle",
         "_pickle",
         "cPickle",
@@ -26,12 +26,12 @@ MODULES = frozenset(
         "yaml",
         "code",
         "codeop",
-    )
+    ]
 )
 CALLS = frozenset(("eval", "exec", "compile", "__import__"))
 # What an object from a library may do; the name before the dot does not matter where it is unmistakable.
 METHODS = frozenset(
-    (
+    [
         "recv_pyobj",
         "send_pyobj",
         "read_pickle",
@@ -45,7 +45,7 @@ METHODS = frozenset(
         "os.popen",
         "yaml.load",
         "weights_only",
-    )
+    ]
 )
 KEYWORDS = frozenset(("allow_pickle", "trust_remote_code"))
 SHELL = "shell"

@@ -25,17 +25,8 @@ from tests.router.dummies import cluster, until
 SECRET = b"sixteen bytes or more"
 # How a path may be written so that a guard and a router of requests could disagree about it.
 DISGUISES = (
-    "{path}/",
-    "/{path}",
-    "/.{path}",
-    "/health/..{path}",
-    "{path}?x=/health",
-    "{path}#/health",
-    "{path};/health",
-    "{path}%00",
-    "{path}%20",
-    "/%{first:x}{rest}",
-    "http://127.0.0.1{path}",
+    *("{path}/", "/{path}", "/.{path}", "/health/..{path}", "{path}?x=/health", "{path}#/health", "{path};/health"),
+    *("{path}%00", "{path}%20", "/%{first:x}{rest}", "http://127.0.0.1{path}"),
 )
 
 
@@ -137,14 +128,14 @@ def luring(host: str, port: int) -> tuple[list[tuple[str, dict[str, Any]]], dict
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "model": url, **named}),
     ]
     away = f"{host}:{port}"
-    names = (
+    names = [
         "X-Prefiller-Host-Port",
         "X-Forwarded-Host",
         "X-Original-URL",
         "X-SMG-Target-Worker",
         "Forwarded",
         "Referer",
-    )
+    ]
     return bodies, {**dict.fromkeys(names, away), "Host": away}
 
 
