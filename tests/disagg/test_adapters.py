@@ -38,13 +38,7 @@ def test_tokens_cross_whatever_the_batches_hold(
     """Two adapters and the model on shared prompts, memory short on either side, retractions."""
     rng = random.Random(seed)
     cluster = Cluster(
-        pages=pages,
-        page_size=4,
-        chunk=8,
-        depth=depth,
-        places=places,
-        lora_drain_wait_s=rng.choice([None, 0.0]),
-        **kept,
+        pages=pages, page_size=4, chunk=8, depth=depth, places=places, lora_drain_wait_s=rng.choice([None, 0.0]), **kept
     )
     asked = {}
     for i in range(8):

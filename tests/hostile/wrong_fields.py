@@ -45,7 +45,7 @@ CHAT_FIELDS: list[tuple[str, list[Any]]] = [
     ("rid", ["x" * 300]),
 ]
 PROMPTS: list[Any] = [
-    *(None, "", [], ["a", ""], [[]], ["a", 1], ["a", [1]], [260], [-1], [10**30], {"a": 1}, [1] * CONTEXT),
+    *(None, "", [], ["a", ""], [[]], ["a", 1], ["a", [1]], [260], [-1], [10**30], {"a": 1}, [1] * CONTEXT)
 ]
 WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     *((CHAT, {"messages": USER, field: value}, field) for field, values in CHAT_FIELDS for value in values),

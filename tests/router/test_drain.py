@@ -22,17 +22,7 @@ from router.pool.workers import WorkerTable
 from router.requests.replies import no_worker_message
 from service.security.keys import KeyRing
 from tests.e2e.cluster import tandem
-from tests.router.dummies import (
-    Cluster,
-    DummyWorker,
-    always,
-    cluster,
-    events_of,
-    hang,
-    later,
-    streams_on,
-    until,
-)
+from tests.router.dummies import Cluster, DummyWorker, always, cluster, events_of, hang, later, streams_on, until
 
 DRAINING = {"error": {"message": "the server is draining", "type": "server_error", "param": None, "code": "draining"}}
 BODY = {"text": "a"}

@@ -179,11 +179,7 @@ sizes = st.integers(1, 6)
     st.lists(st.tuples(works, works, works, st.integers(1, 90), st.booleans()), max_size=25),
 )
 def test_whatever_comes_no_worker_goes_back_soon_and_minimums_hold(
-    prefill: int,
-    decode: int,
-    min_prefill: int,
-    min_decode: int,
-    series: list[tuple[float, float, float, int, bool]],
+    prefill: int, decode: int, min_prefill: int, min_decode: int, series: list[tuple[float, float, float, int, bool]]
 ) -> None:
     pools = Pools(prefill, decode, replace(RULES, min_prefill=min_prefill, min_decode=min_decode))
     floor = {P: min(prefill, min_prefill), D: min(decode, min_decode)}

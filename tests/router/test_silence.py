@@ -43,12 +43,7 @@ async def test_a_frozen_worker_gets_no_new_requests_and_keeps_those_that_run() -
 async def test_a_worker_in_a_long_step_says_so_and_stays_in_the_choice() -> None:
     """What a worker says of its step is shown; nonsense is not, and costs nothing."""
     async with cluster(decode=2, **QUICK, health_failure_threshold=1) as c:
-        for said, shown in (
-            ({"busy_s": 90.5}, 90.5),
-            ({"busy_s": "long"}, None),
-            ({"busy_s": -1}, None),
-            ({}, None),
-        ):
+        for said, shown in (({"busy_s": 90.5}, 90.5), ({"busy_s": "long"}, None), ({"busy_s": -1}, None), ({}, None)):
             c.decodes[0].health_says = said
             await until(lambda shown=shown: state(c, 1).busy_s == shown)  # type: ignore[misc]
             assert state(c, 1).health is Health.UP and not state(c, 1).silent

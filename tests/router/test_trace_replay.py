@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import router_policies
-from benchmarks.trace_workers import (
-    TRACE_BLOCK_TOKENS,
-    BlockCache,
-    PrefillModel,
-    TraceRequest,
-    read_trace,
-)
+from benchmarks.trace_workers import TRACE_BLOCK_TOKENS, BlockCache, PrefillModel, TraceRequest, read_trace
 
 MODEL = PrefillModel(num_workers=4, cache_tokens=200_000)
 

@@ -236,9 +236,7 @@ def test_nonces_are_forgotten_with_their_challenge() -> None:
 
 
 @given(
-    rate=st.floats(0.1, 100.0),
-    burst=st.integers(1, 50),
-    gaps=st.lists(st.floats(0.0, 3.0), min_size=1, max_size=200),
+    rate=st.floats(0.1, 100.0), burst=st.integers(1, 50), gaps=st.lists(st.floats(0.0, 3.0), min_size=1, max_size=200)
 )
 def test_never_more_than_the_rate_and_the_burst(rate: float, burst: int, gaps: list[float]) -> None:
     limiter, now_s, passed = RateLimiter(rate, burst), 0.0, 0

@@ -21,14 +21,7 @@ from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import IllegalTransition, KVPoll, RoomInUse
 from transfer_backends.liveness import Liveness, liveness, own_mark
 from transfer_backends.prefill.driver import IDLE_S
-from transfer_backends.wire import (
-    PROTOCOL_VERSION,
-    Layout,
-    Ping,
-    Register,
-    WireRegion,
-    encode,
-)
+from transfer_backends.wire import PROTOCOL_VERSION, Layout, Ping, Register, WireRegion, encode
 
 SHORT: dict[str, Any] = {"heartbeat_interval_s": 0.1, "handshake_timeout_s": 0.4}
 
