@@ -28,7 +28,7 @@ from planner.role_moves import AutoSpec
 from planner.step_time import Fitted
 from planner.study import Study, run_layout, study_of
 from planner.workload import Lengths, WorkloadPhase, from_phases, from_trace
-from router.roles.controller import Rules
+from router.config import AutoRolesFlags
 from router.roles.demand import Goals
 
 SLO_TTFT_MS, SLO_TPOT_MS = 10_000.0, 30.0
@@ -132,7 +132,7 @@ def _study() -> Study:
 def auto_spec(slo: SloTargets, switch_s: float) -> AutoSpec:
     """The router's defaults, with the objectives of the requests: half of TTFT's may be spent waiting."""
     goals = Goals(ttft_s=slo.ttft_s / 2, itl_s=slo.tpot_s)
-    return AutoSpec(rules=Rules(), goals=goals, window_s=5.0, interval_s=1.0, switch_s=switch_s)
+    return AutoSpec(flags=AutoRolesFlags(), goals=goals, window_s=5.0, interval_s=1.0, switch_s=switch_s)
 
 
 def _tries(num_workers: int) -> list[tuple[ClusterLayout, bool]]:

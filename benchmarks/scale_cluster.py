@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.trace_workers import REPORT_S, TraceRequest, keys_of
 from router.admission.admission import Admission
 from router.admission.forecast import SentPrompt
-from router.admission.queue import AdmissionQueue, QueueLimits, Ticket
+from router.admission.queue import AdmissionQueue, Ticket
 from router.attempts.request import RequestContext, Slo
 from router.attempts.rooms import RoomMinter
 from router.choice.chooser import make_chooser
@@ -123,7 +123,7 @@ class Cluster:
         chooser = make_chooser(config, draw=secrets.randbelow)
         self.table = self._table_of(on_gone=chooser.forget)
         self.admission = Admission(config, chooser=chooser)
-        self.queue = AdmissionQueue(QueueLimits(running=config.max_concurrent_requests))
+        self.queue = AdmissionQueue(config)
         self.rooms = RoomMinter()
         self.picker = Picker(
             table=self.table,

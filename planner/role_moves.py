@@ -12,11 +12,12 @@ from engine.frontend.apis.admin.load import v1_loads_entry
 from engine.messages import StateReply
 from planner.cluster import PlannedCluster
 from planner.worker import PlanWorker
+from router.config import AutoRolesFlags
 from router.pool.reports import parse_load
 from router.pool.states import Check
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
-from router.roles.controller import Controller, Move, Rules
+from router.roles.controller import Controller, Move
 from router.roles.demand import Gauge, Goals
 
 MODEL = "planned"
@@ -26,7 +27,7 @@ MODEL = "planned"
 class AutoSpec:
     """The router's `--auto-roles-*`. `switch_s`: time between the drain of a worker and its return."""
 
-    rules: Rules
+    flags: AutoRolesFlags
     goals: Goals
     window_s: float
     interval_s: float
@@ -63,7 +64,7 @@ class RoleMoves:
     _gauge: Gauge = field(init=False)
 
     def __post_init__(self) -> None:
-        self._controller = Controller(self.spec.rules)
+        self._controller = Controller(self.spec.flags)
         self._gauge = Gauge(self.spec.goals, window_s=self.spec.window_s)
         for pool in self.cluster.pools().values():
             for planned in pool:

@@ -33,11 +33,9 @@ from router.http.health_api import HealthApi
 from router.http.worker_calls import WorkerCalls
 from router.http.workers_api import WorkersApi
 from router.metrics import RouterMetrics, counted
-from router.pool.breaker import BreakerSettings
 from router.pool.discovery import open_discovery
 from router.pool.health import HealthMonitor
 from router.pool.shared_load import SharedLoad
-from router.pool.states import Thresholds
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.requests.build import make_dispatcher, roles_of
@@ -252,15 +250,7 @@ def _credentials(config: RouterConfig, api: KeyRing) -> Credentials:
 
 
 def _table(config: RouterConfig, peers: SharedLoad | None) -> WorkerTable:
-    thresholds = Thresholds(failure=config.health_failure_threshold, success=config.health_success_threshold)
-    breaker = BreakerSettings(
-        failure=config.cb_failure_threshold,
-        success=config.cb_success_threshold,
-        timeout_s=config.cb_timeout_duration_s,
-        window_s=config.cb_window_duration_s,
-        enabled=not config.disable_circuit_breaker,
-    )
-    table = WorkerTable(thresholds, peers, breaker=breaker)
+    table = WorkerTable(config, peers, breaker=config)
     named = [(url, Role.PREFILL, port) for url, port in config.prefill]
     named += [(url, Role.DECODE, None) for url in config.decode]
     named += [(url, Role.UNIFIED, None) for url in config.worker_urls]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from router.admission.forecast import Forecast, TooLate
-from router.admission.queue import QueueLimits, Ticket
+from router.admission.queue import Ticket
 from router.admission.rate_limit import client_of
 from router.admission.turns import RequestRefused, Turns
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, Slo, read_slo
@@ -32,13 +32,7 @@ class Admission:
         self._running = 0
         self._by_client = config.max_concurrent_requests_per_client > 0 or config.queue_size > 0
         if self._by_client or peers is not None:
-            limits = QueueLimits(
-                running=config.max_concurrent_requests,
-                per_client=config.max_concurrent_requests_per_client,
-                queue=config.queue_size,
-                queue_timeout_s=config.queue_timeout_s,
-            )
-            self.turns = Turns(limits, peers)
+            self.turns = Turns(config, peers)
         self._has_slo = config.slo_ttft_s > 0 or config.slo_itl_s > 0
         self._slo = Slo(config.slo_ttft_s or math.inf, config.slo_itl_s or math.inf)
 

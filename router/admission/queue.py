@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from router.config import AdmissionFlags
 from router.pool.shared_load import SharedLoad
 
 
@@ -22,16 +23,6 @@ class TicketStatus(StrEnum):
     FULL = "full"  # refused: no room in the queue
     LATE = "late"  # refused: waited for `queue_timeout_s`
     OVER = "over"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueLimits:
-    """`per_client` 0: no limit. `queue`: how many may wait."""
-
-    running: int
-    per_client: int = 0
-    queue: int = 0
-    queue_timeout_s: float = 60.0
 
 
 @dataclass(slots=True, order=True)
@@ -47,7 +38,7 @@ class Ticket:
 class AdmissionQueue:
     """The tickets of one process. Each call returns the other tickets that it changed."""
 
-    def __init__(self, limits: QueueLimits, peers: SharedLoad | None = None) -> None:
+    def __init__(self, limits: AdmissionFlags, peers: SharedLoad | None = None) -> None:
         self.limits = limits
         self._peers = peers
         self._waiting: list[Ticket] = []
@@ -70,10 +61,10 @@ class AdmissionQueue:
 
     @property
     def full(self) -> bool:
-        return self.num_everywhere >= self.limits.running
+        return self.num_everywhere >= self.limits.max_concurrent_requests
 
     def client_full(self, client: str) -> bool:
-        limit = self.limits.per_client
+        limit = self.limits.max_concurrent_requests_per_client
         if not limit:
             return False
         others = 0 if self._peers is None else self._peers.others_of_client(client)
@@ -89,7 +80,7 @@ class AdmissionQueue:
             return ticket, []
         insort(self._waiting, ticket)
         changed = self._admit()
-        if len(self._waiting) > self.limits.queue:
+        if len(self._waiting) > self.limits.queue_size:
             changed.append(self._drop_last())
         return ticket, [other for other in changed if other is not ticket]
 
@@ -112,7 +103,7 @@ class AdmissionQueue:
 
     def check(self) -> None:
         assert self._running == self._of_client.total() >= 0, (self._running, self._of_client)
-        assert self._waiting == sorted(self._waiting) and len(self._waiting) <= self.limits.queue
+        assert self._waiting == sorted(self._waiting) and len(self._waiting) <= self.limits.queue_size
         assert all(ticket.status is TicketStatus.WAITS for ticket in self._waiting)
 
     def _admit(self) -> list[Ticket]:
@@ -145,5 +136,5 @@ class AdmissionQueue:
             del self._of_client[client]
         if self._peers is not None:
             self._peers.publish_live(self._running)
-            if self.limits.per_client:
+            if self.limits.max_concurrent_requests_per_client:
                 self._peers.add_client(client, step)

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from router.admission.queue import AdmissionQueue, QueueLimits, Ticket, TicketStatus
+from router.admission.queue import AdmissionQueue, Ticket, TicketStatus
+from router.config import AdmissionFlags
 from router.pool.shared_load import SharedLoad
 from service.http.errors import ApiError
 from service.waiter import Waiter
@@ -19,14 +20,14 @@ class RequestRefused(ApiError):
 
 
 class Turns:
-    def __init__(self, limits: QueueLimits, peers: SharedLoad | None = None) -> None:
+    def __init__(self, limits: AdmissionFlags, peers: SharedLoad | None = None) -> None:
         self.queue = AdmissionQueue(limits, peers)
         self._waiters: dict[int, Waiter] = {}
         self._ticker: asyncio.TimerHandle | None = None
 
     def refuse_early(self, client: str) -> None:
         """Refuse before the body is read, if requests never wait and there is no room. `RequestRefused`."""
-        if not self.queue.limits.queue and (self.queue.full or self.queue.client_full(client)):
+        if not self.queue.limits.queue_size and (self.queue.full or self.queue.client_full(client)):
             raise self._refused(client, TicketStatus.FULL)
 
     async def enter(self, client: str, *, priority: int) -> Ticket:
@@ -76,9 +77,11 @@ class Turns:
             why, message = "queue_timeout", f"no room in {limits.queue_timeout_s:g} s (--queue-timeout-secs)"
         elif self.queue.client_full(client):
             why = "client_limit"
-            message = f"this client has {limits.per_client} requests here (--max-concurrent-requests-per-client)"
+            most = limits.max_concurrent_requests_per_client
+            message = f"this client has {most} requests here (--max-concurrent-requests-per-client)"
         else:
-            why, message = "queue_full", f"the router serves {limits.running} requests (--max-concurrent-requests)"
+            why, most = "queue_full", limits.max_concurrent_requests
+            message = f"the router serves {most} requests (--max-concurrent-requests)"
         return RequestRefused(f"{message}; try again later", why=why)
 
 

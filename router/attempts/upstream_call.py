@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from router.attempts.events import RequestObserver
 from router.client.upstream import STREAM_TYPE, HttpReply, UpstreamError
-from router.pool.breaker import UNJOINED, Event, is_fault
+from router.pool.breaker import Event
 from router.pool.health import HealthMonitor
 from router.pool.reports import says_draining
 from router.pool.worker import Role, Worker
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RETRYABLE_STATUSES = frozenset((500, 502, 503))
+UNJOINED = 502  # what a decode worker answers when it could not find or reach the prefill worker
+_FAULTS = frozenset((500, UNJOINED, 503))
 
 
 class CallFailed(Exception):
@@ -60,15 +61,21 @@ class CallFailed(Exception):
 
     @property
     def is_fault(self) -> bool:
-        decode = self.worker.role is Role.DECODE
-        return is_fault(
-            reason=self.reason, status=self.status, headers=self.headers, draining=self.draining, decode=decode
-        )
+        """The worker's own, for its circuit.
+
+        Faults of the request or its client (4xx; 504: its own deadline), back-pressure (503 with Retry-After), an orderly end, a
+        call given up because health checks found the worker dead, and an unreachable prefill worker do not count.
+        """
+        if self.reason != "status":
+            return self.reason in ("refused", "lost", "timeout")
+        if self.draining or self.unjoined:
+            return False
+        return self.status in _FAULTS and not (self.status == 503 and "retry-after" in self.headers)
 
     @property
     def retryable(self) -> bool:
         """Another worker may do better. Back-pressure and bad requests (4xx) are the client's to handle."""
-        return self.reason in ("refused", "lost", "down") or self.status in RETRYABLE_STATUSES
+        return self.reason in ("refused", "lost", "down") or self.status in _FAULTS
 
 
 class UpstreamCall:

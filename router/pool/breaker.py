@@ -1,19 +1,18 @@
 """A circuit breaker: a worker that fails repeatedly gets no requests for a while, then a few trials. Pure.
 
-    CLOSED     `failure` faults in a row, none older than the window, open it
+    CLOSED     --cb-failure-threshold faults in a row, none older than the window, open it
     OPEN       nothing is sent there until the timeout is over
-    HALF_OPEN  up to `success` requests at a time try it; that many answers that begin close it, one fault opens it again
+    HALF_OPEN  up to --cb-success-threshold requests at a time try it; so many answers that begin close it, one fault opens it again
 
-Only the worker's own faults count (`is_fault`). Names and defaults of the flags are those of SGLang's router.
+Only the worker's own faults count (`CallFailed.is_fault`). Names and defaults of the flags are those of SGLang's router.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-UNJOINED = 502  # what a decode worker answers when it could not find or reach the prefill worker
-_FAULTS = frozenset((500, 502, 503))
+from router.config import BreakerFlags
 
 
 class State(StrEnum):
@@ -29,32 +28,21 @@ class Event(StrEnum):
     WAITED = "waited"  # the timeout is over
 
 
-# (state, event) -> (next state, the field of `BreakerSettings` that must be reached first; "": none)
+# (state, event) -> (next state, the flag that must be reached first; "": none)
 TRANSITIONS: dict[tuple[State, Event], tuple[State, str]] = {
     (State.CLOSED, Event.BEGUN): (State.CLOSED, ""),
     (State.CLOSED, Event.WELL): (State.CLOSED, ""),
-    (State.CLOSED, Event.FAULT): (State.OPEN, "failure"),
+    (State.CLOSED, Event.FAULT): (State.OPEN, "cb_failure_threshold"),
     (State.CLOSED, Event.WAITED): (State.CLOSED, ""),
     (State.OPEN, Event.BEGUN): (State.OPEN, ""),  # of a request from before
     (State.OPEN, Event.WELL): (State.OPEN, ""),
     (State.OPEN, Event.FAULT): (State.OPEN, ""),
     (State.OPEN, Event.WAITED): (State.HALF_OPEN, ""),
-    (State.HALF_OPEN, Event.BEGUN): (State.CLOSED, "success"),
+    (State.HALF_OPEN, Event.BEGUN): (State.CLOSED, "cb_success_threshold"),
     (State.HALF_OPEN, Event.WELL): (State.HALF_OPEN, ""),  # it has begun before
     (State.HALF_OPEN, Event.FAULT): (State.OPEN, ""),
     (State.HALF_OPEN, Event.WAITED): (State.HALF_OPEN, ""),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BreakerSettings:
-    """`failure`, `success`: counts. `enabled` False: every circuit stays closed."""
-
-    failure: int = 10
-    success: int = 3
-    timeout_s: float = 60.0
-    window_s: float = 120.0
-    enabled: bool = True
 
 
 @dataclass(slots=True)
@@ -64,7 +52,7 @@ class Circuit:
     `quiet`: closed, with no fault on record, so only a fault changes it: the usual state.
     """
 
-    settings: BreakerSettings = field(default_factory=BreakerSettings)
+    flags: BreakerFlags = field(default_factory=BreakerFlags)
     state: State = State.CLOSED
     quiet: bool = True
     on_open: Callable[[float], None] = lambda until_s: None  # receives the end of the timeout; 0.0: not open
@@ -78,7 +66,7 @@ class Circuit:
         if self.state is State.CLOSED:
             return True
         may_be_tried = self.state is State.HALF_OPEN or self._has_waited(now_s)
-        return may_be_tried and self._num_trials < self.settings.success
+        return may_be_tried and self._num_trials < self.flags.cb_success_threshold
 
     def send(self, now_s: float) -> bool:
         """Note that a request is sent, and return whether it is a trial: `end_trial` must follow."""
@@ -93,22 +81,22 @@ class Circuit:
         assert self._num_trials >= 0
 
     def _has_waited(self, now_s: float) -> bool:
-        return self.state is State.OPEN and now_s - self._since_s >= self.settings.timeout_s
+        return self.state is State.OPEN and now_s - self._since_s >= self.flags.cb_timeout_duration_s
 
     def record(self, event: Event, now_s: float) -> None:
         """Take an event; `BEGUN`, `WELL` and `FAULT` are of requests."""
-        if not self.settings.enabled:
+        if self.flags.disable_circuit_breaker:
             return
         target, needed = TRANSITIONS[self.state, event]
         count = self._count(event, now_s)
-        if target is not self.state and not (needed and count < getattr(self.settings, needed)):
+        if target is not self.state and not (needed and count < getattr(self.flags, needed)):
             self._enter(target, now_s)
         self.quiet = self.state is State.CLOSED and not self._faults_s
 
     def _enter(self, target: State, now_s: float) -> None:
         self.state, self._since_s, self._num_begun = target, now_s, 0
         self._faults_s.clear()
-        self.on_open(now_s + self.settings.timeout_s if target is State.OPEN else 0.0)
+        self.on_open(now_s + self.flags.cb_timeout_duration_s if target is State.OPEN else 0.0)
 
     def reset(self) -> None:
         """Forget everything: another process serves there, or the worker is dead."""
@@ -124,19 +112,6 @@ class Circuit:
         if event is Event.WELL:
             self._faults_s.clear()
         if event is Event.FAULT:
-            oldest_s = now_s - self.settings.window_s
+            oldest_s = now_s - self.flags.cb_window_duration_s
             self._faults_s = [at_s for at_s in self._faults_s if at_s > oldest_s] + [now_s]
         return len(self._faults_s)
-
-
-def is_fault(*, reason: str, status: int, headers: Mapping[str, str], draining: bool, decode: bool) -> bool:
-    """Whether a failed call is its own worker's fault.
-
-    Faults of the request or its client (4xx; 504: its own deadline), back-pressure (503 with Retry-After), an orderly end, a call
-    given up because health checks found the worker dead, and a decode worker that could not reach its prefill worker do not count.
-    """
-    if reason != "status":
-        return reason in ("refused", "lost", "timeout")
-    if draining or (status == UNJOINED and decode):
-        return False
-    return status in _FAULTS and not (status == 503 and "retry-after" in headers)

@@ -1,6 +1,5 @@
 """The health of a worker: a table of states and check results. Pure."""
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -18,31 +17,22 @@ class Check(StrEnum):
     REFUSED = "refused"  # nothing listens there: one result is enough
 
 
-# (state, event) -> (next state, which threshold must be reached first)
+# (state, event) -> (next state, the flag that says after how many equal results in a row; "": at once)
 TRANSITIONS: dict[tuple[Health, Check], tuple[Health, str]] = {
-    (Health.STARTING, Check.OK): (Health.UP, "success"),
-    (Health.STARTING, Check.DRAINING): (Health.DRAINING, "none"),
-    (Health.STARTING, Check.FAILED): (Health.STARTING, "none"),
-    (Health.STARTING, Check.REFUSED): (Health.STARTING, "none"),
-    (Health.UP, Check.OK): (Health.UP, "none"),
-    (Health.UP, Check.DRAINING): (Health.DRAINING, "none"),
-    (Health.UP, Check.FAILED): (Health.DOWN, "failure"),
-    (Health.UP, Check.REFUSED): (Health.DOWN, "none"),
-    (Health.DRAINING, Check.OK): (Health.UP, "success"),  # another one serves at this address
-    (Health.DRAINING, Check.DRAINING): (Health.DRAINING, "none"),
-    (Health.DRAINING, Check.FAILED): (Health.DOWN, "failure"),
-    (Health.DRAINING, Check.REFUSED): (Health.DOWN, "none"),
-    (Health.DOWN, Check.OK): (Health.UP, "success"),
-    (Health.DOWN, Check.DRAINING): (Health.DRAINING, "none"),
-    (Health.DOWN, Check.FAILED): (Health.DOWN, "none"),
-    (Health.DOWN, Check.REFUSED): (Health.DOWN, "none"),
+    (Health.STARTING, Check.OK): (Health.UP, "health_success_threshold"),
+    (Health.STARTING, Check.DRAINING): (Health.DRAINING, ""),
+    (Health.STARTING, Check.FAILED): (Health.STARTING, ""),
+    (Health.STARTING, Check.REFUSED): (Health.STARTING, ""),
+    (Health.UP, Check.OK): (Health.UP, ""),
+    (Health.UP, Check.DRAINING): (Health.DRAINING, ""),
+    (Health.UP, Check.FAILED): (Health.DOWN, "health_failure_threshold"),
+    (Health.UP, Check.REFUSED): (Health.DOWN, ""),
+    (Health.DRAINING, Check.OK): (Health.UP, "health_success_threshold"),  # another one serves at this address
+    (Health.DRAINING, Check.DRAINING): (Health.DRAINING, ""),
+    (Health.DRAINING, Check.FAILED): (Health.DOWN, "health_failure_threshold"),
+    (Health.DRAINING, Check.REFUSED): (Health.DOWN, ""),
+    (Health.DOWN, Check.OK): (Health.UP, "health_success_threshold"),
+    (Health.DOWN, Check.DRAINING): (Health.DRAINING, ""),
+    (Health.DOWN, Check.FAILED): (Health.DOWN, ""),
+    (Health.DOWN, Check.REFUSED): (Health.DOWN, ""),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Thresholds:
-    """Equal results in a row before the state changes."""
-
-    failure: int = 2
-    success: int = 1
-    none: int = 1

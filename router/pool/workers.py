@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from urllib.parse import urlsplit
 
-from router.pool.breaker import BreakerSettings, Circuit, State
+from router.config import BreakerFlags, HealthFlags
+from router.pool.breaker import Circuit, State
 from router.pool.models import Catalogue, serves
 from router.pool.pool import WorkerPool
 from router.pool.shared_load import SharedLoad
-from router.pool.states import TRANSITIONS, Check, Health, Thresholds
+from router.pool.states import TRANSITIONS, Check, Health
 from router.pool.worker import MAX_WORKERS, LoadLog, Loads, Role, Worker
 from service.http.errors import ApiError
 
@@ -34,11 +35,11 @@ class WorkerTable:
     `on_change` is called whenever the workers that may be chosen change.
     """
 
-    thresholds: Thresholds = field(default_factory=Thresholds)
+    health: HealthFlags = field(default_factory=HealthFlags)
     peers: SharedLoad | None = None
     on_gone: Callable[[Worker], None] = lambda worker: None
     on_change: Callable[[], None] = lambda: None
-    breaker: BreakerSettings = field(default_factory=BreakerSettings)
+    breaker: BreakerFlags = field(default_factory=BreakerFlags)
     loads: Loads = field(init=False)
     _workers: list[Worker] = field(default_factory=list)
     _by_name: dict[str, Worker] = field(default_factory=dict)  # of `same_url`
@@ -151,7 +152,7 @@ class WorkerTable:
         if result in (Check.OK, Check.DRAINING):
             worker.good_s = now_s
         target, threshold = TRANSITIONS[worker.health, result]
-        if target is worker.health or worker.streak < getattr(self.thresholds, threshold):
+        if target is worker.health or (threshold and worker.streak < getattr(self.health, threshold)):
             return False
         worker.health, worker.changed_s = target, now_s
         self._on_change()

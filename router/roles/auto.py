@@ -17,7 +17,7 @@ from router.fleet.peer_processes import PeerProcesses
 from router.metrics import RouterMetrics
 from router.pool.worker import Worker
 from router.pool.workers import WorkerTable
-from router.roles.controller import Controller, Move, Rules, Standing
+from router.roles.controller import Controller, Move, Standing
 from router.roles.demand import Gauge, Goals
 from router.roles.switch import Switch, SwitchFailed, SwitchRefused
 
@@ -53,15 +53,16 @@ class AutoRoles:
         peers: PeerProcesses,
         leads: bool,
     ) -> None:
-        self._interval_s = config.auto_roles_interval_s
+        self._config = config
         self._runs = config.auto_roles and leads
-        self._enabled = config.auto_roles
         self._table = table
         self._mover = mover
         self._metrics = metrics
         self._peers = peers
-        self.controller = Controller(rules_of(config))
-        self._gauge = Gauge(goals_of(config), window_s=window_s(config))
+        self.controller = Controller(config)
+        goals = Goals(ttft_s=config.auto_roles_ttft_s, itl_s=config.auto_roles_itl_s or math.inf)
+        window_s = max(config.auto_roles_interval_s, WINDOW_SHARE * config.auto_roles_sustain_s)
+        self._gauge = Gauge(goals, window_s=window_s)
         self._moves: deque[MoveRecord] = deque(maxlen=KEPT_MOVES)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -86,7 +87,7 @@ class AutoRoles:
 
     async def leading_status(self) -> bytes:
         """`status` of the process that leads, as JSON; of this one if that does not answer."""
-        if self._enabled and not self._runs:
+        if self._config.auto_roles and not self._runs:
             answers = await self._peers.request("GET", PATH)
             leading = next((answer for answer in answers if msgspec.json.decode(answer)["runs"]), None)
             if leading is not None:
@@ -95,13 +96,13 @@ class AutoRoles:
 
     def status(self) -> dict[str, Any]:
         """`runs`: in this process. Pressures (1: as much as a pool can bear) by model, and the last moves. Times have the clock of `now_s`."""
-        rules, now_s = self.controller.rules, _now_s()
+        now_s = _now_s()
         return {
-            "enabled": self._enabled,
+            "enabled": self._config.auto_roles,
             "runs": self._runs,
             "now_s": now_s,
-            "enter": rules.enter,
-            "leave": rules.leave,
+            "enter": self._config.auto_roles_enter,
+            "leave": self._config.auto_roles_leave,
             "models": {model: _view(standing, now_s) for model, standing in self.controller.standings.items()},
             "moves": list(reversed(self._moves)),
         }
@@ -119,7 +120,7 @@ class AutoRoles:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(self._config.auto_roles_interval_s)
             try:
                 self.tick()
             except Exception:  # the next look may go better, and requests need none
@@ -151,27 +152,6 @@ class AutoRoles:
             self._metrics.role_moves.labels(move.model, move.to_role.value, result).inc()
         if result == "moved":
             log.info("auto roles: %s serves as %s after %.1f s", worker.url, move.to_role, record.seconds)
-
-
-def rules_of(config: AutoRolesFlags) -> Rules:
-    return Rules(
-        enter=config.auto_roles_enter,
-        leave=config.auto_roles_leave,
-        sustain_s=config.auto_roles_sustain_s,
-        cooldown_s=config.auto_roles_cooldown_s,
-        move_s=config.auto_roles_switch_time_s,
-        min_prefill=config.auto_roles_min_prefill,
-        min_decode=config.auto_roles_min_decode,
-    )
-
-
-def window_s(config: AutoRolesFlags) -> float:
-    """Over which reports are smoothed."""
-    return max(config.auto_roles_interval_s, WINDOW_SHARE * config.auto_roles_sustain_s)
-
-
-def goals_of(config: AutoRolesFlags) -> Goals:
-    return Goals(ttft_s=config.auto_roles_ttft_s, itl_s=config.auto_roles_itl_s or math.inf)
 
 
 def _view(standing: Standing, now_s: float) -> dict[str, Any]:

@@ -20,28 +20,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from router.config import AutoRolesFlags
 from router.pool.worker import Role
 
 ROLES = (Role.PREFILL, Role.DECODE)
 LEAST_S = 1.0  # least window of the usual demand
+GAIN = 0.2  # least part of its pressure of which a move relieves a pool
 NEWS = 0.5  # weight of the last move in the expected duration
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """`enter`, `leave`: pressures. `move_s`: assumed duration of the first move. `min_*`: at least 1."""
-
-    enter: float = 0.9
-    leave: float = 0.7
-    gain: float = 0.2
-    sustain_s: float = 15.0
-    cooldown_s: float = 60.0
-    move_s: float = 30.0
-    min_prefill: int = 1
-    min_decode: int = 1
-
-    def keeps(self, role: Role) -> int:
-        return self.min_prefill if role is Role.PREFILL else self.min_decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +89,11 @@ class Standing:
 
 
 class Controller:
-    def __init__(self, rules: Rules) -> None:
-        assert 0 < rules.leave < rules.enter and 0 < rules.gain < 1, rules
-        assert rules.min_prefill >= 1 and rules.min_decode >= 1, "an empty pool serves no request"
-        self.rules = rules
+    def __init__(self, flags: AutoRolesFlags) -> None:
+        assert 0 < flags.auto_roles_leave < flags.auto_roles_enter, flags
+        self._flags = flags
+        self._least = {Role.PREFILL: flags.auto_roles_min_prefill, Role.DECODE: flags.auto_roles_min_decode}
+        assert min(self._least.values()) >= 1, "an empty pool serves no request"
         self.standings: dict[str, Standing] = {}
 
     def tick(self, now_s: float, seen: Sequence[Seen]) -> list[Move]:
@@ -131,7 +117,7 @@ class Controller:
             standing.failed_s = now_s
 
     def _tick(self, now_s: float, model: str, workers: list[Seen]) -> Move | None:
-        standing = self.standings.setdefault(model, Standing(self.rules.move_s))
+        standing = self.standings.setdefault(model, Standing(self._flags.auto_roles_switch_time_s))
         pools = {role: [worker for worker in workers if worker.role is role] for role in ROLES}
         self._note_usual(standing, pools, now_s)
         if standing.moving is not None:
@@ -153,14 +139,14 @@ class Controller:
         """While a worker moves, too: its remaining work is still the pool's."""
         dt_s, standing.seen_s = now_s - standing.seen_s, now_s
         for role, pool in pools.items():
-            mean = standing.usual.setdefault(role, Smooth(max(self.rules.cooldown_s, LEAST_S)))
+            mean = standing.usual.setdefault(role, Smooth(max(self._flags.auto_roles_cooldown_s, LEAST_S)))
             mean.add(sum(worker.lasting for worker in pool), dt_s)
 
     def _note_shortage(self, standing: Standing, now_s: float) -> None:
         for role, pressure in standing.pressure.items():
-            if pressure < self.rules.leave:
+            if pressure < self._flags.auto_roles_leave:
                 standing.short_since.pop(role, None)
-            elif pressure >= self.rules.enter:
+            elif pressure >= self._flags.auto_roles_enter:
                 standing.short_since.setdefault(role, now_s)
 
     def _judge(
@@ -169,13 +155,13 @@ class Controller:
         """(the move or None, why)."""
         to = max(ROLES, key=lambda role: standing.pressure[role])
         giver = Role.DECODE if to is Role.PREFILL else Role.PREFILL
-        if to not in standing.short_since or standing.pressure[to] < self.rules.enter:
+        if to not in standing.short_since or standing.pressure[to] < self._flags.auto_roles_enter:
             return None, "neither pool is short"
-        if self.rules.keeps(giver) >= len(pools[giver]):
-            return None, f"{to} is short, but {giver} is at its minimum of {self.rules.keeps(giver)}"
+        if self._least[giver] >= len(pools[giver]):
+            return None, f"{to} is short, but {giver} is at its minimum of {self._least[giver]}"
         before = sum(worker.lasting for worker in pools[to]) / len(pools[to])
         after = self._giver_after(standing, pools, giver, lasting=before)
-        if after >= before * (1 - self.rules.gain):  # also where nothing lasts: a backlog alone passes without a move
+        if after >= before * (1 - GAIN):  # also where nothing lasts: a backlog alone passes without a move
             return None, (
                 f"{to} is short, but {giver} cannot spare a worker: it would have {after:.2f} of lasting work, "
                 f"{to} has {before:.2f}"
@@ -204,11 +190,11 @@ class Controller:
 
     def _wait_s(self, now_s: float, standing: Standing, to: Role) -> float:
         """Until a move to `to` may begin, if nothing changes."""
-        due_s = standing.short_since[to] + max(self.rules.sustain_s, standing.move_s)
+        due_s = standing.short_since[to] + max(self._flags.auto_roles_sustain_s, standing.move_s)
         if standing.last_to not in (None, to):
-            due_s = max(due_s, standing.ended_s + self.rules.cooldown_s)
+            due_s = max(due_s, standing.ended_s + self._flags.auto_roles_cooldown_s)
         if standing.failed_s is not None:
-            due_s = max(due_s, standing.failed_s + self.rules.cooldown_s)
+            due_s = max(due_s, standing.failed_s + self._flags.auto_roles_cooldown_s)
         return due_s - now_s
 
 

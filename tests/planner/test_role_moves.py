@@ -12,8 +12,8 @@ from planner.layout import parse_layout
 from planner.role_moves import AutoSpec, Moved, RoleMoves
 from planner.step_time import Fitted
 from planner.workload import Lengths, PlannedRequest, WorkloadPhase, from_phases
+from router.config import AutoRolesFlags
 from router.pool.worker import Role
-from router.roles.controller import Rules
 from router.roles.demand import Goals
 from tests.planner.planned import assert_at_rest, cluster, request_at
 
@@ -28,7 +28,7 @@ SLOW = Fitted(
 )
 SLO = SloTargets(ttft_s=4.0, tpot_s=0.1, itl_s=None, share=0.9)
 AUTO = AutoSpec(
-    rules=Rules(sustain_s=4.0, cooldown_s=20.0, move_s=4.0),
+    flags=AutoRolesFlags(auto_roles_sustain_s=4.0, auto_roles_cooldown_s=20.0, auto_roles_switch_time_s=4.0),
     goals=Goals(ttft_s=2.0, itl_s=0.1),
     window_s=2.0,
     interval_s=0.5,

@@ -11,11 +11,11 @@ from aiohttp import web
 
 from router.admission.admission import Admission
 from router.admission.forecast import MIN_POINTS, STALE_S, Forecast, LineFit, TooLate
-from router.admission.queue import AdmissionQueue, QueueLimits, TicketStatus
+from router.admission.queue import AdmissionQueue, TicketStatus
 from router.attempts.events import Events
 from router.attempts.request import Slo
 from router.choice.chooser import make_chooser
-from router.config import RouterConfig
+from router.config import AdmissionFlags, RouterConfig
 from router.metrics import RouterMetrics
 from router.pool.breaker import Event
 from router.pool.shared_load import SharedLoad
@@ -27,8 +27,17 @@ from tests.router.dummies import Behaviour, DummyWorker, answer_ok, cluster, lat
 # ---- the line
 
 
-def line(**limits: int) -> AdmissionQueue:
-    return AdmissionQueue(QueueLimits(**{"running": 2, "queue": 3, **limits}))
+def line(*, running: int = 2, per_client: int = 0, queue: int = 3) -> AdmissionQueue:
+    return AdmissionQueue(limits_of(running, per_client=per_client, queue=queue))
+
+
+def limits_of(running: int, *, per_client: int = 0, queue: int) -> AdmissionFlags:
+    return AdmissionFlags(
+        max_concurrent_requests=running,
+        max_concurrent_requests_per_client=per_client,
+        queue_size=queue,
+        queue_timeout_s=10.0,
+    )
 
 
 def test_higher_priority_goes_first_then_who_came_first() -> None:
@@ -74,7 +83,7 @@ def test_a_client_at_its_limit_is_passed_over() -> None:
 
 
 def test_who_waited_too_long_is_refused_and_who_leaves_makes_no_room() -> None:
-    waits = AdmissionQueue(QueueLimits(running=1, queue=9, queue_timeout_s=10.0))
+    waits = line(running=1, queue=9)
     waits.arrive("a", priority=0, now_s=0.0)
     early, _ = waits.arrive("a", priority=0, now_s=1.0)
     late, _ = waits.arrive("a", priority=0, now_s=5.0)
@@ -84,7 +93,7 @@ def test_who_waited_too_long_is_refused_and_who_leaves_makes_no_room() -> None:
 
 def test_limits_count_over_all_processes(tmp_path: Path) -> None:
     views = [SharedLoad(tmp_path / "load", row=row, num_rows=2) for row in range(2)]
-    limits = QueueLimits(running=3, per_client=2, queue=5)
+    limits = limits_of(3, per_client=2, queue=5)
     here, there = (AdmissionQueue(limits, view) for view in views)
     first, _ = here.arrive("a", priority=0, now_s=0.0)
     assert there.arrive("a", priority=0, now_s=0.0)[0].status is TicketStatus.RUNS
@@ -338,7 +347,7 @@ def test_metrics_show_circuits_what_is_foretold_and_who_waits() -> None:
     for _ in range(3):
         assert admission.turns is not None
         admission.turns.queue.arrive("", priority=0, now_s=0.0)
-    for _ in range(table.breaker.failure):
+    for _ in range(table.breaker.cb_failure_threshold):
         unknown.circuit.record(Event.FAULT, 0.0)
     samples = {
         row.rpartition(" ")[0]: float(row.rpartition(" ")[2])

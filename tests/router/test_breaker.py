@@ -5,14 +5,20 @@ from typing import Any
 
 import pytest
 
-from router.pool.breaker import TRANSITIONS, BreakerSettings, Circuit, Event, State, is_fault
+from router.attempts.upstream_call import CallFailed
+from router.config import BreakerFlags
+from router.pool.breaker import TRANSITIONS, Circuit, Event, State
+from router.pool.worker import Role
+from router.pool.workers import WorkerTable
 from tests.router.dummies import always, answer_ok, cluster
 
-SETTINGS = BreakerSettings(failure=3, success=2, timeout_s=10.0, window_s=60.0)
+FLAGS = BreakerFlags(
+    cb_failure_threshold=3, cb_success_threshold=2, cb_timeout_duration_s=10.0, cb_window_duration_s=60.0
+)
 
 
 def opened(at_s: float = 0.0) -> Circuit:
-    circuit = Circuit(SETTINGS)
+    circuit = Circuit(FLAGS)
     for _ in range(3):
         circuit.record(Event.FAULT, at_s)
     assert circuit.state is State.OPEN
@@ -24,7 +30,7 @@ def test_every_cell_of_the_table_is_there() -> None:
 
 
 def test_faults_in_a_row_open_it_and_a_good_answer_forgets_them() -> None:
-    circuit = Circuit(SETTINGS)
+    circuit = Circuit(FLAGS)
     for event in (Event.FAULT, Event.FAULT, Event.WELL, Event.FAULT, Event.FAULT):
         circuit.record(event, 0.0)
     assert circuit.state is State.CLOSED
@@ -34,7 +40,7 @@ def test_faults_in_a_row_open_it_and_a_good_answer_forgets_them() -> None:
 
 
 def test_faults_older_than_the_window_do_not_count() -> None:
-    circuit = Circuit(SETTINGS)
+    circuit = Circuit(FLAGS)
     for now_s in (0.0, 1.0, 60.5, 61.5):
         circuit.record(Event.FAULT, now_s)
     assert circuit.state is State.CLOSED
@@ -78,17 +84,17 @@ def test_another_life_starts_with_a_closed_circuit() -> None:
         ({"reason": "down"}, False),
         ({"status": 500}, True),
         ({"status": 502}, True),
-        ({"status": 502, "decode": True}, False),
+        ({"status": 502, "role": Role.DECODE}, False),
         ({"status": 503}, True),
         ({"status": 503, "headers": {"retry-after": "1"}}, False),
-        ({"status": 503, "draining": True}, False),
+        ({"status": 503, "body": b'{"status": "draining"}'}, False),
         ({"status": 504}, False),
         *(({"status": status}, False) for status in (400, 404, 408, 409, 422, 429)),
     ],
 )
 def test_only_what_a_worker_itself_did_is_its_fault(said: dict[str, Any], fault: bool) -> None:
-    asked: dict[str, Any] = {"reason": "status", "status": 0, "headers": {}, "draining": False, "decode": False} | said
-    assert is_fault(**asked) is fault
+    worker = WorkerTable().add("http://h:1", role=said.pop("role", Role.PREFILL))
+    assert CallFailed(worker, **{"reason": "status", **said}).is_fault is fault
 
 
 def states(c: Any) -> list[str]:

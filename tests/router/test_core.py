@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.attempts.rooms import RoomMinter
-from router.config import RouterConfig, check_config
+from router.config import HealthFlags, RouterConfig, check_config
 from router.pool.reports import parse_bootstrap, parse_load, parse_mode
-from router.pool.states import TRANSITIONS, Check, Health, Thresholds
+from router.pool.states import TRANSITIONS, Check, Health
 from router.pool.worker import Lease, LoadReport, Role
 from router.pool.workers import WorkerTable, WorkerTableError, missing_roles
 from router.requests.dispatch import Retries
@@ -18,7 +18,7 @@ from tests.router.dummies import table_of
 
 def test_every_cell_of_the_health_table_is_there() -> None:
     assert set(TRANSITIONS) == {(health, check) for health in Health for check in Check}
-    assert all(hasattr(Thresholds(), threshold) for _, threshold in TRANSITIONS.values())
+    assert all(threshold == "" or hasattr(HealthFlags(), threshold) for _, threshold in TRANSITIONS.values())
     assert all(state is not Health.STARTING or now is Health.STARTING for (now, _), (state, _) in TRANSITIONS.items())
 
 
@@ -42,7 +42,7 @@ def test_a_refused_connection_takes_a_worker_out_at_once() -> None:
 
 
 def test_success_threshold_counts_good_checks_in_a_row() -> None:
-    table = WorkerTable(Thresholds(success=2))
+    table = WorkerTable(HealthFlags(health_success_threshold=2))
     worker = table.add("http://h:1/", role=Role.UNIFIED)
     for check, health in (
         (Check.OK, Health.STARTING),

@@ -10,8 +10,8 @@ from router.choice.cache_aware import SMALL_GROUP, CacheAware, queue_ends, unbal
 from router.choice.policies import RoutingHints, least_loaded
 from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_keys import BLOCK_TOKENS
-from router.config import ChoiceFlags
-from router.pool.breaker import BreakerSettings, Event
+from router.config import BreakerFlags, ChoiceFlags
+from router.pool.breaker import Event
 from router.pool.load_order import SWEEP, key_for, load_key
 from router.pool.models import serves
 from router.pool.shared_load import SharedLoad
@@ -30,7 +30,7 @@ class Story:
     def __init__(self, rng: random.Random, *, workers: int = MANY, view: SharedLoad | None = None) -> None:
         self.rng = rng
         self.now_s = 0.0
-        breaker = BreakerSettings(failure=1, success=2, timeout_s=5.0)
+        breaker = BreakerFlags(cb_failure_threshold=1, cb_success_threshold=2, cb_timeout_duration_s=5.0)
         self.table = WorkerTable(breaker=breaker) if view is None else WorkerTable(peers=view, breaker=breaker)
         self.leases: list[Lease] = []
         for _ in range(workers):
@@ -220,7 +220,7 @@ def test_what_a_peer_has_ended_is_seen_within_one_round(tmp_path: Path) -> None:
 def test_a_circuit_that_a_peer_holds_open_narrows_the_pool(tmp_path: Path) -> None:
     mine, other = peers(tmp_path, 3)
     assert [w.worker_id for w in mine.ready(Role.DECODE, "", now_s=0.5)] == [0, 1, 2]
-    for _ in range(BreakerSettings().failure):
+    for _ in range(BreakerFlags().cb_failure_threshold):
         other.workers()[1].circuit.record(Event.FAULT, 1.0)
     assert [w.worker_id for w in mine.ready(Role.DECODE, "", now_s=1.1)] == [0, 2]
     assert [w.worker_id for w in other.ready(Role.DECODE, "", now_s=1.1)] == [0, 2]

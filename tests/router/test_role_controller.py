@@ -6,22 +6,24 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from router.config import AutoRolesFlags
 from router.pool.states import Check
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
-from router.roles.controller import Controller, Move, Rules, Seen
+from router.roles.controller import Controller, Move, Seen
 from router.roles.demand import Gauge, Goals, decode_demand
 
 P, D = Role.PREFILL, Role.DECODE
-RULES = Rules(sustain_s=10.0, cooldown_s=60.0, move_s=20.0)
+FLAGS = AutoRolesFlags(auto_roles_sustain_s=10.0, auto_roles_cooldown_s=60.0, auto_roles_switch_time_s=20.0)
+AT_ONCE = replace(FLAGS, auto_roles_sustain_s=0.0, auto_roles_switch_time_s=0.0)
 
 
 class Pools:
     """Workers of one model whose roles follow the moves; work is dealt out evenly."""
 
-    def __init__(self, prefill: int, decode: int, rules: Rules = RULES) -> None:
+    def __init__(self, prefill: int, decode: int, flags: AutoRolesFlags = FLAGS) -> None:
         self.roles = [P] * prefill + [D] * decode
-        self.controller = Controller(rules)
+        self.controller = Controller(flags)
         self.moves: list[tuple[float, Move]] = []
         self.now_s = 0.0
 
@@ -68,7 +70,7 @@ class Pools:
 def test_a_short_pool_gets_a_worker_after_as_long_as_a_move_takes() -> None:
     pools = Pools(1, 3)
     move = pools.until_move(1.5, 0.6)
-    assert move is not None and move.to_role is P and pools.now_s == 1 + RULES.move_s
+    assert move is not None and move.to_role is P and pools.now_s == 1 + FLAGS.auto_roles_switch_time_s
     assert "prefill is short since 20 s: pressure 1.50" in move.reason
 
 
@@ -121,7 +123,7 @@ def test_a_backlog_makes_a_pool_short_but_takes_no_worker_from_one_that_needs_it
 
 
 def test_the_least_loaded_worker_moves_and_of_equal_ones_the_oldest() -> None:
-    controller = Controller(replace(RULES, sustain_s=0.0, move_s=0.0))
+    controller = Controller(AT_ONCE)
     work = {4: 0.3, 3: 0.1, 2: 0.1}
     seen = [Seen(worker_id=i, role=D, model="m", ready=True, demand=d) for i, d in work.items()]
     (move,) = controller.tick(0.0, [*seen, Seen(worker_id=9, role=P, model="m", ready=True, demand=2.0)])
@@ -134,13 +136,15 @@ def test_while_somebody_is_away_or_moves_nobody_does() -> None:
         assert pools.look(1.5, 0.6, absent=True) is None
     assert "1 of 4 workers are down" in pools.verdict
     move = pools.until_move(1.5, 0.6)
-    assert move is not None and pools.now_s == 100 + 1 + RULES.move_s, "what was seen before does not count"
+    assert move is not None and pools.now_s == 100 + 1 + FLAGS.auto_roles_switch_time_s, (
+        "what was seen before does not count"
+    )
     assert pools.until_move(1.5, 0.6) is None and pools.verdict == "a worker moves to prefill"
 
 
 def test_an_empty_pool_is_not_filled() -> None:
     """Who starts a cluster in pieces must not find its roles changed."""
-    controller = Controller(RULES)
+    controller = Controller(FLAGS)
     for now_s in range(100):
         assert not controller.tick(now_s, [Seen(worker_id=1, role=D, model="m", ready=True, demand=0.0)] * 2)
     assert controller.standings["m"].verdict == "there is no prefill worker"
@@ -152,11 +156,11 @@ def test_a_failed_move_is_not_tried_again_at_once() -> None:
     assert move is not None
     pools.carry_out(move, ok=False)
     failed_s = pools.now_s
-    assert pools.until_move(1.5, 0.6) is not None and pools.now_s >= failed_s + RULES.cooldown_s
+    assert pools.until_move(1.5, 0.6) is not None and pools.now_s >= failed_s + FLAGS.auto_roles_cooldown_s
 
 
 def test_models_have_pools_of_their_own() -> None:
-    controller = Controller(replace(RULES, sustain_s=0.0, move_s=0.0))
+    controller = Controller(AT_ONCE)
     seen = []
     for number, model in enumerate(("a", "b", "c")):
         for role, work in ((P, 0.2 if model == "c" else 2.0), (D, 0.1), (D, 0.1)):
@@ -181,7 +185,7 @@ sizes = st.integers(1, 6)
 def test_whatever_comes_no_worker_goes_back_soon_and_minimums_hold(
     prefill: int, decode: int, min_prefill: int, min_decode: int, series: list[tuple[float, float, float, int, bool]]
 ) -> None:
-    pools = Pools(prefill, decode, replace(RULES, min_prefill=min_prefill, min_decode=min_decode))
+    pools = Pools(prefill, decode, replace(FLAGS, auto_roles_min_prefill=min_prefill, auto_roles_min_decode=min_decode))
     floor = {P: min(prefill, min_prefill), D: min(decode, min_decode)}
     ended: list[tuple[float, Role]] = []
     for of_prefill, of_decode, backlog, seconds, ok in series:
@@ -190,7 +194,7 @@ def test_whatever_comes_no_worker_goes_back_soon_and_minimums_hold(
             if move is None:
                 continue
             if ended and ended[-1][1] is not move.to_role:
-                assert pools.now_s >= ended[-1][0] + RULES.cooldown_s, "it went back within the cool-down"
+                assert pools.now_s >= ended[-1][0] + FLAGS.auto_roles_cooldown_s, "it went back within the cool-down"
             pools.carry_out(move, ok=ok)
             if ok:
                 ended.append((pools.now_s, move.to_role))

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import router.pool.shared_load
+from router.config import BreakerFlags
 from router.fleet.peer_processes import merge_expositions
-from router.pool.breaker import BreakerSettings, Event, State
+from router.pool.breaker import Event, State
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
@@ -20,7 +21,7 @@ def rows(path: Path, count: int) -> list[SharedLoad]:
 
 
 def test_a_circuit_that_one_process_opens_keeps_the_others_away_until_its_time_is_over(tmp_path: Path) -> None:
-    breaker = BreakerSettings(failure=1, timeout_s=60.0)
+    breaker = BreakerFlags(cb_failure_threshold=1)
     tables = [WorkerTable(peers=view, breaker=breaker) for view in rows(tmp_path, 2)]
     (finder, other) = (table.add("http://a:1", role=Role.DECODE) for table in tables)
     bystander = tables[1].add("http://b:1", role=Role.DECODE)

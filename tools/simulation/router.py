@@ -27,7 +27,6 @@ from router.history.trace import RequestTraces
 from router.http.access import need_of
 from router.metrics import RouterMetrics, counted
 from router.pool.health import HealthMonitor
-from router.pool.states import Thresholds
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from router.requests.build import make_dispatcher
@@ -72,7 +71,7 @@ class Router:
             hedge_budget=1.0,
         )
         chooser = make_chooser(config, draw=draw.randrange)
-        self.table = WorkerTable(Thresholds(), on_gone=chooser.forget)
+        self.table = WorkerTable(on_gone=chooser.forget)
         self.rooms = RoomMinter(draw.getrandbits)
         session: Any = _Session(network, process, config)
         self._upstream = SimulatedUpstream(
