@@ -121,7 +121,6 @@ def write_bodies(parsed: ParsedBody, *, host: str, port: int | None, rooms: Sequ
 
 
 def named_model(parsed: ParsedBody) -> str:
-    """The request's `model`; "" for none, or for what is no text."""
     return decode_or_none(_raw(parsed.fields, "model"), str) or ""
 
 

@@ -211,8 +211,6 @@ class KeyFlags(FlagSet):
 class RouterConfig(
     KeyFlags, DiscoveryFlags, AutoRolesFlags, AdmissionFlags, BreakerFlags, HealthFlags, ChoiceFlags, WorkerFlags
 ):
-    """One router in front of prefill and decode workers, or (without --pd-disaggregation) of unified workers."""
-
     retry_max: int = flag(
         3, "most retries of a request while nothing was sent to the client", least=0, special={0: "none"}
     )
@@ -273,7 +271,6 @@ def check_config(config: RouterConfig) -> None:
 
 
 def check_worker_url(name: str, url: str) -> None:
-    """Raise `ConfigError` unless `url` is http(s)://HOST[:PORT]."""
     try:
         parts = urlsplit(url)
         ok = parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/") and not parts.query

@@ -112,7 +112,6 @@ class RouterMetrics(RequestObserver, Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Everything but the library's own counters."""
         workers = self._table.workers()
         answered = CounterMetricFamily(
             "tandem_router_requests", "Requests answered, by path and HTTP status", labels=["path", "status"]

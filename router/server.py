@@ -34,7 +34,6 @@ def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None
 
 
 def serve_in_slot(slot: ProcessSlot, config: RouterConfig) -> None:
-    """One process of several: it obeys its parent alone, and ends with it."""
     set_up_logging(level=config.log_level, format=config.log_format, process="router")
     uvloop.run(run_router(replace(config, ready_file=str(slot.ready_file)), slot=slot))
 

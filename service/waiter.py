@@ -1,6 +1,11 @@
-"""A wait of one task that a callback ends."""
+"""A wait of one task that a callback ends, and the event loop's time."""
 
 import asyncio
+
+
+def loop_time_s() -> float:
+    """Monotonic, and virtual in a simulation."""
+    return asyncio.get_running_loop().time()
 
 
 class Waiter:

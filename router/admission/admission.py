@@ -22,55 +22,34 @@ MAX_PRIORITY = 1 << 31
 
 
 class Admission:
-    """`turns`: None if one limit for all requests of this process is enough. `forecast` learns from the requests that are served."""
+    """`forecast` learns from the requests that are served."""
 
     def __init__(self, config: AdmissionFlags, *, chooser: Chooser, peers: SharedLoad | None = None) -> None:
         self.forecast = Forecast()
-        self.turns: Turns | None = None
+        self.turns = Turns(config, peers)
         self._chooser = chooser
-        self._max_running = config.max_concurrent_requests
-        self._running = 0
         self._by_client = config.max_concurrent_requests_per_client > 0 or config.queue_size > 0
-        if self._by_client or peers is not None:
-            self.turns = Turns(config, peers)
         self._has_slo = config.slo_ttft_s > 0 or config.slo_itl_s > 0
         self._slo = Slo(config.slo_ttft_s or math.inf, config.slo_itl_s or math.inf)
 
     @property
     def num_running(self) -> int:
         """Requests that run in all processes of this router."""
-        return self._running if self.turns is None else self.turns.queue.num_everywhere
+        return self.turns.queue.num_everywhere
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for their turn in this process."""
-        return 0 if self.turns is None else self.turns.queue.num_waiting
+        return self.turns.queue.num_waiting
 
     def refuse_early(self, http: web.BaseRequest) -> None:
-        """Refuse before the body is read. `RequestRefused`."""
-        if self.turns is not None:
-            self.turns.refuse_early(self._client(http))
-        elif self._running >= self._max_running:
-            raise _full(self._max_running)
+        self.turns.refuse_early(self._client(http))
 
-    async def enter(self, request: RequestContext) -> Ticket | None:
+    async def enter(self, request: RequestContext) -> Ticket:
         """Wait until the request may run; `leave` must follow. `RequestRefused`; `BadBody`: the priority is no number."""
         priority = _priority(request.http, request.parsed)
-        if self.turns is not None:
-            return await self.turns.enter(self._client(request.http), priority=priority)
-        if self._running >= self._max_running:
-            raise _full(self._max_running)
-        self._running += 1
-        return None
-
-    def leave(self, ticket: Ticket | None) -> None:
-        if self.turns is not None and ticket is not None:
-            self.turns.leave(ticket)
-        else:
-            self._running -= 1
+        return await self.turns.enter(self._client(request.http), priority=priority)
 
     def slo_of(self, http: web.BaseRequest) -> Slo | None:
-        """The objectives of a request; None: it has none. `BadBody`."""
         headers = http.headers
         if TTFT_HEADER not in headers and ITL_HEADER not in headers:
             return self._slo if self._has_slo else None
@@ -96,12 +75,6 @@ class Admission:
 def client_name(http: web.BaseRequest) -> str:
     """The client for limits: the name of its API key, else its address."""
     return http[CALLER].name or client_of(http.remote)
-
-
-def _full(limit: int) -> RequestRefused:
-    return RequestRefused(
-        f"the router serves {limit} requests (--max-concurrent-requests); try again later", why="queue_full"
-    )
 
 
 def _priority(http: web.BaseRequest, parsed: ParsedBody) -> int:

@@ -44,8 +44,6 @@ class TooLate(Exception):
 
 @dataclass(slots=True)
 class LineFit:
-    """A straight line through measurements, recent ones counting most."""
-
     num_points: int = 0
     _weight: float = 0.0
     _x: float = 0.0
@@ -121,8 +119,6 @@ class ObservedStream(msgspec.Struct):
 
 
 class Forecast(RequestObserver):
-    """Fitted lines of every worker, by worker id."""
-
     def __init__(self) -> None:
         self._known: defaultdict[int, _Known] = defaultdict(_Known)  # by worker id
         self._streams: dict[PairAttempt, ObservedStream] = {}
@@ -165,7 +161,6 @@ class Forecast(RequestObserver):
         return prompt
 
     def learn_ttft(self, prompt: SentPrompt, *, now_s: float) -> None:
-        """The first byte of the stream came."""
         prompt.known.ttft.learn(prompt.ahead_tokens, now_s - prompt.sent_s, now_s)
         self.computed(prompt)
 

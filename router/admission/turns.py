@@ -6,7 +6,7 @@ from router.admission.queue import AdmissionQueue, Ticket, TicketStatus
 from router.config import AdmissionFlags
 from router.pool.shared_load import SharedLoad
 from service.http.errors import ApiError
-from service.waiter import Waiter
+from service.waiter import Waiter, loop_time_s
 
 TICK_S = 0.05  # how soon room in another process is seen
 
@@ -31,8 +31,7 @@ class Turns:
             raise self._refused(client, TicketStatus.FULL)
 
     async def enter(self, client: str, *, priority: int) -> Ticket:
-        """Wait for the request's turn; `leave` must follow. `RequestRefused`."""
-        ticket, changed = self.queue.arrive(client, priority=priority, now_s=_now_s())
+        ticket, changed = self.queue.arrive(client, priority=priority, now_s=loop_time_s())
         self._wake(changed)
         try:
             if ticket.status is TicketStatus.WAITS:
@@ -67,7 +66,7 @@ class Turns:
 
     def _tick(self) -> None:
         self._ticker = None
-        self._wake(self.queue.tick(_now_s()))
+        self._wake(self.queue.tick(loop_time_s()))
         if self.queue.num_waiting:
             self._tick_soon()
 
@@ -83,7 +82,3 @@ class Turns:
             why, most = "queue_full", limits.max_concurrent_requests
             message = f"the router serves {most} requests (--max-concurrent-requests)"
         return RequestRefused(f"{message}; try again later", why=why)
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -74,7 +74,6 @@ class Events:
 
     @classmethod
     def of(cls, observers: Iterable[RequestObserver]) -> Events:
-        """Collect the methods that observers override, in the order of observers."""
         listeners = list(observers)
         names = [event.name for event in fields(cls)]
         return cls(**{name: tuple(getattr(o, name) for o in listeners if _overrides(o, name)) for name in names})

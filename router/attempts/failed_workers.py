@@ -17,8 +17,6 @@ Server = tuple[str, int | None]
 
 
 class FailedWorkers(msgspec.Struct):
-    """`last`: the latest failure."""
-
     last: CallFailed
     _failed: set[int] = msgspec.field(default_factory=set)
     _unjoined: dict[Server, int] = msgspec.field(default_factory=dict)

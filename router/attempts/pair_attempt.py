@@ -89,7 +89,6 @@ class PairAttempt:
         self._on_late_failure = on_failure
 
     def complete(self) -> None:
-        """The client has the whole answer; prefill has `TAIL_S` to end its own."""
         self.completed = self._closed = True
         if self.prefill is not None and not self.prefill.ended:
             asyncio.get_running_loop().call_later(TAIL_S, self.prefill.close)
@@ -102,7 +101,6 @@ class PairAttempt:
                 call.reply.close(why)
 
     def end(self, why: UpstreamError | None = None) -> None:
-        """Give back what the attempt holds; calls that still run end with that error."""
         launcher = self.launcher
         launcher.on_ended(self)
         launcher.table.loads.release(self.leases[-1])

@@ -22,7 +22,6 @@ class RoomMinter:
         return len(self._live) + count <= MAX_LIVE_ROOMS
 
     def mint(self, count: int) -> tuple[int, ...]:
-        """Return `count` new rooms; they live until released."""
         return tuple([self._mint_one() for _ in range(count)])
 
     def _mint_one(self) -> int:

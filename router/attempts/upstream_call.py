@@ -153,8 +153,6 @@ def broken_stream(worker: Worker, err: UpstreamError) -> CallFailed:
 
 
 class CircuitReporter(RequestObserver):
-    """Reports the results of calls to the circuits of their workers."""
-
     def on_first_byte(self, request: "RequestContext", attempt: "PairAttempt", now_s: float) -> None:
         for worker in attempt.workers:
             if not worker.circuit.quiet:
@@ -173,15 +171,14 @@ class CircuitReporter(RequestObserver):
 
 
 class UnreachableReporter(RequestObserver):
-    """Has the health monitor look at a worker that a call could not reach."""
-
     def __init__(self, monitor: HealthMonitor) -> None:
         self._monitor = monitor
 
     def on_call_failed(self, failure: CallFailed, now_s: float) -> None:
         if failure.reason in ("refused", "lost") or failure.draining:
             log.warning("%s", failure)
-            self._monitor.on_unreachable(failure)
+            refused = str(failure) if failure.reason == "refused" else ""
+            self._monitor.on_unreachable(failure.worker, refused=refused, draining=failure.draining)
 
 
 def _report_end(call: UpstreamCall, now_s: float) -> None:

@@ -33,8 +33,6 @@ class _SessionParams(msgspec.Struct):
 
 
 class Chooser:
-    """`policies`: one per role."""
-
     def __init__(self, policies: Mapping[Role, Policy]) -> None:
         self.policies = policies
         self.needs_keys = any(isinstance(policy, CacheAware) for policy in policies.values())
@@ -61,7 +59,6 @@ class Chooser:
         return {w.worker_id: hints.prompt_tokens - cached_of(matched, w, hints) for w in candidates}
 
     def cache_of(self, role: Role) -> PrefixIndex | None:
-        """The prefix index of a role, if its policy uses one."""
         policy = self.policies.get(role)
         return policy.index if isinstance(policy, CacheAware) else None
 
@@ -82,7 +79,6 @@ def make_chooser(flags: ChoiceFlags, *, draw: Callable[[int], int]) -> Chooser:
 
 
 def _make(name: str, flags: ChoiceFlags, draw: Callable[[int], int]) -> Policy:
-    """The policy called `name` in router.config.POLICIES."""
     match name:
         case "least_load":
             return LeastLoad()
@@ -100,7 +96,6 @@ def _make(name: str, flags: ChoiceFlags, draw: Callable[[int], int]) -> Policy:
 
 
 def session_of(parsed: ParsedBody, headers: Mapping[str, str]) -> str:
-    """The session that a request names; "": none."""
     named = next((value for name in SESSION_HEADERS if (value := headers.get(name))), "")
     if not named:
         named = next((text for name in SESSION_FIELDS if (text := _session_text(parsed.fields.get(name)))), "")

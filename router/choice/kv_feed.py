@@ -55,7 +55,6 @@ class KVEventFeed:
         self._followed[worker.worker_id] = _Followed(source, view, task)
 
     def on_gone(self, worker: Worker) -> None:
-        """The worker left or went down."""
         self._stop(worker)
         self._chooser.forget(worker)
 

@@ -72,7 +72,6 @@ class WorkerCacheView:
             self._next = seq
 
     def lose(self) -> None:
-        """Drop everything: an event is missing."""
         self._clear()
         self.whole = False
         self.num_gaps += 1
@@ -133,7 +132,6 @@ class WorkerCacheView:
 
 
 def _next(before: _Block, tokens: list[int]) -> _Block:
-    """The block with `tokens` behind `before`."""
     running, keys = before.running, []
     if running is None:
         return _Block(len(tokens))

@@ -43,8 +43,6 @@ class Policy(Protocol):
 
 
 class Stateless:
-    """A policy that remembers nothing of workers."""
-
     def forget(self, worker: Worker) -> None:
         return
 

@@ -41,7 +41,6 @@ class PrefixMatch:
     _parts: Mapping[int, _Part]
 
     def depth(self, worker_id: int) -> int:
-        """Number of prefixes that a worker has."""
         part = self._parts.get(worker_id)
         if part is None:
             return 0
@@ -52,7 +51,6 @@ class PrefixMatch:
         return part is not None and bool(bits & part.bit)
 
     def ids(self, bits: int) -> Iterator[int]:
-        """The worker ids of a group."""
         while bits:
             low = bits & -bits
             yield self._owner[low.bit_length() - 1]
@@ -132,7 +130,6 @@ class PrefixIndex:
             self._leaving.append(part)
 
     def num_blocks(self, worker_id: int) -> int:
-        """Prefixes known of a worker."""
         part = self._parts.get(worker_id)
         return 0 if part is None else len(part.guessed) + len(part.reported)
 
@@ -176,7 +173,6 @@ class PrefixIndex:
                 self._free.append(part.bit.bit_length() - 1)
 
     def check(self) -> None:
-        """Assert that every entry has the bits of exactly its workers, and that tables keep their bounds."""
         expected: dict[bytes, int] = {}
         for part in self._all_parts():
             assert not part.reported & part.guessed.keys()

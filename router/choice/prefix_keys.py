@@ -33,7 +33,6 @@ _batch_decoder = msgspec.json.Decoder(list[list[int]])
 
 
 def open_chain(seed: bytes) -> "_Hash":
-    """The hash whose updates by blocks give the keys."""
     return hashlib.sha1(seed, usedforsecurity=False)
 
 

@@ -1,11 +1,17 @@
 """What connections to workers have in common, and the client for everything but generation."""
 
 import socket
+from collections.abc import Mapping
+from typing import Any
 
 import aiohttp
+import msgspec
+
+from service.http.json_depth import decode_or_none
 
 READ_BUFFER_BYTES = 256 << 10  # not taken yet; more stops the reading: back-pressure to the worker
 PROBES = 4
+CALL_TIMEOUT_S = 30.0  # of an admin's call
 KEEPALIVE_S = 4.0  # below uvicorn's 5 s, so that a kept connection is rarely closed under a new request
 _SKIPPED_HEADERS = ("User-Agent", "Accept", "Accept-Encoding")
 
@@ -47,3 +53,36 @@ def keep_alive(opened: socket.socket, dead_timeout_s: float) -> None:
         option = getattr(socket, name, None)  # Linux has them all
         if option is not None:
             opened.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class WorkerAnswer(msgspec.Struct, frozen=True):
+    """`status` 0: no answer came, and `body` says why."""
+
+    status: int
+    body: bytes
+    headers: dict[str, str]
+
+    @property
+    def decoded(self) -> Any:
+        return decode_or_none(self.body)
+
+
+async def call_worker(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    headers: Mapping[str, str],
+    body: bytes = b"",
+    *,
+    timeout_s: float = CALL_TIMEOUT_S,
+) -> WorkerAnswer:
+    headers = {**headers, **({"Content-Type": "application/json"} if body else {})}
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with session.request(
+            method, url, data=body or None, headers=headers, timeout=timeout, allow_redirects=False
+        ) as response:
+            content_type = {"Content-Type": response.headers.get("Content-Type", "application/json")}
+            return WorkerAnswer(response.status, await response.read(), content_type)
+    except (aiohttp.ClientError, OSError, TimeoutError) as err:
+        return WorkerAnswer(0, (str(err) or type(err).__name__).encode(), {})

@@ -89,7 +89,6 @@ class Dashboard:
         return _fresh(self._own())
 
     async def request(self, request: web.BaseRequest) -> web.Response:
-        """One request by its `key`, as long as it is remembered."""
         key = request.path.removeprefix(REQUEST)
         for record in (await self._memory()).records:
             if record.key == key:

@@ -29,8 +29,6 @@ _SUMMED = (
 
 
 class PeerProcesses:
-    """The other processes; none without a slot."""
-
     def __init__(self, slot: ProcessSlot | None) -> None:
         self._slot = slot
         self._sessions: list[aiohttp.ClientSession] = []
@@ -55,7 +53,6 @@ class PeerProcesses:
             await self.request(request.method, request.path, body)
 
     async def request(self, method: str, path: str, body: Any = None) -> list[bytes]:
-        """The answers (200) of the peers."""
         data = None if body is None else msgspec.json.encode(body)
         answers = await asyncio.gather(*(self._request(session, method, path, data) for session in self._sessions))
         return [answer for answer in answers if answer is not None]

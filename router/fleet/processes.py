@@ -51,7 +51,6 @@ class ProcessSlot:
         return self.folder / f"{self.row}.ready"
 
     def socket(self, row: int) -> Path:
-        """The socket at which the process in that row listens for its peers."""
         return self.folder / f"{row}.sock"
 
     @property
@@ -107,8 +106,6 @@ def obey_parent(*, on_drain: Callable[[], None], on_end: Callable[[], None]) -> 
 
 
 class _Member:
-    """A slot's process, and its successors."""
-
     def __init__(self, slot: ProcessSlot, config: RouterConfig, serve: Target) -> None:
         self.slot = slot
         self._config = config
@@ -161,7 +158,6 @@ class _Fleet:
             member.send(sent)
 
     def start(self) -> None:
-        """Start all, and wait until all listen. `ConfigError` if one does not."""
         for member in self._members:
             member.start()
         deadline_s = time.monotonic() + READY_S

@@ -33,8 +33,6 @@ class Watched(Protocol):
 
 
 class Recorder(RequestObserver):
-    """`place`: the number of this process among the router's."""
-
     def __init__(self, now_s: Callable[[], float], *, place: int = 0) -> None:
         self.now_s = now_s
         self._place = place
@@ -60,7 +58,6 @@ class Recorder(RequestObserver):
         second.failed += failed
 
     def second(self, now_s: float) -> Second:
-        """Return the current second. An event reported a little late counts for the latest one."""
         at, last = int(now_s), self._seconds[-1]
         if at > last.at:
             last = Second(at)
@@ -111,7 +108,6 @@ def bucket_of(seconds: float) -> int:
 
 
 def middle_of(bucket: int) -> float:
-    """Seconds in the (geometric) middle of a bucket."""
     return float(MIN_S * GROWTH ** (bucket + 0.5))
 
 

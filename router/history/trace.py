@@ -137,7 +137,6 @@ class RequestTrace:
         self._model = bytes(parsed.fields.get("model", b""))[:MAX_MODEL_BYTES]
 
     def end(self, status: int, now_s: float) -> None:
-        """Keep the outcome, not the request."""
         for attempt in self.attempts:
             attempt.settle(now_s)
         outcome, request = self.shown(), self._request
@@ -158,7 +157,6 @@ class RequestTrace:
         return outcome
 
     def record(self) -> Record:
-        """For `tandem trace` and the collector."""
         wall, outcome = unix_offset_s(), self.outcome
         ended_s = (outcome.ended_s or outcome.started_s) + wall
         spans = [
@@ -222,7 +220,6 @@ class RequestTrace:
 
 
 def _past(call: UpstreamCall, sent_s: float, now_s: float) -> _PastCall:
-    """A call that still runs is over for the client."""
     reply = call.reply
     over_s = min(reply.received_s, now_s) if call.ended else now_s
     error = "" if reply.error is None else reply.error.reason

@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from router.http.worker_calls import CALL_TIMEOUT_S, WorkerCalls, authorization_of
+from router.client.session import CALL_TIMEOUT_S
+from router.http.worker_calls import WorkerCalls, authorization_of
 from router.pool.health import HealthMonitor
 from service.http.errors import ApiError
 from service.http.guard import key_refusal

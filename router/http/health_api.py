@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import msgspec
 from aiohttp import web
 
+from router.client.session import call_worker
 from router.fleet.peer_processes import PeerProcesses, merge_expositions
 from router.http.worker_calls import WorkerCalls, authorization_of
 from router.metrics import RouterMetrics
@@ -79,7 +80,6 @@ class HealthApi:
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def traces(self, request: web.BaseRequest) -> web.Response:
-        """What all processes of this router and its workers did for some requests (service/telemetry/records.py)."""
         query = decode_body(await request.read(), TracesQuery)
         if (wrong := query_error(query)) is not None:
             field, _, message = wrong.partition(": ")
@@ -99,7 +99,10 @@ class HealthApi:
     async def _worker_records(self, ids: list[str], headers: Mapping[str, str]) -> list[Record]:
         """Records of the workers that have /traces; others (of other makes, or dead) have none."""
         body, workers = msgspec.json.encode(TracesQuery(ids=ids)), self.calls.table.workers()
-        calls = (self.calls.call(w, "POST", "/traces", headers, body, timeout_s=TRACES_TIMEOUT_S) for w in workers)
+        session = self.calls.session
+        calls = (
+            call_worker(session, "POST", f"{w.url}/traces", headers, body, timeout_s=TRACES_TIMEOUT_S) for w in workers
+        )
         records: list[Record] = []
         for worker, answer in zip(workers, await asyncio.gather(*calls), strict=True):
             found: Records | None = decode_or_none(answer.body, Records) if answer.status == 200 else None

@@ -90,7 +90,6 @@ def _without_bootstrap(schema: Any) -> Any:
 
 
 def _inside(value: Any, *names: str) -> dict[str, Any] | None:
-    """The object at this place; None where there is none."""
     for name in names:
         if not isinstance(value, dict):
             return None

@@ -3,73 +3,34 @@
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
-import msgspec
 from aiohttp import web
 
 from router.client.credentials import Credentials
+from router.client.session import CALL_TIMEOUT_S, call_worker
 from router.pool.models import serves
 from router.pool.states import Health
-from router.pool.worker import Role, Worker
+from router.pool.worker import Role
 from router.pool.workers import WorkerTable, missing_roles
 from router.requests.replies import no_worker_message
 from service.http.errors import ApiError
-from service.http.json_depth import decode_or_none
 from service.http.stream import json_response
-
-CALL_TIMEOUT_S = 30.0
-
-
-class WorkerAnswer(msgspec.Struct, frozen=True):
-    """`status` 0: no answer came, and `body` says why."""
-
-    status: int
-    body: bytes
-    headers: dict[str, str]
-
-    @property
-    def decoded(self) -> Any:
-        return decode_or_none(self.body)
 
 
 @dataclass(eq=False)
 class WorkerCalls:
-    """`roles`: those of the router's workers, in the order of their work."""
-
     session: aiohttp.ClientSession
     table: WorkerTable
     credentials: Credentials
     roles: tuple[Role, ...]
-
-    async def call(
-        self,
-        worker: Worker,
-        method: str,
-        path: str,
-        headers: Mapping[str, str],
-        body: bytes = b"",
-        *,
-        timeout_s: float = CALL_TIMEOUT_S,
-    ) -> WorkerAnswer:
-        headers = {**headers, **({"Content-Type": "application/json"} if body else {})}
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        try:
-            async with self.session.request(
-                method, worker.url + path, data=body or None, headers=headers, timeout=timeout, allow_redirects=False
-            ) as response:
-                content_type = {"Content-Type": response.headers.get("Content-Type", "application/json")}
-                return WorkerAnswer(response.status, await response.read(), content_type)
-        except (aiohttp.ClientError, OSError, TimeoutError) as err:
-            return WorkerAnswer(0, (str(err) or type(err).__name__).encode(), {})
 
     async def call_one(self, request: web.BaseRequest, *, model: str = "") -> web.Response:
         """Pass a GET to the first worker that answers (and serves `model`), decode before prefill."""
         headers = self.credentials.for_client(authorization_of(request))
         for role in reversed(self.roles):
             for worker in self.table.pool(role, model):
-                answer = await self.call(worker, "GET", request.rel_url.raw_path, headers)
+                answer = await call_worker(self.session, "GET", worker.url + request.rel_url.raw_path, headers)
                 if answer.status:
                     return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
         return self._no_worker(missing_roles(self.table, self.roles, model) or list(self.roles), model)
@@ -89,7 +50,7 @@ class WorkerCalls:
         workers = [w for w in known if w.health in (Health.UP, Health.DRAINING)]
         if model and not workers:
             return self._no_worker(list(self.roles), model)
-        calls = (self.call(w, method, path, headers, body, timeout_s=timeout_s) for w in workers)
+        calls = (call_worker(self.session, method, w.url + path, headers, body, timeout_s=timeout_s) for w in workers)
         answers = await asyncio.gather(*calls)
         status = max((a.status or 502 for a in answers), default=503)
         results = [

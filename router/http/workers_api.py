@@ -9,6 +9,7 @@ from urllib.parse import unquote
 import msgspec
 from aiohttp import web
 
+from router.client.session import call_worker
 from router.config import RouterConfig, check_worker_url
 from router.fleet.peer_processes import PeerProcesses
 from router.http.openapi import make_document
@@ -137,7 +138,7 @@ class WorkersApi:
         for role in reversed(self.calls.roles):
             for worker in self.calls.table.alive(role):
                 speakers.setdefault(next(iter(worker.models), ""), worker)
-        calls = (self.calls.call(w, "GET", request.path, headers) for w in speakers.values())
+        calls = (call_worker(self.calls.session, "GET", w.url + request.path, headers) for w in speakers.values())
         models = join_models(answer.decoded for answer in await asyncio.gather(*calls))
         return json_response({"object": "list", "data": models})
 
@@ -153,7 +154,7 @@ class WorkersApi:
         headers = self.calls.credentials.own()
         for role in reversed(self.calls.roles):
             for worker in self.calls.table.alive(role):
-                answer = await self.calls.call(worker, "GET", "/openapi.json", headers)
+                answer = await call_worker(self.calls.session, "GET", f"{worker.url}/openapi.json", headers)
                 if answer.status == 200:
                     return json_response(make_document(answer.decoded))
         return json_response(make_document(None))

@@ -25,7 +25,6 @@ class ActiveCall(Protocol):
 
 
 def last_byte_s(worker: Worker) -> float:
-    """When a call that runs there last got bytes; -inf: none did."""
     return max((call.last_byte_s for call in worker.calls), default=-math.inf)
 
 

@@ -62,7 +62,6 @@ class Circuit:
     _num_trials: int = 0  # that run
 
     def takes(self, now_s: float) -> bool:
-        """Whether a request may be sent now."""
         if self.state is State.CLOSED:
             return True
         may_be_tried = self.state is State.HALF_OPEN or self._has_waited(now_s)
@@ -84,7 +83,6 @@ class Circuit:
         return self.state is State.OPEN and now_s - self._since_s >= self.flags.cb_timeout_duration_s
 
     def record(self, event: Event, now_s: float) -> None:
-        """Take an event; `BEGUN`, `WELL` and `FAULT` are of requests."""
         if self.flags.disable_circuit_breaker:
             return
         target, needed = TRANSITIONS[self.state, event]
@@ -105,7 +103,6 @@ class Circuit:
         self.on_open(0.0)
 
     def _count(self, event: Event, now_s: float) -> int:
-        """Count an event; return how many of its kind there are."""
         if event is Event.BEGUN:
             self._num_begun += 1
             return self._num_begun

@@ -16,6 +16,7 @@ from router.pool.pod_watch import KubeApi, PodWatch, connect
 from router.pool.pods import Change, Drop, Join, Leave, Pod, PodError, PodSet, Reconciler, read_pod
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, WorkerTableError
+from service.waiter import loop_time_s
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +24,6 @@ REAP_S = 0.1  # between two looks at whether leaving workers have anything left 
 
 
 class Discovery:
-    """Follows the pods of each role from `start` to `close`."""
-
     def __init__(self, flags: DiscoveryFlags, *, table: WorkerTable, monitor: HealthMonitor, api: KubeApi) -> None:
         self._table = table
         self._monitor = monitor
@@ -56,7 +55,6 @@ class Discovery:
         await self._api.close()
 
     def status(self) -> dict[str, Any]:
-        """For /server_info."""
         return {
             "roles": {role.value: feed.status() for role, feed in self._feeds.items()},
             "workers": self._reconciler.num_joined,
@@ -91,7 +89,7 @@ class Discovery:
 
     def _join(self, url: str, *, role: Role, port: int | None, pod: str) -> None:
         try:
-            worker = self._table.add(url, role=role, bootstrap_port=port, now_s=_now_s(), discovered=True)
+            worker = self._table.add(url, role=role, bootstrap_port=port, now_s=loop_time_s(), discovered=True)
         except WorkerTableError as err:
             log.warning("service discovery: pod %s is not taken: %s", pod, err)
             return
@@ -130,7 +128,6 @@ class Discovery:
         return not worker.inflight_requests and worker not in self._table.alive(worker.role)
 
     def _log_problems(self) -> None:
-        """Log each problem once, when it appears."""
         problems = dict(self._reconciler.problems)
         for feed in self._feeds.values():
             if feed.pods.num_refused:
@@ -184,7 +181,3 @@ async def open_discovery(flags: DiscoveryFlags, *, table: WorkerTable, monitor: 
     return Discovery(
         flags, table=table, monitor=monitor, api=await connect(namespace=flags.service_discovery_namespace)
     )
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 import aiohttp
 
@@ -16,6 +15,7 @@ from router.pool.reports import parse_bootstrap, parse_health, parse_load, parse
 from router.pool.states import Check, Health
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
+from service.waiter import loop_time_s
 
 log = logging.getLogger(__name__)
 
@@ -28,19 +28,6 @@ _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "null": Role.UNIFIED} 
 BETWEEN_S = 0.0005  # two first checks
 GOLDEN = 0.6180339887  # its multiples spread evenly over an interval, however many there are (Knuth, vol. 3, 6.4)
 NO_WORKER = "/health answers, but neither /server_info nor /v1/models says anything: is this URL a worker's?"
-
-
-class Failure(Protocol):
-    """A request that did not reach its worker. `reason` "refused": nothing listens there."""
-
-    @property
-    def worker(self) -> Worker: ...
-
-    @property
-    def reason(self) -> str: ...
-
-    @property
-    def draining(self) -> bool: ...
 
 
 class HealthMonitor:
@@ -79,7 +66,7 @@ class HealthMonitor:
 
     def watch(self, worker: Worker) -> None:
         """Check `worker` now and then every interval. A thousand at once begin within half a second."""
-        self._begin_s = max(_now_s(), self._begin_s + BETWEEN_S)
+        self._begin_s = max(loop_time_s(), self._begin_s + BETWEEN_S)
         watch = _Watch(worker, begin_s=self._begin_s)
         watch.task = asyncio.create_task(self._run(watch), name=f"health {worker.url}")
         self._watches[worker.worker_id] = watch
@@ -92,7 +79,6 @@ class HealthMonitor:
             watch.wake.set()
 
     async def first_round(self) -> None:
-        """Wait until each worker was checked once."""
         await asyncio.gather(*(watch.checked.wait() for watch in self._watches.values()))
 
     async def close(self) -> None:
@@ -102,12 +88,11 @@ class HealthMonitor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def on_unreachable(self, failure: Failure) -> None:
-        """A request could not reach its worker. If nothing listens there, or it drains, it leaves the pool now; else it is checked."""
-        worker = failure.worker
-        if failure.reason == "refused":
-            self._note(worker, Check.REFUSED, str(failure))
-        elif failure.draining:
+    def on_unreachable(self, worker: Worker, *, refused: str = "", draining: bool = False) -> None:
+        """A request failed there. If nothing listens (`refused` says why), or it drains, it leaves the pool now; else it is checked."""
+        if refused:
+            self._note(worker, Check.REFUSED, refused)
+        elif draining:
             self._note(worker, Check.DRAINING, "it is draining")
         self.look(worker)  # it may have been restarted, with another bootstrap port
 
@@ -119,12 +104,11 @@ class HealthMonitor:
             watch.wake.set()
 
     def refresh(self) -> None:
-        """`look` at all workers: what they serve may have changed."""
         for watch in self._watches.values():
             self.look(watch.worker)
 
     async def _run(self, watch: "_Watch") -> None:
-        await asyncio.sleep(watch.begin_s - _now_s())
+        await asyncio.sleep(watch.begin_s - loop_time_s())
         while not watch.retired or watch.worker.calls:
             watch.wake.clear()
             await self._check(watch)
@@ -139,7 +123,7 @@ class HealthMonitor:
         self._watches.pop(watch.worker.worker_id, None)
 
     def _give_up(self, worker: Worker) -> None:
-        count = give_up_vain_calls(worker, _now_s(), timeout_s=self._flags.dead_worker_timeout_s)
+        count = give_up_vain_calls(worker, loop_time_s(), timeout_s=self._flags.dead_worker_timeout_s)
         if count:
             log.warning("%d requests at %s worker %s were given up: it is gone", count, worker.role, worker.url)
 
@@ -148,7 +132,7 @@ class HealthMonitor:
         worker = watch.worker
         known = worker.incarnation
         result, error = await self._check_health(worker)
-        now_s = _now_s()
+        now_s = loop_time_s()
         is_new = worker.health is not Health.UP or worker.incarnation != known
         if result is Check.OK and (is_new or now_s >= watch.info_due_s):
             error = await self._read_info(watch)
@@ -162,7 +146,7 @@ class HealthMonitor:
             self._table.loads.on_report(worker, report)
 
     def _note(self, worker: Worker, result: Check, error: str) -> None:
-        if self._table.on_check(worker, result, now_s=_now_s(), error=error):
+        if self._table.on_check(worker, result, now_s=loop_time_s(), error=error):
             level = logging.INFO if worker.health is Health.UP else logging.WARNING
             log.log(level, "%s worker %s is %s %s", worker.role, worker.url, worker.health, error)
 
@@ -172,7 +156,7 @@ class HealthMonitor:
             log.log(logging.WARNING if silent else logging.INFO, "%s worker %s is %s", worker.role, worker.url, what)
 
     async def _check_health(self, worker: Worker) -> tuple[Check, str]:
-        checked_s = _now_s()
+        checked_s = loop_time_s()
         try:
             status, body = await self._prober.get(worker, "/health")
         except aiohttp.ClientConnectorError as err:
@@ -227,8 +211,6 @@ class HealthMonitor:
 
 
 class _Watch:
-    """The state of one worker's task."""
-
     def __init__(self, worker: Worker, *, begin_s: float) -> None:
         self.worker = worker
         self.begin_s = begin_s
@@ -246,8 +228,3 @@ class _Watch:
             return interval_s
         self._is_placed = True
         return interval_s * (self.worker.worker_id * GOLDEN % 1 or 1.0)
-
-
-def _now_s() -> float:
-    """The event loop's time: monotonic, and virtual in a simulation."""
-    return asyncio.get_running_loop().time()

@@ -30,7 +30,6 @@ def load_key(worker: Worker) -> LoadKey:
 
 
 def share_key(worker: Worker) -> LoadKey:
-    """By the share of KV that is taken; below 0 for a worker of unknown capacity."""
     if worker.capacity_tokens <= 0:
         return (-1.0, 0, 0, worker.worker_id)
     return (worker.load_tokens / worker.capacity_tokens, *load_key(worker)[1:])
@@ -43,8 +42,6 @@ def key_for(workers: Sequence[Worker]) -> Callable[[Worker], LoadKey]:
 
 
 class _LogReader:
-    """Reads the load log for some workers."""
-
     def __init__(self, workers: Mapping[int, Worker], log: LoadLog) -> None:
         self._log = log
         self._read = log.end
@@ -62,8 +59,6 @@ class _LogReader:
 
 
 class LoadOrder(_LogReader):
-    """Least loaded first, by `key`."""
-
     def __init__(self, workers: Mapping[int, Worker], log: LoadLog, key: Callable[[Worker], LoadKey]) -> None:
         super().__init__(workers, log)
         self._key = key
@@ -72,7 +67,6 @@ class LoadOrder(_LogReader):
         self._sort()
 
     def first(self) -> Worker:
-        """The worker with the least load at the last `catch_up`."""
         return self._workers[self._order[0][3]]
 
     def all_known(self) -> bool:
@@ -115,7 +109,6 @@ class LoadOrder(_LogReader):
         self._order = sorted(self._keys.values())
 
     def check(self) -> None:
-        """Assert that the order is that of the keys, one for each worker."""
         assert self._order == sorted(self._keys.values())
         assert self._keys.keys() == self._workers.keys()
         assert all(key[3] == worker_id for worker_id, key in self._keys.items())

@@ -6,6 +6,7 @@ group the workers check a request's `model`, except that a name only some of the
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from service.http.errors import ApiError
@@ -91,10 +92,7 @@ def parse_models(info: object, listed: object) -> Names:
     names: list[str] = []
     if isinstance(info, dict):
         names += [info[key] for key in ("served_model_name", "model_path") if isinstance(info.get(key), str)]
-    rows = listed.get("data") if isinstance(listed, dict) else None
-    for row in rows if isinstance(rows, list) else ():
-        if isinstance(row, dict) and isinstance(row.get("id"), str):
-            names.append(row["id"])
+    names += [row["id"] for row in _rows(listed)]
     return tuple(dict.fromkeys(name for name in names if name))[:MAX_NAMES]
 
 
@@ -108,11 +106,12 @@ def says_models(listed: object) -> bool:
 
 
 def join_models(answers: Iterable[object]) -> list[dict[str, Any]]:
-    """The rows of several answers of `/v1/models`; of equal ids the first."""
     rows: dict[str, dict[str, Any]] = {}
-    for answer in answers:
-        if isinstance(answer, dict) and isinstance(answer.get("data"), list):
-            for row in answer["data"]:
-                if isinstance(row, dict) and isinstance(row.get("id"), str):
-                    rows.setdefault(row["id"], row)
+    for row in chain.from_iterable(map(_rows, answers)):
+        rows.setdefault(row["id"], row)
     return list(rows.values())
+
+
+def _rows(listed: object) -> list[dict[str, Any]]:
+    rows = listed["data"] if isinstance(listed, dict) and says_models(listed) else []
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("id"), str)]

@@ -17,6 +17,7 @@ import msgspec
 
 from router.pool.pods import MAX_PODS, read_version
 from service.flags import ConfigError
+from service.waiter import loop_time_s
 
 PAGE_SIZE = 500
 WATCH_S = 120  # after which the server ends a watch: a dead connection is noticed by then
@@ -144,9 +145,9 @@ class PodWatch:
 
     async def run(self) -> None:
         while True:
-            began_s = _now_s()
+            began_s = loop_time_s()
             error = await self._once()
-            lasted = _now_s() - began_s >= SHORT_S
+            lasted = loop_time_s() - began_s >= SHORT_S
             if lasted:
                 self._backoff.ok()
             if error:
@@ -222,10 +223,6 @@ def _decoded(text: bytes, kind: type[Decoded]) -> Decoded:
         return msgspec.json.decode(text, type=kind)
     except (ValueError, RecursionError) as err:
         raise KubernetesError(f"the API server's answer cannot be read: {err}") from None
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:

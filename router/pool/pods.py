@@ -81,7 +81,6 @@ def read_pod(raw: object, *, annotation: str) -> Pod:
 
 
 def read_version(raw: object) -> str:
-    """`metadata.resourceVersion` of any object; "": none."""
     try:
         return msgspec.convert(raw, _PodObject).metadata.resourceVersion
     except msgspec.ValidationError:
@@ -90,8 +89,6 @@ def read_version(raw: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A worker that should be in the table, and its pod."""
-
     url: str
     role: Role
     bootstrap_port: int | None
@@ -127,8 +124,6 @@ Change = Join | Leave | Drop
 
 
 class PodSet:
-    """The pods of one role, by name, in the order they came."""
-
     def __init__(self) -> None:
         self._pods: dict[str, Pod] = {}
         self.num_refused = 0
@@ -186,7 +181,6 @@ class Reconciler:
         return found
 
     def left(self, url: str) -> None:
-        """A `Leave` is done."""
         self._known.pop(url, None)
 
     @property

@@ -43,7 +43,6 @@ class WorkerPool(list[Worker]):
         return HashRing(self)
 
     def order_by_tokens(self) -> LoadOrder:
-        """As loads are now."""
         self.by_tokens.catch_up()
         return self.by_tokens
 
@@ -56,7 +55,6 @@ class WorkerPool(list[Worker]):
         return self.order_by_tokens().first()
 
     def without(self, worker_ids: frozenset[int]) -> "WorkerPool":
-        """The other workers."""
         found = self._narrowed.pop(worker_ids, None)
         if found is None:
             found = WorkerPool([worker for worker in self if worker.worker_id not in worker_ids], self._log)

@@ -92,7 +92,6 @@ class SilenceTimer:
 
 
 async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
-    """The whole body; a `ClientPayloadError` beyond `MAX_ANSWER_BYTES`."""
     parts: list[bytes] = []
     size = 0
     async for chunk in response.content.iter_any():

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from router.pool.worker import STAGES, LoadReport
 from service.http.errors import DRAINING
 from service.http.json_depth import decode_or_none
@@ -51,7 +53,6 @@ def parse_load(answer: object) -> LoadReport | None:
 
 
 def _stages(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """Sum the stages that any rank reports."""
     found = [*rows, *_parts(rows, "disaggregation")]
     names = [(stage, _STAGE_NAMES[stage]) for stage in STAGES]
     return {stage: _total(found, name) for stage, name in names if any(name in part for part in found)}
@@ -72,7 +73,6 @@ def _parts(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 
 def _mean(rows: list[dict[str, Any]], name: str) -> float:
-    """Of the values above 0."""
     values = [float(v) for row in rows if isinstance(v := row.get(name), int | float) and 0 < v < 2**53]
     return sum(values) / len(values) if values else 0.0
 
@@ -110,6 +110,20 @@ def says_draining(body: bytes) -> bool:
     return answer.get("status") == DRAINING or (isinstance(error, dict) and error.get("code") == DRAINING)
 
 
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
+
+
+def parse_error(body: bytes) -> str | None:
+    """The message of an error in OpenAI's shape; None for any other answer."""
+    found: _ErrorBody | None = decode_or_none(body, _ErrorBody)
+    return None if found is None else found.error.message
+
+
 def parse_health(body: bytes) -> tuple[str, float | None]:
     """(incarnation, seconds that the present step has taken); "" and None for what /health does not report."""
     health = decode_or_none(body)
@@ -123,7 +137,6 @@ def parse_health(body: bytes) -> tuple[str, float | None]:
 
 
 def parse_mode(info: object) -> str | None:
-    """The worker's `disaggregation_mode` ("null", "prefill", "decode"); None: unknown."""
     mode = info.get("disaggregation_mode") if isinstance(info, dict) else None
     return mode if isinstance(mode, str) else None
 

@@ -28,7 +28,6 @@ class HashRing:
         self._places = sorted(self._owners)
 
     def owner(self, session: str) -> int:
-        """The id of the worker that has the session."""
         places, count, beyond = self._places, len(self._places), self._places[0] + _SIZE
         best, closest = beyond, _SIZE
         probe, step = _hashes(session, 2)

@@ -114,7 +114,6 @@ class SharedLoad:
         os.close(self._file)
 
     def _find(self, name: int) -> int:
-        """The slot of `name`, else the first free one after its hash."""
         start, free = name % NUM_SLOTS, None
         for step in range(NUM_SLOTS):
             slot = (start + step) % NUM_SLOTS
@@ -144,12 +143,10 @@ class SharedLoad:
 
 
 def _name(url: str) -> int:
-    """63 bits of a hash, never 0."""
     return (int.from_bytes(blake2b(url.encode(), digest_size=8).digest(), "little") >> 1) or 1
 
 
 def _cells(client: str) -> list[int]:
-    """The cells of a client, from the begin of a row."""
     digest = blake2b(client.encode(errors="replace"), digest_size=4 * _DEPTH).digest()
     return [
         _CLIENTS + depth * _WIDTH + int.from_bytes(digest[4 * depth : 4 * depth + 4], "little") % _WIDTH

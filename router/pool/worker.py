@@ -161,7 +161,6 @@ class LoadLog:
         return self._dropped + len(self._ids)
 
     def since(self, place: int) -> Sequence[int] | None:
-        """Return the workers that changed since `end` was `place`; None: too many to say."""
         begin = place - self._dropped
         return self._ids[begin:] if begin >= 0 else None
 
@@ -174,7 +173,6 @@ class Loads:
     _leases: dict[int, Lease] = field(default_factory=dict)
 
     def charge(self, worker: Worker, tokens: int, *, now_s: float = 0.0) -> Lease:
-        """Count a request with this many tokens at the worker until its lease is released."""
         assert tokens >= 0, tokens
         circuit = worker.circuit
         lease = Lease(worker, tokens, not circuit.quiet and circuit.send(now_s))
@@ -213,7 +211,6 @@ class Loads:
         return len(self._leases)
 
     def check(self, workers: Sequence[Worker]) -> None:
-        """Assert that in-flight counts are the sums of live leases."""
         for worker in [*workers, *(lease.worker for lease in self._leases.values())]:
             held = [lease.tokens for lease in self._leases.values() if lease.worker is worker]
             assert worker.inflight_requests == len(held), (worker.url, worker.inflight_requests, len(held))

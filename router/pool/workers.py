@@ -21,8 +21,6 @@ MAX_FORMER_LIVES = 16  # incarnations of one worker that are remembered
 
 
 class WorkerTableError(ApiError):
-    """A URL is in the table already, or is not."""
-
     def __init__(self, message: str) -> None:
         super().__init__(400, message, field="url")
 
@@ -117,7 +115,6 @@ class WorkerTable:
         return [w for w in self._workers if role is None or w.role is role]
 
     def alive(self, role: Role) -> list[Worker]:
-        """The workers that get requests."""
         up = Health.UP
         here = [w for w in self._workers if w.role is role and w.health is up and w.switching_to is None]
         return [w for w in here if not w.leaving] or [w for w in here if w.last_resort]
@@ -162,7 +159,6 @@ class WorkerTable:
         return True
 
     def on_silence(self, worker: Worker, silent: bool) -> bool:
-        """Note whether a worker has answered nothing for too long while it was probed. True if that is new."""
         if worker.silent is silent:
             return False
         worker.silent = silent
@@ -197,7 +193,6 @@ class WorkerTable:
         self._forget(worker)
 
     def on_models(self, worker: Worker, names: tuple[str, ...]) -> None:
-        """Note what a worker serves, also while it is down."""
         if names != worker.models:
             worker.models = names
             self._on_change()
@@ -227,7 +222,6 @@ class WorkerTable:
             self._unsettled[worker.worker_id] = worker
 
     def check(self) -> None:
-        """Assert that URLs and ids are unique, every index is complete, and loads are the sums of leases."""
         assert len({w.url for w in self._workers}) == len(self._workers)
         ids = [w.worker_id for w in self._workers]
         assert ids == sorted(set(ids))
@@ -249,7 +243,6 @@ def same_url(url: str) -> str:
 
 
 def _kind(check: Check) -> Check:
-    """Refused or failed: bad either way."""
     return Check.FAILED if check is Check.REFUSED else check
 
 

@@ -20,7 +20,6 @@ from router.requests.picking import Picker
 
 
 def roles_of(config: RouterConfig) -> tuple[Role, ...]:
-    """The roles whose workers serve a request, in the order of their work."""
     return (Role.PREFILL, Role.DECODE) if config.pd_disaggregation else (Role.UNIFIED,)
 
 

@@ -150,10 +150,9 @@ class Dispatcher:
         try:
             return await self._serve(request)
         finally:
-            self.reader.admission.leave(ticket)
+            self.reader.admission.turns.leave(ticket)
 
     async def _serve(self, request: RequestContext) -> web.StreamResponse:
-        """Make attempts until one answers, one fails with a final error, or none is left."""
         if not self.rooms.has_room_for(request.parsed.num_samples):
             message = "the router has too many samples in flight"
             raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)

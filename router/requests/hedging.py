@@ -44,8 +44,6 @@ class Budget:
 
 @dataclass(eq=False, kw_only=True)
 class Hedging:
-    """Begins hedges in one router process. `default_s`: --hedge-after."""
-
     default_s: float
     budget: Budget
     picker: Picker
@@ -55,7 +53,6 @@ class Hedging:
     clock: Callable[[], float]
 
     def after_s(self, headers: Mapping[str, str], *, streams: bool) -> float | None:
-        """As `hedge_after_s`, for a request that has just come."""
         self.budget.earn()
         return hedge_after_s(headers, self.default_s, streams=streams)
 
@@ -67,7 +64,6 @@ class Hedging:
         return asyncio.get_running_loop().call_later(request.hedge_after_s, group.begin_hedge, begin)
 
     def count(self, group: AttemptGroup, winner: PairAttempt | None) -> None:
-        """The attempts of `group` are over, and this one answered."""
         if group.hedge is not None:
             self.metrics.hedges.labels("won" if winner is group.hedge else "lost").inc()
 
@@ -117,6 +113,5 @@ def other_pools(pools: Sequence[Sequence[Worker]], taken: Sequence[Worker]) -> l
 
 
 def _has_queue(worker: Worker) -> bool:
-    """Whether requests wait for room there, by its last report."""
     report = worker.report
     return report is not None and (report.waiting_reqs > 0 or any(report.stages.get(stage, 0) for stage in _QUEUES))

@@ -30,7 +30,6 @@ class Merger:
         self._shifts: dict[int, int] = {}  # by choice: what to add to the text offsets of its later events
 
     def merge_answer(self, body: bytes) -> bytes:
-        """`body`: decode's whole answer."""
         answer = decode_or_none(body)
         if answer is None:
             return body
@@ -40,7 +39,6 @@ class Merger:
         return _encode(answer)
 
     def merge_event(self, data: bytes) -> bytes:
-        """`data`: the JSON of one event of decode's stream."""
         event = decode_or_none(data)
         if not isinstance(event, dict):
             return data
@@ -149,6 +147,5 @@ def _items(api: Api, answer: object) -> list[dict[str, Any]]:
 
 
 def _dict(owner: object, name: str) -> dict[str, Any]:
-    """The object of that name; empty where there is none."""
     value = owner.get(name) if isinstance(owner, dict) else None
     return value if isinstance(value, dict) else {}

@@ -36,7 +36,6 @@ class Picker:
         self.table.on_change = self._on_change
 
     def model_of(self, parsed: ParsedBody, roles: Sequence[Role]) -> str:
-        """Return the model that its workers must serve; "": any. `UnknownModel`."""
         catalogue = self.table.models
         if not catalogue.names:
             return ""
@@ -84,7 +83,6 @@ class Picker:
         return pools if failed is None else [failed.best_of(pool) for pool in pools]
 
     def missing(self, request: RequestContext) -> list[Role]:
-        """Return the roles without a live worker, or, where every role has one, those whose workers are all silent."""
         table, roles, model = self.table, request.roles, request.model
         return missing_roles(table, roles, model) or silent_roles(table, roles, model)
 

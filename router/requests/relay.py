@@ -32,7 +32,6 @@ class SseSplitter:
         self._tail = b""
 
     def feed(self, chunk: bytes) -> bytes:
-        """The events that are complete."""
         data = self._tail + chunk if self._tail else chunk
         if data.endswith(_ENDS):
             self._tail = b""
@@ -50,7 +49,6 @@ class SseSplitter:
 
 
 def answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers of a worker's answer (names in lower case) that its client gets."""
     return {name: headers[low] for low, name in _ANSWER_HEADERS.items() if low in headers}
 
 

@@ -1,15 +1,14 @@
 """Answers of the router where there is no good answer of a worker to pass on. Pure."""
 
-import msgspec
 from aiohttp import web
 
 from router.attempts.upstream_call import CallFailed
 from router.pool.models import serves
+from router.pool.reports import parse_error
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.requests.relay import answer_headers
 from service.http.errors import DRAINING, ApiError
-from service.http.json_depth import decode_or_none
 from service.http.stream import error_event
 
 HANDED_BACK = "the router is draining and could not finish this request (--drain-timeout); try again"
@@ -33,7 +32,6 @@ def _state(worker: Worker) -> str:
 
 
 def failure_response(failure: CallFailed) -> web.Response:
-    """The worker's own error as it is; else what happened to the connection."""
     if failure.reason == "status":
         return web.Response(status=failure.status, body=failure.body, headers=answer_headers(failure.headers))
     status = 504 if failure.reason == "timeout" else 502
@@ -42,14 +40,7 @@ def failure_response(failure: CallFailed) -> web.Response:
 
 def failure_event(failure: CallFailed) -> bytes:
     """The last event of a stream that has begun: the worker's error without the JSON around it; else what happened."""
-    body: _ErrorBody | None = decode_or_none(failure.body, _ErrorBody)
-    text = failure.body.decode(errors="replace")[:2000] or str(failure)
-    return error_event(failure.status or 502, text if body is None else body.error.message)
-
-
-class _Error(msgspec.Struct):
-    message: str
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _Error
+    message = parse_error(failure.body)
+    if message is None:
+        message = failure.body.decode(errors="replace")[:2000] or str(failure)
+    return error_event(failure.status or 502, message)

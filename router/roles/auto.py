@@ -20,6 +20,7 @@ from router.pool.workers import WorkerTable
 from router.roles.controller import Controller, Move, Standing
 from router.roles.demand import Gauge, Goals
 from router.roles.switch import Switch, SwitchFailed, SwitchRefused
+from service.waiter import loop_time_s
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class AutoRoles:
 
     def status(self) -> dict[str, Any]:
         """`runs`: in this process. Pressures (1: as much as a pool can bear) by model, and the last moves. Times have the clock of `now_s`."""
-        now_s = _now_s()
+        now_s = loop_time_s()
         return {
             "enabled": self._config.auto_roles,
             "runs": self._runs,
@@ -108,8 +109,7 @@ class AutoRoles:
         }
 
     def tick(self) -> None:
-        """Read the pools once, and begin the moves that are due."""
-        now_s = _now_s()
+        now_s = loop_time_s()
         seen = self._gauge.read(self._table.workers(), now_s)
         for move in self.controller.tick(now_s, seen):
             worker = next(worker for worker in self._table.workers() if worker.worker_id == move.worker_id)
@@ -132,7 +132,7 @@ class AutoRoles:
         task.add_done_callback(self._tasks.discard)
 
     async def _carry_out(self, move: Move, worker: Worker) -> None:
-        began_s = _now_s()
+        began_s = loop_time_s()
         record = MoveRecord(worker.url, move.model, move.to_role.value, move.reason, began_s)
         self._moves.append(record)
         log.info("auto roles: %s worker %s moves to %s: %s", worker.role, worker.url, move.to_role, move.reason)
@@ -147,8 +147,8 @@ class AutoRoles:
         except Exception:
             log.exception("auto roles: the move of %s to %s failed", worker.url, move.to_role)
         finally:
-            record.seconds, record.result = _now_s() - began_s, result
-            self.controller.ended(move, ok=result == "moved", now_s=_now_s())
+            record.seconds, record.result = loop_time_s() - began_s, result
+            self.controller.ended(move, ok=result == "moved", now_s=loop_time_s())
             self._metrics.role_moves.labels(move.model, move.to_role.value, result).inc()
         if result == "moved":
             log.info("auto roles: %s serves as %s after %.1f s", worker.url, move.to_role, record.seconds)
@@ -162,8 +162,3 @@ def _view(standing: Standing, now_s: float) -> dict[str, Any]:
         "expected_move_s": standing.move_s,
         "verdict": standing.verdict,
     }
-
-
-def _now_s() -> float:
-    """The event loop's time: monotonic, and virtual in a simulation."""
-    return asyncio.get_running_loop().time()

@@ -97,7 +97,6 @@ class Controller:
         self.standings: dict[str, Standing] = {}
 
     def tick(self, now_s: float, seen: Sequence[Seen]) -> list[Move]:
-        """The moves to begin now: at most one per model."""
         models = sorted({worker.model for worker in seen})
         for model in [m for m, standing in self.standings.items() if m not in models and standing.moving is None]:
             del self.standings[model]
@@ -152,7 +151,6 @@ class Controller:
     def _judge(
         self, now_s: float, model: str, standing: Standing, pools: dict[Role, list[Seen]]
     ) -> tuple[Move | None, str]:
-        """(the move or None, why)."""
         to = max(ROLES, key=lambda role: standing.pressure[role])
         giver = Role.DECODE if to is Role.PREFILL else Role.PREFILL
         if to not in standing.short_since or standing.pressure[to] < self._flags.auto_roles_enter:
@@ -189,7 +187,6 @@ class Controller:
         return flow * max(has, standing.usual[giver].known) / (len(pools[giver]) - 1)
 
     def _wait_s(self, now_s: float, standing: Standing, to: Role) -> float:
-        """Until a move to `to` may begin, if nothing changes."""
         due_s = standing.short_since[to] + max(self._flags.auto_roles_sustain_s, standing.move_s)
         if standing.last_to not in (None, to):
             due_s = max(due_s, standing.ended_s + self._flags.auto_roles_cooldown_s)

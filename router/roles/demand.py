@@ -148,7 +148,6 @@ class _Prompts:
 
 
 def model_of(worker: Worker) -> str:
-    """A worker's base model; "": unknown."""
     return next(iter(worker.models), "")
 
 
@@ -175,7 +174,6 @@ def _gap_s(before: LoadReport, report: LoadReport, dt_s: float) -> float | None:
 
 
 def _is_another(trend: _Trend, worker: Worker, report: LoadReport) -> bool:
-    """Another role or process: its counts start at 0."""
     fell = report.busy_ms_total < trend.report.busy_ms_total or (
         report.prompt_tokens_total < trend.report.prompt_tokens_total
     )

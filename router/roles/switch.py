@@ -1,29 +1,39 @@
 """Moves a worker from one role to the other: sends the request, and waits until the worker is in the other pool.
 
-The health monitor sees the change, also of a worker that another caller has moved. What is allowed: rules.py.
+The health monitor sees the change, also of a worker that another caller has moved.
 """
 
 import asyncio
 import logging
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import aiohttp
 import msgspec
 
 from router.client.credentials import Credentials
+from router.client.session import call_worker
 from router.fleet.peer_processes import PeerProcesses
 from router.pool.health import HealthMonitor
+from router.pool.reports import parse_error
+from router.pool.states import Check, Health
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
-from router.roles.rules import SwitchProgress, objection, progress
 from service.http.json_depth import decode_or_none
 
 log = logging.getLogger(__name__)
 
-ASK_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 900.0  # for the drain and for a model to be loaded
 POLL_S = 0.2
 PATH = "/workers/role"
+
+
+class SwitchProgress(StrEnum):
+    UNDER_WAY = "under way"
+    THERE = "it serves in the new role"
+    WENT_BACK = "it started again in its old role"
+    ENDED = "it has ended"
+    REMOVED = "it was taken out of the table"
 
 
 class SwitchRefused(Exception):
@@ -36,8 +46,6 @@ class SwitchFailed(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Switch:
-    """Owns the moves that are under way."""
-
     table: WorkerTable
     monitor: HealthMonitor
     session: aiohttp.ClientSession
@@ -71,7 +79,6 @@ class Switch:
         await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Stop waiting; moves under way go on at the workers."""
         for task in self._moves:
             task.cancel()
         await asyncio.gather(*self._moves, return_exceptions=True)
@@ -95,21 +102,16 @@ class Switch:
 
     async def _ask(self, worker: Worker, role: Role, drain_s: float | None, headers: dict[str, str]) -> None:
         body = {"role": role.value, **({} if drain_s is None else {"timeout": drain_s})}
-        try:
-            async with self.session.post(
-                worker.url + "/switch_role",
-                data=msgspec.json.encode(body),
-                headers={**headers, "Content-Type": "application/json"},
-                timeout=aiohttp.ClientTimeout(total=ASK_TIMEOUT_S),
-                allow_redirects=False,
-            ) as response:
-                status, answer = response.status, await response.read()
-        except (aiohttp.ClientError, OSError, TimeoutError) as err:
-            raise SwitchFailed(f"{worker.url} could not be reached: {str(err) or type(err).__name__}") from None
-        if status in (404, 405):
+        url, data = f"{worker.url}/switch_role", msgspec.json.encode(body)
+        answer = await call_worker(self.session, "POST", url, headers, data)
+        text = answer.body.decode(errors="replace")
+        if not answer.status:
+            raise SwitchFailed(f"{worker.url} could not be reached: {text}")
+        if answer.status in (404, 405):
             raise SwitchRefused(f"{worker.url} has no /switch_role: a worker of another make or version")
-        if status not in (200, 202):
-            raise SwitchRefused(f"{worker.url} answers {status}: {_message(answer)}")
+        if answer.status not in (200, 202):
+            why = parse_error(answer.body)
+            raise SwitchRefused(f"{worker.url} answers {answer.status}: {text[:200] if why is None else why}")
 
     async def _until_there(self, worker: Worker, role: Role, *, was: str, timeout_s: float) -> None:
         try:
@@ -126,14 +128,8 @@ class Switch:
 
     async def _why(self, worker: Worker) -> str:
         """The reason that a worker reports for going back to its old role."""
-        timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
-        try:
-            async with self.session.get(
-                worker.url + "/server_info", headers=self.credentials.own(), timeout=timeout, allow_redirects=False
-            ) as response:
-                info: _Info | None = decode_or_none(await response.read(), _Info)
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            info = None
+        answer = await call_worker(self.session, "GET", f"{worker.url}/server_info", self.credentials.own())
+        info: _Info | None = decode_or_none(answer.body, _Info)
         last = None if info is None else info.last_switch
         return "it was restarted" if last is None or last.error is None else last.error
 
@@ -150,15 +146,34 @@ class _Info(msgspec.Struct):
     last_switch: _LastSwitch | None = None
 
 
-class _ErrorDetail(msgspec.Struct):
-    message: str
+def objection(table: WorkerTable, worker: Worker, role: Role, *, force: bool = False) -> str:
+    """Why `worker` may not become a `role` worker; "": it may. `force`: even if that empties the pool of a model or adapter."""
+    if Role.UNIFIED in (worker.role, role):
+        return "only prefill and decode workers change their role"
+    if worker not in table.workers():
+        return "it is not in the table"
+    if worker.switching_to is not None:
+        return f"it is becoming a {worker.switching_to} worker already"
+    if worker.leaving or worker.health is not Health.UP:
+        return f"it is {'leaving' if worker.leaving else worker.health}; only a healthy worker changes its role"
+    for model in () if force else worker.models or ("",):
+        if all(other is worker for other in table.pool(worker.role, model)):
+            which = f"the last healthy {worker.role} worker{model and f' of {model!r}'}"
+            return f"it is {which}; force the switch, or add a worker"
+    return ""
 
 
-class _Error(msgspec.Struct):
-    error: _ErrorDetail
-
-
-def _message(answer: bytes) -> str:
-    """The message of an error in OpenAI's shape, else the beginning of the answer."""
-    body: _Error | None = decode_or_none(answer, _Error)
-    return answer[:200].decode(errors="replace") if body is None else body.error.message
+def progress(table: WorkerTable, worker: Worker, role: Role, *, was: str) -> SwitchProgress:
+    """Return how far a worker is on its way to `role`. `was`: its incarnation before the change."""
+    if worker not in table.workers():
+        return SwitchProgress.REMOVED
+    if worker.health is Health.DOWN and worker.last_check is Check.REFUSED:
+        return SwitchProgress.ENDED  # a worker that changes its role keeps its port
+    if worker.health is not Health.UP:
+        return SwitchProgress.UNDER_WAY
+    if worker.role is role:
+        return SwitchProgress.THERE
+    role_is_read = worker.good_s >= worker.incarnation_s  # by the check that saw this incarnation first
+    if worker.incarnation not in ("", was) and role_is_read:
+        return SwitchProgress.WENT_BACK
+    return SwitchProgress.UNDER_WAY

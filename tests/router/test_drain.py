@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from router.attempts.request import less_time, time_given
-from router.attempts.upstream_call import CallFailed
+from router.attempts.upstream_call import CallFailed, UnreachableReporter
 from router.client.credentials import Credentials
 from router.config import RouterConfig
 from router.pool.health import HealthMonitor
@@ -92,9 +92,12 @@ async def test_its_word_takes_it_out_of_the_pool_before_the_next_check() -> None
     credentials = Credentials(api=KeyRing())
     session: Any = None  # nothing is asked
     monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
-    monitor.on_unreachable(CallFailed(worker, reason="status", status=503, body=b'{"error":{"code":"queue_full"}}'))
+    reporter = UnreachableReporter(monitor)
+    reporter.on_call_failed(
+        CallFailed(worker, reason="status", status=503, body=b'{"error":{"code":"queue_full"}}'), 0.0
+    )
     assert table.alive(Role.DECODE) == [worker]
-    monitor.on_unreachable(CallFailed(worker, reason="status", status=503, body=json.dumps(DRAINING).encode()))
+    reporter.on_call_failed(CallFailed(worker, reason="status", status=503, body=json.dumps(DRAINING).encode()), 0.0)
     assert worker.health is Health.DRAINING and "draining" in no_worker_message(table, [Role.DECODE])
 
 

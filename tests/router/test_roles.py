@@ -13,8 +13,7 @@ from router.fleet.peer_processes import PeerProcesses
 from router.pool.states import Check, Health
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
-from router.roles.rules import SwitchProgress, objection, progress
-from router.roles.switch import Switch, SwitchRefused
+from router.roles.switch import Switch, SwitchProgress, SwitchRefused, objection, progress
 from service.security.keys import KeyRing
 from tests.router.dummies import Cluster, DummyWorker, cluster, obey, until
 
