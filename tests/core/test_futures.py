@@ -4,10 +4,7 @@ import pytest
 
 from engine.core.futures import check_no_future, check_reads
 from engine.core.request import Request
-from engine.messages import TokenLogprob
 from tests.core.engine_in_a_test import EngineInATest, request_of
-from tests.core.hash_model import expected_tokens
-from tests.grammar.fixed import Fixed
 
 
 def request_with(*, known: int, pending: int) -> Request:
@@ -64,41 +61,3 @@ def test_a_table_that_reuses_a_slot_too_early_is_stopped() -> None:
     engine.turn()
     with pytest.raises(AssertionError, match="samples in flight"):
         engine.scheduler.table.close(request)
-
-
-@pytest.mark.parametrize("depth", [2, 3])
-def test_samples_after_the_end_change_nothing(depth: int) -> None:
-    """No output, token, logprob, grammar step, page or cached prefix comes of them."""
-    prompt = [1, 2, 3, 4, 5]
-    eos = expected_tokens(prompt, 6)[5]
-    engine = EngineInATest(depth=depth, page_size=4)
-    grammar = Fixed(1000)
-    constrained = engine.add("constrained", prompt, eos=eos, max_new_tokens=40)
-    constrained.grammar = grammar
-    run = engine.model.run
-
-    def with_logprobs(plan):  # type: ignore[no-untyped-def]
-        result = run(plan)
-        for item in result.items:
-            item.logprob = TokenLogprob(-1.0, item.token)
-        return result
-
-    engine.model.run = with_logprobs  # type: ignore[method-assign]
-    plain = engine.add("plain", [7, *prompt], eos=expected_tokens([7, *prompt], 6)[5], max_new_tokens=40)
-    engine.run()
-    assert engine.scheduler.counters.wasted_samples >= 2
-    full_pages = 0
-    for request in (constrained, plain):
-        answer = expected_tokens(request.input_ids, 40, min(request.eos_ids))
-        outputs = engine.outputs[request.rid]
-        assert engine.tokens[request.rid] == request.output_ids == answer
-        assert [lp.token_id for o in outputs for lp in o.logprobs] == answer
-        assert [o.finish is not None for o in outputs] == [False] * (len(outputs) - 1) + [True]
-        tokens = request.input_ids + answer
-        match = engine.scheduler.memory.cache.match(tokens)
-        assert len(match.pages) == len(tokens) // 4
-        full_pages += len(match.pages)
-        engine.model.verify(match.pages, tokens[: 4 * len(match.pages)])
-    assert grammar.seen == engine.tokens["constrained"] and grammar.masks == len(grammar.seen)
-    counts = engine.scheduler.memory.allocator.counts()
-    assert counts["held"] == 0 and counts["cached"] == full_pages and engine.scheduler.idle

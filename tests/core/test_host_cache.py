@@ -122,18 +122,6 @@ def test_other_weights_find_nothing() -> None:
     assert engine.outputs["c"][0].cached_tokens == 12, "the first weights' files are still right"
 
 
-def test_a_request_that_waits_while_weights_change_is_looked_up_under_the_new_ones() -> None:
-    engine = restarted(written())
-    engine.add("b", PROMPT, max_new_tokens=2)
-    engine.scheduler.forget_prefixes()
-    engine.host.use_identity(identity("w1"))
-    engine.disk_turn()
-    engine.run()
-    engine.disk_turn()
-    assert engine.outputs["b"][0].cached_tokens == 0
-    assert len(engine.files) == 6, "its pages are written under the new weights' keys"
-
-
 def test_a_flush_empties_host_and_disk_even_while_files_are_written() -> None:
     engine = TieredEngine(host_pages=16, num_pages=8, disk_pages=100)
     engine.answer("a", PROMPT, max_new_tokens=2)
@@ -210,18 +198,6 @@ def test_timeout_waits_so_long_and_no_longer() -> None:
     assert engine.outputs["b"][0].cached_tokens == 4
 
 
-@pytest.mark.parametrize("policy", ["best_effort", "wait_complete", "timeout"])
-def test_a_broken_file_is_a_miss(policy: str) -> None:
-    engine = restarted(written(), prefetch_policy=policy)
-    engine.broken = {list(engine.files)[1]}
-    engine.add("b", PROMPT, max_new_tokens=2)
-    engine.disk_turn()
-    engine.run()
-    assert engine.tokens["b"] == expected_tokens(PROMPT, 2)
-    assert engine.host.counters["hicache_bad_files"] == 1
-    assert engine.outputs["b"][0].cached_tokens in (4, 8)
-
-
 def test_what_was_read_for_one_that_waits_is_not_lost_to_reads_for_later_ones() -> None:
     files = restarted(written()).files
     second = [30, *PROMPT]
@@ -235,26 +211,6 @@ def test_what_was_read_for_one_that_waits_is_not_lost_to_reads_for_later_ones() 
     small.run()
     assert small.outputs["b"][0].cached_tokens == 8, "half of the host at once"
     assert small.tokens["c"] == expected_tokens(second, 2)
-
-
-def test_an_abort_while_files_are_read_for_it_changes_nothing() -> None:
-    engine = restarted(written(), prefetch_policy="wait_complete")
-    engine.add("b", PROMPT, max_new_tokens=2)
-    engine.abort("b")
-    assert engine.scheduler.idle
-    engine.disk_turn()
-    assert engine.answer("c", PROMPT, max_new_tokens=2) == expected_tokens(PROMPT, 2)
-    assert engine.outputs["c"][0].cached_tokens == 12
-
-
-def test_a_disk_that_is_full_lets_the_oldest_go() -> None:
-    engine = TieredEngine(host_pages=40, num_pages=8, disk_pages=4)
-    engine.answer("a", PROMPT, max_new_tokens=1)
-    engine.disk_turn()
-    old = set(engine.files)
-    engine.answer("b", [30, *PROMPT], max_new_tokens=1)
-    engine.disk_turn()
-    assert len(old) == 3 and len(engine.files) == 4 and len(old & set(engine.files)) == 1
 
 
 LOADS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 26), st.integers(1, 6)), min_size=2, max_size=14)

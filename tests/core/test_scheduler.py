@@ -2,7 +2,6 @@
 
 import pytest
 
-from engine.messages import LogprobOptions
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
 
@@ -10,19 +9,6 @@ from tests.core.hash_model import expected_tokens
 def all_pages_back(engine: EngineInATest) -> bool:
     counts = engine.scheduler.memory.allocator.counts()
     return counts["held"] == counts["quarantined"] == 0 and engine.scheduler.idle
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("chunk", [None, 8])
-def test_tokens_do_not_depend_on_depth_pages_or_chunks(depth: int, page_size: int, chunk: int | None) -> None:
-    engine = EngineInATest(depth=depth, page_size=page_size, chunk=chunk, num_pages=256 // page_size)
-    prompts = {f"r{i}": [i % 3, *range(i, i + 5 + 3 * i)] for i in range(6)}
-    for rid, prompt in prompts.items():
-        engine.add(rid, prompt, max_new_tokens=6)
-    engine.run()
-    assert engine.tokens == {rid: expected_tokens(prompt, 6) for rid, prompt in prompts.items()}
-    assert all_pages_back(engine)
 
 
 def test_the_step_after_eos_leaves_no_trace() -> None:
@@ -57,15 +43,6 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
     assert engine.tokens["b"] == expected_tokens([*prompt, 40, 41], 2)
 
 
-def test_an_equal_prompt_computes_its_last_token_at_least() -> None:
-    engine = EngineInATest(page_size=4)
-    for rid in ("a", "b"):
-        engine.add(rid, list(range(8)), max_new_tokens=1)
-        engine.run()
-    assert engine.outputs["b"][0].cached_tokens == 4
-    assert engine.tokens["a"] == engine.tokens["b"]
-
-
 def test_equal_prompts_side_by_side_keep_one_copy_in_the_tree() -> None:
     engine = EngineInATest(page_size=4, num_pages=32)
     for rid in ("a", "b"):
@@ -91,17 +68,6 @@ def test_a_long_prompt_goes_in_whole_pages_and_first_in_line() -> None:
 
 
 @pytest.mark.usefixtures("hopeful")
-def test_retraction_and_resume_give_the_same_tokens() -> None:
-    engine = EngineInATest(page_size=2, num_pages=24, depth=2, max_running=4)
-    for i in range(4):
-        engine.add(f"r{i}", [i, i + 1, i + 2], max_new_tokens=30)
-    engine.run()
-    assert engine.scheduler.counters.retractions > 0
-    assert engine.tokens == {f"r{i}": expected_tokens([i, i + 1, i + 2], 30) for i in range(4)}
-    assert all_pages_back(engine)
-
-
-@pytest.mark.usefixtures("hopeful")
 def test_short_pages_retract_one_request_at_a_time() -> None:
     """Deep in flight the victim's memory comes some collects later: no other request goes meanwhile."""
     engine = EngineInATest(page_size=4, num_pages=10, depth=4, max_running=3)
@@ -110,34 +76,6 @@ def test_short_pages_retract_one_request_at_a_time() -> None:
     engine.run()
     assert engine.scheduler.counters.retractions == 1
     assert engine.tokens == {f"r{i}": expected_tokens([i, 1, 2, 3], 13) for i in range(3)}
-
-
-def test_an_aborted_request_speaks_once_more_and_its_memory_is_back() -> None:
-    engine = EngineInATest(depth=2)
-    engine.add("r", list(range(9)), max_new_tokens=50)
-    for _ in range(4):
-        engine.turn()
-    engine.abort("r")
-    assert engine.finish["r"].kind == "abort"
-    engine.run()
-    assert all_pages_back(engine)
-
-
-def test_stop_strings_end_a_request() -> None:
-    prompt = [5, 6]
-    third = expected_tokens(prompt, 3)[2]
-    engine = EngineInATest()
-    engine.add("r", prompt, stop=(f"<{third}>",), max_new_tokens=20)
-    engine.run()
-    assert engine.finish["r"].matched == f"<{third}>" and len(engine.tokens["r"]) == 3
-
-
-def test_max_new_tokens_zero_computes_the_prompt_only() -> None:
-    engine = EngineInATest(depth=2)
-    engine.add("r", [1, 2, 3], max_new_tokens=0)
-    engine.run()
-    assert engine.tokens["r"] == [] and engine.finish["r"].kind == "length"
-    assert all_pages_back(engine)
 
 
 @pytest.mark.parametrize(
@@ -151,15 +89,6 @@ def test_what_can_never_run_is_refused_by_name(prompt: list[int], sampling: dict
     engine.run()
     assert words in engine.finish["bad"].message and engine.finish["bad"].status == 400
     assert engine.tokens["good"] == expected_tokens([1, 2], 1)
-
-
-def test_a_full_queue_refuses_with_503() -> None:
-    engine = EngineInATest(max_queued=1, max_running=1)
-    for i in range(3):
-        engine.add(f"r{i}", [i + 1], max_new_tokens=1)
-    assert engine.finish["r2"].status == 503
-    engine.run()
-    assert len(engine.finish) == 3
 
 
 def test_a_full_batch_never_pays_for_a_hopeless_judgement() -> None:
@@ -253,25 +182,6 @@ def test_who_has_a_row_goes_on_although_others_have_none(depth: int) -> None:
     engine.land("third", [3], max_new_tokens=9)
     engine.run()
     assert engine.tokens == {rid: expected_tokens([i], 9) for i, rid in enumerate(("first", "second", "third"), 1)}
-
-
-def test_prompt_logprobs_come_once_although_the_prompt_was_retracted_half_way() -> None:
-    engine = EngineInATest(page_size=4, chunk=8)
-    request = engine.add("r", list(range(20)), max_new_tokens=2)
-    request.logprobs = LogprobOptions(0)
-    engine.turn()
-    assert engine.scheduler.retract_all() == 1
-    engine.run()
-    said = [entry.token_id for output in engine.outputs["r"] for entry in output.input_logprobs]
-    assert said == list(range(20))
-
-
-def test_two_prefills_in_a_row_ask_for_depth_1() -> None:
-    engine = EngineInATest(depth=2, chunk=8, wait_between_prefills=True)
-    for i in range(3):
-        engine.add(f"r{i}", list(range(8)), max_new_tokens=2)
-    engine.run()
-    assert [p.wait for p in engine.plans if p.extend] == [False, True, True]
 
 
 @pytest.mark.parametrize(

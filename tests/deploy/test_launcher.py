@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 from deploy.launcher.ports import free_ports
-from engine.ipc import IpcPaths
 
 LAUNCH = Path(__file__).with_name("launch_scripted.py")
 Start = Callable[..., "Launch"]
@@ -83,17 +81,6 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def test_all_healthy_then_ctrl_c_ends_every_process_with_status_0(start: Start) -> None:
-    launch = start([], [])
-    pids = launch.pids()
-    assert set(pids) == {"worker-0", "worker-1"} and all(map(alive, pids.values()))
-    launch.process.send_signal(signal.SIGINT)
-    said = launch.said()
-    assert launch.process.returncode == 0
-    assert not any(map(alive, pids.values()))
-    assert "worker-0: healthy after" in said and "Traceback" not in said
-
-
 def test_a_child_deaf_to_sigterm_has_its_time_then_it_and_its_grandchild_are_killed(
     start: Start, tmp_path: Path
 ) -> None:
@@ -123,22 +110,6 @@ def test_sigterm_drains_the_router_before_the_workers_and_a_second_signal_ends_a
     assert launch.process.returncode == 0 and not any(map(alive, pids.values()))
 
 
-def test_workers_drain_once_the_router_is_gone(start: Start) -> None:
-    launch = start([], [], names=["worker", "router"], drain_s=600.0)
-    pids = launch.pids()
-    launch.process.terminate()
-    launch.said()
-    assert launch.process.returncode == 0 and not any(map(alive, pids.values()))
-
-
-def test_nothing_outlives_a_launcher_that_is_killed(start: Start, tmp_path: Path) -> None:
-    pid_file = tmp_path / "grandchild"
-    launch = start(["--ignore-sigterm", "--grandchild", str(pid_file)], [])
-    pids = [*launch.pids().values(), int(pid_file.read_text())]
-    launch.process.kill()
-    until(lambda: not any(map(alive, pids)), within_s=5.0)
-
-
 def test_death_at_start_shows_the_last_error_and_ends_the_rest(start: Start, tmp_path: Path) -> None:
     launch = start(["--never-healthy"], ["--die-at-start", "ConfigError: --page-size: must be at least 1"])
     said = launch.said()
@@ -155,47 +126,6 @@ def test_never_healthy_is_an_error_after_the_timeout(start: Start) -> None:
     said = launch.said()
     assert launch.process.returncode == 1
     assert "worker-0 not healthy after 1 s (--start-timeout)" in said
-
-
-def test_a_later_death_is_told_and_the_others_go_on(start: Start, tmp_path: Path) -> None:
-    pid_file = tmp_path / "grandchild"
-    launch = start(["--grandchild", str(pid_file)], [])
-    pids = launch.pids()
-    orphan = int(pid_file.read_text())
-    os.kill(pids["worker-0"], signal.SIGKILL)
-    until(lambda: not alive(orphan), within_s=5.0)  # what the dead one left behind is cleared away
-    assert alive(pids["worker-1"]) and launch.process.poll() is None
-    launch.process.terminate()
-    said = launch.said()
-    assert "worker-0 ended (signal SIGKILL)" in said and "the others go on" in said
-    assert launch.process.returncode == 0
-
-
-@pytest.mark.parametrize("victim", ["worker", "launcher"])
-def test_sockets_of_a_killed_worker_are_removed(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str
-) -> None:
-    """By the launcher, or, when that was killed itself, by the guard; nobody else's."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    launch = start([], [])
-    pid, other = launch.pids().values()
-    made = {number: Path(IpcPaths.create(str(tmp_path)).dir) for number in (pid, other, os.getpid())}
-    for number, path in made.items():
-        (path / "scheduler").touch()
-        made[number] = path.rename(path.with_name(path.name.replace(f"-{os.getpid()}-", f"-{number}-")))
-    os.kill(pid if victim == "worker" else launch.process.pid, signal.SIGKILL)
-    until(lambda: not made[pid].exists())
-    if victim == "launcher":
-        until(lambda: not made[other].exists())
-    assert made[os.getpid()].exists() and made[other].exists() == (victim == "worker")
-
-
-def test_the_last_death_ends_the_launcher_with_status_1(start: Start) -> None:
-    launch = start([])
-    os.kill(launch.pids()["worker-0"], signal.SIGKILL)
-    assert "no process is left" in launch.said()
-    assert launch.process.returncode == 1
 
 
 def test_ctrl_c_while_loading_ends_with_status_0(start: Start) -> None:

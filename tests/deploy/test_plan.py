@@ -1,7 +1,6 @@
 """Which processes a cluster has, and what is said about it: literals only."""
 
 import io
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from deploy.launcher.config import ClusterConfig
 from deploy.launcher.display import PlainDisplay, ProcessProgress, render
 from deploy.launcher.guard import watch
 from deploy.launcher.plan import ClusterPorts, ProcessSpec, assign_ports, num_ports, plan_cluster
-from deploy.launcher.ports import free_ports
 from service.flags import ConfigError
 from service.http.listening import require_free
 
@@ -65,10 +63,6 @@ def test_an_address_that_is_not_ours_is_named() -> None:
         require_free("192.0.2.1", 80, flag="--port")
 
 
-def test_free_ports_are_distinct() -> None:
-    assert len(set(free_ports(20))) == 20
-
-
 def test_guard_remembers_what_was_not_forgotten() -> None:
     assert watch(io.StringIO("+10\n+11\n-10\njunk\n+x\n")) == {11}
 
@@ -98,13 +92,6 @@ MEMBERS = [
 ]
 
 
-def test_ready_json_lists_workers_and_not_the_router() -> None:
-    assert json.loads(summary.ready_json(MEMBERS, front="http://r")) == {
-        "router": "http://r",
-        "workers": [{"role": "prefill", "url": "http://p", "pid": 5}],
-    }
-
-
 def test_summary_has_capacity_logs_and_a_curl_line_to_paste() -> None:
     text = summary.summary_text(
         MEMBERS, front="http://r", backend="nixl", log_dir=Path("/logs"), model="recall", shipped=True, auth=True
@@ -112,8 +99,3 @@ def test_summary_has_capacity_logs_and_a_curl_line_to_paste() -> None:
     assert "KV 12,345 tokens" in text and "/logs" in text and "nixl" in text
     assert "curl -s http://r/v1/chat/completions -H 'Authorization: Bearer KEY'" in text
     assert '"content": "k17 v42 k03 v91 k17"' in text and "v42" in text
-
-
-def test_ready_file_is_written_whole(tmp_path: Path) -> None:
-    summary.write_ready_file(tmp_path / "ready.json", "{}")
-    assert [path.name for path in tmp_path.iterdir()] == ["ready.json"]

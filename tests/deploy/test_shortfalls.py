@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from deploy.launcher.shortfalls import shortfalls
-from deploy.launcher.summary import Member, summary_text
 from engine.kernels import build
 from engine.machine import machine_facts
 
@@ -39,19 +38,6 @@ def test_a_cpu_without_bf16_is_no_missing_compiler():
     (line,) = shortfalls([GOOD | {"cpu_lacks": "AVX512-BF16"}])
     assert "This CPU lacks AVX512-BF16" in line and "Nothing to install" in line
     assert "compiler" not in line and "apt-get" not in line
-
-
-def test_the_summary_shows_it_above_the_line_to_paste(tmp_path: Path):
-    worker = Member(name="unified-0", role="unified", url="http://u", pid=5, info=GOOD | {"c_kernels": "no compiler"})
-    text = summary_text([worker], front="http://u", backend=None, log_dir=tmp_path, model="m", shipped=True, auth=False)
-    assert 0 < text.index("no C compiler") < text.index("Try it")
-
-
-def test_facts_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    facts = machine_facts(*WHOLE_CPU)
-    assert facts["c_kernels"] == "no compiler" and facts["cpu_lacks"] is None
 
 
 def test_facts_of_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

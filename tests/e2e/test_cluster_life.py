@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import random
-import signal
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,23 +47,6 @@ def up_in(temp: Path, monkeypatch: pytest.MonkeyPatch, *args: str) -> Iterator[C
     monkeypatch.setenv("TMPDIR", str(temp))
     with cluster(temp / "up", "--run-dir", str(temp / "logs"), *args, *SHIPPED) as c:
         yield c
-
-
-@pytest.mark.slow  # (of a cluster at rest: tests/deploy/test_up.py)
-def test_ctrl_c_ends_every_process(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With requests running."""
-    with up_in(temp, monkeypatch) as c:
-        assert len(list(temp.glob("tandem-*"))) == 2
-
-        async def end_under_load() -> tuple[list[str], Leftovers]:
-            load = await start_load(c.router, count=8, new_tokens=20_000)
-            traces = Leftovers(c.launcher.pid, temp)
-            c.launcher.send_signal(signal.SIGINT)
-            assert await asyncio.to_thread(c.launcher.wait, BOUNDED_S) == 0
-            return await load, traces
-
-        ends, traces = asyncio.run(end_under_load())
-        assert set(ends) <= {"error", "cut"} and traces.left() == []
 
 
 def test_kill_9_of_the_launcher_leaves_nothing(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:

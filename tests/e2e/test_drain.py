@@ -12,10 +12,8 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from bootstrap_server.config import BootstrapConfig
-from bootstrap_server.server import BootstrapServer
 from tests.e2e.client import assert_all_back, session
-from tests.e2e.cluster import SHIPPED, Cluster, cluster, tandem, wait_until
+from tests.e2e.cluster import SHIPPED, Cluster, cluster, wait_until
 from tests.e2e.leftovers import Leftovers
 from tests.e2e.roles import move, num_served, server_info, streams
 from tests.e2e.test_cluster_life import BOUNDED_S, start_load
@@ -141,18 +139,3 @@ def test_sigterm_to_tandem_up_lets_every_request_end(two_pairs: Cluster, temp: P
 
     assert asyncio.run(end_under_load()) == ["right"] * NUM_REQUESTS
     assert traces.left() == []
-
-
-@pytest.mark.slow  # (every drain of the simulator looks for it, too)
-def test_a_prefill_worker_leaves_the_bootstrap_server(temp: Path) -> None:
-    server = BootstrapServer(BootstrapConfig(port=0, lease_s=600.0), shared=True)
-    server.start()
-    try:
-        at = f"--disaggregation-bootstrap-server=127.0.0.1:{server.port}"
-        with tandem(temp / "alone", "serve", "--disaggregation-mode=prefill", "--port=0", at, *SHIPPED) as prefill:
-            wait_until(lambda: server.registry.num_workers == 1, within_s=BOUNDED_S, what="registered")
-            prefill.process.send_signal(signal.SIGTERM)
-            assert prefill.process.wait(BOUNDED_S) == 0
-            assert server.registry.num_workers == 0
-    finally:
-        server.close()

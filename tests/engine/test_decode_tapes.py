@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks import random_model
 from engine.kernels.decode_tapes import DecodeTapes
 from engine.kernels.linear import LinearKernel, PackedMatrix, linear_kernel
-from engine.kernels.tape import TURNS, Tape, Workspace, tape_library
+from engine.kernels.tape import TURNS, Tape, tape_library
 from engine.messages import LogprobOptions
 from engine.models.registry import load_model
 from tests.engine.engine_in_process import EngineInProcess
@@ -151,17 +151,3 @@ def test_what_a_tape_does_not_know_is_found_out(
         assert torch.equal(found, model.layers(model.begin(ids, positions), nobody)), n
     assert len(plays) == expected_plays
     assert ("run without a tape" in caplog.text) == (expected_plays == 1)
-
-
-def test_a_workspace_gives_each_buffer_again_after_its_turns() -> None:
-    workspace = Workspace(8)
-    places = [workspace.empty((3, 16), torch.bfloat16).data_ptr() for _ in range(2 * TURNS)]
-    assert places[:TURNS] == places[TURNS:] and len(set(places)) == TURNS
-    assert workspace.empty((8, 16), torch.bfloat16).shape == (8, 16)
-    assert workspace.empty((3, 16), torch.float32).data_ptr() not in places
-
-
-def test_one_tape_records_at_a_time() -> None:
-    first, second = Tape(Workspace(1)), Tape(Workspace(1))
-    with first.recording(), pytest.raises(AssertionError, match="two tapes"), second.recording():
-        pass

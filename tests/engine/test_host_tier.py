@@ -112,46 +112,6 @@ def test_tokens_are_the_same_when_prefixes_come_back_from_the_host(
     )
 
 
-def test_another_process_finds_the_files(tiered: Tiered, expected: list[list[int]], tmp_path: Path) -> None:
-    disk = {"hicache_storage_backend": "file", "hicache_storage_dir": str(tmp_path), "hicache_ratio": 4.0}
-    first = tiered.start(**disk)
-    assert answers(first) == expected
-    settle(first)
-    assert counters(first)["hicache_written_pages"] == len(files(tmp_path)) > 5 * 17
-    tiered.end(first)
-    second = tiered.start(hicache_storage_prefetch_policy="wait_complete", stream="threaded", **disk)
-    run_to_the_end(second)
-    assert [second.tokens[f"r{i}"] for i in range(len(PROMPTS))] == expected
-    assert counters(second)["hicache_disk_hit_tokens"] >= 5 * 68
-    assert counters(second)["hicache_bad_files"] == 0
-
-
-def run_to_the_end(engine: EngineInProcess) -> None:
-    """As `answers`, where a request may wait for files."""
-    for i, prompt in enumerate(PROMPTS):
-        engine.add(f"r{i}", prompt, max_new_tokens=6)
-        deadline_s = time.monotonic() + DEADLINE_S
-        while engine.turn() or not engine.parts.scheduler.idle:
-            assert time.monotonic() < deadline_s, "the request does not end"
-
-
-def test_damaged_files_are_misses_and_the_tokens_are_right(
-    tiered: Tiered, expected: list[list[int]], tmp_path: Path
-) -> None:
-    disk = {"hicache_storage_backend": "file", "hicache_storage_dir": str(tmp_path), "hicache_ratio": 4.0}
-    first = tiered.start(**disk)
-    answers(first)
-    settle(first)
-    tiered.end(first)
-    for i, file in enumerate(files(tmp_path)):
-        data = file.read_bytes()
-        file.write_bytes([data[:-9], data[:-1] + bytes([data[-1] ^ 1]), b"", data[::-1]][i % 4])
-    second = tiered.start(hicache_storage_prefetch_policy="wait_complete", **disk)
-    run_to_the_end(second)
-    assert [second.tokens[f"r{i}"] for i in range(len(PROMPTS))] == expected
-    assert counters(second)["hicache_bad_files"] >= 5 * 16 and counters(second)["hicache_disk_hit_tokens"] == 0
-
-
 def test_the_folder_never_holds_more_than_its_limit(tiered: Tiered, tmp_path: Path) -> None:
     engine = tiered.start(
         hicache_storage_backend="file", hicache_storage_dir=str(tmp_path), hicache_storage_size_gb=1e-4

@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.core import new_token_ratio
 from engine.messages import LogprobOptions
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 
@@ -77,21 +76,3 @@ def test_prompt_logprobs_equal_transformers(checkpoint: str, reference: PreTrain
             assert entry.logprob == pytest.approx(row[prompt[position]].item(), abs=MAX_ERROR)
             best = row.topk(3)
             assert [value for value, _ in entry.top] == pytest.approx(best.values.tolist(), abs=MAX_ERROR)
-
-
-def test_retraction_does_not_change_tokens(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too little memory for all of them: some are retracted."""
-    prompts = {f"r{i}": prompt_of(20 + i, i) for i in range(4)}
-    results = []
-    for tokens, clip in ((4096, new_token_ratio.CLIP_TOKENS), (224, 1)):
-        monkeypatch.setattr(new_token_ratio, "CLIP_TOKENS", clip)
-        engine = EngineInProcess(checkpoint, max_total_tokens=tokens, page_size=4, stream="threaded")
-        try:
-            for rid, prompt in prompts.items():
-                engine.add(rid, prompt, max_new_tokens=60)
-            engine.run()
-        finally:
-            engine.close()
-        results.append(engine.tokens)
-    assert engine.parts.scheduler.counters.retractions > 0
-    assert results[0] == results[1]

@@ -8,8 +8,7 @@ from engine.frontend.apis.native.body import GenerateBody
 from engine.frontend.apis.openai.view import Usage
 from engine.frontend.apis.shared.fields import check_prompt_ids, fit_to_context, prompts_of
 from engine.frontend.bootstraps import build_bootstraps
-from engine.frontend.client.generation import absorb
-from engine.messages import FinishReason, TokenOutput
+from engine.messages import TokenOutput
 from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput
 from service.http.errors import ApiError
@@ -78,14 +77,6 @@ def test_usage_counts_a_prompt_once() -> None:
     assert (total["prompt_tokens"], total["completion_tokens"], total["total_tokens"]) == (30, 12, 42)
     assert total["prompt_tokens_details"]["cached_tokens"] == 1 + 3
     assert usage.of_sample(2)["prompt_tokens"] == 20
-
-
-def test_outputs_join() -> None:
-    stop = FinishReason(kind="stop")
-    a = TextOutput(text="a", tokens=TokenOutput(rid="r", new_ids=[1], cached_tokens=4, times={"x": 1.0}))
-    absorb(a, TextOutput(text="b", tokens=TokenOutput(rid="r", new_ids=[2, 3], finish=stop, times={"y": 2.0})))
-    whole = TokenOutput(rid="r", new_ids=[1, 2, 3], cached_tokens=4, finish=stop, times={"x": 1.0, "y": 2.0})
-    assert a == TextOutput(text="ab", tokens=whole)
 
 
 @pytest.mark.parametrize(

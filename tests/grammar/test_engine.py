@@ -167,19 +167,3 @@ def test_min_new_tokens_gives_way_where_only_the_end_is_left(checkpoint: str, co
     engine.run()
     engine.close()
     assert engine.finish["r"].kind == "stop"
-
-
-def test_a_token_that_the_grammar_refuses_fails_its_request_alone(
-    checkpoint: str, compiler: Compiler, reference: EngineInProcess
-) -> None:
-    """A state that is out of step (it has seen another token) fails its request alone."""
-    engine = EngineInProcess(checkpoint)
-    broken = compiler.compile(GrammarSpec("regex", "ab"))()
-    assert not broken.accept(20)
-    engine.add("broken", [20, 21], grammar=broken, max_new_tokens=10)
-    engine.add("plain-0", list(range(20, 30)), max_new_tokens=40, temperature=1.0, seed=0)
-    engine.run()
-    engine.close()
-    assert engine.finish["broken"].kind == "abort" and engine.finish["broken"].status == 500
-    assert "grammar" in engine.finish["broken"].message
-    assert engine.tokens["plain-0"] == reference.tokens["plain-0"]

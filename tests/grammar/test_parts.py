@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from engine.config import GRAMMAR_BACKENDS
-from engine.core.finish import check_finish
-from engine.core.request import Request
 from engine.grammar.compiler import Compiler, GrammarInvalid, make_compiler
 from engine.grammar.llguidance_backend import LlguidanceCompiler
 from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from engine.sampler.token_mask import token_mask, unpacked_on_device
-from engine.sampling_params import GrammarSpec, SamplingParams
+from engine.sampling_params import GrammarSpec
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from service.flags import ConfigError
 from tests.core.engine_in_a_test import EngineInATest
@@ -67,54 +65,6 @@ def test_where_an_edit_banned_all_that_is_allowed_the_grammar_wins() -> None:
     masked = mask.apply(banned, fallback=logits)
     assert masked[0].isfinite().nonzero().flatten().tolist() == [5]
     assert masked[1].isfinite().nonzero().flatten().tolist() == [6]
-
-
-def request_of(output: list[int], *, max_new_tokens: int, grammar: Fixed, eos: int = 9) -> Request:
-    sampling = SamplingParams(max_new_tokens=max_new_tokens, stop_token_ids=(7,))
-    request = Request(
-        rid="r", input_ids=[1], sampling=sampling, eos_ids=frozenset({eos}), arrived_s=0.0, grammar=grammar
-    )
-    request.output_ids = output
-    for token in output:
-        grammar.accept(token)
-    return request
-
-
-@pytest.mark.parametrize(
-    ("output", "max_new_tokens", "length", "kind", "matched"),
-    [
-        ([3, 4], 2, 2, "length", None),  # length comes first
-        ([3, 7], 9, 2, "stop", None),  # the grammar's end before the stop token
-        ([3, 7], 9, 3, "stop", 7),
-        ([3, 9], 9, 2, "stop", 9),  # an end token is reported
-        ([3, 4], 9, 3, None, None),
-    ],
-)
-def test_the_grammar_s_end_has_its_place_among_the_checks(
-    output: list[int], max_new_tokens: int, length: int, kind: str | None, matched: int | None
-) -> None:
-    request = request_of(output, max_new_tokens=max_new_tokens, grammar=Fixed(length))
-    reason = check_finish(request, bad=False, tail_texts=lambda ids, skip: ())
-    assert (reason.kind if reason else None) == kind and (reason.matched if reason else None) == matched
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_draw_of_a_constrained_batch_waits_for_the_tokens_before_it(depth: int) -> None:
-    """The state has seen every token but the last before each mask; plain batches draw at once."""
-    engine = EngineInATest(depth=depth)
-    grammar = Fixed(5)
-    request = engine.add("r", [1, 2, 3], max_new_tokens=20)
-    request.grammar = grammar
-    engine.run()
-    assert engine.tokens["r"] == grammar.seen == expected_tokens([1, 2, 3], 5)
-    assert engine.finish["r"].kind == "stop" and grammar.masks == 5
-    late = sum(plan.sample_deferred for plan in engine.plans)
-    assert late == engine.scheduler.counters.deferred_samples
-    assert late == 0 if depth == 1 else late >= 4
-    assert not any(plan.wait for plan in engine.plans), "the forward waits for nothing"
-    engine.add("plain", [4, 5], max_new_tokens=5)
-    engine.run()
-    assert sum(plan.sample_deferred for plan in engine.plans) == late
 
 
 def test_a_token_outside_the_grammar_is_an_error_of_its_request() -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -118,68 +117,6 @@ class Rig(EngineInATest):
 PROMPTS = {"a": [1, 2, 3, 4, 5, 6], "b": [9, 8, 7]}
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
-@pytest.mark.parametrize("chunk", [4, 16])
-def test_a_pause_changes_no_token(mode: str, chunk: int) -> None:
-    rig = Rig(chunk=chunk)
-    for rid, prompt in PROMPTS.items():
-        rig.ask(rid, prompt, 12)
-    rig.turns(4)
-    rig.tell(PauseGeneration("p", mode))
-    assert "p" not in rig.replies and rig.launched  # answered when nothing runs any more
-    rig.settle()
-    assert rig.replies["p"].ok and rig.scheduler.holds_no_kv == (mode == "retract")
-    rig.ask("c", [4, 4, 4], 3)
-    planned = len(rig.plans)
-    rig.turns(5)
-    assert len(rig.plans) == planned and rig.control.num_held == 1
-    rig.tell(ContinueGeneration("go"))
-    rig.settle()
-    assert rig.replies["go"].ok
-    assert rig.tokens == {rid: expected_tokens(p, 12) for rid, p in PROMPTS.items()} | {
-        "c": expected_tokens([4, 4, 4], 3)
-    }
-
-
-def test_a_half_computed_prompt_is_retracted_too() -> None:
-    rig = Rig(chunk=4)
-    rig.ask("long", list(range(30)), 3)
-    rig.turns(3)
-    assert rig.scheduler.num_running == 1 and not rig.tokens
-    rig.tell(PauseGeneration("p", "retract"))
-    rig.settle()
-    assert rig.scheduler.holds_no_kv and rig.replies["p"].values == {"retracted": 1}
-    rig.tell(ContinueGeneration("go"))
-    rig.settle()
-    assert rig.tokens["long"] == expected_tokens(list(range(30)), 3)
-
-
-def test_a_pause_may_abort_everybody_and_idle_engines_pause_too() -> None:
-    rig = Rig()
-    rig.tell(PauseGeneration("idle", "retract"))
-    rig.settle()
-    assert rig.replies["idle"].ok
-    rig.tell(ContinueGeneration("go"))
-    rig.ask("a", PROMPTS["a"], 20)
-    rig.turns(3)
-    rig.tell(PauseGeneration("p", "abort"))
-    rig.settle()
-    assert rig.finish["a"].kind == "abort" and rig.replies["p"].ok and rig.scheduler.holds_no_kv
-
-
-def test_who_waits_for_the_end_of_a_pause_can_be_aborted() -> None:
-    rig = Rig()
-    rig.tell(PauseGeneration("p", "in_place"))
-    rig.settle()
-    for rid in ("x", "y", "z"):
-        rig.ask(rid, [1, 2], 2)
-    (output,) = rig.control.drop("y")
-    assert output.finish is not None and output.finish.kind == "abort" and rig.control.drop("y") == []
-    rig.tell(ContinueGeneration("go"))
-    rig.settle()
-    assert sorted(rig.tokens) == ["x", "z"]
-
-
 def test_bad_and_crossing_pauses_are_refused() -> None:
     rig = Rig()
     rig.tell(PauseGeneration("bad", "nap"))
@@ -230,23 +167,6 @@ def test_new_weights_may_abort_those_who_run_but_not_for_a_bad_checkpoint() -> N
     rig.weights.future.set_result("model")
     rig.settle()
     assert rig.finish["a"].kind == "abort" and rig.replies["good"].ok and rig.weights.version == "v1"
-
-
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_a_paused_engine_takes_new_weights_without_waiting(mode: str) -> None:
-    """Whoever runs is computed again; without a real change of weights the tokens stay."""
-    rig = Rig()
-    rig.ask("a", PROMPTS["a"], 10)
-    rig.turns(4)
-    rig.tell(PauseGeneration("p", mode))
-    rig.tell(UpdateWeights("u", "new"))
-    rig.weights.future.set_result("model")
-    rig.settle()
-    assert rig.weights.taken == ["model"] and rig.control.paused and rig.replies["u"].ok
-    rig.tell(ContinueGeneration("go"))
-    rig.settle()
-    assert rig.tokens["a"] == expected_tokens(PROMPTS["a"], 10)
-    assert rig.outputs["a"][-1].retractions == 1
 
 
 def test_kv_on_its_way_to_a_peer_is_no_ground_for_new_weights() -> None:

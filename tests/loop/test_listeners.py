@@ -2,8 +2,6 @@
 
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 
@@ -16,7 +14,7 @@ from engine.loop.reporter import problems_of
 from engine.loop.retraction_log import RetractionLog, remedy_of
 from engine.loop.stream_gate import FORCED_INTERVAL, StreamGate
 from engine.loop.turn_clock import TurnClock
-from engine.loop.watchdog import EXIT_STATUS, Watchdog
+from engine.loop.watchdog import EXIT_STATUS
 from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest
@@ -67,14 +65,6 @@ def test_tokens_are_told_every_interval(engine: int, request_: GenerateRequest, 
 def test_what_nobody_reads_along_is_flushed_every_50() -> None:
     sizes = [len(ids) for ids in told(StreamGate(interval=1), ask(), 120)]
     assert sizes == [1, FORCED_INTERVAL, FORCED_INTERVAL, 19]
-
-
-def test_a_gate_keeps_nothing_of_an_ended_request() -> None:
-    gate = StreamGate(interval=3)
-    told(gate, ask(stream=True), 5)
-    aborted = TokenOutput(rid="r", new_ids=[], finish=FinishReason(kind="abort"))
-    assert gate.pass_on([aborted]) == [aborted] and aborted.new_ids == []
-    assert not gate._held and not gate._interval_of
 
 
 def test_prompt_logprobs_leave_with_the_first_token_and_an_abort_takes_what_is_held() -> None:
@@ -194,23 +184,6 @@ def test_a_watchdog_minds_long_turns_only() -> None:
     off = TurnClock(limit_s=0.0)
     off.turning(0.0)
     assert off.stalled_s(1e9) is None
-
-
-def test_a_watchdog_tells_a_stall_and_can_be_closed() -> None:
-    stalls: list[float] = []
-    barked = threading.Event()
-    turns = TurnClock(limit_s=0.05)
-    turns.loaded()
-    dog = Watchdog(turns, on_stall=lambda s: (stalls.append(s), barked.set())[0])
-    dog.start()
-    turns.turning(time.monotonic())
-    assert barked.wait(60) and stalls[0] > 0.05
-    dog.close()
-    turns.resting()
-    quiet = Watchdog(turns, on_stall=stalls.append)
-    quiet.start()
-    quiet.close()
-    assert len(stalls) == 1
 
 
 STALLS = """

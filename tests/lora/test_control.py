@@ -9,7 +9,6 @@ import pytest
 from engine.loop.adapter_control import AdapterControl
 from engine.messages import ControlReply, GenerateRequest, LoadAdapter, TokenOutput, UnloadAdapter
 from engine.sampling_params import SamplingParams
-from service.flags import ConfigError
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
 
@@ -98,43 +97,6 @@ def test_an_adapter_is_unloaded_when_its_last_request_has_ended() -> None:
     assert rig.store.events == [("install", 1), ("install", 2), ("remove", 1)]
     assert rig.tokens["old"] == expected_tokens([1, 2, 3], 12, adapter=1)
     assert rig.control.gauges() == {"num_loaded_loras": 1.0, "num_used_loras": 0.0}
-
-
-def test_other_weights_under_an_old_name_find_no_kv_of_the_old() -> None:
-    rig = Rig()
-    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    for number in (1, 2):
-        rig.load("a")
-        for rid in ("first", "again"):
-            rig.ask(f"{rid}-{number}", "a", prompt)
-            rig.run()
-        assert [rig.outputs[f"{rid}-{number}"][0].cached_tokens for rid in ("first", "again")] == [0, 8]
-        assert rig.tokens[f"again-{number}"] == expected_tokens(prompt, 6, adapter=number)
-        rig.control.on_message(UnloadAdapter(f"u{number}", "a"))
-        rig.turn()
-        assert rig.replies[f"u{number}"].ok and rig.scheduler.memory.cache.num_pages == 0
-
-
-def test_what_cannot_be_read_changes_nothing() -> None:
-    rig = Rig()
-    rig.load("a")
-    rig.ask("running", "a", [1, 2, 3], new=10)
-    errors = {"bad": ConfigError("/bad: no such directory"), "bug": RuntimeError("oops")}
-    for name, error in errors.items():
-        rig.control.on_message(LoadAdapter(name, name, f"/{name}"))
-        rig.ask(f"early-{name}", name, [1])
-        assert "no adapter" in rig.finish[f"early-{name}"].message
-        rig.store.futures[f"/{name}"].set_exception(error)
-        rig.turn()
-        reply = rig.replies[name]
-        assert (reply.ok, reply.status, reply.adapters) == (False, 400, {"a": "/a"})
-        assert reply.message.startswith(f"lora_path: /{name}")
-    rig.load("bad")  # mended
-    assert rig.replies["load-bad"].adapters == {"a": "/a", "bad": "/bad"}
-    rig.run()
-    assert rig.store.events == [("install", 1), ("install", 4)] and rig.tokens["running"] == expected_tokens(
-        [1, 2, 3], 10, adapter=1
-    )
 
 
 @pytest.mark.parametrize("message", [LoadAdapter("c", "a", "/a"), UnloadAdapter("c", "a")])

@@ -43,21 +43,6 @@ def test_packed_bf16_linear_gives_what_plain_gives(kernels: str, rows: int, bias
     assert torch.equal(layer.in_float32(x), layer(x).float())
 
 
-def test_packed_bf16_linear_gives_a_row_the_same_bits_in_any_batch(kernels: str, generator: torch.Generator) -> None:
-    layer = Linear(torch.randn(320, 256, generator=generator).bfloat16())
-    x = torch.randn(32, 256, generator=generator).bfloat16()
-    whole = layer(x)
-    for rows in (1, 2, 5, 16):
-        assert torch.equal(layer(x[:rows]), whole[:rows])
-
-
-def test_float32_linear_is_torchs(generator: torch.Generator) -> None:
-    weight, bias = torch.randn(20, 30, generator=generator), torch.randn(20, generator=generator)
-    x = torch.randn(7, 30, generator=generator)
-    assert torch.equal(Linear(weight, bias)(x), functional.linear(x, weight, bias))
-    assert torch.equal(Linear(weight, bias).in_float32(x), functional.linear(x, weight, bias))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [16, 48, 1024, 24])
 def test_norm_of_a_sum_is_its_formula(kernels: str, dtype: torch.dtype, width: int, generator: torch.Generator) -> None:

@@ -115,13 +115,6 @@ def test_the_router_s_cache_aware_policy_brings_prompts_back_to_their_prefix() -
     assert cached["cache_aware"] == 4 * (1600 + 2399 // 16 * 16) > cached["least_load"]
 
 
-def test_cache_aware_deals_out_history_by_prefix() -> None:
-    planned = cluster("2U", policy="cache_aware")
-    planned.warm([request_at(0, 640, 1, block=block) for block in (0, 1, 0, 1)])
-    records = planned.run([request_at(i, 1280, 1, block=1 - i) for i in range(2)], rate=1, until_s=FOREVER)
-    assert [record.cached_tokens for record in records] == [640, 640]
-
-
 def test_an_equal_prefix_is_not_computed_again_and_history_counts() -> None:
     planned = cluster("1U")
     planned.warm([request_at(0, 320, 1)])
@@ -162,24 +155,6 @@ def test_a_request_that_no_worker_can_hold_fails_alone(name: str) -> None:
     assert_at_rest(planned)
 
 
-def test_requests_go_where_the_fewest_tokens_are_in_flight() -> None:
-    """Of two at once each worker gets one. When both are done, both are idle: the first is taken, which knows the prefix."""
-    planned = cluster("2U")
-    one, other, later = planned.run(
-        [request_at(0, 640, 4), request_at(0, 320, 4, block=1), request_at(10, 800, 4)], rate=1, until_s=FOREVER
-    )
-    assert other.ttft_s == pytest.approx(OUTSIDE_S + prefill_s(320)) and one.ttft_s == pytest.approx(
-        OUTSIDE_S + prefill_s(640)
-    )
-    assert later.cached_tokens == 640
-
-
 def test_who_is_not_done_in_time_is_late() -> None:
     records = cluster("1U").run([request_at(0, 100, 5), request_at(0, 100, 9999, block=1)], rate=1, until_s=1.0)
     assert [r.error for r in records] == [None, "late"]
-
-
-def test_the_same_run_twice() -> None:
-    requests = [request_at(i, 50 * (i % 7 + 1), i % 5 + 1) for i in range(40)]
-    one, other = (cluster("2P2D").run(requests, rate=30, until_s=FOREVER) for _ in range(2))
-    assert one == other

@@ -22,12 +22,6 @@ def test_two_on_one_core_share_it_and_the_first_pays_later() -> None:
     assert host.finish("a", at_s=4.0, work_s=1.0) == pytest.approx(5.0)
 
 
-def test_who_comes_within_another_s_stay_is_slow_only_there() -> None:
-    host = Host(1)
-    host.finish("a", at_s=1.0, work_s=1.0)
-    assert host.finish("b", at_s=0.5, work_s=1.5) == pytest.approx(2.5)  # 0.5 alone, 0.5 of the next second, 0.5 alone
-
-
 def test_a_copy_takes_a_core_at_each_end() -> None:
     host = Host(2)
     host.finish("copy", at_s=0.0, work_s=1.0, threads=2)

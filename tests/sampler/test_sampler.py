@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampler.sampler import Sampler, token_logprobs
+from engine.sampler.sampler import token_logprobs
 from tests.sampler.sampler_cases import distribution, make_sampler, reference_sample, sample_one, slot_open, tokens_of
 
 VOCAB = 40
@@ -148,17 +148,6 @@ def test_counts_of_a_closed_slot_do_not_reach_the_next_one():
     sampler.close(0)
     sampler.open(slot_open(0, **penalised))
     assert int(tokens_of(sampler, logits, [0], [0])[0]) == 7
-
-
-def test_many_penalised_slots_come_and_go():
-    sampler = Sampler(num_slots=9, vocab_size=VOCAB, device="cpu")
-    logits = logits_for(1).expand(9, VOCAB).contiguous()
-    for round_ in range(3):
-        for i in range(9):
-            sampler.open(slot_open(i, output=[i] * round_, temperature=0.0, frequency_penalty=2.0))
-        tokens_of(sampler, logits, list(range(9)), [0] * 9)
-        for i in range(9):
-            sampler.close((i + round_) % 9)
 
 
 def test_min_new_tokens_lets_the_end_through_when_it_is_reached():

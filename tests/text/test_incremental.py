@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import tokenizers
@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from engine.core.finish import check_finish
-from engine.core.request import Request
 from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOutput
 from engine.sampling_params import SamplingParams
 from engine.text.incremental import IncrementalText, RequestText, StopScanner, tail_texts
@@ -191,33 +189,6 @@ def test_tail_texts_for_the_stop_check() -> None:
     assert tail_texts(byte_level(), [tid(byte_level(), c) for c in "aðŁ"], True) == ("a",)
     assert tail_texts(byte_level(), [*letters("a"), end, *letters("b")], False) == ("a<|end|>b",)
     assert tail_texts(byte_level(), [*letters("a"), end, *letters("b")], True) == ("a<|end|>b", "ab")
-
-
-@pytest.mark.parametrize(("stop", "before"), [("<|end|>", "xaab"), ("ab<|end|>", "xa")])
-@pytest.mark.parametrize("skip", [True, False])
-@pytest.mark.parametrize("trim", [True, False])
-@pytest.mark.parametrize("step", [1, 5])
-def test_a_stop_string_that_names_a_special_token(stop: str, before: str, skip: bool, trim: bool, step: int) -> None:
-    """The scheduler finds it; the text before it is the answer, streamed or whole."""
-    ids = [*letters("xaab"), tid(byte_level(), "<|end|>")]
-    text = before if trim else "xaab" if skip else "xaab<|end|>"
-    judged = Request(
-        rid="r",
-        input_ids=[1],
-        sampling=SamplingParams(max_new_tokens=99, stop=(stop,), skip_special_tokens=skip, ignore_eos=True),
-        eos_ids=frozenset(),
-        arrived_s=0.0,
-    )
-    shown = RequestText(byte_level(), prompt_tail=[], stop=(stop,), skip_special_tokens=skip, no_stop_trim=not trim)
-    seen, reason = "", None
-    for at in range(0, len(ids), step):
-        for token in ids[at : at + step]:
-            assert reason is None, "stopped too early"
-            judged.output_ids.append(token)
-            reason = check_finish(judged, bad=False, tail_texts=partial(tail_texts, byte_level()))
-        seen += shown.push(ids[at : at + step], reason)
-    assert reason is not None and reason.matched == stop
-    assert seen == text
 
 
 @pytest.mark.parametrize("make", [byte_level, sentence_piece, word_level])

@@ -179,20 +179,6 @@ def test_the_last_requests_and_unknown_ones(nixl: Cluster, tmp_path: Path) -> No
     assert done.returncode == 1 and "knows nothing of never-heard-of" in done.stderr and not list(tmp_path.iterdir())
 
 
-def test_bad_queries_of_traces(nixl: Cluster) -> None:
-    async def statuses() -> None:
-        async with session() as http:
-            for url in (nixl.router, nixl.workers[0].url):
-                for body in (b"", b"[]", b'{"last": 0}', b'{"last": "x"}', b'{"ids": [1]}', b"{" * 3000):
-                    async with http.post(
-                        f"{url}/traces", data=body, headers={"Content-Type": "application/json"}
-                    ) as response:
-                        assert response.status == 400, (url, body, await response.text())
-                        assert (await response.json())["error"]["message"]
-
-    asyncio.run(statuses())
-
-
 def test_json_logs_name_the_request(nixl: Cluster) -> None:
     asyncio.run(_served(nixl, request_id="a-logged-one"))
     logs = {name: nixl.log.parent / "logs" / f"{name}.log" for name in ("router", "prefill-0", "decode-0")}

@@ -15,10 +15,6 @@ def test_recall_is_exact(pd: Cluster) -> None:
     asyncio.run(assert_all_back(pd))
 
 
-def test_recall_is_exact_in_one_process_too(unified: Cluster) -> None:
-    assert asyncio.run(recall_accuracy(unified)) == 1.0
-
-
 async def recall_accuracy(c: Cluster) -> float:
     rng = random.Random(7)
     drawn = [recall_body(rng, rng.randint(5, 250), max_new_tokens=4) for _ in range(NUM_RECALLS)]

@@ -203,23 +203,6 @@ async def _stream_sizes(c: Cluster, asked: dict[str, Any], wanted: list[int]) ->
     return [len(event["output_ids"]) for event in events]
 
 
-def test_bad_intervals_and_priorities_are_refused_by_name(way: tuple[str, Cluster]) -> None:
-    async def ask() -> None:
-        async with session() as http:
-            for path, asked, field in (
-                ("/generate", body(sampling={"stream_interval": 0}), "sampling_params.stream_interval"),
-                ("/generate", body(priority=2**40), "priority"),
-                ("/generate", body(priority="high"), "priority"),
-                ("/v1/completions", {"prompt": [20], "priority": 1.5}, "priority"),
-                ("/v1/completions", {"prompt": [20], "stream_interval": -1}, "stream_interval"),
-            ):
-                status, said = await post(http, way[1].router + path, asked)
-                assert status == 400 and said["error"]["param"] == field, said
-            assert (await generate(http, way[1].router, body(new=1, priority=-3)))["output_ids"]
-
-    asyncio.run(ask())
-
-
 def test_the_time_line_accounts_for_the_whole_request(way: tuple[str, Cluster]) -> None:
     name, c = way
     (answer,) = asyncio.run(generate_all(c.router, [body(new=30)]))
