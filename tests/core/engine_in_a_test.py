@@ -10,7 +10,7 @@ from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.outputs import StepEffects
 from engine.core.page_allocator import PageAllocator
-from engine.core.plan import ItemResult, Plan, StepResult
+from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
 from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
@@ -34,6 +34,10 @@ def request_of(
         arrived_s=arrived_s,
         output_ids=[0] * generated,
     )
+
+
+def plan_item(num_tokens: int = 1, *, start: int = 0, extend: bool, sample: bool = True) -> PlanItem:
+    return PlanItem("r", 0, [1] * num_tokens, start, 0, [], sample, 0, extend)
 
 
 class EngineInATest:
@@ -99,17 +103,8 @@ class EngineInATest:
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.plans: list[Plan] = []
 
-    def add(
-        self,
-        rid: str,
-        prompt: list[int],
-        *,
-        eos: int | None = None,
-        priority: int = 0,
-        adapter: int = 0,
-        **sampling: object,
-    ) -> Request:
-        request = self._request(rid, prompt, eos=eos, priority=priority, adapter=adapter, **sampling)
+    def add(self, rid: str, prompt: list[int], **asked: object) -> Request:
+        request = self._request(rid, prompt, **asked)  # type: ignore[arg-type]
         self.say(self.scheduler.add(request))
         return request
 

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from engine.core.adapter_budget import AdapterBudget
 from engine.core.adapters import AdapterRefused, Adapters, AdapterState
 from engine.core.limits import Limits
-from engine.core.page_allocator import PageAllocator
 from engine.core.policy import POLICIES
-from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
 from tests.core.engine_in_a_test import EngineInATest, request_of
 from tests.core.hash_model import expected_tokens
@@ -207,33 +205,6 @@ def test_nobody_starves_while_others_keep_coming() -> None:
 
 
 # ---- prefixes
-
-
-def test_adapters_share_no_prefix_in_the_tree() -> None:
-    allocator = PageAllocator(num_pages=16, page_size=2)
-    cache = RadixCache(allocator)
-    pages = {adapter: allocator.allocate(2) for adapter in (0, 1, 2)}
-    for adapter, own in pages.items():
-        assert cache.match([1, 2, 3, 4], adapter=adapter).pages == []
-        assert cache.insert([1, 2, 3, 4], own, adapter=adapter).existing == 0
-        cache.check()
-    for adapter, own in pages.items():
-        assert cache.match([1, 2, 3, 4, 5], adapter=adapter).pages == own
-    cache.lock(node := cache.match([1, 2], adapter=1).node)
-    cache.forget(1)
-    cache.forget(2)
-    cache.forget(3)
-    cache.check()
-    assert cache.match([1, 2, 3, 4], adapter=2).pages == [] and cache.match([1, 2, 3, 4]).pages == pages[0]
-    assert cache.match([1, 2, 3, 4], adapter=1).pages == pages[1][:1]  # read by somebody; the rest of it is free
-    cache.unlock(node)
-    cache.check()
-    cache.flush()
-    cache.check()
-    assert allocator.num_free == 16 and cache.root.children == {}
-    cache.insert([1, 2], more := allocator.allocate(1), adapter=1)
-    assert cache.match([1, 2], adapter=1).pages == more and cache.evict(2) == 1  # what the flush left behind is no leaf
-    cache.check()
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,28 +11,24 @@ import pytest
 from tests.packages import PACKAGES, ROOT
 
 BUILTINS = frozenset(
-    ("all", "any", "int", "isinstance", "len", "list", "max", "min", "range", "set", "sorted", "sum", "zip")
+    [*("all", "any", "int", "isinstance", "len", "list", "max", "min"), *("range", "set", "sorted", "sum", "zip")]
 )
 QUESTIONS = frozenset(
-    (
-        "_evictable_leaf",
-        "all",
-        "count",
-        "counts",
-        "find",
-        "has",
-        "has_place",
-        "is_contiguous",
-        "is_pinned",
-        "is_set",
-        "items",
-        "key_of",
-        "keys",
-        "state_of",
-        "stride",
-        "total",
-        "values",
-    )
+    [
+        *(
+            "_evictable_leaf",
+            "all",
+            "count",
+            "counts",
+            "find",
+            "has",
+            "has_place",
+            "is_contiguous",
+            "is_pinned",
+            "is_set",
+        ),
+        *("items", "key_of", "keys", "state_of", "stride", "total", "values"),
+    ]
 )
 
 

@@ -1,5 +1,7 @@
 """Host tier: what each policy copies and when, what comes back, and that any load under tiny pools reads right KV."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -216,42 +218,31 @@ def test_what_was_read_for_one_that_waits_is_not_lost_to_reads_for_later_ones() 
 LOADS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 26), st.integers(1, 6)), min_size=2, max_size=14)
 
 
+DISK_DOES = st.lists(st.integers(0, 3), min_size=1, max_size=8)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     loads=LOADS,
-    depth=st.integers(1, 2),
-    num_pages=st.integers(9, 14),
-    host_pages=st.integers(1, 16),
-    disk_pages=st.sampled_from([0, 1, 5, 40]),
-    write_policy=st.sampled_from(["write_through", "write_through_selective", "write_back"]),
-    prefetch_policy=st.sampled_from(["best_effort", "wait_complete", "timeout"]),
-    disk_does=st.lists(st.integers(0, 3), min_size=1, max_size=8),
-    chunk=st.sampled_from([4, 16]),
+    disk_does=DISK_DOES,
     aborts=st.booleans(),
+    setup=st.fixed_dictionaries(
+        dict(
+            depth=st.integers(1, 2),
+            num_pages=st.integers(9, 14),
+            host_pages=st.integers(1, 16),
+            disk_pages=st.sampled_from([0, 1, 5, 40]),
+            write_policy=st.sampled_from(["write_through", "write_through_selective", "write_back"]),
+            prefetch_policy=st.sampled_from(["best_effort", "wait_complete", "timeout"]),
+            chunk=st.sampled_from([4, 16]),
+        )
+    ),
 )
 def test_any_load_reads_right_kv_from_any_tier(
-    loads: list[tuple[int, int, int]],
-    depth: int,
-    num_pages: int,
-    host_pages: int,
-    disk_pages: int,
-    write_policy: str,
-    prefetch_policy: str,
-    disk_does: list[int],
-    chunk: int,
-    aborts: bool,
+    loads: list[tuple[int, int, int]], disk_does: list[int], aborts: bool, setup: dict[str, Any]
 ) -> None:
     """Pools so small that prefixes come and go all the time; what tests/core/tiers_in_a_test.py verifies is every slot."""
-    engine = TieredEngine(
-        host_pages=host_pages,
-        disk_pages=disk_pages,
-        write_policy=write_policy,
-        prefetch_policy=prefetch_policy,
-        depth=depth,
-        num_pages=num_pages,
-        chunk=chunk,
-        conservativeness=0.0,
-    )
+    engine = TieredEngine(conservativeness=0.0, **setup)
     prompts = {f"r{i}": [family, *range(length)] for i, (family, length, _) in enumerate(loads)}
     for turn in range(3000):
         if turn % 2 == 0 and turn // 2 < len(loads):
@@ -279,28 +270,23 @@ def test_any_load_reads_right_kv_from_any_tier(
 @settings(max_examples=60, deadline=None)
 @given(
     loads=LOADS,
-    depth=st.integers(1, 2),
-    host_pages=st.integers(1, 16),
-    disk_pages=st.sampled_from([5, 40]),
-    write_policy=st.sampled_from(["write_through", "write_back"]),
-    disk_does=st.lists(st.integers(0, 3), min_size=1, max_size=8),
+    disk_does=DISK_DOES,
     every=st.integers(2, 9),
     flush=st.booleans(),
+    setup=st.fixed_dictionaries(
+        dict(
+            depth=st.integers(1, 2),
+            host_pages=st.integers(1, 16),
+            disk_pages=st.sampled_from([5, 40]),
+            write_policy=st.sampled_from(["write_through", "write_back"]),
+        )
+    ),
 )
 def test_weights_that_change_at_any_moment_never_read_kv_of_others(
-    loads: list[tuple[int, int, int]],
-    depth: int,
-    host_pages: int,
-    disk_pages: int,
-    write_policy: str,
-    disk_does: list[int],
-    every: int,
-    flush: bool,
+    loads: list[tuple[int, int, int]], disk_does: list[int], every: int, flush: bool, setup: dict[str, Any]
 ) -> None:
     """Two sets of weights in turns, whose KV differs, while files are read and written; every slot is verified."""
-    engine = TieredEngine(
-        host_pages=host_pages, disk_pages=disk_pages, write_policy=write_policy, depth=depth, num_pages=12
-    )
+    engine = TieredEngine(num_pages=12, **setup)
     for turn in range(3000):
         if turn % 2 == 0 and turn // 2 < len(loads):
             family, length, new = loads[turn // 2]

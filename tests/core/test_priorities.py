@@ -50,26 +50,6 @@ def test_a_much_higher_priority_takes_a_running_place(priority: int, preempted: 
     assert engine.tokens == {"low": expected_tokens([1, 2], 20), "high": expected_tokens([3], 3)}
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_preemption_that_frees_too_little_does_not_happen(depth: int) -> None:
-    """Of 10 pages "top" keeps 7 and "high" needs 6: without "low", which runs beside "top", "high" fits no better."""
-    engine = engine_of(10, depth=depth)
-    top, low, high = list(range(16)), [20, 21], list(range(30, 50))
-    engine.add("top", top, priority=100, max_new_tokens=12)
-    engine.add("low", low, priority=0, max_new_tokens=10)
-    turns(engine, depth + 1)
-    engine.add("high", high, priority=50, max_new_tokens=4)
-    turns(engine, 5)
-    assert running(engine) == ["top", "low"] and len(engine.tokens["low"]) >= 4
-    engine.run()
-    assert engine.scheduler.counters.preemptions == 0
-    assert engine.tokens == {
-        "top": expected_tokens(top, 12),
-        "low": expected_tokens(low, 10),
-        "high": expected_tokens(high, 4),
-    }
-
-
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_preemption_takes_as_many_victims_as_it_needs(depth: int) -> None:
     """Beside three that take 3 of 12 pages each there is no room for 7: the lowest goes, then the latest of its equals."""
@@ -114,21 +94,6 @@ def test_memory_that_comes_back_anyway_costs_no_request_its_place() -> None:
     engine.add("high", [9, 10, 11, 12], priority=50, max_new_tokens=12)
     engine.run()
     assert engine.scheduler.counters.preemptions == 0
-
-
-def test_a_shared_prefix_frees_nothing_while_another_request_reads_it() -> None:
-    """ "low" holds five pages, of which "top" reads four: its place gives one page."""
-    shared = list(range(16))
-    engine = engine_of(8)
-    engine.add("first", shared, max_new_tokens=1)
-    engine.run()
-    engine.add("top", [*shared, 1], priority=100, max_new_tokens=3)
-    engine.add("low", [*shared, 2], priority=0, max_new_tokens=3)
-    engine.turn()
-    engine.add("high", list(range(20, 36)), priority=50, max_new_tokens=4)
-    engine.run()
-    assert engine.scheduler.counters.preemptions == 0
-    assert engine.tokens["high"] == expected_tokens(list(range(20, 36)), 4)
 
 
 @pytest.mark.parametrize(("aging_s", "arrives_s", "preempted"), [(None, 500.0, 1), (10.0, 100.0, 1), (10.0, 200.0, 0)])

@@ -32,17 +32,6 @@ def test_the_last_token_by_length_wastes_no_step() -> None:
     assert sum(len(p.items) for p in engine.plans) == 5
 
 
-def test_a_cached_prefix_is_not_computed_again() -> None:
-    engine = EngineInATest(page_size=4)
-    prompt = list(range(14))
-    engine.add("a", prompt, max_new_tokens=2)
-    engine.run()
-    engine.add("b", [*prompt, 40, 41], max_new_tokens=2)
-    engine.run()
-    assert engine.outputs["b"][0].cached_tokens == 12
-    assert engine.tokens["b"] == expected_tokens([*prompt, 40, 41], 2)
-
-
 def test_equal_prompts_side_by_side_keep_one_copy_in_the_tree() -> None:
     engine = EngineInATest(page_size=4, num_pages=32)
     for rid in ("a", "b"):
@@ -120,21 +109,6 @@ def test_without_chunks_a_prompt_may_overdraw_the_budget_alone() -> None:
         engine.add(rid, list(range(length)), max_new_tokens=1)
     engine.run()
     assert [[item.rid for item in p.items] for p in engine.plans] == [["small"], ["large"], ["tiny"]]
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_decodes_ride_along_with_a_chunk(depth: int) -> None:
-    engine = EngineInATest(depth=depth, chunk=8, mixed_chunk=True)
-    engine.add("running", [1, 2, 3], max_new_tokens=12)
-    engine.turn()
-    engine.add("long", list(range(30)), max_new_tokens=2)
-    engine.run()
-    mixed = [p for p in engine.plans if len({item.extend for item in p.items}) == 2]
-    assert len(mixed) >= 4 and all(sum(item.q_len for item in p.items) <= 8 for p in mixed)
-    counters = engine.scheduler.counters
-    assert counters.mixed_steps == len(mixed) and counters.steps == len(engine.plans)
-    assert counters.prefill_steps == sum(p.extend for p in engine.plans) > len(mixed)
-    assert engine.tokens == {"running": expected_tokens([1, 2, 3], 12), "long": expected_tokens(list(range(30)), 2)}
 
 
 def test_mixed_steps_lower_the_new_token_ratio_as_decode_steps_do() -> None:

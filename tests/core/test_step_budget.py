@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.core.plan import Plan, PlanItem
+from engine.core.plan import Plan
 from engine.core.step_budget import StepBudget
-from tests.core.engine_in_a_test import EngineInATest
+from tests.core.engine_in_a_test import EngineInATest, plan_item
 from tests.core.hash_model import expected_tokens
 
 FOREVER = 1e15  # attention costs nothing: one token is one unit of work
@@ -26,11 +26,7 @@ def settle(budget: StepBudget, seconds: Callable[[int], float], *, most: int = 1
 
 
 def step(num_tokens: int, *, start: int = 0, extend: bool = True) -> Plan:
-    item = PlanItem(
-        rid="r", slot=0, tokens=[1] * num_tokens, start=start, page_start=0, new_pages=[], sample=True, output_len=0,
-        extend=extend,
-    )  # fmt: skip
-    return Plan(seq=1, extend=extend, items=[item])
+    return Plan(seq=1, extend=extend, items=[plan_item(num_tokens, start=start, extend=extend)])
 
 
 @pytest.mark.parametrize("first_rate", [0.00001, 0.001, 0.1])

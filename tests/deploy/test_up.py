@@ -41,14 +41,11 @@ class Up:
         self.process.kill()
         self.process.wait()
 
-    def get(self, path: str, *, key: str = KEY) -> dict[str, Any]:
-        request = urllib.request.Request(self.ready["router"] + path, headers={"Authorization": f"Bearer {key}"})
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            return dict(json.loads(reply.read()))
-
-    def post(self, path: str, body: dict[str, Any], *, key: str = KEY) -> dict[str, Any]:
+    def call(self, path: str, body: dict[str, Any] | None = None, *, key: str = KEY) -> dict[str, Any]:
+        """GET, or POST where there is a `body`."""
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-        request = urllib.request.Request(self.ready["router"] + path, json.dumps(body).encode(), headers)
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.ready["router"] + path, data, headers)
         with urllib.request.urlopen(request, timeout=60) as reply:
             return dict(json.loads(reply.read()))
 
@@ -64,17 +61,17 @@ def up(tmp_path: Path) -> Iterator[Up]:
 
 
 def test_a_cluster_answers_right_reports_itself_and_ends_on_ctrl_c(up: Up, tmp_path: Path) -> None:
-    known = up.get("/workers")["workers"]  # in the moment it says ready: the router sends to every worker
+    known = up.call("/workers")["workers"]  # in the moment it says ready: the router sends to every worker
     assert [worker["is_healthy"] for worker in known] == [True, True, True]
     assert [worker["role"] for worker in up.ready["workers"]] == ["prefill", "decode", "decode"]
     assert {worker["pid"] for worker in up.ready["workers"]} <= {process.pid for process in up.family}
 
     messages = [{"role": "user", "content": "k17 v42 k03 v91 k17"}]
     body = {"model": "recall", "messages": messages, "max_tokens": 1, "temperature": 0}
-    answer = up.post("/v1/chat/completions", body)
+    answer = up.call("/v1/chat/completions", body)
     assert answer["choices"][0]["message"]["content"].strip() == "v42"
     with pytest.raises(urllib.error.HTTPError) as refused:
-        up.post("/v1/chat/completions", body, key="wrong")
+        up.call("/v1/chat/completions", body, key="wrong")
     refused.value.close()
     assert refused.value.code == 401
 

@@ -19,25 +19,9 @@ from tests.packages import PACKAGES, ROOT
 MOST_WORDS = 25_000
 ARCHITECTURE_LINES = 150
 # Flags of other programs, of benchmarks and of tools.
-FOREIGN = frozenset(
-    [
-        "--build-arg",
-        "--delete-emptydir-data",
-        "--force",
-        "--format",
-        "--grace-period",
-        "--ignore-daemonsets",
-        "--list",
-        "--merge",
-        "--no-deps",
-        "--parts",
-        "--replicas",
-        "--resume",
-        "--scenario",
-        "--small",
-        "--wait",
-    ]
-)
+_FOREIGN = """--build-arg --delete-emptydir-data --force --format --grace-period --ignore-daemonsets --list --merge --no-deps
+    --parts --replicas --resume --scenario --small --wait"""
+FOREIGN = frozenset(_FOREIGN.split())
 TOP = ("engine", "disagg", "router", "bootstrap_server", "transfer_backends", "service", "deploy", "planner", "tests")
 PATH = re.compile(rf"`((?:{'|'.join((*TOP, 'tools', 'benchmarks', 'docs'))})/[\w./*-]*)`")
 MADE_BY_RUNS = ("docs/reports/gpu_check.json",)

@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
@@ -98,6 +98,12 @@ class EngineInProcess:
                 self.finish[output.rid] = output.finish
         return effects.outputs
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         self.parts.disk.close()
         self.parts.device.executor.close()
@@ -105,14 +111,11 @@ class EngineInProcess:
 
 def tokens_of(checkpoint: str, bodies: Sequence[Mapping[str, Any]], **flags: object) -> list[list[int]]:
     """What one engine samples for these bodies of /generate."""
-    engine = EngineInProcess(checkpoint, **flags)  # type: ignore[arg-type]
-    try:
+    with EngineInProcess(checkpoint, **flags) as engine:  # type: ignore[arg-type]
         for i, body in enumerate(bodies):
             engine.add(str(i), body["input_ids"], **body["sampling_params"])
         engine.run()
         return [engine.tokens[str(i)] for i in range(len(bodies))]
-    finally:
-        engine.close()
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

@@ -29,15 +29,12 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(path: str, *, hurt: list[int] | None, num_token_ids: int | None = None, **flags: object) -> EngineInProcess:
-    engine = EngineInProcess(path, num_token_ids=num_token_ids, **flags)
-    try:
+    with EngineInProcess(path, num_token_ids=num_token_ids, **flags) as engine:
         for i in range(3):
             engine.add(f"r{i}", list(range(30, 40 + i)), max_new_tokens=12, temperature=1.0, seed=i, logit_bias=NEVER)
         if hurt is not None:
             engine.add("hurt", hurt, max_new_tokens=12, logit_bias={VOCAB_SIZE - 1: 100.0})
         engine.run()
-    finally:
-        engine.close()
     return engine
 
 

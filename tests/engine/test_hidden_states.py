@@ -75,9 +75,8 @@ def states(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("way", WAYS)
 def test_hidden_states_equal_transformers(checkpoint: str, reference: PreTrainedModel, way: str) -> None:
     """Twice: what is cached is computed again, because its states are wanted."""
-    engine = Engine(checkpoint, **WAYS[way])
     prompts = {"short": prompt_of(5, 1), "long": prompt_of(150, 2)}
-    try:
+    with Engine(checkpoint, **WAYS[way]) as engine:
         for _ in range(2):
             for rid, prompt in prompts.items():
                 engine.ask(rid, prompt, return_hidden_states=True)
@@ -86,22 +85,17 @@ def test_hidden_states_equal_transformers(checkpoint: str, reference: PreTrained
                 assert len(said.rows[0]) == len(prompt) and len(said.rows) == len(said.tokens) == NEW_TOKENS
                 expected = states(reference, [*prompt, *said.tokens[:-1]])
                 torch.testing.assert_close(torch.cat(said.rows), expected, atol=MAX_ERROR, rtol=0)
-    finally:
-        engine.close()
 
 
 def test_a_retraction_says_no_state_twice(
     checkpoint: str, reference: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(new_token_ratio, "CLIP_TOKENS", 1)  # admits more than the memory can hold to the end
-    engine = Engine(checkpoint, max_total_tokens=224, page_size=4)
     prompts = {f"r{i}": prompt_of(20 + i, i) for i in range(4)}
-    try:
+    with Engine(checkpoint, max_total_tokens=224, page_size=4) as engine:
         for rid, prompt in prompts.items():
             engine.ask(rid, prompt, new=60, return_hidden_states=True)
         answers = engine.answers()
-    finally:
-        engine.close()
     assert engine.parts.scheduler.counters.retractions > 0
     for rid, said in answers.items():
         expected = states(reference, [*prompts[rid], *said.tokens[:-1]])
@@ -113,15 +107,12 @@ def test_a_retraction_says_no_state_twice(
 def test_embeddings_equal_transformers_and_keep_no_kv(
     checkpoint: str, reference: PreTrainedModel, way: str, pooling: str
 ) -> None:
-    engine = Engine(checkpoint, **WAYS[way])
     prompts = {f"r{n}": prompt_of(n, n) for n in (1, 16, 90)}
-    try:
+    with Engine(checkpoint, **WAYS[way]) as engine:
         for rid, prompt in prompts.items():
             engine.ask(rid, prompt, new=0, pooling=pooling, keep_kv=False)
         answers = engine.answers()
         assert engine.parts.scheduler.memory.allocator.counts()["cached"] == 0
-    finally:
-        engine.close()
     for rid, prompt in prompts.items():
         said = answers[rid]
         assert said.tokens == [] and len(said.rows) == 1
@@ -132,13 +123,10 @@ def test_embeddings_equal_transformers_and_keep_no_kv(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_logprobs_of_chosen_ids_equal_transformers(checkpoint: str, reference: PreTrainedModel, way: str) -> None:
-    engine = Engine(checkpoint, **WAYS[way])
     prompt, ids = prompt_of(150, 3), (271, 17, 40)
-    try:
+    with Engine(checkpoint, **WAYS[way]) as engine:
         engine.ask("r", prompt, logprobs=LogprobOptions(3, 1, ids))
         said = engine.answers()["r"]
-    finally:
-        engine.close()
     with torch.inference_mode():
         logprobs = reference(torch.tensor([[*prompt, *said.tokens]])).logits[0].log_softmax(-1)
     entries = [*said.outputs[0].input_logprobs, *(lp for output in said.outputs for lp in output.logprobs)]

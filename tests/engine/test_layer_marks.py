@@ -35,8 +35,7 @@ def test_a_mark_is_set_when_its_layers_are_written(stream: str) -> None:
 
 
 def test_without_a_watcher_nothing_is_marked_and_layers_end_where_the_pool_says() -> None:
-    engine = EngineInProcess(DEFAULT_MODEL_PATH)
-    try:
+    with EngineInProcess(DEFAULT_MODEL_PATH) as engine:
         engine.add("r", PROMPT, max_new_tokens=2)
         engine.run()
         assert engine.parts.device.layers.reached() == (-1, 0) and not engine.parts.device.layers.ahead
@@ -44,8 +43,6 @@ def test_without_a_watcher_nothing_is_marked_and_layers_end_where_the_pool_says(
         base = pool.k(0)[0].data_ptr()
         begins = [pool.k(layer)[0].data_ptr() - base for layer in range(pool.num_layers)]
         assert [0, *pool.layer_ends()][:-1] == begins and pool.layer_ends()[-1] == pool.page_bytes
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize(

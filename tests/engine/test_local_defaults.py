@@ -50,11 +50,6 @@ def seeds_of_requests(config: EngineConfig) -> list[int]:
     return [prng.getrandbits(62) for _ in range(5)]
 
 
-def test_two_workers_without_a_flag_draw_apart() -> None:
-    one, two = (with_random_seed(EngineConfig()) for _ in range(2))
-    assert one.random_seed is not None and seeds_of_requests(one) != seeds_of_requests(two)
-
-
 def test_the_seed_comes_from_outside_once() -> None:
     drawn = with_random_seed(EngineConfig(), bits=lambda k: k + 1)
     assert drawn.random_seed == 32 and with_random_seed(drawn) is drawn

@@ -34,15 +34,12 @@ PATHS = {
 @pytest.mark.parametrize("path", PATHS)
 def test_tokens_and_logprobs_equal_transformers(checkpoint: str, reference: PreTrainedModel, path: str) -> None:
     """Short and long prompts, computed side by side, then again from the cache."""
-    engine = EngineInProcess(checkpoint, **PATHS[path])
     prompts = {"short": prompt_of(7, 1), "long": prompt_of(2000, 2), "one": prompt_of(1, 3), "page": prompt_of(32, 4)}
-    try:
+    with EngineInProcess(checkpoint, **PATHS[path]) as engine:
         for turn in ("first", "again"):
             for name, prompt in prompts.items():
                 engine.add(f"{name}-{turn}", prompt, logprobs=LogprobOptions(-1, 0), max_new_tokens=NEW_TOKENS)
             engine.run()
-    finally:
-        engine.close()
     for name, prompt in prompts.items():
         tokens, logprobs = greedy(reference, prompt)
         for turn in ("first", "again"):

@@ -25,8 +25,5 @@ def resident(memory: torch.Tensor) -> set[bool]:
 
 @pytest.mark.parametrize("prefault", [False, True])
 def test_an_engine_touches_all_of_its_kv_memory_at_start_if_it_is_asked_to(tmp_path: Path, prefault: bool) -> None:
-    engine = EngineInProcess(make_tiny_checkpoint(tmp_path, "llama"), prefault_kv=prefault)
-    try:
+    with EngineInProcess(make_tiny_checkpoint(tmp_path, "llama"), prefault_kv=prefault) as engine:
         assert resident(engine.parts.pool.buffer) == {prefault}
-    finally:
-        engine.close()

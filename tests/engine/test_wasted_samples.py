@@ -11,15 +11,12 @@ SAMPLING = {"temperature": 1.0, "frequency_penalty": 1.5, "repetition_penalty": 
 
 def answers(path: str, **flags: object) -> tuple[EngineInProcess, dict[str, object]]:
     """Five requests, one after the other in the only slot; the odd ones are sure to end by EOS before their length."""
-    engine = EngineInProcess(path, max_running_requests=1, **flags)
-    try:
+    with EngineInProcess(path, max_running_requests=1, **flags) as engine:
         for i in range(5):
             ends = {"ignore_eos": False, "min_new_tokens": 3, "logit_bias": {EOS: 100.0}} if i % 2 else {}
             options = LogprobOptions(-1, 2)
             engine.add(f"r{i}", list(range(20, 26 + i)), logprobs=options, seed=i, **{**SAMPLING, **ends})
         engine.run()
-    finally:
-        engine.close()
     return engine, {"tokens": engine.tokens, "finish": engine.finish, "logprobs": engine.logprobs}
 
 

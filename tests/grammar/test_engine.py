@@ -51,8 +51,7 @@ def compiler(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Compiler:
 
 def run(path: str, compiler: Compiler, **flags: object) -> EngineInProcess:
     """Every grammar four times with a random seed, and plain requests beside them."""
-    engine = EngineInProcess(path, **flags)
-    try:
+    with EngineInProcess(path, **flags) as engine:
         for i in range(4):
             prompt = list(range(20, 30 + 7 * i))
             engine.add(f"plain-{i}", prompt, max_new_tokens=40, temperature=1.0, seed=i)
@@ -61,8 +60,6 @@ def run(path: str, compiler: Compiler, **flags: object) -> EngineInProcess:
                 grammar = compiler.compile(spec)()
                 engine.add(rid, prompt, grammar=grammar, max_new_tokens=80, temperature=1.0, seed=i, ignore_eos=False)
         engine.run()
-    finally:
-        engine.close()
     return engine
 
 

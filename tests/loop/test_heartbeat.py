@@ -11,13 +11,8 @@ from engine.loop.heartbeat import HeartbeatResponder
 from engine.loop.turn_clock import Doing, TurnClock
 from engine.messages import GenerateRequest, GetStep, StepInfo, StepReply, ToFrontend
 from engine.sampling_params import SamplingParams
+from tests.core.engine_in_a_test import plan_item
 from tests.loop.test_deadlines import Rig
-
-
-def item(*, extend: bool) -> PlanItem:
-    return PlanItem(
-        rid="r", slot=0, tokens=[1], start=0, page_start=0, new_pages=[], sample=True, output_len=0, extend=extend
-    )
 
 
 def test_a_turn_clock_says_what_the_loop_does_and_since_when() -> None:
@@ -27,7 +22,7 @@ def test_a_turn_clock_says_what_the_loop_does_and_since_when() -> None:
     assert turns.doing(5.0) == Doing(busy_s=None)
     turns.turning(10.0)
     assert turns.doing(11.0) == Doing(busy_s=1.0)
-    turns.computing(Plan(seq=3, extend=True, items=[item(extend=True), item(extend=False)]))
+    turns.computing(Plan(seq=3, extend=True, items=[plan_item(extend=True), plan_item(extend=False)]))
     step = StepInfo(seq=3, kind="mixed", num_reqs=2, num_tokens=2)
     assert turns.doing(12.0) == Doing(busy_s=2.0, step=step)
     assert turns.doing(16.0) == Doing(busy_s=6.0, step=step, stalled=True)
@@ -40,7 +35,7 @@ def test_a_turn_clock_says_what_the_loop_does_and_since_when() -> None:
 
 @pytest.mark.parametrize(
     ("items", "kind"),
-    [([item(extend=True)], "prefill"), ([item(extend=False)], "decode"), ([], "copy")],
+    [([plan_item(extend=True)], "prefill"), ([plan_item(extend=False)], "decode"), ([], "copy")],
 )
 def test_a_step_has_a_kind(items: list[PlanItem], kind: str) -> None:
     turns = TurnClock(limit_s=0.0)
@@ -78,7 +73,7 @@ def test_the_heartbeat_answers_by_itself_until_the_loop_has_ended(tmp_path: Path
     try:
         turns.loaded()
         turns.turning(5.0)
-        turns.computing(Plan(seq=1, extend=False, items=[item(extend=False)]))
+        turns.computing(Plan(seq=1, extend=False, items=[plan_item(extend=False)]))
         ask.send(GetStep("a"))
         step = StepInfo(seq=1, kind="decode", num_reqs=1, num_tokens=1)
         assert pull.recv(10.0) == [StepReply(call_id="a", busy_s=2.0, step=step)]

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from engine.core.plan import Plan, PlanItem
+from engine.core.plan import Plan
 from engine.core.policy import Priorities
 from engine.core.times import Times, time_line
 from engine.loop.interval_log import IntervalLog
@@ -17,7 +17,7 @@ from engine.loop.turn_clock import TurnClock
 from engine.loop.watchdog import EXIT_STATUS
 from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOutput
 from engine.sampling_params import SamplingParams
-from tests.core.engine_in_a_test import EngineInATest
+from tests.core.engine_in_a_test import EngineInATest, plan_item
 
 END = FinishReason(kind="length")
 
@@ -147,19 +147,13 @@ def test_a_rest_says_what_has_not_been_said_but_not_often() -> None:
     engine = EngineInATest()
     lines: list[str] = []
     log = IntervalLog(engine.scheduler, steps=100, write=lines.append)
-    plan = Plan(seq=1, extend=True, items=[_item(extend=True)])
+    plan = Plan(seq=1, extend=True, items=[plan_item(extend=True)])
     for at_s, num_lines in ((0.0, 1), (0.5, 0), (1.5, 1)):
         lines.clear()
         log.on_launch(plan, at_s)
         assert lines == []
         log.on_rest(at_s)
         assert len(lines) == num_lines
-
-
-def _item(*, extend: bool) -> PlanItem:
-    return PlanItem(
-        rid="r", slot=0, tokens=[1], start=0, page_start=0, new_pages=[], sample=True, output_len=0, extend=extend
-    )
 
 
 def test_only_pure_decode_steps_skip_the_inbox() -> None:

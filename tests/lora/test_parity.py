@@ -66,17 +66,14 @@ PATHS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("path", PATHS)
 def test_a_mixed_batch_gives_what_merged_weights_give(models: dict[str, dict[str, str]], path: str) -> None:
     """All adapters and the model alone side by side, on one shared prompt; then again, from the cache."""
-    engine = start(models, **PATHS[path])
     prompt = prompt_of(150, 7)
-    try:
+    with start(models, **PATHS[path]) as engine:
         for turn in ("first", "again"):
             for name in models["merged"]:
                 options = LogprobOptions(-1, 0)
                 engine.add(f"{name}-{turn}", prompt, logprobs=options, adapter=NUMBERS.get(name, 0))
                 engine.add(f"{name}-{turn}-short", prompt[:9], adapter=NUMBERS.get(name, 0))
             engine.run()
-    finally:
-        engine.close()
     answers = set()
     for name, merged in models["merged"].items():
         tokens, logprobs = greedy(merged, prompt)
@@ -117,13 +114,10 @@ def test_batches_retractions_and_other_adapters_change_no_token(
         alone.close()
     monkeypatch.setattr(new_token_ratio, "CLIP_TOKENS", 1)
     flags = {"max_loras_per_batch": 2, "max_total_tokens": 224, "page_size": 4, "stream": "threaded"}
-    engine = start(models, **flags)
-    try:
+    with start(models, **flags) as engine:
         for rid, (prompt, adapter) in asked.items():
             engine.add(rid, prompt, max_new_tokens=40, adapter=adapter)
         engine.run()
-    finally:
-        engine.close()
     assert engine.parts.scheduler.counters.retractions > 0
     assert engine.tokens == wanted
 
@@ -162,13 +156,10 @@ def test_an_adapter_leaves_in_stream_order_and_new_weights_keep_the_others(
 
 def test_bfloat16_layers_take_adapters_too(models: dict[str, dict[str, str]]) -> None:
     """On a CPU their weights are repacked; the delta is added all the same."""
-    engine = start(models, dtype="bfloat16")
-    try:
+    with start(models, dtype="bfloat16") as engine:
         for name in ("", "all"):
             engine.add(name or "base", prompt_of(40, 5), adapter=NUMBERS.get(name, 0), logprobs=LogprobOptions(0, 0))
         engine.run()
-    finally:
-        engine.close()
     merged = AutoModelForCausalLM.from_pretrained(models["merged"]["all"], dtype=torch.float32).eval()
     with torch.inference_mode():
         rows = merged(torch.tensor([prompt_of(40, 5)])).logits[0].log_softmax(-1)

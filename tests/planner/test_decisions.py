@@ -7,7 +7,7 @@ import pytest
 
 from deploy.bench.stats import RequestRecord
 from deploy.bench.trace import TraceEntry
-from engine.core.plan import Plan, PlanItem
+from engine.core.plan import Plan
 from planner.goodput import NEAR, Grid, Point, Search, SloTargets, point_of
 from planner.gpus import GPUS, Gpu
 from planner.layout import ClusterLayout, candidates, parse_layout
@@ -15,21 +15,18 @@ from planner.shape import Shape
 from planner.step_time import Efficiency, Fitted, Roofline, StepLoad, load_of
 from planner.workload import FIRST_OWN, Lengths, from_lengths, from_trace
 from service.flags import ConfigError
+from tests.core.engine_in_a_test import plan_item
 
 SLO = SloTargets(ttft_s=1.0, tpot_s=0.1, itl_s=None, share=0.9)
-
-
-def item(tokens: int, start: int, *, extend: bool, sample: bool = True) -> PlanItem:
-    return PlanItem("r", 0, [5] * tokens, start, 0, [], sample, 0, extend)
 
 
 def test_load_counts_what_attention_looks_at() -> None:
     """A chunk of 3 after 10: its queries see 11, 12 and 13 keys. Two decodes read 8 and 21 tokens."""
     items = [
-        item(3, 10, extend=True, sample=False),
-        item(2, 0, extend=True),
-        item(1, 7, extend=False),
-        item(1, 20, extend=False),
+        plan_item(3, start=10, extend=True, sample=False),
+        plan_item(2, start=0, extend=True),
+        plan_item(1, start=7, extend=False),
+        plan_item(1, start=20, extend=False),
     ]
     assert load_of(Plan(1, True, items)) == StepLoad(
         prefill_tokens=5,

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from engine.frontend.served_model import load_sampling_defaults
-from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from engine.text.chat_template import ChatTemplate, TemplateRefused, load_chat_template
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from service.flags import ConfigError
@@ -93,13 +92,3 @@ def test_sampling_defaults_of_a_checkpoint(tmp_path: Path) -> None:
     file.write_text('{"top_p": 7}')
     with pytest.raises(ConfigError, match="top_p"):
         load_sampling_defaults(str(tmp_path), vocab_size=10)
-
-
-def test_the_shipped_model_has_a_readable_tokenizer_and_a_template() -> None:
-    t = load_tokenizer(DEFAULT_MODEL_PATH)
-    template = load_chat_template(DEFAULT_MODEL_PATH, config=t.config, special_tokens=t.special_tokens)
-    assert template is not None
-    text = template.render([{"role": "user", "content": "k17 v42 k17"}])
-    ids = t.encode(text, add_special_tokens=False)
-    assert t.decode(ids) == "k17 v42 k17"
-    assert t.decode(t.encode("k17 v42 k03 v91")) == "k17 v42 k03 v91"

@@ -102,45 +102,23 @@ def test_models(nixl: Cluster, apis: tuple[openai.OpenAI, openai.OpenAI]) -> Non
     assert model.id == "recall" and apis[0].models.retrieve("recall").id == "recall"
 
 
+def answer(create: Any, asked: dict[str, Any], *, stream: bool) -> Any:
+    if stream:
+        return joined(list(create(**GREEDY, **asked, stream=True, stream_options={"include_usage": True})))
+    return create(**GREEDY, **asked).model_dump()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("name", COMPLETIONS)
-def test_completions_equal_the_unified_ones(apis: tuple[openai.OpenAI, openai.OpenAI], name: str) -> None:
-    pd, plain = (api.completions.create(**GREEDY, **COMPLETIONS[name]).model_dump() for api in apis)
+def test_completions_equal_the_unified_ones(apis: tuple[openai.OpenAI, openai.OpenAI], name: str, stream: bool) -> None:
+    pd, plain = (answer(api.completions.create, COMPLETIONS[name], stream=stream) for api in apis)
     assert lasting(pd) == lasting(plain)
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("name", CHATS)
-def test_chats_equal_the_unified_ones(apis: tuple[openai.OpenAI, openai.OpenAI], name: str) -> None:
-    pd, plain = (api.chat.completions.create(**GREEDY, **CHATS[name]).model_dump() for api in apis)
-    assert lasting(pd) == lasting(plain)
-
-
-@pytest.mark.parametrize("name", COMPLETIONS)
-def test_streamed_completions_equal_the_unified_ones(apis: tuple[openai.OpenAI, openai.OpenAI], name: str) -> None:
-    pd, plain = (
-        joined(
-            list(
-                api.completions.create(
-                    **GREEDY, **COMPLETIONS[name], stream=True, stream_options={"include_usage": True}
-                )
-            )
-        )
-        for api in apis
-    )
-    assert lasting(pd) == lasting(plain)
-
-
-@pytest.mark.parametrize("name", CHATS)
-def test_streamed_chats_equal_the_unified_ones(apis: tuple[openai.OpenAI, openai.OpenAI], name: str) -> None:
-    pd, plain = (
-        joined(
-            list(
-                api.chat.completions.create(
-                    **GREEDY, **CHATS[name], stream=True, stream_options={"include_usage": True}
-                )
-            )
-        )
-        for api in apis
-    )
+def test_chats_equal_the_unified_ones(apis: tuple[openai.OpenAI, openai.OpenAI], name: str, stream: bool) -> None:
+    pd, plain = (answer(api.chat.completions.create, CHATS[name], stream=stream) for api in apis)
     assert lasting(pd) == lasting(plain)
 
 
