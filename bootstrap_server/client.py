@@ -15,6 +15,7 @@ import msgspec
 
 from bootstrap_server.protocol import (
     MAX_ROOMS_A_BATCH,
+    ErrorDetail,
     ErrorReply,
     Registration,
     RegistrationReply,
@@ -37,12 +38,16 @@ log = logging.getLogger(__name__)
 
 
 class BootstrapError(Exception):
-    """`permanent`: a retry gets the same answer. `refused`: nothing serves at the address now (not merely silent)."""
+    """`permanent`: a retry gets the same answer. `refused`: nothing serves at the address now (not merely silent).
 
-    def __init__(self, message: str, *, permanent: bool = False, refused: bool = False) -> None:
+    `of_room`: the server serves, and does not know this room.
+    """
+
+    def __init__(self, message: str, *, permanent: bool = False, refused: bool = False, of_room: bool = False) -> None:
         super().__init__(message)
         self.permanent = permanent
         self.refused = refused
+        self.of_room = of_room
 
 
 def look_up(
@@ -239,10 +244,12 @@ def _exchange_signed(connection: http.client.HTTPConnection, call: Call, signer:
 
 def _refusal(server: str, status: int, body: bytes) -> BootstrapError:
     try:
-        text = msgspec.json.decode(body, type=ErrorReply).error.message
+        error = msgspec.json.decode(body, type=ErrorReply).error
     except JSON_ERRORS:
-        text = "the answer is not ours: is this a bootstrap server?"
-    return BootstrapError(f"bootstrap server {server} answered {status}: {text}", permanent=status in (400, 401, 413))
+        error = ErrorDetail("the answer is not ours: is this a bootstrap server?")
+    message = f"bootstrap server {server} answered {status}: {error.message}"
+    of_room = status == 404 and error.param == "room"
+    return BootstrapError(message, permanent=status in (400, 401, 413), of_room=of_room)
 
 
 def _read(server: str, body: bytes, kind: Any) -> Any:

@@ -67,6 +67,7 @@ class RoomBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class ErrorDetail(msgspec.Struct, frozen=True):
     message: str
+    param: str | None = None
 
 
 class ErrorReply(msgspec.Struct, frozen=True):

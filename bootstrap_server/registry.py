@@ -66,10 +66,10 @@ class Registry:
             return RouteReply(next(iter(self._workers.values()))[0], False)
         owner = self._rooms.get(room)
         if owner is None:
-            raise ApiError(404, f"room: no prefill worker has registered {room}")
+            raise ApiError(404, f"room: no prefill worker has registered {room}", field="room")
         entry = self._workers.get(owner[0])
         if entry is None:
-            raise ApiError(404, f"room: the prefill worker that owned {room} is gone")
+            raise ApiError(404, f"room: the prefill worker that owned {room} is gone", field="room")
         return RouteReply(entry[0], True)
 
     def look_up_any(self, room: int, *, but: Collection[str]) -> RouteReply:

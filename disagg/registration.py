@@ -86,7 +86,7 @@ class RouteFinder:
         with self._lock:
             if not error.refused:
                 self._outages.answered(bootstrap)
-                return LookupFailed(str(error), permanent=error.permanent)
+                return LookupFailed(str(error), permanent=error.permanent, of_room=error.of_room)
             lasted_s = self._outages.refused(bootstrap, self._clock())
         if lasted_s is None:
             return LookupFailed(str(error))

@@ -181,8 +181,9 @@ class Route:
 
 
 class LookupFailed(Exception):
-    """Retried until the handshake times out, unless it is `permanent`."""
+    """Retried until the handshake times out, unless it is `permanent`. `of_room`: the server does not know this room."""
 
-    def __init__(self, message: str, *, permanent: bool = False) -> None:
+    def __init__(self, message: str, *, permanent: bool = False, of_room: bool = False) -> None:
         super().__init__(message)
         self.permanent = permanent
+        self.of_room = of_room

@@ -14,8 +14,9 @@ from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from service.security.keys import open_gate
 from tests.transfer.cores import ARGS, CAPS, CONFIG
-from transfer_backends.contract import Route
+from transfer_backends.contract import LookupFailed, Route
 from transfer_backends.decode.core import DecodeCore
+from transfer_backends.decode.lookup import LookUp
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.wire import Registered
@@ -25,7 +26,7 @@ def test_a_room_that_found_its_prefill_worker_by_another_rooms_look_up_stops_loo
     """Its own retry was still due: it attached a second time, or its handshake 'timed out' in mid transfer."""
     core = DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
     first, second = (core.open(room, 0, "b", 0.0).key for room in (1, 2))
-    core.finder.on_lookup_failed("b", 1, "not yet", permanent=False, now_s=0.0)  # both will try again
+    core.finder.on_lookup_failed("b", 1, LookupFailed("not yet"), 0.0)  # both will try again
     core.finder.on_route("b", 1, Route("p:1", "p"), 0.001)
     core.on_message(1, Registered("p", "d", ProcessMark("h", 1, 1)), 0.002)
     assert core.machine.state(first) is core.machine.state(second) is KVPoll.WaitingForInput
@@ -33,6 +34,16 @@ def test_a_room_that_found_its_prefill_worker_by_another_rooms_look_up_stops_loo
     for now_s in (0.1, 1.0, CONFIG.handshake_timeout_s + 1.0):
         core.tick(now_s)
     assert core.machine.state(first) is core.machine.state(second) is KVPoll.WaitingForInput
+
+
+def test_a_room_that_a_shared_server_does_not_know_keeps_no_other_room_from_its_look_up() -> None:
+    """At the first contact all waited for that room: after 3 s they failed with its error."""
+    core = DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
+    for room in (1, 2):
+        core.open(room, 0, "b", 0.0)
+    core.effects.queue.clear()
+    core.finder.on_lookup_failed("b", 1, LookupFailed("room: not registered", of_room=True), 0.0)
+    assert list(core.effects.queue) == [LookUp("b", 2)]
 
 
 def test_an_unanswered_look_at_a_worker_does_not_forget_its_bootstrap_port() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from tests.transfer.cores import CONFIG, decode_core
 from tests.transfer.pool import Pool
 from tests.transfer.rig import until
-from transfer_backends.contract import Route, TransferConfig
+from transfer_backends.contract import LookupFailed, Route, TransferConfig
 from transfer_backends.decode.connections import Connect
 from transfer_backends.decode.lookup_line import MAX_LOOKUPS_A_SERVER
 from transfer_backends.decode.manager import DecodeManager
@@ -218,6 +218,6 @@ def test_pending_aborts_are_bounded_and_expire() -> None:
         core.rooms.close(key)
     assert core.rooms.num_pending_aborts == MAX_PENDING_ABORTS and len(core.rooms) == 0
     core.check()
-    core.finder.on_lookup_failed("b", 1, "no worker is registered", permanent=False, now_s=CONFIG.handshake_timeout_s)
+    core.finder.on_lookup_failed("b", 1, LookupFailed("no worker is registered"), CONFIG.handshake_timeout_s)
     core.tick(CONFIG.handshake_timeout_s)
     assert core.rooms.num_pending_aborts == len(core.machine) == 0

@@ -80,7 +80,7 @@ def look_up_in(there: SimBootstrap | None, server: str, room: int, *, but: Seque
         others = "" if but is None else "&any=1&but=" + urllib.parse.quote(",".join(but))
         body = _call(lambda _: there, reach, server, "GET", f"/route?room={room}{others}", b"")
     except BootstrapError as error:
-        raise LookupFailed(str(error), permanent=error.permanent) from error
+        raise LookupFailed(str(error), permanent=error.permanent, of_room=error.of_room) from error
     reply = _read(server, body, RouteReply)
     return Route(control=reply.worker.control, incarnation=reply.worker.incarnation, shared=reply.shared)
 

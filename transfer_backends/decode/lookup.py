@@ -7,7 +7,7 @@ each room has a look-up of its own.
 from dataclasses import dataclass
 from typing import TypeVar
 
-from transfer_backends.contract import Route
+from transfer_backends.contract import LookupFailed, Route
 from transfer_backends.decode.connections import Connections, PrefillPeer
 from transfer_backends.decode.lookup_line import LookUpLine
 from transfer_backends.decode.proof import Proofs
@@ -89,11 +89,13 @@ class PrefillFinder:
         self._use_route(bootstrap, room, route, now_s)
         self._next_in_line(bootstrap)
 
-    def on_lookup_failed(self, bootstrap: str, room: int, error: str, *, permanent: bool, now_s: float) -> None:
+    def on_lookup_failed(self, bootstrap: str, room: int, error: LookupFailed, now_s: float) -> None:
+        if error.of_room:
+            self._on_shared(bootstrap, room, now_s)
         for waiting in self._seekers(bootstrap, room if bootstrap in self._shared else None):
-            self.seek_again(waiting, error, now_s)
-            if permanent:
-                self.give_up(waiting, error, now_s)
+            self.seek_again(waiting, str(error), now_s)
+            if error.permanent:
+                self.give_up(waiting, str(error), now_s)
         self._next_in_line(bootstrap)
 
     # ---- inside
@@ -120,12 +122,16 @@ class PrefillFinder:
             for room in self._seekers(bootstrap, None):
                 self._attach(room, route, now_s)
             return
-        waiting = [] if bootstrap in self._shared else self._seekers(bootstrap, None)
-        _remember(self._shared, bootstrap, None)
         for room in self._seekers(bootstrap, number):
             self._attach(room, route, now_s)
+        self._on_shared(bootstrap, number, now_s)
+
+    def _on_shared(self, bootstrap: str, number: int, now_s: float) -> None:
+        """A server that knows rooms one by one is shared: those that waited for the look-up of `number` need their own."""
+        waiting = [] if bootstrap in self._shared else self._seekers(bootstrap, None)
+        _remember(self._shared, bootstrap, None)
         for room in waiting:
-            if room.looking:
+            if room.looking and room.key[0] != number:
                 self.seek(room, now_s)
 
     def _attach(self, room: DecodeRoom, route: Route, now_s: float) -> None:

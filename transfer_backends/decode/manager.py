@@ -164,16 +164,16 @@ class DecodeManager:
             else:
                 route = self._lookup_any(item.bootstrap, item.room, item.any_but)
         except LookupFailed as error:
-            self._on_lookup_failed(item, str(error), permanent=error.permanent)
+            self._on_lookup_failed(item, error)
         except Exception as error:
-            self._on_lookup_failed(item, f"bootstrap look-up: {type(error).__name__}: {error}", permanent=False)
+            self._on_lookup_failed(item, LookupFailed(f"bootstrap look-up: {type(error).__name__}: {error}"))
         else:
             with self.control.locked() as now_s:
                 self.core.finder.on_route(item.bootstrap, item.room, route, now_s)
 
-    def _on_lookup_failed(self, item: LookUp, error: str, *, permanent: bool) -> None:
+    def _on_lookup_failed(self, item: LookUp, error: LookupFailed) -> None:
         with self.control.locked() as now_s:
-            self.core.finder.on_lookup_failed(item.bootstrap, item.room, error, permanent=permanent, now_s=now_s)
+            self.core.finder.on_lookup_failed(item.bootstrap, item.room, error, now_s)
 
     def _prove(self, item: Prove) -> None:
         proof = self._liveness(item.mark, item.control)
