@@ -10,26 +10,12 @@ import pytest
 
 from tests.packages import PACKAGES, ROOT
 
-BUILTINS = frozenset(
-    [*("all", "any", "int", "isinstance", "len", "list", "max", "min"), *("range", "set", "sorted", "sum", "zip")]
+_BUILTINS = "all any int isinstance len list max min range set sorted sum zip"
+_QUESTIONS = (
+    "_evictable_leaf all count counts find has has_place is_contiguous is_pinned is_set items key_of keys state_of"
 )
-QUESTIONS = frozenset(
-    [
-        *(
-            "_evictable_leaf",
-            "all",
-            "count",
-            "counts",
-            "find",
-            "has",
-            "has_place",
-            "is_contiguous",
-            "is_pinned",
-            "is_set",
-        ),
-        *("items", "key_of", "keys", "state_of", "stride", "total", "values"),
-    ]
-)
+BUILTINS = frozenset(_BUILTINS.split())
+QUESTIONS = frozenset([*_QUESTIONS.split(), "stride", "total", "values"])
 
 
 def changes(source: str) -> Iterator[tuple[int, str]]:

@@ -1,10 +1,8 @@
 """A cluster that serves a model of the hub (a stand-in of it): one download, served under the model's own name."""
 
-import json
-import urllib.request
 from pathlib import Path
-from typing import Any
 
+import httpx2 as httpx
 import pytest
 
 from tests.e2e.cluster import cluster
@@ -25,18 +23,12 @@ def test_tandem_up_downloads_once_and_serves_the_model_under_its_name(
     with hub_stand_in(tmp_path / "hub") as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         with cluster(tmp_path / "run", "--model-path", MODEL, "--max-total-tokens", "4096") as c:
-            answers = [_complete(c.router, model) for model in (MODEL, "default")]
-            with urllib.request.urlopen(f"{c.router}/v1/models") as reply:
-                assert [card["id"] for card in json.loads(reply.read())["data"]] == [MODEL]
+            asked = {"prompt": "abc", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+            answers = [
+                httpx.post(f"{c.router}/v1/completions", json={"model": model, **asked}, timeout=60).json()
+                for model in (MODEL, "default")
+            ]
+            assert [card["id"] for card in httpx.get(f"{c.router}/v1/models").json()["data"]] == [MODEL]
         assert set(hub.downloads.values()) == {1}
     assert [answer["model"] for answer in answers] == [MODEL, MODEL]
     assert answers[0]["choices"] == answers[1]["choices"]
-
-
-def _complete(router: str, model: str) -> dict[str, Any]:
-    body = {"model": model, "prompt": "abc", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{router}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        return dict(json.loads(reply.read()))

@@ -6,13 +6,12 @@ the same, their logits must be nearer than the arithmetic's error (`margin`).
 """
 
 import functools
-import json
-import urllib.request
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -196,16 +195,10 @@ def test_a_chat_through_tandem_up(tmp_path: Path) -> None:
     with cluster(tmp_path, *args) as c:
         question = "What is the capital of France? Answer in one sentence."
         body = {"model": "smollm2", "messages": [{"role": "user", "content": question}], "temperature": 0}
-        answer = _post(f"{c.router}/v1/chat/completions", body | {"max_tokens": 32})
+        answer = httpx.post(f"{c.router}/v1/chat/completions", json=body | {"max_tokens": 32}, timeout=120).json()
         assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
         assert answer["choices"][0]["finish_reason"] == "stop"
         assert answer["model"] == "smollm2"
-
-
-def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as reply:
-        return dict(json.loads(reply.read()))
 
 
 def _system(way: str) -> AbstractContextManager[System]:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import re
 import socket
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -145,19 +146,10 @@ def test_used_tokens_show_while_running(worker: Worker) -> None:
     assert worker.http.get("/flush_cache").text == "flushed\n"
 
 
-def test_metrics(worker: Worker) -> None:
-    worker.post("/generate", {"text": "abc", "sampling_params": {"max_new_tokens": 3}})
-    lines = [line.rsplit(" ", 1) for line in worker.http.get("/metrics").text.splitlines() if line[0] != "#"]
-    values = {key.split("{")[0]: float(value) for key, value in lines}
-    labels = {key.split("{")[0]: set(key[:-1].partition("{")[2].split(",")) for key, _ in lines}
-    for name in ("running_reqs", "queue_reqs", "used_tokens", "decode_prealloc_queue_reqs"):
-        assert labels[f"sglang:num_{name}"] == {'engine_type="unified"', 'model_name="tiny"'}
-    assert "sglang:token_usage" in values
-    assert values["sglang:cache_hit_rate"] == 0.5 and values["sglang:num_transfer_failed_reqs_total"] == 3
-    for name in ("prompt_tokens_total", "generation_tokens_total", "cached_tokens_total", "num_requests_total"):
-        assert values[f"sglang:{name}"] > 0
-    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
-        assert values[f"sglang:{name}_count"] > 0
+def test_metrics_have_a_head_and_the_counts_of_the_scheduler(worker: Worker) -> None:
+    text = worker.http.get("/metrics").text
+    assert re.search(r"^sglang:cache_hit_rate\{.*\} 0\.5$", text, re.MULTILINE)
+    assert re.search(r"^sglang:num_transfer_failed_reqs_total\{.*\} 3\.0$", text, re.MULTILINE)
     assert worker.http.head("/metrics").status_code == 200
 
 

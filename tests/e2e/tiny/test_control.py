@@ -3,11 +3,13 @@
 import asyncio
 import gzip
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx2 as httpx
 import pytest
 
 from tests.e2e.client import assert_all_back, generate, generate_all, post, session, state_of, text_of
@@ -228,30 +230,13 @@ def test_a_worker_logs_its_intervals_and_ends_when_its_loop_stalls(tmp_path: Pat
     """A step that takes up to four seconds is the injected stall (the first of them delays the start)."""
     serve = ("serve", "--port", "0", "--decode-log-interval", "10", "--watchdog-timeout", "1.5")
     with tandem(tmp_path / "quick", *serve, "--scheduler-recv-interval", "4") as worker:
-        asked, wanted = recall_body(_rng(), 30, max_new_tokens=25)
-        assert asyncio.run(_one(worker.url, asked))["output_ids"] == wanted
+        asked, wanted = recall_body(random.Random(4), 30, max_new_tokens=25)
+        assert asyncio.run(generate_all(worker.url, [asked]))[0]["output_ids"] == wanted
         lines = worker.log.read_text()
         assert "prefill: 1 steps, 1 new requests, 62 new tokens, 0 cached (0%)" in lines
         assert "decode: 9 steps, " in lines and "usage" in lines
     with tandem(tmp_path / "stalls", *serve, "--stream", "threaded", "--stream-delay", "4") as worker:
-        status = asyncio.run(_status(worker.url, asked))
-        assert status == 503
+        assert httpx.post(f"{worker.url}/generate", json=asked, timeout=60).status_code == 503
         wait_until(lambda: worker.process.poll() is not None, within_s=READY_S, what="the worker's end")
         log = worker.log.read_text()
         assert "--watchdog-timeout" in log and "in collect" in log and "in _run" in log
-
-
-def _rng() -> Any:
-    import random
-
-    return random.Random(4)
-
-
-async def _one(url: str, asked: dict[str, Any]) -> dict[str, Any]:
-    async with session() as http:
-        return await generate(http, url, asked)
-
-
-async def _status(url: str, asked: dict[str, Any]) -> int:
-    async with session() as http, http.post(f"{url}/generate", json=asked) as response:
-        return response.status
