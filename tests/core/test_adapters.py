@@ -15,8 +15,6 @@ from engine.core.request import Request
 from tests.core.engine_in_a_test import EngineInATest, request_of
 from tests.core.hash_model import expected_tokens
 
-# ---- registry
-
 
 def loaded(*names: str, max_loaded: int | None = None) -> Adapters:
     adapters = Adapters(max_loaded=max_loaded)
@@ -95,9 +93,6 @@ def test_a_failed_load_leaves_no_trace() -> None:
     assert adapters.loaded() == {"a": "/a"} and adapters.counts()[AdapterState.LOADING] == 0
     adapters.begin_load("b", "/b")
     assert adapters.finish_load("b") == 3
-
-
-# ---- a batch's places
 
 
 def request(rid: str, adapter: int, *, arrived_s: float = 0.0, new: int = 8) -> Request:
@@ -202,9 +197,6 @@ def test_nobody_starves_while_others_keep_coming() -> None:
             break
     assert engine.finish["rare"].kind == "length" and engine.now_s > 20.0
     assert engine.tokens["rare"] == expected_tokens([7, 7], 3, adapter=2)
-
-
-# ---- prefixes
 
 
 @settings(max_examples=60, deadline=None)

@@ -75,9 +75,6 @@ def is_ignored(path: str) -> bool:
     return ignored
 
 
-# ---- Dockerfiles
-
-
 @each_image
 def test_hadolint_has_nothing_to_say(image: str, tmp_path: Path) -> None:
     hadolint = str(Path(sys.executable).parent / "hadolint")
@@ -156,9 +153,6 @@ def test_every_direct_dependency_is_pinned_to_a_version_that_the_project_takes()
     for requirement in wanted:
         version = pins[requirement.name.replace("_", "-").lower()]
         assert requirement.specifier.contains(version), f"{requirement}: {version}; run `make image-pins`"
-
-
-# ---- compose
 
 
 def config_of(name: str) -> Any:

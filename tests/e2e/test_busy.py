@@ -18,11 +18,7 @@ from tests.e2e.cluster import READY_S, Started, tandem, wait_until
 from tests.e2e.workload import recall_body
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKS = (
-    "--health-check-interval-secs=0.2",
-    "--health-check-timeout-secs=2",
-    "--health-failure-threshold=1",
-)
+CHECKS = ("--health-check-interval-secs=0.2", "--health-check-timeout-secs=2", "--health-failure-threshold=1")
 DOWN_S = 2.2  # by these flags a worker that answers no check is down after so long
 HELD_S = 3 * DOWN_S
 NUM_SHORT = 12

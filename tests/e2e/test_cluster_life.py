@@ -32,9 +32,6 @@ FAST = (
 )
 
 
-# ---- the whole cluster ends
-
-
 @pytest.fixture
 def temp() -> Iterator[Path]:
     """What the cluster's processes call the temporary directory (short: unix socket paths are)."""
@@ -96,9 +93,6 @@ def test_kill_9_of_one_child_after_the_other_leaves_nothing(temp: Path, monkeypa
 def child(worker: Leftovers, word: str) -> psutil.Process:
     (found,) = [p for p in worker.family[1:] if any(word in part for part in p.cmdline())]
     return found
-
-
-# ---- one process dies
 
 
 @dataclass
@@ -193,9 +187,6 @@ def test_a_worker_dies_and_comes_back_at_the_same_address(pair: Pair, name: str,
 def _alone(pair: Pair, name: str) -> Cluster:
     whole = pair.as_cluster()
     return Cluster(whole.router, tuple(whole.of(name)), whole.launcher, whole.log)
-
-
-# ---- load
 
 
 async def start_load(url: str, *, count: int, new_tokens: int) -> "asyncio.Future[list[str]]":

@@ -46,9 +46,6 @@ def two_pairs(temp: Path) -> Iterator[Cluster]:
         yield c
 
 
-# ---- a role is left
-
-
 def test_a_prefill_worker_becomes_decode_and_comes_back_under_load(two_pairs: Cluster, temp: Path) -> None:
     """Nothing is lost, every token is right, and it serves in each role."""
     mover = two_pairs.of("prefill")[0]
@@ -90,9 +87,6 @@ def test_what_cannot_be_changes_nothing(two_pairs: Cluster, body: dict[str, Any]
     assert answer.status_code == status and says in answer.text
     health = httpx.get(f"{worker.url}/health")
     assert health.status_code == 200 and health.json()["incarnation"] == lived
-
-
-# ---- workers are left for good
 
 
 def test_no_request_notices_that_workers_leave(two_pairs: Cluster, temp: Path) -> None:

@@ -51,9 +51,6 @@ def test_every_overlay_of_the_plan_is_there() -> None:
     assert {"cpu-demo", "monitoring", "tracing", *GPU} == set(OVERLAYS)
 
 
-# ---- schemas
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_object_is_valid_for(version: str) -> None:
     seen: set[str] = set()
@@ -85,9 +82,6 @@ def test_the_schemas_see_faults(version: str) -> None:
     lws = json.loads(json.dumps(of_kind("multi-node", "LeaderWorkerSet")[0]))
     lws["spec"]["leaderWorkerTemplate"]["restartPolicy"] = "Never"
     assert len(faults(lws, version)) == 1
-
-
-# ---- commands
 
 
 @each_overlay
@@ -162,9 +156,6 @@ def test_spans_have_a_way_out_to_the_collector() -> None:
     assert rule["to"] == [{"namespaceSelector": namespace}] and policy["spec"]["policyTypes"] == ["Egress"]
 
 
-# ---- discovery
-
-
 @each_overlay
 def test_the_router_s_selectors_choose_its_workers_and_nobody_else(overlay: str) -> None:
     config = router_config(overlay)
@@ -190,9 +181,6 @@ def test_only_the_router_may_ask_the_api_server_and_only_about_pods(overlay: str
         named(overlay, "ServiceAccount", account)
         bound = account in [subject["name"] for subject in binding["subjects"]]
         assert bound == found.spec["automountServiceAccountToken"] == (found.component == "router")
-
-
-# ---- references
 
 
 @each_overlay
@@ -294,9 +282,6 @@ def test_who_must_talk_can_and_who_must_not_cannot(overlay: str) -> None:
     assert not reaches(overlay, router, prefill, "bootstrap")
 
 
-# ---- life of a pod
-
-
 @each_overlay
 def test_probes_ask_for_what_is_served_without_a_key(overlay: str) -> None:
     for found in pods(overlay):
@@ -340,9 +325,6 @@ def test_a_model_may_take_its_time_to_load(overlay: str) -> None:
         assert probe["periodSeconds"] * probe["failureThreshold"] >= (1800 if overlay in GPU else 600)
 
 
-# ---- security
-
-
 @each_overlay
 def test_pods_are_what_the_restricted_standard_asks_for(overlay: str) -> None:
     for found in pods(overlay):
@@ -379,8 +361,6 @@ def test_no_key_stands_in_the_repository() -> None:
         "YSBzYW1wbGUsIG5vIHNlY3JldAo="
     }
 
-
-# ---- metrics
 
 EXPORTED = {figure.name for figure in QUEUES.values()} | {"sglang:token_usage"}
 
@@ -426,9 +406,6 @@ def test_prometheus_scrapes_every_service(overlay: str) -> None:
         assert all(endpoint["port"] in [port["name"] for port in s["spec"]["ports"]] for s in services)
         assert endpoint["path"] in WORKER_GETS and worker_need_of(endpoint["path"]) is Access.NONE
     named(overlay, "ConfigMap", "tandem-dashboard")
-
-
-# ---- groups over nodes
 
 
 def test_groups_have_one_leader_that_prefills_and_workers_that_decode() -> None:

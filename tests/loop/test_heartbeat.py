@@ -34,8 +34,7 @@ def test_a_turn_clock_says_what_the_loop_does_and_since_when() -> None:
 
 
 @pytest.mark.parametrize(
-    ("items", "kind"),
-    [([plan_item(extend=True)], "prefill"), ([plan_item(extend=False)], "decode"), ([], "copy")],
+    ("items", "kind"), [([plan_item(extend=True)], "prefill"), ([plan_item(extend=False)], "decode"), ([], "copy")]
 )
 def test_a_step_has_a_kind(items: list[PlanItem], kind: str) -> None:
     turns = TurnClock(limit_s=0.0)

@@ -88,22 +88,11 @@ def test_prompt_logprobs_leave_with_the_first_token_and_an_abort_takes_what_is_h
         ),
         (
             Times(arrived_s=1.0, queued_s=2.0, started_s=4.0, computed_s=7.0, first_token_s=9.0),
-            {
-                "bootstrap_time": 1,
-                "queue_time": 2,
-                "prefill_time": 3,
-                "transfer_time": 2,
-                "first_token_latency": 8,
-            },
+            {"bootstrap_time": 1, "queue_time": 2, "prefill_time": 3, "transfer_time": 2, "first_token_latency": 8},
         ),
         (
             Times(
-                arrived_s=1.0,
-                queued_s=2.0,
-                landed_s=7.0,
-                first_token_s=7.0,
-                remote_queue_s=1.5,
-                remote_prefill_s=2.0,
+                arrived_s=1.0, queued_s=2.0, landed_s=7.0, first_token_s=7.0, remote_queue_s=1.5, remote_prefill_s=2.0
             ),
             {
                 "bootstrap_time": 1,

@@ -162,10 +162,7 @@ BAD_FLAGS = {
     "--lora-paths =x": {"paths": ("=x",), "max_loaded": None},
     "--lora-paths a=": {"paths": ("a=",), "max_loaded": None},
     "two adapters are called 'a'": {"paths": ("a=1", "a=2"), "max_loaded": None},
-    "2 adapters are more than --max-loaded-loras 1": {
-        "paths": ("a=1", "b=1"),
-        "max_loaded": 1,
-    },
+    "2 adapters are more than --max-loaded-loras 1": {"paths": ("a=1", "b=1"), "max_loaded": 1},
 }
 
 

@@ -141,9 +141,6 @@ def test_reading_configuration_and_tokenizer_needs_neither_torch_nor_gguf(tmp_pa
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# --- errors ------------------------------------------------------------------------------------------------------------
-
-
 def load_all(file: Path) -> None:
     config = load_model_config(str(file))
     load_tokenizer(file)

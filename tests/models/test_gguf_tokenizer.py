@@ -145,9 +145,6 @@ def test_every_name_that_is_supported_is_tried_here() -> None:
     assert set(PRE_TOKENIZERS) == set(names.split())
 
 
-# --- the real thing ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def smollm2() -> OurTokenizer:
     return load_tokenizer(smollm2_file())

@@ -98,9 +98,6 @@ def test_the_table_of_gpus_is_in_its_units() -> None:
         assert 20 < gpu.memory_gb < 300 and gpu.link_gb_s < gpu.memory_gb_s / 20
 
 
-# ---- workload
-
-
 def entry(ms: float, length: int, *ids: int) -> TraceEntry:
     return TraceEntry(timestamp_ms=ms, input_length=length, output_length=3, hash_ids=ids)
 
@@ -136,9 +133,6 @@ def test_distributions() -> None:
     assert found[-1].at / 399 == pytest.approx(1.0, rel=0.15)
 
 
-# ---- layouts
-
-
 def test_layouts() -> None:
     assert parse_layout("2p3D") == ClusterLayout(prefill=2, decode=3) and parse_layout("4U-mixed").mixed
     for layout in candidates(4):
@@ -160,9 +154,6 @@ def test_degrees_of_tensor_parallelism_are_compared_on_as_many_gpus() -> None:
 def test_what_is_no_layout(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--layouts .*: write 2P3D"):
         parse_layout(text)
-
-
-# ---- good enough
 
 
 def answered(**changed: Any) -> RequestRecord:

@@ -71,8 +71,6 @@ class Driver(EngineInATest):
         self.updates = 0
         self.overlapped = 0  # steps launched before the last was collected
 
-    # ---- events
-
     def tell(self, event: Ask | Event) -> None:
         if isinstance(event, Ask):
             self.held.append(event)
@@ -113,8 +111,6 @@ class Driver(EngineInATest):
                 return
         stages = {rid: life.stage for rid, life in self.lives.items() if rid not in self.finish}
         raise AssertionError(f"no rest: {stages}, {self.scheduler.memory.allocator.counts()}")
-
-    # ---- requests
 
     def _release_held(self) -> None:
         if self.paused or self.updating:
@@ -198,8 +194,6 @@ class Driver(EngineInATest):
         else:
             self.say(self.scheduler.abort(request.rid))
 
-    # ---- the outside of a role
-
     def _move(self, life: Life) -> None:
         request = life.request
         if life.stage == "prealloc":
@@ -256,8 +250,6 @@ class Driver(EngineInATest):
         for request, output, _ in effects.prefilled:
             self.lives[request.rid].answer, self.lives[request.rid].stage = output, "computed"
 
-    # ---- control
-
     def _pause(self, mode: str) -> None:
         if self.pause_mode:
             return  # one is being paused already
@@ -297,8 +289,6 @@ class Driver(EngineInATest):
             if rid not in self.finish:
                 life.since.append(len(life.request.output_ids))
                 life.weights.append(self.model.weights)
-
-    # ---- turns
 
     def turn(self) -> bool:
         self.now_s += 1.0
