@@ -1,5 +1,6 @@
 """The server over real HTTP: what clients get, what junk gets, leases, rooms, restarts."""
 
+import contextlib
 import http.client
 import json
 import socket
@@ -50,15 +51,19 @@ def register() -> Iterator[Callable[..., Registrar]]:
         registrar.close()
 
 
-def call(port: int, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
+def fetch(port: int, method: str, path: str, body: Any = None, headers: Any = None) -> http.client.HTTPResponse:
+    """The answer, read as a whole: `text` is its body."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body)
         connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
         response = connection.getresponse()
-        return response.status, json.loads(response.read())
-    finally:
-        connection.close()
+        response.text = response.read().decode()  # type: ignore[attr-defined]
+        return response
+
+
+def call(port: int, method: str, path: str, body: Any = None, headers: Any = None) -> tuple[int, Any]:
+    response: Any = fetch(port, method, path, body, headers)
+    return response.status, json.loads(response.text)
 
 
 def test_embedded(serve: Any, register: Any) -> None:
@@ -156,13 +161,8 @@ def test_rooms_that_may_be_sent_again_are_bounded_and_expire(serve: Any) -> None
 
 def num_registrations(port: int) -> float:
     """How many registrations and renewals the server has accepted."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
-    finally:
-        connection.close()
-    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    metrics: Any = fetch(port, "GET", "/metrics")
+    samples = (sample for family in text_string_to_metric_families(metrics.text) for sample in family.samples)
     labels = {"call": "PUT /route", "status": "200"}
     return sum(s.value for s in samples if s.name == "tandem_bootstrap_calls_total" and s.labels == labels)
 
@@ -205,7 +205,7 @@ def test_a_recorded_call_is_worth_nothing(serve: Any, register: Any) -> None:
     """Not again, not with another body, path or method, and not after the server was restarted."""
     server = serve(shared=False, secret=SECRET)
     signer = Signer(SECRET)
-    signer.challenge = challenge_of(server.port)
+    signer.challenge = fetch(server.port, "GET", "/route?room=1").headers[CHALLENGE_HEADER]
     body = json.dumps(GOOD).encode()
     header = {AUTH_HEADER: signer.sign(Call("PUT", "/route", body))[0]}
     for method, path, other in (
@@ -221,15 +221,6 @@ def test_a_recorded_call_is_worth_nothing(serve: Any, register: Any) -> None:
     again = serve(shared=False, secret=SECRET, port=server.port)
     assert call(again.port, "PUT", "/route", body, fresh)[0] == 401
     assert call(again.port, "GET", "/health")[1]["workers"] == 0
-
-
-def challenge_of(port: int) -> str:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        connection.request("GET", "/route?room=1")
-        return connection.getresponse().headers[CHALLENGE_HEADER]
-    finally:
-        connection.close()
 
 
 GOOD: dict[str, Any] = {

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from disagg.recompute import Bounds, request_for, why_not
+from disagg.recompute import Bounds, why_not
 from engine.messages import FinishReason
 from tests.core.hash_model import VOCAB, expected_tokens
 from tests.disagg.two_roles import Cluster, assert_no_output_twice
@@ -119,22 +119,6 @@ def test_less_than_a_page_is_no_work_for_prefill() -> None:
     assert works == [] and resumed(cluster) == (0, 1)
 
 
-def test_nobody_new_gets_memory_before_it() -> None:
-    """There is memory for both, and only the newcomer's handshake is done."""
-    cluster, rng = running(20)
-    retract(cluster)
-    cluster.decode.turn()
-    cluster.submit("new", list(range(5)), 3, new=4)
-    cluster.wire.room(3).to_decode.popleft()()
-    cluster.decode.turn()
-    queues = cluster.decode.role.queues()
-    assert (queues["retracted"], queues["resuming"], queues["prealloc"], queues["transfer"]) == (1, 0, 1, 0)
-    cluster.run(rng)
-    assert cluster.decode.tokens["new"] == expected_tokens(list(range(5)), 4)
-    assert cluster.decode.tokens["long"] == expected_tokens(list(range(10)), 40)
-    cluster.assert_all_back()
-
-
 def test_after_retract_all_decode_computes_by_itself() -> None:
     """Its weights may be others than prefill's by now."""
     cluster, rng = running(20)
@@ -146,9 +130,13 @@ def test_after_retract_all_decode_computes_by_itself() -> None:
     cluster.assert_all_back()
 
 
-def test_prefill_refuses_and_decode_computes_it_itself() -> None:
+@pytest.mark.parametrize("paused", [False, True])
+def test_prefill_refuses_and_decode_computes_it_itself(paused: bool) -> None:
     cluster, prompts = crowded()
-    cluster.prefill.role._bounds = Bounds(vocab_size=VOCAB, context_length=5)  # type: ignore[union-attr]
+    if paused:
+        cluster.prefill.role.close_to_peers("generation is paused")
+    else:
+        cluster.prefill.role._bounds = Bounds(vocab_size=VOCAB, context_length=5)  # type: ignore[union-attr]
     cluster.run(random.Random(1))
     assert_right(cluster, prompts)
     refused, failed = (cluster.prefill.role.counters()["recompute_refused"], cluster.decode.role.counters())
@@ -177,24 +165,6 @@ def test_what_is_asked_is_checked() -> None:
     assert "context of 3" in (why_not(Work(tokens=[1, 2, 3, 4]), bounds) or "")
     for tokens in ([10], [-1], []):
         assert "between 0 and 9" in (why_not(Work(tokens=tokens), bounds) or "")
-
-
-def test_the_request_of_an_asked_work_draws_nothing() -> None:
-    request = request_for(RecomputeRequest(7, 2, Work(tokens=[1, 2], priority=3, share=False)), 5.0)
-    assert (request.rid, request.input_ids, request.max_new_tokens) == ("recompute-7-2", [1, 2], 0)
-    assert (request.priority, request.keep_kv, request.prefill_only, request.arrived_s) == (3, False, True, 5.0)
-
-
-def test_an_engine_that_is_closed_to_peers_refuses_at_once_and_decode_computes_itself() -> None:
-    cluster, prompts = crowded()
-    cluster.prefill.role.close_to_peers("generation is paused")
-    cluster.run(random.Random(5))
-    assert_right(cluster, prompts)
-    through, computed = resumed(cluster)
-    assert through == 0 and computed > 0
-    assert (
-        cluster.prefill.role.counters()["recompute_refused"] == cluster.decode.role.counters()["recompute_failed"] > 0
-    )
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -4,7 +4,6 @@ Each `Page` remembers what it asked for and what it complained of. Nothing but a
 """
 
 import asyncio
-import base64
 import itertools
 import json
 import os
@@ -88,10 +87,6 @@ class Page:
         """Media features, such as prefers_color_scheme="dark"."""
         wanted = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
         await self.call("Emulation.setEmulatedMedia", features=wanted)
-
-    async def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        said = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(said["data"]))
 
     async def close(self) -> None:
         self._reader.cancel()

@@ -330,8 +330,7 @@ async def test_a_router_learns_the_law_of_its_workers_and_refuses_what_would_be_
         status, _, answer = await c.post("/generate", ask(80), headers={"X-SLO-TTFT-ms": "0.01"})
         assert (status, message(answer)[0]) == (429, "slo_ttft")
         assert (await c.post("/generate", ask(80), headers={"X-SLO-ITL-ms": "fast"}))[0] == 400
-        async with c.client.get(c.url + "/metrics") as response:
-            assert 'tandem_router_refused_total{why="slo_ttft"} 2.0' in await response.text()
+        assert 'tandem_router_refused_total{why="slo_ttft"} 2.0' in await c.metrics()
 
 
 def test_metrics_show_circuits_what_is_foretold_and_who_waits() -> None:

@@ -175,19 +175,13 @@ async def test_a_router_looks_at_its_workers_only_when_it_is_told_to(enabled: bo
             worker.load = {**row, "totals": {"busy_ms": 0, "prompt_tokens": 0}}
             worker.info["served_model_name"] = "tiny"
 
-        async def status() -> dict[str, Any]:
-            async with c.client.get(c.url + PATH) as response:
-                assert response.status == 200
-                found: dict[str, Any] = await response.json()
-                return found
-
-        told = await status()
+        told = (await c.get(PATH))[1]
         assert told["enabled"] is enabled and told["moves"] == []
         if enabled:
             async with asyncio.timeout(10.0):
                 while not any(model["pressure"] for model in told["models"].values()):
                     await asyncio.sleep(0.02)
-                    told = await status()
+                    told = (await c.get(PATH))[1]
             (model,) = told["models"].values()
             assert model["pressure"] == {"prefill": 0.0, "decode": pytest.approx(0.95)}
         else:

@@ -109,8 +109,7 @@ async def test_a_decode_failure_opens_its_own_circuit_and_never_that_of_the_pref
             assert (await c.post("/generate", {"text": "a"}))[0] == 200
         assert states(c) == ["closed", "open", "closed"]
         assert len(bad.seen) == 3, "then it was left out, although it was its turn"
-        async with c.client.get(c.url + "/workers") as response:
-            assert (await response.json())["workers"][1]["circuit"] == "open"
+        assert (await c.get("/workers"))[1]["workers"][1]["circuit"] == "open"
         await c.settled()
 
 

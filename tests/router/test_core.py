@@ -1,14 +1,12 @@
 """The router's pure parts: the worker table, rooms, policies, reports, flags."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from router.attempts.rooms import RoomMinter
 from router.config import HealthFlags, RouterConfig, check_config
 from router.pool.reports import parse_bootstrap, parse_load, parse_mode
 from router.pool.states import TRANSITIONS, Check, Health
-from router.pool.worker import Lease, LoadReport, Role
+from router.pool.worker import LoadReport, Role
 from router.pool.workers import WorkerTable, WorkerTableError, missing_roles
 from router.requests.dispatch import Retries
 from router.requests.replies import no_worker_message
@@ -85,22 +83,6 @@ def test_cached_tokens_are_no_load_on_prefill() -> None:
     table = table_of(1, role=Role.PREFILL)
     table.loads.on_report(table.workers()[0], LoadReport(used_tokens=10_000, waiting_tokens=5))
     assert table.workers()[0].load_tokens == 5
-
-
-@settings(max_examples=50)
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1000), st.booleans()), max_size=60))
-def test_leases_always_balance(steps: list[tuple[int, int, bool]]) -> None:
-    table = table_of(3)
-    live: list[Lease] = []
-    for which, tokens, release in steps:
-        if release and live:
-            table.loads.release(live.pop(tokens % len(live)))
-        else:
-            live.append(table.loads.charge(table.workers()[which], tokens))
-        table.check()
-    for lease in live:
-        table.loads.release(lease)
-    assert [w.load_tokens for w in table.workers()] == [0, 0, 0] and table.loads.num_leases == 0
 
 
 def test_rooms_are_never_zero_and_never_live_twice() -> None:

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from tests.router.dummies import (
     resets,
     until,
 )
-from tests.router.test_fleet import fleet
 
 PATH = "/v1/chat/completions"
 
@@ -54,9 +52,8 @@ async def test_the_page_is_open_and_what_it_shows_is_not() -> None:
         for path in ("/dashboard/state", "/dashboard/snapshot", "/dashboard/requests/0-1"):
             for key, status in ((None, 401), ("user", 403), ("wrong", 401), ("admin", 200)):
                 headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-                async with c.client.get(c.url + path, headers=headers) as response:
-                    unknown = status == 200 and path.endswith("0-1")
-                    assert response.status == (404 if unknown else status), (path, key)
+                unknown = status == 200 and path.endswith("0-1")
+                assert (await c.get(path, **headers))[0] == (404 if unknown else status), (path, key)
 
 
 async def test_a_request_is_shown_with_its_workers_and_times() -> None:
@@ -114,20 +111,6 @@ async def test_one_that_runs_is_shown_and_one_whose_stream_broke_is_a_failure() 
         seconds = c.router.recorder.snapshot().seconds
         assert sum(s.failed for s in seconds) == 1
         assert [s.failures for s in seconds if s.failures] == [{"decode lost": 1}]
-
-
-async def test_any_process_of_a_router_shows_the_requests_of_all(tmp_path: Path) -> None:
-    async with fleet(tmp_path, workers=2) as f:
-        for _ in range(24):
-            assert (await f.call("POST", PATH, CHAT))[0] == 200
-        for _ in range(4):  # whichever process it is that answers
-            status, state = await f.call("GET", "/dashboard/state")
-            assert status == 200 and state["router"]["processes"] == 2
-            keys = {record["key"] for record in state["requests"]}
-            assert len(keys) == 24 and {key[0] for key in keys} == {"0", "1"}
-            assert sum(worker["inflight_requests"] for worker in state["workers"]) == 0
-        status, one = await f.call("GET", f"/dashboard/requests/{sorted(keys)[0]}")
-        assert status == 200 and one["record"]["status"] == 200
 
 
 # In a browser.

@@ -112,6 +112,10 @@ async def test_processes_share_the_load_the_pool_the_circuits_and_the_metrics(tm
             assert (await f.call("POST", "/v1/chat/completions", BODY))[0] == 200
         traced = (await f.call("POST", "/traces", {"last": 12}))[1]["records"]  # whichever process served them
         assert len({record["request_id"] for record in traced}) == 12 == len(traced)
+        shown = (await f.call("GET", "/dashboard/state"))[1]
+        assert shown["router"]["processes"] == 3 and len({record["key"] for record in shown["requests"]}) == 12
+        one = (await f.call("GET", f"/dashboard/requests/{shown['requests'][0]['key']}"))[1]
+        assert one["record"]["status"] == 200
         for worker in (*f.prefills, *f.decodes):
             worker.behave, worker.seen = hang, []
         asks = []

@@ -16,7 +16,7 @@ from engine.core.cache_events import CacheEvents
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import RadixCache
 from engine.kv_events_config import KVEventsConfig, parse_kv_events_config
-from engine.loop.kv_events import EventPump, ZmqPublisher, to_wire
+from engine.loop.kv_events import ZmqPublisher, to_wire
 from router.choice.chooser import make_chooser
 from router.choice.kv_feed import KVEventFeed
 from router.choice.kv_view import WorkerCacheView
@@ -32,7 +32,6 @@ from service.kv_events import (
     BadEvent,
     BlockRemoved,
     BlockStored,
-    KVEvent,
     KVEventBatch,
     decode_events,
     encode_batch,
@@ -383,30 +382,6 @@ def test_a_port_that_is_taken_is_named() -> None:
         source.close()
 
 
-def test_a_pump_without_a_publisher_is_nothing_and_one_with_it_empties_the_cache_events() -> None:
-    EventPump().turn()
-
-    class Heard:
-        def __init__(self) -> None:
-            self.batches: list[list[KVEvent]] = []
-
-        def publish(self, events: list[KVEvent]) -> None:
-            self.batches.append(events)
-
-        def close(self) -> None: ...
-
-    events, heard = CacheEvents(page_size=4), Heard()
-    allocator = PageAllocator(num_pages=4, page_size=4)
-    cache = RadixCache(allocator, listener=events)
-    pump = EventPump(events, heard)
-    pump.turn()
-    cache.insert([1, 2, 3, 4], allocator.allocate(1))
-    cache.flush()
-    pump.turn()
-    pump.turn()
-    assert [[type(event) for event in batch] for batch in heard.batches] == [[BlockStored, AllBlocksCleared]]
-
-
 async def test_the_router_follows_what_a_worker_advertises_and_routes_by_it() -> None:
     source = publisher()
     try:
@@ -416,14 +391,9 @@ async def test_the_router_follows_what_a_worker_advertises_and_routes_by_it() ->
             await c.prefills[2].stop()
             await until(lambda: len(c.router.table.alive(Role.PREFILL)) == 2)
             await c.prefills[2].start()  # comes up anew, and its info is read
-
-            async def metrics() -> str:
-                async with c.client.get(c.url + "/metrics") as response:
-                    return await response.text()
-
             line = f'tandem_router_worker_kv_event_tokens{{role="prefill",url="{c.prefills[2].url}"}} 512.0'
             async with asyncio.timeout(10):
-                while line not in await metrics():
+                while line not in await c.metrics():
                     await asyncio.sleep(0.01)
             for _ in range(3):
                 assert (await c.post("/generate", {"input_ids": [*PROMPT, 1]}))[0] == 200

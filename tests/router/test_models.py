@@ -97,12 +97,10 @@ async def test_all_models_are_listed_and_each_is_described_by_one_that_serves_it
             worker.info["served_model_name"] = worker.name = name
         c.router.monitor.refresh()
         await known(c, "a", "b")
-        async with c.client.get(c.url + "/v1/models") as response:
-            assert [row["id"] for row in (await response.json())["data"]] == ["a", "b"]
-        async with c.client.get(c.url + "/v1/models/b") as response:
-            assert await response.json() == {"id": "b", "from": "b"}
-        async with c.client.get(c.url + "/v1/models/c") as response:
-            assert response.status == 404 and "there are: a, b" in (await response.json())["error"]["message"]
+        assert [row["id"] for row in (await c.get("/v1/models"))[1]["data"]] == ["a", "b"]
+        assert (await c.get("/v1/models/b"))[1] == {"id": "b", "from": "b"}
+        status, answer = await c.get("/v1/models/c")
+        assert status == 404 and "there are: a, b" in answer["error"]["message"]
 
 
 async def test_an_adapter_leads_to_the_workers_that_have_it() -> None:

@@ -28,7 +28,6 @@ from tests.router.dummies import (
     begin_stream,
     cluster,
     events_of,
-    hang,
     later,
     stream,
     until,
@@ -109,21 +108,6 @@ async def test_plain_mode_passes_bodies_unread() -> None:
         assert c.decodes[0].seen[0].body == {"prompt": "a", "bootstrap_room": 1}
         async with c.client.put(c.url + "/generate", json={"text": "a", "stream": True}) as response:
             assert len(events_of(await response.read())) == 4
-        await c.settled()
-
-
-async def test_least_load_spreads_requests_that_run_together() -> None:
-    async with cluster(prefill=2, decode=4) as c:
-        for worker in (*c.prefills, *c.decodes):
-            worker.behave = hang
-        body = {"text": "a" * 398, "sampling_params": {"max_new_tokens": 10}}
-        asks = [asyncio.create_task(c.post("/generate", body)) for _ in range(16)]
-        await until(lambda: sum(len(w.seen) for w in (*c.prefills, *c.decodes)) == 32)
-        assert [len(w.seen) for w in c.prefills] == [8, 8] and [len(w.seen) for w in c.decodes] == [4] * 4
-        assert [w.load_tokens for w in c.router.table.workers()] == [8 * 101] * 2 + [4 * 111] * 4
-        for ask in asks:
-            ask.cancel()
-        await asyncio.gather(*asks, return_exceptions=True)
         await c.settled()
 
 

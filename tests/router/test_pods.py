@@ -29,21 +29,6 @@ def told(changes: Sequence[Change]) -> list[tuple[str, str]]:
 URL = "http://10.0.0.1:80"
 
 
-def test_a_pod_joins_when_ready_and_leaves_when_it_is_deleted() -> None:
-    core = Reconciler(80)
-    assert core.changes({Role.DECODE: [a_pod(ready=False)]}) == []
-    assert told(core.changes({Role.DECODE: [a_pod()]})) == [("join", URL)]
-    assert core.changes({Role.DECODE: [a_pod()]}) == []
-    assert told(core.changes({Role.DECODE: [a_pod(ending=True)]})) == [("leave", URL)]
-    assert core.changes({Role.DECODE: [a_pod(ending=True)]}) == []  # it is leaving already
-    assert core.changes({Role.DECODE: []}) == [Leave(URL, last_resort=False)]  # now it is nobody's last resort
-    assert core.changes({Role.DECODE: []}) == []
-    core.left(URL)
-    assert told(core.changes({Role.DECODE: [a_pod()]})) == [("join", URL)]
-    assert core.changes({Role.DECODE: []}) == [Leave(URL, last_resort=False)]
-    core.check()
-
-
 def test_only_a_pod_that_is_being_deleted_is_a_last_resort() -> None:
     for pods, last_resort in (([a_pod(ending=True)], True), ([a_pod(ending=True, uid="older")], False), ([], False)):
         core = Reconciler(80)

@@ -176,39 +176,6 @@ def test_a_prompt_goes_where_its_prefix_is_and_costs_only_the_rest() -> None:
     assert policy.choose(table.workers(), ask_of(keys_of("b", 4))).worker is not first.worker
 
 
-def test_a_queue_longer_than_the_match_is_worth_is_left_alone() -> None:
-    table, policy = table_of(2, role=Role.PREFILL), cache_aware()
-    ask = ask_of(keys_of("a", 4))
-    there = policy.choose(table.workers(), ask).worker
-    table.loads.charge(there, 4 * BLOCK_TOKENS - 1)
-    assert policy.choose(table.workers(), ask).worker is there
-    table.loads.charge(there, 2)
-    assert policy.choose(table.workers(), ask).worker is not there
-
-
-def test_where_all_wait_a_cached_prefix_is_worth_more() -> None:
-    """Computing it again would delay everybody behind it: one request in each queue makes it worth five times as much."""
-    for queued, stays in ((0, False), (1, True)):
-        table, policy = table_of(2, role=Role.PREFILL), cache_aware()
-        ask = ask_of(keys_of("a", 4))
-        there = policy.choose(table.workers(), ask).worker
-        for worker in table.workers():
-            for _ in range(queued):
-                table.loads.charge(worker, 0)
-        table.loads.charge(there, 5 * 4 * BLOCK_TOKENS - 1)
-        assert (policy.choose(table.workers(), ask).worker is there) == stays
-        table.loads.charge(there, 2)
-        assert policy.choose(table.workers(), ask).worker is not there
-
-
-def test_a_match_below_the_threshold_counts_as_none() -> None:
-    for tokens, stays in ((3 * BLOCK_TOKENS, True), (4 * BLOCK_TOKENS, False)):
-        table, policy = table_of(2, role=Role.PREFILL), cache_aware(cache_threshold=0.3)
-        there = policy.choose(table.workers(), ask_of(keys_of("a", 1))).worker
-        table.loads.charge(there, 1)
-        assert (policy.choose(table.workers(), ask_of(keys_of("a", 1), tokens=tokens)).worker is there) == stays
-
-
 @pytest.mark.parametrize(
     ("short", "long", "ignored"), [(0, 4, False), (0, 5, True), (10, 15, False), (10, 16, True), (9, 14, True)]
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import router_policies
-from benchmarks.trace_workers import TRACE_BLOCK_TOKENS, BlockCache, PrefillModel, TraceRequest, read_trace
+from benchmarks.trace_workers import TRACE_BLOCK_TOKENS, PrefillModel, TraceRequest, read_trace
 
 MODEL = PrefillModel(num_workers=4, cache_tokens=200_000)
 
@@ -51,13 +51,6 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "t.jsonl").write_text(f"{good}\n{line}\n")
     with pytest.raises(ValueError, match=r"t\.jsonl, line 2: no request of a trace"):
         read_trace(tmp_path / "t.jsonl")
-
-
-def test_a_workers_cache_forgets_ends_of_prompts_first() -> None:
-    cache = BlockCache(3)
-    assert cache.use((1, 2, 3)) == (0, [1, 2, 3], [])
-    assert cache.use((1, 4)) == (1, [4], [3])
-    assert cache.use((1, 2, 5)) == (2, [5], [4])
 
 
 def test_the_policies_differ_as_they_should(trace: list[TraceRequest]) -> None:

@@ -119,8 +119,7 @@ def test_the_router_s_keys_and_what_it_shows_to_workers(tmp_path: Path) -> None:
             async with c.client.delete(c.url + "/workers?url=http://x", headers=bearer("one")) as response:
                 assert response.status == 403
             for path in ("/health", "/metrics", "/liveness", "/openapi.json"):
-                async with c.client.get(c.url + path) as response:
-                    assert response.status == 200
+                assert (await c.get(path))[0] == 200
 
     uvloop.run(scenario())
 
@@ -176,10 +175,8 @@ def test_rate_limits_are_a_key_s_own(tmp_path: Path) -> None:
             assert 1 <= int(got[-1][1]["Retry-After"]) <= 100
             assert json.loads(got[-1][2])["error"]["code"] == "rate_limit_exceeded"
             assert (await c.post("/generate", {"text": "a"}, headers=bearer("two")))[0] == 200
-            async with c.client.get(c.url + "/health") as response:
-                assert response.status == 200
-            async with c.client.get(c.url + "/metrics") as response:
-                assert 'tandem_router_refused_total{why="rate"} 1.0' in await response.text()
+            assert (await c.get("/health"))[0] == 200
+            assert 'tandem_router_refused_total{why="rate"} 1.0' in await c.metrics()
         async with cluster(**flags) as c:  # without keys: by address
             assert [(await c.post("/generate", {"text": "a"}))[0] for _ in range(4)] == [200, 200, 200, 429]
 

@@ -74,13 +74,6 @@ def test_a_timeout_of_prefill(opened: Any) -> None:
     assert_both_end(pair)
 
 
-def test_prefill_waited_too_long_for_the_pages(opened: Any) -> None:
-    pair = opened(prefill={"bootstrap_timeout_s": 0.1})
-    until(lambda: pair.sender.poll() is KVPoll.Failed)
-    give_pages(pair)
-    assert_both_end(pair)
-
-
 @pytest.mark.parametrize("timeout", ["waiting_timeout_s", "transfer_timeout_s"])
 def test_a_timeout_of_decode(opened: Any, timeout: str) -> None:
     pair = opened(decode={timeout: 0.1})

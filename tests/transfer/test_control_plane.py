@@ -166,20 +166,6 @@ def test_slow_engine_times_out_but_holds_its_pages(short_pairs: Any) -> None:
     receiver.close()
 
 
-def test_failed_operation_does_not_blacklist(short_pairs: Any) -> None:
-    pair = short_pairs(engine=FakeEngine(failure_rate=0.5, seed=1))
-    ended = {KVPoll.Success: 0, KVPoll.Failed: 0}
-    for room in range(1, 31):
-        sender, receiver = pair.meet(room)
-        sender.send([1, 2, 3], start=0, last=True, metadata_row=0)
-        until(lambda s=sender, r=receiver: s.released() and r.drained() and s.poll() is r.poll())
-        ended[sender.poll()] += 1
-        sender.close()
-        receiver.close()
-    assert min(ended.values()) >= 3
-    assert pair.prefill.counters["peers"] == 1
-
-
 def test_handshake_timeout_names_the_reason(short_pairs: Any) -> None:
     pair = short_pairs()
     pair.route = None
@@ -206,19 +192,6 @@ def test_stale_route_is_looked_up_again(short_pairs: Any) -> None:
     until(lambda: receiver.poll() is KVPoll.WaitingForInput)
     receiver.abort("enough")
     receiver.close()
-
-
-def test_abort_before_the_handshake_reaches_prefill(short_pairs: Any) -> None:
-    pair = short_pairs()
-    good, pair.route = pair.route, None
-    sender, receiver = pair.prefill.sender(1), pair.decode.receiver(1, bootstrap="b")
-    receiver.abort("user left")
-    assert receiver.poll() is KVPoll.Failed and receiver.drained()
-    receiver.close()
-    pair.route = good
-    until(lambda: sender.poll() is KVPoll.Failed)
-    until(lambda: pair.decode.counters["rooms"] == 0)
-    sender.close()
 
 
 @pytest.mark.parametrize("secrets", [(b"s", b"t"), (b"s", None), (None, b"s")])

@@ -1,10 +1,13 @@
 """A dead worker is not waited for: no connection, no message, and no other room waits behind it. Real sockets and pure cores."""
 
+import contextlib
 import socket
 import threading
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
+
+import pytest
 
 from tests.transfer.cores import CONFIG, decode_core
 from tests.transfer.pool import Pool
@@ -24,16 +27,30 @@ from transfer_backends.wire import Abort, Registered, TransferInfo
 PATIENT = TransferConfig(handshake_timeout_s=60.0, heartbeat_interval_s=0.1)  # a wait for it fails the test
 
 
-def a_decode(look_up: Callable[[str, int], Route]) -> DecodeManager:
-    manager = DecodeManager(Pool(num_pages=16, page_bytes=64, seed=0).args, FakeEngine(), PATIENT, lookup=look_up)
-    manager.start()
-    return manager
+@pytest.fixture
+def workers() -> Iterator["Workers"]:
+    with contextlib.ExitStack() as ends:
+        yield Workers(ends)
 
 
-def a_prefill() -> PrefillManager:
-    manager = PrefillManager(Pool(num_pages=16, page_bytes=64, seed=1).args, FakeEngine(), PATIENT)
-    manager.start()
-    return manager
+@dataclass
+class Workers:
+    """Starts managers; they are checked, and end with the test."""
+
+    ends: contextlib.ExitStack
+
+    def decode(self, look_up: Callable[[str, int], Route]) -> DecodeManager:
+        pool = Pool(num_pages=16, page_bytes=64, seed=0)
+        return self._started(DecodeManager(pool.args, FakeEngine(), PATIENT, lookup=look_up))
+
+    def prefill(self) -> PrefillManager:
+        return self._started(PrefillManager(Pool(num_pages=16, page_bytes=64, seed=1).args, FakeEngine(), PATIENT))
+
+    def _started(self, manager: Any) -> Any:
+        manager.start()
+        self.ends.callback(manager.close)
+        self.ends.callback(manager.check)
+        return manager
 
 
 def closed_port() -> int:
@@ -41,28 +58,24 @@ def closed_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def test_a_room_whose_owner_is_gone_fails_long_before_the_handshake_times_out() -> None:
+def test_a_room_whose_owner_is_gone_fails_long_before_the_handshake_times_out(workers: Workers) -> None:
     """The bootstrap server still lists a worker that was killed: its control port refuses, and that is proof."""
     route = Route(f"127.0.0.1:{closed_port()}", "dead", shared=True)
-    decode = a_decode(lambda server, room: route)
-    try:
-        first, second = (decode.receiver(room, bootstrap="b") for room in (1, 2))
-        second.abort("user")
-        second.close()
-        assert decode.counters["rooms"] == 1
-        until(lambda: first.poll() is KVPoll.Failed)
-        assert "has ended" in first.failure()
-        first.close()
-        until(lambda: decode.counters["farewells"] == 0)
-        assert decode.counters["rooms"] == decode.counters["peers"] == 0
-        decode.check()
-    finally:
-        decode.close()
+    decode = workers.decode(lambda server, room: route)
+    first, second = (decode.receiver(room, bootstrap="b") for room in (1, 2))
+    second.abort("user")
+    second.close()
+    assert decode.counters["rooms"] == 1
+    until(lambda: first.poll() is KVPoll.Failed)
+    assert "has ended" in first.failure()
+    first.close()
+    until(lambda: decode.counters["farewells"] == 0)
+    assert decode.counters["rooms"] == decode.counters["peers"] == 0
 
 
-def test_dead_and_mute_peers_slow_nobody_else() -> None:
+def test_dead_and_mute_peers_slow_nobody_else(workers: Workers) -> None:
     """Look-ups that hang, a peer that accepts and never speaks, one that is gone: a good one is served meanwhile."""
-    hang, prefill = threading.Event(), a_prefill()
+    hang, prefill = threading.Event(), workers.prefill()
     with socket.create_server(("127.0.0.1", 0)) as mute:
         routes = {
             "mute": Route(f"127.0.0.1:{mute.getsockname()[1]}", "mute"),
@@ -75,34 +88,29 @@ def test_dead_and_mute_peers_slow_nobody_else() -> None:
                 hang.wait(30.0)
             return routes.get(server, routes["gone"])
 
-        decode = a_decode(look_up)
-        try:
-            waiting = [decode.receiver(room, bootstrap=("mute", "gone", "hangs")[room % 3]) for room in range(1, 31)]
-            for room in range(100, 110):
-                sender: Any = prefill.sender(room)
-                receiver = decode.receiver(room, bootstrap="good")
-                until(lambda r=receiver: r.poll() is KVPoll.WaitingForInput)
-                receiver.provide([1], 0)
-                until(lambda s=sender: s.poll() is KVPoll.WaitingForInput)
-                sender.send([1], start=0, last=True, metadata_row=0)
-                until(lambda r=receiver: r.poll() is KVPoll.Success)
-                receiver.close()
-                sender.close()
-            assert {receiver.poll() for receiver in waiting} == {KVPoll.Bootstrapping}
-            for receiver in waiting:
-                receiver.abort("enough")
-                receiver.close()
-            assert decode.counters["rooms"] == 0
-            decode.check()
-        finally:
-            hang.set()
-            decode.close()
-            prefill.close()
+        decode = workers.decode(look_up)
+        workers.ends.callback(hang.set)
+        waiting = [decode.receiver(room, bootstrap=("mute", "gone", "hangs")[room % 3]) for room in range(1, 31)]
+        for room in range(100, 110):
+            sender: Any = prefill.sender(room)
+            receiver = decode.receiver(room, bootstrap="good")
+            until(lambda r=receiver: r.poll() is KVPoll.WaitingForInput)
+            receiver.provide([1], 0)
+            until(lambda s=sender: s.poll() is KVPoll.WaitingForInput)
+            sender.send([1], start=0, last=True, metadata_row=0)
+            until(lambda r=receiver: r.poll() is KVPoll.Success)
+            receiver.close()
+            sender.close()
+        assert {receiver.poll() for receiver in waiting} == {KVPoll.Bootstrapping}
+        for receiver in waiting:
+            receiver.abort("enough")
+            receiver.close()
+        assert decode.counters["rooms"] == 0
 
 
-def test_a_bootstrap_server_that_hangs_slows_nobody_else() -> None:
+def test_a_bootstrap_server_that_hangs_slows_nobody_else(workers: Workers) -> None:
     """It is known to serve several prefill workers, so each room looks it up; all threads would hang there."""
-    hang, asked, prefill = threading.Event(), list[int](), a_prefill()
+    hang, asked, prefill = threading.Event(), list[int](), workers.prefill()
     good = Route(prefill.control_address, prefill.incarnation)
 
     def look_up(server: str, room: int) -> Route:
@@ -113,43 +121,34 @@ def test_a_bootstrap_server_that_hangs_slows_nobody_else() -> None:
             hang.wait(30.0)
         return replace(good, shared=True)
 
-    decode = a_decode(look_up)
-    try:
-        first = decode.receiver(1, bootstrap="hangs")
-        until(lambda: first.poll() is KVPoll.WaitingForInput)
-        waiting = [decode.receiver(room, bootstrap="hangs") for room in range(2, 102)]
-        until(lambda: len(asked) == 1 + MAX_LOOKUPS_A_SERVER)
-        other = decode.receiver(200, bootstrap="good")
-        until(lambda: other.poll() is KVPoll.WaitingForInput)
-        assert len(asked) == 1 + MAX_LOOKUPS_A_SERVER
-        waiting.pop().abort("user")
-        hang.set()
-        until(lambda: all(receiver.poll() is KVPoll.WaitingForInput for receiver in waiting))
-        for receiver in (first, other, *waiting):
-            receiver.abort("enough")
-            receiver.close()
-        decode.check()
-    finally:
-        hang.set()
-        decode.close()
-        prefill.close()
+    decode = workers.decode(look_up)
+    workers.ends.callback(hang.set)
+    first = decode.receiver(1, bootstrap="hangs")
+    until(lambda: first.poll() is KVPoll.WaitingForInput)
+    waiting = [decode.receiver(room, bootstrap="hangs") for room in range(2, 102)]
+    until(lambda: len(asked) == 1 + MAX_LOOKUPS_A_SERVER)
+    other = decode.receiver(200, bootstrap="good")
+    until(lambda: other.poll() is KVPoll.WaitingForInput)
+    assert len(asked) == 1 + MAX_LOOKUPS_A_SERVER
+    waiting.pop().abort("user")
+    hang.set()
+    until(lambda: all(receiver.poll() is KVPoll.WaitingForInput for receiver in waiting))
+    for receiver in (first, other, *waiting):
+        receiver.abort("enough")
+        receiver.close()
 
 
-def test_a_restart_is_noticed_on_the_first_message() -> None:
+def test_a_restart_is_noticed_on_the_first_message(workers: Workers) -> None:
     """A worker at the address of an earlier one names itself in its answer to the registration."""
-    prefill, fresh = a_prefill(), a_prefill()
+    prefill, fresh = workers.prefill(), workers.prefill()
     route = Route(fresh.control_address, prefill.incarnation, shared=True)  # another incarnation has the address by now
     prefill.close()
-    decode = a_decode(lambda server, room: route)
-    try:
-        receiver = decode.receiver(1, bootstrap="b")
-        until(lambda: receiver.poll() is KVPoll.Failed)
-        assert "has ended" in receiver.failure()
-        assert fresh.counters["refused"] == 1 and fresh.counters["peers"] == 0
-        receiver.close()
-    finally:
-        decode.close()
-        fresh.close()
+    decode = workers.decode(lambda server, room: route)
+    receiver = decode.receiver(1, bootstrap="b")
+    until(lambda: receiver.poll() is KVPoll.Failed)
+    assert "has ended" in receiver.failure()
+    assert fresh.counters["refused"] == 1 and fresh.counters["peers"] == 0
+    receiver.close()
 
 
 def test_the_dead_are_not_connected_to_again() -> None:
