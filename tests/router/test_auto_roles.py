@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-import uvloop
 from aiohttp import web
 
 from router.config import RouterConfig, check_config
@@ -105,40 +104,32 @@ async def test_a_short_pool_gets_a_worker_and_everybody_can_see_why() -> None:
     assert 'tandem_router_role_pressure{model="m",role="decode"} 0.99' in text
 
 
-def test_moves_that_do_not_come_about_are_counted_and_tried_again_later(caplog: pytest.LogCaptureFixture) -> None:
-    async def story() -> None:
-        process = Process(SwitchRefused("no bootstrap port"), SwitchFailed("it is gone"), RuntimeError("a bug"))
-        await process.run(moves=4)
-        assert [done["result"] for done in process.moves()] == ["moved", "failed", "failed", "refused"]
-        begins = [done["began_s"] for done in reversed(process.moves())]
-        assert all(
-            round(b - a, 6) >= CONFIG.auto_roles_cooldown_s for a, b in pairwise(begins)
-        )  # times are sums of floats
-
-    uvloop.run(story())
+async def test_moves_that_do_not_come_about_are_counted_and_tried_again_later(caplog: pytest.LogCaptureFixture) -> None:
+    process = Process(SwitchRefused("no bootstrap port"), SwitchFailed("it is gone"), RuntimeError("a bug"))
+    await process.run(moves=4)
+    assert [done["result"] for done in process.moves()] == ["moved", "failed", "failed", "refused"]
+    begins = [done["began_s"] for done in reversed(process.moves())]
+    assert all(round(b - a, 6) >= CONFIG.auto_roles_cooldown_s for a, b in pairwise(begins))  # times are sums of floats
     assert "the move of http://p0:1 to decode was refused: no bootstrap port" in caplog.text
     assert "the move of http://p0:1 to decode failed: it is gone" in caplog.text
 
 
-def test_a_look_that_breaks_does_not_end_the_loop(caplog: pytest.LogCaptureFixture) -> None:
-    async def story() -> None:
-        process = Process()
-        read, broken = process.table.workers, [ZeroDivisionError()]
+async def test_a_look_that_breaks_does_not_end_the_loop(caplog: pytest.LogCaptureFixture) -> None:
+    process = Process()
+    read, broken = process.table.workers, [ZeroDivisionError()]
 
-        def workers(role: Role | None = None) -> list[Worker]:
-            if broken:
-                raise broken.pop()
-            return read(role)
+    def workers(role: Role | None = None) -> list[Worker]:
+        if broken:
+            raise broken.pop()
+        return read(role)
 
-        process.auto._table = cast(WorkerTable, type("Table", (), {"workers": staticmethod(workers)}))
-        await process.run(moves=1)
-        assert not broken
-
-    uvloop.run(story())
+    process.auto._table = cast(WorkerTable, type("Table", (), {"workers": staticmethod(workers)}))
+    await process.run(moves=1)
+    assert not broken
     assert "a look at the pools failed" in caplog.text
 
 
-def test_one_process_of_a_fleet_moves_workers_and_the_others_ask_it() -> None:
+async def test_one_process_of_a_fleet_moves_workers_and_the_others_ask_it() -> None:
     class Others(PeerProcesses):
         def __init__(self, leader: AutoRoles) -> None:
             super().__init__(None)
@@ -148,22 +139,19 @@ def test_one_process_of_a_fleet_moves_workers_and_the_others_ask_it() -> None:
             assert (method, path) == ("GET", PATH)
             return [encoded({"runs": False}), encoded(self.leader.status())]
 
-    async def story() -> None:
-        leader = Process()
-        other = Process(leads=False, peers=Others(leader.auto))
-        other.auto.start()
-        await leader.run(moves=1)
-        for _ in range(20):  # as many looks as its leader took, and more
-            other.report()
-            await asyncio.sleep(2 * CONFIG.auto_roles_interval_s)
-        await other.auto.close()
-        assert other.switch.asked == []
-        answer = await other.auto.handle(cast(web.BaseRequest, type("Request", (), {"headers": {}})()))
-        told = json.loads(cast(bytes, answer.body))
-        assert told["runs"] and told["moves"][0]["result"] == "moved"
-        assert not other.auto.status()["runs"]
-
-    uvloop.run(story())
+    leader = Process()
+    other = Process(leads=False, peers=Others(leader.auto))
+    other.auto.start()
+    await leader.run(moves=1)
+    for _ in range(20):  # as many looks as its leader took, and more
+        other.report()
+        await asyncio.sleep(2 * CONFIG.auto_roles_interval_s)
+    await other.auto.close()
+    assert other.switch.asked == []
+    answer = await other.auto.handle(cast(web.BaseRequest, type("Request", (), {"headers": {}})()))
+    told = json.loads(cast(bytes, answer.body))
+    assert told["runs"] and told["moves"][0]["result"] == "moved"
+    assert not other.auto.status()["runs"]
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -146,13 +146,6 @@ def test_native_single() -> None:
     )
 
 
-def test_native_batch_is_merged_item_by_item() -> None:
-    prefill = [native("x", input_token_logprobs=IN), native("y", input_token_logprobs=IN[:1])]
-    merged = merge(Api.GENERATE, prefill, [native("xx"), native("yy")])
-    assert [m["meta_info"]["input_token_logprobs"] for m in merged] == [IN, IN[:1]]
-    assert [m["text"] for m in merged] == ["xx", "yy"]
-
-
 def completion(tokens: list[str], logprobs: list[float | None], offsets: list[int], index: int = 0) -> dict[str, Any]:
     columns = {
         "tokens": tokens,

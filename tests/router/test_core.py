@@ -95,6 +95,19 @@ def test_rooms_are_never_zero_and_never_live_twice() -> None:
     assert minter.num_live == 2
 
 
+OF_ONE = {
+    "num_running_reqs": 1,
+    "disaggregation": {"prefill_inflight_queue_reqs": 2, "kv_transfer_speed_gb_s": 1.5},
+    "totals": {"prompt_tokens": 7, "generation_tokens": 8, "kv_transfer_bytes": 9},
+}
+OF_ANOTHER = {
+    "num_running_reqs": 3,
+    "disaggregation": {"prefill_inflight_queue_reqs": 4, "kv_transfer_latency_ms": "soon"},
+    "totals": "many",
+}
+PENDING = {"disaggregation": {"pending_prealloc_token_usage": 0.25}, "totals": {"busy_ms": 700}}
+
+
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
@@ -109,44 +122,17 @@ def test_rooms_are_never_zero_and_never_live_twice() -> None:
         ),
         ({"num_used_tokens": -4, "num_waiting_reqs": "x"}, LoadReport(stages={"waiting": 0})),
         (
-            {
-                "loads": [
-                    {
-                        "num_running_reqs": 1,
-                        "disaggregation": {"prefill_inflight_queue_reqs": 2, "kv_transfer_speed_gb_s": 1.5},
-                        "totals": {"prompt_tokens": 7, "generation_tokens": 8, "kv_transfer_bytes": 9},
-                    },
-                    {
-                        "num_running_reqs": 3,
-                        "disaggregation": {"prefill_inflight_queue_reqs": 4, "kv_transfer_latency_ms": "soon"},
-                        "totals": "many",
-                    },
-                ]
-            },
+            {"loads": [OF_ONE, OF_ANOTHER]},
             LoadReport(
-                running_reqs=4,
-                stages={"inflight": 6, "running": 4},
-                prompt_tokens_total=7,
-                output_tokens_total=8,
-                kv_bytes_total=9,
-                transfer_gb_s=1.5,
+                **{"running_reqs": 4, "stages": {"inflight": 6, "running": 4}, "transfer_gb_s": 1.5},
+                **{"prompt_tokens_total": 7, "output_tokens_total": 8, "kv_bytes_total": 9},
             ),
         ),
         (
-            {
-                "num_running_reqs": 1,
-                "max_running_requests": 32,
-                "max_total_num_tokens": 1000,
-                "disaggregation": {"pending_prealloc_token_usage": 0.25},
-                "totals": {"busy_ms": 700},
-            },
+            {"num_running_reqs": 1, "max_running_requests": 32, "max_total_num_tokens": 1000, **PENDING},
             LoadReport(
-                running_reqs=1,
-                capacity_tokens=1000,
-                max_running_reqs=32,
-                pending_tokens=250,
-                busy_ms_total=700,
-                stages={"running": 1},
+                **{"running_reqs": 1, "max_running_reqs": 32, "capacity_tokens": 1000, "stages": {"running": 1}},
+                **{"pending_tokens": 250, "busy_ms_total": 700},
             ),
         ),
         ({"hello": 1}, None),

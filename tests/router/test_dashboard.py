@@ -71,16 +71,8 @@ async def test_a_request_is_shown_with_its_workers_and_times() -> None:
         assert failed["answering"] == bad.url and "500" in failed["failure"] and failed["failed_s"]
         assert served["answering"] == good.url and served["prefill"] == c.prefills[0].url
         assert record["request_id"] == "mine" and record["status"] == 200 and record["num_events"] >= 1
-        marks = [
-            record["started_s"],
-            failed["started_s"],
-            failed["failed_s"],
-            served["started_s"],
-            record["first_byte_s"],
-            record["last_byte_s"],
-            record["ended_s"],
-            state["now_s"],
-        ]
+        marks = [record["started_s"], failed["started_s"], failed["failed_s"], served["started_s"]]
+        marks += [record["first_byte_s"], record["last_byte_s"], record["ended_s"], state["now_s"]]
         assert marks == sorted(marks)
         prefill, *_ = state["workers"]
         assert prefill["report"]["stages"] == {"inflight": 2, "running": 1} and prefill["health"] == "up"

@@ -11,16 +11,10 @@ import pytest
 from aiohttp import web
 
 from router.attempts.request import less_time, time_given
-from router.attempts.upstream_call import CallFailed, UnreachableReporter
-from router.client.credentials import Credentials
-from router.config import RouterConfig
-from router.pool.health import HealthMonitor
 from router.pool.reports import says_draining
 from router.pool.states import Check, Health
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
-from router.requests.replies import no_worker_message
-from service.security.keys import KeyRing
 from tests.e2e.cluster import tandem
 from tests.router.dummies import Cluster, DummyWorker, always, cluster, events_of, hang, later, streams_on, until
 
@@ -82,23 +76,6 @@ async def test_a_request_that_a_draining_worker_hands_back_goes_elsewhere_and_no
         assert [(await c.post("/generate", BODY))[0] for _ in range(4)] == [200] * 4
         assert len(bad.seen) == 1 and len(good.seen) == 4
         await c.settled()
-
-
-async def test_its_word_takes_it_out_of_the_pool_before_the_next_check() -> None:
-    table = WorkerTable()
-    worker = table.add("http://h:1", role=Role.DECODE)
-    table.on_check(worker, Check.OK, now_s=0.0)
-    config = RouterConfig()
-    credentials = Credentials(api=KeyRing())
-    session: Any = None  # nothing is asked
-    monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
-    reporter = UnreachableReporter(monitor)
-    reporter.on_call_failed(
-        CallFailed(worker, reason="status", status=503, body=b'{"error":{"code":"queue_full"}}'), 0.0
-    )
-    assert table.alive(Role.DECODE) == [worker]
-    reporter.on_call_failed(CallFailed(worker, reason="status", status=503, body=json.dumps(DRAINING).encode()), 0.0)
-    assert worker.health is Health.DRAINING and "draining" in no_worker_message(table, [Role.DECODE])
 
 
 async def until_draining(c: Cluster, *, timeout_s: float = 60.0) -> "tuple[asyncio.Task[None], asyncio.Event]":

@@ -16,7 +16,6 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
-import uvloop
 
 from router.fleet.processes import DRAIN, END, signal_for
 from tests.router.dummies import DummyWorker, always, answer_ok, hang, obey, until
@@ -181,41 +180,37 @@ async def told(f: Fleet, holds: Callable[[dict[str, str]], bool]) -> None:
     await until(all_say_so)
 
 
-def test_every_process_finds_the_pods_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_process_finds_the_pods_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "kubeconfig"
     monkeypatch.setenv("KUBECONFIG", str(config))
     prefill = DummyWorker("p0", "prefill", host="127.0.0.31")
     decodes = [DummyWorker(f"d{i}", "decode", host=f"127.0.0.{32 + i}") for i in range(2)]
     roles = {worker.name: worker.mode for worker in (prefill, *decodes)}
-
-    async def scenario() -> None:
-        async with AsyncExitStack() as stack:
-            kube = await stack.enter_async_context(kube_server(config))
-            for worker in (prefill, *decodes):
-                worker.port = prefill.port  # pods listen on one port, each at its own address
-                await worker.start()
-                stack.push_async_callback(worker.stop)
-            discovery = ["--service-discovery", "--service-discovery-namespace", NAMESPACE]
-            discovery += ["--prefill-selector", "role=prefill", "--decode-selector", "role=decode"]
-            discovery += ["--service-discovery-port", str(prefill.port)]
-            discovery += ["--health-check-interval-secs", "0.05"]
-            process, url = await launch(stack, tmp_path, "--pd-disaggregation", *discovery, workers=2)
-            f = Fleet(url, process, decodes, [prefill])
-            await until(lambda: kube.num_watching == 4)  # a watch for each role and process
-            for worker in (prefill, decodes[0]):
-                await kube.put(pod(worker.name, worker.host, labels={"role": roles[worker.name]}))
-            await told(f, lambda urls: sorted(urls) == sorted((prefill.url, decodes[0].url)))
-            await told_ready(f)
-            await kube.put(pod(decodes[1].name, decodes[1].host, labels={"role": "decode"}))
-            await told(f, lambda urls: decodes[1].url in urls)
-            await kube.delete(decodes[0].name)
-            await told(f, lambda urls: decodes[0].url not in urls)
-            await told_ready(f)
-            for _ in range(10):
-                assert (await f.call("POST", "/v1/chat/completions", BODY))[0] == 200
-            assert len(decodes[1].seen) == 10 and not decodes[0].seen
-
-    uvloop.run(scenario())
+    async with AsyncExitStack() as stack:
+        kube = await stack.enter_async_context(kube_server(config))
+        for worker in (prefill, *decodes):
+            worker.port = prefill.port  # pods listen on one port, each at its own address
+            await worker.start()
+            stack.push_async_callback(worker.stop)
+        discovery = ["--service-discovery", "--service-discovery-namespace", NAMESPACE]
+        discovery += ["--prefill-selector", "role=prefill", "--decode-selector", "role=decode"]
+        discovery += ["--service-discovery-port", str(prefill.port)]
+        discovery += ["--health-check-interval-secs", "0.05"]
+        process, url = await launch(stack, tmp_path, "--pd-disaggregation", *discovery, workers=2)
+        f = Fleet(url, process, decodes, [prefill])
+        await until(lambda: kube.num_watching == 4)  # a watch for each role and process
+        for worker in (prefill, decodes[0]):
+            await kube.put(pod(worker.name, worker.host, labels={"role": roles[worker.name]}))
+        await told(f, lambda urls: sorted(urls) == sorted((prefill.url, decodes[0].url)))
+        await told_ready(f)
+        await kube.put(pod(decodes[1].name, decodes[1].host, labels={"role": "decode"}))
+        await told(f, lambda urls: decodes[1].url in urls)
+        await kube.delete(decodes[0].name)
+        await told(f, lambda urls: decodes[0].url not in urls)
+        await told_ready(f)
+        for _ in range(10):
+            assert (await f.call("POST", "/v1/chat/completions", BODY))[0] == 200
+        assert len(decodes[1].seen) == 10 and not decodes[0].seen
 
 
 async def told_ready(f: Fleet) -> None:

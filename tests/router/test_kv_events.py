@@ -287,18 +287,9 @@ def info_of(source: ZmqPublisher) -> dict[str, object]:
     return {"kv_events_config": source.describe()}
 
 
-async def publish_until(source: ZmqPublisher, reached: Callable[[], object]) -> int:
+async def publish_until(source: ZmqPublisher, reached: Callable[[], object]) -> None:
     """Subscribing takes a moment that nobody announces: publish empty batches until something arrives."""
-    count = 0
-
-    def tick() -> object:
-        nonlocal count
-        count += 1
-        source.publish([])
-        return reached()
-
-    await until(tick)
-    return count
+    await until(lambda: source.publish([]) or reached())
 
 
 @pytest.mark.parametrize("secret", [None, b"only this cluster knows it"])

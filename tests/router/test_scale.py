@@ -13,9 +13,8 @@ from benchmarks.scale_cluster import repeated
 from benchmarks.scale_idle import one_process_for_all, watch
 from benchmarks.trace_workers import TraceRequest, read_trace
 from router.pool.health import _Watch
-from router.pool.worker import Role
-from router.pool.workers import WorkerTable
 from service.process.start import allow_many_files
+from tests.router.dummies import table_of
 from tests.router.test_trace_replay import write_trace
 
 REQUESTS, WORKERS = 600, 64
@@ -54,13 +53,6 @@ def test_a_real_router_watches_addresses_of_one_process() -> None:
 
 
 # ---- checks
-
-
-def table_of(count: int) -> WorkerTable:
-    table = WorkerTable()
-    for i in range(count):
-        table.add(f"http://127.0.0.1:{i + 1}", role=Role.DECODE)
-    return table
 
 
 def test_workers_are_asked_at_their_own_moments_of_the_interval() -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.protocol import Registration
@@ -98,89 +97,73 @@ def test_a_decode_worker_dials_nobody_that_it_does_not_know(tmp_path: Path) -> N
 # ---- the router
 
 
-def test_the_router_s_keys_and_what_it_shows_to_workers(tmp_path: Path) -> None:
+async def test_the_router_s_keys_and_what_it_shows_to_workers(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\nshared\n")
-
-    async def scenario() -> None:
-        flags = {"api_key_file": str(keys), "admin_api_key": "r00t-key", "worker_admin_api_key": "wroot"}
-        async with cluster(**flags) as c:
-            assert (await c.post("/generate", {"text": "a"}))[0] == 401
-            assert (await c.post("/generate", {"text": "a"}, headers=bearer("one")))[0] == 200
-            assert c.decodes[0].seen[-1].headers["authorization"] == "Bearer one"
-            for path in OF_THE_ROUTER:
-                assert (await c.post(path, {}))[0] == 401
-                assert (await c.post(path, {}, headers=bearer("one")))[0] == 403
-            assert (await c.post("/workers", {"url": "http://10.0.0.1:1"}, headers=bearer("one")))[0] == 403
-            assert (await c.post("/abort_request", {"abort_all": True}, headers=bearer("one")))[0] == 403
-            assert (await c.post("/abort_request", {"rid": "x"}, headers=bearer("one")))[0] == 200
-            assert (await c.post("/pause_generation", {}, headers=bearer("r00t-key")))[0] == 200
-            assert c.decodes[0].seen[-1].headers["authorization"] == "Bearer wroot"
-            async with c.client.delete(c.url + "/workers?url=http://x", headers=bearer("one")) as response:
-                assert response.status == 403
-            for path in ("/health", "/metrics", "/liveness", "/openapi.json"):
-                assert (await c.get(path))[0] == 200
-
-    uvloop.run(scenario())
+    flags = {"api_key_file": str(keys), "admin_api_key": "r00t-key", "worker_admin_api_key": "wroot"}
+    async with cluster(**flags) as c:
+        assert (await c.post("/generate", {"text": "a"}))[0] == 401
+        assert (await c.post("/generate", {"text": "a"}, headers=bearer("one")))[0] == 200
+        assert c.decodes[0].seen[-1].headers["authorization"] == "Bearer one"
+        for path in OF_THE_ROUTER:
+            assert (await c.post(path, {}))[0] == 401
+            assert (await c.post(path, {}, headers=bearer("one")))[0] == 403
+        assert (await c.post("/workers", {"url": "http://10.0.0.1:1"}, headers=bearer("one")))[0] == 403
+        assert (await c.post("/abort_request", {"abort_all": True}, headers=bearer("one")))[0] == 403
+        assert (await c.post("/abort_request", {"rid": "x"}, headers=bearer("one")))[0] == 200
+        assert (await c.post("/pause_generation", {}, headers=bearer("r00t-key")))[0] == 200
+        assert c.decodes[0].seen[-1].headers["authorization"] == "Bearer wroot"
+        async with c.client.delete(c.url + "/workers?url=http://x", headers=bearer("one")) as response:
+            assert response.status == 403
+        for path in ("/health", "/metrics", "/liveness", "/openapi.json"):
+            assert (await c.get(path))[0] == 200
 
 
-def test_a_client_s_bootstrap_fields_never_reach_a_worker() -> None:
+async def test_a_client_s_bootstrap_fields_never_reach_a_worker() -> None:
     """However they are written: escaped, twice, as lists, in a batch."""
-
-    async def scenario() -> None:
-        async with cluster() as c:
-            for head in (
-                '"bootstrap_host": "evil", "bootstrap_port": 1, "bootstrap_room": 5',
-                '"bootstrap_host": ["evil", "evil"], "bootstrap_port": [1, 2], "bootstrap_room": [5, 6]',
-                '"bootstrap\\u005fhost": "evil", "bootstrap_\\u0072oom": 5, "bootstrap_pair_key": "x"',
-                '"bootstrap_room": 5, "bootstrap_host": "evil", "bootstrap_room": 6, "bootstrap_host": "evil"',
-            ):
-                for prompt in ('"text": "a"', '"text": ["a", "b"]'):
-                    body = f"{{{head}, {prompt}, {head}}}".encode()
-                    assert (await c.post("/generate", body, headers={VOUCHER_HEADER: "forged"}))[0] == 200
-            for leg in (*c.prefills[0].seen, *c.decodes[0].seen):
-                text = json.dumps(leg.body)
-                assert "evil" not in text and "pair_key" not in text and VOUCHER_HEADER.lower() not in leg.headers
-                rooms = leg.body["bootstrap_room"]
-                assert all(room > 6 for room in (rooms if isinstance(rooms, list) else [rooms]))
-
-    uvloop.run(scenario())
+    async with cluster() as c:
+        for head in (
+            '"bootstrap_host": "evil", "bootstrap_port": 1, "bootstrap_room": 5',
+            '"bootstrap_host": ["evil", "evil"], "bootstrap_port": [1, 2], "bootstrap_room": [5, 6]',
+            '"bootstrap\\u005fhost": "evil", "bootstrap_\\u0072oom": 5, "bootstrap_pair_key": "x"',
+            '"bootstrap_room": 5, "bootstrap_host": "evil", "bootstrap_room": 6, "bootstrap_host": "evil"',
+        ):
+            for prompt in ('"text": "a"', '"text": ["a", "b"]'):
+                body = f"{{{head}, {prompt}, {head}}}".encode()
+                assert (await c.post("/generate", body, headers={VOUCHER_HEADER: "forged"}))[0] == 200
+        for leg in (*c.prefills[0].seen, *c.decodes[0].seen):
+            text = json.dumps(leg.body)
+            assert "evil" not in text and "pair_key" not in text and VOUCHER_HEADER.lower() not in leg.headers
+            rooms = leg.body["bootstrap_room"]
+            assert all(room > 6 for room in (rooms if isinstance(rooms, list) else [rooms]))
 
 
-def test_the_router_vouches_for_the_meeting_place(tmp_path: Path) -> None:
+async def test_the_router_vouches_for_the_meeting_place(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text("sixteen bytes or more")
-
-    async def scenario() -> None:
-        async with cluster(info={"disaggregation_bootstrap_port": 8998}, cluster_secret_file=str(path)) as c:
-            await c.post("/generate", {"text": ["a", "b"]})
-            seen = c.decodes[0].seen[0]
-            host, port, rooms = (seen.body[f"bootstrap_{name}"] for name in ("host", "port", "room"))
-            voucher = seen.headers[VOUCHER_HEADER.lower()]
-            assert is_vouched(voucher, path.read_bytes(), host=host[0], port=port[0], rooms=rooms)
-            assert VOUCHER_HEADER.lower() not in c.prefills[0].seen[0].headers
-
-    uvloop.run(scenario())
+    async with cluster(info={"disaggregation_bootstrap_port": 8998}, cluster_secret_file=str(path)) as c:
+        await c.post("/generate", {"text": ["a", "b"]})
+        seen = c.decodes[0].seen[0]
+        host, port, rooms = (seen.body[f"bootstrap_{name}"] for name in ("host", "port", "room"))
+        voucher = seen.headers[VOUCHER_HEADER.lower()]
+        assert is_vouched(voucher, path.read_bytes(), host=host[0], port=port[0], rooms=rooms)
+        assert VOUCHER_HEADER.lower() not in c.prefills[0].seen[0].headers
 
 
-def test_rate_limits_are_a_key_s_own(tmp_path: Path) -> None:
+async def test_rate_limits_are_a_key_s_own(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\ntwo\n")
-
-    async def scenario() -> None:
-        flags: dict[str, Any] = {"rate_limit_requests_per_second": 0.01, "rate_limit_burst": 3}
-        async with cluster(api_key_file=str(keys), **flags) as c:
-            got = [await c.post("/generate", {"text": "a"}, headers=bearer("one")) for _ in range(4)]
-            assert [status for status, _, _ in got] == [200, 200, 200, 429]
-            assert 1 <= int(got[-1][1]["Retry-After"]) <= 100
-            assert json.loads(got[-1][2])["error"]["code"] == "rate_limit_exceeded"
-            assert (await c.post("/generate", {"text": "a"}, headers=bearer("two")))[0] == 200
-            assert (await c.get("/health"))[0] == 200
-            assert 'tandem_router_refused_total{why="rate"} 1.0' in await c.metrics()
-        async with cluster(**flags) as c:  # without keys: by address
-            assert [(await c.post("/generate", {"text": "a"}))[0] for _ in range(4)] == [200, 200, 200, 429]
-
-    uvloop.run(scenario())
+    flags: dict[str, Any] = {"rate_limit_requests_per_second": 0.01, "rate_limit_burst": 3}
+    async with cluster(api_key_file=str(keys), **flags) as c:
+        got = [await c.post("/generate", {"text": "a"}, headers=bearer("one")) for _ in range(4)]
+        assert [status for status, _, _ in got] == [200, 200, 200, 429]
+        assert 1 <= int(got[-1][1]["Retry-After"]) <= 100
+        assert json.loads(got[-1][2])["error"]["code"] == "rate_limit_exceeded"
+        assert (await c.post("/generate", {"text": "a"}, headers=bearer("two")))[0] == 200
+        assert (await c.get("/health"))[0] == 200
+        assert 'tandem_router_refused_total{why="rate"} 1.0' in await c.metrics()
+    async with cluster(**flags) as c:  # without keys: by address
+        assert [(await c.post("/generate", {"text": "a"}))[0] for _ in range(4)] == [200, 200, 200, 429]
 
 
 def test_the_router_s_table_of_routes() -> None:

@@ -58,20 +58,16 @@ def test_no_spelling_of_a_worker_s_admin_route_needs_no_admin_key(guarded: Worke
     assert status_of(guarded.url, "POST", "/flush_cache", key="r00t-key") == 200
 
 
-def test_nor_of_a_router_s() -> None:
+async def test_nor_of_a_router_s() -> None:
     paths = (*sorted(ADMIN_PATHS - {"/check"}), "/workers")
-
-    async def scenario() -> None:
-        async with cluster(api_key="user-key", admin_api_key="r00t-key") as c:
-            before = len(c.decodes[0].seen)
-            for path in paths:
-                for spelling in disguised(path):
-                    for key in ("", "user-key"):
-                        status = await asyncio.to_thread(status_of, c.url, "POST", spelling, key=key)
-                        assert status >= 400 or status == 0, (spelling, key, status)
-            assert len(c.decodes[0].seen) == before
-
-    uvloop.run(scenario())
+    async with cluster(api_key="user-key", admin_api_key="r00t-key") as c:
+        before = len(c.decodes[0].seen)
+        for path in paths:
+            for spelling in disguised(path):
+                for key in ("", "user-key"):
+                    status = await asyncio.to_thread(status_of, c.url, "POST", spelling, key=key)
+                    assert status >= 400 or status == 0, (spelling, key, status)
+        assert len(c.decodes[0].seen) == before
 
 
 # ---- whom servers dial

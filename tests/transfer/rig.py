@@ -35,6 +35,13 @@ def until(condition: Callable[[], Any], *, timeout_s: float = 10.0, what: str = 
         time.sleep(0.0005)
 
 
+def meet(prefill: "ChildWorker", room: int, receiver: Any, pages: Sequence[int], metadata_row: int = 0) -> None:
+    """The receiver's pages are known to the prefill worker, which has a sender of the room."""
+    until(lambda: receiver.poll() is KVPoll.WaitingForInput)
+    receiver.provide(pages, metadata_row)
+    until(lambda: prefill.poll(room) is KVPoll.WaitingForInput)
+
+
 class ChildWorker:
     """Calls `worker_child.Child`'s methods by name. `with` ends the process whatever happens."""
 

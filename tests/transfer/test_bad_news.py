@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.transfer.pool import Pool
-from tests.transfer.rig import ChildWorker, until
+from tests.transfer.rig import ChildWorker, meet, until
 from transfer_backends.contract import Route, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.fake import FakeEngine
@@ -131,9 +131,7 @@ def test_the_death_of_prefill_and_its_next_life_at_the_same_address_within_a_hea
             routes.append(Route(control, name, shared=True))
             old.sender(1)
             first = decode.receiver(1, bootstrap="b")
-            until(lambda: first.poll() is KVPoll.WaitingForInput)
-            first.provide(PAGES, 0)
-            until(lambda: old.poll(1) is KVPoll.WaitingForInput)
+            meet(old, 1, first, PAGES, 0)
             old.send(1, PAGES, 0, False, None)
             until(lambda: first.poll() is KVPoll.Transferring)
             old.kill()
@@ -147,9 +145,7 @@ def test_the_death_of_prefill_and_its_next_life_at_the_same_address_within_a_hea
             routes.append(Route(*new.address(), shared=True))
             new.sender(3)
             second = decode.receiver(3, bootstrap="b")
-            until(lambda: second.poll() is KVPoll.WaitingForInput)
-            second.provide(PAGES, 1)
-            until(lambda: new.poll(3) is KVPoll.WaitingForInput)
+            meet(new, 3, second, PAGES, 1)
             new.send(3, PAGES, 0, True, 0)
             until(lambda: second.poll() is KVPoll.Success)
             second.close()

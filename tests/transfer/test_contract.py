@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.transfer import rig
 from tests.transfer.pool import Pool
 from tests.transfer.rig import ChildWorker, until
 from transfer_backends.contract import NOTHING_YET, Gate, LayerGroup, Progress, Route, TransferConfig
@@ -331,9 +332,7 @@ def test_prefill_killed_and_replaced(lone_decode: tuple[str, Decode]) -> None:
     with prefill_child(backend, decode) as successor:
         successor.sender(1)
         again = decode.manager.receiver(1, bootstrap="b")
-        until(lambda: again.poll() is KVPoll.WaitingForInput, what="handshake with the new incarnation")
-        again.provide([5, 6], 3)
-        until(lambda: successor.poll(1) is KVPoll.WaitingForInput)
+        rig.meet(successor, 1, again, [5, 6], 3)
         successor.send(1, [8, 9], 0, True, 2)
         until(lambda: again.poll() is KVPoll.Success)
         if backend != "fake":
@@ -348,9 +347,7 @@ def test_prefill_frozen(lone_decode: tuple[str, Decode]) -> None:
     with prefill_child(backend, decode) as prefill:
         prefill.sender(1)
         receiver = decode.manager.receiver(1, bootstrap="b")
-        until(lambda: receiver.poll() is KVPoll.WaitingForInput)
-        receiver.provide(list(range(300)), 0)
-        until(lambda: prefill.poll(1) is KVPoll.WaitingForInput)
+        rig.meet(prefill, 1, receiver, list(range(300)), 0)
         prefill.signal(signal.SIGSTOP)
         until(lambda: receiver.poll() is KVPoll.Failed, timeout_s=3.0)
         assert "does not answer" in (receiver.failure() or "")
@@ -363,9 +360,7 @@ def test_prefill_frozen(lone_decode: tuple[str, Decode]) -> None:
         until(lambda: prefill.poll(1) is KVPoll.Failed)
         prefill.sender(2)
         good = decode.manager.receiver(2, bootstrap="b")
-        until(lambda: good.poll() is KVPoll.WaitingForInput)
-        good.provide([1], 0)
-        until(lambda: prefill.poll(2) is KVPoll.WaitingForInput)
+        rig.meet(prefill, 2, good, [1], 0)
         prefill.send(2, [1], 0, True, 0)
         until(lambda: good.poll() is KVPoll.Success)
         good.close()
