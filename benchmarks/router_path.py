@@ -150,7 +150,7 @@ PARTS = (  # the first that is in a file's path has its time
             "attempts/request",
         ),
     ),
-    ("bodies", ("router/body", "json_depth", "attempts/rooms")),
+    ("bodies", ("router/body", "json_depth")),
     ("keys", ("service/security/", "client/credentials")),
     ("admission, forecast", ("admission/",)),
     ("choice, load, breakers", ("choice/", "pool/")),

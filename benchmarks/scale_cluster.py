@@ -18,8 +18,8 @@ from benchmarks.trace_workers import REPORT_S, TraceRequest, keys_of
 from router.admission.admission import Admission
 from router.admission.forecast import SentPrompt
 from router.admission.queue import AdmissionQueue, Ticket
+from router.attempts.pair_attempt import RoomMinter
 from router.attempts.request import RequestContext, Slo
-from router.attempts.rooms import RoomMinter
 from router.choice.chooser import make_chooser
 from router.choice.policies import RoutingHints, cost_tokens
 from router.choice.prefix_keys import BLOCK_TOKENS

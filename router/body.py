@@ -44,11 +44,7 @@ class _Sampling(msgspec.Struct):
 
 
 class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
-    """`fields`: top-level name -> its JSON text. Token counts are estimates, over all samples.
-
-    `num_prompts` prompts give `num_samples` answers. `wants_input_logprobs`: the prefill worker's answer holds
-    something the client requested.
-    """
+    """`fields`: top-level name -> its JSON text. Token counts are estimates, over all samples."""
 
     api: Api
     fields: dict[str, msgspec.Raw]
@@ -56,7 +52,7 @@ class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
     num_samples: int
     prompt_tokens: int
     output_tokens: int
-    wants_input_logprobs: bool
+    wants_input_logprobs: bool  # or another thing that only the prefill worker's answer holds
 
     @property
     def streams(self) -> bool:

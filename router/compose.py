@@ -7,13 +7,14 @@ import logging
 import secrets
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 
 from aiohttp import web
 
 from router.admission.admission import Admission
 from router.admission.rate_limit import make_limiter
 from router.attempts.events import Events
-from router.attempts.rooms import RoomMinter
+from router.attempts.pair_attempt import RoomMinter
 from router.attempts.upstream_call import CircuitReporter, UnreachableReporter
 from router.body import Api
 from router.choice.chooser import make_chooser
@@ -147,7 +148,7 @@ class Router:
             admit=None if limiter is None else limit_rate(limiter, self.metrics),
             is_trusted=None if self.slot is None else self.peers.is_peer,
             on_refused=self.metrics.on_refused,
-            new_id=lambda: secrets.token_hex(16),
+            new_id=partial(secrets.token_hex, 16),
         )
 
     def _routes(self) -> Routes:
@@ -163,7 +164,7 @@ class Router:
             table=self.table,
             recorder=self.recorder,
             live=self.live,
-            num_running=lambda: self.admission.num_running,
+            num_running=lambda: self.admission.queue.num_everywhere,
             peers=peers,
             auto_roles=self.auto_roles.leading_status if config.auto_roles else None,
         )

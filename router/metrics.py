@@ -215,7 +215,7 @@ def _of_workers(workers: Sequence[Worker], feed: KVEventFeed | None) -> Iterator
 def _of_admission(workers: Sequence[Worker], admission: Admission) -> Iterator[Metric]:
     """The admission queue, and the two fitted lines of each worker (admission/forecast.py)."""
     fits, text = admission.forecast.fits, "Requests that wait for their turn (--queue-size)"
-    yield GaugeMetricFamily("tandem_router_waiting_requests", text, value=admission.num_waiting)
+    yield GaugeMetricFamily("tandem_router_waiting_requests", text, value=admission.queue.num_waiting)
     for name, text, value in (
         ("ttft_base_seconds", "Foretold TTFT with nothing to compute", lambda w: _known(fits(w)[0], "intercept")),
         ("ttft_seconds_per_token", "... and for each token ahead", lambda w: _known(fits(w)[0], "slope")),

@@ -43,8 +43,7 @@ async def run_router(
 ) -> None:
     """Run until SIGTERM (drain), SIGINT or a second signal (end at once), or until cancelled.
 
-    `on_ready(url)` is called once the router listens, even when no worker is alive: requests are then answered 503, and
-    /readiness says what is missing. `ConfigError` for a flag that cannot be honoured, a taken port included.
+    `on_ready(url)`: the router listens, even if no worker is alive. `ConfigError` for a flag that cannot be honoured.
     """
     signals = StopSignals()
     if slot is not None:

@@ -1,24 +1,35 @@
 """Whether a request is served now: limits, priority, objectives."""
 
+import asyncio
 import math
 from collections.abc import Sequence
 
 from aiohttp import web
 
 from router.admission.forecast import Forecast, TooLate
-from router.admission.queue import Ticket
+from router.admission.queue import AdmissionQueue, Ticket, TicketStatus
 from router.admission.rate_limit import client_of
-from router.admission.turns import RequestRefused, Turns
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, Slo, read_slo
 from router.body import BadBody, ParsedBody, named_priority
 from router.choice.chooser import Chooser
 from router.config import AdmissionFlags
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import Worker
+from service.http.errors import ApiError
 from service.http.guard import CALLER
+from service.waiter import Waiter, loop_time_s
 
+TICK_S = 0.05  # how soon room in another process is seen
 PRIORITY_HEADER = "x-priority"
 MAX_PRIORITY = 1 << 31
+
+
+class RequestRefused(ApiError):
+    """The request may not run. `why`: in metrics, and the error's code."""
+
+    def __init__(self, message: str, *, why: str, status: int = 429, retry_after_s: int = 1) -> None:
+        super().__init__(status, message, code=why, retry_after_s=retry_after_s)
+        self.why = why
 
 
 class Admission:
@@ -26,28 +37,38 @@ class Admission:
 
     def __init__(self, config: AdmissionFlags, *, chooser: Chooser, peers: SharedLoad | None = None) -> None:
         self.forecast = Forecast()
-        self.turns = Turns(config, peers)
+        self.queue = AdmissionQueue(config, peers)
+        self._waiters: dict[int, Waiter] = {}
+        self._ticker: asyncio.TimerHandle | None = None
         self._chooser = chooser
         self._by_client = config.max_concurrent_requests_per_client > 0 or config.queue_size > 0
         self._has_slo = config.slo_ttft_s > 0 or config.slo_itl_s > 0
         self._slo = Slo(config.slo_ttft_s or math.inf, config.slo_itl_s or math.inf)
 
-    @property
-    def num_running(self) -> int:
-        """Requests that run in all processes of this router."""
-        return self.turns.queue.num_everywhere
-
-    @property
-    def num_waiting(self) -> int:
-        return self.turns.queue.num_waiting
-
     def refuse_early(self, http: web.BaseRequest) -> None:
-        self.turns.refuse_early(self._client(http))
+        """Refuse before the body is read, if requests never wait and there is no room. `RequestRefused`."""
+        client = self._client(http)
+        if not self.queue.limits.queue_size and (self.queue.full or self.queue.client_full(client)):
+            raise self._refused(client, TicketStatus.FULL)
 
     async def enter(self, request: RequestContext) -> Ticket:
         """Wait until the request may run; `leave` must follow. `RequestRefused`; `BadBody`: the priority is no number."""
         priority = _priority(request.http, request.parsed)
-        return await self.turns.enter(self._client(request.http), priority=priority)
+        client = self._client(request.http)
+        ticket, changed = self.queue.arrive(client, priority=priority, now_s=loop_time_s())
+        self._wake(changed)
+        try:
+            if ticket.status is TicketStatus.WAITS:
+                await self._wait(ticket)
+            if ticket.status is not TicketStatus.RUNS:
+                raise self._refused(client, ticket.status)
+        except BaseException:
+            self.leave(ticket)
+            raise
+        return ticket
+
+    def leave(self, ticket: Ticket) -> None:
+        self._wake(self.queue.leave(ticket))
 
     def slo_of(self, http: web.BaseRequest) -> Slo | None:
         headers = http.headers
@@ -67,6 +88,43 @@ class Admission:
             return self.forecast.in_time(pool, request.slo, tokens=tokens, now_s=now_s)
         except TooLate as err:
             raise RequestRefused(str(err), why=f"slo_{err.what}", retry_after_s=err.retry_after_s) from None
+
+    async def _wait(self, ticket: Ticket) -> None:
+        waiter = self._waiters[id(ticket)] = Waiter()
+        self._tick_soon()
+        try:
+            await waiter.wait()
+        finally:
+            del self._waiters[id(ticket)]
+
+    def _wake(self, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            waiter = self._waiters.get(id(ticket))
+            if waiter is not None:
+                waiter.wake()
+
+    def _tick_soon(self) -> None:
+        if self._ticker is None:
+            self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._ticker = None
+        self._wake(self.queue.tick(loop_time_s()))
+        if self.queue.num_waiting:
+            self._tick_soon()
+
+    def _refused(self, client: str, status: TicketStatus) -> RequestRefused:
+        limits = self.queue.limits
+        if status is TicketStatus.LATE:
+            why, message = "queue_timeout", f"no room in {limits.queue_timeout_s:g} s (--queue-timeout-secs)"
+        elif self.queue.client_full(client):
+            why = "client_limit"
+            most = limits.max_concurrent_requests_per_client
+            message = f"this client has {most} requests here (--max-concurrent-requests-per-client)"
+        else:
+            why, most = "queue_full", limits.max_concurrent_requests
+            message = f"the router serves {most} requests (--max-concurrent-requests)"
+        return RequestRefused(f"{message}; try again later", why=why)
 
     def _client(self, http: web.BaseRequest) -> str:
         return client_name(http) if self._by_client else ""

@@ -3,12 +3,9 @@
     TTFT of a prefill (or unified) worker    a + b * (tokens waiting there to be computed + the request's own)
     ITL of a decode (or unified) worker      a + b * requests there
 
-a and b are fitted per worker to observed streams: the time from sending a request to the first byte of its answer, and the mean time
-between its events, so they include network and batching. Early refusal follows Mooncake (FAST'25), separate objectives for the two
-pools follow DistServe (OSDI'24).
-
-The fit is recursive least squares with exponential forgetting (West 1979, "Updating mean and variance estimates"). a and b are never
-negative: a longer queue never shortens a wait. Without spread in x the slope is 0.
+a and b are fitted per worker to observed streams, so they include network and batching: recursive least squares with exponential
+forgetting (West 1979, "Updating mean and variance estimates"), never negative; without spread in x the slope is 0. Early refusal follows
+Mooncake (FAST'25), separate objectives for the two pools follow DistServe (OSDI'24).
 """
 
 import math
@@ -184,10 +181,7 @@ class Forecast(RequestObserver):
         return known.ttft.fit, known.itl.fit
 
     def in_time(self, pool: Sequence[Worker], slo: Slo, *, tokens: Mapping[int, int], now_s: float) -> list[Worker]:
-        """The workers of `pool` (one role) that would keep `slo` or are unknown. Raises `TooLate` if there are none.
-
-        `tokens`: to compute, by worker id.
-        """
+        """The workers of `pool` (one role) that would keep `slo` or are unknown; else `TooLate`. `tokens`: to compute, by worker id."""
         kept = list(pool)
         if pool[0].role is not Role.DECODE and slo.ttft_s < math.inf:
             kept = self._keep("ttft", {w: self.ttft_s(w, tokens[w.worker_id]) for w in kept}, slo.ttft_s, now_s)

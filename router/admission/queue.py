@@ -52,6 +52,7 @@ class AdmissionQueue:
 
     @property
     def num_everywhere(self) -> int:
+        """Requests that run in all processes of this router."""
         return self._running + (0 if self._peers is None else self._peers.others_live())
 
     @property

@@ -5,13 +5,13 @@ The first failure ends both calls of an attempt; decode's answer is the client's
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from router.attempts.events import Events
 from router.attempts.request import RequestContext
-from router.attempts.rooms import RoomMinter
 from router.attempts.upstream_call import CallFailed, UpstreamCall
 from router.body import write_bodies
 from router.choice.policies import Placement, cost_tokens
@@ -23,16 +23,51 @@ from service.waiter import Waiter
 
 TAIL_S = 5.0  # how long prefill may take to end its own answer after the client has all of decode's
 GOING = 503  # the answer of a worker that ends, or whose engine died
+ROOM_BITS = 63
+MAX_LIVE_ROOMS = 1 << 20
+
+
+class RoomMinter:
+    """Mints the numbers under which the two halves of a request meet. `draw(bits)`: an unpredictable integer in [0, 2**bits).
+
+    A room is never 0 (SGLang's prefill never completes room 0), and never equal to a live one: two live requests in one room
+    would mix their KV.
+    """
+
+    def __init__(self, draw: Callable[[int], int] = secrets.randbits) -> None:
+        self._draw = draw
+        self._live: set[int] = set()
+
+    def has_room_for(self, count: int) -> bool:
+        return len(self._live) + count <= MAX_LIVE_ROOMS
+
+    def mint(self, count: int) -> tuple[int, ...]:
+        return tuple([self._mint_one() for _ in range(count)])
+
+    def _mint_one(self) -> int:
+        room = 0
+        while room == 0 or room in self._live:
+            room = self._draw(ROOM_BITS)
+        self._live.add(room)
+        return room
+
+    def release(self, rooms: Iterable[int]) -> None:
+        self._live.difference_update(rooms)
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def check(self) -> None:
+        assert all(0 < room < 1 << ROOM_BITS for room in self._live)
 
 
 @dataclass(eq=False, kw_only=True)
 class PairAttempt:
     """Owns rooms, leases and calls: `end` gives all of them back, and must be called once.
 
-    `answering`: the call whose answer goes to the client; `prefill`: the one beside it, None at a single worker. `hedge`: it
-    runs beside another attempt. `waits_for_prefill`: the answer needs the whole of prefill's. `waiter` wakes when `settled` may
-    have changed. `refused`: prefill refused the request after the answer had begun. `completed`: the client has the whole
-    answer; `cancelled`: another attempt answered first.
+    `prefill` is None at a single worker. `waits_for_prefill`: the answer needs the whole of prefill's. `waiter` wakes when `settled`
+    may have changed. `refused`: by prefill, after the answer had begun. `cancelled`: another attempt answered first.
     """
 
     launcher: "AttemptLauncher"
@@ -91,7 +126,7 @@ class PairAttempt:
     def complete(self) -> None:
         self.completed = self._closed = True
         if self.prefill is not None and not self.prefill.ended:
-            asyncio.get_running_loop().call_later(TAIL_S, self.prefill.close)
+            asyncio.get_running_loop().call_later(TAIL_S, self.prefill.reply.close)
 
     def close(self, why: UpstreamError | None = None) -> None:
         """End the calls that still run, with this error, unless the attempt is complete."""
@@ -137,7 +172,7 @@ class PairAttempt:
             self._on_late_failure(failure)
             if failure.reason == "status" and failure.status != GOING:
                 self.refused = failure
-                self.answering.close()
+                self.answering.reply.close()
 
 
 def _severity(failure: CallFailed) -> tuple[bool, bool]:
@@ -146,10 +181,7 @@ def _severity(failure: CallFailed) -> tuple[bool, bool]:
 
 
 class AttemptGroup:
-    """The attempts of a request that run side by side: one, or two with a hedge. The first that answers wins.
-
-    The caller must end every attempt still in `running`, the winner too.
-    """
+    """A request's attempts side by side; the first that answers wins. The caller ends all still in `running`, the winner too."""
 
     def __init__(self, first: PairAttempt, *, on_failed: Callable[[PairAttempt, CallFailed], None]) -> None:
         self.running = [first]
@@ -252,7 +284,7 @@ class AttemptLauncher:
         """End the prefill calls that outlive their attempts."""
         for attempt in tuple(self.tails):
             if attempt.prefill is not None:
-                attempt.prefill.close()
+                attempt.prefill.reply.close()
 
     def on_ended(self, attempt: PairAttempt) -> None:
         now_s = attempt.ended_s = self.clock()

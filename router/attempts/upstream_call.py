@@ -23,11 +23,7 @@ _FAULTS = frozenset((500, UNJOINED, 503))
 
 
 class CallFailed(Exception):
-    """A worker did not answer a request well.
-
-    `reason`: that of `UpstreamError` ("down": pool/active_calls.py gave it up; never "cancelled"), or "status": an HTTP error,
-    whole in `status`, `headers` (names in lower case) and `body`.
-    """
+    """`reason`: that of `UpstreamError` (never "cancelled"), or "status": an HTTP error, whole in `status`, `headers`, `body`."""
 
     def __init__(
         self,
@@ -79,10 +75,7 @@ class CallFailed(Exception):
 
 
 class UpstreamCall:
-    """One request to one worker, under way. `stream`: its answer may be passed on as it comes.
-
-    `reply.listener` is called when any of the properties may have changed.
-    """
+    """One request to one worker, under way. `stream`: its answer may be passed on as it comes."""
 
     def __init__(self, worker: Worker, reply: HttpReply, *, stream: bool) -> None:
         self.worker = worker
@@ -140,9 +133,6 @@ class UpstreamCall:
 
     def give_up(self, why: str) -> None:
         self.reply.close(UpstreamError("down", why))
-
-    def close(self) -> None:
-        self.reply.close()
 
 
 def broken_stream(worker: Worker, err: UpstreamError) -> CallFailed:

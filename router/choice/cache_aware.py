@@ -3,13 +3,10 @@
     cost(worker) = tokens that wait there to be computed - weight * tokens of the prompt that it has cached
     weight       = 1 + RECOMPUTE_WEIGHT * requests at the worker that has the fewest
 
-The least cost wins. While some worker is idle, to compute a prefix again there harms no request. Where all have queues it delays
-every request behind it, so a cached prefix is worth the more, the more wait. Without that an overloaded pool spreads each prefix over
-all workers and computes more: on the Mooncake traces at twice their rate the median first token came eight times later. Between 1 and
-16 the constant makes little difference there (docs/router.md).
-
-SGLang's thresholds limit it: a match below `cache_threshold` of the prompt counts as none, and while queues are unequal beyond both
-balance thresholds the load alone decides.
+The least cost wins. On an idle worker a prefix is computed again at nobody's expense; where all have queues that delays every request
+behind it, so the weight grows with the queues (docs/router.md: on the Mooncake traces at twice their rate the median first token came
+eight times later without; between 1 and 16 the constant makes little difference). SGLang's thresholds apply: a match below
+`cache_threshold` of the prompt is none, and beyond both balance thresholds the load alone decides.
 """
 
 from collections.abc import Iterable, Sequence
@@ -76,10 +73,7 @@ def _soonest_of_few(candidates: Iterable[Worker], groups: Sequence[Credit], matc
 
 
 def _soonest_of_pool(pool: WorkerPool, groups: Sequence[Credit], matched: PrefixMatch) -> Worker:
-    """The same worker, by looking at few: the least loaded of all and of each group.
-
-    A small group is compared one by one; a member of a large one comes soon in the order of load.
-    """
+    """As `_soonest_of_few`, from the least loaded of all and of each group. Of a large group one comes soon in the order of load."""
     order = pool.order_by_tokens()
     best = order.first()
     best_key = _cost_key(best, 0)

@@ -6,8 +6,7 @@ this is the prefix tree, and a look-up walks one path of it whatever the number 
     guessed    a request with this prefix was sent there; forgotten least recently used first, `max_blocks` per worker
     reported   a KV event of the worker says so; another one will say when it is gone
 
-A worker that leaves is ignored at once; its entries go a few with each later request, so that no request waits for 100,000 of them.
-The idea of the tree is that of SGLang's router (cache_aware); theirs keeps characters, per worker.
+A worker that leaves is ignored at once; its entries go a few with each later request. The tree is an idea of SGLang's router.
 """
 
 from collections import OrderedDict
@@ -30,11 +29,7 @@ class _Part:
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """Which workers have how much of a prompt; valid until the index changes.
-
-    `groups`: (number of prefixes, bits of the workers that have exactly that many), fewest first. Thousands of workers with the same
-    system prompt are one group.
-    """
+    """Valid until the index changes. `groups`: (number of prefixes, bits of the workers that have exactly so many), fewest first."""
 
     groups: list[Group]
     _owner: Mapping[int, int]

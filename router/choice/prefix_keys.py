@@ -3,11 +3,9 @@
     key[i] = SHA-1(seed, bytes 0 .. (i + 1) * BLOCK_BYTES of the prompt)
 
 The bytes are the prompt's JSON text as the client wrote it, or its token ids, four bytes each. A router has no tokenizer, so text
-matches text, and ids match ids and the events of workers. A prefix that is written in another way does not match.
-
-BLOCK_BYTES is about 128 tokens: a quarter of the block of the Mooncake traces, a few pages of a worker, and 32 hashes (20 us) for a
-prompt of 16 kB. A prompt below one block has no key: to compute it again costs less than any detour. SHA-1 is the fastest of hashlib
-on machines with SHA instructions; a client that makes two prompts collide misroutes one of its own requests.
+matches text, and ids match ids and the events of workers. A block is about 128 tokens: 32 hashes (20 us) for a prompt of 16 kB. A shorter
+prompt has no key: to compute it again costs less than any detour. SHA-1 is the fastest of hashlib; a client that makes two prompts collide
+misroutes one of its own requests.
 """
 
 import hashlib

@@ -1,8 +1,6 @@
 """The HTTP/1.1 client of generation requests: kept connections to workers, one request on each at a time.
 
-Owns sockets, and the parsing of answers (httptools: llhttp). A router spends most of its time here, and a general client costs
-four times as much (docs/reports/benchmarks.md). It leaves out what a router must not do: redirects, cookies, proxies,
-decompression, sending a request twice.
+A general client costs four times as much (docs/reports/benchmarks.md), and may redirect, decompress, or send a request twice.
 """
 
 import asyncio
@@ -23,11 +21,7 @@ STREAM_TYPE = "text/event-stream"
 
 
 class UpstreamError(Exception):
-    """No whole answer came.
-
-    `reason`: "refused" (no connection was made), "lost" (it broke), "down" (it was given up here), "timeout", or
-    "cancelled" (it is no longer needed).
-    """
+    """`reason`: "refused" (no connection was made), "lost" (it broke), "down" (given up here), "timeout", "cancelled" (not needed)."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)

@@ -46,11 +46,7 @@ class HealthApi:
         return json_response({"status": "alive"})
 
     async def readiness(self, request: web.BaseRequest) -> web.Response:
-        """Answer 200 if a request would find its workers, else 503 that names the role that is missing (or the drain).
-
-        `?workers=all`: 200 only once every worker of the table is healthy, in every process of the router; the launcher
-        waits for this.
-        """
+        """200 if a request would find its workers; with `?workers=all` only once every worker is healthy, in every process."""
         if self.live.draining:
             status = {"status": DRAINING, "num_live_reqs": len(self.live)}
             return json_response(status, status=503, headers={"Retry-After": "1"})

@@ -6,14 +6,12 @@ checks notice death without it.
 
 import asyncio
 import logging
-import random
-from collections.abc import Sequence
 from typing import Any
 
 from router.config import DiscoveryFlags, label_query
 from router.pool.health import HealthMonitor
 from router.pool.pod_watch import KubeApi, PodWatch, connect
-from router.pool.pods import Change, Drop, Join, Leave, Pod, PodError, PodSet, Reconciler, read_pod
+from router.pool.pods import Change, Drop, Leave, Pod, PodError, Reconciler, Wanted, read_pod
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, WorkerTableError
 from service.waiter import loop_time_s
@@ -34,8 +32,11 @@ class Discovery:
             Role.DECODE: flags.decode_selector,
             Role.UNIFIED: flags.selector,
         }
-        self._selectors = {role: label_query(parts) for role, parts in selectors.items() if parts}
-        self._feeds = {role: _Feed(role, self) for role in self._selectors}
+        self._watches = [
+            PodWatch(api, role, selector=label_query(parts), read=self._read, on_change=self._on_change)
+            for role, parts in selectors.items()
+            if parts
+        ]
         self._reconciler = Reconciler(flags.service_discovery_port)
         self._logged: dict[str, str] = {}
         self._own: dict[str, Worker] = {}  # by URL: those that came from pods
@@ -44,9 +45,7 @@ class Discovery:
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._reap(), name="discovery reap")]
-        for role, selector in self._selectors.items():
-            watch = PodWatch(self._api, selector=selector, listener=self._feeds[role], draw=random.random)
-            self._tasks.append(asyncio.create_task(watch.run(), name="discovery"))
+        self._tasks += [asyncio.create_task(watch.run(), name="discovery") for watch in self._watches]
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -56,13 +55,13 @@ class Discovery:
 
     def status(self) -> dict[str, Any]:
         return {
-            "roles": {role.value: feed.status() for role, feed in self._feeds.items()},
+            "roles": {watch.role.value: watch.status() for watch in self._watches},
             "workers": self._reconciler.num_joined,
             "leaving": len(self._leaving),
             "problems": dict(self._reconciler.problems),
         }
 
-    def pod_of(self, raw: object) -> Pod | None:
+    def _read(self, raw: object) -> Pod | None:
         """None, and a line in the log, for an unreadable pod."""
         try:
             return read_pod(raw, annotation=self._annotation)
@@ -70,30 +69,31 @@ class Discovery:
             log.warning("service discovery: %s", err)
             return None
 
-    def on_change(self) -> None:
-        """Apply the pods of all feeds, once each has been listed: until then workers would seem to be gone."""
-        if not all(feed.listed for feed in self._feeds.values()):
+    def _on_change(self) -> None:
+        """Apply the pods of all watches, once each has been listed: until then workers would seem to be gone."""
+        if not all(watch.listed for watch in self._watches):
             return
-        for change in self._reconciler.changes({role: feed.pods.pods() for role, feed in self._feeds.items()}):
+        for change in self._reconciler.changes({watch.role: watch.pods.pods() for watch in self._watches}):
             self._apply(change)
         self._log_problems()
 
     def _apply(self, change: Change) -> None:
         match change:
-            case Join(wanted):
-                self._join(wanted.url, role=wanted.role, port=wanted.bootstrap_port, pod=wanted.pod)
+            case Wanted():
+                self._join(change)
             case Leave(url, last_resort):
                 self._leave(url, last_resort=last_resort)
             case Drop(url):
                 self._drop(url)
 
-    def _join(self, url: str, *, role: Role, port: int | None, pod: str) -> None:
+    def _join(self, wanted: Wanted) -> None:
+        url, role, port = wanted.url, wanted.role, wanted.bootstrap_port
         try:
             worker = self._table.add(url, role=role, bootstrap_port=port, now_s=loop_time_s(), discovered=True)
         except WorkerTableError as err:
-            log.warning("service discovery: pod %s is not taken: %s", pod, err)
+            log.warning("service discovery: pod %s is not taken: %s", wanted.pod, err)
             return
-        log.info("service discovery: pod %s is %s worker %s", pod, role, url)
+        log.info("service discovery: pod %s is %s worker %s", wanted.pod, role, url)
         self._own[url] = worker
         self._monitor.watch(worker)
 
@@ -129,49 +129,13 @@ class Discovery:
 
     def _log_problems(self) -> None:
         problems = dict(self._reconciler.problems)
-        for feed in self._feeds.values():
-            if feed.pods.num_refused:
-                problems[feed.role] = "more pods than a router takes; those beyond are left out"
+        for watch in self._watches:
+            if watch.pods.num_refused:
+                problems[watch.role] = "more pods than a router takes; those beyond are left out"
         for name, why in problems.items():
             if self._logged.get(name) != why:
                 log.warning("service discovery: pod %s is no worker: %s", name, why)
         self._logged = problems
-
-
-class _Feed:
-    """The pods of one role, as its watch reports them."""
-
-    def __init__(self, role: Role, owner: Discovery) -> None:
-        self.role = role
-        self.pods = PodSet()
-        self.listed = False
-        self.error = "not connected yet"
-        self._owner = owner
-
-    def status(self) -> dict[str, Any]:
-        return {"synced": self.listed and not self.error, "pods": len(self.pods), "error": self.error or None}
-
-    def on_list(self, pods: Sequence[Any]) -> None:
-        self.pods.replace([pod for pod in map(self._owner.pod_of, pods) if pod is not None])
-        self.listed = True
-        self._owner.on_change()
-
-    def on_event(self, kind: str, pod: Any) -> None:
-        read = self._owner.pod_of(pod)
-        if read is None:
-            return
-        if kind == "DELETED":
-            self.pods.remove(read)
-        else:
-            self.pods.put(read)
-        self._owner.on_change()
-
-    def on_state(self, error: str) -> None:
-        if error and error != self.error:
-            log.warning("service discovery: %s pods are not followed: %s", self.role, error)
-        elif self.error and not error:
-            log.info("service discovery: follows %s pods", self.role)
-        self.error = error
 
 
 async def open_discovery(flags: DiscoveryFlags, *, table: WorkerTable, monitor: HealthMonitor) -> Discovery | None:

@@ -5,12 +5,9 @@ Load is what a role runs out of first:
     prefill           prompt tokens that wait to be computed and are in no cache
     decode, unified   KV that requests will hold when they end, as a share of capacity where all workers report theirs
 
-The order is a sorted list. Each reader first moves the workers whose load changed (`LoadLog`): a bisection and a move of a few
-kilobytes each, whatever the number of workers.
-
-With peer processes (`--workers N`) loads change without an entry in the log. So each reader also updates the next `SWEEP` workers in turn, and
-the first again until it stays first. A worker is thus never chosen for less load than it has; less load there is overlooked until the sweep
-comes round: never in a pool of up to `SWEEP`.
+The order is a sorted list. Each reader first moves the workers whose load changed (`LoadLog`). With peer processes (`--workers N`) loads
+change without an entry in the log, so each reader also updates the next `SWEEP` workers in turn, and the first again until it stays first:
+a worker is never chosen for less load than it has.
 """
 
 from bisect import bisect_left, insort

@@ -6,18 +6,23 @@ authenticates. Objects are decoded here: the client's models refuse a pod withou
 
 import asyncio
 import importlib
+import logging
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+import random
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
-from router.pool.pods import MAX_PODS, read_version
+from router.pool.pods import MAX_PODS, Pod, PodSet, read_version
+from router.pool.worker import Role
 from service.flags import ConfigError
 from service.waiter import loop_time_s
+
+log = logging.getLogger(__name__)
 
 PAGE_SIZE = 500
 WATCH_S = 120  # after which the server ends a watch: a dead connection is noticed by then
@@ -26,15 +31,6 @@ MAX_LINE_BYTES = 4 << 20  # the largest object in etcd is 1.5 MiB
 MAX_PAGE_BYTES = 64 << 20
 SHORT_S = 1.0  # a watch that ends sooner counts as failed
 GONE = 410
-
-
-class PodListener(Protocol):
-    def on_list(self, pods: Sequence[Any]) -> None: ...
-
-    def on_event(self, kind: str, pod: Any) -> None: ...
-
-    def on_state(self, error: str) -> None:
-        """`error`: why the pods are not followed now; "": they are."""
 
 
 class KubernetesError(Exception):
@@ -133,15 +129,30 @@ async def connect(*, namespace: str | None) -> KubeApi:
 
 
 class PodWatch:
-    """One selector. `run` never returns; cancel it. `draw()`: random, in [0, 1)."""
+    """The pods of one role. `read` makes a pod of what came (None: unreadable). `run` never returns; cancel it."""
 
-    def __init__(self, api: KubeApi, *, selector: str, listener: PodListener, draw: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        api: KubeApi,
+        role: Role,
+        *,
+        selector: str,
+        read: Callable[[object], Pod | None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.role = role
+        self.pods = PodSet()
+        self.listed = False
         self._api = api
         self._selector = selector
-        self._listener = listener
-        self._draw = draw
+        self._read = read
+        self._on_change = on_change
+        self._error = "not connected yet"
         self._backoff = WatchBackoff()
         self._version = ""  # the last one seen; "": none, or it has expired
+
+    def status(self) -> dict[str, Any]:
+        return {"synced": self.listed and not self._error, "pods": len(self.pods), "error": self._error or None}
 
     async def run(self) -> None:
         while True:
@@ -151,9 +162,9 @@ class PodWatch:
             if lasted:
                 self._backoff.ok()
             if error:
-                self._listener.on_state(error)
+                self._on_state(error)
             if error or not lasted:
-                await asyncio.sleep(self._backoff.failed(self._draw()))
+                await asyncio.sleep(self._backoff.failed(random.random()))
 
     async def _once(self) -> str:
         """List if need be, then watch to the end; returns what went wrong."""
@@ -180,7 +191,9 @@ class PodWatch:
         if not page.metadata.resourceVersion:
             raise KubernetesError("a list without metadata.resourceVersion")
         self._version = page.metadata.resourceVersion
-        self._listener.on_list(pods)
+        self.pods.replace([pod for pod in map(self._read, pods) if pod is not None])
+        self.listed = True
+        self._on_change()
 
     async def _page(self, token: str) -> _Page:
         more = {"_continue": token} if token else {}
@@ -201,7 +214,7 @@ class PodWatch:
         )
         async with response:
             await _check(response)
-            self._listener.on_state("")
+            self._on_state("")
             async for line in _lines(response):
                 self._on_line(line)
 
@@ -211,8 +224,20 @@ class PodWatch:
             status = _decoded(msgspec.json.encode(event.object), _Status)
             raise KubernetesError(f"the watch ended: {status.code} {status.message[:300]}", status=status.code)
         self._version = read_version(event.object) or self._version
-        if event.type in ("ADDED", "MODIFIED", "DELETED"):
-            self._listener.on_event(event.type, event.object)
+        if event.type in ("ADDED", "MODIFIED", "DELETED") and (pod := self._read(event.object)) is not None:
+            if event.type == "DELETED":
+                self.pods.remove(pod)
+            else:
+                self.pods.put(pod)
+            self._on_change()
+
+    def _on_state(self, error: str) -> None:
+        """`error`: why the pods are not followed now; "": they are."""
+        if error and error != self._error:
+            log.warning("service discovery: %s pods are not followed: %s", self.role, error)
+        elif self._error and not error:
+            log.info("service discovery: follows %s pods", self.role)
+        self._error = error
 
 
 Decoded = TypeVar("Decoded")

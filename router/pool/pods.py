@@ -97,16 +97,10 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
-    wanted: Wanted
-
-
-@dataclass(frozen=True, slots=True)
 class Leave:
     """Send it nothing new; remove it once its requests ended, and call `Reconciler.left`.
 
-    `last_resort`: it is being deleted, and serves for some seconds yet. A Deployment deletes it as soon as its successor is Ready, which
-    the router may not have checked yet.
+    `last_resort`: it is being deleted and serves for some seconds yet; the router may not have checked its successor.
     """
 
     url: str
@@ -120,7 +114,7 @@ class Drop:
     url: str
 
 
-Change = Join | Leave | Drop
+Change = Wanted | Leave | Drop
 
 
 class PodSet:
@@ -199,7 +193,7 @@ class Reconciler:
         if known is not None and not known.leaving and known.wanted == want:
             return []
         self._known[want.url] = _Known(want)
-        return [Join(want)] if known is None else [Drop(want.url), Join(want)]
+        return [want] if known is None else [Drop(want.url), want]
 
     def _wanted(self, pods: Mapping[Role, Sequence[Pod]]) -> dict[str, Wanted]:
         """By URL. Of two pods with one address the first counts; the other is a problem."""

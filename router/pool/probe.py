@@ -1,8 +1,7 @@
 """Asks one worker at a time over HTTP, and notices its silence meanwhile.
 
-A process that is frozen, or behind a cut cable, refuses no connection: it is only silent. A failed check takes seconds to be sure of;
-silence is noticed sooner and means less: new requests go elsewhere if they can, until the first answer. Bytes of any answer from the
-worker count, so a worker that streams is never silent.
+A process that is frozen, or behind a cut cable, refuses no connection. Its silence is noticed sooner than a failed check, and means less:
+new requests go elsewhere if they can, until the first answer. A worker that streams is never silent.
 """
 
 import asyncio

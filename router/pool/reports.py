@@ -25,10 +25,7 @@ _STAGE_NAMES = {
 
 
 def parse_load(answer: object) -> LoadReport | None:
-    """A load report from `/get_load` or `/v1/loads`: an object, a list of them (one per rank; summed) or {"loads": [...]}.
-
-    None: it has no known field.
-    """
+    """From `/get_load` or `/v1/loads`: an object, a list (one per rank; summed) or {"loads": [...]}. None: no known field."""
     if isinstance(answer, dict) and isinstance(answer.get("loads"), list):
         answer = answer["loads"]
     rows = [row for row in (answer if isinstance(answer, list) else [answer]) if isinstance(row, dict)]

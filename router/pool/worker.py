@@ -57,10 +57,7 @@ class LoadReport:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Worker:
-    """One worker. `WorkerTable` and `Loads` change it; `HealthMonitor` sets `bootstrap_*` and `busy_s`, which decide nothing here.
-
-    `bootstrap_*`: where decode finds a prefill worker.
-    """
+    """`WorkerTable` and `Loads` change it; `HealthMonitor` sets `bootstrap_*` (where decode finds a prefill worker) and `busy_s`."""
 
     worker_id: int
     url: str

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 from router.admission.admission import Admission
 from router.attempts.events import Events
-from router.attempts.pair_attempt import AttemptLauncher
-from router.attempts.rooms import RoomMinter
+from router.attempts.pair_attempt import AttemptLauncher, RoomMinter
 from router.choice.chooser import Chooser
 from router.client.credentials import Credentials
 from router.client.upstream import Upstream

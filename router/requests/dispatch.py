@@ -9,13 +9,11 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from router.admission.admission import PRIORITY_HEADER, Admission
-from router.admission.turns import RequestRefused
+from router.admission.admission import PRIORITY_HEADER, Admission, RequestRefused
 from router.attempts.events import Events
 from router.attempts.failed_workers import FailedWorkers
-from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt
+from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt, RoomMinter
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext
-from router.attempts.rooms import RoomMinter
 from router.attempts.upstream_call import CallFailed
 from router.body import Api, parse_body
 from router.choice.chooser import Chooser
@@ -150,7 +148,7 @@ class Dispatcher:
         try:
             return await self._serve(request)
         finally:
-            self.reader.admission.turns.leave(ticket)
+            self.reader.admission.leave(ticket)
 
     async def _serve(self, request: RequestContext) -> web.StreamResponse:
         if not self.rooms.has_room_for(request.parsed.num_samples):
@@ -213,7 +211,7 @@ class Dispatcher:
 
     async def _stream(self, request: RequestContext, attempt: PairAttempt, merger: Merger | None) -> web.StreamResponse:
         attempt.watch_prefill(self._note)
-        request.cut = attempt.answering.close
+        request.cut = attempt.answering.reply.close
         on_chunk, clock = self.reader.events.on_chunk, self.clock
 
         def on_more(chunk: bytes) -> None:

@@ -1,8 +1,7 @@
 """Sends a request whose answer does not come to a second pair as well (--hedge-after; composed in only then).
 
-A hedge saves a request from one slow worker, and costs another worker all of its work. So only a share of requests may be
-hedged (a bucket that fills with them, as the retry budgets of Finagle and gRPC), and none while requests wait: a pool that is
-slow because it is full gets no more work. The idea is Dean's and Barroso's (The Tail at Scale, CACM 2013).
+A hedge costs another worker all of its work, so only a share of requests is hedged (a bucket that fills with them, as the retry budgets
+of Finagle and gRPC), and none while requests wait. The idea is Dean's and Barroso's (The Tail at Scale, CACM 2013).
 """
 
 import asyncio
@@ -70,8 +69,8 @@ class Hedging:
     def _begin(self, request: RequestContext, first: PairAttempt) -> PairAttempt | None:
         request.hedge_after_s = None
         pools = other_pools(self.picker.pools(request), first.workers)
-        if self.admission.num_waiting > 0 or pools is None or not self.budget.spend():
-            why = "busy" if self.admission.num_waiting > 0 else "no_other" if pools is None else "budget"
+        if self.admission.queue.num_waiting > 0 or pools is None or not self.budget.spend():
+            why = "busy" if self.admission.queue.num_waiting > 0 else "no_other" if pools is None else "budget"
             self.metrics.hedges_withheld.labels(why).inc()
             return None
         self.metrics.hedges.labels("started").inc()
@@ -80,11 +79,7 @@ class Hedging:
 
 
 def hedge_after_s(headers: Mapping[str, str], default_s: float, *, streams: bool) -> float | None:
-    """Return how long an answer may keep silent; None: for ever. `BadBody` names the header.
-
-    An answer that is not streamed is silent until it is whole, whatever the speed of its workers: it is hedged only if its
-    client names a time.
-    """
+    """How long an answer may keep silent; None: for ever, as one that is not streamed and so is silent until it is whole. `BadBody`."""
     text = headers.get(HEDGE_HEADER)
     if text is None:
         return default_s if streams else None

@@ -47,10 +47,8 @@ class Picker:
     async def pick_later(self, request: RequestContext) -> Placements | None:
         """Wait for a worker where `pick` has found none: while
 
-        - all workers that the request could go to are silent: up to `silence_s`, and no longer than its client. A request sent
-          to a dead one would hang for much longer than it takes to know.
-        - no worker is alive, and the request has failed already: up to `wait_s`. What broke its connections may have failed
-          health checks, too, and be over.
+        - all workers that the request could go to are silent: up to `silence_s`, and no longer than its client.
+        - no worker is alive, and the request has failed already: up to `wait_s`.
         """
         time_s = asyncio.get_running_loop().time
         began_s = time_s()

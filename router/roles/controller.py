@@ -175,11 +175,7 @@ class Controller:
         return Move(worker_id=victim.worker_id, model=model, to_role=to, reason=reason), reason
 
     def _giver_after(self, standing: Standing, pools: dict[Role, list[Seen]], giver: Role, *, lasting: float) -> float:
-        """Its pressure with one worker less. `lasting`: pressure of the other pool.
-
-        Prefill's work counts as it comes, decode's when prefill has done its part: a prefill pool beyond 1 holds work back, and with one
-        more worker lets through more in proportion.
-        """
+        """Its pressure with one worker less. `lasting`: of the other pool: prefill beyond 1 holds decode's work back, in proportion."""
         has, flow = sum(worker.lasting for worker in pools[giver]), 1.0
         if giver is Role.DECODE:
             size = len(pools[Role.PREFILL])

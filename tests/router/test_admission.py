@@ -344,7 +344,7 @@ def test_metrics_show_circuits_what_is_foretold_and_who_waits() -> None:
         ttft.add(1000.0 * i, 0.25 + 0.5 * i)
         itl.add(1.0 + i, 0.02 + 0.01 * i)
     for _ in range(3):
-        admission.turns.queue.arrive("", priority=0, now_s=0.0)
+        admission.queue.arrive("", priority=0, now_s=0.0)
     for _ in range(table.breaker.cb_failure_threshold):
         unknown.circuit.record(Event.FAULT, 0.0)
     samples = {

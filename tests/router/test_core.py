@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.attempts.rooms import RoomMinter
+from router.attempts.pair_attempt import RoomMinter
 from router.config import HealthFlags, RouterConfig, check_config
 from router.pool.reports import parse_bootstrap, parse_load, parse_mode
 from router.pool.states import TRANSITIONS, Check, Health

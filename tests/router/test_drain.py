@@ -151,7 +151,7 @@ async def test_a_retry_has_less_of_the_clients_time() -> None:
 
 
 async def test_the_tables_that_callers_fill_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.attempts.rooms.MAX_LIVE_ROOMS", 2)
+    monkeypatch.setattr("router.attempts.pair_attempt.MAX_LIVE_ROOMS", 2)
     monkeypatch.setattr("router.pool.workers.MAX_WORKERS", 2)
     async with cluster() as c:
         body = {"text": "a", "sampling_params": {"n": 3}}

@@ -245,13 +245,13 @@ async def test_why_a_hedge_is_withheld_and_that_only_a_made_one_costs() -> None:
     parts: Any = {
         "picker": SimpleNamespace(pools=lambda request: request.pools, choose=lambda request, pools: pools),
         "launcher": SimpleNamespace(begin=lambda request, headers, placements, hedge: placements),
-        "admission": SimpleNamespace(num_waiting=0),
+        "admission": SimpleNamespace(queue=SimpleNamespace(num_waiting=0)),
     }
     hedging = Hedging(default_s=1.0, budget=Budget(0.5), metrics=metrics, clock=lambda: 0.0, **parts)
 
     async def hedged(*workers: Worker, num_waiting: int = 0) -> Any:
         begun = asyncio.get_running_loop().create_future()
-        parts["admission"].num_waiting = num_waiting
+        parts["admission"].queue.num_waiting = num_waiting
         request: Any = SimpleNamespace(pools=[workers], hedge_after_s=0.0, headers_at=lambda now_s: {})
         first = SimpleNamespace(workers=(d0,))
         group: Any = SimpleNamespace(running=[first], begin_hedge=lambda begin: begun.set_result(begin()))

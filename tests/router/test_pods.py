@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from router.config import RouterConfig, check_config, label_query
 from router.pool.pod_watch import WatchBackoff
-from router.pool.pods import MAX_PODS, Change, Drop, Join, Leave, Pod, PodError, PodSet, Reconciler, read_pod
+from router.pool.pods import MAX_PODS, Change, Drop, Leave, Pod, PodError, PodSet, Reconciler, Wanted, read_pod
 from router.pool.states import Check
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
@@ -23,7 +23,7 @@ def a_pod(name: str = "a", ip: str = "10.0.0.1", **fields: Any) -> Pod:
 
 
 def told(changes: Sequence[Change]) -> list[tuple[str, str]]:
-    return [("join", c.wanted.url) if isinstance(c, Join) else (type(c).__name__.lower(), c.url) for c in changes]
+    return [("join", c.url) if isinstance(c, Wanted) else (type(c).__name__.lower(), c.url) for c in changes]
 
 
 URL = "http://10.0.0.1:80"
@@ -70,7 +70,7 @@ def test_the_bootstrap_port_comes_from_the_annotation(text: str | None, port: An
     if port == "bad":
         assert changes == [] and "bootstrap port must be 1 to 65535" in core.problems["ns/a"]
     else:
-        assert isinstance(changes[0], Join) and changes[0].wanted.bootstrap_port == port
+        assert isinstance(changes[0], Wanted) and changes[0].bootstrap_port == port
     assert Reconciler(80).changes({Role.DECODE: [a_pod(bootstrap_port=text)]})  # none of decode's business
 
 
@@ -155,9 +155,9 @@ def test_whatever_comes_the_pool_ends_as_the_pods_say(steps: list[tuple[list[Pod
     pods: list[Pod] = []
     for pods, ended in steps:
         for change in core.changes({Role.DECODE: pods}):
-            if isinstance(change, Join):
-                assert change.wanted.url not in pool | leaving
-                pool.add(change.wanted.url)
+            if isinstance(change, Wanted):
+                assert change.url not in pool | leaving
+                pool.add(change.url)
             elif isinstance(change, Drop):
                 assert change.url in pool | leaving
                 pool.discard(change.url)

@@ -20,9 +20,8 @@ from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.errors import from_finish
 from engine.loop.control import EngineControl
 from engine.loop.deadlines import Deadlines
-from router.attempts.pair_attempt import AttemptGroup, PairAttempt
+from router.attempts.pair_attempt import AttemptGroup, PairAttempt, RoomMinter
 from router.attempts.request import RequestContext
-from router.attempts.rooms import RoomMinter
 from router.pool.worker import Loads
 from router.requests.live import LiveRequests
 from tools.mutants.core import CORE

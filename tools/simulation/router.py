@@ -16,7 +16,7 @@ from yarl import URL
 
 from router.admission.admission import Admission
 from router.attempts.events import Events
-from router.attempts.rooms import RoomMinter
+from router.attempts.pair_attempt import RoomMinter
 from router.attempts.upstream_call import CircuitReporter, UnreachableReporter
 from router.body import Api
 from router.choice.chooser import make_chooser
