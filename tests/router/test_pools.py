@@ -16,7 +16,7 @@ from router.pool.load_order import SWEEP, key_for, load_key
 from router.pool.models import serves
 from router.pool.shared_load import SharedLoad
 from router.pool.states import Check, Health
-from router.pool.worker import MAX_LOG, Lease, LoadReport, Role, Worker
+from router.pool.worker import MAX_LOG, Lease, LoadLog, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 
 ROLES = (Role.PREFILL, Role.DECODE)
@@ -215,3 +215,27 @@ def test_what_a_peer_has_ended_is_seen_within_one_round(tmp_path: Path) -> None:
     other.loads.release(last)
     found = [least_loaded(pool).worker_id for _ in range(len(pool) // SWEEP)]
     assert found[-1] == last.worker.worker_id
+
+
+def test_a_reader_that_is_far_behind_looks_at_all() -> None:
+    log = LoadLog()
+    log.note(1)
+    place = log.end
+    log.note(2)
+    assert log.since(place) == [2]
+    for _ in range(2 * MAX_LOG):
+        log.note(3)
+    assert log.since(place) is None
+    assert log.since(log.end) == []
+    log.note(4)
+    assert log.since(log.end - 1) == [4]
+
+
+def test_a_circuit_that_a_peer_holds_open_narrows_the_pool(tmp_path: Path) -> None:
+    mine, other = peers(tmp_path, 3)
+    assert [w.worker_id for w in mine.ready(Role.DECODE, "", now_s=0.5)] == [0, 1, 2]
+    for _ in range(BreakerFlags().cb_failure_threshold):
+        other.workers()[1].circuit.record(Event.FAULT, 1.0)
+    assert [w.worker_id for w in mine.ready(Role.DECODE, "", now_s=1.1)] == [0, 2]
+    assert [w.worker_id for w in other.ready(Role.DECODE, "", now_s=1.1)] == [0, 2]
+    assert [w.worker_id for w in mine.ready(Role.DECODE, "", now_s=62.0)] == [0, 1, 2]

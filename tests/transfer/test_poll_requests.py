@@ -1,10 +1,11 @@
 """Decode drives its engine often only while a prefill worker waits for that, and then it does."""
 
-from tests.transfer.cores import MARK, decode_core
+from tests.transfer.cores import MARK, decode_core, prefill_core, registration
 from tests.transfer.rig import ChildWorker, until
 from transfer_backends.contract import Route
 from transfer_backends.decode.connections import EAGER_S
 from transfer_backends.kvpoll import KVPoll
+from transfer_backends.prefill.paths import POLL_REQUEST_EVERY_S
 from transfer_backends.wire import PollRequest, Registered
 
 NUM_PAGES, PAGE_BYTES = 1024, 32768
@@ -21,6 +22,17 @@ def test_decode_is_eager_after_a_poll_request_and_while_it_connects_but_not_beca
     assert core.rooms.num_exposed == 1 and not core.connections.eager(1.0)
     core.on_message(1, PollRequest("p", "d"), 2.0)
     assert core.connections.eager(2.0 + 0.9 * EAGER_S) and not core.connections.eager(2.0 + 1.1 * EAGER_S)
+
+
+def test_a_peer_is_asked_to_poll_while_its_writes_are_pending_and_not_more_often_than_needed() -> None:
+    core = prefill_core()
+    core.on_message("link", registration("d"), 0.0)
+    core.effects.queue.clear()
+    for now_s in (1.0, 1.0 + POLL_REQUEST_EVERY_S / 2, 1.0 + POLL_REQUEST_EVERY_S):
+        core.paths.on_pending("d", now_s)
+    assert list(core.effects.queue) == [("link", PollRequest("p", "d"))] * 2
+    core.paths.on_pending("gone", 9.0)  # its operation outlived it
+    assert core.effects.counters["nudges"] == 2 and POLL_REQUEST_EVERY_S < EAGER_S / 2
 
 
 def test_over_tcp_nixl_s_writes_wait_for_decode_which_prefill_asks_to_poll() -> None:
