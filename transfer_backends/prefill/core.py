@@ -47,7 +47,7 @@ class PrefillCore:
         )
         self.inbox = Inbox(config)
         self.outbox = Outbox(self.peers, args=kv_args, caps=caps)
-        self._reports = Reports(self.peers, page_bytes=kv_args.kv.item_bytes)
+        self._reports = Reports(self.peers, self.paths, page_bytes=kv_args.kv.item_bytes)
         self.rooms = PrefillRooms(self.peers, self.inbox, self.outbox, self._reports, args=kv_args)
         self.completions = Completions(
             self.rooms, self.outbox, self.paths, self.peers, self._reports, transfer_retries=config.transfer_retries
@@ -77,7 +77,7 @@ class PrefillCore:
         """Send `Bye` to the peers whose memory no operation can still write."""
         busy = {room.offer.incarnation for room in self.rooms if room.offer is not None and not room.quiet}
         for peer in self.peers.linked():
-            if peer.incarnation not in busy:
+            if peer.incarnation not in busy and peer.path.broken_at_s is None:
                 self.peers.send(peer, Bye(*self.peers.address(peer)))
 
     # ---- messages and links

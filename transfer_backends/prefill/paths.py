@@ -3,9 +3,10 @@
     CONNECTING --connected--> OPEN --op failed--> FENCING --fenced--> OPEN
                                                      +--fence failed--> CONNECTING (after a back-off)
 
-Bytes of a connection whose fence failed may still land: TCP sends them again once the network is whole. The path settles when the
-peer has been reached again and has stayed reachable for `settle_s`, or for as long as the outage lasted: a sender that backs off
-(RFC 6298, 5.5) waits no longer than that before it tries again.
+A connection whose fence failed reads our memory for `settle_s` at most; then rooms and pages are free here. In decode's memory
+its bytes may land later: TCP sends them again once the network is whole. So decode receives no `Drained`, and nothing is written,
+until the peer has been reached again and `settle_s` more are over, or as long as the outage lasted: a sender that backs off (RFC
+6298, 5.5) tries again within that time.
 
 A lost peer is dropped once its path is *quiet*: none of its operations can still write. A peer has one path, to one KV region.
 """
@@ -16,9 +17,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from transfer_backends.contract import Region
+from transfer_backends.kvpoll import RoomKey
 from transfer_backends.peers import Peer, PeerTable
 from transfer_backends.timers import RetryTimer, RunningTime
-from transfer_backends.wire import PollRequest
+from transfer_backends.wire import Drained, PollRequest
 
 FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
@@ -40,8 +42,10 @@ class RemoteMemory:
 
 @dataclass(eq=False)
 class Path:
-    """`num_ops`: posted and not final. In running time: `broken_at_s`, when a fence failed (None: the path is settled), and
-    `settles_at_s`, until when bytes of the broken connection may land.
+    """`num_ops`: posted and not final. Of a broken connection, in running time: `broken_at_s`, when its fence failed;
+    `read_until_s`, when it has read its last byte here; `lands_until_s`, when its last byte has landed (inf: not reached again).
+
+    `owed`: rooms whose `Drained` waits for that, with their tries.
     """
 
     memory: RemoteMemory
@@ -49,7 +53,9 @@ class Path:
     num_ops: int = 0
     reconnect: RetryTimer = field(default_factory=lambda: RetryTimer(FIRST_RETRY_S, LONGEST_RETRY_S))
     broken_at_s: float | None = None
-    settles_at_s: float = math.inf
+    read_until_s: float | None = None
+    lands_until_s: float = math.inf
+    owed: dict[RoomKey, int] = field(default_factory=dict)
     next_poll_request_s: float = 0.0
 
     @property
@@ -58,7 +64,7 @@ class Path:
 
     @property
     def quiet(self) -> bool:
-        return not self.num_ops and self.broken_at_s is None and self.state is not PathState.FENCING
+        return not self.num_ops and self.read_until_s is None and self.state is not PathState.FENCING
 
 
 @dataclass(eq=False, kw_only=True)
@@ -110,7 +116,7 @@ class Paths:
         path.state = PathState.OPEN
         path.reconnect.reset()
         if path.broken_at_s is not None:
-            path.settles_at_s = ran_s + max(self._settle_s, ran_s - path.broken_at_s)
+            path.lands_until_s = ran_s + max(self._settle_s, ran_s - path.broken_at_s)
 
     def on_op_final(self, peer: DecodePeer, *, ok: bool) -> None:
         """After a failed operation, fence when the last has ended."""
@@ -129,7 +135,8 @@ class Paths:
                 path.state = PathState.OPEN
             return True
         self._peers.effects.counters["fence_failures"] += 1
-        path.broken_at_s, path.settles_at_s = self._ran.at(now_s), math.inf
+        path.broken_at_s = self._ran.at(now_s)
+        path.read_until_s, path.lands_until_s = path.broken_at_s + self._settle_s, math.inf
         if path.state is PathState.FENCING:
             path.state = PathState.CONNECTING
             path.reconnect.plan(now_s)
@@ -144,21 +151,29 @@ class Paths:
             self._peers.send(peer, PollRequest(*self._peers.address(peer)))
 
     def tick(self, now_s: float) -> list[DecodePeer]:
-        """Reconnect where due; return the peers whose paths have settled."""
+        """Reconnect where due, send what is owed; return the peers whose broken connections read nothing here any more."""
         self._ran.tick(now_s)
         settled = []
         for peer in self._peers:
             path = peer.path
-            if path.broken_at_s is not None and self._ran.at(now_s) >= self._settles_at_s(peer, path.broken_at_s):
-                path.broken_at_s = None
+            if path.read_until_s is not None and self._ran.at(now_s) >= path.read_until_s:
+                path.read_until_s = None
                 settled.append(peer)
+            if self._ran.at(now_s) >= path.lands_until_s:
+                path.broken_at_s, path.lands_until_s = None, math.inf
+                for key, write_try in path.owed.items():
+                    self.drained(peer, key, write_try)
+                path.owed.clear()
             if path.reconnect.due(now_s) and not peer.lost:
                 self.connect(peer)
         return settled
 
-    def _settles_at_s(self, peer: DecodePeer, broken_at_s: float) -> float:
-        """A lost peer is not connected again, so its path settles without that."""
-        return min(peer.path.settles_at_s, broken_at_s + self._settle_s) if peer.lost else peer.path.settles_at_s
+    def drained(self, peer: DecodePeer, key: RoomKey, write_try: int) -> None:
+        """Report that nothing lands in the room's pages any more, as soon as that is so."""
+        if peer.path.broken_at_s is None:
+            self._peers.send(peer, Drained(*self._peers.address(peer), *key, write_try))
+        else:
+            peer.path.owed[key] = write_try
 
     def retire(self, peer: DecodePeer) -> None:
         """Drop a lost peer once its path is quiet; the caller has failed its rooms."""

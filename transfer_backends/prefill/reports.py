@@ -2,14 +2,15 @@
 
 from transfer_backends.kvpoll import KVPoll, RoomKey
 from transfer_backends.peers import PeerTable
-from transfer_backends.prefill.paths import DecodePeer
+from transfer_backends.prefill.paths import DecodePeer, Paths
 from transfer_backends.prefill.room import PrefillRoom
-from transfer_backends.wire import Drained, Status, clip
+from transfer_backends.wire import Status, clip
 
 
 class Reports:
-    def __init__(self, peers: PeerTable[DecodePeer], *, page_bytes: int) -> None:
+    def __init__(self, peers: PeerTable[DecodePeer], paths: Paths, *, page_bytes: int) -> None:
         self._peers = peers
+        self._paths = paths
         self._page_bytes = page_bytes
 
     def status(self, room: PrefillRoom, state: KVPoll) -> None:
@@ -27,14 +28,14 @@ class Reports:
         peer = self._peer_of(room)
         if room.owes_drained and room.quiet and peer is not None:
             room.owes_drained = False
-            self.acknowledge(peer, room.key, room.write_try)
+            self._paths.drained(peer, room.key, room.write_try)
 
     def acknowledge(self, peer: DecodePeer, key: RoomKey, write_try: int) -> None:
-        self._peers.send(peer, Drained(*self._peers.address(peer), *key, write_try))
+        self._paths.drained(peer, key, write_try)
 
     def reject(self, peer: DecodePeer, key: RoomKey, reason: str) -> None:
         self._send_status(peer, key, KVPoll.Failed, 0, reason, 0)
-        self.acknowledge(peer, key, 0)
+        self._paths.drained(peer, key, 0)
 
     def _peer_of(self, room: PrefillRoom) -> DecodePeer | None:
         return self._peers.get(room.offer.incarnation) if room.offer else None
