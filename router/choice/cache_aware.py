@@ -3,7 +3,7 @@
     cost(worker) = tokens that wait there to be computed - weight * tokens of the prompt that it has cached
     weight       = 1 + RECOMPUTE_WEIGHT * requests at the worker that has the fewest
 
-The least cost wins. On an idle worker a prefix is computed again at nobody's expense; where all have queues that delays every request
+The least cost wins. On an idle worker a prefix is computed again at no cost to others; where all have queues that delays every request
 behind it, so the weight grows with the queues (docs/router.md: on the Mooncake traces at twice their rate the median first token came
 eight times later without; between 1 and 16 the constant makes little difference). SGLang's thresholds apply: a match below
 `cache_threshold` of the prompt is none, and beyond both balance thresholds the load alone decides.

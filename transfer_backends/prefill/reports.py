@@ -28,14 +28,14 @@ class Reports:
         peer = self._peer_of(room)
         if room.owes_drained and room.quiet and peer is not None:
             room.owes_drained = False
-            self._paths.drained(peer, room.key, room.write_try)
+            self.acknowledge(peer, room.key, room.write_try)
 
     def acknowledge(self, peer: DecodePeer, key: RoomKey, write_try: int) -> None:
         self._paths.drained(peer, key, write_try)
 
     def reject(self, peer: DecodePeer, key: RoomKey, reason: str) -> None:
         self._send_status(peer, key, KVPoll.Failed, 0, reason, 0)
-        self._paths.drained(peer, key, 0)
+        self.acknowledge(peer, key, 0)
 
     def _peer_of(self, room: PrefillRoom) -> DecodePeer | None:
         return self._peers.get(room.offer.incarnation) if room.offer else None

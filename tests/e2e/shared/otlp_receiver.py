@@ -7,7 +7,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class OtlpReceiver:
-    """What a collector is told. `spans`: each with its service's name."""
+    """What a collector receives. `spans`: each with its service's name."""
 
     def __init__(self) -> None:
         self.paths: set[str] = set()
@@ -27,9 +27,9 @@ class OtlpReceiver:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
-    def take(self, path: str, told: ExportTraceServiceRequest) -> None:
+    def take(self, path: str, request: ExportTraceServiceRequest) -> None:
         self.paths.add(path)
-        for resource in told.resource_spans:
+        for resource in request.resource_spans:
             service = attributes_of(resource.resource.attributes)["service.name"]
             self.spans += [(service, span) for scope in resource.scope_spans for span in scope.spans]
 

@@ -25,7 +25,7 @@ def test_one_trace_through_router_and_both_workers(nixl: Cluster, receiver: Otlp
     asyncio.run(_ask(nixl.router, "junk"))  # begins a trace of its own
     wait_until(lambda: len(receiver.traces_of("spanned")) == 2, within_s=20, what="another trace")
     spans = receiver.of(TRACE)
-    roots = {service: [s for s in told if s.name.startswith("chat")] for service, told in spans.items()}
+    roots = {service: [s for s in found if s.name.startswith("chat")] for service, found in spans.items()}
     (router,), (prefill,), (decode,) = (roots[f"tandem-{name}"] for name in ("router", "prefill", "decode"))
     assert router.parent_span_id.hex() == CLIENT_SPAN
     assert prefill.parent_span_id == decode.parent_span_id == router.span_id
