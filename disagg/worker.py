@@ -24,7 +24,8 @@ from disagg.role_session import RoleSession, SessionPlan, check_next_session, ne
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.server import WorkerDied, run_frontend
-from engine.frontend.setup import FrontendSpec, open_worker_gate
+from engine.frontend.services import FrontendSpec
+from engine.frontend.setup import open_worker_gate
 from engine.local_defaults import with_random_seed, with_threads
 from engine.model_files.source import with_local_model
 from service.flags import ConfigError, values_by_name

@@ -29,9 +29,6 @@ class ServedModel:
     context_length: int
     sampling_defaults: Mapping[str, float | int]
     info: Mapping[str, Any]
-    tool_call_parser: str | None
-    return_hidden_states: bool
-    embedding_pooling: str
     lora: bool
 
     @property
@@ -64,9 +61,6 @@ def load_served_model(engine: EngineConfig, *, mode: str) -> ServedModel:
             "weight_version": engine.weight_version,
             "disaggregation_mode": mode,
         },
-        tool_call_parser=engine.tool_call_parser,
-        return_hidden_states=engine.enable_return_hidden_states,
-        embedding_pooling=engine.embedding_pooling,
         lora=lora_enabled(engine.enable_lora, engine.lora_paths),
     )
 

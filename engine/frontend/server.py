@@ -13,8 +13,8 @@ from engine.frontend.client.scheduler_link import ENGINE_DEAD, SchedulerLink
 from engine.frontend.draining import drain
 from engine.frontend.errors import draining
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
-from engine.frontend.services import Services
-from engine.frontend.setup import FrontendSpec, make_services
+from engine.frontend.services import FrontendSpec, Services
+from engine.frontend.setup import make_services
 from engine.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
 from engine.messages import GetStep, Shutdown, ToFrontend, ToScheduler
 from service.http.errors import ApiError

@@ -12,49 +12,58 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from engine.frontend.bootstraps import BootstrapAllowlist
+from engine.config import EngineConfig, ServerConfig
+from engine.frontend.bootstraps import BootstrapAllowlist, BootstrapFields, build_bootstraps
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.metrics.worker import Metrics
 from engine.frontend.role_switch import RoleSwitch
 from engine.frontend.served_model import ServedModel
+from engine.messages import Bootstrap
 from engine.sampling_params import SamplingParams
 from service.http.deadline import UNITS_S, seconds_of
 from service.http.errors import ApiError, bad_field
 from service.security.browser import BrowserRule
 from service.security.keys import KeyGate
+from service.security.secret import VOUCHER_HEADER
 from service.telemetry.tracer import Tracer
 
+HEALTH_TIMEOUT_S = 20.0
+DEFAULT_BOOTSTRAP_PORT = 8998
 INLINE_CHARS = 2000  # the event loop tokenizes shorter texts: that costs less than a thread switch
 
 
 @dataclass(frozen=True, kw_only=True)
-class SessionInfo:
-    """`server_info`: flat, no secrets. `dead`: why the engine cannot serve, or None. `switch`: None for a fixed role."""
+class FrontendSpec:
+    """What one role session serves. `extra_info`: for /server_info, no secrets. `switch`: None for a fixed role."""
 
-    mode: str
-    default_bootstrap_port: int
-    server_info: Mapping[str, Any]
-    dead: Callable[[], str | None]
-    health_timeout_s: float
-    default_deadline_s: float | None
-    switch: RoleSwitch | None
-    started_unix_s: int = field(default_factory=lambda: int(time.time()))
-    incarnation: str = field(default_factory=lambda: secrets.token_hex(16))
+    server: ServerConfig
+    engine: EngineConfig
+    mode: str = "null"
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    default_bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT
+    bootstrap_allowlist: BootstrapAllowlist = field(default_factory=BootstrapAllowlist)
+    switch: RoleSwitch | None = None
+    health_timeout_s: float = HEALTH_TIMEOUT_S
 
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
+    """`server_info`: flat, no secrets. `dead`: why the engine cannot serve, or None."""
+
+    spec: FrontendSpec
     model: ServedModel
-    session: SessionInfo
+    server_info: Mapping[str, Any]
+    dead: Callable[[], str | None]
     client: EngineClient
     metrics: Metrics
     tracer: Tracer
     gate: KeyGate
     browser: BrowserRule
-    bootstrap_allowlist: BootstrapAllowlist
     prng: random.Random
     tokenizer_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
+    started_unix_s: int = field(default_factory=lambda: int(time.time()))
+    incarnation: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @property
     def scheduler(self) -> SchedulerLink:
@@ -71,7 +80,7 @@ class Services:
         return min(self.model.context_length, kv) if isinstance(kv, int) else self.model.context_length
 
     def timeout_of(self, request: web.BaseRequest) -> float | None:
-        return request_timeout_s(request.headers, default_s=self.session.default_deadline_s)
+        return request_timeout_s(request.headers, default_s=self.spec.server.default_deadline_s)
 
     async def encode(self, text: str, *, field: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; a thread tokenizes a long text. Raises ApiError(400) naming `field`."""
@@ -83,6 +92,21 @@ class Services:
             return await run(self.tokenizer_pool, lambda: encode(text, add_special_tokens=add_special_tokens))
         except ValueError as e:
             raise bad_field(field, str(e)) from None
+
+    def bootstraps_of(
+        self, request: web.BaseRequest, fields: BootstrapFields, *, num_prompts: int, n: int
+    ) -> list[Bootstrap | None]:
+        """Where each sample meets its other half. Raises ApiError(400), also for a host that may not be named."""
+        bootstraps = build_bootstraps(
+            fields,
+            mode=self.spec.mode,
+            num_prompts=num_prompts,
+            n=n,
+            default_port=self.spec.default_bootstrap_port,
+            mint_room=self.mint_room,
+        )
+        self.spec.bootstrap_allowlist.check(bootstraps, voucher=request.headers.get(VOUCHER_HEADER, ""))
+        return bootstraps
 
     def mint_room(self) -> int:
         """A room for a request with a fake transfer; never 0."""

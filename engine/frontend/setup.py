@@ -1,20 +1,17 @@
 """Builds the services of a role session from its flags."""
 
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from engine.config import EngineConfig, ServerConfig
-from engine.frontend.bootstraps import BootstrapAllowlist
+from engine.config import ServerConfig
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.client.tracing import Traces
 from engine.frontend.metrics.worker import Metrics
-from engine.frontend.role_switch import RoleSwitch
 from engine.frontend.served_model import load_served_model
-from engine.frontend.services import Services, SessionInfo
+from engine.frontend.services import FrontendSpec, Services
 from engine.lora.names import named_paths
 from engine.text.sample import SampleText
 from service.flags import ConfigError, values_by_name
@@ -22,23 +19,6 @@ from service.security.browser import BrowserRule
 from service.security.keys import KeyGate, open_gate
 from service.telemetry.otlp import open_exporter
 from service.telemetry.tracer import Tracer
-
-HEALTH_TIMEOUT_S = 20.0
-DEFAULT_BOOTSTRAP_PORT = 8998
-
-
-@dataclass(frozen=True, kw_only=True)
-class FrontendSpec:
-    """What one role session serves. `extra_info`: for /server_info, no secrets. `switch`: None for a fixed role."""
-
-    server: ServerConfig
-    engine: EngineConfig
-    mode: str = "null"
-    extra_info: Mapping[str, Any] = field(default_factory=dict)
-    default_bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT
-    bootstrap_allowlist: BootstrapAllowlist = field(default_factory=BootstrapAllowlist)
-    switch: RoleSwitch | None = None
-    health_timeout_s: float = HEALTH_TIMEOUT_S
 
 
 def make_services(
@@ -55,16 +35,10 @@ def make_services(
     exporter = open_exporter(enable=server.enable_trace, endpoint=server.otlp_traces_endpoint, process=process)
     tracer = Tracer(ring_size=server.trace_ring, exporter=exporter)
     return Services(
+        spec=spec,
         model=model,
-        session=SessionInfo(
-            mode=spec.mode,
-            default_bootstrap_port=spec.default_bootstrap_port,
-            server_info=_server_info(spec),
-            dead=dead,
-            health_timeout_s=spec.health_timeout_s,
-            default_deadline_s=server.default_deadline_s,
-            switch=spec.switch,
-        ),
+        server_info=_server_info(spec),
+        dead=dead,
         client=EngineClient(
             scheduler,
             open_text=partial(SampleText, model.tokenizer),
@@ -82,7 +56,6 @@ def make_services(
             allowed_hosts=server.allowed_hosts,
             allowed_origins=server.allowed_origins,
         ),
-        bootstrap_allowlist=spec.bootstrap_allowlist,
         prng=random.Random(engine.random_seed),
     )
 

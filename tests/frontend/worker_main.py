@@ -17,7 +17,8 @@ from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.frontend.role_switch import RoleSwitch
 from engine.frontend.server import WorkerDied, run_frontend
-from engine.frontend.setup import FrontendSpec, open_worker_gate
+from engine.frontend.services import FrontendSpec
+from engine.frontend.setup import open_worker_gate
 from engine.ipc import IpcPaths
 from service.flags import ConfigError
 from service.http.listening import ListeningPort, open_port

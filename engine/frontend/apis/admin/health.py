@@ -26,8 +26,8 @@ async def health(request: web.BaseRequest) -> web.Response:
     """
     s = request[SERVICES]
     if s.client.is_draining:
-        body = {"status": DRAINING, "num_live_reqs": s.client.num_live, "incarnation": s.session.incarnation}
-        to = None if s.session.switch is None else s.session.switch.to_role
+        body = {"status": DRAINING, "num_live_reqs": s.client.num_live, "incarnation": s.incarnation}
+        to = None if s.spec.switch is None else s.spec.switch.to_role
         answer = json_response(body if to is None else {**body, "switching_to": to}, status=503)
         answer.headers["Retry-After"] = "1"
         return answer
@@ -37,10 +37,10 @@ async def health(request: web.BaseRequest) -> web.Response:
         if loading is not None and loading.loading:
             raise not_ready(f"the model has been loading for {loading.busy_s:.0f} s")
     check_up(s)
-    body = {"status": "ok", "incarnation": s.session.incarnation}
+    body = {"status": "ok", "incarnation": s.incarnation}
     if s.scheduler.now_s() - s.scheduler.last_message_s <= RECENT_S:
         return json_response(body)
-    now = await s.scheduler.step(timeout_s=s.session.health_timeout_s)
+    now = await s.scheduler.step(timeout_s=s.spec.health_timeout_s)
     if now.stalled:
         raise not_ready(f"one step has taken {now.busy_s:.0f} s, longer than --watchdog-timeout")
     return json_response({**body, **step_summary(now)})
@@ -57,8 +57,8 @@ async def health_generate(request: web.BaseRequest) -> web.Response:
     check_up(s)
     bootstrap = (
         None
-        if s.session.mode == "null"
-        else Bootstrap(host=FAKE_BOOTSTRAP_HOST, port=s.session.default_bootstrap_port, room=s.mint_room())
+        if s.spec.mode == "null"
+        else Bootstrap(host=FAKE_BOOTSTRAP_HOST, port=s.spec.default_bootstrap_port, room=s.mint_room())
     )
     sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=0, ignore_eos=True)
     probe = GenerateRequest(
@@ -66,9 +66,9 @@ async def health_generate(request: web.BaseRequest) -> web.Response:
     )
     try:
         with s.client.generate([probe]) as generation:
-            await asyncio.wait_for(generation.next(), s.session.health_timeout_s)
+            await asyncio.wait_for(generation.next(), s.spec.health_timeout_s)
     except TimeoutError:
-        raise not_ready(f"no token came within {s.session.health_timeout_s:g} s") from None
+        raise not_ready(f"no token came within {s.spec.health_timeout_s:g} s") from None
     return json_response({"status": "ok"})
 
 
@@ -79,7 +79,7 @@ def check_up(s: Services) -> None:
 
 
 def check_dead(s: Services) -> None:
-    reason = s.session.dead()
+    reason = s.dead()
     if reason is not None:
         raise not_ready(reason)
     if s.client.closed is not None:
@@ -90,7 +90,7 @@ async def step_if_up(s: Services) -> StepReply | None:
     try:
         if not s.client.is_draining:
             check_dead(s)
-        return await s.scheduler.step(timeout_s=min(LOADING_TIMEOUT_S, s.session.health_timeout_s))
+        return await s.scheduler.step(timeout_s=min(LOADING_TIMEOUT_S, s.spec.health_timeout_s))
     except ApiError:
         return None
 

@@ -31,7 +31,7 @@ def _model_cards(s: Services) -> list[dict[str, Any]]:
     base = {
         "id": s.model.served_name,
         "object": "model",
-        "created": s.session.started_unix_s,
+        "created": s.started_unix_s,
         "owned_by": "tandem",
         "root": s.model.path,
         "parent": None,
@@ -48,15 +48,15 @@ async def model_info(request: web.BaseRequest) -> web.Response:
 
 async def server_info(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
-    load, now, switch = await load_if_up(s), await step_if_up(s), s.session.switch
+    load, now, switch = await load_if_up(s), await step_if_up(s), s.spec.switch
     return json_response(
         {
-            **s.session.server_info,
+            **s.server_info,
             **s.scheduler.info,
             "model_path": s.model.path,
             **s.scheduler.updated,
             "served_model_name": s.model.served_name,
-            "disaggregation_mode": s.session.mode,
+            "disaggregation_mode": s.spec.mode,
             **({} if switch is None else {"switching_to": switch.to_role, "last_switch": switch.last}),
             "status": DRAINING if s.client.is_draining else "ready" if load else "starting",
             **load,
@@ -70,11 +70,11 @@ async def loads(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
     entry = v1_loads_entry(
         await s.client.recent_state(),
-        mode=s.session.mode,
-        max_running_requests=int(s.session.server_info.get("max_running_requests", 0)),
+        mode=s.spec.mode,
+        max_running_requests=int(s.server_info.get("max_running_requests", 0)),
         num_live=s.client.num_live,
     )
-    return json_response({"timestamp": time.time(), "version": s.session.server_info.get("version"), "loads": [entry]})
+    return json_response({"timestamp": time.time(), "version": s.server_info.get("version"), "loads": [entry]})
 
 
 async def old_load(request: web.BaseRequest) -> web.Response:

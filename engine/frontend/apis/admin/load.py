@@ -60,26 +60,15 @@ def get_load(s: StateReply) -> list[dict[str, Any]]:
 
 def v1_loads_entry(s: StateReply, *, mode: str, max_running_requests: int, num_live: int) -> dict[str, Any]:
     summary = load_summary(s)
-    names = (
-        "num_running_reqs",
-        "num_waiting_reqs",
-        "num_waiting_uncached_tokens",
-        "num_used_tokens",
-        "num_total_tokens",
-        "max_total_num_tokens",
-        "token_usage",
-        "gen_throughput",
-        "cache_hit_rate",
-    )
+    pages = summary.pop("pages")
     return {
         "dp_rank": 0,
-        **{name: summary[name] for name in names},
-        "num_queued_reqs": summary["num_queued_reqs"],
+        **summary,
         "num_live_reqs": num_live,
         "num_active_tokens": summary["num_used_tokens"],
         "max_running_requests": max_running_requests,
         "utilization": s.running / max_running_requests if max_running_requests else 0.0,
-        "memory": {"pages": s.pages, "page_size": s.page_size, "num_pages": s.num_pages},
+        "memory": {"pages": pages, "page_size": s.page_size, "num_pages": s.num_pages},
         "disaggregation": {
             "mode": mode,
             **{name: s.queues.get(queue, 0) for name, queue in PD_QUEUES.items()},
@@ -91,5 +80,4 @@ def v1_loads_entry(s: StateReply, *, mode: str, max_running_requests: int, num_l
             **{name: int(s.counters.get(counter, 0)) for name, counter in TOTALS.items()},
             "busy_ms": int(1000 * s.counters.get("busy_s", 0.0)),
         },
-        "queues": s.queues,
     }

@@ -3,8 +3,9 @@
 import msgspec
 from aiohttp import web
 
+from engine.frontend.apis.shared.fields import check_token_ids, id_lists
 from engine.frontend.services import SERVICES
-from service.http.errors import bad_field, decode_body
+from service.http.errors import decode_body
 from service.http.stream import json_response
 
 
@@ -24,29 +25,20 @@ async def tokenize(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
     body = decode_body(await request.read(), TokenizeBody)
     add = body.add_special_tokens is not False
+    single = isinstance(body.prompt, str)
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     tokens = [await s.encode(t, field="prompt", add_special_tokens=add) for t in texts]
     counts = [len(t) for t in tokens]
-    single = isinstance(body.prompt, str)
-    return json_response(
-        {
-            "tokens": tokens[0] if single else tokens,
-            "count": counts[0] if single else counts,
-            "max_model_len": s.context_length,
-        }
-    )
+    shown = {"tokens": tokens[0], "count": counts[0]} if single else {"tokens": tokens, "count": counts}
+    return json_response({**shown, "max_model_len": s.context_length})
 
 
 async def detokenize(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
     body = decode_body(await request.read(), DetokenizeBody)
-    flat = [t for t in body.tokens if isinstance(t, int)]
-    nested = [t for t in body.tokens if not isinstance(t, int)]
-    if flat and nested:
-        raise bad_field("tokens", "must be a list of token ids or a list of such lists")
-    for token in [*flat, *(t for ids in nested for t in ids)]:
-        if not 0 <= token < s.model.vocab_size:
-            raise bad_field("tokens", f"{token} is not a token id (0 to {s.model.vocab_size - 1})")
+    lists, single = id_lists(body.tokens, field="tokens")
+    for ids in lists:
+        check_token_ids(ids, field="tokens", vocab_size=s.model.vocab_size)
     skip = body.skip_special_tokens is not False
-    texts = [s.model.tokenizer.decode(ids, skip_special_tokens=skip) for ids in nested or [flat]]
-    return json_response({"text": texts if nested else texts[0]})
+    texts = [s.model.tokenizer.decode(ids, skip_special_tokens=skip) for ids in lists]
+    return json_response({"text": texts[0] if single else texts})

@@ -34,8 +34,8 @@ async def switch_role(request: web.BaseRequest) -> web.Response:
     if body.timeout is not None and not (body.timeout >= 0 and math.isfinite(body.timeout)):
         raise bad_field("timeout", f"must be a number of seconds, at least 0, got {body.timeout}")
     switch = _open_switch(s)
-    if body.role == s.session.mode:
-        return json_response({"role": s.session.mode, "message": f"this is a {s.session.mode} worker"})
+    if body.role == s.spec.mode:
+        return json_response({"role": s.spec.mode, "message": f"this is a {s.spec.mode} worker"})
     to = _state_for(s, body.role)
     try:
         switch.check(to)
@@ -44,26 +44,26 @@ async def switch_role(request: web.BaseRequest) -> web.Response:
     switch.request(to, body.timeout)
     message = f"it drains, then starts again as a {body.role} worker; /server_info shows when"
     reply = {
-        "role": s.session.mode,
+        "role": s.spec.mode,
         "switching_to": body.role,
-        "incarnation": s.session.incarnation,
+        "incarnation": s.incarnation,
         "message": message,
     }
     return json_response(reply, status=202)
 
 
 def _open_switch(s: Services) -> RoleSwitch:
-    if s.session.switch is None:
+    if s.spec.switch is None:
         raise bad_field("role", UNIFIED)
-    restarts = s.session.switch.last is not None and not s.scheduler.ready.is_set()
-    if s.session.switch.to is not None or restarts:
-        role = s.session.switch.to_role or s.session.mode
+    restarts = s.spec.switch.last is not None and not s.scheduler.ready.is_set()
+    if s.spec.switch.to is not None or restarts:
+        role = s.spec.switch.to_role or s.spec.mode
         raise ApiError(409, f"a switch to {role} is under way", code="switching", retry_after_s=1)
     if s.client.closed is not None:
         raise s.client.closed
     if not s.scheduler.ready.is_set():
         raise not_ready("the model is still loading")
-    return s.session.switch
+    return s.spec.switch
 
 
 def _state_for(s: Services, role: str) -> RoleSwitchState:

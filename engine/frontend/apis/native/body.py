@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from engine.frontend.apis.shared.fields import SamplingFields
+from engine.frontend.apis.shared.fields import SamplingFields, check_token_ids, id_lists
 from engine.frontend.bootstraps import Host, Port, Room
 from engine.messages import MAX_ASKED_TOKEN_IDS, LogprobOptions
 from service.http.errors import bad_field
@@ -77,22 +77,18 @@ def _token_id_lists(value: list[Any] | None, num_prompts: int, *, vocab_size: in
     """`token_ids_logprob`, one list for all prompts or one for each (null: none there). Raises ApiError(400)."""
     if not value:
         return [()] * num_prompts
-    nested = [v for v in value if not isinstance(v, int)]
-    if not nested:
+    lists, single = id_lists(value, field="token_ids_logprob")
+    if single:
         return [_checked(value, vocab_size=vocab_size)] * num_prompts
-    if len(nested) < len(value):
-        raise bad_field("token_ids_logprob", "must be a list of token ids or a list of such lists")
-    if len(nested) != num_prompts:
-        raise bad_field("token_ids_logprob", f"has {len(nested)} lists for {num_prompts} prompts")
-    return [_checked(ids or [], vocab_size=vocab_size) for ids in nested]
+    if len(lists) != num_prompts:
+        raise bad_field("token_ids_logprob", f"has {len(lists)} lists for {num_prompts} prompts")
+    return [_checked(ids or [], vocab_size=vocab_size) for ids in lists]
 
 
 def _checked(ids: list[int], *, vocab_size: int) -> tuple[int, ...]:
     if len(ids) > MAX_ASKED_TOKEN_IDS:
         raise bad_field("token_ids_logprob", f"at most {MAX_ASKED_TOKEN_IDS} token ids, got {len(ids)}")
-    for i in ids:
-        if not 0 <= i < vocab_size:
-            raise bad_field("token_ids_logprob", f"{i} is not a token id (0 to {vocab_size - 1})")
+    check_token_ids(ids, field="token_ids_logprob", vocab_size=vocab_size)
     return tuple(ids)
 
 

@@ -1,7 +1,5 @@
 """SGLang's native POST /generate: text or token ids, one or many, cumulative streaming."""
 
-from typing import cast
-
 import msgspec
 from aiohttp import web
 
@@ -14,17 +12,16 @@ from engine.frontend.apis.shared.fields import (
     check_priority,
     check_stream_interval,
     fit_to_context,
+    id_lists,
     prompt_ids,
     refuse,
 )
 from engine.frontend.apis.shared.models import check_lora_path
 from engine.frontend.apis.shared.stream import answer
-from engine.frontend.bootstraps import build_bootstraps
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from service.http.errors import bad_field, decode_body
-from service.security.secret import VOUCHER_HEADER
 
 DEFAULT_NEW_TOKENS = 128
 INSIDE = "sampling_params."
@@ -37,8 +34,11 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
     body = decode_body(await request.read(), GenerateBody)
     refuse(body, REFUSED)
     prompts, single = await _prompts(s, body)
-    params = _params(s, body, len(prompts))
+    given = [p or SamplingBody() for p in each("sampling_params", body.sampling_params, len(prompts))]
+    params = [_params(s, one) for one in given]
     n = params[0].n
+    if len({p.n for p in params}) > 1:
+        raise bad_field("sampling_params.n", "must be the same for all prompts of a batch")
     check_num_samples(len(prompts), n, field="input_ids" if body.input_ids is not None else "text")
     fitted = [
         fit_to_context(
@@ -46,14 +46,11 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
             num_prompt_tokens=len(ids),
             context_length=s.context_length,
             field="sampling_params.max_new_tokens",
-            cut=given is None or given.max_new_tokens is msgspec.UNSET,  # the default is cut to what fits
+            cut=one.max_new_tokens is msgspec.UNSET,  # the default is cut to what fits
         )
-        for p, ids, given in zip(
-            params, prompts, each("sampling_params", body.sampling_params, len(prompts)), strict=True
-        )
+        for p, ids, one in zip(params, prompts, given, strict=True)
     ]
-    requests, groups = _requests(s, body, prompts=prompts, params=fitted, n=n)
-    s.bootstrap_allowlist.check([r.bootstrap for r in requests], voucher=request.headers.get(VOUCHER_HEADER, ""))
+    requests, groups = _requests(request, body, prompts=prompts, given=given, params=fitted, n=n)
     generation = s.client.generate(requests, groups=groups, timeout_s=timeout_s)
     view = NativeView(
         generation,
@@ -73,22 +70,11 @@ async def _prompts(s: Services, body: GenerateBody) -> tuple[list[list[int]], bo
         if not texts or not all(texts):
             raise bad_field("text", "must not be empty")
         return [await prompt_ids(s, t, field="text") for t in texts], isinstance(body.text, str)
-    kinds = set(map(type, body.input_ids or []))
-    if len(kinds) > 1:
-        raise bad_field("input_ids", "must be a list of token ids or a list of such lists")
-    nested = kinds == {list}
-    prompts = cast(list[list[int]], body.input_ids if nested else [body.input_ids or []])
-    return [await prompt_ids(s, ids, field="input_ids") for ids in prompts], not nested
+    prompts, single = id_lists(body.input_ids or [], field="input_ids")
+    return [await prompt_ids(s, ids, field="input_ids") for ids in prompts], single
 
 
-def _params(s: Services, body: GenerateBody, num_prompts: int) -> list[SamplingParams]:
-    params = [_one_params(s, p or SamplingBody()) for p in each("sampling_params", body.sampling_params, num_prompts)]
-    if len({p.n for p in params}) > 1:
-        raise bad_field("sampling_params.n", "must be the same for all prompts of a batch")
-    return params
-
-
-def _one_params(s: Services, p: SamplingBody) -> SamplingParams:
+def _params(s: Services, p: SamplingBody) -> SamplingParams:
     refuse(p, ("custom_params",), inside=INSIDE)
     if p.beam_width is not None and p.beam_width > 1:
         raise bad_field("sampling_params.beam_width", "beam search is not supported", code="unsupported_parameter")
@@ -107,32 +93,28 @@ def _one_params(s: Services, p: SamplingBody) -> SamplingParams:
 
 
 def _requests(
-    s: Services, body: GenerateBody, *, prompts: list[list[int]], params: list[SamplingParams], n: int
+    request: web.BaseRequest,
+    body: GenerateBody,
+    *,
+    prompts: list[list[int]],
+    given: list[SamplingBody],
+    params: list[SamplingParams],
+    n: int,
 ) -> tuple[list[GenerateRequest], list[str]]:
-    bootstraps = build_bootstraps(
-        body,
-        mode=s.session.mode,
-        num_prompts=len(prompts),
-        n=n,
-        default_port=s.session.default_bootstrap_port,
-        mint_room=s.mint_room,
-    )
+    s = request[SERVICES]
+    bootstraps = s.bootstraps_of(request, body, num_prompts=len(prompts), n=n)
     rids = _rids(s, body.rid, len(prompts))
     logprobs = logprob_options(body, prompts, vocab_size=s.model.vocab_size)
     hidden_states = _hidden_states(s, body, len(prompts))
-    intervals = [
-        check_stream_interval(p.stream_interval if p else None, field="sampling_params.stream_interval")
-        for p in each("sampling_params", body.sampling_params, len(prompts))
-    ]
+    intervals = [check_stream_interval(p.stream_interval, field="sampling_params.stream_interval") for p in given]
     priority = check_priority(body.priority)
     loras = [check_lora_path(s, name) for name in each("lora_path", body.lora_path, len(prompts))]
     requests: list[GenerateRequest] = []
     for i, ids in enumerate(prompts):
         for j, sampling in enumerate(s.samples_of(params[i])):
-            rid = rids[i] if n == 1 else f"{rids[i]}-{j}"
             requests.append(
                 GenerateRequest(
-                    rid=rid,
+                    rid=rids[i] if n == 1 else f"{rids[i]}-{j}",
                     input_ids=ids,
                     sampling=sampling,
                     logprobs=logprobs[i],
@@ -161,7 +143,7 @@ def _rids(s: Services, rid: str | list[str] | None, num_prompts: int) -> list[st
 
 def _hidden_states(s: Services, body: GenerateBody, num_prompts: int) -> list[bool]:
     wanted = [bool(w) for w in each("return_hidden_states", body.return_hidden_states, num_prompts)]
-    if any(wanted) and not s.model.return_hidden_states:
+    if any(wanted) and not s.spec.engine.enable_return_hidden_states:
         raise bad_field(
             "return_hidden_states",
             "this server was started without --enable-return-hidden-states",

@@ -1,20 +1,18 @@
 """POST /v1/chat/completions: body -> samples -> view."""
 
-import time
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
-import msgspec
 from aiohttp import web
 
 from engine.frontend.apis.openai.bodies import ChatBody, check_chat, template_messages
-from engine.frontend.apis.openai.samples import body_constraint, sampling_of, start
+from engine.frontend.apis.openai.samples import answer_samples, body_constraint, sampling_of
 from engine.frontend.apis.openai.tool_view import ToolChatView
 from engine.frontend.apis.openai.tools import forced, forced_calls, strict_calls, template_tools, usable
-from engine.frontend.apis.openai.view import ChatView, Usage
+from engine.frontend.apis.openai.view import ChatView
 from engine.frontend.apis.shared.constraints import Constraint, only_one
 from engine.frontend.apis.shared.fields import prompt_ids
 from engine.frontend.apis.shared.models import choose_model
-from engine.frontend.apis.shared.stream import answer
 from engine.frontend.services import SERVICES, Services
 from engine.messages import LogprobOptions
 from engine.text.chat_template import TemplateRefused
@@ -31,34 +29,21 @@ async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     format = call_format(s, body)
     constraint = chat_constraint(body, format)
-    params = sampling_of(s, body, max_tokens=limit, name=name, constraint=constraint)
     if format is not None and body.skip_special_tokens is None and s.model.tokenizer.is_special(format.marker):
-        params = msgspec.structs.replace(params, skip_special_tokens=False)  # the reader must see its marker
-    ids = await prompt_ids(s, render_chat(s, body), field="messages", add_special_tokens=False)
-    logprobs = LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None
-    id = body.rid or s.mint_id("chatcmpl-")
-    generation = start(
+        body.skip_special_tokens = False  # the reader must see its marker
+    params = sampling_of(s, body, max_tokens=limit, name=name, constraint=constraint)
+    return await answer_samples(
         request,
         body,
-        id=id,
-        prompts=[ids],
+        id_prefix="chatcmpl-",
+        prompts=[await prompt_ids(s, render_chat(s, body), field="messages", add_special_tokens=False)],
         params=params,
-        logprobs=logprobs,
+        logprobs=LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None,
         constraint=constraint,
-        lora=model.lora,
+        model=model,
         field="messages",
+        view=_view(s, body, format),
     )
-    view = _chat_view(
-        s,
-        body,
-        format,
-        logprobs=logprobs is not None,
-        id=id,
-        model=model.shown,
-        created=int(time.time()),
-        usage=Usage([len(ids)], n=params.n),
-    )
-    return await answer(request, generation, view=view, stream=bool(body.stream))
 
 
 def render_chat(s: Services, body: ChatBody) -> str:
@@ -82,7 +67,7 @@ def render_chat(s: Services, body: ChatBody) -> str:
 def call_format(s: Services, body: ChatBody) -> CallFormat | None:
     if not usable(body.tools, body.tool_choice):
         return None
-    return ARRAY if forced(body.tool_choice) else FORMATS.get(s.model.tool_call_parser or "")
+    return ARRAY if forced(body.tool_choice) else FORMATS.get(s.spec.engine.tool_call_parser or "")
 
 
 def chat_constraint(body: ChatBody, format: CallFormat | None) -> Constraint | None:
@@ -94,14 +79,14 @@ def chat_constraint(body: ChatBody, format: CallFormat | None) -> Constraint | N
     return plain or (strict_calls(tools, format) if format is not None else None)
 
 
-def _chat_view(s: Services, body: ChatBody, format: CallFormat | None, **kwargs: Any) -> ChatView:
+def _view(s: Services, body: ChatBody, format: CallFormat | None) -> Callable[..., ChatView]:
     if format is None:
-        return ChatView(body, tokenizer=s.model.tokenizer, **kwargs)
+        return partial(ChatView, body, tokenizer=s.model.tokenizer)
     names = [tool.function.name for tool in usable(body.tools, body.tool_choice)]
-    return ToolChatView(
+    return partial(
+        ToolChatView,
         body,
         tokenizer=s.model.tokenizer,
         reader=lambda: ToolCalls(format, names),
         mint_id=lambda: s.mint_id("call_"),
-        **kwargs,
     )

@@ -1,15 +1,14 @@
 """POST /v1/completions: body -> samples -> view."""
 
-import time
+from functools import partial
 
 from aiohttp import web
 
 from engine.frontend.apis.openai.bodies import DEFAULT_COMPLETION_TOKENS, CompletionBody, check_completion
-from engine.frontend.apis.openai.samples import body_constraint, sampling_of, start
-from engine.frontend.apis.openai.view import CompletionView, Usage
+from engine.frontend.apis.openai.samples import answer_samples, body_constraint, sampling_of
+from engine.frontend.apis.openai.view import CompletionView
 from engine.frontend.apis.shared.fields import check_num_samples, prompt_ids, prompts_of
 from engine.frontend.apis.shared.models import choose_model
-from engine.frontend.apis.shared.stream import answer
 from engine.frontend.services import SERVICES, Services
 from engine.messages import LogprobOptions
 from service.http.errors import decode_body
@@ -29,29 +28,20 @@ async def completions(request: web.BaseRequest) -> web.StreamResponse:
     logprobs = None
     if body.logprobs is not None:
         logprobs = LogprobOptions(start_len=0 if body.echo else -1, top_num=body.logprobs)
-    id = body.rid or s.mint_id("cmpl-")
-    generation = start(
+    echoes = [_echo(s, p) if body.echo else "" for p in prompts for _ in range(params.n)]
+    return await answer_samples(
         request,
         body,
-        id=id,
+        id_prefix="cmpl-",
         prompts=ids,
         params=params,
         logprobs=logprobs,
         constraint=constraint,
-        lora=model.lora,
+        model=model,
         field="prompt",
         cut=body.max_tokens is None,
+        view=partial(CompletionView, body, echoes=echoes),
     )
-    view = CompletionView(
-        body,
-        echoes=[_echo(s, p) if body.echo else "" for p in prompts for _ in range(params.n)],
-        logprobs=logprobs is not None,
-        id=id,
-        model=model.shown,
-        created=int(time.time()),
-        usage=Usage([len(p) for p in ids], n=params.n),
-    )
-    return await answer(request, generation, view=view, stream=bool(body.stream))
 
 
 def _echo(s: Services, prompt: str | list[int]) -> str:

@@ -3,7 +3,6 @@
 import array
 import base64
 import sys
-from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -45,22 +44,19 @@ async def embeddings(request: web.BaseRequest) -> web.Response:
             input_ids=prompt,
             sampling=NOTHING_NEW,
             skip_cache_insert=True,
-            pooling=s.model.embedding_pooling,
+            pooling=s.spec.engine.embedding_pooling,
             lora=model.lora,
         )
         for i, prompt in enumerate(ids)
     ]
     with s.client.generate(requests, groups=[name] * len(requests), timeout_s=s.timeout_of(request)) as generation:
         answers = await generation.collect()
-    show = _base64 if body.encoding_format == "base64" else _floats
+    vectors = [_shown(_vector(answer), body.encoding_format) for answer in answers]
     num_tokens = sum(len(prompt) for prompt in ids)
     return json_response(
         {
             "object": "list",
-            "data": [
-                {"object": "embedding", "index": i, "embedding": show(_vector(answer))}
-                for i, answer in enumerate(answers)
-            ],
+            "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)],
             "model": model.shown,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
@@ -68,7 +64,7 @@ async def embeddings(request: web.BaseRequest) -> web.Response:
 
 
 def _check(s: Services, body: EmbeddingBody) -> None:
-    if s.session.mode == "decode":
+    if s.spec.mode == "decode":
         raise ApiError(400, "a decode worker makes no embeddings; send it to a prefill worker or to the router")
     if body.encoding_format not in (None, "float", "base64"):
         raise bad_field("encoding_format", f"must be float or base64, got {body.encoding_format!r}")
@@ -91,12 +87,9 @@ def _vector(answer: TextOutput) -> "array.array[float]":
     return array.array("f", answer.tokens.hidden[-1])
 
 
-def _floats(vector: "array.array[float]") -> Any:
-    return vector.tolist()
-
-
-def _base64(vector: "array.array[float]") -> Any:
-    """Little-endian float32, as the OpenAI client reads it."""
+def _shown(vector: "array.array[float]", encoding_format: str | None) -> list[float] | str:
+    if encoding_format != "base64":
+        return vector.tolist()
     if sys.byteorder == "big":
-        vector.byteswap()
+        vector.byteswap()  # the OpenAI client reads little-endian float32
     return base64.b64encode(vector.tobytes()).decode()

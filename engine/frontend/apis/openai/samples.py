@@ -1,16 +1,19 @@
-"""The samples of a completion or a chat."""
+"""The samples of a completion or a chat: what is asked of the engine, and the answer."""
+
+import time
+from collections.abc import Callable
 
 from aiohttp import web
 
 from engine.frontend.apis.openai.bodies import OpenAIFields
+from engine.frontend.apis.openai.view import OpenAIView, Usage
 from engine.frontend.apis.shared.constraints import Constraint, format_constraint, only_one, plain_constraint
 from engine.frontend.apis.shared.fields import build_sampling, check_priority, check_stream_interval, fit_to_context
-from engine.frontend.bootstraps import build_bootstraps
-from engine.frontend.client.generation import Generation
+from engine.frontend.apis.shared.models import Chosen
+from engine.frontend.apis.shared.stream import answer
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
-from service.security.secret import VOUCHER_HEADER
 
 
 def body_constraint(body: OpenAIFields) -> Constraint | None:
@@ -32,32 +35,27 @@ def sampling_of(
     )
 
 
-def start(
+async def answer_samples(
     request: web.BaseRequest,
     body: OpenAIFields,
     *,
-    id: str,
+    id_prefix: str,
     prompts: list[list[int]],
     params: SamplingParams,
     logprobs: LogprobOptions | None,
     constraint: Constraint | None,
-    lora: str,
+    model: Chosen,
     field: str,
+    view: Callable[..., OpenAIView],
     cut: bool = False,
-) -> Generation:
-    """Send `params.n` samples of each prompt, prompt-major. Raises ApiError.
+) -> web.StreamResponse:
+    """Run `params.n` samples of each prompt, prompt-major, and show them. Raises ApiError.
 
-    `field`: of the prompts; errors name it. `cut`: shorten the answer to what fits the context.
+    `field`: of the prompts; errors name it. `cut`: shorten the answer to what fits the context. `view`: takes id, model,
+    created, usage.
     """
     s, n = request[SERVICES], params.n
-    bootstraps = build_bootstraps(
-        body,
-        mode=s.session.mode,
-        num_prompts=len(prompts),
-        n=n,
-        default_port=s.session.default_bootstrap_port,
-        mint_room=s.mint_room,
-    )
+    id = body.rid or s.mint_id(id_prefix)
     samplings = [
         sampling
         for ids in prompts
@@ -65,8 +63,8 @@ def start(
             fit_to_context(params, num_prompt_tokens=len(ids), context_length=s.context_length, field=field, cut=cut)
         )
     ]
+    bootstraps = s.bootstraps_of(request, body, num_prompts=len(prompts), n=n)
     interval, priority = check_stream_interval(body.stream_interval), check_priority(body.priority)
-    s.bootstrap_allowlist.check(bootstraps, voucher=request.headers.get(VOUCHER_HEADER, ""))
     requests = [
         GenerateRequest(
             rid=id if len(samplings) == 1 else f"{id}-{i}",
@@ -78,8 +76,11 @@ def start(
             stream_interval=interval,
             priority=priority,
             grammar_field="" if constraint is None else constraint.field,
-            lora=lora,
+            lora=model.lora,
         )
         for i, sampling in enumerate(samplings)
     ]
-    return s.client.generate(requests, groups=[id] * len(requests), timeout_s=s.timeout_of(request))
+    generation = s.client.generate(requests, groups=[id] * len(requests), timeout_s=s.timeout_of(request))
+    usage = Usage([len(ids) for ids in prompts], n=n)
+    shown = view(id=id, model=model.shown, created=int(time.time()), usage=usage)
+    return await answer(request, generation, view=shown, stream=bool(body.stream))

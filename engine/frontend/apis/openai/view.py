@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from engine.frontend.apis.openai.bodies import OpenAIFields
+from engine.frontend.apis.openai.bodies import ChatBody, CompletionBody, OpenAIFields
 from engine.frontend.apis.shared.stream import finite
 from engine.messages import TokenLogprob
 from engine.text.sample import TextOutput
@@ -87,9 +87,9 @@ class ChatView(OpenAIView):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, body: OpenAIFields, *, logprobs: bool, tokenizer: Tokenizer, **head: Any) -> None:
+    def __init__(self, body: ChatBody, *, tokenizer: Tokenizer, **head: Any) -> None:
         super().__init__(body, **head)
-        self._logprobs = logprobs
+        self._logprobs = bool(body.logprobs)
         self._tokenizer = tokenizer
         self._begun: set[int] = set()
 
@@ -128,9 +128,9 @@ class CompletionView(OpenAIView):
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, body: OpenAIFields, *, echoes: list[str], logprobs: bool, **head: Any) -> None:
+    def __init__(self, body: CompletionBody, *, echoes: list[str], **head: Any) -> None:
         super().__init__(body, **head)
-        self._logprobs = logprobs
+        self._logprobs = body.logprobs is not None
         self._echoes = echoes
         self._begun: set[int] = set()
         self._offsets = [0] * len(echoes)  # in the text, of the next token of each sample

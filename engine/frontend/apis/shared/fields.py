@@ -71,21 +71,9 @@ def build_sampling(
     return params
 
 
-_PLAIN = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "seed",
-    "logit_bias",
-    "ignore_eos",
-    "skip_special_tokens",
-    "n",
-    "no_stop_trim",
-)
+_PLAIN = set(SamplingFields.__struct_fields__) & set(SamplingParams.__struct_fields__) - set(
+    GrammarFields.__struct_fields__
+) - {"stop", "stop_regex", "stop_token_ids"}
 
 
 def _several(value: str | list[str] | None) -> tuple[str, ...]:
@@ -134,12 +122,26 @@ def prompts_of(value: str | list[str | int | list[int]], *, field: str) -> list[
     return prompts
 
 
+def id_lists(value: list[Any], *, field: str) -> tuple[list[list[int]], bool]:
+    """The lists of token ids in a field, and whether it holds one list alone. Raises ApiError(400) for a mixture."""
+    kinds = set(map(type, value))
+    if kinds <= {int}:
+        return [value], True
+    if int in kinds:
+        raise bad_field(field, "must be a list of token ids or a list of such lists")
+    return value, False
+
+
+def check_token_ids(ids: list[int], *, field: str, vocab_size: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):  # a Python loop over a long prompt takes milliseconds
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        raise bad_field(field, f"{wrong} is not a token id (0 to {vocab_size - 1})")
+
+
 def check_prompt_ids(ids: list[int], *, field: str, vocab_size: int) -> list[int]:
     if not ids:
         raise bad_field(field, "must not be empty")
-    if min(ids) < 0 or max(ids) >= vocab_size:  # a Python loop over a long prompt takes milliseconds
-        wrong = next(i for i in ids if not 0 <= i < vocab_size)
-        raise bad_field(field, f"{wrong} is not a token id (0 to {vocab_size - 1})")
+    check_token_ids(ids, field=field, vocab_size=vocab_size)
     return ids
 
 
