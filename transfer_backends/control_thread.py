@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 from transfer_backends.contract import Clock
 from transfer_backends.control_port import Event, Frame, LinkClosed, PeersRefused, Port
-from transfer_backends.kvpoll import PeerProtocolError, TransferMachine
+from transfer_backends.kvpoll import PeerProtocolError
 from transfer_backends.peers import Effects, Link, PeerTable, Send
+from transfer_backends.rooms import RoomTable
 from transfer_backends.wire import MalformedFrame, Message, decode, encode
 
 TICK_S = 0.02
@@ -24,7 +25,7 @@ class Core(Protocol):
     """One side of all transfers: a `PrefillCore` or a `DecodeCore`."""
 
     @property
-    def machine(self) -> TransferMachine: ...
+    def rooms(self) -> RoomTable[Any]: ...
     @property
     def effects(self) -> Effects: ...
     @property
@@ -73,13 +74,13 @@ class ControlThread:
     @contextlib.contextmanager
     def locked(self) -> Iterator[float]:
         """Lock the core; yield the time. Then wake this thread and the role if something changed for them."""
-        machine = self._core.machine
+        rooms = self._core.rooms
         with self.lock:
-            before = machine.num_moves
+            before = rooms.num_moves
             try:
                 yield self._clock()
             finally:
-                changed = machine.num_moves != before
+                changed = rooms.num_moves != before
                 pending = self.has_effects
         if pending and threading.current_thread() is not self._thread:
             self.port.wake()

@@ -29,11 +29,11 @@ def test_a_room_that_found_its_prefill_worker_by_another_rooms_look_up_stops_loo
     core.finder.on_lookup_failed("b", 1, LookupFailed("not yet"), 0.0)  # both will try again
     core.finder.on_route("b", 1, Route("p:1", "p"), 0.001)
     core.on_message(1, Registered("p", "d", ProcessMark("h", 1, 1)), 0.002)
-    assert core.machine.state(first) is core.machine.state(second) is KVPoll.WaitingForInput
-    core.rooms.provide(first, [1, 2], 0, 0.003)
+    assert core.rooms[first].state is core.rooms[second].state is KVPoll.WaitingForInput
+    core.rooms.provide(core.rooms[first], [1, 2], 0, 0.003)
     for now_s in (0.1, 1.0, CONFIG.handshake_timeout_s + 1.0):
         core.tick(now_s)
-    assert core.machine.state(first) is core.machine.state(second) is KVPoll.WaitingForInput
+    assert core.rooms[first].state is core.rooms[second].state is KVPoll.WaitingForInput
 
 
 def test_a_room_that_a_shared_server_does_not_know_keeps_no_other_room_from_its_look_up() -> None:

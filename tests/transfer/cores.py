@@ -2,12 +2,14 @@
 
 from typing import Any
 
-from transfer_backends.contract import Caps, KVArgs, Region, Route, TransferConfig
+import numpy as np
+
+from transfer_backends.contract import Caps, Gate, KVArgs, Region, Route, TransferConfig
 from transfer_backends.decode.core import DecodeCore
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.prefill.core import PrefillCore
 from transfer_backends.prefill.paths import ConnectPeer
-from transfer_backends.prefill.posts import Post
+from transfer_backends.prefill.posts import Chunk, Post
 from transfer_backends.wire import Register, WireRegion, layout_of
 
 CAPS = Caps(
@@ -32,7 +34,7 @@ CONFIG = TransferConfig(**TIMES)
 ARGS = KVArgs(Region(1 << 20, 64, 1024), Region(1 << 30, 16, 64), "m", 16, "f32")
 MARK = ProcessMark("host", 1, 1)
 KEY = (7, 0)
-PAGES = [5, 6, 20, 3]
+SRC, PAGES = [1, 8, 2, 9], [5, 6, 20, 3]
 
 
 def decode_core(**config: Any) -> DecodeCore:
@@ -62,10 +64,16 @@ class JoinedCores:
         self.core.admission.on_connected("d", 0.0)
         self.exchange()
         self.core.rooms.open(*KEY, 0.0)
-        self.decode.rooms.provide(KEY, PAGES, 1, 0.0)
+        self.decode.rooms.provide(self.decode.rooms[KEY], PAGES, 1, 0.0)
         self.exchange()
         if sends:
-            self.core.rooms.send(KEY, [1, 8, 2, 9], start=0, last=True, metadata_row=1, now_s=0.0)
+            self.send(SRC, last=True)
+
+    def send(
+        self, pages: list[int], *, start: int = 0, last: bool, gate: Gate | None = None, now_s: float = 0.0
+    ) -> None:
+        chunk = Chunk(np.array(pages, np.int64), start, 1 if last else None, gate)
+        self.core.rooms.send(self.core.rooms[KEY], chunk, now_s, last=last)
 
     def exchange(self) -> None:
         for item in list(self.decode.effects.queue):
@@ -88,4 +96,4 @@ class JoinedCores:
 
     @property
     def states(self) -> tuple[Any, Any]:
-        return self.core.machine.state(KEY), self.decode.machine.state(KEY)
+        return self.core.rooms[KEY].state, self.decode.rooms[KEY].state

@@ -1,10 +1,12 @@
 """What requests and peers can make a worker remember has an end, in number and in time."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from tests.transfer.cores import decode_core, prefill_core, registration
-from transfer_backends.contract import RecomputeRequest, Route, TransferConfig, Work
+from transfer_backends.contract import RecomputeRequest, Route, Work
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.prefill.inbox import MAX_REASON_CHARS, Inbox, Offer
 from transfer_backends.wire import Refused
@@ -15,12 +17,12 @@ def test_one_prefill_worker_more_than_fit_is_refused_and_those_that_are_known_go
     for room in range(1, 4):
         core.open(room, 0, f"server-{room}:1", 0.0)
         core.finder.on_route(f"server-{room}:1", room, Route(f"h{room}:1", f"p{room}"), 0.0)
-    assert core.machine.state((3, 0)) is KVPoll.Failed and "no more fit (max_peers)" in (core.rooms.get((3, 0)).reason)
-    assert [core.machine.state((room, 0)) for room in (1, 2)] == [KVPoll.Bootstrapping] * 2
+    assert core.rooms[3, 0].state is KVPoll.Failed and "no more fit (max_peers)" in core.rooms[3, 0].reason
+    assert [core.rooms[room, 0].state for room in (1, 2)] == [KVPoll.Bootstrapping] * 2
     core.open(4, 0, "server-2:1", 0.0)
-    assert core.machine.state((4, 0)) is KVPoll.Bootstrapping and len(core.peers) == 2
-    assert core.rooms.drained((3, 0))
-    core.rooms.close((3, 0))
+    assert core.rooms[4, 0].state is KVPoll.Bootstrapping and len(core.peers) == 2
+    assert core.rooms[3, 0].drained
+    core.rooms.close(core.rooms[3, 0])
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -37,13 +39,20 @@ def test_the_latest_bootstrap_servers_are_remembered(monkeypatch: pytest.MonkeyP
 # ---- prefill: what peers can make it remember
 
 
+PEER: Any = None  # the inbox only compares it
+
+
+def make_inbox(**bounds: int) -> Inbox:
+    return Inbox(keep_s=5.0, **{"max_offers": 10, "max_tombstones": 10, **bounds})
+
+
 def offer(num_pages: int = 1) -> Offer:
-    return Offer("d", np.arange(num_pages, dtype=np.int64), 0)
+    return Offer(PEER, np.arange(num_pages, dtype=np.int64), 0)
 
 
 def test_offers_and_their_page_ids_are_bounded_and_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transfer_backends.prefill.inbox.MAX_PAGES", 10)
-    inbox = Inbox(TransferConfig(max_orphans=3, bootstrap_timeout_s=5.0))
+    inbox = make_inbox(max_offers=3)
     assert inbox.keep((1, 0), offer(8), 0.0) and not inbox.keep((2, 0), offer(3), 0.0)
     assert (
         inbox.keep((3, 0), offer(), 1.0) and inbox.keep((4, 0), offer(), 2.0) and not inbox.keep((5, 0), offer(0), 2.0)
@@ -54,7 +63,7 @@ def test_offers_and_their_page_ids_are_bounded_and_expire(monkeypatch: pytest.Mo
 
 
 def test_ended_rooms_and_their_reasons_are_bounded_and_expire() -> None:
-    inbox = Inbox(TransferConfig(max_tombstones=100, bootstrap_timeout_s=5.0))
+    inbox = make_inbox(max_tombstones=100)
     for room in range(1, 151):
         inbox.bury((room, 0), "x" * 5000, by_peer=True, now_s=room / 100)
     kept = [room for room in range(1, 151) if inbox.tombstone((room, 0)) is not None]
@@ -70,7 +79,7 @@ def test_ended_rooms_and_their_reasons_are_bounded_and_expire() -> None:
 
 def test_what_decode_asks_is_bounded_in_tokens_and_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transfer_backends.prefill.inbox.MAX_TOKENS", 5)
-    inbox = Inbox(TransferConfig())
+    inbox = make_inbox()
     asked = [RecomputeRequest(room, 1, Work(tokens=[7, 7, 7])) for room in (1, 2, 3)]
     assert inbox.keep_request(asked[0], offer(), 0.0) and not inbox.keep_request(asked[1], offer(), 0.0)
     assert (

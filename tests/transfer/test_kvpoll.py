@@ -4,27 +4,18 @@ import itertools
 
 import pytest
 
-from transfer_backends.kvpoll import (
-    FINAL,
-    TRANSITIONS,
-    IllegalTransition,
-    KVPoll,
-    PeerProtocolError,
-    RoomInUse,
-    TransferMachine,
-)
+from transfer_backends.kvpoll import FINAL, TRANSITIONS, IllegalTransition, KVPoll, RoomInUse
+from transfer_backends.rooms import Room, RoomTable
 
 FORWARD = [KVPoll.Bootstrapping, KVPoll.WaitingForInput, KVPoll.Transferring, KVPoll.Success]
-KEY = (7, 0)
 
 
-def machine_in(state: KVPoll) -> TransferMachine:
-    machine = TransferMachine()
-    machine.open(KEY)
-    path = [KVPoll.Failed] if state is KVPoll.Failed else FORWARD[1 : FORWARD.index(state) + 1]
-    for step in path:
-        machine.move(KEY, step)
-    return machine
+def room_in(state: KVPoll) -> tuple[RoomTable[Room], Room]:
+    rooms, room = RoomTable[Room](), Room((7, 0))
+    rooms.add(room)
+    for step in [KVPoll.Failed] if state is KVPoll.Failed else FORWARD[1 : FORWARD.index(state) + 1]:
+        rooms.move(room, step)
+    return rooms, room
 
 
 def legal(a: KVPoll, b: KVPoll) -> bool:
@@ -35,42 +26,36 @@ def legal(a: KVPoll, b: KVPoll) -> bool:
 @pytest.mark.parametrize(("a", "b"), list(itertools.product(KVPoll, KVPoll)))
 def test_every_cell(a: KVPoll, b: KVPoll) -> None:
     assert (b in TRANSITIONS[a]) == legal(a, b)
-    ours, theirs = machine_in(a), machine_in(a)
+    rooms, room = room_in(a)
+    moves = rooms.num_moves
     if legal(a, b):
-        ours.move(KEY, b)
-        theirs.move_by_peer(KEY, b)
-        assert ours.state(KEY) is theirs.state(KEY) is b
+        rooms.move(room, b)
+        assert room.state is b and rooms.num_moves == moves + 1
         return
-    moves = ours.num_moves
     with pytest.raises(IllegalTransition):
-        ours.move(KEY, b)
-    with pytest.raises(PeerProtocolError):
-        theirs.move_by_peer(KEY, b)
-    assert ours.state(KEY) is theirs.state(KEY) is a
-    assert ours.num_moves == moves
+        rooms.move(room, b)
+    assert room.state is a and rooms.num_moves == moves
 
 
 @pytest.mark.parametrize("state", list(KVPoll))
 def test_forget_only_final(state: KVPoll) -> None:
-    machine = machine_in(state)
+    rooms, room = room_in(state)
     if state in FINAL:
-        machine.forget(KEY)
-        assert KEY not in machine
+        rooms.forget(room)
+        assert rooms.get(room.key) is None
     else:
         with pytest.raises(IllegalTransition):
-            machine.forget(KEY)
-        assert KEY in machine
+            rooms.forget(room)
+        assert rooms[room.key] is room
 
 
 def test_rooms() -> None:
-    machine = TransferMachine()
-    machine.open(KEY)
+    rooms: RoomTable[Room] = RoomTable()
+    rooms.add(Room((7, 0)))
     with pytest.raises(RoomInUse, match="bootstrap_room 7"):
-        machine.open(KEY)
-    machine.open((7, 1))
+        rooms.add(Room((7, 0)))
+    rooms.add(Room((7, 1)))
     for bad in ((0, 0), (-1, 0), (2**63, 0), (1, -1)):
         with pytest.raises(ValueError, match="bootstrap_room must be"):
-            machine.open(bad)
-    with pytest.raises(PeerProtocolError):
-        machine.move_by_peer((8, 0), KVPoll.Failed)
-    assert list(machine) == [KEY, (7, 1)] and len(machine) == 2
+            rooms.add(Room(bad))
+    assert [room.key for room in rooms] == [(7, 0), (7, 1)] and len(rooms) == 2

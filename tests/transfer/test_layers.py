@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.transfer.cores import ARGS, CONFIG, KEY, PAGES, JoinedCores
+from tests.transfer.cores import ARGS, CONFIG, KEY, PAGES, SRC, JoinedCores
 from transfer_backends.contract import NOTHING_YET, Gate, LayerGroup, Progress
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.prefill.paths import FencePeer
@@ -14,7 +14,6 @@ from transfer_backends.prefill.posts import Chunk, Post, num_groups, num_open
 LAYERS = replace(ARGS, groups=(LayerGroup(2, 256), LayerGroup(3, 512), LayerGroup(7, 1024)))
 STEP = 5
 NO_PAGES = np.array([], np.int64)
-SRC = [1, 8, 2, 9]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +38,7 @@ def test_what_a_gate_lets_through(progress: Progress, begun: int, layers: int) -
 def gated() -> JoinedCores:
     """All four pages are being written by step 5."""
     pair = JoinedCores(LAYERS, sends=False)
-    pair.core.rooms.send(KEY, SRC, start=0, last=False, metadata_row=None, now_s=0.0, gate=Gate(STEP, by_layer=True))
+    pair.send(SRC, last=False, gate=Gate(STEP, by_layer=True))
     return pair
 
 
@@ -67,7 +66,7 @@ def test_each_group_of_layers_leaves_once_and_the_row_last() -> None:
         for post in posts:
             pair.final(post, ok=True)
     assert pair.states == (KVPoll.Transferring, KVPoll.Transferring)
-    pair.core.rooms.send(KEY, [], start=4, last=True, metadata_row=1, now_s=2.0)
+    pair.send([], start=4, last=True, now_s=2.0)
     (row,) = pair.posts()
     assert row.kv_bytes == 0
     pair.final(row, ok=True)
@@ -110,6 +109,6 @@ def test_a_long_step_is_no_stalled_transfer() -> None:
 def test_gates_that_could_never_open_are_refused() -> None:
     pair, gate = JoinedCores(LAYERS, sends=False), Gate(STEP, by_layer=True)
     with pytest.raises(ValueError, match="the last chunk has a gate"):
-        pair.core.rooms.send(KEY, SRC, start=0, last=True, metadata_row=1, now_s=0.0, gate=gate)
+        pair.send(SRC, last=True, gate=gate)
     with pytest.raises(ValueError, match="nothing says where layers end"):
-        JoinedCores(sends=False).core.rooms.send(KEY, SRC, start=0, last=False, metadata_row=None, now_s=0.0, gate=gate)
+        JoinedCores(sends=False).send(SRC, last=False, gate=gate)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.transfer.cores import KEY, JoinedCores
+from tests.transfer.cores import SRC, JoinedCores
 from tests.transfer.rig import until
 from transfer_backends.contract import EngineError, Pieces
 from transfer_backends.engines.fake import FakeEngine
@@ -29,7 +29,7 @@ class Posting(FakeEngine):
 def test_the_row_leaves_with_the_last_pages_and_decode_hears_of_both_at_once() -> None:
     """At time 5: no progress was reported before, and that alone is no reason to report it."""
     pair = JoinedCores(sends=False)
-    pair.core.rooms.send(KEY, [1, 8, 2, 9], start=0, last=True, metadata_row=1, now_s=5.0)
+    pair.send(SRC, last=True, now_s=5.0)
     posts = pair.core.outbox.next_posts(5.0)
     assert len(posts) == 3 and [post.kv_bytes == 0 for post in posts] == [False, False, True]
     for post in posts:

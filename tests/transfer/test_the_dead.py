@@ -166,8 +166,8 @@ def test_the_dead_are_not_connected_to_again() -> None:
     core.proofs.on_proof("p", Liveness.DEAD, 0.2)
     core.effects.queue.clear()
     core.finder.on_route("b", 1, Route("p:1", "p", shared=True), 0.3)
-    assert core.machine.state((1, 0)) is KVPoll.Failed and not core.effects.queue
-    core.rooms.close((1, 0))
+    assert core.rooms[1, 0].state is KVPoll.Failed and not core.effects.queue
+    core.rooms.close(core.rooms[1, 0])
     core.open(2, 0, "b", 0.3)
     core.finder.on_route(
         "b", 2, Route("p:1", "p", shared=True), 0.2 + DEAD_S
@@ -191,15 +191,15 @@ def test_who_answers_is_not_dead_whatever_a_late_proof_says() -> None:
     core.proofs.on_proof("p", Liveness.DEAD, 0.4)
     core.open(2, 0, "b", 0.5)
     core.finder.on_route("b", 2, route, 0.5)
-    assert [core.machine.state((room, 0)) for room in (1, 2)] == [KVPoll.WaitingForInput] * 2
+    assert [core.rooms[room, 0].state for room in (1, 2)] == [KVPoll.WaitingForInput] * 2
 
 
 def test_a_pending_abort_finds_its_worker_and_holds_nothing() -> None:
     core = decode_core()
-    key = core.open(1, 0, "b", 0.0).key
-    core.rooms.abort(key, "user", 0.0)
-    core.rooms.close(key)
-    assert (len(core.rooms), core.rooms.num_pending_aborts) == (0, 1)
+    room = core.open(1, 0, "b", 0.0)
+    core.rooms.abort(room, "user", 0.0)
+    core.rooms.close(room)
+    assert (len(core.rooms), core.rooms.num_pending_aborts) == (1, 1)
     core.check()
     core.effects.queue.clear()
     core.finder.on_route("b", 1, Route("p:1", "p", shared=True), 0.1)
@@ -211,12 +211,12 @@ def test_a_pending_abort_finds_its_worker_and_holds_nothing() -> None:
 
 def test_pending_aborts_are_bounded_and_expire() -> None:
     core = decode_core()
-    for room in range(1, MAX_PENDING_ABORTS + 11):
-        key = core.open(room, 0, "b", 0.0).key
-        core.rooms.abort(key, "user", 0.0)
-        core.rooms.close(key)
-    assert core.rooms.num_pending_aborts == MAX_PENDING_ABORTS and len(core.rooms) == 0
+    for number in range(1, MAX_PENDING_ABORTS + 11):
+        room = core.open(number, 0, "b", 0.0)
+        core.rooms.abort(room, "user", 0.0)
+        core.rooms.close(room)
+    assert core.rooms.num_pending_aborts == len(core.rooms) == MAX_PENDING_ABORTS
     core.check()
     core.finder.on_lookup_failed("b", 1, LookupFailed("no worker is registered"), CONFIG.handshake_timeout_s)
     core.tick(CONFIG.handshake_timeout_s)
-    assert core.rooms.num_pending_aborts == len(core.machine) == 0
+    assert core.rooms.num_pending_aborts == len(core.rooms) == 0

@@ -21,7 +21,7 @@ def connected() -> DecodeCore:
 def provided() -> DecodeCore:
     """Connected, and the room's pages given to prefill."""
     core = connected()
-    core.rooms.provide(KEY, PAGES, 1, 0.0)
+    core.rooms.provide(core.rooms[KEY], PAGES, 1, 0.0)
     core.effects.queue.clear()
     return core
 
@@ -37,25 +37,25 @@ def test_decode_drops_what_is_said_of_an_earlier_try() -> None:
     assert (core.rooms.get(KEY).write_try, core.effects.counters["retried"]) == (1, 1)
     for state in (KVPoll.Success, KVPoll.Failed):
         report(core, state, len(PAGES), 0)
-        assert core.machine.state(KEY) is KVPoll.Transferring and core.rooms.num_exposed == 1
+        assert core.rooms[KEY].state is KVPoll.Transferring and core.rooms.num_exposed == 1
     assert core.effects.counters["late_messages"] == 2
     report(core, KVPoll.Success, len(PAGES), 1)
-    assert core.machine.state(KEY) is KVPoll.Success and core.rooms.drained(KEY)
-    core.rooms.close(KEY)
+    assert core.rooms[KEY].state is KVPoll.Success and core.rooms[KEY].drained
+    core.rooms.close(core.rooms[KEY])
 
 
 def test_an_acknowledgement_of_an_earlier_try_frees_nothing() -> None:
     core = provided()
     report(core, KVPoll.Transferring, 0, 1)
-    core.rooms.abort(KEY, "user", 1.0)
+    core.rooms.abort(core.rooms[KEY], "user", 1.0)
     (abort,) = [item[1] for item in core.effects.queue if isinstance(item, tuple)]
     assert isinstance(abort, Abort) and abort.retry == 1
     core.on_message(1, Drained("p", "d", *KEY, 0), 1.0)
     report(core, KVPoll.Success, len(PAGES), 0)
-    assert not core.rooms.drained(KEY) and core.rooms.num_exposed == 1
+    assert not core.rooms[KEY].drained and core.rooms.num_exposed == 1
     core.on_message(1, Drained("p", "d", *KEY, 1), 1.0)
-    assert core.rooms.drained(KEY)
-    core.rooms.close(KEY)
+    assert core.rooms[KEY].drained
+    core.rooms.close(core.rooms[KEY])
     core.check()
 
 
@@ -93,31 +93,31 @@ def test_an_abort_after_prefill_forgot_the_room_is_acknowledged_with_its_try() -
     posts = pair.posts()
     pair.final(posts[0], ok=False)
     pair.final(posts[1], ok=True)
-    pair.core.rooms.abort(KEY, "user")
+    pair.core.rooms.abort(pair.core.rooms[KEY], "user")
     pair.core.completions.on_op_final(posts[2], ok=True, error="", now_s=0.0)
     pair.core.completions.on_fenced("d", ok=True, now_s=0.0)
-    pair.core.rooms.close(KEY, 0.0)
+    pair.core.rooms.close(pair.core.rooms[KEY], 0.0)
     pair.core.effects.queue.clear()  # decode does not receive it
-    pair.decode.rooms.abort(KEY, "user", 0.0)
+    pair.decode.rooms.abort(pair.decode.rooms[KEY], "user", 0.0)
     pair.exchange()
-    assert pair.decode.rooms.drained(KEY)
+    assert pair.decode.rooms[KEY].drained
 
 
 def test_bytes_that_wait_for_the_network_are_awaited() -> None:
     """A fence fails in an outage of 10 s: the row is decode's again as long after it as the outage lasted, not before."""
     pair = JoinedCores()
     posts = pair.posts()
-    pair.core.rooms.abort(KEY, "user")
+    pair.core.rooms.abort(pair.core.rooms[KEY], "user")
     for post in posts:
         pair.core.completions.on_op_final(post, ok=False, error="", now_s=0.0)
     pair.core.completions.on_fenced("d", ok=False, now_s=0.0)
-    pair.decode.rooms.abort(KEY, "user", 0.0)
+    pair.decode.rooms.abort(pair.decode.rooms[KEY], "user", 0.0)
 
     def drained_after(seconds: int, since_s: float) -> bool:
         for tenth in range(10 * seconds):  # running time counts what passes between ticks
             pair.core.tick(since_s + tenth / 10)
         pair.exchange()
-        return pair.decode.rooms.drained(KEY)
+        return pair.decode.rooms[KEY].drained
 
     assert not drained_after(10, 0.0)
     pair.core.admission.on_connected("d", 10.0)

@@ -10,15 +10,19 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from tools.fuzz.frames import Ends, offer, register, to_decode, to_prefill
 from tools.fuzz.source import Source
 from transfer_backends.contract import Caps, KVArgs, Region, Route, TransferConfig
 from transfer_backends.decode.connections import Connect
 from transfer_backends.decode.core import DecodeCore
-from transfer_backends.kvpoll import FINAL, IllegalTransition, KVPoll, PeerProtocolError, RoomInUse, RoomKey
+from transfer_backends.kvpoll import IllegalTransition, KVPoll, PeerProtocolError, RoomInUse, RoomKey
 from transfer_backends.liveness import Liveness, ProcessMark
 from transfer_backends.prefill.core import PrefillCore
 from transfer_backends.prefill.paths import ConnectPeer, FencePeer
+from transfer_backends.prefill.posts import Chunk
+from transfer_backends.prefill.room import PrefillRoom
 from transfer_backends.wire import PROTOCOL_VERSION, Layout, MalformedFrame, Register, WireRegion, decode, encode
 
 NUM_PAGES, NUM_ROWS, PAGE_BYTES, ROW_BYTES = 32, 8, 1024, 64
@@ -138,10 +142,8 @@ class Story:
 
     def rooms_of_others(self, incarnation: str) -> dict[RoomKey, KVPoll]:
         """Rooms at prefill that another decode worker has, and their states: what this one says must not move them."""
-        rooms = ((room.key, room.offer) for room in self.prefill.rooms)
-        return {
-            key: self.prefill.machine.state(key) for key, offer in rooms if offer and offer.incarnation != incarnation
-        }
+        rooms = self.prefill.rooms
+        return {room.key: room.state for room in rooms if room.peer and room.peer.incarnation != incarnation}
 
     def read_at_decode(self, frame: bytes, link: int) -> None:
         self.steps.append(f"decode reads {frame.hex()} on link {link}")
@@ -167,23 +169,28 @@ class Story:
         self.decode.open(room, 0, BOOTSTRAP, self.now_s)
 
     def provide(self, room: int) -> None:
-        self.decode.rooms.provide((room, 0), [1, 2, 3], 0, self.now_s)
+        self.decode.rooms.provide(self.decode.rooms[room, 0], [1, 2, 3], 0, self.now_s)
 
     def send(self, room: int) -> None:
         found = self.prefill.rooms.get((room, 0))
-        given = None if found is None else found.num_pages
-        if given is not None and given <= NUM_PAGES:
-            self.prefill.rooms.send((room, 0), range(given), start=0, last=True, metadata_row=0, now_s=self.now_s)
+        if found is not None and found.num_pages is not None:
+            self.send_all(found)
+
+    def send_all(self, room: PrefillRoom) -> None:
+        given = room.num_pages or 0
+        if given <= NUM_PAGES:
+            self.prefill.rooms.send(room, Chunk(np.arange(given), 0, 0), self.now_s, last=True)
 
     def abort(self, room: int) -> None:
-        self.prefill.rooms.abort((room, 0), "fuzz")
-        self.decode.rooms.abort((room, 0), "fuzz", self.now_s)
+        self.prefill.rooms.abort(self.prefill.rooms[room, 0], "fuzz")
+        self.decode.rooms.abort(self.decode.rooms[room, 0], "fuzz", self.now_s)
 
     def close(self, room: int) -> None:
-        if self.prefill.rooms.released((room, 0)):
-            self.prefill.rooms.close((room, 0), self.now_s)
-        if self.decode.rooms.drained((room, 0)):
-            self.decode.rooms.close((room, 0))
+        sent, received = self.prefill.rooms[room, 0], self.decode.rooms[room, 0]
+        if sent.released:
+            self.prefill.rooms.close(sent, self.now_s)
+        if received.drained:
+            self.decode.rooms.close(received)
 
     def engine(self, room: int) -> None:
         """The oldest operation ends: well, for even rooms."""
@@ -194,12 +201,7 @@ class Story:
         """The role takes what decode wants computed, opens its rooms and computes."""
         for asked in self.prefill.inbox.take_recompute_requests():
             with contextlib.suppress(RoomInUse, IllegalTransition):
-                found = self.prefill.rooms.open(asked.room, asked.room_attempt, self.now_s)
-                given = found.num_pages or 0
-                if given <= NUM_PAGES:
-                    self.prefill.rooms.send(
-                        found.key, range(given), start=0, last=True, metadata_row=0, now_s=self.now_s
-                    )
+                self.send_all(self.prefill.rooms.open(asked.room, asked.room_attempt, self.now_s))
 
     def route(self, room: int) -> None:
         self.decode.finder.on_route(BOOTSTRAP, room, Route("127.0.0.1:1", PREFILL, shared=room == 6), self.now_s)
@@ -260,7 +262,7 @@ class Story:
             self.call("abort", room)
         for _ in range(12):
             self.wind_down()
-        assert not list(self.prefill.machine) and not list(self.decode.machine), "rooms are left"
+        assert len(self.prefill.rooms) == len(self.decode.rooms) == 0, "rooms are left"
         assert len(self.prefill.peers) == 0 and len(self.decode.peers) == 0, "peers are left"
         assert len(self.prefill.inbox) == 0 and self.prefill.inbox.num_recompute_requests == 0, "offers are left"
         assert self.decode.rooms.num_exposed == 0 and self.prefill.outbox.num_inflight == 0
@@ -274,16 +276,14 @@ class Story:
                 self.prefill.rooms.open(asked.room, asked.room_attempt, self.now_s)
         for link in sorted(self.links):
             self.decode.on_link_closed(link, self.now_s)
-        for key in list(self.prefill.machine):
-            if self.prefill.machine.state(key) not in FINAL:
-                self.prefill.rooms.abort(key, "over")
-            if self.prefill.rooms.released(key):
-                self.prefill.rooms.close(key, self.now_s)
-        for key in list(self.decode.machine):
-            if self.decode.machine.state(key) not in FINAL:
-                self.decode.rooms.abort(key, "over", self.now_s)
-            if self.decode.rooms.drained(key) and not self.decode.rooms.get(key).closed:
-                self.decode.rooms.close(key)
+        for sent in self.prefill.rooms:
+            self.prefill.rooms.abort(sent, "over")
+            if sent.released:
+                self.prefill.rooms.close(sent, self.now_s)
+        for received in self.decode.rooms:
+            self.decode.rooms.abort(received, "over", self.now_s)
+            if received.drained and not received.closed:
+                self.decode.rooms.close(received)
 
 
 def _spans(post: Any, side: str) -> list[tuple[int, int]]:

@@ -29,14 +29,14 @@ from tools.mutants.planting import Bugs
 from transfer_backends.decode.core import DecodeCore
 from transfer_backends.decode.lookup import PrefillFinder
 from transfer_backends.decode.proof import Proofs
+from transfer_backends.decode.room import DecodeRoom
 from transfer_backends.decode.rooms import DecodeRooms
-from transfer_backends.kvpoll import FINAL, KVPoll
+from transfer_backends.kvpoll import KVPoll
 from transfer_backends.prefill.admission import PeerAdmission
 from transfer_backends.prefill.completions import Completions
 from transfer_backends.prefill.offers import Offers
 from transfer_backends.prefill.paths import Paths, PathState
 from transfer_backends.prefill.posts import num_open, plan_ops
-from transfer_backends.prefill.reports import Reports
 from transfer_backends.prefill.room import PrefillRoom
 from transfer_backends.prefill.rooms import PrefillRooms
 
@@ -46,14 +46,14 @@ CLUSTER = Bugs()
 # ---- when pages are safe again
 
 
-@CLUSTER.bug("skip the quarantine", DecodeRooms.drained, "Decode reuses pages that prefill may still write.")
-def _(original, rooms, key):
-    return rooms.machine.state(key) in FINAL
+@CLUSTER.bug("skip the quarantine", DecodeRoom.drained, "Decode reuses pages that prefill may still write.")
+def _(original, room):
+    return room.final
 
 
 CLUSTER.skip(
     "drop the abort acknowledgement",
-    Reports.drained,
+    PrefillRooms.report_drained,
     "Prefill never says that the writes of an aborted room have ended.",
 )
 
@@ -68,7 +68,7 @@ def _(original, offers, peer, message, now_s):
     room = offers._rooms.get((message.room, message.attempt))
     if room is not None and room.owes_drained:
         room.owes_drained = False
-        offers._reports.acknowledge(peer, room.key, room.write_try)
+        offers._paths.drained(peer, room.key, room.write_try)
 
 
 @CLUSTER.bug(
@@ -82,11 +82,11 @@ def _(original, room):
 
 @CLUSTER.bug(
     "give source pages back while they are read",
-    PrefillRooms.released,
+    PrefillRoom.released,
     "Prefill reuses pages that a write still reads.",
 )
-def _(original, rooms, key):
-    return rooms.machine.state(key) in FINAL
+def _(original, room):
+    return room.final
 
 
 @CLUSTER.bug(
@@ -188,7 +188,7 @@ CLUSTER.skip(
 )
 CLUSTER.skip(
     "do not report a failed transfer to decode",
-    Reports.status,
+    PrefillRooms._report,
     "Decode learns of a failed transfer by its own timeout alone.",
     called_by=PrefillRooms.fail,
 )

@@ -15,7 +15,7 @@ from tools.simulation.network import RESET_S
 from tools.simulation.options import Options
 from tools.simulation.worker import CONTROL_TURN_S, Worker
 from tools.simulation.world import Violation, World
-from transfer_backends.kvpoll import FINAL, KVPoll, RoomKey
+from transfer_backends.kvpoll import KVPoll, RoomKey
 from transfer_backends.prefill.manager import PrefillManager
 
 LOOP_S = 0.05  # a loop's longest rest while it waits for somebody outside
@@ -59,28 +59,28 @@ class Notices:
 
     def look(self, worker: Worker) -> None:
         """After an event of `worker`: which rooms have failed in it?"""
-        name, machine = worker.process.name, worker.manager.core.machine
-        if name not in self._workers or machine.num_moves == self._moves[name]:
+        name, rooms = worker.process.name, worker.manager.core.rooms
+        if name not in self._workers or rooms.num_moves == self._moves[name]:
             return
-        self._moves[name] = machine.num_moves
-        failed = {key for key in machine if machine.state(key) is KVPoll.Failed}
+        self._moves[name] = rooms.num_moves
+        failed = {room.key for room in rooms if room.state is KVPoll.Failed}
         news, self._failed[name] = failed - self._failed[name], failed
         for key in sorted(news):
             other = self._other_side(worker, key)
             if other is not None:
-                self._expect(worker, other, key, str(worker.manager.core.rooms.get(key).reason))
+                self._expect(worker, other, key, str(rooms[key].reason))
 
     def _on_death(self, worker: Worker) -> None:
         del self._workers[worker.process.name]
         for other in list(self._workers.values()):
-            for key in list(other.manager.core.machine):
-                if _partner(other, key) == worker.process.name and _is_open(other, key):
-                    self._expect(worker, other, key, "it has died")
+            for room in other.manager.core.rooms:
+                if _partner(other, room.key) == worker.process.name and not room.final:
+                    self._expect(worker, other, room.key, "it has died")
 
     def _other_side(self, worker: Worker, key: RoomKey) -> Worker | None:
         """Who must be told: both sides know each other, and the room lives over there."""
         other = self._workers.get(_partner(worker, key) or "")
-        if other is None or key not in other.manager.core.machine or not _is_open(other, key):
+        if other is None or not _is_open(other, key):
             return None
         return other if _partner(other, key) in (None, worker.process.name) else None
 
@@ -114,17 +114,18 @@ def _partner(worker: Worker, key: RoomKey) -> str | None:
     """The process at the other end of a room, when it can be told now; None: unknown."""
     room: Any = worker.manager.core.rooms.get(key)
     if isinstance(worker.manager, PrefillManager):
-        return None if room.offer is None else str(room.offer.incarnation)
+        return None if room.peer is None else str(room.peer.incarnation)
     return room.peer.incarnation if room.peer is not None and room.peer.live else None
 
 
 def _is_open(worker: Worker, key: RoomKey) -> bool:
-    return worker.manager.core.machine.state(key) not in FINAL
+    room = worker.manager.core.rooms.get(key)
+    return room is not None and not room.final
 
 
 def _knows(hearer: Worker, key: RoomKey, teller: str) -> bool:
     """The room is over, or has nothing to do with `teller` any more, and its role has let go of it."""
-    if key not in hearer.manager.core.machine:
+    if hearer.manager.core.rooms.get(key) is None:
         return True
     if _is_open(hearer, key):
         return _partner(hearer, key) not in (None, teller) or _seeks_another(hearer, key)
@@ -140,5 +141,5 @@ def _seeks_another(hearer: Worker, key: RoomKey) -> bool:
 def _role_holds(hearer: Worker, key: RoomKey) -> bool:
     entries: list[Any] = list(hearer.role._handovers.values())
     if isinstance(hearer.manager, PrefillManager):
-        return any(e.sender._key == key and e.stage is not HandoverStage.ENDING for e in entries)
-    return any(e.receiver._receiver._key == key and e.receiver.poll() is KVPoll.Failed for e in entries)
+        return any(e.sender._room.key == key and e.stage is not HandoverStage.ENDING for e in entries)
+    return any(e.receiver._receiver._room.key == key and e.receiver.poll() is KVPoll.Failed for e in entries)

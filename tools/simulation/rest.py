@@ -13,7 +13,7 @@ def leftovers(worker: Worker) -> list[str]:
         "quarantined pages": counts["quarantined"],
         "locked cached pages": worker.scheduler.memory.cache.num_pages - worker.scheduler.memory.cache.num_evictable,
         "metadata rows": worker.metadata.num_used,
-        "rooms": len(worker.manager.core.machine),
+        "rooms": len(worker.manager.core.rooms),
         "exposed pages": sum(worker.exposed["kv"].values()) + sum(worker.exposed["aux"].values()),
         "open HTTP requests": worker.frontend.num_open,
         "held requests": worker.loop._control.num_held,

@@ -20,7 +20,7 @@ from transfer_backends.decode.proof import Proofs
 from transfer_backends.decode.room import DecodeRoom
 from transfer_backends.decode.rooms import DecodeRooms
 from transfer_backends.decode.statuses import Statuses
-from transfer_backends.kvpoll import FINAL, KVPoll, PeerProtocolError
+from transfer_backends.kvpoll import KVPoll, PeerProtocolError
 from transfer_backends.liveness import Liveness
 from transfer_backends.peers import Link, PeerTable
 from transfer_backends.wire import (
@@ -64,10 +64,10 @@ class DecodeCore:
             drain_timeout_s=config.drain_timeout_s,
         )
         self.finder = PrefillFinder(self.rooms, self.peers, self.connections, self.proofs, line)
-        self.machine, self.effects = self.rooms.machine, self.peers.effects
+        self.effects = self.peers.effects
         self._config = config
         self._next_scan_s = 0.0
-        statuses = Statuses(self.rooms, self.peers)
+        statuses = Statuses(self.rooms, self.effects.counters)
         self._handlers: dict[type, Callable[[PrefillPeer, Any, float], None]] = {
             Registered: self._on_registered,
             Refused: self._on_refused,
@@ -122,10 +122,9 @@ class DecodeCore:
         self.proofs.on_lost(peer, now_s)
         why = f"prefill worker {peer.route.control}: {why}"
         for room in rooms:
-            state = self.machine.state(room.key)
-            if state is KVPoll.Bootstrapping:
+            if room.state is KVPoll.Bootstrapping:
                 self.finder.seek_again(room, why, now_s)
-            elif state not in FINAL:
+            elif not room.final:
                 self.rooms.fail(room, why, now_s, report=False)
         if peer in self.peers and peer.lost and not any(room.exposed for room in rooms):
             self.connections.drop(peer)
@@ -137,8 +136,8 @@ class DecodeCore:
         for key in self.connections.on_registered(peer, message.mark):
             self.rooms.send_abort(peer, key, "aborted before the handshake")
         for room in self.rooms.of(peer):
-            if self.machine.state(room.key) is KVPoll.Bootstrapping:
-                self.machine.move(room.key, KVPoll.WaitingForInput)
+            if room.state is KVPoll.Bootstrapping:
+                self.rooms.move(room, KVPoll.WaitingForInput)
             elif room.exposed:
                 self.rooms.send_abort(peer, room.key, room.reason or "")
 
@@ -152,7 +151,7 @@ class DecodeCore:
         self.finder.drop_routes(peer.incarnation)
         self.connections.drop(peer)
         for room in self.rooms.of(peer):
-            if self.machine.state(room.key) not in FINAL:
+            if not room.final:
                 self.rooms.fail(room, f"prefill worker refused: {message.reason}", now_s, report=False)
 
     def _on_bye(self, peer: PrefillPeer, message: Bye, now_s: float) -> None:
@@ -177,18 +176,17 @@ class DecodeCore:
             for room in self.rooms.of(peer):
                 self.rooms.expose(room, False)
         if now_s >= self._next_scan_s:
-            self._next_scan_s = now_s + SCAN_S_A_ROOM * len(self.machine)
+            self._next_scan_s = now_s + SCAN_S_A_ROOM * len(self.rooms)
             for room in self.rooms:
                 self._check_deadline(room, now_s)
 
     def _on_silent(self, peer: PrefillPeer, now_s: float) -> None:
         """Fail the peer's rooms and keep its link: it may still live, write and acknowledge."""
         for room in self.rooms.of(peer):
-            if self.machine.state(room.key) not in FINAL:
-                self.rooms.fail(room, f"prefill worker {peer.route.control} does not answer", now_s)
+            self.rooms.abort(room, f"prefill worker {peer.route.control} does not answer", now_s)
 
     def _check_deadline(self, room: DecodeRoom, now_s: float) -> None:
-        state, config = self.machine.state(room.key), self._config
+        state, config = room.state, self._config
         if room.retry.due(now_s) and now_s < room.deadline_s:
             self.finder.seek(room, now_s)
         seeking = state is KVPoll.Bootstrapping or room.seeking

@@ -43,7 +43,6 @@ class PrefillFinder:
         line: LookUpLine,
     ) -> None:
         self._rooms = rooms
-        self._machine = rooms.machine
         self._peers = peers
         self._connections = connections
         self._proofs = proofs
@@ -75,7 +74,7 @@ class PrefillFinder:
 
     def give_up(self, room: DecodeRoom, reason: str, now_s: float) -> None:
         room.end_search()
-        if self._machine.state(room.key) is not KVPoll.Failed:
+        if room.state is not KVPoll.Failed:
             self._rooms.fail(room, reason, now_s)
         self._rooms.forget_if_closed(room)
 
@@ -109,8 +108,7 @@ class PrefillFinder:
         """Start the look-up of the next room in line."""
         self._line.end(bootstrap)
         while (key := self._line.take(bootstrap)) is not None:
-            room = self._rooms.get(key)
-            assert room is not None, "a room that is forgotten leaves the line"
+            room = self._rooms[key]  # one that is forgotten leaves the line
             if room.looking and room.peer is None:
                 self._look_up(room)
                 return
@@ -153,10 +151,10 @@ class PrefillFinder:
         room.error = f"prefill worker {route.control} has not answered the registration"
         if room.failure is not None:
             room.error += f" (the try before: {room.failure})"
-        if self._machine.state(room.key) is KVPoll.Failed:
+        if room.state is KVPoll.Failed:
             self._rooms.report_abort(room, peer)
         elif peer.live:
-            self._machine.move(room.key, KVPoll.WaitingForInput)
+            self._rooms.move(room, KVPoll.WaitingForInput)
 
     def _on_dead_owner(self, room: DecodeRoom, route: Route, now_s: float) -> None:
         """Give up a room with a route of its own: its request is lost. Others wait for a new incarnation."""

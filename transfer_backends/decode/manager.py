@@ -14,7 +14,7 @@ from transfer_backends.decode.room import DecodeRoom
 from transfer_backends.decode.rooms import DecodeRooms
 from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.fake_pair import FakeReceiver
-from transfer_backends.kvpoll import FINAL, KVPoll
+from transfer_backends.kvpoll import KVPoll
 from transfer_backends.peers import Link
 from transfer_backends.ports import Engine, KVReceiver, Lookup, LookupAny
 
@@ -92,7 +92,7 @@ class DecodeManager:
         with self.control.lock:
             rooms = self.core.rooms
             gauges = {
-                "rooms": len(rooms),
+                "rooms": len(rooms) - rooms.num_pending_aborts,
                 "farewells": rooms.num_pending_aborts,
                 "peers": len(self.core.peers),
                 "exposed_rooms": rooms.num_exposed,
@@ -123,8 +123,8 @@ class DecodeManager:
     def fail_open(self) -> None:
         """First step of `close`: end every live transfer and notify prefill."""
         with self.control.locked() as now_s:
-            for key in list(self.core.machine):
-                self.core.rooms.abort(key, "the decode worker is shutting down", now_s)
+            for room in self.core.rooms:
+                self.core.rooms.abort(room, "the decode worker is shutting down", now_s)
 
     @property
     def is_quiet(self) -> bool:
@@ -188,25 +188,21 @@ class Receiver:
         self._rooms = rooms
         self._control = control
         self._room = room
-        self._key = room.key
-        self._last = KVPoll.Bootstrapping
 
     def poll(self) -> KVPoll:
-        if self._last not in FINAL:
-            self._last = self._rooms.machine.state(self._key)
-        return self._last
+        return self._room.state
 
     def provide(self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0) -> None:
         with self._control.locked() as now_s:
-            self._rooms.provide(self._key, dst_pages, metadata_row, now_s, skip_pages=skip_pages)
+            self._rooms.provide(self._room, dst_pages, metadata_row, now_s, skip_pages=skip_pages)
 
     def recompute(self, dst_pages: Sequence[int], metadata_row: int, work: Work) -> None:
         with self._control.locked() as now_s:
-            self._rooms.provide(self._key, dst_pages, metadata_row, now_s, work)
+            self._rooms.provide(self._room, dst_pages, metadata_row, now_s, work)
 
     def abort(self, reason: str) -> None:
         with self._control.locked() as now_s:
-            self._rooms.abort(self._key, reason, now_s)
+            self._rooms.abort(self._room, reason, now_s)
 
     def failure(self) -> str | None:
         return self._room.reason
@@ -215,8 +211,8 @@ class Receiver:
         return self._room.write_try
 
     def drained(self) -> bool:
-        return self._rooms.drained(self._key)
+        return self._room.drained
 
     def close(self) -> None:
         with self._control.locked():
-            self._rooms.close(self._key)
+            self._rooms.close(self._room)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from transfer_backends.decode.connections import PrefillPeer
-from transfer_backends.kvpoll import RoomKey
+from transfer_backends.rooms import Room
 from transfer_backends.timers import RetryTimer
 
 FIRST_RETRY_S = 0.02
@@ -11,7 +11,7 @@ LONGEST_RETRY_S = 0.5
 
 
 @dataclass(eq=False)
-class DecodeRoom:
+class DecodeRoom(Room):
     """recomputes: decode's own request: any prefill worker will do, and a failed handshake is final
 
     looking: by a look-up    retry: when to look again
@@ -20,7 +20,6 @@ class DecodeRoom:
     stuck_at_s: the pages count as stuck if exposed then    closed: by the role, and prefill must still learn of it
     """
 
-    key: RoomKey
     bootstrap: str
     deadline_s: float
     recomputes: bool = False
@@ -32,10 +31,12 @@ class DecodeRoom:
     num_pages: int | None = None
     write_try: int = 0
     exposed: bool = False
-    reason: str | None = None
-    progress_at_s: float = 0.0
     stuck_at_s: float | None = None
     closed: bool = False
+
+    @property
+    def drained(self) -> bool:
+        return self.final and not self.exposed
 
     @property
     def seeking(self) -> bool:

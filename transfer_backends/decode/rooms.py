@@ -6,7 +6,7 @@ Pages of `provide` are exposed until prefill reports Success or Drained, or is p
 exposed past `drain_timeout_s` counts as stuck.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,14 +14,15 @@ from transfer_backends.contract import KVArgs, Work
 from transfer_backends.decode.connections import PrefillPeer
 from transfer_backends.decode.lookup_line import LookUpLine
 from transfer_backends.decode.room import DecodeRoom
-from transfer_backends.kvpoll import FINAL, IllegalTransition, KVPoll, RoomKey, TransferMachine
+from transfer_backends.kvpoll import IllegalTransition, KVPoll, RoomKey
 from transfer_backends.peers import PeerTable
+from transfer_backends.rooms import RoomTable
 from transfer_backends.wire import Abort, Recompute, TransferInfo, clip, pack_ids
 
 MAX_PENDING_ABORTS = 4096  # rooms given up before prefill could learn of it; beyond it the oldest are forgotten
 
 
-class DecodeRooms:
+class DecodeRooms(RoomTable[DecodeRoom]):
     def __init__(
         self,
         peers: PeerTable[PrefillPeer],
@@ -31,25 +32,14 @@ class DecodeRooms:
         handshake_timeout_s: float,
         drain_timeout_s: float,
     ) -> None:
-        self.machine = TransferMachine()
+        super().__init__()
         self.num_exposed = 0
         self._peers = peers
         self._line = line
         self._args = args
         self._handshake_timeout_s = handshake_timeout_s
         self._drain_timeout_s = drain_timeout_s
-        self._rooms: dict[RoomKey, DecodeRoom] = {}
         self._pending_aborts: dict[RoomKey, None] = {}  # closed rooms whose prefill worker is still looked for
-
-    def __len__(self) -> int:
-        """Rooms that the role uses."""
-        return len(self._rooms) - len(self._pending_aborts)
-
-    def __iter__(self) -> Iterator[DecodeRoom]:
-        return iter(list(self._rooms.values()))
-
-    def get(self, key: RoomKey) -> DecodeRoom | None:
-        return self._rooms.get(key)
 
     def of(self, peer: PrefillPeer) -> list[DecodeRoom]:
         return [room for room in self if room.peer is peer]
@@ -62,15 +52,14 @@ class DecodeRooms:
 
     def open(self, room: int, room_attempt: int, bootstrap: str, now_s: float) -> DecodeRoom:
         """Raises `RoomInUse` for a live room and ValueError for an invalid number."""
-        key = (room, room_attempt)
-        self.machine.open(key)
         deadline_s = now_s + self._handshake_timeout_s
-        self._rooms[key] = opened = DecodeRoom(key, bootstrap, deadline_s, recomputes=room_attempt > 0)
+        opened = DecodeRoom((room, room_attempt), bootstrap, deadline_s, recomputes=room_attempt > 0)
+        self.add(opened)
         return opened
 
     def provide(
         self,
-        key: RoomKey,
+        room: DecodeRoom,
         dst_pages: Sequence[int],
         metadata_row: int,
         now_s: float,
@@ -79,7 +68,7 @@ class DecodeRooms:
         skip_pages: int = 0,
     ) -> None:
         """`work`: for a room that recomputes; it has a `skip_pages` of its own."""
-        room, state = self._rooms[key], self.machine.state(key)
+        key, state = room.key, room.state
         assert room.recomputes == (work is not None), (
             f"room {key}: attempt 0 has a request at prefill, others bring work"
         )
@@ -100,30 +89,26 @@ class DecodeRooms:
         info = TransferInfo(*where, skip_pages) if work is None else Recompute(*where, *_wire_work(work))
         self._peers.send(room.peer, info)
 
-    def abort(self, key: RoomKey, reason: str, now_s: float) -> None:
-        if self.machine.state(key) not in FINAL:
-            self.fail(self._rooms[key], reason, now_s)
+    def abort(self, room: DecodeRoom, reason: str, now_s: float) -> None:
+        if not room.final:
+            self.fail(room, reason, now_s)
 
-    def drained(self, key: RoomKey) -> bool:
-        return self.machine.state(key) in FINAL and not self._rooms[key].exposed
-
-    def close(self, key: RoomKey) -> None:
+    def close(self, room: DecodeRoom) -> None:
         """Forget the room, or keep its abort pending while its prefill worker is looked for."""
-        if not self.drained(key):
-            raise RuntimeError(f"room {key}: closed in {self.machine.state(key).name} before its pages were drained")
-        room = self._rooms[key]
+        if not room.drained:
+            raise RuntimeError(f"room {room.key}: closed in {room.state.name} before its pages were drained")
         room.closed = True
         if not room.seeking:
-            self._forget(room)
+            self.forget(room)
             return
-        self._pending_aborts[key] = None
+        self._pending_aborts[room.key] = None
         if len(self._pending_aborts) > MAX_PENDING_ABORTS:
-            self._forget(self._rooms[next(iter(self._pending_aborts))])
+            self.forget(self[next(iter(self._pending_aborts))])
 
     # ---- moves
 
     def fail(self, room: DecodeRoom, reason: str, now_s: float, *, report: bool = True) -> None:
-        self.machine.move(room.key, KVPoll.Failed)
+        self.move(room, KVPoll.Failed)
         self._peers.effects.counters["failed"] += 1
         room.reason = reason
         room.stuck_at_s = now_s + self._drain_timeout_s
@@ -139,7 +124,7 @@ class DecodeRooms:
         self.forget_if_closed(room)
 
     def send_abort(self, peer: PrefillPeer, key: RoomKey, reason: str) -> None:
-        room = self._rooms.get(key)
+        room = self.get(key)
         write_try = 0 if room is None else room.write_try
         self._peers.send(peer, Abort(*self._peers.address(peer), *key, clip(reason), write_try))
 
@@ -147,27 +132,24 @@ class DecodeRooms:
         self.num_exposed += int(exposed) - int(room.exposed)
         if room.exposed != exposed:
             room.exposed = exposed
-            self.machine.touch()
+            self.touch()
 
     def forget_if_closed(self, room: DecodeRoom) -> None:
         if room.closed and room.key in self._rooms:
-            self._forget(room)
+            self.forget(room)
 
-    def _forget(self, room: DecodeRoom) -> None:
-        self.machine.forget(room.key)
-        del self._rooms[room.key]
+    def forget(self, room: DecodeRoom) -> None:
+        super().forget(room)
         self._pending_aborts.pop(room.key, None)
         self._line.leave(room.bootstrap, room.key)
 
     def check(self) -> None:
         self._line.check(self._rooms)
-        assert list(self.machine) == list(self._rooms), "rooms and states differ"
         assert sum(room.exposed for room in self) == self.num_exposed, "count of exposed rooms is off"
         for key in self._pending_aborts:
             assert key in self._rooms and self._rooms[key].closed, f"room {key}: a pending abort, and it is not closed"
         for room in self:
-            success = self.machine.state(room.key) is KVPoll.Success
-            assert not (room.exposed and success), f"room {room.key}: Success with exposed pages"
+            assert not (room.exposed and room.state is KVPoll.Success), f"room {room.key}: Success with exposed pages"
 
 
 def _wire_work(work: Work) -> tuple[bytes, int, int, bool]:

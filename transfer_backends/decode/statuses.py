@@ -3,33 +3,33 @@
 A report about an earlier write try is counted and dropped: it neither completes a transfer nor ends its pages' exposure.
 """
 
+from collections import Counter
+
 from transfer_backends.decode.connections import PrefillPeer
 from transfer_backends.decode.room import DecodeRoom
 from transfer_backends.decode.rooms import DecodeRooms
-from transfer_backends.kvpoll import FINAL, KVPoll, PeerProtocolError
-from transfer_backends.peers import PeerTable
+from transfer_backends.kvpoll import KVPoll, PeerProtocolError
 from transfer_backends.wire import Drained, Status
 
 
 class Statuses:
     """Each method raises `PeerProtocolError` (nothing changed) for what the peer may not send now."""
 
-    def __init__(self, rooms: DecodeRooms, peers: PeerTable[PrefillPeer]) -> None:
+    def __init__(self, rooms: DecodeRooms, counters: Counter[str]) -> None:
         self._rooms = rooms
-        self._machine = rooms.machine
-        self._counters = peers.effects.counters
+        self._counters = counters
 
     def on_status(self, peer: PrefillPeer, message: Status, now_s: float) -> None:
         room = self._addressed(peer, message)
         if room is None:
             return
-        to, state = KVPoll(message.state), self._machine.state(room.key)
-        if state in FINAL:
+        to = KVPoll(message.state)
+        if room.final:
             self._on_late(room, to)
         elif to is KVPoll.Failed:
             self._rooms.fail(room, message.reason or "prefill failed", now_s, report=False)
         elif room.num_pages is None or to not in (KVPoll.Transferring, KVPoll.Success):
-            raise PeerProtocolError(f"room {room.key}: {to.name} in {state.name}")
+            raise PeerProtocolError(f"room {room.key}: {to.name} in {room.state.name}")
         else:
             self._advance(room, to, message.num_pages, now_s)
 
@@ -37,8 +37,8 @@ class Statuses:
         room = self._addressed(peer, message)
         if room is None:
             return
-        if self._machine.state(room.key) not in FINAL:
-            raise PeerProtocolError(f"room {room.key}: Drained in {self._machine.state(room.key).name}")
+        if not room.final:
+            raise PeerProtocolError(f"room {room.key}: Drained in {room.state.name}")
         self._rooms.expose(room, False)
 
     def _addressed(self, peer: PrefillPeer, message: Status | Drained) -> DecodeRoom | None:
@@ -61,8 +61,8 @@ class Statuses:
 
     def _advance(self, room: DecodeRoom, to: KVPoll, num_pages: int, now_s: float) -> None:
         room.progress_at_s = now_s
-        if self._machine.state(room.key) is KVPoll.WaitingForInput:
-            self._machine.move_by_peer(room.key, KVPoll.Transferring)
+        if room.state is KVPoll.WaitingForInput:
+            self._rooms.move(room, KVPoll.Transferring)
         if to is not KVPoll.Success:
             return
         self._rooms.expose(room, False)
@@ -70,5 +70,5 @@ class Statuses:
             reason = f"prefill wrote {num_pages} pages, {room.num_pages} were given: the two prompts differ"
             self._rooms.fail(room, reason, now_s, report=False)
             return
-        self._machine.move_by_peer(room.key, KVPoll.Success)
+        self._rooms.move(room, KVPoll.Success)
         self._counters["succeeded"] += 1

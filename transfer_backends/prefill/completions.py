@@ -4,12 +4,11 @@ After a failed write prefill writes everything again to the same pages (`transfe
 nothing of the last try can still land. A result of an earlier try is dropped (docs/design/handover.md).
 """
 
-from transfer_backends.kvpoll import FINAL, KVPoll
+from transfer_backends.kvpoll import KVPoll
 from transfer_backends.peers import PeerTable
 from transfer_backends.prefill.outbox import Outbox
 from transfer_backends.prefill.paths import DecodePeer, Paths
 from transfer_backends.prefill.posts import Post
-from transfer_backends.prefill.reports import Reports
 from transfer_backends.prefill.room import PrefillRoom
 from transfer_backends.prefill.rooms import PrefillRooms
 
@@ -23,35 +22,33 @@ class Completions:
         outbox: Outbox,
         paths: Paths,
         peers: PeerTable[DecodePeer],
-        reports: Reports,
         *,
         transfer_retries: int,
     ) -> None:
         self._rooms = rooms
-        self._machine = rooms.machine
         self._outbox = outbox
         self._paths = paths
         self._peers = peers
         self._counters = peers.effects.counters
-        self._reports = reports
         self._transfer_retries = transfer_retries
 
     def on_op_final(self, post: Post, *, ok: bool, error: str, now_s: float) -> None:
         """`ok`: the bytes have landed; in either case the operation will never write again."""
-        room, peer = self._rooms.get(post.key), self._peers.get(post.incarnation)
-        assert room is not None and peer is not None, "a room and its peer outlive their operations"
+        room = self._rooms[post.key]
+        peer = room.peer
+        assert peer is not None and peer in self._peers, "a room and its peer outlive their operations"
         self._outbox.on_op_final(room, post)
         room.dirty |= not ok
-        if self._machine.state(room.key) in FINAL:  # its pages may be free now; else there is nothing new to see
-            self._machine.touch()
+        if room.final:  # its pages may be free now; else there is nothing new to see
+            self._rooms.touch()
         self._paths.on_op_final(peer, ok=ok)
         if ok:
             self._on_written(room, post, now_s)
         else:
             self._counters["failed_posts"] += 1
-            if self._machine.state(room.key) not in FINAL and not room.awaits_fence:
+            if not room.final and not room.awaits_fence:
                 self._try_again(room, peer, error, now_s)
-        self._reports.drained(room)
+        self._rooms.report_drained(room)
         self._paths.retire(peer)
 
     def on_fenced(self, incarnation: str, *, ok: bool, now_s: float) -> None:
@@ -61,11 +58,11 @@ class Completions:
 
     def settle(self, peer: DecodePeer) -> None:
         """Start over and report, now that no earlier operation to the peer can write."""
-        for room in self._rooms.of(peer.incarnation):
+        for room in self._rooms.of(peer):
             if room.num_ops == 0:
                 room.dirty = False
-                self._machine.touch()
-                self._reports.drained(room)
+                self._rooms.touch()
+                self._rooms.report_drained(room)
                 if room.awaits_fence:
                     room.start_over()
                     self._outbox.add(room)
@@ -78,12 +75,12 @@ class Completions:
             return
         room.done_bytes += post.kv_bytes
         room.progress_at_s = now_s
-        if self._machine.state(room.key) is not KVPoll.Transferring:
+        if room.state is not KVPoll.Transferring:
             return
         if room.all_posted and room.num_ops == 0:
             self._rooms.succeed(room)
         elif now_s - room.reported_at_s >= PROGRESS_EVERY_S:
-            self._reports.progress(room, now_s)
+            self._rooms.report_progress(room, now_s)
 
     def _try_again(self, room: PrefillRoom, peer: DecodePeer, error: str, now_s: float) -> None:
         """Begin the next try if the peer lives, and report its number."""
@@ -94,4 +91,4 @@ class Completions:
         room.begin_next_try()
         room.progress_at_s = now_s
         self._counters["retried"] += 1
-        self._reports.progress(room, now_s)
+        self._rooms.report_progress(room, now_s)

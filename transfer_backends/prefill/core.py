@@ -22,7 +22,6 @@ from transfer_backends.prefill.inbox import Inbox
 from transfer_backends.prefill.offers import Offers
 from transfer_backends.prefill.outbox import Outbox
 from transfer_backends.prefill.paths import DecodePeer, Paths
-from transfer_backends.prefill.reports import Reports
 from transfer_backends.prefill.room import PrefillRoom
 from transfer_backends.prefill.rooms import PrefillRooms
 from transfer_backends.wire import Abort, Bye, Message, Ping, Pong, Recompute, Register, TransferInfo, layout_of
@@ -45,17 +44,18 @@ class PrefillCore:
             items=items,
             handshake_timeout_s=config.handshake_timeout_s,
         )
-        self.inbox = Inbox(config)
-        self.outbox = Outbox(self.peers, args=kv_args, caps=caps)
-        self._reports = Reports(self.peers, self.paths, page_bytes=kv_args.kv.item_bytes)
-        self.rooms = PrefillRooms(self.peers, self.inbox, self.outbox, self._reports, args=kv_args)
-        self.completions = Completions(
-            self.rooms, self.outbox, self.paths, self.peers, self._reports, transfer_retries=config.transfer_retries
+        self.inbox = Inbox(
+            keep_s=config.bootstrap_timeout_s, max_offers=config.max_orphans, max_tombstones=config.max_tombstones
         )
-        self.machine, self.effects = self.rooms.machine, self.peers.effects
+        self.effects = self.peers.effects
+        self.outbox = Outbox(self.effects.counters, args=kv_args, caps=caps)
+        self.rooms = PrefillRooms(self.peers, self.paths, self.inbox, self.outbox, args=kv_args)
+        self.completions = Completions(
+            self.rooms, self.outbox, self.paths, self.peers, transfer_retries=config.transfer_retries
+        )
         self._config = config
         self._next_scan_s = 0.0
-        offers = Offers(self.rooms, self.inbox, self._reports)
+        offers = Offers(self.rooms, self.inbox, self.paths)
         self._handlers: dict[type, Callable[[DecodePeer, Any, float], None]] = {
             TransferInfo: offers.on_transfer_info,
             Recompute: offers.on_recompute,
@@ -75,9 +75,9 @@ class PrefillCore:
 
     def send_bye(self) -> None:
         """Send `Bye` to the peers whose memory no operation can still write."""
-        busy = {room.offer.incarnation for room in self.rooms if room.offer is not None and not room.quiet}
+        busy = {room.peer for room in self.rooms if not room.quiet}
         for peer in self.peers.linked():
-            if peer.incarnation not in busy and peer.path.broken_at_s is None:
+            if peer not in busy and peer.path.broken_at_s is None:
                 self.peers.send(peer, Bye(*self.peers.address(peer)))
 
     # ---- messages and links
@@ -87,7 +87,7 @@ class PrefillCore:
         if isinstance(message, Register):
             known = self.admission.register(link, message, now_s)
             if known is not None:
-                self.rooms.fail_all_of(known.incarnation, "the decode worker connected again")
+                self.rooms.fail_all_of(known, "the decode worker connected again")
             return
         peer = self.peers.by_link(link)
         if peer is None or message.dst != self.peers.incarnation or message.src != peer.incarnation:
@@ -110,8 +110,8 @@ class PrefillCore:
     def _lose(self, peer: DecodePeer, reason: str, now_s: float) -> None:
         self.effects.counters["peers_lost"] += 1
         self.peers.part(peer)
-        self.rooms.fail_all_of(peer.incarnation, reason)
-        for key in self.inbox.take_all_of(peer.incarnation):
+        self.rooms.fail_all_of(peer, reason)
+        for key in self.inbox.take_all_of(peer):
             self.inbox.bury(key, reason, by_peer=True, now_s=now_s)
         self.paths.retire(peer)
 
@@ -120,7 +120,7 @@ class PrefillCore:
     def tick(self, now_s: float) -> None:
         settled = self.paths.tick(now_s)
         for peer in self.peers.beat(now_s):
-            self.rooms.fail_all_of(peer.incarnation, "the decode worker does not answer")
+            self.rooms.fail_all_of(peer, "the decode worker does not answer")
         for peer in settled:
             self.completions.settle(peer)
         if now_s >= self._next_scan_s:
@@ -131,7 +131,7 @@ class PrefillCore:
         self.peers.check_links()
 
     def check_deadline(self, room: PrefillRoom, now_s: float) -> None:
-        state, config = self.machine.state(room.key), self._config
+        state, config = room.state, self._config
         if state is KVPoll.Bootstrapping and now_s - room.opened_at_s >= config.bootstrap_timeout_s:
             timeout_s = config.bootstrap_timeout_s
             self.rooms.fail(room, f"no decode worker gave its pages within {timeout_s:g} s (bootstrap timeout)")
@@ -145,9 +145,7 @@ class PrefillCore:
             self.effects.counters["orphans_expired"] += 1
             reason = f"no request for it came to prefill within {self._config.bootstrap_timeout_s:g} s"
             self.inbox.bury(key, reason, by_peer=True, now_s=now_s)
-            peer = self.peers.get(offer.incarnation)
-            if peer is not None:
-                self._reports.reject(peer, key, reason)
+            self.rooms.reject(offer.peer, key, reason)
 
     def check(self) -> None:
         self.peers.check()

@@ -6,9 +6,10 @@ Peers fill these tables, so all are bounded; offers and reasons also expire.
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from transfer_backends.contract import RecomputeRequest, TransferConfig
+from transfer_backends.contract import RecomputeRequest
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.merge import I64
+from transfer_backends.prefill.paths import DecodePeer
 
 MAX_PAGES = 1 << 22  # page ids kept in all offers
 MAX_TOKENS = 1 << 22  # token ids kept in all requests for recomputation
@@ -19,7 +20,7 @@ MAX_REASON_CHARS = 256  # of an ended room's reason, which may be a peer's text
 class Offer:
     """Where decode wants the metadata row and the pages after the first `skip_pages`."""
 
-    incarnation: str
+    peer: DecodePeer
     pages: I64
     metadata_row: int
     skip_pages: int = 0
@@ -35,8 +36,10 @@ class Tombstone:
 
 
 class Inbox:
-    def __init__(self, config: TransferConfig) -> None:
-        self._config = config
+    def __init__(self, *, keep_s: float, max_offers: int, max_tombstones: int) -> None:
+        self._keep_s = keep_s
+        self._max_offers = max_offers
+        self._max_tombstones = max_tombstones
         self._offers: OrderedDict[RoomKey, tuple[Offer, float]] = OrderedDict()
         self._num_pages = 0
         self._tombstones: OrderedDict[RoomKey, Tombstone] = OrderedDict()
@@ -48,12 +51,12 @@ class Inbox:
 
     def owner(self, key: RoomKey) -> str | None:
         entry = self._offers.get(key)
-        return None if entry is None else entry[0].incarnation
+        return None if entry is None else entry[0].peer.incarnation
 
     def keep(self, key: RoomKey, offer: Offer, now_s: float) -> bool:
-        full = len(self._offers) >= self._config.max_orphans or self._num_pages + len(offer.pages) > MAX_PAGES
+        full = len(self._offers) >= self._max_offers or self._num_pages + len(offer.pages) > MAX_PAGES
         if not full:
-            self._offers[key] = (offer, now_s + self._config.bootstrap_timeout_s)
+            self._offers[key] = (offer, now_s + self._keep_s)
             self._num_pages += len(offer.pages)
         return not full
 
@@ -83,16 +86,16 @@ class Inbox:
         self._num_pages -= len(entry[0].pages)
         return entry[0]
 
-    def take_all_of(self, incarnation: str) -> list[RoomKey]:
-        keys = [key for key, (offer, _) in self._offers.items() if offer.incarnation == incarnation]
+    def take_all_of(self, peer: DecodePeer) -> list[RoomKey]:
+        keys = [key for key, (offer, _) in self._offers.items() if offer.peer is peer]
         for key in keys:
             self.take(key)
         return keys
 
     def bury(self, key: RoomKey, reason: str, *, by_peer: bool, now_s: float) -> None:
         self._tombstones.pop(key, None)
-        self._tombstones[key] = Tombstone(reason[:MAX_REASON_CHARS], by_peer, now_s + self._config.bootstrap_timeout_s)
-        while len(self._tombstones) > self._config.max_tombstones:
+        self._tombstones[key] = Tombstone(reason[:MAX_REASON_CHARS], by_peer, now_s + self._keep_s)
+        while len(self._tombstones) > self._max_tombstones:
             self._tombstones.popitem(last=False)
 
     def tombstone(self, key: RoomKey) -> Tombstone | None:

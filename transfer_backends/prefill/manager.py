@@ -3,14 +3,17 @@
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from transfer_backends.contract import Clock, Gate, KVArgs, RecomputeRequest, TransferConfig
 from transfer_backends.control_thread import ControlThread
 from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.fake_pair import FakeSender
-from transfer_backends.kvpoll import FINAL, KVPoll
+from transfer_backends.kvpoll import KVPoll
 from transfer_backends.ports import Engine, KVSender, LayerClock
 from transfer_backends.prefill.core import PrefillCore
 from transfer_backends.prefill.driver import EngineDriver
+from transfer_backends.prefill.posts import Chunk
 from transfer_backends.prefill.room import PrefillRoom
 from transfer_backends.prefill.rooms import PrefillRooms
 
@@ -77,7 +80,7 @@ class PrefillManager:
     @property
     def counters(self) -> dict[str, int]:
         with self.control.lock:
-            gauges = {"rooms": len(self.core.machine), "peers": len(self.core.peers)}
+            gauges = {"rooms": len(self.core.rooms), "peers": len(self.core.peers)}
             return {**self.core.effects.counters, **self.control.faults, **gauges}
 
     def close(self) -> None:
@@ -98,8 +101,8 @@ class PrefillManager:
     def fail_open(self) -> None:
         """First step of `close`: end every live transfer and notify decode."""
         with self.control.locked():
-            for key in list(self.core.machine):
-                self.core.rooms.abort(key, "the prefill worker is shutting down")
+            for room in self.core.rooms:
+                self.core.rooms.abort(room, "the prefill worker is shutting down")
         self.driver.wake()
 
     @property
@@ -125,8 +128,6 @@ class Sender:
         self._control = control
         self._driver = driver
         self._room = room
-        self._key = room.key
-        self._last = KVPoll.Bootstrapping
 
     @property
     def num_pages(self) -> int | None:
@@ -137,9 +138,7 @@ class Sender:
         return self._room.skip_pages
 
     def poll(self) -> KVPoll:
-        if self._last not in FINAL:
-            self._last = self._rooms.machine.state(self._key)
-        return self._last
+        return self._room.state
 
     def send(
         self,
@@ -150,22 +149,21 @@ class Sender:
         metadata_row: int | None = None,
         gate: Gate | None = None,
     ) -> None:
+        chunk = Chunk(np.asarray(src_pages, dtype=np.int64), start, metadata_row if last else None, gate)
         with self._control.locked() as now_s:
-            self._rooms.send(
-                self._key, src_pages, start=start, last=last, metadata_row=metadata_row, now_s=now_s, gate=gate
-            )
+            self._rooms.send(self._room, chunk, now_s, last=last)
             self._driver.wake()  # before the control thread: bytes first, messages can wait
 
     def abort(self, reason: str) -> None:
         with self._control.locked():
-            self._rooms.abort(self._key, reason)
+            self._rooms.abort(self._room, reason)
 
     def failure(self) -> str | None:
         return self._room.reason
 
     def released(self) -> bool:
-        return self._rooms.released(self._key)
+        return self._room.released
 
     def close(self) -> None:
         with self._control.locked() as now_s:
-            self._rooms.close(self._key, now_s)
+            self._rooms.close(self._room, now_s)

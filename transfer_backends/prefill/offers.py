@@ -6,10 +6,9 @@ from contextlib import contextmanager
 import numpy as np
 
 from transfer_backends.contract import ABORTED_BY_DECODE, RecomputeRequest, Work
-from transfer_backends.kvpoll import FINAL, KVPoll, PeerProtocolError, RoomKey
+from transfer_backends.kvpoll import KVPoll, PeerProtocolError, RoomKey
 from transfer_backends.prefill.inbox import Inbox, Offer
-from transfer_backends.prefill.paths import DecodePeer
-from transfer_backends.prefill.reports import Reports
+from transfer_backends.prefill.paths import DecodePeer, Paths
 from transfer_backends.prefill.rooms import PrefillRooms
 from transfer_backends.wire import Abort, Recompute, TransferInfo, unpack_ids
 
@@ -17,11 +16,10 @@ from transfer_backends.wire import Abort, Recompute, TransferInfo, unpack_ids
 class Offers:
     """Each method raises `PeerProtocolError` (nothing changed) for what the peer may not send now."""
 
-    def __init__(self, rooms: PrefillRooms, inbox: Inbox, reports: Reports) -> None:
+    def __init__(self, rooms: PrefillRooms, inbox: Inbox, paths: Paths) -> None:
         self._rooms = rooms
-        self._machine = rooms.machine
         self._inbox = inbox
-        self._reports = reports
+        self._paths = paths
 
     def on_transfer_info(self, peer: DecodePeer, message: TransferInfo, now_s: float) -> None:
         key = (message.room, message.attempt)
@@ -32,15 +30,15 @@ class Offers:
             self._keep(peer, key, offer, now_s)
         elif room is None:
             assert tombstone is not None
-            self._reports.reject(peer, key, f"prefill: {tombstone.reason}")
-        elif self._machine.state(key) is KVPoll.Bootstrapping:
+            self._rooms.reject(peer, key, f"prefill: {tombstone.reason}")
+        elif room.state is KVPoll.Bootstrapping:
             self._rooms.accept(room, offer)
-        elif room.offer is None:
-            self._reports.reject(peer, key, f"prefill: {room.reason}")
-        elif room.offer.incarnation == peer.incarnation:
+        elif room.peer is None:
+            self._rooms.reject(peer, key, f"prefill: {room.reason}")
+        elif room.peer.incarnation == peer.incarnation:
             raise PeerProtocolError(f"room {key}: a second transfer info")
         else:
-            self._reports.reject(peer, key, f"bootstrap_room {message.room} is in use by another decode worker")
+            self._rooms.reject(peer, key, f"bootstrap_room {message.room} is in use by another decode worker")
 
     def on_recompute(self, peer: DecodePeer, message: Recompute, now_s: float) -> None:
         key = (message.room, message.attempt)
@@ -48,11 +46,11 @@ class Offers:
             offer, request = _offer_of(peer, message), _request_of(message)
         known = self._rooms.get(key) or self._inbox.tombstone(key) or self._inbox.owner(key)
         if known is not None:
-            self._reports.reject(peer, key, f"bootstrap_room {message.room}: attempt {message.attempt} exists already")
+            self._rooms.reject(peer, key, f"bootstrap_room {message.room}: attempt {message.attempt} exists already")
         elif self._inbox.keep_request(request, offer, now_s):
-            self._machine.touch()
+            self._rooms.touch()
         else:
-            self._reports.reject(peer, key, "prefill has too much to compute for decode workers already")
+            self._rooms.reject(peer, key, "prefill has too much to compute for decode workers already")
 
     def on_abort(self, peer: DecodePeer, message: Abort, now_s: float) -> None:
         key = (message.room, message.attempt)
@@ -60,14 +58,14 @@ class Offers:
         if room is None:
             self._abort_unopened(peer, key, message, now_s)
             return
-        if room.offer is not None and room.offer.incarnation != peer.incarnation:
-            self._reports.acknowledge(peer, key, message.retry)  # nothing of this room goes to that peer
+        if room.peer is not None and room.peer.incarnation != peer.incarnation:
+            self._paths.drained(peer, key, message.retry)  # nothing of this room goes to that peer
             raise PeerProtocolError(f"room {key}: aborted by a decode worker it does not belong to")
-        if self._machine.state(key) not in FINAL:
+        if not room.final:
             self._rooms.fail(room, f"{ABORTED_BY_DECODE}: {message.reason}", report=False)
         if room.quiet:
             room.owes_drained = False
-            self._reports.acknowledge(peer, key, room.write_try)
+            self._paths.drained(peer, key, room.write_try)
         else:
             room.owes_drained = True
 
@@ -77,24 +75,24 @@ class Offers:
             if self._inbox.tombstone(key) is None:
                 reason = f"{ABORTED_BY_DECODE}: {message.reason}"
                 self._inbox.bury(key, reason, by_peer=True, now_s=now_s)
-        self._reports.acknowledge(peer, key, message.retry)
+        self._paths.drained(peer, key, message.retry)
 
     def _keep(self, peer: DecodePeer, key: RoomKey, offer: Offer, now_s: float) -> None:
         owner = self._inbox.owner(key)
         if owner == peer.incarnation:
             raise PeerProtocolError(f"room {key}: a second transfer info")
         if owner is not None:
-            self._reports.reject(peer, key, f"bootstrap_room {key[0]} is in use by another decode worker")
+            self._rooms.reject(peer, key, f"bootstrap_room {key[0]} is in use by another decode worker")
         elif not self._inbox.keep(key, offer, now_s):
             reason = f"prefill keeps {len(self._inbox)} transfers without a request: it takes no more"
-            self._reports.reject(peer, key, reason)
+            self._rooms.reject(peer, key, reason)
 
     @contextmanager
     def _rejecting(self, peer: DecodePeer, key: RoomKey) -> Iterator[None]:
         try:
             yield
         except ValueError as error:
-            self._reports.reject(peer, key, str(error))
+            self._rooms.reject(peer, key, str(error))
             raise PeerProtocolError(str(error)) from None
 
 
@@ -106,7 +104,7 @@ def _offer_of(peer: DecodePeer, message: TransferInfo | Recompute) -> Offer:
         raise ValueError(f"room {message.room}: a page is given twice")
     if message.aux_idx >= memory.aux.num_items:
         raise ValueError(f"room {message.room}: aux_idx {message.aux_idx} is outside {memory.aux.num_items} rows")
-    return Offer(peer.incarnation, pages, message.aux_idx, message.skip_pages)
+    return Offer(peer, pages, message.aux_idx, message.skip_pages)
 
 
 def _request_of(message: Recompute) -> RecomputeRequest:

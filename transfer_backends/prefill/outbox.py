@@ -1,11 +1,10 @@
 """The next operations to post: rooms in turn, chunks as their gates open, within the engine's window. Pure."""
 
-from collections import deque
+from collections import Counter, deque
 
 from transfer_backends.contract import NOTHING_YET, Caps, KVArgs, Progress
 from transfer_backends.kvpoll import RoomKey
-from transfer_backends.peers import PeerTable
-from transfer_backends.prefill.paths import DecodePeer
+from transfer_backends.prefill.paths import Path
 from transfer_backends.prefill.posts import Post, num_groups, num_open, plan_ops
 from transfer_backends.prefill.room import PrefillRoom
 
@@ -13,11 +12,11 @@ TOGETHER_BYTES = 4 << 20  # posted in one go: a millisecond of copying, and anot
 
 
 class Outbox:
-    def __init__(self, peers: PeerTable[DecodePeer], *, args: KVArgs, caps: Caps) -> None:
+    def __init__(self, counters: Counter[str], *, args: KVArgs, caps: Caps) -> None:
         self.num_inflight = 0  # pieces posted and not final
         self.window_full = False  # the next post has to wait until one ends
         self._num_inflight_bytes = 0
-        self._peers = peers
+        self._counters = counters
         self._args = args
         self._caps = caps
         self._ready: deque[PrefillRoom] = deque()  # rooms with something to post, in turn
@@ -48,8 +47,8 @@ class Outbox:
             post = self._head(room)
             if post is None:
                 continue
-            peer = self._peer_of(room)
-            if not peer.path.open:
+            assert room.peer is not None
+            if not room.peer.path.open:
                 self._ready.append(room)
                 continue
             if not self._fits(post):
@@ -57,7 +56,7 @@ class Outbox:
                 self.window_full = True
                 return None
             room.posts.popleft()
-            self._count_posted(room, post, peer, now_s)
+            self._count_posted(room, post, room.peer.path, now_s)
             self._ready.append(room)
             return post
         return None
@@ -83,11 +82,6 @@ class Outbox:
         gated = room.chunks and num_open(room.chunks[0], self._progress, self._args) <= room.left_groups
         return bool(gated) and not (room.posts or room.num_ops)
 
-    def _peer_of(self, room: PrefillRoom) -> DecodePeer:
-        peer = self._peers.get(room.offer.incarnation) if room.offer else None
-        assert peer is not None, "a room's peer outlives its queue"
-        return peer
-
     def _head(self, room: PrefillRoom) -> Post | None:
         while not room.posts and room.chunks:
             chunk = room.chunks[0]
@@ -104,12 +98,9 @@ class Outbox:
 
     def _plan(self, room: PrefillRoom, until: int) -> None:
         assert room.offer is not None
-        peer, groups = self._peer_of(room), (room.left_groups, until)
-        memory = peer.path.memory
-        for pieces, kv_bytes in plan_ops(
-            room.chunks[0], room.offer, memory, groups=groups, args=self._args, caps=self._caps
-        ):
-            room.posts.append(Post(room.key, peer.incarnation, pieces, kv_bytes, room.write_try))
+        groups = (room.left_groups, until)
+        for pieces, kv_bytes in plan_ops(room.chunks[0], room.offer, groups=groups, args=self._args, caps=self._caps):
+            room.posts.append(Post(room.key, room.offer.peer.incarnation, pieces, kv_bytes, room.write_try))
 
     def _fits(self, post: Post) -> bool:
         pieces = self.num_inflight + len(post.pieces)
@@ -117,11 +108,11 @@ class Outbox:
         fits = pieces <= self._caps.max_inflight and size <= self._caps.max_inflight_bytes
         return fits or self.num_inflight == 0
 
-    def _count_posted(self, room: PrefillRoom, post: Post, peer: DecodePeer, now_s: float) -> None:
+    def _count_posted(self, room: PrefillRoom, post: Post, path: Path, now_s: float) -> None:
         room.num_ops += 1
-        peer.path.num_ops += 1
+        path.num_ops += 1
         self.num_inflight += len(post.pieces)
         self._num_inflight_bytes += post.pieces.size_bytes
-        self._peers.effects.counters["posts"] += 1
+        self._counters["posts"] += 1
         if room.num_ops == 1:
             room.progress_at_s = now_s

@@ -8,7 +8,6 @@ from transfer_backends.contract import Caps, Gate, KVArgs, Pieces, Progress
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.merge import I64, batches, plan_pieces, plan_strips
 from transfer_backends.prefill.inbox import Offer
-from transfer_backends.prefill.paths import RemoteMemory
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,13 @@ def num_open(chunk: Chunk, progress: Progress, args: KVArgs) -> int:
 
 
 def plan_ops(
-    chunk: Chunk, offer: Offer, memory: RemoteMemory, *, groups: tuple[int, int], args: KVArgs, caps: Caps
+    chunk: Chunk, offer: Offer, *, groups: tuple[int, int], args: KVArgs, caps: Caps
 ) -> list[tuple[Pieces, int]]:
     """Return (pieces, bytes of pages) of each operation for the `groups` of layers (from, until) of a chunk.
 
     Pages that decode has already are left out. The metadata row is an operation of its own, the last one.
     """
+    memory = offer.peer.path.memory
     src = chunk.src[max(0, offer.skip_pages - chunk.start) :]
     first = max(0, chunk.start - offer.skip_pages)
     dst = offer.pages[first : first + len(src)]

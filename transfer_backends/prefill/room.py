@@ -4,15 +4,16 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from transfer_backends.contract import Gate, KVArgs
-from transfer_backends.kvpoll import RoomKey
-from transfer_backends.merge import I64
+from transfer_backends.contract import KVArgs
+from transfer_backends.kvpoll import KVPoll
 from transfer_backends.prefill.inbox import Offer
+from transfer_backends.prefill.paths import DecodePeer
 from transfer_backends.prefill.posts import Chunk, Post
+from transfer_backends.rooms import Room
 
 
-@dataclass
-class PrefillRoom:
+@dataclass(eq=False)
+class PrefillRoom(Room):
     """chunks: queued and not planned; all_chunks: every one, to start over with; queued_pages: of the prompt
 
     left_groups: planned groups of layers of the first chunk    posts: planned and not posted
@@ -21,7 +22,6 @@ class PrefillRoom:
     dirty: an operation failed, and no fence has succeeded since    owes_drained: decode waits for `Drained`
     """
 
-    key: RoomKey
     opened_at_s: float
     offer: Offer | None = None
     chunks: deque[Chunk] = field(default_factory=deque)
@@ -36,9 +36,11 @@ class PrefillRoom:
     write_try: int = 0
     awaits_fence: bool = False
     owes_drained: bool = False
-    reason: str | None = None
-    progress_at_s: float = 0.0
     reported_at_s: float = -math.inf
+
+    @property
+    def peer(self) -> DecodePeer | None:
+        return None if self.offer is None else self.offer.peer
 
     @property
     def num_pages(self) -> int | None:
@@ -52,6 +54,10 @@ class PrefillRoom:
     def quiet(self) -> bool:
         """No operation reads its pages or writes decode's."""
         return self.num_ops == 0 and not self.dirty
+
+    @property
+    def released(self) -> bool:
+        return self.final and self.quiet
 
     @property
     def all_posted(self) -> bool:
@@ -98,26 +104,19 @@ class PrefillRoom:
     def check(self) -> None:
         assert self.chunks or not self.left_groups, f"room {self.key}: {self.left_groups} groups of layers of nothing"
         assert self.num_ops >= 0, f"room {self.key}: {self.num_ops} operations"
+        assert self.quiet or self.state is not KVPoll.Success, f"room {self.key}: operations in Success"
 
 
-def check_chunk(
-    room: PrefillRoom,
-    src: I64,
-    *,
-    args: KVArgs,
-    start: int,
-    last: bool,
-    metadata_row: int | None,
-    gate: Gate | None = None,
-) -> None:
+def check_chunk(room: PrefillRoom, chunk: Chunk, *, last: bool, args: KVArgs) -> None:
     """Raise ValueError for a chunk that our own role got wrong."""
+    src, gate, row = chunk.src, chunk.gate, chunk.metadata_row
     if last and gate is not None:
         raise ValueError(f"room {room.key}: the last chunk has a gate, its metadata row would vouch for pages to come")
     if gate is not None and gate.by_layer and not args.groups:
         raise ValueError(f"room {room.key}: pages are to leave by layers, and nothing says where layers end")
-    if start != room.queued_pages:
-        raise ValueError(f"room {room.key}: start {start} leaves a gap (next is {room.queued_pages})")
+    if chunk.start != room.queued_pages:
+        raise ValueError(f"room {room.key}: start {chunk.start} leaves a gap (next is {room.queued_pages})")
     if len(src) and not (src.min() >= 0 and src.max() < args.kv.num_items):
         raise ValueError(f"room {room.key}: a source page is outside the pool of {args.kv.num_items}")
-    if last and (metadata_row is None or not 0 <= metadata_row < args.aux.num_items):
-        raise ValueError(f"room {room.key}: metadata_row {metadata_row} is outside 0..{args.aux.num_items - 1}")
+    if last and (row is None or not 0 <= row < args.aux.num_items):
+        raise ValueError(f"room {room.key}: metadata_row {row} is outside 0..{args.aux.num_items - 1}")

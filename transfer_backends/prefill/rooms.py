@@ -1,139 +1,136 @@
-"""Prefill's transfers and their states, and the calls of the role. Pure.
+"""Prefill's transfers: the calls of the role, moves, and reports to decode. Pure.
 
     sender opened --TransferInfo--> WaitingForInput --first send--> Transferring --all operations done--> Success
 
 A failure is reported to decode at once. `Drained` follows the last operation; after a failed one, a successful fence.
 """
 
-from collections.abc import Iterator, Sequence
-
-import numpy as np
-
-from transfer_backends.contract import Gate, KVArgs
-from transfer_backends.kvpoll import FINAL, IllegalTransition, KVPoll, RoomKey, TransferMachine
+from transfer_backends.contract import KVArgs
+from transfer_backends.kvpoll import IllegalTransition, KVPoll, RoomKey
 from transfer_backends.peers import PeerTable
 from transfer_backends.prefill.inbox import Inbox, Offer
 from transfer_backends.prefill.outbox import Outbox
-from transfer_backends.prefill.paths import DecodePeer
+from transfer_backends.prefill.paths import DecodePeer, Paths
 from transfer_backends.prefill.posts import Chunk
-from transfer_backends.prefill.reports import Reports
 from transfer_backends.prefill.room import PrefillRoom, check_chunk
+from transfer_backends.rooms import RoomTable
+from transfer_backends.wire import Status, clip
 
 
-class PrefillRooms:
+class PrefillRooms(RoomTable[PrefillRoom]):
     def __init__(
-        self, peers: PeerTable[DecodePeer], inbox: Inbox, outbox: Outbox, reports: Reports, *, args: KVArgs
+        self, peers: PeerTable[DecodePeer], paths: Paths, inbox: Inbox, outbox: Outbox, *, args: KVArgs
     ) -> None:
-        self.machine = TransferMachine()
+        super().__init__()
+        self._peers = peers
         self._counters = peers.effects.counters
+        self._paths = paths
         self._inbox = inbox
         self._outbox = outbox
-        self._reports = reports
         self._args = args
-        self._rooms: dict[RoomKey, PrefillRoom] = {}
 
-    def __len__(self) -> int:
-        return len(self._rooms)
-
-    def __iter__(self) -> Iterator[PrefillRoom]:
-        return iter(list(self._rooms.values()))
-
-    def get(self, key: RoomKey) -> PrefillRoom | None:
-        return self._rooms.get(key)
-
-    def of(self, incarnation: str) -> list[PrefillRoom]:
-        return [room for room in self if room.offer is not None and room.offer.incarnation == incarnation]
+    def of(self, peer: DecodePeer) -> list[PrefillRoom]:
+        return [room for room in self if room.peer is peer]
 
     # ---- the role's calls
 
     def open(self, room: int, room_attempt: int, now_s: float) -> PrefillRoom:
         """Raises `RoomInUse` for a live room and ValueError for an invalid number."""
-        key = (room, room_attempt)
-        self.machine.open(key)
-        self._rooms[key] = opened = PrefillRoom(key, opened_at_s=now_s)
-        offer, tombstone = self._inbox.take(key), self._inbox.exhume(key)
+        opened = PrefillRoom((room, room_attempt), opened_at_s=now_s)
+        self.add(opened)
+        offer, tombstone = self._inbox.take(opened.key), self._inbox.exhume(opened.key)
         if offer is not None:
             self.accept(opened, offer)
         elif tombstone is not None and tombstone.by_peer:
             self.fail(opened, tombstone.reason)
         return opened
 
-    def send(
-        self,
-        key: RoomKey,
-        src_pages: Sequence[int],
-        *,
-        start: int,
-        last: bool,
-        metadata_row: int | None,
-        now_s: float,
-        gate: Gate | None = None,
-    ) -> None:
+    def send(self, room: PrefillRoom, chunk: Chunk, now_s: float, *, last: bool) -> None:
         """Raises ValueError for our own mistakes. A count that differs from decode's fails the room."""
-        room, state = self._rooms[key], self.machine.state(key)
+        state = room.state
         if state is KVPoll.Failed:
             return
         if state in (KVPoll.Bootstrapping, KVPoll.Success) or room.all_queued:
-            raise IllegalTransition(f"room {key}: send in {state.name}{' after the last chunk' * room.all_queued}")
-        src = np.asarray(src_pages, dtype=np.int64)
-        check_chunk(room, src, args=self._args, start=start, last=last, metadata_row=metadata_row, gate=gate)
-        room.queue(Chunk(src, start, metadata_row if last else None, gate), last=last)
+            raise IllegalTransition(f"room {room.key}: send in {state.name}{' after the last chunk' * room.all_queued}")
+        check_chunk(room, chunk, last=last, args=self._args)
+        room.queue(chunk, last=last)
         if state is KVPoll.WaitingForInput:
-            self.machine.move(key, KVPoll.Transferring)
+            self.move(room, KVPoll.Transferring)
             # Decode's timeout runs from here, or, if the pages are still to be computed, from when they land.
             if last:
                 room.reported_at_s = now_s
-            elif gate is None:
-                self._reports.progress(room, now_s)
+            elif chunk.gate is None:
+                self.report_progress(room, now_s)
         if room.misfit is not None:
             self.fail(room, room.misfit)
             return
         room.progress_at_s = now_s
         self._outbox.add(room)
 
-    def abort(self, key: RoomKey, reason: str) -> None:
-        if self.machine.state(key) not in FINAL:
-            self.fail(self._rooms[key], reason)
+    def abort(self, room: PrefillRoom, reason: str) -> None:
+        if not room.final:
+            self.fail(room, reason)
 
-    def released(self, key: RoomKey) -> bool:
-        return self.machine.state(key) in FINAL and self._rooms[key].quiet
-
-    def close(self, key: RoomKey, now_s: float) -> None:
-        if not self.released(key):
-            raise RuntimeError(f"room {key}: closed in {self.machine.state(key).name} before its pages were released")
-        self.machine.forget(key)
-        room = self._rooms.pop(key)
-        self._inbox.bury(key, room.reason or "the transfer has ended", by_peer=False, now_s=now_s)
+    def close(self, room: PrefillRoom, now_s: float) -> None:
+        if not room.released:
+            raise RuntimeError(f"room {room.key}: closed in {room.state.name} before its pages were released")
+        self.forget(room)
+        self._inbox.bury(room.key, room.reason or "the transfer has ended", by_peer=False, now_s=now_s)
 
     # ---- moves
 
     def accept(self, room: PrefillRoom, offer: Offer) -> None:
         room.offer = offer
-        self.machine.move(room.key, KVPoll.WaitingForInput)
+        self.move(room, KVPoll.WaitingForInput)
 
     def succeed(self, room: PrefillRoom) -> None:
-        self.machine.move(room.key, KVPoll.Success)
+        self.move(room, KVPoll.Success)
         self._counters["succeeded"] += 1
-        self._reports.status(room, KVPoll.Success)
+        self._report(room, KVPoll.Success)
 
     def fail(self, room: PrefillRoom, reason: str, *, report: bool = True) -> None:
-        self.machine.move(room.key, KVPoll.Failed)
+        self.move(room, KVPoll.Failed)
         self._counters["failed"] += 1
         room.reason = reason
         room.end()
         room.owes_drained = room.offer is not None
         if report:
-            self._reports.status(room, KVPoll.Failed)
-            self._reports.drained(room)
+            self._report(room, KVPoll.Failed)
+            self.report_drained(room)
 
-    def fail_all_of(self, incarnation: str, reason: str) -> None:
-        for room in self.of(incarnation):
-            if self.machine.state(room.key) not in FINAL:
-                self.fail(room, reason)
+    def fail_all_of(self, peer: DecodePeer, reason: str) -> None:
+        for room in self.of(peer):
+            self.abort(room, reason)
+
+    # ---- reports to decode
+
+    def report_progress(self, room: PrefillRoom, now_s: float) -> None:
+        room.reported_at_s = now_s
+        self._report(room, KVPoll.Transferring)
+
+    def report_drained(self, room: PrefillRoom) -> None:
+        """Report once nothing can write to the room's pages, if decode waits for that."""
+        if room.owes_drained and room.quiet and room.peer is not None:
+            room.owes_drained = False
+            self._paths.drained(room.peer, room.key, room.write_try)
+
+    def reject(self, peer: DecodePeer, key: RoomKey, reason: str) -> None:
+        """Fail a room of decode's that has none here."""
+        self._send_status(peer, key, KVPoll.Failed, 0, reason, 0)
+        self._paths.drained(peer, key, 0)
+
+    def _report(self, room: PrefillRoom, state: KVPoll) -> None:
+        if room.peer is not None:
+            reason = f"prefill: {room.reason}" if room.reason else ""
+            num_pages = room.done_bytes // self._args.kv.item_bytes
+            self._send_status(room.peer, room.key, state, num_pages, reason, room.write_try)
+
+    def _send_status(
+        self, peer: DecodePeer, key: RoomKey, state: KVPoll, num_pages: int, reason: str, write_try: int
+    ) -> None:
+        status = Status(*self._peers.address(peer), *key, int(state), num_pages, clip(reason), write_try)
+        self._peers.send(peer, status)
 
     def check(self) -> None:
-        assert list(self.machine) == list(self._rooms), "rooms and states differ"
         for room in self:
             room.check()
-            success = self.machine.state(room.key) is KVPoll.Success
-            assert room.quiet or not success, f"room {room.key}: operations in Success"

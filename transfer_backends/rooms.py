@@ -1,0 +1,72 @@
+"""The rooms of one side and their states, the same on both sides. Pure.
+
+Each side has a subclass: `PrefillRooms` (prefill/rooms.py), `DecodeRooms` (decode/rooms.py).
+"""
+
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Generic, TypeVar
+
+from transfer_backends.kvpoll import FINAL, TRANSITIONS, IllegalTransition, KVPoll, RoomInUse, RoomKey
+
+
+@dataclass(eq=False)
+class Room:
+    """`state`: its table moves it. `reason`: why the transfer failed."""
+
+    key: RoomKey
+    _: KW_ONLY
+    state: KVPoll = KVPoll.Bootstrapping
+    reason: str | None = None
+    progress_at_s: float = 0.0
+
+    @property
+    def final(self) -> bool:
+        return self.state in FINAL
+
+
+R = TypeVar("R", bound=Room)
+
+
+class RoomTable(Generic[R]):
+    def __init__(self) -> None:
+        self.num_moves = 0  # only grows; shows that a visible state has changed
+        self._rooms: dict[RoomKey, R] = {}
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    def __iter__(self) -> Iterator[R]:
+        return iter(list(self._rooms.values()))
+
+    def __getitem__(self, key: RoomKey) -> R:
+        return self._rooms[key]
+
+    def get(self, key: RoomKey) -> R | None:
+        return self._rooms.get(key)
+
+    def add(self, room: R) -> None:
+        """Raises `RoomInUse` for a live room and ValueError for an invalid number."""
+        number, attempt = room.key
+        if not 0 < number < 2**63 or attempt < 0:
+            raise ValueError(f"bootstrap_room must be between 1 and 2**63-1 and attempt at least 0, got {room.key}")
+        if room.key in self._rooms:
+            raise RoomInUse(f"bootstrap_room {number} (attempt {attempt}) is in use on this worker")
+        self._rooms[room.key] = room
+        self.touch()
+
+    def move(self, room: R, to: KVPoll) -> None:
+        """Raises `IllegalTransition` for a move that `TRANSITIONS` does not have."""
+        if to not in TRANSITIONS[room.state]:
+            raise IllegalTransition(f"room {room.key}: {room.state.name} -> {to.name}")
+        room.state = to
+        self.touch()
+
+    def touch(self) -> None:
+        """Count a change that callers can see: a move, or that a room has settled."""
+        self.num_moves += 1
+
+    def forget(self, room: R) -> None:
+        if not room.final:
+            raise IllegalTransition(f"room {room.key}: forgotten in {room.state.name}")
+        del self._rooms[room.key]
