@@ -13,9 +13,7 @@ from aiohttp import web
 
 from router.admission.admission import Admission
 from router.admission.rate_limit import make_limiter
-from router.attempts.events import Events
-from router.attempts.pair_attempt import RoomMinter
-from router.attempts.upstream_call import CircuitReporter, UnreachableReporter
+from router.attempts.pair_attempt import AttemptLauncher, RoomMinter
 from router.body import Api
 from router.choice.chooser import make_chooser
 from router.choice.kv_feed import KVEventFeed
@@ -39,7 +37,7 @@ from router.pool.health import HealthMonitor
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
-from router.requests.build import make_dispatcher, roles_of
+from router.requests.build import make_dispatcher, make_events, roles_of
 from router.requests.live import LiveRequests
 from router.roles.auto import AutoRoles
 from router.roles.switch import Switch
@@ -120,21 +118,31 @@ class Router:
             leads=self.slot is None or self.slot.row == 0,
         )
         stack.push_async_callback(self.auto_roles.close)
-        self.dispatcher = make_dispatcher(
-            config,
+        events = make_events(
+            traces=RequestTraces(self.tracer, self.recorder, log_requests=config.log_requests),
+            recorder=self.recorder,
+            metrics=self.metrics,
+            forecast=self.admission.forecast,
+            monitor=self.monitor,
+        )
+        launcher = AttemptLauncher(
             table=table,
             rooms=self.rooms,
-            chooser=self.chooser,
-            admission=self.admission,
             upstream=self.upstream,
-            events=self._events(),
-            metrics=self.metrics,
-            credentials=credentials,
+            events=events,
             secret=self.secret,
-            live=self.live,
             clock=time.monotonic,
         )
-        stack.callback(self.dispatcher.launcher.close)
+        stack.callback(launcher.close)
+        self.dispatcher = make_dispatcher(
+            config,
+            launcher=launcher,
+            chooser=self.chooser,
+            admission=self.admission,
+            metrics=self.metrics,
+            credentials=credentials,
+            live=self.live,
+        )
 
     def handler(self) -> Handler:
         """The function that answers every request. Each of several processes sees its share of a client's requests."""
@@ -179,18 +187,6 @@ class Router:
                 *dashboard.routes(),
                 *self.auto_roles.routes(),
             ]
-        )
-
-    def _events(self) -> Events:
-        return Events.of(
-            (
-                RequestTraces(self.tracer, self.recorder, log_requests=self.config.log_requests),
-                self.recorder,
-                self.metrics,
-                self.admission.forecast,
-                CircuitReporter(),
-                UnreachableReporter(self.monitor),
-            )
         )
 
     def _on_gone(self, worker: Worker) -> None:

@@ -16,7 +16,6 @@ from prometheus_client.registry import Collector
 
 from router.admission.admission import Admission
 from router.admission.forecast import LineFit
-from router.attempts.events import RequestObserver
 from router.attempts.pair_attempt import PairAttempt
 from router.attempts.request import RequestContext
 from router.attempts.upstream_call import CallFailed
@@ -34,7 +33,7 @@ _BOUNDS = (*(str(float(bound)) for bound in _SECONDS), "+Inf")
 WorkerValue = Callable[[Worker], float | None]
 
 
-class RouterMetrics(RequestObserver, Collector):
+class RouterMetrics(Collector):
     """Counts what happens to requests; `exposition()` is the text of /metrics.
 
     What every request counts are plain numbers: the library's own counters take a lock and eight calls for each.
@@ -90,10 +89,10 @@ class RouterMetrics(RequestObserver, Collector):
     def on_call_failed(self, failure: CallFailed, now_s: float) -> None:
         self.errors.labels(failure.label, failure.worker.role.value).inc()
 
-    def on_no_worker(self, request: RequestContext, missing: list[Role]) -> None:
+    def on_no_worker(self, missing: list[Role]) -> None:
         self.errors.labels("no_worker", ",".join(missing)).inc()
 
-    def on_retry(self, request: RequestContext, failure: CallFailed) -> None:
+    def on_retry(self, failure: CallFailed) -> None:
         self.retries.labels(failure.reason).inc()
 
     def on_first_byte(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:

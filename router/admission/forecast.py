@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from router.attempts.events import RequestObserver
 from router.attempts.pair_attempt import PairAttempt
 from router.attempts.request import RequestContext, Slo
 from router.pool.worker import Role, Worker
@@ -115,7 +114,7 @@ class ObservedStream(msgspec.Struct):
     requests: int = 0  # at the answering worker when the stream began
 
 
-class Forecast(RequestObserver):
+class Forecast:
     def __init__(self) -> None:
         self._known: defaultdict[int, _Known] = defaultdict(_Known)  # by worker id
         self._streams: dict[PairAttempt, ObservedStream] = {}

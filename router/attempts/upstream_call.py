@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from router.attempts.events import RequestObserver
 from router.client.upstream import STREAM_TYPE, HttpReply, UpstreamError
 from router.pool.breaker import Event
 from router.pool.health import HealthMonitor
@@ -97,10 +96,6 @@ class UpstreamCall:
         """There is something for the client: the first bytes of a stream, or the whole of any other answer."""
         return self.reply.complete or (self.reply.num_buffered > 0 and self.streaming)
 
-    @property
-    def well(self) -> bool:
-        return self.reply.complete and self.reply.status < 300
-
     def failure(self) -> CallFailed | None:
         """What went wrong before the answer had begun; after that its reader judges it."""
         if self._failure is None:
@@ -134,6 +129,11 @@ class UpstreamCall:
     def give_up(self, why: str) -> None:
         self.reply.close(UpstreamError("down", why))
 
+    def record_end(self, now_s: float) -> None:
+        """Report a good end to the worker's circuit; a fault was reported when it happened."""
+        if not self.worker.circuit.quiet and self.reply.complete and self.reply.status < 300:
+            self.worker.circuit.record(Event.WELL, now_s)
+
 
 def broken_stream(worker: Worker, err: UpstreamError) -> CallFailed:
     """The failure of an answer of which the client has a part."""
@@ -142,36 +142,31 @@ def broken_stream(worker: Worker, err: UpstreamError) -> CallFailed:
     return CallFailed(worker, reason="lost", detail=f"the stream broke off: {err}")
 
 
-class CircuitReporter(RequestObserver):
-    def on_first_byte(self, request: "RequestContext", attempt: "PairAttempt", now_s: float) -> None:
-        for worker in attempt.workers:
-            if not worker.circuit.quiet:
-                worker.circuit.record(Event.BEGUN, now_s)
-
-    def on_attempt_ended(self, attempt: "PairAttempt", now_s: float) -> None:
-        _report_end(attempt.answering, now_s)
-
-    def on_prefill_ended(self, attempt: "PairAttempt", now_s: float) -> None:
-        if attempt.prefill is not None:
-            _report_end(attempt.prefill, now_s)
-
-    def on_call_failed(self, failure: CallFailed, now_s: float) -> None:
-        if failure.is_fault:
-            failure.worker.circuit.record(Event.FAULT, now_s)
+# ---- Receivers of events (router/attempts/events.py)
 
 
-class UnreachableReporter(RequestObserver):
-    def __init__(self, monitor: HealthMonitor) -> None:
-        self._monitor = monitor
-
-    def on_call_failed(self, failure: CallFailed, now_s: float) -> None:
-        if failure.reason in ("refused", "lost") or failure.draining:
-            log.warning("%s", failure)
-            refused = str(failure) if failure.reason == "refused" else ""
-            self._monitor.on_unreachable(failure.worker, refused=refused, draining=failure.draining)
+def circuit_begun(request: "RequestContext", attempt: "PairAttempt", now_s: float) -> None:
+    for worker in attempt.workers:
+        if not worker.circuit.quiet:
+            worker.circuit.record(Event.BEGUN, now_s)
 
 
-def _report_end(call: UpstreamCall, now_s: float) -> None:
-    """Report a good end; a fault was reported when it happened."""
-    if not call.worker.circuit.quiet and call.well:
-        call.worker.circuit.record(Event.WELL, now_s)
+def circuit_failed(failure: CallFailed, now_s: float) -> None:
+    if failure.is_fault:
+        failure.worker.circuit.record(Event.FAULT, now_s)
+
+
+def circuit_answered(attempt: "PairAttempt", now_s: float) -> None:
+    attempt.answering.record_end(now_s)
+
+
+def circuit_prefilled(attempt: "PairAttempt", now_s: float) -> None:
+    if attempt.prefill is not None:
+        attempt.prefill.record_end(now_s)
+
+
+def report_unreachable(monitor: HealthMonitor, failure: CallFailed, now_s: float) -> None:
+    if failure.reason in ("refused", "lost") or failure.draining:
+        log.warning("%s", failure)
+        refused = str(failure) if failure.reason == "refused" else ""
+        monitor.on_unreachable(failure.worker, refused=refused, draining=failure.draining)

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from router.attempts.events import RequestObserver
 from router.attempts.pair_attempt import PairAttempt
 from router.attempts.request import RequestContext
 from router.attempts.upstream_call import CallFailed
@@ -32,7 +31,7 @@ class Watched(Protocol):
     def shown(self) -> DashboardRequest: ...
 
 
-class Recorder(RequestObserver):
+class Recorder:
     def __init__(self, now_s: Callable[[], float], *, place: int = 0) -> None:
         self.now_s = now_s
         self._place = place
@@ -79,7 +78,7 @@ class Recorder(RequestObserver):
     def on_call_failed(self, failure: CallFailed, now_s: float) -> None:
         self._count_failure(f"{failure.worker.role.value} {failure.label}", now_s)
 
-    def on_no_worker(self, request: RequestContext, missing: list[Role]) -> None:
+    def on_no_worker(self, missing: list[Role]) -> None:
         self._count_failure(f"{','.join(missing)} no_worker", self.now_s())
 
     def _count_failure(self, name: str, now_s: float) -> None:

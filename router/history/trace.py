@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from router.attempts.events import RequestObserver
 from router.attempts.pair_attempt import PairAttempt
 from router.attempts.request import RequestContext
 from router.attempts.upstream_call import CallFailed, UpstreamCall
@@ -31,7 +30,7 @@ MAX_ID_CHARS = 128  # shown on the dashboard
 MAX_FAILURE_CHARS = 300
 
 
-class RequestTraces(RequestObserver):
+class RequestTraces:
     """Keeps a trace of each request under way. `log_requests`: log a line when one ends (--log-requests)."""
 
     def __init__(self, tracer: Tracer, recorder: Recorder, *, log_requests: bool = False) -> None:

@@ -1,18 +1,27 @@
-"""Puts a dispatcher together; a feature that no flag turns on is not in the path of a request."""
+"""Puts a dispatcher together, and who receives which event; a feature that no flag turns on is not in the path of a request."""
 
-from collections.abc import Callable
+from functools import partial
 
 from router.admission.admission import Admission
+from router.admission.forecast import Forecast
 from router.attempts.events import Events
-from router.attempts.pair_attempt import AttemptLauncher, RoomMinter
+from router.attempts.pair_attempt import AttemptLauncher
+from router.attempts.upstream_call import (
+    circuit_answered,
+    circuit_begun,
+    circuit_failed,
+    circuit_prefilled,
+    report_unreachable,
+)
 from router.choice.chooser import Chooser
 from router.client.credentials import Credentials
-from router.client.upstream import Upstream
 from router.config import RouterConfig
+from router.history.recorder import Recorder
+from router.history.trace import RequestTraces
 from router.metrics import RouterMetrics
+from router.pool.health import HealthMonitor
 from router.pool.worker import Role
-from router.pool.workers import WorkerTable
-from router.requests.dispatch import Dispatcher, RequestReader, Retries
+from router.requests.dispatch import Dispatcher
 from router.requests.hedging import Budget, Hedging
 from router.requests.live import LiveRequests
 from router.requests.picking import Picker
@@ -22,29 +31,52 @@ def roles_of(config: RouterConfig) -> tuple[Role, ...]:
     return (Role.PREFILL, Role.DECODE) if config.pd_disaggregation else (Role.UNIFIED,)
 
 
+def make_events(
+    *,
+    traces: RequestTraces,
+    recorder: Recorder,
+    metrics: RouterMetrics,
+    forecast: Forecast,
+    monitor: HealthMonitor,
+) -> Events:
+    return Events(
+        on_routed=(traces.on_routed,),
+        on_sent=(traces.on_sent, recorder.on_sent, forecast.on_sent),
+        on_first_byte=(recorder.on_first_byte, metrics.on_first_byte, forecast.on_first_byte, circuit_begun),
+        on_chunk=(recorder.on_chunk, forecast.on_chunk),
+        on_attempt_failed=(traces.on_attempt_failed,),
+        on_call_failed=(
+            recorder.on_call_failed,
+            metrics.on_call_failed,
+            circuit_failed,
+            partial(report_unreachable, monitor),
+        ),
+        on_retry=(metrics.on_retry,),
+        on_no_worker=(recorder.on_no_worker, metrics.on_no_worker),
+        on_attempt_ended=(forecast.on_attempt_ended, circuit_answered),
+        on_prefill_ended=(circuit_prefilled,),
+        on_ended=(traces.on_ended,),
+        on_refused=(metrics.on_refused,),
+    )
+
+
 def make_dispatcher(
     config: RouterConfig,
     *,
-    table: WorkerTable,
-    rooms: RoomMinter,
+    launcher: AttemptLauncher,
     chooser: Chooser,
     admission: Admission,
-    upstream: Upstream,
-    events: Events,
     metrics: RouterMetrics,
     credentials: Credentials,
-    secret: bytes | None,
     live: LiveRequests,
-    clock: Callable[[], float],
 ) -> Dispatcher:
-    launcher = AttemptLauncher(table=table, rooms=rooms, upstream=upstream, events=events, secret=secret, clock=clock)
     picker = Picker(
-        table=table,
+        table=launcher.table,
         policies=chooser.policies,
         admission=admission,
         wait_s=config.retry_wait_s,
         silence_s=config.dead_worker_timeout_s,
-        clock=clock,
+        clock=launcher.clock,
     )
     hedging = None
     if config.hedge_after_s:
@@ -55,23 +87,16 @@ def make_dispatcher(
             launcher=launcher,
             admission=admission,
             metrics=metrics,
-            clock=clock,
         )
-    reader = RequestReader(
+    return Dispatcher(
         roles=roles_of(config),
         picker=picker,
         admission=admission,
-        events=events,
+        launcher=launcher,
+        live=live,
+        retry_max=config.retry_max,
+        retry_backoff_s=config.retry_backoff_s,
         credentials=credentials if credentials.has_own else None,
         chooser=chooser if chooser.needs_keys or chooser.needs_session else None,
         hedging=hedging,
-    )
-    return Dispatcher(
-        reader=reader,
-        launcher=launcher,
-        live=live,
-        rooms=rooms,
-        table=table,
-        retries=Retries(limit=config.retry_max, backoff_s=config.retry_backoff_s),
-        clock=clock,
     )

@@ -4,15 +4,13 @@ A request may move to other workers only while nothing was sent to the client. E
 """
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import web
 
 from router.admission.admission import PRIORITY_HEADER, Admission, RequestRefused
-from router.attempts.events import Events
 from router.attempts.failed_workers import FailedWorkers
-from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt, RoomMinter
+from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext
 from router.attempts.upstream_call import CallFailed
 from router.body import Api, parse_body
@@ -21,12 +19,11 @@ from router.choice.policies import RoutingHints
 from router.client.credentials import Credentials
 from router.pool.models import UnknownModel
 from router.pool.worker import Role
-from router.pool.workers import WorkerTable
 from router.requests.hedging import Hedging
 from router.requests.live import LiveRequests
 from router.requests.merge import Merger, SseMerger
 from router.requests.picking import Picker
-from router.requests.relay import SseSplitter, StreamBroken, answer_headers, relay_stream
+from router.requests.relay import SseSplitter, answer_headers, relay_stream
 from router.requests.replies import HANDED_BACK, draining, failure_event, failure_response, no_worker_message
 from service.http.deadline import ENVOY_HEADER, TIMEOUT_HEADER
 from service.http.errors import DRAINING, ApiError
@@ -39,19 +36,61 @@ RETRY_AFTER_S = 1
 _PASSED_HEADERS = ("traceparent", "tracestate", TIMEOUT_HEADER, ENVOY_HEADER, PRIORITY_HEADER, TTFT_HEADER, ITL_HEADER)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestReader:
-    """Reads bodies and headers. Parts that no flag turns on are None."""
+@dataclass(eq=False, kw_only=True)
+class Dispatcher:
+    """Answers POST /v1/chat/completions, /v1/completions, /generate and /v1/embeddings (a prefill worker alone).
+
+    `retry_max` further attempts, after pauses that double from `retry_backoff_s`. Parts that no flag turns on are None.
+    """
 
     roles: tuple[Role, ...]
     picker: Picker
     admission: Admission
-    events: Events
-    credentials: Credentials | None = None
-    chooser: Chooser | None = None
-    hedging: Hedging | None = None
+    launcher: AttemptLauncher
+    live: LiveRequests
+    retry_max: int
+    retry_backoff_s: float
+    credentials: Credentials | None
+    chooser: Chooser | None
+    hedging: Hedging | None
 
-    async def read(self, request: RequestContext) -> None:
+    async def handle(self, http: web.BaseRequest) -> web.StreamResponse:
+        if self.live.draining:
+            raise draining("the router is draining: it takes no new requests")
+        try:
+            self.admission.refuse_early(http)
+            return await self._handle(http)
+        except (RequestRefused, UnknownModel) as error:
+            for notify in self.launcher.events.on_refused:
+                notify(error.why)
+            raise
+
+    async def _handle(self, http: web.BaseRequest) -> web.StreamResponse:
+        task = asyncio.current_task()
+        assert task is not None
+        started_s = self.launcher.clock()
+        request = RequestContext(http=http, task=task, request_id=http[REQUEST_ID], path=http.path, started_s=started_s)
+        status = CLIENT_GONE
+        self.live.requests[request] = None  # no context manager: it would cost ten times this
+        try:
+            await self._read(request)
+            response = await self._serve_in_turn(request)
+            status = response.status
+            return response
+        except ApiError as error:
+            status = error.status
+            raise
+        except asyncio.CancelledError:
+            if not request.took_cancel():
+                raise
+            raise draining(HANDED_BACK) from None
+        finally:
+            del self.live.requests[request]
+            status, now_s = 503 if request.handed_back and status == CLIENT_GONE else status, self.launcher.clock()
+            for notify in self.launcher.events.on_ended:
+                notify(request, status, now_s)
+
+    async def _read(self, request: RequestContext) -> None:
         """Fill in `request`. `ApiError` for a body or a header that cannot be used, or an unknown model."""
         http = request.http
         request.body = await http.read()
@@ -65,7 +104,7 @@ class RequestReader:
         request.slo = self.admission.slo_of(http)
         if self.hedging is not None:
             request.hedge_after_s = self.hedging.after_s(http.headers, streams=parsed.streams)
-        for notify in self.events.on_routed:
+        for notify in self.launcher.events.on_routed:
             notify(request)
         request.headers = self._headers(request)
 
@@ -82,99 +121,38 @@ class RequestReader:
             headers["Authorization"] = authorization
         return headers
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retries:
-    """Of one request: at most `limit` further attempts, after pauses that double from `backoff_s`."""
-
-    limit: int
-    backoff_s: float
-
-    def pause_s(self, number: int) -> float:
-        """After failed attempt 0, 1, 2...: none, base, 2 * base..., at most `MAX_BACKOFF_S`."""
-        return 0.0 if number == 0 else min(MAX_BACKOFF_S, self.backoff_s * 2 ** (number - 1))
-
-
-@dataclass(eq=False, kw_only=True)
-class Dispatcher:
-    """Answers POST /v1/chat/completions, /v1/completions, /generate and /v1/embeddings (a prefill worker alone)."""
-
-    reader: RequestReader
-    launcher: AttemptLauncher
-    live: LiveRequests
-    rooms: RoomMinter
-    table: WorkerTable
-    retries: Retries
-    clock: Callable[[], float]
-
-    async def handle(self, http: web.BaseRequest) -> web.StreamResponse:
-        if self.live.draining:
-            raise draining("the router is draining: it takes no new requests")
-        try:
-            self.reader.admission.refuse_early(http)
-            return await self._handle(http)
-        except (RequestRefused, UnknownModel) as error:
-            for notify in self.reader.events.on_refused:
-                notify(error.why)
-            raise
-
-    async def _handle(self, http: web.BaseRequest) -> web.StreamResponse:
-        task = asyncio.current_task()
-        assert task is not None
-        started_s = self.clock()
-        request = RequestContext(http=http, task=task, request_id=http[REQUEST_ID], path=http.path, started_s=started_s)
-        status = CLIENT_GONE
-        self.live.requests[request] = None  # no context manager: it would cost ten times this
-        try:
-            await self.reader.read(request)
-            response = await self._serve_in_turn(request)
-            status = response.status
-            return response
-        except ApiError as error:
-            status = error.status
-            raise
-        except asyncio.CancelledError:
-            if not request.took_cancel():
-                raise
-            raise draining(HANDED_BACK) from None
-        finally:
-            del self.live.requests[request]
-            status, now_s = 503 if request.handed_back and status == CLIENT_GONE else status, self.clock()
-            for notify in self.reader.events.on_ended:
-                notify(request, status, now_s)
-
     async def _serve_in_turn(self, request: RequestContext) -> web.StreamResponse:
-        ticket = await self.reader.admission.enter(request)
+        ticket = await self.admission.enter(request)
         try:
             return await self._serve(request)
         finally:
-            self.reader.admission.leave(ticket)
+            self.admission.leave(ticket)
 
     async def _serve(self, request: RequestContext) -> web.StreamResponse:
-        if not self.rooms.has_room_for(request.parsed.num_samples):
+        if not self.launcher.rooms.has_room_for(request.parsed.num_samples):
             message = "the router has too many samples in flight"
             raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
-        for number in range(self.retries.limit + 1):
-            placements, headers = self.reader.picker.pick(request), request.headers
+        for number in range(self.retry_max + 1):
+            placements, headers = self.picker.pick(request), request.headers
             if number > 0 or placements is None:
-                placements = placements or await self.reader.picker.pick_later(request)
-                headers = request.headers_at(self.clock())
+                placements = placements or await self.picker.pick_later(request)
+                headers = request.headers_at(self.launcher.clock())
             if placements is None:
                 return self._none_left(request)
             try:
                 return await self._attempt(request, self.launcher.begin(request, headers, placements))
             except CallFailed as failure:
-                if not failure.retryable or number == self.retries.limit:
+                if not failure.retryable or number == self.retry_max:
                     return failure_response(failure)
-                for notify in self.reader.events.on_retry:
-                    notify(request, failure)
-            await asyncio.sleep(self.retries.pause_s(number))
+                for notify in self.launcher.events.on_retry:
+                    notify(failure)
+            await asyncio.sleep(pause_s(number, self.retry_backoff_s))
         raise AssertionError("the last attempt returns")
 
     async def _attempt(self, request: RequestContext, first: PairAttempt) -> web.StreamResponse:
         """Wait for the answer of an attempt, or of its hedge, and give it to the client. `CallFailed`: none came."""
         group = AttemptGroup(first, on_failed=lambda attempt, failure: self._on_failed(request, attempt, failure))
-        timer = None if self.reader.hedging is None else self.reader.hedging.arm(request, group)
+        timer = None if self.hedging is None else self.hedging.arm(request, group)
         winner = None
         try:
             winner = await group.winner()
@@ -186,13 +164,13 @@ class Dispatcher:
             if timer is not None:
                 timer.cancel()
             group.end()
-            if self.reader.hedging is not None:
-                self.reader.hedging.count(group, winner)
+            if self.hedging is not None:
+                self.hedging.count(group, winner)
 
     async def _give(self, request: RequestContext, attempt: PairAttempt) -> web.StreamResponse:
         attempt.begin_answer()
-        now_s = self.clock()
-        for notify in self.reader.events.on_first_byte:
+        now_s = self.launcher.clock()
+        for notify in self.launcher.events.on_first_byte:
             notify(request, attempt, now_s)
         request.first_byte_s = request.last_byte_s = now_s
         request.num_chunks = 1
@@ -212,7 +190,7 @@ class Dispatcher:
     async def _stream(self, request: RequestContext, attempt: PairAttempt, merger: Merger | None) -> web.StreamResponse:
         attempt.watch_prefill(self._note)
         request.cut = attempt.answering.reply.close
-        on_chunk, clock = self.reader.events.on_chunk, self.clock
+        on_chunk, clock = self.launcher.events.on_chunk, self.launcher.clock
 
         def on_more(chunk: bytes) -> None:
             now_s = clock()
@@ -222,11 +200,7 @@ class Dispatcher:
             request.num_chunks += 1
 
         splitter = SseMerger(merger) if merger else SseSplitter()
-        failure: CallFailed | None = None
-        try:
-            out = await relay_stream(request.http, attempt.answering, splitter=splitter, on_more=on_more)
-        except StreamBroken as broken:
-            out, failure = broken.out, broken.cause
+        out, failure = await relay_stream(request.http, attempt.answering, splitter=splitter, on_more=on_more)
         if request.handed_back:
             request.failure, last_event = HANDED_BACK, error_event(503, HANDED_BACK, code=DRAINING)
         elif attempt.refused is not None:  # reported when it came
@@ -247,21 +221,26 @@ class Dispatcher:
         if request.failed is None:
             request.failed = FailedWorkers(failure)
         request.failed.note(failure, attempt.workers)
-        now_s = self.clock()
-        for notify in self.reader.events.on_attempt_failed:
+        now_s = self.launcher.clock()
+        for notify in self.launcher.events.on_attempt_failed:
             notify(request, attempt, failure, now_s)
         self._note(failure)
 
     def _note(self, failure: CallFailed) -> None:
-        now_s = self.clock()
-        for notify in self.reader.events.on_call_failed:
+        now_s = self.launcher.clock()
+        for notify in self.launcher.events.on_call_failed:
             notify(failure, now_s)
 
     def _none_left(self, request: RequestContext) -> web.Response:
-        missing = self.reader.picker.missing(request)
+        missing = self.picker.missing(request)
         if request.failed is not None and not missing:
             return failure_response(request.failed.last)
-        for notify in self.reader.events.on_no_worker:
-            notify(request, missing)
-        message = no_worker_message(self.table, missing, request.model)
+        for notify in self.launcher.events.on_no_worker:
+            notify(missing)
+        message = no_worker_message(self.launcher.table, missing, request.model)
         raise ApiError(503, message, code="no_worker", retry_after_s=RETRY_AFTER_S)
+
+
+def pause_s(number: int, backoff_s: float) -> float:
+    """After failed attempt 0, 1, 2...: none, base, 2 * base..., at most `MAX_BACKOFF_S`."""
+    return 0.0 if number == 0 else min(MAX_BACKOFF_S, backoff_s * 2 ** (number - 1))

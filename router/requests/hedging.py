@@ -6,7 +6,7 @@ of Finagle and gRPC), and none while requests wait. The idea is Dean's and Barro
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,7 +49,6 @@ class Hedging:
     launcher: AttemptLauncher
     admission: Admission
     metrics: RouterMetrics
-    clock: Callable[[], float]
 
     def after_s(self, headers: Mapping[str, str], *, streams: bool) -> float | None:
         self.budget.earn()
@@ -74,7 +73,7 @@ class Hedging:
             self.metrics.hedges_withheld.labels(why).inc()
             return None
         self.metrics.hedges.labels("started").inc()
-        headers = request.headers_at(self.clock())
+        headers = request.headers_at(self.launcher.clock())
         return self.launcher.begin(request, headers, self.picker.choose(request, pools), hedge=True)
 
 

@@ -14,14 +14,6 @@ _ANSWER_HEADERS = {"content-type": "Content-Type", "retry-after": "Retry-After"}
 _ENDS = (b"\n\n", b"\r\n\r\n")
 
 
-class StreamBroken(Exception):
-    """The worker's stream ended early, after bytes went to the client. `out` takes one more event, then ends."""
-
-    def __init__(self, out: web.StreamResponse, cause: CallFailed) -> None:
-        super().__init__(str(cause))
-        self.out, self.cause = out, cause
-
-
 class SseSplitter:
     """Takes a stream in any pieces and passes on whole events only, so that an error event may follow at any time.
 
@@ -54,11 +46,10 @@ def answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 async def relay_stream(
     http: web.BaseRequest, call: UpstreamCall, *, splitter: SseSplitter, on_more: Callable[[bytes], None]
-) -> web.StreamResponse:
-    """Send the call's answer to the client until it ends; the caller ends the response (`write_eof`).
+) -> tuple[web.StreamResponse, CallFailed | None]:
+    """Send the call's answer to the client until it ends, or the worker breaks off (the failure); the caller ends the response.
 
-    `on_more` receives each piece but the first. `StreamBroken` if the worker broke off; the client's own connection errors
-    pass.
+    `on_more` receives each piece but the first. The client's own connection errors pass.
     """
     headers = {**answer_headers(call.reply.headers), "Cache-Control": "no-cache"}
     out = await open_stream(http, status=call.reply.status, headers=headers)
@@ -71,10 +62,10 @@ async def relay_stream(
         try:
             chunk = await read()
         except UpstreamError as err:
-            raise StreamBroken(out, broken_stream(call.worker, err)) from None
+            return out, broken_stream(call.worker, err)
         if chunk:
             on_more(chunk)
     rest = splitter.rest()
     if rest:
         await out.write(rest)
-    return out
+    return out, None

@@ -213,7 +213,7 @@ def test_requests_of_a_former_incarnation_teach_nothing() -> None:
 
 def test_time_between_tokens_is_foretold_by_the_requests_at_the_worker() -> None:
     forecast = Forecast()
-    launched = Launched(events=Events.of([forecast]))
+    launched = Launched(events=Events(on_sent=(forecast.on_sent,), on_attempt_ended=(forecast.on_attempt_ended,)))
     table, worker, request = launched.table, launched.worker(Role.DECODE, "http://d0"), make_request()
     for requests in (*range(1, 20), *range(1, 20)):
         others = [table.loads.charge(worker, 1) for _ in range(requests - 1)]

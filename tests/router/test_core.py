@@ -8,7 +8,7 @@ from router.pool.reports import parse_bootstrap, parse_load, parse_mode
 from router.pool.states import TRANSITIONS, Check, Health
 from router.pool.worker import LoadReport, Role
 from router.pool.workers import WorkerTable, WorkerTableError, missing_roles
-from router.requests.dispatch import Retries
+from router.requests.dispatch import pause_s
 from router.requests.replies import no_worker_message
 from service.flags import ConfigError
 from tests.router.dummies import table_of
@@ -164,7 +164,7 @@ def test_mode_of_a_worker() -> None:
 
 
 def test_backoff_starts_at_nothing_and_is_bounded() -> None:
-    assert [Retries(limit=3, backoff_s=0.05).pause_s(i) for i in (0, 1, 2, 20)] == [0.0, 0.05, 0.1, 1.0]
+    assert [pause_s(i, 0.05) for i in (0, 1, 2, 20)] == [0.0, 0.05, 0.1, 1.0]
 
 
 @pytest.mark.parametrize(

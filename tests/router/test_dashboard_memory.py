@@ -41,8 +41,15 @@ class Life:
 
     def __init__(self, recorder: Recorder, name: str = "id", *, tracer: Tracer | None = None) -> None:
         self.clock = recorder.now_s
-        observers = RequestTraces(tracer or Tracer(ring_size=0), recorder), recorder
-        self.events = Events.of(observers)
+        traces = RequestTraces(tracer or Tracer(ring_size=0), recorder)
+        self.events = Events(
+            on_routed=(traces.on_routed,),
+            on_sent=(traces.on_sent, recorder.on_sent),
+            on_first_byte=(recorder.on_first_byte,),
+            on_chunk=(recorder.on_chunk,),
+            on_attempt_failed=(traces.on_attempt_failed,),
+            on_ended=(traces.on_ended,),
+        )
         self.launched = Launched(events=self.events, clock=self.clock)
         self.request = make_request(name, now_s=self.clock())
         for tell in self.events.on_routed:

@@ -244,10 +244,10 @@ async def test_why_a_hedge_is_withheld_and_that_only_a_made_one_costs() -> None:
     metrics = RouterMetrics(WorkerTable())
     parts: Any = {
         "picker": SimpleNamespace(pools=lambda request: request.pools, choose=lambda request, pools: pools),
-        "launcher": SimpleNamespace(begin=lambda request, headers, placements, hedge: placements),
+        "launcher": SimpleNamespace(begin=lambda request, headers, placements, hedge: placements, clock=lambda: 0.0),
         "admission": SimpleNamespace(queue=SimpleNamespace(num_waiting=0)),
     }
-    hedging = Hedging(default_s=1.0, budget=Budget(0.5), metrics=metrics, clock=lambda: 0.0, **parts)
+    hedging = Hedging(default_s=1.0, budget=Budget(0.5), metrics=metrics, **parts)
 
     async def hedged(*workers: Worker, num_waiting: int = 0) -> Any:
         begun = asyncio.get_running_loop().create_future()

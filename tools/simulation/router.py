@@ -15,9 +15,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from router.admission.admission import Admission
-from router.attempts.events import Events
-from router.attempts.pair_attempt import RoomMinter
-from router.attempts.upstream_call import CircuitReporter, UnreachableReporter
+from router.attempts.pair_attempt import AttemptLauncher, RoomMinter
 from router.body import Api
 from router.choice.chooser import make_chooser
 from router.client.credentials import Credentials
@@ -29,7 +27,7 @@ from router.metrics import RouterMetrics, counted
 from router.pool.health import HealthMonitor
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
-from router.requests.build import make_dispatcher
+from router.requests.build import make_dispatcher, make_events
 from router.requests.live import LiveRequests
 from service.http.guard import make_guard
 from service.http.routes import Routes
@@ -86,20 +84,25 @@ class Router:
         self.monitor = HealthMonitor(config=config, table=self.table, session=session, credentials=credentials)
         admission, recorder = Admission(config, chooser=chooser), Recorder(self.aio.time)
         traces = RequestTraces(Tracer(ring_size=0), recorder)
-        reports = CircuitReporter(), UnreachableReporter(self.monitor)
-        self.dispatcher = make_dispatcher(
-            config,
+        forecast = admission.forecast
+        launcher = AttemptLauncher(
             table=self.table,
             rooms=self.rooms,
+            upstream=self._upstream,
+            events=make_events(
+                traces=traces, recorder=recorder, metrics=metrics, forecast=forecast, monitor=self.monitor
+            ),
+            secret=None,
+            clock=self.aio.time,
+        )
+        self.dispatcher = make_dispatcher(
+            config,
+            launcher=launcher,
             chooser=chooser,
             admission=admission,
-            upstream=self._upstream,
-            events=Events.of((traces, recorder, metrics, admission.forecast, *reports)),
             metrics=metrics,
             credentials=credentials,
-            secret=None,
             live=self.live,
-            clock=self.aio.time,
         )
         browser = BrowserRule(host=config.host, has_keys=False)
         generate = counted(self.dispatcher.handle, metrics)
