@@ -6,12 +6,14 @@ checks notice death without it.
 
 import asyncio
 import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from router.config import DiscoveryFlags, label_query
 from router.pool.health import HealthMonitor
 from router.pool.pod_watch import KubeApi, PodWatch, connect
-from router.pool.pods import Change, Drop, Leave, Pod, PodError, Reconciler, Wanted, read_pod
+from router.pool.pods import Pod
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, WorkerTableError
 from service.waiter import loop_time_s
@@ -19,28 +21,25 @@ from service.waiter import loop_time_s
 log = logging.getLogger(__name__)
 
 REAP_S = 0.1  # between two looks at whether leaving workers have anything left to do
+MAX_PROBLEMS = 64
 
 
 class Discovery:
     def __init__(self, flags: DiscoveryFlags, *, table: WorkerTable, monitor: HealthMonitor, api: KubeApi) -> None:
-        self._table = table
-        self._monitor = monitor
         self._api = api
-        self._annotation = flags.prefill_bootstrap_port_annotation
         selectors = {
             Role.PREFILL: flags.prefill_selector,
             Role.DECODE: flags.decode_selector,
             Role.UNIFIED: flags.selector,
         }
+        annotation = flags.prefill_bootstrap_port_annotation
         self._watches = [
-            PodWatch(api, role, selector=label_query(parts), read=self._read, on_change=self._on_change)
+            PodWatch(api, role, selector=label_query(parts), annotation=annotation, on_change=self._on_change)
             for role, parts in selectors.items()
             if parts
         ]
-        self._reconciler = Reconciler(flags.service_discovery_port)
+        self._workers = PodWorkers(table, monitor, port=flags.service_discovery_port)
         self._logged: dict[str, str] = {}
-        self._own: dict[str, Worker] = {}  # by URL: those that came from pods
-        self._leaving: dict[int, Worker] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -54,81 +53,22 @@ class Discovery:
         await self._api.close()
 
     def status(self) -> dict[str, Any]:
-        return {
-            "roles": {watch.role.value: watch.status() for watch in self._watches},
-            "workers": self._reconciler.num_joined,
-            "leaving": len(self._leaving),
-            "problems": dict(self._reconciler.problems),
-        }
-
-    def _read(self, raw: object) -> Pod | None:
-        """None, and a line in the log, for an unreadable pod."""
-        try:
-            return read_pod(raw, annotation=self._annotation)
-        except PodError as err:
-            log.warning("service discovery: %s", err)
-            return None
+        roles = {watch.role.value: watch.status() for watch in self._watches}
+        return {"roles": roles, **self._workers.counts(), "problems": dict(self._workers.problems)}
 
     def _on_change(self) -> None:
         """Apply the pods of all watches, once each has been listed: until then workers would seem to be gone."""
-        if not all(watch.listed for watch in self._watches):
-            return
-        for change in self._reconciler.changes({watch.role: watch.pods.pods() for watch in self._watches}):
-            self._apply(change)
-        self._log_problems()
-
-    def _apply(self, change: Change) -> None:
-        match change:
-            case Wanted():
-                self._join(change)
-            case Leave(url, last_resort):
-                self._leave(url, last_resort=last_resort)
-            case Drop(url):
-                self._drop(url)
-
-    def _join(self, wanted: Wanted) -> None:
-        url, role, port = wanted.url, wanted.role, wanted.bootstrap_port
-        try:
-            worker = self._table.add(url, role=role, bootstrap_port=port, now_s=loop_time_s(), discovered=True)
-        except WorkerTableError as err:
-            log.warning("service discovery: pod %s is not taken: %s", wanted.pod, err)
-            return
-        log.info("service discovery: pod %s is %s worker %s", wanted.pod, role, url)
-        self._own[url] = worker
-        self._monitor.watch(worker)
-
-    def _leave(self, url: str, *, last_resort: bool) -> None:
-        worker = self._own.get(url)
-        if worker is None or worker not in self._table.workers():
-            self._reconciler.left(url)  # named by hand, or taken out by hand
-            self._own.pop(url, None)
-            return
-        self._table.retire(url, last_resort=last_resort)
-        self._leaving[worker.worker_id] = worker
-        log.info("service discovery: %s leaves, %d requests run there", url, worker.inflight_requests)
-
-    def _drop(self, url: str) -> None:
-        worker = self._own.pop(url, None)
-        if worker is not None and worker in self._table.workers():
-            self._table.remove(url)
-            self._monitor.retire(worker)
-        if worker is not None:
-            self._leaving.pop(worker.worker_id, None)
+        if all(watch.listed for watch in self._watches):
+            self._workers.update({watch.role: watch.pods.pods() for watch in self._watches}, now_s=loop_time_s())
+            self._log_problems()
 
     async def _reap(self) -> None:
-        """Remove workers that leave, have no request left, and are no last resort."""
         while True:
-            for worker in [w for w in self._leaving.values() if self._is_done(w)]:
-                self._drop(worker.url)
-                self._reconciler.left(worker.url)
-                log.info("service discovery: %s has left", worker.url)
+            self._workers.reap()
             await asyncio.sleep(REAP_S)
 
-    def _is_done(self, worker: Worker) -> bool:
-        return not worker.inflight_requests and worker not in self._table.alive(worker.role)
-
     def _log_problems(self) -> None:
-        problems = dict(self._reconciler.problems)
+        problems = dict(self._workers.problems)
         for watch in self._watches:
             if watch.pods.num_refused:
                 problems[watch.role] = "more pods than a router takes; those beyond are left out"
@@ -138,10 +78,155 @@ class Discovery:
         self._logged = problems
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A worker that the table shall have, and its pod."""
+
+    url: str
+    role: Role
+    bootstrap_port: int | None
+    pod: str
+    uid: str
+
+
+@dataclass(slots=True)
+class _Joined:
+    """`worker`: None if the table has refused it, because it was named by hand."""
+
+    wanted: Wanted
+    worker: Worker | None
+
+    @property
+    def leaving(self) -> bool:
+        return self.worker is not None and self.worker.leaving
+
+
+@dataclass(slots=True)
+class PodWorkers:
+    """The workers that came from pods. `port`: of every pod's worker. Its decisions depend on the pods and the table alone.
+
+        pod   absent --ready--> joined --deleted, ended, no longer selected--> leaving --its requests ended--> absent
+
+    Readiness only lets a pod in. From then on the router's own health checks count: they are faster, and they tell a worker that
+    drains from a dead one.
+    """
+
+    table: WorkerTable
+    monitor: HealthMonitor
+    port: int
+    problems: dict[str, str] = field(default_factory=dict)  # pod -> why it is no worker though it is ready
+    _joined: dict[str, _Joined] = field(default_factory=dict)  # by URL
+
+    def update(self, pods: Mapping[Role, Sequence[Pod]], *, now_s: float) -> None:
+        """Make the table have exactly the workers of `pods`."""
+        wanted = self._wanted(pods)
+        ending = {(pod.name, pod.uid) for role in pods for pod in pods[role] if pod.ending}
+        for url, joined in list(self._joined.items()):
+            if url not in wanted:
+                self._leave(joined, ending=(joined.wanted.pod, joined.wanted.uid) in ending)
+        for want in wanted.values():
+            self._enter(want, now_s)
+
+    def reap(self) -> None:
+        """Remove workers that leave, have no request left, and are no last resort."""
+        for joined in list(self._joined.values()):
+            worker = joined.worker
+            if worker is None or not worker.leaving or worker.inflight_requests:
+                continue
+            if worker not in self.table.alive(worker.role):
+                self._drop(joined)
+                log.info("service discovery: %s has left", worker.url)
+
+    def counts(self) -> dict[str, int]:
+        leaving = sum(joined.leaving for joined in self._joined.values())
+        return {"workers": len(self._joined) - leaving, "leaving": leaving}
+
+    def _enter(self, want: Wanted, now_s: float) -> None:
+        joined = self._joined.get(want.url)
+        if joined is not None:
+            if joined.wanted == want and not joined.leaving:
+                return
+            self._drop(joined)  # another pod has its address; its requests go on, or fail by themselves
+        worker, port = None, want.bootstrap_port
+        try:
+            worker = self.table.add(want.url, role=want.role, bootstrap_port=port, now_s=now_s, discovered=True)
+        except WorkerTableError as err:
+            log.warning("service discovery: pod %s is not taken: %s", want.pod, err)
+        else:
+            log.info("service discovery: pod %s is %s worker %s", want.pod, want.role, want.url)
+            self.monitor.watch(worker)
+        self._joined[want.url] = _Joined(want, worker)
+
+    def _leave(self, joined: _Joined, *, ending: bool) -> None:
+        """Send it nothing new. One that is being deleted (`ending`) serves for some seconds yet: it is a last resort until it is
+        gone, as the router may not have checked its successor.
+        """
+        url, worker = joined.wanted.url, joined.worker
+        if worker is None or worker not in self.table.workers():
+            del self._joined[url]  # named by hand, or taken out by hand
+        elif not worker.leaving or (worker.last_resort and not ending):
+            self.table.retire(url, last_resort=ending)
+            log.info("service discovery: %s leaves, %d requests run there", url, worker.inflight_requests)
+
+    def _drop(self, joined: _Joined) -> None:
+        worker = joined.worker
+        if worker is not None and worker in self.table.workers():
+            self.table.remove(worker.url)
+            self.monitor.retire(worker)
+        del self._joined[joined.wanted.url]
+
+    def _wanted(self, pods: Mapping[Role, Sequence[Pod]]) -> dict[str, Wanted]:
+        """By URL. Of two pods with one address the first counts; the other is a problem."""
+        self.problems = {}
+        found: dict[str, Wanted] = {}
+        for role in sorted(pods):
+            for pod in pods[role]:
+                want = self._want(pod, role)
+                if want is not None and (other := found.setdefault(want.url, want)) is not want:
+                    self._problem(pod, _shared(want, other))
+        return found
+
+    def _want(self, pod: Pod, role: Role) -> Wanted | None:
+        """The worker of `pod`; None: it is not ready, or ends."""
+        if pod.ending:
+            return None
+        if not pod.ip:
+            if pod.ready:
+                self._problem(pod, "it is ready, but has no status.podIP")
+            return None
+        url = f"http://[{pod.ip}]:{self.port}" if ":" in pod.ip else f"http://{pod.ip}:{self.port}"
+        if not (pod.ready or self._is_in(url, pod)):
+            return None
+        text = pod.bootstrap_port if role is Role.PREFILL else None
+        port = None if text is None else _port(text)
+        if text is not None and port is None:
+            self._problem(pod, f"its bootstrap port must be 1 to 65535, got {text[:40]!r}")
+            return None
+        return Wanted(url=url, role=role, bootstrap_port=port, pod=pod.name, uid=pod.uid)
+
+    def _is_in(self, url: str, pod: Pod) -> bool:
+        joined = self._joined.get(url)
+        return joined is not None and not joined.leaving and joined.wanted.uid == pod.uid
+
+    def _problem(self, pod: Pod, why: str) -> None:
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems[pod.name] = why
+
+
+def _shared(want: Wanted, other: Wanted) -> str:
+    if want.pod == other.pod:
+        return f"both selectors choose it; it serves as {other.role}"
+    return f"pod {other.pod} has its address {want.url}"
+
+
+def _port(text: str) -> int | None:
+    port = int(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0
+    return port if 0 < port < 65536 else None
+
+
 async def open_discovery(flags: DiscoveryFlags, *, table: WorkerTable, monitor: HealthMonitor) -> Discovery | None:
     """None without --service-discovery. Raises `ConfigError` if no API server is known."""
     if not flags.service_discovery:
         return None
-    return Discovery(
-        flags, table=table, monitor=monitor, api=await connect(namespace=flags.service_discovery_namespace)
-    )
+    api = await connect(namespace=flags.service_discovery_namespace)
+    return Discovery(flags, table=table, monitor=monitor, api=api)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from router.pool.pods import MAX_PODS, Pod, PodSet, read_version
+from router.pool.pods import MAX_PODS, Pod, PodError, PodSet, read_pod, read_version
 from router.pool.worker import Role
 from service.flags import ConfigError
 from service.waiter import loop_time_s
@@ -129,7 +129,7 @@ async def connect(*, namespace: str | None) -> KubeApi:
 
 
 class PodWatch:
-    """The pods of one role. `read` makes a pod of what came (None: unreadable). `run` never returns; cancel it."""
+    """The pods of one role. `annotation`: that of a pod's bootstrap port. `run` never returns; cancel it."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class PodWatch:
         role: Role,
         *,
         selector: str,
-        read: Callable[[object], Pod | None],
+        annotation: str,
         on_change: Callable[[], None],
     ) -> None:
         self.role = role
@@ -145,7 +145,7 @@ class PodWatch:
         self.listed = False
         self._api = api
         self._selector = selector
-        self._read = read
+        self._annotation = annotation
         self._on_change = on_change
         self._error = "not connected yet"
         self._backoff = WatchBackoff()
@@ -230,6 +230,14 @@ class PodWatch:
             else:
                 self.pods.put(pod)
             self._on_change()
+
+    def _read(self, raw: object) -> Pod | None:
+        """None, and a line in the log, for an unreadable pod."""
+        try:
+            return read_pod(raw, annotation=self._annotation)
+        except PodError as err:
+            log.warning("service discovery: %s", err)
+            return None
 
     def _on_state(self, error: str) -> None:
         """`error`: why the pods are not followed now; "": they are."""

@@ -1,6 +1,7 @@
 """Pods to workers: the pure part of service discovery, with literals only."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config import RouterConfig, check_config, label_query
+from router.pool.discovery import PodWorkers
 from router.pool.pod_watch import WatchBackoff
-from router.pool.pods import MAX_PODS, Change, Drop, Leave, Pod, PodError, PodSet, Reconciler, Wanted, read_pod
+from router.pool.pods import MAX_PODS, Pod, PodError, PodSet, read_pod
 from router.pool.states import Check
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
@@ -22,42 +24,90 @@ def a_pod(name: str = "a", ip: str = "10.0.0.1", **fields: Any) -> Pod:
     return Pod(**{"name": f"ns/{name}", "uid": name, "ip": ip, "ready": True, "ending": False, **fields})
 
 
-def told(changes: Sequence[Change]) -> list[tuple[str, str]]:
-    return [("join", c.url) if isinstance(c, Wanted) else (type(c).__name__.lower(), c.url) for c in changes]
+class Core:
+    """The workers of pods in a table of their own; the monitor's calls are listed."""
+
+    def __init__(self, port: int = 80) -> None:
+        self.table = WorkerTable()
+        self.calls: list[tuple[str, str]] = []
+        monitor: Any = SimpleNamespace(
+            watch=lambda worker: self.calls.append(("join", worker.url)),
+            retire=lambda worker: self.calls.append(("drop", worker.url)),
+        )
+        self.workers = PodWorkers(self.table, monitor, port)
+
+    def show(self, pods: Sequence[Pod], role: Role = Role.DECODE) -> list[tuple[str, str]]:
+        """What changes: workers that join, are dropped, begin to leave."""
+        return self.show_all({role: pods})
+
+    def show_all(self, pods: dict[Role, Sequence[Pod]]) -> list[tuple[str, str]]:
+        self.calls.clear()
+        before = self.leaving()
+        self.workers.update(pods, now_s=0.0)
+        self.table.check()
+        return self.calls + [("leave", url) for url in sorted(self.leaving() - before)]
+
+    def leaving(self) -> set[str]:
+        return {worker.url for worker in self.table.workers() if worker.leaving}
 
 
 URL = "http://10.0.0.1:80"
 
 
-def test_only_a_pod_that_is_being_deleted_is_a_last_resort() -> None:
+def test_only_a_pod_that_is_being_deleted_is_a_last_resort_and_only_until_it_is_gone() -> None:
     for pods, last_resort in (([a_pod(ending=True)], True), ([a_pod(ending=True, uid="older")], False), ([], False)):
-        core = Reconciler(80)
-        core.changes({Role.DECODE: [a_pod()]})
-        assert core.changes({Role.DECODE: pods}) == [Leave(URL, last_resort)]
+        core = Core()
+        core.show([a_pod()])
+        assert core.show(pods) == [("leave", URL)]
+        assert core.table.find(URL).last_resort == last_resort
+        core.show([])
+        assert not core.table.find(URL).last_resort
 
 
 def test_a_worker_that_is_in_stays_when_its_pod_is_not_ready_for_a_while() -> None:
-    core = Reconciler(80)
-    core.changes({Role.DECODE: [a_pod()]})
-    assert core.changes({Role.DECODE: [a_pod(ready=False)]}) == []
-    assert told(core.changes({Role.DECODE: [a_pod(ready=False, uid="other")]})) == [("leave", URL)]
+    core = Core()
+    core.show([a_pod()])
+    assert core.show([a_pod(ready=False)]) == []
+    assert core.show([a_pod(ready=False, uid="other")]) == [("leave", URL)]
 
 
 def test_another_pod_at_the_same_address_takes_its_place_at_once() -> None:
-    core = Reconciler(80)
-    core.changes({Role.DECODE: [a_pod()]})
-    assert told(core.changes({Role.DECODE: [a_pod("b")]})) == [("drop", URL), ("join", URL)]
-    core.changes({Role.DECODE: []})
-    assert told(core.changes({Role.DECODE: [a_pod("c")]})) == [("drop", URL), ("join", URL)]
+    core = Core()
+    core.show([a_pod()])
+    assert core.show([a_pod("b")]) == [("drop", URL), ("join", URL)]
+    core.show([])
+    assert core.show([a_pod("c")]) == [("drop", URL), ("join", URL)]
+
+
+def test_a_worker_that_leaves_goes_when_its_requests_have_ended() -> None:
+    core = Core()
+    core.show([a_pod()])
+    lease = core.table.loads.charge(core.table.find(URL), 5)
+    core.show([])
+    core.workers.reap()
+    assert core.workers.counts() == {"workers": 0, "leaving": 1}
+    core.table.loads.release(lease)
+    core.workers.reap()
+    assert core.table.workers() == [] and core.workers.counts() == {"workers": 0, "leaving": 0}
+
+
+def test_workers_named_or_removed_by_hand_are_left_alone() -> None:
+    core = Core()
+    named = core.table.add(URL, role=Role.DECODE)
+    assert core.show([a_pod()]) == core.show([a_pod("b")]) == core.show([]) == []
+    assert core.table.workers() == [named]
+    core.table.remove(URL)
+    assert core.show([a_pod()]) == [("join", URL)]
+    core.table.remove(URL)
+    assert core.show([a_pod()]) == core.show([]) == [] and core.table.workers() == []
 
 
 def test_of_two_pods_with_one_address_the_first_serves_and_the_other_is_told_of() -> None:
-    core = Reconciler(80)
-    assert told(core.changes({Role.DECODE: [a_pod("a"), a_pod("b")]})) == [("join", URL)]
-    assert core.problems == {"ns/b": f"pod ns/a has its address {URL}"}
-    both = {Role.PREFILL: [a_pod()], Role.DECODE: [a_pod()]}
-    assert core.changes(both) == []
-    assert core.problems == {"ns/a": "both selectors choose it; it serves as decode"}
+    core = Core()
+    assert core.show([a_pod("a"), a_pod("b")]) == [("join", URL)]
+    assert core.workers.problems == {"ns/b": f"pod ns/a has its address {URL}"}
+    assert core.show_all({Role.PREFILL: [a_pod()], Role.DECODE: [a_pod()]}) == []
+    assert core.workers.problems == {"ns/a": "both selectors choose it; it serves as decode"}
 
 
 @pytest.mark.parametrize(
@@ -65,19 +115,17 @@ def test_of_two_pods_with_one_address_the_first_serves_and_the_other_is_told_of(
     [(None, None), ("8998", 8998), ("0", "bad"), ("65536", "bad"), ("x", "bad"), ("²", "bad"), ("", "bad")],
 )
 def test_the_bootstrap_port_comes_from_the_annotation(text: str | None, port: Any) -> None:
-    core = Reconciler(80)
-    changes = core.changes({Role.PREFILL: [a_pod(bootstrap_port=text)]})
+    core = Core()
+    changes = core.show([a_pod(bootstrap_port=text)], Role.PREFILL)
     if port == "bad":
-        assert changes == [] and "bootstrap port must be 1 to 65535" in core.problems["ns/a"]
+        assert changes == [] and "bootstrap port must be 1 to 65535" in core.workers.problems["ns/a"]
     else:
-        assert isinstance(changes[0], Wanted) and changes[0].bootstrap_port == port
-    assert Reconciler(80).changes({Role.DECODE: [a_pod(bootstrap_port=text)]})  # none of decode's business
+        assert core.table.find(URL).bootstrap_port == port
+    assert Core().show([a_pod(bootstrap_port=text)])  # none of decode's business
 
 
 def test_addresses_of_both_families() -> None:
-    assert told(Reconciler(30000).changes({Role.UNIFIED: [a_pod(ip="fd00::5")]})) == [
-        ("join", "http://[fd00::5]:30000")
-    ]
+    assert Core(30000).show([a_pod(ip="fd00::5")], Role.UNIFIED) == [("join", "http://[fd00::5]:30000")]
 
 
 HALVES: list[Any] = [
@@ -99,9 +147,8 @@ HALVES: list[Any] = [
 
 @pytest.mark.parametrize("raw", HALVES, ids=repr)
 def test_a_pod_with_half_its_fields_is_no_worker_and_no_crash(raw: Any) -> None:
-    core = Reconciler(80)
     try:
-        assert core.changes({Role.DECODE: [read_pod(raw, annotation=ANNOTATION)]}) == []
+        assert Core().show([read_pod(raw, annotation=ANNOTATION)]) == []
     except PodError as err:
         assert str(err).startswith("not a pod: ")
 
@@ -150,28 +197,16 @@ POD_STATES = st.lists(
 
 @given(st.lists(st.tuples(POD_STATES, st.booleans()), max_size=12))
 def test_whatever_comes_the_pool_ends_as_the_pods_say(steps: list[tuple[list[Pod], bool]]) -> None:
-    """Changes are applied to a model of the table: no double join, no leave of a stranger, and the end is right."""
-    core, pool, leaving = Reconciler(80), set[str](), set[str]()
-    pods: list[Pod] = []
+    """No double join, no leave of a stranger, and the end is right."""
+    core = Core()
     for pods, ended in steps:
-        for change in core.changes({Role.DECODE: pods}):
-            if isinstance(change, Wanted):
-                assert change.url not in pool | leaving
-                pool.add(change.url)
-            elif isinstance(change, Drop):
-                assert change.url in pool | leaving
-                pool.discard(change.url)
-                leaving.discard(change.url)
-            else:
-                assert isinstance(change, Leave)
-                assert change.url in pool or (change.url in leaving and not change.last_resort)
-                pool.discard(change.url)
-                leaving.add(change.url)
-        for url in sorted(leaving) if ended else []:
-            core.left(url)
-            leaving.discard(url)
-        core.check()
-        assert core.num_joined == len(pool)
+        core.show(pods)
+        if ended:
+            core.workers.reap()
+            assert not core.leaving()
+        core.table.check()
+        pool = {worker.url for worker in core.table.workers()} - core.leaving()
+        assert core.workers.counts() == {"workers": len(pool), "leaving": len(core.leaving())}
         assert pool >= {f"http://{p.ip}:80" for p in pods if p.ready and p.ip and not p.ending}
         assert pool <= {f"http://{p.ip}:80" for p in pods if p.ip and not p.ending}
 
