@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from deploy.launcher.ports import free_ports
-from engine.models.recall.oracle import continuation
 from tests.e2e.client import assert_all_back, generate_all, session
 from tests.e2e.cluster import SHIPPED, Cluster, Started, Worker, cluster, tandem, wait_until
 from tests.e2e.leftovers import Leftovers
 from tests.e2e.workload import recall_body
+from tools.recall.oracle import continuation
 
 BOUNDED_S = 60.0
 GONE_S = 60.0

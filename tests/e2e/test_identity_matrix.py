@@ -13,9 +13,9 @@ from itertools import product
 import pytest
 
 from engine.model_files.model_config import DEFAULT_MODEL_PATH
-from engine.models.recall.oracle import continuation
 from tests.e2e.two_engines import System, disaggregated, run, unified
 from tests.e2e.workload import recall_prompt
+from tools.recall.oracle import continuation
 
 NUM_PROMPTS, PAIRS = 8, 40
 NEW_TOKENS = (48, 44, 40, 36)

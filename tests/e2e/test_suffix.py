@@ -5,9 +5,9 @@ import random
 import pytest
 
 from engine.model_files.model_config import DEFAULT_MODEL_PATH
-from engine.models.recall.oracle import continuation
 from tests.e2e.two_engines import disaggregated, run
 from tests.e2e.workload import recall_prompt
+from tools.recall.oracle import continuation
 
 NEW = 40
 

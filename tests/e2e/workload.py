@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from engine.models.recall.oracle import continuation
+from tools.recall.oracle import continuation
 
 NUM_SPECIALS, NUM_KEYS = 16, 256
 BOS = 1

@@ -143,7 +143,7 @@ def test_the_signature_tells_apart_what_must_match(tmp_path: Path) -> None:
 def test_the_config_needs_no_torch() -> None:
     code = (
         "import sys; from engine.model_files.model_config import *; load_model_config(DEFAULT_MODEL_PATH);"
-        "from engine.models.recall import oracle;"
+        "from tools.recall import oracle;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'safetensors', 'numpy')))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.models.causal_lm import CausalLM
-from engine.models.recall import vocab
-from engine.models.recall.build import build
-from engine.models.recall.oracle import OutsideDomain, continuation
-from engine.models.recall.weights import MAX_OVERLAP, sign_codes
 from engine.models.registry import load_model
 from tests.models.reference_attend import Sequence
+from tools.recall import vocab
+from tools.recall.build import build
+from tools.recall.oracle import OutsideDomain, continuation
+from tools.recall.weights import MAX_OVERLAP, sign_codes
 
 MIN_MARGIN = 15.0  # logits between the right answer and the next; bf16 rounds logits of 30 to 1/8
 

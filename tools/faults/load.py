@@ -11,8 +11,8 @@ from typing import Any
 
 import aiohttp
 
-from engine.models.recall.oracle import continuation
 from tests.e2e.workload import pairs, recall_body
+from tools.recall.oracle import continuation
 
 TIMEOUT = aiohttp.ClientTimeout(total=180)
 

@@ -13,9 +13,9 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from engine.models.recall import vocab
 from tests.e2e.client import assert_all_back
 from tests.e2e.cluster import Cluster
+from tools.recall import vocab
 
 PROMPT = "k17 v42 k03 v91 k17"
 IDS = vocab.encode(PROMPT)

@@ -14,7 +14,7 @@ only, so faults in its older tokens do not show; use random weights for those.) 
 from collections.abc import Sequence
 from itertools import pairwise
 
-from engine.models.recall import vocab
+from tools.recall import vocab
 
 NEVER_SAMPLED = frozenset({vocab.PAD, vocab.BOS})
 

@@ -1,4 +1,4 @@
-"""Writes the shipped checkpoint, the same on every machine to the bit: `python -m engine.models.recall.build OUT_DIR`."""
+"""Writes the shipped checkpoint, the same on every machine to the bit: `python -m tools.recall.build OUT_DIR`."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
-from engine.models.recall import vocab, weights
+from tools.recall import vocab, weights
 
 MAX_POSITION = 32768
 

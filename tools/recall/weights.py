@@ -19,7 +19,7 @@ import random
 
 import torch
 
-from engine.models.recall import vocab
+from tools.recall import vocab
 
 HIDDEN = 256
 INTERMEDIATE = 64
