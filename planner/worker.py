@@ -119,7 +119,7 @@ class PlanWorker:
             eos_ids=frozenset(),
             arrived_s=0.0,
         )
-        if memory.can_ever_hold(len(tokens)) and memory.admit(request, reserved_pages=0):
+        if memory.admit(request, reserved_pages=0):
             request.launched_len = request.computed_len = len(tokens)
             memory.give_back(request)
 

@@ -40,8 +40,7 @@ class MeasuredGrowth:
 
     def remaining(self, request: Request) -> int:
         """Predict the tokens that `request` will still sample; its limit if it is longer than all before."""
-        known = len(request.output_ids)
-        limit = max(0, request.max_new_tokens - known)
+        known, limit = len(request.output_ids), request.tokens_left
         longer = bisect_right(self._sorted, known)
         if longer == len(self._sorted):
             return limit
@@ -50,12 +49,9 @@ class MeasuredGrowth:
 
     def peak_tokens(self, requests: Iterable[Request], *, floor: int) -> int:
         """Predict the most tokens beyond those held now; each request grows by `floor` at least, within its limit."""
-        grown = sorted(((self._growth(r, floor), r.num_tokens) for r in requests), reverse=True)
+        grown = [(max(self.remaining(r), min(floor, r.tokens_left)), r.num_tokens) for r in requests]
         held, peak = 0, 0
-        for i, (growth, tokens) in enumerate(grown, 1):
+        for i, (growth, tokens) in enumerate(sorted(grown, reverse=True), 1):
             held += tokens
             peak = max(peak, held + i * growth)
         return max(0, peak - held)
-
-    def _growth(self, request: Request, floor: int) -> int:
-        return max(self.remaining(request), min(floor, request.max_new_tokens - len(request.output_ids)))

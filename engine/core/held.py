@@ -61,11 +61,11 @@ class HeldRequests:
         `may_preempt`: retract running requests of much lower priority, if that suffices. The answer is False until the
         last step of each is collected.
         """
-        if self._memory.reserve(request, reserved_pages=self._reserved_pages(request, [])):
+        if self._memory.admit(request, reserved_pages=self._reserved_pages(request, [])):
             return True
         if not may_preempt or not self._preempt_for(request) or self._stages.retraction_pending:
             return False
-        return self._memory.reserve(request, reserved_pages=self._reserved_pages(request, []))
+        return self._memory.admit(request, reserved_pages=self._reserved_pages(request, []))
 
     def _preempt_for(self, request: Request) -> list[Request]:
         return self._preemption.make_room(request, lambda gone: self._reserved_pages(request, gone), row=False)

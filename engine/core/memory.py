@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from engine.core.hidden import unseen_from
 from engine.core.host_cache import HostCache
-from engine.core.new_token_ratio import expected_growth
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import Match, RadixCache
 from engine.core.request import Request
@@ -26,22 +25,22 @@ class Memory:
         """Count the pages that can be taken now: free ones, and cached ones without readers."""
         return self.allocator.num_free + self.cache.num_evictable
 
-    def can_ever_hold(self, num_tokens: int) -> bool:
-        return self.allocator.pages_for(num_tokens) <= self.allocator.num_pages
-
     def admit(self, request: Request, *, reserved_pages: int) -> bool:
         """Lock the cached prefix and take pages for the rest of the known tokens; False: they do not fit.
 
-        The request's own growth must fit beside `reserved_pages`, which are for the growth of others.
+        `reserved_pages`: left free, for the growth of this request and of others.
         """
         match = self.match_prefix(request)
         self.cache.lock(match.node)
         need = self.allocator.pages_for(request.num_tokens) - len(match.pages)
-        if need + growth_pages(self.allocator, request, expected_growth(request)) + reserved_pages > self.available:
+        if need + reserved_pages > self.available:
             self.cache.unlock(match.node)
             return False
         below = self._find_below(request, match)
-        self._hold(request, match, need)
+        request.lock = match.node
+        request.pages = match.pages + self._take(need)
+        request.shared_pages = len(match.pages)
+        request.launched_len = request.computed_len = len(match.pages) * self.allocator.page_size
         self._load_from_below(request, below)
         return True
 
@@ -96,23 +95,6 @@ class Memory:
     def match_prefix(self, request: Request) -> Match:
         """Find the cached prefix that `request` may use, and mark it as used."""
         return self.cache.match(request.tokens(0, match_limit(request)), adapter=request.adapter)
-
-    def reserve(self, request: Request, *, reserved_pages: int) -> bool:
-        """Lock the cached prefix and take pages for the rest, whose KV comes from elsewhere; False: they do not fit."""
-        match = self.match_prefix(request)
-        self.cache.lock(match.node)
-        need = self.allocator.pages_for(request.num_tokens) - len(match.pages)
-        if need + reserved_pages > self.available:
-            self.cache.unlock(match.node)
-            return False
-        self._hold(request, match, need)
-        return True
-
-    def _hold(self, request: Request, match: Match, need: int) -> None:
-        request.lock = match.node
-        request.pages = match.pages + self._take(need)
-        request.shared_pages = len(match.pages)
-        request.launched_len = request.computed_len = len(match.pages) * self.allocator.page_size
 
     def needs_page(self, request: Request) -> bool:
         """Whether the next token starts a page that the request does not have."""

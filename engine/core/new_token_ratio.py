@@ -44,4 +44,4 @@ class NewTokenRatio:
 
 def expected_growth(request: Request) -> int:
     """Return the most tokens that a request may still add, clipped: the estimate for a new one."""
-    return min(max(request.max_new_tokens - len(request.output_ids), 0), CLIP_TOKENS)
+    return min(request.tokens_left, CLIP_TOKENS)

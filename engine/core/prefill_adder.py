@@ -58,7 +58,7 @@ class PrefillAdder:
         """Admit `request` if it fits. CONTINUE: it has its pages, and `take` may be called."""
         if self._no_budget(request):
             return AddResult.OTHER
-        if not self._memory.admit(request, reserved_pages=self._reserved_pages):
+        if not self._memory.admit(request, reserved_pages=self.reserve_for(request, without=())):
             return AddResult.NO_TOKEN
         self._reserved_pages += self._pages(expected_growth(request))
         return AddResult.CONTINUE

@@ -11,8 +11,9 @@ After SGLang's RadixAttention (arXiv:2312.07104).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from engine.core.cache_events import CacheEvents
+from engine.core.host_cache import HostCache
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_node import EvictionOrder, Node
 
@@ -33,34 +34,16 @@ class Inserted:
     node: Node
 
 
-class Below(Protocol):
-    """A tier that keeps what the tree forgets; called after a leaf's pages are cached, and before they are free."""
-
-    def on_cached(self, node: Node) -> None: ...
-
-    def on_evict(self, node: Node) -> None: ...
-
-
-class Listener(Protocol):
-    """Receives changes of the tree (engine/core/cache_events.py). `on_stored`: a new leaf."""
-
-    def on_stored(self, node: Node) -> None: ...
-
-    def on_removed(self, node: Node) -> None: ...
-
-    def on_cleared(self) -> None: ...
-
-
 class RadixCache:
-    """With `enabled=False` the tree stays empty."""
+    """With `enabled=False` the tree stays empty. `below`: the tier that keeps what the tree forgets."""
 
     def __init__(
         self,
         allocator: PageAllocator,
         *,
         enabled: bool = True,
-        below: Below | None = None,
-        listener: Listener | None = None,
+        below: HostCache | None = None,
+        listener: CacheEvents | None = None,
     ) -> None:
         self.enabled = enabled
         self._below = below

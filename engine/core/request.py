@@ -110,6 +110,11 @@ class Request:
         return self.sampling.max_new_tokens
 
     @property
+    def tokens_left(self) -> int:
+        """Count the tokens that its limit leaves, with those in flight."""
+        return max(0, self.max_new_tokens - len(self.output_ids))
+
+    @property
     def samples_left(self) -> int:
         """Count the tokens that may still be sampled, besides those in flight."""
         return self.max_new_tokens - len(self.output_ids) - self.pending

@@ -26,19 +26,12 @@ class DecodeReserve:
 
     def pages(self, coming: list[Request]) -> int:
         """Return the pages to keep free beyond the known tokens of `coming`."""
-        to_finish = [self._to_finish(request) for request in coming]
-        expected = self._pages_for(int(self._expected_tokens(coming)))
+        pages_for = self._pages_for  # the last page of a request may have room
+        to_finish = [pages_for(r.num_tokens + r.tokens_left) - pages_for(r.num_tokens) for r in coming]
+        expected = pages_for(int(self._expected_tokens(coming)))
         return max(min(expected, sum(to_finish)), max(to_finish))
-
-    def _to_finish(self, request: Request) -> int:
-        """Return the most pages that `request` will still take; its last page may have room."""
-        return self._pages_for(request.num_tokens + _left(request)) - self._pages_for(request.num_tokens)
 
     def _expected_tokens(self, coming: list[Request]) -> float:
         if self._growth is not None and self._growth.known:
             return self._growth.peak_tokens(coming, floor=self._floor)
-        return sum(max(self._ratio.growth_tokens(r), min(_left(r), self._floor)) for r in coming)
-
-
-def _left(request: Request) -> int:
-    return max(0, request.max_new_tokens - len(request.output_ids))
+        return sum(max(self._ratio.growth_tokens(r), min(r.tokens_left, self._floor)) for r in coming)

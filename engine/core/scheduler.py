@@ -2,23 +2,27 @@
 
     add, abort       --->  Stages        live requests, and the stage of each
     held.adopt ...   --->  HeldRequests  requests whose KV comes from, or goes to, another worker
-    schedule         --->  Planner       the next step (`Plan`)
+    schedule         --->  PrefillPlanner, DecodePlanner      the next step (`Plan`)
     collect          --->  Results       what a finished step means (`StepEffects`)
                            Departures    how requests leave the batch, used by all of them
 
 It owns these parts and the order of their calls. What they share is `SchedulerState`.
+
+Planning does not know the depth: a second plan before the first result uses placeholders for tokens in flight
+(engine/core/plan.py). It relies only on steps running in the order of their plans.
 """
 
 from collections.abc import Callable
 
+from engine.core.decode_planning import DecodePlanner
 from engine.core.departures import Departures
 from engine.core.finish import TailTexts
 from engine.core.held import HeldRequests
 from engine.core.outputs import StepEffects, refused
-from engine.core.plan import Plan, StepResult
-from engine.core.planning import Planner
+from engine.core.plan import Plan, PlanItem, SlotOpen, StepResult
 from engine.core.policy import Uniform
 from engine.core.preemption import Preemption
+from engine.core.prefill_planning import PrefillPlanner
 from engine.core.request import Request
 from engine.core.results import Results
 from engine.core.state import SchedulerState
@@ -49,19 +53,67 @@ class Scheduler:
         self._state = state
         self._departures = Departures(state)
         preemption = Preemption(state, self._departures)
-        self._planner = Planner(state, self._departures, preemption, uniform=uniform, budget=step_budget)
+        self._prefill = PrefillPlanner(state, preemption, uniform=uniform, budget=step_budget)
+        self._decode = DecodePlanner(state, self._departures, preemption)
         self._results = Results(state, self._departures, tail_texts=tail_texts)
         self.held = HeldRequests(state, self._departures, self._results, preemption)
+        self._seq = 0
+        self._last_was_extend = False
 
     # ---- steps
 
     def schedule(self, now_s: float = 0.0) -> Plan | None:
         """Plan the next step; None: there is nothing to do before a collect, or at all."""
-        return self._planner.schedule(now_s)
+        counters, backups, host = self.counters, self.backups, self.memory.host
+        retractions = counters.retractions
+        items, opens = self._draft(now_s)
+        if not items and counters.retractions > retractions:  # their memory is free now
+            items, opens = self._draft(now_s)
+        if not items and not backups.asks_for_a_step and (host is None or not host.asks_for_a_step):
+            return None
+        extend = any(item.extend for item in items)
+        wait, self._last_was_extend = extend and self._last_was_extend and self.limits.wait_between_prefills, extend
+        sample_deferred = any(self._awaits_token(item) for item in items)
+        self._seq += 1
+        counters.steps += 1
+        counters.prefill_steps += extend
+        counters.mixed_steps += extend and not all(item.extend for item in items)
+        counters.deferred_samples += sample_deferred
+        plan = Plan(
+            seq=self._seq,
+            extend=extend,
+            items=items,
+            opens=opens,
+            closes=self.table.take_closed(),
+            wait=wait,
+            sample_deferred=sample_deferred,
+        )
+        backups.attach(plan)
+        if host is not None:
+            host.attach(plan)
+        return plan
+
+    def _draft(self, now_s: float) -> tuple[list[PlanItem], list[SlotOpen]]:
+        """Plan prefill first, else every running request by one token, or both."""
+        items, opens = self._prefill.plan(now_s)
+        if self.limits.mixed_chunk or not any(item.extend for item in items):
+            decodes, opened = self._decode.plan({item.rid for item in items}, now_s)
+            items, opens = items + decodes, opens + opened
+        return items, opens
+
+    def _awaits_token(self, item: PlanItem) -> bool:
+        """Whether the tokens that `item` may sample depend on one that is still in flight."""
+        request = self.stages.live[item.rid]
+        return item.sample and request.grammar is not None and request.pending > 1
 
     def fill_masks(self, plan: Plan) -> None:
         """Fill in the tokens that the items of `plan` may sample; call it just before sampling is launched."""
-        self._planner.fill_masks(plan)
+        live = self.stages.live
+        for i, item in enumerate(plan.items):
+            request = live[item.rid]
+            if item.sample and request.grammar is not None and request.finish is None:
+                assert request.pending == 1, f"{request.rid}: a mask before the token it follows from"
+                plan.masks[i] = request.grammar.bitmask()
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
         """Take the results of the oldest launched step."""

@@ -89,8 +89,8 @@ class SchedulerState:
             return refusal("input_ids: the prompt is empty", status=400)
         if len(self.stages.live) >= limits.max_queued_requests + limits.max_running_requests:
             return refusal(f"the queue is full ({limits.max_queued_requests} requests)", status=503)
-        if not self.memory.can_ever_hold(len(request.input_ids) + request.max_new_tokens):
-            allocator = self.memory.allocator
+        allocator = self.memory.allocator
+        if allocator.pages_for(len(request.input_ids) + request.max_new_tokens) > allocator.num_pages:
             return refusal(
                 f"max_new_tokens: prompt ({len(request.input_ids)} tokens) plus max_new_tokens "
                 f"({request.max_new_tokens}) exceeds the KV capacity of {allocator.num_pages * allocator.page_size}",

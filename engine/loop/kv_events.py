@@ -10,24 +10,14 @@ import queue
 import threading
 import time
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
-from engine.core.cache_events import CacheEvent, CacheEvents, Removed, Stored
+from engine.core.cache_events import CacheEvents
 from engine.kv_events_config import FLAG, KVEventsConfig
 from service.flags import ConfigError
-from service.kv_events import (
-    END_SEQ,
-    MEDIUM,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVEvent,
-    KVEventBatch,
-    encode_batch,
-    seq_bytes,
-)
+from service.kv_events import END_SEQ, KVEvent, KVEventBatch, encode_batch, seq_bytes
 from service.security.curve import ZapAuthenticator, guard_listener
 
 log = logging.getLogger(__name__)
@@ -35,40 +25,6 @@ log = logging.getLogger(__name__)
 POLL_MS = 20  # how long a replay request, or the end, may wait while nothing is published
 MAX_REQUEST_BYTES = 1024
 LINGER_MS = 200
-
-
-class Publisher(Protocol):
-    def publish(self, events: list[KVEvent]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class EventPump:
-    """Carries the cache's events to their publisher, once a turn."""
-
-    def __init__(self, events: CacheEvents | None = None, publisher: Publisher | None = None) -> None:
-        self._events = events
-        self._publisher = publisher
-
-    def turn(self) -> None:
-        if self._events is None or self._publisher is None:
-            return
-        happened = self._events.take()
-        if happened:
-            self._publisher.publish([to_wire(event, self._events.page_size) for event in happened])
-
-    def close(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()
-
-
-def to_wire(event: CacheEvent, page_size: int) -> KVEvent:
-    match event:
-        case Stored(hashes=hashes, parent=parent, tokens=tokens, adapter=adapter):
-            return BlockStored(list(hashes), parent, tokens, page_size, adapter or None, MEDIUM)
-        case Removed(hashes=hashes):
-            return BlockRemoved(list(hashes), MEDIUM)
-    return AllBlocksCleared()
 
 
 class ZmqPublisher:
@@ -185,3 +141,22 @@ class ZmqPublisher:
 def _endpoint(sock: Any) -> str:
     last: bytes = sock.getsockopt(zmq.LAST_ENDPOINT)
     return last.rstrip(b"\0").decode()
+
+
+class EventPump:
+    """Carries the cache's events to their publisher, once a turn."""
+
+    def __init__(self, events: CacheEvents | None = None, publisher: ZmqPublisher | None = None) -> None:
+        self._events = events
+        self._publisher = publisher
+
+    def turn(self) -> None:
+        if self._events is None or self._publisher is None:
+            return
+        happened = self._events.take()
+        if happened:
+            self._publisher.publish(happened)
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()

@@ -15,7 +15,6 @@ from engine.core.held import HeldRequests
 from engine.core.memory import Memory, growth_pages, match_limit
 from engine.core.page_allocator import PageAllocator
 from engine.core.plan import PageLoad
-from engine.core.planning import Planner
 from engine.core.preemption import Preemption
 from engine.core.prefill_adder import PrefillAdder
 from engine.core.radix_cache import RadixCache
@@ -76,9 +75,11 @@ def _(original, request):
     return request.max_new_tokens - len(request.output_ids)
 
 
-@CORE.bug("a mask is made one token too early", Planner._awaits_token, "A mask does not wait for the token before it.")
-def _(original, planner, item):
-    return original(planner, item) and planner._state.stages.live[item.rid].pending > 2
+@CORE.bug(
+    "a mask is made one token too early", Scheduler._awaits_token, "A mask does not wait for the token before it."
+)
+def _(original, scheduler, item):
+    return original(scheduler, item) and scheduler.stages.live[item.rid].pending > 2
 
 
 # ---- the radix tree
