@@ -72,7 +72,8 @@ class Engine:
         return elapsed_s, request.cached_by_tier
 
     def _turn(self) -> bool:
-        self.parts.disk.turn()
+        if self.parts.disk is not None:
+            self.parts.disk.turn()
         plan = self.parts.scheduler.schedule(time.monotonic())
         if plan is not None:
             launch = self.parts.device.executor.launch(plan)
@@ -93,7 +94,8 @@ class Engine:
             self._ended.wait(0.02)
 
     def close(self) -> None:
-        self.parts.disk.close()
+        if self.parts.disk is not None:
+            self.parts.disk.close()
         self.parts.device.executor.close()
 
 

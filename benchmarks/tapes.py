@@ -28,7 +28,7 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 from engine.model_files.model_config import load_model_config
 from engine.models.causal_lm import CausalLM
-from engine.models.registry import load_model
+from engine.models.load import load_model
 
 BATCHES = (1, 8, 32)
 PAGE_SIZE = 16
@@ -47,7 +47,6 @@ def measure(model: CausalLM, batch: int, *, tokens: int, steps: int, bar: "tqdm[
         q_lens=[1] * batch,
         kv_lens=[tokens] * batch,
         page_table=table,
-        positions=positions,
         token_pages=table[:, -1].long(),
         token_offsets=positions % PAGE_SIZE,
     )

@@ -66,7 +66,7 @@ class PrefillRole:
             self._directory.add_room(room)
         request.times.bootstraps = True
         self._handovers[request.rid] = PrefillHandover(request, room, moves_bytes=not fake, sender=sender)
-        self._scheduler.prefetch(request)
+        self._scheduler.memory.prefetch(request)
         return []
 
     def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]:

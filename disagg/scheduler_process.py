@@ -100,7 +100,8 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
     finally:
         grammars.close()
         watchdog.close()
-        parts.disk.close()
+        if parts.disk is not None:
+            parts.disk.close()
         if publisher is not None:
             publisher.close()
         role.close()

@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -22,13 +21,13 @@ from engine.core.state import SchedulerSettings, SchedulerState
 from engine.device import Device, MakeCapture, allocate_pool, build_device, default_capture
 from engine.executor.weights import WeightUpdater
 from engine.hicache.build import build_host_tier
+from engine.hicache.disk import Disk
 from engine.kv.identity import fingerprint, kv_identity
 from engine.kv.kv_pool import KVPool
 from engine.kv_events_config import parse_kv_events_config
-from engine.loop.disk_pump import DiskPump
 from engine.model_files.model_config import ModelConfig
 from engine.models.causal_lm import CausalLM
-from engine.models.registry import load_model
+from engine.models.load import load_model
 from engine.resolve import depth, limits, priorities, resolve, step_budget
 from service.flags import ConfigError
 
@@ -49,7 +48,7 @@ class EngineUse:
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """A ready engine. `config` is resolved. `events`: of the prefix cache; None: they are not published."""
+    """A ready engine. `config` is resolved. `disk`: None without files. `events`: of the prefix cache; None: they are not published."""
 
     config: EngineConfig
     model: ModelConfig
@@ -58,21 +57,8 @@ class EngineParts:
     scheduler: Scheduler
     depth: int
     weights: WeightUpdater
-    disk: DiskPump
+    disk: Disk | None
     events: CacheEvents | None
-
-
-class LoadModel(Protocol):
-    def __call__(
-        self,
-        model_path: str,
-        config: ModelConfig,
-        *,
-        dtype: str,
-        device: str,
-        progress: bool,
-        context_length: int | None,
-    ) -> CausalLM: ...
 
 
 def build_engine(
@@ -85,7 +71,7 @@ def build_engine(
     wakeup: Callable[[], None] = lambda: None,
     progress: bool,
     capture: MakeCapture | None = None,
-    load: LoadModel = load_model,
+    load: Callable[..., CausalLM] = load_model,
 ) -> EngineParts:
     """Load the model and allocate its memory. Raises ConfigError.
 
@@ -141,7 +127,7 @@ def build_engine(
             install=lambda other: device.executor.call(lambda: device.runner.use(other)),
             taken=rename_pages,
         ),
-        disk=tier.pump if tier else DiskPump(),
+        disk=tier.disk if tier else None,
         events=events,
     )
 

@@ -23,14 +23,13 @@ from engine.kernels.decode_tapes import DecodeTapes, make_decode_tapes
 from engine.kernels.linear import linear_kernel
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.host_pool import HostPool
-from engine.kv.kv_pool import KVPool
+from engine.kv.kv_pool import DTYPES, KVPool
 from engine.kv.page_backup import PageBackup
 from engine.kv.page_table import PageTable
 from engine.lora.bank import AdapterBank
 from engine.lora.store import LoraStore
 from engine.model_files.model_config import ModelConfig
 from engine.models.causal_lm import CausalLM
-from engine.models.checkpoint import DTYPES
 from engine.resolve import num_pages
 from engine.sampler.sampler import Sampler
 from service.flags import ConfigError

@@ -248,12 +248,6 @@ class TokenBatch(_Message, frozen=True):
     outputs: list[TokenOutput]
 
 
-class FlushReply(_Message, frozen=True):
-    call_id: str
-    ok: bool
-    message: str
-
-
 class ControlReply(_Message, frozen=True):
     """Answer to a control message.
 
@@ -312,4 +306,4 @@ class SchedulerReady(_Message, frozen=True):
     info: dict[str, int | float | str | bool | None]
 
 
-ToFrontend = TokenBatch | FlushReply | ControlReply | StateReply | StepReply | SchedulerReady
+ToFrontend = TokenBatch | ControlReply | StateReply | StepReply | SchedulerReady

@@ -135,7 +135,6 @@ def _step(begins: list[int], ends: list[int], table: torch.Tensor, device: torch
         q_lens=q_lens,
         kv_lens=ends,
         page_table=table,
-        positions=positions,
         token_pages=table[requests, positions // PAGE_SIZE].to(torch.int64),
         token_offsets=positions % PAGE_SIZE,
     )

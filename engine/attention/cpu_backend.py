@@ -75,7 +75,6 @@ def _riders_of(step: StepBatch, requests: Sequence[int], rows: torch.Tensor) -> 
         q_lens=[1] * len(requests),
         kv_lens=[step.kv_lens[i] for i in requests],
         page_table=step.page_table[torch.tensor(requests)],
-        positions=step.positions[rows],
         token_pages=step.token_pages[rows],
         token_offsets=step.token_offsets[rows],
     )

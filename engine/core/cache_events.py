@@ -5,7 +5,7 @@ Pages get names that hold outside: a chained hash of all tokens up to the page's
 
 from engine.core.page_keys import next_keys
 from engine.core.radix_node import Node
-from service.kv_events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from service.kv_events import MEDIUM, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 
 HASH_BYTES = 8
 
@@ -27,7 +27,7 @@ class CacheEvents:
         keys = next_keys(above or f"adapter {adapter}".encode(), node.key, self._page_size)
         self._keys.update(zip(node.pages, keys, strict=True))
         parent_hash = None if above is None else _short(above)
-        hashes = [_short(key) for key in keys]
+        hashes: list[BlockHash] = [_short(key) for key in keys]
         self._events.append(BlockStored(hashes, parent_hash, list(node.key), self._page_size, adapter or None, MEDIUM))
 
     def on_removed(self, node: Node) -> None:

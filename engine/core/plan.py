@@ -10,8 +10,6 @@ import msgspec
 from engine.messages import LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
 
-PAD_PAGE = 0  # page 0 is scratch: padding writes go there; real pages are 1..num_pages
-
 
 @dataclass(slots=True, frozen=True)
 class SlotOpen:

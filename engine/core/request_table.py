@@ -7,7 +7,6 @@ from engine.core.request import Request
 class RequestTable:
     def __init__(self, num_slots: int) -> None:
         assert num_slots >= 1
-        self.num_slots = num_slots
         self._rows: list[Request | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._closed: list[int] = []  # since the last plan
@@ -37,9 +36,6 @@ class RequestTable:
         """Take the slots closed since the last call, for the next plan."""
         closed, self._closed = self._closed, []
         return closed
-
-    def requests(self) -> list[Request]:
-        return [r for r in self._rows if r is not None]
 
     def check(self) -> None:
         assert len(set(self._free)) == len(self._free)

@@ -136,10 +136,6 @@ class Scheduler:
             self.stages.batch_is_full = False  # it may preempt
         return []
 
-    def prefetch(self, request: Request) -> None:
-        """Start to read from disk the prefix of a request that will be added soon."""
-        self.memory.prefetch(request)
-
     def abort(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         """End a request in any stage. A held one is marked, and its role ends it (`held.end`, `held.release`)."""
         request = self.stages.live.get(rid)

@@ -5,10 +5,8 @@ to page 0. A graph reads and writes the same memory every time: its input (token
 map, KV pool and weights. Lengths follow from the positions, on the device. Sampling stays outside.
 """
 
-import contextlib
-import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -25,8 +23,6 @@ from engine.models.causal_lm import CausalLM
 
 WARM_UP_RUNS = 2  # compile kernels and allocate workspaces before a capture
 MOST_BY_DEFAULT = 256
-
-log = logging.getLogger(__name__)
 
 Work = Callable[[], Tensor]
 
@@ -99,14 +95,6 @@ class DecodeGraphs:
         capture = self._capture()
         bar = tqdm(self.sizes[::-1], desc="decode graphs", disable=None if self._progress else True, leave=False)
         self._graphs = {size: capture.capture(self._work(model, size)) for size in bar}
-
-    @contextlib.contextmanager
-    def or_none(self) -> Iterator[None]:
-        """Go on without graphs if memory runs out inside the block."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            log.warning("decode goes on without graphs: %s", error)
 
     def takes(self, plan: Plan) -> bool:
         return bool(self._graphs) and not plan.extend and len(plan.items) <= self.sizes[-1]

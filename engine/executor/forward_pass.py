@@ -1,10 +1,12 @@
 """The first half of a step: plan -> tensors -> hidden states, by a recorded step where there is one."""
 
+import logging
+
 import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend
-from engine.core.plan import Plan, PlanItem, SlotOpen
+from engine.core.plan import Plan, SlotOpen
 from engine.executor.decode_graphs import DecodeGraphs
 from engine.executor.future_map import FutureMap
 from engine.executor.layer_marks import LayerMarks
@@ -14,6 +16,8 @@ from engine.kv.step_batch import StepBatch
 from engine.kv.upload import upload
 from engine.lora.bank import AdapterBank
 from engine.models.causal_lm import CausalLM
+
+log = logging.getLogger(__name__)
 
 
 class ForwardPass:
@@ -55,9 +59,10 @@ class ForwardPass:
 
     def record_if_possible(self, model: CausalLM) -> None:
         """Record the decode graphs; without memory for them, decode goes on without graphs."""
-        if self._graphs is not None:
-            with self._graphs.or_none():
-                self.record(model)
+        try:
+            self.record(model)
+        except torch.OutOfMemoryError as error:
+            log.warning("decode goes on without graphs: %s", error)
 
     def open(self, opened: SlotOpen) -> None:
         if self._adapters is not None:
@@ -75,7 +80,7 @@ class ForwardPass:
         flat = self._ids([t for item in items for t in item.tokens])
         positions = self._ids([p for i in items for p in range(i.start, i.kv_len)])
         slots = self._ids([item.slot for item in items])
-        token_slots = slots if not plan.extend else self._ids(_repeated(items))
+        token_slots = slots if not plan.extend else self._ids([item.slot for item in items for _ in range(item.q_len)])
         token_pages, token_offsets = self._page_table.locate(token_slots, positions)
         kv_lens = [item.kv_len for item in items]
         step = StepBatch(
@@ -83,7 +88,6 @@ class ForwardPass:
             q_lens=q_lens,
             kv_lens=kv_lens,
             page_table=self._page_table.rows(slots, max_kv_len=max(kv_lens)),
-            positions=positions,
             token_pages=token_pages,
             token_offsets=token_offsets,
             riders=[i for i, item in enumerate(items) if not item.extend],
@@ -101,7 +105,3 @@ class ForwardPass:
 
     def _ids(self, values: list[int]) -> Tensor:
         return upload(torch.tensor(values), self._page_table.device)
-
-
-def _repeated(items: list[PlanItem]) -> list[int]:
-    return [item.slot for item in items for _ in range(item.q_len)]

@@ -8,6 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from engine.executor.executor import Executor
+from engine.messages import StartProfile
 from service.flags import ConfigError
 
 ACTIVITIES = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
@@ -22,19 +23,16 @@ class TorchProfiler:
         self._running: profile | None = None
         self._file = Path()
 
-    @property
-    def running(self) -> bool:
-        return self._running is not None
-
-    def start(self, *, output_dir: str, activities: tuple[str, ...], with_stack: bool, record_shapes: bool) -> str:
+    def start(self, asked: StartProfile) -> str:
         """Start a profile and return the file that `stop` will write. Raises ConfigError."""
         if self._running is not None:
             raise ConfigError("a profile is running; stop it first (/stop_profile)")
-        chosen = _activities(activities)
+        chosen = _activities(asked.activities)
         self._file = (
-            _folder(output_dir) / f"{self._name}-{time.strftime('%Y%m%d-%H%M%S')}.{time.monotonic_ns()}.trace.json"
+            _folder(asked.output_dir)
+            / f"{self._name}-{time.strftime('%Y%m%d-%H%M%S')}.{time.monotonic_ns()}.trace.json"
         )
-        running = profile(activities=chosen, with_stack=with_stack, record_shapes=record_shapes)
+        running = profile(activities=chosen, with_stack=asked.with_stack, record_shapes=asked.record_shapes)
         self._executor.call(running.start)
         self._running = running
         return str(self._file)

@@ -7,7 +7,6 @@ nothing. Both sets of weights are in memory while one is read.
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Protocol
 
 import torch
 
@@ -20,14 +19,10 @@ from service.flags import ConfigError
 FREE_FIELDS = ("dtype",)  # how weights are stored; they are converted to the engine's type
 
 
-class Load(Protocol):
-    def __call__(self, model_path: str, config: ModelConfig, *, progress: bool) -> CausalLM: ...
-
-
 class WeightUpdater:
     """`model` describes the running model; `install` makes the executor use another from the next step on.
 
-    `taken` is called with (version, fingerprint of the files) when other weights are in place.
+    `load(model_path, config, progress=...)` reads a model. `taken` is called with (version, fingerprint of the files) when other weights are in place.
     """
 
     def __init__(
@@ -36,7 +31,7 @@ class WeightUpdater:
         model_path: str,
         version: str,
         model: ModelConfig,
-        load: Load,
+        load: Callable[..., CausalLM],
         on_cuda: bool,
         install: Callable[[CausalLM], None],
         taken: Callable[[str, str], None],

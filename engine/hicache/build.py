@@ -13,7 +13,6 @@ from engine.hicache.page_file import file_bytes
 from engine.hicache.page_folder import PageFolder
 from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import KVPool
-from engine.loop.disk_pump import DiskPump
 from engine.resolve import host_pages
 from service.flags import ConfigError
 
@@ -22,7 +21,7 @@ from service.flags import ConfigError
 class HostTier:
     cache: HostCache
     pool: HostPool
-    pump: DiskPump
+    disk: Disk | None
 
 
 def build_host_tier(
@@ -44,8 +43,10 @@ def build_host_tier(
         ),
         disk=index,
     )
-    disk = None if folder is None else Disk(folder, page_of=host_pool.page, when_done=wakeup)
-    return HostTier(cache, host_pool, DiskPump(cache.disk, disk))
+    disk = None
+    if folder is not None and cache.disk is not None:
+        disk = Disk(folder, tier=cache.disk, page_of=host_pool.page, when_done=wakeup)
+    return HostTier(cache, host_pool, disk)
 
 
 def open_index(folder: PageFolder, identity: KVIdentity, *, max_gb: float) -> DiskIndex:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from engine.core.disk_index import DiskDelete, DiskDone, DiskRead, DiskWork, DiskWrite
+from engine.core.disk_tier import DiskTier
 from engine.hicache.page_file import BadFile
 from engine.hicache.page_folder import PageFolder
 
@@ -18,8 +19,9 @@ PageView = Callable[[int], memoryview]
 class Disk:
     """`page_of(i)`: the bytes of host page i, writable. `when_done` is called in a disk thread."""
 
-    def __init__(self, folder: PageFolder, *, page_of: PageView, when_done: Callable[[], None]) -> None:
+    def __init__(self, folder: PageFolder, *, tier: DiskTier, page_of: PageView, when_done: Callable[[], None]) -> None:
         self._folder = folder
+        self._tier = tier
         self._page_of = page_of
         self._when_done = when_done
         self._done: queue.SimpleQueue[DiskDone] = queue.SimpleQueue()
@@ -33,6 +35,18 @@ class Disk:
         ]
         for thread in self._threads:
             thread.start()
+
+    def turn(self) -> None:
+        """Report to the tier what has ended, and start what it wants."""
+        for done in self.poll():
+            self._tier.on_done(done)
+        for work in self._tier.take_work():
+            self.submit(work)
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests may wait for files."""
+        return self._tier.busy
 
     def submit(self, work: DiskWork) -> None:
         (self._reads if isinstance(work, DiskRead) else self._writes).put(work)

@@ -15,7 +15,6 @@ class StepBatch:
     q_lens:      [B] new tokens of each request, at least 1
     kv_lens:     [B] tokens of each request in the cache after this step
     page_table:  [B, max_pages] int32; row i: page ids of request i in order, padded with 0
-    positions:   [T] int64 position of each new token in its request
     token_pages: [T] int64, token_offsets: [T] int64: where each new token's KV goes
     riders:      requests of an extend step that decode; None: any request of one token may
     """
@@ -24,7 +23,6 @@ class StepBatch:
     q_lens: Sequence[int]
     kv_lens: Sequence[int]
     page_table: torch.Tensor
-    positions: torch.Tensor
     token_pages: torch.Tensor
     token_offsets: torch.Tensor
     riders: Sequence[int] | None = None

@@ -14,7 +14,7 @@ import zmq
 
 from engine.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
 from engine.loop.turn_clock import TurnClock
-from engine.messages import GetStep, StepReply
+from engine.messages import GetStep
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +50,10 @@ class HeartbeatResponder:
                 self._answer(request)
 
     def _answer(self, request: GetStep) -> None:
-        doing = self._turns.doing(self._clock())
-        if doing is None:
+        reply = self._turns.answer(request.call_id, self._clock())
+        if reply is None:
             return
         try:
-            self._frontend.send(StepReply(request.call_id, doing.busy_s, doing.loading, doing.stalled, doing.step))
+            self._frontend.send(reply)
         except PeerStalled as error:
             log.error("heartbeat: %s", error)

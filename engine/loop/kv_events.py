@@ -156,7 +156,3 @@ class EventPump:
         happened = self._events.take()
         if happened:
             self._publisher.publish(happened)
-
-    def close(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()

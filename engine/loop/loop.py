@@ -18,10 +18,10 @@ from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.grammar.queue import GrammarQueue
+from engine.hicache.disk import Disk
 from engine.loop.adapter_control import AdapterControl
 from engine.loop.control import EngineControl, Weights
 from engine.loop.deadlines import Deadlines
-from engine.loop.disk_pump import DiskPump
 from engine.loop.interval_log import IntervalLog
 from engine.loop.kv_events import EventPump
 from engine.loop.listener import LoopListener
@@ -37,10 +37,10 @@ from engine.loop.timekeeper import OpenRequests, Timekeeper
 from engine.loop.turn_clock import TurnClock
 from engine.messages import (
     AbortRequest,
+    ControlReply,
     Drain,
     FinishReason,
     FlushCache,
-    FlushReply,
     GenerateBatch,
     GenerateRequest,
     GetState,
@@ -97,7 +97,7 @@ class LoopServices:
     profiler: Profiler
     grammars: GrammarQueue = field(default_factory=lambda: GrammarQueue(None))
     adapters: AdapterControl = field(default_factory=AdapterControl)
-    disk: DiskPump = field(default_factory=DiskPump)
+    disk: Disk | None = None
     events: EventPump = field(default_factory=EventPump)
 
 
@@ -190,7 +190,8 @@ class EngineLoop:
         if self._peered is not None:
             self._peered.close_to_peers(self._why_no_peers())
         outputs += self._role.poll(now_s)
-        self._disk.turn()
+        if self._disk is not None:
+            self._disk.turn()
         plan = None if self._control.paused else self._scheduler.schedule(now_s)
         worked = plan is not None or self._pipeline.num_launched > 0
         for listener in self._listeners:
@@ -230,7 +231,7 @@ class EngineLoop:
 
     def _rest(self) -> None:
         waits_for_outside = self._peered is not None and self._peered.waits_for_outside()
-        waiting = waits_for_outside or bool(self._grammars.rids()) or self._disk.busy
+        waiting = waits_for_outside or bool(self._grammars.rids()) or (self._disk is not None and self._disk.busy)
         now_s = self._clock()
         for listener in self._listeners:
             listener.on_rest(now_s)
@@ -252,7 +253,7 @@ class EngineLoop:
             case FlushCache(call_id=call_id):
                 ok = self._scheduler.flush_cache()
                 text = "Cache flushed." if ok else "Requests are running; nothing was flushed."
-                self._ports.to_frontend(FlushReply(call_id, ok, text))
+                self._ports.to_frontend(ControlReply(call_id, ok, text))
             case GetState(call_id=call_id, check=check):
                 self._ports.to_frontend(self._reporter.state(call_id, check=check))
             case LoadAdapter() | UnloadAdapter():

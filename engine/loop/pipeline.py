@@ -11,6 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan, StepResult
+from engine.core.scheduler import Scheduler
 from engine.messages import TokenOutput
 
 
@@ -34,21 +35,13 @@ class StepLauncher(Protocol[L]):
     def collect(self, launched: L) -> StepResult: ...
 
 
-class StepOwner(Protocol):
-    """The scheduler's side."""
-
-    def fill_masks(self, plan: Plan) -> None: ...
-
-    def collect(self, plan: Plan, result: StepResult) -> StepEffects: ...
-
-
 class Pipeline(Generic[L]):
     """`depth`: steps launched before the oldest is collected."""
 
     def __init__(
         self,
         *,
-        scheduler: StepOwner,
+        scheduler: Scheduler,
         executor: StepLauncher[L],
         depth: int,
         on_step: Callable[[StepEffects], list[TokenOutput]],

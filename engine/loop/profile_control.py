@@ -13,10 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class Profiler(Protocol):
-    @property
-    def running(self) -> bool: ...
-
-    def start(self, *, output_dir: str, activities: tuple[str, ...], with_stack: bool, record_shapes: bool) -> str: ...
+    def start(self, asked: StartProfile) -> str: ...
 
     def stop(self) -> str: ...
 
@@ -43,12 +40,7 @@ class ProfileControl(LoopListener):
         if message.num_steps is not None and message.num_steps < 1:
             return self._refuse(message.call_id, f"num_steps: must be at least 1, got {message.num_steps}")
         try:
-            file = self._profiler.start(
-                output_dir=message.output_dir,
-                activities=message.activities,
-                with_stack=message.with_stack,
-                record_shapes=message.record_shapes,
-            )
+            file = self._profiler.start(message)
         except ConfigError as error:
             return self._refuse(message.call_id, str(error))
         self._steps_left = message.num_steps

@@ -5,20 +5,8 @@
 A turn holds one step at most. The loop's thread takes no lock: a reader may see a new turn without its step.
 """
 
-from dataclasses import dataclass
-
 from engine.core.plan import Plan
-from engine.messages import StepInfo
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Doing:
-    """`busy_s`: how long the load or the turn has taken, None at rest. `stalled`: longer than the limit."""
-
-    busy_s: float | None
-    loading: bool = False
-    stalled: bool = False
-    step: StepInfo | None = None
+from engine.messages import StepInfo, StepReply
 
 
 class TurnClock:
@@ -59,17 +47,17 @@ class TurnClock:
             return None
         return now_s - since_s
 
-    def doing(self, now_s: float) -> Doing | None:
-        """Return None once the loop has ended."""
+    def answer(self, call_id: str, now_s: float) -> StepReply | None:
+        """Return what the loop does; None once it has ended."""
         if self._ended:
             return None
         if (loading_since_s := self._loading_since_s) is not None:
-            return Doing(busy_s=now_s - loading_since_s, loading=True)
+            return StepReply(call_id, now_s - loading_since_s, loading=True)
         since_s, plan = self._turning_since_s, self._plan
         if since_s is None:
-            return Doing(busy_s=None)
+            return StepReply(call_id, None)
         stalled = self.stalled_s(now_s) is not None
-        return Doing(busy_s=now_s - since_s, stalled=stalled, step=None if plan is None else _info(plan))
+        return StepReply(call_id, now_s - since_s, stalled=stalled, step=None if plan is None else _info(plan))
 
 
 def _info(plan: Plan) -> StepInfo:

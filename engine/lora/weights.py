@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.kv.kv_pool import DTYPES
 from engine.layers.linear import SiteShape
 from engine.lora.peft_config import PeftConfig, read_peft_config
-from engine.models.checkpoint import DTYPES
 from service.flags import ConfigError
 
 WEIGHTS_FILE = "adapter_model.safetensors"

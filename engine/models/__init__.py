@@ -1,1 +1,1 @@
-"""Model families, the registry of them, and the reading of checkpoints."""
+"""The model of all families, and the reading of checkpoints."""

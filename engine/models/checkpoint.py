@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from engine.gguf.file import open_gguf
+from engine.kv.kv_pool import DTYPES
 from service.flags import ConfigError
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 

@@ -72,7 +72,6 @@ def make_step(
         q_lens=[e - s for s, e in zip(starts, ends, strict=True)],
         kv_lens=list(ends),
         page_table=table,
-        positions=positions_t,
         token_pages=torch.tensor(pages),
         token_offsets=positions_t % page_size,
     )

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.model_files.model_config import load_model_config
 from engine.model_files.source import smollm2_file
 from engine.models.checkpoint import Checkpoint
-from engine.models.registry import load_model
+from engine.models.load import load_model
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.e2e.cluster import cluster
 from tests.e2e.two_engines import System, disaggregated, run, unified

@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks import random_model
-from engine.core.plan import PAD_PAGE
 from engine.executor.decode_graphs import Work
 from engine.messages import LogprobOptions
-from engine.models.registry import load_model
+from engine.models.load import load_model
 from tests.engine.engine_in_process import EngineInProcess
 
 PROMPTS = {"a": [20, 30, 40], "b": list(range(20, 37)), "c": [60, 61, 62, 63, 64, 65]}
@@ -71,12 +70,12 @@ def check(folder: str, other: str) -> None:
     )
     graphs, pool = engine.parts.device.graphs, engine.parts.pool
     assert graphs is not None and graphs.sizes == [1, 2, 4], graphs
-    pool.k(0)[PAD_PAGE] = 7.0
+    pool.k(0)[0] = 7.0
     found, logprobs = run(engine)
     assert found == expected, (found, expected)
     torch.testing.assert_close(logprobs, expected_logprobs, rtol=0.0, atol=1e-5)
     assert capture.replays == max(LENGTHS.values()) - 1, capture.replays
-    assert (pool.k(0)[PAD_PAGE, 0] != 7.0).all(), "nothing was padded"
+    assert (pool.k(0)[0, 0] != 7.0).all(), "nothing was padded"
     model = load_model(other, engine.model, dtype="float32", device="cpu", progress=False)
     engine.parts.weights.take(model, model_path=other, version=None)
     assert run(engine)[0] == expected_of_other != expected, "the graphs of other weights were replayed"

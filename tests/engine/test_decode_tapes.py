@@ -14,7 +14,7 @@ from engine.kernels.decode_tapes import DecodeTapes
 from engine.kernels.linear import LinearKernel, PackedMatrix, linear_kernel
 from engine.kernels.tape import TURNS, Tape, tape_library
 from engine.messages import LogprobOptions
-from engine.models.registry import load_model
+from engine.models.load import load_model
 from tests.engine.engine_in_process import EngineInProcess
 
 PROMPTS = {"a": [20, 30, 40], "b": list(range(20, 37)), "c": [60, 61, 62, 63, 64, 65]}

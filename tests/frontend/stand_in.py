@@ -13,10 +13,10 @@ import msgspec
 from engine.ipc import IpcPaths, PullSocket, PushSocket
 from engine.messages import (
     AbortRequest,
+    ControlReply,
     Drain,
     FinishReason,
     FlushCache,
-    FlushReply,
     GenerateBatch,
     GenerateRequest,
     GetState,
@@ -116,7 +116,7 @@ class StandIn:
         elif isinstance(message, FlushCache):
             idle = not self._running
             self._to_frontend.send(
-                FlushReply(call_id=message.call_id, ok=idle, message="flushed" if idle else "requests are running")
+                ControlReply(call_id=message.call_id, ok=idle, message="flushed" if idle else "requests are running")
             )
         elif isinstance(message, GetState):
             self.num_states += 1

@@ -4,6 +4,7 @@ import errno
 import queue
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from engine.hicache.page_file import file_bytes
 from engine.hicache.page_folder import PageFolder
 from tests.hicache.test_page_folder import PAGE_BYTES, identity
 
+NO_TIER: Any = None  # these tests give the work
 KEYS = [bytes([i]) * 32 for i in range(4)]
 
 
@@ -21,7 +23,7 @@ class Rig:
         self.host = bytearray(4 * PAGE_BYTES)
         self.folder = PageFolder.open(str(path))
         self.called: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.disk = Disk(self.folder, page_of=self.page, when_done=lambda: self.called.put(None))
+        self.disk = Disk(self.folder, tier=NO_TIER, page_of=self.page, when_done=lambda: self.called.put(None))
 
     def page(self, i: int) -> memoryview:
         if i > 3:

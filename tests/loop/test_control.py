@@ -44,7 +44,7 @@ class FakeWeights:
 class FakeProfiler:
     running = False
 
-    def start(self, **kwargs: object) -> str:
+    def start(self, asked: object) -> str:
         if self.running:
             raise ConfigError("a profile is running")
         self.running = True

@@ -8,7 +8,7 @@ import pytest
 from engine.core.plan import Plan, PlanItem
 from engine.ipc import IpcPaths, PullSocket, PushSocket
 from engine.loop.heartbeat import HeartbeatResponder
-from engine.loop.turn_clock import Doing, TurnClock
+from engine.loop.turn_clock import TurnClock
 from engine.messages import GenerateRequest, GetStep, StepInfo, StepReply, ToFrontend
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import plan_item
@@ -17,20 +17,20 @@ from tests.loop.test_deadlines import Rig
 
 def test_a_turn_clock_says_what_the_loop_does_and_since_when() -> None:
     turns = TurnClock(limit_s=5.0, now_s=1.0)
-    assert turns.doing(4.0) == Doing(busy_s=3.0, loading=True)
+    assert turns.answer("", 4.0) == StepReply("", busy_s=3.0, loading=True)
     turns.loaded()
-    assert turns.doing(5.0) == Doing(busy_s=None)
+    assert turns.answer("", 5.0) == StepReply("", busy_s=None)
     turns.turning(10.0)
-    assert turns.doing(11.0) == Doing(busy_s=1.0)
+    assert turns.answer("", 11.0) == StepReply("", busy_s=1.0)
     turns.computing(Plan(seq=3, extend=True, items=[plan_item(extend=True), plan_item(extend=False)]))
     step = StepInfo(seq=3, kind="mixed", num_reqs=2, num_tokens=2)
-    assert turns.doing(12.0) == Doing(busy_s=2.0, step=step)
-    assert turns.doing(16.0) == Doing(busy_s=6.0, step=step, stalled=True)
+    assert turns.answer("", 12.0) == StepReply("", busy_s=2.0, step=step)
+    assert turns.answer("", 16.0) == StepReply("", busy_s=6.0, step=step, stalled=True)
     turns.resting()
-    assert turns.doing(30.0) == Doing(busy_s=None)
+    assert turns.answer("", 30.0) == StepReply("", busy_s=None)
     turns.turning(31.0)
     turns.end()
-    assert turns.doing(32.0) is None and turns.stalled_s(1e6) is None
+    assert turns.answer("", 32.0) is None and turns.stalled_s(1e6) is None
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_step_has_a_kind(items: list[PlanItem], kind: str) -> None:
     turns.turning(20.0)
     turns.computing(Plan(seq=4, extend=kind == "prefill", items=items))
     step = StepInfo(seq=4, kind=kind, num_reqs=len(items), num_tokens=len(items))
-    assert turns.doing(20.0) == Doing(busy_s=0.0, step=step)
+    assert turns.answer("", 20.0) == StepReply("", busy_s=0.0, step=step)
 
 
 def test_the_loop_tells_its_step_and_its_end_by_an_error() -> None:
@@ -50,7 +50,7 @@ def test_the_loop_tells_its_step_and_its_end_by_an_error() -> None:
 
     def compute(plan: Plan) -> Any:
         rig.now_s += 30.0
-        seen.append(rig.turn_clock.doing(rig.now_s))
+        seen.append(rig.turn_clock.answer("", rig.now_s))
         raise RuntimeError("the kernel failed")
 
     rig.turn_clock.loaded()
@@ -58,8 +58,8 @@ def test_the_loop_tells_its_step_and_its_end_by_an_error() -> None:
     rig.inbox.append(GenerateRequest(rid="a", input_ids=[1, 2, 3], sampling=SamplingParams(max_new_tokens=1)))
     with pytest.raises(RuntimeError, match="the kernel failed"):
         rig.loop.run()
-    assert seen == [Doing(busy_s=30.0, step=StepInfo(seq=1, kind="prefill", num_reqs=1, num_tokens=3))]
-    assert rig.turn_clock.doing(rig.now_s) is None
+    assert seen == [StepReply("", busy_s=30.0, step=StepInfo(seq=1, kind="prefill", num_reqs=1, num_tokens=3))]
+    assert rig.turn_clock.answer("", rig.now_s) is None
 
 
 def test_the_heartbeat_answers_by_itself_until_the_loop_has_ended(tmp_path: Path) -> None:

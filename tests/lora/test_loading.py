@@ -14,7 +14,7 @@ from engine.lora.bank import adapter_runs, add_delta
 from engine.lora.names import check_lora, lora_enabled, named_paths
 from engine.lora.weights import read_adapter
 from engine.model_files.model_config import load_model_config
-from engine.models.registry import load_model
+from engine.models.load import load_model
 from service.flags import ConfigError
 from tests.lora.tiny_adapters import make_tiny_adapter
 from tests.models.tiny_checkpoints import make_tiny_checkpoint

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 import engine.core.new_token_ratio as new_token_ratio
 from engine.messages import LogprobOptions
 from engine.model_files.model_config import load_model_config
-from engine.models.registry import load_model
+from engine.models.load import load_model
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.lora.tiny_adapters import make_tiny_adapter, merge
 from tests.models.tiny_checkpoints import make_tiny_checkpoint

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from engine.model_files.model_config import load_model_config
 from engine.models.causal_lm import CausalLM
-from engine.models.registry import load_model
+from engine.models.load import load_model
 from service.flags import ConfigError
 from tests.models.reference_attend import Sequence
 from tests.models.tiny_checkpoints import make_tiny_checkpoint, write_json, write_tensors

@@ -27,7 +27,7 @@ from engine.local_defaults import default_threads
 from engine.model_files.fields import Fields
 from engine.model_files.model_config import _model_config, load_model_config
 from engine.models.checkpoint import Checkpoint
-from engine.models.registry import load_model
+from engine.models.load import load_model
 from engine.text.tokenizer import load_tokenizer
 from service.flags import ConfigError
 from tests.models.reference_attend import Sequence

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.model_files.model_config import load_model_config
 from engine.models.causal_lm import CausalLM
-from engine.models.registry import load_model
+from engine.models.load import load_model
 from tests.models.reference_attend import Sequence
 from tests.models.tiny_checkpoints import VOCAB_SIZE, make_tiny_checkpoint
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.models.causal_lm import CausalLM
-from engine.models.registry import load_model
+from engine.models.load import load_model
 from tests.models.reference_attend import Sequence
 from tools.recall import vocab
 from tools.recall.build import build

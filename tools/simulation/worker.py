@@ -21,7 +21,6 @@ from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
 from engine.loop.turn_clock import TurnClock
 from engine.messages import (
     GetStep,
-    StepReply,
     ToFrontend,
     TokenBatch,
     TokenOutput,
@@ -246,8 +245,7 @@ class Worker:
 
     def _beat(self, message: GetStep) -> None:
         """As engine/loop/heartbeat.py."""
-        if (doing := self.turns.doing(self.process.clock())) is not None:
-            reply = StepReply(call_id=message.call_id, busy_s=doing.busy_s, step=doing.step)
+        if (reply := self.turns.answer(message.call_id, self.process.clock())) is not None:
             self._pass_on("from heartbeat", "StepReply", self.frontend.on_message, reply)
 
     def _pass_on(self, way: str, label: str, act: Callable[[Any], None], message: Any) -> None:

@@ -13,7 +13,6 @@ from engine.messages import (
     ControlReply,
     Drain,
     FlushCache,
-    FlushReply,
     GenerateBatch,
     GenerateRequest,
     GetState,
@@ -31,8 +30,8 @@ from engine.messages import (
 )
 from service.http.errors import ApiError
 
-R = TypeVar("R", StateReply, StepReply, FlushReply, ControlReply)
-Reply = StateReply | StepReply | FlushReply | ControlReply
+R = TypeVar("R", StateReply, StepReply, ControlReply)
+Reply = StateReply | StepReply | ControlReply
 ControlMessage = (
     PauseGeneration | ContinueGeneration | UpdateWeights | StartProfile | StopProfile | LoadAdapter | UnloadAdapter
 )
@@ -67,8 +66,8 @@ class SchedulerLink:
         """What the scheduler computes now; its heartbeat thread answers. Raises ApiError(503) if it is frozen or ended."""
         return await self._call(GetStep(call_id=f"b{next(self.numbers)}"), StepReply, timeout_s)
 
-    async def flush_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> FlushReply:
-        return await self._call(FlushCache(call_id=f"f{next(self.numbers)}"), FlushReply, timeout_s)
+    async def flush_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ControlReply:
+        return await self._call(FlushCache(call_id=f"f{next(self.numbers)}"), ControlReply, timeout_s)
 
     async def control(self, message: ControlMessage, *, timeout_s: float = CALL_TIMEOUT_S) -> ControlReply:
         """Raises ApiError: the scheduler's refusal, or 503 when it does not answer in time."""
