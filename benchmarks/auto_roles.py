@@ -19,15 +19,15 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
+from benchmarks.role_moves import AutoSpec, RoleMoves, WorkloadPhase, from_phases
 from deploy.bench.environment import describe
 from deploy.bench.trace import read_trace
 from planner.config import PlanConfig
 from planner.goodput import SloTargets, judged
 from planner.layout import ClusterLayout, parse_layout
-from planner.role_moves import AutoSpec
 from planner.step_time import Fitted
-from planner.study import Study, run_layout, study_of
-from planner.workload import Lengths, WorkloadPhase, from_phases, from_trace
+from planner.study import Study, planned_cluster, run_study, study_of
+from planner.workload import Lengths, from_trace
 from router.config import AutoRolesFlags
 from router.roles.demand import Goals
 
@@ -145,7 +145,9 @@ def _tries(num_workers: int) -> list[tuple[ClusterLayout, bool]]:
 def run(load: Load, start: ClusterLayout, auto: AutoSpec | None) -> dict[str, Any]:
     """One cluster over one load. `goodput`: good requests a second and worker."""
     began_s = time.perf_counter()
-    cluster, records, moves = run_layout(load.study, start, load.rate, auto=auto)
+    cluster = planned_cluster(load.study, start)
+    moves = RoleMoves(spec=auto, cluster=cluster).done if auto else []
+    records = run_study(load.study, cluster, load.rate * start.num_gpus)
     seen = judged(records)
     good = sum(load.study.slo.is_met_by(record) for record in seen)
     span_s = seen[-1].sent_s - seen[0].sent_s

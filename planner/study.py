@@ -18,7 +18,6 @@ from planner.config import PlanConfig
 from planner.goodput import Point, SloTargets, point_of
 from planner.hardware import Hardware, hardware_of, profile_of
 from planner.layout import ClusterLayout, candidates, parse_layout
-from planner.role_moves import AutoSpec, Moved, RoleMoves
 from planner.shape import Shape, kv_pages, shape_of
 from planner.step_time import StepLoad
 from planner.worker import WorkerSpec
@@ -116,23 +115,17 @@ def _layouts(texts: Sequence[str], *, num_workers: int, tps: Sequence[int]) -> l
     return list(dict.fromkeys(replace(one, tp=tp) for one in named for tp in (tps if one.tp == 1 else (one.tp,))))
 
 
-def run_layout(
-    study: Study, layout: ClusterLayout, rate: float, *, auto: AutoSpec | None = None
-) -> tuple[PlannedCluster, list[RequestRecord], list[Moved]]:
-    """Run at `rate` requests per second and GPU, until no request in flight can still be good.
-
-    `auto`: move workers between roles, as the router's --auto-roles does.
-    """
-    cluster = planned_cluster(study, layout)
+def run_study(study: Study, cluster: PlannedCluster, rate: float) -> list[RequestRecord]:
+    """Run at `rate` requests per second of the whole cluster, until no request in flight can still be good."""
     cluster.warm(study.history)
-    moves = RoleMoves(spec=auto, cluster=cluster).done if auto else []
-    total = rate * layout.num_gpus
-    until_s = max(study.slo.latest_s(sent_s=a.at / total, output_len=a.output_len) for a in study.requests)
-    return cluster, cluster.run(study.requests, rate=total, until_s=until_s), moves
+    until_s = max(study.slo.latest_s(sent_s=a.at / rate, output_len=a.output_len) for a in study.requests)
+    return cluster.run(study.requests, rate=rate, until_s=until_s)
 
 
 def try_rate(study: Study, layout: ClusterLayout, rate: float) -> Point:
-    cluster, records, _ = run_layout(study, layout, rate)
+    """Run at `rate` requests per second and GPU."""
+    cluster = planned_cluster(study, layout)
+    records = run_study(study, cluster, rate * layout.num_gpus)
     busy = defaultdict[str, list[float]](list)
     for worker in cluster.workers():
         busy[worker.spec.role].append(worker.executor.busy_s / cluster.now_s)

@@ -22,7 +22,6 @@ class Link:
 
     bytes_per_s: float
     free_s: float = 0.0
-    moved_bytes: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,7 +113,6 @@ class Network:
         end_s = self._host.finish(one, at_s=begin_s, work_s=taken_s, threads=2)
         for link in (one, other):
             link.free_s = end_s
-            link.moved_bytes += size_bytes
         if row is not None:
             self._timeline.at(end_s + self._latency_s, lambda: self._land(room, row))
 

@@ -46,14 +46,12 @@ class Lengths:
     prefix_len: int = 0
     prefix_groups: int = 1
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkloadPhase:
-    """`count` requests with Poisson arrivals; `gap`: mean gap, in mean gaps of the workload."""
-
-    lengths: Lengths
-    count: int
-    gap: float = 1.0
+    def draw(self, rng: random.Random, *, number: int, at: float) -> PlannedRequest:
+        size = _draw(rng, self.input_len, self.range_ratio)
+        prefix = min(self.prefix_len, size)
+        blocks = ((FIRST_BLOCK + number % self.prefix_groups, prefix), (FIRST_OWN + number, size - prefix))
+        output_len = _draw(rng, self.output_len, self.range_ratio)
+        return PlannedRequest(at=at, blocks=tuple(b for b in blocks if b[1]), output_len=output_len)
 
 
 def workload_of(config: PlanConfig) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
@@ -89,29 +87,15 @@ def from_trace(entries: Sequence[TraceEntry], *, count: int) -> tuple[list[Plann
 
 
 def from_lengths(lengths: Lengths, *, count: int, seed: int) -> list[PlannedRequest]:
-    return from_phases([WorkloadPhase(lengths=lengths, count=count)], seed=seed)
-
-
-def from_phases(phases: Sequence[WorkloadPhase], *, seed: int) -> list[PlannedRequest]:
-    """Return the requests of one phase after the other, such as day and night."""
     rng, at, found = random.Random(seed), 0.0, list[PlannedRequest]()
-    for phase in phases:
-        for _ in range(phase.count):
-            found.append(_drawn(rng, phase.lengths, number=len(found), at=at))
-            at += rng.expovariate(1.0) * phase.gap
+    for number in range(count):
+        found.append(lengths.draw(rng, number=number, at=at))
+        at += rng.expovariate(1.0)
     return found
 
 
-def _drawn(rng: random.Random, lengths: Lengths, *, number: int, at: float) -> PlannedRequest:
-    size = max(1, _draw(rng, lengths.input_len, lengths.range_ratio))
-    prefix = min(lengths.prefix_len, size)
-    blocks = ((FIRST_BLOCK + number % lengths.prefix_groups, prefix), (FIRST_OWN + number, size - prefix))
-    output_len = max(1, _draw(rng, lengths.output_len, lengths.range_ratio))
-    return PlannedRequest(at=at, blocks=tuple(b for b in blocks if b[1]), output_len=output_len)
-
-
 def _draw(rng: random.Random, longest: int, ratio: float) -> int:
-    return rng.randint(round(longest * ratio), longest)
+    return max(1, rng.randint(round(longest * ratio), longest))
 
 
 def _trace_blocks(entry: TraceEntry, number: int) -> tuple[tuple[int, int], ...]:

@@ -6,12 +6,12 @@ from functools import cache
 import pytest
 
 from benchmarks.auto_roles import auto_spec, day_and_night, run
+from benchmarks.role_moves import AutoSpec, Moved, RoleMoves, WorkloadPhase, from_phases
 from planner.cluster import PlannedCluster
 from planner.goodput import SloTargets
 from planner.layout import parse_layout
-from planner.role_moves import AutoSpec, Moved, RoleMoves
 from planner.step_time import Fitted
-from planner.workload import Lengths, PlannedRequest, WorkloadPhase, from_phases
+from planner.workload import Lengths, PlannedRequest
 from router.config import AutoRolesFlags
 from router.pool.worker import Role
 from router.roles.demand import Goals

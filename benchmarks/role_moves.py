@@ -5,6 +5,8 @@ controller are production code. The switch is a model: the worker drains, is awa
 empty cache.
 """
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,6 +14,7 @@ from engine.frontend.apis.admin.load import v1_loads_entry
 from engine.messages import StateReply
 from planner.cluster import PlannedCluster
 from planner.worker import PlanWorker
+from planner.workload import Lengths, PlannedRequest
 from router.config import AutoRolesFlags
 from router.pool.reports import parse_load
 from router.pool.states import Check
@@ -21,6 +24,25 @@ from router.roles.controller import Controller, Move
 from router.roles.demand import Gauge, Goals
 
 MODEL = "planned"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadPhase:
+    """`count` requests with Poisson arrivals; `gap`: mean gap, in mean gaps of the workload."""
+
+    lengths: Lengths
+    count: int
+    gap: float = 1.0
+
+
+def from_phases(phases: Sequence[WorkloadPhase], *, seed: int) -> list[PlannedRequest]:
+    """Return the requests of one phase after the other, such as day and night."""
+    rng, at, found = random.Random(seed), 0.0, list[PlannedRequest]()
+    for phase in phases:
+        for _ in range(phase.count):
+            found.append(phase.lengths.draw(rng, number=len(found), at=at))
+            at += rng.expovariate(1.0) * phase.gap
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
