@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,15 +78,10 @@ def load(*, url: str, compare: str | None = None, **flags: Any) -> list[Summary]
 
 def load_records(*, url: str, compare: str | None = None, **flags: Any) -> list[Measured]:
     """As `load`: the records of every request."""
-    found = asyncio.run(_load(BenchConfig(url=url, compare=compare, disable_progress=True, **flags)))
+    found = asyncio.run(measure(BenchConfig(url=url, compare=compare, disable_progress=True, **flags)))
     if errors := [record.error for one in found for record in one.records if record.error is not None]:
         raise RuntimeError(f"requests failed: {errors}")
     return found
-
-
-async def _load(config: BenchConfig) -> list[Measured]:
-    async with AsyncExitStack() as stack:
-        return await measure(config, stack)
 
 
 def _wait_ready(process: "subprocess.Popen[bytes]", ready_file: Path, argv: list[str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from deploy.bench.client import Target
 from deploy.bench.config import BenchConfig
 from deploy.bench.load import run_load
-from deploy.bench.run import open_session, options_of
+from deploy.bench.run import open_session
 from deploy.bench.stats import RequestRecord, summarize
 from deploy.bench.workload import make_requests
 
@@ -104,11 +104,11 @@ def _config(server: Server, seed: int, shape: dict[str, int]) -> BenchConfig:
 
 
 def _target(server: Server, session: Any, config: BenchConfig) -> Target:
-    return Target(server.url, session=session, options=options_of(config, model=server.model))
+    return Target(server.url, session=session, config=config, model=server.model)
 
 
 async def _closed(target: Target, config: BenchConfig) -> tuple[list[RequestRecord], float]:
-    done = await run_load(target.send, make_requests(config), concurrency=config.concurrency, on_done=_ignore)
+    done = await run_load(target.send, make_requests(config), concurrency=config.concurrency)
     return done.records, done.duration_s
 
 
@@ -121,7 +121,3 @@ async def _send_prompts(
     for number, prompt in enumerate(prompts, start=1):
         await asyncio.sleep(started_at + number * ARRIVAL_GAP_S - time.perf_counter())
         answers.append(asyncio.create_task(target.send(prompt, started_at=started_at)))
-
-
-def _ignore(record: RequestRecord) -> None:
-    pass

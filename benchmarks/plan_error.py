@@ -20,7 +20,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -171,13 +170,8 @@ def _round(urls: dict[str, str], trace: Path, seed: int) -> Round:
 
 def _bench(url: str, **load: Any) -> list[Sequence[RequestRecord]]:
     """The records of each target."""
-
-    async def run() -> list[Sequence[RequestRecord]]:
-        async with AsyncExitStack() as stack:
-            config = BenchConfig(url=url, prompt="ids", disable_progress=True, **load)
-            return [measured.records for measured in await measure(config, stack)]
-
-    targets = asyncio.run(run())
+    config = BenchConfig(url=url, prompt="ids", disable_progress=True, **load)
+    targets = [measured.records for measured in asyncio.run(measure(config))]
     if failed := [record.error for records in targets for record in records if record.error]:
         raise RuntimeError(f"requests failed: {failed}")
     return targets

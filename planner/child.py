@@ -13,17 +13,12 @@ from planner.layout import parse_layout
 from planner.study import study_of, try_rate
 
 
-class RunOrder(msgspec.Struct):
-    layout: str
-    rate: float
-
-
 def main() -> None:
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=PlanConfig)
     study = study_of(replace(config, save_profile=None))
     for line in sys.stdin.buffer:
-        run = msgspec.json.decode(line, type=RunOrder)
-        point = try_rate(study, parse_layout(run.layout), run.rate)
+        layout, rate = msgspec.json.decode(line, type=tuple[str, float])
+        point = try_rate(study, parse_layout(layout), rate)
         sys.stdout.buffer.write(msgspec.json.encode(point) + b"\n")
         sys.stdout.buffer.flush()
 

@@ -31,7 +31,6 @@ def build_parser() -> Parser:
 
 
 def _plan(config: PlanConfig) -> int:
-    from deploy.bench.environment import describe
     from planner.plot import check_plot, draw
     from planner.report import report_json, report_text
     from planner.run import run_plan
@@ -40,10 +39,10 @@ def _plan(config: PlanConfig) -> int:
     if config.plot:
         check_plot(config.plot)
     study = study_of(config)
-    outcomes = run_plan(config, study)
-    print(report_text(outcomes, study=study, all_points=bool(config.rates), total_rate=config.total_rate))
+    outcomes = run_plan(study)
+    print(report_text(outcomes, study))
     if config.output:
-        Path(config.output).write_bytes(report_json(outcomes, study=study, config=config, environment=describe()))
+        Path(config.output).write_bytes(report_json(outcomes, study))
     if config.plot:
         title = f"{study.model} on {config.gpu or 'measured hardware'}"
         draw(outcomes, share=study.slo.share, title=title, path=config.plot)

@@ -65,9 +65,10 @@ def hardware_of(config: PlanConfig, shape: Shape, *, tps: Sequence[int], profile
         link_bytes_per_s=link_bytes_per_s,
         latency_s=_latency_s(config.transfer_latency_s, config.control_latency_s, profile.handover),
         outside_s=assumed.first(
-            (config.request_overhead_s, profile.outside_s),
-            default=OUTSIDE_S,
-            note=f"{1e3 * OUTSIDE_S:g} ms a request outside the engine",
+            config.request_overhead_s,
+            profile.outside_s,
+            OUTSIDE_S,
+            f"{1e3 * OUTSIDE_S:g} ms a request outside the engine",
         ),
         gpu_flag=_gpu_flag(config.gpu, config.gpu_memory_gb),
         text=text,
@@ -93,8 +94,9 @@ class _Assumed:
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def first(self, known: Sequence[float | None], *, default: float, note: str) -> float:
-        for value in known:
+    def first(self, given: float | None, measured: float | None, default: float, note: str = "") -> float:
+        """The value that is known, else `default`, which `note` tells people."""
+        for value in (given, measured):
             if value is not None:
                 return value
         if note:
@@ -105,25 +107,16 @@ class _Assumed:
 def _efficiency(config: PlanConfig, profile: Profile, assumed: _Assumed, *, several_gpus: bool) -> Efficiency:
     step_s = None if profile.step_overhead_ms is None else profile.step_overhead_ms / 1e3
     reduce_s = None if profile.all_reduce_us is None else profile.all_reduce_us / 1e6
+    reduce_note = f"{1e6 * REDUCE_S:g} us an all-reduce besides" if several_gpus else ""
     return Efficiency(
         compute=assumed.first(
-            (config.compute_efficiency, profile.compute_efficiency),
-            default=COMPUTE,
-            note=f"{100 * COMPUTE:.0f} % of its FLOP/s",
+            config.compute_efficiency, profile.compute_efficiency, COMPUTE, f"{100 * COMPUTE:.0f} % of its FLOP/s"
         ),
         memory=assumed.first(
-            (config.memory_efficiency, profile.memory_efficiency),
-            default=MEMORY,
-            note=f"{100 * MEMORY:.0f} % of its bandwidths",
+            config.memory_efficiency, profile.memory_efficiency, MEMORY, f"{100 * MEMORY:.0f} % of its bandwidths"
         ),
-        step_s=assumed.first(
-            (config.step_overhead_s, step_s), default=STEP_S, note=f"{1e3 * STEP_S:g} ms a step besides"
-        ),
-        reduce_s=assumed.first(
-            (config.all_reduce_overhead_s, reduce_s),
-            default=REDUCE_S,
-            note=f"{1e6 * REDUCE_S:g} us an all-reduce besides" if several_gpus else "",
-        ),
+        step_s=assumed.first(config.step_overhead_s, step_s, STEP_S, f"{1e3 * STEP_S:g} ms a step besides"),
+        reduce_s=assumed.first(config.all_reduce_overhead_s, reduce_s, REDUCE_S, reduce_note),
     )
 
 

@@ -42,7 +42,7 @@ class RunPool:
         child = self._idle.get()
         try:
             assert child.stdin is not None and child.stdout is not None
-            child.stdin.write(msgspec.json.encode({"layout": layout.name, "rate": rate}) + b"\n")
+            child.stdin.write(msgspec.json.encode((layout.name, rate)) + b"\n")
             child.stdin.flush()
             answer = child.stdout.readline()
         finally:

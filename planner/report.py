@@ -1,4 +1,4 @@
-"""The results of a plan, as text and as JSON. Pure."""
+"""The results of a plan, as text and as JSON."""
 
 import math
 from collections.abc import Sequence
@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from deploy.bench.environment import describe
 from deploy.bench.report import table
-from planner.config import PlanConfig
 from planner.run import Outcome
 from planner.study import Study
 
@@ -15,13 +15,10 @@ LONG = 5  # limits of TTFT
 HEADER = ("layout", "req/s/GPU", "good", "TTFT ms", "TPOT ms", "cached", "busy")
 
 
-def report_text(outcomes: Sequence[Outcome], *, study: Study, all_points: bool, total_rate: float | None) -> str:
-    """Write the table and the recommendation: the best rate of each layout, best first, or with `all_points` each rate.
-
-    `total_rate`: requests per second of the whole cluster to say the number of GPUs for.
-    """
+def report_text(outcomes: Sequence[Outcome], study: Study) -> str:
+    """Write the table and the recommendation: the best rate of each layout, best first, or each of --rates."""
     lines = [_about(study, outcomes), ""]
-    if all_points:
+    if study.config.rates:
         rows = [[o.layout.name, *_cells(p)] for o in outcomes for p in o.points]
     else:
         ordered = sorted(outcomes, key=lambda o: -o.rate)
@@ -29,13 +26,13 @@ def report_text(outcomes: Sequence[Outcome], *, study: Study, all_points: bool, 
     percent = f"p{100 * study.slo.share:g}"
     header = [f"{h.removesuffix(' ms')} {percent}, ms" if h.endswith(" ms") else h for h in HEADER]
     lines.append(table(header, rows))
-    return "\n".join([*lines, "", *_advice(outcomes, total_rate), *_doubts(outcomes, study)])
+    return "\n".join([*lines, "", *_advice(outcomes, study.config.total_rate), *_doubts(outcomes, study)])
 
 
-def report_json(outcomes: Sequence[Outcome], *, study: Study, config: PlanConfig, environment: dict[str, Any]) -> bytes:
+def report_json(outcomes: Sequence[Outcome], study: Study) -> bytes:
     found = {
-        "environment": environment,
-        "config": config,
+        "environment": describe(),
+        "config": study.config,
         "hardware": study.hardware.text,
         "assumed": study.hardware.assumed,
         "step_time": study.hardware.step_times,

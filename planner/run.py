@@ -1,12 +1,11 @@
 """Runs a plan: every layout's rates, a few at a time, with a progress bar."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from planner.config import PlanConfig
 from planner.goodput import Grid, Point, Search
 from planner.layout import ClusterLayout
 from planner.pool import RunPool
@@ -26,9 +25,10 @@ class Outcome:
         return self.best.rate if self.best else 0.0
 
 
-def run_plan(config: PlanConfig, study: Study) -> list[Outcome]:
-    """Return the outcome of each layout, in the order of the flags. `study`: the one of `config`."""
-    searches = {layout: _search(study, layout, rates=config.rates) for layout in study.layouts}
+def run_plan(study: Study) -> list[Outcome]:
+    """Return the outcome of each layout, in the order of the flags."""
+    config = study.config
+    searches = {layout: _search(study, layout) for layout in study.layouts}
     with (
         RunPool(config, jobs=min(config.jobs, len(searches))) as pool,
         tqdm(unit="run", disable=config.disable_progress or None) as bar,
@@ -53,9 +53,9 @@ def run_plan(config: PlanConfig, study: Study) -> list[Outcome]:
     return [Outcome(layout, sorted(s.points, key=lambda p: p.rate), s.best) for layout, s in searches.items()]
 
 
-def _search(study: Study, layout: ClusterLayout, *, rates: Sequence[float]) -> Search | Grid:
-    if rates:
-        return Grid(rates=sorted(rates), share=study.slo.share)
+def _search(study: Study, layout: ClusterLayout) -> Search | Grid:
+    if study.config.rates:
+        return Grid(rates=sorted(study.config.rates), share=study.slo.share)
     return Search(guess=guess_rate(study, layout), share=study.slo.share)
 
 

@@ -32,14 +32,13 @@ GUESSED_LOAD = 0.6
 class Study:
     """`history`: requests before `requests`, for warm caches. `num_pages`: of a worker, by its number of GPUs."""
 
+    config: PlanConfig
     model: str
     engine: EngineConfig
-    mixed_chunk_size: int
     shape: Shape
     hardware: Hardware
     slo: SloTargets
     costs: ClusterCosts
-    step_cores: int
     requests: Sequence[PlannedRequest]
     history: Sequence[PlannedRequest]
     num_pages: dict[int, int]
@@ -69,9 +68,9 @@ def study_of(config: PlanConfig) -> Study:
             f"--model-path: its context of {engine.context_length} tokens is shorter than a request of {longest}"
         )
     return Study(
+        config=config,
         model=model.architecture,
         engine=engine,
-        mixed_chunk_size=config.mixed_chunk_size,
         shape=shape,
         hardware=hardware,
         slo=SloTargets(
@@ -89,7 +88,6 @@ def study_of(config: PlanConfig) -> Study:
             host_token_s=config.host_token_time_s,
             policy=config.policy,
         ),
-        step_cores=config.step_cores,
         requests=requests,
         history=history,
         num_pages={
@@ -150,7 +148,7 @@ def guess_rate(study: Study, layout: ClusterLayout) -> float:
 def planned_cluster(study: Study, layout: ClusterLayout) -> PlannedCluster:
     engine = replace(study.engine, enable_mixed_chunk=layout.mixed)
     if layout.mixed:
-        engine = replace(engine, chunked_prefill_size=study.mixed_chunk_size)
+        engine = replace(engine, chunked_prefill_size=study.config.mixed_chunk_size)
     workers = {
         role: WorkerSpec(
             role=role,
@@ -159,7 +157,7 @@ def planned_cluster(study: Study, layout: ClusterLayout) -> PlannedCluster:
             page_bytes=study.shape.kv_bytes * engine.page_size,
             link_bytes_per_s=layout.tp * study.hardware.link_bytes_per_s,
             step_time=study.hardware.step_times[layout.tp],
-            threads=study.step_cores,
+            threads=study.config.step_cores,
         )
         for role in layout.roles
     }

@@ -5,12 +5,12 @@ Clock: `time.perf_counter`. Token counts are the server's `usage`, or without it
 
 import asyncio
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import msgspec
 
+from deploy.bench.config import BenchConfig
 from deploy.bench.stats import RequestRecord
 from deploy.bench.workload import BenchRequest
 from service.flags import ConfigError
@@ -60,26 +60,14 @@ class StreamFailed(Exception):
         self.kind = kind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOptions:
-    """What all requests of a run have in common. `chat`: by /v1/chat/completions, else /v1/completions."""
-
-    model: str
-    chat: bool
-    stream: bool
-    ignore_eos: bool
-    temperature: float
-    timeout_s: float
-
-
 class Target:
     """One server under test. All its requests share `session` (no limit on connections)."""
 
-    def __init__(self, url: str, *, session: aiohttp.ClientSession, options: RequestOptions) -> None:
-        self.url = url.rstrip("/")
-        self._endpoint = self.url + ("/v1/chat/completions" if options.chat else "/v1/completions")
+    def __init__(self, url: str, *, session: aiohttp.ClientSession, config: BenchConfig, model: str) -> None:
+        self._endpoint = url.rstrip("/") + ("/v1/chat/completions" if config.api == "chat" else "/v1/completions")
         self._session = session
-        self._options = options
+        self._config = config
+        self._model = model
 
     async def send(self, request: BenchRequest, *, started_at: float) -> RequestRecord:
         """Send `request` and read its answer to the end. `started_at`: the run's start on `time.perf_counter`."""
@@ -88,7 +76,7 @@ class Target:
         if request.at_s is not None:
             record.late_s = max(0.0, record.sent_s - request.at_s)
         try:
-            async with asyncio.timeout(self._options.timeout_s):
+            async with asyncio.timeout(self._config.request_timeout_s):
                 await self._exchange(request, record, sent_at)
         except StreamFailed as error:
             record.error, record.detail = error.kind, str(error)[:DETAIL_CHARS]
@@ -105,22 +93,22 @@ class Target:
         async with self._session.post(self._endpoint, json=self.body(request)) as reply:
             if reply.status != 200:
                 raise StreamFailed(f"http {reply.status}", (await reply.text(errors="replace")))
-            if self._options.stream:
+            if self._config.stream:
                 await _read_stream(reply, record, sent_at)
             else:
                 _note(record, _decode(await reply.read()))
 
     def body(self, request: BenchRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
-            "model": self._options.model,
+            "model": self._model,
             "max_tokens": request.output_len,
-            "temperature": self._options.temperature,
+            "temperature": self._config.temperature,
         }
-        if self._options.ignore_eos:  # each generated token makes an event, special ones too
+        if self._config.ignore_eos:  # each generated token makes an event, special ones too
             body |= {"ignore_eos": True, "skip_special_tokens": False}
-        if self._options.stream:
+        if self._config.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        if self._options.chat:
+        if self._config.api == "chat":
             return body | {"messages": [{"role": "user", "content": request.prompt}]}
         return body | {"prompt": request.prompt}
 

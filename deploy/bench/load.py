@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 
 from msgspec import structs
@@ -13,6 +13,7 @@ from deploy.bench.workload import BenchRequest
 
 Send = Callable[..., Awaitable[RequestRecord]]  # (request, *, started_at) -> Record
 OnDone = Callable[[RequestRecord], None]
+One = Callable[[BenchRequest], Coroutine[None, None, None]]
 
 
 @dataclass
@@ -23,14 +24,24 @@ class Measured:
     duration_s: float = 0.0
 
 
-async def run_load(send: Send, requests: Sequence[BenchRequest], *, concurrency: int, on_done: OnDone) -> Measured:
+async def run_load(
+    send: Send, requests: Sequence[BenchRequest], *, concurrency: int, on_done: OnDone = lambda record: None
+) -> Measured:
     """Send all `requests`: at their times when they have one, else `concurrency` at once."""
     started_at = time.perf_counter()
+    measured = Measured()
+
+    async def one(request: BenchRequest) -> None:
+        record = await send(request, started_at=started_at)
+        measured.records.append(record)
+        on_done(record)
+
     if requests and requests[0].at_s is not None:
-        records = await _open_loop(send, requests, started_at=started_at, on_done=on_done)
+        await _open_loop(one, requests, started_at=started_at)
     else:
-        records = await _closed_loop(send, requests, concurrency=concurrency, started_at=started_at, on_done=on_done)
-    return Measured(records, time.perf_counter() - started_at)
+        await _closed_loop(one, requests, concurrency=concurrency)
+    measured.duration_s = time.perf_counter() - started_at
+    return measured
 
 
 async def run_in_turns(
@@ -64,38 +75,22 @@ def _restarted(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
     return [r if r.at_s is None or first is None else replace(r, at_s=r.at_s - first) for r in requests]
 
 
-async def _closed_loop(
-    send: Send, requests: Sequence[BenchRequest], *, concurrency: int, started_at: float, on_done: OnDone
-) -> list[RequestRecord]:
-    records: list[RequestRecord] = []
+async def _closed_loop(one: One, requests: Sequence[BenchRequest], *, concurrency: int) -> None:
     waiting = iter(requests)
 
     async def client() -> None:
         for request in waiting:
-            record = await send(request, started_at=started_at)
-            records.append(record)
-            on_done(record)
+            await one(request)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(min(concurrency, len(requests))):
             group.create_task(client())
-    return records
 
 
-async def _open_loop(
-    send: Send, requests: Sequence[BenchRequest], *, started_at: float, on_done: OnDone
-) -> list[RequestRecord]:
-    records: list[RequestRecord] = []
-
-    async def one(request: BenchRequest) -> None:
-        record = await send(request, started_at=started_at)
-        records.append(record)
-        on_done(record)
-
+async def _open_loop(one: One, requests: Sequence[BenchRequest], *, started_at: float) -> None:
     async with asyncio.TaskGroup() as group:
         for request in requests:
             delay_s = started_at + (request.at_s or 0.0) - time.perf_counter()
             if delay_s > 0:
                 await asyncio.sleep(delay_s)
             group.create_task(one(request))
-    return records

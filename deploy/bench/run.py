@@ -1,7 +1,6 @@
 """One run of the bench from config to result: composes client, load, statistics and progress bar."""
 
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import asdict
 
 import aiohttp
@@ -9,7 +8,7 @@ import msgspec
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from deploy.bench import environment
-from deploy.bench.client import RequestOptions, Target, first_model
+from deploy.bench.client import Target, first_model
 from deploy.bench.config import BenchConfig
 from deploy.bench.load import Measured, run_in_turns, run_load
 from deploy.bench.report import ratio_table, summary_table
@@ -18,35 +17,24 @@ from deploy.bench.trace import read_trace
 from deploy.bench.workload import BenchRequest, make_requests
 
 
-async def measure(config: BenchConfig, stack: AsyncExitStack) -> list[Measured]:
+async def measure(config: BenchConfig) -> list[Measured]:
     """Warm up, then put the load on one target, or on two in turns; return one `Measured` per target."""
     requests = make_requests(config, read_trace(config.trace) if config.trace else ())
-    session = await stack.enter_async_context(open_session(config.api_key))
-    targets = []
-    for url in config.urls:
-        options = options_of(config, model=config.model or await first_model(session, url))
-        targets.append(Target(url, session=session, options=options))
-    for target in targets:
-        await run_load(target.send, _warmup(requests, config.warmup), concurrency=1, on_done=_ignore)
-    with tqdm(total=len(requests) * len(targets), unit="req", disable=config.disable_progress or None) as bar:
-        return await run_in_turns(
-            [target.send for target in targets],
-            requests,
-            rounds=config.rounds if len(targets) > 1 else 1,
-            concurrency=config.concurrency,
-            on_done=_Progress(bar),
-        )
-
-
-def options_of(config: BenchConfig, *, model: str) -> RequestOptions:
-    return RequestOptions(
-        model=model,
-        chat=config.api == "chat",
-        stream=config.stream,
-        ignore_eos=config.ignore_eos,
-        temperature=config.temperature,
-        timeout_s=config.request_timeout_s,
-    )
+    async with open_session(config.api_key) as session:
+        targets = [
+            Target(url, session=session, config=config, model=config.model or await first_model(session, url))
+            for url in config.urls
+        ]
+        for target in targets:
+            await run_load(target.send, _warmup(requests, config.warmup), concurrency=1)
+        with tqdm(total=len(requests) * len(targets), unit="req", disable=config.disable_progress or None) as bar:
+            return await run_in_turns(
+                [target.send for target in targets],
+                requests,
+                rounds=config.rounds if len(targets) > 1 else 1,
+                concurrency=config.concurrency,
+                on_done=_Progress(bar),
+            )
 
 
 def open_session(api_key: str | None) -> aiohttp.ClientSession:
@@ -108,10 +96,6 @@ def _reversed(request: BenchRequest) -> BenchRequest:
     words = request.prompt
     prompt = " ".join(reversed(words.split())) if isinstance(words, str) else tuple(reversed(words))
     return BenchRequest(idx=-1, prompt=prompt, prompt_len=request.prompt_len, output_len=min(request.output_len, 4))
-
-
-def _ignore(record: RequestRecord) -> None:
-    pass
 
 
 def _error_examples(records: Sequence[RequestRecord]) -> list[str]:

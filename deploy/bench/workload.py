@@ -43,23 +43,12 @@ class PromptTokens:
         return " ".join(f"{'kv'[position % 2]}{number % NUM_KEYS:02d}" for position, number in enumerate(ids))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceScale:
-    """Factors on a trace's arrival times and lengths, and the longest random delay of an arrival."""
-
-    time: float = 1.0
-    length: float = 1.0
-    jitter_s: float = 0.0
-
-
 def make_requests(config: BenchConfig, trace: Sequence[TraceEntry] = ()) -> list[BenchRequest]:
     """Return the requests of a run; the same flags give the same list."""
     rng = random.Random(config.seed)
     tokens = PromptTokens(config.min_token_id, config.max_token_id, as_words=config.prompt == "words")
     if config.trace:
-        entries = sorted(trace, key=lambda entry: entry.timestamp_ms)[: config.num_requests]
-        scale = TraceScale(time=config.time_scale, length=config.length_scale, jitter_s=config.time_jitter_s)
-        return replay(entries, scale, tokens, rng, seed=config.seed)
+        return _replay(config, sorted(trace, key=lambda entry: entry.timestamp_ms)[: config.num_requests], tokens, rng)
     prefixes = [tokens.draw(rng, config.shared_prefix_len) for _ in range(config.shared_prefix_groups)]
     requests = []
     for idx in range(config.num_requests):
@@ -67,10 +56,10 @@ def make_requests(config: BenchConfig, trace: Sequence[TraceEntry] = ()) -> list
         ids = prefixes[idx % len(prefixes)] + tokens.draw(rng, length - config.shared_prefix_len)
         output_len = max(_length(config.output_len, config.random_range_ratio, rng), 1)
         requests.append(BenchRequest(idx=idx, prompt=tokens.prompt(ids), prompt_len=length, output_len=output_len))
-    return poisson(requests, config.request_rate, rng) if config.request_rate else requests
+    return _poisson(requests, config.request_rate, rng) if config.request_rate else requests
 
 
-def poisson(requests: Sequence[BenchRequest], rate: float, rng: random.Random) -> list[BenchRequest]:
+def _poisson(requests: Sequence[BenchRequest], rate: float, rng: random.Random) -> list[BenchRequest]:
     """Return the requests with exponential gaps of mean 1/rate seconds; the first is sent at once."""
     at_s, timed = 0.0, []
     for request in requests:
@@ -79,16 +68,16 @@ def poisson(requests: Sequence[BenchRequest], rate: float, rng: random.Random) -
     return timed
 
 
-def replay(
-    entries: Sequence[TraceEntry], scale: TraceScale, tokens: PromptTokens, rng: random.Random, *, seed: int
+def _replay(
+    config: BenchConfig, entries: Sequence[TraceEntry], tokens: PromptTokens, rng: random.Random
 ) -> list[BenchRequest]:
     """Return a trace's requests, scaled, in order of arrival. `entries`: by time; the first is sent at once."""
     requests = []
     for idx, entry in enumerate(entries):
-        ids = block_tokens(entry, tokens, length_scale=scale.length, seed=seed)
-        jitter_s = rng.random() * scale.jitter_s
-        at_s = (entry.timestamp_ms - entries[0].timestamp_ms) / 1000 * scale.time + jitter_s
-        output_len = max(1, round(entry.output_length * scale.length))
+        ids = block_tokens(entry, tokens, length_scale=config.length_scale, seed=config.seed)
+        jitter_s = rng.random() * config.time_jitter_s
+        at_s = (entry.timestamp_ms - entries[0].timestamp_ms) / 1000 * config.time_scale + jitter_s
+        output_len = max(1, round(entry.output_length * config.length_scale))
         prompt = tokens.prompt(ids)
         requests.append(BenchRequest(idx=idx, prompt=prompt, prompt_len=len(ids), output_len=output_len, at_s=at_s))
     return sorted(requests, key=lambda request: (request.at_s, request.idx))

@@ -1,7 +1,6 @@
 """`tandem bench`: load on a server, then a table and JSON."""
 
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 from deploy.bench.config import BenchConfig, check_bench
@@ -33,8 +32,7 @@ def build_parser() -> Parser:
 async def _bench(config: BenchConfig) -> int:
     from deploy.bench.run import measure, print_report, result_json
 
-    async with AsyncExitStack() as stack:
-        measured = await measure(config, stack)
+    measured = await measure(config)
     summaries = print_report(config.urls, measured)
     if config.output:
         Path(config.output).write_bytes(result_json(config, measured, summaries))

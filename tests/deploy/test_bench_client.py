@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -109,8 +109,7 @@ async def records_of(server: Server, **flags: Any) -> list[RequestRecord]:
     config = BenchConfig(
         **({"url": server.url, "num_requests": 6, "input_len": 8, "warmup": 0, "disable_progress": True} | flags)
     )
-    async with AsyncExitStack() as stack:
-        (measured,) = await measure(config, stack)
+    (measured,) = await measure(config)
     assert measured.duration_s > 0
     return measured.records
 
