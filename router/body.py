@@ -5,7 +5,7 @@ values, except where the router could not go on.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -31,6 +31,9 @@ class Api(StrEnum):
     EMBEDDINGS = "/v1/embeddings"
 
 
+_PROMPT_FIELD = {Api.CHAT: "messages", Api.COMPLETIONS: "prompt", Api.EMBEDDINGS: "input", Api.GENERATE: "text"}
+
+
 class BadBody(ApiError):
     """A body the router cannot route. `field`: the wrong one (None: the body as a whole)."""
 
@@ -48,11 +51,10 @@ class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
 
     api: Api
     fields: dict[str, msgspec.Raw]
-    num_prompts: int
-    num_samples: int
-    prompt_tokens: int
-    output_tokens: int
-    wants_input_logprobs: bool  # or another thing that only the prefill worker's answer holds
+    num_samples: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    wants_input_logprobs: bool = False  # or another thing that only the prefill worker's answer holds
 
     @property
     def streams(self) -> bool:
@@ -71,7 +73,7 @@ def parse_body(api: Api, body: bytes) -> ParsedBody:
         raise BadBody(None, f"the body is nested too deeply (more than {MAX_DEPTH} levels)")
     try:
         fields = _fields_decoder.decode(body)
-        prompts, prompt_tokens = _prompts(api, fields)
+        prompts, prompt_tokens = _prompt_shape(api, prompt_of(api, fields))
     except JSON_ERRORS as err:
         raise BadBody(None, f"the body is not a JSON object: {err}") from None
     if prompts > MAX_SAMPLES:
@@ -88,7 +90,6 @@ def parse_body(api: Api, body: bytes) -> ParsedBody:
     return ParsedBody(
         api=api,
         fields=fields,
-        num_prompts=prompts,
         num_samples=samples,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
@@ -126,19 +127,15 @@ def named_priority(parsed: ParsedBody) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _prompts(api: Api, fields: dict[str, msgspec.Raw]) -> tuple[int, int]:
-    if api is Api.CHAT:
-        return 1, len(_raw(fields, "messages")) // BYTES_PER_TOKEN + 1
-    if api is Api.COMPLETIONS:
-        return _prompt_shape(_raw(fields, "prompt"))
-    if api is Api.EMBEDDINGS:
-        return _prompt_shape(_raw(fields, "input"))
-    return _prompt_shape(_raw(fields, "text") or _raw(fields, "input_ids"))
+def prompt_of(api: Api, fields: Mapping[str, msgspec.Raw]) -> bytes:
+    """The JSON text of the prompt."""
+    text = _raw(fields, _PROMPT_FIELD[api])
+    return _raw(fields, "input_ids") if api is Api.GENERATE and not text else text
 
 
-def _prompt_shape(raw: bytes) -> tuple[int, int]:
+def _prompt_shape(api: Api, raw: bytes) -> tuple[int, int]:
     """Count text, token ids, or a list of either by the first byte inside, so that long prompts are not decoded."""
-    if not raw.startswith(b"["):
+    if api is Api.CHAT or not raw.startswith(b"["):
         return 1, len(raw) // BYTES_PER_TOKEN + 1
     match = _FIRST_INSIDE.match(raw)
     first = match[1] if match else b""
@@ -175,7 +172,7 @@ def _wants_input_logprobs(api: Api, fields: dict[str, msgspec.Raw]) -> bool:
     return any(isinstance(at, int) and at >= 0 for at in (start if isinstance(start, list) else [start]))
 
 
-def _raw(fields: dict[str, msgspec.Raw], name: str) -> bytes:
+def _raw(fields: Mapping[str, msgspec.Raw], name: str) -> bytes:
     """The JSON text of a field; empty when it is absent or null."""
     value = fields.get(name)
     text = b"" if value is None else bytes(value)

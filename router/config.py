@@ -23,9 +23,7 @@ def _seconds(
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFlags(FlagSet):
-    pd_disaggregation: bool = flag(
-        False, "send each request to a prefill and a decode worker; default: to a unified worker (--worker-urls)"
-    )
+    pd_disaggregation: bool = flag(False, "send each request to a prefill and a decode worker, not to a unified one")
     prefill: tuple[tuple[str, int | None], ...] = flag(
         (), "URL [BOOTSTRAP_PORT] of a prefill worker; repeatable; default port: as the worker reports", by_hand=True
     )
@@ -41,21 +39,15 @@ class ChoiceFlags(FlagSet):
     policy: str = flag("least_load", "how workers are chosen (docs/router.md)", choices=POLICIES)
     prefill_policy: str | None = flag(None, "how prefill workers are chosen; default: --policy", choices=POLICIES)
     decode_policy: str | None = flag(None, "how decode workers are chosen; default: --policy", choices=POLICIES)
-    cache_threshold: float = flag(
-        0.3, "cache_aware: shortest cached prefix that counts as a match, as a share of the prompt", least=0, most=1
-    )
+    cache_threshold: float = flag(0.3, "cache_aware: least cached share of a prompt that is a match", least=0, most=1)
     balance_abs_threshold: int = flag(
         64, "cache_aware: ignore the cache if queue lengths differ by more (and by --balance-rel-threshold)", least=0
     )
     balance_rel_threshold: float = flag(
         1.5, "cache_aware: ignore the cache if they differ by a larger factor (and by --balance-abs-threshold)", least=1
     )
-    max_tree_size: int = flag(
-        1 << 26, "cache_aware: most bytes of prompts (4 per token id) to remember per worker", unit="bytes", least=1
-    )
-    disable_kv_events: bool = flag(
-        False, "cache_aware: do not subscribe to the KV events of workers that publish them (--kv-events-config)"
-    )
+    max_tree_size: int = flag(1 << 26, "cache_aware: bytes of prompts to remember per worker", unit="bytes", least=1)
+    disable_kv_events: bool = flag(False, "cache_aware: do not follow the KV events that workers publish")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,18 +58,10 @@ class HealthFlags(FlagSet):
     health_check_timeout_s: float = _seconds(
         5.0, "longest time for a health check", above=0, option="--health-check-timeout-secs"
     )
-    health_silence_s: float = _seconds(
-        1.5, "time without an answer after which a worker is used only if no other can be", zero="no limit"
-    )
-    health_failure_threshold: int = flag(
-        2, "failed health checks in a row after which a worker leaves the pool", least=1
-    )
-    health_success_threshold: int = flag(
-        1, "successful health checks in a row after which a worker returns to the pool", least=1
-    )
-    load_poll_interval_s: float = _seconds(
-        1.0, "time between two polls of a worker's load", zero="the router's own counts alone"
-    )
+    health_silence_s: float = _seconds(1.5, "silence after which other workers are preferred", zero="no limit")
+    health_failure_threshold: int = flag(2, "failed health checks in a row that take a worker out", least=1)
+    health_success_threshold: int = flag(1, "good health checks in a row that bring a worker back", least=1)
+    load_poll_interval_s: float = _seconds(1.0, "time between two polls of a worker's load", zero="own counts alone")
     dead_worker_timeout_s: float = _seconds(
         30.0, "time without a byte or a good health check after which a request fails or moves", zero="no limit"
     )
@@ -86,18 +70,14 @@ class HealthFlags(FlagSet):
 @dataclass(frozen=True, kw_only=True)
 class BreakerFlags(FlagSet):
     cb_failure_threshold: int = flag(10, "failures of a worker in a row that open its circuit breaker", least=1)
-    cb_success_threshold: int = flag(
-        3, "answers of a worker that close its circuit breaker again; as many requests try it at a time", least=1
-    )
+    cb_success_threshold: int = flag(3, "answers (and requests at a time) that close a circuit breaker again", least=1)
     cb_timeout_duration_s: float = _seconds(
         60.0, "time for which an open circuit breaker keeps requests away", option="--cb-timeout-duration-secs"
     )
     cb_window_duration_s: float = _seconds(
         120.0, "time for which a failure counts for the breaker", option="--cb-window-duration-secs"
     )
-    disable_circuit_breaker: bool = flag(
-        False, "failures of requests never exclude a worker; health checks alone decide"
-    )
+    disable_circuit_breaker: bool = flag(False, "failed requests never exclude a worker; health checks alone decide")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +88,8 @@ class AdmissionFlags(FlagSet):
     max_concurrent_requests_per_client: int = flag(
         0, "most requests served at a time per API key (without keys: per address)", least=0, special={0: "no limit"}
     )
-    queue_size: int = flag(
-        0, "requests that wait (per process) at a limit; a higher `priority` goes first", least=0, special={0: "none"}
-    )
-    queue_timeout_s: float = _seconds(
-        60.0, "time in the queue after which a request is answered 429", option="--queue-timeout-secs"
-    )
+    queue_size: int = flag(0, "requests that wait (per process) at a limit", least=0, special={0: "none"})
+    queue_timeout_s: float = _seconds(60.0, "longest wait in the queue (then: 429)", option="--queue-timeout-secs")
     slo_ttft_s: float = _seconds(
         0.0, "refuse (429) a request if its predicted time to first token exceeds this (X-SLO-TTFT-ms)", zero="never"
     )
@@ -123,40 +99,22 @@ class AdmissionFlags(FlagSet):
     rate_limit_requests_per_second: float = flag(
         0.0, "most requests per second of an API key (without keys: address)", least=0, special={0: "no limit"}
     )
-    rate_limit_burst: int = flag(
-        0, "most requests at once under the rate limit", least=0, special={0: "those of two seconds"}
-    )
+    rate_limit_burst: int = flag(0, "largest burst under the rate limit", least=0, special={0: "that of two seconds"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoRolesFlags(FlagSet):
-    auto_roles: bool = flag(
-        False, "move workers between the prefill and the decode pool as the load requires (docs/router.md)"
-    )
+    auto_roles: bool = flag(False, "move workers between prefill and decode as the load requires (docs/router.md)")
     auto_roles_interval_s: float = _seconds(1.0, "auto roles: time between two looks at the pools", above=0)
     auto_roles_min_prefill: int = flag(1, "auto roles: fewest prefill workers of each model", least=1)
     auto_roles_min_decode: int = flag(1, "auto roles: fewest decode workers of each model", least=1)
-    auto_roles_enter: float = flag(
-        0.9, "auto roles: a pool becomes short of workers if its load reaches this share of its capacity"
-    )
-    auto_roles_leave: float = flag(
-        0.7, "auto roles: a pool is no longer short of workers if its load is below this share of its capacity", above=0
-    )
-    auto_roles_sustain_s: float = _seconds(
-        15.0, "auto roles: time for which a pool must be short of workers; at least as long as a move takes"
-    )
-    auto_roles_cooldown_s: float = _seconds(
-        60.0, "auto roles: time after a move before one in the other direction, or after a failed one"
-    )
-    auto_roles_switch_time_s: float = _seconds(
-        30.0, "auto roles: assumed duration of a move until one has been measured"
-    )
-    auto_roles_ttft_s: float = _seconds(
-        2.0, "auto roles: wait of prompts at which the prefill pool counts as short of workers", above=0
-    )
-    auto_roles_itl_s: float = _seconds(
-        0.0, "auto roles: inter-token latency at which decode is short", zero="by KV and requests alone"
-    )
+    auto_roles_enter: float = flag(0.9, "auto roles: share of its capacity at which a pool becomes short of workers")
+    auto_roles_leave: float = flag(0.7, "auto roles: share of its capacity below which it is no longer short", above=0)
+    auto_roles_sustain_s: float = _seconds(15.0, "auto roles: time for which a pool must be short (at least a move's)")
+    auto_roles_cooldown_s: float = _seconds(60.0, "auto roles: pause before a move back, or after a failed one")
+    auto_roles_switch_time_s: float = _seconds(30.0, "auto roles: duration of a move until one has been measured")
+    auto_roles_ttft_s: float = _seconds(2.0, "auto roles: wait of prompts at which prefill is short", above=0)
+    auto_roles_itl_s: float = _seconds(0.0, "auto roles: inter-token latency at which decode is short", zero="any")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,9 +124,7 @@ class DiscoveryFlags(FlagSet):
     prefill_selector: tuple[str, ...] = flag((), "labels KEY=VALUE of prefill workers' pods")
     decode_selector: tuple[str, ...] = flag((), "labels KEY=VALUE of decode workers' pods")
     service_discovery_port: int = flag(80, "port that workers listen on in their pods", least=1, most=MAX_PORT)
-    service_discovery_namespace: str | None = flag(
-        None, "namespace of the pods; default: all (the service account then needs a ClusterRole)"
-    )
+    service_discovery_namespace: str | None = flag(None, "namespace of the pods; default: all (needs a ClusterRole)")
     prefill_bootstrap_port_annotation: str = flag(
         "sglang.ai/bootstrap-port", "annotation of a prefill pod with its bootstrap port; default: as it reports"
     )
@@ -178,12 +134,8 @@ class DiscoveryFlags(FlagSet):
 class KeyFlags(FlagSet):
     api_key: str | None = flag(None, "key that clients must send as 'Authorization: Bearer KEY'")
     api_key_file: str | None = flag(None, "file of API keys, one per line; read again when it changes and on SIGHUP")
-    admin_api_key: str | None = flag(
-        None, "key for calls that change workers or the pool (weights, cache, pause, /workers); default: the API keys"
-    )
-    admin_api_key_file: str | None = flag(
-        None, "file of admin API keys, one per line; read again when it changes and on SIGHUP"
-    )
+    admin_api_key: str | None = flag(None, "key for calls that change workers or the pool; default: the API keys")
+    admin_api_key_file: str | None = flag(None, "file of admin API keys, one per line; read again like --api-key-file")
     allow_insecure: bool = flag(False, "listen beyond loopback without API keys: anyone may send any request")
     allowed_hosts: tuple[str, ...] = flag(
         (), "host names besides localhost that requests may name if the router is on loopback without keys; *: any"
@@ -191,19 +143,13 @@ class KeyFlags(FlagSet):
     allowed_origins: tuple[str, ...] = flag(
         (), "web origins (https://HOST[:PORT]) whose pages may send requests that change something; *: any"
     )
-    worker_api_key: str | None = flag(
-        None, "API key that the router sends to workers; default: the client's Authorization header"
-    )
+    worker_api_key: str | None = flag(None, "API key sent to workers; default: the client's Authorization")
     worker_api_key_file: str | None = flag(
         None, "file with the workers' API key in its first line; read again when it changes"
     )
-    worker_admin_api_key: str | None = flag(
-        None, "key for admin calls that the router sends to workers; default: the caller's Authorization header"
-    )
+    worker_admin_api_key: str | None = flag(None, "key of admin calls to workers; default: the caller's Authorization")
     worker_admin_api_key_file: str | None = flag(None, "file with the workers' admin API key in its first line")
-    cluster_secret_file: str | None = flag(
-        None, "file with the cluster's secret; with it the router vouches for bootstrap servers to decode workers"
-    )
+    cluster_secret_file: str | None = flag(None, "file of the cluster's secret; with it decode workers get vouchers")
 
 
 # Dataclasses take the fields of their bases from the last base to the first: --help shows WorkerFlags first.
@@ -211,28 +157,16 @@ class KeyFlags(FlagSet):
 class RouterConfig(
     KeyFlags, DiscoveryFlags, AutoRolesFlags, AdmissionFlags, BreakerFlags, HealthFlags, ChoiceFlags, WorkerFlags
 ):
-    retry_max: int = flag(
-        3, "most retries of a request while nothing was sent to the client", least=0, special={0: "none"}
-    )
-    retry_backoff_s: float = _seconds(
-        0.05, "pause before the second retry; doubled for each further one (the first is immediate)"
-    )
-    retry_wait_s: float = _seconds(
-        2.0, "longest wait of a failed request for a worker to return if none is left", zero="none"
-    )
-    hedge_after_s: float = _seconds(
-        0.0,
-        "time without a byte after which a stream is sent to a second pair as well (X-Tandem-Hedge-After-Ms)",
-        zero="never",
-    )
+    retry_max: int = flag(3, "most retries while nothing was sent to the client", least=0, special={0: "none"})
+    retry_backoff_s: float = _seconds(0.05, "pause before the second retry, doubled for each further one")
+    retry_wait_s: float = _seconds(2.0, "time that a failed request waits for a worker if none is left", zero="none")
+    hedge_after_s: float = _seconds(0.0, "silence after which a stream goes to a second pair as well", zero="never")
     hedge_budget: float = flag(0.05, "largest share of requests that are hedged", above=0, most=1)
     connect_timeout_s: float = _seconds(5.0, "longest time to connect to a worker", above=0)
     request_timeout_s: float = _seconds(
         1800.0, "longest time for one request in all", above=0, option="--request-timeout-secs"
     )
-    drain_timeout_s: float = _seconds(
-        30.0, "time for running requests after SIGTERM (a second signal ends it); then they are answered 503"
-    )
+    drain_timeout_s: float = _seconds(30.0, "time for running requests after SIGTERM; then they are answered 503")
     shutdown_timeout_s: float = _seconds(3.0, "time for the last answers to leave when the router ends")
     max_body_bytes: int = flag(64 << 20, "longest request body", unit="bytes", least=1)
     header_timeout_s: float = _seconds(10.0, "longest time for a client to send the head of a request", above=0)
@@ -240,15 +174,9 @@ class RouterConfig(
     log_level: str = flag("info", "lowest level of the log", choices=("debug", "info", "warning", "error"))
     log_format: str = flag("text", "log as text or as one JSON object per line", choices=LOG_FORMATS)
     log_requests: bool = flag(False, "log one line per generation request: its workers, times and status")
-    enable_trace: bool = flag(
-        False, "send spans to an OpenTelemetry collector (needs the extra `otel`; OTEL_* variables apply)"
-    )
-    otlp_traces_endpoint: str | None = flag(
-        None, "OTLP/HTTP address of the collector (http://HOST:4318); implies --enable-trace"
-    )
-    trace_ring: int = flag(
-        512, "finished requests whose times are kept for `tandem trace`", least=0, special={0: "none"}
-    )
+    enable_trace: bool = flag(False, "send spans to an OpenTelemetry collector (extra `otel`; OTEL_* variables apply)")
+    otlp_traces_endpoint: str | None = flag(None, "OTLP/HTTP address (http://HOST:4318); implies --enable-trace")
+    trace_ring: int = flag(512, "finished requests kept for `tandem trace`", least=0, special={0: "none"})
     ready_file: str | None = flag(None, "file to write, as JSON, once the router listens")
 
 

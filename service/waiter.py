@@ -1,11 +1,21 @@
-"""A wait of one task that a callback ends, and the event loop's time."""
+"""A wait of one task that a callback ends, the end of tasks, and the event loop's time."""
 
 import asyncio
+from collections.abc import Iterable
+from typing import Any
 
 
 def loop_time_s() -> float:
     """Monotonic, and virtual in a simulation."""
     return asyncio.get_running_loop().time()
+
+
+async def end_tasks(tasks: "Iterable[asyncio.Task[Any]]") -> None:
+    """Cancel tasks, and wait until they have ended, however they do."""
+    ended = tuple(tasks)
+    for task in ended:
+        task.cancel()
+    await asyncio.gather(*ended, return_exceptions=True)
 
 
 class Waiter:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from router.admission.forecast import Forecast, TooLate
-from router.admission.queue import AdmissionQueue, Ticket, TicketStatus
+from router.admission.forecast import Forecast
+from router.admission.queue import AdmissionQueue, RequestRefused, Ticket, TicketStatus
 from router.admission.rate_limit import client_of
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, Slo, read_slo
 from router.body import BadBody, ParsedBody, named_priority
@@ -15,21 +15,12 @@ from router.choice.chooser import Chooser
 from router.config import AdmissionFlags
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import Worker
-from service.http.errors import ApiError
 from service.http.guard import CALLER
 from service.waiter import Waiter, loop_time_s
 
 TICK_S = 0.05  # how soon room in another process is seen
 PRIORITY_HEADER = "x-priority"
 MAX_PRIORITY = 1 << 31
-
-
-class RequestRefused(ApiError):
-    """The request may not run. `why`: in metrics, and the error's code."""
-
-    def __init__(self, message: str, *, why: str, status: int = 429, retry_after_s: int = 1) -> None:
-        super().__init__(status, message, code=why, retry_after_s=retry_after_s)
-        self.why = why
 
 
 class Admission:
@@ -74,20 +65,14 @@ class Admission:
         headers = http.headers
         if TTFT_HEADER not in headers and ITL_HEADER not in headers:
             return self._slo if self._has_slo else None
-        try:
-            return read_slo(headers, self._slo)
-        except ValueError as err:
-            raise BadBody(None, str(err)) from None
+        return read_slo(headers, self._slo)
 
     def in_time(self, pool: Sequence[Worker], request: RequestContext, *, now_s: float) -> Sequence[Worker]:
         """The workers of `pool` that would keep the request's objectives. `RequestRefused` if there are none."""
         if request.slo is None:
             return pool
         tokens = self._chooser.uncached_tokens(pool, request.hints)
-        try:
-            return self.forecast.in_time(pool, request.slo, tokens=tokens, now_s=now_s)
-        except TooLate as err:
-            raise RequestRefused(str(err), why=f"slo_{err.what}", retry_after_s=err.retry_after_s) from None
+        return self.forecast.in_time(pool, request.slo, tokens=tokens, now_s=now_s)
 
     async def _wait(self, ticket: Ticket) -> None:
         waiter = self._waiters[id(ticket)] = Waiter()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from router.admission.queue import RequestRefused
 from router.attempts.pair_attempt import PairAttempt
 from router.attempts.request import RequestContext, Slo
 from router.pool.worker import Role, Worker
@@ -25,21 +26,11 @@ MIN_POINTS = 8  # before which nothing is predicted
 STALE_S = 30.0  # without a measurement for this long a worker is tried once despite its forecast: it may be faster now
 
 
-class TooLate(Exception):
-    """No worker would keep the objective. `what`: "ttft" or "itl"."""
-
-    def __init__(self, what: str, *, predicted_s: float, wanted_s: float) -> None:
-        name = {"ttft": "the first token", "itl": "the time between tokens"}[what]
-        super().__init__(
-            f"{name} would take about {predicted_s * 1000:.0f} ms, more than the {wanted_s * 1000:.0f} ms asked for "
-            f"(--slo-{what}-ms, X-SLO-{what.upper()}-ms); try again later"
-        )
-        self.what = what
-        self.retry_after_s = max(1, math.ceil(min(60.0, predicted_s - wanted_s)))
-
-
 @dataclass(slots=True)
 class LineFit:
+    """`news_s`: time of the last measurement or try to get one; 0: never."""
+
+    news_s: float = 0.0
     num_points: int = 0
     _weight: float = 0.0
     _x: float = 0.0
@@ -47,7 +38,8 @@ class LineFit:
     _xx: float = 0.0
     _xy: float = 0.0
 
-    def add(self, x: float, y: float) -> None:
+    def add(self, x: float, y: float, now_s: float) -> None:
+        self.news_s = now_s
         self.num_points += 1
         self._weight = self._weight * KEEP + 1.0
         dx, dy, share = x - self._x, y - self._y, 1.0 / self._weight
@@ -72,24 +64,12 @@ class LineFit:
         return self.intercept + self.slope * x if self.is_known else None
 
 
-@dataclass(slots=True)
-class _Law:
-    """One fitted line. `news_s`: time of the last measurement or try to get one; 0: never."""
-
-    fit: LineFit = field(default_factory=LineFit)
-    news_s: float = 0.0
-
-    def learn(self, x: float, y: float, now_s: float) -> None:
-        self.fit.add(x, y)
-        self.news_s = now_s
-
-
 @dataclass(slots=True, eq=False)
 class _Known:
     """Measurements of one worker in one incarnation. `pending_tokens`: of prompts whose answers have not begun."""
 
-    ttft: _Law = field(default_factory=_Law)
-    itl: _Law = field(default_factory=_Law)
+    ttft: LineFit = field(default_factory=LineFit)
+    itl: LineFit = field(default_factory=LineFit)
     pending_tokens: int = 0
 
 
@@ -146,7 +126,7 @@ class Forecast:
         self.computed(stream.prompt)
         if attempt.completed and stream.num_events >= MIN_EVENTS:
             requests = (stream.requests + attempt.answering.worker.requests_everywhere) / 2
-            stream.answering.itl.learn(requests, (stream.last_s - stream.first_s) / stream.num_events, now_s)
+            stream.answering.itl.add(requests, (stream.last_s - stream.first_s) / stream.num_events, now_s)
 
     def expect(self, worker: Worker, tokens: int, *, now_s: float) -> SentPrompt:
         """Note a request with this many uncached tokens, after it was charged to the worker."""
@@ -157,7 +137,7 @@ class Forecast:
         return prompt
 
     def learn_ttft(self, prompt: SentPrompt, *, now_s: float) -> None:
-        prompt.known.ttft.learn(prompt.ahead_tokens, now_s - prompt.sent_s, now_s)
+        prompt.known.ttft.add(prompt.ahead_tokens, now_s - prompt.sent_s, now_s)
         self.computed(prompt)
 
     def computed(self, prompt: SentPrompt) -> None:
@@ -168,19 +148,19 @@ class Forecast:
 
     def ttft_s(self, worker: Worker, tokens: int) -> float | None:
         """TTFT of a request with this many uncached tokens; None: unknown."""
-        return self._of(worker).ttft.fit.at(self._waiting(worker) + tokens)
+        return self._of(worker).ttft.at(self._waiting(worker) + tokens)
 
     def itl_s(self, worker: Worker) -> float | None:
         """ITL with one more request at the worker; None: unknown."""
-        return self._of(worker).itl.fit.at(worker.requests_everywhere + 1)
+        return self._of(worker).itl.at(worker.requests_everywhere + 1)
 
     def fits(self, worker: Worker) -> tuple[LineFit, LineFit]:
         """(TTFT by tokens, ITL by requests)."""
         known = self._of(worker)
-        return known.ttft.fit, known.itl.fit
+        return known.ttft, known.itl
 
     def in_time(self, pool: Sequence[Worker], slo: Slo, *, tokens: Mapping[int, int], now_s: float) -> list[Worker]:
-        """The workers of `pool` (one role) that would keep `slo` or are unknown; else `TooLate`. `tokens`: to compute, by worker id."""
+        """The workers of `pool` (one role) that would keep `slo` or are unknown; else `RequestRefused`. `tokens`: to compute, by worker id."""
         kept = list(pool)
         if pool[0].role is not Role.DECODE and slo.ttft_s < math.inf:
             kept = self._keep("ttft", {w: self.ttft_s(w, tokens[w.worker_id]) for w in kept}, slo.ttft_s, now_s)
@@ -190,16 +170,16 @@ class Forecast:
 
     def _keep(self, what: str, predicted: Mapping[Worker, float | None], wanted_s: float, now_s: float) -> list[Worker]:
         kept = [w for w, at_s in predicted.items() if at_s is None or at_s <= wanted_s]
-        kept = kept or [w for w in predicted if now_s - self._law(w, what).news_s >= STALE_S]
+        kept = kept or [w for w in predicted if now_s - self._fit(w, what).news_s >= STALE_S]
         if not kept:
             best_s = min(at_s for at_s in predicted.values() if at_s is not None)
-            raise TooLate(what, predicted_s=best_s, wanted_s=wanted_s)
+            raise _too_late(what, predicted_s=best_s, wanted_s=wanted_s)
         for worker in kept:
             if (at_s := predicted[worker]) is not None and at_s > wanted_s:
-                self._law(worker, what).news_s = now_s  # one request is enough
+                self._fit(worker, what).news_s = now_s  # one request is enough
         return kept
 
-    def _law(self, worker: Worker, what: str) -> _Law:
+    def _fit(self, worker: Worker, what: str) -> LineFit:
         known = self._of(worker)
         return known.ttft if what == "ttft" else known.itl
 
@@ -209,3 +189,13 @@ class Forecast:
 
     def _of(self, worker: Worker) -> _Known:
         return self._known[worker.worker_id]
+
+
+def _too_late(what: str, *, predicted_s: float, wanted_s: float) -> RequestRefused:
+    name = {"ttft": "the first token", "itl": "the time between tokens"}[what]
+    message = (
+        f"{name} would take about {predicted_s * 1000:.0f} ms, more than the {wanted_s * 1000:.0f} ms asked for "
+        f"(--slo-{what}-ms, X-SLO-{what.upper()}-ms); try again later"
+    )
+    retry_after_s = max(1, math.ceil(min(60.0, predicted_s - wanted_s)))
+    return RequestRefused(message, why=f"slo_{what}", retry_after_s=retry_after_s)

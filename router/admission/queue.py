@@ -15,6 +15,15 @@ from enum import StrEnum
 
 from router.config import AdmissionFlags
 from router.pool.shared_load import SharedLoad
+from service.http.errors import ApiError
+
+
+class RequestRefused(ApiError):
+    """The request may not run. `why`: in metrics, and the error's code."""
+
+    def __init__(self, message: str, *, why: str, retry_after_s: int = 1) -> None:
+        super().__init__(429, message, code=why, retry_after_s=retry_after_s)
+        self.why = why
 
 
 class TicketStatus(StrEnum):

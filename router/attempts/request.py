@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 
 from router.attempts.failed_workers import FailedWorkers
-from router.body import Api, ParsedBody
+from router.body import Api, BadBody, ParsedBody
 from router.choice.policies import RoutingHints
 from router.pool.worker import Role
 from service.http.deadline import UNITS_S, seconds_of
@@ -25,15 +25,7 @@ class Slo(msgspec.Struct, frozen=True):
     itl_s: float = math.inf
 
 
-UNREAD = ParsedBody(
-    api=Api.GENERATE,
-    fields={},
-    num_prompts=0,
-    num_samples=0,
-    prompt_tokens=0,
-    output_tokens=0,
-    wants_input_logprobs=False,
-)
+UNREAD = ParsedBody(api=Api.GENERATE, fields={})
 NO_HINTS = RoutingHints()
 
 
@@ -109,18 +101,21 @@ def _patience_s(headers: Mapping[str, str], name: str) -> float | None:
 
 
 def read_slo(headers: Mapping[str, str], default: Slo) -> Slo:
-    """Read the objectives of one request, else the router's. `ValueError` names the header that is no positive number."""
-    return Slo(_seconds(headers, TTFT_HEADER, default.ttft_s), _seconds(headers, ITL_HEADER, default.itl_s))
+    """Read the objectives of one request, else the router's. `BadBody`."""
+    ttft_s, itl_s = milliseconds(headers, TTFT_HEADER), milliseconds(headers, ITL_HEADER)
+    return Slo(default.ttft_s if ttft_s is None else ttft_s, default.itl_s if itl_s is None else itl_s)
 
 
-def _seconds(headers: Mapping[str, str], name: str, default_s: float) -> float:
+def milliseconds(headers: Mapping[str, str], name: str, *, zero: str = "") -> float | None:
+    """A header's number, in seconds; None without it. `zero`: what 0 means ("": it is refused). `BadBody`."""
     text = headers.get(name)
     if text is None:
-        return default_s
+        return None
     try:
         value_s = float(text) / 1000
     except ValueError:
-        value_s = 0.0
-    if not 0.0 < value_s < math.inf:
-        raise ValueError(f"{name}: must be a number of milliseconds above 0, got {text[:40]!r}")
+        value_s = -1.0
+    if not 0.0 <= value_s < math.inf or (value_s == 0.0 and not zero):
+        range_ = f", 0: {zero}" if zero else " above 0"
+        raise BadBody(None, f"{name}: must be a number of milliseconds{range_}; got {text[:40]!r}")
     return value_s

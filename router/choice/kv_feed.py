@@ -6,7 +6,7 @@ Missed events, at the start as well, are requested at the worker's replay addres
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -17,6 +17,7 @@ from router.pool.reports import EventSource, parse_event_source
 from router.pool.worker import Worker
 from service.kv_events import END_SEQ, MAX_MESSAGE_BYTES, BadEvent, decode_events, read_message, read_seq, seq_bytes
 from service.security.curve import guard_connector
+from service.waiter import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +33,14 @@ class KVEventFeed:
         self._secret = secret
         self._enabled = enabled
         self._context: zmq.asyncio.Context | None = None
-        self._followed: dict[int, _Followed] = {}
+        self._followers: dict[int, _Follower] = {}
 
     def on_info(self, worker: Worker, info: object) -> None:
         """Follow the events of a worker by its `/server_info`, or those at its new address."""
         index = self._chooser.cache_of(worker.role) if self._enabled else None
         source = parse_event_source(info, url_host=worker.url_host) if index is not None else None
-        followed = self._followed.get(worker.worker_id)
-        if index is None or (followed is not None and followed.source == source):
+        follower = self._followers.get(worker.worker_id)
+        if index is None or (follower is not None and follower.source == source):
             return
         self._stop(worker)
         if source is None:
@@ -47,12 +48,11 @@ class KVEventFeed:
         if source.curve and self._secret is None:
             log.warning("%s publishes KV events for members of its cluster; give --cluster-secret-file", worker.url)
             return
-        view = WorkerCacheView(index, worker.worker_id)
         if self._context is None:
             self._context = zmq.asyncio.Context()
-        follower = _Follower(self._context, source, view, self._secret if source.curve else None)
-        task = asyncio.create_task(follower.run(), name=f"kv events {worker.url}")
-        self._followed[worker.worker_id] = _Followed(source, view, task)
+        view, secret = WorkerCacheView(index, worker.worker_id), self._secret if source.curve else None
+        follower = self._followers[worker.worker_id] = _Follower(self._context, source, view, secret)
+        follower.task = asyncio.create_task(follower.run(), name=f"kv events {worker.url}")
 
     def on_gone(self, worker: Worker) -> None:
         self._stop(worker)
@@ -62,38 +62,22 @@ class KVEventFeed:
         index = self._chooser.cache_of(worker.role)
         return None if index is None else index.num_blocks(worker.worker_id)
 
-    def num_event_tokens(self, worker: Worker) -> int | None:
-        view = self.view_of(worker)
-        return None if view is None else view.num_tokens
-
-    def num_event_gaps(self, worker: Worker) -> int | None:
-        view = self.view_of(worker)
-        return None if view is None else view.num_gaps
-
     def view_of(self, worker: Worker) -> WorkerCacheView | None:
         """The cache by the worker's events; None: it is not followed."""
-        followed = self._followed.get(worker.worker_id)
-        return None if followed is None else followed.view
+        follower = self._followers.get(worker.worker_id)
+        return None if follower is None else follower.view
 
     async def close(self) -> None:
-        tasks = [followed.task for followed in self._followed.values()]
-        self._followed.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks = [follower.task for follower in self._followers.values() if follower.task is not None]
+        self._followers.clear()
+        await end_tasks(tasks)
         if self._context is not None:
             self._context.destroy(linger=0)
 
     def _stop(self, worker: Worker) -> None:
-        followed = self._followed.pop(worker.worker_id, None)
-        if followed is not None:
-            followed.task.cancel()
-
-
-class _Followed(NamedTuple):
-    source: EventSource
-    view: WorkerCacheView
-    task: "asyncio.Task[None]"
+        follower = self._followers.pop(worker.worker_id, None)
+        if follower is not None and follower.task is not None:
+            follower.task.cancel()
 
 
 @dataclass(slots=True)
@@ -102,6 +86,7 @@ class _Follower:
     source: EventSource
     view: WorkerCacheView
     secret: bytes | None
+    task: "asyncio.Task[None] | None" = None
 
     async def run(self) -> None:
         with self._socket(zmq.SUB, self.source.endpoint) as sub:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from router.body import Api, ParsedBody
+from router.body import Api, ParsedBody, prompt_of
 from service.http.json_depth import JSON_ERRORS
 
 if TYPE_CHECKING:
@@ -56,17 +56,11 @@ def token_seed(adapter: bytes = b"") -> bytes:
 
 def prompt_keys(parsed: ParsedBody) -> list[bytes]:
     """Keys of a request's prompt; of a batch of ids its first prompt, of a batch of texts all of them in a row."""
-    fields = parsed.fields
-    match parsed.api:
-        case Api.CHAT:
-            seed = b"\0".join((_text(fields, "model"), _text(fields, "lora_path"), _text(fields, "tools")))
-            return chain(b"chat\0" + seed, _raw(fields, "messages"))
-        case Api.COMPLETIONS:
-            return _plain_keys(fields, _raw(fields, "prompt"))
-        case Api.EMBEDDINGS:
-            return _plain_keys(fields, _raw(fields, "input"))
-        case Api.GENERATE:
-            return _plain_keys(fields, _raw(fields, "text") or _raw(fields, "input_ids"))
+    fields, prompt = parsed.fields, memoryview(prompt_of(parsed.api, parsed.fields))
+    if parsed.api is Api.CHAT:
+        seed = b"\0".join((_text(fields, "model"), _text(fields, "lora_path"), _text(fields, "tools")))
+        return chain(b"chat\0" + seed, prompt)
+    return _plain_keys(fields, prompt)
 
 
 def _plain_keys(fields: dict[str, msgspec.Raw], prompt: memoryview) -> list[bytes]:
@@ -93,10 +87,6 @@ def _first_ids(prompt: memoryview) -> bytes:
         return b""
 
 
-def _raw(fields: dict[str, msgspec.Raw], name: str) -> memoryview:
-    value = fields.get(name)
-    return memoryview(b"" if value is None else value)
-
-
 def _text(fields: dict[str, msgspec.Raw], name: str) -> bytes:
-    return bytes(_raw(fields, name))
+    value = fields.get(name)
+    return b"" if value is None else bytes(value)

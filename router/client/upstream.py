@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from router.client.session import KEEPALIVE_S, READ_BUFFER_BYTES, keep_alive
-from service.waiter import Waiter
+from service.waiter import Waiter, end_tasks
 
 MAX_HEAD_BYTES = 64 << 10  # of an answer
 MAX_ORIGINS = 4 * 4096  # parsed URLs that are kept
@@ -80,9 +80,7 @@ class HttpUpstream:
     async def close(self) -> None:
         if self._sweep is not None:
             self._sweep.cancel()
-        for task in self._connecting:
-            task.cancel()
-        await asyncio.gather(*self._connecting, return_exceptions=True)
+        await end_tasks(self._connecting)
         for connection in tuple(self.connections):
             connection.close()
         self.origins.clear()

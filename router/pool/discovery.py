@@ -16,7 +16,7 @@ from router.pool.pod_watch import KubeApi, PodWatch, connect
 from router.pool.pods import Pod
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, WorkerTableError
-from service.waiter import loop_time_s
+from service.waiter import end_tasks, loop_time_s
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +47,7 @@ class Discovery:
         self._tasks += [asyncio.create_task(watch.run(), name="discovery") for watch in self._watches]
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         await self._api.close()
 
     def status(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from router.pool.reports import parse_bootstrap, parse_health, parse_load, parse
 from router.pool.states import Check, Health
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
-from service.waiter import loop_time_s
+from service.waiter import end_tasks, loop_time_s
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +84,7 @@ class HealthMonitor:
     async def close(self) -> None:
         tasks = [watch.task for watch in self._watches.values() if watch.task is not None]
         self._watches.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
 
     def on_unreachable(self, worker: Worker, *, refused: str = "", draining: bool = False) -> None:
         """A request failed there. If nothing listens (`refused` says why), or it drains, it leaves the pool now; else it is checked."""

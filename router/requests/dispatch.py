@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from router.admission.admission import PRIORITY_HEADER, Admission, RequestRefused
+from router.admission.admission import PRIORITY_HEADER, Admission
+from router.admission.queue import RequestRefused
 from router.attempts.failed_workers import FailedWorkers
 from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext

@@ -5,15 +5,13 @@ of Finagle and gRPC), and none while requests wait. The idea is Dean's and Barro
 """
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from router.admission.admission import Admission
 from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt
-from router.attempts.request import RequestContext
-from router.body import BadBody
+from router.attempts.request import RequestContext, milliseconds
 from router.metrics import RouterMetrics
 from router.pool.worker import Worker
 from router.requests.picking import Picker
@@ -79,16 +77,10 @@ class Hedging:
 
 def hedge_after_s(headers: Mapping[str, str], default_s: float, *, streams: bool) -> float | None:
     """How long an answer may keep silent; None: for ever, as one that is not streamed and so is silent until it is whole. `BadBody`."""
-    text = headers.get(HEDGE_HEADER)
-    if text is None:
+    named_s = milliseconds(headers, HEDGE_HEADER, zero="no hedge")
+    if named_s is None:
         return default_s if streams else None
-    try:
-        value_s = float(text) / 1000
-    except ValueError:
-        value_s = -1.0
-    if not 0.0 <= value_s < math.inf:
-        raise BadBody(None, f"{HEDGE_HEADER}: must be a number of milliseconds, 0: no hedge; got {text[:40]!r}")
-    return value_s or None
+    return named_s or None
 
 
 def other_pools(pools: Sequence[Sequence[Worker]], taken: Sequence[Worker]) -> list[Sequence[Worker]] | None:

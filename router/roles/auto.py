@@ -20,7 +20,7 @@ from router.pool.workers import WorkerTable
 from router.roles.controller import Controller, Move, Standing
 from router.roles.demand import Gauge, Goals
 from router.roles.switch import Switch, SwitchFailed, SwitchRefused
-from service.waiter import loop_time_s
+from service.waiter import end_tasks, loop_time_s
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +74,7 @@ class AutoRoles:
 
     async def close(self) -> None:
         """A worker ends a move under way, or falls back, by itself."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
 
     def routes(self) -> list[web.RouteDef]:
         return [web.get(PATH, self.handle)]

@@ -20,6 +20,7 @@ from router.pool.states import Check, Health
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from service.http.json_depth import decode_or_none
+from service.waiter import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +80,7 @@ class Switch:
         await asyncio.shield(task)
 
     async def close(self) -> None:
-        for task in self._moves:
-            task.cancel()
-        await asyncio.gather(*self._moves, return_exceptions=True)
+        await end_tasks(self._moves)
 
     def _over(self, task: asyncio.Task[None]) -> None:
         self._moves.discard(task)

@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from router.admission.admission import Admission
-from router.admission.forecast import MIN_POINTS, STALE_S, Forecast, LineFit, TooLate
-from router.admission.queue import AdmissionQueue, TicketStatus
+from router.admission.forecast import MIN_POINTS, STALE_S, Forecast, LineFit
+from router.admission.queue import AdmissionQueue, RequestRefused, TicketStatus
 from router.attempts.events import Events
 from router.attempts.request import Slo
 from router.choice.chooser import make_chooser
@@ -114,24 +114,24 @@ def test_the_fit_finds_a_line_and_follows_when_it_moves() -> None:
     fit, draw = LineFit(), random.Random(1)
     for _ in range(200):
         x = draw.uniform(0, 5000)
-        fit.add(x, 0.02 + 3e-4 * x + draw.gauss(0, 0.005))
+        fit.add(x, 0.02 + 3e-4 * x + draw.gauss(0, 0.005), 0.0)
     assert fit.slope == pytest.approx(3e-4, rel=0.05) and fit.intercept == pytest.approx(0.02, abs=0.01)
     for _ in range(300):
         x = draw.uniform(0, 5000)
-        fit.add(x, 0.01 + 1e-4 * x)
+        fit.add(x, 0.01 + 1e-4 * x, 0.0)
     assert fit.slope == pytest.approx(1e-4, rel=0.1)
 
 
 def test_the_fit_says_nothing_early_and_nothing_absurd() -> None:
     fit = LineFit()
     for i in range(MIN_POINTS - 1):
-        fit.add(i, 1.0)
+        fit.add(i, 1.0, 0.0)
     assert fit.at(3) is None
-    fit.add(100, 0.5)  # falls: no slope then
+    fit.add(100, 0.5, 0.0)  # falls: no slope then
     assert fit.slope == 0.0 and fit.at(1e9) == pytest.approx(fit.intercept)
     same = LineFit()
     for _ in range(50):
-        same.add(7, 2.0)
+        same.add(7, 2.0, 0.0)
     assert same.at(7000) == pytest.approx(2.0), "without spread there is no slope"
 
 
@@ -169,9 +169,9 @@ def test_the_law_is_learnt_and_what_breaks_the_slo_is_refused_and_nothing_else()
             try:
                 forecast.in_time([worker], Slo(ttft_s=2.0), tokens={worker.worker_id: own}, now_s=61.0)
                 wrong += late
-            except TooLate as err:
+            except RequestRefused as err:
                 wrong += not late
-                assert err.what == "ttft" and err.retry_after_s >= 1
+                assert err.why == "slo_ttft" and err.retry_after_s is not None and err.retry_after_s >= 1
         table.loads.release(lease)
     assert wrong == 0
 
@@ -193,11 +193,11 @@ def test_one_request_tries_a_worker_of_which_nothing_was_heard_for_long() -> Non
     forecast = Forecast()
     teach(forecast, table, slow, speed=0.01)
     ask: dict[str, Any] = {"slo": Slo(ttft_s=1.0), "tokens": {slow.worker_id: 100}}
-    with pytest.raises(TooLate):
+    with pytest.raises(RequestRefused):
         forecast.in_time([slow], now_s=80.0, **ask)
     later_s = 1000.0 + STALE_S
     assert forecast.in_time([slow], now_s=later_s, **ask) == [slow]
-    with pytest.raises(TooLate):
+    with pytest.raises(RequestRefused):
         forecast.in_time([slow], now_s=later_s + 1, **ask)
 
 
@@ -231,7 +231,7 @@ def test_time_between_tokens_is_foretold_by_the_requests_at_the_worker() -> None
     leases = [table.loads.charge(worker, 1) for _ in range(9)]
     assert forecast.in_time([worker], slo, tokens={}, now_s=3.0) == [worker]
     leases.append(table.loads.charge(worker, 1))
-    with pytest.raises(TooLate, match="time between tokens would take about 32 ms, more than the 30 ms"):
+    with pytest.raises(RequestRefused, match="time between tokens would take about 32 ms, more than the 30 ms"):
         forecast.in_time([worker], slo, tokens={}, now_s=3.0)
 
 
@@ -341,8 +341,8 @@ def test_metrics_show_circuits_what_is_foretold_and_who_waits() -> None:
     metrics = RouterMetrics(table, admission=admission)
     ttft, itl = admission.forecast.fits(known)
     for i in range(MIN_POINTS):
-        ttft.add(1000.0 * i, 0.25 + 0.5 * i)
-        itl.add(1.0 + i, 0.02 + 0.01 * i)
+        ttft.add(1000.0 * i, 0.25 + 0.5 * i, 0.0)
+        itl.add(1.0 + i, 0.02 + 0.01 * i, 0.0)
     for _ in range(3):
         admission.queue.arrive("", priority=0, now_s=0.0)
     for _ in range(table.breaker.cb_failure_threshold):
