@@ -6,7 +6,7 @@ Beside `tandem_router_*` stand the names of SGLang's router (`smg_*`) for the sa
 import time
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from aiohttp import web
@@ -206,9 +206,10 @@ def _of_workers(workers: Sequence[Worker], feed: KVEventFeed | None) -> Iterator
     for name, text, value in _WORKER_VALUES:
         yield _by_worker(workers, name, text, value)
     if feed is not None:
+        views = {worker: view for worker in workers if (view := feed.view_of(worker)) is not None}
         yield _by_worker(workers, "prefix_blocks", "Prefixes of prompts known to be there", feed.num_prefixes)
-        yield _by_worker(workers, "kv_event_tokens", "Tokens it caches, by KV events", feed.num_event_tokens)
-        yield _by_worker(workers, "kv_event_gaps", "Times that KV events were lost", feed.num_event_gaps)
+        yield _by_worker(views, "kv_event_tokens", "Tokens it caches, by KV events", lambda w: views[w].num_tokens)
+        yield _by_worker(views, "kv_event_gaps", "Times that KV events were lost", lambda w: views[w].num_gaps)
 
 
 def _of_admission(workers: Sequence[Worker], admission: Admission) -> Iterator[Metric]:
@@ -228,7 +229,7 @@ def _known(fit: LineFit, what: str) -> float | None:
     return getattr(fit, what) if fit.is_known else None
 
 
-def _by_worker(workers: Sequence[Worker], name: str, text: str, value: WorkerValue) -> Metric:
+def _by_worker(workers: Iterable[Worker], name: str, text: str, value: WorkerValue) -> Metric:
     family = GaugeMetricFamily(f"tandem_router_worker_{name}", text, labels=["url", "role"])
     for worker in workers:
         number = value(worker)

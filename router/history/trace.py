@@ -45,14 +45,13 @@ class RequestTraces:
         trace.outcome.key = self._recorder.begin(trace, request.started_s)
 
     def on_sent(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
-        self._running[request].attempts.append(AttemptTrace(attempt))
+        self._running[request].add(attempt)
 
     def on_attempt_failed(
         self, request: RequestContext, attempt: PairAttempt, failure: CallFailed, now_s: float
     ) -> None:
-        for trace in self._running[request].attempts:
-            if trace.attempt is attempt:
-                trace.outcome.failure, trace.outcome.failed_s = str(failure)[:MAX_FAILURE_CHARS], now_s
+        shown = self._running[request].attempts[attempt]
+        shown.failure, shown.failed_s = str(failure)[:MAX_FAILURE_CHARS], now_s
 
     def on_ended(self, request: RequestContext, status: int, now_s: float) -> None:
         trace = self._running.pop(request, None)
@@ -82,46 +81,20 @@ class _PastCall(msgspec.Struct, frozen=True):
     """A call that is over. `error`: what went wrong ("": nothing)."""
 
     worker: Worker
+    sent_s: float
     over_s: float
     error: str
 
 
-class AttemptTrace:
-    """One attempt: itself while the request runs; after that the outcome of its calls, without their bytes."""
-
-    def __init__(self, attempt: PairAttempt) -> None:
-        prefill = None if attempt.prefill is None else attempt.prefill.worker.url
-        answering = attempt.answering.worker.url
-        self.attempt: PairAttempt | None = attempt
-        self.rooms = attempt.rooms[:MAX_ROOMS]
-        self.past: Sequence[_PastCall] = ()
-        self.outcome = DashboardAttempt(attempt.started_s, answering, prefill, hedge=attempt.hedge)
-
-    def settle(self, now_s: float) -> None:
-        """Drop the calls: they hold the worker's answer and the client's request."""
-        if self.attempt is not None:
-            self.past = [_past(call, self.outcome.started_s, now_s) for call in self.attempt.calls]
-            self.shown()
-            if self.outcome.prefill is not None:
-                self.outcome.prefill_ended_s = self.past[0].over_s
-            self.attempt = None
-
-    def shown(self) -> DashboardAttempt:
-        attempt, outcome = self.attempt, self.outcome
-        if attempt is not None:
-            outcome.cancelled_s = attempt.ended_s if attempt.cancelled else None
-            if attempt.prefill is not None and attempt.prefill.ended:
-                outcome.prefill_ended_s = max(outcome.started_s, attempt.prefill.reply.received_s)
-        return outcome
-
-
 class RequestTrace:
-    """One request: itself while it runs; after that its outcome."""
+    """One request and its attempts: themselves while it runs; after that the outcome, without the bytes that they hold."""
 
     def __init__(self, request: RequestContext, span: SpanContext | None) -> None:
         parsed = request.parsed
         self.span = span
-        self.attempts: list[AttemptTrace] = []
+        self.attempts: dict[PairAttempt, DashboardAttempt] = {}  # while it runs
+        self.past: list[_PastCall] = []  # after that
+        self.rooms: Sequence[int] = ()  # of the last attempt
         self.outcome = DashboardRequest(
             key="",
             request_id=request.request_id[:MAX_ID_CHARS],
@@ -135,11 +108,21 @@ class RequestTrace:
         self._num_samples = parsed.num_samples
         self._model = bytes(parsed.fields.get("model", b""))[:MAX_MODEL_BYTES]
 
+    def add(self, attempt: PairAttempt) -> None:
+        prefill = None if attempt.prefill is None else attempt.prefill.worker.url
+        shown = DashboardAttempt(attempt.started_s, attempt.answering.worker.url, prefill, hedge=attempt.hedge)
+        self.attempts[attempt] = shown
+        self.outcome.attempts.append(shown)
+        self.rooms = attempt.rooms[:MAX_ROOMS]
+
     def end(self, status: int, now_s: float) -> None:
-        for attempt in self.attempts:
-            attempt.settle(now_s)
         outcome, request = self.shown(), self._request
-        self._request = None
+        for attempt, shown in self.attempts.items():
+            past = [_past(call, attempt.started_s, now_s) for call in attempt.calls]
+            if attempt.prefill is not None:
+                shown.prefill_ended_s = past[0].over_s
+            self.past += past
+        self.attempts, self._request = {}, None
         outcome.ended_s, outcome.status = now_s, status
         if request is not None and request.first_byte_s is not None:
             outcome.last_byte_s = request.last_byte_s
@@ -150,9 +133,12 @@ class RequestTrace:
     def shown(self) -> DashboardRequest:
         outcome, request = self.outcome, self._request
         if request is not None:
-            outcome.attempts = [attempt.shown() for attempt in self.attempts]
             outcome.first_byte_s, outcome.num_events = request.first_byte_s, request.num_chunks
             outcome.failure = request.failure[:MAX_FAILURE_CHARS]
+        for attempt, shown in self.attempts.items():
+            shown.cancelled_s = attempt.ended_s if attempt.cancelled else None
+            if attempt.prefill is not None and attempt.prefill.ended:
+                shown.prefill_ended_s = max(attempt.started_s, attempt.prefill.reply.received_s)
         return outcome
 
     def record(self) -> Record:
@@ -161,12 +147,11 @@ class RequestTrace:
         spans = [
             Span(
                 name=f"{past.worker.role.value} leg",
-                start_s=attempt.outcome.started_s + wall,
+                start_s=past.sent_s + wall,
                 end_s=past.over_s + wall,
                 attributes={"url.full": past.worker.url, **({"error.type": past.error} if past.error else {})},
             )
-            for attempt in self.attempts
-            for past in attempt.past
+            for past in self.past
         ]
         if outcome.first_byte_s is not None:
             spans.append(Span(name="answer", start_s=outcome.first_byte_s + wall, end_s=ended_s))
@@ -183,10 +168,6 @@ class RequestTrace:
         )
 
     @property
-    def _rooms(self) -> Sequence[int]:
-        return self.attempts[-1].rooms if self.attempts else ()
-
-    @property
     def _ttfb_s(self) -> float | None:
         first_byte_s = self.outcome.first_byte_s
         return None if first_byte_s is None else first_byte_s - self.outcome.started_s
@@ -196,14 +177,14 @@ class RequestTrace:
         found: dict[str, str | int | float] = {"url.path": outcome.path, "http.response.status_code": outcome.status}
         if self._num_samples:
             found["gen_ai.request.choice.count"] = self._num_samples
-        if self._rooms:
-            found["tandem.bootstrap_room"] = ",".join(map(str, self._rooms))
+        if self.rooms:
+            found["tandem.bootstrap_room"] = ",".join(map(str, self.rooms))
         if self._ttfb_s is not None:
             found["gen_ai.response.time_to_first_chunk"] = self._ttfb_s
         return found
 
     def log(self) -> None:
-        workers = " ".join(past.worker.url for attempt in self.attempts for past in attempt.past)
+        workers = " ".join(past.worker.url for past in self.past)
         path, status = self.outcome.path, self.outcome.status
         taken_s = (self.outcome.ended_s or self.outcome.started_s) - self.outcome.started_s
         fields = about(
@@ -212,7 +193,7 @@ class RequestTrace:
             status=status,
             duration_s=round(taken_s, 6),
             ttfb_s=-1.0 if self._ttfb_s is None else round(self._ttfb_s, 6),
-            room=str(self._rooms[0]) if self._rooms else "",
+            room=str(self.rooms[0]) if self.rooms else "",
             workers=workers,
         )
         log.info("%s %d %.3fs %s to %s", path, status, taken_s, self._request_id, workers or "none", extra=fields)
@@ -224,7 +205,7 @@ def _past(call: UpstreamCall, sent_s: float, now_s: float) -> _PastCall:
     error = "" if reply.error is None else reply.error.reason
     if not error and reply.status >= 400:
         error = str(reply.status)
-    return _PastCall(call.worker, max(sent_s, over_s), error)
+    return _PastCall(call.worker, sent_s, max(sent_s, over_s), error)
 
 
 def _last_failure(attempts: Sequence[DashboardAttempt]) -> str:

@@ -60,10 +60,6 @@ class HealthMonitor:
         self._watches: dict[int, _Watch] = {}
         self._begin_s = 0.0  # when the last watch began, or will
 
-    @property
-    def num_watched(self) -> int:
-        return len(self._watches)
-
     def watch(self, worker: Worker) -> None:
         """Check `worker` now and then every interval. A thousand at once begin within half a second."""
         self._begin_s = max(loop_time_s(), self._begin_s + BETWEEN_S)

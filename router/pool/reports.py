@@ -3,24 +3,22 @@
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from router.pool.worker import STAGES, LoadReport
+from router.pool.worker import LoadReport
 from service.http.errors import DRAINING
 from service.http.json_depth import decode_or_none
 
 MAX_INCARNATION_CHARS = 128
 MAX_BUSY_S = 1e9
 _USED = ("num_used_tokens", "num_tokens")
-# Where SGLang's /v1/loads names a stage: inside `disaggregation`, or beside it.
+# The stages in the order of a request's way, and where SGLang's /v1/loads names them: inside `disaggregation`, or beside it.
 _STAGE_NAMES = {
     "bootstrap": "prefill_bootstrap_queue_reqs",
+    "waiting": "num_waiting_reqs",
     "inflight": "prefill_inflight_queue_reqs",
     "prealloc": "decode_prealloc_queue_reqs",
     "transfer": "decode_transfer_queue_reqs",
-    "retracted": "decode_retracted_queue_reqs",
-    "waiting": "num_waiting_reqs",
     "running": "num_running_reqs",
+    "retracted": "decode_retracted_queue_reqs",  # they lost their memory, and wait for more
 }
 
 
@@ -51,8 +49,7 @@ def parse_load(answer: object) -> LoadReport | None:
 
 def _stages(rows: list[dict[str, Any]]) -> dict[str, int]:
     found = [*rows, *_parts(rows, "disaggregation")]
-    names = [(stage, _STAGE_NAMES[stage]) for stage in STAGES]
-    return {stage: _total(found, name) for stage, name in names if any(name in part for part in found)}
+    return {stage: _total(found, name) for stage, name in _STAGE_NAMES.items() if any(name in part for part in found)}
 
 
 def _pending(row: dict[str, Any]) -> int:
@@ -100,32 +97,28 @@ def parse_bootstrap(info: object, *, url_host: str) -> tuple[str, int | None]:
 
 def says_draining(body: bytes) -> bool:
     """Whether a 503 is that of a worker that drains: on /health by `status`, else by the error's code."""
-    answer = decode_or_none(body)
-    if not isinstance(answer, dict):
-        return False
-    error = answer.get("error")
-    return answer.get("status") == DRAINING or (isinstance(error, dict) and error.get("code") == DRAINING)
-
-
-class _Error(msgspec.Struct):
-    message: str
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _Error
+    answer = _object(body)
+    return answer.get("status") == DRAINING or _error(answer).get("code") == DRAINING
 
 
 def parse_error(body: bytes) -> str | None:
     """The message of an error in OpenAI's shape; None for any other answer."""
-    found: _ErrorBody | None = decode_or_none(body, _ErrorBody)
-    return None if found is None else found.error.message
+    message = _error(_object(body)).get("message")
+    return message if isinstance(message, str) else None
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    return decode_or_none(body, dict[str, Any]) or {}
+
+
+def _error(answer: dict[str, Any]) -> dict[str, Any]:
+    error = answer.get("error")
+    return error if isinstance(error, dict) else {}
 
 
 def parse_health(body: bytes) -> tuple[str, float | None]:
     """(incarnation, seconds that the present step has taken); "" and None for what /health does not report."""
-    health = decode_or_none(body)
-    if not isinstance(health, dict):
-        return "", None
+    health = _object(body)
     incarnation, busy_s = health.get("incarnation"), health.get("busy_s")
     return (
         incarnation[:MAX_INCARNATION_CHARS] if isinstance(incarnation, str) else "",

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 MAX_WORKERS = 4096  # of one table
 MAX_LOG = 1 << 14  # changes that are kept; a reader that is further behind reads every worker
-# In the order of a request's way; "retracted" lost its memory and waits for more.
-STAGES = ("bootstrap", "waiting", "inflight", "prealloc", "transfer", "running", "retracted")
 
 
 class Role(StrEnum):
@@ -35,7 +33,7 @@ class Role(StrEnum):
 class LoadReport:
     """What a worker reports, in requests and tokens, summed over its ranks. `*_total`: since its start.
 
-    `stages`: requests by stage (`STAGES`), as far as reported. `transfer_*`: means of its last KV transfers.
+    `stages`: requests by stage, as far as reported (reports.py). `transfer_*`: means of its last KV transfers.
     `pending_tokens`: KV that requests in decode's prealloc queue want. `busy_ms_total`: with something to compute.
     """
 
