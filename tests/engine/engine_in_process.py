@@ -82,7 +82,8 @@ class EngineInProcess:
         assert counts["held"] == counts["quarantined"] == 0
 
     def turn(self) -> bool:
-        self.parts.disk.turn()
+        if self.parts.disk is not None:
+            self.parts.disk.turn()
         plan = self.parts.scheduler.schedule(time.monotonic())
         worked = plan is not None or self.pipeline.num_launched > 0
         self.pipeline.advance(plan)
@@ -105,7 +106,8 @@ class EngineInProcess:
         self.close()
 
     def close(self) -> None:
-        self.parts.disk.close()
+        if self.parts.disk is not None:
+            self.parts.disk.close()
         self.parts.device.executor.close()
 
 
