@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from service.flags import FlagSpec, Range, option_of, shown, spec_of
+from service.flags import FlagSpec, option_of, shown, spec_of
 
 Config = TypeVar("Config")
 Parse = Callable[[str], Any]
@@ -149,17 +149,16 @@ def _metavar(flag: Flag) -> str:
 def _help_text(flag: Flag) -> str:
     """Return the text, then in brackets a range with two ends, the special values, the default."""
     spec = flag.spec
-    numbers = spec.range
-    notes = [numbers.bounds()] if _has_two_ends(numbers) else []
-    notes += numbers.meanings()
+    notes = [spec.bounds()] if _has_two_ends(spec) else []
+    notes += spec.meanings()
     if not (flag.is_switch or flag.default in (None, "", ()) or "default:" in spec.help):
         notes.append(f"default: {shown(flag.default)}")
     return (spec.help + (f" ({'; '.join(notes)})" if notes else "")).replace("%", "%%")
 
 
-def _has_two_ends(numbers: Range) -> bool:
-    lower = numbers.above if numbers.least is None else numbers.least
-    upper = numbers.below if numbers.most is None else numbers.most
+def _has_two_ends(spec: FlagSpec) -> bool:
+    lower = spec.above if spec.least is None else spec.least
+    upper = spec.below if spec.most is None else spec.most
     return None not in (lower, upper) and upper != math.inf
 
 

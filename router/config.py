@@ -17,7 +17,7 @@ def _seconds(
 ) -> Any:
     """A flag in seconds: above `above`, else at least 0. `zero`: what 0 means."""
     least = 0 if above is None else None
-    special: dict[float, str] | None = None if zero is None else {0: zero}
+    special = {} if zero is None else {0.0: zero}
     return flag(default, help, unit="s", above=above, least=least, special=special, option=option)
 
 

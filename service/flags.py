@@ -13,17 +13,27 @@ class ConfigError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """The numbers that a flag takes: within the bounds, or one of `special` (value -> its meaning)."""
+class FlagSpec:
+    """What a flag is, beside its field's name, type and default.
 
+    unit: "s" for seconds, in a field that ends in `_s`    option: the public name, if not the field's without `_s`
+    above, least, most, below: of the number, or of each of a tuple    special: values with a meaning of their own
+    by_hand: the command parses it itself (several values)
+    """
+
+    help: str
+    choices: tuple[str, ...] | None = None
+    unit: str | None = None
     above: float | None = None
     least: float | None = None
     most: float | None = None
     below: float | None = None
     special: Mapping[float, str] = dataclasses.field(default_factory=dict)
+    option: str | None = None
+    by_hand: bool = False
 
     def holds(self, value: float) -> bool:
-        """False for nan."""
+        """Whether a number is within the bounds or special. False for nan."""
         return value in self.special or (
             value == value
             and (self.above is None or value > self.above)
@@ -47,47 +57,21 @@ class Range:
         return [f"{shown(value)}: {meaning}" for value, meaning in self.special.items()]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FlagSpec:
-    """The metadata of a flag. `by_hand`: the command parses it itself (several values)."""
-
-    help: str
-    choices: tuple[str, ...] | None
-    unit: str | None
-    range: Range
-    option: str | None
-    by_hand: bool
-
-
-def flag(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    unit: str | None = None,
-    above: float | None = None,
-    least: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-    special: Mapping[float, str] | None = None,
-    option: str | None = None,
-    by_hand: bool = False,
-) -> Any:
-    """A field that is a flag.
-
-    unit: "s" for seconds, in a field that ends in `_s`    option: the public name, if not the field's without `_s`
-    above, least, most, below: of the number, or of each of a tuple    special: values with a meaning of their own
-    """
-    numbers = Range(above=above, least=least, most=most, below=below, special=special or {})
-    spec = FlagSpec(help=help, choices=choices, unit=unit, range=numbers, option=option, by_hand=by_hand)
-    return dataclasses.field(default=default, metadata={_METADATA: spec})
+def flag(default: Any, help: str, **spec: Any) -> Any:
+    """A field that is a flag. `spec`: of `FlagSpec`."""
+    return dataclasses.field(default=default, metadata={_METADATA: FlagSpec(help=help, **spec)})
 
 
 class FlagSet:
     """Base of the configs. Raises ConfigError for values out of range."""
 
     def __post_init__(self) -> None:
-        _check_ranges(self)
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            for item in value if isinstance(value, tuple) else (value,):
+                if item is not None and (wrong := _wrong(spec_of(field), item)) is not None:
+                    default = "" if field.default in (None, (), "") else f"; the default is {shown(field.default)}"
+                    raise ConfigError(f"{option_of(field)}: {wrong}{default}")
 
 
 def spec_of(field: "dataclasses.Field[Any]") -> FlagSpec:
@@ -113,21 +97,12 @@ def values_by_name(config: Any) -> dict[str, Any]:
     }
 
 
-def _check_ranges(config: Any) -> None:
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        for item in value if isinstance(value, tuple) else (value,):
-            if item is not None and (wrong := _wrong(spec_of(field), item)) is not None:
-                default = "" if field.default in (None, (), "") else f"; the default is {shown(field.default)}"
-                raise ConfigError(f"{option_of(field)}: {wrong}{default}")
-
-
 def _wrong(spec: FlagSpec, value: Any) -> str | None:
     if spec.choices is not None and value not in spec.choices:
         return f"must be one of {', '.join(spec.choices)}, got {value!r}"
-    if isinstance(value, int | float) and not isinstance(value, bool) and not spec.range.holds(value):
-        special = "; ".join(spec.range.meanings())
-        return f"must be {spec.range.bounds()}{f' ({special})' if special else ''}, got {shown(value)}"
+    if isinstance(value, int | float) and not isinstance(value, bool) and not spec.holds(value):
+        special = "; ".join(spec.meanings())
+        return f"must be {spec.bounds()}{f' ({special})' if special else ''}, got {shown(value)}"
     return None
 
 

@@ -33,25 +33,14 @@ def make_compiler(
     """`backend`: "llguidance" | "xgrammar" | "none". Raises ConfigError when its library is missing."""
     if backend == "none":
         return None
+    make: Callable[..., Compiler]
     try:
-        make = _BACKENDS[backend]()
+        if backend == "xgrammar":
+            from engine.grammar.xgrammar_backend import XgrammarCompiler as make
+        else:
+            from engine.grammar.llguidance_backend import LlguidanceCompiler as make
     except ImportError as error:
         raise ConfigError(
             f"--grammar-backend {backend}: {error}; install it (pip install {backend}) or choose another"
         ) from error
     return make(tokenizer, vocab_size=vocab_size, eos_ids=eos_ids, any_whitespace=any_whitespace)
-
-
-def _llguidance() -> Callable[..., Compiler]:
-    from engine.grammar.llguidance_backend import LlguidanceCompiler
-
-    return LlguidanceCompiler
-
-
-def _xgrammar() -> Callable[..., Compiler]:
-    from engine.grammar.xgrammar_backend import XgrammarCompiler
-
-    return XgrammarCompiler
-
-
-_BACKENDS = {"llguidance": _llguidance, "xgrammar": _xgrammar}

@@ -4,8 +4,8 @@ It receives the exact bytes of every token from our own tokenizer, so every toke
 """
 
 import json
-import threading
 from collections.abc import Sequence
+from functools import cached_property
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
@@ -33,27 +33,25 @@ class LlguidanceCompiler:
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
         self._any_whitespace = any_whitespace
-        self._lock = threading.Lock()
-        self._vocabulary: LLTokenizer | None = None
-        self._writes_bytes = True
+
+    @cached_property
+    def _vocabulary(self) -> tuple[LLTokenizer, bool]:
+        """Of the model, and whether it writes every byte."""
+        vocabulary = _Vocabulary(self._tokenizer, vocab_size=self._vocab_size, eos_ids=self._eos_ids)
+        return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=self._eos_ids or None), vocabulary.writes_bytes
 
     def prepare(self) -> None:
-        with self._lock:
-            if self._vocabulary is None:
-                self._load_vocabulary()
+        _ = self._vocabulary
 
     def compile(self, spec: GrammarSpec) -> StartGrammar:
-        self.prepare()
-        assert self._vocabulary is not None
+        vocabulary, writes_bytes = self._vocabulary
         try:
             source = self._source(spec)
         except GrammarInvalid:
             raise
         except _CONVERTER_ERRORS as error:
             raise GrammarInvalid(_one_line(str(error) or type(error).__name__)) from None
-        matcher = LLMatcher(
-            self._vocabulary, source if self._writes_bytes else _without_forcing(source), log_level=SILENT
-        )
+        matcher = LLMatcher(vocabulary, source if writes_bytes else _without_forcing(source), log_level=SILENT)
         if matcher.is_error():
             raise GrammarInvalid(_one_line(matcher.get_error()))
 
@@ -80,11 +78,6 @@ class LlguidanceCompiler:
                 special = {self._tokenizer.token_text(i) for i in self._tokenizer.special_ids}
                 return LLMatcher.grammar_from_lark(structural_lark(spec.source, special_tokens=special))
         raise GrammarInvalid(f"{spec.kind} is no kind of grammar")
-
-    def _load_vocabulary(self) -> None:
-        vocabulary = _Vocabulary(self._tokenizer, vocab_size=self._vocab_size, eos_ids=self._eos_ids)
-        self._writes_bytes = vocabulary.writes_bytes
-        self._vocabulary = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=self._eos_ids or None)
 
 
 class LlguidanceState:

@@ -5,8 +5,8 @@ Its package imports torch and transformers, so only the scheduler's process impo
 """
 
 import json
-import threading
 from collections.abc import Sequence
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -33,19 +33,18 @@ class XgrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
         self._any_whitespace = any_whitespace
-        self._lock = threading.Lock()
-        self._compiler: xg.GrammarCompiler | None = None
+
+    @cached_property
+    def _compiler(self) -> xg.GrammarCompiler:
+        return xg.GrammarCompiler(self._vocabulary(), max_threads=1, cache_enabled=False)
 
     def prepare(self) -> None:
-        with self._lock:
-            if self._compiler is None:
-                self._compiler = xg.GrammarCompiler(self._vocabulary(), max_threads=1, cache_enabled=False)
+        _ = self._compiler
 
     def compile(self, spec: GrammarSpec) -> StartGrammar:
-        self.prepare()
-        assert self._compiler is not None
+        compiler = self._compiler
         try:
-            compiled = self._compiled(self._compiler, spec)
+            compiled = self._compiled(compiler, spec)
         except GrammarInvalid:
             raise
         except (RuntimeError, ValueError, TypeError, RecursionError) as error:

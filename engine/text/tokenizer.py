@@ -22,12 +22,10 @@ BROKEN = "�"  # what a decoder puts where bytes are not UTF-8
 class Tokenizer:
     """One checkpoint's tokenizer. `config`: tokenizer_config.json, {} when the file is absent."""
 
-    def __init__(
-        self, backend: tokenizers.Tokenizer, *, config: dict[str, Any] | None = None, byte_level: bool | None = None
-    ) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, *, config: dict[str, Any] | None = None) -> None:
         self.backend = backend
         self.config = config or {}
-        self.byte_level = _is_byte_level(backend) if byte_level is None else byte_level
+        self.byte_level = _is_byte_level(backend)
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         backend.no_truncation()
         backend.no_padding()

@@ -16,7 +16,7 @@ from disagg.config import DisaggConfig
 from engine.config import EngineConfig, ServerConfig
 from planner.config import PlanConfig
 from router.config import RouterConfig
-from service.flags import ConfigError, FlagSet, Range, flag, option_of, spec_of, values_by_name
+from service.flags import ConfigError, FlagSet, FlagSpec, flag, option_of, spec_of, values_by_name
 
 CONFIGS = (
     *(EngineConfig, ServerConfig, DisaggConfig, RouterConfig, BootstrapConfig),
@@ -155,10 +155,10 @@ def test_one_habit_of_units_and_whole_sentences(config_class: type) -> None:
         assert not name.endswith(("-s", "-ms", "-us")) or name == "--transfer-gb-s", name
         assert not spec.help.startswith("...") and not spec.help.endswith((",", ".")), name
         if field.type in (int, float):
-            assert spec.range.bounds() or field.name in NO_RANGE, name
+            assert spec.bounds() or field.name in NO_RANGE, name
 
 
-def outside(numbers: Range) -> Iterator[float]:
+def outside(numbers: FlagSpec) -> Iterator[float]:
     """Values next to the bounds that are out of range."""
     near = [numbers.least - 1, numbers.least - 2] if numbers.least is not None else []
     near += [numbers.most + 1] if numbers.most is not None else []
@@ -171,9 +171,9 @@ def test_every_flag_refuses_what_is_out_of_its_range_by_name(config_class: type)
     config_class()
     for field in fields(config_class):
         spec = spec_of(field)
-        bad = [*outside(spec.range), *(["no such choice"] if spec.choices else [])]
+        bad = [*outside(spec), *(["no such choice"] if spec.choices else [])]
         for value in bad:
             with pytest.raises(ConfigError, match=f"^{option_of(field)}: must be "):
                 config_class(**{field.name: (value,) if field.default == () else value})
-        for value in spec.range.special:
+        for value in spec.special:
             config_class(**{field.name: value})
