@@ -241,7 +241,7 @@ def time_managers(pair: Pair, src: Sequence[int], dst: Sequence[int]) -> float:
     until(lambda: sender.poll() in (KVPoll.WaitingForInput, KVPoll.Failed), pair.changed, what="indices")
     assert sender.poll() is KVPoll.WaitingForInput, sender.failure()
     begin = time.monotonic()
-    sender.send(src, start=0, last=True, metadata_row=0)
+    sender.send(src, start=0, metadata_row=0)
     success_at = float(pair.answer()["success_at"])
     until(lambda: sender.poll() is KVPoll.Success and sender.released(), pair.changed, what="release")
     pair.answer()

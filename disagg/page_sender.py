@@ -89,7 +89,7 @@ class PageSender:
         for until, by_layer in ((min(item.start // size, end), False), (end, True)):
             if until > handover.sent_pages:
                 pages, gate = request.pages[handover.sent_pages : until], Gate(step, by_layer)
-                handover.sender.send(pages, start=handover.sent_pages, last=False, gate=gate)
+                handover.sender.send(pages, start=handover.sent_pages, gate=gate)
                 handover.sent_pages = until
                 handover.last_pages = len(pages)
 
@@ -98,7 +98,7 @@ class PageSender:
         whole = request.computed_len // self._page_size
         complete = request.computed_len >= len(request.input_ids)
         if handover.stage is HandoverStage.COMPUTING and not complete and whole - sent >= self._least_pages:
-            handover.sender.send(request.pages[sent:whole], start=sent, last=False)
+            handover.sender.send(request.pages[sent:whole], start=sent)
             handover.sent_pages = whole
 
     def add_computed(self, handover: PrefillHandover, output: TokenOutput, first: ItemResult) -> None:
@@ -132,7 +132,7 @@ class PageSender:
 
     def _send_last(self, handover: PrefillHandover, now_s: float) -> None:
         rest = handover.request.pages[handover.sent_pages :]
-        handover.sender.send(rest, start=handover.sent_pages, last=True, metadata_row=handover.metadata_row)
+        handover.sender.send(rest, start=handover.sent_pages, metadata_row=handover.metadata_row)
         handover.sent_pages += len(rest)
         handover.stage = HandoverStage.TRANSFER
         handover.last_pages, handover.last_sent_s = len(rest) or handover.last_pages, now_s

@@ -110,8 +110,8 @@ class Resumption:
         handover.stage = HandoverStage.TRANSFER
         known = request.tokens(0, request.num_tokens - 1)
         given = self._requested_pages(request)
-        work = Work(tokens=known, skip_pages=request.shared_pages, priority=request.priority, share=request.keep_kv)
-        handover.receiver.recompute(given, row, work)
+        work = Work(tokens=known, priority=request.priority, share=request.keep_kv)
+        handover.receiver.provide(given, row, skip_pages=request.shared_pages, work=work)
         return True
 
     def _requested_pages(self, request: Request) -> list[int]:

@@ -145,20 +145,14 @@ class PlannedSender:
         return self.room.prefill_state
 
     def send(
-        self,
-        src_pages: Sequence[int],
-        *,
-        start: int,
-        last: bool,
-        metadata_row: int | None = None,
-        gate: Gate | None = None,
+        self, src_pages: Sequence[int], *, start: int, metadata_row: int | None = None, gate: Gate | None = None
     ) -> None:
         """`start`: in pages of the prompt. Pages that decode has cached are not moved."""
         if self.room.prefill_state is KVPoll.Failed:
             return
         end, skip = start + len(src_pages), self.room.skip_pages
         num_pages = max(end, skip) - max(start, skip)
-        self.network.send(self.room, num_pages=num_pages, row=metadata_row if last else None)
+        self.network.send(self.room, num_pages=num_pages, row=metadata_row)
 
     def abort(self, reason: str) -> None:
         self.network.fail(self.room)
@@ -184,12 +178,12 @@ class PlannedReceiver:
     def poll(self) -> KVPoll:
         return self.room.decode_state
 
-    def provide(self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0) -> None:
+    def provide(
+        self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0, work: Work | None = None
+    ) -> None:
+        assert work is None, "decode workers of a plan recompute by themselves"
         self.room.skip_pages = skip_pages
         self.network.provide(self.room, num_pages=len(dst_pages), row=metadata_row)
-
-    def recompute(self, dst_pages: Sequence[int], metadata_row: int, work: Work) -> None:
-        raise AssertionError("decode workers of a plan recompute by themselves")
 
     def abort(self, reason: str) -> None:
         self.network.fail(self.room)

@@ -133,10 +133,9 @@ class BackendUnavailable(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """KV of `tokens` that prefill computes without sampling, and sends without the first `skip_pages` pages."""
+    """KV of `tokens` that prefill computes without sampling."""
 
     tokens: Sequence[int]
-    skip_pages: int = 0
     priority: int = 0
     share: bool = True
 

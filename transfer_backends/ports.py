@@ -74,18 +74,12 @@ class KVSender(Protocol):
     def poll(self) -> KVPoll: ...
 
     def send(
-        self,
-        src_pages: Sequence[int],
-        *,
-        start: int,
-        last: bool,
-        metadata_row: int | None = None,
-        gate: Gate | None = None,
+        self, src_pages: Sequence[int], *, start: int, metadata_row: int | None = None, gate: Gate | None = None
     ) -> None:
         """Queue pages: `src_pages[i]` is page `start + i` of the prompt. Chunks come in order, from page 0, without gaps.
 
-        Not before `WaitingForInput`; a no-op after a failure. `last` ends the transfer and sends `metadata_row`.
-        `gate`: opens when the pages are complete; gates come in the order of steps, never with `last`.
+        Not before `WaitingForInput`; a no-op after a failure. `metadata_row`: of decode's, sent last; it ends the transfer.
+        `gate`: opens when the pages are complete; gates come in the order of steps, never with the row.
         """
 
     def abort(self, reason: str) -> None:
@@ -105,11 +99,13 @@ class KVReceiver(Protocol):
 
     def poll(self) -> KVPoll: ...
 
-    def provide(self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0) -> None:
-        """Send prefill the pages of the prompt after its first `skip_pages`: once, in `WaitingForInput`. A no-op after a failure."""
+    def provide(
+        self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0, work: Work | None = None
+    ) -> None:
+        """Send prefill the pages of the prompt after its first `skip_pages`: once, in `WaitingForInput`. A no-op after a failure.
 
-    def recompute(self, dst_pages: Sequence[int], metadata_row: int, work: Work) -> None:
-        """As `provide`, and request `work` (with its own `skip_pages`). For a room attempt above 0."""
+        `work`: what prefill has to compute for a room attempt above 0; attempt 0 has a request there.
+        """
 
     def abort(self, reason: str) -> None:
         """Fail the transfer and notify prefill. A no-op when final."""

@@ -141,7 +141,7 @@ def _send(
     until(lambda: sender.poll() in (KVPoll.WaitingForInput, KVPoll.Failed), changed, what="indices")
     assert sender.poll() is KVPoll.WaitingForInput, sender.failure()
     begin = time.monotonic()
-    sender.send(src, start=0, last=True, metadata_row=0)
+    sender.send(src, start=0, metadata_row=0)
     seconds = float(_answer(child)["success_at"]) - begin
     until(lambda: sender.poll() is KVPoll.Success and sender.released(), changed, what="release")
     sender.close()

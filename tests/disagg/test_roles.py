@@ -109,9 +109,11 @@ def record(cluster: Cluster, rid: str, sent: list[Sent]) -> None:
     sender: Any = cluster.prefill.role._handovers[rid].sender  # type: ignore[union-attr]
     send = sender.send
 
-    def recorded(src_pages: list[int], *, start: int, last: bool, gate: Gate | None = None, **aux: Any) -> None:
-        sent.append((start, len(src_pages), gate, last))
-        send(src_pages, start=start, last=last, gate=gate, **aux)
+    def recorded(
+        src_pages: list[int], *, start: int, gate: Gate | None = None, metadata_row: int | None = None
+    ) -> None:
+        sent.append((start, len(src_pages), gate, metadata_row is not None))
+        send(src_pages, start=start, gate=gate, metadata_row=metadata_row)
 
     sender.send = recorded
 

@@ -161,13 +161,7 @@ class Sender:
         return self._side.state
 
     def send(
-        self,
-        src_pages: Sequence[int],
-        *,
-        start: int,
-        last: bool,
-        metadata_row: int | None = None,
-        gate: Gate | None = None,
+        self, src_pages: Sequence[int], *, start: int, metadata_row: int | None = None, gate: Gate | None = None
     ) -> None:
         if self._side.state in FINAL:
             return
@@ -182,8 +176,8 @@ class Sender:
             write = functools.partial(self._wire.copy_pages, [s], [d])
             room.writes.append(write if gate is None else Gated(gate.step, write))
             self._wire.num_gated += gate is not None
-        if last:
-            assert metadata_row is not None and gate is None
+        if metadata_row is not None:
+            assert gate is None
             room.writes.append(lambda: self._wire.copy_row(metadata_row, room.dst_row))
             room.writes.append(self._landed)
 
@@ -244,15 +238,20 @@ class Receiver:
     def poll(self) -> KVPoll:
         return self._side.state
 
-    def provide(self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0) -> None:
+    def provide(
+        self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0, work: Work | None = None
+    ) -> None:
         if self._side.state in FINAL:
             return
         room, pages, side = self._room, list(dst_pages), self._side
-        side.settled = False
+        side.settled, room.recomputes = False, work is not None
         _advance(side, KVPoll.Transferring)
 
         def arrive() -> None:
             room.dst, room.dst_row, room.skip_pages = pages, metadata_row, skip_pages
+            if work is not None:
+                self._wire.recompute_requests.append(RecomputeRequest(*self._key, work))
+                return
             self._wire.num_skipped += skip_pages
             assert room.prefill is not None
             if room.prefill.state in FINAL:  # prefill gave up before: it never wrote
@@ -260,19 +259,6 @@ class Receiver:
                 room.to_decode.append(lambda: _settle(room))
             else:
                 _advance(room.prefill, KVPoll.WaitingForInput)
-
-        room.to_prefill.append(arrive)
-
-    def recompute(self, dst_pages: Sequence[int], metadata_row: int, work: Work) -> None:
-        if self._side.state in FINAL:
-            return
-        room, pages = self._room, list(dst_pages)
-        self._side.settled, room.recomputes, room.skip_pages = False, True, work.skip_pages
-        _advance(self._side, KVPoll.Transferring)
-
-        def arrive() -> None:
-            room.dst, room.dst_row = pages, metadata_row
-            self._wire.recompute_requests.append(RecomputeRequest(*self._key, work))
 
         room.to_prefill.append(arrive)
 

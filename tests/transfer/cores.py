@@ -67,13 +67,13 @@ class JoinedCores:
         self.decode.rooms.provide(self.decode.rooms[KEY], PAGES, 1, 0.0)
         self.exchange()
         if sends:
-            self.send(SRC, last=True)
+            self.send(SRC, row=1)
 
     def send(
-        self, pages: list[int], *, start: int = 0, last: bool, gate: Gate | None = None, now_s: float = 0.0
+        self, pages: list[int], *, start: int = 0, row: int | None = None, gate: Gate | None = None, now_s: float = 0.0
     ) -> None:
-        chunk = Chunk(np.array(pages, np.int64), start, 1 if last else None, gate)
-        self.core.rooms.send(self.core.rooms[KEY], chunk, now_s, last=last)
+        chunk = Chunk(np.array(pages, np.int64), start, row, gate)
+        self.core.rooms.send(self.core.rooms[KEY], chunk, now_s)
 
     def exchange(self) -> None:
         for item in list(self.decode.effects.queue):

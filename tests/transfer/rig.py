@@ -137,7 +137,7 @@ class Pair:
     def works(self, room: int) -> None:
         """A good request is served."""
         sender, receiver = self.meet(room)
-        sender.send([4, 5, 6], start=0, last=True, metadata_row=0)
+        sender.send([4, 5, 6], start=0, metadata_row=0)
         self.succeed(sender, receiver)
 
     @staticmethod

@@ -38,10 +38,10 @@ def give_pages(pair: Any) -> None:
     pair.receiver.provide(PAGES, 0)
 
 
-def send(pair: Any, *, last: bool) -> None:
+def send(pair: Any, *, last: bool = False) -> None:
     give_pages(pair)
     until(lambda: pair.sender.poll() is KVPoll.WaitingForInput)
-    pair.sender.send(PAGES, start=0, last=last, metadata_row=0 if last else None)
+    pair.sender.send(PAGES, start=0, metadata_row=0 if last else None)
 
 
 def assert_both_end(pair: Any) -> None:
@@ -55,7 +55,7 @@ def test_an_abort(opened: Any, side: str, stage: str) -> None:
     if stage == "given":
         give_pages(pair)
     elif stage == "transferring":
-        send(pair, last=False)
+        send(pair)
     (pair.sender if side == "prefill" else pair.receiver).abort("user")
     if stage == "bootstrapping" and side == "prefill":
         give_pages(pair)  # decode has sent nothing yet that prefill could answer
@@ -80,14 +80,14 @@ def test_a_timeout_of_decode(opened: Any, timeout: str) -> None:
     if timeout == "waiting_timeout_s":
         give_pages(pair)
     else:
-        send(pair, last=False)
+        send(pair)
     assert_both_end(pair)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_an_orderly_end(opened: Any, side: str) -> None:
     pair = opened()
-    send(pair, last=False)
+    send(pair)
     (pair.prefill if side == "prefill" else pair.decode).close()
     if side == "prefill":
         until(lambda: pair.receiver.poll() is KVPoll.Failed)
@@ -111,7 +111,7 @@ def test_the_death_of_decode() -> None:
             until(lambda: decode.poll(1) is KVPoll.WaitingForInput)
             decode.provide(1, PAGES, 0)
             until(lambda: sender.poll() is KVPoll.WaitingForInput)
-            sender.send(PAGES, start=0, last=False)
+            sender.send(PAGES, start=0)
             decode.kill()
             until(lambda: sender.poll() is KVPoll.Failed and sender.released())
             sender.close()
@@ -132,7 +132,7 @@ def test_the_death_of_prefill_and_its_next_life_at_the_same_address_within_a_hea
             old.sender(1)
             first = decode.receiver(1, bootstrap="b")
             meet(old, 1, first, PAGES, 0)
-            old.send(1, PAGES, 0, False, None)
+            old.send(1, PAGES, 0, None)
             until(lambda: first.poll() is KVPoll.Transferring)
             old.kill()
         with child("prefill", control_port=int(control.rpartition(":")[2])) as new:
@@ -146,7 +146,7 @@ def test_the_death_of_prefill_and_its_next_life_at_the_same_address_within_a_hea
             new.sender(3)
             second = decode.receiver(3, bootstrap="b")
             meet(new, 3, second, PAGES, 1)
-            new.send(3, PAGES, 0, True, 0)
+            new.send(3, PAGES, 0, 0)
             until(lambda: second.poll() is KVPoll.Success)
             second.close()
             assert decode.counters["peers"] == 1

@@ -112,7 +112,7 @@ def test_bytes_are_exact(prefill: Prefill, decode: ChildWorker) -> None:
         room, sender = meet(prefill, decode, dst, metadata_row=5)
         cuts = [0, *sorted(draw.sample(range(size), min(3, size - 1))), size]
         for start, end in itertools.pairwise(cuts):
-            sender.send(src[start:end], start=start, last=end == size, metadata_row=7 if end == size else None)
+            sender.send(src[start:end], start=start, metadata_row=7 if end == size else None)
         until(lambda s=sender: s.poll() is KVPoll.Success)
         until(lambda r=room: decode.poll(r) is KVPoll.Success)
         if prefill.backend != "fake":
@@ -133,8 +133,8 @@ def test_layers_leave_when_they_are_written(prefill: Prefill, decode: ChildWorke
     for step, first, end in ((3, 0, 20), (4, 20, 40)):
         written = prefill.pool.kv[src[first + 3 : end]].copy()
         prefill.pool.kv[src[first + 3 : end]] = 0
-        sender.send(src[first : first + 3], start=first, last=False, gate=Gate(step, by_layer=False))
-        sender.send(src[first + 3 : end], start=first + 3, last=False, gate=Gate(step, by_layer=True))
+        sender.send(src[first : first + 3], start=first, gate=Gate(step, by_layer=False))
+        sender.send(src[first + 3 : end], start=first + 3, gate=Gate(step, by_layer=True))
         begin = 0
         for layers, end_byte in ((0, 0), *((group.end_layer, group.end_byte) for group in GROUPS)):
             prefill.pool.kv[src[first + 3 : end], begin:end_byte] = written[:, begin:end_byte]
@@ -143,7 +143,7 @@ def test_layers_leave_when_they_are_written(prefill: Prefill, decode: ChildWorke
             prefill.manager.wake_sender()
             until(lambda: prefill.manager.counters.get("posts", 0) == posts, what=f"step {step}, {layers} layers")  # noqa: B023
     assert sender.poll() is KVPoll.Transferring and decode.poll(room) is not KVPoll.Success
-    sender.send([], start=40, last=True, metadata_row=7)
+    sender.send([], start=40, metadata_row=7)
     until(lambda: sender.poll() is decode.poll(room) is KVPoll.Success)
     if prefill.backend != "fake":
         assert decode.pages(dst) == right == prefill.pool.pages(src)
@@ -153,7 +153,7 @@ def test_layers_leave_when_they_are_written(prefill: Prefill, decode: ChildWorke
 
 def test_an_abort_while_layers_are_awaited_drains_at_once(prefill: Prefill, decode: ChildWorker) -> None:
     room, sender = meet(prefill, decode, [1, 2, 3])
-    sender.send([4, 5, 6], start=0, last=False, gate=Gate(prefill.clock.now.step + 1, by_layer=True))
+    sender.send([4, 5, 6], start=0, gate=Gate(prefill.clock.now.step + 1, by_layer=True))
     decode.abort(room, "the user left")
     until(lambda: sender.poll() is KVPoll.Failed)
     assert sender.released()  # nothing was posted, nothing will be
@@ -166,7 +166,7 @@ def test_an_abort_while_layers_are_awaited_drains_at_once(prefill: Prefill, deco
 def test_no_pages_but_metadata(prefill: Prefill, decode: ChildWorker) -> None:
     decode.wipe()
     room, sender = meet(prefill, decode, [], metadata_row=2)
-    sender.send([], start=0, last=True, metadata_row=3)
+    sender.send([], start=0, metadata_row=3)
     until(lambda: decode.poll(room) is KVPoll.Success)
     assert decode.pages([]) == EMPTY
     if prefill.backend != "fake":
@@ -184,7 +184,7 @@ def test_concurrent_rooms(prefill: Prefill, decode: ChildWorker) -> None:
     for start in (0, 20, 40):
         for i, (_, sender) in enumerate(rooms):
             last = start == 40
-            sender.send(src[i][start : start + 20], start=start, last=last, metadata_row=i if last else None)
+            sender.send(src[i][start : start + 20], start=start, metadata_row=i if last else None)
     for i, (room, sender) in enumerate(rooms):
         until(lambda r=room: decode.poll(r) is KVPoll.Success)
         if prefill.backend != "fake":
@@ -207,13 +207,13 @@ def test_abort(prefill: Prefill, decode: ChildWorker, side: str, stage: str) -> 
     else:
         room, sender = meet(prefill, decode, dst)
     if stage == "transferring":
-        sender.send(src, start=0, last=False)
+        sender.send(src, start=0)
         until(lambda: decode.poll(room) >= KVPoll.Transferring)
     elif stage == "between chunks":
-        sender.send(src[:10], start=0, last=False)
+        sender.send(src[:10], start=0)
         until(lambda: prefill.manager.counters.get("posts", 0) and prefill.manager.core.outbox.num_inflight == 0)
     elif stage == "last queued":
-        sender.send(src, start=0, last=True, metadata_row=1)
+        sender.send(src, start=0, metadata_row=1)
     if side == "prefill":
         sender.abort("no more")
         if stage == "bootstrapping":  # it learns when it gives its pages
@@ -237,7 +237,7 @@ def test_abort(prefill: Prefill, decode: ChildWorker, side: str, stage: str) -> 
 def test_different_lengths_are_refused(prefill: Prefill, decode: ChildWorker) -> None:
     for extra in (-1, 1):
         room, sender = meet(prefill, decode, list(range(10)))
-        sender.send(list(range(10 + extra)), start=0, last=True, metadata_row=0)
+        sender.send(list(range(10 + extra)), start=0, metadata_row=0)
         assert sender.poll() is KVPoll.Failed
         until(lambda r=room: decode.poll(r) is KVPoll.Failed)
         assert "decode gave 10 pages" in decode.state(room)[1]
@@ -259,7 +259,7 @@ def test_decode_killed(prefill: Prefill, decode: ChildWorker) -> None:
     """Its rooms fail within 2 s, source pages come back, the other decode worker does not notice."""
     with prefill.decode() as victim:
         room, sender = meet(prefill, victim, list(range(900)))
-        sender.send(list(range(500)), start=0, last=False)
+        sender.send(list(range(500)), start=0)
         _, waiting = meet(prefill, victim, list(range(901, 920)))
         victim.kill()
         for lost in (sender, waiting):
@@ -271,7 +271,7 @@ def test_decode_killed(prefill: Prefill, decode: ChildWorker) -> None:
     with prefill.decode() as successor:
         for child in (decode, successor):
             room, sender = meet(prefill, child, [3, 1, 2])
-            sender.send([7, 8, 9], start=0, last=True, metadata_row=0)
+            sender.send([7, 8, 9], start=0, metadata_row=0)
             until(lambda c=child, r=room: c.poll(r) is KVPoll.Success)
             finish(child, room, sender)
     prefill.manager.check()
@@ -318,7 +318,7 @@ def test_prefill_killed_and_replaced(lone_decode: tuple[str, Decode]) -> None:
             until(lambda r=receiver: r.poll() is KVPoll.WaitingForInput)
             receiver.provide(list(range(400 * i, 400 * i + 400)), i)
         until(lambda: prefill.poll(1) is KVPoll.WaitingForInput)
-        prefill.send(1, list(range(300)), 0, False, None)
+        prefill.send(1, list(range(300)), 0, None)
         until(lambda: one.poll() is KVPoll.Transferring)
         assert not one.drained() and not two.drained()
         prefill.kill()
@@ -333,7 +333,7 @@ def test_prefill_killed_and_replaced(lone_decode: tuple[str, Decode]) -> None:
         successor.sender(1)
         again = decode.manager.receiver(1, bootstrap="b")
         rig.meet(successor, 1, again, [5, 6], 3)
-        successor.send(1, [8, 9], 0, True, 2)
+        successor.send(1, [8, 9], 0, 2)
         until(lambda: again.poll() is KVPoll.Success)
         if backend != "fake":
             assert decode.pool.pages([5, 6]) == successor.pages([8, 9])
@@ -361,6 +361,6 @@ def test_prefill_frozen(lone_decode: tuple[str, Decode]) -> None:
         prefill.sender(2)
         good = decode.manager.receiver(2, bootstrap="b")
         rig.meet(prefill, 2, good, [1], 0)
-        prefill.send(2, [1], 0, True, 0)
+        prefill.send(2, [1], 0, 0)
         until(lambda: good.poll() is KVPoll.Success)
         good.close()

@@ -44,7 +44,7 @@ def test_rooms(short_pairs: Any) -> None:
     with pytest.raises(RuntimeError, match="before its pages were released"):
         sender.close()
     with pytest.raises(IllegalTransition):
-        sender.send([1], start=0, last=False)  # decode has not given its pages
+        sender.send([1], start=0)  # decode has not given its pages
     until(lambda: receiver.poll() is KVPoll.WaitingForInput)
     with pytest.raises(ValueError, match="outside the pool of 64"):
         receiver.provide([64], 0)
@@ -55,12 +55,12 @@ def test_rooms(short_pairs: Any) -> None:
         receiver.provide([1, 2], 0)
     until(lambda: sender.poll() is KVPoll.WaitingForInput)
     with pytest.raises(ValueError, match="leaves a gap"):
-        sender.send([1], start=1, last=False)
+        sender.send([1], start=1)
     with pytest.raises(ValueError, match="outside the pool"):
-        sender.send([-1], start=0, last=False)
-    with pytest.raises(ValueError, match="metadata_row None"):
-        sender.send([1, 2], start=0, last=True)
-    sender.send([1, 2], start=0, last=True, metadata_row=1)
+        sender.send([-1], start=0)
+    with pytest.raises(ValueError, match="metadata_row 64"):
+        sender.send([1, 2], start=0, metadata_row=64)
+    sender.send([1, 2], start=0, metadata_row=1)
     pair.succeed(sender, receiver)
     pair.works(5)  # a room may be used again once it is closed
 
@@ -70,9 +70,9 @@ def test_fake_pair_needs_no_peer(short_pairs: Any) -> None:
     sender, receiver = pair.prefill.sender(1, fake=True), pair.decode.receiver(1, bootstrap="2.2.2.2:1", fake=True)
     assert sender.poll() is receiver.poll() is KVPoll.WaitingForInput
     receiver.provide([1], 0)
-    sender.send([1], start=0, last=False)
+    sender.send([1], start=0)
     assert sender.poll() is KVPoll.Transferring and not sender.released()
-    sender.send([2], start=1, last=True, metadata_row=0)
+    sender.send([2], start=1, metadata_row=0)
     assert sender.poll() is receiver.poll() is KVPoll.Success
     assert sender.released() and receiver.drained()
 
@@ -93,9 +93,9 @@ def test_wakeup_on_every_change(short_pairs: Any) -> None:
     sender = pair.prefill.sender(1)
     receiver.provide([1], 0)
     until(lambda: sender.poll() is KVPoll.WaitingForInput)
-    sender.send([], start=0, last=False)
+    sender.send([], start=0)
     sleep_until(KVPoll.Transferring)
-    sender.send([1], start=0, last=True, metadata_row=0)
+    sender.send([1], start=0, metadata_row=0)
     sleep_until(KVPoll.Success)
     sender.close()
     receiver.close()
@@ -124,7 +124,7 @@ def test_indices_before_the_request_and_orphans(short_pairs: Any) -> None:
     until(lambda: len(pair.prefill.core.inbox) == 2)
     sender = pair.prefill.sender(1)
     assert sender.poll() is KVPoll.WaitingForInput and sender.num_pages == 1
-    sender.send([1], start=0, last=True, metadata_row=0)
+    sender.send([1], start=0, metadata_row=0)
     until(lambda: early.poll() is KVPoll.Success)
     until(lambda: orphan.poll() is KVPoll.Failed)
     assert "no request for it came to prefill" in orphan.failure()
@@ -144,7 +144,7 @@ def test_waiting_and_transfer_timeouts(short_pairs: Any) -> None:
     until(lambda: sender.poll() is KVPoll.Failed and receiver.drained())
     assert "aborted by decode" in sender.failure()
     other, stalled = pair.meet(2)
-    other.send([1], start=0, last=False)
+    other.send([1], start=0)
     until(lambda: stalled.poll() is KVPoll.Failed)
     assert "no progress" in stalled.failure()
     until(stalled.drained)
@@ -157,7 +157,7 @@ def test_slow_engine_times_out_but_holds_its_pages(short_pairs: Any) -> None:
     """Failed is reported at once; Drained and released only when the operation has ended."""
     pair = short_pairs(engine=FakeEngine(delay_s=0.8), transfer_timeout_s=0.2)
     sender, receiver = pair.meet(1)
-    sender.send([1, 2, 3], start=0, last=True, metadata_row=0)
+    sender.send([1, 2, 3], start=0, metadata_row=0)
     until(lambda: sender.poll() is KVPoll.Failed)
     until(lambda: receiver.poll() is KVPoll.Failed)
     assert not sender.released() and not receiver.drained()
@@ -321,7 +321,7 @@ def test_what_was_recorded_cannot_be_said_again(short_pairs: Any) -> None:
                 pass
     until(lambda: pair.prefill.counters["refused_connections"] >= 2)
     assert pair.prefill.counters["peers"] == 1 and pair.prefill.counters.get("refused", 0) == 0
-    sender.send([4, 5, 6], start=0, last=True, metadata_row=0)  # and the worker that was copied is not disturbed
+    sender.send([4, 5, 6], start=0, metadata_row=0)  # and the worker that was copied is not disturbed
     pair.succeed(sender, receiver)
     tap.close()
 
@@ -331,16 +331,16 @@ def test_decode_asks_prefill_to_compute(short_pairs: Any) -> None:
     pair = short_pairs()
     woken = threading.Event()
     pair.prefill.set_wakeup(woken.set)
-    work = Work(tokens=[5, 6, 7], skip_pages=2, priority=-3, share=False)
-    receiver = ask(pair, 9, [1, 2], work)
+    work = Work(tokens=[5, 6, 7], priority=-3, share=False)
+    receiver = ask(pair, 9, [1, 2], work, skip_pages=2)
     assert woken.wait(5.0)
     assert (
         pair.prefill.take_recompute_requests() == [RecomputeRequest(9, 1, work)]
         and pair.prefill.take_recompute_requests() == []
     )
     sender = pair.prefill.sender(9, room_attempt=1)
-    assert sender.poll() is KVPoll.WaitingForInput and sender.num_pages == 2
-    sender.send([2, 3, 4, 5], start=0, last=True, metadata_row=0)  # the first two are left out
+    assert sender.poll() is KVPoll.WaitingForInput and (sender.num_pages, sender.skip_pages) == (2, 2)
+    sender.send([2, 3, 4, 5], start=0, metadata_row=0)  # the first two are left out
     pair.succeed(sender, receiver)
     again = ask(pair, 9, [3], work)  # decode forgot the room, prefill has not
     until(lambda: again.poll() is KVPoll.Failed and again.drained())
@@ -348,10 +348,10 @@ def test_decode_asks_prefill_to_compute(short_pairs: Any) -> None:
     again.close()
 
 
-def ask(pair: Pair, room: int, pages: list[int], work: Work) -> Any:
+def ask(pair: Pair, room: int, pages: list[int], work: Work, *, skip_pages: int = 0) -> Any:
     receiver = pair.decode.receiver(room, bootstrap="b", room_attempt=1)
     until(lambda: receiver.poll() is KVPoll.WaitingForInput)
-    receiver.recompute(pages, 0, work)
+    receiver.provide(pages, 0, skip_pages=skip_pages, work=work)
     return receiver
 
 

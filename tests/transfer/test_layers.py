@@ -38,7 +38,7 @@ def test_what_a_gate_lets_through(progress: Progress, begun: int, layers: int) -
 def gated() -> JoinedCores:
     """All four pages are being written by step 5."""
     pair = JoinedCores(LAYERS, sends=False)
-    pair.send(SRC, last=False, gate=Gate(STEP, by_layer=True))
+    pair.send(SRC, gate=Gate(STEP, by_layer=True))
     return pair
 
 
@@ -66,7 +66,7 @@ def test_each_group_of_layers_leaves_once_and_the_row_last() -> None:
         for post in posts:
             pair.final(post, ok=True)
     assert pair.states == (KVPoll.Transferring, KVPoll.Transferring)
-    pair.send([], start=4, last=True, now_s=2.0)
+    pair.send([], start=4, row=1, now_s=2.0)
     (row,) = pair.posts()
     assert row.kv_bytes == 0
     pair.final(row, ok=True)
@@ -109,6 +109,6 @@ def test_a_long_step_is_no_stalled_transfer() -> None:
 def test_gates_that_could_never_open_are_refused() -> None:
     pair, gate = JoinedCores(LAYERS, sends=False), Gate(STEP, by_layer=True)
     with pytest.raises(ValueError, match="the last chunk has a gate"):
-        pair.send(SRC, last=True, gate=gate)
+        pair.send(SRC, row=1, gate=gate)
     with pytest.raises(ValueError, match="nothing says where layers end"):
-        JoinedCores(sends=False).send(SRC, last=False, gate=gate)
+        JoinedCores(sends=False).send(SRC, gate=gate)

@@ -49,7 +49,7 @@ def test_over_tcp_nixl_s_writes_wait_for_decode_which_prefill_asks_to_poll() -> 
         pages = list(range(NUM_PAGES))
         decode.provide(1, pages, 0)
         until(lambda: prefill.poll(1) is KVPoll.WaitingForInput)
-        prefill.send(1, pages, 0, True, 0)
+        prefill.send(1, pages, 0, 0)
         until(lambda: decode.poll(1) is KVPoll.Success)
         assert decode.pages(pages) == prefill.pages(pages)
         assert prefill.counters()["nudges"] > 0

@@ -49,8 +49,8 @@ def begin(pairs: Any) -> Any:
     def make(bad: set[int], *, delay_s: float = 0.0, **config: Any) -> tuple[Pair, Any, Any]:
         pair = pairs(Copying(bad, delay_s=delay_s), heartbeat_interval_s=0.1, **config)
         sender, receiver = pair.meet(1, DST, 7)
-        sender.send(SRC[:2], start=0, last=False)
-        sender.send(SRC[2:], start=2, last=True, metadata_row=2)
+        sender.send(SRC[:2], start=0)
+        sender.send(SRC[2:], start=2, metadata_row=2)
         return pair, sender, receiver
 
     return make

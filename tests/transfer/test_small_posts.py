@@ -29,7 +29,7 @@ class Posting(FakeEngine):
 def test_the_row_leaves_with_the_last_pages_and_decode_hears_of_both_at_once() -> None:
     """At time 5: no progress was reported before, and that alone is no reason to report it."""
     pair = JoinedCores(sends=False)
-    pair.send(SRC, last=True, now_s=5.0)
+    pair.send(SRC, row=1, now_s=5.0)
     posts = pair.core.outbox.next_posts(5.0)
     assert len(posts) == 3 and [post.kv_bytes == 0 for post in posts] == [False, False, True]
     for post in posts:
@@ -41,7 +41,7 @@ def test_the_row_leaves_with_the_last_pages_and_decode_hears_of_both_at_once() -
 def test_after_a_refusal_nothing_more_of_its_try_is_posted(pairs: Any) -> None:
     pair = pairs(Posting(1))
     sender, receiver = pair.meet(7)
-    sender.send([4, 5, 6], start=0, last=True, metadata_row=0)
+    sender.send([4, 5, 6], start=0, metadata_row=0)
     until(lambda: receiver.poll() is KVPoll.Success)
     assert pair.engine.num_calls == 1 + 2 and receiver.retries() == 1
     pair.succeed(sender, receiver)

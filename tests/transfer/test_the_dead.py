@@ -97,7 +97,7 @@ def test_dead_and_mute_peers_slow_nobody_else(workers: Workers) -> None:
             until(lambda r=receiver: r.poll() is KVPoll.WaitingForInput)
             receiver.provide([1], 0)
             until(lambda s=sender: s.poll() is KVPoll.WaitingForInput)
-            sender.send([1], start=0, last=True, metadata_row=0)
+            sender.send([1], start=0, metadata_row=0)
             until(lambda r=receiver: r.poll() is KVPoll.Success)
             receiver.close()
             sender.close()

@@ -49,7 +49,7 @@ def test_any_prefill_serves_any_decode(shared: bool, num_prefills: int) -> None:
             until(lambda r=receiver: r.poll() is KVPoll.WaitingForInput)
             receiver.provide([room], 0)
             until(lambda s=sender: s.poll() is KVPoll.WaitingForInput)
-            sender.send([1], start=0, last=True, metadata_row=0)
+            sender.send([1], start=0, metadata_row=0)
             until(lambda r=receiver: r.poll() is KVPoll.Success)
             receiver.close()
             until(sender.released)
@@ -58,12 +58,12 @@ def test_any_prefill_serves_any_decode(shared: bool, num_prefills: int) -> None:
             6, bootstrap=address, room_attempt=1
         )  # the server does not know of it; prefill had it as attempt 0
         until(lambda: asking.poll() is KVPoll.WaitingForInput)
-        asking.recompute([3], 0, Work(tokens=[7, 8]))
+        asking.provide([3], 0, work=Work(tokens=[7, 8]))
         owner = prefills[0][0]
         (asked,) = until(owner.take_recompute_requests)
         assert asked == RecomputeRequest(6, 1, Work(tokens=[7, 8]))
         sender = owner.sender(6, room_attempt=1)
-        sender.send([1], start=0, last=True, metadata_row=0)
+        sender.send([1], start=0, metadata_row=0)
         until(lambda: asking.poll() is KVPoll.Success)
         asking.close()
         until(sender.released)

@@ -49,8 +49,8 @@ class Child:
     def provide(self, room: int, pages: list[int], metadata_row: int) -> None:
         self.rooms[room].provide(pages, metadata_row)
 
-    def send(self, room: int, pages: list[int], start: int, last: bool, metadata_row: int | None) -> None:
-        self.rooms[room].send(pages, start=start, last=last, metadata_row=metadata_row)
+    def send(self, room: int, pages: list[int], start: int, metadata_row: int | None) -> None:
+        self.rooms[room].send(pages, start=start, metadata_row=metadata_row)
 
     def state(self, room: int) -> list[Any]:
         """[poll, failure, drained or released]"""

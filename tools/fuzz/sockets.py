@@ -162,7 +162,7 @@ class Target:
         until(lambda: receiver.poll() is KVPoll.WaitingForInput)
         receiver.provide([1, 2, 3], 0)
         until(lambda: sender.poll() is KVPoll.WaitingForInput)
-        sender.send([4, 5, 6], start=0, last=True, metadata_row=0)
+        sender.send([4, 5, 6], start=0, metadata_row=0)
         until(lambda: receiver.poll() is KVPoll.Success and sender.poll() is KVPoll.Success)
         sender.close()
         receiver.close()

@@ -179,7 +179,7 @@ class Story:
     def send_all(self, room: PrefillRoom) -> None:
         given = room.num_pages or 0
         if given <= NUM_PAGES:
-            self.prefill.rooms.send(room, Chunk(np.arange(given), 0, 0), self.now_s, last=True)
+            self.prefill.rooms.send(room, Chunk(np.arange(given), 0, 0), self.now_s)
 
     def abort(self, room: int) -> None:
         self.prefill.rooms.abort(self.prefill.rooms[room, 0], "fuzz")

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from transfer_backends.contract import Work
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.ports import KVReceiver
 
@@ -43,23 +44,19 @@ class WatchedReceiver:
         self._exposed = exposed
         self._given: tuple[list[int], list[int]] = ([], [])
 
-    def _give(self, pages: Sequence[int], row: int) -> None:
-        self._given = (list(pages), [row])
-        self._exposed["kv"].update(pages)
-        self._exposed["aux"].update([row])
-
     def __getattr__(self, name: str) -> Any:
         """The rest as it is."""
         return getattr(self._receiver, name)
 
-    def provide(self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0) -> None:
-        self._seen["pages not sent"] += skip_pages
-        self._give(dst_pages, metadata_row)
-        self._receiver.provide(dst_pages, metadata_row, skip_pages=skip_pages)
-
-    def recompute(self, dst_pages: Sequence[int], metadata_row: int, work: Any) -> None:
-        self._give(dst_pages, metadata_row)
-        self._receiver.recompute(dst_pages, metadata_row, work)
+    def provide(
+        self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0, work: Work | None = None
+    ) -> None:
+        if work is None:
+            self._seen["pages not sent"] += skip_pages
+        self._given = (list(dst_pages), [metadata_row])
+        for kind, given in zip(("kv", "aux"), self._given, strict=True):
+            self._exposed[kind].update(given)
+        self._receiver.provide(dst_pages, metadata_row, skip_pages=skip_pages, work=work)
 
     def close(self) -> None:
         self._receiver.close()

@@ -13,7 +13,7 @@ from transfer_backends.decode.proof import Prove
 from transfer_backends.decode.room import DecodeRoom
 from transfer_backends.decode.rooms import DecodeRooms
 from transfer_backends.environment import THIS_MACHINE, Environment
-from transfer_backends.fake_pair import FakeReceiver
+from transfer_backends.fake_transfer import FakeTransfer
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.peers import Link
 from transfer_backends.ports import Engine, KVReceiver, Lookup, LookupAny
@@ -79,7 +79,7 @@ class DecodeManager:
     def receiver(self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False) -> KVReceiver:
         """`bootstrap`: "host:port" of the bootstrap server. Raises `RoomInUse`, or ValueError for a bad room."""
         if fake:
-            return FakeReceiver()
+            return FakeTransfer()
         with self.control.locked() as now_s:
             opened = self.core.open(room, room_attempt, bootstrap, now_s)
         return Receiver(self.core.rooms, self.control, opened)
@@ -192,13 +192,11 @@ class Receiver:
     def poll(self) -> KVPoll:
         return self._room.state
 
-    def provide(self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0) -> None:
+    def provide(
+        self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0, work: Work | None = None
+    ) -> None:
         with self._control.locked() as now_s:
-            self._rooms.provide(self._room, dst_pages, metadata_row, now_s, skip_pages=skip_pages)
-
-    def recompute(self, dst_pages: Sequence[int], metadata_row: int, work: Work) -> None:
-        with self._control.locked() as now_s:
-            self._rooms.provide(self._room, dst_pages, metadata_row, now_s, work)
+            self._rooms.provide(self._room, dst_pages, metadata_row, now_s, skip_pages=skip_pages, work=work)
 
     def abort(self, reason: str) -> None:
         with self._control.locked() as now_s:

@@ -63,11 +63,11 @@ class DecodeRooms(RoomTable[DecodeRoom]):
         dst_pages: Sequence[int],
         metadata_row: int,
         now_s: float,
-        work: Work | None = None,
         *,
         skip_pages: int = 0,
+        work: Work | None = None,
     ) -> None:
-        """`work`: for a room that recomputes; it has a `skip_pages` of its own."""
+        """`work`: for a room that recomputes."""
         key, state = room.key, room.state
         assert room.recomputes == (work is not None), (
             f"room {key}: attempt 0 has a request at prefill, others bring work"
@@ -86,8 +86,11 @@ class DecodeRooms(RoomTable[DecodeRoom]):
         room.progress_at_s = now_s
         self.expose(room, True)
         where = (*self._peers.address(room.peer), *key, pack_ids(pages), metadata_row)
-        info = TransferInfo(*where, skip_pages) if work is None else Recompute(*where, *_wire_work(work))
-        self._peers.send(room.peer, info)
+        if work is None:
+            self._peers.send(room.peer, TransferInfo(*where, skip_pages))
+        else:
+            tokens = pack_ids(np.asarray(work.tokens, dtype=np.int64))
+            self._peers.send(room.peer, Recompute(*where, tokens, skip_pages, work.priority, work.share))
 
     def abort(self, room: DecodeRoom, reason: str, now_s: float) -> None:
         if not room.final:
@@ -150,7 +153,3 @@ class DecodeRooms(RoomTable[DecodeRoom]):
             assert key in self._rooms and self._rooms[key].closed, f"room {key}: a pending abort, and it is not closed"
         for room in self:
             assert not (room.exposed and room.state is KVPoll.Success), f"room {room.key}: Success with exposed pages"
-
-
-def _wire_work(work: Work) -> tuple[bytes, int, int, bool]:
-    return pack_ids(np.asarray(work.tokens, dtype=np.int64)), work.skip_pages, work.priority, work.share

@@ -8,7 +8,7 @@ import numpy as np
 from transfer_backends.contract import Clock, Gate, KVArgs, RecomputeRequest, TransferConfig
 from transfer_backends.control_thread import ControlThread
 from transfer_backends.environment import THIS_MACHINE, Environment
-from transfer_backends.fake_pair import FakeSender
+from transfer_backends.fake_transfer import FakeTransfer
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.ports import Engine, KVSender, LayerClock
 from transfer_backends.prefill.core import PrefillCore
@@ -56,7 +56,7 @@ class PrefillManager:
     def sender(self, room: int, *, room_attempt: int = 0, fake: bool = False) -> KVSender:
         """Raises `RoomInUse` for a live room and ValueError for one that is not between 1 and 2**63-1."""
         if fake:
-            return FakeSender()
+            return FakeTransfer()
         with self.control.locked() as now_s:
             opened = self.core.rooms.open(room, room_attempt, now_s)
         return Sender(self.core.rooms, self.control, self.driver, opened)
@@ -141,17 +141,11 @@ class Sender:
         return self._room.state
 
     def send(
-        self,
-        src_pages: Sequence[int],
-        *,
-        start: int,
-        last: bool,
-        metadata_row: int | None = None,
-        gate: Gate | None = None,
+        self, src_pages: Sequence[int], *, start: int, metadata_row: int | None = None, gate: Gate | None = None
     ) -> None:
-        chunk = Chunk(np.asarray(src_pages, dtype=np.int64), start, metadata_row if last else None, gate)
+        chunk = Chunk(np.asarray(src_pages, dtype=np.int64), start, metadata_row, gate)
         with self._control.locked() as now_s:
-            self._rooms.send(self._room, chunk, now_s, last=last)
+            self._rooms.send(self._room, chunk, now_s)
             self._driver.wake()  # before the control thread: bytes first, messages can wait
 
     def abort(self, reason: str) -> None:

@@ -12,12 +12,16 @@ from transfer_backends.prefill.inbox import Offer
 
 @dataclass(frozen=True)
 class Chunk:
-    """Pages of a prompt from its page `start` on. `gate`: opens before they may leave."""
+    """Pages of a prompt from its page `start` on; the last has a metadata row. `gate`: opens before they may leave."""
 
     src: I64
     start: int
     metadata_row: int | None
     gate: Gate | None = None
+
+    @property
+    def last(self) -> bool:
+        return self.metadata_row is not None
 
 
 @dataclass(eq=False)

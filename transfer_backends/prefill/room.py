@@ -72,12 +72,12 @@ class PrefillRoom(Room):
         word = "at least " * (not self.all_queued)
         return f"decode gave {given} pages, prefill has {word}{needed}: the two prompts differ"
 
-    def queue(self, chunk: Chunk, *, last: bool) -> None:
+    def queue(self, chunk: Chunk) -> None:
         self.all_chunks.append(chunk)
         if not self.awaits_fence:
             self.chunks.append(chunk)
         self.queued_pages = chunk.start + len(chunk.src)
-        self.all_queued = last
+        self.all_queued = chunk.last
 
     def begin_next_try(self) -> None:
         """Post nothing until the fence, then everything again (`start_over`)."""
@@ -107,10 +107,10 @@ class PrefillRoom(Room):
         assert self.quiet or self.state is not KVPoll.Success, f"room {self.key}: operations in Success"
 
 
-def check_chunk(room: PrefillRoom, chunk: Chunk, *, last: bool, args: KVArgs) -> None:
+def check_chunk(room: PrefillRoom, chunk: Chunk, args: KVArgs) -> None:
     """Raise ValueError for a chunk that our own role got wrong."""
     src, gate, row = chunk.src, chunk.gate, chunk.metadata_row
-    if last and gate is not None:
+    if row is not None and gate is not None:
         raise ValueError(f"room {room.key}: the last chunk has a gate, its metadata row would vouch for pages to come")
     if gate is not None and gate.by_layer and not args.groups:
         raise ValueError(f"room {room.key}: pages are to leave by layers, and nothing says where layers end")
@@ -118,5 +118,5 @@ def check_chunk(room: PrefillRoom, chunk: Chunk, *, last: bool, args: KVArgs) ->
         raise ValueError(f"room {room.key}: start {chunk.start} leaves a gap (next is {room.queued_pages})")
     if len(src) and not (src.min() >= 0 and src.max() < args.kv.num_items):
         raise ValueError(f"room {room.key}: a source page is outside the pool of {args.kv.num_items}")
-    if last and (row is None or not 0 <= row < args.aux.num_items):
+    if row is not None and not 0 <= row < args.aux.num_items:
         raise ValueError(f"room {room.key}: metadata_row {row} is outside 0..{args.aux.num_items - 1}")

@@ -45,19 +45,19 @@ class PrefillRooms(RoomTable[PrefillRoom]):
             self.fail(opened, tombstone.reason)
         return opened
 
-    def send(self, room: PrefillRoom, chunk: Chunk, now_s: float, *, last: bool) -> None:
+    def send(self, room: PrefillRoom, chunk: Chunk, now_s: float) -> None:
         """Raises ValueError for our own mistakes. A count that differs from decode's fails the room."""
         state = room.state
         if state is KVPoll.Failed:
             return
         if state in (KVPoll.Bootstrapping, KVPoll.Success) or room.all_queued:
             raise IllegalTransition(f"room {room.key}: send in {state.name}{' after the last chunk' * room.all_queued}")
-        check_chunk(room, chunk, last=last, args=self._args)
-        room.queue(chunk, last=last)
+        check_chunk(room, chunk, self._args)
+        room.queue(chunk)
         if state is KVPoll.WaitingForInput:
             self.move(room, KVPoll.Transferring)
             # Decode's timeout runs from here, or, if the pages are still to be computed, from when they land.
-            if last:
+            if chunk.last:
                 room.reported_at_s = now_s
             elif chunk.gate is None:
                 self.report_progress(room, now_s)

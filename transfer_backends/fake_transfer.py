@@ -1,0 +1,56 @@
+"""Either end of a transfer that succeeds without a peer: SGLang's `bootstrap_host 2.2.2.2`, for warm-up and health checks."""
+
+from collections.abc import Sequence
+
+from transfer_backends.contract import Gate, Work
+from transfer_backends.kvpoll import FINAL, IllegalTransition, KVPoll
+
+
+class FakeTransfer:
+    """A `KVSender` and a `KVReceiver`."""
+
+    num_pages: int | None = None
+    skip_pages = 0
+
+    def __init__(self) -> None:
+        self._state = KVPoll.WaitingForInput
+        self._reason: str | None = None
+
+    def poll(self) -> KVPoll:
+        return self._state
+
+    def send(
+        self, src_pages: Sequence[int], *, start: int, metadata_row: int | None = None, gate: Gate | None = None
+    ) -> None:
+        self._advance(KVPoll.Transferring if metadata_row is None else KVPoll.Success)
+
+    def provide(
+        self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0, work: Work | None = None
+    ) -> None:
+        self._advance(KVPoll.Success)
+
+    def _advance(self, to: KVPoll) -> None:
+        if self._state is KVPoll.Success:
+            raise IllegalTransition("fake room: it has ended")
+        if self._state is not KVPoll.Failed:
+            self._state = to
+
+    def abort(self, reason: str) -> None:
+        if self._state not in FINAL:
+            self._state, self._reason = KVPoll.Failed, reason
+
+    def failure(self) -> str | None:
+        return self._reason
+
+    def retries(self) -> int:
+        return 0
+
+    def released(self) -> bool:
+        return self._state in FINAL
+
+    def drained(self) -> bool:
+        return self._state in FINAL
+
+    def close(self) -> None:
+        if self._state not in FINAL:
+            raise RuntimeError(f"fake room closed in {self._state.name}")
