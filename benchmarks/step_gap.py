@@ -32,8 +32,7 @@ from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
 from engine.core.plan import Plan
 from engine.core.request import Request
-from engine.executor.executor import Runner
-from engine.executor.model_runner import Forward
+from engine.executor.model_runner import Forward, ModelRunner
 from engine.executor.sample_pass import StepOutput
 from engine.loop.pipeline import Pipeline
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
@@ -56,7 +55,7 @@ class TimedRunner:
         self._mark = _cuda_marks() if device.type == "cuda" else _clock_mark
         self.steps: list[tuple[bool, Mark, Mark]] = []  # (it is a decode step, begin, end)
 
-    def around(self, runner: Runner) -> "TimedRunner":
+    def around(self, runner: ModelRunner) -> "TimedRunner":
         self._runner = runner
         return self
 

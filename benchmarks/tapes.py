@@ -23,7 +23,7 @@ from benchmarks.random_model import write_model
 from deploy.bench import environment
 from deploy.bench.report import table
 from engine.attention.cpu_backend import CpuBackend
-from engine.kernels.decode_tapes import make_decode_tapes
+from engine.executor.decode_tapes import DecodeTapes
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 from engine.model_files.model_config import load_model_config
@@ -50,7 +50,7 @@ def measure(model: CausalLM, batch: int, *, tokens: int, steps: int, bar: "tqdm[
         token_pages=table[:, -1].long(),
         token_offsets=positions % PAGE_SIZE,
     )
-    ids, backend, tapes = torch.arange(batch), CpuBackend(pool), make_decode_tapes()
+    ids, backend, tapes = torch.arange(batch), CpuBackend(pool), DecodeTapes()
     assert tapes is not None, "no C kernels here"
     plain_s, taped_s = [], []
     for _ in range(steps + WARM_UP):

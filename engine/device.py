@@ -12,6 +12,7 @@ from engine.attention.backend import CapturableBackend, make_attention_backend
 from engine.attention.cpu_backend import CpuBackend
 from engine.config import EngineConfig
 from engine.executor.decode_graphs import Capture, CudaCapture, DecodeGraphs, graph_sizes
+from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.executor import Executor
 from engine.executor.forward_pass import ForwardPass
 from engine.executor.future_map import FutureMap
@@ -19,8 +20,8 @@ from engine.executor.layer_marks import LayerMarks
 from engine.executor.model_runner import ModelRunner
 from engine.executor.sample_pass import SamplePass
 from engine.executor.stream import CudaStream, InlineStream, Stream, ThreadStream
-from engine.kernels.decode_tapes import DecodeTapes, make_decode_tapes
 from engine.kernels.linear import linear_kernel
+from engine.kernels.tape import tape_library
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import DTYPES, KVPool
@@ -93,8 +94,9 @@ def build_device(
     elif capture is not None:
         log.warning("no decode graphs: the attention backend asks the host for lengths; triton does not")
     by_c_kernels = config.dtype == "bfloat16" and isinstance(backend, CpuBackend) and backend.has_kernel
-    taped = tapes and capture is None and not config.disable_cuda_graph and by_c_kernels and linear_kernel() is not None
-    decode_tapes = make_decode_tapes() if taped else None
+    taped = tapes and capture is None and not config.disable_cuda_graph and by_c_kernels
+    taped = taped and linear_kernel() is not None and tape_library() is not None
+    decode_tapes = DecodeTapes() if taped else None
     forward_pass = ForwardPass(
         backend=backend,
         page_table=page_table,

@@ -40,7 +40,6 @@ def decode_bandwidth(target: Target) -> dict[str, Any]:
                 page_table=table,
                 kv_lens=kv_lens,
                 splits=splits,
-                scale=shape.head_dim**-0.5,
                 tiles=tiles,
             )
         )
@@ -71,7 +70,6 @@ def extend_rate(target: Target) -> dict[str, Any]:
                 starts=starts,
                 kv_lens=kv_lens,
                 most_rows=tokens,
-                scale=shape.head_dim**-0.5,
                 tiles=tiles,
             )
         )

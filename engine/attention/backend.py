@@ -34,8 +34,8 @@ class CapturableBackend(AttentionBackend, Protocol):
         """As `begin`, for a step whose kernels depend on the tensors' contents alone."""
 
 
-def make_attention_backend(name: str, pool: KVPool, *, num_heads: int, scale: float | None = None) -> AttentionBackend:
-    """`name`: auto | cpu | torch | triton. `num_heads`: query heads; `scale`: of q.k, default head_dim ** -0.5.
+def make_attention_backend(name: str, pool: KVPool, *, num_heads: int) -> AttentionBackend:
+    """`name`: auto | cpu | torch | triton. `num_heads`: query heads.
 
     Raises ConfigError when the backend cannot work with the pool's device or with these heads.
     """
@@ -43,11 +43,11 @@ def make_attention_backend(name: str, pool: KVPool, *, num_heads: int, scale: fl
     if name == "auto":
         name = "cpu" if pool.device.type == "cpu" else "triton" if find_spec("triton") else "torch"
     if name == "torch":
-        return TorchBackend(pool, scale=scale)
+        return TorchBackend(pool)
     if name == "cpu":
-        return _cpu(pool, scale)
+        return _cpu(pool)
     if name == "triton":
-        return _triton(pool, scale)
+        return _triton(pool)
     raise ConfigError(f"--attention-backend: unknown backend {name!r}; choose auto, cpu, torch or triton")
 
 
@@ -59,19 +59,19 @@ def _check_heads(pool: KVPool, num_heads: int) -> None:
             )
 
 
-def _cpu(pool: KVPool, scale: float | None) -> AttentionBackend:
+def _cpu(pool: KVPool) -> AttentionBackend:
     if pool.device.type != "cpu":
         raise ConfigError(f"--attention-backend cpu: the KV cache is on {pool.device}; choose torch or triton")
     from engine.attention.cpu_backend import CpuBackend
 
-    return CpuBackend(pool, scale=scale)
+    return CpuBackend(pool)
 
 
-def _triton(pool: KVPool, scale: float | None) -> AttentionBackend:
+def _triton(pool: KVPool) -> AttentionBackend:
     if pool.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError("--attention-backend triton: needs a GPU; choose cpu or torch")
     try:
         from engine.attention.triton_backend import TritonBackend
     except ImportError as e:
         raise ConfigError(f"--attention-backend triton: {e}; pip install triton, or choose torch") from e
-    return TritonBackend(pool, scale=scale)
+    return TritonBackend(pool)

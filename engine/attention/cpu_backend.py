@@ -17,13 +17,9 @@ from engine.kv.step_batch import StepBatch
 
 
 class CpuBackend:
-    """`scale` multiplies q.k (default head_dim ** -0.5). Results of the kernels do not depend on the rest of the batch."""
-
-    def __init__(self, pool: KVPool, *, scale: float | None = None) -> None:
-        self._prompts: PagedExtend | TorchBackend = make_paged_extend(pool, scale=scale) or TorchBackend(
-            pool, scale=scale
-        )
-        self._decode = make_paged_decode(pool, scale=scale)
+    def __init__(self, pool: KVPool) -> None:
+        self._prompts: PagedExtend | TorchBackend = make_paged_extend(pool) or TorchBackend(pool)
+        self._decode = make_paged_decode(pool)
         self._now: AttentionBackend = self._prompts
         self._riders: torch.Tensor | None = None  # rows of single tokens in a step that has prompts too
 

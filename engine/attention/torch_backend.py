@@ -10,11 +10,10 @@ QUERY_TILE = 1024  # rows per call with a mask: bounds the mask, and skips most 
 
 
 class TorchBackend:
-    """Per request: gather its pages, then SDPA. `scale` multiplies q.k (default head_dim ** -0.5)."""
+    """Per request: gather its pages, then SDPA."""
 
-    def __init__(self, pool: KVPool, *, scale: float | None = None) -> None:
+    def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        self._scale = scale
         self._step: StepBatch | None = None
         self._requests: list[_Request] = []
 
@@ -28,10 +27,6 @@ class TorchBackend:
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         assert self._step is not None, "begin() comes first"
         self._pool.write(layer, self._step.token_pages, self._step.token_offsets, k, v)
-        return self.attend_written(layer, q, k, v)
-
-    def attend_written(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """`attend` without the write of k and v to the pool."""
         out = torch.empty_like(q)
         for request in self._requests:
             rows = slice(request.first, request.end)
@@ -76,7 +71,7 @@ class TorchBackend:
         is_causal: bool = False,
     ) -> torch.Tensor:
         out = scaled_dot_product_attention(
-            _batched(q), keys, values, attn_mask=mask, is_causal=is_causal, scale=self._scale, enable_gqa=True
+            _batched(q), keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=True
         )
         return out[0].transpose(0, 1)
 

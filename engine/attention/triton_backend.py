@@ -32,11 +32,10 @@ class _Extend:
 
 
 class TritonBackend:
-    """`scale` multiplies q.k (default head_dim ** -0.5). K and V of the new tokens are written first, then read back."""
+    """K and V of the new tokens are written first, then read back."""
 
-    def __init__(self, pool: KVPool, *, scale: float | None = None) -> None:
+    def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        self._scale = scale
         self._tiles = [self._tiles_of(layer) for layer in range(pool.num_layers)]
         self._now: _Decode | _Extend | None = None
         self._page_table = torch.empty(0, dtype=torch.int32)
@@ -60,7 +59,6 @@ class TritonBackend:
         assert now is not None, "begin() comes first"
         cache_k, cache_v = self._pool.k(layer), self._pool.v(layer)
         kv_write(k, v, cache_k, cache_v, pages=self._token_pages, offsets=self._token_offsets)
-        scale = self._scale if self._scale is not None else float(q.shape[-1] ** -0.5)
         rows = q.to(cache_k.dtype)
         assert rows.stride()[1:] == (q.shape[2], 1), rows.stride()
         if isinstance(now, _Extend):
@@ -72,7 +70,6 @@ class TritonBackend:
                 starts=now.starts,
                 kv_lens=now.kv_lens,
                 most_rows=now.most_rows,
-                scale=scale,
                 tiles=extend_tiles(dim=q.shape[2], dtype=cache_k.dtype),
             )
         else:
@@ -84,7 +81,6 @@ class TritonBackend:
                 page_table=self._page_table,
                 kv_lens=now.kv_lens,
                 splits=now.splits[tiles],
-                scale=scale,
                 tiles=tiles,
             )
         return out.flatten(1).to(q.dtype)

@@ -17,11 +17,8 @@ class AdapterBudget:
         self, limits: Limits, *, growing: Iterable[Request], waiting: Iterable[Request], now_s: float = 0.0
     ) -> None:
         self._places = limits.max_loras_per_batch
-        self._used: set[int] = set()
         self._ending: int | None = None  # takes no new requests
         self._promised: set[int] = set()  # at most one: it gets the next free place
-        if self._places == 0:
-            return
         running = [r for r in growing if r.adapter]
         self._used = {r.adapter for r in running}
         overdue = self._overdue(waiting, limits.lora_drain_wait_s, now_s)

@@ -102,7 +102,7 @@ class DiskIndex:
         self._writing.remove(work.key)
         if not ok:
             self._drop(work.key)
-        self._restore(undeleted)
+        self.restore(undeleted)
         if work.key not in self._doomed:
             return None
         self._doomed.remove(work.key)
@@ -117,10 +117,7 @@ class DiskIndex:
         self._reading.discard(key)
         if not ok:
             self._drop(key)
-            self._restore(undeleted)
-
-    def end_delete(self, undeleted: Files) -> None:
-        self._restore(undeleted)
+            self.restore(undeleted)
 
     def clear(self) -> DiskDelete:
         """Forget every file; delete one that is being written when it is complete."""
@@ -148,7 +145,7 @@ class DiskIndex:
     def _drop(self, key: bytes) -> None:
         self.num_bytes -= self._sizes.pop(key, 0)
 
-    def _restore(self, undeleted: Files) -> None:
+    def restore(self, undeleted: Files) -> None:
         """Count undeleted files again, as most recently used, unless a new file has replaced them."""
         for key, size in undeleted:
             if key not in self._sizes:

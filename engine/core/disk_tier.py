@@ -134,7 +134,7 @@ class DiskTier:
             case DiskWrite():
                 self._on_written(done, done.work)
             case DiskDelete():
-                self.index.end_delete(done.undeleted)
+                self.index.restore(done.undeleted)
 
     def _on_read(self, done: DiskDone, work: DiskRead) -> None:
         self.index.end_read(work.key, ok=done.ok, undeleted=done.undeleted)

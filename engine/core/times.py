@@ -46,39 +46,26 @@ class Times:
 
 
 def time_line(times: Times, *, ended_s: float, completion_tokens: int) -> dict[str, float]:
-    """Return the stages that an ended request reached, in seconds by name.
+    """Return the stages that an ended request has completed, in seconds by name.
 
     `decode_throughput`: tokens a second after the first; `first_token_latency`: from arrival.
     """
-    if times.arrived_s is None:
-        return {}
-    line = _stages(times, ended_s)
-    if times.first_token_s is not None:
+    passed = [stage for stage in stages(times, ended_s=ended_s) if stage.name != "chunk"]
+    if passed and passed[-1].name not in ("transfer", "decode"):
+        del passed[-1]  # it was in this one when it ended
+    line: dict[str, float] = {}
+    for stage in passed:
+        seconds = stage.end_s - stage.start_s
+        if stage.name == "transfer_queue":
+            line |= {"queue_time": times.remote_queue_s, "prefill_time": times.remote_prefill_s}
+            line["transfer_time"] = max(0.0, seconds - (times.remote_queue_s + times.remote_prefill_s))
+        else:
+            line[f"{stage.name}_time"] = seconds
+    if times.arrived_s is not None and times.first_token_s is not None:
         line["first_token_latency"] = times.first_token_s - times.arrived_s
         decoding_s = ended_s - times.first_token_s
         if completion_tokens > 1 and decoding_s > 0:
             line["decode_throughput"] = (completion_tokens - 1) / decoding_s
-    return line
-
-
-def _stages(times: Times, ended_s: float) -> dict[str, float]:
-    if times.landed_s is not None:
-        remote = times.remote_queue_s + times.remote_prefill_s
-        return {
-            "bootstrap_time": _span(times.arrived_s, times.queued_s),
-            "queue_time": times.remote_queue_s,
-            "prefill_time": times.remote_prefill_s,
-            "transfer_time": max(0.0, _span(times.queued_s, times.landed_s) - remote),
-            "decode_time": ended_s - times.landed_s,
-        }
-    line = {} if times.queued_s is None else {"bootstrap_time": _span(times.arrived_s, times.queued_s)}
-    if times.started_s is None:
-        return line
-    line["queue_time"] = times.queue_s
-    if times.computed_s is not None:
-        return {**line, "prefill_time": times.prefill_s, "transfer_time": ended_s - times.computed_s}
-    if times.first_token_s is not None:
-        return {**line, "prefill_time": times.prefill_s, "decode_time": ended_s - times.first_token_s}
     return line
 
 

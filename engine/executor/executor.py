@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from engine.core.plan import ItemResult, Plan, StepResult
-from engine.executor.model_runner import Forward
+from engine.executor.model_runner import Forward, ModelRunner
 from engine.executor.sample_pass import Logprobs, StepOutput
 from engine.executor.stream import Stream, StreamTask
 from engine.messages import TokenLogprob
@@ -23,20 +23,12 @@ class Launch:
     between: Forward = field(default_factory=Forward)
 
 
-class Runner(Protocol):
-    def run(self, plan: Plan) -> StepOutput: ...
-
-    def forward(self, plan: Plan, out: Forward) -> None: ...
-
-    def sample(self, plan: Plan, forward: Forward) -> StepOutput: ...
-
-
 class Executor:
-    def __init__(self, *, runner: Runner, stream: Stream) -> None:
+    def __init__(self, *, runner: ModelRunner, stream: Stream) -> None:
         self._runner = runner
         self._stream = stream
 
-    def watch(self, wrap: Callable[[Runner], Runner]) -> None:
+    def watch(self, wrap: Callable[[ModelRunner], ModelRunner]) -> None:
         """Wrap the runner of the steps launched from now on (benchmarks time them in the stream)."""
         self._runner = wrap(self._runner)
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend
 from engine.core.plan import Plan, SlotOpen
 from engine.executor.decode_graphs import DecodeGraphs
+from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.future_map import FutureMap
 from engine.executor.layer_marks import LayerMarks
-from engine.kernels.decode_tapes import DecodeTapes
 from engine.kv.page_table import PageTable
 from engine.kv.step_batch import StepBatch
 from engine.kv.upload import upload

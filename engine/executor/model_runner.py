@@ -71,6 +71,6 @@ class ModelRunner:
     def sample(self, plan: Plan, forward: Forward) -> StepOutput:
         """Sample tokens, and compute logprobs and hidden states; `forward` of the same plan ran just before."""
         if not plan.items:
-            return nothing_sampled()
+            return nothing_sampled({})
         assert forward.hidden is not None, f"step {plan.seq}: the forward has failed"
         return self._sample_pass.run(self._model, plan, forward.hidden)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -59,24 +60,29 @@ class SamplePass:
 
     def run(self, model: CausalLM, plan: Plan, hidden: Tensor) -> StepOutput:
         """Sample, and compute logprobs and hidden states. `hidden`: [T, hidden] of the plan's new tokens."""
-        output = self._tokens(model, plan.items, hidden, plan.masks)
-        output.hidden = {i: _to_host(rows) for i, rows in _hidden_rows(plan.items, hidden).items()}
+        items, starts = plan.items, list(accumulate((item.q_len for item in plan.items), initial=0))
+        output = self._tokens(model, plan, starts, hidden)
+        for i, item in enumerate(items):
+            if item.hidden_from is not None:
+                rows = hidden[starts[i] + item.hidden_from - item.start : starts[i + 1]].to(torch.float32)
+                output.hidden[i] = _to_host(_pool(rows, item.pool))
         return output
 
-    def _tokens(self, model: CausalLM, items: list[PlanItem], hidden: Tensor, masks: dict[int, bytes]) -> StepOutput:
-        starts = _starts(items)
+    def _tokens(self, model: CausalLM, plan: Plan, starts: list[int], hidden: Tensor) -> StepOutput:
+        """`starts`: the row of `hidden` where each item begins, and the end."""
+        items, masks = plan.items, plan.masks
         sampled = [i for i, item in enumerate(items) if item.sample]
         input_logprobs = {
-            i: self._input_logprobs(model, item, hidden[starts[i] : starts[i] + item.q_len])
+            i: self._input_logprobs(model, item, hidden[starts[i] : starts[i + 1]])
             for i, item in enumerate(items)
             if item.logprob_from is not None
         }
         if not sampled:
-            return StepOutput([], _NO_TOKENS, _NO_TOKENS.bool(), {}, input_logprobs)
+            return nothing_sampled(input_logprobs)
         if len(sampled) == len(hidden):
             logits = model.logits(hidden)
         else:
-            last_rows = self._upload([starts[i] + items[i].q_len - 1 for i in sampled])
+            last_rows = self._upload([starts[i + 1] - 1 for i in sampled])
             logits = model.logits(hidden[last_rows])
         slots = [items[i].slot for i in sampled]
         mask = token_mask({r: masks[i] for r, i in enumerate(sampled) if i in masks}, device=self._device)
@@ -119,9 +125,8 @@ class SamplePass:
         return upload(torch.tensor(values), self._device)
 
 
-def nothing_sampled() -> StepOutput:
-    """The output of a step without items."""
-    return StepOutput([], _NO_TOKENS, _NO_TOKENS.bool(), {}, {})
+def nothing_sampled(input_logprobs: dict[int, list[Logprobs]]) -> StepOutput:
+    return StepOutput([], _NO_TOKENS, _NO_TOKENS.bool(), {}, input_logprobs)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -129,24 +134,6 @@ def _to_host(tensor: Tensor) -> Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def _starts(items: list[PlanItem]) -> list[int]:
-    starts, at = [], 0
-    for item in items:
-        starts.append(at)
-        at += item.q_len
-    return starts
-
-
-def _hidden_rows(items: list[PlanItem], hidden: Tensor) -> dict[int, Tensor]:
-    """Return by item index [n, H] float32: the rows of hidden [T, H] that it requests, or one when they are pooled."""
-    found, at = {}, 0
-    for i, item in enumerate(items):
-        if item.hidden_from is not None:
-            found[i] = _pool(hidden[at + item.hidden_from - item.start : at + item.q_len].to(torch.float32), item.pool)
-        at += item.q_len
-    return found
 
 
 def _pool(rows: Tensor, kind: str) -> Tensor:

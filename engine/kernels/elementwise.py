@@ -7,12 +7,15 @@ import ctypes
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine.kernels import tape
 from engine.kernels.build import fields, load_library
+
+if TYPE_CHECKING:
+    from engine.kernels.triton_elementwise import TritonElementwise
 
 SOURCE = Path(__file__).with_suffix(".c")
 ABI_VERSION = 2
@@ -39,28 +42,8 @@ class _Gate(ctypes.Structure):
     _fields_ = fields(("x", "out"), ("rows", "width", "threads"))
 
 
-class Rowwise(Protocol):
-    """A row gives the same bits in any batch."""
-
-    def rms_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, *, eps: float, delta: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[T, width]: RMS norm of x [T, width], after `delta` is added to x in place; weight [width]."""
-
-    def norm_turn(
-        self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], *, weight: torch.Tensor | None, eps: float
-    ) -> None:
-        """x [T, H, D] in place: each head's RMS norm (`weight` [H, D], None: no norm), then its rotary turn.
-
-        x may be the first heads of a wider tensor. turn: `Rope.at`.
-        """
-
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, width]: silu(x[:, :width]) * x[:, width:] for x [T, 2 * width]."""
-
-
 class Elementwise:
-    """`Rowwise` by elementwise.c."""
+    """The kernels of elementwise.c. A row gives the same bits in any batch."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         assert library.tandem_elementwise_abi() == ABI_VERSION
@@ -73,6 +56,7 @@ class Elementwise:
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, *, eps: float, delta: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """[T, width]: RMS norm of x [T, width], after `delta` is added to x in place; weight [width]."""
         rows, width = x.shape
         assert weight.shape == (width,) and width % LANES == 0, (weight.shape, width)
         assert delta is None or delta.shape == x.shape, (delta, x.shape)
@@ -98,6 +82,10 @@ class Elementwise:
         weight: torch.Tensor | None,
         eps: float,
     ) -> None:
+        """x [T, H, D] in place: each head's RMS norm (`weight` [H, D], None: no norm), then its rotary turn.
+
+        x may be the first heads of a wider tensor. turn: `Rope.at`.
+        """
         (rows, heads, dim), (cosine, sine) = x.shape, turn
         assert x.dtype == torch.bfloat16 and x.stride()[1:] == (dim, 1) and dim % (2 * LANES) == 0, (x.dtype, x.shape)
         assert cosine.dtype == sine.dtype == x.dtype and cosine.shape == sine.shape == (rows, 1, dim), cosine.shape
@@ -119,6 +107,7 @@ class Elementwise:
         tape.call(self._norm_turn, args)
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, width]: silu(x[:, :width]) * x[:, width:] for x [T, 2 * width]."""
         rows, width = x.shape[0], x.shape[1] // 2
         assert x.shape[1] == 2 * width and width % LANES == 0, x.shape
         out = tape.empty((rows, width), x.dtype)
@@ -135,7 +124,7 @@ def elementwise() -> Elementwise | None:
 
 
 @cache
-def _on_gpu() -> Rowwise | None:
+def _on_gpu() -> "TritonElementwise | None":
     if find_spec("triton") is None:
         return None
     from engine.kernels.triton_elementwise import TritonElementwise
@@ -143,7 +132,7 @@ def _on_gpu() -> Rowwise | None:
     return TritonElementwise()
 
 
-def elementwise_for(like: torch.Tensor, *, multiple: int = LANES) -> Rowwise | None:
+def elementwise_for(like: torch.Tensor, *, multiple: int = LANES) -> "Elementwise | TritonElementwise | None":
     """The kernels, if they take the type, device and row size (on a CPU a multiple of `multiple`) of `like`."""
     if like.device.type == "cuda":
         return _on_gpu()

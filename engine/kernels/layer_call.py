@@ -22,11 +22,8 @@ class Rows(NamedTuple):
 
 
 class LayerCall:
-    """`scale` multiplies q.k (default head_dim ** -0.5)."""
-
-    def __init__(self, pool: KVPool, *, scale: float | None) -> None:
+    def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        self._scale = scale
         self._caches = [(pool.k(i).data_ptr(), pool.v(i).data_ptr()) for i in range(pool.num_layers)]
 
     def fill(self, args: ctypes.Structure, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Rows:
@@ -40,7 +37,7 @@ class LayerCall:
         args.q_stride, args.k_stride, args.v_stride = q.stride(0), k.stride(0), v.stride(0)
         args.k_cache, args.v_cache = self._caches[layer]
         args.heads, args.kv_heads, args.dim = q.shape[1], spec.num_kv_heads, spec.head_dim
-        args.scale = self._scale if self._scale is not None else spec.head_dim**-0.5
+        args.scale = spec.head_dim**-0.5
         return rows
 
 

@@ -34,11 +34,11 @@ class _Args(ctypes.Structure):
 class PagedDecode:
     """One pool's decode attention, for steps of single tokens; drops the GIL."""
 
-    def __init__(self, library: ctypes.CDLL, pool: KVPool, *, scale: float | None) -> None:
+    def __init__(self, library: ctypes.CDLL, pool: KVPool) -> None:
         self._call = library.tandem_paged_decode
         self._call.argtypes = [ctypes.POINTER(_Args)]
         self._pool = pool
-        self._layer = LayerCall(pool, scale=scale)
+        self._layer = LayerCall(pool)
         self._step = _Step()  # a tape's calls point here, too, and so read a new step
         self._args = _Args(
             step=ctypes.addressof(self._step), page_stride_bytes=pool.page_bytes, page_size=pool.page_size
@@ -72,7 +72,7 @@ class PagedDecode:
         assert len(step.kv_lens) == len(table) == len(step.token_pages) == len(step.token_offsets)
 
 
-def make_paged_decode(pool: KVPool, *, scale: float | None) -> PagedDecode | None:
+def make_paged_decode(pool: KVPool) -> PagedDecode | None:
     """The C kernel for this pool; None: a layer does not fit, or there is no compiler (logged)."""
     if not all(spec.head_dim % LANES == 0 and spec.dtype in DTYPES for spec in pool.specs):
         return None
@@ -80,4 +80,4 @@ def make_paged_decode(pool: KVPool, *, scale: float | None) -> PagedDecode | Non
     if library is None:
         return None
     assert library.tandem_paged_decode_abi() == ABI_VERSION
-    return PagedDecode(library, pool, scale=scale)
+    return PagedDecode(library, pool)

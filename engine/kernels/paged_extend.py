@@ -31,7 +31,7 @@ class PagedExtend:
     `kind` of arithmetic: by default the best of this CPU. Raises OSError where it lacks that kind.
     """
 
-    def __init__(self, library: ctypes.CDLL, pool: KVPool, *, scale: float | None, kind: int | None = None) -> None:
+    def __init__(self, library: ctypes.CDLL, pool: KVPool, *, kind: int | None = None) -> None:
         best = library.tandem_paged_extend_kind()
         kind = best if kind is None else kind
         if not 0 < kind <= best:
@@ -39,7 +39,7 @@ class PagedExtend:
         self._call = library.tandem_paged_extend
         self._call.argtypes = [ctypes.POINTER(_Args)]
         self._pool = pool
-        self._layer = LayerCall(pool, scale=scale)
+        self._layer = LayerCall(pool)
         self._args = _Args(page_stride_bytes=pool.page_bytes, page_size=pool.page_size, kind=kind)
         self._kept: tuple[torch.Tensor, ...] = ()  # what the addresses in _args point into
 
@@ -79,7 +79,7 @@ class PagedExtend:
         assert len(step.q_lens) == len(step.page_table), step.q_lens
 
 
-def make_paged_extend(pool: KVPool, *, scale: float | None) -> PagedExtend | None:
+def make_paged_extend(pool: KVPool) -> PagedExtend | None:
     """The C kernel for this pool; None: a layer does not fit, no compiler (logged), or no bf16 arithmetic."""
     if not all(spec.head_dim % LANES == 0 and spec.dtype == DTYPE for spec in pool.specs):
         return None
@@ -88,6 +88,6 @@ def make_paged_extend(pool: KVPool, *, scale: float | None) -> PagedExtend | Non
         return None
     assert library.tandem_paged_extend_abi() == ABI_VERSION
     try:
-        return PagedExtend(library, pool, scale=scale)
+        return PagedExtend(library, pool)
     except OSError:
         return None

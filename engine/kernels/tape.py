@@ -53,7 +53,7 @@ class Tape:
     """The caller keeps alive what the calls point at."""
 
     def __init__(self, workspace: Workspace) -> None:
-        self._workspace = workspace
+        self.workspace = workspace
         self._kept: list[Any] = []
         self._calls: list[_Call] = []
         self._array: ctypes.Array[_Call] | None = None
@@ -72,9 +72,6 @@ class Tape:
         copy = type(args).from_buffer_copy(args)
         self._kept.append((kernel, copy))
         self._calls.append(_Call(ctypes.cast(kernel, ctypes.c_void_p), ctypes.addressof(copy)))
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return self._workspace.empty(shape, dtype)
 
     def play(self) -> None:
         """Repeat all calls; drops the GIL. Raises MemoryError."""
@@ -103,7 +100,7 @@ def call(kernel: Kernel, args: ctypes.Structure) -> int:
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Memory for a kernel's output: torch.empty, or the workspace of the tape that records."""
-    return torch.empty(shape, dtype=dtype) if _here.tape is None else _here.tape.empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype) if _here.tape is None else _here.tape.workspace.empty(shape, dtype)
 
 
 @cache

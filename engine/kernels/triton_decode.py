@@ -243,7 +243,6 @@ def decode(
     page_table: torch.Tensor,
     kv_lens: torch.Tensor,
     splits: torch.Tensor,
-    scale: float,
     tiles: DecodeTiles,
 ) -> torch.Tensor:
     """[B, heads, dim] dense. q [B, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k; page_table
@@ -268,7 +267,7 @@ def decode(
         q.stride(0),
         page_table.stride(0),
         k_cache.stride(0),
-        scale * LOG2_E,
+        dim**-0.5 * LOG2_E,
         **split_constants(shape, tiles),
         num_warps=tiles.warps,
         num_stages=tiles.stages,

@@ -87,7 +87,7 @@ def silu_mul_kernel(x_ptr, out_ptr, width, TILE: tl.constexpr):
 
 
 class TritonElementwise:
-    """`Rowwise` (engine/kernels/elementwise.py) by Triton."""
+    """As `Elementwise` (engine/kernels/elementwise.py)."""
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, *, eps: float, delta: torch.Tensor | None = None

@@ -167,7 +167,6 @@ def extend(
     starts: torch.Tensor,
     kv_lens: torch.Tensor,
     most_rows: int,
-    scale: float,
     tiles: ExtendTiles,
 ) -> torch.Tensor:
     """[T, heads, dim] dense. q [T, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k; page_table
@@ -185,7 +184,7 @@ def extend(
         q.stride(0),
         page_table.stride(0),
         k_cache.stride(0),
-        scale * LOG2_E,
+        q.shape[2] ** -0.5 * LOG2_E,
         **extend_constants(CacheShape.of(q, k_cache), tiles),
         num_warps=tiles.warps,
         num_stages=tiles.stages,

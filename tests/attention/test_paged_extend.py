@@ -38,10 +38,10 @@ def kinds() -> list[int]:
     return [] if best is None else [kind for kind in (AVX512, AMX) if kind <= best.kind]
 
 
-def kernel_of(kind: int, pool: KVPool, *, scale: float | None = None) -> PagedExtend:
+def kernel_of(kind: int, pool: KVPool) -> PagedExtend:
     library = build.load_library(SOURCE)
     assert library is not None
-    return PagedExtend(library, pool, scale=scale, kind=kind)
+    return PagedExtend(library, pool, kind=kind)
 
 
 def extend(
@@ -185,17 +185,16 @@ def test_a_nan_stays_visible_and_in_its_request(kind: int, side: str) -> None:
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_heads_of_a_merged_qkv_are_read_in_place_and_a_scale_is_used(kind: int) -> None:
+def test_heads_of_a_merged_qkv_are_read_in_place(kind: int) -> None:
     heads = Heads(q=4, kv=2, dim=32)
     (s,) = make_sequences(heads, [70], page_size=16, dtype=BF16)
     pool = poisoned_pool(heads, [70], page_size=16, dtype=BF16)
-    kernel = kernel_of(kind, pool, scale=2 * 32**-0.5)
+    kernel = kernel_of(kind, pool)
     kernel.begin(make_step([s], [0], [70], page_size=16, extend=True))
     merged = torch.cat([x.flatten(1) for x in (s.q, s.k, s.v)], dim=1)
     q, k, v = (x.unflatten(1, (-1, 32)) for x in merged.split([128, 64, 64], dim=1))
     out = kernel.attend(1, q, k, v)
-    twice = Sequence(q=2 * s.q, k=s.k, v=s.v, pages=s.pages)
-    assert worst_error([out], [twice], [0], [70]) < TOLERANCE[BF16]
+    assert worst_error([out], [s], [0], [70]) < TOLERANCE[BF16]
 
 
 def test_what_does_not_fit_never_reaches_c() -> None:
@@ -221,6 +220,6 @@ def test_a_lesser_cpu_has_no_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(build, "FLAG_SETS", (("-O1", "-mavx2"),))
     pool = make_pool(Heads(q=2, kv=1, dim=32), num_pages=2, page_size=16, dtype=BF16)
-    assert make_paged_extend(pool, scale=None) is None
+    assert make_paged_extend(pool) is None
     with pytest.raises(OSError, match="kind"):
         kernel_of(AVX512, pool)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks import random_model
-from engine.kernels.decode_tapes import DecodeTapes
+from engine.executor.decode_tapes import DecodeTapes
 from engine.kernels.linear import LinearKernel, PackedMatrix, linear_kernel
 from engine.kernels.tape import TURNS, Tape, tape_library
 from engine.messages import LogprobOptions

@@ -1,4 +1,4 @@
-"""Decode steps on a CPU as tapes (tape.py): recorded at the first step of a batch size, then played.
+"""Decode steps on a CPU as tapes (engine/kernels/tape.py): recorded at the first step of a batch size, then played.
 
 A tape holds calls of C kernels only. To check that a model's layers are nothing else, the first two steps of a size are
 also computed without the tape, and these results count; if the second one's bits differ, that size has no tape. Embeddings
@@ -6,29 +6,17 @@ and positions are copied to where the tape reads them; the attention kernel rece
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.kernels.tape import Tape, Workspace, tape_library
+from engine.kernels.tape import Tape, Workspace
+from engine.models.causal_lm import Attend, Begun, CausalLM
 
 MOST_ROWS = 64  # of larger batches Python's share is small
 
 log = logging.getLogger(__name__)
-
-Begun = tuple[Tensor, ...]
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-
-class Layered(Protocol):
-    """The part of a model (engine/models/causal_lm.py) that is used here."""
-
-    def begin(self, input_ids: Tensor, positions: Tensor) -> Begun: ...
-
-    def layers(self, begun: Begun, attend: Attend) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -62,7 +50,7 @@ class DecodeTapes:
         """Whether a decode step of `num_rows` requests can be recorded."""
         return num_rows <= MOST_ROWS
 
-    def forward(self, model: Layered, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, model: CausalLM, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """`model.forward` of a step that `takes` accepted and the attention backend has begun."""
         begun, size = model.begin(input_ids, positions), len(input_ids)
         if size not in self._tapes:
@@ -76,7 +64,7 @@ class DecodeTapes:
             return played
         return self._compare(size, recorded, played, model.layers(begun, attend))
 
-    def _record(self, model: Layered, begun: Begun, attend: Attend) -> _Recorded:
+    def _record(self, model: CausalLM, begun: Begun, attend: Attend) -> _Recorded:
         own = tuple(x.clone() for x in begun)
         tape = Tape(self._workspace)
         with tape.recording():
@@ -90,8 +78,3 @@ class DecodeTapes:
             self._tapes[size] = None
             log.warning("decode steps of %d requests run without a tape: it does not give the same bits", size)
         return computed
-
-
-def make_decode_tapes() -> DecodeTapes | None:
-    """None where there is no compiler (logged)."""
-    return None if tape_library() is None else DecodeTapes()
