@@ -26,7 +26,7 @@ from engine.core.plan import ItemResult, Plan, StepResult
 from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.core.state import SchedulerSettings, SchedulerState
+from engine.core.state import SchedulerState
 from engine.sampling_params import SamplingParams
 
 PAGE_SIZE, CAPACITY_TOKENS, MAX_RUNNING, MAX_NEW, NUM_REQUESTS = 16, 65536, 256, 4096, 800
@@ -77,9 +77,9 @@ class Run:
                 max_running_requests=MAX_RUNNING,
                 max_queued_requests=10 * NUM_REQUESTS,
                 chunked_prefill_size=2048,
+                reserve_floor=reserve.floor,
             ),
             memory=Memory(allocator=allocator, cache=RadixCache(allocator)),
-            settings=SchedulerSettings(reserve_floor=reserve.floor),
             ratio=reserve.ratio(),
             growth=reserve.growth() if reserve.growth is not None else None,
         )

@@ -30,7 +30,7 @@ from engine.core.plan import ItemResult, Plan, StepResult
 from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.core.state import SchedulerSettings, SchedulerState
+from engine.core.state import SchedulerState
 from engine.sampling_params import SamplingParams
 
 PROMPT_TOKENS = 512
@@ -219,10 +219,14 @@ def _scheduler(running: int, *, policy: str) -> Scheduler:
     pages = running * (PROMPT_TOKENS + NEW_TOKENS) // PAGE_SIZE
     allocator = PageAllocator(num_pages=pages, page_size=PAGE_SIZE)
     limits = Limits(
-        page_size=PAGE_SIZE, max_running_requests=running, max_queued_requests=100_000, chunked_prefill_size=8192
+        page_size=PAGE_SIZE,
+        max_running_requests=running,
+        max_queued_requests=100_000,
+        chunked_prefill_size=8192,
+        policy=policy,
     )
     memory = Memory(allocator=allocator, cache=RadixCache(allocator))
-    state = SchedulerState(limits=limits, memory=memory, settings=SchedulerSettings(policy=policy))
+    state = SchedulerState(limits=limits, memory=memory)
     return Scheduler(state, tail_texts=lambda ids, skip: ())
 
 

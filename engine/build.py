@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
-from engine.core.state import SchedulerSettings, SchedulerState
+from engine.core.state import SchedulerState
 from engine.device import Device, MakeCapture, allocate_pool, build_device, default_capture
 from engine.executor.weights import WeightUpdater
 from engine.hicache.build import build_host_tier
@@ -28,7 +28,7 @@ from engine.kv_events_config import parse_kv_events_config
 from engine.model_files.model_config import ModelConfig
 from engine.models.causal_lm import CausalLM
 from engine.models.load import load_model
-from engine.resolve import depth, limits, priorities, resolve, step_budget
+from engine.resolve import depth, limits, resolve, step_budget
 from service.flags import ConfigError
 
 
@@ -37,7 +37,7 @@ class EngineUse:
     """What a worker's role needs of its engine; the defaults are those of a unified worker.
 
     `decodes`: whether decode steps are recorded. `peers_write_pages`: there is no host tier, which needs writes in stream
-    order. `retracted_kv`: as --disaggregation-decode-retraction-backup. `reserve_floor`: as in SchedulerSettings.
+    order. `retracted_kv`: as --disaggregation-decode-retraction-backup. `reserve_floor`: as in Limits.
     """
 
     decodes: bool = True
@@ -147,17 +147,14 @@ def _scheduler(
     tail_texts: TailTexts,
     num_token_ids: int,
 ) -> Scheduler:
-    settings = SchedulerSettings(
-        policy=config.schedule_policy,
-        priorities=priorities(config),
-        reserve_floor=use.reserve_floor,
-        resume_elsewhere=use.retracted_kv == "prefill",
-        vocab_size=num_token_ids,
-    )
     state = SchedulerState(
-        limits=limits(config),
+        limits=replace(
+            limits(config),
+            reserve_floor=use.reserve_floor,
+            resume_elsewhere=use.retracted_kv == "prefill",
+            vocab_size=num_token_ids,
+        ),
         memory=memory,
-        settings=settings,
         ratio=NewTokenRatio(conservativeness=config.schedule_conservativeness),
         growth=MeasuredGrowth(),
         backup_pages=memory.allocator.num_pages if use.retracted_kv == "host" else 0,  # the pool once more

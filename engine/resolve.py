@@ -61,6 +61,8 @@ def limits(config: EngineConfig) -> Limits:
         wait_between_prefills=config.disable_consecutive_prefill_overlap,
         max_loras_per_batch=config.max_loras_per_batch if config.enable_lora else 0,
         lora_drain_wait_s=config.lora_drain_wait_threshold_s or None,
+        policy=config.schedule_policy,
+        priorities=_priorities(config),
     )
 
 
@@ -81,7 +83,7 @@ def step_budget(config: EngineConfig, model: ModelConfig) -> StepBudget | None:
     )
 
 
-def priorities(config: EngineConfig) -> Priorities:
+def _priorities(config: EngineConfig) -> Priorities:
     if not config.enable_priority_scheduling:
         return NO_PRIORITIES
     return Priorities(

@@ -5,7 +5,7 @@ timeline: outputs and messages carry that clock's time, and messages that arrive
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disagg.config import DisaggConfig
@@ -22,7 +22,7 @@ from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.core.state import SchedulerSettings, SchedulerState
+from engine.core.state import SchedulerState
 from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
 from engine.loop.role import EngineRole, UnifiedRole
 from engine.loop.turn_clock import TurnClock
@@ -193,11 +193,8 @@ def _scheduler(spec: WorkerSpec) -> Scheduler:
     config = spec.engine
     allocator = PageAllocator(num_pages=spec.num_pages, page_size=config.page_size)
     state = SchedulerState(
-        limits=limits(config),
+        limits=replace(limits(config), reserve_floor=DisaggConfig().num_reserved_decode_tokens),
         memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=not config.disable_radix_cache)),
-        settings=SchedulerSettings(
-            policy=config.schedule_policy, reserve_floor=DisaggConfig().num_reserved_decode_tokens
-        ),
         ratio=NewTokenRatio(conservativeness=config.schedule_conservativeness),
         growth=MeasuredGrowth(),
     )

@@ -16,7 +16,7 @@ class DecodePlanner:
         self._table = state.table
         self._departures = departures
         self._preemption = preemption
-        self._priorities = state.settings.priorities
+        self._priorities = state.limits.priorities
 
     def plan(self, planned: set[str], now_s: float) -> tuple[list[PlanItem], list[SlotOpen]]:
         """Plan a token for each running request that is not in this step already (`planned`)."""

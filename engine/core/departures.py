@@ -59,7 +59,7 @@ class Departures:
                 self._stages.draining.append(request)  # until its copy is made
             elif request.finish is None:
                 # A recompute request to a prefill worker names no adapter: requests with one resume here.
-                self._requeue(request, elsewhere=copy and self._state.settings.resume_elsewhere and not request.adapter)
+                self._requeue(request, elsewhere=copy and self._state.limits.resume_elsewhere and not request.adapter)
             else:
                 backups.drop(request)
                 self._give_back(request)

@@ -30,7 +30,7 @@ class HeldRequests:
         self._results = results
         self._preemption = preemption
         self._reserve = DecodeReserve(
-            floor=state.settings.reserve_floor,
+            floor=state.limits.reserve_floor,
             ratio=state.ratio,
             growth=state.growth,
             pages_for=state.memory.allocator.pages_for,
@@ -75,7 +75,7 @@ class HeldRequests:
 
     def urgency(self, request: Request, now_s: float) -> float:
         """The higher, the sooner; equal where priorities are off."""
-        return self._state.settings.priorities.urgency(request, now_s)
+        return self._state.limits.priorities.urgency(request, now_s)
 
     def start_decoding(self, request: Request, first: ItemResult, *, cached_tokens: int) -> list[TokenOutput]:
         """Run an adopted request whose KV has landed, with `first` as its first token."""

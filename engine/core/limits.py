@@ -2,18 +2,23 @@
 
 from dataclasses import dataclass
 
+from engine.core.policy import NO_PRIORITIES, Priorities
+
 TAIL_SHARE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds of a step, and of the requests that run or wait.
+    """Bounds of a step and of the requests that run or wait, and what the flags and the role choose.
 
     `chunked_prefill_size`: prompt tokens of a step, a multiple of page_size; longer prompts go in parts, and their ends may
     exceed it by `tail_tokens`. None: prompts go whole, and `max_prefill_tokens` bounds what may join the first.
     `prefill_max_requests`: prompts of a step. `mixed_chunk`: running decodes ride along in a prefill step.
     `wait_between_prefills`: the second of two prefill steps in a row has depth 1, so that first tokens leave before it.
     `max_loras_per_batch`: adapters in one step. `lora_drain_wait_s`: wait after which a request's adapter goes first.
+    `resume_elsewhere`: the role decides where the KV of retracted requests comes from (`HeldRequests.take_retracted`).
+    `reserve_floor`: tokens that decode expects each request to grow by, at least. `vocab_size`: only ids below it are
+    tokens; None: all are.
     """
 
     page_size: int
@@ -26,6 +31,11 @@ class Limits:
     wait_between_prefills: bool = False
     max_loras_per_batch: int = 0
     lora_drain_wait_s: float | None = None
+    policy: str = "fcfs"
+    priorities: Priorities = NO_PRIORITIES
+    reserve_floor: int = 0
+    resume_elsewhere: bool = False
+    vocab_size: int | None = None
 
     @property
     def tail_tokens(self) -> int:

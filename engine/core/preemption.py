@@ -21,7 +21,7 @@ class Preemption:
         self._table = state.table
         self._counters = state.counters
         self._departures = departures
-        self._priorities = state.settings.priorities
+        self._priorities = state.limits.priorities
 
     def make_room(self, request: Request, reserve: Reserve, *, row: bool) -> list[Request]:
         """Retract and return the victims that `request` needs; their memory is free once their steps are collected.

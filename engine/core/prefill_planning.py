@@ -30,8 +30,8 @@ class PrefillPlanner:
         self._stages = state.stages
         self._table = state.table
         self._preemption = preemption
-        self._policy = state.settings.policy
-        self._priorities = state.settings.priorities
+        self._policy = state.limits.policy
+        self._priorities = state.limits.priorities
         self._uniform = uniform
         self._budget = budget
 

@@ -17,7 +17,7 @@ class Results:
         self._state = state
         self._departures = departures
         self._tail_texts = tail_texts
-        self._vocab_size = state.settings.vocab_size
+        self._vocab_size = state.limits.vocab_size
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
         """Take the results of the oldest launched step."""

@@ -132,7 +132,7 @@ class Scheduler:
         self._state.register(request)
         self.memory.prefetch(request)
         self.stages.waiting[request.rid] = request
-        if self._state.settings.priorities.enabled:
+        if self.limits.priorities.enabled:
             self.stages.batch_is_full = False  # it may preempt
         return []
 

@@ -8,26 +8,10 @@ from engine.core.limits import Limits
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.outputs import refusal
-from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.core.request import Request
 from engine.core.request_table import RequestTable
 from engine.core.stages import Stages
 from engine.messages import FinishReason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerSettings:
-    """`resume_elsewhere`: the role decides where the KV of retracted requests comes from (`HeldRequests.take_retracted`).
-
-    `reserve_floor`: tokens that decode expects each request to grow by, at least. `vocab_size`: only ids below it are
-    tokens; None: all are.
-    """
-
-    policy: str = "fcfs"
-    priorities: Priorities = NO_PRIORITIES
-    reserve_floor: int = 0
-    resume_elsewhere: bool = False
-    vocab_size: int | None = None
 
 
 @dataclass(slots=True)
@@ -60,14 +44,12 @@ class SchedulerState:
         *,
         limits: Limits,
         memory: Memory,
-        settings: SchedulerSettings = SchedulerSettings(),
         ratio: NewTokenRatio | None = None,
         growth: MeasuredGrowth | None = None,
         backup_pages: int = 0,
     ) -> None:
         self.limits = limits
         self.memory = memory
-        self.settings = settings
         self.ratio = ratio or NewTokenRatio()
         self.growth = growth
         self.stages = Stages()

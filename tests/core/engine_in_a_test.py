@@ -11,11 +11,10 @@ from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.outputs import StepEffects
 from engine.core.page_allocator import PageAllocator
 from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
-from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.core.state import SchedulerSettings, SchedulerState
+from engine.core.state import SchedulerState
 from engine.core.step_budget import StepBudget
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
@@ -54,14 +53,9 @@ class EngineInATest:
         lag: bool = False,
         radix: bool = True,
         max_queued: int = 1000,
-        policy: str = "fcfs",
-        priorities: Priorities = NO_PRIORITIES,
         conservativeness: float = 1.0,
         backup_pages: int = 0,
-        reserve_floor: int = 0,
         host: HostCache | None = None,
-        resume_elsewhere: bool = False,
-        vocab_size: int | None = None,
         step_budget: StepBudget | None = None,
         **limits: object,
     ) -> None:
@@ -78,13 +72,6 @@ class EngineInATest:
             SchedulerState(
                 limits=bounds,
                 memory=memory,
-                settings=SchedulerSettings(
-                    policy=policy,
-                    priorities=priorities,
-                    reserve_floor=reserve_floor,
-                    resume_elsewhere=resume_elsewhere,
-                    vocab_size=vocab_size,
-                ),
                 ratio=NewTokenRatio(conservativeness=conservativeness),
                 growth=MeasuredGrowth(),
                 backup_pages=backup_pages,

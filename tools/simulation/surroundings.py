@@ -14,7 +14,7 @@ from engine.core.page_allocator import PageAllocator
 from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
-from engine.core.state import SchedulerSettings, SchedulerState
+from engine.core.state import SchedulerState
 from tools.simulation.bootstrap import SimBootstrap
 from tools.simulation.network import Network
 from tools.simulation.options import Options
@@ -76,12 +76,10 @@ def make_scheduler(options: Options, *, num_pages: int, draw: random.Random, dec
             max_queued_requests=options.max_queued,
             chunked_prefill_size=options.chunk,
             max_prefill_tokens=64,
-        ),
-        memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=True)),
-        settings=SchedulerSettings(
             priorities=Priorities(preempt_threshold=1, aging_s=1.0) if options.priorities else NO_PRIORITIES,
             resume_elsewhere=decodes and options.resume == "prefill",
         ),
+        memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=True)),
         ratio=NewTokenRatio(conservativeness=draw.choice([0.0, 0.0, 0.3, 1.0])),
         growth=MeasuredGrowth(),
         backup_pages=options.backup_pages if decodes and options.resume == "host" else 0,
