@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from service.flags import FlagSet, flag
+from service.telemetry.logs import FORMATS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,3 +24,6 @@ class BootstrapConfig(FlagSet):
         "a secret; *: any",
     )
     max_rooms: int = flag(262144, "most rooms remembered; beyond it the oldest are forgotten", least=1)
+    cluster_secret_file: str | None = flag(None, "file with the secret that all of the cluster's workers share")
+    log_level: str = flag("info", "lowest level of the log", choices=("debug", "info", "warning", "error"))
+    log_format: str = flag("text", "log as text or as one JSON object per line", choices=FORMATS)

@@ -6,7 +6,6 @@ session as prefill --POST /switch_role--> session as decode --...--> ended (sign
 """
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -14,7 +13,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -30,6 +28,7 @@ from engine.local_defaults import with_random_seed, with_threads
 from engine.model_files.source import with_local_model
 from service.flags import ConfigError, values_by_name
 from service.http.listening import ListeningPort, open_port
+from service.process.ready_file import write_ready_file
 from service.process.stop_signals import StopSignals
 from service.security.keys import KeyGate
 from service.telemetry.logs import set_up_logging
@@ -162,10 +161,4 @@ def _switch(plan: SessionPlan, role: str) -> dict[str, Any]:
 
 def _report_ready(url: str, plan: SessionPlan) -> None:
     log.info("serving at %s (%s)", url, plan.role)
-    ready_file = plan.server.ready_file
-    if ready_file is None:
-        return
-    text = json.dumps({"url": url, "role": plan.role, "pid": os.getpid()})
-    partial = Path(f"{ready_file}.{os.getpid()}.partial")
-    partial.write_text(text)
-    partial.replace(ready_file)  # readers see all of it or nothing
+    write_ready_file(plan.server.ready_file, {"url": url, "role": plan.role, "pid": os.getpid()})

@@ -38,6 +38,7 @@ class End:
 class PlannedRoom:
     """A transfer. `*_state`: what each side knows. `prefill`, `decode`: None until that side opens the room."""
 
+    number: int
     prefill: End | None = None
     decode: End | None = None
     prefill_state: KVPoll = KVPoll.Bootstrapping
@@ -58,7 +59,7 @@ class Network:
         self._rooms: dict[int, PlannedRoom] = {}
 
     def room(self, number: int) -> PlannedRoom:
-        return self._rooms.setdefault(number, PlannedRoom())
+        return self._rooms.setdefault(number, PlannedRoom(number))
 
     def forget(self, number: int) -> None:
         self._rooms.pop(number, None)
@@ -131,7 +132,6 @@ class PlannedSender:
 
     network: Network
     room: PlannedRoom
-    number: int
 
     @property
     def num_pages(self) -> int | None:
@@ -173,7 +173,6 @@ class PlannedReceiver:
 
     network: Network
     room: PlannedRoom
-    number: int
 
     def poll(self) -> KVPoll:
         return self.room.decode_state
@@ -198,7 +197,7 @@ class PlannedReceiver:
         return self.room.decode_state in (KVPoll.Success, KVPoll.Failed)
 
     def close(self) -> None:
-        self.network.forget(self.number)
+        self.network.forget(self.room.number)
 
 
 @dataclass(slots=True)
@@ -213,7 +212,7 @@ class PlannedSenders:
         found = self.network.room(room)
         found.prefill = self.end
         self.network.shake_hands(found)
-        return PlannedSender(self.network, found, room)
+        return PlannedSender(self.network, found)
 
     def take_recompute_requests(self) -> list[RecomputeRequest]:
         return []
@@ -240,7 +239,7 @@ class PlannedReceivers:
         found = self.network.room(room)
         found.decode = self.end
         self.network.shake_hands(found)
-        return PlannedReceiver(self.network, found, room)
+        return PlannedReceiver(self.network, found)
 
     def check(self) -> None:
         """Nothing to check."""

@@ -1,12 +1,9 @@
 """Runs a router, as one process or several: listens, and handles signals. What it is made of: compose.py."""
 
-import json
-import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import uvloop
 from aiohttp import web
@@ -17,6 +14,7 @@ from router.fleet.processes import ProcessSlot, obey_parent, run_fleet
 from service.http.listening import open_port
 from service.http.server import make_runner
 from service.process.collector import spare_what_lives
+from service.process.ready_file import write_ready_file
 from service.process.start import allow_many_files
 from service.process.stop_signals import StopSignals
 from service.telemetry.logs import set_up_logging
@@ -82,11 +80,7 @@ async def start_router(config: RouterConfig, *, slot: ProcessSlot | None = None)
 
 
 def _report_ready(config: RouterConfig, url: str, on_ready: Callable[[str], None] | None) -> None:
-    """The router listens, with one process or with all. The file appears whole: a reader may poll for it."""
-    if config.ready_file is not None:
-        path = Path(config.ready_file)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        partial.write_text(json.dumps({"router": url}))
-        partial.replace(path)
+    """The router listens, with one process or with all."""
+    write_ready_file(config.ready_file, {"router": url})
     if on_ready is not None:
         on_ready(url)

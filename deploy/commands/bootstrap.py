@@ -5,18 +5,17 @@ from collections.abc import Sequence
 
 from bootstrap_server.config import BootstrapConfig
 from deploy.flags import Parser, add_flags, config_from
-from service.telemetry.logs import FORMATS, set_up_logging
+from service.telemetry.logs import set_up_logging
 
 
 def run(argv: Sequence[str]) -> int:
-    args = build_parser().parse_strict(argv)
-    config = config_from(args, BootstrapConfig)
-    set_up_logging(level=args.log_level, format=args.log_format, process="bootstrap")
+    config = config_from(build_parser().parse_strict(argv), BootstrapConfig)
+    set_up_logging(level=config.log_level, format=config.log_format, process="bootstrap")
     from bootstrap_server.server import run_bootstrap_server
     from disagg.config import read_secret
     from service.security.addresses import require_secret
 
-    secret = read_secret(args.cluster_secret_file)
+    secret = read_secret(config.cluster_secret_file)
     warning = require_secret(
         config.host,
         flag="--host",
@@ -38,16 +37,4 @@ def build_parser() -> Parser:
         "(--disaggregation-bootstrap-server HOST:PORT), decode workers ask it where they are.",
     )
     add_flags(parser, BootstrapConfig, title="bootstrap server")
-    parser.add_argument(
-        "--cluster-secret-file", metavar="TEXT", help="file with the secret that all of the cluster's workers share"
-    )
-    parser.add_argument(
-        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="log level (default: info)"
-    )
-    parser.add_argument(
-        "--log-format",
-        default="text",
-        choices=FORMATS,
-        help="lines for people, or one JSON object each (default: text)",
-    )
     return parser

@@ -11,7 +11,7 @@ from deploy.flags import Parser, add_flags, config_from, given_argv
 from deploy.launcher import summary
 from deploy.launcher.config import ClusterConfig
 from deploy.launcher.display import make_display
-from deploy.launcher.plan import ProcessSpec, assign_ports, front_url, num_ports, plan_cluster
+from deploy.launcher.plan import ProcessSpec, assign_ports, num_ports, plan_cluster
 from deploy.launcher.ports import free_ports
 from deploy.launcher.probe import get_json
 from deploy.launcher.process import Child
@@ -21,7 +21,8 @@ from engine.config import EngineConfig, ServerConfig
 from engine.local_defaults import usable_cores
 from router.config import RouterConfig
 from service.flags import ConfigError
-from service.http.listening import require_free
+from service.http.listening import require_free, url_of
+from service.process.ready_file import write_ready_file
 from service.security.keys import KeyRing
 
 INFO_TIMEOUT_S = 5.0
@@ -100,7 +101,7 @@ def plan(config: ClusterConfig, args: argparse.Namespace) -> tuple[list[ProcessS
             router_args.append(f"--worker-{name.replace('_', '-')}={given[name]}")
     ports = assign_ports(num_prefill=config.prefill, front=front, free=free)
     specs = plan_cluster(config, ports=ports, cores=usable_cores(), worker_args=worker_args, router_args=router_args)
-    return specs, front_url(config.host, front)
+    return specs, url_of(config.host, front)
 
 
 def set_local_model(args: argparse.Namespace) -> None:
@@ -169,8 +170,7 @@ async def _supervise(
             auth=api_key is not None,
         )
         print(text, flush=True)
-        if config.ready_file:
-            summary.write_ready_file(Path(config.ready_file), summary.ready_json(members, front=front))
+        write_ready_file(config.ready_file, summary.ready_info(members, front=front))
 
     return await supervisor.run(on_ready)
 

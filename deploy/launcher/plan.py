@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from deploy.launcher.config import ClusterConfig
+from service.http.listening import url_of
 
 LOOPBACK = "127.0.0.1"
 
@@ -74,11 +75,6 @@ def plan_cluster(
     return [*workers, _router(config.host, ports, router_args)]
 
 
-def front_url(host: str, port: int) -> str:
-    """Return the URL by which a client on this machine reaches a server that listens on `host`."""
-    return _url(LOOPBACK if host in ("0.0.0.0", "::", "") else host, port)
-
-
 def _sharing(cores: int) -> dict[str, str]:
     """Return the environment of an engine that shares the machine with others: `cores` is its share.
 
@@ -89,32 +85,28 @@ def _sharing(cores: int) -> dict[str, str]:
 
 def _worker(name: str, role: str, port: int, args: Sequence[str], env: dict[str, str]) -> ProcessSpec:
     argv = _tandem("serve", f"--disaggregation-mode={role}", f"--host={LOOPBACK}", f"--port={port}", *args)
-    return ProcessSpec(name=name, role=role, argv=argv, url=_url(LOOPBACK, port), env=env)
+    return ProcessSpec(name=name, role=role, argv=argv, url=url_of(LOOPBACK, port), env=env)
 
 
 def _unified(host: str, port: int, args: Sequence[str]) -> ProcessSpec:
     argv = _tandem("serve", "--disaggregation-mode=null", f"--host={host}", f"--port={port}", *args)
-    return ProcessSpec(name="unified-0", role="unified", argv=argv, url=front_url(host, port), env=WORKER_ENV)
+    return ProcessSpec(name="unified-0", role="unified", argv=argv, url=url_of(host, port), env=WORKER_ENV)
 
 
 def _router(host: str, ports: ClusterPorts, args: Sequence[str]) -> ProcessSpec:
     argv = [f"--host={host}", f"--port={ports.front}", "--pd-disaggregation"]
     for http, bootstrap in ports.prefill:
-        argv += ["--prefill", _url(LOOPBACK, http), str(bootstrap)]
+        argv += ["--prefill", url_of(LOOPBACK, http), str(bootstrap)]
     for http, _ in ports.decode:
-        argv += ["--decode", _url(LOOPBACK, http)]
+        argv += ["--decode", url_of(LOOPBACK, http)]
     return ProcessSpec(
         name="router",
         role="router",
         argv=_tandem("router", *argv, *args),
-        url=front_url(host, ports.front),
+        url=url_of(host, ports.front),
         health_path="/readiness?workers=all",
     )
 
 
 def _tandem(*args: str) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", "deploy", *args)  # -P: a folder "deploy" in the user's directory is not ours
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

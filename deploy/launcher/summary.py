@@ -1,7 +1,6 @@
-"""The ready file and the summary of a healthy cluster. Pure but for the writing of the file."""
+"""What is said of a healthy cluster: in the ready file, and to the user. Pure."""
 
 import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,16 +25,10 @@ class Member:
     info: Mapping[str, Any]
 
 
-def ready_json(members: Sequence[Member], *, front: str) -> str:
+def ready_info(members: Sequence[Member], *, front: str) -> dict[str, Any]:
+    """What the ready file says."""
     workers = [{"role": m.role, "url": m.url, "pid": m.pid} for m in members if m.role != "router"]
-    return json.dumps({"router": front, "workers": workers})
-
-
-def write_ready_file(path: Path, text: str) -> None:
-    """Write atomically: a reader sees the whole file or none."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text)
-    draft.replace(path)
+    return {"router": front, "workers": workers}
 
 
 def summary_text(
@@ -65,15 +58,8 @@ def _lacking(members: Sequence[Member]) -> list[str]:
     return [*(f"  ! {line}" for line in lines), ""] if lines else []
 
 
-def kv_capacity_tokens(info: Mapping[str, Any]) -> int | None:
-    for name in ("max_total_num_tokens", "kv_capacity_tokens", "max_total_tokens"):
-        if isinstance(info.get(name), int):
-            return int(info[name])
-    return None
-
-
 def _capacity(member: Member) -> str:
-    tokens = kv_capacity_tokens(member.info)
+    tokens = member.info.get("max_total_num_tokens")
     return f"KV {tokens:,} tokens" if tokens else ""
 
 

@@ -22,16 +22,19 @@ class ListeningPort:
 
     @property
     def url(self) -> str:
-        """How a client on this machine reaches the port."""
-        if self.host in ("", "0.0.0.0", "::"):
-            return f"http://127.0.0.1:{self.port}"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return url_of(self.host, self.port)
 
     async def serve(self, runner: web.BaseRunner) -> None:
         """Answer with `runner` until its cleanup. Until the next runner serves, connections wait in the kernel's queue."""
         for sock in self._sockets:
             await web.SockSite(runner, sock.dup(), backlog=BACKLOG).start()
+
+
+def url_of(host: str, port: int) -> str:
+    """How a client on this machine reaches a server that listens on `host`."""
+    if host in ("", "0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @contextmanager

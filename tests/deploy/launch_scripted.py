@@ -12,19 +12,19 @@ from pathlib import Path
 from deploy.launcher.display import make_display
 from deploy.launcher.plan import ProcessSpec
 from deploy.launcher.process import Child
-from deploy.launcher.summary import write_ready_file
 from deploy.launcher.supervisor import Supervisor
+from service.process.ready_file import write_ready_file
 
 SCRIPT = Path(__file__).with_name("scripted.py")
 
 
-async def run(log_dir: Path, ready_file: Path, specs: list[ProcessSpec], timeout_s: float, drain_s: float) -> int:
+async def run(log_dir: Path, ready_file: str, specs: list[ProcessSpec], timeout_s: float, drain_s: float) -> int:
     supervisor = Supervisor(
         specs, log_dir=log_dir, display=make_display(), start_timeout_s=timeout_s, drain_timeout_s=drain_s
     )
 
     async def on_ready(children: Sequence[Child]) -> None:
-        write_ready_file(ready_file, json.dumps({child.spec.name: child.pid for child in children}))
+        write_ready_file(ready_file, {child.spec.name: child.pid for child in children})
 
     return await supervisor.run(on_ready)
 
@@ -40,7 +40,7 @@ def main() -> int:
         )
         for name, port, extra in json.loads(text)
     ]
-    return asyncio.run(run(Path(log_dir), Path(ready_file), specs, float(timeout_s), float(drain_s)))
+    return asyncio.run(run(Path(log_dir), ready_file, specs, float(timeout_s), float(drain_s)))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any
 from engine.messages import GenerateRequest, Stage, TokenOutput
 from service.telemetry.context import TraceContext
 from service.telemetry.records import Record, Span
-from service.telemetry.tracer import SpanContext, Tracer, unix_offset_s
+from service.telemetry.tracer import Tracer, unix_offset_s
 
 
 class Traces:
@@ -18,32 +18,21 @@ class Traces:
         self.model = model
 
     def begin(self, request: GenerateRequest, rid: str, context: TraceContext) -> "SampleTrace":
-        """`rid`: as the client knows the sample. Health probes are no requests."""
-        span = self.tracer.span_under(context.traceparent) if context.operation else None
-        return SampleTrace(self, request, rid=rid, context=context, start_s=time.monotonic(), span=span)
+        """`rid`: as the client knows the sample."""
+        return SampleTrace(self, request, rid, context)
 
 
 class SampleTrace:
-    """A running sample. Keeps what the record needs, not the prompt."""
+    """A running sample. Keeps what the record needs, not the prompt. Health probes are no requests."""
 
-    def __init__(
-        self,
-        owner: Traces,
-        request: GenerateRequest,
-        *,
-        rid: str,
-        context: TraceContext,
-        start_s: float,
-        span: SpanContext | None,
-    ) -> None:
+    def __init__(self, owner: Traces, request: GenerateRequest, rid: str, context: TraceContext) -> None:
         room = 0 if request.bootstrap is None else request.bootstrap.room
         self._owner = owner
         self._request = (rid, room, len(request.input_ids), request.sampling.max_new_tokens or 0, request.lora)
         self._context = context
-        self._start_s = start_s
-        self._end_s = start_s
+        self._start_s = self._end_s = time.monotonic()
         self._offset_s = 0.0
-        self._span_context = span
+        self._span_context = owner.tracer.span_under(context.traceparent) if context.operation else None
         self._result: tuple[list[Stage], int, int, str, str] = ([], 0, 0, "", "")
         self._ended = False
         self._first_token_s: float | None = None

@@ -101,8 +101,10 @@ COUNTERS = {
     "hicache_failed_writes": Figure("tandem_hicache_failed_writes", "files that could not be written"),
     "hicache_bad_files": Figure("tandem_hicache_bad_files", "files that were wrong and were deleted"),
 }
-# vLLM's histograms of the same quantity as one of ours; its stages are histograms of their own.
-VLLM_HISTOGRAMS = {
+# vLLM's names of the same quantity as one of ours; its stages are histograms of their own.
+VLLM_NAMES = {
+    "sglang:prompt_tokens": "vllm:prompt_tokens",
+    "sglang:generation_tokens": "vllm:generation_tokens",
     "sglang:time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
     "sglang:inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
     "sglang:request_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
@@ -110,10 +112,6 @@ VLLM_HISTOGRAMS = {
     "sglang:queue_time_seconds": "vllm:request_queue_time_seconds",
 }
 VLLM_STAGES = {"prefill": "vllm:request_prefill_time_seconds", "decode": "vllm:request_decode_time_seconds"}
-VLLM_COUNTERS = {
-    "sglang:prompt_tokens": "vllm:prompt_tokens",
-    "sglang:generation_tokens": "vllm:generation_tokens",
-}
 _BEFORE_THE_BATCH = ("waiting", "grammar", "bootstrap", "prealloc", "transfer", "retracted", "held", "resuming")
 
 

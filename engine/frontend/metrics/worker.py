@@ -1,6 +1,7 @@
 """Prometheus metrics of one worker: it counts what a client sees; load and transfers come from the scheduler."""
 
 from collections.abc import Iterator
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,8 +12,7 @@ from prometheus_client.registry import Collector
 from engine.frontend.metrics.names import (
     COUNTERS,
     QUEUES,
-    VLLM_COUNTERS,
-    VLLM_HISTOGRAMS,
+    VLLM_NAMES,
     VLLM_STAGES,
     Figure,
     gauge_of,
@@ -20,6 +20,8 @@ from engine.frontend.metrics.names import (
 )
 from engine.messages import StateReply, StepReply
 from engine.text.sample import TextOutput
+
+M = TypeVar("M", Counter, Gauge, Histogram)
 
 LABELS = ("model_name", "engine_type")
 TTFT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
@@ -37,45 +39,29 @@ class Metrics:
         self._label_values = (model_name, "unified" if mode == "null" else mode)
         self._scheduler = _SchedulerCollector(self._label_values)
         self.registry.register(self._scheduler)
-        self._prompt_tokens = self._counter("sglang:prompt_tokens", "prompt tokens of accepted requests")
-        self._generation_tokens = self._counter("sglang:generation_tokens", "generated tokens")
-        self._cached_tokens = self._counter("sglang:cached_tokens", "prompt tokens whose KV was reused")
-        self._requests = self._counter("sglang:num_requests", "accepted requests")
-        self._aborted = self._counter("sglang:num_aborted_requests", "requests that were aborted or failed")
+        self._prompt_tokens = self._one(Counter, "sglang:prompt_tokens", "prompt tokens of accepted requests")
+        self._generation_tokens = self._one(Counter, "sglang:generation_tokens", "generated tokens")
+        self._cached_tokens = self._one(Counter, "sglang:cached_tokens", "prompt tokens whose KV was reused")
+        self._requests = self._one(Counter, "sglang:num_requests", "accepted requests")
+        self._aborted = self._one(Counter, "sglang:num_aborted_requests", "requests that were aborted or failed")
         help = "requests refused because they would have come too late"
-        self._rejected = self._counter("tandem_num_early_rejections", help)
-        self._finished = Counter(
-            "vllm:request_success",
-            "requests that ended, by the reason",
-            (*LABELS, "finished_reason"),
-            registry=self.registry,
-        )
-        self._http_requests = Counter(
-            "sglang:http_requests", "HTTP requests", (*LABELS, "endpoint", "method"), registry=self.registry
-        )
-        self._http_responses = Counter(
-            "sglang:http_responses",
-            "HTTP answers (499: the client went away)",
-            (*LABELS, "endpoint", "method", "status_code"),
-            registry=self.registry,
-        )
-        self._http_active = Gauge(
-            "sglang:http_requests_active", "HTTP requests in progress", LABELS, registry=self.registry
-        ).labels(*self._label_values)
-        self._ttft = self._histogram("time_to_first_token_seconds", "time to the first token", TTFT_S)
-        self._itl = self._histogram("inter_token_latency_seconds", "time between tokens", ITL_S)
-        self._queue = self._histogram("queue_time_seconds", "time between arrival and first step", E2E_S)
-        self._stages = Histogram(
-            "sglang:per_stage_req_latency_seconds",
-            "time in each stage",
-            (*LABELS, "stage"),
-            registry=self.registry,
-            buckets=E2E_S,
-        )
-        self._e2e = self._histogram("e2e_request_latency_seconds", "time from request to last token", E2E_S)
-        self._tpot = self._histogram(
-            "request_time_per_output_token_seconds", "mean time of a request's tokens after its first", ITL_S
-        )
+        self._rejected = self._one(Counter, "tandem_num_early_rejections", help)
+        help = "requests that ended, by the reason"
+        self._finished = self._family(Counter, "vllm:request_success", help, "finished_reason")
+        self._http_requests = self._family(Counter, "sglang:http_requests", "HTTP requests", "endpoint", "method")
+        help = "HTTP answers (499: the client went away)"
+        self._http_responses = self._family(Counter, "sglang:http_responses", help, "endpoint", "method", "status_code")
+        self._http_active = self._one(Gauge, "sglang:http_requests_active", "HTTP requests in progress")
+        self._ttft = self._one(Histogram, "sglang:time_to_first_token_seconds", "time to the first token", TTFT_S)
+        self._itl = self._one(Histogram, "sglang:inter_token_latency_seconds", "time between tokens", ITL_S)
+        help = "time between arrival and first step"
+        self._queue = self._one(Histogram, "sglang:queue_time_seconds", help, E2E_S)
+        name = "sglang:per_stage_req_latency_seconds"
+        self._stages = self._family(Histogram, name, "time in each stage", "stage", buckets=E2E_S)
+        help = "time from request to last token"
+        self._e2e = self._one(Histogram, "sglang:e2e_request_latency_seconds", help, E2E_S)
+        help = "mean time of a request's tokens after its first"
+        self._tpot = self._one(Histogram, "sglang:request_time_per_output_token_seconds", help, ITL_S)
         for stage, name in VLLM_STAGES.items():
             self.registry.register(_Alias(self._stages, name, stage=stage))
 
@@ -126,17 +112,14 @@ class Metrics:
         self._scheduler.state, self._scheduler.step = state, step
         return generate_latest(self.registry)
 
-    def _counter(self, name: str, help: str) -> Counter:
-        family = Counter(name, help, LABELS, registry=self.registry)
-        if name in VLLM_COUNTERS:
-            self.registry.register(_Alias(family, VLLM_COUNTERS[name]))
-        return family.labels(*self._label_values)
+    def _family(self, kind: type[M], name: str, help: str, *labels: str, **options: Any) -> M:
+        return kind(name, help, (*LABELS, *labels), registry=self.registry, **options)
 
-    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        name = f"sglang:{name}"
-        family = Histogram(name, help, LABELS, registry=self.registry, buckets=buckets)
-        if name in VLLM_HISTOGRAMS:
-            self.registry.register(_Alias(family, VLLM_HISTOGRAMS[name]))
+    def _one(self, kind: type[M], name: str, help: str, buckets: tuple[float, ...] | None = None) -> M:
+        """A metric without labels of its own, also under vLLM's name if it has one."""
+        family = self._family(kind, name, help, **({} if buckets is None else {"buckets": buckets}))
+        if name in VLLM_NAMES:
+            self.registry.register(_Alias(family, VLLM_NAMES[name]))
         return family.labels(*self._label_values)
 
 
