@@ -52,8 +52,7 @@ class Up:
 
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[Up]:
-    shape = ["--decode=2", "--max-total-tokens=4096", "--page-size=4"]
-    cluster = Up(tmp_path, *shape, f"--api-key={KEY}", f"--run-dir={tmp_path}")
+    cluster = Up(tmp_path, "--max-total-tokens=4096", "--page-size=4", f"--api-key={KEY}", f"--run-dir={tmp_path}")
     yield cluster
     cluster.end()
     assert cluster.process.stdout is not None
@@ -62,8 +61,8 @@ def up(tmp_path: Path) -> Iterator[Up]:
 
 def test_a_cluster_answers_right_reports_itself_and_ends_on_ctrl_c(up: Up, tmp_path: Path) -> None:
     known = up.call("/workers")["workers"]  # in the moment it says ready: the router sends to every worker
-    assert [worker["is_healthy"] for worker in known] == [True, True, True]
-    assert [worker["role"] for worker in up.ready["workers"]] == ["prefill", "decode", "decode"]
+    assert [worker["is_healthy"] for worker in known] == [True, True]
+    assert [worker["role"] for worker in up.ready["workers"]] == ["prefill", "decode"]
     assert {worker["pid"] for worker in up.ready["workers"]} <= {process.pid for process in up.family}
 
     messages = [{"role": "user", "content": "k17 v42 k03 v91 k17"}]

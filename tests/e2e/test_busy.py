@@ -1,9 +1,11 @@
-"""A worker in a long step is busy, not dead: real processes, a prefill step that lasts until the test lets it go."""
+"""A worker in a long step is busy, not dead, until its watchdog barks: real processes, a prefill step that lasts until the test
+lets it go."""
 
 import asyncio
 import contextlib
 import os
 import random
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ CHECKS = ("--health-check-interval-secs=0.2", "--health-check-timeout-secs=2", "
 DOWN_S = 2.2  # by these flags a worker that answers no check is down after so long
 HELD_S = 3 * DOWN_S
 NUM_SHORT = 12
+STALLED_S = 2 * HELD_S  # then a step never ends
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,12 @@ def pd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pd]:
     folder = tmp_path_factory.mktemp("busy")
     inject = os.pathsep.join([str(ROOT / "tools" / "faults" / "inject"), str(ROOT)])
     switched = {"TANDEM_FAULTS_DIR": str(folder), "PYTHONPATH": inject}
-    serve = ("serve", "--port", "0", "--max-total-tokens", "16384", "--log-level", "warning")
-    prefill = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "0")
+    serve = ("serve", "--port", "0", "--max-total-tokens", "16384", "--decode-log-interval", "4")
+    prefill = ("--disaggregation-mode=prefill", "--disaggregation-bootstrap-port=0", f"--watchdog-timeout={STALLED_S}")
+    decode = ("--disaggregation-mode=decode", "--scheduler-recv-interval=4")
     with contextlib.ExitStack() as stack:
         p = stack.enter_context(tandem(folder / "prefill", *serve, *prefill, env=switched))
-        d = stack.enter_context(tandem(folder / "decode", *serve, "--disaggregation-mode", "decode"))
+        d = stack.enter_context(tandem(folder / "decode", *serve, *decode))
         asked = ("router", "--port", "0", "--pd-disaggregation", "--prefill", p.url, "--decode", d.url, *CHECKS)
         r = stack.enter_context(tandem(folder / "router", *asked))
         stack.callback((folder / "steps").unlink, missing_ok=True)
@@ -90,3 +94,18 @@ def test_a_frozen_scheduler_is_silent_then_down_and_comes_back(pd: Pd) -> None:
     finally:
         scheduler.resume()
     wait_until(lambda: pd.seen(pd.prefill)["health"] == "up", within_s=READY_S, what="the worker is back")
+
+
+def test_workers_have_logged_their_intervals(pd: Pd) -> None:
+    """(Of the requests before.)"""
+    assert re.search(r"prefill: \d+ steps, \d+ new requests, \d+ new tokens, \d+ cached \(", pd.prefill.log.read_text())
+    assert re.search(r"decode: 4 steps, .* usage", pd.decode.log.read_text())
+
+
+def test_a_worker_whose_step_never_ends_ends_itself(pd: Pd) -> None:
+    pd.steps.touch()
+    asked, _ = recall_body(random.Random(6), 20)
+    assert httpx.post(f"{pd.router.url}/generate", json=asked, timeout=READY_S).status_code in (502, 503)
+    wait_until(lambda: pd.prefill.process.poll() is not None, within_s=READY_S, what="the worker's end")
+    log = pd.prefill.log.read_text()
+    assert "--watchdog-timeout" in log and "in held" in log and "in _run" in log

@@ -1,4 +1,4 @@
-"""A cluster that serves a model of the hub (a stand-in of it): one download, served under the model's own name."""
+"""A worker that serves a model of the hub (a stand-in of it): one download, served under the model's own name."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def test_tandem_up_downloads_once_and_serves_the_model_under_its_name(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     with hub_stand_in(tmp_path / "hub") as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        with cluster(tmp_path / "run", "--model-path", MODEL, "--max-total-tokens", "4096") as c:
+        with cluster(tmp_path / "run", "--unified", "--model-path", MODEL, "--max-total-tokens", "4096") as c:
             asked = {"prompt": "abc", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
             answers = [
                 httpx.post(f"{c.router}/v1/completions", json={"model": model, **asked}, timeout=60).json()

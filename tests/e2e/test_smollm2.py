@@ -192,7 +192,7 @@ def test_a_chat_through_tandem_up(tmp_path: Path) -> None:
     than bf16 is off (0.2).
     """
     args = ("--model-path", "smollm2", "--max-total-tokens", "8192", "--log-level", "warning")
-    with cluster(tmp_path, *args) as c:
+    with cluster(tmp_path, "--unified", *args) as c:
         question = "What is the capital of France? Answer in one sentence."
         body = {"model": "smollm2", "messages": [{"role": "user", "content": question}], "temperature": 0}
         answer = httpx.post(f"{c.router}/v1/chat/completions", json=body | {"max_tokens": 32}, timeout=120).json()

@@ -40,7 +40,7 @@ def nixl(tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver) -> It
 
 @pytest.fixture(scope="package")
 def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two prefill and two decode workers: any may serve any. They share a secret, so all they say is authenticated.
+    """Two prefill workers: any may serve any request. All share a secret, so all they say is authenticated.
 
     Prefill workers tell the router what they cache, and prompts go by it.
     """
@@ -50,7 +50,7 @@ def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     secret.chmod(0o600)
     events = '{"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}'
     args = (
-        *("--prefill", "2", "--decode", "2", "--cluster-secret-file", str(secret)),
+        *("--prefill", "2", "--cluster-secret-file", str(secret)),
         *("--kv-events-config", events, "--prefill-policy", "cache_aware"),
     )
     with cluster(folder, "--transfer-backend", "mooncake", *args, *SHIPPED) as c:

@@ -12,7 +12,7 @@ from tests.e2e.cluster import Cluster, cluster
 COMMON = (
     *("--max-total-tokens", "65536", "--chunked-prefill-size", "64", "--log-level", "warning"),
     *("--stream", "threaded", "--stream-delay", "0.004"),
-    *("--constrained-json-disable-any-whitespace", "--tool-call-parser", "qwen25"),
+    *("--constrained-json-disable-any-whitespace", "--tool-call-parser", "qwen25", "--enable-return-hidden-states"),
 )
 
 

@@ -1,20 +1,17 @@
-"""Control over real HTTP, unified and disaggregated: pauses, weights, profiles, stream intervals, time lines, the watchdog."""
+"""Control over real HTTP, unified and disaggregated: pauses, weights, profiles, stream intervals, time lines."""
 
 import asyncio
 import gzip
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import httpx2 as httpx
 import pytest
 
 from tests.e2e.client import assert_all_back, generate, generate_all, post, session, state_of, text_of
-from tests.e2e.cluster import READY_S, Cluster, tandem, wait_until
-from tests.e2e.workload import recall_body
+from tests.e2e.cluster import Cluster
 from tests.engine.engine_in_process import tokens_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
@@ -224,19 +221,3 @@ def test_a_prefill_worker_tells_how_fast_kv_goes(way: tuple[str, Cluster]) -> No
     values = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if "{" in line}
     assert values["sglang:kv_transfer_speed_gb_s"] > 0 and values["sglang:kv_transfer_latency_ms"] > 0
     assert 'stage="decode"' in asyncio.run(text_of(f"{c.of('decode')[0].url}/metrics"))
-
-
-def test_a_worker_logs_its_intervals_and_ends_when_its_loop_stalls(tmp_path: Path) -> None:
-    """A step that takes up to four seconds is the injected stall (the first of them delays the start)."""
-    serve = ("serve", "--port", "0", "--decode-log-interval", "10", "--watchdog-timeout", "1.5")
-    with tandem(tmp_path / "quick", *serve, "--scheduler-recv-interval", "4") as worker:
-        asked, wanted = recall_body(random.Random(4), 30, max_new_tokens=25)
-        assert asyncio.run(generate_all(worker.url, [asked]))[0]["output_ids"] == wanted
-        lines = worker.log.read_text()
-        assert "prefill: 1 steps, 1 new requests, 62 new tokens, 0 cached (0%)" in lines
-        assert "decode: 9 steps, " in lines and "usage" in lines
-    with tandem(tmp_path / "stalls", *serve, "--stream", "threaded", "--stream-delay", "4") as worker:
-        assert httpx.post(f"{worker.url}/generate", json=asked, timeout=60).status_code == 503
-        wait_until(lambda: worker.process.poll() is not None, within_s=READY_S, what="the worker's end")
-        log = worker.log.read_text()
-        assert "--watchdog-timeout" in log and "in collect" in log and "in _run" in log

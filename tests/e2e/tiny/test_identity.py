@@ -31,7 +31,9 @@ def reference(qwen3: str) -> list[list[int]]:
     return tokens_of(qwen3, mixed_bodies(seed=1), depth=1, max_total_tokens=65536)
 
 
-@pytest.fixture(scope="module", params=["unified", "pd", "mixed", pytest.param("mooncake", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["unified", "pd", *(pytest.param(way, marks=pytest.mark.slow) for way in OTHERS)]
+)
 def way(request: pytest.FixtureRequest, qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if request.param not in OTHERS:
         yield request.getfixturevalue(request.param)
