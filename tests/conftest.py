@@ -3,7 +3,6 @@ hypothesis depends on how fast the machine is.
 """
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from tests.machine.needs import complaint
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-TESTS = Path(__file__).parent
 SHARED = ("e2e/shared", "e2e/tiny", "hostile")  # folders whose files share servers
 LONG = (*SHARED, "e2e", "faults")
 
@@ -29,7 +27,11 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order whole clusters first: at the end, one process would be left alone with files of a minute each."""
-    items.sort(key=lambda item: next((i for i, folder in enumerate(LONG) if _lies_in(item, folder)), len(LONG)))
+    items.sort(
+        key=lambda item: next(
+            (i for i, folder in enumerate(LONG) if item.nodeid.startswith(f"tests/{folder}/")), len(LONG)
+        )
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -46,10 +48,6 @@ class ByServers(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
         return next((folder for folder in SHARED if path.startswith(f"tests/{folder}/")), path)
-
-
-def _lies_in(item: pytest.Item, folder: str) -> bool:
-    return item.path.is_relative_to(TESTS / folder)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,10 +1,6 @@
 """The C decode kernel against float64, and how it gets built."""
 
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +8,6 @@ import torch
 from engine.attention.cpu_backend import CpuBackend
 from engine.attention.torch_backend import TorchBackend
 from engine.kernels import build
-from engine.kernels.paged_decode import ABI_VERSION, SOURCE
 from tests.attention.attention_cases import (
     TOLERANCE,
     Heads,
@@ -181,7 +176,7 @@ def test_a_page_id_out_of_range_never_reaches_c():
 
 
 @pytest.mark.parametrize(
-    "flags", [("-O1",), ("-O1", "-mavx2", "-mfma"), ("-O1", "-march=native", "-mno-avx512bf16")], ids=str
+    "flags", [("-O0",), ("-O0", "-mavx2", "-mfma"), ("-O0", "-march=native", "-mno-avx512bf16")], ids=str
 )
 def test_builds_for_lesser_cpus(flags, monkeypatch, tmp_path):
     monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path))
@@ -213,50 +208,6 @@ def test_without_a_kernel_torch_decodes_and_one_line_says_so(how, monkeypatch, t
     outs = run_step(backend, sequences, [49], [50], page_size=16, extend=False)
     assert worst_error(outs, sequences, [49], [50]) < TOLERANCE["float32"]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_three_processes_build_at_once(tmp_path):
-    code = (
-        "import pathlib, engine.kernels.build as b; b.FLAG_SETS = (('-O1',),);"
-        f"print(b.load_library(pathlib.Path({str(SOURCE)!r})).tandem_paged_decode_abi())"
-    )
-    env = {**os.environ, build.CACHE_VARIABLE: str(tmp_path)}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], env=env, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(3)
-    ]
-    try:
-        answers = [p.communicate(timeout=120)[0].strip() for p in running]
-    finally:
-        for p in running:
-            p.kill()
-            p.communicate()  # closes its pipe
-    assert answers == [str(ABI_VERSION)] * 3
-    assert [p.suffix for p in tmp_path.iterdir()] == [".so"]
-
-
-def test_a_broken_library_is_removed_and_built_again(monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "FLAG_SETS", (("-O1",),))
-    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "one"))
-    assert build.load_library(SOURCE) is not None
-    (path,) = (tmp_path / "one").iterdir()
-    broken = tmp_path / "two" / path.name
-    broken.parent.mkdir(mode=0o700)
-    broken.write_text("not a library")
-    monkeypatch.setenv(build.CACHE_VARIABLE, str(broken.parent))
-    assert build.load_library(SOURCE) is None and not broken.exists()
-    assert build.load_library(SOURCE) is not None
-
-
-def test_a_cache_directory_that_others_may_write_is_not_used(monkeypatch, tmp_path):
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(0o777)
-    monkeypatch.setenv(build.CACHE_VARIABLE, str(shared))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
-    assert build.cache_dir() == tmp_path / "mine" / "tandem" / "kernels"
 
 
 def test_the_reference_itself_on_a_case_done_by_hand():

@@ -18,7 +18,7 @@ from tests.e2e.leftovers import Leftovers
 from tests.e2e.roles import move, num_served, server_info, streams
 from tests.e2e.test_cluster_life import BOUNDED_S, start_load
 
-NUM_REQUESTS = 12
+NUM_REQUESTS = 8
 NEW_TOKENS = 150
 SWITCHES_S = 120.0  # for two, each with the start of a worker
 
@@ -51,7 +51,7 @@ def test_a_prefill_worker_becomes_decode_and_comes_back_under_load(two_pairs: Cl
     mover = two_pairs.of("prefill")[0]
 
     async def there_and_back() -> None:
-        async with session() as http, streams(two_pairs.router, num_clients=2, rest_s=0.02) as more:
+        async with session() as http, streams(two_pairs.router, num_clients=2, rest_s=0.1) as more:
             for role in ("decode", "prefill"):
                 await more()
                 told = await move(http, two_pairs, mover, role)

@@ -1,4 +1,4 @@
-"""The hierarchical cache through real processes: a worker on its own, killed, then a prefill worker on the same files."""
+"""The hierarchical cache through real processes: a prefill worker on the files of an earlier process."""
 
 import asyncio
 import random
@@ -9,12 +9,14 @@ import pytest
 
 from tests.e2e.client import assert_all_back, generate_all, session, state_of, text_of
 from tests.e2e.cluster import SETTLE_S, Cluster, Worker, cluster, wait_until
-from tests.engine.engine_in_process import tokens_of
+from tests.engine.engine_in_process import EngineInProcess, tokens_of
+from tests.engine.test_host_tier import files, settle
 
-FAMILIES, PREFIX_TOKENS, NEW_TOKENS = 8, 256, 6
+FAMILIES, PREFIX_TOKENS, NEW_TOKENS, PAGE_SIZE = 8, 256, 6, 8
 TIERED = (
     *("--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-storage-backend", "file"),
-    *("--max-total-tokens", "1024", "--page-size", "8", "--chunked-prefill-size", "128"),
+    *("--hicache-storage-prefetch-policy", "wait_complete"),
+    *("--max-total-tokens", "1024", "--page-size", str(PAGE_SIZE), "--chunked-prefill-size", "128"),
     *("--stream", "threaded", "--stream-delay", "0.001", "--log-level", "warning"),
 )
 
@@ -45,47 +47,48 @@ def disk_at_rest(worker: Worker) -> bool:
     return not state(worker)["gauges"]["hicache_disk_pending"]
 
 
-def files(folder: Path) -> list[Path]:
-    return list((folder / "0").glob("*.kv"))
-
-
-def served(c: Cluster, expected: list[list[int]]) -> list[dict[str, Any]]:
-    """What each request's prompt cost: `meta_info`."""
+def serve(c: Cluster, expected: list[list[int]]) -> None:
     answers = asyncio.run(generate_all(c.router, bodies()))
     assert [answer["output_ids"] for answer in answers] == expected
     asyncio.run(assert_all_back(c))
-    return [answer["meta_info"] for answer in answers]
 
 
 def test_tokens_are_the_same_from_host_and_from_files_of_an_earlier_process(
     qwen3: str, expected: list[list[int]], tmp_path: Path
 ) -> None:
+    write_files(qwen3, tmp_path / "disk")
+    assert len(files(tmp_path / "disk")) >= FAMILIES * PREFIX_TOKENS // PAGE_SIZE
+    for file in files(tmp_path / "disk")[::5]:
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
     args = ("--model-path", qwen3, "--hicache-storage-dir", str(tmp_path / "disk"), *TIERED)
-    with cluster(tmp_path / "unified", "--unified", *args) as c:
-        (worker,) = c.workers
-        served(c, expected)
-        for meta in (metas := served(c, expected)):
-            assert sum(meta["cached_tokens_details"].values()) == meta["cached_tokens"]
-        assert sum(meta["cached_tokens_details"]["host"] for meta in metas) >= FAMILIES * PREFIX_TOKENS // 2
+    with cluster(tmp_path / "pd", "--transfer-backend", "nixl", *args) as c:
+        (worker,) = c.of("prefill")
+        serve(c, expected)
+        first = state(worker)["counters"]
+        assert first["hicache_disk_hit_tokens"] > 0 and first["hicache_bad_files"] > 0
+        serve(c, expected)
+        again = state(worker)["counters"]
+        assert again["hicache_host_hit_tokens"] - first["hicache_host_hit_tokens"] >= FAMILIES * PREFIX_TOKENS // 2
         wait_until(lambda: disk_at_rest(worker), within_s=SETTLE_S, what="the files are written")
         metrics = asyncio.run(text_of(f"{worker.url}/metrics"))
         names = ("tandem_hicache_host_hit_tokens_total", "sglang:hicache_host_used_tokens")
         for name in (*names, "tandem_hicache_disk_used_bytes"):
             assert f"{name}{{" in metrics
-    assert len(files(tmp_path / "disk")) >= FAMILIES * PREFIX_TOKENS // 8
-    damaged = sorted(files(tmp_path / "disk"))[::5]
-    for file in damaged:
-        file.write_bytes(file.read_bytes()[:-1] + b"?")
-    policy = ("--hicache-storage-prefetch-policy", "wait_complete")
-    with cluster(tmp_path / "pd", "--transfer-backend", "nixl", *policy, *args) as c:
-        (worker,) = c.of("prefill")
-        served(c, expected)
-        counters = state(worker)["counters"]
-        assert counters["hicache_disk_hit_tokens"] > 0 and counters["hicache_bad_files"] > 0
         assert not any(name.startswith("hicache") for name in state(c.of("decode")[0])["counters"])
         asyncio.run(flush(c.router))
         wait_until(lambda: not files(tmp_path / "disk"), within_s=SETTLE_S, what="a flush deletes the files")
         assert state(worker)["ok"]
+
+
+def write_files(checkpoint: str, folder: Path) -> None:
+    """As a worker of its own does that serves all of it."""
+    flags = {"hicache_storage_backend": "file", "hicache_storage_dir": str(folder), "hicache_ratio": 4.0}
+    shape = {"max_total_tokens": 1024, "page_size": PAGE_SIZE, "chunked_prefill_size": 128}
+    with EngineInProcess(checkpoint, enable_hierarchical_cache=True, **flags, **shape) as engine:
+        for i, asked in enumerate(bodies()):
+            engine.add(str(i), asked["input_ids"], **asked["sampling_params"])
+            engine.run()
+        settle(engine)
 
 
 async def flush(url: str) -> None:

@@ -61,11 +61,11 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def prompts(tokenizer: Tokenizer) -> list[list[int]]:
-    """50: the beginnings alone, and behind one another, so that some share prefixes and some are longer than a chunk."""
+    """24: the beginnings alone, and behind one another, so that some share prefixes and some are longer than a chunk."""
     count = len(BEGINNINGS)
     texts = [*BEGINNINGS]
     texts += [
-        f"{BEGINNINGS[i % 4]} {BEGINNINGS[i % count]} {BEGINNINGS[(5 * i + 2) % count]}" for i in range(50 - count)
+        f"{BEGINNINGS[i % 4]} {BEGINNINGS[i % count]} {BEGINNINGS[(5 * i + 2) % count]}" for i in range(24 - count)
     ]
     return [tokenizer.encode(text) for text in texts]
 
@@ -128,7 +128,7 @@ def margin(theirs: LlamaForCausalLM, prompts: list[list[int]], reference: list[l
         ours = load_model(
             str(smollm2_file()), load_model_config(str(smollm2_file())), dtype="float32", device="cpu", progress=False
         )
-        sampled = [prompt + answer for prompt, answer in zip(prompts[::8], reference[::8], strict=True)]
+        sampled = [prompt + answer for prompt, answer in zip(prompts[::4], reference[::4], strict=True)]
         single = [(Sequence(ours).extend(ids), _logits(theirs, ids)) for ids in sampled]
         theirs.double()
         exact = [_logits(theirs, ids) for ids in sampled]
@@ -143,7 +143,7 @@ def margin(theirs: LlamaForCausalLM, prompts: list[list[int]], reference: list[l
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_50_prompts_give_the_same_tokens(
+def test_24_prompts_give_the_same_tokens(
     way: str,
     prompts: list[list[int]],
     unified_twice: tuple[list[list[int]], list[list[int]]],
@@ -177,8 +177,8 @@ def test_tokens_are_those_of_transformers(
         behind = logits.max(dim=-1).values - logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
         ties += int((behind > 0).sum())
         assert behind.max() <= 0 or behind.max() < margin(), prompt
-    assert ties <= 3, "near ties are rare: many would mean another model"
-    assert len({tuple(answer) for answer in reference}) > 35, "the prompts do not tell answers apart"
+    assert ties <= 2, "near ties are rare: many would mean another model"
+    assert len({tuple(answer) for answer in reference}) > 18, "the prompts do not tell answers apart"
 
 
 @pytest.mark.slow

@@ -11,6 +11,14 @@ MAX_ERROR = 1e-4
 NEW_TOKENS = 8
 
 
+PROMPTS = {"short": prompt_of(7, 1), "long": prompt_of(2000, 2), "one": prompt_of(1, 3), "page": prompt_of(32, 4)}
+
+
+@pytest.fixture(scope="module")
+def expected(reference: PreTrainedModel) -> dict[str, tuple[list[int], torch.Tensor]]:
+    return {name: greedy(reference, prompt) for name, prompt in PROMPTS.items()}
+
+
 @torch.inference_mode()
 def greedy(model: PreTrainedModel, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
     """(tokens, logprobs [len(prompt) + NEW_TOKENS - 1, vocab]): row i predicts position i + 1."""
@@ -32,22 +40,23 @@ PATHS = {
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_tokens_and_logprobs_equal_transformers(checkpoint: str, reference: PreTrainedModel, path: str) -> None:
+def test_tokens_and_logprobs_equal_transformers(
+    checkpoint: str, expected: dict[str, tuple[list[int], torch.Tensor]], path: str
+) -> None:
     """Short and long prompts, computed side by side, then again from the cache."""
-    prompts = {"short": prompt_of(7, 1), "long": prompt_of(2000, 2), "one": prompt_of(1, 3), "page": prompt_of(32, 4)}
     with EngineInProcess(checkpoint, **PATHS[path]) as engine:
         for turn in ("first", "again"):
-            for name, prompt in prompts.items():
+            for name, prompt in PROMPTS.items():
                 engine.add(f"{name}-{turn}", prompt, logprobs=LogprobOptions(-1, 0), max_new_tokens=NEW_TOKENS)
             engine.run()
-    for name, prompt in prompts.items():
-        tokens, logprobs = greedy(reference, prompt)
+    for name, prompt in PROMPTS.items():
+        tokens, logprobs = expected[name]
         for turn in ("first", "again"):
             rid = f"{name}-{turn}"
             assert engine.tokens[rid] == tokens
             for i, entry in enumerate(engine.logprobs[rid]):
-                expected = logprobs[len(prompt) - 1 + i, entry.token_id].item()
-                assert entry.logprob == pytest.approx(expected, abs=MAX_ERROR)
+                wanted = logprobs[len(prompt) - 1 + i, entry.token_id].item()
+                assert entry.logprob == pytest.approx(wanted, abs=MAX_ERROR)
     if path != "no_cache":
         assert engine.cached["long-again"] >= 1984 and engine.cached["long-first"] == 0
 

@@ -170,6 +170,7 @@ class StandIn:
             finish=finish,
             prompt_tokens=len(m.input_ids),
             cached_tokens=4,
+            cached_by_tier=[1, 3, 0],
             completion_tokens=len(r.output),
             logprobs=[_logprob(i, lp.top_num) for i in ids] if lp else [],
             input_logprobs=_input_logprobs(m) if lp and first else [],

@@ -22,6 +22,7 @@ def test_generate_text_and_ids(worker: Worker) -> None:
     meta = answer["meta_info"]
     assert meta["finish_reason"] == {"type": "length", "length": 4}
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (6, 4, 4)
+    assert meta["cached_tokens_details"] == {"device": 1, "host": 3, "storage": 0}
     ids = worker.post("/generate", {"input_ids": [70, 71], "sampling_params": {"max_new_tokens": 2}}).json()
     assert ids["output_ids"] == [70, 71]
     assert isinstance(ids["meta_info"]["id"], str) and ids["meta_info"]["e2e_latency"] > 0

@@ -1,7 +1,9 @@
-"""Every kernel compiles for each kind of CPU that its source tells apart, and one that does so only without wishes says so."""
+"""Every kernel compiles for each kind of CPU that its source tells apart; how a library gets into the cache and out of it."""
 
 import logging
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,13 +22,59 @@ def test_a_kernel_compiles_for_each_kind_of_cpu(source, kind):
     assert done.returncode == 0, done.stderr
 
 
-def test_flags_that_were_wished_for_and_do_not_compile_are_named(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(build, "FLAG_SETS", (("-march=no-such-cpu",), ()))
-    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
     source = tmp_path / "one.c"
     source.write_text("int one(void) { return 1; }\n")
+    return source
+
+
+def test_flags_that_were_wished_for_and_do_not_compile_are_named(source, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(build, "FLAG_SETS", (("-march=no-such-cpu",), ()))
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
     with caplog.at_level(logging.WARNING, logger="engine.kernels.build"):
         library = build.load_library(source)
     assert library is not None and library.one() == 1
     (record,) = caplog.records
     assert "-march=no-such-cpu" in record.getMessage() and "one.c" in record.getMessage()
+
+
+def test_three_processes_build_at_once(source, tmp_path):
+    code = f"import pathlib, engine.kernels.build as b; print(b.load_library(pathlib.Path({str(source)!r})).one())"
+    cache = tmp_path / "cache"
+    env = {**os.environ, build.CACHE_VARIABLE: str(cache)}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=env, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    try:
+        answers = [p.communicate(timeout=120)[0].strip() for p in running]
+    finally:
+        for p in running:
+            p.kill()
+            p.communicate()  # closes its pipe
+    assert answers == ["1"] * 3
+    assert [p.suffix for p in cache.iterdir()] == [".so"]
+
+
+def test_a_broken_library_is_removed_and_built_again(source, monkeypatch, tmp_path):
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "first"))
+    assert build.load_library(source) is not None
+    (path,) = (tmp_path / "first").iterdir()
+    broken = tmp_path / "second" / path.name
+    broken.parent.mkdir(mode=0o700)
+    broken.write_text("not a library")
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(broken.parent))
+    assert build.load_library(source) is None and not broken.exists()
+    assert build.load_library(source) is not None
+
+
+def test_a_cache_directory_that_others_may_write_is_not_used(monkeypatch, tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(shared))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    assert build.cache_dir() == tmp_path / "mine" / "tandem" / "kernels"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.cluster import Cluster, cluster
+from tests.lora.tiny_adapters import make_tiny_adapter
 
 COMMON = (
     *("--max-total-tokens", "65536", "--chunked-prefill-size", "64", "--log-level", "warning"),
@@ -23,8 +24,19 @@ def unified(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
 
 
 @pytest.fixture(scope="package")
-def pd(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Layers leave as they are computed."""
+def adapters(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Paths of LoRA adapters by name."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        name: make_tiny_adapter(folder / name, qwen3, seed=seed)
+        for seed, name in enumerate(("one", "two", "three"), start=1)
+    }
+
+
+@pytest.fixture(scope="package")
+def pd(qwen3: str, adapters: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Layers leave as they are computed. Adapter "one" from the start; two in a batch."""
     way = ("--transfer-backend", "nixl", "--disaggregation-layerwise-transfer", "on")
-    with cluster(tmp_path_factory.mktemp("pd"), *way, "--model-path", qwen3, *COMMON) as c:
+    lora = ("--lora-paths", f"one={adapters['one']}", "--max-loras-per-batch", "2", "--max-loaded-loras", "3")
+    with cluster(tmp_path_factory.mktemp("pd"), *way, *lora, "--model-path", qwen3, *COMMON) as c:
         yield c

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,21 +9,10 @@ import aiohttp
 import pytest
 
 from tests.e2e.client import assert_all_back, generate, post, session
-from tests.e2e.cluster import Cluster, cluster
+from tests.e2e.cluster import Cluster
 from tests.engine.engine_in_process import tokens_of
-from tests.lora.tiny_adapters import make_tiny_adapter, merge
-from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.lora.tiny_adapters import merge
 
-COMMON = (
-    "--max-total-tokens",
-    "8192",
-    "--chunked-prefill-size",
-    "64",
-    "--stream",
-    "threaded",
-    "--log-level",
-    "warning",
-)
 PROMPT = list(range(20, 100))
 NAMES = ("", "one", "two", "three")  # the model alone, and three adapters
 NEW = 24
@@ -38,23 +26,12 @@ class Files:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    folder = tmp_path_factory.mktemp("lora")
-    base = make_tiny_checkpoint(folder / "base", "qwen3")
-    adapters = {name: make_tiny_adapter(folder / name, base, seed=i) for i, name in enumerate(NAMES) if name}
-    merged = {name: merge(folder / f"merged-{name}", base, "qwen3", path, {"": 2.0}) for name, path in adapters.items()}
-    answers = {name: tokens_of(merged.get(name, base), [body()])[0] for name in NAMES}
+def files(qwen3: str, adapters: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder = tmp_path_factory.mktemp("merged")
+    merged = {name: merge(folder / name, qwen3, "qwen3", path, {"": 2.0}) for name, path in adapters.items()}
+    answers = {name: tokens_of(merged.get(name, qwen3), [body()])[0] for name in NAMES}
     assert len({tuple(tokens) for tokens in answers.values()}) == len(NAMES)
-    return Files(base, adapters, answers)
-
-
-@pytest.fixture(scope="module")
-def pd(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Adapter "one" from the start; two in a batch."""
-    lora = ("--lora-paths", f"one={files.adapters['one']}", "--max-loras-per-batch", "2", "--max-loaded-loras", "3")
-    args = ("--transfer-backend", "nixl", "--model-path", files.base, *lora, *COMMON)
-    with cluster(tmp_path_factory.mktemp("pd"), *args) as c:
-        yield c
+    return Files(qwen3, adapters, answers)
 
 
 def body(lora: str = "", *, new: int = NEW, **more: Any) -> dict[str, Any]:
