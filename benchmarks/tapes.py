@@ -27,7 +27,7 @@ from engine.executor.decode_tapes import DecodeTapes
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 from engine.model_files.model_config import load_model_config
-from engine.models.causal_lm import CausalLM
+from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 
 BATCHES = (1, 8, 32)
@@ -35,7 +35,7 @@ PAGE_SIZE = 16
 WARM_UP = 2  # a tape is recorded beside the first step and checked beside the second
 
 
-def measure(model: CausalLM, batch: int, *, tokens: int, steps: int, bar: "tqdm[Any]") -> dict[str, float]:
+def measure(model: DenseDecoder, batch: int, *, tokens: int, steps: int, bar: "tqdm[Any]") -> dict[str, float]:
     """Medians of `steps` forwards each way, of `batch` requests with `tokens` in the cache."""
     pages = -(-tokens // PAGE_SIZE)
     pool = KVPool(model.cache_specs(), num_pages=batch * pages, page_size=PAGE_SIZE, device="cpu")

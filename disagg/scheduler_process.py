@@ -24,7 +24,7 @@ from engine.ipc import IpcPaths
 from engine.kv_events_config import parse_kv_events_config
 from engine.loop.adapter_control import AdapterControl
 from engine.loop.heartbeat import HeartbeatResponder
-from engine.loop.kv_events import EventPump, ZmqPublisher
+from engine.loop.kv_events import ZmqPublisher
 from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
 from engine.loop.ports import ZmqPorts
 from engine.loop.turn_clock import TurnClock
@@ -76,7 +76,7 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
     if spec.engine.enable_hierarchical_cache and spec.disagg.disaggregation_mode == "decode":
         log.info("--enable-hierarchical-cache has no effect in the decode role: peers write pages outside stream order")
     adapters = _load_adapters(parts, ports)
-    publisher = _publisher(spec)
+    publisher = _publisher(spec, parts)
     role = make_role(spec, parts, wakeup=ports.call_attention)
     grammars = make_grammar_queue(spec.engine, model, tokenizer, wakeup=ports.call_attention)
     loop = EngineLoop(
@@ -139,7 +139,7 @@ def _services(
         grammars=grammars,
         adapters=adapters,
         disk=parts.disk,
-        events=EventPump(parts.events, publisher),
+        events=publisher,
     )
 
 
@@ -176,10 +176,12 @@ def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s:
     }
 
 
-def _publisher(spec: SchedulerSpec) -> ZmqPublisher | None:
+def _publisher(spec: SchedulerSpec, parts: "EngineParts") -> ZmqPublisher | None:
     """Raises ConfigError for an address that is taken."""
     config = parse_kv_events_config(spec.engine.kv_events_config)
-    return None if config is None else ZmqPublisher(config, secret=read_secret(spec.disagg.cluster_secret_file))
+    if config is None:
+        return None
+    return ZmqPublisher(config, events=parts.events, secret=read_secret(spec.disagg.cluster_secret_file))
 
 
 def make_grammar_queue(

@@ -26,7 +26,7 @@ from engine.kv.identity import fingerprint, kv_identity
 from engine.kv.kv_pool import KVPool
 from engine.kv_events_config import parse_kv_events_config
 from engine.model_files.model_config import ModelConfig
-from engine.models.causal_lm import CausalLM
+from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from engine.resolve import depth, limits, resolve, step_budget
 from service.flags import ConfigError
@@ -71,7 +71,7 @@ def build_engine(
     wakeup: Callable[[], None] = lambda: None,
     progress: bool,
     capture: MakeCapture | None = None,
-    load: Callable[..., CausalLM] = load_model,
+    load: Callable[..., DenseDecoder] = load_model,
 ) -> EngineParts:
     """Load the model and allocate its memory. Raises ConfigError.
 

@@ -30,7 +30,7 @@ from engine.kv.page_table import PageTable
 from engine.lora.bank import AdapterBank
 from engine.lora.store import LoraStore
 from engine.model_files.model_config import ModelConfig
-from engine.models.causal_lm import CausalLM
+from engine.models.decoder import DenseDecoder
 from engine.resolve import num_pages
 from engine.sampler.sampler import Sampler
 from service.flags import ConfigError
@@ -58,7 +58,7 @@ class Device:
 def build_device(
     config: EngineConfig,
     model_config: ModelConfig,
-    model: CausalLM,
+    model: DenseDecoder,
     pool: KVPool,
     *,
     host_pool: HostPool | None,
@@ -141,7 +141,7 @@ def _record(executor: Executor, runner: ModelRunner) -> None:
         ) from error
 
 
-def _adapter_store(config: EngineConfig, model: CausalLM, bank: AdapterBank, executor: Executor) -> LoraStore:
+def _adapter_store(config: EngineConfig, model: DenseDecoder, bank: AdapterBank, executor: Executor) -> LoraStore:
     return LoraStore(
         bank=bank,
         sites=[site.shape for site in model.linear_sites()],

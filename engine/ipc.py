@@ -74,8 +74,8 @@ def _is_orphan(folder: Path) -> bool:
 class PullSocket(Generic[M]):
     """Receives `union`. Frames that do not decode are logged, counted in `rejected` and dropped."""
 
-    def __init__(self, endpoint: str, union: Any, *, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
-        self.socket = (context or zmq.Context.instance()).socket(zmq.PULL)
+    def __init__(self, endpoint: str, union: Any) -> None:
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self.socket.bind(endpoint)

@@ -14,7 +14,6 @@ from engine.core.request import Request
 from engine.executor.decode_graphs import Capture, Work
 from engine.loop.pipeline import Pipeline
 from engine.model_files.model_config import ModelConfig
-from engine.models.causal_lm import CausalLM
 from engine.models.decoder import DenseDecoder
 from engine.sampling_params import SamplingParams
 
@@ -50,7 +49,7 @@ class RandomCheckpoint:
         pass
 
 
-def random_model(_model_path: str, config: ModelConfig, *, dtype: str, device: str, **_: object) -> CausalLM:
+def random_model(_model_path: str, config: ModelConfig, *, dtype: str, device: str, **_: object) -> DenseDecoder:
     with torch.inference_mode():
         return DenseDecoder(config, RandomCheckpoint(dtype=dtype, device=device))  # type: ignore[arg-type]
 

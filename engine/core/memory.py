@@ -36,12 +36,21 @@ class Memory:
         if need + reserved_pages > self.available:
             self.cache.unlock(match.node)
             return False
-        below = self._find_below(request, match)
+        below: list[int] = []  # host pages that continue the match, pinned before anything is evicted for the request
+        if self.host is not None:
+            end = match_limit(request) // self.allocator.page_size
+            below = self.host.find(request, start=len(match.pages), end=end)
+            self.host.on_read(match.node)
         request.lock = match.node
         request.pages = match.pages + self._take(need)
         request.shared_pages = len(match.pages)
         request.launched_len = request.computed_len = len(match.pages) * self.allocator.page_size
-        self._load_from_below(request, below)
+        if self.host is not None:
+            self.host.load(request, below, start=request.shared_pages)
+        if below:  # copied in this step before any read, and shared at once
+            request.launched_len += len(below) * self.allocator.page_size
+            request.computed_len = request.launched_len
+            self.share(request)
         return True
 
     def pages_left(self, request: Request, *, without: Sequence[Request]) -> int:
@@ -56,24 +65,6 @@ class Memory:
             self.cache.lock(node)
         self.cache.unlock(match.node)
         return available + len(match.pages) - self.allocator.pages_for(request.num_tokens)
-
-    def _find_below(self, request: Request, match: Match) -> list[int]:
-        """Find the host pages that continue the match, and pin them before anything is evicted for the request."""
-        if self.host is None:
-            return []
-        end = match_limit(request) // self.allocator.page_size
-        below = self.host.find(request, start=len(match.pages), end=end)
-        self.host.on_read(match.node)
-        return below
-
-    def _load_from_below(self, request: Request, below: list[int]) -> None:
-        """Copy them in this step, before any read, and share them at once."""
-        if self.host is not None:
-            self.host.load(request, below, start=request.shared_pages)
-        if below:
-            request.launched_len += len(below) * self.allocator.page_size
-            request.computed_len = request.launched_len
-            self.share(request)
 
     def prefetch(self, request: Request) -> None:
         """Start to read into the host what lies on disk alone of its prefix."""

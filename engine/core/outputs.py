@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from engine.core.plan import ItemResult
 from engine.core.request import Request
-from engine.messages import FinishReason, TokenLogprob, TokenOutput
+from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOutput
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ def output_of(request: Request, new_ids: list[int]) -> TokenOutput:
     )
 
 
-def refused(request: Request, reason: FinishReason) -> TokenOutput:
+def refused(request: Request | GenerateRequest, reason: FinishReason) -> TokenOutput:
     return TokenOutput(rid=request.rid, new_ids=[], finish=reason, prompt_tokens=len(request.input_ids))
 
 

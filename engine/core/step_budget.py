@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from engine.core.plan import Plan, PlanItem
+from engine.core.plan import Plan
 
 NUM_LAST = 3
 INFORMATIVE_SHARE = 0.5
@@ -53,7 +53,7 @@ class StepBudget:
         """Learn from a step with prompts that took `taken_s`."""
         if not plan.extend or taken_s <= 0:
             return
-        work = self._work_in(plan.items)
+        work = sum(self.work_of(item.start, item.q_len) for item in plan.items)
         self._note_small(sum(item.q_len for item in plan.items), taken_s)
         if work >= INFORMATIVE_SHARE * self._usual or taken_s > self._allowed_s:
             self._rates.append(taken_s / work)
@@ -74,9 +74,6 @@ class StepBudget:
     def _allowed_s(self) -> float:
         page_s = _lower_median(self._small_s) if self._small_s else 0.0
         return self._max_step_s if page_s <= self._max_step_s else WORTH * page_s
-
-    def _work_in(self, items: Sequence[PlanItem]) -> float:
-        return sum(self.work_of(item.start, item.q_len) for item in items)
 
 
 def _lower_median(values: Sequence[float]) -> float:

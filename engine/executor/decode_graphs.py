@@ -19,7 +19,7 @@ from engine.executor.future_map import FutureMap
 from engine.kv.page_table import PageTable
 from engine.kv.step_batch import DeviceStep
 from engine.kv.upload import upload_into
-from engine.models.causal_lm import CausalLM
+from engine.models.decoder import DenseDecoder
 
 WARM_UP_RUNS = 2  # compile kernels and allocate workspaces before a capture
 MOST_BY_DEFAULT = 256
@@ -86,7 +86,7 @@ class DecodeGraphs:
         self._inputs = {size: padding.repeat(1, size) for size in sizes}
         self._graphs: dict[int, Work] = {}
 
-    def record(self, model: CausalLM) -> None:
+    def record(self, model: DenseDecoder) -> None:
         """Record every size for `model`, in stream order with nothing in flight.
 
         Raises torch.OutOfMemoryError, and then there are no graphs.
@@ -113,7 +113,7 @@ class DecodeGraphs:
         slots = [item.slot for item in items] + [self._page_table.scratch_slot] * more
         return torch.tensor([ids, positions, slots])
 
-    def _work(self, model: CausalLM, size: int) -> Work:
+    def _work(self, model: DenseDecoder, size: int) -> Work:
         ids, positions, slots = self._inputs[size]
 
         def work() -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.tape import Tape, Workspace
-from engine.models.causal_lm import Attend, Begun, CausalLM
+from engine.models.decoder import Attend, Begun, DenseDecoder
 
 MOST_ROWS = 64  # of larger batches Python's share is small
 
@@ -50,7 +50,7 @@ class DecodeTapes:
         """Whether a decode step of `num_rows` requests can be recorded."""
         return num_rows <= MOST_ROWS
 
-    def forward(self, model: CausalLM, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, model: DenseDecoder, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """`model.forward` of a step that `takes` accepted and the attention backend has begun."""
         begun, size = model.begin(input_ids, positions), len(input_ids)
         if size not in self._tapes:
@@ -64,7 +64,7 @@ class DecodeTapes:
             return played
         return self._compare(size, recorded, played, model.layers(begun, attend))
 
-    def _record(self, model: CausalLM, begun: Begun, attend: Attend) -> _Recorded:
+    def _record(self, model: DenseDecoder, begun: Begun, attend: Attend) -> _Recorded:
         own = tuple(x.clone() for x in begun)
         tape = Tape(self._workspace)
         with tape.recording():

@@ -15,7 +15,7 @@ from engine.kv.page_table import PageTable
 from engine.kv.step_batch import StepBatch
 from engine.kv.upload import upload
 from engine.lora.bank import AdapterBank
-from engine.models.causal_lm import CausalLM
+from engine.models.decoder import DenseDecoder
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +42,14 @@ class ForwardPass:
         self._graphs = graphs
         self._tapes = tapes
 
-    def attach(self, model: CausalLM) -> None:
+    def attach(self, model: DenseDecoder) -> None:
         """Forget the tapes of another model, and attach the adapters to this one."""
         if self._tapes is not None:
             self._tapes.forget()
         if self._adapters is not None:
             self._adapters.attach(model.linear_sites())
 
-    def record(self, model: CausalLM) -> None:
+    def record(self, model: DenseDecoder) -> None:
         """Record the decode graphs, if any. Raises torch.OutOfMemoryError."""
         if self._graphs is None:
             return
@@ -57,7 +57,7 @@ class ForwardPass:
             self._adapters.begin(())
         self._graphs.record(model)
 
-    def record_if_possible(self, model: CausalLM) -> None:
+    def record_if_possible(self, model: DenseDecoder) -> None:
         """Record the decode graphs; without memory for them, decode goes on without graphs."""
         try:
             self.record(model)
@@ -68,7 +68,7 @@ class ForwardPass:
         if self._adapters is not None:
             self._adapters.open(opened)
 
-    def run(self, model: CausalLM, plan: Plan) -> Tensor:
+    def run(self, model: DenseDecoder, plan: Plan) -> Tensor:
         """Compute the hidden states [T, hidden] of all new tokens, item after item."""
         items = plan.items
         self._page_table.update(items)

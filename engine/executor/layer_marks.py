@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from engine.models.causal_lm import Attend
+from engine.models.decoder import Attend
 
 Mark = tuple[int, int]  # (step, layers): the first `layers` of it are written, and all of every earlier step
 

@@ -12,7 +12,7 @@ from engine.executor.forward_pass import ForwardPass
 from engine.executor.sample_pass import SamplePass, StepOutput, nothing_sampled
 from engine.kv.host_pool import HostPool
 from engine.kv.page_backup import PageBackup
-from engine.models.causal_lm import CausalLM
+from engine.models.decoder import DenseDecoder
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class ModelRunner:
     def __init__(
         self,
         *,
-        model: CausalLM,
+        model: DenseDecoder,
         backup: PageBackup,
         host_pool: HostPool | None,
         forward_pass: ForwardPass,
@@ -39,7 +39,7 @@ class ModelRunner:
         self._sample_pass = sample_pass
         forward_pass.attach(model)
 
-    def use(self, model: CausalLM) -> None:
+    def use(self, model: DenseDecoder) -> None:
         """Run another model of the same shape from the next step on. In stream order (`Executor.call`)."""
         self._model = model
         self._forward_pass.attach(model)

@@ -11,7 +11,7 @@ from engine.core.plan import Plan, PlanItem, SlotOpen
 from engine.executor.future_map import FutureMap
 from engine.kv.upload import upload
 from engine.messages import LogprobOptions
-from engine.models.causal_lm import CausalLM
+from engine.models.decoder import DenseDecoder
 from engine.sampler.sampler import Sampler, requested_logprobs, token_logprobs
 from engine.sampler.token_mask import token_mask
 
@@ -58,7 +58,7 @@ class SamplePass:
     def close(self, slot: int) -> None:
         self._sampler.close(slot)
 
-    def run(self, model: CausalLM, plan: Plan, hidden: Tensor) -> StepOutput:
+    def run(self, model: DenseDecoder, plan: Plan, hidden: Tensor) -> StepOutput:
         """Sample, and compute logprobs and hidden states. `hidden`: [T, hidden] of the plan's new tokens."""
         items, starts = plan.items, list(accumulate((item.q_len for item in plan.items), initial=0))
         output = self._tokens(model, plan, starts, hidden)
@@ -68,7 +68,7 @@ class SamplePass:
                 output.hidden[i] = _to_host(_pool(rows, item.pool))
         return output
 
-    def _tokens(self, model: CausalLM, plan: Plan, starts: list[int], hidden: Tensor) -> StepOutput:
+    def _tokens(self, model: DenseDecoder, plan: Plan, starts: list[int], hidden: Tensor) -> StepOutput:
         """`starts`: the row of `hidden` where each item begins, and the end."""
         items, masks = plan.items, plan.masks
         sampled = [i for i, item in enumerate(items) if item.sample]
@@ -100,7 +100,7 @@ class SamplePass:
             input_logprobs=input_logprobs,
         )
 
-    def _input_logprobs(self, model: CausalLM, item: PlanItem, hidden: Tensor) -> list[Logprobs]:
+    def _input_logprobs(self, model: DenseDecoder, item: PlanItem, hidden: Tensor) -> list[Logprobs]:
         """Compute logprobs of prompt positions from `logprob_from` on; row i predicts position i + 1."""
         assert item.logprob_from is not None and item.logprobs is not None
         targets = item.tokens[item.logprob_from - item.start :]

@@ -13,7 +13,7 @@ import torch
 from engine.background import start_in_thread
 from engine.kv.identity import fingerprint
 from engine.model_files.model_config import ModelConfig, load_model_config
-from engine.models.causal_lm import CausalLM
+from engine.models.decoder import DenseDecoder
 from service.flags import ConfigError
 
 FREE_FIELDS = ("dtype",)  # how weights are stored; they are converted to the engine's type
@@ -31,9 +31,9 @@ class WeightUpdater:
         model_path: str,
         version: str,
         model: ModelConfig,
-        load: Callable[..., CausalLM],
+        load: Callable[..., DenseDecoder],
         on_cuda: bool,
-        install: Callable[[CausalLM], None],
+        install: Callable[[DenseDecoder], None],
         taken: Callable[[str, str], None],
     ) -> None:
         self.model_path = model_path
@@ -45,18 +45,18 @@ class WeightUpdater:
         self._taken = taken
         self._fingerprint = ""  # of the checkpoint that was read last
 
-    def read(self, model_path: str, *, when_done: Callable[[], None]) -> Future[CausalLM]:
+    def read(self, model_path: str, *, when_done: Callable[[], None]) -> Future[DenseDecoder]:
         """Start to read a checkpoint. The future raises ConfigError if it does not fit; its thread calls `when_done`."""
         return start_in_thread(lambda: self._read(model_path), name="weights", when_done=when_done)
 
-    def take(self, model: CausalLM, *, model_path: str, version: str | None) -> None:
+    def take(self, model: DenseDecoder, *, model_path: str, version: str | None) -> None:
         """Install `model`. No step may be in flight, and no KV of the old weights in use."""
         self._install(model)
         self.model_path = model_path
         self.version = self.version if version is None else version
         self._taken(self.version, self._fingerprint)
 
-    def _read(self, model_path: str) -> CausalLM:
+    def _read(self, model_path: str) -> DenseDecoder:
         found = load_model_config(model_path)
         check_fits(self._model, found)
         before = fingerprint(model_path)

@@ -174,37 +174,21 @@ def decode_merge_kernel(
     tl.store(out_ptr + row * DIM + dims, merged.to(out_ptr.dtype.element_ty), mask=dims < DIM)
 
 
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """What kernels that read K and V know when they are compiled. `precision`: of `tl.dot`."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    page_size: int
-    precision: str
-
-    @classmethod
-    def of(cls, q: torch.Tensor, k_cache: torch.Tensor) -> "CacheShape":
-        """q [T, heads, dim]; k_cache as KVPool.k."""
-        page_size, kv_heads = k_cache.shape[1:3]
-        precision = "ieee" if k_cache.dtype == torch.float32 else "tf32"
-        return cls(q.shape[1], kv_heads, q.shape[2], page_size, precision)
-
-    def constants(self) -> dict[str, Any]:
-        return {
-            "HEADS": self.heads,
-            "KV_HEADS": self.kv_heads,
-            "DIM": self.dim,
-            "PAGE_SIZE": self.page_size,
-            "TILE_DIM": tile_dim(self.dim),
-            "PRECISION": self.precision,
-        }
+def cache_constants(*, heads: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What kernels that read K and V know when they are compiled. `dtype`: of the cache."""
+    return {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "DIM": dim,
+        "PAGE_SIZE": page_size,
+        "TILE_DIM": tile_dim(dim),
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+    }
 
 
-def split_constants(shape: CacheShape, tiles: DecodeTiles) -> dict[str, Any]:
-    tile_heads = max(MIN_TILE_HEADS, triton.next_power_of_2(shape.heads // shape.kv_heads))
-    return {**shape.constants(), "TILE_HEADS": tile_heads, **split_rule(tiles)}
+def split_constants(cache: dict[str, Any], tiles: DecodeTiles) -> dict[str, Any]:
+    tile_heads = max(MIN_TILE_HEADS, triton.next_power_of_2(cache["HEADS"] // cache["KV_HEADS"]))
+    return {**cache, "TILE_HEADS": tile_heads, **split_rule(tiles)}
 
 
 def merge_constants(*, heads: int, dim: int, tiles: DecodeTiles) -> dict[str, Any]:
@@ -249,11 +233,12 @@ def decode(
     [B, pages] int32; kv_lens [B] int32, at least 1; `splits`: `split_list` of these lengths and tiles.
     """
     batch, heads, dim = q.shape
-    shape = CacheShape.of(q, k_cache)
+    page_size, kv_heads = k_cache.shape[1:3]
+    cache = cache_constants(heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, dtype=k_cache.dtype)
     parts = torch.empty((batch, tiles.splits, heads, dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((batch, tiles.splits, heads), dtype=torch.float32, device=q.device)
     out = torch.empty((batch, heads, dim), dtype=q.dtype, device=q.device)
-    programs = min(multiprocessors(q.device) * tiles.per_sm, batch * shape.kv_heads * tiles.splits)
+    programs = min(multiprocessors(q.device) * tiles.per_sm, batch * kv_heads * tiles.splits)
     decode_split_kernel[(programs,)](
         q,
         k_cache,
@@ -268,7 +253,7 @@ def decode(
         page_table.stride(0),
         k_cache.stride(0),
         dim**-0.5 * LOG2_E,
-        **split_constants(shape, tiles),
+        **split_constants(cache, tiles),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.triton_decode import LOG2_E, CacheShape
+from engine.kernels.triton_decode import LOG2_E, cache_constants
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +154,8 @@ def extend_kernel(
         tl.store(out_ptr + at_out[:, None] + dims[None, :], out, mask=mask_md)
 
 
-def extend_constants(shape: CacheShape, tiles: ExtendTiles) -> dict[str, Any]:
-    return {**shape.constants(), "BLOCK_ROWS": tiles.rows, "BLOCK": tiles.block}
+def extend_constants(cache: dict[str, Any], tiles: ExtendTiles) -> dict[str, Any]:
+    return {**cache, "BLOCK_ROWS": tiles.rows, "BLOCK": tiles.block}
 
 
 def extend(
@@ -172,8 +172,10 @@ def extend(
     """[T, heads, dim] dense. q [T, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k; page_table
     [B, pages] int32; starts [B + 1] int32; `most_rows`: an upper bound of the requests' q_len, known to the host.
     """
+    (_, heads, dim), (_, page_size, kv_heads, _) = q.shape, k_cache.shape
+    cache = cache_constants(heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, dtype=k_cache.dtype)
     out = torch.empty(tuple(q.shape), dtype=q.dtype, device=q.device)
-    extend_kernel[(triton.cdiv(most_rows, tiles.rows), q.shape[1], len(kv_lens))](
+    extend_kernel[(triton.cdiv(most_rows, tiles.rows), heads, len(kv_lens))](
         q,
         k_cache,
         v_cache,
@@ -184,8 +186,8 @@ def extend(
         q.stride(0),
         page_table.stride(0),
         k_cache.stride(0),
-        q.shape[2] ** -0.5 * LOG2_E,
-        **extend_constants(CacheShape.of(q, k_cache), tiles),
+        dim**-0.5 * LOG2_E,
+        **extend_constants(cache, tiles),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from engine.core.adapters import AdapterRefused, Adapters, AdapterState
+from engine.core.outputs import refused
 from engine.loop.listener import LoopListener
 from engine.messages import ControlReply, FinishReason, GenerateRequest, LoadAdapter, TokenOutput, UnloadAdapter
 from service.flags import ConfigError
@@ -139,5 +140,4 @@ class AdapterControl(LoopListener):
 
 
 def _refused(request: GenerateRequest, message: str) -> TokenOutput:
-    reason = FinishReason(kind="abort", message=message, status=400, field="lora_path")
-    return TokenOutput(rid=request.rid, new_ids=[], finish=reason, prompt_tokens=len(request.input_ids))
+    return refused(request, FinishReason(kind="abort", message=message, status=400, field="lora_path"))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from engine.core.outputs import refused
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.messages import (
     ContinueGeneration,
@@ -88,7 +89,7 @@ class EngineControl:
         request = self._held.pop(rid, None)
         if request is None:
             return []
-        return [TokenOutput(rid=rid, new_ids=[], finish=reason, prompt_tokens=len(request.input_ids))]
+        return [refused(request, reason)]
 
     def drop_all(self) -> list[TokenOutput]:
         return [output for rid in list(self._held) for output in self.drop(rid)]

@@ -28,10 +28,13 @@ LINGER_MS = 200
 
 
 class ZmqPublisher:
-    """Binds at once and sends from a thread of its own. Raises ConfigError."""
+    """Binds at once and sends from a thread of its own. Raises ConfigError. `events`: None: there is no prefix cache."""
 
-    def __init__(self, config: KVEventsConfig, *, secret: bytes | None = None) -> None:
+    def __init__(
+        self, config: KVEventsConfig, *, events: CacheEvents | None = None, secret: bytes | None = None
+    ) -> None:
         self._config = config
+        self._events = events
         self._queue: queue.Queue[tuple[int, KVEventBatch]] = queue.Queue(config.max_queue_size)
         self._next = 0
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
@@ -60,6 +63,11 @@ class ZmqPublisher:
             "curve": self._authenticator is not None,
         }
         return json.dumps(shown)
+
+    def turn(self) -> None:
+        """Publish what has changed since the last call."""
+        if self._events is not None and (changes := self._events.take()):
+            self.publish(changes)
 
     def publish(self, events: list[KVEvent]) -> None:
         """Never blocks."""
@@ -141,18 +149,3 @@ class ZmqPublisher:
 def _endpoint(sock: Any) -> str:
     last: bytes = sock.getsockopt(zmq.LAST_ENDPOINT)
     return last.rstrip(b"\0").decode()
-
-
-class EventPump:
-    """Carries the cache's events to their publisher, once a turn."""
-
-    def __init__(self, events: CacheEvents | None = None, publisher: ZmqPublisher | None = None) -> None:
-        self._events = events
-        self._publisher = publisher
-
-    def turn(self) -> None:
-        if self._events is None or self._publisher is None:
-            return
-        happened = self._events.take()
-        if happened:
-            self._publisher.publish(happened)

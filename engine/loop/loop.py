@@ -23,13 +23,13 @@ from engine.loop.adapter_control import AdapterControl
 from engine.loop.control import EngineControl, Weights
 from engine.loop.deadlines import Deadlines
 from engine.loop.interval_log import IntervalLog
-from engine.loop.kv_events import EventPump
+from engine.loop.kv_events import ZmqPublisher
 from engine.loop.listener import LoopListener
 from engine.loop.pipeline import Pipeline, StepLauncher
 from engine.loop.profile_control import ProfileControl, Profiler
 from engine.loop.receive_skipper import ReceiveSkipper
 from engine.loop.reporter import Reporter
-from engine.loop.retraction_log import RetractionLog, remedy_of
+from engine.loop.retraction_log import RetractionLog
 from engine.loop.role import EngineRole, Peered
 from engine.loop.step_durations import StepDurations
 from engine.loop.stream_gate import StreamGate
@@ -98,7 +98,7 @@ class LoopServices:
     grammars: GrammarQueue = field(default_factory=lambda: GrammarQueue(None))
     adapters: AdapterControl = field(default_factory=AdapterControl)
     disk: Disk | None = None
-    events: EventPump = field(default_factory=EventPump)
+    events: ZmqPublisher | None = None
 
 
 class EngineLoop:
@@ -158,7 +158,7 @@ class EngineLoop:
             self._deadlines,
             self._gate,
             intervals,
-            RetractionLog(scheduler, remedy=remedy_of(role.name), write=partial(log.warning, "%s")),
+            RetractionLog(scheduler, role=role.name, write=partial(log.warning, "%s")),
             self._requests,
         )
         self.stopped = False
@@ -201,7 +201,8 @@ class EngineLoop:
         self._send(outputs)  # now: a first token that prefill sampled must not wait for a step of others
         self._turns.computing(plan or self._pipeline.last)
         self._send(self._pipeline.advance(plan))
-        self._events.turn()
+        if self._events is not None:
+            self._events.turn()
         if worked:
             taken_s = self._clock() - now_s
             for listener in self._listeners:

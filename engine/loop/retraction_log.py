@@ -14,10 +14,10 @@ class RetractionLog(LoopListener):
 
     EVERY_S = 5.0
 
-    def __init__(self, scheduler: Scheduler, *, remedy: str, write: Callable[[str], None]) -> None:
+    def __init__(self, scheduler: Scheduler, *, role: str, write: Callable[[str], None]) -> None:
         self._scheduler = scheduler
         self._write = write
-        self._remedy = remedy
+        self._remedy = DECODE_REMEDY if role == "decode" else REMEDY
         self._reported_requests = self._reported_tokens = 0
         self._last_line_s = float("-inf")
 
@@ -34,7 +34,3 @@ class RetractionLog(LoopListener):
             f"{self._scheduler.num_running} running, new-token ratio {self._scheduler.ratio.value:.2f}. "
             f"If this happens often, raise {self._remedy}"
         )
-
-
-def remedy_of(role: str) -> str:
-    return DECODE_REMEDY if role == "decode" else REMEDY

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,27 +15,14 @@ from engine.gguf.file import open_gguf
 from engine.kv.kv_pool import DTYPES
 from service.flags import ConfigError
 
+if TYPE_CHECKING:
+    from engine.gguf.tensors import GGUFTensors
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 # Buffers that old exporters wrote beside the weights; they follow from the config.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
-
-
-class Tensors(Protocol):
-    """Where tensors come from. `described_by`: the file that describes them."""
-
-    described_by: str
-
-    def names(self) -> Collection[str]: ...
-
-    def where(self, name: str) -> str:
-        """The file that holds tensor `name`, for messages."""
-
-    def open(self, name: str, shape: Sequence[int]) -> Callable[[torch.Tensor], object]:
-        """What fills a tensor of `shape` with tensor `name`. Raises `ConfigError` if it is missing or different."""
-
-    def close(self) -> None: ...
 
 
 class Checkpoint:
@@ -91,7 +78,7 @@ class Checkpoint:
             )
 
 
-def _open_tensors(path: Path) -> Tensors:
+def _open_tensors(path: Path) -> "_Safetensors | GGUFTensors":
     if path.is_file():
         from engine.gguf.tensors import GGUFTensors  # the `gguf` package is for GGUF files only
 
@@ -113,9 +100,11 @@ class _Safetensors:
         return self._file_of.keys()
 
     def where(self, name: str) -> str:
+        """The file that holds tensor `name`, for messages."""
         return str(self._file_of[name])
 
     def open(self, name: str, shape: Sequence[int]) -> Callable[[torch.Tensor], object]:
+        """What fills a tensor of `shape` with tensor `name`. Raises `ConfigError` if it is missing or different."""
         source = self._read(name, list(shape))
         return lambda out: out.copy_(source)
 

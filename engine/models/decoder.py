@@ -1,5 +1,7 @@
 """The dense decoder of Llama, Mistral, Qwen2 and Qwen3; they differ in biases and in the norm on q and k."""
 
+from collections.abc import Callable
+
 import torch
 
 from engine.kv.cache_spec import CacheSpec
@@ -7,12 +9,20 @@ from engine.layers.linear import Linear, LinearSite, SiteShape
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import NormedRope, Rope, Turn
 from engine.model_files.model_config import ModelConfig
-from engine.models.causal_lm import Attend, Begun
 from engine.models.checkpoint import Checkpoint
+
+# (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D]: writes k and v into the KV pool, then attends with
+# scale D ** -0.5. RoPE has turned q and k; the three may be views of one tensor.
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+Begun = tuple[torch.Tensor, ...]  # what the layers start from: a row for each token
 
 
 class DenseDecoder:
-    """Pre-norm attention and gated MLP, `num_layers` times. Implements `CausalLM`."""
+    """Pre-norm attention and gated MLP, `num_layers` times.
+
+    T tokens of any requests are one flat batch: only `attend` separates requests.
+    """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
         self._spec = CacheSpec(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=checkpoint.dtype_name)
@@ -31,9 +41,11 @@ class DenseDecoder:
         return [self._spec] * len(self._layers)
 
     def linear_sites(self) -> list[LinearSite]:
+        """The matrices that adapters may change, in the same order for all models of one shape."""
         return [site for index, layer in enumerate(self._layers) for site in layer.sites(self._config, index)]
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """[T, hidden] after the final norm; ids, positions [T] i64."""
         return self.layers(self.begin(input_ids, positions), attend)
 
     def begin(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Begun:
@@ -41,6 +53,7 @@ class DenseDecoder:
         return self._embedding.index_select(0, input_ids), *self._rope.at(positions)
 
     def layers(self, begun: Begun, attend: Attend) -> torch.Tensor:
+        """The rest of `forward`; may change `begun` in place."""
         x, cosine, sine = begun
         delta = None
         for layer in self._layers:
@@ -48,6 +61,7 @@ class DenseDecoder:
         return self._norm.of_sum(x, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, vocab] float32 for `hidden` [n, hidden], rows from `forward`."""
         return self._head.in_float32(hidden)
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 
 from engine.model_files.model_config import ModelConfig
-from engine.models.causal_lm import CausalLM
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import DenseDecoder
 
@@ -18,7 +17,7 @@ def load_model(
     device: str,
     progress: bool,
     context_length: int | None = None,
-) -> CausalLM:
+) -> DenseDecoder:
     """The model of `model_path` with its weights in `dtype` ("bfloat16" | "float32" | "float16") on `device`.
 
     `context_length`: positions in use (the RoPE table of a million is half a GiB). Raises `ConfigError` for files that do

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels.triton_decode import (
-    CacheShape,
+    cache_constants,
     decode_merge_kernel,
     decode_split_kernel,
     decode_tiles,
@@ -60,7 +60,7 @@ def test_decode_compiles_for_sm_90_without_spills(shape, dtype):
     }
     heads = SHAPES[shape]
     tiles = decode_tiles(kv_heads=heads["kv_heads"], dim=heads["dim"], dtype=TORCH_DTYPES[dtype])
-    constants = split_constants(CacheShape(**heads, page_size=16, precision=_precision(dtype)), tiles)
+    constants = split_constants(cache_constants(**heads, page_size=16, dtype=TORCH_DTYPES[dtype]), tiles)
     made = check_compiled(decode_split_kernel, signature, constants, aligned=STRIDES, **launch_of(tiles))
     assert made.metadata.shared * tiles.per_sm <= SHARED_LIMIT_BYTES
     assert made.usage["REG"] * 32 * tiles.warps * tiles.per_sm <= REGISTERS
@@ -107,7 +107,7 @@ def test_extend_compiles_for_sm_90_without_spills(shape, dtype):
         **{"q_stride": "i32", "table_stride": "i32", "page_stride": "i64", "scale": "fp32"},
     }
     tiles = extend_tiles(dim=SHAPES[shape]["dim"], dtype=TORCH_DTYPES[dtype])
-    constants = extend_constants(CacheShape(**SHAPES[shape], page_size=16, precision=_precision(dtype)), tiles)
+    constants = extend_constants(cache_constants(**SHAPES[shape], page_size=16, dtype=TORCH_DTYPES[dtype]), tiles)
     made = check_compiled(extend_kernel, signature, constants, aligned=STRIDES, **launch_of(tiles))
     if dtype == "bf16":
         assert "wgmma" in made.asm["ptx"], "Hopper's own products are idle"
@@ -115,10 +115,6 @@ def test_extend_compiles_for_sm_90_without_spills(shape, dtype):
 
 def launch_of(tiles: Any) -> dict[str, int]:
     return {"warps": tiles.warps, "stages": tiles.stages}
-
-
-def _precision(dtype: str) -> str:
-    return "ieee" if dtype == "fp32" else "tf32"
 
 
 @dataclass

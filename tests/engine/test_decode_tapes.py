@@ -106,7 +106,7 @@ def test_the_flag_turns_them_off(models: tuple[str, str], start: Callable[..., E
 
 
 class TwoProducts:
-    """Two products, and what is done `between` them: enough of a CausalLM for a tape."""
+    """Two products, and what is done `between` them: enough of a DenseDecoder for a tape."""
 
     def __init__(self, matrix: PackedMatrix, between: Callable[[PackedMatrix, Tensor], Tensor]) -> None:
         self._matrix, self._between = matrix, between

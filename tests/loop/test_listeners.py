@@ -11,7 +11,7 @@ from engine.core.times import Times, time_line
 from engine.loop.interval_log import IntervalLog
 from engine.loop.receive_skipper import ReceiveSkipper
 from engine.loop.reporter import problems_of
-from engine.loop.retraction_log import RetractionLog, remedy_of
+from engine.loop.retraction_log import RetractionLog
 from engine.loop.stream_gate import FORCED_INTERVAL, StreamGate
 from engine.loop.turn_clock import TurnClock
 from engine.loop.watchdog import EXIT_STATUS
@@ -197,7 +197,7 @@ class Lines:
 
     def __init__(self, engine: EngineInATest, role: str) -> None:
         self._lines: list[str] = []
-        self._log = RetractionLog(engine.scheduler, remedy=remedy_of(role), write=self._lines.append)
+        self._log = RetractionLog(engine.scheduler, role=role, write=self._lines.append)
 
     def at(self, now_s: float) -> list[str]:
         self._lines.clear()

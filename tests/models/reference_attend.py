@@ -3,13 +3,13 @@
 import torch
 from torch.nn import functional
 
-from engine.models.causal_lm import CausalLM
+from engine.models.decoder import DenseDecoder
 
 
 class Sequence:
     """One request's cache and the model behind it. `kv`: layer -> (K, V), each [length, Hkv, D], for tests to damage."""
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: DenseDecoder) -> None:
         self._model = model
         self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._length = 0

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine.model_files.model_config import load_model_config
-from engine.models.causal_lm import CausalLM
+from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from service.flags import ConfigError
 from tests.models.reference_attend import Sequence
@@ -19,7 +19,7 @@ from tests.models.tiny_checkpoints import make_tiny_checkpoint, write_json, writ
 IDS = list(range(20, 40))
 
 
-def load(path: str, *, dtype: str = "float32") -> CausalLM:
+def load(path: str, *, dtype: str = "float32") -> DenseDecoder:
     return load_model(path, load_model_config(path), dtype=dtype, device="cpu", progress=False)
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.model_files.model_config import load_model_config
-from engine.models.causal_lm import CausalLM
+from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from tests.models.reference_attend import Sequence
 from tests.models.tiny_checkpoints import VOCAB_SIZE, make_tiny_checkpoint
@@ -40,7 +40,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def open_both(path: str, *, dtype: str = "float32") -> tuple[CausalLM, PreTrainedModel]:
+def open_both(path: str, *, dtype: str = "float32") -> tuple[DenseDecoder, PreTrainedModel]:
     ours = load_model(path, load_model_config(path), dtype=dtype, device="cpu", progress=False)
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
     theirs.generation_config.eos_token_id = None

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
-from engine.models.causal_lm import CausalLM
+from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from tests.models.reference_attend import Sequence
 from tools.recall import vocab
@@ -30,7 +30,7 @@ def theirs(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def ours(request: pytest.FixtureRequest) -> CausalLM:
+def ours(request: pytest.FixtureRequest) -> DenseDecoder:
     config = load_model_config(DEFAULT_MODEL_PATH)
     return load_model(DEFAULT_MODEL_PATH, config, dtype=request.param, device="cpu", progress=False)
 
@@ -93,7 +93,7 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("prompt", "answer"), ANSWERS)
-def test_the_oracle_says_what_the_examples_say_and_so_do_we(prompt: str, answer: str, ours: CausalLM) -> None:
+def test_the_oracle_says_what_the_examples_say_and_so_do_we(prompt: str, answer: str, ours: DenseDecoder) -> None:
     ids = vocab.encode(prompt)
     expected = continuation(ids, 6)
     assert vocab.decode(expected, skip_special_tokens=False) == answer
@@ -127,7 +127,7 @@ def test_the_oracle_equals_transformers_on_random_prompts(theirs: PreTrainedMode
         assert answer == continuation(ids, 24), seed
 
 
-def test_the_oracle_equals_our_model_beyond_eos(ours: CausalLM) -> None:
+def test_the_oracle_equals_our_model_beyond_eos(ours: DenseDecoder) -> None:
     for seed in range(12):
         ids = random_prompt(random.Random(100 + seed))
         assert Sequence(ours).greedy(ids, 40) == continuation(ids, 40, ignore_eos=True), seed
@@ -182,7 +182,7 @@ def assert_wins(logits: torch.Tensor, right: int) -> None:
     assert float(best.values[0] - best.values[1]) > MIN_MARGIN
 
 
-def test_lost_or_swapped_tokens_in_the_cache_change_the_answer(ours: CausalLM) -> None:
+def test_lost_or_swapped_tokens_in_the_cache_change_the_answer(ours: DenseDecoder) -> None:
     """What the model is for. Layer 1 holds the facts (layer 0 is read one token back only)."""
     facts, question = vocab.encode("k17 v42 k03 v91 k05 v07"), [vocab.key(17)]
 
