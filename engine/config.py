@@ -122,9 +122,7 @@ class EngineConfig(FlagSet):
         choices=WRITE_POLICIES,
     )
     hicache_storage_backend: str | None = flag(
-        None,
-        "storage behind the host memory: files in --hicache-storage-dir; default: none",
-        choices=("file",),
+        None, "storage behind the host memory: files in --hicache-storage-dir; default: none", choices=("file",)
     )
     hicache_storage_dir: str | None = flag(
         None, "directory of prefix files; each worker takes a numbered directory in it"

@@ -75,12 +75,7 @@ class Elementwise:
         return out
 
     def norm_turn(
-        self,
-        x: torch.Tensor,
-        turn: tuple[torch.Tensor, torch.Tensor],
-        *,
-        weight: torch.Tensor | None,
-        eps: float,
+        self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], *, weight: torch.Tensor | None, eps: float
     ) -> None:
         """x [T, H, D] in place: each head's RMS norm (`weight` [H, D], None: no norm), then its rotary turn.
 

@@ -110,12 +110,7 @@ class TritonElementwise:
         return out
 
     def norm_turn(
-        self,
-        x: torch.Tensor,
-        turn: tuple[torch.Tensor, torch.Tensor],
-        *,
-        weight: torch.Tensor | None,
-        eps: float,
+        self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], *, weight: torch.Tensor | None, eps: float
     ) -> None:
         (rows, heads, dim), (cosine, sine) = x.shape, turn
         assert x.stride()[1:] == (dim, 1) and dim % 2 == 0, (x.shape, x.stride())

@@ -62,10 +62,7 @@ class TurnClock:
 
 def _info(plan: Plan) -> StepInfo:
     return StepInfo(
-        seq=plan.seq,
-        kind=_kind(plan),
-        num_reqs=len(plan.items),
-        num_tokens=sum(item.q_len for item in plan.items),
+        seq=plan.seq, kind=_kind(plan), num_reqs=len(plan.items), num_tokens=sum(item.q_len for item in plan.items)
     )
 
 

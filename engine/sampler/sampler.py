@@ -44,12 +44,7 @@ class Sampler:
         self._penalties.close(slot)
 
     def sample(
-        self,
-        logits: torch.Tensor,
-        slots: Sequence[int],
-        output_lens: Sequence[int],
-        *,
-        mask: TokenMask | None = None,
+        self, logits: torch.Tensor, slots: Sequence[int], output_lens: Sequence[int], *, mask: TokenMask | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample a token for each row: ([n] int64, [n] bool whether the row was bad).
 
