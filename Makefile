@@ -137,7 +137,7 @@ k8s-drill: $(STAMP)
 	$(BIN)/python -m tools.kubernetes.drill --report docs/reports/k8s_drill.json
 
 image-pins: $(STAMP)
-	$(BIN)/python -m deploy.docker.pin
+	$(BIN)/python -m tools.image_pins
 
 house: $(STAMP)
 	$(BIN)/python -m tools.house

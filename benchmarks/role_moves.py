@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from engine.frontend.apis.admin.load import v1_loads_entry
-from engine.messages import StateReply
+from engine.messages import GetState, StateReply
 from planner.cluster import PlannedCluster
 from planner.worker import PlanWorker
 from planner.workload import Lengths, PlannedRequest
@@ -104,7 +104,7 @@ class RoleMoves:
         for move in self._controller.tick(now_s, self._gauge.read(self._table.workers(), now_s)):
             self._begin(move)
         for member in self._members.values():
-            member.planned.request_state()
+            member.planned.receive(GetState("planned"))  # the worker reports in its next turn
         self._look_later()
 
     def _report(self, member: _Member) -> None:

@@ -26,7 +26,7 @@ from engine.core.state import SchedulerState
 from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
 from engine.loop.role import EngineRole, UnifiedRole
 from engine.loop.turn_clock import TurnClock
-from engine.messages import GetState, StateReply, ToFrontend, TokenBatch, TokenOutput, ToScheduler
+from engine.messages import StateReply, ToFrontend, TokenBatch, TokenOutput, ToScheduler
 from engine.resolve import depth, limits
 from engine.sampling_params import SamplingParams
 from planner.executor import TimedExecutor, WorkerClock
@@ -100,10 +100,6 @@ class PlanWorker:
         """Call `on_drained` once, when no request is left. The caller sends no new one."""
         self._on_drained = on_drained
         self._check_drained()
-
-    def request_state(self) -> None:
-        """Ask for the state; the worker reports it in its next turn, as a real one does between two steps."""
-        self.receive(GetState("planned"))
 
     @property
     def state(self) -> StateReply | None:

@@ -11,7 +11,7 @@ from deploy.flags import Parser, add_flags, config_from, given_argv
 from deploy.launcher import summary
 from deploy.launcher.config import ClusterConfig
 from deploy.launcher.display import make_display
-from deploy.launcher.plan import ProcessSpec, assign_ports, num_ports, plan_cluster
+from deploy.launcher.plan import ProcessSpec, num_ports, plan_cluster
 from deploy.launcher.ports import free_ports
 from deploy.launcher.probe import get_json
 from deploy.launcher.process import Child
@@ -99,8 +99,9 @@ def plan(config: ClusterConfig, args: argparse.Namespace) -> tuple[list[ProcessS
     for name in _WORKER_KEYS:
         if name in given and f"worker_{name}" not in given:
             router_args.append(f"--worker-{name.replace('_', '-')}={given[name]}")
-    ports = assign_ports(num_prefill=config.prefill, front=front, free=free)
-    specs = plan_cluster(config, ports=ports, cores=usable_cores(), worker_args=worker_args, router_args=router_args)
+    specs = plan_cluster(
+        config, front=front, free=free, cores=usable_cores(), worker_args=worker_args, router_args=router_args
+    )
     return specs, url_of(config.host, front)
 
 

@@ -32,47 +32,49 @@ class ProcessSpec:
     env: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterPorts:
-    """Ports that were free a moment ago. Pairs: (HTTP, bootstrap server); a decode worker needs the latter as prefill."""
-
-    front: int
-    prefill: tuple[tuple[int, int], ...]
-    decode: tuple[tuple[int, int], ...]
-
-
 def num_ports(config: ClusterConfig) -> int:
+    """Two for each worker: HTTP, and the bootstrap server, which a decode worker needs once it is a prefill worker."""
     return 0 if config.unified else 2 * (config.prefill + config.decode)
-
-
-def assign_ports(*, num_prefill: int, front: int, free: Sequence[int]) -> ClusterPorts:
-    """Deal `num_ports` free ports out to the workers, prefill workers first."""
-    pairs = tuple(zip(free[::2], free[1::2], strict=True))
-    return ClusterPorts(front=front, prefill=pairs[:num_prefill], decode=pairs[num_prefill:])
 
 
 def plan_cluster(
     config: ClusterConfig,
     *,
-    ports: ClusterPorts,
+    front: int,
+    free: Sequence[int],
     cores: int,
     worker_args: Sequence[str] = (),
     router_args: Sequence[str] = (),
 ) -> list[ProcessSpec]:
     """Return the processes in start order: workers, then the router.
 
-    `*_args`: flags passed on as they are. `cores`: of this machine, for all engines together.
+    `front`: the port that clients use. `free`: `num_ports` others. `*_args`: flags passed on as they are. `cores`: of this
+    machine, for all engines together.
     """
     if config.unified:
-        return [_unified(config.host, ports.front, worker_args)]
+        return [_unified(config.host, front, worker_args)]
+    pairs = list(zip(free[::2], free[1::2], strict=True))
+    prefill, decode = pairs[: config.prefill], pairs[config.prefill :]
     common = (f"--disaggregation-transfer-backend={config.transfer_backend}", *worker_args)
     env = _sharing(cores // (config.prefill + config.decode))
     workers = [
         _worker(f"{role}-{i}", role, http, [f"--disaggregation-bootstrap-port={bootstrap}", *common], env)
-        for role, pairs in (("prefill", ports.prefill), ("decode", ports.decode))
-        for i, (http, bootstrap) in enumerate(pairs)
+        for role, ports in (("prefill", prefill), ("decode", decode))
+        for i, (http, bootstrap) in enumerate(ports)
     ]
-    return [*workers, _router(config.host, ports, router_args)]
+    argv = [f"--host={config.host}", f"--port={front}", "--pd-disaggregation"]
+    for http, bootstrap in prefill:
+        argv += ["--prefill", url_of(LOOPBACK, http), str(bootstrap)]
+    for http, _ in decode:
+        argv += ["--decode", url_of(LOOPBACK, http)]
+    router = ProcessSpec(
+        name="router",
+        role="router",
+        argv=_tandem("router", *argv, *router_args),
+        url=url_of(config.host, front),
+        health_path="/readiness?workers=all",
+    )
+    return [*workers, router]
 
 
 def _sharing(cores: int) -> dict[str, str]:
@@ -91,21 +93,6 @@ def _worker(name: str, role: str, port: int, args: Sequence[str], env: dict[str,
 def _unified(host: str, port: int, args: Sequence[str]) -> ProcessSpec:
     argv = _tandem("serve", "--disaggregation-mode=null", f"--host={host}", f"--port={port}", *args)
     return ProcessSpec(name="unified-0", role="unified", argv=argv, url=url_of(host, port), env=WORKER_ENV)
-
-
-def _router(host: str, ports: ClusterPorts, args: Sequence[str]) -> ProcessSpec:
-    argv = [f"--host={host}", f"--port={ports.front}", "--pd-disaggregation"]
-    for http, bootstrap in ports.prefill:
-        argv += ["--prefill", url_of(LOOPBACK, http), str(bootstrap)]
-    for http, _ in ports.decode:
-        argv += ["--decode", url_of(LOOPBACK, http)]
-    return ProcessSpec(
-        name="router",
-        role="router",
-        argv=_tandem("router", *argv, *args),
-        url=url_of(host, ports.front),
-        health_path="/readiness?workers=all",
-    )
 
 
 def _tandem(*args: str) -> tuple[str, ...]:

@@ -18,11 +18,11 @@ from packaging.requirements import Requirement
 
 from deploy.commands import router as router_command
 from deploy.commands import serve as serve_command
-from deploy.docker.pin import direct
 from deploy.flags import config_from
 from disagg.config import DisaggConfig
 from engine.config import ServerConfig
 from router.config import RouterConfig, check_config
+from tools.image_pins import direct
 
 REPO = Path(__file__).parents[2]
 IMAGES = ("router", "worker-cpu", "worker-cuda")

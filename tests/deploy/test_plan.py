@@ -9,11 +9,11 @@ from deploy.launcher import summary
 from deploy.launcher.config import ClusterConfig
 from deploy.launcher.display import PlainDisplay, ProcessProgress, render
 from deploy.launcher.guard import watch
-from deploy.launcher.plan import ClusterPorts, ProcessSpec, assign_ports, num_ports, plan_cluster
+from deploy.launcher.plan import ProcessSpec, num_ports, plan_cluster
 from service.flags import ConfigError
 from service.http.listening import require_free
 
-PORTS = ClusterPorts(front=8000, prefill=((1, 11), (2, 12)), decode=((3, 13),))
+FREE = (1, 11, 2, 12, 3, 13)
 
 
 def by_name(specs: list[ProcessSpec]) -> dict[str, ProcessSpec]:
@@ -23,7 +23,9 @@ def by_name(specs: list[ProcessSpec]) -> dict[str, ProcessSpec]:
 def test_two_prefill_one_decode_and_a_router_that_knows_them() -> None:
     config = ClusterConfig(prefill=2, decode=1, transfer_backend="mooncake")
     specs = by_name(
-        plan_cluster(config, ports=PORTS, cores=7, worker_args=["--page-size=1"], router_args=["--policy=random"])
+        plan_cluster(
+            config, front=8000, free=FREE, cores=7, worker_args=["--page-size=1"], router_args=["--policy=random"]
+        )
     )
     assert list(specs) == ["prefill-0", "prefill-1", "decode-0", "router"]
     prefill, router = specs["prefill-1"].argv, specs["router"].argv
@@ -46,16 +48,17 @@ def test_two_prefill_one_decode_and_a_router_that_knows_them() -> None:
 
 def test_unified_is_one_worker_at_the_front_port() -> None:
     config = ClusterConfig(unified=True, host="0.0.0.0")
-    (spec,) = plan_cluster(config, ports=ClusterPorts(front=8000, prefill=(), decode=()), cores=4)
+    (spec,) = plan_cluster(config, front=8000, free=(), cores=4)
     assert num_ports(config) == 0
     assert spec.url == "http://127.0.0.1:8000" and "--host=0.0.0.0" in spec.argv and spec.role == "unified"
 
 
 def test_ports_are_dealt_out_once_each() -> None:
     config = ClusterConfig(prefill=2, decode=3)
-    dealt = assign_ports(num_prefill=2, front=9, free=range(100, 100 + num_ports(config)))
-    decode = ((104, 105), (106, 107), (108, 109))
-    assert dealt == ClusterPorts(front=9, prefill=((100, 101), (102, 103)), decode=decode)
+    *workers, router = plan_cluster(config, front=9, free=range(100, 100 + num_ports(config)), cores=1)
+    taken = [[arg.rpartition("=")[2] for arg in spec.argv if "port=" in arg] for spec in workers]
+    assert taken == [["100", "101"], ["102", "103"], ["104", "105"], ["106", "107"], ["108", "109"]]
+    assert "--port=9" in router.argv
 
 
 def test_an_address_that_is_not_ours_is_named() -> None:

@@ -3,6 +3,8 @@
 Field names and defaults are SGLang's (`srt/managers/io_struct.py`).
 """
 
+from typing import Any
+
 import msgspec
 from aiohttp import web
 
@@ -121,7 +123,7 @@ async def update_weights_from_disk(request: web.BaseRequest) -> web.Response:
         abort_all=bool(body.abort_all_requests),
     )
     reply = await scheduler.control(message, timeout_s=UPDATE_TIMEOUT_S)
-    return json_response({"success": True, "message": reply.message, "num_paused_requests": 0, **reply.values})
+    return _done(reply, num_paused_requests=0, **reply.values)
 
 
 async def load_lora_adapter(request: web.BaseRequest) -> web.Response:
@@ -135,7 +137,8 @@ async def load_lora_adapter(request: web.BaseRequest) -> web.Response:
     if not body.lora_path:
         raise bad_field("lora_path", "must name an adapter's directory on the worker's disk")
     message = LoadAdapter(s.scheduler.mint_call_id(), body.lora_name, body.lora_path)
-    return _adapter_answer(await s.scheduler.control(message, timeout_s=UPDATE_TIMEOUT_S))
+    reply = await s.scheduler.control(message, timeout_s=UPDATE_TIMEOUT_S)
+    return _done(reply, loaded_adapters=reply.adapters or {})
 
 
 async def unload_lora_adapter(request: web.BaseRequest) -> web.Response:
@@ -143,11 +146,8 @@ async def unload_lora_adapter(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
     body = decode_body(await request.read(), UnloadBody)
     message = UnloadAdapter(s.scheduler.mint_call_id(), body.lora_name)
-    return _adapter_answer(await s.scheduler.control(message, timeout_s=UPDATE_TIMEOUT_S))
-
-
-def _adapter_answer(reply: ControlReply) -> web.Response:
-    return json_response({"success": True, "message": reply.message, "loaded_adapters": reply.adapters or {}})
+    reply = await s.scheduler.control(message, timeout_s=UPDATE_TIMEOUT_S)
+    return _done(reply, loaded_adapters=reply.adapters or {})
 
 
 async def start_profile(request: web.BaseRequest) -> web.Response:
@@ -162,13 +162,15 @@ async def start_profile(request: web.BaseRequest) -> web.Response:
         with_stack=bool(body.with_stack),
         record_shapes=bool(body.record_shapes),
     )
-    return _answer(await scheduler.control(message, timeout_s=PROFILE_TIMEOUT_S))
+    reply = await scheduler.control(message, timeout_s=PROFILE_TIMEOUT_S)
+    return _done(reply, **reply.values)
 
 
 async def stop_profile(request: web.BaseRequest) -> web.Response:
     scheduler = request[SERVICES].scheduler
-    return _answer(await scheduler.control(StopProfile(scheduler.mint_call_id()), timeout_s=PROFILE_TIMEOUT_S))
+    reply = await scheduler.control(StopProfile(scheduler.mint_call_id()), timeout_s=PROFILE_TIMEOUT_S)
+    return _done(reply, **reply.values)
 
 
-def _answer(reply: ControlReply) -> web.Response:
-    return json_response({"success": True, "message": reply.message, **reply.values})
+def _done(reply: ControlReply, **more: Any) -> web.Response:
+    return json_response({"success": True, "message": reply.message, **more})

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-REPO = Path(__file__).parents[2]
+REPO = Path(__file__).parents[1]
 EXTRAS = ("k8s", "otel", "engine", "nixl", "mooncake-cpu", "mooncake")
 BUILD = ("setuptools",)
 LEFT_TO_TORCH = re.compile(r"^(nvidia-|cuda-|triton$)")
@@ -55,7 +55,7 @@ def main() -> int:
         exact = [s.version for s in requirement.specifier if s.operator == "=="]
         pins.setdefault(_canonical(requirement.name), *exact[:1] or [""])
     lines = [f"{name}=={version}" for name, version in sorted(pins.items())]
-    Path(__file__).with_name("constraints.txt").write_text("\n".join(lines) + "\n")
+    (REPO / "deploy/docker/constraints.txt").write_text("\n".join(lines) + "\n")
     return 0
 
 
