@@ -22,21 +22,27 @@ Parse = Callable[[str], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
+    """`value_type`: bool is a switch. `is_list`: it takes several values."""
+
     name: str
     option: str
-    parse: Parse
-    is_switch: bool
+    value_type: type
     is_list: bool
     default: Any
     spec: FlagSpec
+
+    @property
+    def is_switch(self) -> bool:
+        return self.value_type is bool
 
 
 def flags_of(config_class: type, *, skip: Collection[str] = ()) -> Iterator[Flag]:
     """Yield the flags of a config dataclass in field order, without `skip` and those that a command parses by hand."""
     hints = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
-        if field.name not in skip and not spec_of(field).by_hand:
-            yield _flag(field, hints[field.name])
+        spec = spec_of(field)
+        if field.name not in skip and not spec.by_hand:
+            yield Flag(field.name, option_of(field), *_value_type(hints[field.name]), field.default, spec)
 
 
 def add_flags(
@@ -58,8 +64,9 @@ def add_flags(
 
 def config_from(args: argparse.Namespace, config_class: type[Config], **by_hand: Any) -> Config:
     """Build the config from a parsed namespace. `by_hand`: the fields that are no plain flags. Raises ConfigError."""
-    values = {flag.name: _frozen(getattr(args, flag.name)) for flag in flags_of(config_class, skip=by_hand)}
-    return config_class(**values, **by_hand)
+    values = {flag.name: getattr(args, flag.name) for flag in flags_of(config_class, skip=by_hand)}
+    frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return config_class(**frozen, **by_hand)
 
 
 def given_argv(args: argparse.Namespace, config_class: type, *, skip: Collection[str] = ()) -> list[str]:
@@ -102,19 +109,6 @@ def _unknown_flag_message(text: str, known: list[str]) -> str:
     return f"unknown argument {text!r}" + (f"; did you mean {near[0]}?" if near else "")
 
 
-def _flag(field: "dataclasses.Field[Any]", hint: Any) -> Flag:
-    value_type, is_list = _value_type(hint)
-    return Flag(
-        name=field.name,
-        option=option_of(field),
-        parse=_PARSERS[value_type],
-        is_switch=value_type is bool,
-        is_list=is_list,
-        default=field.default,
-        spec=spec_of(field),
-    )
-
-
 def _value_type(hint: Any) -> tuple[type, bool]:
     """Return (type of one value, whether the flag takes several); `X | None` counts as X."""
     if isinstance(hint, types.UnionType):
@@ -136,14 +130,14 @@ def _argparse_keywords(flag: Flag, *, only_given: bool) -> dict[str, Any]:
         return keywords | {"action": argparse.BooleanOptionalAction}
     if flag.is_list:
         keywords |= {"nargs": "+"}
-    return keywords | {"type": flag.parse, "choices": flag.spec.choices, "metavar": _metavar(flag)}
+    return keywords | {"type": _PARSERS[flag.value_type], "choices": flag.spec.choices, "metavar": _metavar(flag)}
 
 
 def _metavar(flag: Flag) -> str:
     spec = flag.spec
     if spec.choices:
         return "{" + ",".join(spec.choices) + "}"
-    return _UNITS.get(spec.unit, spec.unit.upper()) if spec.unit else _METAVARS[flag.parse]
+    return _UNITS.get(spec.unit, spec.unit.upper()) if spec.unit else _METAVARS[flag.value_type]
 
 
 def _help_text(flag: Flag) -> str:
@@ -170,10 +164,6 @@ def _written(flag: Flag, value: Any) -> list[str]:
     return [] if value is None else [f"{flag.option}={value}"]
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _whole(text: str) -> int:
     try:
         return int(text)
@@ -191,10 +181,6 @@ def _real(text: str) -> float:
     return value
 
 
-def _no_text(text: str) -> bool:
-    raise AssertionError(f"a switch takes no value, got {text!r}")
-
-
-_PARSERS: Mapping[type, Parse] = {int: _whole, float: _real, str: str, bool: _no_text}
+_PARSERS: Mapping[type, Parse] = {int: _whole, float: _real, str: str}
 _UNITS = {"s": "SECONDS"}
-_METAVARS: Mapping[Parse, str] = {_whole: "N", _real: "X", str: "TEXT", _no_text: ""}
+_METAVARS = {int: "N", float: "X", str: "TEXT"}

@@ -52,13 +52,13 @@ def plan_cluster(
     machine, for all engines together.
     """
     if config.unified:
-        return [_unified(config.host, front, worker_args)]
+        return [_worker("unified-0", "unified", config.host, front, worker_args, WORKER_ENV)]
     pairs = list(zip(free[::2], free[1::2], strict=True))
     prefill, decode = pairs[: config.prefill], pairs[config.prefill :]
     common = (f"--disaggregation-transfer-backend={config.transfer_backend}", *worker_args)
     env = _sharing(cores // (config.prefill + config.decode))
     workers = [
-        _worker(f"{role}-{i}", role, http, [f"--disaggregation-bootstrap-port={bootstrap}", *common], env)
+        _worker(f"{role}-{i}", role, LOOPBACK, http, [f"--disaggregation-bootstrap-port={bootstrap}", *common], env)
         for role, ports in (("prefill", prefill), ("decode", decode))
         for i, (http, bootstrap) in enumerate(ports)
     ]
@@ -85,14 +85,10 @@ def _sharing(cores: int) -> dict[str, str]:
     return WORKER_ENV | {"OMP_NUM_THREADS": str(max(1, cores)), "GOMP_SPINCOUNT": "0"}
 
 
-def _worker(name: str, role: str, port: int, args: Sequence[str], env: dict[str, str]) -> ProcessSpec:
-    argv = _tandem("serve", f"--disaggregation-mode={role}", f"--host={LOOPBACK}", f"--port={port}", *args)
-    return ProcessSpec(name=name, role=role, argv=argv, url=url_of(LOOPBACK, port), env=env)
-
-
-def _unified(host: str, port: int, args: Sequence[str]) -> ProcessSpec:
-    argv = _tandem("serve", "--disaggregation-mode=null", f"--host={host}", f"--port={port}", *args)
-    return ProcessSpec(name="unified-0", role="unified", argv=argv, url=url_of(host, port), env=WORKER_ENV)
+def _worker(name: str, role: str, host: str, port: int, args: Sequence[str], env: dict[str, str]) -> ProcessSpec:
+    mode = "null" if role == "unified" else role
+    argv = _tandem("serve", f"--disaggregation-mode={mode}", f"--host={host}", f"--port={port}", *args)
+    return ProcessSpec(name=name, role=role, argv=argv, url=url_of(host, port), env=env)
 
 
 def _tandem(*args: str) -> tuple[str, ...]:
