@@ -73,11 +73,14 @@ class TransferConfig:
 
 
 class OpState(IntEnum):
-    """DONE and FAILED are final: the operation will never write again."""
+    """DONE: all bytes have landed. FAILED: it has ended; bytes on their way may still land until a fence holds."""
 
     PENDING = 0
     DONE = 1
     FAILED = 2
+
+
+TCP_RESEND_S = 120.0  # Linux gives up a closed connection after 8 tries from 200 ms (tcp_orphan_retries): 102 s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,7 @@ class Caps:
     max_inflight, max_inflight_bytes: pieces posted and not final, over all peers (bounds how long an abort takes)
     target_must_poll: decode has to call `progress()`
     settle_s: bytes of a dead writer may still land for this long (socket buffers)
+    resend_s: the network may deliver bytes of a closed connection this long after it took none of them
     full_window_s: least time in which the engine's threads work off a full window; polling sooner is useless
     """
 
@@ -98,6 +102,7 @@ class Caps:
     max_piece_bytes: int
     target_must_poll: bool
     settle_s: float
+    resend_s: float
     full_window_s: float = 0.0
 
 

@@ -35,13 +35,14 @@ class Heartbeat:
         self._next_s = now_s + interval_s
         self._misses = 0
         self.seq = 0
+        self.message_at_s = now_s
 
     @property
     def silent(self) -> bool:
         return self._misses > self._max_failures
 
-    def on_message(self) -> None:
-        self._misses = 0
+    def on_message(self, now_s: float) -> None:
+        self._misses, self.message_at_s = 0, now_s
 
     def due(self, now_s: float) -> bool:
         """Return True if a ping is due. Call at least once an interval, after reading all messages."""

@@ -21,6 +21,7 @@ CAPS = Caps(
     max_piece_bytes=2048,
     target_must_poll=False,
     settle_s=0.5,
+    resend_s=30.0,
 )
 TIMES: dict[str, Any] = {
     "bootstrap_timeout_s": 8.0,

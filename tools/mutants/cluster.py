@@ -106,9 +106,10 @@ def _(original, core, peer, why, now_s):
     "Pages are free at the proof of death, before the writer's last bytes have landed.",
 )
 def _(original, proofs, incarnation, proof, now_s):
-    settle_s, proofs._settle_s = proofs._settle_s, 0.0
     original(proofs, incarnation, proof, now_s)
-    proofs._settle_s = settle_s
+    peer = proofs._peers.get(incarnation)
+    if peer is not None and peer.settled_at_s is not None:
+        peer.settled_at_s = 0.0
 
 
 @CLUSTER.bug(
@@ -121,7 +122,7 @@ def _(original, registration, link, message, now_s):
 
 
 @CLUSTER.bug("never fence", Paths.on_op_final, "No fence follows a failed write.")
-def _(original, paths, peer, *, ok):
+def _(original, paths, peer, *, ok, now_s):
     peer.path.num_ops -= 1
     if not ok and peer.path.state is PathState.OPEN:
         peer.path.state = PathState.FENCING

@@ -16,6 +16,7 @@ from transfer_backends.contract import Caps, EngineError, KVArgs, OpState, Piece
 
 KV_BASE, AUX_BASE = 1 << 40, 1 << 20
 AGAIN_S = 0.25
+RESEND_S = 6.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,7 @@ class Copy:
     part: range
     over: bool = False  # landed or dropped
     orphaned: bool = False  # its writer has died
+    blocked_s: float | None = None  # when it first found no way
 
 
 @dataclass(eq=False)
@@ -92,6 +94,7 @@ def make_caps(draw: random.Random, settle_s: float) -> Caps:
         max_piece_bytes=draw.choice([1, 256, 1 << 20]),
         target_must_poll=False,
         settle_s=settle_s,
+        resend_s=RESEND_S,
     )
 
 
@@ -242,16 +245,25 @@ class SimEngine:
         if not self._process.alive and not copy.orphaned:
             self._outlive(copy)
             return
-        if not self._process.alive and not self._way_is_free(op):
-            self._drop(copy)
-            return
         if not self._way_is_free(op):
-            if self._world.now_s - op.posted_s > self._behaviour.gives_up_s:
+            if self._process.alive and self._world.now_s - op.posted_s > self._behaviour.gives_up_s:
                 self._fail(op)
-            if not copy.over:
-                self._land_in(AGAIN_S, copy)
+            self._send_again(copy)
             return
         self._write(copy, target)
+
+    def _send_again(self, copy: Copy) -> None:
+        """As TCP: the wait grows with the outage (RFC 6298, 5.5), and a closed connection ends after `caps.resend_s`."""
+        if copy.over:
+            return
+        if copy.blocked_s is None:
+            copy.blocked_s = self._world.now_s
+        blocked_s = self._world.now_s - copy.blocked_s
+        closed = not self._process.alive or copy.op.state is not OpState.PENDING
+        if closed and blocked_s > 0.9 * self.caps.resend_s:
+            self._drop(copy)
+        else:
+            self._land_in(AGAIN_S + self._draw.uniform(0, 0.9 * blocked_s), copy)
 
     def _outlive(self, copy: Copy) -> None:
         """Of a dead writer's bytes only those arrive that were in the network, and soon: within `caps.settle_s`."""

@@ -85,7 +85,6 @@ class Connections:
         peer.registered = True
         peer.mark = mark
         peer.proof.reset()
-        peer.heartbeat.on_message()
         aborts, peer.unsent_aborts = peer.unsent_aborts, []
         return aborts
 

@@ -55,7 +55,7 @@ class DecodeCore:
             register=lambda dst: Register(incarnation, dst, layout, kv, aux, descriptor),
             handshake_timeout_s=config.handshake_timeout_s,
         )
-        self.proofs = Proofs(self.peers, self.connections, settle_s=caps.settle_s)
+        self.proofs = Proofs(self.peers, self.connections, settle_s=caps.settle_s, resend_s=caps.resend_s)
         self.rooms = DecodeRooms(
             self.peers,
             line,
@@ -108,7 +108,7 @@ class DecodeCore:
         handler = self._handlers.get(type(message))
         if handler is None:
             raise PeerProtocolError(f"{type(message).__name__} is not for a decode worker")
-        peer.heartbeat.on_message()
+        peer.heartbeat.on_message(now_s)
         handler(peer, message, now_s)
 
     def on_link_closed(self, link: Link, now_s: float, *, refused: bool = False) -> None:

@@ -28,11 +28,15 @@ class Prove:
 
 
 class Proofs:
-    def __init__(self, peers: PeerTable[PrefillPeer], connections: Connections, *, settle_s: float) -> None:
+    def __init__(
+        self, peers: PeerTable[PrefillPeer], connections: Connections, *, settle_s: float, resend_s: float
+    ) -> None:
+        """Times of `Caps`."""
         self._peers = peers
         self._effects = peers.effects
         self._connections = connections
         self._settle_s = settle_s
+        self._resend_s = resend_s
         self._ran = RunningTime()
         self._dead: dict[str, float] = {}  # incarnations that have ended, and until when that is remembered
 
@@ -65,7 +69,10 @@ class Proofs:
         if peer is None or not peer.lost or peer.settled_at_s is not None:
             return
         if proof is Liveness.DEAD:
-            peer.settled_at_s = self._ran.at(now_s) + self._settle_s
+            outage_s = min(
+                now_s - peer.heartbeat.message_at_s, self._resend_s
+            )  # its kernel may still send its last bytes again
+            peer.settled_at_s = self._ran.at(now_s) + max(self._settle_s, outage_s)
         elif proof is Liveness.ALIVE:
             self._connections.connect(peer, now_s)
         else:

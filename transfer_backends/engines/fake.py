@@ -33,6 +33,7 @@ class FakeEngine:
             max_piece_bytes=64 << 20,
             target_must_poll=False,
             settle_s=0.0,
+            resend_s=0.0,
         )
         self._delay_s = delay_s
         self._failure_rate = failure_rate

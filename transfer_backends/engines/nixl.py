@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from service.security.addresses import is_loopback
-from transfer_backends.contract import BackendUnavailable, Caps, EngineError, OpState, Pieces, Region
+from transfer_backends.contract import TCP_RESEND_S, BackendUnavailable, Caps, EngineError, OpState, Pieces, Region
 from transfer_backends.engines.cuda_context import CudaContext
 from transfer_backends.engines.environment import quiet, set_defaults
 
@@ -97,6 +97,7 @@ class NixlEngine:
             max_piece_bytes=4 << 20,
             target_must_poll=True,
             settle_s=2.0,
+            resend_s=TCP_RESEND_S,
         )
         if is_loopback(host):
             set_defaults(LOCAL)

@@ -45,7 +45,7 @@ class PeerAdmission:
             self._admit(link, message, now_s)
             return None
         self._peers.join(known, link)
-        known.heartbeat.on_message()
+        known.heartbeat.on_message(now_s)
         if known.registered:
             self._welcome(known)
         return known

@@ -33,7 +33,7 @@ class Completions:
         self._transfer_retries = transfer_retries
 
     def on_op_final(self, post: Post, *, ok: bool, error: str, now_s: float) -> None:
-        """`ok`: the bytes have landed; in either case the operation will never write again."""
+        """`ok`: all bytes have landed; else some may still land until a fence holds."""
         room = self._rooms[post.key]
         peer = room.peer
         assert peer is not None and peer in self._peers, "a room and its peer outlive their operations"
@@ -41,7 +41,7 @@ class Completions:
         room.dirty |= not ok
         if room.final:  # its pages may be free now; else there is nothing new to see
             self._rooms.touch()
-        self._paths.on_op_final(peer, ok=ok)
+        self._paths.on_op_final(peer, ok=ok, now_s=now_s)
         if ok:
             self._on_written(room, post, now_s)
         else:

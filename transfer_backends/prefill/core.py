@@ -35,7 +35,7 @@ class PrefillCore:
     ) -> None:
         layout, items = layout_of(kv_args, backend=caps.name), (kv_args.kv.item_bytes, kv_args.aux.item_bytes)
         self.peers: PeerTable[DecodePeer] = PeerTable(incarnation=incarnation, config=config)
-        self.paths = Paths(self.peers, settle_s=caps.settle_s)
+        self.paths = Paths(self.peers, settle_s=caps.settle_s, resend_s=caps.resend_s)
         self.admission = PeerAdmission(
             self.peers,
             self.paths,
@@ -77,7 +77,7 @@ class PrefillCore:
         """Send `Bye` to the peers whose memory no operation can still write."""
         busy = {room.peer for room in self.rooms if not room.quiet}
         for peer in self.peers.linked():
-            if peer not in busy and peer.path.broken_at_s is None:
+            if peer not in busy and not peer.path.broken:
                 self.peers.send(peer, Bye(*self.peers.address(peer)))
 
     # ---- messages and links
@@ -96,7 +96,7 @@ class PrefillCore:
             return
         if not peer.registered:
             raise PeerProtocolError(f"{type(message).__name__} before the registration was answered")
-        peer.heartbeat.on_message()
+        peer.heartbeat.on_message(now_s)
         handler = self._handlers.get(type(message))
         if handler is None:
             raise PeerProtocolError(f"{type(message).__name__} is not for a prefill worker")

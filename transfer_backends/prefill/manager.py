@@ -80,7 +80,7 @@ class PrefillManager:
     @property
     def counters(self) -> dict[str, int]:
         with self.control.lock:
-            gauges = {"rooms": len(self.core.rooms), "peers": len(self.core.peers)}
+            gauges = {"rooms": len(self.core.rooms), "peers": len(self.core.peers.linked())}
             return {**self.core.effects.counters, **self.control.faults, **gauges}
 
     def close(self) -> None:

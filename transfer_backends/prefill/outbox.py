@@ -110,7 +110,7 @@ class Outbox:
 
     def _count_posted(self, room: PrefillRoom, post: Post, path: Path, now_s: float) -> None:
         room.num_ops += 1
-        path.num_ops += 1
+        path.on_posted(now_s)
         self.num_inflight += len(post.pieces)
         self._num_inflight_bytes += post.pieces.size_bytes
         self._counters["posts"] += 1

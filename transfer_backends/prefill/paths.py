@@ -3,12 +3,13 @@
     CONNECTING --connected--> OPEN --op failed--> FENCING --fenced--> OPEN
                                                      +--fence failed--> CONNECTING (after a back-off)
 
-A connection whose fence failed reads our memory for `settle_s` at most; then rooms and pages are free here. In decode's memory
-its bytes may land later: TCP sends them again once the network is whole. So decode receives no `Drained`, and nothing is written,
-until the peer has been reached again and `settle_s` more are over, or as long as the outage lasted: a sender that backs off (RFC
-6298, 5.5) tries again within that time.
+A path whose fence failed is broken. It reads our memory for `settle_s` at most; then rooms and pages are free here. In decode's
+memory its bytes may land later: TCP sends them again once the network is whole. So decode receives no `Drained`, and nothing is
+written, until the peer has been reached again and `settle_s` more are over, or as long as the outage lasted: a sender that backs
+off (RFC 6298, 5.5) tries again within that time. `resend_s` after the break the network holds nothing any more.
 
-A lost peer is dropped once its path is *quiet*: none of its operations can still write. A peer has one path, to one KV region.
+A lost peer is dropped once its path is *quiet*: none of its operations can still write, here or there. A peer has one path, to
+one KV region.
 """
 
 import math
@@ -42,29 +43,35 @@ class RemoteMemory:
 
 @dataclass(eq=False)
 class Path:
-    """`num_ops`: posted and not final. Of a broken connection, in running time: `broken_at_s`, when its fence failed;
-    `read_until_s`, when it has read its last byte here; `lands_until_s`, when its last byte has landed (inf: not reached again).
+    """`num_ops`: posted and not final. `whole_at_s`: the network took our bytes then, or had none to take.
 
-    `owed`: rooms whose `Drained` waits for that, with their tries.
+    Of a broken path, in running time: `read_until_s`, when it has read its last byte here; `lands_until_s`, when its last byte
+    has landed (inf: it is whole). `owed`: rooms whose `Drained` waits for that, with their tries.
     """
 
     memory: RemoteMemory
     state: PathState = PathState.CONNECTING
     num_ops: int = 0
+    whole_at_s: float = 0.0
     reconnect: RetryTimer = field(default_factory=lambda: RetryTimer(FIRST_RETRY_S, LONGEST_RETRY_S))
-    broken_at_s: float | None = None
-    read_until_s: float | None = None
+    broken: bool = False
+    read_until_s: float = math.inf
     lands_until_s: float = math.inf
     owed: dict[RoomKey, int] = field(default_factory=dict)
     next_poll_request_s: float = 0.0
 
     @property
     def open(self) -> bool:
-        return self.state is PathState.OPEN and self.broken_at_s is None
+        return self.state is PathState.OPEN and not self.broken
 
     @property
     def quiet(self) -> bool:
-        return not self.num_ops and self.read_until_s is None and self.state is not PathState.FENCING
+        return not self.num_ops and not self.broken and self.state is not PathState.FENCING
+
+    def on_posted(self, now_s: float) -> None:
+        if self.num_ops == 0:
+            self.whole_at_s = now_s
+        self.num_ops += 1
 
 
 @dataclass(eq=False, kw_only=True)
@@ -100,10 +107,12 @@ Command = ConnectPeer | FencePeer | DropPeer
 class Paths:
     """`commands`: for the engine, in order; the driver takes them."""
 
-    def __init__(self, peers: PeerTable[DecodePeer], *, settle_s: float) -> None:
+    def __init__(self, peers: PeerTable[DecodePeer], *, settle_s: float, resend_s: float) -> None:
+        """Times of `Caps`."""
         self.commands: deque[Command] = deque()
         self._peers = peers
         self._settle_s = settle_s
+        self._resend_s = resend_s
         self._ran = RunningTime()
 
     def connect(self, peer: DecodePeer) -> None:
@@ -112,17 +121,20 @@ class Paths:
         self.commands.append(ConnectPeer(peer.incarnation, peer.path.memory.descriptor))
 
     def on_connected(self, peer: DecodePeer, now_s: float) -> None:
-        path, ran_s = peer.path, self._ran.at(now_s)
+        path = peer.path
         path.state = PathState.OPEN
         path.reconnect.reset()
-        if path.broken_at_s is not None:
-            path.lands_until_s = ran_s + max(self._settle_s, ran_s - path.broken_at_s)
+        if path.broken:
+            wait_s = max(self._settle_s, now_s - path.whole_at_s)
+            path.lands_until_s = min(path.lands_until_s, self._ran.at(now_s) + wait_s)
 
-    def on_op_final(self, peer: DecodePeer, *, ok: bool) -> None:
+    def on_op_final(self, peer: DecodePeer, *, ok: bool, now_s: float) -> None:
         """After a failed operation, fence when the last has ended."""
         path = peer.path
         path.num_ops -= 1
-        if not ok and path.state is PathState.OPEN:
+        if ok:
+            path.whole_at_s = now_s
+        elif path.state is PathState.OPEN:
             path.state = PathState.FENCING
         if path.num_ops == 0 and path.state is PathState.FENCING:
             self.commands.append(FencePeer(peer.incarnation))
@@ -135,8 +147,9 @@ class Paths:
                 path.state = PathState.OPEN
             return True
         self._peers.effects.counters["fence_failures"] += 1
-        path.broken_at_s = self._ran.at(now_s)
-        path.read_until_s, path.lands_until_s = path.broken_at_s + self._settle_s, math.inf
+        path.broken, broken_at_s = True, self._ran.at(now_s)
+        path.read_until_s = broken_at_s + self._settle_s
+        path.lands_until_s = broken_at_s + self._settle_s + self._resend_s
         if path.state is PathState.FENCING:
             path.state = PathState.CONNECTING
             path.reconnect.plan(now_s)
@@ -156,24 +169,29 @@ class Paths:
         settled = []
         for peer in self._peers:
             path = peer.path
-            if path.read_until_s is not None and self._ran.at(now_s) >= path.read_until_s:
-                path.read_until_s = None
+            if self._ran.at(now_s) >= path.read_until_s:
+                path.read_until_s = math.inf
                 settled.append(peer)
             if self._ran.at(now_s) >= path.lands_until_s:
-                path.broken_at_s, path.lands_until_s = None, math.inf
-                for key, write_try in path.owed.items():
-                    self.drained(peer, key, write_try)
-                path.owed.clear()
+                self._mend(peer)
             if path.reconnect.due(now_s) and not peer.lost:
                 self.connect(peer)
         return settled
 
     def drained(self, peer: DecodePeer, key: RoomKey, write_try: int) -> None:
         """Report that nothing lands in the room's pages any more, as soon as that is so."""
-        if peer.path.broken_at_s is None:
-            self._peers.send(peer, Drained(*self._peers.address(peer), *key, write_try))
+        if peer.path.broken:
+            peer.path.owed[key] = max(write_try, peer.path.owed.get(key, 0))
         else:
-            peer.path.owed[key] = write_try
+            self._peers.send(peer, Drained(*self._peers.address(peer), *key, write_try))
+
+    def _mend(self, peer: DecodePeer) -> None:
+        path = peer.path
+        path.broken, path.lands_until_s = False, math.inf
+        for key, write_try in path.owed.items():
+            self.drained(peer, key, write_try)
+        path.owed.clear()
+        self.retire(peer)
 
     def retire(self, peer: DecodePeer) -> None:
         """Drop a lost peer once its path is quiet; the caller has failed its rooms."""
