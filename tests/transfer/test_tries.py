@@ -101,25 +101,3 @@ def test_an_abort_after_prefill_forgot_the_room_is_acknowledged_with_its_try() -
     pair.decode.rooms.abort(pair.decode.rooms[KEY], "user", 0.0)
     pair.exchange()
     assert pair.decode.rooms[KEY].drained
-
-
-def test_bytes_that_wait_for_the_network_are_awaited() -> None:
-    """A fence fails in an outage of 10 s: the row is decode's again as long after it as the outage lasted, not before."""
-    pair = JoinedCores()
-    posts = pair.posts()
-    pair.core.rooms.abort(pair.core.rooms[KEY], "user")
-    for post in posts:
-        pair.core.completions.on_op_final(post, ok=False, error="", now_s=0.0)
-    pair.core.completions.on_fenced("d", ok=False, now_s=0.0)
-    pair.decode.rooms.abort(pair.decode.rooms[KEY], "user", 0.0)
-
-    def drained_after(seconds: int, since_s: float) -> bool:
-        for tenth in range(10 * seconds):  # running time counts what passes between ticks
-            pair.core.tick(since_s + tenth / 10)
-        pair.exchange()
-        return pair.decode.rooms[KEY].drained
-
-    assert not drained_after(10, 0.0)
-    pair.core.admission.on_connected("d", 10.0)
-    assert not drained_after(9, 10.0)
-    assert drained_after(2, 19.0)

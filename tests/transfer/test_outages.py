@@ -1,0 +1,102 @@
+"""Bytes that a cut network holds may land after their operations have ended: what both sides wait for. Pure cores."""
+
+import pytest
+
+from tests.transfer.cores import CAPS, KEY, MARK, PAGES, JoinedCores, decode_core, registration
+from transfer_backends.contract import Route
+from transfer_backends.liveness import Liveness
+from transfer_backends.peers import Send
+from transfer_backends.wire import Abort, Drained, Registered
+
+
+class Outage:
+    """All writes of a room fail at `fails_s` and the fence with them; both sides abort the room."""
+
+    def __init__(self, *, fails_s: float = 0.0) -> None:
+        self.pair = JoinedCores()
+        self.core, self.decode = self.pair.core, self.pair.decode
+        self.now_s = fails_s
+        posts = self.pair.posts()
+        self.core.rooms.abort(self.core.rooms[KEY], "user")
+        for post in posts:
+            self.core.completions.on_op_final(post, ok=False, error="", now_s=fails_s)
+        self.core.completions.on_fenced("d", ok=False, now_s=fails_s)
+        self.decode.rooms.abort(self.decode.rooms[KEY], "user", fails_s)
+
+    def wait(self, seconds: float) -> None:
+        for _ in range(round(10 * seconds)):  # running time counts what passes between ticks
+            self.now_s += 0.1
+            self.core.tick(self.now_s)
+
+    def drained_after(self, seconds: float) -> bool:
+        self.wait(seconds)
+        self.pair.exchange()
+        return self.decode.rooms[KEY].drained
+
+    def reach(self) -> None:
+        self.core.admission.on_connected("d", self.now_s)
+
+
+@pytest.mark.parametrize("fails_s", [0.0, 6.0])
+def test_bytes_that_wait_for_the_network_are_awaited(fails_s: float) -> None:
+    """An outage lasts 10 s, whenever the fence fails: the row is decode's again as long after it as it lasted, not before."""
+    outage = Outage(fails_s=fails_s)
+    assert not outage.drained_after(10 - fails_s)
+    outage.reach()
+    assert not outage.drained_after(9.5)
+    assert outage.drained_after(1)
+
+
+def test_an_abort_of_an_earlier_try_does_not_replace_what_is_owed() -> None:
+    """It was sent before decode learned of try 1, and arrives when prefill has closed the room."""
+    outage = Outage()
+    path = outage.core.peers.get("d").path
+    path.owed[KEY] = outage.decode.rooms[KEY].write_try = 1
+    outage.wait(1)
+    outage.core.rooms.close(outage.core.rooms[KEY], outage.now_s)
+    outage.core.on_message("link", Abort("d", "p", *KEY, "user", 0), outage.now_s)
+    outage.reach()
+    assert outage.drained_after(2)
+
+
+def test_a_worker_that_connects_again_after_an_outage_finds_its_old_path() -> None:
+    """Its link closed in the outage. Bytes of that time may still land: the new link does not get `Drained` sooner."""
+    outage = Outage()
+    outage.core.on_link_closed("link", 0.0)
+    outage.wait(10)
+    outage.core.on_message("new", registration("d"), outage.now_s)
+    outage.core.on_message("new", Abort("d", "p", *KEY, "user", 0), outage.now_s)
+    outage.reach()
+    outage.wait(9.5)
+    drained = Send("new", Drained("p", "d", *KEY, 0))
+    assert drained not in outage.core.effects.queue
+    outage.wait(1)
+    assert drained in outage.core.effects.queue
+
+
+def test_a_worker_that_stays_away_is_forgotten() -> None:
+    """The network has given up its bytes `resend_s` after the path broke."""
+    outage = Outage()
+    outage.core.on_link_closed("link", 0.0)
+    outage.wait(CAPS.resend_s - 1)
+    assert len(outage.core.peers) == 1
+    outage.wait(2)
+    assert len(outage.core.peers) == 0
+
+
+def test_a_dead_writers_kernel_may_send_again() -> None:
+    """Prefill was silent for 10 s when its death is proven: its last bytes may come as long after that."""
+    core = decode_core()
+    core.open(*KEY, "b", 0.0)
+    core.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
+    core.on_message(1, Registered("p", "d", MARK), 0.0)
+    core.rooms.provide(core.rooms[KEY], PAGES, 1, 0.0)
+    core.on_link_closed(1, 10.0)
+    core.tick(10.0)
+    core.proofs.on_proof("p", Liveness.DEAD, 10.0)
+    for tenth in range(95):
+        core.tick(10.0 + tenth / 10)
+    assert not core.rooms[KEY].drained
+    for tenth in range(10):
+        core.tick(19.5 + tenth / 10)
+    assert core.rooms[KEY].drained
