@@ -75,6 +75,17 @@ def test_pages_are_handed_over_when_their_step_is_launched(depth: int) -> None:
     cluster.assert_all_back()
 
 
+def test_a_role_waits_for_outside_only_while_it_has_requests() -> None:
+    """Its loop is woken often then, and sleeps otherwise."""
+    cluster = Cluster(pages=(60, 60), page_size=4, chunk=8, depth=1)
+    roles = (cluster.prefill.role, cluster.decode.role)
+    assert [role.waits_for_outside() for role in roles] == [False, False]
+    cluster.submit("r", list(range(12)), 1, new=3)
+    assert [role.waits_for_outside() for role in roles] == [True, True]
+    cluster.run(random.Random(1))
+    assert [role.waits_for_outside() for role in roles] == [False, False]
+
+
 def test_few_pages_leave_with_the_last_chunk() -> None:
     """Chunks of two pages; fewer than three bytes, a page being one, do not leave beside the next chunk."""
     cluster = Cluster(pages=(60, 60), page_size=4, chunk=8, depth=1, least_bytes=3)

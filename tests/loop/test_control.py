@@ -132,6 +132,20 @@ def test_bad_and_crossing_pauses_are_refused() -> None:
     assert rig.tokens["a"] == expected_tokens(PROMPTS["a"], 9)
 
 
+def test_a_pause_tells_how_many_requests_it_retracted() -> None:
+    rig = Rig()
+    for rid, prompt in PROMPTS.items():
+        rig.ask(rid, prompt, 9)
+    rig.turns(4)
+    for mode, retracted in (("in_place", 0), ("retract", len(PROMPTS)), ("retract", 0)):
+        rig.tell(PauseGeneration("pause", mode))
+        rig.settle()
+        assert rig.replies.pop("pause").values == {"retracted": retracted}
+    rig.tell(ContinueGeneration("go"))
+    rig.settle()
+    assert rig.tokens == {rid: expected_tokens(prompt, 9) for rid, prompt in PROMPTS.items()}
+
+
 def test_new_weights_wait_for_running_requests_and_hold_new_ones() -> None:
     rig = Rig()
     rig.ask("old", PROMPTS["a"], 10)

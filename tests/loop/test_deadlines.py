@@ -7,7 +7,7 @@ import pytest
 
 from engine.core.plan import Plan
 from engine.loop.deadlines import SOON_S, SPARE, Deadlines, too_late
-from engine.loop.loop import IDLE_WAIT_S, EngineLoop, LoopServices, LoopSettings
+from engine.loop.loop import IDLE_WAIT_S, OUTSIDE_WAIT_S, EngineLoop, LoopServices, LoopSettings
 from engine.loop.role import UnifiedRole
 from engine.loop.turn_clock import TurnClock
 from engine.messages import (
@@ -31,6 +31,7 @@ class NotedRole(UnifiedRole):
     """A unified role that notes what it hears about peers, which it does not have."""
 
     closed: str | None = None
+    waits: bool = False
     ended: tuple[str, ...] = ()
 
     def close_to_peers(self, why: str | None) -> None:
@@ -43,7 +44,7 @@ class NotedRole(UnifiedRole):
         """No peer waits for it."""
 
     def waits_for_outside(self) -> bool:
-        return False
+        return self.waits
 
     def queues(self) -> dict[str, int]:
         return {}
@@ -165,6 +166,13 @@ def test_a_rest_ends_with_the_next_deadline() -> None:
     rig.now_s += 0.4
     rig.loop.turn()
     assert rig.rest() == IDLE_WAIT_S and set(rig.engine.finish) == {"a", "b"}
+
+
+def test_only_a_role_that_waits_for_its_peers_is_woken_often() -> None:
+    rig = Rig()
+    assert rig.rest() == IDLE_WAIT_S
+    rig.role.waits = True
+    assert rig.rest() == OUTSIDE_WAIT_S < IDLE_WAIT_S / 10
 
 
 def test_ended_requests_leave_no_deadline_behind() -> None:

@@ -158,7 +158,7 @@ def ask(model: PreTrainedModel, ids: list[int], questions: list[int]) -> list[to
     return answers
 
 
-@pytest.mark.parametrize("length", [2048, 8192])
+@pytest.mark.parametrize("length", [4096])
 def test_every_key_is_recalled_among_filler_by_a_wide_margin(length: int, theirs: PreTrainedModel) -> None:
     ids, facts = long_prompt(length, seed=length)
     for right, logits in zip(facts.values(), ask(theirs, ids, list(facts)), strict=True):

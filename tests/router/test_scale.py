@@ -4,16 +4,22 @@ import asyncio
 import resource
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from urllib.parse import urlsplit
 
+import aiohttp
 import pytest
 
 from benchmarks import scale
 from benchmarks.scale_cluster import repeated
 from benchmarks.scale_idle import one_process_for_all, watch
 from benchmarks.trace_workers import TraceRequest, read_trace
-from router.pool.health import _Watch
+from router.client.credentials import Credentials
+from router.config import RouterConfig
+from router.pool.health import BETWEEN_S, HealthMonitor, _Watch
 from service.process.start import allow_many_files
+from service.security.keys import open_gate
+from service.waiter import loop_time_s
 from tests.router.dummies import table_of
 from tests.router.test_trace_replay import write_trace
 
@@ -61,6 +67,32 @@ def test_workers_are_asked_at_their_own_moments_of_the_interval() -> None:
     assert moments[0] > 0.0 and moments[-1] <= 10.0
     assert max(other - one for one, other in pairwise([0.0, *moments])) < 2 * 10.0 / 100
     assert [watch.next_wait_s(10.0) for watch in watches] == [10.0] * 100
+
+
+def test_first_checks_of_many_workers_do_not_come_at_once() -> None:
+    """Each at least half a millisecond after the one before, in order."""
+    asked_s: dict[str, float] = {}  # by worker, the first time
+
+    class Session:
+        def get(self, url: str, **_: Any) -> Any:
+            asked_s.setdefault(urlsplit(url).netloc, loop_time_s())
+            raise aiohttp.ServerDisconnectedError
+
+    async def begin() -> float:
+        table, session = table_of(200), cast(Any, Session())
+        gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
+        config = RouterConfig(pd_disaggregation=True)
+        monitor = HealthMonitor(config=config, table=table, session=session, credentials=Credentials(api=gate.api))
+        begun_s = loop_time_s()
+        for worker in table.workers():
+            monitor.watch(worker)
+        await monitor.first_round()
+        await monitor.close()
+        return begun_s
+
+    begun_s = asyncio.run(begin())
+    assert len(asked_s) == 200
+    assert all(at_s - begun_s > 0.9 * i * BETWEEN_S for i, at_s in enumerate(asked_s.values()))
 
 
 def test_a_process_may_open_as_many_files_as_the_system_lets_it() -> None:
