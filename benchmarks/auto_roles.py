@@ -29,7 +29,6 @@ from planner.step_time import Fitted
 from planner.study import Study, planned_cluster, run_study, study_of
 from planner.workload import Lengths, from_trace
 from router.config import AutoRolesFlags
-from router.roles.demand import Goals
 
 SLO_TTFT_MS, SLO_TPOT_MS = 10_000.0, 30.0
 # A prompt of 800 tokens takes 0.4 s; a step of 16 answers 0.1 s. By day prefill needs 2 of 4 workers and a little more, by night decode 3.
@@ -131,8 +130,8 @@ def _study() -> Study:
 
 def auto_spec(slo: SloTargets, switch_s: float) -> AutoSpec:
     """The router's defaults, with the objectives of the requests: half of TTFT's may be spent waiting."""
-    goals = Goals(ttft_s=slo.ttft_s / 2, itl_s=slo.tpot_s)
-    return AutoSpec(flags=AutoRolesFlags(), goals=goals, window_s=5.0, interval_s=1.0, switch_s=switch_s)
+    flags = AutoRolesFlags(auto_roles_ttft_s=slo.ttft_s / 2, auto_roles_itl_s=slo.tpot_s)
+    return AutoSpec(flags=flags, switch_s=switch_s)
 
 
 def _tries(num_workers: int) -> list[tuple[ClusterLayout, bool]]:

@@ -21,7 +21,7 @@ from router.pool.states import Check
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.roles.controller import Controller, Move
-from router.roles.demand import Gauge, Goals
+from router.roles.demand import Gauge
 
 MODEL = "planned"
 
@@ -50,9 +50,6 @@ class AutoSpec:
     """The router's `--auto-roles-*`. `switch_s`: time between the drain of a worker and its return."""
 
     flags: AutoRolesFlags
-    goals: Goals
-    window_s: float
-    interval_s: float
     switch_s: float
 
 
@@ -87,14 +84,14 @@ class RoleMoves:
 
     def __post_init__(self) -> None:
         self._controller = Controller(self.spec.flags)
-        self._gauge = Gauge(self.spec.goals, window_s=self.spec.window_s)
+        self._gauge = Gauge(self.spec.flags)
         for pool in self.cluster.pools().values():
             for planned in pool:
                 self._add_worker(planned)
         self._look_later()
 
     def _look_later(self) -> None:
-        self.cluster.timeline.at(self.cluster.timeline.now_s + self.spec.interval_s, self._look)
+        self.cluster.timeline.at(self.cluster.timeline.now_s + self.spec.flags.auto_roles_interval_s, self._look)
 
     def _look(self) -> None:
         """Read the reports requested at the last look; a worker in the middle of a step reports after it."""

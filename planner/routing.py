@@ -40,7 +40,7 @@ class Routing(Generic[T]):
         hints = RoutingHints(
             prompt_tokens=request.input_len, output_tokens=request.output_len, keys=self._keys(request)
         )
-        choice = self._chooser.choose([self._workers[one] for one in pool], hints)
+        choice = self._chooser.policies[Role(role)].choose([self._workers[one] for one in pool], hints)
         return by_worker[choice.worker.worker_id], self._table.loads.charge(choice.worker, cost_tokens(choice, hints))
 
     def release(self, lease: Lease) -> None:

@@ -36,7 +36,7 @@ from router.pool.discovery import open_discovery
 from router.pool.health import HealthMonitor
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import Role, Worker
-from router.pool.workers import WorkerTable
+from router.pool.workers import WorkerTable, WorkerTableError
 from router.requests.build import make_dispatcher, make_events, roles_of
 from router.requests.live import LiveRequests
 from router.roles.auto import AutoRoles
@@ -254,6 +254,6 @@ def _table(config: RouterConfig, peers: SharedLoad | None) -> WorkerTable:
     try:
         for url, role, port in named:
             table.add(url, role=role, bootstrap_port=port, now_s=time.monotonic())
-    except ValueError as err:
+    except WorkerTableError as err:
         raise ConfigError(f"--prefill/--decode/--worker-urls: {err}; name each worker once") from None
     return table

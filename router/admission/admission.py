@@ -9,7 +9,7 @@ from aiohttp import web
 from router.admission.forecast import Forecast
 from router.admission.queue import AdmissionQueue, RequestRefused, Ticket, TicketStatus
 from router.admission.rate_limit import client_of
-from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, Slo, read_slo
+from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, Slo, milliseconds
 from router.body import BadBody, ParsedBody, named_priority
 from router.choice.chooser import Chooser
 from router.config import AdmissionFlags
@@ -65,12 +65,12 @@ class Admission:
         headers = http.headers
         if TTFT_HEADER not in headers and ITL_HEADER not in headers:
             return self._slo if self._has_slo else None
-        return read_slo(headers, self._slo)
+        ttft_s, itl_s = milliseconds(headers, TTFT_HEADER), milliseconds(headers, ITL_HEADER)
+        return Slo(self._slo.ttft_s if ttft_s is None else ttft_s, self._slo.itl_s if itl_s is None else itl_s)
 
     def in_time(self, pool: Sequence[Worker], request: RequestContext, *, now_s: float) -> Sequence[Worker]:
         """The workers of `pool` that would keep the request's objectives. `RequestRefused` if there are none."""
-        if request.slo is None:
-            return pool
+        assert request.slo is not None
         tokens = self._chooser.uncached_tokens(pool, request.hints)
         return self.forecast.in_time(pool, request.slo, tokens=tokens, now_s=now_s)
 

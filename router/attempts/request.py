@@ -100,12 +100,6 @@ def _patience_s(headers: Mapping[str, str], name: str) -> float | None:
     return None if text is None else seconds_of(text, name)
 
 
-def read_slo(headers: Mapping[str, str], default: Slo) -> Slo:
-    """Read the objectives of one request, else the router's. `BadBody`."""
-    ttft_s, itl_s = milliseconds(headers, TTFT_HEADER), milliseconds(headers, ITL_HEADER)
-    return Slo(default.ttft_s if ttft_s is None else ttft_s, default.itl_s if itl_s is None else itl_s)
-
-
 def milliseconds(headers: Mapping[str, str], name: str, *, zero: str = "") -> float | None:
     """A header's number, in seconds; None without it. `zero`: what 0 means ("": it is refused). `BadBody`."""
     text = headers.get(name)

@@ -39,9 +39,6 @@ class CacheAware:
             self.index.touch(worker.worker_id, hints.keys)
         return choice
 
-    def forget(self, worker: Worker) -> None:
-        self.index.forget(worker.worker_id)
-
     def _soonest(self, candidates: Sequence[Worker], hints: RoutingHints, matched: PrefixMatch) -> Worker:
         if not matched.groups:
             return least_loaded(candidates)

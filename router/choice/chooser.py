@@ -9,7 +9,6 @@ from router.choice.cache_aware import CacheAware, cached_of
 from router.choice.policies import (
     ConsistentHashing,
     LeastLoad,
-    Placement,
     Policy,
     PowerOfTwo,
     Random,
@@ -46,10 +45,6 @@ class Chooser:
             session=session_of(parsed, headers) if self.needs_session else "",
         )
 
-    def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
-        """Choose one of `candidates` (one role, at least one); the policy records it."""
-        return self.policies[candidates[0].role].choose(candidates, hints)
-
     def uncached_tokens(self, candidates: Sequence[Worker], hints: RoutingHints) -> dict[int, int]:
         """The tokens of the prompt that each worker would have to compute, by worker id."""
         policy = self.policies[candidates[0].role]
@@ -63,9 +58,10 @@ class Chooser:
         return policy.index if isinstance(policy, CacheAware) else None
 
     def forget(self, worker: Worker) -> None:
-        policy = self.policies.get(worker.role)
-        if policy is not None:
-            policy.forget(worker)
+        """The worker left, or lost its cache."""
+        index = self.cache_of(worker.role)
+        if index is not None:
+            index.forget(worker.worker_id)
 
 
 def make_chooser(flags: ChoiceFlags, *, draw: Callable[[int], int]) -> Chooser:

@@ -38,16 +38,8 @@ class Policy(Protocol):
     def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
         """Choose one of `candidates` (of one role, at least one, in the order of ids); the request will be sent there."""
 
-    def forget(self, worker: Worker) -> None:
-        """The worker left, or lost its cache."""
 
-
-class Stateless:
-    def forget(self, worker: Worker) -> None:
-        return
-
-
-class LeastLoad(Stateless):
+class LeastLoad:
     """The least load (router/pool/load_order.py)."""
 
     def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
@@ -60,7 +52,7 @@ def least_loaded(candidates: Sequence[Worker]) -> Worker:
     return min(candidates, key=key_for(candidates))
 
 
-class PowerOfTwo(Stateless):
+class PowerOfTwo:
     """The less loaded of two random workers: nearly as even, and many routers do not all pick the same one.
 
     Mitzenmacher, "The power of two choices in randomized load balancing" (1996). `draw(n)`: a random integer in [0, n).
@@ -77,7 +69,7 @@ class PowerOfTwo(Stateless):
         return Placement(min(pair, key=key_for(pair)))
 
 
-class RoundRobin(Stateless):
+class RoundRobin:
     """The next worker by id after the last one of that role, so that workers that join or leave cause no skips."""
 
     def __init__(self) -> None:
@@ -91,7 +83,7 @@ class RoundRobin(Stateless):
         return Placement(chosen)
 
 
-class Random(Stateless):
+class Random:
     """Uniform. `draw(n)`: a random integer in [0, n)."""
 
     def __init__(self, draw: Callable[[int], int]) -> None:
@@ -101,7 +93,7 @@ class Random(Stateless):
         return Placement(candidates[self._draw(len(candidates))])
 
 
-class ConsistentHashing(Stateless):
+class ConsistentHashing:
     """A session goes to the same worker in every router (router/pool/ring.py); requests without one go by load."""
 
     def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:

@@ -36,8 +36,7 @@ def _merge_second(into: Second, second: Second) -> None:
         setattr(into, name, max(getattr(into, name), getattr(second, name)))
     add(into.ttft, second.ttft)
     add(into.gaps, second.gaps)
-    for what, count in second.failures.items():
-        into.failures[what] = into.failures.get(what, 0) + count
+    add(into.failures, second.failures)
 
 
 def draw(memory: DashboardSnapshot, workers: Sequence[Worker], *, now_s: float) -> dict[str, Any]:
@@ -83,8 +82,7 @@ def _window(seconds: Sequence[Second], now_s: float) -> dict[str, Any]:
     for second in inside:
         add(ttft, second.ttft)
         add(gaps, second.gaps)
-        for what, count in second.failures.items():
-            failures[what] = failures.get(what, 0) + count
+        add(failures, second.failures)
     return {
         "seconds": covered_s,
         "requests_per_s": sum(s.ended for s in inside) / covered_s,

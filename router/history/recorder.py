@@ -8,7 +8,7 @@ only when the dashboard requests it. Latencies are counts in buckets, each an ei
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from router.attempts.pair_attempt import PairAttempt
 from router.attempts.request import RequestContext
@@ -25,6 +25,8 @@ GROWTH = 1.125
 MAX_BUCKET = 160  # about 1,500 s
 _PER_LOG = 1 / math.log(GROWTH)
 _log = math.log
+
+Counted = TypeVar("Counted")
 
 
 class Watched(Protocol):
@@ -110,9 +112,9 @@ def middle_of(bucket: int) -> float:
     return float(MIN_S * GROWTH ** (bucket + 0.5))
 
 
-def add(into: dict[int, int], counts: Mapping[int, int]) -> None:
-    for bucket, count in counts.items():
-        into[bucket] = into.get(bucket, 0) + count
+def add(into: dict[Counted, int], counts: Mapping[Counted, int]) -> None:
+    for what, count in counts.items():
+        into[what] = into.get(what, 0) + count
 
 
 def quantile(counts: Mapping[int, int], share: float) -> float | None:

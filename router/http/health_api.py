@@ -14,7 +14,7 @@ from router.metrics import RouterMetrics
 from router.pool.worker import Worker
 from router.pool.workers import missing_roles
 from router.requests.live import LiveRequests
-from router.requests.replies import no_worker_message
+from router.requests.replies import no_worker
 from service.http.errors import DRAINING, ApiError, bad_field, decode_body
 from service.http.json_depth import decode_or_none
 from service.http.stream import json_response
@@ -53,7 +53,7 @@ class HealthApi:
         table = self.calls.table
         workers, missing = table.workers(), missing_roles(table, self.calls.roles)
         if missing:
-            return ApiError(503, no_worker_message(table, missing), code="no_worker").response()
+            raise no_worker(table, missing)
         if request.rel_url.query.get("workers") == "all" and (waits_for := await self._waits_for(request, workers)):
             return ApiError(503, waits_for, code="not_all_healthy").response()
         healthy = sum(w.answers for w in workers)

@@ -13,8 +13,7 @@ from router.pool.models import serves
 from router.pool.states import Health
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable, missing_roles
-from router.requests.replies import no_worker_message
-from service.http.errors import ApiError
+from router.requests.replies import no_worker
 from service.http.stream import json_response
 
 
@@ -33,7 +32,7 @@ class WorkerCalls:
                 answer = await call_worker(self.session, "GET", worker.url + request.rel_url.raw_path, headers)
                 if answer.status:
                     return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
-        return self._no_worker(missing_roles(self.table, self.roles, model) or list(self.roles), model)
+        raise no_worker(self.table, missing_roles(self.table, self.roles, model) or list(self.roles), model)
 
     async def call_all(
         self,
@@ -49,7 +48,7 @@ class WorkerCalls:
         known = [w for w in self.table.workers() if not model or serves(w.models, model)]
         workers = [w for w in known if w.health in (Health.UP, Health.DRAINING)]
         if model and not workers:
-            return self._no_worker(list(self.roles), model)
+            raise no_worker(self.table, list(self.roles), model)
         calls = (call_worker(self.session, method, w.url + path, headers, body, timeout_s=timeout_s) for w in workers)
         answers = await asyncio.gather(*calls)
         status = max((a.status or 502 for a in answers), default=503)
@@ -58,9 +57,6 @@ class WorkerCalls:
             for w, a in zip(workers, answers, strict=True)
         ]
         return json_response({"success": status == 200, "workers": results}, status=status)
-
-    def _no_worker(self, missing: list[Role], model: str) -> web.Response:
-        return ApiError(503, no_worker_message(self.table, missing, model), code="no_worker").response()
 
 
 def authorization_of(request: web.BaseRequest) -> str:

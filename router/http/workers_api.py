@@ -18,7 +18,7 @@ from router.pool.discovery import Discovery
 from router.pool.health import HealthMonitor
 from router.pool.models import join_models
 from router.pool.worker import Role, Worker
-from router.roles.switch import Switch, SwitchFailed, SwitchRefused
+from router.roles.switch import Switch
 from service.flags import ConfigError
 from service.http.errors import ApiError, bad_field, decode_body
 from service.http.stream import json_response
@@ -72,8 +72,8 @@ class WorkersApi:
             web.get("/server_info", self.server_info),
             web.get("/v1/models", self.list_models),
             web.get("/v1/models/{model}", self.get_model),
-            web.get("/get_model_info", self.proxy),
-            web.get("/model_info", self.proxy),
+            web.get("/get_model_info", self.calls.call_one),
+            web.get("/model_info", self.calls.call_one),
             web.get("/openapi.json", self.openapi),
         ]
 
@@ -107,12 +107,7 @@ class WorkersApi:
             self.monitor.look(worker)
             return json_response(describe(worker))
         headers = self.calls.credentials.for_admin(authorization_of(request))
-        try:
-            await self.switch.move(worker, role, force=bool(body.force), drain_s=body.timeout, headers=headers)
-        except SwitchRefused as err:
-            return ApiError(409, str(err), code="switch_refused").response()
-        except SwitchFailed as err:
-            return ApiError(502, str(err), code="switch_failed").response()
+        await self.switch.move(worker, role, force=bool(body.force), drain_s=body.timeout, headers=headers)
         return json_response(describe(worker))
 
     async def get_loads(self, request: web.BaseRequest) -> web.Response:
@@ -145,9 +140,6 @@ class WorkersApi:
     async def get_model(self, request: web.BaseRequest) -> web.Response:
         name = unquote(request.path.removeprefix(_MODEL))
         return await self.calls.call_one(request, model=self.calls.table.models.meant(name))
-
-    async def proxy(self, request: web.BaseRequest) -> web.Response:
-        return await self.calls.call_one(request)
 
     async def openapi(self, request: web.BaseRequest) -> web.Response:
         """The router's own routes, and generation as the first live worker describes it (decode before prefill)."""

@@ -14,6 +14,7 @@ from router.config import DiscoveryFlags, label_query
 from router.pool.health import HealthMonitor
 from router.pool.pod_watch import KubeApi, PodWatch, connect
 from router.pool.pods import Pod
+from router.pool.reports import port_of
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, WorkerTableError
 from service.waiter import end_tasks, loop_time_s
@@ -196,7 +197,7 @@ class PodWorkers:
         if not (pod.ready or self._is_in(url, pod)):
             return None
         text = pod.bootstrap_port if role is Role.PREFILL else None
-        port = None if text is None else _port(text)
+        port = None if text is None else port_of(text)
         if text is not None and port is None:
             self._problem(pod, f"its bootstrap port must be 1 to 65535, got {text[:40]!r}")
             return None
@@ -215,11 +216,6 @@ def _shared(want: Wanted, other: Wanted) -> str:
     if want.pod == other.pod:
         return f"both selectors choose it; it serves as {other.role}"
     return f"pod {other.pod} has its address {want.url}"
-
-
-def _port(text: str) -> int | None:
-    port = int(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0
-    return port if 0 < port < 65536 else None
 
 
 async def open_discovery(flags: DiscoveryFlags, *, table: WorkerTable, monitor: HealthMonitor) -> Discovery | None:

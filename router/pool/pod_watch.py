@@ -10,7 +10,6 @@ import logging
 import os
 import random
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +29,7 @@ TIMEOUT_S = 15.0  # for an answer to begin
 MAX_LINE_BYTES = 4 << 20  # the largest object in etcd is 1.5 MiB
 MAX_PAGE_BYTES = 64 << 20
 SHORT_S = 1.0  # a watch that ends sooner counts as failed
+BASE_BACKOFF_S, MAX_BACKOFF_S = 0.25, 30.0  # between attempts
 GONE = 410
 
 
@@ -39,26 +39,6 @@ class KubernetesError(Exception):
     def __init__(self, message: str, *, status: int = 0) -> None:
         super().__init__(message)
         self.relist = status in (0, GONE)
-
-
-@dataclass(slots=True)
-class WatchBackoff:
-    """Pauses between attempts: none at first, then doubled up to `most_s`, with jitter."""
-
-    base_s: float = 0.25
-    most_s: float = 30.0
-    failures: int = 0
-
-    def ok(self) -> None:
-        self.failures = 0
-
-    def failed(self, draw: float) -> float:
-        """Seconds to wait. `draw`: random, in [0, 1)."""
-        self.failures += 1
-        if self.failures == 1:
-            return 0.0
-        whole = min(self.most_s, self.base_s * 2.0 ** min(self.failures - 2, 30))
-        return whole * (0.5 + draw / 2)
 
 
 class _Event(msgspec.Struct):
@@ -148,23 +128,24 @@ class PodWatch:
         self._annotation = annotation
         self._on_change = on_change
         self._error = "not connected yet"
-        self._backoff = WatchBackoff()
         self._version = ""  # the last one seen; "": none, or it has expired
 
     def status(self) -> dict[str, Any]:
         return {"synced": self.listed and not self._error, "pods": len(self.pods), "error": self._error or None}
 
     async def run(self) -> None:
+        num_failed = 0
         while True:
             began_s = loop_time_s()
             error = await self._once()
             lasted = loop_time_s() - began_s >= SHORT_S
             if lasted:
-                self._backoff.ok()
+                num_failed = 0
             if error:
                 self._on_state(error)
             if error or not lasted:
-                await asyncio.sleep(self._backoff.failed(random.random()))
+                await asyncio.sleep(backoff_s(num_failed, random.random()))
+                num_failed += 1
 
     async def _once(self) -> str:
         """List if need be, then watch to the end; returns what went wrong."""
@@ -246,6 +227,13 @@ class PodWatch:
         elif self._error and not error:
             log.info("service discovery: follows %s pods", self.role)
         self._error = error
+
+
+def backoff_s(num_failed: int, draw: float) -> float:
+    """The pause after this many failures before the last: none at first, then doubled, with jitter. `draw`: random, in [0, 1)."""
+    if num_failed == 0:
+        return 0.0
+    return min(MAX_BACKOFF_S, BASE_BACKOFF_S * 2.0 ** min(num_failed - 1, 30)) * (0.5 + draw / 2)
 
 
 Decoded = TypeVar("Decoded")

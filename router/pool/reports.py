@@ -90,7 +90,7 @@ def parse_bootstrap(info: object, *, url_host: str) -> tuple[str, int | None]:
     alone = info.get("disaggregation_bootstrap_server")
     if isinstance(alone, str) and ":" in alone:
         host, _, text = alone.rpartition(":")
-        if text.isdecimal() and (port := _port(int(text))) is not None:
+        if (port := port_of(text)) is not None:
             return host.strip("[]"), port
     return url_host, _port(info.get("disaggregation_bootstrap_port"))
 
@@ -162,10 +162,13 @@ def _dialled(endpoint: object, host: str) -> str | None:
     """The endpoint with `host`; None for what is not tcp://HOST:PORT."""
     if not isinstance(endpoint, str) or not endpoint.startswith("tcp://"):
         return None
-    text = endpoint.rpartition(":")[2]
-    port = _port(int(text)) if text.isdecimal() and len(text) < 6 else None
+    port = port_of(endpoint.rpartition(":")[2])
     named = f"[{host}]" if ":" in host else host
     return None if port is None else f"tcp://{named}:{port}"
+
+
+def port_of(text: str) -> int | None:
+    return _port(int(text)) if text.isascii() and text.isdigit() and len(text) < 6 else None
 
 
 def _port(value: object) -> int | None:

@@ -25,7 +25,7 @@ from router.requests.live import LiveRequests
 from router.requests.merge import Merger, SseMerger
 from router.requests.picking import Picker
 from router.requests.relay import SseSplitter, answer_headers, relay_stream
-from router.requests.replies import HANDED_BACK, draining, failure_event, failure_response, no_worker_message
+from router.requests.replies import HANDED_BACK, draining, failure_event, failure_response, no_worker
 from service.http.deadline import ENVOY_HEADER, TIMEOUT_HEADER
 from service.http.errors import DRAINING, ApiError
 from service.http.guard import CLIENT_GONE
@@ -238,8 +238,7 @@ class Dispatcher:
             return failure_response(request.failed.last)
         for notify in self.launcher.events.on_no_worker:
             notify(missing)
-        message = no_worker_message(self.launcher.table, missing, request.model)
-        raise ApiError(503, message, code="no_worker", retry_after_s=RETRY_AFTER_S)
+        raise no_worker(self.launcher.table, missing, request.model, retry_after_s=RETRY_AFTER_S)
 
 
 def pause_s(number: int, backoff_s: float) -> float:

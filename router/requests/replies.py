@@ -18,13 +18,16 @@ def draining(message: str) -> ApiError:
     return ApiError(503, message, code=DRAINING, retry_after_s=1)
 
 
-def no_worker_message(table: WorkerTable, missing: list[Role], model: str = "") -> str:
-    """Name the missing role, and what is known of its workers."""
+def no_worker(
+    table: WorkerTable, missing: list[Role], model: str = "", *, retry_after_s: int | None = None
+) -> ApiError:
+    """An error that names the missing role, and what is known of its workers."""
     known = [w for w in table.workers(missing[0]) if not model or serves(w.models, model)]
     why = "; ".join(f"{w.url}: {_state(w)}" for w in known[:4]) or "none was given"
     what = f"worker for model {model!r}" if model and table.models.several else "worker"
     state = "answers" if known and all(w.silent for w in known) else "is alive"
-    return f"no {' and no '.join(missing)} {what} {state} ({why})"
+    message = f"no {' and no '.join(missing)} {what} {state} ({why})"
+    return ApiError(503, message, code="no_worker", retry_after_s=retry_after_s)
 
 
 def _state(worker: Worker) -> str:

@@ -5,7 +5,6 @@ Of several processes only the one in row 0 runs it; the others ask it.
 
 import asyncio
 import logging
-import math
 from collections import deque
 from typing import Any
 
@@ -18,7 +17,7 @@ from router.metrics import RouterMetrics
 from router.pool.worker import Worker
 from router.pool.workers import WorkerTable
 from router.roles.controller import Controller, Move, Standing
-from router.roles.demand import Gauge, Goals
+from router.roles.demand import Gauge
 from router.roles.switch import Switch, SwitchFailed, SwitchRefused
 from service.waiter import end_tasks, loop_time_s
 
@@ -26,7 +25,6 @@ log = logging.getLogger(__name__)
 
 PATH = "/auto_roles"
 KEPT_MOVES = 32
-WINDOW_SHARE = 1 / 3  # of the time that a shortage must last, over which reports are smoothed
 
 
 class MoveRecord(msgspec.Struct):
@@ -61,9 +59,7 @@ class AutoRoles:
         self._metrics = metrics
         self._peers = peers
         self.controller = Controller(config)
-        goals = Goals(ttft_s=config.auto_roles_ttft_s, itl_s=config.auto_roles_itl_s or math.inf)
-        window_s = max(config.auto_roles_interval_s, WINDOW_SHARE * config.auto_roles_sustain_s)
-        self._gauge = Gauge(goals, window_s=window_s)
+        self._gauge = Gauge(config)
         self._moves: deque[MoveRecord] = deque(maxlen=KEPT_MOVES)
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -1,31 +1,24 @@
 """How much work each worker has, counted in workers, by what workers report (`LoadReport`). Pure.
 
-    prefill   seconds of prompts that come in a second + seconds of prompts that wait / `ttft_s`
-    decode    the most of: KV held and wanted / capacity, requests / --max-running-requests, time between tokens / `itl_s`
+    prefill   seconds of prompts that come in a second + seconds of prompts that wait / --auto-roles-ttft
+    decode    the most of: KV held and wanted / capacity, requests / --max-running-requests, time between tokens / --auto-roles-itl
 
 The first is queueing theory's offered load, the workers that a pool needs if nothing waits, plus those that work off what waits within
 the objective. Decode reserves KV for prompts that still wait for prefill: that share of its memory, and what waits for it, is prefill's
 work. All is smoothed over `window_s`; arrivals and the speed of prefill over a longer time, as prompts differ in length.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from router.config import AutoRolesFlags
 from router.pool.states import Health
 from router.pool.worker import LoadReport, Role, Worker
 from router.roles.controller import Seen, Smooth
 
+WINDOW_SHARE = 1 / 3  # of the time that a shortage must last, over which reports are smoothed
 SPEED_WINDOWS = 6.0  # windows over which the speed of prefill is measured
 LEAST_BUSY = 0.05  # of a pool, below which its speed is not measured
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Goals:
-    """`ttft_s`: longest wait of prompts. `itl_s`: longest time between tokens; inf: KV and requests alone decide."""
-
-    ttft_s: float = 2.0
-    itl_s: float = math.inf
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,10 +42,14 @@ class _Trend:
 class Gauge:
     """Call `read` at regular intervals; it takes each report once."""
 
-    goals: Goals
-    window_s: float
+    flags: AutoRolesFlags
+    window_s: float = field(init=False)
     _trends: dict[int, _Trend] = field(default_factory=dict)
     _speed: dict[str, float] = field(default_factory=dict)  # tokens a second of one prefill worker, by model
+
+    def __post_init__(self) -> None:
+        flags = self.flags
+        self.window_s = max(flags.auto_roles_interval_s, WINDOW_SHARE * flags.auto_roles_sustain_s)
 
     def read(self, workers: Sequence[Worker], now_s: float) -> list[Seen]:
         known = [worker for worker in workers if worker.role is not Role.UNIFIED]
@@ -91,7 +88,7 @@ class Gauge:
     def _sample(self, trend: _Trend, report: LoadReport, dt_s: float) -> None:
         trend.is_known = True
         if trend.role is Role.DECODE:
-            work, blocked = decode_demand(report, self.goals, gap_s=_gap_s(trend.report, report, dt_s))
+            work, blocked = decode_demand(report, self.flags, gap_s=_gap_s(trend.report, report, dt_s))
             trend.work.add(work, dt_s)
             trend.blocked.add(blocked, dt_s)
             return
@@ -136,7 +133,7 @@ class Gauge:
         if prompts.speed is None:
             return min(1.0, trend.work.known), 0.0
         waiting_s = (trend.waiting.known + prompts.blocked_tokens) / prompts.speed
-        return trend.arrived.known / prompts.speed, waiting_s / self.goals.ttft_s
+        return trend.arrived.known / prompts.speed, waiting_s / self.flags.auto_roles_ttft_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +148,7 @@ def model_of(worker: Worker) -> str:
     return next(iter(worker.models), "")
 
 
-def decode_demand(report: LoadReport, goals: Goals, *, gap_s: float | None) -> tuple[float, float]:
+def decode_demand(report: LoadReport, flags: AutoRolesFlags, *, gap_s: float | None) -> tuple[float, float]:
     """(demand in workers, tokens that wait there because prefill is behind). `gap_s`: between tokens; None: none came."""
     own = report.running_reqs + report.stages.get("retracted", 0)
     waits = report.stages.get("transfer", 0)  # with memory, for their KV
@@ -161,8 +158,8 @@ def decode_demand(report: LoadReport, goals: Goals, *, gap_s: float | None) -> t
     demand = tokens / report.capacity_tokens if report.capacity_tokens else 0.0
     if report.max_running_reqs:
         demand = max(demand, requests / report.max_running_reqs)
-    if gap_s is not None:
-        demand = max(demand, gap_s / goals.itl_s)
+    if gap_s is not None and flags.auto_roles_itl_s:
+        demand = max(demand, gap_s / flags.auto_roles_itl_s)
     return demand, (1 - share) * report.pending_tokens
 
 

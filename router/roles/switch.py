@@ -19,6 +19,7 @@ from router.pool.reports import parse_error
 from router.pool.states import Check, Health
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
+from service.http.errors import ApiError
 from service.http.json_depth import decode_or_none
 from service.waiter import end_tasks
 
@@ -37,12 +38,18 @@ class SwitchProgress(StrEnum):
     REMOVED = "it was taken out of the table"
 
 
-class SwitchRefused(Exception):
+class SwitchRefused(ApiError):
     """The worker may not move, or cannot; nothing has changed."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(409, message, code="switch_refused")
 
-class SwitchFailed(Exception):
+
+class SwitchFailed(ApiError):
     """The worker accepted the change and did not come back in the other role."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(502, message, code="switch_failed")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,7 +14,6 @@ from planner.step_time import Fitted
 from planner.workload import Lengths, PlannedRequest
 from router.config import AutoRolesFlags
 from router.pool.worker import Role
-from router.roles.demand import Goals
 from tests.planner.planned import assert_at_rest, cluster, request_at
 
 FOREVER = float("inf")
@@ -28,10 +27,14 @@ SLOW = Fitted(
 )
 SLO = SloTargets(ttft_s=4.0, tpot_s=0.1, itl_s=None, share=0.9)
 AUTO = AutoSpec(
-    flags=AutoRolesFlags(auto_roles_sustain_s=4.0, auto_roles_cooldown_s=20.0, auto_roles_switch_time_s=4.0),
-    goals=Goals(ttft_s=2.0, itl_s=0.1),
-    window_s=2.0,
-    interval_s=0.5,
+    flags=AutoRolesFlags(
+        auto_roles_interval_s=0.5,
+        auto_roles_sustain_s=4.0,
+        auto_roles_cooldown_s=20.0,
+        auto_roles_switch_time_s=4.0,
+        auto_roles_ttft_s=2.0,
+        auto_roles_itl_s=0.1,
+    ),
     switch_s=2.0,
 )
 # Prompts of 0.4 s, five a second: two workers' work and a little more. Then answers of 40 tokens: 16 a worker within 0.1 s.

@@ -9,7 +9,7 @@ from router.pool.states import TRANSITIONS, Check, Health
 from router.pool.worker import LoadReport, Role
 from router.pool.workers import WorkerTable, WorkerTableError, missing_roles
 from router.requests.dispatch import pause_s
-from router.requests.replies import no_worker_message
+from router.requests.replies import no_worker
 from service.flags import ConfigError
 from tests.router.dummies import table_of
 
@@ -28,7 +28,8 @@ def test_a_worker_leaves_after_two_failures_and_comes_back_after_one_success() -
     assert not table.on_check(worker, Check.FAILED, now_s=3.0)
     assert table.on_check(worker, Check.FAILED, now_s=4.0, error="/health answers 500")
     assert table.alive(Role.DECODE) == [] and worker.changed_s == 4.0
-    assert no_worker_message(table, [Role.DECODE]) == "no decode worker is alive (http://h0:1: /health answers 500)"
+    error = no_worker(table, [Role.DECODE])
+    assert error.message == "no decode worker is alive (http://h0:1: /health answers 500)"
     assert table.on_check(worker, Check.OK, now_s=5.0)
     assert table.alive(Role.DECODE) == [worker]
 

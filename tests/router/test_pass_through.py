@@ -251,6 +251,12 @@ def test_a_taken_port_is_one_clear_line() -> None:
             uvloop.run(scenario())
 
 
+async def test_a_worker_that_is_named_twice_is_one_clear_line() -> None:
+    with pytest.raises(ConfigError, match="http://H:1 is already in the table; name each worker once"):
+        async with start_router(RouterConfig(port=0, worker_urls=("http://h:1/", "http://H:1"))):
+            raise AssertionError
+
+
 async def test_a_router_process_is_ready_and_ends_on_sigterm(tmp_path: Path) -> None:
     """Also shows that it starts without torch, and listens though no worker lives."""
     ready = tmp_path / "ready.json"

@@ -206,7 +206,7 @@ def test_a_worker_that_left_or_went_down_is_no_longer_known_to_have_anything() -
         lambda worker: table.on_check(worker, Check.REFUSED, now_s=1.0),
     ):
         ask = ask_of(keys_of("a", 4))
-        choice = chooser.choose(table.alive(Role.PREFILL), ask)
+        choice = chooser.policies[Role.PREFILL].choose(table.alive(Role.PREFILL), ask)
         assert depths(index, ask.keys) == {choice.worker.worker_id: 4}
         leave(choice.worker)
         assert depths(index, ask.keys) == {}
@@ -224,7 +224,7 @@ def test_each_role_has_its_policy_and_asks_only_for_what_it_needs() -> None:
     assert (len(ask.keys), ask.session) == (3, "u")
     decodes = workers_of(4)
     expected = ConsistentHashing().choose(decodes, ask).worker
-    assert chooser.choose(decodes, ask) == Placement(expected)
+    assert chooser.policies[Role.DECODE].choose(decodes, ask) == Placement(expected)
 
 
 @settings(max_examples=25, deadline=None)
@@ -240,7 +240,7 @@ def test_every_policy_gives_a_candidate_and_no_cost_is_negative(
             ask = RoutingHints(prompt_tokens=tokens, keys=keys_of("a", blocks), session=f"{tokens}")
             left_out = data.draw(st.sets(st.integers(0, count - 1), max_size=count - 1))
             candidates = [worker for worker in table.workers() if worker.worker_id not in left_out]
-            choice = chooser.choose(candidates, ask)
+            choice = chooser.policies[role].choose(candidates, ask)
             assert choice.worker in candidates
             assert cost_tokens(choice, ask) >= 1 and 0 <= choice.cached_tokens < tokens
             table.loads.charge(choice.worker, cost_tokens(choice, ask))

@@ -11,7 +11,7 @@ from router.pool.states import Check
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from router.roles.controller import Controller, Move, Seen
-from router.roles.demand import Gauge, Goals, decode_demand
+from router.roles.demand import Gauge, decode_demand
 
 P, D = Role.PREFILL, Role.DECODE
 FLAGS = AutoRolesFlags(auto_roles_sustain_s=10.0, auto_roles_cooldown_s=60.0, auto_roles_switch_time_s=20.0)
@@ -228,11 +228,14 @@ def table(*roles: Role) -> tuple[WorkerTable, list[Worker]]:
     return made, workers
 
 
+QUICK = AutoRolesFlags(auto_roles_ttft_s=2.0, auto_roles_sustain_s=3.0)  # smoothed over a second
+
+
 def test_prefill_work_is_what_comes_in_and_what_waits_at_the_speed_it_has() -> None:
     """10,000 tokens a second come to a worker that computes 20,000, and is busy half of the time: half a worker. Then no less
     comes in, and 40,000 tokens wait: two seconds of its time, one goal's worth."""
     made, (worker,) = table(P)
-    gauge = Gauge(Goals(ttft_s=2.0), window_s=1.0)
+    gauge = Gauge(QUICK)
     for second in range(60):
         report = LoadReport(prompt_tokens_total=10_000 * second, busy_ms_total=500 * second)
         made.loads.on_report(worker, report)
@@ -262,23 +265,23 @@ def test_memory_that_waits_for_prefill_is_no_work_of_decode() -> None:
         capacity_tokens=10_000,
         stages={"transfer": 15, "prealloc": 4},
     )
-    demand, blocked = decode_demand(report, Goals(), gap_s=None)
+    demand, blocked = decode_demand(report, QUICK, gap_s=None)
     assert demand == pytest.approx(0.25 * 12_000 / 10_000) and blocked == pytest.approx(3000)
-    alone, _ = decode_demand(replace(report, stages={"prealloc": 4}), Goals(), gap_s=None)
+    alone, _ = decode_demand(replace(report, stages={"prealloc": 4}), QUICK, gap_s=None)
     assert alone == pytest.approx(1.2)
 
 
 def test_decode_work_is_the_most_of_kv_requests_and_time_between_tokens() -> None:
     report = LoadReport(running_reqs=30, used_tokens=1000, capacity_tokens=10_000)
-    assert decode_demand(report, Goals(), gap_s=0.04)[0] == pytest.approx(0.1)
-    assert decode_demand(replace(report, max_running_reqs=40), Goals(), gap_s=0.04)[0] == pytest.approx(0.75)
-    assert decode_demand(report, Goals(itl_s=0.05), gap_s=0.04)[0] == pytest.approx(0.8)
+    assert decode_demand(report, QUICK, gap_s=0.04)[0] == pytest.approx(0.1)
+    assert decode_demand(replace(report, max_running_reqs=40), QUICK, gap_s=0.04)[0] == pytest.approx(0.75)
+    assert decode_demand(report, replace(QUICK, auto_roles_itl_s=0.05), gap_s=0.04)[0] == pytest.approx(0.8)
 
 
 def test_time_between_tokens_follows_from_what_came_out() -> None:
     """20 requests, 500 tokens a second: each gets one in 40 ms."""
     made, (worker,) = table(D)
-    gauge = Gauge(Goals(itl_s=0.05), window_s=1.0)
+    gauge = Gauge(replace(QUICK, auto_roles_itl_s=0.05))
     for second in range(3):
         made.loads.on_report(
             worker, LoadReport(running_reqs=20, output_tokens_total=500 * second, capacity_tokens=10**6)
@@ -289,7 +292,7 @@ def test_time_between_tokens_follows_from_what_came_out() -> None:
 
 def test_another_process_or_role_begins_anew_and_silence_is_not_ready() -> None:
     made, (worker, silent) = table(P, D)
-    gauge = Gauge(Goals(), window_s=1.0)
+    gauge = Gauge(QUICK)
     for second in range(3):
         made.loads.on_report(worker, LoadReport(busy_ms_total=900 * second))
         seen, mute = gauge.read([worker, silent], float(second))
