@@ -75,7 +75,7 @@ class Router:
         stack.callback(self.tracer.close)
         self.recorder = Recorder(time.monotonic, place=0 if slot is None else slot.row)
         self.chooser = make_chooser(config, draw=secrets.randbelow)
-        self.feed = KVEventFeed(self.chooser, secret=self.secret, enabled=not config.disable_kv_events)
+        self.feed = KVEventFeed(chooser=self.chooser, secret=self.secret, enabled=not config.disable_kv_events)
         stack.push_async_callback(self.feed.close)
         self.admission = Admission(config, peers=peer_load, chooser=self.chooser)
         self.table = _table(config, peer_load)
@@ -110,7 +110,7 @@ class Router:
         )
         stack.push_async_callback(self.switch.close)
         self.auto_roles = AutoRoles(
-            config,
+            config=config,
             table=table,
             mover=self.switch,
             metrics=self.metrics,

@@ -83,19 +83,15 @@ class BreakerFlags(FlagSet):
 @dataclass(frozen=True, kw_only=True)
 class AdmissionFlags(FlagSet):
     max_concurrent_requests: int = flag(
-        16384, "most requests served at a time; further ones wait (--queue-size) or are answered 429", least=1
+        16384, "most requests served at a time; others wait (--queue-size) or get 429", least=1
     )
     max_concurrent_requests_per_client: int = flag(
         0, "most requests served at a time per API key (without keys: per address)", least=0, special={0: "no limit"}
     )
     queue_size: int = flag(0, "requests that wait (per process) at a limit", least=0, special={0: "none"})
     queue_timeout_s: float = _seconds(60.0, "longest wait in the queue (then: 429)", option="--queue-timeout-secs")
-    slo_ttft_s: float = _seconds(
-        0.0, "refuse (429) a request if its predicted time to first token exceeds this (X-SLO-TTFT-ms)", zero="never"
-    )
-    slo_itl_s: float = _seconds(
-        0.0, "refuse (429) a request if its predicted inter-token latency exceeds this (X-SLO-ITL-ms)", zero="never"
-    )
+    slo_ttft_s: float = _seconds(0.0, "refuse (429) if the predicted TTFT exceeds this (X-SLO-TTFT-ms)", zero="never")
+    slo_itl_s: float = _seconds(0.0, "refuse (429) if the predicted ITL exceeds this (X-SLO-ITL-ms)", zero="never")
     rate_limit_requests_per_second: float = flag(
         0.0, "most requests per second of an API key (without keys: address)", least=0, special={0: "no limit"}
     )

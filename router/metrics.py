@@ -7,6 +7,7 @@ import time
 from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 
 from aiohttp import web
@@ -50,37 +51,18 @@ class RouterMetrics(Collector):
         self._ttfb_s = _Seconds()
         self._duration_s = _Seconds()
         self._registry = registry = CollectorRegistry()
-        self.errors = Counter(
-            "tandem_router_errors", "Failures seen while serving requests", ["reason", "role"], registry=registry
-        )
-        self.refused = Counter(
-            "tandem_router_refused", "Requests refused before they were read", ["why"], registry=registry
-        )
-        self.retries = Counter("tandem_router_retries", "Attempts after the first one", ["reason"], registry=registry)
-        self.role_moves = Counter(
-            "tandem_router_role_moves",
-            "Moves of workers between the pools (--auto-roles), by how they ended",
-            ["model", "to_role", "result"],
-            registry=registry,
-        )
-        self.role_pressure = Gauge(
-            "tandem_router_role_pressure",
-            "Work of a pool, counted in workers, over its workers (--auto-roles); 1: as much as it can bear",
-            ["model", "role"],
-            registry=registry,
-        )
-        self.hedges = Counter(
-            "tandem_router_hedges",
-            "Second attempts beside a silent first one: started; won, or lost to it",
-            ["what"],
-            registry=registry,
-        )
-        self.hedges_withheld = Counter(
-            "tandem_router_hedges_withheld",
-            "Requests that were due for a hedge and got none",
-            ["why"],
-            registry=registry,
-        )
+        count = partial(Counter, registry=registry)
+        self.errors = count("tandem_router_errors", "Failures seen while serving requests", ["reason", "role"])
+        self.refused = count("tandem_router_refused", "Requests refused before they were read", ["why"])
+        self.retries = count("tandem_router_retries", "Attempts after the first one", ["reason"])
+        moves = "Moves of workers between the pools (--auto-roles), by how they ended"
+        self.role_moves = count("tandem_router_role_moves", moves, ["model", "to_role", "result"])
+        pressure = "Work of a pool, counted in workers, over its workers (--auto-roles); 1: as much as it can bear"
+        self.role_pressure = Gauge("tandem_router_role_pressure", pressure, ["model", "role"], registry=registry)
+        hedges = "Second attempts beside a silent first one: started; won, or lost to it"
+        self.hedges = count("tandem_router_hedges", hedges, ["what"])
+        withheld = "Requests that were due for a hedge and got none"
+        self.hedges_withheld = count("tandem_router_hedges_withheld", withheld, ["why"])
         registry.register(self)
 
     def on_refused(self, why: str) -> None:

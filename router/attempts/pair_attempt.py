@@ -180,34 +180,35 @@ def _severity(failure: CallFailed) -> tuple[bool, bool]:
     return failure.retryable, failure.reason == "status"
 
 
+@dataclass(eq=False)
 class AttemptGroup:
     """A request's attempts side by side; the first that answers wins. The caller ends all still in `running`, the winner too."""
 
-    def __init__(self, first: PairAttempt, *, on_failed: Callable[[PairAttempt, CallFailed], None]) -> None:
-        self.running = [first]
-        self.hedge: PairAttempt | None = None
-        self._first = first
-        self._waiter = first.waiter
-        self._on_failed = on_failed
-        self._due: Callable[[], PairAttempt | None] | None = None
+    first: PairAttempt
+    on_failed: Callable[[PairAttempt, CallFailed], None]
+    hedge: PairAttempt | None = None
+    _due: Callable[[], PairAttempt | None] | None = None
+
+    def __post_init__(self) -> None:
+        self.running = [self.first]
 
     async def winner(self) -> PairAttempt:
         """Wait for the attempt whose answer begins. `CallFailed` of the last one that fails."""
         while (winner := self._settled()) is None:
             if self._due is None:
-                await self._waiter.wait()
+                await self.first.waiter.wait()
                 continue
             begin, self._due = self._due, None
             self.hedge = hedge = begin()
             if hedge is not None:
-                hedge.waiter = self._waiter
+                hedge.waiter = self.first.waiter
                 self.running.append(hedge)
         return winner
 
     def begin_hedge(self, begin: Callable[[], PairAttempt | None]) -> None:
         """Have the waiter of `winner` begin another attempt, unless one has settled."""
         self._due = begin
-        self._waiter.wake()
+        self.first.waiter.wake()
 
     def end(self, winner: PairAttempt | None = None) -> None:
         for attempt in tuple(self.running):
@@ -222,8 +223,8 @@ class AttemptGroup:
                 if attempt.settled():
                     return attempt
             except CallFailed as failure:
-                self._on_failed(attempt, failure)
-                if len(self.running) == 1 or (attempt is self._first and not failure.retryable):
+                self.on_failed(attempt, failure)
+                if len(self.running) == 1 or (attempt is self.first and not failure.retryable):
                     raise
                 self.running.remove(attempt)  # a hedge that is refused says nothing about the other
                 attempt.end()

@@ -25,10 +25,6 @@ class Slo(msgspec.Struct, frozen=True):
     itl_s: float = math.inf
 
 
-UNREAD = ParsedBody(api=Api.GENERATE, fields={})
-NO_HINTS = RoutingHints()
-
-
 class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     """One request from its arrival to the end of its answer. Times are the router's clock."""
 
@@ -40,8 +36,8 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
 
     # Read of the body and the headers.
     body: bytes = b""
-    parsed: ParsedBody = UNREAD
-    hints: RoutingHints = NO_HINTS
+    parsed: ParsedBody = ParsedBody(api=Api.GENERATE, fields={})
+    hints: RoutingHints = RoutingHints()
     slo: Slo | None = None  # None: no objectives
     hedge_after_s: float | None = None  # silence after which a second attempt begins; None: never
     roles: tuple[Role, ...] = ()

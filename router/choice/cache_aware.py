@@ -10,6 +10,7 @@ eight times later without; between 1 and 16 the constant makes little difference
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from router.choice.policies import Placement, RoutingHints, least_loaded
@@ -24,12 +25,12 @@ RECOMPUTE_WEIGHT = 4
 SMALL_GROUP = 16  # workers with equally much cached: up to this many are compared one by one
 
 
+@dataclass(frozen=True, slots=True)
 class CacheAware:
     """`index` is this policy's own; KV events may feed it, too."""
 
-    def __init__(self, index: PrefixIndex, flags: ChoiceFlags) -> None:
-        self.index = index
-        self._flags = flags
+    index: PrefixIndex
+    flags: ChoiceFlags
 
     def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
         matched = self.index.match(hints.keys)
@@ -43,9 +44,9 @@ class CacheAware:
         if not matched.groups:
             return least_loaded(candidates)
         shortest, longest = queue_ends(candidates)
-        if unbalanced(shortest, longest, self._flags):
+        if unbalanced(shortest, longest, self.flags):
             return least_loaded(candidates)
-        least = self._flags.cache_threshold * hints.prompt_tokens
+        least = self.flags.cache_threshold * hints.prompt_tokens
         weight = 1 + RECOMPUTE_WEIGHT * shortest
         groups = [
             Credit(weight * depth * BLOCK_TOKENS, bits)

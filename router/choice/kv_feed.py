@@ -5,7 +5,7 @@ Missed events, at the start as well, are requested at the worker's replay addres
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -25,19 +25,19 @@ REPLAY_TIMEOUT_S = 5.0
 RECEIVE_HWM = 10_000  # messages that wait here; more are lost, and the gap is seen
 
 
+@dataclass(eq=False, kw_only=True)
 class KVEventFeed:
     """`secret`: the cluster's, for workers that ask for it."""
 
-    def __init__(self, chooser: Chooser, *, secret: bytes | None, enabled: bool = True) -> None:
-        self._chooser = chooser
-        self._secret = secret
-        self._enabled = enabled
-        self._context: zmq.asyncio.Context | None = None
-        self._followers: dict[int, _Follower] = {}
+    chooser: Chooser
+    secret: bytes | None
+    enabled: bool = True
+    _context: zmq.asyncio.Context | None = None
+    _followers: dict[int, "_Follower"] = field(default_factory=dict)
 
     def on_info(self, worker: Worker, info: object) -> None:
         """Follow the events of a worker by its `/server_info`, or those at its new address."""
-        index = self._chooser.cache_of(worker.role) if self._enabled else None
+        index = self.chooser.cache_of(worker.role) if self.enabled else None
         source = parse_event_source(info, url_host=worker.url_host) if index is not None else None
         follower = self._followers.get(worker.worker_id)
         if index is None or (follower is not None and follower.source == source):
@@ -45,21 +45,21 @@ class KVEventFeed:
         self._stop(worker)
         if source is None:
             return
-        if source.curve and self._secret is None:
+        if source.curve and self.secret is None:
             log.warning("%s publishes KV events for members of its cluster; give --cluster-secret-file", worker.url)
             return
         if self._context is None:
             self._context = zmq.asyncio.Context()
-        view, secret = WorkerCacheView(index, worker.worker_id), self._secret if source.curve else None
+        view, secret = WorkerCacheView(index, worker.worker_id), self.secret if source.curve else None
         follower = self._followers[worker.worker_id] = _Follower(self._context, source, view, secret)
         follower.task = asyncio.create_task(follower.run(), name=f"kv events {worker.url}")
 
     def on_gone(self, worker: Worker) -> None:
         self._stop(worker)
-        self._chooser.forget(worker)
+        self.chooser.forget(worker)
 
     def num_prefixes(self, worker: Worker) -> int | None:
-        index = self._chooser.cache_of(worker.role)
+        index = self.chooser.cache_of(worker.role)
         return None if index is None else index.num_blocks(worker.worker_id)
 
     def view_of(self, worker: Worker) -> WorkerCacheView | None:

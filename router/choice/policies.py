@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -52,19 +53,19 @@ def least_loaded(candidates: Sequence[Worker]) -> Worker:
     return min(candidates, key=key_for(candidates))
 
 
+@dataclass(frozen=True, slots=True)
 class PowerOfTwo:
     """The less loaded of two random workers: nearly as even, and many routers do not all pick the same one.
 
     Mitzenmacher, "The power of two choices in randomized load balancing" (1996). `draw(n)`: a random integer in [0, n).
     """
 
-    def __init__(self, draw: Callable[[int], int]) -> None:
-        self._draw = draw
+    draw: Callable[[int], int]
 
     def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
         if len(candidates) == 1:
             return Placement(candidates[0])
-        first, second = self._draw(len(candidates)), self._draw(len(candidates) - 1)
+        first, second = self.draw(len(candidates)), self.draw(len(candidates) - 1)
         pair = (candidates[first], candidates[second + (second >= first)])
         return Placement(min(pair, key=key_for(pair)))
 
@@ -83,14 +84,14 @@ class RoundRobin:
         return Placement(chosen)
 
 
+@dataclass(frozen=True, slots=True)
 class Random:
     """Uniform. `draw(n)`: a random integer in [0, n)."""
 
-    def __init__(self, draw: Callable[[int], int]) -> None:
-        self._draw = draw
+    draw: Callable[[int], int]
 
     def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
-        return Placement(candidates[self._draw(len(candidates))])
+        return Placement(candidates[self.draw(len(candidates))])
 
 
 class ConsistentHashing:

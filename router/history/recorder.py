@@ -78,14 +78,10 @@ class Recorder:
         counts[bucket] = counts.get(bucket, 0) + 1
 
     def on_call_failed(self, failure: CallFailed, now_s: float) -> None:
-        self._count_failure(f"{failure.worker.role.value} {failure.label}", now_s)
+        add(self.second(now_s).failures, {f"{failure.worker.role.value} {failure.label}": 1})
 
     def on_no_worker(self, missing: list[Role]) -> None:
-        self._count_failure(f"{','.join(missing)} no_worker", self.now_s())
-
-    def _count_failure(self, name: str, now_s: float) -> None:
-        failures = self.second(now_s).failures
-        failures[name] = failures.get(name, 0) + 1
+        add(self.second(self.now_s()).failures, {f"{','.join(missing)} no_worker": 1})
 
     def on_report(self, role: Role, before: LoadReport | None, report: LoadReport | None) -> None:
         """A worker's report, and the one before. A counter that fell belongs to a new process."""

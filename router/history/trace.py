@@ -6,6 +6,7 @@ it, the first and the last only when they are read.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -30,19 +31,21 @@ MAX_ID_CHARS = 128  # shown on the dashboard
 MAX_FAILURE_CHARS = 300
 
 
+@dataclass(eq=False)
 class RequestTraces:
     """Keeps a trace of each request under way. `log_requests`: log a line when one ends (--log-requests)."""
 
-    def __init__(self, tracer: Tracer, recorder: Recorder, *, log_requests: bool = False) -> None:
-        self._tracer = tracer
-        self._exports = tracer.exports
-        self._recorder = recorder
-        self._log_requests = log_requests
-        self._running: dict[RequestContext, RequestTrace] = {}
+    tracer: Tracer
+    recorder: Recorder
+    log_requests: bool = False
+    _running: dict[RequestContext, "RequestTrace"] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._exports = self.tracer.exports
 
     def on_routed(self, request: RequestContext) -> None:
         trace = self._running[request] = self._begin(request)
-        trace.outcome.key = self._recorder.begin(trace, request.started_s)
+        trace.outcome.key = self.recorder.begin(trace, request.started_s)
 
     def on_sent(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
         self._running[request].add(attempt)
@@ -60,18 +63,18 @@ class RequestTraces:
         trace.end(status, now_s)
         if trace.outcome.key:
             failed = status >= 500 or (status < 400 and bool(request.failure))
-            self._recorder.end(trace, trace.outcome.key, failed=failed, now_s=now_s)
+            self.recorder.end(trace, trace.outcome.key, failed=failed, now_s=now_s)
         if trace.span is None:
-            self._tracer.ring.add(request.request_id, trace.record)
+            self.tracer.ring.add(request.request_id, trace.record)
         else:
-            self._tracer.add(request.request_id, trace.record, span=trace.span)
-        if self._log_requests:
+            self.tracer.add(request.request_id, trace.record, span=trace.span)
+        if self.log_requests:
             trace.log()
 
     def _begin(self, request: RequestContext) -> "RequestTrace":
         span = None
         if self._exports:
-            span = self._tracer.span_under(request.http.headers.get("traceparent", ""))
+            span = self.tracer.span_under(request.http.headers.get("traceparent", ""))
             if span is not None:
                 request.traceparent = span.at.header()
         return RequestTrace(request, span)

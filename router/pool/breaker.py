@@ -98,9 +98,8 @@ class Circuit:
 
     def reset(self) -> None:
         """Forget everything: another process serves there, or the worker is dead."""
-        self.state, self._num_begun, self.quiet = State.CLOSED, 0, True
-        self._faults_s.clear()
-        self.on_open(0.0)
+        self._enter(State.CLOSED, -math.inf)
+        self.quiet = True
 
     def _count(self, event: Event, now_s: float) -> int:
         if event is Event.BEGUN:

@@ -35,7 +35,7 @@ class Discovery:
         }
         annotation = flags.prefill_bootstrap_port_annotation
         self._watches = [
-            PodWatch(api, role, selector=label_query(parts), annotation=annotation, on_change=self._on_change)
+            PodWatch(api=api, role=role, selector=label_query(parts), annotation=annotation, on_change=self._on_change)
             for role, parts in selectors.items()
             if parts
         ]

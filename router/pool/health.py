@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import aiohttp
 
@@ -30,35 +31,30 @@ GOLDEN = 0.6180339887  # its multiples spread evenly over an interval, however m
 NO_WORKER = "/health answers, but neither /server_info nor /v1/models says anything: is this URL a worker's?"
 
 
+@dataclass(eq=False, kw_only=True)
 class HealthMonitor:
     """Checks every worker that was given to `watch`; the table decides what the answers mean.
 
     `on_report` gets a worker's load before the table does; `on_info` its `/server_info`, when it comes up and at intervals.
     """
 
-    def __init__(
-        self,
-        *,
-        config: HealthFlags,
-        table: WorkerTable,
-        session: aiohttp.ClientSession,
-        credentials: Credentials,
-        on_report: Callable[[Worker, LoadReport | None], None] = lambda worker, report: None,
-        on_info: Callable[[Worker, object], None] = lambda worker, info: None,
-    ) -> None:
-        self._flags = config
-        self._table = table
+    config: HealthFlags
+    table: WorkerTable
+    session: aiohttp.ClientSession
+    credentials: Credentials
+    on_report: Callable[[Worker, LoadReport | None], None] = lambda worker, report: None
+    on_info: Callable[[Worker, object], None] = lambda worker, info: None
+    _watches: dict[int, "_Watch"] = field(default_factory=dict)
+    _begin_s: float = 0.0  # when the last watch began, or will
+
+    def __post_init__(self) -> None:
         self._prober = Prober(
-            session=session,
-            credentials=credentials,
-            timeout_s=config.health_check_timeout_s,
-            silence_s=config.health_silence_s,
+            session=self.session,
+            credentials=self.credentials,
+            timeout_s=self.config.health_check_timeout_s,
+            silence_s=self.config.health_silence_s,
             on_silence=self._on_silence,
         )
-        self._on_report = on_report
-        self._on_info = on_info
-        self._watches: dict[int, _Watch] = {}
-        self._begin_s = 0.0  # when the last watch began, or will
 
     def watch(self, worker: Worker) -> None:
         """Check `worker` now and then every interval. A thousand at once begin within half a second."""
@@ -109,7 +105,7 @@ class HealthMonitor:
             self._give_up(watch.worker)
             watch.checked.set()
             try:
-                wait_s = watch.next_wait_s(self._flags.health_check_interval_s)
+                wait_s = watch.next_wait_s(self.config.health_check_interval_s)
                 async with asyncio.timeout(wait_s):  # no task of its own
                     await watch.wake.wait()
             except TimeoutError:
@@ -117,7 +113,7 @@ class HealthMonitor:
         self._watches.pop(watch.worker.worker_id, None)
 
     def _give_up(self, worker: Worker) -> None:
-        count = give_up_vain_calls(worker, loop_time_s(), timeout_s=self._flags.dead_worker_timeout_s)
+        count = give_up_vain_calls(worker, loop_time_s(), timeout_s=self.config.dead_worker_timeout_s)
         if count:
             log.warning("%d requests at %s worker %s were given up: it is gone", count, worker.role, worker.url)
 
@@ -133,19 +129,19 @@ class HealthMonitor:
             result = Check.FAILED if error else Check.OK
             watch.info_due_s = now_s + BOOTSTRAP_REFRESH_S
         self._note(worker, result, error)
-        if worker.health is Health.UP and self._flags.load_poll_interval_s > 0 and now_s >= watch.load_due_s:
-            watch.load_due_s = now_s + self._flags.load_poll_interval_s
+        if worker.health is Health.UP and self.config.load_poll_interval_s > 0 and now_s >= watch.load_due_s:
+            watch.load_due_s = now_s + self.config.load_poll_interval_s
             report = parse_load((await self._prober.first_json(worker, _LOAD_PATHS))[0])
-            self._on_report(worker, report)
-            self._table.loads.on_report(worker, report)
+            self.on_report(worker, report)
+            self.table.loads.on_report(worker, report)
 
     def _note(self, worker: Worker, result: Check, error: str) -> None:
-        if self._table.on_check(worker, result, now_s=loop_time_s(), error=error):
+        if self.table.on_check(worker, result, now_s=loop_time_s(), error=error):
             level = logging.INFO if worker.health is Health.UP else logging.WARNING
             log.log(level, "%s worker %s is %s %s", worker.role, worker.url, worker.health, error)
 
     def _on_silence(self, worker: Worker, silent: bool) -> None:
-        if self._table.on_silence(worker, silent) and worker.health is Health.UP:
+        if self.table.on_silence(worker, silent) and worker.health is Health.UP:
             what = "silent: others are preferred" if silent else "answering again"
             log.log(logging.WARNING if silent else logging.INFO, "%s worker %s is %s", worker.role, worker.url, what)
 
@@ -158,7 +154,7 @@ class HealthMonitor:
         except FAILURES as err:
             return Check.FAILED, f"/health: {str(err) or type(err).__name__}"
         incarnation, worker.busy_s = parse_health(body)
-        self._table.on_incarnation(worker, incarnation, checked_s=checked_s)
+        self.table.on_incarnation(worker, incarnation, checked_s=checked_s)
         if status == 503 and says_draining(body):
             return Check.DRAINING, "it is draining"
         return (Check.OK, "") if status == 200 else (Check.FAILED, f"/health answers {status}")
@@ -173,7 +169,7 @@ class HealthMonitor:
         if info is not None and worker.role is Role.PREFILL and worker.given_bootstrap_port is None:
             worker.bootstrap_host, worker.bootstrap_port = parse_bootstrap(info, url_host=worker.url_host)
         if not watch.retired:
-            self._on_info(worker, info)
+            self.on_info(worker, info)
         return ""
 
     def _read_role(self, worker: Worker, mode: str | None) -> str:
@@ -186,7 +182,7 @@ class HealthMonitor:
         log.warning(
             "worker %s was taken for a %s worker, and says that it is a %s worker", worker.url, worker.role, role
         )
-        self._table.on_role(worker, role)
+        self.table.on_role(worker, role)
         return ""
 
     async def _read_models(self, worker: Worker, info: object) -> str:
@@ -200,7 +196,7 @@ class HealthMonitor:
             model_info, error = await self._prober.first_json(worker, _MODEL_INFO_PATHS)
             if error or not isinstance(model_info, dict):
                 return error or NO_WORKER
-        self._table.on_models(worker, parse_models(info, listed))
+        self.table.on_models(worker, parse_models(info, listed))
         return ""
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 import random
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -108,27 +109,19 @@ async def connect(*, namespace: str | None) -> KubeApi:
     return KubeApi(client, configuration, namespace=namespace)
 
 
+@dataclass(eq=False, kw_only=True)
 class PodWatch:
     """The pods of one role. `annotation`: that of a pod's bootstrap port. `run` never returns; cancel it."""
 
-    def __init__(
-        self,
-        api: KubeApi,
-        role: Role,
-        *,
-        selector: str,
-        annotation: str,
-        on_change: Callable[[], None],
-    ) -> None:
-        self.role = role
-        self.pods = PodSet()
-        self.listed = False
-        self._api = api
-        self._selector = selector
-        self._annotation = annotation
-        self._on_change = on_change
-        self._error = "not connected yet"
-        self._version = ""  # the last one seen; "": none, or it has expired
+    api: KubeApi
+    role: Role
+    selector: str
+    annotation: str
+    on_change: Callable[[], None]
+    pods: PodSet = field(default_factory=PodSet)
+    listed: bool = False
+    _error: str = "not connected yet"
+    _version: str = ""  # the last one seen; "": none, or it has expired
 
     def status(self) -> dict[str, Any]:
         return {"synced": self.listed and not self._error, "pods": len(self.pods), "error": self._error or None}
@@ -174,19 +167,19 @@ class PodWatch:
         self._version = page.metadata.resourceVersion
         self.pods.replace([pod for pod in map(self._read, pods) if pod is not None])
         self.listed = True
-        self._on_change()
+        self.on_change()
 
     async def _page(self, token: str) -> _Page:
         more = {"_continue": token} if token else {}
-        response = await self._api.pods(label_selector=self._selector, limit=PAGE_SIZE, timeout_s=TIMEOUT_S, **more)
+        response = await self.api.pods(label_selector=self.selector, limit=PAGE_SIZE, timeout_s=TIMEOUT_S, **more)
         async with response:
             await _check(response)
             body = b"".join([part async for part in _bounded(response, MAX_PAGE_BYTES)])
         return _decoded(body, _Page)
 
     async def _watch(self) -> None:
-        response = await self._api.pods(
-            label_selector=self._selector,
+        response = await self.api.pods(
+            label_selector=self.selector,
             resource_version=self._version,
             allow_watch_bookmarks=True,
             timeout_seconds=WATCH_S,
@@ -210,12 +203,12 @@ class PodWatch:
                 self.pods.remove(pod)
             else:
                 self.pods.put(pod)
-            self._on_change()
+            self.on_change()
 
     def _read(self, raw: object) -> Pod | None:
         """None, and a line in the log, for an unreadable pod."""
         try:
-            return read_pod(raw, annotation=self._annotation)
+            return read_pod(raw, annotation=self.annotation)
         except PodError as err:
             log.warning("service discovery: %s", err)
             return None

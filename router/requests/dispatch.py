@@ -152,7 +152,7 @@ class Dispatcher:
 
     async def _attempt(self, request: RequestContext, first: PairAttempt) -> web.StreamResponse:
         """Wait for the answer of an attempt, or of its hedge, and give it to the client. `CallFailed`: none came."""
-        group = AttemptGroup(first, on_failed=lambda attempt, failure: self._on_failed(request, attempt, failure))
+        group = AttemptGroup(first, lambda attempt, failure: self._on_failed(request, attempt, failure))
         timer = None if self.hedging is None else self.hedging.arm(request, group)
         winner = None
         try:

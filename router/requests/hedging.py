@@ -49,8 +49,12 @@ class Hedging:
     metrics: RouterMetrics
 
     def after_s(self, headers: Mapping[str, str], *, streams: bool) -> float | None:
+        """How long an answer may keep silent; None: for ever, as one that is not streamed and so is silent until it is whole."""
         self.budget.earn()
-        return hedge_after_s(headers, self.default_s, streams=streams)
+        named_s = milliseconds(headers, HEDGE_HEADER, zero="no hedge")
+        if named_s is None:
+            return self.default_s if streams else None
+        return named_s or None
 
     def arm(self, request: RequestContext, group: AttemptGroup) -> asyncio.TimerHandle | None:
         """Begin a second attempt once the answer has been silent for long enough. A request has one chance."""
@@ -73,14 +77,6 @@ class Hedging:
         self.metrics.hedges.labels("started").inc()
         headers = request.headers_at(self.launcher.clock())
         return self.launcher.begin(request, headers, self.picker.choose(request, pools), hedge=True)
-
-
-def hedge_after_s(headers: Mapping[str, str], default_s: float, *, streams: bool) -> float | None:
-    """How long an answer may keep silent; None: for ever, as one that is not streamed and so is silent until it is whole. `BadBody`."""
-    named_s = milliseconds(headers, HEDGE_HEADER, zero="no hedge")
-    if named_s is None:
-        return default_s if streams else None
-    return named_s or None
 
 
 def other_pools(pools: Sequence[Sequence[Worker]], taken: Sequence[Worker]) -> list[Sequence[Worker]] | None:

@@ -6,6 +6,7 @@ Of several processes only the one in row 0 runs it; the others ask it.
 import asyncio
 import logging
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -39,29 +40,22 @@ class MoveRecord(msgspec.Struct):
     result: str | None = None
 
 
+@dataclass(eq=False, kw_only=True)
 class AutoRoles:
     """`leads`: this process moves workers, if any does."""
 
-    def __init__(
-        self,
-        config: AutoRolesFlags,
-        *,
-        table: WorkerTable,
-        mover: Switch,
-        metrics: RouterMetrics,
-        peers: PeerProcesses,
-        leads: bool,
-    ) -> None:
-        self._config = config
-        self._runs = config.auto_roles and leads
-        self._table = table
-        self._mover = mover
-        self._metrics = metrics
-        self._peers = peers
-        self.controller = Controller(config)
-        self._gauge = Gauge(config)
-        self._moves: deque[MoveRecord] = deque(maxlen=KEPT_MOVES)
-        self._tasks: set[asyncio.Task[None]] = set()
+    config: AutoRolesFlags
+    table: WorkerTable
+    mover: Switch
+    metrics: RouterMetrics
+    peers: PeerProcesses
+    leads: bool
+    _moves: deque[MoveRecord] = field(default_factory=lambda: deque(maxlen=KEPT_MOVES))
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.controller, self._gauge = Controller(self.config), Gauge(self.config)
+        self._runs = self.config.auto_roles and self.leads
 
     def start(self) -> None:
         """Nothing happens without --auto-roles, or where another process leads."""
@@ -76,14 +70,14 @@ class AutoRoles:
         return [web.get(PATH, self.handle)]
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
-        is_peer = self._peers.is_peer(request)
+        is_peer = self.peers.is_peer(request)
         body = msgspec.json.encode(self.status()) if is_peer else await self.leading_status()
         return web.Response(body=body, content_type="application/json")
 
     async def leading_status(self) -> bytes:
         """`status` of the process that leads, as JSON; of this one if that does not answer."""
-        if self._config.auto_roles and not self._runs:
-            answers = await self._peers.request("GET", PATH)
+        if self.config.auto_roles and not self._runs:
+            answers = await self.peers.request("GET", PATH)
             leading = next((answer for answer in answers if msgspec.json.decode(answer)["runs"]), None)
             if leading is not None:
                 return leading
@@ -93,28 +87,28 @@ class AutoRoles:
         """`runs`: in this process. Pressures (1: as much as a pool can bear) by model, and the last moves. Times have the clock of `now_s`."""
         now_s = loop_time_s()
         return {
-            "enabled": self._config.auto_roles,
+            "enabled": self.config.auto_roles,
             "runs": self._runs,
             "now_s": now_s,
-            "enter": self._config.auto_roles_enter,
-            "leave": self._config.auto_roles_leave,
+            "enter": self.config.auto_roles_enter,
+            "leave": self.config.auto_roles_leave,
             "models": {model: _view(standing, now_s) for model, standing in self.controller.standings.items()},
             "moves": list(reversed(self._moves)),
         }
 
     def tick(self) -> None:
         now_s = loop_time_s()
-        seen = self._gauge.read(self._table.workers(), now_s)
+        seen = self._gauge.read(self.table.workers(), now_s)
         for move in self.controller.tick(now_s, seen):
-            worker = next(worker for worker in self._table.workers() if worker.worker_id == move.worker_id)
+            worker = next(worker for worker in self.table.workers() if worker.worker_id == move.worker_id)
             self._spawn(self._carry_out(move, worker), f"move {worker.url}")
         for model, standing in self.controller.standings.items():
             for role, pressure in standing.pressure.items():
-                self._metrics.role_pressure.labels(model, role.value).set(pressure)
+                self.metrics.role_pressure.labels(model, role.value).set(pressure)
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(self._config.auto_roles_interval_s)
+            await asyncio.sleep(self.config.auto_roles_interval_s)
             try:
                 self.tick()
             except Exception:  # the next look may go better, and requests need none
@@ -132,7 +126,7 @@ class AutoRoles:
         log.info("auto roles: %s worker %s moves to %s: %s", worker.role, worker.url, move.to_role, move.reason)
         result = "failed"
         try:
-            await self._mover.move(worker, move.to_role)
+            await self.mover.move(worker, move.to_role)
             result = "moved"
         except (SwitchRefused, SwitchFailed) as err:
             result = "refused" if isinstance(err, SwitchRefused) else "failed"
@@ -143,7 +137,7 @@ class AutoRoles:
         finally:
             record.seconds, record.result = loop_time_s() - began_s, result
             self.controller.ended(move, ok=result == "moved", now_s=loop_time_s())
-            self._metrics.role_moves.labels(move.model, move.to_role.value, result).inc()
+            self.metrics.role_moves.labels(move.model, move.to_role.value, result).inc()
         if result == "moved":
             log.info("auto roles: %s serves as %s after %.1f s", worker.url, move.to_role, record.seconds)
 

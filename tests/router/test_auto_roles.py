@@ -59,7 +59,7 @@ class Process:
         self.switch = ScriptedSwitch(list(errors))
         self.metrics = RouterMetrics(self.table)
         self.auto = AutoRoles(
-            CONFIG,
+            config=CONFIG,
             table=self.table,
             mover=self.switch,
             metrics=self.metrics,
@@ -123,7 +123,7 @@ async def test_a_look_that_breaks_does_not_end_the_loop(caplog: pytest.LogCaptur
             raise broken.pop()
         return read(role)
 
-    process.auto._table = cast(WorkerTable, type("Table", (), {"workers": staticmethod(workers)}))
+    process.auto.table = cast(WorkerTable, type("Table", (), {"workers": staticmethod(workers)}))
     await process.run(moves=1)
     assert not broken
     assert "a look at the pools failed" in caplog.text

@@ -14,7 +14,7 @@ from router.metrics import RouterMetrics
 from router.pool.breaker import State
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
-from router.requests.hedging import MAX_SAVED, Budget, Hedging, hedge_after_s, other_pools
+from router.requests.hedging import MAX_SAVED, Budget, Hedging, other_pools
 from tests.router.dummies import (
     CHAT,
     STREAM,
@@ -267,10 +267,19 @@ async def test_why_a_hedge_is_withheld_and_that_only_a_made_one_costs() -> None:
 
 
 def test_the_flag_is_for_streams_the_header_for_any_and_0_for_none() -> None:
+    none: Any = None
+    hedging = Hedging(
+        default_s=2.0,
+        budget=Budget(0.5),
+        picker=none,
+        launcher=none,
+        admission=none,
+        metrics=RouterMetrics(WorkerTable()),
+    )
     named = {"x-tandem-hedge-after-ms": "500"}
-    assert hedge_after_s({}, 2.0, streams=True) == 2.0 and hedge_after_s({}, 2.0, streams=False) is None
-    assert hedge_after_s(named, 2.0, streams=True) == hedge_after_s(named, 2.0, streams=False) == 0.5
-    assert hedge_after_s({"x-tandem-hedge-after-ms": "0"}, 2.0, streams=True) is None
+    assert hedging.after_s({}, streams=True) == 2.0 and hedging.after_s({}, streams=False) is None
+    assert hedging.after_s(named, streams=True) == hedging.after_s(named, streams=False) == 0.5
+    assert hedging.after_s({"x-tandem-hedge-after-ms": "0"}, streams=True) is None
 
 
 @given(share=st.floats(0.001, 1.0), steps=st.lists(st.booleans(), max_size=300))

@@ -276,7 +276,7 @@ async def feed(*, secret: bytes | None = None) -> AsyncIterator[tuple[KVEventFee
     chooser = make_chooser(config, draw=random.Random(0).randrange)
     index = chooser.cache_of(Role.PREFILL)
     assert index is not None
-    events = KVEventFeed(chooser, secret=secret)
+    events = KVEventFeed(chooser=chooser, secret=secret)
     try:
         yield events, index, WorkerTable().add("http://127.0.0.1:1", role=Role.PREFILL)
     finally:

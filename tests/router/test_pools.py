@@ -154,7 +154,7 @@ def test_cache_aware_takes_the_same_worker_as_a_look_at_each(seed: int) -> None:
     settings = ChoiceFlags(balance_abs_threshold=6, balance_rel_threshold=1.5)
     story, index = Story(rng, workers=4 * MANY), PrefixIndex(max_blocks=64)
     policy, few, many = CacheAware(index, settings), 0, 0
-    story.table.on_gone = policy.forget
+    story.table.on_gone = lambda worker: index.forget(worker.worker_id)
     for _ in range(500):
         story.step()
         talk, depth = rng.randrange(12), rng.randrange(1, 9)
