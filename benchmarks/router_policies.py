@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from benchmarks.trace_workers import DecodeModel, PrefillModel, TraceRequest, read_trace, replay_decode, replay_prefill
 from deploy.bench.environment import describe
-from router.choice.cache_aware import CacheAware, cached_of, queue_ends, unbalanced
+from router.choice.cache_aware import CacheAware, cached_of, unbalanced
 from router.choice.policies import (
     ConsistentHashing,
     LeastLoad,
@@ -29,11 +29,10 @@ from router.choice.policies import (
     Random,
     RoundRobin,
     RoutingHints,
-    Stateless,
 )
 from router.choice.prefix_index import PrefixIndex
 from router.config import ChoiceFlags
-from router.pool.worker import Worker
+from router.pool.pool import WorkerPool
 
 TREE_BLOCKS = (1 << 26) // 512  # --max-tree-size
 SPEEDS = (0.5, 1.0, 1.5, 2.0)
@@ -43,17 +42,17 @@ SMALL_CACHES_POLICIES = ("least_load", "longest prefix", "cache_aware", "cache_a
 SEED = 1
 
 
-class LongestPrefix(Stateless):
+class LongestPrefix:
     """SGLang's rule, see above."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
         self._settings = ChoiceFlags()
 
-    def choose(self, candidates: Sequence[Worker], ask: RoutingHints) -> Placement:
+    def choose(self, candidates: WorkerPool, ask: RoutingHints) -> Placement:
         matched = self._index.match(ask.keys)
         best = max(candidates, key=lambda w: matched.depth(w.worker_id))
-        if unbalanced(*queue_ends(candidates), self._settings):
+        if unbalanced(*candidates.queues.ends(), self._settings):
             best = min(candidates, key=lambda w: w.inflight_requests)
         elif cached_of(matched, best, ask) <= self._settings.cache_threshold * ask.prompt_tokens:
             best = min(candidates, key=lambda w: self._index.num_blocks(w.worker_id))

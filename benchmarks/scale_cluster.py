@@ -25,6 +25,7 @@ from router.choice.policies import RoutingHints, cost_tokens
 from router.choice.prefix_keys import BLOCK_TOKENS
 from router.config import RouterConfig
 from router.pool.models import serves
+from router.pool.pool import WorkerPool
 from router.pool.states import Check
 from router.pool.worker import Lease, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
@@ -92,12 +93,12 @@ class _Running:
 
 
 class ScannedTable(WorkerTable):
-    """To compare with: a look at each worker for each request, as it was before pools were kept."""
+    """To compare with: a look at each worker for each request, whose pool is made anew."""
 
     def ready(self, role: Role, model: str, *, now_s: float) -> Any:
         alive = [w for w in self.alive(role) if not model or serves(w.models, model)]
         heard = [w for w in alive if not w.silent] or alive
-        return [w for w in heard if w.takes(now_s)] or heard
+        return WorkerPool([w for w in heard if w.circuit.takes(now_s)] or heard)
 
 
 class Cluster:

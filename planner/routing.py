@@ -14,6 +14,7 @@ from router.choice.chooser import Chooser, make_chooser
 from router.choice.policies import RoutingHints, cost_tokens
 from router.choice.prefix_keys import BLOCK_TOKENS
 from router.config import RouterConfig
+from router.pool.pool import WorkerPool
 from router.pool.states import Check
 from router.pool.worker import Lease, Role, Worker
 from router.pool.workers import WorkerTable
@@ -40,7 +41,7 @@ class Routing(Generic[T]):
         hints = RoutingHints(
             prompt_tokens=request.input_len, output_tokens=request.output_len, keys=self._keys(request)
         )
-        choice = self._chooser.policies[Role(role)].choose([self._workers[one] for one in pool], hints)
+        choice = self._chooser.policies[Role(role)].choose(WorkerPool(self._workers[one] for one in pool), hints)
         return by_worker[choice.worker.worker_id], self._table.loads.charge(choice.worker, cost_tokens(choice, hints))
 
     def release(self, lease: Lease) -> None:

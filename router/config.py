@@ -82,9 +82,7 @@ class BreakerFlags(FlagSet):
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionFlags(FlagSet):
-    max_concurrent_requests: int = flag(
-        16384, "most requests served at a time; others wait (--queue-size) or get 429", least=1
-    )
+    max_concurrent_requests: int = flag(16384, "most requests at a time; more wait (--queue-size) or get 429", least=1)
     max_concurrent_requests_per_client: int = flag(
         0, "most requests served at a time per API key (without keys: per address)", least=0, special={0: "no limit"}
     )
@@ -133,12 +131,8 @@ class KeyFlags(FlagSet):
     admin_api_key: str | None = flag(None, "key for calls that change workers or the pool; default: the API keys")
     admin_api_key_file: str | None = flag(None, "file of admin API keys, one per line; read again like --api-key-file")
     allow_insecure: bool = flag(False, "listen beyond loopback without API keys: anyone may send any request")
-    allowed_hosts: tuple[str, ...] = flag(
-        (), "host names besides localhost that requests may name if the router is on loopback without keys; *: any"
-    )
-    allowed_origins: tuple[str, ...] = flag(
-        (), "web origins (https://HOST[:PORT]) whose pages may send requests that change something; *: any"
-    )
+    allowed_hosts: tuple[str, ...] = flag((), "host names that requests may use on loopback without keys; *: any")
+    allowed_origins: tuple[str, ...] = flag((), "web origins (https://HOST[:PORT]) that may change something; *: any")
     worker_api_key: str | None = flag(None, "API key sent to workers; default: the client's Authorization")
     worker_api_key_file: str | None = flag(
         None, "file with the workers' API key in its first line; read again when it changes"

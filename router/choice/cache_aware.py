@@ -9,11 +9,11 @@ eight times later without; between 1 and 16 the constant makes little difference
 `cache_threshold` of the prompt is none, and beyond both balance thresholds the load alone decides.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from router.choice.policies import Placement, RoutingHints, least_loaded
+from router.choice.policies import Placement, RoutingHints
 from router.choice.prefix_index import PrefixIndex, PrefixMatch
 from router.choice.prefix_keys import BLOCK_TOKENS
 from router.config import ChoiceFlags
@@ -32,7 +32,7 @@ class CacheAware:
     index: PrefixIndex
     flags: ChoiceFlags
 
-    def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
+    def choose(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
         matched = self.index.match(hints.keys)
         worker = self._soonest(candidates, hints, matched)
         choice = Placement(worker, cached_of(matched, worker, hints))
@@ -40,12 +40,12 @@ class CacheAware:
             self.index.touch(worker.worker_id, hints.keys)
         return choice
 
-    def _soonest(self, candidates: Sequence[Worker], hints: RoutingHints, matched: PrefixMatch) -> Worker:
+    def _soonest(self, candidates: WorkerPool, hints: RoutingHints, matched: PrefixMatch) -> Worker:
         if not matched.groups:
-            return least_loaded(candidates)
-        shortest, longest = queue_ends(candidates)
+            return candidates.least_loaded()
+        shortest, longest = candidates.queues.ends()
         if unbalanced(shortest, longest, self.flags):
-            return least_loaded(candidates)
+            return candidates.least_loaded()
         least = self.flags.cache_threshold * hints.prompt_tokens
         weight = 1 + RECOMPUTE_WEIGHT * shortest
         groups = [
@@ -53,9 +53,7 @@ class CacheAware:
             for depth, bits in matched.groups
             if depth * BLOCK_TOKENS >= least
         ]
-        if isinstance(candidates, WorkerPool):
-            return _soonest_of_pool(candidates, groups, matched)
-        return _soonest_of_few(candidates, groups, matched)
+        return _least_cost(candidates, groups, matched)
 
 
 class Credit(NamedTuple):
@@ -65,13 +63,8 @@ class Credit(NamedTuple):
     bits: int
 
 
-def _soonest_of_few(candidates: Iterable[Worker], groups: Sequence[Credit], matched: PrefixMatch) -> Worker:
-    credits = {worker_id: credit.tokens for credit in groups for worker_id in matched.ids(credit.bits)}
-    return min(candidates, key=lambda worker: _cost_key(worker, credits.get(worker.worker_id, 0)))
-
-
-def _soonest_of_pool(pool: WorkerPool, groups: Sequence[Credit], matched: PrefixMatch) -> Worker:
-    """As `_soonest_of_few`, from the least loaded of all and of each group. Of a large group one comes soon in the order of load."""
+def _least_cost(pool: WorkerPool, groups: Sequence[Credit], matched: PrefixMatch) -> Worker:
+    """The best of the least loaded of all and of each group. Of a large group one comes soon in the order of load."""
     order = pool.order_by_tokens()
     best = order.first()
     best_key = _cost_key(best, 0)
@@ -100,14 +93,6 @@ def _cost_key(worker: Worker, credit: int) -> LoadKey:
     """The cost first; ties as of load."""
     key = load_key(worker)
     return (key[0] - credit, *key[1:])
-
-
-def queue_ends(candidates: Sequence[Worker]) -> tuple[int, int]:
-    """(the fewest requests of this router at one of them, the most)."""
-    if isinstance(candidates, WorkerPool):
-        return candidates.queues.ends()
-    queues = [worker.inflight_requests for worker in candidates]
-    return min(queues), max(queues)
 
 
 def unbalanced(shortest: int, longest: int, flags: ChoiceFlags) -> bool:

@@ -36,21 +36,15 @@ def cost_tokens(choice: Placement, hints: RoutingHints) -> int:
 
 
 class Policy(Protocol):
-    def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
-        """Choose one of `candidates` (of one role, at least one, in the order of ids); the request will be sent there."""
+    def choose(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
+        """Choose one of `candidates` (of one role, at least one); the request will be sent there."""
 
 
 class LeastLoad:
     """The least load (router/pool/load_order.py)."""
 
-    def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
-        return Placement(candidates[0] if len(candidates) == 1 else least_loaded(candidates))
-
-
-def least_loaded(candidates: Sequence[Worker]) -> Worker:
-    if isinstance(candidates, WorkerPool):
-        return candidates.least_loaded()
-    return min(candidates, key=key_for(candidates))
+    def choose(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
+        return Placement(candidates[0] if len(candidates) == 1 else candidates.least_loaded())
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +56,7 @@ class PowerOfTwo:
 
     draw: Callable[[int], int]
 
-    def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
+    def choose(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
         if len(candidates) == 1:
             return Placement(candidates[0])
         first, second = self.draw(len(candidates)), self.draw(len(candidates) - 1)
@@ -76,7 +70,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last_id: dict[Role, int] = {}
 
-    def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
+    def choose(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
         last = self._last_id.get(candidates[0].role, -1)
         place = bisect_right(candidates, last, key=lambda worker: worker.worker_id)
         chosen = candidates[place % len(candidates)]
@@ -90,15 +84,14 @@ class Random:
 
     draw: Callable[[int], int]
 
-    def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
+    def choose(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
         return Placement(candidates[self.draw(len(candidates))])
 
 
 class ConsistentHashing:
     """A session goes to the same worker in every router (router/pool/ring.py); requests without one go by load."""
 
-    def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
+    def choose(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
         if not hints.session:
-            return Placement(least_loaded(candidates))
-        pool = candidates if isinstance(candidates, WorkerPool) else WorkerPool(candidates)
-        return Placement(pool.by_id[pool.ring.owner(hints.session)])
+            return Placement(candidates.least_loaded())
+        return Placement(candidates.by_id[candidates.ring.owner(hints.session)])

@@ -2,12 +2,9 @@
 
 import socket
 from collections.abc import Mapping
-from typing import Any
 
 import aiohttp
 import msgspec
-
-from service.http.json_depth import decode_or_none
 
 READ_BUFFER_BYTES = 256 << 10  # not taken yet; more stops the reading: back-pressure to the worker
 PROBES = 4
@@ -61,10 +58,6 @@ class WorkerAnswer(msgspec.Struct, frozen=True):
     status: int
     body: bytes
     headers: dict[str, str]
-
-    @property
-    def decoded(self) -> Any:
-        return decode_or_none(self.body)
 
 
 async def call_worker(

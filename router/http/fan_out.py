@@ -1,7 +1,6 @@
 """Routes that every worker answers: cache, pause, weights, profiles, adapters, aborts."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -11,7 +10,7 @@ from router.http.worker_calls import WorkerCalls, authorization_of
 from router.pool.health import HealthMonitor
 from service.http.errors import ApiError
 from service.http.guard import key_refusal
-from service.http.json_depth import decode_or_none
+from service.http.json_depth import object_of
 from service.security.keys import Access, KeyGate
 
 UPDATE_TIMEOUT_S = 3600.0  # weights come from a disk, and running requests may finish first
@@ -54,7 +53,7 @@ class FanOutApi:
     async def pass_adapter(self, request: web.BaseRequest) -> web.Response:
         """Load or unload an adapter at the workers of one model: of several, `model` names it (to unload: the one that has it)."""
         body, path = await request.read(), request.path
-        fields = _fields_of(body)
+        fields = object_of(body)  # what is none is for the workers to refuse
         try:
             model = self.calls.table.models.of_adapter(
                 model=fields.get("model"), adapter=fields.get("lora_name"), loads=path == LOAD_ADAPTER
@@ -72,7 +71,7 @@ class FanOutApi:
         """Pass to every worker: only they know request ids. To abort all requests at once needs the admin key."""
         body = await request.read()
         headers = self.calls.credentials.for_client(authorization_of(request))
-        if _fields_of(body).get("abort_all"):
+        if object_of(body).get("abort_all"):
             if (refusal := key_refusal(request, self.gate, Access.ADMIN)) is not None:
                 raise refusal
             headers = self.calls.credentials.for_admin(authorization_of(request))
@@ -80,8 +79,3 @@ class FanOutApi:
 
     async def health_generate(self, request: web.BaseRequest) -> web.Response:
         return await self.calls.call_all("GET", "/health_generate", self.calls.credentials.own())
-
-
-def _fields_of(body: bytes) -> dict[str, Any]:
-    """Empty where the body is no JSON object: that is for the workers to refuse."""
-    return decode_or_none(body, dict[str, Any]) or {}

@@ -21,6 +21,7 @@ from router.pool.worker import Role, Worker
 from router.roles.switch import Switch
 from service.flags import ConfigError
 from service.http.errors import ApiError, bad_field, decode_body
+from service.http.json_depth import decode_or_none
 from service.http.stream import json_response
 
 _MODEL = "/v1/models/"
@@ -134,7 +135,7 @@ class WorkersApi:
             for worker in self.calls.table.alive(role):
                 speakers.setdefault(next(iter(worker.models), ""), worker)
         calls = (call_worker(self.calls.session, "GET", w.url + request.path, headers) for w in speakers.values())
-        models = join_models(answer.decoded for answer in await asyncio.gather(*calls))
+        models = join_models(decode_or_none(answer.body) for answer in await asyncio.gather(*calls))
         return json_response({"object": "list", "data": models})
 
     async def get_model(self, request: web.BaseRequest) -> web.Response:
@@ -148,7 +149,7 @@ class WorkersApi:
             for worker in self.calls.table.alive(role):
                 answer = await call_worker(self.calls.session, "GET", f"{worker.url}/openapi.json", headers)
                 if answer.status == 200:
-                    return json_response(make_document(answer.decoded))
+                    return json_response(make_document(decode_or_none(answer.body)))
         return json_response(make_document(None))
 
     def _role_of(self, body: _NewWorker | _RoleSwitch) -> Role:

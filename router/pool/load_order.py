@@ -5,9 +5,8 @@ Load is what a role runs out of first:
     prefill           prompt tokens that wait to be computed and are in no cache
     decode, unified   KV that requests will hold when they end, as a share of capacity where all workers report theirs
 
-The order is a sorted list. Each reader first moves the workers whose load changed (`LoadLog`). With peer processes (`--workers N`) loads
-change without an entry in the log, so each reader also updates the next `SWEEP` workers in turn, and the first again until it stays first:
-a worker is never chosen for less load than it has.
+The order is a sorted list. Each reader first moves the workers whose load changed (`LoadLog`), and with peer processes the next `SWEEP`:
+docs/design/routing.md.
 """
 
 from bisect import bisect_left, insort

@@ -5,7 +5,7 @@ from typing import Any
 
 from router.pool.worker import LoadReport
 from service.http.errors import DRAINING
-from service.http.json_depth import decode_or_none
+from service.http.json_depth import decode_or_none, object_of
 
 MAX_INCARNATION_CHARS = 128
 MAX_BUSY_S = 1e9
@@ -97,18 +97,14 @@ def parse_bootstrap(info: object, *, url_host: str) -> tuple[str, int | None]:
 
 def says_draining(body: bytes) -> bool:
     """Whether a 503 is that of a worker that drains: on /health by `status`, else by the error's code."""
-    answer = _object(body)
+    answer = object_of(body)
     return answer.get("status") == DRAINING or _error(answer).get("code") == DRAINING
 
 
 def parse_error(body: bytes) -> str | None:
     """The message of an error in OpenAI's shape; None for any other answer."""
-    message = _error(_object(body)).get("message")
+    message = _error(object_of(body)).get("message")
     return message if isinstance(message, str) else None
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    return decode_or_none(body, dict[str, Any]) or {}
 
 
 def _error(answer: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +114,7 @@ def _error(answer: dict[str, Any]) -> dict[str, Any]:
 
 def parse_health(body: bytes) -> tuple[str, float | None]:
     """(incarnation, seconds that the present step has taken); "" and None for what /health does not report."""
-    health = _object(body)
+    health = object_of(body)
     incarnation, busy_s = health.get("incarnation"), health.get("busy_s")
     return (
         incarnation[:MAX_INCARNATION_CHARS] if isinstance(incarnation, str) else "",

@@ -98,10 +98,6 @@ class Worker:
     def answers(self) -> bool:
         return self.health is Health.UP and not self.silent
 
-    def takes(self, now_s: float) -> bool:
-        """Whether its circuits, here and in peer processes, let requests pass."""
-        return self.circuit.takes(now_s) and (self.peers is None or self.slot not in self.peers.others_open(now_s))
-
     @property
     def load_tokens(self) -> int:
         """Tokens in flight there, of this router and of others."""

@@ -13,6 +13,7 @@ from router.admission.admission import Admission
 from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt
 from router.attempts.request import RequestContext, milliseconds
 from router.metrics import RouterMetrics
+from router.pool.pool import WorkerPool
 from router.pool.worker import Worker
 from router.requests.picking import Picker
 
@@ -79,7 +80,7 @@ class Hedging:
         return self.launcher.begin(request, headers, self.picker.choose(request, pools), hedge=True)
 
 
-def other_pools(pools: Sequence[Sequence[Worker]], taken: Sequence[Worker]) -> list[Sequence[Worker]] | None:
+def other_pools(pools: Sequence[Sequence[Worker]], taken: Sequence[Worker]) -> list[WorkerPool] | None:
     """From each role's pool those where a hedge may go: without a queue, and others than `taken` (one of each role).
 
     The only worker of a role is shared. None: a role has no worker, or all would be the same again.
@@ -88,8 +89,9 @@ def other_pools(pools: Sequence[Sequence[Worker]], taken: Sequence[Worker]) -> l
     others = [[w for w in pool if w not in taken] for pool in free]
     if not any(others):
         return None
-    found: list[Sequence[Worker]] = [
-        other or (left if len(pool) == 1 else []) for other, left, pool in zip(others, free, pools, strict=True)
+    found = [
+        WorkerPool(other or (left if len(pool) == 1 else []))
+        for other, left, pool in zip(others, free, pools, strict=True)
     ]
     return found if all(found) else None
 

@@ -12,8 +12,9 @@ from router.admission.admission import Admission
 from router.attempts.request import RequestContext, time_given
 from router.body import ParsedBody, named_model
 from router.choice.policies import Placement, Policy
+from router.pool.pool import WorkerPool
 from router.pool.probe import ROUNDING_S
-from router.pool.worker import Role, Worker
+from router.pool.worker import Role
 from router.pool.workers import WorkerTable, missing_roles, silent_roles
 from service.waiter import Waiter
 
@@ -67,18 +68,18 @@ class Picker:
                 return None  # before a policy remembers a request that is sent nowhere
         if request.slo is not None and request.failed is None:  # an admitted request is not refused later
             now_s = self.clock()
-            pools = [self.admission.in_time(pool, request, now_s=now_s) for pool in pools]
+            pools = [WorkerPool(self.admission.in_time(pool, request, now_s=now_s)) for pool in pools]
         return self.choose(request, pools)
 
-    def choose(self, request: RequestContext, pools: Iterable[Sequence[Worker]]) -> Placements:
+    def choose(self, request: RequestContext, pools: Iterable[WorkerPool]) -> Placements:
         """Choose one worker of each pool; the policies remember that the request goes there."""
         policies, hints = self.policies, request.hints
         return tuple([policies[pool[0].role].choose(pool, hints) for pool in pools])
 
-    def pools(self, request: RequestContext) -> list[Sequence[Worker]]:
+    def pools(self, request: RequestContext) -> list[WorkerPool]:
         table, model, now_s, failed = self.table, request.model, self.clock(), request.failed
-        pools: list[Sequence[Worker]] = [table.ready(role, model, now_s=now_s) for role in request.roles]
-        return pools if failed is None else [failed.best_of(pool) for pool in pools]
+        pools = [table.ready(role, model, now_s=now_s) for role in request.roles]
+        return pools if failed is None else [WorkerPool(failed.best_of(pool)) for pool in pools]
 
     def missing(self, request: RequestContext) -> list[Role]:
         table, roles, model = self.table, request.roles, request.model

@@ -1,19 +1,7 @@
-"""Decides when a worker moves from one pool to the other. Pure.
+"""Decides when a worker of a model moves from one pool to the other: docs/design/routing.md says by which rule. Pure.
 
 Work is counted in workers (`Seen.demand`, router/roles/demand.py): pressure is demand over workers, and 1 is a pool that has as much as
-it can bear. For one model, a worker moves if
-
-    short     the worse pool reached `enter`, and has not fallen below `leave` since, for `sustain_s` and as long as the last move took: a
-              burst that ends before a worker could have moved is not worth one (rent or buy, Karlin et al. 1988)
-    relief    the other pool, with a worker less and the work that the relieved pool will let through, will be less loaded than the short
-              one is now, by `gain`. A backlog counts for being short but not here: it is worked off once, and the worker stays. The
-              giver's work is that of now or its mean over `cooldown_s`, whichever is more: a burst elsewhere makes a pool look idle
-    quiet     no worker of the model moves, is down, drains or has just come; each pool keeps its minimum; and the last move was not the
-              other way within `cooldown_s`
-
-So every move lowers the worse pressure of the two, and under constant demand moves end. Ideas: one worker at a time by thresholds on
-prefill queue and KV (NVIDIA Dynamo's load planner), instances that change pools when one side misses its objective and the other can
-spare one (Arrow, arXiv 2505.11916; Splitwise, ISCA'24), the slower of two pools sets the goodput (DistServe, OSDI'24).
+it can bear.
 """
 
 import math

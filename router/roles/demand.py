@@ -4,8 +4,7 @@
     decode    the most of: KV held and wanted / capacity, requests / --max-running-requests, time between tokens / --auto-roles-itl
 
 The first is queueing theory's offered load, the workers that a pool needs if nothing waits, plus those that work off what waits within
-the objective. Decode reserves KV for prompts that still wait for prefill: that share of its memory, and what waits for it, is prefill's
-work. All is smoothed over `window_s`; arrivals and the speed of prefill over a longer time, as prompts differ in length.
+the objective. All is smoothed over `window_s`; arrivals and the speed of prefill over a longer time, as prompts differ in length.
 """
 
 from collections.abc import Sequence

@@ -23,6 +23,11 @@ def decode_or_none(text: bytes, type_: Any = Any) -> Any:
         return None
 
 
+def object_of(text: bytes) -> dict[str, Any]:
+    """The JSON object; empty for any other text."""
+    return decode_or_none(text, dict[str, Any]) or {}
+
+
 def deeper_than(text: bytes, limit: int = MAX_DEPTH) -> bool:
     """Whether lists and objects nest more than `limit` deep. Text that is not JSON may get either answer."""
     if text.count(b"[") + text.count(b"{") <= limit:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from router.choice.cache_aware import SMALL_GROUP, CacheAware, queue_ends, unbalanced
-from router.choice.policies import RoutingHints, least_loaded
+from router.choice.cache_aware import SMALL_GROUP, CacheAware, unbalanced
+from router.choice.policies import RoutingHints
 from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_keys import BLOCK_TOKENS
 from router.config import BreakerFlags, ChoiceFlags
@@ -93,11 +93,16 @@ def who_may(story: Story, role: Role, model: str) -> list[Worker]:
     alive = [w for w in up if not w.leaving] or [w for w in up if w.last_resort]
     serving = [w for w in alive if not model or serves(w.models, model)]
     heard = [w for w in serving if not w.silent] or serving
-    return [w for w in heard if w.takes(story.now_s)] or heard
+    return [w for w in heard if w.circuit.takes(story.now_s)] or heard
 
 
 def plain_least(candidates: Sequence[Worker]) -> Worker:
     return min(candidates, key=key_for(candidates))
+
+
+def queue_ends(candidates: Sequence[Worker]) -> tuple[int, int]:
+    queues = [worker.inflight_requests for worker in candidates]
+    return min(queues), max(queues)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -125,8 +130,8 @@ def test_the_least_loaded_of_a_pool_is_the_least_of_all(seed: int) -> None:
             for model in MODELS[1:]:
                 pool = story.table.ready(role, model, now_s=story.now_s)
                 if pool:
-                    assert least_loaded(pool) is plain_least(pool)
-                    assert queue_ends(pool) == queue_ends(list(pool))
+                    assert pool.least_loaded() is plain_least(pool)
+                    assert pool.queues.ends() == queue_ends(pool)
                     pool.by_tokens.check()
                     pool.by_share.check()
                     keys.add(key_for(pool))
@@ -136,7 +141,7 @@ def test_the_least_loaded_of_a_pool_is_the_least_of_all(seed: int) -> None:
 def plain_soonest(candidates: Sequence[Worker], ask: RoutingHints, index: PrefixIndex, settings: ChoiceFlags) -> Worker:
     """The rule of router/choice/cache_aware.py, a worker at a time."""
     matched = index.match(ask.keys)
-    shortest, longest = queue_ends(list(candidates))
+    shortest, longest = queue_ends(candidates)
     if not matched.groups or unbalanced(shortest, longest, settings):
         return plain_least(candidates)
 
@@ -177,11 +182,11 @@ def test_cache_aware_takes_the_same_worker_as_a_look_at_each(seed: int) -> None:
 def test_an_order_that_nobody_read_for_long_is_right_again() -> None:
     story = Story(random.Random(7))
     pool = story.table.pool(Role.DECODE, "")
-    least_loaded(pool)
+    pool.least_loaded()
     for _ in range(MAX_LOG + 1):
         story.table.loads.release(story.table.loads.charge(pool[0], 5))
     story.table.loads.charge(pool[1], 5)
-    assert least_loaded(pool) is plain_least(pool)
+    assert pool.least_loaded() is plain_least(pool)
 
 
 # ---- several processes
@@ -200,7 +205,7 @@ def test_what_a_peer_sends_to_the_least_loaded_is_seen_at_once(tmp_path: Path) -
     pool = mine.pool(Role.DECODE, "")
     seen = []
     for _ in range(len(pool)):
-        worker = least_loaded(pool)
+        worker = pool.least_loaded()
         seen.append(worker.worker_id)
         other.loads.charge(other.workers()[worker.worker_id], 100)
     assert sorted(seen) == list(range(len(pool)))
@@ -210,10 +215,10 @@ def test_what_a_peer_has_ended_is_seen_within_one_round(tmp_path: Path) -> None:
     mine, other = peers(tmp_path, 4 * SWEEP)
     pool = mine.pool(Role.DECODE, "")
     leases = [other.loads.charge(worker, 100) for worker in other.workers()]
-    assert least_loaded(pool).load_tokens == 100
+    assert pool.least_loaded().load_tokens == 100
     last = leases[-1]
     other.loads.release(last)
-    found = [least_loaded(pool).worker_id for _ in range(len(pool) // SWEEP)]
+    found = [pool.least_loaded().worker_id for _ in range(len(pool) // SWEEP)]
     assert found[-1] == last.worker.worker_id
 
 
