@@ -1,26 +1,26 @@
-"""Processes that compute runs side by side, and the threads that wait for them. They exchange JSON lines."""
+"""Processes that compute runs side by side, and the threads that wait for them."""
 
+import multiprocessing
 import queue
-import subprocess
-import sys
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from types import TracebackType
-
-import msgspec
 
 from planner.config import PlanConfig
 from planner.goodput import Point
 from planner.layout import ClusterLayout
+from planner.study import study_of, try_rate
+
+SPAWN = multiprocessing.get_context("spawn")
 
 
 class RunPool:
-    """A context manager; the processes end with the block, and with this process (their stdin closes)."""
+    """A context manager; the processes end with the block, and with this process (their pipes close)."""
 
     def __init__(self, config: PlanConfig, *, jobs: int) -> None:
-        self._children = [_start(config) for _ in range(jobs)]
-        self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
-        for child in self._children:
-            self._idle.put(child)
+        self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        self._children = [self._start(config) for _ in range(jobs)]
         self._threads = ThreadPoolExecutor(jobs)
 
     def submit(self, layout: ClusterLayout, rate: float) -> "Future[Point]":
@@ -36,26 +36,36 @@ class RunPool:
             child.kill()
         self._threads.shutdown(cancel_futures=True)
         for child in self._children:
-            child.communicate()
+            child.join()
+
+    def _start(self, config: PlanConfig) -> "multiprocessing.process.BaseProcess":
+        ours, theirs = SPAWN.Pipe()
+        child = SPAWN.Process(target=_compute, args=(config, theirs))
+        child.start()
+        theirs.close()
+        self._idle.put(ours)
+        return child
 
     def _run(self, layout: ClusterLayout, rate: float) -> Point:
         child = self._idle.get()
         try:
-            assert child.stdin is not None and child.stdout is not None
-            child.stdin.write(msgspec.json.encode((layout.name, rate)) + b"\n")
-            child.stdin.flush()
-            answer = child.stdout.readline()
+            child.send((layout, rate))
+            point: Point = child.recv()
+        except (EOFError, OSError):
+            raise RuntimeError(
+                f"the run of {layout.name} at {rate:.3g} failed; see the error of its process above"
+            ) from None
         finally:
             self._idle.put(child)
-        if not answer:
-            raise RuntimeError(f"the run of {layout.name} at {rate:.3g} failed; see the error of its process above")
-        return msgspec.json.decode(answer, type=Point)
+        return point
 
 
-def _start(config: PlanConfig) -> "subprocess.Popen[bytes]":
-    argv = [sys.executable, "-P", "-m", "planner.child"]  # -P: a folder "planner" in the user's directory is not ours
-    child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdin is not None
-    child.stdin.write(msgspec.json.encode(config) + b"\n")
-    child.stdin.flush()
-    return child
+def _compute(config: PlanConfig, orders: Connection) -> None:
+    """Compute the runs that are ordered, until the other end closes."""
+    study = study_of(replace(config, save_profile=None))
+    while True:
+        try:
+            layout, rate = orders.recv()
+        except EOFError:
+            return
+        orders.send(try_rate(study, layout, rate))
