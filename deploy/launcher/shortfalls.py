@@ -10,11 +10,8 @@ BY_TORCH = "torch computes instead, several times slower"
 
 def shortfalls(infos: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return lines for the summary, from the /get_server_info of each worker of one machine, without repetition."""
-    return list(dict.fromkeys(line for info in infos for line in _of_worker(info)))
-
-
-def _of_worker(info: Mapping[str, Any]) -> list[str]:
-    return [*_kernels(info), *_cpu(info), *_huge_pages(info)]
+    lines = (line for info in infos for part in (_kernels, _cpu, _huge_pages) for line in part(info))
+    return list(dict.fromkeys(lines))
 
 
 def _kernels(info: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ import msgspec
 from engine.frontend.client.forecast import PrefillForecast
 from engine.frontend.client.generation import Generation, Sample, SampleObserver
 from engine.frontend.client.scheduler_link import CALL_TIMEOUT_S, ENGINE_DEAD, SchedulerLink
-from engine.frontend.client.tracing import NO_TRACES, Traces
+from engine.frontend.client.tracing import NO_TRACES, SampleTrace, Traces
 from engine.frontend.errors import not_ready, too_late
 from engine.messages import (
     AbortRequest,
@@ -101,7 +101,7 @@ class EngineClient:
                 wire_rid=f"{name}:{next(self.scheduler.numbers):x}",
                 num_prompt_tokens=len(r.input_ids),
                 is_empty=r.sampling.max_new_tokens == 0 and not r.pooling,
-                trace=self._traces.begin(r, name, context),
+                trace=SampleTrace(self._traces, r, name, context),
             )
             for r, name in zip(requests, names, strict=True)
         ]

@@ -1,7 +1,7 @@
 """The record of each sample: the scheduler's stages with a request's id and wall-clock times."""
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.messages import GenerateRequest, Stage, TokenOutput
 from service.telemetry.context import TraceContext
@@ -9,21 +9,16 @@ from service.telemetry.records import Record, Span
 from service.telemetry.tracer import Tracer, unix_offset_s
 
 
-class Traces:
+class Traces(NamedTuple):
     """`process`: "prefill" | "decode" | "unified"; `model`: as clients call it."""
 
-    def __init__(self, tracer: Tracer, *, process: str, model: str) -> None:
-        self.tracer = tracer
-        self.process = process
-        self.model = model
-
-    def begin(self, request: GenerateRequest, rid: str, context: TraceContext) -> "SampleTrace":
-        """`rid`: as the client knows the sample."""
-        return SampleTrace(self, request, rid, context)
+    tracer: Tracer
+    process: str
+    model: str
 
 
 class SampleTrace:
-    """A running sample. Keeps what the record needs, not the prompt. Health probes are no requests."""
+    """A running sample, `rid` to its client. Keeps what the record needs, not the prompt. Health probes are no requests."""
 
     def __init__(self, owner: Traces, request: GenerateRequest, rid: str, context: TraceContext) -> None:
         room = 0 if request.bootstrap is None else request.bootstrap.room
