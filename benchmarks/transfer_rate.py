@@ -51,8 +51,8 @@ class Memory:
     def __init__(self, num_pages: int, page_bytes: int) -> None:
         self.pool = np.random.default_rng(0).integers(0, 255, num_pages * page_bytes, dtype=np.uint8)
         self.aux = np.zeros(AUX_BYTES, np.uint8)
-        self.kv_region = Region(self.pool.ctypes.data, num_pages, page_bytes)
-        self.aux_region = Region(self.aux.ctypes.data, 1, AUX_BYTES)
+        self.kv_region = Region(self.pool.ctypes.data, num_pages, page_bytes, None)
+        self.aux_region = Region(self.aux.ctypes.data, 1, AUX_BYTES, None)
 
     def args(self) -> KVArgs:
         return KVArgs(self.kv_region, self.aux_region, signature="bench", page_size=16, dtype="uint8")
@@ -262,7 +262,7 @@ def measure(backend: str, *, page_kib: int, contiguous: bool, total_mib: int, re
         target = np.zeros(count * page_bytes, np.uint8)
         for repeat in range(repeats + 1):  # the first warms up
             src, dst = _pages(rng, count, contiguous), _pages(rng, count, contiguous)
-            region = Region(pair.peer_base, num_pages, page_bytes)
+            region = Region(pair.peer_base, num_pages, page_bytes, None)
             pieces = plan_pieces(
                 src, dst, src=pair.memory.kv_region, dst=region, max_piece_bytes=pair.raw.caps.max_piece_bytes
             )

@@ -97,7 +97,9 @@ class MetadataBuffers:
 
     @property
     def region(self) -> Region:
-        return Region(base_ptr=int(self._rows.ctypes.data), num_items=len(self._rows), item_bytes=ROW.itemsize)
+        return Region(
+            base_ptr=int(self._rows.ctypes.data), num_items=len(self._rows), item_bytes=ROW.itemsize, device=None
+        )
 
     @property
     def num_used(self) -> int:

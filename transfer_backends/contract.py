@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -12,14 +13,16 @@ Clock = Callable[[], float]
 U64 = npt.NDArray[np.uint64]
 
 
-@dataclass(frozen=True)
-class Region:
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True):
     """`num_items` rows of `item_bytes` bytes, row i at `base_ptr + i * item_bytes`. `device`: CUDA ordinal, None: host."""
 
-    base_ptr: int
-    num_items: int
-    item_bytes: int
-    device: int | None = None
+    base_ptr: Count
+    num_items: Count
+    item_bytes: Count
+    device: int | None
 
     @property
     def size_bytes(self) -> int:

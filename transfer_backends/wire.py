@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from transfer_backends.contract import KVArgs
+from transfer_backends.contract import Count, KVArgs, Region
 from transfer_backends.liveness import ProcessMark
 
 PROTOCOL_VERSION = 7
@@ -23,7 +23,6 @@ MAX_PAGES = 1 << 20  # of one transfer
 Room = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Attempt = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Retry = Annotated[int, msgspec.Meta(ge=0, le=255)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=2048)]
 Descriptor = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
@@ -42,13 +41,6 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_un
     dst: Name
 
 
-class WireRegion(msgspec.Struct, frozen=True, array_like=True):
-    base_ptr: Count
-    num_items: Count
-    item_bytes: Count
-    device: int | None
-
-
 class Layout(msgspec.Struct, frozen=True, array_like=True):
     """Must be equal on both sides."""
 
@@ -62,8 +54,8 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
 class Register(_Message, frozen=True):
     layout: Layout
-    kv: WireRegion
-    aux: WireRegion
+    kv: Region
+    aux: Region
     descriptor: Descriptor
 
 

@@ -42,7 +42,7 @@ class DeviceMemory:
         ordinal = device.index or 0 if device.type == "cuda" else None
         self.args = KVArgs(
             Region(self.pool.data_ptr(), num_pages, page_bytes, ordinal),
-            Region(self._aux.ctypes.data, 1, AUX_BYTES),
+            Region(self._aux.ctypes.data, 1, AUX_BYTES, None),
             signature="gpu-check",
             page_size=PAGE_SIZE,
             dtype="uint8",

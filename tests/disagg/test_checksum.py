@@ -13,7 +13,7 @@ from tests.disagg.two_roles import Cluster
 from transfer_backends.contract import KVArgs, Region
 from transfer_backends.wire import layout_conflict, layout_of
 
-ROOM = Region(1 << 20, 8, 64)
+ROOM = Region(1 << 20, 8, 64, None)
 EMPTY, DAMAGED = Slot(0, 0), Slot(7, 7)
 
 

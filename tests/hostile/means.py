@@ -16,7 +16,8 @@ import zmq
 
 from bootstrap_server.protocol import Registration, RouteReply
 from tests.e2e.cluster import Cluster
-from transfer_backends.wire import Layout, Register, WireRegion, encode
+from transfer_backends.contract import Region
+from transfer_backends.wire import Layout, Register, encode
 
 ANSWER_S = 60.0
 # A traceback that is not aiohttp's own about bytes that it could not parse (which it has answered with a 400).
@@ -82,7 +83,7 @@ def register(worker: Registration, **changes: object) -> bytes:
     """A decode worker's first message, true but for `changes` (of its layout, or of itself)."""
     layout = Layout(worker.protocol_version, "nixl", worker.signature, worker.page_size, worker.dtype)
     theirs = {k: v for k, v in changes.items() if k in Layout.__struct_fields__}
-    region = WireRegion(4096, 16, 16384, None)
+    region = Region(4096, 16, 16384, None)
     message = Register("stranger", worker.incarnation, msgspec.structs.replace(layout, **theirs), region, region, b"?")
     own = {k: v for k, v in changes.items() if k in Register.__struct_fields__}
     return encode(msgspec.structs.replace(message, **own))

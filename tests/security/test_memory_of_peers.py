@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -29,7 +30,6 @@ from transfer_backends.wire import (
     Registered,
     Status,
     TransferInfo,
-    WireRegion,
     decode,
     encode,
     layout_of,
@@ -45,8 +45,8 @@ class Field:
     def __init__(self, backend: str) -> None:
         self.bytes = np.full((FIRST + NUM_PAGES + FIRST, PAGE_BYTES), CANARY, np.uint8)
         self.rows = np.full((64, ROW_BYTES), CANARY, np.uint8)
-        self.kv = Region(self.bytes[FIRST:].ctypes.data, NUM_PAGES, PAGE_BYTES)
-        self.aux = Region(self.rows.ctypes.data, 64, ROW_BYTES)
+        self.kv = Region(self.bytes[FIRST:].ctypes.data, NUM_PAGES, PAGE_BYTES, None)
+        self.aux = Region(self.rows.ctypes.data, 64, ROW_BYTES, None)
         self.engine = make_engine(backend)
         self.engine.register([self.kv, self.aux])
         self._stop = threading.Event()
@@ -75,7 +75,7 @@ class Scene:
     liar: Field
     backend: str
 
-    def register(self, life: str, field: Field, kv: WireRegion, aux: WireRegion | None = None) -> tuple[Any, Message]:
+    def register(self, life: str, field: Field, kv: Region, aux: Region | None = None) -> tuple[Any, Message]:
         """A link on which `life`, whose memory is `field`, has registered, and the answer."""
         link = self.context.socket(zmq.DEALER)
         link.setsockopt(zmq.LINGER, 0)
@@ -102,9 +102,8 @@ class Scene:
         self.liar.close()
 
 
-def _wire(region: Region, **changes: int) -> WireRegion:
-    values = {"base_ptr": region.base_ptr, "num_items": region.num_items, "item_bytes": region.item_bytes, **changes}
-    return WireRegion(**values, device=None)
+def _wire(region: Region, **changes: int) -> Region:
+    return msgspec.structs.replace(region, **changes)
 
 
 def answer(link: Any, *kinds: type) -> Message:

@@ -10,7 +10,7 @@ from transfer_backends.liveness import ProcessMark
 from transfer_backends.prefill.core import PrefillCore
 from transfer_backends.prefill.paths import ConnectPeer
 from transfer_backends.prefill.posts import Chunk, Post
-from transfer_backends.wire import Register, WireRegion, layout_of
+from transfer_backends.wire import Register, layout_of
 
 CAPS = Caps(
     name="sim",
@@ -32,7 +32,7 @@ TIMES: dict[str, Any] = {
     "drain_timeout_s": 5.0,
 }
 CONFIG = TransferConfig(**TIMES)
-ARGS = KVArgs(Region(1 << 20, 64, 1024), Region(1 << 30, 16, 64), "m", 16, "f32")
+ARGS = KVArgs(Region(1 << 20, 64, 1024, None), Region(1 << 30, 16, 64, None), "m", 16, "f32")
 MARK = ProcessMark("host", 1, 1)
 KEY = (7, 0)
 SRC, PAGES = [1, 8, 2, 9], [5, 6, 20, 3]
@@ -49,8 +49,7 @@ def prefill_core(args: KVArgs = ARGS, **config: Any) -> PrefillCore:
 
 
 def registration(name: str) -> Register:
-    regions = (WireRegion(r.base_ptr, r.num_items, r.item_bytes, None) for r in (ARGS.kv, ARGS.aux))
-    return Register(name, "p", layout_of(ARGS, backend=CAPS.name), *regions, b"")
+    return Register(name, "p", layout_of(ARGS, backend=CAPS.name), ARGS.kv, ARGS.aux, b"")
 
 
 class JoinedCores:

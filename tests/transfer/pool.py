@@ -40,4 +40,4 @@ class Pool:
 
 
 def _region(rows: np.ndarray) -> Region:
-    return Region(rows.ctypes.data, rows.shape[0], rows.shape[1])
+    return Region(rows.ctypes.data, rows.shape[0], rows.shape[1], None)

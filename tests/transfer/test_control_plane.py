@@ -15,13 +15,13 @@ import zmq
 
 from service.security.curve import guard_connector
 from tests.transfer.rig import Pair, until
-from transfer_backends.contract import RecomputeRequest, Route, Work
+from transfer_backends.contract import RecomputeRequest, Region, Route, Work
 from transfer_backends.control_thread import TICK_S
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import IllegalTransition, KVPoll, RoomInUse
 from transfer_backends.liveness import Liveness, liveness, own_mark
 from transfer_backends.prefill.driver import IDLE_S
-from transfer_backends.wire import PROTOCOL_VERSION, Layout, Ping, Register, WireRegion, encode
+from transfer_backends.wire import PROTOCOL_VERSION, Layout, Ping, Register, encode
 
 SHORT: dict[str, Any] = {"heartbeat_interval_s": 0.1, "handshake_timeout_s": 0.4}
 
@@ -224,7 +224,7 @@ def test_one_connection_is_one_decode_worker(short_pairs: Any) -> None:
     """Found by fuzzing: a second incarnation that registers on a connection hid the first one, which then was never dropped."""
     pair = short_pairs()
     layout = Layout(PROTOCOL_VERSION, "fake", "model-a", 16, "float32")
-    regions = WireRegion(1 << 20, 64, 64, None), WireRegion(1 << 21, 64, 512, None)
+    regions = Region(1 << 20, 64, 64, None), Region(1 << 21, 64, 512, None)
     with zmq.Context() as context, context.socket(zmq.DEALER) as link:
         link.setsockopt(zmq.LINGER, 0)
         link.connect(f"tcp://{pair.prefill.control_address}")
@@ -257,7 +257,7 @@ def test_a_region_that_cannot_be_or_holds_the_other_is_refused(
     with zmq.Context() as context, context.socket(zmq.DEALER) as link:
         link.setsockopt(zmq.LINGER, 0)
         link.connect(f"tcp://{pair.prefill.control_address}")
-        regions = WireRegion(*region, None), WireRegion(1 << 21, 64, 512, None)
+        regions = Region(*region, None), Region(1 << 21, 64, 512, None)
         link.send(encode(Register("one", pair.prefill.incarnation, layout, *regions, b"fake")))
         link.setsockopt(zmq.RCVTIMEO, 5000)
         assert text in link.recv()

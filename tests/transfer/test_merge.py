@@ -21,7 +21,9 @@ def ids(drawn: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
 @given(runs, st.integers(1, 100), st.integers(1, 5), st.integers(1, 300))
 def test_pieces_copy_the_same_bytes(drawn: list, max_piece: int, max_pieces: int, max_bytes: int) -> None:
     src, dst = ids(drawn)
-    pieces = plan_pieces(src, dst, src=Region(1000, 400, ITEM), dst=Region(50000, 400, ITEM), max_piece_bytes=max_piece)
+    pieces = plan_pieces(
+        src, dst, src=Region(1000, 400, ITEM, None), dst=Region(50000, 400, ITEM, None), max_piece_bytes=max_piece
+    )
     wanted = [
         (1000 + int(s) * ITEM + b, 50000 + int(d) * ITEM + b)
         for s, d in zip(src, dst, strict=True)
@@ -50,6 +52,10 @@ def test_runs_are_longest(drawn: list) -> None:
 
 def test_adjacent_pages_are_one_piece() -> None:
     pieces = plan_pieces(
-        np.arange(5, 105), np.arange(200, 300), src=Region(0, 400, 64), dst=Region(0, 400, 64), max_piece_bytes=1 << 20
+        np.arange(5, 105),
+        np.arange(200, 300),
+        src=Region(0, 400, 64, None),
+        dst=Region(0, 400, 64, None),
+        max_piece_bytes=1 << 20,
     )
     assert len(pieces) == 1 and pieces.lengths.tolist() == [6400]

@@ -30,7 +30,6 @@ from transfer_backends.wire import (
     Refused,
     Register,
     Registered,
-    WireRegion,
     decode,
     encode,
     layout_of,
@@ -81,12 +80,12 @@ class Target:
         until(lambda: self.prefill.counters["peers"] < MAX_PEERS, what="prefill forgets peers that are gone")
         life = f"mad-{next(self._rooms)}"
         layout = layout_of(self._pools[0].args, backend="fake")
-        kv, aux = Region(1 << 40, 64, 64), Region(1 << 41, 64, 512)
+        kv, aux = Region(1 << 40, 64, 64, None), Region(1 << 41, 64, 512, None)
         lives = (self.decode.incarnation, life + "x")
         ends = Ends(life, self.prefill.incarnation, layout, kv, aux, DEAD, lives=lives, rooms=(1, 40))
         with self._socket(zmq.DEALER) as link:
             link.connect(f"tcp://{self.prefill.control_address}")
-            regions = [WireRegion(r.base_ptr, r.num_items, r.item_bytes, None) for r in (kv, aux)]
+            regions = [kv, aux]
             link.send(encode(Register(life, ends.dst, layout, *regions, b"fake")))
             while not isinstance(answer := decode(link.recv()), Registered):
                 assert isinstance(answer, Ping), answer  # prefill asks all links whether they live when one is gone

@@ -23,12 +23,14 @@ from transfer_backends.prefill.core import PrefillCore
 from transfer_backends.prefill.paths import ConnectPeer, FencePeer
 from transfer_backends.prefill.posts import Chunk
 from transfer_backends.prefill.room import PrefillRoom
-from transfer_backends.wire import PROTOCOL_VERSION, Layout, MalformedFrame, Register, WireRegion, decode, encode
+from transfer_backends.wire import PROTOCOL_VERSION, Layout, MalformedFrame, Register, decode, encode
 
 NUM_PAGES, NUM_ROWS, PAGE_BYTES, ROW_BYTES = 32, 8, 1024, 64
-KV, AUX = Region(1 << 40, NUM_PAGES, PAGE_BYTES), Region(1 << 41, NUM_ROWS, ROW_BYTES)
-THEIR_KV = tuple(Region(base << 40, pages, PAGE_BYTES) for base, pages in ((3, NUM_PAGES), (5, 16), (11, NUM_PAGES)))
-THEIR_AUX = tuple(Region(base << 40, rows, ROW_BYTES) for base, rows in ((7, NUM_ROWS), (9, 2), (13, NUM_ROWS)))
+KV, AUX = Region(1 << 40, NUM_PAGES, PAGE_BYTES, None), Region(1 << 41, NUM_ROWS, ROW_BYTES, None)
+THEIR_KV = tuple(
+    Region(base << 40, pages, PAGE_BYTES, None) for base, pages in ((3, NUM_PAGES), (5, 16), (11, NUM_PAGES))
+)
+THEIR_AUX = tuple(Region(base << 40, rows, ROW_BYTES, None) for base, rows in ((7, NUM_ROWS), (9, 2), (13, NUM_ROWS)))
 ARGS = KVArgs(KV, AUX, "m", 16, "f32")
 CAPS = Caps(
     name="fuzz",
@@ -83,9 +85,9 @@ class Story:
         self.prefill = PrefillCore(incarnation=PREFILL, mark=MARK, kv_args=ARGS, caps=CAPS, config=CONFIG)
         self.decode = DecodeCore(incarnation=DECODES[0], kv_args=ARGS, caps=CAPS, descriptor=b"d", config=CONFIG)
         self.links: set[int] = set()
-        self.named: dict[str, list[WireRegion]] = {}
+        self.named: dict[str, list[Region]] = {}
         for number, ends in enumerate(TO_PREFILL[:-1]):
-            regions = [WireRegion(r.base_ptr, r.num_items, r.item_bytes, None) for r in (ends.kv, ends.aux)]
+            regions = [ends.kv, ends.aux]
             message = Register(ends.src, PREFILL, LAYOUT, *regions, b"d")
             self.read_at_prefill(encode(message), number)
         self.settle()

@@ -18,6 +18,7 @@ from tools.simulation.surroundings import SLOT_BYTES
 from tools.simulation.transfer_engine import AUX_BASE, KV_BASE
 from tools.simulation.worker import Worker
 from tools.simulation.world import Process
+from transfer_backends.contract import Region
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.wire import (
@@ -35,7 +36,6 @@ from transfer_backends.wire import (
     Registered,
     Status,
     TransferInfo,
-    WireRegion,
     encode,
     pack_ids,
 )
@@ -102,8 +102,8 @@ class Hostile:
         if draw.random() < 0.3:
             layout = Layout(draw.choice([0, 99, PROTOCOL_VERSION]), "sim", "another model", args.page_size, args.dtype)
         size = draw.choice([args.page_size * SLOT_BYTES, 1, 2**62])
-        kv = WireRegion(KV_BASE, draw.choice([0, 10, 2**62]), size, None)
-        aux = WireRegion(AUX_BASE, draw.choice([0, 4]), ROW.itemsize, None)
+        kv = Region(KV_BASE, draw.choice([0, 10, 2**62]), size, None)
+        aux = Region(AUX_BASE, draw.choice([0, 4]), ROW.itemsize, None)
         victims = sorted(self._cluster.around.directory)
         descriptor = draw.choice([b"", b"junk", draw.choice(victims)])
         return Register(name, draw.choice(["", worker.process.name, "p0.0"]), layout, kv, aux, descriptor)

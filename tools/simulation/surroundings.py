@@ -57,8 +57,8 @@ class Surroundings:
 def kv_args_of(options: Options, *, num_pages: int) -> KVArgs:
     size = options.page_size
     return KVArgs(
-        kv=Region(KV_BASE, 1 + num_pages, size * SLOT_BYTES),
-        aux=Region(AUX_BASE, options.rows, ROW.itemsize),
+        kv=Region(KV_BASE, 1 + num_pages, size * SLOT_BYTES, None),
+        aux=Region(AUX_BASE, options.rows, ROW.itemsize, None),
         signature="simulated",
         page_size=size,
         dtype="hash",

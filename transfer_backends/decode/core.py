@@ -12,7 +12,7 @@ It receives calls, look-up results, messages, lost links and the time, and chang
 from collections.abc import Callable
 from typing import Any
 
-from transfer_backends.contract import Caps, KVArgs, Region, TransferConfig
+from transfer_backends.contract import Caps, KVArgs, TransferConfig
 from transfer_backends.decode.connections import Connections, PrefillPeer
 from transfer_backends.decode.lookup import PrefillFinder
 from transfer_backends.decode.lookup_line import LookUpLine
@@ -34,7 +34,6 @@ from transfer_backends.wire import (
     Register,
     Registered,
     Status,
-    WireRegion,
     layout_of,
 )
 
@@ -47,12 +46,11 @@ class DecodeCore:
         self, *, incarnation: str, kv_args: KVArgs, caps: Caps, descriptor: bytes, config: TransferConfig
     ) -> None:
         layout = layout_of(kv_args, backend=caps.name)
-        kv, aux = _wire(kv_args.kv), _wire(kv_args.aux)
         line = LookUpLine()
         self.peers: PeerTable[PrefillPeer] = PeerTable(incarnation=incarnation, config=config)
         self.connections = Connections(
             self.peers,
-            register=lambda dst: Register(incarnation, dst, layout, kv, aux, descriptor),
+            register=lambda dst: Register(incarnation, dst, layout, kv_args.kv, kv_args.aux, descriptor),
             handshake_timeout_s=config.handshake_timeout_s,
         )
         self.proofs = Proofs(self.peers, self.connections, settle_s=caps.settle_s, resend_s=caps.resend_s)
@@ -208,7 +206,3 @@ class DecodeCore:
     def check(self) -> None:
         self.peers.check()
         self.rooms.check()
-
-
-def _wire(region: Region) -> WireRegion:
-    return WireRegion(region.base_ptr, region.num_items, region.item_bytes, region.device)

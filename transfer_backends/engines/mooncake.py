@@ -96,7 +96,7 @@ class MooncakeEngine:
             )
 
     def register(self, regions: Sequence[Region]) -> None:
-        scratch = Region(self._scratch.ctypes.data, 1, SCRATCH_BYTES)
+        scratch = Region(self._scratch.ctypes.data, 1, SCRATCH_BYTES, None)
         for region in (*regions, scratch):
             status = self._engine.register_memory(region.base_ptr, region.size_bytes, _location(region.device))
             if status != 0:

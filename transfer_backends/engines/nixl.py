@@ -125,7 +125,7 @@ class NixlEngine:
                 self.caps = _of_gpu(self.caps)
                 self._context = CudaContext(region.device)
         self._enter()
-        scratch = Region(self._scratch.ctypes.data, 1, SCRATCH_BYTES)
+        scratch = Region(self._scratch.ctypes.data, 1, SCRATCH_BYTES, None)
         for region in (*regions, scratch):
             rows = [(region.base_ptr, region.size_bytes, region.device or 0, "")]
             self._registered.append(self._agent.register_memory(rows, _kind(region.device)))

@@ -1,10 +1,10 @@
 """Registration of decode workers. Pure."""
 
-from transfer_backends.contract import Region
+from transfer_backends.contract import KVArgs, Region
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.peers import Link, PeerTable, Send
-from transfer_backends.prefill.paths import DecodePeer, Path, Paths, PathState, RemoteMemory
-from transfer_backends.wire import Layout, Refused, Register, Registered, WireRegion, clip, layout_conflict
+from transfer_backends.prefill.paths import DecodePeer, Path, Paths, PathState
+from transfer_backends.wire import Refused, Register, Registered, clip, layout_conflict, layout_of
 
 ADDRESS_SPACE = 1 << 64
 MAX_ITEMS = 1 << 31  # page ids are int32
@@ -19,16 +19,15 @@ class PeerAdmission:
         paths: Paths,
         *,
         mark: ProcessMark,
-        layout: Layout,
-        items: tuple[int, int],
+        kv_args: KVArgs,
+        backend: str,
         handshake_timeout_s: float,
     ) -> None:
-        """`items`: bytes of a kv item and of an aux item here."""
         self._peers = peers
         self._paths = paths
         self._mark = mark
-        self._layout = layout
-        self._items = items
+        self._layout = layout_of(kv_args, backend=backend)
+        self._items = (kv_args.kv.item_bytes, kv_args.aux.item_bytes)  # of a page and of a metadata row
         self._handshake_timeout_s = handshake_timeout_s
 
     def register(self, link: Link, message: Register, now_s: float) -> DecodePeer | None:
@@ -101,7 +100,7 @@ class PeerAdmission:
             message.src,
             self._peers.heartbeat(now_s),
             deadline_s=now_s + self._handshake_timeout_s,
-            path=Path(RemoteMemory(_region(message.kv), _region(message.aux), message.descriptor)),
+            path=Path(message),
         )
         self._peers.add(peer)
         self._peers.join(peer, link)
@@ -111,15 +110,11 @@ class PeerAdmission:
         self._peers.send(peer, Registered(*self._peers.address(peer), self._mark))
 
 
-def _is_mapped(region: WireRegion) -> bool:
+def _is_mapped(region: Region) -> bool:
     """Whether no address wraps around: an item of the region is then in the memory that decode meant."""
     return 0 < region.num_items <= MAX_ITEMS and region.base_ptr + region.num_items * region.item_bytes <= ADDRESS_SPACE
 
 
-def _overlap(one: WireRegion, other: WireRegion) -> bool:
+def _overlap(one: Region, other: Region) -> bool:
     first, second = sorted((one, other), key=lambda region: region.base_ptr)
     return one.device == other.device and second.base_ptr < first.base_ptr + first.num_items * first.item_bytes
-
-
-def _region(wire: WireRegion) -> Region:
-    return Region(wire.base_ptr, wire.num_items, wire.item_bytes, wire.device)

@@ -24,7 +24,7 @@ from transfer_backends.prefill.outbox import Outbox
 from transfer_backends.prefill.paths import DecodePeer, Paths
 from transfer_backends.prefill.room import PrefillRoom
 from transfer_backends.prefill.rooms import PrefillRooms
-from transfer_backends.wire import Abort, Bye, Message, Ping, Pong, Recompute, Register, TransferInfo, layout_of
+from transfer_backends.wire import Abort, Bye, Message, Ping, Pong, Recompute, Register, TransferInfo
 
 SCAN_S_A_ROOM = 50e-6  # the more rooms, the rarer the look at their deadlines, so that ticks stay cheap
 
@@ -33,15 +33,14 @@ class PrefillCore:
     def __init__(
         self, *, incarnation: str, mark: ProcessMark, kv_args: KVArgs, caps: Caps, config: TransferConfig
     ) -> None:
-        layout, items = layout_of(kv_args, backend=caps.name), (kv_args.kv.item_bytes, kv_args.aux.item_bytes)
         self.peers: PeerTable[DecodePeer] = PeerTable(incarnation=incarnation, config=config)
         self.paths = Paths(self.peers, settle_s=caps.settle_s, resend_s=caps.resend_s)
         self.admission = PeerAdmission(
             self.peers,
             self.paths,
             mark=mark,
-            layout=layout,
-            items=items,
+            kv_args=kv_args,
+            backend=caps.name,
             handshake_timeout_s=config.handshake_timeout_s,
         )
         self.inbox = Inbox(

@@ -17,11 +17,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-from transfer_backends.contract import Region
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.peers import Peer, PeerTable
 from transfer_backends.timers import RetryTimer, RunningTime
-from transfer_backends.wire import Drained, PollRequest
+from transfer_backends.wire import Drained, PollRequest, Register
 
 FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
@@ -34,22 +33,16 @@ class PathState(Enum):
     FENCING = "fencing"
 
 
-@dataclass(frozen=True)
-class RemoteMemory:
-    kv: Region
-    aux: Region
-    descriptor: bytes
-
-
 @dataclass(eq=False)
 class Path:
-    """`num_ops`: posted and not final. `whole_at_s`: the network took our bytes then, or had none to take.
+    """`memory`: as decode registered it. `num_ops`: posted and not final.
+    `whole_at_s`: the network took our bytes then, or had none to take.
 
     Of a broken path, in running time: `read_until_s`, when it has read its last byte here; `lands_until_s`, when its last byte
     has landed (inf: it is whole). `owed`: rooms whose `Drained` waits for that, with their tries.
     """
 
-    memory: RemoteMemory
+    memory: Register
     state: PathState = PathState.CONNECTING
     num_ops: int = 0
     whole_at_s: float = 0.0
