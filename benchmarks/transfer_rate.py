@@ -77,7 +77,7 @@ def decode_main(backend: str, num_pages: int, page_bytes: int, control: str, inc
     raw = make_engine(backend)
     raw.register([memory.kv_region])
     route = Route(control=control, incarnation=incarnation)
-    manager = DecodeManager(memory.args(), make_engine(backend), TransferConfig(), lookup=lambda _address, _room: route)
+    manager = DecodeManager(memory.args(), make_engine(backend), TransferConfig(), lookup=lambda *_: route)
     manager.start()
     changed = threading.Event()
     manager.set_wakeup(changed.set)

@@ -17,7 +17,8 @@ from engine.kv.page_checksum import PageChecksum
 from engine.loop.role import EngineRole, UnifiedRole
 from transfer_backends.contract import KVArgs, LayerGroup, Region, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
-from transfer_backends.engines.registry import EngineOptions, make_engine
+from transfer_backends.engines.registry import make_engine
+from transfer_backends.ports import Engine
 from transfer_backends.prefill.manager import PrefillManager
 
 LEAST_BYTES = 4 << 20  # that leave while the next chunk computes: fewer disturb it more than they hide
@@ -35,7 +36,7 @@ def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], N
 def _prefill(
     spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers, wakeup: Callable[[], None]
 ) -> PrefillRole:
-    engine = make_engine(spec.disagg.disaggregation_transfer_backend, _options(spec))
+    engine = _engine(spec)
     groups = _layer_groups(spec, parts)
     kv_args = replace(_kv_args(spec, parts, metadata), groups=groups)
     config = _transfer_config(spec)
@@ -66,15 +67,13 @@ def _prefill(
 def _decode(
     spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers, wakeup: Callable[[], None]
 ) -> DecodeRole:
-    backend = spec.disagg.disaggregation_transfer_backend
     config = _transfer_config(spec)
     routes = RouteFinder(secret=config.secret, grace_s=spec.disagg.disaggregation_bootstrap_grace_s)
     manager = DecodeManager(
         _kv_args(spec, parts, metadata),
-        make_engine(backend, _options(spec)),
+        _engine(spec),
         config,
         lookup=routes.find,
-        lookup_any=routes.find_any,
     )
     manager.set_wakeup(wakeup)
     manager.start()
@@ -82,7 +81,7 @@ def _decode(
         scheduler=parts.scheduler,
         manager=manager,
         metadata=metadata,
-        moves_bytes=backend != "fake",
+        moves_bytes=spec.disagg.disaggregation_transfer_backend != "fake",
         prealloc_timeout_s=spec.disagg.disaggregation_prealloc_timeout_s,
         checksum=_checksum(spec, parts),
     )
@@ -115,9 +114,10 @@ def _kv_args(spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers)
     )
 
 
-def _options(spec: SchedulerSpec) -> EngineOptions:
+def _engine(spec: SchedulerSpec) -> Engine:
     disagg = spec.disagg
-    return EngineOptions(
+    return make_engine(
+        disagg.disaggregation_transfer_backend,
         host=spec.control_host,
         fake_delay_s=disagg.fake_transfer_delay_s,
         fake_failure_rate=disagg.fake_transfer_failure_rate,

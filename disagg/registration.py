@@ -65,15 +65,8 @@ class RouteFinder:
         self._lock = threading.Lock()
         self._clock = clock
 
-    def find(self, bootstrap: str, room: int) -> Route:
-        """Return the worker that has the request of `room`. Raises `LookupFailed`."""
-        return self._route(bootstrap, room, any_but=None)
-
-    def find_any(self, bootstrap: str, room: int, but: Sequence[str]) -> Route:
-        """The same for a room that any prefill worker may serve."""
-        return self._route(bootstrap, room, any_but=but)
-
-    def _route(self, bootstrap: str, room: int, *, any_but: Sequence[str] | None) -> Route:
+    def find(self, bootstrap: str, room: int, any_but: Sequence[str] | None) -> Route:
+        """Return the worker that has the request of `room`, or any but those named. Raises `LookupFailed`."""
         try:
             reply = look_up(bootstrap, room, any_but=any_but, secret=self._secret)
         except BootstrapError as error:

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import zmq
@@ -134,13 +135,9 @@ class ListenPort:
         self._waker.clear()
         if self._authenticator is not None:
             self._authenticator.answer()
-        events: list[Event] = []
-        for _ in range(MAX_FRAMES_A_POLL):
-            parts = _receive(self._socket)
-            if parts is None:
-                break
-            events.append(Frame(parts[0], parts[1] if len(parts) == 2 else b""))
-        seen = _drain_monitor(self._monitor)
+        frames = islice(_received(self._socket), MAX_FRAMES_A_POLL)
+        events: list[Event] = [Frame(parts[0], parts[1] if len(parts) == 2 else b"") for parts in frames]
+        seen = _monitored(self._monitor)
         if refused := sum(bool(kind & _REFUSED) for kind in seen):
             events.append(PeersRefused(refused))
         if len(seen) > refused:
@@ -241,34 +238,27 @@ class _Link:
 
 def _link_events(number: int, link: _Link, ready: dict[Any, int]) -> Iterator[Event]:
     if link.dealer in ready:
-        for _ in range(MAX_FRAMES_A_POLL):
-            parts = _receive(link.dealer)
-            if parts is None:
-                break
+        for parts in islice(_received(link.dealer), MAX_FRAMES_A_POLL):
             yield Frame(number, parts[0] if len(parts) == 1 else b"")
     if link.monitor not in ready:
         return
-    seen = _drain_monitor(link.monitor)
+    seen = _monitored(link.monitor)
     for kind in seen:
         link.made |= kind & _MADE
     if any(kind & _GONE for kind in seen):  # a peer that cannot read our greeting hangs up
         yield LinkClosed(number, refused=link.made == zmq.EVENT_CONNECTED)
 
 
-def _receive(source: Any) -> list[bytes] | None:
-    try:
-        parts: list[bytes] = source.recv_multipart(zmq.DONTWAIT)
-        return parts
-    except zmq.Again:
-        return None
+def _received(source: Any) -> Iterator[list[bytes]]:
+    """Yield the messages that wait."""
+    with contextlib.suppress(zmq.Again):
+        while True:
+            yield source.recv_multipart(zmq.DONTWAIT)
 
 
-def _drain_monitor(monitor: Any) -> list[int]:
+def _monitored(monitor: Any) -> list[int]:
     """Return the kinds of the events that waited."""
-    kinds = []
-    while (parts := _receive(monitor)) is not None:
-        kinds.append(int(parse_monitor_message(parts)["event"]))
-    return kinds
+    return [int(parse_monitor_message(parts)["event"]) for parts in _received(monitor)]
 
 
 def _socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> Any:

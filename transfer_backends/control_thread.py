@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from transfer_backends.wire import MalformedFrame, Message, decode, encode
 
 TICK_S = 0.02
 LOG_EVERY_S = 5.0
-JOIN_S = 5.0
+CLOSE_S = 5.0  # for each part of an end
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +31,15 @@ class Core(Protocol):
     def effects(self) -> Effects: ...
     @property
     def peers(self) -> PeerTable[Any]: ...
+    @property
+    def gauges(self) -> dict[str, int]: ...
+    @property
+    def is_quiet(self) -> bool: ...
     def on_message(self, link: Any, message: Message, now_s: float) -> None: ...
     def on_link_closed(self, link: Any, now_s: float, *, refused: bool = False) -> None: ...
     def tick(self, now_s: float) -> None: ...
+    def abort_all(self, reason: str, now_s: float) -> None: ...
+    def send_bye(self) -> None: ...
     def check(self) -> None: ...
 
 
@@ -109,10 +116,39 @@ class ControlThread:
         errors = self.faults["control_errors"]
         assert not errors, f"{errors} internal errors of the control thread, see the log"
 
+    @property
+    def counters(self) -> dict[str, int]:
+        with self.lock:
+            return {**self._core.effects.counters, **self.faults, **self._core.gauges}
+
+    # ---- the end
+
     def first_close(self) -> bool:
         with self.lock:
             first, self._closed = not self._closed, True
         return first
+
+    def abort_all(self) -> None:
+        """Fail every live transfer and notify the peers."""
+        with self.locked() as now_s:
+            self._core.abort_all(f"the {self._name} worker is shutting down", now_s)
+
+    @property
+    def is_quiet(self) -> bool:
+        with self.lock:
+            return self._core.is_quiet
+
+    def drain(self) -> bool:
+        """Wait some seconds for the writes of what was open to end; return True if they have."""
+        deadline_s = time.monotonic() + CLOSE_S
+        while not self.is_quiet and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        return self.is_quiet
+
+    def send_bye(self) -> None:
+        """`Bye` promises that no write is in flight; peers without it fall back to proof of death."""
+        with self.locked():
+            self._core.send_bye()
 
     def close(self) -> None:
         self._stop.set()
@@ -120,7 +156,7 @@ class ControlThread:
         if self._thread.ident is None:
             self.port.close()
         else:
-            self._thread.join(JOIN_S)
+            self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         while not self._stop.is_set():

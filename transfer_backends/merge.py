@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from transfer_backends.contract import Pieces, Region
+from transfer_backends.contract import U64, Pieces, Region
 
 I64 = npt.NDArray[np.int64]
 
@@ -31,26 +31,24 @@ def split_runs(src: I64, dst: I64, lengths: I64, *, max_items: int) -> tuple[I64
 
 def plan_pieces(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, max_piece_bytes: int) -> Pieces:
     """Plan pieces that copy item src_ids[i] of `src` to item dst_ids[i] of `dst` (equal item sizes)."""
-    size = src.item_bytes
     runs = merge_runs(src_ids, dst_ids)
-    s, d, n = split_runs(*runs, max_items=max(1, max_piece_bytes // size))
-    base_src, base_dst = np.uint64(src.base_ptr), np.uint64(dst.base_ptr)
-    return Pieces(
-        src=base_src + s.astype(np.uint64) * np.uint64(size),
-        dst=base_dst + d.astype(np.uint64) * np.uint64(size),
-        lengths=n.astype(np.uint64) * np.uint64(size),
-        src_device=src.device,
-        dst_device=dst.device,
-    )
+    s, d, n = split_runs(*runs, max_items=max(1, max_piece_bytes // src.item_bytes))
+    return _pieces(s, d, n.astype(np.uint64) * np.uint64(src.item_bytes), src=src, dst=dst)
 
 
 def plan_strips(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, begin: int, end: int) -> Pieces:
     """Plan pieces of bytes begin..end of each item. They do not adjoin, so none is merged or split."""
-    size, begin_bytes = np.uint64(src.item_bytes), np.uint64(begin)
+    lengths = np.full(len(src_ids), end - begin, np.uint64)
+    return _pieces(src_ids, dst_ids, lengths, src=src, dst=dst, begin=begin)
+
+
+def _pieces(s: I64, d: I64, lengths: U64, *, src: Region, dst: Region, begin: int = 0) -> Pieces:
+    """Copy `lengths` bytes from byte `begin` of items `s` to byte `begin` of items `d`."""
+    size = np.uint64(src.item_bytes)
     return Pieces(
-        src=np.uint64(src.base_ptr) + src_ids.astype(np.uint64) * size + begin_bytes,
-        dst=np.uint64(dst.base_ptr) + dst_ids.astype(np.uint64) * size + begin_bytes,
-        lengths=np.full(len(src_ids), end - begin, np.uint64),
+        src=np.uint64(src.base_ptr + begin) + s.astype(np.uint64) * size,
+        dst=np.uint64(dst.base_ptr + begin) + d.astype(np.uint64) * size,
+        lengths=lengths,
         src_device=src.device,
         dst_device=dst.device,
     )

@@ -60,8 +60,22 @@ class LayerClock(Protocol):
         """True while progress comes without a wake-up: poll again soon."""
 
 
-class KVSender(Protocol):
-    """Prefill's handle of one transfer. No call blocks; `poll` only reads."""
+class KVTransfer(Protocol):
+    """One side's handle of a transfer. No call blocks; `poll` only reads."""
+
+    def poll(self) -> KVPoll: ...
+
+    def abort(self, reason: str) -> None:
+        """Fail the transfer and notify the peer. A no-op when final."""
+
+    def failure(self) -> str | None: ...
+
+    def close(self) -> None:
+        """Forget the room. Raises RuntimeError before `released()` or `drained()`."""
+
+
+class KVSender(KVTransfer, Protocol):
+    """Prefill's handle."""
 
     @property
     def num_pages(self) -> int | None:
@@ -70,8 +84,6 @@ class KVSender(Protocol):
     @property
     def skip_pages(self) -> int:
         """Pages at the front that decode has already; 0 before `WaitingForInput`."""
-
-    def poll(self) -> KVPoll: ...
 
     def send(
         self, src_pages: Sequence[int], *, start: int, metadata_row: int | None = None, gate: Gate | None = None
@@ -82,22 +94,12 @@ class KVSender(Protocol):
         `gate`: opens when the pages are complete; gates come in the order of steps, never with the row.
         """
 
-    def abort(self, reason: str) -> None:
-        """Fail the transfer and notify decode. A no-op when final."""
-
-    def failure(self) -> str | None: ...
-
     def released(self) -> bool:
         """True once the state is final and no operation reads the source pages, which may then be reused."""
 
-    def close(self) -> None:
-        """Forget the room. Raises RuntimeError before `released()`."""
 
-
-class KVReceiver(Protocol):
-    """Decode's handle of one transfer. No call blocks; `poll` only reads."""
-
-    def poll(self) -> KVPoll: ...
+class KVReceiver(KVTransfer, Protocol):
+    """Decode's handle."""
 
     def provide(
         self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0, work: Work | None = None
@@ -107,21 +109,12 @@ class KVReceiver(Protocol):
         `work`: what prefill has to compute for a room attempt above 0; attempt 0 has a request there.
         """
 
-    def abort(self, reason: str) -> None:
-        """Fail the transfer and notify prefill. A no-op when final."""
-
-    def failure(self) -> str | None: ...
-
     def retries(self) -> int:
         """Times that prefill started over after a failed write."""
 
     def drained(self) -> bool:
-        """True once no write to the given pages is in flight or can start."""
-
-    def close(self) -> None:
-        """Forget the room. Raises RuntimeError when not final or not `drained()`."""
+        """True once the state is final and no write to the given pages is in flight or can start."""
 
 
-Lookup = Callable[[str, int], Route]  # (bootstrap "host:port", room); blocks; raises LookupFailed; runs off-thread
-# The same for a room that any prefill worker may serve, but for the incarnations that the third argument names.
-LookupAny = Callable[[str, int, Sequence[str]], Route]
+# (bootstrap "host:port", room, any_but: LookUp's); blocks; raises LookupFailed; runs off-thread
+Lookup = Callable[[str, int, Sequence[str] | None], Route]

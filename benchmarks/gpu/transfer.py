@@ -185,7 +185,7 @@ def main() -> None:
     args = parser.parse_args()
     memory = DeviceMemory(num_pages=args.num_pages, page_bytes=args.page_bytes, device=torch.device(args.device))
     route = Route(control=args.control, incarnation=args.incarnation)
-    manager = DecodeManager(memory.args, make_engine("nixl"), TransferConfig(), lookup=lambda _address, _room: route)
+    manager = DecodeManager(memory.args, make_engine("nixl"), TransferConfig(), lookup=lambda *_: route)
     manager.start()
     changed = threading.Event()
     manager.set_wakeup(changed.set)

@@ -51,7 +51,7 @@ def free_address() -> Iterator[str]:
 
 def failure(look_ups: RouteFinder, server: str) -> LookupFailed:
     with pytest.raises(LookupFailed) as caught:
-        look_ups.find(server, 1)
+        look_ups.find(server, 1, None)
     return caught.value
 
 

@@ -171,8 +171,8 @@ def test_a_pool_that_is_said_to_be_longer_than_it_is_stays_as_it_is(scene: Scene
 
 LISTENING = """
 import psutil, sys
-from transfer_backends.engines.registry import EngineOptions, make_engine
-engine = make_engine(sys.argv[1], EngineOptions(host="127.0.0.1"))
+from transfer_backends.engines.registry import make_engine
+engine = make_engine(sys.argv[1], host="127.0.0.1")
 engine.register([])
 print(*[c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"])
 engine.close()

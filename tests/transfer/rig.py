@@ -118,7 +118,7 @@ class Pair:
         self.prefill.start()
         self.decode.start()
 
-    def _look_up(self, bootstrap: str, room: int) -> Route:
+    def _look_up(self, bootstrap: str, room: int, any_but: object) -> Route:
         if self.route is None:
             raise LookupFailed("no worker is registered")
         return self.route

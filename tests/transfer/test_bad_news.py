@@ -123,7 +123,9 @@ def test_the_death_of_decode() -> None:
 def test_the_death_of_prefill_and_its_next_life_at_the_same_address_within_a_heartbeat() -> None:
     routes: list[Route] = []
     pool = Pool(num_pages=16, page_bytes=64, seed=None)
-    decode = DecodeManager(pool.args, FakeEngine(), TransferConfig(**NO_CLOCK), lookup=lambda server, room: routes[-1])
+    decode = DecodeManager(
+        pool.args, FakeEngine(), TransferConfig(**NO_CLOCK), lookup=lambda server, room, _: routes[-1]
+    )
     decode.start()
     try:
         with child("prefill") as old:

@@ -20,7 +20,7 @@ from tests.transfer.pool import Pool
 from tests.transfer.rig import ChildWorker, until
 from transfer_backends.contract import NOTHING_YET, Gate, LayerGroup, Progress, Route, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
-from transfer_backends.engines.registry import EngineOptions, make_engine
+from transfer_backends.engines.registry import make_engine
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.ports import KVSender
 from transfer_backends.prefill.manager import PrefillManager
@@ -28,7 +28,7 @@ from transfer_backends.prefill.manager import PrefillManager
 NUM_PAGES, PAGE_BYTES = 1024, 32768
 CONFIG = {"heartbeat_interval_s": 0.2, "heartbeat_max_failures": 3, "handshake_timeout_s": 5.0}
 # The fake engine takes its time, so that an abort can hit a transfer under way.
-FAKE = EngineOptions(fake_delay_s=0.02)
+FAKE = {"fake_delay_s": 0.02}
 GROUPS = (LayerGroup(2, 8192), LayerGroup(3, 12288), LayerGroup(6, PAGE_BYTES))
 EMPTY = hashlib.sha256(b"").hexdigest()
 
@@ -53,13 +53,13 @@ class Prefill:
         self.pool = Pool(num_pages=NUM_PAGES, page_bytes=PAGE_BYTES, seed=1)
         self.clock = HandClock()
         args = replace(self.pool.args, groups=GROUPS)
-        engine = make_engine(backend, FAKE)
+        engine = make_engine(backend, **FAKE)
         self.manager = PrefillManager(args, engine, TransferConfig(**CONFIG), layers=self.clock)
         self.manager.start()
         self.rooms = iter(range(1, 1 << 40))
 
     def decode(self, **pool: Any) -> ChildWorker:
-        options = {"fake_delay_s": FAKE.fake_delay_s}
+        options = FAKE
         spec = {"num_pages": NUM_PAGES, "page_bytes": PAGE_BYTES, "seed": None, **pool}
         child = ChildWorker(role="decode", backend=self.backend, pool=spec, config=CONFIG, engine=options)
         child.route("b", self.manager.control_address, self.manager.incarnation)
@@ -284,10 +284,10 @@ class Decode:
         self.pool = Pool(num_pages=NUM_PAGES, page_bytes=PAGE_BYTES, seed=None)
         self.route: Route | None = None
         config = TransferConfig(**CONFIG)
-        self.manager = DecodeManager(self.pool.args, make_engine(backend, FAKE), config, lookup=self.look_up)
+        self.manager = DecodeManager(self.pool.args, make_engine(backend, **FAKE), config, lookup=self.look_up)
         self.manager.start()
 
-    def look_up(self, bootstrap: str, room: int) -> Route:
+    def look_up(self, bootstrap: str, room: int, any_but: object) -> Route:
         assert self.route is not None
         return self.route
 

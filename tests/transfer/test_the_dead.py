@@ -3,7 +3,7 @@
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from transfer_backends.decode.rooms import MAX_PENDING_ABORTS
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import UNMARKED, Liveness
+from transfer_backends.ports import Lookup
 from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.wire import Abort, Registered, TransferInfo
 
@@ -39,7 +40,7 @@ class Workers:
 
     ends: contextlib.ExitStack
 
-    def decode(self, look_up: Callable[[str, int], Route]) -> DecodeManager:
+    def decode(self, look_up: Lookup) -> DecodeManager:
         pool = Pool(num_pages=16, page_bytes=64, seed=0)
         return self._started(DecodeManager(pool.args, FakeEngine(), PATIENT, lookup=look_up))
 
@@ -61,7 +62,7 @@ def closed_port() -> int:
 def test_a_room_whose_owner_is_gone_fails_long_before_the_handshake_times_out(workers: Workers) -> None:
     """The bootstrap server still lists a worker that was killed: its control port refuses, and that is proof."""
     route = Route(f"127.0.0.1:{closed_port()}", "dead", shared=True)
-    decode = workers.decode(lambda server, room: route)
+    decode = workers.decode(lambda server, room, _: route)
     first, second = (decode.receiver(room, bootstrap="b") for room in (1, 2))
     second.abort("user")
     second.close()
@@ -83,7 +84,7 @@ def test_dead_and_mute_peers_slow_nobody_else(workers: Workers) -> None:
             "good": Route(prefill.control_address, prefill.incarnation),
         }
 
-        def look_up(server: str, room: int) -> Route:
+        def look_up(server: str, room: int, any_but: object) -> Route:
             if server == "hangs":
                 hang.wait(30.0)
             return routes.get(server, routes["gone"])
@@ -113,7 +114,7 @@ def test_a_bootstrap_server_that_hangs_slows_nobody_else(workers: Workers) -> No
     hang, asked, prefill = threading.Event(), list[int](), workers.prefill()
     good = Route(prefill.control_address, prefill.incarnation)
 
-    def look_up(server: str, room: int) -> Route:
+    def look_up(server: str, room: int, any_but: object) -> Route:
         if server != "hangs":
             return good
         asked.append(room)
@@ -143,7 +144,7 @@ def test_a_restart_is_noticed_on_the_first_message(workers: Workers) -> None:
     prefill, fresh = workers.prefill(), workers.prefill()
     route = Route(fresh.control_address, prefill.incarnation, shared=True)  # another incarnation has the address by now
     prefill.close()
-    decode = workers.decode(lambda server, room: route)
+    decode = workers.decode(lambda server, room, _: route)
     receiver = decode.receiver(1, bootstrap="b")
     until(lambda: receiver.poll() is KVPoll.Failed)
     assert "has ended" in receiver.failure()

@@ -36,7 +36,7 @@ def test_any_prefill_serves_any_decode(shared: bool, num_prefills: int) -> None:
     address = f"127.0.0.1:{server.port}"
     pool = Pool(num_pages=16, page_bytes=64, seed=None)
     routes = RouteFinder(secret=SECRET, grace_s=5.0)
-    decode = DecodeManager(pool.args, FakeEngine(), CONFIG, lookup=routes.find, lookup_any=routes.find_any)
+    decode = DecodeManager(pool.args, FakeEngine(), CONFIG, lookup=routes.find)
     decode.start()
     prefills: list[tuple[PrefillManager, Registrar]] = []
     try:

@@ -13,7 +13,7 @@ from typing import Any
 from tests.transfer.pool import Pool
 from transfer_backends.contract import Route, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
-from transfer_backends.engines.registry import EngineOptions, make_engine
+from transfer_backends.engines.registry import make_engine
 from transfer_backends.ports import KVReceiver, KVSender
 from transfer_backends.prefill.manager import PrefillManager
 
@@ -21,13 +21,13 @@ from transfer_backends.prefill.manager import PrefillManager
 class Child:
     def __init__(self, spec: dict[str, Any]) -> None:
         self.pool = Pool(**spec["pool"])
-        engine = make_engine(spec["backend"], EngineOptions(**spec.get("engine", {})))
+        engine = make_engine(spec["backend"], **spec.get("engine", {}))
         config = TransferConfig(**spec.get("config", {}))
         self.routes: dict[str, Route] = {}
         self.rooms: dict[int, Any] = {}
         self.manager: Any
         if spec["role"] == "decode":
-            self.manager = DecodeManager(self.pool.args, engine, config, lookup=lambda b, room: self.routes[b])
+            self.manager = DecodeManager(self.pool.args, engine, config, lookup=lambda b, room, _: self.routes[b])
         else:
             self.manager = PrefillManager(self.pool.args, engine, config)
         self.manager.start()

@@ -62,7 +62,7 @@ class Target:
         self.prefill.start()
         self.decode.start()
 
-    def _look_up(self, bootstrap: str, room: int) -> Route:
+    def _look_up(self, bootstrap: str, room: int, any_but: object) -> Route:
         return self._routes[bootstrap]
 
     def attack(self, data: bytes) -> None:

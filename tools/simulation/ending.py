@@ -13,7 +13,8 @@ from engine.messages import Shutdown
 from tools.simulation.router import Router
 from tools.simulation.worker import Worker
 from tools.simulation.world import Process, Violation
-from transfer_backends.prefill.manager import CLOSE_S, PrefillManager
+from transfer_backends.control_thread import CLOSE_S
+from transfer_backends.prefill.manager import PrefillManager
 
 STEP_S = 0.01
 SLACK_S = 2.0  # turns of loops, of registrars, delays
@@ -58,7 +59,9 @@ class WorkerEnding:
         if isinstance(manager, PrefillManager):
             self._worker.registrar.close()
             self._demand_left()
-        manager.fail_open()
+        manager.control.abort_all()
+        if isinstance(manager, PrefillManager):
+            manager.wake_sender()
         self._wait(self._process.clock() + CLOSE_S)
 
     def _demand_left(self) -> None:
@@ -70,14 +73,14 @@ class WorkerEnding:
                 raise Violation(f"{name}: ends without leaving its bootstrap server")
 
     def _wait(self, deadline_s: float) -> None:
-        manager = self._worker.manager
-        if not manager.is_quiet and self._process.clock() < deadline_s:
+        manager, control = self._worker.manager, self._worker.manager.control
+        if not control.is_quiet and self._process.clock() < deadline_s:
             self._process.after(STEP_S, "closing", self._wait, deadline_s)
             return
-        if not manager.driver.busy if isinstance(manager, PrefillManager) else manager.is_quiet:
-            manager.send_bye()
-        manager.control.turn(0)
-        manager.control.port.close()
+        if not manager.driver.busy if isinstance(manager, PrefillManager) else control.is_quiet:
+            control.send_bye()
+        control.turn(0)
+        control.port.close()
         self._process.exit()
 
 

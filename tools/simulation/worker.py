@@ -153,8 +153,7 @@ class Worker:
             self.kv_args,
             self._engine(lambda: None),
             self.around.config,
-            lookup=lambda bootstrap, room: self._look_up(bootstrap, room, None),
-            lookup_any=self._look_up,
+            lookup=self._look_up,
             clock=self.process.clock,
             environment=self._environment(),
         )

@@ -88,6 +88,20 @@ class DecodeCore:
         self.finder.seek(opened, now_s)
         return opened
 
+    @property
+    def gauges(self) -> dict[str, int]:
+        pending, exposed = self.rooms.num_pending_aborts, self.rooms.num_exposed
+        return {
+            "rooms": len(self.rooms) - pending,
+            "farewells": pending,
+            "peers": len(self.peers),
+            "exposed_rooms": exposed,
+        }
+
+    def abort_all(self, reason: str, now_s: float) -> None:
+        for room in self.rooms:
+            self.rooms.abort(room, reason, now_s)
+
     def send_bye(self) -> None:
         for peer in self.peers:
             if peer.live:

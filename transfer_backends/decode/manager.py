@@ -16,11 +16,10 @@ from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.fake_transfer import FakeTransfer
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.peers import Link
-from transfer_backends.ports import Engine, KVReceiver, Lookup, LookupAny
+from transfer_backends.ports import Engine, KVReceiver, Lookup
 
 EAGER_POLL_S = 0.001  # of an engine that needs it, while a peer waits for that
 NUM_LOOKUP_THREADS = 8 * MAX_LOOKUPS_A_SERVER  # started when needed; 7 servers may hang and slow no other look-up
-CLOSE_S = 5.0
 
 Command = Connect | Disconnect | LookUp | Prove
 
@@ -28,7 +27,7 @@ Command = Connect | Disconnect | LookUp | Prove
 class DecodeManager:
     """Receives KV pages into this worker's pool. Only `close` blocks; if it returns False, the memory must stay mapped.
 
-    `lookup` finds the prefill worker of a room, off-thread, in a few seconds; `lookup_any`: for rooms that any may serve.
+    `lookup` finds the prefill worker of a room, off-thread, in a few seconds.
     """
 
     def __init__(
@@ -38,7 +37,6 @@ class DecodeManager:
         config: TransferConfig,
         *,
         lookup: Lookup,
-        lookup_any: LookupAny | None = None,
         clock: Clock = time.monotonic,
         environment: Environment = THIS_MACHINE,
     ) -> None:
@@ -46,7 +44,6 @@ class DecodeManager:
         self._engine = engine
         self._clock = clock
         self._lookup = lookup
-        self._lookup_any = lookup_any or (lambda bootstrap, room, _: lookup(bootstrap, room))
         engine.register([kv_args.kv, kv_args.aux])
         self.core = DecodeCore(
             incarnation=self.incarnation,
@@ -89,15 +86,7 @@ class DecodeManager:
 
     @property
     def counters(self) -> dict[str, int]:
-        with self.control.lock:
-            rooms = self.core.rooms
-            gauges = {
-                "rooms": len(rooms) - rooms.num_pending_aborts,
-                "farewells": rooms.num_pending_aborts,
-                "peers": len(self.core.peers),
-                "exposed_rooms": rooms.num_exposed,
-            }
-            return {**self.core.effects.counters, **self.control.faults, **gauges}
+        return self.control.counters
 
     def close(self) -> bool:
         """Abort what is open, wait some seconds for it to drain, end the threads.
@@ -105,34 +94,17 @@ class DecodeManager:
         False: a peer may still write into the pool; the engine stays up.
         """
         if not self.control.first_close():
-            return self.is_quiet
-        self.fail_open()
-        deadline_s = time.monotonic() + CLOSE_S
-        while not self.is_quiet and time.monotonic() < deadline_s:
-            time.sleep(0.001)
-        drained = self.is_quiet
+            return self.control.is_quiet
+        self.control.abort_all()
+        drained = self.control.drain()
         if drained:
-            self.send_bye()
+            self.control.send_bye()
         self.control.close()
         for pool in (self._lookup_pool, self._proof_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         if drained:
             self._engine.close()
         return drained
-
-    def fail_open(self) -> None:
-        """First step of `close`: end every live transfer and notify prefill."""
-        with self.control.locked() as now_s:
-            for room in self.core.rooms:
-                self.core.rooms.abort(room, "the decode worker is shutting down", now_s)
-
-    @property
-    def is_quiet(self) -> bool:
-        return self.core.is_quiet
-
-    def send_bye(self) -> None:
-        with self.control.locked():
-            self.core.send_bye()
 
     # ---- control thread
 
@@ -159,21 +131,16 @@ class DecodeManager:
 
     def _look_up(self, item: LookUp) -> None:
         try:
-            if item.any_but is None:
-                route = self._lookup(item.bootstrap, item.room)
-            else:
-                route = self._lookup_any(item.bootstrap, item.room, item.any_but)
-        except LookupFailed as error:
-            self._on_lookup_failed(item, error)
+            route = self._lookup(item.bootstrap, item.room, item.any_but)
         except Exception as error:
-            self._on_lookup_failed(item, LookupFailed(f"bootstrap look-up: {type(error).__name__}: {error}"))
+            failure = error
+            if not isinstance(failure, LookupFailed):
+                failure = LookupFailed(f"bootstrap look-up: {type(error).__name__}: {error}")
+            with self.control.locked() as now_s:
+                self.core.finder.on_lookup_failed(item.bootstrap, item.room, failure, now_s)
         else:
             with self.control.locked() as now_s:
                 self.core.finder.on_route(item.bootstrap, item.room, route, now_s)
-
-    def _on_lookup_failed(self, item: LookUp, error: LookupFailed) -> None:
-        with self.control.locked() as now_s:
-            self.core.finder.on_lookup_failed(item.bootstrap, item.room, error, now_s)
 
     def _prove(self, item: Prove) -> None:
         proof = self._liveness(item.mark, item.control)

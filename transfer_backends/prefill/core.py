@@ -72,6 +72,14 @@ class PrefillCore:
     def is_quiet(self) -> bool:
         return self.outbox.num_inflight == 0 and all(room.quiet for room in self.rooms)
 
+    @property
+    def gauges(self) -> dict[str, int]:
+        return {"rooms": len(self.rooms), "peers": len(self.peers.linked())}
+
+    def abort_all(self, reason: str, now_s: float) -> None:
+        for room in self.rooms:
+            self.rooms.abort(room, reason)
+
     def send_bye(self) -> None:
         """Send `Bye` to the peers whose memory no operation can still write."""
         busy = {room.peer for room in self.rooms if not room.quiet}

@@ -4,8 +4,6 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from transfer_backends.contract import OpState
@@ -26,12 +24,6 @@ log = logging.getLogger(__name__)
 Task = Post | ConnectPeer | FencePeer
 
 
-@dataclass(eq=False)
-class Running:
-    task: Task
-    op: Any
-
-
 class EngineDriver:
     """Polls often while operations end, and less and less often while none does."""
 
@@ -49,7 +41,7 @@ class EngineDriver:
         self._core = core
         self._locked = locked
         self._peers: dict[str, Any] = {}
-        self._running: list[Running] = []
+        self._running: list[tuple[Task, Any]] = []  # with the engine's operation
         self._dropping: list[str] = []
         self._event = threading.Event()
         self._stop = False
@@ -118,7 +110,7 @@ class EngineDriver:
     def _request_polls(self, now_s: float) -> None:
         """Ask peers with pending writes to poll their engine, if it needs that."""
         if self._engine.caps.target_must_poll:
-            for incarnation in {running.task.incarnation for running in self._running}:
+            for incarnation in {task.incarnation for task, _ in self._running}:
                 self._core.paths.on_pending(incarnation, now_s)
 
     def _post(self, posts: list[Post]) -> None:
@@ -127,11 +119,8 @@ class EngineDriver:
         for post in posts:
             if (post.key, post.write_try) in refused:
                 self._finish([(post, False)], error="a write before it was refused")
-            elif not self._start(post, partial(self._post_one, post)):
+            elif not self._start(post):
                 refused.add((post.key, post.write_try))
-
-    def _post_one(self, post: Post, peer: Any) -> Any:
-        return self._engine.post(peer, post.pieces)
 
     def _execute(self, command: Command) -> None:
         if isinstance(command, ConnectPeer):
@@ -139,7 +128,7 @@ class EngineDriver:
                 self._dropping.remove(command.incarnation)
             self._connect(command)
         elif isinstance(command, FencePeer):
-            self._start(command, self._engine.fence)
+            self._start(command)
         else:
             self._dropping.append(command.incarnation)
 
@@ -150,13 +139,12 @@ class EngineDriver:
         except Exception as error:
             self._finish([(command, False)], error=f"{type(error).__name__}: {error}")
             return
-        self._start(command, self._engine.probe)
+        self._start(command)
 
-    def _start(self, task: Task, begin: Callable[[Any], Any]) -> bool:
+    def _start(self, task: Task) -> bool:
         """Return False if the engine refused; the core knows then."""
-        incarnation = task.incarnation
         try:
-            self._running.append(Running(task, begin(self._peers[incarnation])))
+            self._running.append((task, self._begin(task, self._peers[task.incarnation])))
             return True
         except KeyError:
             self._finish([(task, False)], error="the engine is not connected")
@@ -164,16 +152,23 @@ class EngineDriver:
             self._finish([(task, False)], error=f"{type(error).__name__}: {error}")
         return False
 
+    def _begin(self, task: Task, peer: Any) -> Any:
+        if isinstance(task, Post):
+            return self._engine.post(peer, task.pieces)
+        return self._engine.fence(peer) if isinstance(task, FencePeer) else self._engine.probe(peer)
+
     def _poll(self) -> bool:
-        ended = []
-        for running in self._running:
-            state = self._engine.poll(running.op)
-            if state is not OpState.PENDING:
-                ended.append((running, state is OpState.DONE))
+        pending: list[tuple[Task, Any]] = []
+        ended: list[tuple[Task, bool]] = []
+        for task, op in self._running:
+            state = self._engine.poll(op)
+            if state is OpState.PENDING:
+                pending.append((task, op))
+            else:
+                ended.append((task, state is OpState.DONE))
         if ended:
-            gone = {id(running) for running, _ in ended}
-            self._running = [running for running in self._running if id(running) not in gone]
-            self._finish([(running.task, ok) for running, ok in ended], error="the connection to its memory broke")
+            self._running = pending
+            self._finish(ended, error="the connection to its memory broke")
         return bool(ended)
 
     def _finish(self, tasks: list[tuple[Task, bool]], *, error: str = "") -> None:
@@ -198,7 +193,7 @@ class EngineDriver:
     def _drop_quiet(self) -> None:
         """Disconnect dropped peers once none of their operations is pending."""
         if self._dropping:
-            busy = {running.task.incarnation for running in self._running}
+            busy = {task.incarnation for task, _ in self._running}
             for incarnation in [name for name in self._dropping if name not in busy]:
                 self._dropping.remove(incarnation)
                 self._disconnect(incarnation)

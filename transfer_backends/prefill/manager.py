@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from transfer_backends.contract import Clock, Gate, KVArgs, RecomputeRequest, TransferConfig
-from transfer_backends.control_thread import ControlThread
+from transfer_backends.control_thread import CLOSE_S, ControlThread
 from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.fake_transfer import FakeTransfer
 from transfer_backends.kvpoll import KVPoll
@@ -16,8 +16,6 @@ from transfer_backends.prefill.driver import EngineDriver
 from transfer_backends.prefill.posts import Chunk
 from transfer_backends.prefill.room import PrefillRoom
 from transfer_backends.prefill.rooms import PrefillRooms
-
-CLOSE_S = 5.0
 
 
 class PrefillManager:
@@ -79,41 +77,21 @@ class PrefillManager:
 
     @property
     def counters(self) -> dict[str, int]:
-        with self.control.lock:
-            gauges = {"rooms": len(self.core.rooms), "peers": len(self.core.peers.linked())}
-            return {**self.core.effects.counters, **self.control.faults, **gauges}
+        return self.control.counters
 
     def close(self) -> None:
         """Abort what is open, wait some seconds for posted operations, send `Bye`, end the threads."""
         if not self.control.first_close():
             return
-        self.fail_open()
-        deadline_s = time.monotonic() + CLOSE_S
-        while not self.is_quiet and time.monotonic() < deadline_s:
-            time.sleep(0.001)
+        self.control.abort_all()
+        self.driver.wake()
+        self.control.drain()
         quiet = self.driver.close(CLOSE_S)
         if quiet:
-            self.send_bye()
+            self.control.send_bye()
         self.control.close()
         if quiet:
             self._engine.close()
-
-    def fail_open(self) -> None:
-        """First step of `close`: end every live transfer and notify decode."""
-        with self.control.locked():
-            for room in self.core.rooms:
-                self.core.rooms.abort(room, "the prefill worker is shutting down")
-        self.driver.wake()
-
-    @property
-    def is_quiet(self) -> bool:
-        with self.control.lock:
-            return self.core.is_quiet
-
-    def send_bye(self) -> None:
-        """Last step of `close`. `Bye` promises that no write is in flight; peers without it fall back to proof of death."""
-        with self.control.locked():
-            self.core.send_bye()
 
     def _wake_driver(self) -> None:
         if self.core.wants_driver:

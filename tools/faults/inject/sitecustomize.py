@@ -59,7 +59,7 @@ def _install(folder: str) -> None:
                     return OpState.FAILED
             return self._engine.poll(op.inner)
 
-    registry.make_engine = lambda name, options=None: Switched(make_engine(name, options))
+    registry.make_engine = lambda name, **options: Switched(make_engine(name, **options))
     _install_steps(Path(folder) / "steps")
 
 
