@@ -32,7 +32,7 @@ from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
 from engine.core.plan import Plan
 from engine.core.request import Request
-from engine.executor.model_runner import Forward, ModelRunner
+from engine.executor.model_runner import ModelRunner
 from engine.executor.sample_pass import StepOutput
 from engine.loop.pipeline import Pipeline
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
@@ -65,10 +65,10 @@ class TimedRunner:
         self.steps.append((not plan.extend and bool(plan.items), begin, self._mark()))
         return output
 
-    def forward(self, plan: Plan, out: Forward) -> None:
+    def forward(self, plan: Plan) -> torch.Tensor | None:
         raise AssertionError("a step in two halves: only grammars ask for one")
 
-    def draw(self, plan: Plan, forward: Forward) -> StepOutput:
+    def sample(self, plan: Plan, hidden: torch.Tensor | None) -> StepOutput:
         raise AssertionError("a step in two halves: only grammars ask for one")
 
 

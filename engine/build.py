@@ -11,14 +11,13 @@ from engine.config import EngineConfig
 from engine.core.cache_events import CacheEvents
 from engine.core.finish import TailTexts
 from engine.core.growth import MeasuredGrowth
-from engine.core.host_cache import HostCache
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
-from engine.device import Device, MakeCapture, allocate_pool, build_device, default_capture
+from engine.device import Device, MakeCapture, allocate_pool, build_device
 from engine.executor.weights import WeightUpdater
 from engine.hicache.build import build_host_tier
 from engine.hicache.disk import Disk
@@ -103,13 +102,16 @@ def build_engine(
         model,
         pool,
         host_pool=tier.pool if tier else None,
-        capture=capture or (default_capture(config) if use.decodes else None),
-        tapes=use.decodes,
+        capture=capture,
+        records=use.decodes,
         progress=progress,
     )
     published = parse_kv_events_config(config.kv_events_config) is not None and not config.disable_radix_cache
     events = CacheEvents(page_size=config.page_size) if published else None
-    memory = _memory(config, pool.num_pages, host=tier.cache if tier else None, events=events)
+    host = tier.cache if tier else None
+    allocator = PageAllocator(num_pages=pool.num_pages, page_size=config.page_size)
+    cache = RadixCache(allocator, enabled=not config.disable_radix_cache, below=host, listener=events)
+    memory = Memory(allocator=allocator, cache=cache, host=host)
     num_ids = min(model_config.vocab_size, num_token_ids or model_config.vocab_size)
     return EngineParts(
         config=config,
@@ -130,12 +132,6 @@ def build_engine(
         disk=tier.disk if tier else None,
         events=events,
     )
-
-
-def _memory(config: EngineConfig, num_pages: int, *, host: HostCache | None, events: CacheEvents | None) -> Memory:
-    allocator = PageAllocator(num_pages=num_pages, page_size=config.page_size)
-    cache = RadixCache(allocator, enabled=not config.disable_radix_cache, below=host, listener=events)
-    return Memory(allocator=allocator, cache=cache, host=host)
 
 
 def _scheduler(

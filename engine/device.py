@@ -22,9 +22,8 @@ from engine.executor.sample_pass import SamplePass
 from engine.executor.stream import CudaStream, InlineStream, Stream, ThreadStream
 from engine.kernels.linear import linear_kernel
 from engine.kernels.tape import tape_library
-from engine.kv.cache_spec import CacheSpec
 from engine.kv.host_pool import HostPool
-from engine.kv.kv_pool import DTYPES, KVPool
+from engine.kv.kv_pool import DTYPES, CacheSpec, KVPool
 from engine.kv.page_backup import PageBackup
 from engine.kv.page_table import PageTable
 from engine.lora.bank import AdapterBank
@@ -63,12 +62,13 @@ def build_device(
     *,
     host_pool: HostPool | None,
     capture: MakeCapture | None,
-    tapes: bool,
+    records: bool,
     progress: bool,
 ) -> Device:
     """Put `model` and `pool` under an executor and record its decode steps. Raises ConfigError.
 
-    `config` is resolved. `capture`: records decode graphs; None: there are none, but, with `tapes`, tapes of C kernels.
+    `config` is resolved. `records`: whether decode steps are recorded, as CUDA graphs or as tapes of C kernels. `capture`:
+    records graphs in place of CUDA.
     """
     assert config.num_threads is not None and config.context_length is not None, "resolved"
     device, num_slots = pool.device, config.max_running_requests
@@ -79,6 +79,9 @@ def build_device(
     layers = LayerMarks(device)
     bank = AdapterBank() if config.enable_lora else None
     graphs = None
+    records = records and not config.disable_cuda_graph
+    if capture is None and records and device.type == "cuda":
+        capture = partial(CudaCapture, device)
     if capture is not None and isinstance(backend, CapturableBackend):
         graphs = DecodeGraphs(
             sizes=graph_sizes(
@@ -94,7 +97,7 @@ def build_device(
     elif capture is not None:
         log.warning("no decode graphs: the attention backend asks the host for lengths; triton does not")
     by_c_kernels = config.dtype == "bfloat16" and isinstance(backend, CpuBackend) and backend.has_kernel
-    taped = tapes and capture is None and not config.disable_cuda_graph and by_c_kernels
+    taped = records and capture is None and by_c_kernels
     taped = taped and linear_kernel() is not None and tape_library() is not None
     decode_tapes = DecodeTapes() if taped else None
     forward_pass = ForwardPass(
@@ -167,12 +170,6 @@ def allocate_pool(config: EngineConfig, specs: Sequence[CacheSpec]) -> KVPool:
     if config.prefault_kv and device.type == "cpu":
         pool.buffer.zero_()
     return pool
-
-
-def default_capture(config: EngineConfig) -> MakeCapture | None:
-    """Return CUDA graphs on cuda, unless --disable-cuda-graph is given."""
-    device = torch.device(config.device)
-    return partial(CudaCapture, device) if device.type == "cuda" and not config.disable_cuda_graph else None
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -27,7 +27,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def hosts(self) -> list[str]:
         """Return the addresses to bind. Raises ConfigError."""
-        return [split_endpoint(e)[0] for e in (self.endpoint, self.replay_endpoint) if e is not None]
+        return [_host(e) for e in (self.endpoint, self.replay_endpoint) if e is not None]
 
 
 def parse_kv_events_config(text: str | None) -> KVEventsConfig | None:
@@ -46,10 +46,10 @@ def parse_kv_events_config(text: str | None) -> KVEventsConfig | None:
     return config
 
 
-def split_endpoint(endpoint: str) -> tuple[str, str]:
-    """Return (host, port) of tcp://HOST:PORT; the port is a number or *. Raises ConfigError."""
+def _host(endpoint: str) -> str:
+    """Return the host of tcp://HOST:PORT; the port is a number or *. Raises ConfigError."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     is_port = port == "*" or (port.isdecimal() and int(port) < 65536)
     if not endpoint.startswith("tcp://") or not host or not is_port:
         raise ConfigError(f"{FLAG}: {endpoint!r} is no address to bind; give tcp://HOST:PORT")
-    return host.strip("[]"), port
+    return host.strip("[]")

@@ -15,8 +15,7 @@ from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
 from engine.kernels.triton_decode import DecodeTiles, decode, decode_tiles, split_list
 from engine.kernels.triton_extend import ExtendTiles, extend, extend_tiles
-from engine.kv.cache_spec import CacheSpec
-from engine.kv.kv_pool import KVPool
+from engine.kv.kv_pool import CacheSpec, KVPool
 from engine.kv.step_batch import StepBatch
 
 PAGE_SIZE = 16

@@ -12,7 +12,6 @@ After SGLang's HiCache.
 """
 
 from collections import Counter
-from dataclasses import dataclass
 
 from engine.core.disk_index import DiskIndex
 from engine.core.disk_tier import DiskTier
@@ -28,26 +27,26 @@ USES_TO_WRITE = {"write_through": 1, "write_through_selective": 2}  # requests t
 TIERS = ("device", "host", "disk")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostCacheSettings:
-    """Flags of the same names. `run_id`: of RequestKeys."""
-
-    write_policy: str = "write_through"
-    prefetch_policy: str = "best_effort"
-    prefetch_timeout_s: float = 1.0
-    run_id: str = ""
-
-
 class HostCache:
+    """Policies as the flags of these names. `run_id`: of RequestKeys."""
+
     def __init__(
-        self, *, num_pages: int, identity: KVIdentity, settings: HostCacheSettings, disk: DiskIndex | None = None
+        self,
+        *,
+        num_pages: int,
+        identity: KVIdentity,
+        run_id: str = "",
+        write_policy: str = "write_through",
+        disk: DiskIndex | None = None,
+        prefetch_policy: str = "best_effort",
+        prefetch_timeout_s: float = 1.0,
     ) -> None:
-        assert settings.write_policy in WRITE_POLICIES and settings.prefetch_policy in PREFETCH_POLICIES
+        assert write_policy in WRITE_POLICIES and prefetch_policy in PREFETCH_POLICIES
         self.pages = HostPages(num_pages)
         self.counters: Counter[str] = Counter()
-        self.keys = RequestKeys(identity, run_id=settings.run_id)
-        self._writes_back = settings.write_policy == "write_back"
-        self._uses_to_write = USES_TO_WRITE.get(settings.write_policy)
+        self.keys = RequestKeys(identity, run_id=run_id)
+        self._writes_back = write_policy == "write_back"
+        self._uses_to_write = USES_TO_WRITE.get(write_policy)
         self._out: list[PageCopy] = []  # requested since the last plan
         self._in: list[PageCopy] = []
         self.disk: DiskTier | None = None
@@ -56,8 +55,8 @@ class HostCache:
                 disk,
                 pages=self.pages,
                 keys=self.keys,
-                prefetch_policy=settings.prefetch_policy,
-                prefetch_timeout_s=settings.prefetch_timeout_s,
+                prefetch_policy=prefetch_policy,
+                prefetch_timeout_s=prefetch_timeout_s,
                 counters=self.counters,
             )
 

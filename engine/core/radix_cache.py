@@ -206,8 +206,7 @@ class RadixCache:
         self.num_pages -= len(node.pages)
         self.num_evictable -= len(node.pages)
         self._note_leaf(node.parent)
-        parent, node.parent = node.parent, None
-        assert parent is not None
+        node.parent = None
         return len(node.pages)
 
     def _note_leaf(self, node: Node) -> None:

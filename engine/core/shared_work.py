@@ -26,7 +26,11 @@ class SharedWork:
 
     def add(self, request: Request) -> None:
         """Note that `request` computes up to `launched_len`, in this step or one in flight."""
-        if self._memory.cache.enabled and request.keep_kv and _under_way(request) >= MIN_SAVED_TOKENS:
+        if (
+            self._memory.cache.enabled
+            and request.keep_kv
+            and request.launched_len - request.computed_len >= MIN_SAVED_TOKENS
+        ):
             self._under_way.setdefault(self._first_page(request), []).append(request)
 
     @property
@@ -62,7 +66,3 @@ class SharedWork:
             else:
                 high = middle - 1
         return low * size
-
-
-def _under_way(request: Request) -> int:
-    return request.launched_len - request.computed_len

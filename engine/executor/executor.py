@@ -1,11 +1,13 @@
 """Launches plans on the device and collects their results; the scheduler has no other way to the device."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
+from torch import Tensor
+
 from engine.core.plan import ItemResult, Plan, StepResult
-from engine.executor.model_runner import Forward, ModelRunner
+from engine.executor.model_runner import ModelRunner
 from engine.executor.sample_pass import Logprobs, StepOutput
 from engine.executor.stream import Stream, StreamTask
 from engine.messages import TokenLogprob
@@ -15,12 +17,12 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Launch:
-    """A step on the stream. `forward`: its first half, where `sampling` is launched apart."""
+    """A step on the stream. `forward`: its first half, where `sampling` is launched apart; `hidden`: what that leaves."""
 
     plan: Plan
     sampling: StreamTask[StepOutput] | None = None
     forward: StreamTask[None] | None = None
-    between: Forward = field(default_factory=Forward)
+    hidden: Tensor | None = None
 
 
 class Executor:
@@ -39,13 +41,17 @@ class Executor:
     def launch_forward(self, plan: Plan) -> Launch:
         """Enqueue a step without its sampling. `launch_sampling` comes before any other launch."""
         launch = Launch(plan)
-        launch.forward = self._stream.submit(lambda: self._runner.forward(plan, launch.between))
+
+        def forward() -> None:
+            launch.hidden = self._runner.forward(plan)
+
+        launch.forward = self._stream.submit(forward)
         return launch
 
     def launch_sampling(self, launch: Launch) -> None:
         """Enqueue the sampling of a step once `plan.masks` are filled in."""
         assert launch.sampling is None, f"step {launch.plan.seq} is sampled already"
-        launch.sampling = self._stream.submit(lambda: self._runner.sample(launch.plan, launch.between))
+        launch.sampling = self._stream.submit(lambda: self._runner.sample(launch.plan, launch.hidden))
 
     def collect(self, launch: Launch) -> StepResult:
         """Wait for a step and read its results; raises the error of the step."""

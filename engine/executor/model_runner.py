@@ -3,8 +3,6 @@
 Nothing here waits for the device: on CUDA everything is enqueued and results are copied to pinned memory behind it.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from engine.core.plan import Plan
@@ -13,13 +11,6 @@ from engine.executor.sample_pass import SamplePass, StepOutput, nothing_sampled
 from engine.kv.host_pool import HostPool
 from engine.kv.page_backup import PageBackup
 from engine.models.decoder import DenseDecoder
-
-
-@dataclass(slots=True)
-class Forward:
-    """Hidden states [T, hidden] of all new tokens, which the forward leaves on the device; None before it ran."""
-
-    hidden: Tensor | None = None
 
 
 class ModelRunner:
@@ -50,12 +41,10 @@ class ModelRunner:
         self._forward_pass.record(self._model)
 
     def run(self, plan: Plan) -> StepOutput:
-        forward = Forward()
-        self.forward(plan, forward)
-        return self.sample(plan, forward)
+        return self.sample(plan, self.forward(plan))
 
-    def forward(self, plan: Plan, out: Forward) -> None:
-        """Run everything before sampling. Reads no masks."""
+    def forward(self, plan: Plan) -> Tensor | None:
+        """Run everything before sampling; reads no masks. Return the hidden states [T, hidden] of all new tokens, if any."""
         if plan.to_host or plan.from_host:
             assert self._host_pool is not None, "a plan copies to a host tier, and there is none"
             self._host_pool.run(plan)
@@ -65,12 +54,11 @@ class ModelRunner:
         for opened in plan.opens:
             self._sample_pass.open(opened)
             self._forward_pass.open(opened)
-        if plan.items:
-            out.hidden = self._forward_pass.run(self._model, plan)
+        return self._forward_pass.run(self._model, plan) if plan.items else None
 
-    def sample(self, plan: Plan, forward: Forward) -> StepOutput:
-        """Sample tokens, and compute logprobs and hidden states; `forward` of the same plan ran just before."""
+    def sample(self, plan: Plan, hidden: Tensor | None) -> StepOutput:
+        """Sample tokens, and compute logprobs and hidden states. `hidden`: what `forward` of the same plan returned."""
         if not plan.items:
             return nothing_sampled({})
-        assert forward.hidden is not None, f"step {plan.seq}: the forward has failed"
-        return self._sample_pass.run(self._model, plan, forward.hidden)
+        assert hidden is not None, f"step {plan.seq}: the forward has failed"
+        return self._sample_pass.run(self._model, plan, hidden)

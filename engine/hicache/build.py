@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.core.disk_index import DiskIndex
-from engine.core.host_cache import HostCache, HostCacheSettings
+from engine.core.host_cache import HostCache
 from engine.core.page_keys import KVIdentity
 from engine.hicache.disk import Disk
 from engine.hicache.page_file import file_bytes
@@ -35,13 +35,11 @@ def build_host_tier(
     cache = HostCache(
         num_pages=pages,
         identity=identity,
-        settings=HostCacheSettings(
-            write_policy=config.hicache_write_policy,
-            prefetch_policy=config.hicache_storage_prefetch_policy,
-            prefetch_timeout_s=config.hicache_storage_prefetch_timeout_s,
-            run_id=uuid.uuid4().hex,
-        ),
+        run_id=uuid.uuid4().hex,
+        write_policy=config.hicache_write_policy,
         disk=index,
+        prefetch_policy=config.hicache_storage_prefetch_policy,
+        prefetch_timeout_s=config.hicache_storage_prefetch_timeout_s,
     )
     disk = None
     if folder is not None and cache.disk is not None:

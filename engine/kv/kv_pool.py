@@ -9,13 +9,28 @@ A page of all layers is one run, so a transfer of adjacent pages is one piece.
 import contextlib
 import mmap
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from engine.kv.cache_spec import CacheSpec
-
 PAGE_ALIGN_BYTES = 64  # a cache line: what the SIMD kernels and the transfer engines like best
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """What a layer keeps: K and V of every token. Per token: 2 * num_kv_heads * head_dim elements of `dtype` ("bfloat16" | "float32")."""
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def itemsize_bytes(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_kv_heads * self.head_dim * self.itemsize_bytes
 
 
 class KVPool:
@@ -43,8 +58,6 @@ class KVPool:
     @staticmethod
     def page_bytes_of(specs: Sequence[CacheSpec], page_size: int) -> int:
         """Return the bytes of one page of all layers."""
-        if not specs:
-            return PAGE_ALIGN_BYTES
         end = _layer_offsets(specs, page_size)[-1] + 2 * _half_bytes(specs[-1], page_size)
         return _align(end, PAGE_ALIGN_BYTES)
 

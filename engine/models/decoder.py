@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.kv.cache_spec import CacheSpec
+from engine.kv.kv_pool import CacheSpec
 from engine.layers.linear import Linear, LinearSite, SiteShape
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import NormedRope, Rope, Turn

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from engine.attention.backend import AttentionBackend
-from engine.kv.cache_spec import CacheSpec
-from engine.kv.kv_pool import KVPool
+from engine.kv.kv_pool import CacheSpec, KVPool
 from engine.kv.step_batch import StepBatch
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}

@@ -1,7 +1,6 @@
 import torch
 
-from engine.kv.cache_spec import CacheSpec
-from engine.kv.kv_pool import KVPool
+from engine.kv.kv_pool import CacheSpec, KVPool
 
 
 def bf16(kv_heads: int = 2, head_dim: int = 16) -> CacheSpec:

@@ -6,8 +6,7 @@ import struct
 import pytest
 import torch
 
-from engine.kv.cache_spec import CacheSpec
-from engine.kv.kv_pool import KVPool
+from engine.kv.kv_pool import CacheSpec, KVPool
 from engine.kv.page_checksum import PageChecksum
 
 MASK = (1 << 64) - 1

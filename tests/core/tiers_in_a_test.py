@@ -7,7 +7,7 @@ moment: a page that is reused before its copy was made shows as wrong KV.
 from collections import deque
 
 from engine.core.disk_index import DiskDelete, DiskDone, DiskIndex, DiskRead, DiskWork, DiskWrite
-from engine.core.host_cache import HostCache, HostCacheSettings
+from engine.core.host_cache import HostCache
 from engine.core.page_keys import KVIdentity
 from tests.core.engine_in_a_test import EngineInATest
 
@@ -42,9 +42,9 @@ class TieredEngine(EngineInATest):
         self.host = HostCache(
             num_pages=host_pages,
             identity=identity(),
-            settings=HostCacheSettings(
-                write_policy=write_policy, prefetch_policy=prefetch_policy, prefetch_timeout_s=timeout_s
-            ),
+            write_policy=write_policy,
+            prefetch_policy=prefetch_policy,
+            prefetch_timeout_s=timeout_s,
             disk=index,
         )
         super().__init__(**{"page_size": PAGE, "host": self.host, "lag": True, **engine})  # type: ignore[arg-type]

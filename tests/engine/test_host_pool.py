@@ -5,9 +5,8 @@ import torch
 
 from engine.core.plan import PageCopy, Plan
 from engine.kv import host_pool
-from engine.kv.cache_spec import CacheSpec
 from engine.kv.host_pool import HostPool, runs
-from engine.kv.kv_pool import KVPool
+from engine.kv.kv_pool import CacheSpec, KVPool
 
 
 def test_runs_of_neighbours_are_found() -> None:

@@ -6,11 +6,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 import engine.core.new_token_ratio as new_token_ratio
 from engine.core.plan import Plan
 from engine.executor.executor import Launch
-from engine.executor.model_runner import Forward
 from engine.executor.sample_pass import StepOutput
 from engine.grammar.compiler import Compiler, make_compiler
 from engine.sampling_params import GrammarSpec
@@ -100,10 +100,10 @@ def test_a_forward_is_launched_while_the_token_before_it_is_not_sampled(checkpoi
         gate.set()
         return launch
 
-    def held_sample(plan: Plan, forward: Forward) -> StepOutput:
+    def held_sample(plan: Plan, hidden: Tensor | None) -> StepOutput:
         assert gate.wait(60.0)
         order.append(f"sample {plan.seq}")
-        return sample(plan, forward)
+        return sample(plan, hidden)
 
     engine.parts.device.executor.launch_forward, runner.sample = launch_and_open, held_sample  # type: ignore[method-assign]
     try:
