@@ -86,7 +86,7 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
         ports=ports,
         services=_services(spec, parts, adapters=adapters, grammars=grammars, publisher=publisher),
         turns=turns,
-        settings=_loop_settings(spec, parts),
+        settings=_loop_settings(parts),
         clock=time.monotonic,
     )
     watchdog = Watchdog(turns)
@@ -143,11 +143,10 @@ def _services(
     )
 
 
-def _loop_settings(spec: SchedulerSpec, parts: "EngineParts") -> LoopSettings:
+def _loop_settings(parts: "EngineParts") -> LoopSettings:
     return LoopSettings(
         depth=parts.depth,
         eos_ids=frozenset(parts.model.eos_token_ids),
-        prefill_only=spec.disagg.disaggregation_mode == "prefill",
         stream_interval=parts.config.stream_interval,
         recv_interval=parts.config.scheduler_recv_interval,
         log_interval=parts.config.decode_log_interval,

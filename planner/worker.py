@@ -80,7 +80,7 @@ class PlanWorker:
             ports=self._ports,
             services=LoopServices(weights=nothing, profiler=nothing),
             turns=TurnClock(limit_s=0),
-            settings=LoopSettings(depth=depth(spec.engine), eos_ids=frozenset(), prefill_only=spec.role == "prefill"),
+            settings=LoopSettings(depth=depth(spec.engine), eos_ids=frozenset()),
             clock=lambda: self.clock.now_s,
         )
 

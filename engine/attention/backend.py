@@ -39,24 +39,16 @@ def make_attention_backend(name: str, pool: KVPool, *, num_heads: int) -> Attent
 
     Raises ConfigError when the backend cannot work with the pool's device or with these heads.
     """
-    _check_heads(pool, num_heads)
-    if name == "auto":
-        name = "cpu" if pool.device.type == "cpu" else "triton" if find_spec("triton") else "torch"
-    if name == "torch":
-        return TorchBackend(pool)
-    if name == "cpu":
-        return _cpu(pool)
-    if name == "triton":
-        return _triton(pool)
-    raise ConfigError(f"--attention-backend: unknown backend {name!r}; choose auto, cpu, torch or triton")
-
-
-def _check_heads(pool: KVPool, num_heads: int) -> None:
     for layer, spec in enumerate(pool.specs):
         if num_heads % spec.num_kv_heads:
             raise ConfigError(
                 f"num_attention_heads: {num_heads} is not a multiple of layer {layer}'s {spec.num_kv_heads} kv heads"
             )
+    if name == "auto":
+        name = "cpu" if pool.device.type == "cpu" else "triton" if find_spec("triton") else "torch"
+    if name == "torch":
+        return TorchBackend(pool)
+    return _cpu(pool) if name == "cpu" else _triton(pool)
 
 
 def _cpu(pool: KVPool) -> AttentionBackend:

@@ -83,7 +83,6 @@ class LoopSettings:
 
     depth: int
     eos_ids: frozenset[int]
-    prefill_only: bool
     stream_interval: int = 1
     recv_interval: int = 1
     log_interval: int = 40
@@ -301,7 +300,7 @@ class EngineLoop:
             arrived_s=now_s,
             logprobs=message.logprobs,
             bootstrap=message.bootstrap,
-            prefill_only=self._settings.prefill_only and not message.pooling,
+            prefill_only=self._role.name == "prefill" and not message.pooling,
             priority=message.priority,
             keep_kv=not message.skip_cache_insert,
             return_hidden_states=message.return_hidden_states,

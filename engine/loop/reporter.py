@@ -52,7 +52,11 @@ class Reporter:
             call_id=call_id,
             role=self._role.name,
             running=scheduler.num_running,
-            queues=self._queues(),
+            queues={
+                "held": self._control.num_held,
+                "grammar": len(self._grammars.rids()),
+                **({"waiting": scheduler.num_waiting} if peered is None else peered.queues()),
+            },
             num_pages=allocator.num_pages,
             page_size=allocator.page_size,
             pages=counts,
@@ -78,10 +82,6 @@ class Reporter:
             problems=self._problems,
         )
 
-    def _queues(self) -> dict[str, int]:
-        own = {"held": self._control.num_held, "grammar": len(self._grammars.rids())}
-        return own | ({"waiting": self._scheduler.num_waiting} if self._peered is None else self._peered.queues())
-
     def check_when_due(self, now_s: float) -> None:
         """Check every owner, once in CHECK_EVERY_S."""
         if now_s >= self._next_check_s:
@@ -97,14 +97,12 @@ class Reporter:
 
 def problems_of(checks: Mapping[str, Callable[[], None]]) -> list[str]:
     """Return what each of `checks` finds, behind the name of its owner. No failure hides another or ends the loop."""
-    return [f"{owner}: {problem}" for owner, check in checks.items() if (problem := _problem(check)) is not None]
-
-
-def _problem(check: Callable[[], None]) -> str | None:
-    try:
-        check()
-    except AssertionError as error:
-        return str(error) or "an assertion failed"
-    except Exception as error:
-        return f"its check failed: {type(error).__name__}: {error}"
-    return None
+    problems = []
+    for owner, check in checks.items():
+        try:
+            check()
+        except AssertionError as error:
+            problems.append(f"{owner}: {str(error) or 'an assertion failed'}")
+        except Exception as error:
+            problems.append(f"{owner}: its check failed: {type(error).__name__}: {error}")
+    return problems

@@ -76,7 +76,7 @@ class Rig:
             ports=self,
             services=LoopServices(weights=FakeWeights(), profiler=FakeProfiler()),
             turns=self.turn_clock,
-            settings=LoopSettings(depth=depth, eos_ids=frozenset(), prefill_only=False),
+            settings=LoopSettings(depth=depth, eos_ids=frozenset()),
             clock=lambda: self.now_s,
         )
 

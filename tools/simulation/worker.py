@@ -220,7 +220,7 @@ class Worker:
             ports=_Ports(self),
             services=LoopServices(weights=SimWeights(self.process, self.model, self.draw), profiler=idle),
             turns=self.turns,
-            settings=LoopSettings(depth=depth, eos_ids=frozenset({EOS}), prefill_only=self.role_name == "prefill"),
+            settings=LoopSettings(depth=depth, eos_ids=frozenset({EOS})),
             clock=self.process.clock,
         )
 
