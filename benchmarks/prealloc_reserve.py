@@ -124,7 +124,7 @@ class Run:
             self.scheduler.held.start_decoding(request, ItemResult(self._token(request.rid, 0)), cached_tokens=0)
 
     def _preallocate(self) -> None:
-        room_left = self.scheduler.held.num_retracted == 0
+        room_left = len(self.scheduler.stages.retracted()) == 0
         while self._prealloc and room_left and self.scheduler.num_running + len(self._transfer) < MAX_RUNNING:
             room_left = self.scheduler.held.reserve(self._prealloc[0])
             if room_left:

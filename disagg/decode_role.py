@@ -132,8 +132,8 @@ class DecodeRole:
         """Reserve memory, most urgent first. None overtakes one that finds no room, or a retracted one as urgent."""
         if not ready:
             return
-        urgency = self._scheduler.held.urgency
-        retracted = [*self._scheduler.held.retracted(), *self._resumption.waiting()]
+        urgency = self._scheduler.limits.priorities.urgency
+        retracted = [*self._scheduler.stages.retracted(), *self._resumption.waiting()]
         before = max((urgency(r, now_s) for r in retracted), default=-math.inf)
         for handover in sorted(ready, key=lambda h: -urgency(h.request, now_s)):
             if urgency(handover.request, now_s) <= before:
@@ -202,7 +202,7 @@ class DecodeRole:
 
     def waits_for_outside(self) -> bool:
         return bool(
-            self._handovers or len(self._resumption) or len(self._quarantine) or self._scheduler.held.num_retracted
+            self._handovers or len(self._resumption) or len(self._quarantine) or len(self._scheduler.stages.retracted())
         )
 
     def queues(self) -> dict[str, int]:
@@ -212,7 +212,7 @@ class DecodeRole:
             "transfer": count[HandoverStage.TRANSFER],
             "resuming": len(self._resumption) - self._resumption.num_waiting,
             "quarantined": len(self._quarantine),
-            "retracted": self._scheduler.held.num_retracted + self._resumption.num_waiting,
+            "retracted": len(self._scheduler.stages.retracted()) + self._resumption.num_waiting,
             "waiting": 0,  # all that the scheduler's waiting queue holds are retracted ones
         }
 

@@ -76,8 +76,8 @@ class Resumption:
         """Advance each request, most urgent first; of equally urgent ones those that this engine computes go first."""
         if not self._handovers:
             return
-        urgency = self._scheduler.held.urgency
-        computed = max((urgency(r, now_s) for r in self._scheduler.held.retracted()), default=-math.inf)
+        urgency = self._scheduler.limits.priorities.urgency
+        computed = max((urgency(r, now_s) for r in self._scheduler.stages.retracted()), default=-math.inf)
         may_reserve = True
         for handover in sorted(self._handovers.values(), key=lambda h: -urgency(h.request, now_s)):
             state = handover.receiver.poll()

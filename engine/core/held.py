@@ -73,10 +73,6 @@ class HeldRequests:
     def _reserved_pages(self, request: Request, gone: Sequence[Request]) -> int:
         return self._reserve.pages([*(r for r in self._stages.growing() if r not in gone), request])
 
-    def urgency(self, request: Request, now_s: float) -> float:
-        """The higher, the sooner; equal where priorities are off."""
-        return self._state.limits.priorities.urgency(request, now_s)
-
     def start_decoding(self, request: Request, first: ItemResult, *, cached_tokens: int) -> list[TokenOutput]:
         """Run an adopted request whose KV has landed, with `first` as its first token."""
         self._run(request)
@@ -89,14 +85,6 @@ class HeldRequests:
         self._stages.running.append(request)
 
     # ---- retracted requests
-
-    def retracted(self) -> list[Request]:
-        """Return the requests that lost their memory and wait to resume, without those that the role has taken."""
-        return self._stages.retracted()
-
-    @property
-    def num_retracted(self) -> int:
-        return len(self._stages.retracted())
 
     def take_retracted(self) -> list[Request]:
         """Take the requests that lost their memory since the last call (`resume_elsewhere`); the role holds them now."""

@@ -69,7 +69,7 @@ def test_a_bf16_cache_under_an_fp32_model_is_seen_alike_by_every_chunk():
 
 @pytest.mark.parametrize(
     ("name", "num_heads", "words"),
-    [("cuda", 4, "--attention-backend"), ("triton", 4, "needs a GPU"), ("torch", 3, "not a multiple")],
+    [("triton", 4, "needs a GPU"), ("torch", 3, "not a multiple")],
 )
 def test_a_backend_that_cannot_work_says_why(name, num_heads, words):
     pool = make_pool(HEADS, num_pages=1, page_size=16)

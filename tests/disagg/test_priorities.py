@@ -103,7 +103,7 @@ def test_a_more_urgent_request_goes_before_a_retracted_one() -> None:
         while not decode.stages.live["c"].pages:
             cluster.turn(rng)
         assert decode.counters.out_of_memory == 1
-        assert ("b" in [r.rid for r in decode.held.retracted()]) == b_waits
+        assert ("b" in [r.rid for r in decode.stages.retracted()]) == b_waits
         order_of_ends(cluster)
 
 

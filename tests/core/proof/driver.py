@@ -220,11 +220,11 @@ class Driver(EngineInATest):
 
     def _first_in_line(self, life: Life) -> bool:
         def urgency(request: Request) -> float:
-            return self.scheduler.held.urgency(request, self.now_s)
+            return self.scheduler.limits.priorities.urgency(request, self.now_s)
 
         others = [other.request for other in self.lives.values() if other.stage == "prealloc"]
         first = max(others, key=urgency)  # of equals the one that came first
-        return first is life.request and all(urgency(first) > urgency(r) for r in self.scheduler.held.retracted())
+        return first is life.request and all(urgency(first) > urgency(r) for r in self.scheduler.stages.retracted())
 
     def _reserve(self, request: Request) -> bool:
         preemptions, running = self.scheduler.counters.preemptions, self._with_rows()
