@@ -105,7 +105,7 @@ def measure(model: str, *, device: str, batches: Sequence[int], steps: int) -> l
         parts = build_engine(config, load_model_config(model), tail_texts=lambda ids, skip: (), progress=False)
         try:
             timed = TimedRunner(parts.pool.device)
-            parts.device.executor.watch(timed.around)
+            parts.device.executor.runner = timed.around(parts.device.executor.runner)
             for batch in batches:
                 timed.steps.clear()
                 _decode(parts, depth=depth, batch=batch, steps=steps)

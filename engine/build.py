@@ -126,7 +126,7 @@ def build_engine(
             model=model_config,
             load=load_here,
             on_cuda=config.device == "cuda",
-            install=lambda other: device.executor.call(lambda: device.runner.use(other)),
+            install=lambda other: device.executor.call(lambda: device.executor.runner.use(other)),
             taken=rename_pages,
         ),
         disk=tier.disk if tier else None,

@@ -47,7 +47,6 @@ class Device:
     """
 
     executor: Executor
-    runner: ModelRunner
     layers: LayerMarks
     adapters: LoraStore | None
     graphs: DecodeGraphs | None
@@ -120,7 +119,7 @@ def build_device(
     executor = Executor(runner=runner, stream=_stream(config, device))
     _record(executor, runner)
     adapters = None if bank is None else _adapter_store(config, model, bank, executor)
-    return Device(executor, runner, layers, adapters, graphs, decode_tapes)
+    return Device(executor, layers, adapters, graphs, decode_tapes)
 
 
 def _stream(config: EngineConfig, device: torch.device) -> Stream:

@@ -27,23 +27,19 @@ class Launch:
 
 class Executor:
     def __init__(self, *, runner: ModelRunner, stream: Stream) -> None:
-        self._runner = runner
+        self.runner = runner
         self._stream = stream
-
-    def watch(self, wrap: Callable[[ModelRunner], ModelRunner]) -> None:
-        """Wrap the runner of the steps launched from now on (benchmarks time them in the stream)."""
-        self._runner = wrap(self._runner)
 
     def launch(self, plan: Plan) -> Launch:
         """Enqueue a step (an inline stream runs it)."""
-        return Launch(plan, self._stream.submit(lambda: self._runner.run(plan)))
+        return Launch(plan, self._stream.submit(lambda: self.runner.run(plan)))
 
     def launch_forward(self, plan: Plan) -> Launch:
         """Enqueue a step without its sampling. `launch_sampling` comes before any other launch."""
         launch = Launch(plan)
 
         def forward() -> None:
-            launch.hidden = self._runner.forward(plan)
+            launch.hidden = self.runner.forward(plan)
 
         launch.forward = self._stream.submit(forward)
         return launch
@@ -51,7 +47,7 @@ class Executor:
     def launch_sampling(self, launch: Launch) -> None:
         """Enqueue the sampling of a step once `plan.masks` are filled in."""
         assert launch.sampling is None, f"step {launch.plan.seq} is sampled already"
-        launch.sampling = self._stream.submit(lambda: self._runner.sample(launch.plan, launch.hidden))
+        launch.sampling = self._stream.submit(lambda: self.runner.sample(launch.plan, launch.hidden))
 
     def collect(self, launch: Launch) -> StepResult:
         """Wait for a step and read its results; raises the error of the step."""

@@ -50,9 +50,9 @@ class ModelRunner:
             self._host_pool.run(plan)
         self._backup.run(plan)
         for slot in plan.closes:
-            self._sample_pass.close(slot)
+            self._sample_pass.sampler.close(slot)
         for opened in plan.opens:
-            self._sample_pass.open(opened)
+            self._sample_pass.sampler.open(opened)
             self._forward_pass.open(opened)
         return self._forward_pass.run(self._model, plan) if plan.items else None
 

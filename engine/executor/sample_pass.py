@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine.core.plan import Plan, PlanItem, SlotOpen
+from engine.core.plan import Plan, PlanItem
 from engine.executor.future_map import FutureMap
 from engine.kv.upload import upload
 from engine.messages import LogprobOptions
@@ -48,15 +48,9 @@ class SamplePass:
     """Sampled tokens go to `future_map`, for the steps that are launched before the host knows them."""
 
     def __init__(self, *, sampler: Sampler, future_map: FutureMap, device: torch.device) -> None:
-        self._sampler = sampler
+        self.sampler = sampler
         self._future_map = future_map
         self._device = device
-
-    def open(self, opened: SlotOpen) -> None:
-        self._sampler.open(opened)
-
-    def close(self, slot: int) -> None:
-        self._sampler.close(slot)
 
     def run(self, model: DenseDecoder, plan: Plan, hidden: Tensor) -> StepOutput:
         """Sample, and compute logprobs and hidden states. `hidden`: [T, hidden] of the plan's new tokens."""
@@ -86,7 +80,7 @@ class SamplePass:
             logits = model.logits(hidden[last_rows])
         slots = [items[i].slot for i in sampled]
         mask = token_mask({r: masks[i] for r, i in enumerate(sampled) if i in masks}, device=self._device)
-        tokens, bad = self._sampler.sample(logits, slots, [items[i].output_len for i in sampled], mask=mask)
+        tokens, bad = self.sampler.sample(logits, slots, [items[i].output_len for i in sampled], mask=mask)
         self._future_map.store(self._upload(slots), tokens)
         return StepOutput(
             sampled=sampled,

@@ -89,7 +89,7 @@ def test_every_answer_is_in_its_grammar(reference: EngineInProcess, tokenizer: T
 def test_a_forward_is_launched_while_the_token_before_it_is_not_sampled(checkpoint: str, compiler: Compiler) -> None:
     """The stream is held at the first step: the second one's forward is on it all the same, and its sampling is not."""
     engine = EngineInProcess(checkpoint, stream="threaded")
-    runner = engine.parts.device.executor._runner
+    runner = engine.parts.device.executor.runner
     order: list[str] = []
     gate = threading.Event()
     launch_forward, sample = engine.parts.device.executor.launch_forward, runner.sample
