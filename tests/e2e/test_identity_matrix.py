@@ -58,8 +58,12 @@ def test_recall_collapses_when_no_bytes_move() -> None:
 
 def _system(flags: dict[str, object], *, tokens: int, pd: bool) -> AbstractContextManager[System]:
     if pd:
-        # A prefill worker mixes nothing: those cells show what layers do, with the checksum of all of them.
-        layers = {"disaggregation_layerwise_transfer": "on" if flags["enable_mixed_chunk"] else "off"}
+        # A prefill worker mixes nothing: those cells show what layers do, with the checksum of all of them. A decode worker
+        # mixes what it computes again: in the other cells what it retracts waits in host memory.
+        layers = {
+            "disaggregation_layerwise_transfer": "on" if flags["enable_mixed_chunk"] else "off",
+            "disaggregation_decode_retraction_backup": "recompute" if flags["enable_mixed_chunk"] else "host",
+        }
         pair = {**flags, "max_total_tokens": ROOMY, "disagg": {**layers, "disaggregation_kv_checksum": True}}
         return disaggregated(DEFAULT_MODEL_PATH, decode={"max_total_tokens": tokens}, **pair)
     return unified(DEFAULT_MODEL_PATH, **{**flags, "max_total_tokens": tokens})
@@ -71,6 +75,8 @@ def _assert_is_what_it_says(
     first, last = system.workers[0], system.workers[-1]
     retractions = last.parts.scheduler.counters.retractions
     assert (retractions > 0) == retracted, f"{retractions} retractions"
+    restored = 0 if last.peered is None else last.peered.counters().get("backup_restored_tokens", 0)
+    assert (restored > 0) == (retracted and pd and not mixed), f"{restored} tokens came back from the host"
     for worker in system.workers:
         assert worker.parts.depth == depth
         if worker is last or chunked:  # a prefill worker with one whole prompt at a time has nothing to overlap

@@ -14,6 +14,7 @@ from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.server import BootstrapServer
 from disagg.compose import make_role
 from disagg.config import DisaggConfig, SchedulerSpec
+from disagg.scheduler_process import _engine_use
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
 from engine.core.request import Request
@@ -66,10 +67,11 @@ class WorkerInProcess(EngineInProcess):
         disagg: Mapping[str, Any] = MappingProxyType({}),
         **flags: object,
     ) -> None:
-        super().__init__(model_path, **flags)
+        own = DisaggConfig(disaggregation_mode=mode, num_reserved_decode_tokens=0, **disagg)
+        super().__init__(model_path, use=_engine_use(own), **flags)
         spec = SchedulerSpec(
             engine=self.parts.config,
-            disagg=DisaggConfig(disaggregation_mode=mode, num_reserved_decode_tokens=0, **disagg),
+            disagg=own,
             ipc_dir="",
             control_host=HOST,
             bootstrap=f"{HOST}:{bootstrap}" if mode == "prefill" else None,

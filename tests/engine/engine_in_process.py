@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from engine.build import EngineParts, build_engine
+from engine.build import EngineParts, EngineUse, build_engine
 from engine.config import EngineConfig
 from engine.core.hooks import Grammar
 from engine.core.outputs import StepEffects
@@ -27,6 +27,7 @@ class EngineInProcess:
         depth: int | None = None,
         num_token_ids: int | None = None,
         capture: Callable[[], Capture] | None = None,
+        use: EngineUse | None = None,
         **flags: object,
     ) -> None:
         config = EngineConfig(model_path=model_path, **{"max_total_tokens": 8192, **flags})  # type: ignore[arg-type]
@@ -38,6 +39,7 @@ class EngineInProcess:
             progress=False,
             num_token_ids=num_token_ids,
             capture=capture,
+            use=use or EngineUse(),
         )
         self.pipeline = Pipeline(
             scheduler=self.parts.scheduler,

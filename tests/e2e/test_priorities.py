@@ -1,7 +1,4 @@
-"""Decode retracts to the host and keeps the order of priorities: real processes, tokens as one engine gives them.
-
-(In one process, and with what else may happen: tests/e2e/test_identity_matrix.py, tests/disagg/test_priorities.py.)
-"""
+"""Decode keeps the order of priorities: real processes, tokens as one engine gives them. (By literals: tests/disagg.)"""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,7 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.client import assert_all_back, generate, generate_all, post, session, state_of, wait_for_state
+from tests.e2e.client import assert_all_back, generate, post, session, state_of, wait_for_state
 from tests.e2e.cluster import Cluster, cluster
 from tests.engine.engine_in_process import prompt_of, tokens_of
 
@@ -27,22 +24,6 @@ def pd(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster
     """Memory for few answers at a time, and no reserve: decode retracts. Priorities count."""
     with cluster(tmp_path_factory.mktemp("pd"), "--model-path", qwen3, *FLAGS) as c:
         yield c
-
-
-def test_decode_retracts_to_the_host_and_nobody_can_tell(pd: Cluster, qwen3: str) -> None:
-    bodies = [
-        {
-            "input_ids": prompt_of(30 + i, 100 + i),
-            "sampling_params": {"temperature": 0, "max_new_tokens": 160, "ignore_eos": True},
-        }
-        for i in range(8)
-    ]
-    answers = asyncio.run(generate_all(pd.router, bodies))
-    asyncio.run(assert_all_back(pd))
-    assert [a["output_ids"] for a in answers] == tokens_of(qwen3, bodies)
-    assert sum(a["meta_info"]["num_retractions"] for a in answers) > 0
-    counters = asyncio.run(decode_counters(pd))
-    assert counters["backup_restored_tokens"] == counters["backup_saved_tokens"] > 0
 
 
 def test_decode_keeps_the_order_of_priorities(pd: Cluster, qwen3: str) -> None:
