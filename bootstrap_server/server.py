@@ -3,8 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 
 from bootstrap_server.app import make_handle
 from bootstrap_server.config import BootstrapConfig
@@ -12,7 +11,7 @@ from bootstrap_server.protocol import MAX_BODY_BYTES
 from bootstrap_server.registry import Registry
 from service.http.listening import ListeningPort, open_port
 from service.http.routes import Handler
-from service.http.server import RequestLimits, make_runner
+from service.http.server import RequestLimits, serving
 from service.process.start import allow_many_files
 from service.process.stop_signals import StopSignals
 
@@ -55,7 +54,7 @@ class BootstrapServer:
 
     async def _serve(self, port: ListeningPort) -> None:
         self._loop = asyncio.get_running_loop()
-        async with _served(port, self._handle):
+        async with serving(port, self._handle, LIMITS, shutdown_timeout_s=CLOSE_S):
             self._ready.set()
             await self._stop.wait()
 
@@ -71,17 +70,6 @@ def run_bootstrap_server(config: BootstrapConfig, *, secret: bytes | None = None
 async def _serve_alone(port: ListeningPort, handle: Handler) -> None:
     signals = StopSignals()
     with signals.caught():
-        async with _served(port, handle):
+        async with serving(port, handle, LIMITS, shutdown_timeout_s=CLOSE_S):
             log.info("bootstrap server listens on %s:%d", port.host, port.port)
             await signals.requested.wait()
-
-
-@asynccontextmanager
-async def _served(port: ListeningPort, handle: Handler) -> AsyncIterator[None]:
-    runner = make_runner(handle, LIMITS, shutdown_timeout_s=CLOSE_S)
-    try:
-        await runner.setup()
-        await port.serve(runner)
-        yield
-    finally:
-        await runner.cleanup()

@@ -1,25 +1,24 @@
 """The main process of a worker: serves HTTP, talks to the scheduler process, and ends in good order."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.config import ServerConfig
 from engine.frontend.app import make_handle
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.scheduler_link import ENGINE_DEAD, SchedulerLink
 from engine.frontend.draining import drain
 from engine.frontend.errors import draining
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
-from engine.frontend.services import FrontendSpec, Services
+from engine.frontend.services import FrontendSpec
 from engine.frontend.setup import make_services
 from engine.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
 from engine.messages import GetStep, Shutdown, ToFrontend, ToScheduler
 from service.http.errors import ApiError
 from service.http.listening import ListeningPort
-from service.http.server import RequestLimits, make_runner
+from service.http.server import RequestLimits, serving
 from service.process.collector import spare_what_lives
 from service.process.stop_signals import StopSignals
 from service.security.keys import KeyGate
@@ -62,7 +61,9 @@ async def run_frontend(
         services = make_services(spec, scheduler=scheduler, gate=gate, dead=processes.dead)
         client = services.client
         pull.attach(loop, client.on_message)
-        async with _serving(services, spec.server, port):
+        handle = make_handle(services, max_open=client.max_live + SPARE_REQUESTS)
+        limits = RequestLimits(max_body_bytes=spec.server.max_body_bytes, size_flag="--max-body-bytes")
+        async with serving(port, handle, limits, shutdown_timeout_s=HTTP_CLOSE_S):
             try:
                 end = _SessionEnd(signals, spec.switch)
                 await _until_over(client, end, processes.dead, on_ready=on_ready)
@@ -107,19 +108,6 @@ def _sender(push: PushSocket, heartbeat: PushSocket) -> Callable[[ToScheduler | 
             raise ApiError(503, str(e), code="engine_stalled", retry_after_s=1) from None
 
     return send
-
-
-@asynccontextmanager
-async def _serving(services: Services, server: ServerConfig, port: ListeningPort) -> AsyncIterator[None]:
-    handle = make_handle(services, max_open=services.client.max_live + SPARE_REQUESTS)
-    limits = RequestLimits(max_body_bytes=server.max_body_bytes, size_flag="--max-body-bytes")
-    runner = make_runner(handle, limits, shutdown_timeout_s=HTTP_CLOSE_S)
-    await runner.setup()
-    try:
-        await port.serve(runner)
-        yield
-    finally:
-        await runner.cleanup()
 
 
 @dataclass(frozen=True)

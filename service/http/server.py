@@ -6,7 +6,8 @@ start, or from its first byte after an answer; then the connection is closed. A 
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from service.http.errors import ApiError
+from service.http.listening import ListeningPort
 from service.http.routes import Handler
 
 # A kept connection between two requests. Also the bound for a second head that began before the first request's answer.
@@ -53,6 +55,20 @@ def make_runner(handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: f
 
     server = TimedServer(handle, request_factory=make_request, header_timeout_s=limits.header_timeout_s)
     return web.ServerRunner(server, shutdown_timeout=shutdown_timeout_s)
+
+
+@asynccontextmanager
+async def serving(
+    port: ListeningPort, handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: float
+) -> AsyncIterator[None]:
+    """Answer at `port` with `handle` until the block ends."""
+    runner = make_runner(handle, limits, shutdown_timeout_s=shutdown_timeout_s)
+    await runner.setup()
+    try:
+        await port.serve(runner)
+        yield
+    finally:
+        await runner.cleanup()
 
 
 class TimedServer(web.Server):
