@@ -101,3 +101,17 @@ def test_an_abort_after_prefill_forgot_the_room_is_acknowledged_with_its_try() -
     pair.decode.rooms.abort(pair.decode.rooms[KEY], "user", 0.0)
     pair.exchange()
     assert pair.decode.rooms[KEY].drained
+
+
+def test_a_lost_peer_whose_path_is_whole_and_settled_in_one_tick_goes_once() -> None:
+    pair = JoinedCores()
+    pair.core.tick(0.0)
+    for post in pair.posts():
+        pair.core.completions.on_op_final(post, ok=False, error="", now_s=0.0)
+    pair.core.completions.on_fenced("d", ok=False, now_s=0.0)
+    pair.core.admission.on_connected("d", 0.0)
+    pair.core.on_link_closed("link", 0.0)
+    for tenth in range(1, 7):
+        pair.core.tick(tenth / 10)
+    assert len(pair.core.peers) == 0
+    pair.core.check()

@@ -188,7 +188,7 @@ class Paths:
 
     def retire(self, peer: DecodePeer) -> None:
         """Drop a lost peer once its path is quiet; the caller has failed its rooms."""
-        if peer.lost and peer.path.quiet:
+        if peer in self._peers and peer.lost and peer.path.quiet:
             self.drop(peer)
 
     def drop(self, peer: DecodePeer) -> None:
