@@ -38,6 +38,7 @@ from router.pool.shared_load import SharedLoad
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, WorkerTableError
 from router.requests.build import make_dispatcher, make_events, roles_of
+from router.requests.dispatch import Dispatcher
 from router.requests.live import LiveRequests
 from router.roles.auto import AutoRoles
 from router.roles.switch import Switch
@@ -64,7 +65,13 @@ class Router:
         """Build what needs no worker. Raises `ConfigError`."""
         self.config, self.slot = config, slot
         self.secret, self.gate = check_exposure(config)
-        self.credentials = _credentials(config, self.gate.api)
+        self.credentials = Credentials(
+            api=self.gate.api,
+            worker=KeyRing(key=config.worker_api_key, file=config.worker_api_key_file, flag="--worker-api-key"),
+            admin=KeyRing(
+                key=config.worker_admin_api_key, file=config.worker_admin_api_key_file, flag="--worker-admin-api-key"
+            ),
+        )
         self.rooms = RoomMinter()
         self.live = LiveRequests()
         peer_load = None if slot is None else SharedLoad(slot.load_file, row=slot.row, num_rows=slot.num_rows)
@@ -118,31 +125,8 @@ class Router:
             leads=self.slot is None or self.slot.row == 0,
         )
         stack.push_async_callback(self.auto_roles.close)
-        events = make_events(
-            traces=RequestTraces(self.tracer, self.recorder, log_requests=config.log_requests),
-            recorder=self.recorder,
-            metrics=self.metrics,
-            forecast=self.admission.forecast,
-            monitor=self.monitor,
-        )
-        launcher = AttemptLauncher(
-            table=table,
-            rooms=self.rooms,
-            upstream=self.upstream,
-            events=events,
-            secret=self.secret,
-            clock=time.monotonic,
-        )
-        stack.callback(launcher.close)
-        self.dispatcher = make_dispatcher(
-            config,
-            launcher=launcher,
-            chooser=self.chooser,
-            admission=self.admission,
-            metrics=self.metrics,
-            credentials=credentials,
-            live=self.live,
-        )
+        self.dispatcher = self._dispatcher()
+        stack.callback(self.dispatcher.launcher.close)
 
     def handler(self) -> Handler:
         """The function that answers every request. Each of several processes sees its share of a client's requests."""
@@ -157,6 +141,32 @@ class Router:
             is_trusted=None if self.slot is None else self.peers.is_peer,
             on_refused=self.metrics.on_refused,
             new_id=partial(secrets.token_hex, 16),
+        )
+
+    def _dispatcher(self) -> Dispatcher:
+        events = make_events(
+            traces=RequestTraces(self.tracer, self.recorder, log_requests=self.config.log_requests),
+            recorder=self.recorder,
+            metrics=self.metrics,
+            forecast=self.admission.forecast,
+            monitor=self.monitor,
+        )
+        launcher = AttemptLauncher(
+            table=self.table,
+            rooms=self.rooms,
+            upstream=self.upstream,
+            events=events,
+            secret=self.secret,
+            clock=time.monotonic,
+        )
+        return make_dispatcher(
+            self.config,
+            launcher=launcher,
+            chooser=self.chooser,
+            admission=self.admission,
+            metrics=self.metrics,
+            credentials=self.credentials,
+            live=self.live,
         )
 
     def _routes(self) -> Routes:
@@ -233,16 +243,6 @@ def _browser_rule(config: RouterConfig, gate: KeyGate) -> BrowserRule:
         has_keys=gate.is_set,
         allowed_hosts=config.allowed_hosts,
         allowed_origins=config.allowed_origins,
-    )
-
-
-def _credentials(config: RouterConfig, api: KeyRing) -> Credentials:
-    return Credentials(
-        api=api,
-        worker=KeyRing(key=config.worker_api_key, file=config.worker_api_key_file, flag="--worker-api-key"),
-        admin=KeyRing(
-            key=config.worker_admin_api_key, file=config.worker_admin_api_key_file, flag="--worker-admin-api-key"
-        ),
     )
 
 
