@@ -90,7 +90,7 @@ TCP_RESEND_S = 120.0  # Linux gives up a closed connection after 8 tries from 20
 class Caps:
     """An engine's limits.
 
-    max_inflight, max_inflight_bytes: pieces posted and not final, over all peers (bounds how long an abort takes)
+    max_inflight, max_inflight_bytes: pieces posted and not final, over all peers that answer (bounds how long an abort takes)
     target_must_poll: decode has to call `progress()`
     settle_s: bytes of a dead writer may still land for this long (socket buffers)
     resend_s: the network may deliver bytes of a closed connection this long after it took none of them

@@ -51,6 +51,10 @@ class Peer:
     def live(self) -> bool:
         return self.registered and not self.lost
 
+    @property
+    def answers(self) -> bool:
+        return not self.lost and not self.heartbeat.silent
+
 
 P = TypeVar("P", bound=Peer)
 

@@ -52,6 +52,14 @@ def registration(name: str) -> Register:
     return Register(name, "p", layout_of(ARGS, backend=CAPS.name), ARGS.kv, ARGS.aux, b"")
 
 
+def posts_of(core: PrefillCore, now_s: float) -> list[Post]:
+    """Take all that the window has room for."""
+    found: list[Post] = []
+    while (post := core.outbox.next_post(now_s)) is not None:
+        found.append(post)
+    return found
+
+
 class JoinedCores:
     """A prefill core with decode's pages of room `KEY`. `sends`: all is handed over."""
 
@@ -85,10 +93,7 @@ class JoinedCores:
         self.core.effects.queue.clear()
 
     def posts(self) -> list[Post]:
-        found: list[Post] = []
-        while (post := self.core.outbox.next_post(0.0)) is not None:
-            found.append(post)
-        return found
+        return posts_of(self.core, 0.0)
 
     def final(self, post: Post, *, ok: bool) -> None:
         self.core.completions.on_op_final(post, ok=ok, error="injected", now_s=0.0)

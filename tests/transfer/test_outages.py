@@ -1,12 +1,25 @@
 """Bytes that a cut network holds may land after their operations have ended: what both sides wait for. Pure cores."""
 
+import numpy as np
 import pytest
 
-from tests.transfer.cores import CAPS, KEY, MARK, PAGES, JoinedCores, decode_core, registration
+from tests.transfer.cores import (
+    CAPS,
+    CONFIG,
+    KEY,
+    MARK,
+    PAGES,
+    JoinedCores,
+    decode_core,
+    posts_of,
+    prefill_core,
+    registration,
+)
 from transfer_backends.contract import Route
 from transfer_backends.liveness import Liveness
 from transfer_backends.peers import Send
-from transfer_backends.wire import Abort, Drained, Registered
+from transfer_backends.prefill.posts import Chunk
+from transfer_backends.wire import Abort, Drained, Pong, Registered, TransferInfo, pack_ids
 
 
 class Outage:
@@ -100,3 +113,27 @@ def test_a_dead_writers_kernel_may_send_again() -> None:
     for tenth in range(10):
         core.tick(19.5 + tenth / 10)
     assert core.rooms[KEY].drained
+
+
+def test_a_silent_peer_does_not_hold_the_window() -> None:
+    """Writes to the first worker fill the window, and it falls silent: the second one's go on, and nothing goes to the first."""
+    core = prefill_core()
+    pages = list(range(0, 40, 2))  # each a piece of its own
+    for room, name in enumerate(("first", "second"), start=1):
+        core.on_message(name, registration(name), 0.0)
+        core.admission.on_connected(name, 0.0)
+        core.on_message(name, TransferInfo(name, "p", room, 0, pack_ids(np.array(pages)), 1, 0), 0.0)
+        core.rooms.open(room, 0, 0.0)
+        core.rooms.send(core.rooms[room, 0], Chunk(np.array(pages, np.int64), 0, 1, None), 0.0)
+        if name == "first":
+            core.on_message(name, TransferInfo(name, "p", 3, 0, pack_ids(np.array(pages)), 2, 0), 0.0)
+            assert sum(len(post.pieces) for post in posts_of(core, 0.0)) == CAPS.max_inflight
+    assert posts_of(core, 0.0) == []
+    now_s = 0.0
+    while core.peers.get("first").answers:
+        now_s += CONFIG.heartbeat_interval_s
+        core.on_message("second", Pong("second", "p", 0), now_s)
+        core.tick(now_s)
+    core.rooms.open(3, 0, now_s)
+    core.rooms.send(core.rooms[3, 0], Chunk(np.array(pages, np.int64), 0, 2, None), now_s)
+    assert {post.key for post in posts_of(core, now_s)} == {(2, 0)}

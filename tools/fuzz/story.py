@@ -41,7 +41,7 @@ CAPS = Caps(
     max_piece_bytes=2048,
     target_must_poll=False,
     settle_s=0.1,
-    resend_s=30.0,
+    resend_s=0.1,
 )
 CONFIG = TransferConfig(
     bootstrap_timeout_s=5.0,

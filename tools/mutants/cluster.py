@@ -35,7 +35,7 @@ from transfer_backends.kvpoll import KVPoll
 from transfer_backends.prefill.admission import PeerAdmission
 from transfer_backends.prefill.completions import Completions
 from transfer_backends.prefill.offers import Offers
-from transfer_backends.prefill.paths import Paths, PathState
+from transfer_backends.prefill.paths import FencePeer, Paths
 from transfer_backends.prefill.posts import num_open, plan_ops
 from transfer_backends.prefill.room import PrefillRoom
 from transfer_backends.prefill.rooms import PrefillRooms
@@ -122,10 +122,10 @@ def _(original, registration, link, message, now_s):
 
 
 @CLUSTER.bug("never fence", Paths.on_op_final, "No fence follows a failed write.")
-def _(original, paths, peer, *, ok, now_s):
-    peer.path.num_ops -= 1
-    if not ok and peer.path.state is PathState.OPEN:
-        peer.path.state = PathState.FENCING
+def _(original, paths, peer, pieces, *, ok, now_s):
+    original(paths, peer, pieces, ok=ok, now_s=now_s)
+    if paths.commands and isinstance(paths.commands[-1], FencePeer):
+        paths.commands.pop()
 
 
 # ---- what is written, and when

@@ -41,7 +41,7 @@ class Completions:
         room.dirty |= not ok
         if room.final:  # its pages may be free now; else there is nothing new to see
             self._rooms.touch()
-        self._paths.on_op_final(peer, ok=ok, now_s=now_s)
+        self._paths.on_op_final(peer, post.pieces, ok=ok, now_s=now_s)
         if ok:
             self._on_written(room, post, now_s)
         else:
@@ -84,7 +84,7 @@ class Completions:
 
     def _try_again(self, room: PrefillRoom, peer: DecodePeer, error: str, now_s: float) -> None:
         """Begin the next try if the peer lives, and report its number."""
-        if room.write_try >= self._transfer_retries or peer.lost or peer.heartbeat.silent:
+        if room.write_try >= self._transfer_retries or not peer.answers:
             times = f" ({room.write_try + 1} times)" if room.write_try else ""
             self._rooms.fail(room, f"writing to the decode worker failed{times}: {error}")
             return

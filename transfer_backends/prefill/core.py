@@ -47,7 +47,7 @@ class PrefillCore:
             keep_s=config.bootstrap_timeout_s, max_offers=config.max_orphans, max_tombstones=config.max_tombstones
         )
         self.effects = self.peers.effects
-        self.outbox = Outbox(self.effects.counters, args=kv_args, caps=caps)
+        self.outbox = Outbox(self.peers, args=kv_args, caps=caps)
         self.rooms = PrefillRooms(self.peers, self.paths, self.inbox, self.outbox, args=kv_args)
         self.completions = Completions(
             self.rooms, self.outbox, self.paths, self.peers, transfer_retries=config.transfer_retries

@@ -1,10 +1,11 @@
 """The next operations to post: rooms in turn, chunks as their gates open, within the engine's window. Pure."""
 
-from collections import Counter, deque
+from collections import deque
 
 from transfer_backends.contract import NOTHING_YET, Caps, KVArgs, Progress
 from transfer_backends.kvpoll import RoomKey
-from transfer_backends.prefill.paths import Path
+from transfer_backends.peers import PeerTable
+from transfer_backends.prefill.paths import DecodePeer, Path
 from transfer_backends.prefill.posts import Post, num_groups, num_open, plan_ops
 from transfer_backends.prefill.room import PrefillRoom
 
@@ -12,11 +13,12 @@ TOGETHER_BYTES = 4 << 20  # posted in one go: a millisecond of copying, and anot
 
 
 class Outbox:
-    def __init__(self, counters: Counter[str], *, args: KVArgs, caps: Caps) -> None:
+    def __init__(self, peers: PeerTable[DecodePeer], *, args: KVArgs, caps: Caps) -> None:
         self.num_inflight = 0  # pieces posted and not final
         self.window_full = False  # the next post has to wait until one ends
         self._num_inflight_bytes = 0
-        self._counters = counters
+        self._peers = peers
+        self._counters = peers.effects.counters
         self._args = args
         self._caps = caps
         self._ready: deque[PrefillRoom] = deque()  # rooms with something to post, in turn
@@ -48,7 +50,7 @@ class Outbox:
             if post is None:
                 continue
             assert room.peer is not None
-            if not room.peer.path.open:
+            if not (room.peer.path.open and room.peer.answers):
                 self._ready.append(room)
                 continue
             if not self._fits(post):
@@ -103,14 +105,19 @@ class Outbox:
             room.posts.append(Post(room.key, room.offer.peer.incarnation, pieces, kv_bytes, room.write_try))
 
     def _fits(self, post: Post) -> bool:
-        pieces = self.num_inflight + len(post.pieces)
-        size = self._num_inflight_bytes + post.pieces.size_bytes
-        fits = pieces <= self._caps.max_inflight and size <= self._caps.max_inflight_bytes
-        return fits or self.num_inflight == 0
+        """Without what a silent or lost peer has in flight: that may take minutes to end."""
+        if self._have_room(self.num_inflight, self._num_inflight_bytes, post):
+            return True
+        paths = [peer.path for peer in self._peers if peer.answers]
+        return self._have_room(sum(path.num_pieces for path in paths), sum(path.num_bytes for path in paths), post)
+
+    def _have_room(self, num_pieces: int, num_bytes: int, post: Post) -> bool:
+        pieces, size = num_pieces + len(post.pieces), num_bytes + post.pieces.size_bytes
+        return (pieces <= self._caps.max_inflight and size <= self._caps.max_inflight_bytes) or num_pieces == 0
 
     def _count_posted(self, room: PrefillRoom, post: Post, path: Path, now_s: float) -> None:
         room.num_ops += 1
-        path.on_posted(now_s)
+        path.on_posted(post.pieces, now_s)
         self.num_inflight += len(post.pieces)
         self._num_inflight_bytes += post.pieces.size_bytes
         self._counters["posts"] += 1

@@ -17,6 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
+from transfer_backends.contract import Pieces
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.peers import Peer, PeerTable
 from transfer_backends.timers import RetryTimer, RunningTime
@@ -35,7 +36,7 @@ class PathState(Enum):
 
 @dataclass(eq=False)
 class Path:
-    """`memory`: as decode registered it. `num_ops`: posted and not final.
+    """`memory`: as decode registered it. `num_ops`, `num_pieces`, `num_bytes`: posted and not final.
     `whole_at_s`: the network took our bytes then, or had none to take.
 
     Of a broken path, in running time: `read_until_s`, when it has read its last byte here; `lands_until_s`, when its last byte
@@ -45,6 +46,8 @@ class Path:
     memory: Register
     state: PathState = PathState.CONNECTING
     num_ops: int = 0
+    num_pieces: int = 0
+    num_bytes: int = 0
     whole_at_s: float = 0.0
     reconnect: RetryTimer = field(default_factory=lambda: RetryTimer(FIRST_RETRY_S, LONGEST_RETRY_S))
     broken: bool = False
@@ -61,10 +64,12 @@ class Path:
     def quiet(self) -> bool:
         return not self.num_ops and not self.broken and self.state is not PathState.FENCING
 
-    def on_posted(self, now_s: float) -> None:
+    def on_posted(self, pieces: Pieces, now_s: float) -> None:
         if self.num_ops == 0:
             self.whole_at_s = now_s
         self.num_ops += 1
+        self.num_pieces += len(pieces)
+        self.num_bytes += pieces.size_bytes
 
 
 @dataclass(eq=False, kw_only=True)
@@ -121,10 +126,12 @@ class Paths:
             wait_s = max(self._settle_s, now_s - path.whole_at_s)
             path.lands_until_s = min(path.lands_until_s, self._ran.at(now_s) + wait_s)
 
-    def on_op_final(self, peer: DecodePeer, *, ok: bool, now_s: float) -> None:
+    def on_op_final(self, peer: DecodePeer, pieces: Pieces, *, ok: bool, now_s: float) -> None:
         """After a failed operation, fence when the last has ended."""
         path = peer.path
         path.num_ops -= 1
+        path.num_pieces -= len(pieces)
+        path.num_bytes -= pieces.size_bytes
         if ok:
             path.whole_at_s = now_s
         elif path.state is PathState.OPEN:
