@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from engine.core.cache_events import CacheEvents
 from engine.core.finish import TailTexts
 from engine.core.growth import MeasuredGrowth
+from engine.core.host_cache import HostCache
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
@@ -106,12 +107,7 @@ def build_engine(
         records=use.decodes,
         progress=progress,
     )
-    published = parse_kv_events_config(config.kv_events_config) is not None and not config.disable_radix_cache
-    events = CacheEvents(page_size=config.page_size) if published else None
-    host = tier.cache if tier else None
-    allocator = PageAllocator(num_pages=pool.num_pages, page_size=config.page_size)
-    cache = RadixCache(allocator, enabled=not config.disable_radix_cache, below=host, listener=events)
-    memory = Memory(allocator=allocator, cache=cache, host=host)
+    memory, events = _memory(config, num_pages=pool.num_pages, host=tier.cache if tier else None)
     num_ids = min(model_config.vocab_size, num_token_ids or model_config.vocab_size)
     return EngineParts(
         config=config,
@@ -132,6 +128,14 @@ def build_engine(
         disk=tier.disk if tier else None,
         events=events,
     )
+
+
+def _memory(config: EngineConfig, *, num_pages: int, host: HostCache | None) -> tuple[Memory, CacheEvents | None]:
+    published = parse_kv_events_config(config.kv_events_config) is not None and not config.disable_radix_cache
+    events = CacheEvents(page_size=config.page_size) if published else None
+    allocator = PageAllocator(num_pages=num_pages, page_size=config.page_size)
+    cache = RadixCache(allocator, enabled=not config.disable_radix_cache, below=host, listener=events)
+    return Memory(allocator=allocator, cache=cache, host=host), events
 
 
 def _scheduler(
