@@ -111,9 +111,9 @@ class DecodeRooms(RoomTable[DecodeRoom]):
     # ---- moves
 
     def fail(self, room: DecodeRoom, reason: str, now_s: float, *, report: bool = True) -> None:
+        room.reason = reason  # first: a handle that sees Failed reads it, without the lock
         self.move(room, KVPoll.Failed)
         self._peers.effects.counters["failed"] += 1
-        room.reason = reason
         room.stuck_at_s = now_s + self._drain_timeout_s
         if report and room.peer is not None:
             self.report_abort(room, room.peer)

@@ -89,9 +89,9 @@ class PrefillRooms(RoomTable[PrefillRoom]):
         self._report(room, KVPoll.Success)
 
     def fail(self, room: PrefillRoom, reason: str, *, report: bool = True) -> None:
+        room.reason = reason  # first: a handle that sees Failed reads it, without the lock
         self.move(room, KVPoll.Failed)
         self._counters["failed"] += 1
-        room.reason = reason
         room.end()
         room.owes_drained = room.offer is not None
         if report:
