@@ -13,14 +13,14 @@ LONG ?=
 BACKENDS ?= nixl mooncake
 EXTRAS ?= engine,nixl,mooncake-cpu,xgrammar,k8s,otel,smollm2,dev
 TORCH ?= torch==2.13.0
-# The venv depends on these files: a change of them makes another stamp, and the venv anew.
+# The venv depends on these files: a change of them makes another stamp, and a new venv.
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml deploy/make_venv.sh | sha256sum | cut -c1-12)
 # Checked with mypy --strict.
 TYPED := $(wildcard engine/*.py) $(addprefix engine/,core loop frontend text gguf grammar hicache lora) disagg \
 	$(wildcard transfer_backends/*.py) $(addprefix transfer_backends/,prefill decode) bootstrap_server router deploy planner service
 
 export OMP_NUM_THREADS ?= 1
-# Tests start some hundred processes: none should compile the product anew.
+# Tests start some hundred processes: none should compile the product again.
 unexport PYTHONDONTWRITEBYTECODE
 export TORCH TORCH_INDEX EXTRAS
 

@@ -3,7 +3,7 @@
 usage: python -m benchmarks.router_policies --trace PATH [--trace PATH] [--workers N] [--output FILE] [--plot PNG]
 
 The policies are the router's own, the workers a simple model (benchmarks/trace_workers.py). "longest prefix" is the rule
-of SGLang's router with its default thresholds, written anew here to compare with: the longest match if it is longer
+of SGLang's router with its default thresholds, written here to compare with: the longest match if it is longer
 than 0.3 of the prompt, else the worker with the smallest tree; the shortest queue while queues are unequal by more than
 64 requests and 1.5 times.
 """

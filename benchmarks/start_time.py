@@ -30,8 +30,8 @@ CLUSTERS = {
     "`tandem up`, nixl": [],
     "`tandem up`, mooncake": ["--transfer-backend", "mooncake"],
 }
-NOBODY = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"]
-ALONE = {"`tandem router`": ["router", *NOBODY], "`tandem bootstrap`": ["bootstrap"]}
+NO_WORKER = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"]
+ALONE = {"`tandem router`": ["router", *NO_WORKER], "`tandem bootstrap`": ["bootstrap"]}
 
 
 def start_alone(args: list[str]) -> tuple[float, bool]:

@@ -298,7 +298,7 @@ static int multiply(const struct args *a) {
     int failed = 0;
     if (!x) return -1;
     /* Threads meet when rows are packed, and when they are done: each meeting costs as much as a small matrix. In between
-     * they take what is next, so that one that has lost its core for a while holds up nobody. */
+     * they take what is next, so a thread that has lost its core for a while does not hold up the others. */
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
     {
         struct work w = {.a = a, .x = x, .steps = steps, .panels = ceil_div(a->outputs, PANEL)};

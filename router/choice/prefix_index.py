@@ -29,7 +29,7 @@ class _Part:
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """Valid until the index changes. `groups`: (number of prefixes, bits of the workers that have exactly so many), fewest first."""
+    """Valid until the index changes. `groups`: (number of prefixes, bits of the workers that have exactly that number), fewest first."""
 
     groups: list[Group]
     _owner: Mapping[int, int]

@@ -2,7 +2,7 @@
 
     CLOSED     --cb-failure-threshold faults in a row, none older than the window, open it
     OPEN       nothing is sent there until the timeout is over
-    HALF_OPEN  up to --cb-success-threshold requests at a time try it; so many answers that begin close it, one fault opens it again
+    HALF_OPEN  up to --cb-success-threshold requests at a time try it; that many answers that begin close it, one fault opens it again
 
 Only the worker's own faults count (`CallFailed.is_fault`). Names and defaults of the flags are those of SGLang's router.
 """

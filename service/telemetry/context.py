@@ -48,8 +48,8 @@ class TraceContext(msgspec.Struct, frozen=True):
     traceparent: str = ""
 
 
-NOBODY = TraceContext("")
-CURRENT: ContextVar[TraceContext] = ContextVar("request", default=NOBODY)
+NO_TRACE = TraceContext("")
+CURRENT: ContextVar[TraceContext] = ContextVar("request", default=NO_TRACE)
 
 OPERATIONS = {
     "/v1/chat/completions": "chat",

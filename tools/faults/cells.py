@@ -45,7 +45,7 @@ class Layout(StrEnum):
 
 
 BACKENDS = ("nixl", "mooncake")
-MOVERS = (Victim.PREFILL, Victim.DECODE)  # whose fault reaches a transfer engine
+MOVERS = (Victim.PREFILL, Victim.DECODE)  # they have a transfer engine
 AWAY = (Fault.KILL, Fault.FREEZE, Fault.DRAIN)  # the victim stays away until the survivors are clean
 DIES = (*AWAY, Fault.RESTART)
 ERRORS = (Fault.ERROR, Fault.ERROR_TWICE, Fault.ERROR_ALWAYS)

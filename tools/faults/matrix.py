@@ -67,7 +67,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.faults.matrix", description=__doc__.splitlines()[0])
     parser.add_argument("cells", nargs="*", metavar="CELL")
     parser.add_argument("--jobs", type=int, default=2, help="clusters at a time (default: 2)")
-    parser.add_argument("--again", action="store_true", help="run the chosen cells anew")
+    parser.add_argument("--again", action="store_true", help="run the chosen cells again")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     cells = chosen(args.cells)

@@ -138,7 +138,7 @@ def _reasons() -> str:
         for reason, victims in _left_out(fault).items():
             rows.setdefault((reason, tuple(victims)), []).append(fault)
     lines = [f"- {', '.join(faults)} of {', '.join(victims)}: {reason}" for (reason, victims), faults in rows.items()]
-    lines.append("- mooncake: rows of victims whose fault reaches no transfer engine are those of nixl")
+    lines.append("- mooncake: rows of victims without a transfer engine are those of nixl")
     return "No rows:\n\n" + "\n".join(lines) + "\n"
 
 

@@ -188,8 +188,8 @@ def _num_errors(cell: Cell) -> int:
 
 
 async def _end(rig: Rig, cell: Cell, at_s: float) -> None:
-    """The end of the fault: at `at_s`, if it is one that passes. A killed child's worker has ended by itself then; nobody
-    but a frozen router could answer its clients, so its supervisor ends it then."""
+    """End the fault at `at_s`, if it passes. A killed child's worker has ended by itself by then. Only the frozen router could
+    answer its clients, so its supervisor ends it."""
     match cell.fault:
         case Fault.KILL | Fault.RESTART:
             await _until(lambda: not rig.parts[cell.part].alive, SETTLE_S, f"{cell.part} has ended")

@@ -29,7 +29,7 @@ GROWTH_MIB = 24.0  # of this process: hypothesis keeps something of its own
 
 @dataclass(frozen=True)
 class Asked:
-    """`inputs`: at least so many. Rounds have the seeds `seed`, `seed` + 1, ..."""
+    """`inputs`: the least number of inputs. Rounds have the seeds `seed`, `seed` + 1, ..."""
 
     inputs: int
     seed: int
@@ -96,7 +96,7 @@ def _call(secret: bytes | None, asked: Asked, progress: Progress) -> str:
 
 
 def _until_enough(asked: Asked, progress: Progress, one: Callable[[bytes], int]) -> str:
-    """Rounds until so many inputs were seen in all; nothing may be held that was not held after the first tenth."""
+    """Rounds until that many inputs were seen in all; nothing may be held that was not held after the first tenth."""
     process, warm, number = psutil.Process(), None, asked.seed
     begun, warm_at = progress.done, progress.done + (asked.inputs - progress.done) / 10
 

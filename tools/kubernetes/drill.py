@@ -141,7 +141,7 @@ async def known(cluster: Cluster, load: Load) -> str:
 
 
 async def more(load: Load) -> None:
-    """So many further requests that every client had some."""
+    """Further requests, enough that every client sends some."""
     target = load.sent + 3 * CLIENTS
     await until(lambda: load.sent >= target, load)
 

@@ -102,7 +102,7 @@ class RouterEnding:
         router, config = self._router, self._router.config
         await router.live.drain(timeout_s=self._timeout_s, at_once=router.signals.at_once)
         if not all(request.handed_back for request in router.live.requests):
-            raise Violation(f"{router.process.name}: drained, and somebody was neither finished nor handed back")
+            raise Violation(f"{router.process.name}: drained, and a request was neither finished nor handed back")
         router.network.unlisten(f"{router.process.node}:80", router.process)
         deadline_s = router.aio.time() + config.shutdown_timeout_s
         while router.live.requests and router.aio.time() < deadline_s:

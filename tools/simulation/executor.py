@@ -68,7 +68,7 @@ class CheckedModel(HashModel):
             there, at = (src, offset), (dst, offset)
             before = self.kv.get(at, NOTHING)
             parts = self._parts.setdefault(at, [before] * of)
-            if _whole(parts) != before:  # written by somebody else since
+            if _whole(parts) != before:  # something else has written since
                 parts[:] = [before] * of
             parts[layers.start : layers.stop] = [other.layer_of(there, layer) for layer in layers]
             self.kv[at] = _whole(parts)

@@ -83,7 +83,7 @@ class Network:
     def connect(
         self, process: Process, address: str, *, on_data: Callable[[Any], None], on_close: Callable[[], None]
     ) -> End:
-        """Returns at once; data may be sent at once; `on_close` tells when nobody listens there."""
+        """Returns at once; data may be sent at once; `on_close` is called if nothing listens there."""
         end = End(process, on_data, on_close)
         Pipe(self, end, address)
         return end

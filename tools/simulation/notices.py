@@ -18,8 +18,8 @@ from tools.simulation.world import Violation, World
 from transfer_backends.kvpoll import KVPoll, RoomKey
 from transfer_backends.prefill.manager import PrefillManager
 
-LOOP_S = 0.05  # a loop's longest rest while it waits for somebody outside
-SPIKE = 10.0  # network.py: a delay is so many times as long now and then
+LOOP_S = 0.05  # a loop's longest rest while it waits for another process
+SPIKE = 10.0  # network.py: a delay is now and then this many times as long
 LATE_S = 1.5  # what a clogged link held back may still be under way so long after
 
 
@@ -30,7 +30,7 @@ def bound_s(options: Options) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Expectation:
-    """`teller` failed or died at `since_s`; `hearer` must know by now. `room`: the hearer's, which a duplicate request may open anew."""
+    """`teller` failed or died at `since_s`; `hearer` must know by now. `room`: the hearer's, which a duplicate request may open again."""
 
     teller: Worker
     hearer: Worker

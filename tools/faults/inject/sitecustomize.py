@@ -4,7 +4,7 @@ Python imports a module of this name at start when its folder is on PYTHONPATH, 
 production code knows of it. Switches are files in $TANDEM_FAULTS_DIR:
 
     hold    while it exists, writes of KV are accepted but not begun: they wait as behind a link that does not move
-    fail    holds a number: so many of the next writes end as FAILED without having begun
+    fail    holds a number: that many of the next writes end as FAILED without having begun
     steps   while it exists, a step lasts: the scheduler's thread waits inside it, without Python's lock, as in a kernel
 
 Handshakes and fences (`probe`, `fence`) go to the engine as they are, so what follows a failure is its real recovery.
