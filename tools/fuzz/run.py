@@ -113,7 +113,9 @@ def _parts(text: str) -> tuple[str, ...]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="fuzz the control plane, the bootstrap server and every HTTP door")
-    parser.add_argument("--parts", type=_parts, default=PARTS, help=f"of {','.join(PARTS)}; without it all, from the start")
+    parser.add_argument(
+        "--parts", type=_parts, default=PARTS, help=f"of {','.join(PARTS)}; without it all, from the start"
+    )
     parser.add_argument("--resume", action="store_true", help="leave out what this commit has done already")
     parser.add_argument("--inputs", type=int, default=100_000, help="frames and bootstrap calls together")
     parser.add_argument(
