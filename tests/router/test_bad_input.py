@@ -106,17 +106,6 @@ def test_other_addresses_are_others() -> None:
     assert len({same_url(url) for url in urls}) == len(urls)
 
 
-async def test_a_worker_that_is_there_already_is_refused_however_it_is_written() -> None:
-    async with cluster() as c:
-        url = c.decodes[0].url
-        for again in (url, url + "/", url.replace("http", "HTTP")):
-            status, _, answer = await c.post("/workers", {"url": again, "role": "decode"})
-            error = json.loads(answer)["error"]
-            assert (status, error["param"]) == (400, "url") and "already in the table" in error["message"]
-        assert len(c.router.table.workers()) == 2
-        await still_serves(c)
-
-
 async def test_flags_name_hosts_and_sites_that_may() -> None:
     async with cluster(allowed_hosts=("llm.example",), allowed_origins=("https://ops.example",)) as c:
 

@@ -125,17 +125,6 @@ async def test_a_worker_that_is_well_again_is_tried_and_taken_back() -> None:
         await c.settled()
 
 
-async def test_back_pressure_and_bad_requests_open_nothing() -> None:
-    async with cluster(cb_failure_threshold=1, retry_max=0) as c:
-        for status in (408, 409, 422, 429):
-            c.decodes[0].behave = always(status, {"error": {"message": "no"}})
-            assert (await c.post("/generate", {"text": "a"}))[0] == status
-        c.decodes[0].behave = always(503, {"error": {"message": "full"}}, **{"Retry-After": "7"})
-        status, headers, _ = await c.post("/generate", {"text": "a"})
-        assert (status, headers["Retry-After"]) == (503, "7")
-        assert states(c) == ["closed", "closed"]
-
-
 @pytest.mark.parametrize("flags", [{}, {"disable_circuit_breaker": True}])
 async def test_where_every_circuit_is_open_the_worker_is_tried_all_the_same(flags: dict[str, Any]) -> None:
     async with cluster(cb_failure_threshold=1, retry_max=0, **flags) as c:

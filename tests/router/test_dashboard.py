@@ -21,6 +21,7 @@ from tests.router.dummies import (
     begin_stream,
     cluster,
     hang,
+    later,
     obey,
     resets,
     until,
@@ -162,16 +163,10 @@ async def test_it_follows_traffic_and_survives_a_dead_worker(devtools: str) -> N
 async def test_a_worker_that_changes_its_role_shows_so_and_why(devtools: str) -> None:
     """Decode is full and prefill idle: the router moves a worker, which takes its time."""
     may_go = asyncio.Event()
-
-    async def obey_later(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        if request.path == "/switch_role":
-            await may_go.wait()
-        return await obey(worker, request, body)
-
     flags = {"auto_roles_interval_s": 0.02, "auto_roles_sustain_s": 0.1, "auto_roles_switch_time_s": 0.0}
     async with shown(devtools, auto_roles=True, **flags) as (c, page):
         for worker in (*c.prefills, *c.decodes):
-            worker.behave, worker.incarnation = obey_later, "a"
+            worker.behave, worker.incarnation = later(may_go, obey), "a"
             used = 950 if worker in c.decodes else 0
             worker.load = load(num_used_tokens=used, totals={"busy_ms": 0, "prompt_tokens": 0})
         mover = c.prefills[0]

@@ -160,13 +160,6 @@ async def test_a_failed_request_waits_a_little_for_workers_of_which_none_is_aliv
         await c.settled()
 
 
-async def test_a_request_that_has_not_failed_yet_waits_for_no_worker() -> None:
-    async with cluster(retry_wait_s=3600.0) as c:
-        await c.decodes[0].stop()
-        await until(lambda: c.router.table.workers()[1].health is Health.DOWN)
-        assert (await c.post("/generate", {"text": "a"}))[0] == 503
-
-
 async def test_a_pair_that_cannot_be_joined_is_tried_once_more_and_the_client_hears_why() -> None:
     async with cluster(retry_backoff_s=0.0) as c:
         said = {"error": {"message": "bootstrap server b:1 cannot be reached", "code": 502}}

@@ -20,7 +20,7 @@ from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from router.server import start_router
 from service.flags import ConfigError
-from tests.router.dummies import DEADLINE_S, DummyWorker, until
+from tests.router.dummies import DEADLINE_S, DummyWorker, later, until
 from tests.router.kube_server import NAMESPACE, KubeServer, kube_server, pod
 
 LABELS = {Role.PREFILL: {"app": "tandem", "role": "prefill"}, Role.DECODE: {"app": "tandem", "role": "decode"}}
@@ -132,12 +132,7 @@ async def test_a_pod_that_is_being_deleted_finishes_what_it_has(started: Started
     async with started() as setup:
         first, second = setup.decodes
         go_on = asyncio.Event()
-
-        async def slow(worker: DummyWorker, request: Any, body: Any) -> Any:
-            await go_on.wait()
-            return aiohttp.web.json_response({"from": worker.name})
-
-        first.behave = slow
+        first.behave = later(go_on)
         await setup.show(setup.prefill, Role.PREFILL)
         await setup.show(first, Role.DECODE)
         await setup.alive(Role.PREFILL, setup.prefill)
@@ -154,7 +149,8 @@ async def test_a_pod_that_is_being_deleted_finishes_what_it_has(started: Started
         await until(lambda: second.url not in [w.url for w in setup.router.table.workers()])
         assert first.url in [w.url for w in setup.router.table.workers()]
         go_on.set()
-        assert await running == (200, {"from": first.name})
+        status, answer = await running
+        assert (status, answer["from"]) == (200, first.name)
         await until(lambda: first.url not in [w.url for w in setup.router.table.workers()])
 
 
@@ -243,7 +239,11 @@ async def test_junk_between_events_harms_nobody(started: Started) -> None:
         await setup.kube.say(b'{"type": "ADDED", "object": {"metadata": {"name": 5}}}\n')
         await setup.show(setup.decodes[0], Role.DECODE, name="twin")
         await setup.kube.put(pod("no-address", None, labels=LABELS[Role.DECODE]))
-        await until_async(lambda problems: set(problems) == {f"{NAMESPACE}/twin", f"{NAMESPACE}/no-address"}, setup)
+
+        async def are_named() -> bool:
+            return set((await setup.status())["problems"]) == {f"{NAMESPACE}/twin", f"{NAMESPACE}/no-address"}
+
+        await until(are_named)
         lists = len(setup.kube.lists)
         await setup.kube.say(b"}{ junk\n")
         await until(lambda: len(setup.kube.lists) > lists)  # nothing is trusted after that: listed anew
@@ -252,12 +252,6 @@ async def test_junk_between_events_harms_nobody(started: Started) -> None:
         assert (await setup.generate())[0] == 200
         await setup.kube.delete(setup.decodes[1].name)
         await setup.alive(Role.DECODE, setup.decodes[0])
-
-
-async def until_async(good: Callable[[dict[str, str]], bool], setup: Setup) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not good((await setup.status())["problems"]):
-            await asyncio.sleep(0.01)
 
 
 async def test_a_pod_that_is_relabelled_changes_its_pool(started: Started) -> None:

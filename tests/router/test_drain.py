@@ -3,8 +3,6 @@
 import asyncio
 import json
 import math
-import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from router.pool.reports import says_draining
 from router.pool.states import Check, Health
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
-from tests.e2e.cluster import tandem
 from tests.router.dummies import Cluster, DummyWorker, always, cluster, events_of, hang, later, streams_on, until
 
 DRAINING = {"error": {"message": "the server is draining", "type": "server_error", "param": None, "code": "draining"}}
@@ -161,12 +158,3 @@ async def test_the_tables_that_callers_fill_are_bounded(monkeypatch: pytest.Monk
         status, _, answer = await c.post("/workers", {"url": "http://h:1", "role": "decode"})
         assert status == 400 and "no more fit" in json.loads(answer)["error"]["message"]
         await c.settled()
-
-
-@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT]])
-def test_a_router_process_ends_with_status_0(tmp_path: Path, signals: list[signal.Signals]) -> None:
-    with tandem(tmp_path, "router", "--pd-disaggregation", "--port", "0") as router:
-        for number in signals:
-            router.process.send_signal(number)
-        assert router.process.wait(20) == 0
-        assert "Traceback" not in router.log.read_text()

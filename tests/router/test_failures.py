@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from router.pool.breaker import State
 from router.pool.states import Health
 from tests.router.dummies import (
     CHAT,
@@ -78,7 +79,7 @@ async def test_retries_are_bounded_and_the_workers_last_word_is_passed() -> None
 @pytest.mark.parametrize("leg", ["prefills", "decodes"])
 async def test_a_4xx_of_either_leg_is_passed_as_it_is_at_once(leg: str, status: int) -> None:
     """The other leg hangs; it is cancelled, and nothing is retried."""
-    async with cluster() as c:
+    async with cluster(cb_failure_threshold=1) as c:
         for worker in (*c.prefills, *c.decodes):
             worker.behave = hang
         (bad,) = getattr(c, leg)
@@ -89,6 +90,7 @@ async def test_a_4xx_of_either_leg_is_passed_as_it_is_at_once(leg: str, status: 
         assert headers["Content-Type"].startswith("application/json")
         await until(lambda: other.cancelled == len(other.seen))
         assert len(bad.seen) == 1
+        assert all(worker.circuit.state is State.CLOSED for worker in c.router.table.workers())
         await c.settled()
 
 
@@ -148,8 +150,8 @@ async def test_an_unhealthy_worker_leaves_and_a_restarted_prefill_worker_is_aske
         assert c.decodes[0].seen[0].body["bootstrap_port"] == 2222
 
 
-async def test_no_pair_alive_is_a_503_that_names_every_missing_role() -> None:
-    async with cluster() as c:
+async def test_no_pair_alive_is_a_503_at_once_that_names_every_missing_role() -> None:
+    async with cluster(retry_wait_s=3600.0) as c:
         await c.prefills[0].stop()
         await c.decodes[0].stop()
         await until(lambda: all(w.health is Health.DOWN for w in c.router.table.workers()))

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from router.fleet.processes import DRAIN, END, signal_for
+from tests.e2e.cluster import end_tree
 from tests.router.dummies import DummyWorker, always, answer_ok, hang, obey, until
 from tests.router.kube_server import NAMESPACE, kube_server, pod
 
@@ -81,23 +82,10 @@ async def launch(
     ready.unlink(missing_ok=True)
     argv = [sys.executable, "-m", "deploy", "router", "--port", "0", "--workers", str(workers)]
     process = subprocess.Popen([*argv, "--ready-file", str(ready), *args])
-    stack.callback(end, process)
+    stack.callback(end_tree, process)
     await until(lambda: ready.exists() or process.poll() is not None)
     assert process.poll() is None
     return process, json.loads(ready.read_text())["router"]
-
-
-def end(process: "subprocess.Popen[bytes]") -> None:
-    """The whole tree, whatever became of it."""
-    try:
-        tree = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        tree = []
-    process.kill()
-    process.wait()
-    for child in tree:
-        if child.is_running():
-            child.kill()
 
 
 def gone(processes: list[psutil.Process]) -> bool:

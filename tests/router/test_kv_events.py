@@ -1,6 +1,5 @@
 """KV events from an engine's cache to the router's prefix index: the schema, what the router makes of it, real sockets."""
 
-import asyncio
 import queue
 import random
 from collections.abc import AsyncIterator, Callable
@@ -383,9 +382,11 @@ async def test_the_router_follows_what_a_worker_advertises_and_routes_by_it() ->
             await until(lambda: len(c.router.table.alive(Role.PREFILL)) == 2)
             await c.prefills[2].start()  # comes up anew, and its info is read
             line = f'tandem_router_worker_kv_event_tokens{{role="prefill",url="{c.prefills[2].url}"}} 512.0'
-            async with asyncio.timeout(10):
-                while line not in await c.metrics():
-                    await asyncio.sleep(0.01)
+
+            async def is_told() -> bool:
+                return line in await c.metrics()
+
+            await until(is_told)
             for _ in range(3):
                 assert (await c.post("/generate", {"input_ids": [*PROMPT, 1]}))[0] == 200
             await c.settled()

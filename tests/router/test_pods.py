@@ -8,14 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config import RouterConfig, check_config, label_query
+from router.config import label_query
 from router.pool.discovery import PodWorkers
 from router.pool.pod_watch import backoff_s
 from router.pool.pods import MAX_PODS, Pod, PodError, PodSet, read_pod
-from router.pool.states import Check
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
-from service.flags import ConfigError
 
 ANNOTATION = "sglang.ai/bootstrap-port"
 
@@ -216,42 +214,6 @@ def test_pauses_grow_up_to_a_bound() -> None:
     assert backoff_s(1000, 0.0) == 15.0
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"selector": ("a=b",)}, "--selector: needs --service-discovery"),
-        ({"service_discovery": True}, "--selector: --service-discovery needs it"),
-        ({"service_discovery": True, "selector": ("a",)}, "--selector: 'a' is not KEY=VALUE"),
-        ({"service_discovery": True, "selector": ("a=b",), "decode_selector": ("a=c",)}, "--decode-selector: is for"),
-        (
-            {"service_discovery": True, "pd_disaggregation": True, "prefill_selector": ("a=b",)},
-            "--decode-selector: --service-discovery needs it",
-        ),
-    ],
-)
-def test_flags_that_cannot_be_honoured_are_named(flags: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match="^" + message.replace("(", r"\(")):
-        check_config(RouterConfig(**flags))
-
-
 def test_selectors_are_written_as_in_sglang() -> None:
     assert label_query(("app=x", "role=prefill")) == label_query(("app=x role=prefill",)) == "app=x,role=prefill"
     assert label_query(()) == ""
-
-
-def test_a_retired_worker_gets_nothing_new_whatever_its_health() -> None:
-    table = WorkerTable()
-    worker = table.add(URL, role=Role.DECODE)
-    table.on_check(worker, Check.OK, now_s=0.0)
-    lease = table.loads.charge(worker, 5)
-    table.retire(URL)
-    table.on_check(worker, Check.OK, now_s=1.0)
-    assert table.alive(Role.DECODE) == [] and table.workers() == [worker]
-    table.retire(URL, last_resort=True)
-    assert table.alive(Role.DECODE) == [worker]  # better than nobody
-    other = table.add("http://h:2", role=Role.DECODE)
-    assert table.alive(Role.DECODE) == [worker]
-    table.on_check(other, Check.OK, now_s=2.0)
-    assert table.alive(Role.DECODE) == [other]
-    table.loads.release(lease)
-    table.check()

@@ -27,11 +27,11 @@ MANY = 48
 class Story:
     """A table to which anything may happen, by `rng`."""
 
-    def __init__(self, rng: random.Random, *, workers: int = MANY, view: SharedLoad | None = None) -> None:
+    def __init__(self, rng: random.Random, *, workers: int = MANY) -> None:
         self.rng = rng
         self.now_s = 0.0
         breaker = BreakerFlags(cb_failure_threshold=1, cb_success_threshold=2, cb_timeout_duration_s=5.0)
-        self.table = WorkerTable(breaker=breaker) if view is None else WorkerTable(peers=view, breaker=breaker)
+        self.table = WorkerTable(breaker=breaker)
         self.leases: list[Lease] = []
         for _ in range(workers):
             self.add()
@@ -78,7 +78,7 @@ class Story:
                 self.table.remove(worker.url)
                 self.add()
             case 1:
-                self.table.retire(worker.url, last_resort=True)
+                self.table.retire(worker.url, last_resort=self.rng.random() < 0.5)
             case 2:
                 self.table.on_role(worker, self.rng.choice(ROLES))
             case 3 if worker.switching_to is None:

@@ -15,7 +15,7 @@ from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from router.roles.switch import Switch, SwitchProgress, SwitchRefused, objection, progress
 from service.security.keys import KeyRing
-from tests.router.dummies import Cluster, DummyWorker, cluster, obey, until
+from tests.router.dummies import Cluster, DummyWorker, cluster, later, obey, until
 
 # ---- pure
 
@@ -67,18 +67,6 @@ def test_who_may_not_move_at_all() -> None:
     assert "only prefill and decode" in objection(table, leaving, Role.UNIFIED, force=True)
     assert "not in the table" in objection(table, stranger, Role.DECODE, force=True)
     assert "it is leaving" in objection(table, leaving, Role.DECODE, force=True)
-
-
-def test_one_that_is_asked_to_change_gets_nothing_new_even_if_it_is_the_last_resort() -> None:
-    table = make_table()
-    p0, p1, _ = table.workers()
-    table.set_switching(p0, Role.DECODE)
-    assert table.alive(Role.PREFILL) == [p1]
-    table.retire(p0.url, last_resort=True)
-    table.retire(p1.url, last_resort=True)
-    assert table.alive(Role.PREFILL) == [p1]
-    table.set_switching(p0, None)
-    assert table.alive(Role.PREFILL) == [p0, p1]
 
 
 def test_what_was_known_of_the_old_role_is_forgotten() -> None:
@@ -248,14 +236,8 @@ async def test_the_last_of_a_pool_moves_by_force() -> None:
 
 async def test_a_move_goes_on_when_its_caller_leaves() -> None:
     async with movable() as c:
-        worker, asked, may_go_on = c.router.table.workers()[0], asyncio.Event(), asyncio.Event()
-
-        async def obey_later(dummy: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            asked.set()
-            await may_go_on.wait()
-            return await obey(dummy, request, body)
-
-        c.prefills[0].behave = obey_later
+        worker, may_go_on = c.router.table.workers()[0], asyncio.Event()
+        c.prefills[0].behave = later(may_go_on, obey)
         switch = Switch(
             table=c.router.table,
             monitor=c.router.monitor,
@@ -264,7 +246,7 @@ async def test_a_move_goes_on_when_its_caller_leaves() -> None:
             peers=PeerProcesses(None),
         )
         caller = asyncio.create_task(switch.move(worker, Role.DECODE))
-        await asked.wait()
+        await until(lambda: c.prefills[0].seen)
         assert worker.switching_to is Role.DECODE and worker not in c.router.table.alive(Role.PREFILL)
         with pytest.raises(SwitchRefused, match="already"):
             await switch.move(worker, Role.DECODE)

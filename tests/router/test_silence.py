@@ -8,9 +8,8 @@ import pytest
 
 from router.pool.active_calls import last_byte_s
 from router.pool.probe import SilenceTimer
-from router.pool.states import Check, Health
+from router.pool.states import Health
 from router.pool.worker import Role, Worker
-from router.pool.workers import WorkerTable
 from tests.router.attempts import Launched
 from tests.router.dummies import CHAT, Cluster, cluster, hang, until, workers
 
@@ -113,21 +112,6 @@ async def test_nobody_waits_for_ever(flags: dict[str, Any], headers: dict[str, s
         assert status == 503 and b"no decode worker answers" in answer and b"does not answer" in answer
         assert state(c, 1).silent and not c.decodes[0].seen
         await c.settled()
-
-
-def test_silence_narrows_the_choice_within_a_model() -> None:
-    table = WorkerTable()
-    a, b, other = (table.add(f"http://{name}:1", role=Role.DECODE) for name in "abc")
-    for worker, model in ((a, "m"), (b, "m"), (other, "x")):
-        table.on_check(worker, Check.OK, now_s=0.0)
-        table.on_models(worker, (model,))
-    table.on_silence(a, True)
-    assert table.pool(Role.DECODE, "m") == [b]
-    table.on_silence(b, True)
-    assert table.pool(Role.DECODE, "m") == [a, b] and table.pool(Role.DECODE, "") == [other]
-    for _ in range(2):
-        table.on_check(a, Check.FAILED, now_s=1.0)
-    assert (a.health, a.silent) == (Health.DOWN, False) and table.pool(Role.DECODE, "m") == [b]
 
 
 async def test_a_worker_of_which_bytes_come_is_not_silent() -> None:
