@@ -1,11 +1,13 @@
 """What holds for every test: a run stops at once, with one line, where the machine lacks what its tests need; no test of
-hypothesis depends on how fast the machine is.
+hypothesis depends on how fast the machine is; tests that are coroutines run on an event loop of their own.
 """
 
 import gc
+import inspect
 from typing import Any
 
 import pytest
+import uvloop
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
@@ -32,6 +34,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             (i for i, folder in enumerate(LONG) if item.nodeid.startswith(f"tests/{folder}/")), len(LONG)
         )
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    uvloop.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -86,14 +86,11 @@ def test_logprobs(worker: Worker) -> None:
 
 def test_abort_by_rid_and_all(worker: Worker) -> None:
     for abort in ({"rid": "mine"}, {"abort_all": True}):
-        with worker.http.stream("POST", "/generate", json={"text": "SLOW", "rid": "mine", "stream": True}) as response:
-            lines = response.iter_lines()
-            next(lines)
+        with worker.stream("SLOW", rid="mine") as last:
             duplicate = worker.post("/generate", {"text": "x", "rid": "mine"})
             assert duplicate.status_code == 400 and duplicate.json()["error"]["param"] == "rid"
             assert worker.post("/abort_request", abort).status_code == 200
-            last = [json.loads(line[6:]) for line in lines if line.startswith("data: {")][-1]
-        assert last["meta_info"]["finish_reason"]["type"] == "abort"
+            assert last()["meta_info"]["finish_reason"]["type"] == "abort"
         worker.wait_idle()
     assert worker.post("/abort_request", {"rid": "unknown"}).status_code == 200
     assert worker.post("/generate", {"text": "x", "rid": "mine"}).status_code == 200
@@ -204,10 +201,6 @@ def test_disaggregated_requests_carry_their_rooms(tmp_path: Path, mode: str) -> 
             assert w.post(path, {**where, **body}).status_code == 200, body
             got = [r.bootstrap for r in w.scheduler.seen[seen:]]
             assert [(b.host, b.port, b.room) for b in got if b] == [("10.0.0.1", 9000, room) for room in rooms]
-        lacking = w.post("/generate", {"text": "a", **where})
-        assert lacking.status_code == 400 and lacking.json()["error"]["param"] == "bootstrap_room"
-        for bad in ({"bootstrap_room": 1, "bootstrap_port": 70000}, {"bootstrap_room": True}):
-            assert w.post("/generate", {"text": "a", **where, **bad}).status_code == 400, bad
         assert w.post("/generate", {"text": "a", "bootstrap_host": "2.2.2.2"}).status_code == 200
         assert w.http.get("/health_generate").status_code == 200
         fake = w.scheduler.seen[-1].bootstrap

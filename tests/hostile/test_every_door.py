@@ -1,7 +1,7 @@
 """The table of hostile input, played at every door. Each case gets an answer in time, a refusal says why, and nothing else suffers.
 
 Doors: a router of one process, one of two, a unified worker, a prefill and a decode worker, a bootstrap server; the control
-plane of the prefill worker; the sockets between the processes of a worker.
+plane of the prefill worker. (The sockets between the processes of a worker: tests/engine/test_ipc.py.)
 """
 
 import asyncio
@@ -14,10 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import zmq
 
-from engine.ipc import IpcPaths, PullSocket
-from engine.messages import Shutdown, ToScheduler
 from tests.e2e.client import generate_all
 from tests.e2e.cluster import wait_until
 from tests.e2e.workload import recall_body
@@ -39,11 +36,10 @@ from tests.hostile.table import Call, post
 from tests.hostile.wrong_fields import WRONG_FIELDS, wrong_values
 
 BESIDE_EVERY_S, BESIDE_TOKENS = 0.3, 50
-GENERATION = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 # Routes that every case of `RAW_BODIES` is wrong for.
 JSON_ROUTES = {
-    "router": (*GENERATION, "/workers", "/workers/role", "/traces", "/abort_request"),
-    "worker": (*GENERATION, "/tokenize", "/detokenize", "/traces", "/abort_request", "/switch_role"),
+    "router": (*table.GENERATION, "/workers", "/workers/role", "/traces", "/abort_request"),
+    "worker": (*table.GENERATION, "/tokenize", "/detokenize", "/traces", "/abort_request", "/switch_role"),
     "bootstrap": ("/rooms",),
 }
 # HTTP itself is wrong then: the library answers before any handler, in plain text, or closes the connection.
@@ -288,7 +284,7 @@ def test_bytes_that_are_no_http(doors: Doors, door: str) -> None:
     assert wrong(answers, lambda a: a.status == 0 or 400 <= a.status < 500) == {}
 
 
-# ---- the control plane, and the sockets inside a worker
+# ---- the control plane
 
 
 def counted(doors: Doors) -> float:
@@ -311,20 +307,3 @@ def test_junk_frames_at_the_control_plane(doors: Doors) -> None:
             wait_until(lambda before=before: counted(doors) > before, within_s=10, what=f"{name} counted as junk")
     with means.dealer(means.route(doors.cluster).control) as sock:
         sock.send(table.FRAME_OVER_THE_LIMIT)
-
-
-def test_junk_frames_between_the_processes_of_a_worker() -> None:
-    """Dropped and counted; the next good message arrives."""
-    paths = IpcPaths.create()
-    pull: PullSocket[ToScheduler] = PullSocket(paths.to_scheduler, ToScheduler)
-    with contextlib.ExitStack() as stack, zmq.Context() as context, context.socket(zmq.PUSH) as push:
-        stack.callback(paths.remove)
-        stack.callback(pull.close)
-        push.setsockopt(zmq.LINGER, 0)
-        push.connect(paths.to_scheduler)
-        for frames in table.FRAMES.values():
-            push.send_multipart(frames)
-        push.send(b"\x91\xa8Shutdown")
-        got: list[ToScheduler] = []
-        wait_until(lambda: bool(got.extend(pull.recv(0.1)) or got), within_s=10, what="the good message")
-        assert got == [Shutdown()] and pull.rejected >= len(table.FRAMES)

@@ -102,24 +102,20 @@ def test_bad_rooms_and_meeting_places(doors: Doors, door: str) -> None:
 
 
 @pytest.mark.parametrize("door", ["prefill", "decode"])
-def test_a_room_that_is_live_is_refused(doors: Doors, door: str) -> None:
+async def test_a_room_that_is_live_is_refused(doors: Doors, door: str) -> None:
     """And the request that has it is not disturbed: its other half comes late, and it is answered."""
     port = int(means.bootstrap_url(doors.cluster).rpartition(":")[2])
     body, wanted = recall_body(random.Random(9), 40, max_new_tokens=3)
     body |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": 4242 + (door == "decode")}
-
-    async def meet() -> dict[str, Any]:
-        here, there = doors.urls[door], doors.urls["decode" if door == "prefill" else "prefill"]
-        first = asyncio.create_task(generate_all(here, [body]))
-        while (await asyncio.to_thread(_live_requests, here)) == 0 and not first.done():
-            await asyncio.sleep(0.01)
-        answer = await asyncio.to_thread(httpx.post, here + GENERATE, json=body, timeout=30)
-        assert_refused(answer, 409)
-        assert str(body["bootstrap_room"]) in answer.text and not first.done()
-        other = await generate_all(there, [body])
-        return {door: (await first)[0], "other": other[0]}["other" if door == "prefill" else "decode"]
-
-    assert asyncio.run(meet())["output_ids"] == wanted
+    here, there = doors.urls[door], doors.urls["decode" if door == "prefill" else "prefill"]
+    first = asyncio.create_task(generate_all(here, [body]))
+    while (await asyncio.to_thread(_live_requests, here)) == 0 and not first.done():
+        await asyncio.sleep(0.01)
+    answer = await asyncio.to_thread(httpx.post, here + GENERATE, json=body, timeout=30)
+    assert_refused(answer, 409)
+    assert str(body["bootstrap_room"]) in answer.text and not first.done()
+    other, own = await generate_all(there, [body]), await first
+    assert (other if door == "prefill" else own)[0]["output_ids"] == wanted
 
 
 def _live_requests(url: str) -> float:
@@ -174,13 +170,10 @@ async def _fail_beside_a_good_one(doors: Doors, bodies: list[dict[str, Any]]) ->
     return answers
 
 
-def test_false_prefill_workers(doors: Doors) -> None:
+async def test_false_prefill_workers(doors: Doors) -> None:
     """Bootstrap servers that name control planes which answer a decode worker's registration in every wrong way."""
-
-    async def ask_all() -> list[httpx.Response]:
-        return await asyncio.gather(*(_ask_for(doors, reply, room=78 + i) for i, reply in enumerate(REPLIES)))
-
-    for reply, answer in zip(REPLIES, asyncio.run(ask_all()), strict=True):
+    answers = await asyncio.gather(*(_ask_for(doors, reply, room=78 + i) for i, reply in enumerate(REPLIES)))
+    for reply, answer in zip(REPLIES, answers, strict=True):
         assert 400 <= answer.status_code <= 503 and answer.json()["error"]["message"], (reply, answer.text)
 
 

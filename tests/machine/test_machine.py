@@ -1,6 +1,5 @@
 """What the tests need is not only installed here, it loads and starts. The short form of `make fresh-check` runs this file."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -25,13 +24,10 @@ def test_the_transfer_engines_load():
     assert import_mooncake() is not None
 
 
-def test_chromium_starts_and_shows_a_page(tmp_path: Path):
-    async def read() -> object:
-        async with tab(address) as page:
-            return await page.js("document.title = 'shown'")
-
+async def test_chromium_starts_and_shows_a_page(tmp_path: Path):
     with chromium(tmp_path) as address:
-        assert asyncio.run(read()) == "shown"
+        async with tab(address) as page:
+            assert await page.js("document.title = 'shown'") == "shown"
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)

@@ -22,6 +22,7 @@ from service.security.addresses import is_loopback
 from service.security.keys import Access, bearer
 from service.security.secret import VOUCHER_HEADER, is_vouched
 from tests.frontend.conftest import start_worker
+from tests.hostile.table import GENERATION
 from tests.router.dummies import cluster
 from transfer_backends.contract import TransferConfig
 
@@ -63,15 +64,7 @@ def test_every_route_that_changes_a_worker_is_an_admin_s() -> None:
     """A new route has to be put on one side or the other."""
     user = {f"{v1}/{name}" for v1 in ("", "/v1") for name in ("tokenize", "detokenize")}
     user |= {"/v1/models", "/v1/models/{model}", "/model_info", "/get_model_info", "/server_info", "/get_server_info"}
-    user |= {
-        "/get_load",
-        "/v1/loads",
-        "/generate",
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/embeddings",
-        "/abort_request",
-    }
+    user |= {"/get_load", "/v1/loads", "/abort_request", *GENERATION}
     open_to_all = {"/health", "/health_generate", "/liveness", "/metrics"}
     assert {route.path for route in ROUTES} - ADMIN_PATHS - user == open_to_all
 

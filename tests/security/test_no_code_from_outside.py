@@ -30,23 +30,9 @@ MODULES = frozenset(
 )
 CALLS = frozenset(("eval", "exec", "compile", "__import__"))
 # What an object from a library may do; the name before the dot does not matter where it is unmistakable.
-METHODS = frozenset(
-    [
-        "recv_pyobj",
-        "send_pyobj",
-        "read_pickle",
-        "to_pickle",
-        "allow_pickle",
-        "load_module",
-        "torch.load",
-        "numpy.load",
-        "np.load",
-        "os.system",
-        "os.popen",
-        "yaml.load",
-        "weights_only",
-    ]
-)
+_METHODS = """recv_pyobj send_pyobj read_pickle to_pickle allow_pickle load_module torch.load numpy.load np.load os.system
+    os.popen yaml.load weights_only"""
+METHODS = frozenset(_METHODS.split())
 KEYWORDS = frozenset(("allow_pickle", "trust_remote_code"))
 SHELL = "shell"
 # (file, finding) -> why it is no danger.

@@ -1,6 +1,5 @@
 """What the simulation found, once more by literals: each fails without its fix, whatever a seed may draw by then."""
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,30 +45,27 @@ def test_a_room_that_a_shared_server_does_not_know_keeps_no_other_room_from_its_
     assert list(core.effects.queue) == [LookUp("b", 2)]
 
 
-def test_an_unanswered_look_at_a_worker_does_not_forget_its_bootstrap_port() -> None:
+async def test_an_unanswered_look_at_a_worker_does_not_forget_its_bootstrap_port() -> None:
     """`/health` answered, `/server_info` did not: requests then went out with `bootstrap_port: null`."""
 
     class Session:
         def get(self, url: str, **_: Any) -> Any:
             raise aiohttp.ServerDisconnectedError
 
-    async def look() -> None:
-        table = WorkerTable()
-        worker = table.add("http://p:80", role=Role.PREFILL)
-        table.on_check(worker, Check.OK, now_s=0.0)
-        worker.bootstrap_host, worker.bootstrap_port = "p", 8998
-        session: Any = Session()
-        config = RouterConfig(pd_disaggregation=True)
-        gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
-        credentials = Credentials(api=gate.api)
-        monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
-        monitor._check_health = _healthy  # type: ignore[method-assign]
-        watch: Any = SimpleNamespace(worker=worker, info_due_s=0.0, load_due_s=0.0)
-        await monitor._check(watch)
-        assert (worker.bootstrap_host, worker.bootstrap_port) == ("p", 8998)
-        assert worker.last_check is Check.FAILED and "server_info" in worker.last_error
-
-    asyncio.run(look())
+    table = WorkerTable()
+    worker = table.add("http://p:80", role=Role.PREFILL)
+    table.on_check(worker, Check.OK, now_s=0.0)
+    worker.bootstrap_host, worker.bootstrap_port = "p", 8998
+    session: Any = Session()
+    config = RouterConfig(pd_disaggregation=True)
+    gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
+    credentials = Credentials(api=gate.api)
+    monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
+    monitor._check_health = _healthy  # type: ignore[method-assign]
+    watch: Any = SimpleNamespace(worker=worker, info_due_s=0.0, load_due_s=0.0)
+    await monitor._check(watch)
+    assert (worker.bootstrap_host, worker.bootstrap_port) == ("p", 8998)
+    assert worker.last_check is Check.FAILED and "server_info" in worker.last_error
 
 
 async def _healthy(worker: object) -> tuple[Check, str]:
