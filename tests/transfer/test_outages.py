@@ -16,6 +16,7 @@ from tests.transfer.cores import (
     registration,
 )
 from transfer_backends.contract import Route
+from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import Liveness
 from transfer_backends.peers import Send
 from transfer_backends.prefill.posts import Chunk
@@ -64,12 +65,45 @@ def test_an_abort_of_an_earlier_try_does_not_replace_what_is_owed() -> None:
     """It was sent before decode learned of try 1, and arrives when prefill has closed the room."""
     outage = Outage()
     path = outage.core.peers.get("d").path
-    path.owed[KEY] = outage.decode.rooms[KEY].write_try = 1
+    path.landing[KEY] = outage.decode.rooms[KEY].write_try = 1
     outage.wait(1)
     outage.core.rooms.close(outage.core.rooms[KEY], outage.now_s)
     outage.core.on_message("link", Abort("d", "p", *KEY, "user", 0), outage.now_s)
     outage.reach()
     assert outage.drained_after(2)
+
+
+def test_other_rooms_do_not_wait_for_what_may_land() -> None:
+    """As soon as the peer is reached, a room of other pages is written, and one that is aborted is drained."""
+    outage = Outage()
+    outage.wait(10)
+    outage.reach()
+    core, (room, aborted) = outage.core, ((8, 0), (9, 0))
+    for number, key in enumerate((room, aborted)):
+        core.on_message("link", TransferInfo("d", "p", *key, pack_ids(np.array([30 + number])), 2 + number, 0), 10.0)
+    core.on_message("link", Abort("d", "p", *aborted, "user", 0), 10.0)
+    assert Send("link", Drained("p", "d", *aborted, 0)) in core.effects.queue
+    core.rooms.open(*room, 10.0)
+    core.rooms.send(core.rooms[room], Chunk(np.array([1], np.int64), 0, 1, None), 10.0)
+    for post in posts_of(core, 10.0):
+        core.completions.on_op_final(post, ok=True, error="", now_s=10.0)
+    assert core.rooms[room].state is KVPoll.Success
+    assert not outage.drained_after(9)
+
+
+def test_the_next_try_waits_for_what_may_land() -> None:
+    pair = JoinedCores()
+    for post in pair.posts():
+        pair.final(post, ok=False)
+    pair.core.completions.on_fenced("d", ok=False, now_s=0.0)
+    tries = []
+    for tenth in range(1, 24):
+        pair.core.tick(tenth / 10)
+        pair.core.on_message("link", Pong("d", "p", 0), tenth / 10)
+        if tenth == 10:
+            pair.core.admission.on_connected("d", 1.0)
+        tries.append({post.write_try for post in posts_of(pair.core, tenth / 10)})
+    assert tries[:18] == [set()] * 18 and {1} in tries
 
 
 def test_a_worker_that_connects_again_after_an_outage_finds_its_old_path() -> None:

@@ -4,6 +4,7 @@ import argparse
 import random
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -46,19 +47,23 @@ def one(args: argparse.Namespace) -> int:
 
 
 def fixed() -> int:
-    for seed in FIXED_SEEDS:
-        outcome = run(options_of(seed))
+    for outcome in fixed_outcomes():
         if not outcome.ok:
             tell(outcome)
             return 1
-    print(f"{len(FIXED_SEEDS)} seeds, nothing found")
+    print(f"{len(FIXED_SEEDS)} seeds and {len(scenario.all_paths())} scenarios, nothing found")
     return 0
 
 
+def fixed_outcomes() -> Iterator[Outcome]:
+    """Run the fixed seeds, then the scenarios."""
+    options = [*map(options_of, FIXED_SEEDS), *(scenario.load(path).options for path in scenario.all_paths())]
+    return map(run, options)
+
+
 def first_failure() -> str:
-    """What is wrong in the first of the fixed seeds that fails; "": nothing in any."""
-    outcomes = (run(options_of(seed)) for seed in FIXED_SEEDS)
-    return next((f"seed {outcome.options.seed}: {outcome.problem}" for outcome in outcomes if not outcome.ok), "")
+    """Return what is wrong in the first of the fixed runs that fails; "": nothing in any."""
+    return next((f"seed {found.options.seed}: {found.problem}" for found in fixed_outcomes() if not found.ok), "")
 
 
 def soak(args: argparse.Namespace) -> int:

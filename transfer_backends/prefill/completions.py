@@ -1,7 +1,7 @@
 """The end of engine operations. Pure.
 
-After a failed write prefill writes everything again to the same pages (`transfer_retries`), once the fence has shown that
-nothing of the last try can still land. A result of an earlier try is dropped (docs/design/handover.md).
+After a failed write prefill writes everything again to the same pages (`transfer_retries`), once nothing of the last try can
+land any more: after the fence, or after the wait of a landing room (paths.py). A result of an earlier try is dropped (docs/design/handover.md).
 """
 
 from transfer_backends.kvpoll import KVPoll
@@ -53,19 +53,27 @@ class Completions:
 
     def on_fenced(self, incarnation: str, *, ok: bool, now_s: float) -> None:
         peer = self._peers.get(incarnation)
-        if peer is not None and self._paths.on_fenced(peer, ok=ok, now_s=now_s):
+        if peer is None:
+            return
+        dirty = [room.key for room in self._rooms.of(peer) if room.dirty]
+        if self._paths.on_fenced(peer, dirty, ok=ok, now_s=now_s):
             self.settle(peer)
 
     def settle(self, peer: DecodePeer) -> None:
-        """Start over and report, now that no earlier operation to the peer can write."""
+        """Release our pages: no failed operation to the peer reads them any more."""
         for room in self._rooms.of(peer):
             if room.num_ops == 0:
                 room.dirty = False
                 self._rooms.touch()
                 self._rooms.report_drained(room)
-                if room.awaits_fence:
-                    room.start_over()
-                    self._outbox.add(room)
+        self.start_over(peer)
+
+    def start_over(self, peer: DecodePeer) -> None:
+        """Begin the next try of the rooms of which no byte can land any more."""
+        for room in self._rooms.of(peer):
+            if room.awaits_fence and room.quiet and room.key not in peer.path.landing:
+                room.start_over()
+                self._outbox.add(room)
         self._paths.retire(peer)
 
     def _on_written(self, room: PrefillRoom, post: Post, now_s: float) -> None:

@@ -84,7 +84,7 @@ class PrefillCore:
         """Send `Bye` to the peers whose memory no operation can still write."""
         busy = {room.peer for room in self.rooms if not room.quiet}
         for peer in self.peers.linked():
-            if peer not in busy and not peer.path.broken:
+            if peer not in busy and not peer.path.landing:
                 self.peers.send(peer, Bye(*self.peers.address(peer)))
 
     # ---- messages and links
@@ -125,11 +125,13 @@ class PrefillCore:
     # ---- time
 
     def tick(self, now_s: float) -> None:
-        settled = self.paths.tick(now_s)
+        settled, landed = self.paths.tick(now_s)
         for peer in self.peers.beat(now_s):
             self.rooms.fail_all_of(peer, "the decode worker does not answer")
         for peer in settled:
             self.completions.settle(peer)
+        for peer in landed:
+            self.completions.start_over(peer)
         if now_s >= self._next_scan_s:
             self._next_scan_s = now_s + SCAN_S_A_ROOM * len(self.rooms)
             for room in self.rooms:

@@ -3,10 +3,11 @@
     CONNECTING --connected--> OPEN --op failed--> FENCING --fenced--> OPEN
                                                      +--fence failed--> CONNECTING (after a back-off)
 
-A path whose fence failed is broken. It reads our memory for `settle_s` at most; then rooms and pages are free here. In decode's
-memory its bytes may land later: TCP sends them again once the network is whole. So decode receives no `Drained`, and nothing is
-written, until the peer has been reached again and `settle_s` more are over, or as long as the outage lasted: a sender that backs
-off (RFC 6298, 5.5) tries again within that time. `resend_s` after the break the network holds nothing any more.
+A connection whose fence failed reads our memory for `settle_s` at most; then rooms and pages are free here, and the path is used
+again. In decode's memory the bytes of the failed writes may land later: TCP sends them again once the network is whole. Their
+rooms are *landing*: decode receives no `Drained` of them, and they are not written again, until the peer has been reached and
+`settle_s` more are over, or as long as the outage lasted: a sender that backs off (RFC 6298, 5.5) tries again within that time.
+`resend_s` after the break the network holds nothing any more.
 
 A lost peer is dropped once its path is *quiet*: none of its operations can still write, here or there. A peer has one path, to
 one KV region.
@@ -39,8 +40,8 @@ class Path:
     """`memory`: as decode registered it. `num_ops`, `num_pieces`, `num_bytes`: posted and not final.
     `whole_at_s`: the network took our bytes then, or had none to take.
 
-    Of a broken path, in running time: `read_until_s`, when it has read its last byte here; `lands_until_s`, when its last byte
-    has landed (inf: it is whole). `owed`: rooms whose `Drained` waits for that, with their tries.
+    Of broken connections, in running time (inf: there are none): `read_until_s`, when they have read their last byte here;
+    `lands_until_s`, when their last byte has landed. `landing`: rooms of such bytes, and the try of the `Drained` that waits.
     """
 
     memory: Register
@@ -50,23 +51,26 @@ class Path:
     num_bytes: int = 0
     whole_at_s: float = 0.0
     reconnect: RetryTimer = field(default_factory=lambda: RetryTimer(FIRST_RETRY_S, LONGEST_RETRY_S))
-    broken: bool = False
     read_until_s: float = math.inf
     lands_until_s: float = math.inf
-    owed: dict[RoomKey, int] = field(default_factory=dict)
+    landing: dict[RoomKey, int | None] = field(default_factory=dict)
     next_poll_request_s: float = 0.0
 
     @property
     def open(self) -> bool:
-        return self.state is PathState.OPEN and not self.broken
+        return self.state is PathState.OPEN and self.read_until_s == math.inf
 
     @property
     def quiet(self) -> bool:
-        return not self.num_ops and not self.broken and self.state is not PathState.FENCING
+        return not self.num_ops and not self.landing and self.state is not PathState.FENCING
+
+    def note_whole(self, now_s: float) -> None:
+        if not self.landing:
+            self.whole_at_s = now_s
 
     def on_posted(self, pieces: Pieces, now_s: float) -> None:
         if self.num_ops == 0:
-            self.whole_at_s = now_s
+            self.note_whole(now_s)
         self.num_ops += 1
         self.num_pieces += len(pieces)
         self.num_bytes += pieces.size_bytes
@@ -122,7 +126,7 @@ class Paths:
         path = peer.path
         path.state = PathState.OPEN
         path.reconnect.reset()
-        if path.broken:
+        if path.landing:
             wait_s = max(self._settle_s, now_s - path.whole_at_s)
             path.lands_until_s = min(path.lands_until_s, self._ran.at(now_s) + wait_s)
 
@@ -133,23 +137,23 @@ class Paths:
         path.num_pieces -= len(pieces)
         path.num_bytes -= pieces.size_bytes
         if ok:
-            path.whole_at_s = now_s
+            path.note_whole(now_s)
         elif path.state is PathState.OPEN:
             path.state = PathState.FENCING
         if path.num_ops == 0 and path.state is PathState.FENCING:
             self.commands.append(FencePeer(peer.incarnation))
 
-    def on_fenced(self, peer: DecodePeer, *, ok: bool, now_s: float) -> bool:
-        """Return True if no earlier operation can write any more; else the path must settle first."""
+    def on_fenced(self, peer: DecodePeer, dirty: list[RoomKey], *, ok: bool, now_s: float) -> bool:
+        """Return True if no earlier operation can write any more; else the connection must settle, and `dirty` rooms are landing."""
         path = peer.path
         if ok:
             if path.state is PathState.FENCING:
                 path.state = PathState.OPEN
             return True
         self._peers.effects.counters["fence_failures"] += 1
-        path.broken, broken_at_s = True, self._ran.at(now_s)
-        path.read_until_s = broken_at_s + self._settle_s
-        path.lands_until_s = broken_at_s + self._settle_s + self._resend_s
+        path.landing |= {key: None for key in dirty if key not in path.landing}
+        path.read_until_s = self._ran.at(now_s) + self._settle_s
+        path.lands_until_s = path.read_until_s + self._resend_s
         if path.state is PathState.FENCING:
             path.state = PathState.CONNECTING
             path.reconnect.plan(now_s)
@@ -163,35 +167,36 @@ class Paths:
             self._peers.effects.counters["nudges"] += 1
             self._peers.send(peer, PollRequest(*self._peers.address(peer)))
 
-    def tick(self, now_s: float) -> list[DecodePeer]:
-        """Reconnect where due, send what is owed; return the peers whose broken connections read nothing here any more."""
+    def tick(self, now_s: float) -> tuple[list[DecodePeer], list[DecodePeer]]:
+        """Reconnect where due; return the peers whose broken connections read nothing here, and land nothing there, any more."""
         self._ran.tick(now_s)
-        settled = []
+        settled, landed = [], []
         for peer in self._peers:
             path = peer.path
             if self._ran.at(now_s) >= path.read_until_s:
                 path.read_until_s = math.inf
                 settled.append(peer)
             if self._ran.at(now_s) >= path.lands_until_s:
-                self._mend(peer)
+                self._end_landing(peer)
+                landed.append(peer)
             if path.reconnect.due(now_s) and not peer.lost:
                 self.connect(peer)
-        return settled
+        return settled, landed
 
     def drained(self, peer: DecodePeer, key: RoomKey, write_try: int) -> None:
         """Report that nothing lands in the room's pages any more, as soon as that is so."""
-        if peer.path.broken:
-            peer.path.owed[key] = max(write_try, peer.path.owed.get(key, 0))
+        landing = peer.path.landing
+        if key in landing:
+            landing[key] = max(write_try, landing[key] or 0)
         else:
             self._peers.send(peer, Drained(*self._peers.address(peer), *key, write_try))
 
-    def _mend(self, peer: DecodePeer) -> None:
-        path = peer.path
-        path.broken, path.lands_until_s = False, math.inf
-        for key, write_try in path.owed.items():
-            self.drained(peer, key, write_try)
-        path.owed.clear()
-        self.retire(peer)
+    def _end_landing(self, peer: DecodePeer) -> None:
+        peer.path.lands_until_s = math.inf
+        landing, peer.path.landing = peer.path.landing, {}
+        for key, write_try in landing.items():
+            if write_try is not None:
+                self.drained(peer, key, write_try)
 
     def retire(self, peer: DecodePeer) -> None:
         """Drop a lost peer once its path is quiet; the caller has failed its rooms."""
