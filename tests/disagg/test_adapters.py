@@ -10,7 +10,7 @@ from tests.disagg.two_roles import Cluster
 
 
 def test_decode_passes_over_who_has_no_place() -> None:
-    cluster = Cluster(pages=(200, 200), page_size=4, chunk=8, depth=2, rows=8, places=1)
+    cluster = Cluster(pages=(200, 200), depth=2, rows=8, places=1)
     rng = random.Random(3)
     cluster.submit("a", [9, 9, 1], 1, new=100, adapter=1)
     while "a" not in cluster.decode.tokens:
@@ -37,9 +37,7 @@ def test_tokens_cross_whatever_the_batches_hold(
 ) -> None:
     """Two adapters and the model on shared prompts, memory short on either side, retractions."""
     rng = random.Random(seed)
-    cluster = Cluster(
-        pages=pages, page_size=4, chunk=8, depth=depth, places=places, lora_drain_wait_s=rng.choice([None, 0.0]), **kept
-    )
+    cluster = Cluster(pages=pages, depth=depth, places=places, lora_drain_wait_s=rng.choice([None, 0.0]), **kept)
     asked = {}
     for i in range(8):
         prompt = [5, 5, 5, 5, 5, 5, 5, 5][: rng.randint(1, 8)] + [i] * rng.randint(0, 3)

@@ -8,8 +8,8 @@ import pytest
 from disagg.metadata import FirstToken, KVCorrupt, MetadataBuffers, verify
 from engine.core.plan import ItemResult
 from tests.core.hash_model import HashModel, Slot, expected_tokens
-from tests.disagg.test_resumption import assert_right, crowded, resumed
-from tests.disagg.two_roles import Cluster
+from tests.disagg.test_resumption import assert_right, resumed
+from tests.disagg.two_roles import Cluster, crowded
 from transfer_backends.contract import KVArgs, Region
 from transfer_backends.wire import layout_conflict, layout_of
 
@@ -29,7 +29,7 @@ class Checksums:
 
 
 def checked_cluster() -> Cluster:
-    return with_checksums(Cluster(pages=(90, 90), page_size=4, chunk=8, depth=1))
+    return with_checksums(Cluster(pages=(90, 90)))
 
 
 def with_checksums(cluster: Cluster) -> Cluster:

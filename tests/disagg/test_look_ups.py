@@ -82,7 +82,7 @@ def test_a_server_that_was_back_in_between_gets_its_grace_anew(free_address: str
 
 @pytest.mark.parametrize(("joined", "status"), [(False, 502), (True, 500)])
 def test_a_failure_says_whether_the_pair_was_joined(*, joined: bool, status: int) -> None:
-    cluster = Cluster(pages=(50, 50), page_size=4, chunk=8, depth=1)
+    cluster = Cluster(pages=(50, 50))
     cluster.submit("r", list(range(9)), 1, new=3)
     room = cluster.wire.room(1)
     if joined:

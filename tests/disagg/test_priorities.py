@@ -13,9 +13,7 @@ WAYS = {"recompute": {}, "host": {"backup_pages": 100}, "prefill": {"resume_else
 
 
 def cluster_of(decode_pages: int, *, depth: int = 1, priorities: Priorities = PRIORITIES, **decode: object) -> Cluster:
-    return Cluster(
-        pages=(200, decode_pages), page_size=4, chunk=8, depth=depth, both={"priorities": priorities}, **decode
-    )
+    return Cluster(pages=(200, decode_pages), depth=depth, both={"priorities": priorities}, **decode)
 
 
 def until_running(cluster: Cluster, *rids: str) -> None:

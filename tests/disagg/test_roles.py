@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.core.hash_model import Slot, expected_tokens
 from tests.disagg.two_role_stories import TwoRoleStory, play, two_role_stories
-from tests.disagg.two_roles import Cluster
+from tests.disagg.two_roles import Cluster, crowded, run_retracted_first
 from transfer_backends.contract import Gate
 
 STEPS = 10_000
@@ -32,23 +32,9 @@ Sent = tuple[int, int, Gate | None, bool]  # start, pages, gate, last
 @pytest.mark.parametrize("backup_pages", [0, 1000])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_retracted_requests_come_before_new_ones(depth: int, backup_pages: int) -> None:
-    """Memory for the growth of two of six; none is reserved. While one is retracted nobody new gets pages."""
-    cluster = Cluster(
-        pages=(200, 16), page_size=4, chunk=8, depth=depth, backup_pages=backup_pages, conservativeness=0.0
-    )
-    prompts = {f"r{i}": [i, *range(8 + i)] for i in range(6)}
-    for i, (rid, prompt) in enumerate(prompts.items()):
-        cluster.submit(rid, prompt, i + 1, new=24)
-    rng, decode, retracted = random.Random(7), cluster.decode, 0
-    while not cluster.at_rest():
-        cluster.wire.step(rng)
-        cluster.prefill.turn()
-        before = decode.role.queues()
-        decode.turn()
-        if before["retracted"]:
-            retracted += 1
-            assert decode.role.queues()["prealloc"] == before["prealloc"]
-    assert retracted > 0 and decode.scheduler.counters.retractions > 0
+    cluster, prompts = crowded(depth=depth, backup_pages=backup_pages, resume_elsewhere=False)
+    run_retracted_first(cluster)
+    decode = cluster.decode
     assert decode.tokens == {rid: expected_tokens(p, 24) for rid, p in prompts.items()}
     saved = decode.role.counters()["backup_saved_tokens"]
     assert (saved > 0) == (backup_pages > 0) and decode.role.counters()["backup_restored_tokens"] == saved
@@ -58,7 +44,7 @@ def test_retracted_requests_come_before_new_ones(depth: int, backup_pages: int) 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_pages_are_handed_over_when_their_step_is_launched(depth: int) -> None:
     """The cached ones whole, the others by layers, each once and in order; the metadata row when all is computed."""
-    cluster = Cluster(pages=(60, 60), page_size=4, chunk=8, depth=depth, layerwise=True)
+    cluster = Cluster(pages=(60, 60), depth=depth, layerwise=True)
     sent: list[Sent] = []
     for room, length in ((1, 12), (2, 30)):
         cluster.submit(f"r{room}", list(range(length)), room, new=3)
@@ -77,7 +63,7 @@ def test_pages_are_handed_over_when_their_step_is_launched(depth: int) -> None:
 
 def test_a_role_waits_for_outside_only_while_it_has_requests() -> None:
     """Its loop is woken often then, and sleeps otherwise."""
-    cluster = Cluster(pages=(60, 60), page_size=4, chunk=8, depth=1)
+    cluster = Cluster(pages=(60, 60))
     roles = (cluster.prefill.role, cluster.decode.role)
     assert [role.waits_for_outside() for role in roles] == [False, False]
     cluster.submit("r", list(range(12)), 1, new=3)
@@ -88,7 +74,7 @@ def test_a_role_waits_for_outside_only_while_it_has_requests() -> None:
 
 def test_few_pages_leave_with_the_last_chunk() -> None:
     """Chunks of two pages; fewer than three bytes, a page being one, do not leave beside the next chunk."""
-    cluster = Cluster(pages=(60, 60), page_size=4, chunk=8, depth=1, least_bytes=3)
+    cluster = Cluster(pages=(60, 60), least_bytes=3)
     sent: list[Sent] = []
     cluster.submit("r", list(range(30)), 1, new=3)
     record(cluster, "r", sent)
@@ -100,7 +86,7 @@ def test_few_pages_leave_with_the_last_chunk() -> None:
 
 def test_what_decode_has_cached_is_not_sent() -> None:
     """The second turn of a conversation: its first pages are still with decode, the answer of the first turn among them."""
-    cluster = Cluster(pages=(60, 60), page_size=4, chunk=8, depth=1)
+    cluster = Cluster(pages=(60, 60))
     prompt, wire = list(range(21)), cluster.wire
     cluster.submit("first", prompt, 1, new=8)
     cluster.run(random.Random(1))
@@ -131,7 +117,7 @@ def record(cluster: Cluster, rid: str, sent: list[Sent]) -> None:
 
 def test_wrong_kv_is_seen() -> None:
     """The check of this file can fail: bytes of something else do not pass."""
-    cluster = Cluster(pages=(50, 50), page_size=4, chunk=8, depth=1)
+    cluster = Cluster(pages=(50, 50))
     cluster.wire.copy_pages = lambda src, dst: cluster.decode.model.kv.update(  # type: ignore[method-assign]
         {(d, o): Slot(7, 7) for d in dst for o in range(4)}
     )
@@ -141,7 +127,7 @@ def test_wrong_kv_is_seen() -> None:
 
 
 def test_a_corrupt_metadata_row_fails_that_request_alone() -> None:
-    cluster = Cluster(pages=(90, 90), page_size=4, chunk=8, depth=1)
+    cluster = Cluster(pages=(90, 90))
     copy_row = cluster.wire.copy_row
     cluster.wire.copy_row = lambda src, dst: None if src == 0 else copy_row(src, dst)  # type: ignore[method-assign]
     cluster.submit("bad", list(range(9)), 1, new=3)
@@ -154,7 +140,7 @@ def test_a_corrupt_metadata_row_fails_that_request_alone() -> None:
 
 
 def test_prefill_computes_nothing_before_decode_has_given_its_pages() -> None:
-    cluster = Cluster(pages=(50, 50), page_size=4, chunk=8, depth=1)
+    cluster = Cluster(pages=(50, 50))
     cluster.prefill.submit("r", list(range(20)), 1, new=6, prefill_only=True)
     for _ in range(10):
         cluster.prefill.turn()
@@ -167,7 +153,7 @@ def test_prefill_computes_nothing_before_decode_has_given_its_pages() -> None:
 
 
 def test_waiting_for_memory_has_an_end() -> None:
-    cluster = Cluster(pages=(50, 20), page_size=4, chunk=8, depth=1)
+    cluster = Cluster(pages=(50, 20))
     cluster.submit("big", list(range(60)), 1, new=6)
     for room in range(2, 6):
         cluster.submit(f"r{room}", list(range(40)), room, new=6)

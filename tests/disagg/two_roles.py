@@ -67,9 +67,9 @@ class Cluster:
         self,
         *,
         pages: tuple[int, int],
-        page_size: int,
-        chunk: int | None,
-        depth: int,
+        page_size: int = 4,
+        chunk: int = 8,
+        depth: int = 1,
         rows: int = 3,
         places: int = 0,
         layerwise: bool = False,
@@ -129,6 +129,33 @@ class Cluster:
             counts = engine.scheduler.memory.allocator.counts()
             assert counts["held"] == counts["quarantined"] == 0
             engine.role.check()
+
+
+def crowded(
+    *, depth: int = 1, page_size: int = 4, resume_elsewhere: bool = True, **decode: object
+) -> tuple[Cluster, dict[str, list[int]]]:
+    """Six requests, and memory for the growth of two; none is reserved."""
+    pages = (200, 64 // page_size)
+    decode |= {"conservativeness": 0.0, "resume_elsewhere": resume_elsewhere}
+    cluster = Cluster(pages=pages, page_size=page_size, depth=depth, **decode)
+    prompts = {f"r{i}": [i, *range(8 + i)] for i in range(6)}
+    for i, (rid, prompt) in enumerate(prompts.items()):
+        cluster.submit(rid, prompt, i + 1, new=24)
+    return cluster, prompts
+
+
+def run_retracted_first(cluster: Cluster) -> None:
+    """While a retracted request waits for memory nobody new gets any; some do wait."""
+    rng, decode, waited = random.Random(7), cluster.decode, 0
+    while not cluster.at_rest():
+        cluster.wire.step(rng)
+        cluster.prefill.turn()
+        before = decode.role.queues()
+        decode.turn()
+        if before["retracted"]:
+            waited += 1
+            assert decode.role.queues()["prealloc"] == before["prealloc"]
+    assert waited > 0
 
 
 def assert_no_output_twice(outputs: dict[str, list[TokenOutput]]) -> None:

@@ -19,9 +19,10 @@ from tests.planner.planned import (
 FOREVER = float("inf")
 
 
-def prefill_s(tokens: int) -> float:
+def prefill_s(tokens: int, *, after: int = 0) -> float:
+    """Of a chunk behind `after` tokens."""
     t = STEP_TIME
-    return t.prefill_step_s + tokens * t.prefill_token_s + tokens * (tokens + 1) / 2 * t.prefill_pair_s
+    return t.prefill_step_s + tokens * t.prefill_token_s + tokens * (after + (tokens + 1) / 2) * t.prefill_pair_s
 
 
 def decode_s(*contexts: int) -> float:
@@ -55,14 +56,9 @@ def test_a_long_prompt_travels_while_it_is_computed() -> None:
     """Chunks of 2048: only the last one's pages are left to move when the last chunk is done, if the link keeps up."""
     planned = cluster("1P1D", link=64 * LINK)
     (record,) = planned.run([request_at(0, 3 * 2048, 2)], rate=1, until_s=FOREVER)
-    whole = [
-        STEP_TIME.prefill_step_s
-        + 2048 * STEP_TIME.prefill_token_s
-        + 2048 * (start + 2049 / 2) * STEP_TIME.prefill_pair_s
-        for start in (0, 2048, 4096)
-    ]
+    computed_s = sum(prefill_s(2048, after=start) for start in (0, 2048, 4096))
     tail_s = 128 * PAGE_BYTES / (64 * LINK) + LATENCY_S + CONTROL_S
-    assert record.ttft_s == pytest.approx(OUTSIDE_S + 3 * CONTROL_S + sum(whole) + tail_s)
+    assert record.ttft_s == pytest.approx(OUTSIDE_S + 3 * CONTROL_S + computed_s + tail_s)
 
 
 def test_transfers_share_a_link() -> None:
@@ -120,10 +116,7 @@ def test_an_equal_prefix_is_not_computed_again_and_history_counts() -> None:
     planned.warm([request_at(0, 320, 1)])
     (record,) = planned.run([request_at(0, 640, 2)], rate=1, until_s=FOREVER)
     assert record.cached_tokens == 320
-    tokens = 320
-    pairs = tokens * (320 + 321 / 2)
-    expected_s = STEP_TIME.prefill_step_s + tokens * STEP_TIME.prefill_token_s + pairs * STEP_TIME.prefill_pair_s
-    assert record.ttft_s == pytest.approx(OUTSIDE_S + expected_s)
+    assert record.ttft_s == pytest.approx(OUTSIDE_S + prefill_s(320, after=320))
     assert_at_rest(planned)
 
 

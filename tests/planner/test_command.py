@@ -12,7 +12,7 @@ from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from planner.config import PlanConfig
 from planner.fit import Report, ReportTarget
 from planner.study import planned_cluster, study_of, try_rate
-from tests.planner.planned import LINK, STEP_TIME, cluster, request_at
+from tests.planner.planned import LINK, STEP_TIME
 from tests.planner.test_fit import one_after_another, together
 
 MODEL = ["--model-path", DEFAULT_MODEL_PATH]
@@ -61,9 +61,7 @@ def test_measured_step_times_are_fitted_saved_and_used(tmp_path: Path, capsys: p
 
 
 def test_a_measured_hand_over_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pair = cluster("1P1D", link=LINK / 4).run(
-        [request_at(i, 60 + 61 * (i * 7 % 20), 12, block=i) for i in range(20)], rate=1, until_s=float("inf")
-    )
+    pair = one_after_another("1P1D", link=LINK / 4)
     single, both, other = tmp_path / "single.json", tmp_path / "both.json", tmp_path / "other.json"
     single.write_bytes(msgspec.json.encode(Report([ReportTarget(one_after_another())])))
     both.write_bytes(msgspec.json.encode(Report([ReportTarget(one_after_another()), ReportTarget(pair)])))
@@ -146,12 +144,6 @@ def test_rates_and_ports_are_of_gpus(tmp_path: Path) -> None:
     assert points[2].busy["prefill"] == pytest.approx(points[1].busy["prefill"], rel=0.01)
 
 
-def test_requests_that_no_worker_can_hold_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--gpu", "L4", "--max-total-tokens", "384", "--layouts", "1U", "--rates", "1"]
-    assert main(["plan", *MODEL, *LOAD, *flags]) == 0
-    assert "need more KV than a worker of 1U has; they fail there" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -168,24 +160,23 @@ def test_step_times_are_not_all(
     assert said in capsys.readouterr().err
 
 
-def test_a_run_that_is_too_short_to_mean_anything_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    """At 60 requests a second forty come within one second, and the worker's limit of one is never reached."""
-    flags = ["--layouts", "1U", "--slo-ttft", "5", "--slo-tpot", "1"]
-    assert main(["plan", *MODEL, *MACHINE, *LOAD, *flags]) == 0
-    assert "warning: at the best rate of 1U all 40 requests came within 5 x" in capsys.readouterr().out
+TOO_BIG = ["--gpu", "L4", "--max-total-tokens", "384", "--rates", "1"]
+# At 60 requests a second forty come within one second, and the worker's limit of one is never reached.
+TOO_SHORT = [*MACHINE, "--slo-ttft", "5", "--slo-tpot", "1"]
+TOO_STRICT = ["--gpu", "L4", "--slo-ttft", "1e-06", "--num-requests", "10"]
 
 
-def test_limits_that_nothing_keeps(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--gpu", "L4", "--slo-ttft", "1e-06", "--layouts", "1U", "--num-requests", "10"]
-    assert main(["plan", *MODEL, *LOAD, *flags]) == 1
-    assert "No layout keeps the limits" in capsys.readouterr().out
-
-
-def trace(folder: Path, **changed: Any) -> str:
-    path = folder / "trace.jsonl"
-    entry = {"timestamp": 0, "input_length": 100, "output_length": 5, "hash_ids": [1]} | changed
-    path.write_text("\n".join(json.dumps(entry | {"timestamp": i}) for i in range(20)))
-    return str(path)
+@pytest.mark.parametrize(
+    ("flags", "status", "said"),
+    [
+        (TOO_BIG, 0, "need more KV than a worker of 1U has; they fail there"),
+        (TOO_SHORT, 0, "warning: at the best rate of 1U all 40 requests came within 5 x"),
+        (TOO_STRICT, 1, "No layout keeps the limits"),
+    ],
+)
+def test_what_a_plan_warns_of(flags: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *MODEL, *LOAD, "--layouts", "1U", *flags]) == status
+    assert said in capsys.readouterr().out
 
 
 BAD = [
@@ -221,15 +212,13 @@ def test_bad_input_is_one_line_that_names_the_flag(
     assert text.startswith("tandem plan: error: " + said) and text.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [({"input_length": "x"}, "line 1"), ({"input_length": -5}, "line 1"), ({"hash_ids": [-1]}, "line 1")],
-)
-def test_a_trace_with_nonsense_in_it(
-    tmp_path: Path, changed: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", *MODEL, "--gpu", "L4", "--trace", trace(tmp_path, **changed)]) == 1
-    assert said in capsys.readouterr().err
+@pytest.mark.parametrize("wrong", [{"input_length": "x"}, {"input_length": -5}, {"hash_ids": [-1]}])
+def test_a_trace_with_nonsense_in_it(tmp_path: Path, wrong: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    entry = {"timestamp": 0, "input_length": 100, "output_length": 5, "hash_ids": [1]} | wrong
+    path.write_text("\n".join([json.dumps(entry)] * 20))
+    assert main(["plan", *MODEL, "--gpu", "L4", "--trace", str(path)]) == 1
+    assert "line 1" in capsys.readouterr().err
 
 
 def test_a_child_that_dies_is_no_riddle(tmp_path: Path) -> None:

@@ -50,33 +50,27 @@ SHAPE = Shape(
     kv_heads=2,
     hidden_bytes=2000,
 )
+GPU = Gpu(name="x", tflops=2, memory_gb=1, memory_gb_s=100, link_gb_s=1, peer_gb_s=10)
+DECODES = StepLoad(decodes=4, decode_context=1000, samples=4)
+PROMPT = StepLoad(prefill_tokens=1000, prefill_pairs=500_500, prefill_context=1000, samples=1)
 
 
 def test_roofline_over_several_gpus_adds_up_hidden_states() -> None:
     """Four GPUs: a fourth of weights and arithmetic each; two KV heads are held twice; 20 ring sums of 3/2 of 1000 tokens."""
-    gpu = Gpu(name="x", tflops=2, memory_gb=1, memory_gb_s=100, link_gb_s=1, peer_gb_s=10)
     efficiency = Efficiency(compute=0.5, memory=0.5, step_s=0.001, reduce_s=1e-5)
-    time = Roofline(gpu=gpu, shape=SHAPE, efficiency=efficiency, tp=4)
+    time = Roofline(gpu=GPU, shape=SHAPE, efficiency=efficiency, tp=4)
     sums_s = 20 * (1.5 * 4 * 2000 / 5e9 + 1e-5)
-    assert time.seconds(StepLoad(decodes=4, decode_context=1000, samples=4)) == pytest.approx(
-        0.001 + 1.1e9 * 2 / 200e9 + 1000 * 2 * 1e5 / 200e9 + sums_s
-    )
-    prompt = StepLoad(prefill_tokens=1000, prefill_pairs=500_500, prefill_context=1000, samples=1)
-    assert time.seconds(prompt) == pytest.approx(
+    assert time.seconds(DECODES) == pytest.approx(0.001 + 1.1e9 * 2 / 200e9 + 1000 * 2 * 1e5 / 200e9 + sums_s)
+    assert time.seconds(PROMPT) == pytest.approx(
         0.001 + (1e9 * 1000 + 1e8) * 2 / 4e12 + 500_500 * 1e6 / 4e12 + 20 * (1.5 * 1000 * 2000 / 5e9 + 1e-5)
     )
 
 
 def test_roofline_is_bound_by_memory_or_by_arithmetic() -> None:
-    gpu = Gpu(name="x", tflops=2, memory_gb=1, memory_gb_s=100, link_gb_s=1, peer_gb_s=10)
-    shape = SHAPE
-    time = Roofline(gpu=gpu, shape=shape, efficiency=Efficiency(compute=0.5, memory=0.5, step_s=0.001))
+    time = Roofline(gpu=GPU, shape=SHAPE, efficiency=Efficiency(compute=0.5, memory=0.5, step_s=0.001))
     read_s = 1.1e9 * 2 / 50e9
-    assert time.seconds(StepLoad(decodes=4, decode_context=1000, samples=4)) == pytest.approx(
-        0.001 + read_s + 1000 * 1e5 / 50e9
-    )
-    prompt = StepLoad(prefill_tokens=1000, prefill_pairs=500_500, prefill_context=1000, samples=1)
-    assert time.seconds(prompt) == pytest.approx(0.001 + (1e9 * 1000 + 1e8) * 2 / 1e12 + 500_500 * 1e6 / 1e12)
+    assert time.seconds(DECODES) == pytest.approx(0.001 + read_s + 1000 * 1e5 / 50e9)
+    assert time.seconds(PROMPT) == pytest.approx(0.001 + (1e9 * 1000 + 1e8) * 2 / 1e12 + 500_500 * 1e6 / 1e12)
     assert time.seconds(StepLoad()) == 0.0
 
 

@@ -25,9 +25,9 @@ from tests.planner.planned import (
 FOREVER = float("inf")
 
 
-def one_after_another() -> list[RequestRecord]:
+def one_after_another(name: str = "1U", *, link: float = LINK) -> list[RequestRecord]:
     requests = [request_at(i, 60 + 61 * (i * 7 % 20), 12, block=i) for i in range(20)]
-    return cluster("1U").run(requests, rate=1, until_s=FOREVER)
+    return cluster(name, link=link).run(requests, rate=1, until_s=FOREVER)
 
 
 def together() -> list[RequestRecord]:
@@ -71,8 +71,7 @@ def test_tokens_that_come_in_clumps_are_no_shorter_steps() -> None:
 
 def test_what_the_hand_over_adds() -> None:
     """Four messages and a latency a request; a token's bytes over the link."""
-    requests = [request_at(i, 60 + 61 * (i * 7 % 20), 12, block=i) for i in range(20)]
-    records = cluster("1P1D", link=LINK / 4).run(requests, rate=1, until_s=FOREVER)
+    records = one_after_another("1P1D", link=LINK / 4)
     found = fit_handover(one_after_another(), records)
     assert found.token_s == pytest.approx(PAGE_BYTES / PAGE_SIZE / (LINK / 4), rel=0.02)
     assert found.request_s == pytest.approx(4 * CONTROL_S + LATENCY_S, rel=0.5)  # pages are whole
@@ -84,11 +83,7 @@ def test_too_little_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^--fit: 0 requests were alone .* --concurrency 1 "):
         fit([together()])
     with pytest.raises(ConfigError, match=r"^--fit: 0 gaps .* --concurrency 8 "):
-        fit([[record_without_gaps(r) for r in one_after_another()]])
-
-
-def record_without_gaps(record: RequestRecord) -> RequestRecord:
-    return msgspec.structs.replace(record, itl_s=[])
+        fit([[msgspec.structs.replace(record, itl_s=[]) for record in one_after_another()]])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from transfer_backends.liveness import ProcessMark
 from transfer_backends.prefill.core import PrefillCore
 from transfer_backends.prefill.paths import ConnectPeer
 from transfer_backends.prefill.posts import Chunk, Post
-from transfer_backends.wire import Register, layout_of
+from transfer_backends.wire import Register, Registered, layout_of
 
 CAPS = Caps(
     name="sim",
@@ -41,6 +41,15 @@ SRC, PAGES = [1, 8, 2, 9], [5, 6, 20, 3]
 def decode_core(**config: Any) -> DecodeCore:
     settings = TransferConfig(**{**TIMES, **config})
     return DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=settings)
+
+
+def connected_decode_core() -> DecodeCore:
+    """Room `KEY` is open at a worker that has registered on link 1."""
+    core = decode_core()
+    core.open(*KEY, "b", 0.0)
+    core.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
+    core.on_message(1, Registered("p", "d", MARK), 0.0)
+    return core
 
 
 def prefill_core(args: KVArgs = ARGS, **config: Any) -> PrefillCore:

@@ -42,6 +42,20 @@ def meet(prefill: "ChildWorker", room: int, receiver: Any, pages: Sequence[int],
     until(lambda: prefill.poll(room) is KVPoll.WaitingForInput)
 
 
+def join(sender: Any, receiver: Any, pages: Sequence[int], metadata_row: int = 0) -> None:
+    """The receiver's pages are known to prefill, both ends in this process."""
+    until(lambda: receiver.poll() is KVPoll.WaitingForInput)
+    receiver.provide(pages, metadata_row)
+    until(lambda: sender.poll() is KVPoll.WaitingForInput)
+
+
+def succeed(sender: Any, receiver: Any) -> None:
+    """Both ends report success and are closed."""
+    until(lambda: receiver.poll() is KVPoll.Success and sender.poll() is KVPoll.Success)
+    sender.close()
+    receiver.close()
+
+
 class ChildWorker:
     """Calls `worker_child.Child`'s methods by name. `with` ends the process whatever happens."""
 
@@ -129,23 +143,14 @@ class Pair:
     def meet(self, room: int, pages: Sequence[int] = (1, 2, 3), metadata_row: int = 0) -> tuple[Any, Any]:
         """Open a room; decode's pages are known to prefill."""
         sender, receiver = self.open(room)
-        until(lambda: receiver.poll() is KVPoll.WaitingForInput)
-        receiver.provide(pages, metadata_row)
-        until(lambda: sender.poll() is KVPoll.WaitingForInput)
+        join(sender, receiver, pages, metadata_row)
         return sender, receiver
 
     def works(self, room: int) -> None:
         """A good request is served."""
         sender, receiver = self.meet(room)
         sender.send([4, 5, 6], start=0, metadata_row=0)
-        self.succeed(sender, receiver)
-
-    @staticmethod
-    def succeed(sender: Any, receiver: Any) -> None:
-        """Both ends report success and are closed."""
-        until(lambda: receiver.poll() is KVPoll.Success and sender.poll() is KVPoll.Success)
-        sender.close()
-        receiver.close()
+        succeed(sender, receiver)
 
     @staticmethod
     def fail(sender: Any, receiver: Any) -> None:

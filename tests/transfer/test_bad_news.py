@@ -3,6 +3,7 @@
 Every timeout and the heartbeat are an hour here, but for the one that is itself the failure, and that on one side only.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,24 +64,31 @@ def test_an_abort(opened: Any, side: str, stage: str) -> None:
 
 
 def test_a_transfer_error(opened: Any) -> None:
+    """(`NO_CLOCK` allows no second try.)"""
     pair = opened(FakeEngine(failure_rate=1.0))
     send(pair, last=True)
     assert_both_end(pair)
+    assert pair.prefill.counters.get("retried", 0) == 0
 
 
 def test_a_timeout_of_prefill(opened: Any) -> None:
-    pair = opened(FakeEngine(delay_s=0.4), prefill={"transfer_timeout_s": 0.1})
+    """Failed is reported at once; drained and released only when the operation has ended."""
+    pair = opened(FakeEngine(delay_s=0.8), prefill={"transfer_timeout_s": 0.2})
     send(pair, last=True)
+    until(lambda: pair.sender.poll() is pair.receiver.poll() is KVPoll.Failed)
+    assert not pair.sender.released() and not pair.receiver.drained()
     assert_both_end(pair)
 
 
-@pytest.mark.parametrize("timeout", ["waiting_timeout_s", "transfer_timeout_s"])
-def test_a_timeout_of_decode(opened: Any, timeout: str) -> None:
+@pytest.mark.parametrize(
+    ("timeout", "step", "why"),
+    [("waiting_timeout_s", give_pages, "prefill sent nothing for 0.1 s"), ("transfer_timeout_s", send, "no progress")],
+)
+def test_a_timeout_of_decode(opened: Any, timeout: str, step: Callable[[Any], None], why: str) -> None:
     pair = opened(decode={timeout: 0.1})
-    if timeout == "waiting_timeout_s":
-        give_pages(pair)
-    else:
-        send(pair)
+    step(pair)
+    until(lambda: pair.sender.poll() is pair.receiver.poll() is KVPoll.Failed)
+    assert why in pair.receiver.failure() and "aborted by decode" in pair.sender.failure()
     assert_both_end(pair)
 
 

@@ -14,10 +14,9 @@ import pytest
 import zmq
 
 from service.security.curve import guard_connector
-from tests.transfer.rig import Pair, until
+from tests.transfer.rig import Pair, succeed, until
 from transfer_backends.contract import RecomputeRequest, Region, Route, Work
 from transfer_backends.control_thread import TICK_S
-from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import IllegalTransition, KVPoll, RoomInUse
 from transfer_backends.liveness import Liveness, liveness, own_mark
 from transfer_backends.prefill.driver import IDLE_S
@@ -61,7 +60,7 @@ def test_rooms(short_pairs: Any) -> None:
     with pytest.raises(ValueError, match="metadata_row 64"):
         sender.send([1, 2], start=0, metadata_row=64)
     sender.send([1, 2], start=0, metadata_row=1)
-    pair.succeed(sender, receiver)
+    succeed(sender, receiver)
     pair.works(5)  # a room may be used again once it is closed
 
 
@@ -97,8 +96,7 @@ def test_wakeup_on_every_change(short_pairs: Any) -> None:
     sleep_until(KVPoll.Transferring)
     sender.send([1], start=0, metadata_row=0)
     sleep_until(KVPoll.Success)
-    sender.close()
-    receiver.close()
+    succeed(sender, receiver)
 
 
 def test_bootstrap_timeout_and_late_indices(short_pairs: Any) -> None:
@@ -134,36 +132,6 @@ def test_indices_before_the_request_and_orphans(short_pairs: Any) -> None:
     assert late.poll() is KVPoll.Failed
     for transfer in (sender, early, orphan, late):
         transfer.close()
-
-
-def test_waiting_and_transfer_timeouts(short_pairs: Any) -> None:
-    pair = short_pairs(waiting_timeout_s=0.2, transfer_timeout_s=0.3)
-    sender, receiver = pair.meet(1)
-    until(lambda: receiver.poll() is KVPoll.Failed)
-    assert receiver.failure() == "prefill sent nothing for 0.2 s"
-    until(lambda: sender.poll() is KVPoll.Failed and receiver.drained())
-    assert "aborted by decode" in sender.failure()
-    other, stalled = pair.meet(2)
-    other.send([1], start=0)
-    until(lambda: stalled.poll() is KVPoll.Failed)
-    assert "no progress" in stalled.failure()
-    until(stalled.drained)
-    until(other.released)
-    for transfer in (sender, receiver, other, stalled):
-        transfer.close()
-
-
-def test_slow_engine_times_out_but_holds_its_pages(short_pairs: Any) -> None:
-    """Failed is reported at once; Drained and released only when the operation has ended."""
-    pair = short_pairs(engine=FakeEngine(delay_s=0.8), transfer_timeout_s=0.2)
-    sender, receiver = pair.meet(1)
-    sender.send([1, 2, 3], start=0, metadata_row=0)
-    until(lambda: sender.poll() is KVPoll.Failed)
-    until(lambda: receiver.poll() is KVPoll.Failed)
-    assert not sender.released() and not receiver.drained()
-    until(lambda: sender.released() and receiver.drained())
-    sender.close()
-    receiver.close()
 
 
 def test_handshake_timeout_names_the_reason(short_pairs: Any) -> None:
@@ -322,7 +290,7 @@ def test_what_was_recorded_cannot_be_said_again(short_pairs: Any) -> None:
     until(lambda: pair.prefill.counters["refused_connections"] >= 2)
     assert pair.prefill.counters["peers"] == 1 and pair.prefill.counters.get("refused", 0) == 0
     sender.send([4, 5, 6], start=0, metadata_row=0)  # and the worker that was copied is not disturbed
-    pair.succeed(sender, receiver)
+    succeed(sender, receiver)
     tap.close()
 
 
@@ -341,7 +309,7 @@ def test_decode_asks_prefill_to_compute(short_pairs: Any) -> None:
     sender = pair.prefill.sender(9, room_attempt=1)
     assert sender.poll() is KVPoll.WaitingForInput and (sender.num_pages, sender.skip_pages) == (2, 2)
     sender.send([2, 3, 4, 5], start=0, metadata_row=0)  # the first two are left out
-    pair.succeed(sender, receiver)
+    succeed(sender, receiver)
     again = ask(pair, 9, [3], work)  # decode forgot the room, prefill has not
     until(lambda: again.poll() is KVPoll.Failed and again.drained())
     assert "attempt 1 exists already" in again.failure() and pair.prefill.take_recompute_requests() == []

@@ -7,20 +7,18 @@ from tests.transfer.cores import (
     CAPS,
     CONFIG,
     KEY,
-    MARK,
     PAGES,
     JoinedCores,
-    decode_core,
+    connected_decode_core,
     posts_of,
     prefill_core,
     registration,
 )
-from transfer_backends.contract import Route
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import Liveness
 from transfer_backends.peers import Send
 from transfer_backends.prefill.posts import Chunk
-from transfer_backends.wire import Abort, Drained, Pong, Registered, TransferInfo, pack_ids
+from transfer_backends.wire import Abort, Drained, Pong, TransferInfo, pack_ids
 
 
 class Outage:
@@ -133,10 +131,7 @@ def test_a_worker_that_stays_away_is_forgotten() -> None:
 
 def test_a_dead_writers_kernel_may_send_again() -> None:
     """Prefill was silent for 10 s when its death is proven: its last bytes may come as long after that."""
-    core = decode_core()
-    core.open(*KEY, "b", 0.0)
-    core.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
-    core.on_message(1, Registered("p", "d", MARK), 0.0)
+    core = connected_decode_core()
     core.rooms.provide(core.rooms[KEY], PAGES, 1, 0.0)
     core.on_link_closed(1, 10.0)
     core.tick(10.0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.transfer.rig import Pair, until
+from tests.transfer.rig import Pair, succeed, until
 from transfer_backends.contract import OpState, Pieces
 from transfer_backends.engines.fake import FakeEngine, FakeOp
 from transfer_backends.kvpoll import KVPoll
@@ -71,8 +71,7 @@ def test_whichever_write_fails_all_bytes_arrive(begin: Any, bad: int, delay_s: f
     events = rig.engine.events
     after = events[events.index("fence") :]
     assert "bad" not in after and after.count("post") == NUM_POSTS and after.count("fence") == 1
-    sender.close()
-    receiver.close()
+    succeed(sender, receiver)
 
 
 def test_a_second_failed_write_fails_both_sides(begin: Any) -> None:
@@ -80,12 +79,6 @@ def test_a_second_failed_write_fails_both_sides(begin: Any) -> None:
     until(lambda: sender.poll() is KVPoll.Failed and receiver.poll() is KVPoll.Failed)
     assert "failed (2 times)" in sender.failure() and "failed (2 times)" in receiver.failure()
     rig.fail(sender, receiver)
-
-
-def test_without_retries_the_first_one_does(begin: Any) -> None:
-    rig, sender, receiver = begin({0}, transfer_retries=0)
-    rig.fail(sender, receiver)
-    assert rig.prefill.counters.get("retried", 0) == 0
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.transfer.cores import SRC, JoinedCores
-from tests.transfer.rig import until
+from tests.transfer.rig import succeed, until
 from transfer_backends.contract import EngineError, Pieces
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import KVPoll
@@ -44,4 +44,4 @@ def test_after_a_refusal_nothing_more_of_its_try_is_posted(pairs: Any) -> None:
     sender.send([4, 5, 6], start=0, metadata_row=0)
     until(lambda: receiver.poll() is KVPoll.Success)
     assert pair.engine.num_calls == 1 + 2 and receiver.retries() == 1
-    pair.succeed(sender, receiver)
+    succeed(sender, receiver)

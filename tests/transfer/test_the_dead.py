@@ -11,7 +11,7 @@ import pytest
 
 from tests.transfer.cores import CONFIG, decode_core
 from tests.transfer.pool import Pool
-from tests.transfer.rig import until
+from tests.transfer.rig import join, succeed, until
 from transfer_backends.contract import LookupFailed, Route, TransferConfig
 from transfer_backends.decode.connections import Connect
 from transfer_backends.decode.lookup_line import MAX_LOOKUPS_A_SERVER
@@ -95,13 +95,9 @@ def test_dead_and_mute_peers_slow_nobody_else(workers: Workers) -> None:
         for room in range(100, 110):
             sender: Any = prefill.sender(room)
             receiver = decode.receiver(room, bootstrap="good")
-            until(lambda r=receiver: r.poll() is KVPoll.WaitingForInput)
-            receiver.provide([1], 0)
-            until(lambda s=sender: s.poll() is KVPoll.WaitingForInput)
+            join(sender, receiver, [1])
             sender.send([1], start=0, metadata_row=0)
-            until(lambda r=receiver: r.poll() is KVPoll.Success)
-            receiver.close()
-            sender.close()
+            succeed(sender, receiver)
         assert {receiver.poll() for receiver in waiting} == {KVPoll.Bootstrapping}
         for receiver in waiting:
             receiver.abort("enough")

@@ -2,25 +2,16 @@
 
 import pytest
 
-from tests.transfer.cores import KEY, MARK, PAGES, JoinedCores, decode_core
-from transfer_backends.contract import Route
+from tests.transfer.cores import KEY, PAGES, JoinedCores, connected_decode_core
 from transfer_backends.decode.core import DecodeCore
 from transfer_backends.kvpoll import KVPoll, PeerProtocolError
 from transfer_backends.prefill.paths import FencePeer
-from transfer_backends.wire import Abort, Drained, Registered, Status
-
-
-def connected() -> DecodeCore:
-    core = decode_core()
-    core.open(*KEY, "b", 0.0)
-    core.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
-    core.on_message(1, Registered("p", "d", MARK), 0.0)
-    return core
+from transfer_backends.wire import Abort, Drained, Status
 
 
 def provided() -> DecodeCore:
     """Connected, and the room's pages given to prefill."""
-    core = connected()
+    core = connected_decode_core()
     core.rooms.provide(core.rooms[KEY], PAGES, 1, 0.0)
     core.effects.queue.clear()
     return core
@@ -60,7 +51,7 @@ def test_an_acknowledgement_of_an_earlier_try_frees_nothing() -> None:
 
 
 def test_a_try_before_there_are_pages_is_a_lie() -> None:
-    core = connected()
+    core = connected_decode_core()
     with pytest.raises(PeerProtocolError, match="before it had pages"):
         report(core, KVPoll.Transferring, 0, 1)
     assert core.rooms.get(KEY).write_try == 0

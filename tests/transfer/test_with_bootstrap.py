@@ -9,7 +9,7 @@ from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.server import BootstrapServer
 from disagg.registration import RouteFinder, registrar_of
 from tests.transfer.pool import Pool
-from tests.transfer.rig import until
+from tests.transfer.rig import join, succeed, until
 from transfer_backends.contract import RecomputeRequest, TransferConfig, Work
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.fake import FakeEngine
@@ -46,14 +46,9 @@ def test_any_prefill_serves_any_decode(shared: bool, num_prefills: int) -> None:
             manager, registrar = prefills[room % num_prefills]
             registrar.add_room(room)
             sender: Any = manager.sender(room)
-            until(lambda r=receiver: r.poll() is KVPoll.WaitingForInput)
-            receiver.provide([room], 0)
-            until(lambda s=sender: s.poll() is KVPoll.WaitingForInput)
+            join(sender, receiver, [room])
             sender.send([1], start=0, metadata_row=0)
-            until(lambda r=receiver: r.poll() is KVPoll.Success)
-            receiver.close()
-            until(sender.released)
-            sender.close()
+            succeed(sender, receiver)
         asking = decode.receiver(
             6, bootstrap=address, room_attempt=1
         )  # the server does not know of it; prefill had it as attempt 0
@@ -64,10 +59,7 @@ def test_any_prefill_serves_any_decode(shared: bool, num_prefills: int) -> None:
         assert asked == RecomputeRequest(6, 1, Work(tokens=[7, 8]))
         sender = owner.sender(6, room_attempt=1)
         sender.send([1], start=0, metadata_row=0)
-        until(lambda: asking.poll() is KVPoll.Success)
-        asking.close()
-        until(sender.released)
-        sender.close()
+        succeed(sender, asking)
         assert decode.counters["peers"] == num_prefills
         served = [manager.counters["succeeded"] for manager, _ in prefills]
         assert served == [6 // num_prefills + (manager is owner) for manager, _ in prefills]
