@@ -57,7 +57,7 @@ help:
 	@echo "make house             house.md: sizes, arrows between parts, files of a plain request"
 	@echo
 	@echo "make sim [SEED=7 NODES=8]  simulate one cluster with faults"
-	@echo "make sim-mutants       plant bugs in whole clusters; the fixed seeds must find each"
+	@echo "make sim-mutants       plant bugs in whole clusters; fixed seeds and scenarios must find each"
 	@echo "make manifests         render deploy/kubernetes for the tests (after a change there; needs kubectl)"
 	@echo "make image-pins        pin what the images install to the versions of $(VENV)"
 

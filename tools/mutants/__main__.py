@@ -3,8 +3,7 @@
 usage: python -m tools.mutants core|cluster [--only TEXT] [--report FILE]
 
 The core's bugs are for the stories of tests/core/proof, the cluster's for the fixed seeds and scenarios of
-tools/simulation. A bug that
-survives means that the proof does not look there: status 1, and its name.
+tools/simulation. A bug that survives means that the proof does not look there: status 1, and its name.
 """
 
 import argparse
