@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from deploy.launcher.ports import free_ports
+from tests.e2e.cluster import wait_until
 
 LAUNCH = Path(__file__).with_name("launch_scripted.py")
 Start = Callable[..., "Launch"]
@@ -32,7 +33,7 @@ class Launch:
         self.process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
 
     def pids(self) -> dict[str, int]:
-        until(lambda: self.ready_file.exists() or self.process.poll() is not None)
+        wait_until(lambda: self.ready_file.exists() or self.process.poll() is not None, within_s=20, what="ready")
         assert self.process.poll() is None, self.said()
         return dict(json.loads(self.ready_file.read_text()))
 
@@ -66,13 +67,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
         launch.end()
 
 
-def until(condition: Callable[[], Any], *, within_s: float = 20.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.02)
-
-
 def alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -92,7 +86,7 @@ def test_a_child_deaf_to_sigterm_has_its_time_then_it_and_its_grandchild_are_kil
     launch.said()
     assert time.monotonic() - before > 3.0
     assert launch.process.returncode == 0
-    until(lambda: not any(map(alive, pids)))
+    wait_until(lambda: not any(map(alive, pids)), within_s=20, what="all have ended")
 
 
 def test_sigterm_drains_the_router_before_the_workers_and_a_second_signal_ends_all(
@@ -103,7 +97,7 @@ def test_sigterm_drains_the_router_before_the_workers_and_a_second_signal_ends_a
     launch = start([], ["--note-sigterm", str(note)], names=["worker", "router"], drain_s=600.0)
     pids = launch.pids()
     launch.process.terminate()
-    until(note.exists)
+    wait_until(note.exists, within_s=20, what="the router got SIGTERM")
     assert alive(pids["worker"])
     launch.process.send_signal(signal.SIGINT)
     launch.said()

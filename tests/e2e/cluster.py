@@ -45,12 +45,12 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, *args: str) -> Iterator[Cluster]:
+def cluster(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> Iterator[Cluster]:
     """Start, wait until healthy, and end every process however the test went."""
     folder.mkdir(parents=True, exist_ok=True)
     ready, log = folder / "ready.json", folder / "up.log"
     command = [sys.executable, "-m", "deploy", "up", "--port", "0", "--ready-file", str(ready), *args]
-    launcher = start_process(command, log)
+    launcher = start_process(command, log, env)
     try:
         info = wait_ready(ready, launcher, log)
         workers = tuple(Worker(w["role"], w["url"], w["pid"]) for w in info["workers"])

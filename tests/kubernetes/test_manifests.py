@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+import yaml
 
 from deploy.commands import router as router_command
 from deploy.commands import serve as serve_command
@@ -65,12 +66,8 @@ def test_every_object_is_valid_for(version: str) -> None:
 
 def pod_template(found: Pods) -> Object:
     """Pods of custom resources, in a kind that the schemas know."""
-    return {
-        "apiVersion": "v1",
-        "kind": "PodTemplate",
-        "metadata": {"name": found.component},
-        "template": found.template,
-    }
+    kind = {"apiVersion": "v1", "kind": "PodTemplate"}
+    return {**kind, "metadata": {"name": found.component}, "template": found.template}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -96,6 +93,7 @@ def test_every_container_s_command_is_parsed_by_the_real_parser(overlay: str) ->
             assert disagg.disaggregation_mode == found.component
             assert server.host == "0.0.0.0" and server.port == found.ports()["http"]
             assert disagg.disaggregation_control_host == EXAMPLE_IP
+            assert disagg.disaggregation_transfer_backend == ("mooncake" if "mooncake" in overlay else "nixl")
             assert engine.device == ("cuda" if overlay in GPU else "auto")
 
 
@@ -113,18 +111,12 @@ def worker_configs(overlay: str, found: Pods) -> tuple[EngineConfig, ServerConfi
 
 
 @each_overlay
-def test_the_transfer_backend_is_the_overlay_s(overlay: str) -> None:
-    expected = "mooncake" if "mooncake" in overlay else "nixl"
-    for component in ("prefill", "decode"):
-        disagg = worker_configs(overlay, one(overlay, component))[2]
-        assert disagg.disaggregation_transfer_backend == expected
-
-
-@each_overlay
-def test_the_images_have_what_the_flags_ask_for(overlay: str) -> None:
+def test_images_are_pinned_and_have_what_the_flags_ask_for(overlay: str) -> None:
     """The extras that a Dockerfile installs cover those without which a flag of the overlay is refused at the start."""
     for found in pods(overlay):
-        image = found.container["image"].partition(":")[0].removeprefix("tandem-")
+        name, _, tag = found.container["image"].partition(":")
+        image = "router" if found.component == "router" else "worker-cuda" if overlay in GPU else "worker-cpu"
+        assert name == f"tandem-{image}" and re.fullmatch(r"\d+\.\d+\.\d+", tag)
         (installed,) = re.findall(r'"\.\[([^]]+)\]"', (SOURCES.parent / "docker" / f"{image}.Dockerfile").read_text())
         extras = {name.removesuffix("-cpu") for name in installed.split(",")}
         assert needed_extras(overlay, found) <= extras, (found.component, image)
@@ -343,15 +335,6 @@ def test_pods_are_what_the_restricted_standard_asks_for(overlay: str) -> None:
     assert level == ("privileged" if overlay in GPU else "restricted")
 
 
-@each_overlay
-def test_images_are_pinned(overlay: str) -> None:
-    for found in pods(overlay):
-        name, _, tag = found.container["image"].partition(":")
-        kind = "router" if found.component == "router" else "worker-cuda" if overlay in GPU else "worker-cpu"
-        assert name == f"tandem-{kind}" and re.fullmatch(r"\d+\.\d+\.\d+", tag)
-        assert (SOURCES.parent / "docker" / f"{kind}.Dockerfile").exists()
-
-
 def test_no_key_stands_in_the_repository() -> None:
     assert (SOURCES / "base" / ".gitignore").read_text() == "/secrets/\n"
     for path in RENDERED.glob("*.yaml"):
@@ -366,8 +349,6 @@ EXPORTED = {figure.name for figure in QUEUES.values()} | {"sglang:token_usage"}
 
 
 def test_the_hpa_reads_metrics_that_the_adapter_s_rules_make_of_exported_ones() -> None:
-    import yaml
-
     rules = yaml.safe_load(named("autoscaling", "ConfigMap", "tandem-adapter-rules")["data"]["config.yaml"])["rules"]
     made = {}
     for rule in rules:
