@@ -103,6 +103,14 @@ def fill(pool: KVPool, sequences: list[Sequence], ends: list[int], *, layer: int
         pool.write(layer, pages, at % pool.page_size, s.k[:end], s.v[:end])
 
 
+def filled_pool(heads: Heads, sequences: list[Sequence], starts: list[int], *, page_size: int = 16) -> KVPool:
+    """As large as these requests are, with tokens 0..start-1 of each; of their dtype."""
+    dtype = str(sequences[0].k.dtype).removeprefix("torch.")
+    pool = make_pool(heads, num_pages=sum(len(s.pages) for s in sequences), page_size=page_size, dtype=dtype)
+    fill(pool, sequences, starts)
+    return pool
+
+
 def reference(s: Sequence, start: int, end: int) -> np.ndarray:
     """Float64 causal attention of rows start..end-1: [end - start, heads * dim]."""
     q, k, v = (x.double().numpy() for x in (s.q[start:end], s.k[:end], s.v[:end]))

@@ -1,6 +1,7 @@
 """The C decode kernel against float64, and how it gets built."""
 
 import logging
+from itertools import product
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ from tests.attention.attention_cases import (
     Heads,
     Sequence,
     fill,
+    filled_pool,
     make_pool,
     make_sequences,
     make_step,
-    pages_needed,
     poisoned_pool,
     reference,
     run_step,
@@ -37,24 +38,16 @@ def decode(
     return run_step(backend, sequences, starts, lengths, page_size=page_size, extend=False)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize(("kv", "group"), [(2, 1), (2, 2), (2, 4), (1, 8)])
-@pytest.mark.parametrize("dim", [16, 32, 64, 128])
-def test_decode_equals_reference(dtype, page_size, kv, group, dim):
-    check_decode(dtype, page_size, kv, group, dim)
+COMMON = list(product([(2, 1), (2, 2), (2, 4), (1, 8)], [16, 32, 64, 128], [1, 16, 64]))
+UNCOMMON = [(1, 16, 48), (3, 5, 80), (1, 11, 256), (1, 6, 112), (2, 7, 16), (1, 3, 96), (8, 8, 32), (3, 13, 16)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("kv", "group", "dim"),
-    [(1, 16, 48), (3, 5, 80), (1, 11, 256), (1, 6, 112), (2, 7, 16), (1, 3, 96), (8, 8, 32), (3, 13, 16)],
+    ("shared", "dim", "page_size"), [*COMMON, *(((kv, group), dim, 8) for kv, group, dim in UNCOMMON)]
 )
-def test_uncommon_shapes_equal_the_reference(dtype, kv, group, dim):
-    check_decode(dtype, 8, kv, group, dim)
-
-
-def check_decode(dtype: str, page_size: int, kv: int, group: int, dim: int) -> None:
+def test_decode_equals_reference(dtype, shared, dim, page_size):
+    kv, group = shared
     heads = Heads(q=kv * group, kv=kv, dim=dim)
     sequences = make_sequences(heads, BORDERS, page_size=page_size, dtype=dtype)
     outs = decode(heads, sequences, BORDERS, page_size=page_size, dtype=dtype)
@@ -75,8 +68,7 @@ def test_single_tokens_beside_prompts_are_bitwise_those_of_a_decode_step(dtype):
     heads = Heads(q=4, kv=2, dim=64)
     starts, ends = [0, 76, 40, 299, 0, 199], [50, 77, 90, 300, 1, 200]
     sequences = make_sequences(heads, ends, page_size=16, dtype=dtype)
-    pool = make_pool(heads, num_pages=pages_needed(ends, 16), page_size=16, dtype=dtype)
-    fill(pool, sequences, starts)
+    pool = filled_pool(heads, sequences, starts)
     mixed = run_step(CpuBackend(pool), sequences, starts, ends, page_size=16)
     assert worst_error(mixed, sequences, starts, ends) < TOLERANCE[dtype]
     single = [i for i, (a, b) in enumerate(zip(starts, ends, strict=True)) if b - a == 1]
@@ -116,10 +108,9 @@ def test_writes_the_new_token_and_nothing_else(dtype):
     heads = Heads(q=4, kv=2, dim=32)
     lengths = [1, 16, 17, 40]
     sequences = make_sequences(heads, lengths, page_size=16, dtype=dtype)
-    pools = [make_pool(heads, num_pages=pages_needed(lengths, 16), page_size=16, dtype=dtype) for _ in range(2)]
     starts = [n - 1 for n in lengths]
-    for pool, backend in zip(pools, [CpuBackend(pools[0]), TorchBackend(pools[1])], strict=True):
-        fill(pool, sequences, starts)
+    pools = [filled_pool(heads, sequences, starts) for _ in range(2)]
+    for backend in (CpuBackend(pools[0]), TorchBackend(pools[1])):
         run_step(backend, sequences, starts, lengths, page_size=16, extend=False)
     assert torch.equal(pools[0].buffer, pools[1].buffer)
 
@@ -141,12 +132,11 @@ def test_a_nan_in_the_cache_stays_visible(side):
     assert poisoned.isnan().any() and not clean.isnan().any()
 
 
-def test_strided_heads_of_a_merged_qkv_are_read_in_place():
+def test_strided_sharedof_a_merged_qkv_are_read_in_place():
     heads = Heads(q=4, kv=2, dim=32)
     lengths = [30, 70]
     sequences = make_sequences(heads, lengths, page_size=16, dtype="float32")
-    pool = make_pool(heads, num_pages=pages_needed(lengths, 16), page_size=16)
-    fill(pool, sequences, [29, 69])
+    pool = filled_pool(heads, sequences, [29, 69])
     backend = CpuBackend(pool)
     backend.begin(make_step(sequences, [29, 69], lengths, page_size=16, extend=False))
     merged = torch.cat([torch.stack([getattr(s, n)[-1] for s in sequences]).flatten(1) for n in "qkv"], dim=1)
@@ -155,12 +145,14 @@ def test_strided_heads_of_a_merged_qkv_are_read_in_place():
     assert worst_error(list(outs), sequences, [29, 69], lengths) < TOLERANCE["float32"]
 
 
-def test_other_head_dims_and_dtypes_fall_back_to_torch():
-    heads = Heads(q=2, kv=1, dim=24)
+def test_other_head_dims_fall_back_to_torch():
+    check_decode_by_torch(dim=24)
+
+
+def check_decode_by_torch(*, dim: int) -> None:
+    heads = Heads(q=2, kv=1, dim=dim)
     sequences = make_sequences(heads, [50], page_size=16, dtype="float32")
-    pool = make_pool(heads, num_pages=4, page_size=16)
-    fill(pool, sequences, [49])
-    backend = CpuBackend(pool)
+    backend = CpuBackend(filled_pool(heads, sequences, [49]))
     assert not backend.has_kernel
     outs = run_step(backend, sequences, [49], [50], page_size=16, extend=False)
     assert worst_error(outs, sequences, [49], [50]) < TOLERANCE["float32"]
@@ -198,15 +190,9 @@ def test_without_a_kernel_torch_decodes_and_one_line_says_so(how, monkeypatch, t
         monkeypatch.delenv("CC", raising=False)
     else:
         monkeypatch.setenv("CC", "false")
-    heads = Heads(q=2, kv=1, dim=16)
-    sequences = make_sequences(heads, [50], page_size=16, dtype="float32")
-    pool = make_pool(heads, num_pages=4, page_size=16)
-    fill(pool, sequences, [49])
     with caplog.at_level(logging.INFO, logger="engine.kernels.build"):
-        backend = CpuBackend(pool)
-    assert not backend.has_kernel and len(caplog.records) == 1
-    outs = run_step(backend, sequences, [49], [50], page_size=16, extend=False)
-    assert worst_error(outs, sequences, [49], [50]) < TOLERANCE["float32"]
+        check_decode_by_torch(dim=16)
+    assert len(caplog.records) == 1
     assert list(tmp_path.iterdir()) == []
 
 

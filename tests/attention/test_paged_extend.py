@@ -10,7 +10,7 @@ import torch
 from engine.attention.cpu_backend import CpuBackend
 from engine.attention.torch_backend import TorchBackend
 from engine.kernels import build
-from engine.kernels.linear import AMX, AVX512, linear_kernel
+from engine.kernels.linear import AVX512
 from engine.kernels.paged_extend import SOURCE, PagedExtend, make_paged_extend
 from engine.kv.kv_pool import KVPool
 from tests.attention.attention_cases import (
@@ -18,6 +18,7 @@ from tests.attention.attention_cases import (
     Heads,
     Sequence,
     fill,
+    filled_pool,
     make_pool,
     make_sequences,
     make_step,
@@ -26,6 +27,7 @@ from tests.attention.attention_cases import (
     run_step,
     worst_error,
 )
+from tests.kernels.test_linear import kinds
 
 BF16 = "bfloat16"
 # Around tiles (16), steps (32) and blocks of keys (256); prompts whole, and chunks behind a prefix.
@@ -33,9 +35,9 @@ STARTS = [0, 0, 0, 255, 31, 511]
 ENDS = [1, 17, 300, 257, 64, 530]
 
 
-def kinds() -> list[int]:
-    best = linear_kernel()
-    return [] if best is None else [kind for kind in (AVX512, AMX) if kind <= best.kind]
+@pytest.fixture(params=kinds())
+def kind(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
 
 
 def kernel_of(kind: int, pool: KVPool) -> PagedExtend:
@@ -59,7 +61,6 @@ def in_chunks(kind: int, heads: Heads, sequence: Sequence, cuts: list[int]) -> t
     return torch.cat([run_step(kernel, [sequence], [a], [b], page_size=16)[0] for a, b in pairwise(cuts)])
 
 
-@pytest.mark.parametrize("kind", kinds())
 @pytest.mark.parametrize(
     ("kv", "group", "dim", "page_size"),
     [(2, 2, 128, 16), (2, 1, 64, 1), (1, 3, 96, 64), (3, 5, 16, 8), (1, 7, 48, 16), (1, 9, 80, 16), (1, 2, 256, 16)],
@@ -71,7 +72,6 @@ def test_any_shape_equals_the_reference(kind: int, kv: int, group: int, dim: int
     assert worst_error(outs, sequences, STARTS, ENDS) < TOLERANCE[BF16]
 
 
-@pytest.mark.parametrize("kind", kinds())
 @pytest.mark.parametrize(
     "cuts", [[0, 300, 600], [0, 1, 2, 17, 600], [0, 256, 512, 600], [0, 31, 287, 599, 600]], ids=str
 )
@@ -98,7 +98,6 @@ def test_the_last_token_of_a_prompt_by_itself_has_the_bits_of_the_whole() -> Non
     assert torch.equal(out[:1], whole[0][-1:]) or not backends[1].has_prompt_kernel
 
 
-@pytest.mark.parametrize("kind", kinds())
 def test_batch_mates_and_pages_do_not_change_the_bits(kind: int) -> None:
     heads = Heads(q=4, kv=2, dim=64)
     sequences = make_sequences(heads, ENDS, page_size=16, dtype=BF16)
@@ -108,7 +107,6 @@ def test_batch_mates_and_pages_do_not_change_the_bits(kind: int) -> None:
         assert torch.equal(extend(kind, heads, [alone], [start], [end])[0], out)
 
 
-@pytest.mark.parametrize("kind", kinds())
 def test_threads_do_not_change_the_bits(kind: int) -> None:
     heads = Heads(q=4, kv=2, dim=64)
     sequences = make_sequences(heads, ENDS, page_size=16, dtype=BF16)
@@ -121,24 +119,20 @@ def test_threads_do_not_change_the_bits(kind: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
 
 
-@pytest.mark.parametrize("kind", kinds())
 def test_writes_the_new_tokens_and_nothing_else(kind: int) -> None:
     heads = Heads(q=4, kv=2, dim=32)
     sequences = make_sequences(heads, ENDS, page_size=16, dtype=BF16)
-    pools = [make_pool(heads, num_pages=pages_needed(ENDS, 16), page_size=16, dtype=BF16) for _ in range(2)]
-    for pool, backend in zip(pools, (kernel_of(kind, pools[0]), TorchBackend(pools[1])), strict=True):
-        fill(pool, sequences, STARTS)
+    pools = [filled_pool(heads, sequences, STARTS) for _ in range(2)]
+    for backend in (kernel_of(kind, pools[0]), TorchBackend(pools[1])):
         run_step(backend, sequences, STARTS, ENDS, page_size=16)
     assert torch.equal(pools[0].buffer, pools[1].buffer)
 
 
-@pytest.mark.parametrize("kind", kinds())
 def test_a_request_that_is_skipped_is_written_and_does_not_disturb(kind: int) -> None:
     heads = Heads(q=4, kv=2, dim=32)
     starts, ends = [0, 40, 0], [50, 41, 70]
     sequences = make_sequences(heads, ends, page_size=16, dtype=BF16)
-    pool = make_pool(heads, num_pages=pages_needed(ends, 16), page_size=16, dtype=BF16)
-    fill(pool, sequences, starts)
+    pool = filled_pool(heads, sequences, starts)
     kernel = kernel_of(kind, pool)
     kernel.begin(make_step(sequences, starts, ends, page_size=16, extend=True), skip=frozenset({1}))
     rows = [torch.cat([getattr(s, n)[a:b] for s, a, b in zip(sequences, starts, ends, strict=True)]) for n in "qkv"]
@@ -150,7 +144,6 @@ def test_a_request_that_is_skipped_is_written_and_does_not_disturb(kind: int) ->
     assert torch.equal(pool.v(1)[page, offset], sequences[1].v[40])
 
 
-@pytest.mark.parametrize("kind", kinds())
 def test_large_scores_neither_overflow_nor_lose_the_winner(kind: int) -> None:
     heads = Heads(q=2, kv=1, dim=32)
     sequences = make_sequences(heads, [600], page_size=16, dtype=BF16)
@@ -159,7 +152,6 @@ def test_large_scores_neither_overflow_nor_lose_the_winner(kind: int) -> None:
     assert worst_error(outs, sequences, [0], [600]) < 0.05  # a weight hangs on a score of hundreds, in fp32
 
 
-@pytest.mark.parametrize("kind", kinds())
 def test_denormals_are_flushed_inside_and_kept_outside(kind: int) -> None:
     """Scores 90 apart: a weight would be 1e-39, which takes the CPU a hundred times as long, and is none in bf16."""
     heads = Heads(q=2, kv=1, dim=64)
@@ -174,7 +166,6 @@ def test_denormals_are_flushed_inside_and_kept_outside(kind: int) -> None:
     assert (tiny * 1.5).item() > 0
 
 
-@pytest.mark.parametrize("kind", kinds())
 @pytest.mark.parametrize("side", ["q", "k", "v"])
 def test_a_nan_stays_visible_and_in_its_request(kind: int, side: str) -> None:
     heads = Heads(q=2, kv=1, dim=32)
@@ -184,7 +175,6 @@ def test_a_nan_stays_visible_and_in_its_request(kind: int, side: str) -> None:
     assert poisoned[270].isnan().any() and not poisoned[:256].isnan().any() and not clean.isnan().any()
 
 
-@pytest.mark.parametrize("kind", kinds())
 def test_heads_of_a_merged_qkv_are_read_in_place(kind: int) -> None:
     heads = Heads(q=4, kv=2, dim=32)
     (s,) = make_sequences(heads, [70], page_size=16, dtype=BF16)

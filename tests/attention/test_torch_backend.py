@@ -9,10 +9,9 @@ from service.flags import ConfigError
 from tests.attention.attention_cases import (
     TOLERANCE,
     Heads,
-    fill,
+    filled_pool,
     make_pool,
     make_sequences,
-    pages_needed,
     run_step,
     worst_error,
 )
@@ -27,8 +26,7 @@ HEADS = Heads(q=4, kv=2, dim=16)
 def test_extend_equals_reference(name, dtype, page_size, prefixes):
     lengths = [40, 34, 133]
     sequences = make_sequences(HEADS, lengths, page_size=page_size, dtype=dtype)
-    pool = make_pool(HEADS, num_pages=pages_needed(lengths, page_size), page_size=page_size, dtype=dtype)
-    fill(pool, sequences, prefixes)
+    pool = filled_pool(HEADS, sequences, prefixes, page_size=page_size)
     backend = make_attention_backend(name, pool, num_heads=HEADS.q)
     outs = run_step(backend, sequences, prefixes, lengths, page_size=page_size)
     assert worst_error(outs, sequences, prefixes, lengths) < TOLERANCE[dtype]
@@ -52,8 +50,7 @@ def test_chunks_equal_the_whole(dtype, cuts):
 def test_long_extend_crosses_query_tiles(monkeypatch):
     monkeypatch.setattr("engine.attention.torch_backend.QUERY_TILE", 32)
     sequences = make_sequences(HEADS, [150], page_size=16, dtype="float32")
-    pool = make_pool(HEADS, num_pages=10, page_size=16)
-    fill(pool, sequences, [37])
+    pool = filled_pool(HEADS, sequences, [37])
     outs = run_step(TorchBackend(pool), sequences, [37], [150], page_size=16)
     assert worst_error(outs, sequences, [37], [150]) < 2e-5
 

@@ -16,10 +16,9 @@ from tests.attention.attention_cases import (
     TOLERANCE,
     Heads,
     fill,
-    make_pool,
+    filled_pool,
     make_sequences,
     make_step,
-    pages_needed,
     poisoned_pool,
     run_step,
     worst_error,
@@ -71,9 +70,8 @@ def check_lengths_on_the_device() -> None:
     """A captured graph's way: two requests and a padded row, whose table names only page 0, beside them."""
     heads, ends = Heads(q=4, kv=2, dim=16), [300, 40]
     sequences = make_sequences(heads, ends, page_size=16, dtype="float32")
-    pool = make_pool(heads, num_pages=pages_needed(ends, 16), page_size=16)
     starts = [n - 1 for n in ends]
-    fill(pool, sequences, starts)
+    pool = filled_pool(heads, sequences, starts)
     before = pool.buffer[pool.page_bytes :].clone()
     step = make_step(sequences, starts, ends, page_size=16, extend=False)
     backend = TritonBackend(pool)
@@ -97,9 +95,8 @@ def check_lengths_on_the_device() -> None:
 def check_alone_and_together() -> None:
     heads, ends = Heads(q=2, kv=1, dim=16), [300, 40]
     sequences = make_sequences(heads, ends, page_size=16, dtype="float32")
-    pool = make_pool(heads, num_pages=pages_needed(ends, 16), page_size=16)
     starts = [n - 1 for n in ends]
-    fill(pool, sequences, starts)
+    pool = filled_pool(heads, sequences, starts)
     together = run_step(TritonBackend(pool), sequences, starts, ends, page_size=16, extend=False)
     alone = run_step(TritonBackend(pool), sequences[1:], starts[1:], ends[1:], page_size=16, extend=False)
     assert torch.equal(together[1], alone[0])

@@ -8,13 +8,12 @@ from engine.core.finish import check_finish
 from engine.core.plan import ItemResult
 from engine.core.request import Request
 from engine.messages import FinishReason
-from engine.sampling_params import SamplingParams
 from engine.text.stop_regex import compile_all
-from tests.core.engine_in_a_test import EngineInATest
+from tests.core.engine_in_a_test import EngineInATest, request_of
 from tests.core.hash_model import expected_tokens
 from tests.grammar.fixed import Fixed
 
-VOCAB_SIZE, STOP_TOKEN, EOS = 1000, 7, 9
+VOCAB_SIZE = 1000
 FINISHED = FinishReason(kind="stop", matched=1)
 ABORTED = FinishReason(kind="abort", message="aborted by the client")
 
@@ -23,15 +22,8 @@ def texts_of(ids: Sequence[int], skip: bool) -> tuple[str, ...]:
     return ("".join(chr(i) for i in ids),)
 
 
-def request_of(output_ids: list[int], **sampling: object) -> Request:
-    values = {"max_new_tokens": 100, "stop_token_ids": (STOP_TOKEN,), **sampling}
-    request = Request(
-        rid="r",
-        input_ids=[1],
-        sampling=SamplingParams(**values),
-        eos_ids=frozenset({EOS}),
-        arrived_s=0.0,  # type: ignore[arg-type]
-    )
+def request_with(output_ids: list[int], **sampling: object) -> Request:
+    request = request_of([1], **{"max_new_tokens": 100, **sampling})
     request.output_ids = output_ids
     request.stop_patterns = compile_all(request.sampling.stop_regex)
     return request
@@ -46,33 +38,33 @@ def test_the_checks_come_in_their_order() -> None:
     letters = [ord("a"), ord("b")]
     grammar = Fixed(2)
     grammar.seen = list(letters)
-    request = request_of(letters, max_new_tokens=2, stop=("b",), stop_regex=("a.",), stop_token_ids=(ord("b"),))
+    request = request_with(letters, max_new_tokens=2, stop=("b",), stop_regex=("a.",), stop_token_ids=(ord("b"),))
     request.finish, request.abort, request.grammar = FINISHED, ABORTED, grammar
     assert check(request, bad=True) == FINISHED
     request.finish = None
     assert check(request, bad=True) == ABORTED
     request.abort = None
     assert check(request, bad=True) == FinishReason(kind="length")
-    request = request_of(letters, stop=("b",), stop_regex=("a.",), stop_token_ids=(ord("b"),))
+    request = request_with(letters, stop=("b",), stop_regex=("a.",), stop_token_ids=(ord("b"),))
     request.grammar = grammar
     assert check(request, bad=True) == FinishReason(kind="stop")
     request.grammar = None
     assert check(request, bad=True) == FinishReason(kind="stop", matched=ord("b"))
-    request = request_of(letters, stop=("b",), stop_regex=("a.",))
+    request = request_with(letters, stop=("b",), stop_regex=("a.",))
     reason = check(request, bad=True)
     assert reason is not None and (reason.kind, reason.status) == ("abort", 500) and "NaN" in reason.message
     assert check(request) == FinishReason(kind="stop", matched="b")
-    request = request_of(letters, stop_regex=("x", "a."))
+    request = request_with(letters, stop_regex=("x", "a."))
     assert check(request) == FinishReason(kind="stop", matched="a.", regex=True)
-    assert check(request_of(letters)) is None
+    assert check(request_with(letters)) is None
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB_SIZE, VOCAB_SIZE + 7])
 def test_a_token_outside_the_vocabulary_has_its_own_reason(token: int) -> None:
-    reason = check(request_of([token], stop_regex=(".",)))
+    reason = check(request_with([token], stop_regex=(".",)))
     assert reason is not None and (reason.kind, reason.status) == ("abort", 500)
     assert f"token {token}" in reason.message and str(VOCAB_SIZE) in reason.message
-    assert check(request_of([token, ord("x")])) is None, "only the last one is looked at"
+    assert check(request_with([token, ord("x")])) is None, "only the last one is looked at"
 
 
 @pytest.mark.parametrize(
@@ -94,13 +86,13 @@ def test_a_token_outside_the_vocabulary_has_its_own_reason(token: int) -> None:
     ],
 )
 def test_what_a_regex_sees(text: str, pattern: str, ends: bool) -> None:
-    reason = check(request_of([ord(c) for c in text], max_new_tokens=10_000, stop_regex=(pattern,)))
+    reason = check(request_with([ord(c) for c in text], max_new_tokens=10_000, stop_regex=(pattern,)))
     assert (reason is not None) == ends
 
 
 def test_before_min_new_tokens_no_regex_is_looked_for() -> None:
-    assert check(request_of([ord("a")], min_new_tokens=2, stop_regex=("a",))) is None
-    assert check(request_of([ord("a")] * 2, min_new_tokens=2, stop_regex=("a",))) is not None
+    assert check(request_with([ord("a")], min_new_tokens=2, stop_regex=("a",))) is None
+    assert check(request_with([ord("a")] * 2, min_new_tokens=2, stop_regex=("a",))) is not None
 
 
 @pytest.mark.parametrize("depth", [1, 2])

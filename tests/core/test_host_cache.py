@@ -42,8 +42,6 @@ def test_write_back_copies_what_is_evicted() -> None:
     assert copied(engine) == 0
     engine.push_out()
     assert copied(engine) == 3
-    assert engine.answer("b", PROMPT, max_new_tokens=2) == expected_tokens(PROMPT, 2)
-    assert engine.outputs["b"][-1].cached_tokens == 12
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])

@@ -11,25 +11,20 @@ def all_pages_back(engine: EngineInATest) -> bool:
     return counts["held"] == counts["quarantined"] == 0 and engine.scheduler.idle
 
 
-def test_the_step_after_eos_leaves_no_trace() -> None:
+@pytest.mark.parametrize(("eos_at", "num_tokens", "wasted"), [(2, 3, 1), (None, 5, 0)])
+def test_the_step_after_eos_leaves_no_trace_and_the_last_token_by_length_wastes_none(
+    eos_at: int | None, num_tokens: int, wasted: int
+) -> None:
     prompt = [1, 2, 3]
-    eos = expected_tokens(prompt, 3)[2]
+    eos = None if eos_at is None else expected_tokens(prompt, 5)[eos_at]
     engine = EngineInATest(depth=2)
-    engine.add("r", prompt, eos=eos, max_new_tokens=20)
+    engine.add("r", prompt, eos=eos, max_new_tokens=5)
     engine.run()
-    assert engine.tokens["r"] == expected_tokens(prompt, 20, eos)
-    assert engine.finish["r"].kind == "stop" and engine.finish["r"].matched == eos
-    assert engine.scheduler.counters.wasted_samples == 1
+    assert engine.tokens["r"] == expected_tokens(prompt, num_tokens)
+    assert (engine.finish["r"].kind, engine.finish["r"].matched) == ("length" if eos is None else "stop", eos)
+    assert engine.scheduler.counters.wasted_samples == wasted
+    assert sum(len(p.items) for p in engine.plans) == num_tokens + wasted
     assert all_pages_back(engine)
-
-
-def test_the_last_token_by_length_wastes_no_step() -> None:
-    engine = EngineInATest(depth=2)
-    engine.add("r", [1, 2, 3], max_new_tokens=5)
-    engine.run()
-    assert engine.scheduler.counters.wasted_samples == 0
-    assert engine.finish["r"].kind == "length"
-    assert sum(len(p.items) for p in engine.plans) == 5
 
 
 def test_equal_prompts_side_by_side_keep_one_copy_in_the_tree() -> None:

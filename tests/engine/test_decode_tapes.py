@@ -6,26 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks import random_model
 from engine.executor.decode_tapes import DecodeTapes
 from engine.kernels.linear import LinearKernel, PackedMatrix, linear_kernel
 from engine.kernels.tape import TURNS, Tape, tape_library
-from engine.messages import LogprobOptions
 from engine.models.load import load_model
 from tests.engine.engine_in_process import EngineInProcess
+from tests.engine.three_requests import run, two_models
 
-PROMPTS = {"a": [20, 30, 40], "b": list(range(20, 37)), "c": [60, 61, 62, 63, 64, 65]}
 LENGTHS = {"a": 13, "b": 4, "c": 9}  # three steps of three requests, five of two, four of one
 PLAYS = 2 + 4 + 3  # of each size the first step is recorded
-FLAGS: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "max_running_requests": 4,
-    "max_total_tokens": 512,
-    "disable_radix_cache": True,
-}
+FLAGS: dict[str, Any] = {"dtype": "bfloat16", "max_running_requests": 4, "max_total_tokens": 512}
+FLAGS["disable_radix_cache"] = True
 KERNELS = [
     kernel for kernel in [linear_kernel()] if kernel is not None and tape_library() is not None
 ]  # one, or none here
@@ -33,14 +26,7 @@ KERNELS = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Two random models of one shape."""
-    folder = tmp_path_factory.mktemp("models")
-    for name in ("old", "new"):
-        random_model.write_model(folder / name, layers=3, hidden=64, intermediate=96)
-    weights = load_file(folder / "new" / "model.safetensors")
-    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].roll(7, 0)
-    save_file(weights, folder / "new" / "model.safetensors", metadata={"format": "pt"})
-    return str(folder / "old"), str(folder / "new")
+    return two_models(tmp_path_factory.mktemp("models"), layers=3, hidden=64, intermediate=96)
 
 
 @pytest.fixture
@@ -54,22 +40,6 @@ def start() -> Iterator[Callable[..., EngineInProcess]]:
     yield make
     for engine in engines:
         engine.close()
-
-
-def run(engine: EngineInProcess) -> tuple[dict[str, list[int]], list[float]]:
-    """Tokens, and the logprobs of all of them."""
-    engine.tokens, engine.logprobs = {}, {}
-    for rid, prompt in PROMPTS.items():
-        engine.add(
-            rid,
-            prompt,
-            max_new_tokens=LENGTHS[rid],
-            temperature=0.0 if rid != "c" else 0.8,
-            seed=3,
-            logprobs=LogprobOptions(-1, 0),
-        )
-    engine.run()
-    return engine.tokens, [entry.logprob for rid in PROMPTS for entry in engine.logprobs[rid]]
 
 
 @pytest.fixture
@@ -89,16 +59,16 @@ def plays(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
 def test_tokens_and_logprobs_are_the_same_to_the_bit(
     models: tuple[str, str], start: Callable[..., EngineInProcess], plays: list[Tape], stream: str
 ) -> None:
-    expected, expected_of_other = (run(start(path, disable_cuda_graph=True)) for path in models)
+    expected, expected_of_other = (run(start(path, disable_cuda_graph=True), LENGTHS) for path in models)
     engine = start(models[0], stream=stream)
     tapes = engine.parts.device.tapes
     assert (tapes is not None) == bool(KERNELS)
     for again in (1, 2):
-        assert run(engine) == expected
+        assert run(engine, LENGTHS) == expected
         assert tapes is None or len(plays) == PLAYS + (again - 1) * (PLAYS + 3)
     other = load_model(models[1], engine.model, dtype="bfloat16", device="cpu", progress=False)
     engine.parts.weights.take(other, model_path=models[1], version=None)
-    assert run(engine) == expected_of_other != expected, "the tapes of other weights were played"
+    assert run(engine, LENGTHS) == expected_of_other != expected, "the tapes of other weights were played"
 
 
 def test_the_flag_turns_them_off(models: tuple[str, str], start: Callable[..., EngineInProcess]) -> None:

@@ -1,26 +1,17 @@
 """The grammar queue with literals: what waits, is refused, is kept."""
 
 import threading
+from functools import partial
 
 import pytest
 
-from engine.core.request import Request
-from engine.grammar.compiler import GrammarInvalid
+from engine.grammar.compiler import GrammarInvalid, StartGrammar
 from engine.grammar.queue import MAX_GIVEN_UP, GrammarQueue
-from engine.messages import TokenOutput
-from engine.sampling_params import GrammarSpec, SamplingParams
+from engine.messages import FinishReason, TokenOutput
+from engine.sampling_params import GrammarSpec
+from tests.core.engine_in_a_test import request_of
 from tests.e2e.cluster import wait_until
-
-
-class State:
-    ended = False
-    problem = ""
-
-    def accept(self, token: int) -> bool:
-        return True
-
-    def bitmask(self) -> bytes:
-        return b""
+from tests.grammar.fixed import Fixed
 
 
 class Scripted:
@@ -33,7 +24,7 @@ class Scripted:
     def prepare(self) -> None:
         """Nothing takes long."""
 
-    def compile(self, spec: GrammarSpec) -> type[State]:
+    def compile(self, spec: GrammarSpec) -> StartGrammar:
         self.compiled.append(spec.source)
         if spec.source.startswith("slow"):
             assert self.gate.wait(300)
@@ -41,7 +32,7 @@ class Scripted:
             raise GrammarInvalid("unclosed group")
         if spec.source == "crash":
             raise MemoryError("too big")
-        return State
+        return partial(Fixed, 9)
 
 
 class Rig:
@@ -50,16 +41,16 @@ class Rig:
         self.woken = threading.Event()
         self.queue = GrammarQueue(self.compiler, wakeup=self.woken.set, timeout_s=10.0, **options)  # type: ignore[arg-type]
         self.ready: list[str] = []
-        self.refused: dict[str, TokenOutput] = {}
+        self.refused: dict[str, FinishReason] = {}
 
     def add(self, rid: str, regex: str, *, now_s: float = 0.0, field: str = "") -> None:
-        request = Request(
-            rid=rid, input_ids=[1], sampling=SamplingParams(regex=regex), eos_ids=frozenset(), arrived_s=now_s
-        )
+        request = request_of([1], rid=rid, arrived_s=now_s, regex=regex)
         self.take(self.queue.add(request, field=field, now_s=now_s))
 
     def take(self, outputs: list[TokenOutput]) -> None:
-        self.refused |= {output.rid: output for output in outputs}
+        for output in outputs:
+            assert output.finish is not None
+            self.refused[output.rid] = output.finish
 
     def poll(self, now_s: float = 0.0) -> None:
         ready, outputs = self.queue.poll(now_s)
@@ -98,8 +89,8 @@ def test_a_slow_grammar_does_not_hold_others_up_and_is_refused_in_time(rig: Rig)
     rig.poll(now_s=9.9)
     assert rig.queue.rids() == ["slow"]
     rig.poll(now_s=10.0)
-    finish = rig.refused["slow"].finish
-    assert finish is not None and finish.status == 400 and finish.field == "response_format"
+    finish = rig.refused["slow"]
+    assert finish.status == 400 and finish.field == "response_format"
     assert "--grammar-compile-timeout" in finish.message and rig.queue.counters()["grammar_timeouts"] == 1
     rig.compiler.gate.set()  # too late for the first, in time for the second
     rig.add("again", "slow", now_s=11.0)
@@ -114,8 +105,8 @@ def test_what_does_not_compile_is_told_and_remembered(rig: Rig, source: str, say
     for rid in ("a", "b"):
         rig.add(rid, source)
         rig.settle()
-        finish = rig.refused[rid].finish
-        assert finish is not None and (finish.kind, finish.status, finish.field) == ("abort", 400, "regex")
+        finish = rig.refused[rid]
+        assert (finish.kind, finish.status, finish.field) == ("abort", 400, "regex")
         assert finish.message == says
     assert rig.compiler.compiled == [source] and rig.ready == []
 
@@ -131,8 +122,8 @@ def test_the_cache_is_bounded_and_the_least_recently_used_goes() -> None:
 def test_an_abort_ends_the_wait(rig: Rig) -> None:
     rig.add("slow", "slow")
     rig.take(rig.queue.abort("slow"))
-    finish = rig.refused["slow"].finish
-    assert finish is not None and finish.kind == "abort" and finish.status == 0
+    finish = rig.refused["slow"]
+    assert finish.kind == "abort" and finish.status == 0
     assert rig.queue.rids() == [] and rig.queue.abort("slow") == []
     rig.compiler.gate.set()
     rig.poll()
@@ -143,15 +134,15 @@ def test_the_queue_is_bounded_and_names_are_unique() -> None:
     rig = Rig(max_waiting=1)
     rig.add("a", "slow")
     rig.add("b", "x")
-    finish = rig.refused["b"].finish
-    assert finish is not None and finish.status == 503
+    finish = rig.refused["b"]
+    assert finish.status == 503
     rig.compiler.gate.set()
     rig.settle()
     rig = Rig()
     rig.add("a", "slow")
     rig.add("a", "x")
-    finish = rig.refused["a"].finish
-    assert finish is not None and finish.field == "rid" and rig.queue.rids() == ["a"]
+    finish = rig.refused["a"]
+    assert finish.field == "rid" and rig.queue.rids() == ["a"]
     rig.compiler.gate.set()
 
 
@@ -194,8 +185,8 @@ def test_beyond_a_bound_of_endless_compilations_new_grammars_are_refused_until_o
         wait_until(lambda n=begun, s=now_s: rig.poll(s) or len(rig.compiler.compiled) == n, within_s=60, what="it runs")
         rig.poll(now_s=now_s + 10.0)
     rig.add("new", "y", now_s=1000.0)
-    finish = rig.refused["new"].finish
-    assert finish is not None and finish.status == 503 and "--grammar-compile-timeout" in finish.message
+    finish = rig.refused["new"]
+    assert finish.status == 503 and "--grammar-compile-timeout" in finish.message
     rig.add("known", "x", now_s=1000.0)
     rig.poll(now_s=1000.0)
     assert rig.ready == ["before", "known"]
@@ -213,7 +204,5 @@ def test_beyond_a_bound_of_endless_compilations_new_grammars_are_refused_until_o
 
 
 def test_grammars_may_be_off() -> None:
-    queue = GrammarQueue(None)
-    request = Request(rid="r", input_ids=[1], sampling=SamplingParams(regex="x"), eos_ids=frozenset(), arrived_s=0.0)
-    (output,) = queue.add(request, field="", now_s=0.0)
+    (output,) = GrammarQueue(None).add(request_of([1], regex="x"), field="", now_s=0.0)
     assert output.finish is not None and output.finish.status == 400 and "--grammar-backend" in output.finish.message

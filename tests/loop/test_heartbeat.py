@@ -18,6 +18,7 @@ from tests.loop.test_deadlines import Rig
 def test_a_turn_clock_says_what_the_loop_does_and_since_when() -> None:
     turns = TurnClock(limit_s=5.0, now_s=1.0)
     assert turns.answer("", 4.0) == StepReply("", busy_s=3.0, loading=True)
+    assert turns.stalled_s(1e6) is None  # a load may last
     turns.loaded()
     assert turns.answer("", 5.0) == StepReply("", busy_s=None)
     turns.turning(10.0)
@@ -29,6 +30,9 @@ def test_a_turn_clock_says_what_the_loop_does_and_since_when() -> None:
     turns.resting()
     assert turns.answer("", 30.0) == StepReply("", busy_s=None)
     turns.turning(31.0)
+    assert turns.stalled_s(36.0) is None and turns.stalled_s(37.0) == 6.0
+    turns.turning(37.0)
+    assert turns.stalled_s(37.0) is None
     turns.end()
     assert turns.answer("", 32.0) is None and turns.stalled_s(1e6) is None
 
@@ -43,6 +47,7 @@ def test_a_step_has_a_kind(items: list[PlanItem], kind: str) -> None:
     turns.computing(Plan(seq=4, extend=kind == "prefill", items=items))
     step = StepInfo(seq=4, kind=kind, num_reqs=len(items), num_tokens=len(items))
     assert turns.answer("", 20.0) == StepReply("", busy_s=0.0, step=step)
+    assert turns.stalled_s(1e9) is None  # without a limit
 
 
 def test_the_loop_tells_its_step_and_its_end_by_an_error() -> None:

@@ -13,7 +13,6 @@ from engine.loop.receive_skipper import ReceiveSkipper
 from engine.loop.reporter import problems_of
 from engine.loop.retraction_log import RetractionLog
 from engine.loop.stream_gate import FORCED_INTERVAL, StreamGate
-from engine.loop.turn_clock import TurnClock
 from engine.loop.watchdog import EXIT_STATUS
 from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOutput
 from engine.sampling_params import SamplingParams
@@ -152,21 +151,6 @@ def test_only_pure_decode_steps_skip_the_inbox() -> None:
     assert seen == [True, False, False, True, False, True, False, True]
     always = ReceiveSkipper(interval=1)
     assert all(always.due(p) for p in (None, decode, decode, prefill))
-
-
-def test_a_watchdog_minds_long_turns_only() -> None:
-    turns = TurnClock(limit_s=5.0)
-    assert turns.stalled_s(1e6) is None  # a load may last
-    turns.loaded()
-    turns.turning(0.0)
-    assert turns.stalled_s(5.0) is None and turns.stalled_s(6.0) == 6.0
-    turns.turning(6.0)
-    assert turns.stalled_s(6.0) is None
-    turns.resting()
-    assert turns.stalled_s(1e6) is None
-    off = TurnClock(limit_s=0.0)
-    off.turning(0.0)
-    assert off.stalled_s(1e9) is None
 
 
 STALLS = """

@@ -12,11 +12,10 @@ from engine.messages import LogprobOptions
 from engine.model_files.model_config import load_model_config
 from engine.models.load import load_model
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
+from tests.engine.test_parity import MAX_ERROR, greedy
 from tests.lora.tiny_adapters import make_tiny_adapter, merge
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
-MAX_ERROR = 1e-4
-NEW_TOKENS = 8
 # name -> (how it is made, scale by end of name)
 ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "all": ({"seed": 1}, {"": 2.0}),
@@ -76,9 +75,10 @@ def test_a_mixed_batch_gives_what_merged_weights_give(models: dict[str, dict[str
             engine.run()
     answers = set()
     for name, merged in models["merged"].items():
-        tokens, logprobs = greedy(merged, prompt)
+        model = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval()
+        tokens, logprobs = greedy(model, prompt)
         answers.add(tuple(tokens))
-        short, _ = greedy(merged, prompt[:9])
+        short, _ = greedy(model, prompt[:9])
         for turn in ("first", "again"):
             assert engine.tokens[f"{name}-{turn}-short"] == short
             assert engine.tokens[f"{name}-{turn}"] == tokens
@@ -88,15 +88,6 @@ def test_a_mixed_batch_gives_what_merged_weights_give(models: dict[str, dict[str
                 )
         assert engine.cached[f"{name}-first"] == 0 and engine.cached[f"{name}-again"] == 144
     assert len(answers) == len(models["merged"])  # they differ, or nothing was tested
-
-
-@torch.inference_mode()
-def greedy(checkpoint: str, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    out = model.generate(
-        torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
-    )[0].tolist()
-    return out[len(prompt) :], model(torch.tensor([out[:-1]])).logits[0].log_softmax(-1)
 
 
 def test_batches_retractions_and_other_adapters_change_no_token(
@@ -131,11 +122,10 @@ def test_an_adapter_leaves_in_stream_order_and_new_weights_keep_the_others(
     assert store is not None
     wanted = {}
     for name in ("all", "rslora"):
-        alone = EngineInProcess(models["merged"][name])
-        alone.add(name, prompt, max_new_tokens=12)
-        alone.run()
+        with EngineInProcess(models["merged"][name]) as alone:
+            alone.add(name, prompt, max_new_tokens=12)
+            alone.run()
         wanted |= alone.tokens
-        alone.close()
     try:
         engine.add("all", prompt, max_new_tokens=12, adapter=NUMBERS["all"])
         for _ in range(5):

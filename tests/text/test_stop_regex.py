@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.finish import check_finish
-from engine.core.request import Request
 from engine.messages import FinishReason
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
 from engine.text.incremental import RequestText
 from engine.text.stop_regex import MAX_REACH, StopRegex, compile_all
+from tests.core.engine_in_a_test import request_of
 from tests.text.test_incremental import byte_level, letters
 
 STARS = "x*y"
@@ -80,9 +80,8 @@ def test_without_trimming_nothing_is_held_and_nothing_cut() -> None:
 )
 def test_scheduler_and_detokenizer_agree(text: str, pattern: str, stop: tuple[str, ...], size: int) -> None:
     """Token by token: the answer is the text up to the first match, and what was shown before is a part of it."""
-    sampling = SamplingParams(max_new_tokens=1000, stop=stop, stop_regex=(pattern,))
-    judged = Request(rid="r", input_ids=[1], sampling=sampling, eos_ids=frozenset(), arrived_s=0.0)
-    judged.stop_patterns = compile_all(sampling.stop_regex)
+    judged = request_of([1], max_new_tokens=1000, stop=stop, stop_regex=(pattern,))
+    judged.stop_patterns = compile_all((pattern,))
     shown, seen = request(pattern, stop=stop), ""
     for at in range(0, len(text), size):
         part = text[at : at + size]

@@ -1,0 +1,32 @@
+"""A batch of three requests that shrinks to one, and two small random models, for engines that take decode steps another way."""
+
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from benchmarks import random_model
+from engine.messages import LogprobOptions
+from tests.engine.engine_in_process import EngineInProcess
+
+PROMPTS = {"a": [20, 30, 40], "b": list(range(20, 37)), "c": [60, 61, 62, 63, 64, 65]}
+
+
+def two_models(folder: Path, *, layers: int, hidden: int, intermediate: int) -> tuple[str, str]:
+    """Two models of one shape."""
+    old, new = folder / "old", folder / "new"
+    for path in (old, new):
+        random_model.write_model(path, layers=layers, hidden=hidden, intermediate=intermediate)
+    weights = load_file(new / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].roll(7, 0)
+    save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
+    return str(old), str(new)
+
+
+def run(engine: EngineInProcess, lengths: dict[str, int]) -> tuple[dict[str, list[int]], list[float]]:
+    """Tokens, and the logprobs of all of them."""
+    engine.tokens, engine.logprobs = {}, {}
+    for rid, prompt in PROMPTS.items():
+        sampling = {"max_new_tokens": lengths[rid], "temperature": 0.0 if rid != "c" else 0.8, "seed": 3}
+        engine.add(rid, prompt, logprobs=LogprobOptions(-1, 0), **sampling)
+    engine.run()
+    return engine.tokens, [entry.logprob for rid in PROMPTS for entry in engine.logprobs[rid]]
