@@ -38,16 +38,16 @@ def decode(
     return run_step(backend, sequences, starts, lengths, page_size=page_size, extend=False)
 
 
-COMMON = list(product([(2, 1), (2, 2), (2, 4), (1, 8)], [16, 32, 64, 128], [1, 16, 64]))
+HEADS = [(2, 1), (2, 2), (2, 4), (1, 8)]
+COMMON = [(*heads, dim, page) for heads, dim, page in product(HEADS, [16, 32, 64, 128], [1, 16, 64])]
 UNCOMMON = [(1, 16, 48), (3, 5, 80), (1, 11, 256), (1, 6, 112), (2, 7, 16), (1, 3, 96), (8, 8, 32), (3, 13, 16)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("shared", "dim", "page_size"), [*COMMON, *(((kv, group), dim, 8) for kv, group, dim in UNCOMMON)]
+    ("kv", "group", "dim", "page_size"), [*COMMON, *((kv, group, dim, 8) for kv, group, dim in UNCOMMON)]
 )
-def test_decode_equals_reference(dtype, shared, dim, page_size):
-    kv, group = shared
+def test_decode_equals_reference(dtype, kv, group, dim, page_size):
     heads = Heads(q=kv * group, kv=kv, dim=dim)
     sequences = make_sequences(heads, BORDERS, page_size=page_size, dtype=dtype)
     outs = decode(heads, sequences, BORDERS, page_size=page_size, dtype=dtype)

@@ -8,16 +8,9 @@ import torch
 
 from engine.kv.kv_pool import CacheSpec, KVPool
 from engine.kv.page_checksum import PageChecksum
+from tests.sampler.sampler_cases import MASK, mix
 
-MASK = (1 << 64) - 1
 ODD = 0x9E3779B97F4A7C15
-
-
-def mix(x: int) -> int:
-    x &= MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
-    return x ^ (x >> 31)
 
 
 def by_formula(pages: list[bytes]) -> int:

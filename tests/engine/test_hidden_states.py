@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.core import new_token_ratio
+from engine.core.outputs import StepEffects
 from engine.core.request import Request
 from engine.messages import LogprobOptions, TokenOutput
 from engine.sampling_params import SamplingParams
@@ -45,25 +46,18 @@ class Engine(EngineInProcess):
         assert self.parts.scheduler.add(request) == []
 
     def answers(self) -> dict[str, Said]:
-        said: dict[str, Said] = {}
-        collect = self.parts.scheduler.collect
+        self.said: dict[str, Said] = {}
+        self.run()
+        return self.said
 
-        def listen(*args: object) -> object:
-            effects = collect(*args)  # type: ignore[arg-type]
-            for output in effects.outputs:
-                one = said.setdefault(output.rid, Said())
-                one.outputs.append(output)
-                one.tokens += output.new_ids
-                blocks = [output.input_hidden] if output.input_hidden else []
-                one.rows += [torch.tensor(array.array("f", b)).view(-1, 64) for b in [*blocks, *output.hidden]]
-            return effects
-
-        self.parts.scheduler.collect = listen  # type: ignore[method-assign, assignment]
-        try:
-            self.run()
-        finally:
-            self.parts.scheduler.collect = collect  # type: ignore[method-assign]
-        return said
+    def on_step(self, effects: StepEffects) -> list[TokenOutput]:
+        for output in effects.outputs:
+            one = self.said.setdefault(output.rid, Said())
+            one.outputs.append(output)
+            one.tokens += output.new_ids
+            blocks = [output.input_hidden] if output.input_hidden else []
+            one.rows += [torch.tensor(array.array("f", b)).view(-1, 64) for b in [*blocks, *output.hidden]]
+        return effects.outputs
 
 
 @torch.inference_mode()

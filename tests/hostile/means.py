@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx2 as httpx
 import msgspec
+import pytest
 import zmq
 
 from bootstrap_server.protocol import Registration, RouteReply
@@ -87,6 +88,16 @@ def register(worker: Registration, **changes: object) -> bytes:
     message = Register("stranger", worker.incarnation, msgspec.structs.replace(layout, **theirs), region, region, b"?")
     own = {k: v for k, v in changes.items() if k in Register.__struct_fields__}
     return encode(msgspec.structs.replace(message, **own))
+
+
+@contextlib.contextmanager
+def trap(host: str) -> Iterator[int]:
+    """A port that nobody may connect to."""
+    with socket.create_server((host, 0)) as listening:
+        yield int(listening.getsockname()[1])
+        listening.settimeout(0.0)
+        with pytest.raises(BlockingIOError):  # no connection waits
+            listening.accept()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ import random
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -227,24 +226,6 @@ def mentions(answer: Answer, field: str) -> bool:
         return False
     error = json.loads(answer.body)["error"]
     return bool(error["message"]) and field in error["message"] and field in (error["param"] or "")
-
-
-@pytest.mark.parametrize("bad", [{"temperature": -1}, {"regex": "("}])
-def test_one_bad_sample_refuses_its_whole_batch(doors: Doors, bad: dict[str, Any]) -> None:
-    samples = [{"max_new_tokens": 5}, bad, {"max_new_tokens": 5}]
-    body = {"input_ids": [[1, 20, 280, 20, 21]] * 3, "sampling_params": samples}
-    answer = doors.http.post(f"{doors.urls['router']}/generate", json=body)
-    assert answer.status_code == 400 and next(iter(bad)) in answer.json()["error"]["param"]
-
-
-def test_without_the_flag_adapters_are_refused(doors: Doors) -> None:
-    requested = {"input_ids": [1, 20], "sampling_params": {"max_new_tokens": 1}, "lora_path": "one"}
-    for url, body in (
-        (f"{doors.urls['router']}/generate", requested),
-        (f"{doors.urls['prefill']}/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"}),
-    ):
-        answer = doors.http.post(url, json=body)
-        assert answer.status_code == 400 and "--enable-lora" in answer.json()["error"]["message"]
 
 
 def test_wrong_fields_are_named(doors: Doors) -> None:

@@ -20,22 +20,9 @@ import zmq
 from bootstrap_server.protocol import Registration, RouteReply
 from tests.e2e.client import generate_all
 from tests.e2e.workload import recall_body
-from tests.hostile import means
+from tests.hostile import means, table
 from tests.hostile.doors import Answer, Doors, is_refusal, wrong
-from tests.hostile.table import (
-    CHAT,
-    COMPLETE,
-    DEAD,
-    GENERATE,
-    LAYOUTS,
-    LIES,
-    PLACES,
-    PROMPT,
-    REPLIES,
-    ROOMS,
-    USER,
-    post,
-)
+from tests.hostile.table import CHAT, COMPLETE, GENERATE, PROMPT, USER, post
 from transfer_backends.wire import Abort, Bye, Drained, Ping, Refused, Status, TransferInfo, decode, encode
 
 DOORS = ("router", "prefill", "decode", "unified")
@@ -91,8 +78,8 @@ def test_an_answer_that_nobody_reads_stops_nobody(doors: Doors) -> None:
 @pytest.mark.parametrize("door", ["prefill", "decode"])
 def test_bad_rooms_and_meeting_places(doors: Doors, door: str) -> None:
     good = {**PROMPT, "bootstrap_host": "127.0.0.1", "bootstrap_port": 5, "bootstrap_room": 5}
-    rooms = {name: post(GENERATE, {**good, "bootstrap_room": room}) for name, room in ROOMS.items()}
-    places = {f"{field} {value}": post(GENERATE, {**good, field: value}) for field, value in PLACES}
+    rooms = {name: post(GENERATE, {**good, "bootstrap_room": room}) for name, room in table.ROOMS.items()}
+    places = {f"{field} {value}": post(GENERATE, {**good, field: value}) for field, value in table.PLACES}
 
     def names_the_room(answer: Answer) -> bool:
         return answer.status == 400 and is_refusal(answer) and b"bootstrap_room" in answer.body
@@ -130,7 +117,7 @@ def _live_requests(url: str) -> float:
 def test_dead_bootstrap_hosts_fail_in_bounded_time_and_slow_nobody(doors: Doors) -> None:
     bodies = [
         {**PROMPT, "bootstrap_host": host, "bootstrap_port": 1, "bootstrap_room": 900 + i}
-        for i, host in enumerate(DEAD * 4)
+        for i, host in enumerate(table.DEAD * 4)
     ]
     for answer in asyncio.run(_fail_beside_a_good_one(doors, bodies)):
         assert 400 <= answer.status_code <= 503 and "bootstrap" in answer.json()["error"]["message"], answer.text[:500]
@@ -141,22 +128,19 @@ def test_dead_bootstrap_hosts_fail_in_bounded_time_and_slow_nobody(doors: Doors)
 )
 def test_a_bootstrap_server_that_the_worker_does_not_know_is_not_asked(doors: Doors, path: str, body: Any) -> None:
     """An address that leads here, and is no loopback address: no connection comes."""
-    with socket.create_server(("0.0.0.0", 0)) as trap:
-        trap.settimeout(0.0)
-        meeting = {"bootstrap_host": "0.0.0.0", "bootstrap_port": trap.getsockname()[1], "bootstrap_room": 77}
+    with means.trap("0.0.0.0") as port:
+        meeting = {"bootstrap_host": "0.0.0.0", "bootstrap_port": port, "bootstrap_room": 77}
         assert_refused(answer := httpx.post(doors.urls["decode"] + path, json={**body, **meeting}, timeout=30))
         assert answer.json()["error"]["param"] == "bootstrap_host", answer.text
-        with pytest.raises(BlockingIOError):
-            trap.accept()
 
 
 def test_bootstrap_servers_that_lie(doors: Doors) -> None:
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(means.lying_bootstrap_server(*lie)) for lie in LIES.values()]
+        ports = [stack.enter_context(means.lying_bootstrap_server(*lie)) for lie in table.LIES.values()]
         meetings = [{"bootstrap_port": port, "bootstrap_room": 700 + i} for i, port in enumerate(ports)]
         bodies = [{**PROMPT, "bootstrap_host": "127.0.0.1", **meeting} for meeting in meetings]
         answers = asyncio.run(_fail_beside_a_good_one(doors, bodies))
-    for name, answer in zip(LIES, answers, strict=True):
+    for name, answer in zip(table.LIES, answers, strict=True):
         assert 400 <= answer.status_code <= 503 and answer.json()["error"]["message"], (name, answer.text[:500])
 
 
@@ -172,8 +156,8 @@ async def _fail_beside_a_good_one(doors: Doors, bodies: list[dict[str, Any]]) ->
 
 async def test_false_prefill_workers(doors: Doors) -> None:
     """Bootstrap servers that name control planes which answer a decode worker's registration in every wrong way."""
-    answers = await asyncio.gather(*(_ask_for(doors, reply, room=78 + i) for i, reply in enumerate(REPLIES)))
-    for reply, answer in zip(REPLIES, answers, strict=True):
+    answers = await asyncio.gather(*(_ask_for(doors, reply, room=78 + i) for i, reply in enumerate(table.REPLIES)))
+    for reply, answer in zip(table.REPLIES, answers, strict=True):
         assert 400 <= answer.status_code <= 503 and answer.json()["error"]["message"], (reply, answer.text)
 
 
@@ -218,9 +202,9 @@ def _false_frames(reply: str, *, me: str, them: str) -> list[bytes]:
 # ---- control plane
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", table.LAYOUTS)
 def test_a_peer_that_differs_is_refused_with_both_values(doors: Doors, name: str) -> None:
-    changes, said = LAYOUTS[name]
+    changes, said = table.LAYOUTS[name]
     worker = means.route(doors.cluster)
     with means.dealer(worker.control) as sock:
         sock.send(means.register(worker, **changes))

@@ -170,6 +170,8 @@ NATIVE: list[tuple[dict[str, Any], str]] = [
     *(({**IDS, "sampling_params": wrong}, "sampling_params") for wrong in ([], [1, 2])),
     ({"input_ids": [[1], [1]], "sampling_params": [{}]}, "sampling_params"),
     ({"input_ids": [[1], [1]], "sampling_params": [{"temperature": 1}, {"temperature": -1}]}, "temperature"),
+    ({"input_ids": [[1], [1], [1]], "sampling_params": [{}, {"regex": "("}, {}]}, "regex"),
+    ({**IDS, "lora_path": "one"}, "lora_path"),
     ({**IDS, "rid": {"$ne": 1}}, "rid"),
     *(({**IDS, "priority": priority}, "priority") for priority in (2**31, -HUGE, "high", 0.5)),
     ({"input_ids": [[1], [1]], "return_logprob": True, "logprob_start_len": [0]}, "logprob_start_len"),

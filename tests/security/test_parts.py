@@ -163,17 +163,8 @@ def test_wrong_key_files_and_headers(tmp_path: Path) -> None:
         KeyRing(key="")
     ring = KeyRing(key="k")
     assert ring.holder("bearer k") and ring.holder("Bearer  k ")
-    for header in (
-        "",
-        "k",
-        "Basic k",
-        "Bearer",
-        "Bearer ",
-        "Bearer kk",
-        "Bearer K",
-        "Bearer k\udcff",
-        f"Bearer {'k' * 10**6}",
-    ):
+    long = f"Bearer {'k' * 10**6}"
+    for header in ("", "k", "Basic k", "Bearer", "Bearer ", "Bearer kk", "Bearer K", "Bearer k\udcff", long):
         assert ring.holder(header) is None
 
 

@@ -3,13 +3,10 @@
 import asyncio
 import contextlib
 import json
-import socket
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import uvloop
 
 from engine.frontend.routes import ADMIN_PATHS
 from engine.text.chat_template import ChatTemplate, TemplateRefused
@@ -18,7 +15,7 @@ from service.security.keys import Access, KeyRing
 from service.security.secret import is_vouched, vouch
 from service.security.signing import Call, Signer, Verdict, Verifier
 from tests.frontend.conftest import Worker, start_worker
-from tests.hostile import table
+from tests.hostile import means, table
 from tests.hostile.doors import ask
 from tests.router.dummies import cluster, until
 
@@ -73,42 +70,6 @@ async def test_nor_of_a_router_s() -> None:
 # ---- whom servers dial
 
 
-class Trap:
-    """Listens; `num_calls` is how often somebody connected."""
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.address: tuple[str, int] = self._socket.getsockname()
-        self._thread = threading.Thread(target=self._accept, daemon=True)
-        self._thread.start()
-
-    def _accept(self) -> None:
-        while True:
-            link, _ = self._socket.accept()
-            with link:
-                if link.recv(1, socket.MSG_PEEK) == b"!":
-                    return
-            self.num_calls += 1
-
-    def close(self) -> int:
-        """Calls so far: those that came before this one have been counted."""
-        with socket.create_connection(self.address) as last:
-            last.sendall(b"!")
-        self._thread.join()
-        self._socket.close()
-        return self.num_calls
-
-
-@contextlib.contextmanager
-def trap() -> Iterator[Trap]:
-    made = Trap()
-    try:
-        yield made
-    finally:
-        assert made.close() == 0, "a server connected to where a request said"
-
-
 def luring(host: str, port: int) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, str]]:
     """(path, body) of requests, and headers, that name an address wherever one could."""
     url = f"http://{host}:{port}/x"
@@ -124,45 +85,33 @@ def luring(host: str, port: int) -> tuple[list[tuple[str, dict[str, Any]]], dict
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "model": url, **named}),
     ]
     away = f"{host}:{port}"
-    names = [
-        "X-Prefiller-Host-Port",
-        "X-Forwarded-Host",
-        "X-Original-URL",
-        "X-SMG-Target-Worker",
-        "Forwarded",
-        "Referer",
-    ]
-    return bodies, {**dict.fromkeys(names, away), "Host": away}
+    names = "X-Prefiller-Host-Port X-Forwarded-Host X-Original-URL X-SMG-Target-Worker Forwarded Referer Host"
+    return bodies, dict.fromkeys(names.split(), away)
 
 
 def test_a_worker_dials_nobody_whom_a_request_names(guarded: Worker) -> None:
-    with trap() as caught:
-        bodies, headers = luring(*caught.address)
+    with means.trap("127.0.0.1") as port:
+        bodies, headers = luring("127.0.0.1", port)
         for path, body in bodies:
             answer = guarded.post(path, body, headers={**headers, "Authorization": "Bearer user-key"})
             assert answer.status_code in (400, 404), (path, answer.text)
-        line = f"http://{caught.address[0]}:{caught.address[1]}/generate"
-        assert status_of(guarded.url, "POST", line, key="user-key") == 400
-        assert status_of(guarded.url, "CONNECT", f"{caught.address[0]}:{caught.address[1]}") >= 400
+        assert status_of(guarded.url, "POST", f"http://127.0.0.1:{port}/generate", key="user-key") == 400
+        assert status_of(guarded.url, "CONNECT", f"127.0.0.1:{port}") >= 400
         assert guarded.scheduler.num_running == 0
 
 
-def test_a_router_dials_nobody_whom_a_request_names() -> None:
-    async def scenario(caught: Trap) -> None:
+async def test_a_router_dials_nobody_whom_a_request_names() -> None:
+    with means.trap("127.0.0.1") as port:
         async with cluster() as c:
-            bodies, headers = luring(*caught.address)
+            bodies, headers = luring("127.0.0.1", port)
             for path, body in bodies:
                 await c.post(path, body, headers=headers)
-            status = await asyncio.to_thread(status_of, c.url, "CONNECT", f"{caught.address[0]}:{caught.address[1]}")
-            assert status >= 400
+            assert await asyncio.to_thread(status_of, c.url, "CONNECT", f"127.0.0.1:{port}") >= 400
             for leg in (*c.prefills[0].seen, *c.decodes[0].seen):
                 assert leg.headers["host"] != headers["Host"], "the client's Host went on to a worker"
                 if "bootstrap_port" in leg.body:
-                    assert str(caught.address[1]) not in json.dumps(leg.body["bootstrap_port"])
+                    assert str(port) not in json.dumps(leg.body["bootstrap_port"])
             await until(lambda: c.router.table.loads.num_leases == 0)
-
-    with trap() as caught:
-        uvloop.run(scenario(caught))
 
 
 WAYS_OUT = (

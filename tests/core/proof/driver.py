@@ -24,6 +24,7 @@ from tests.core.proof.story import Ask, Event, Setup, Story
 from tests.core.proof.verdict import judge
 
 MAX_TURNS_TO_REST = 3000
+OF_THE_STORY = ("role", "capacity", "chunk_pages", "clip", "gives_nan")  # the rest of a setup is the engine's
 
 
 @dataclass(eq=False)
@@ -44,22 +45,8 @@ class Driver(EngineInATest):
     def __init__(self, setup: Setup) -> None:
         super().__init__(
             num_pages=setup.capacity // setup.page_size,
-            page_size=setup.page_size,
-            max_running=setup.max_running,
             chunk=None if setup.chunk_pages is None else setup.chunk_pages * setup.page_size,
-            depth=setup.depth,
-            lag=setup.lag,
-            radix=setup.radix,
-            max_queued=setup.max_queued,
-            policy=setup.policy,
-            priorities=setup.priorities,
-            conservativeness=setup.conservativeness,
-            backup_pages=setup.backup_pages,
-            reserve_floor=setup.reserve_floor,
-            mixed_chunk=setup.mixed,
-            wait_between_prefills=setup.wait,
-            max_prefill_tokens=setup.max_prefill_tokens,
-            prefill_max_requests=setup.prefill_max_requests,
+            **{name: value for name, value in vars(setup).items() if name not in OF_THE_STORY},  # type: ignore[arg-type]
         )
         self.setup = setup
         self.model.gives_nan = setup.gives_nan

@@ -26,8 +26,8 @@ class Setup:
     depth: int
     lag: bool
     chunk_pages: int | None
-    mixed: bool
-    wait: bool
+    mixed_chunk: bool
+    wait_between_prefills: bool
     radix: bool
     policy: str
     priorities: Priorities
@@ -100,8 +100,8 @@ def _setups(**fixed: st.SearchStrategy[object]) -> st.SearchStrategy[Setup]:
         depth=st.sampled_from([1, 2, 2, 3]),
         lag=st.booleans(),
         chunk_pages=st.sampled_from([None, 1, 2, 3, 8]),
-        mixed=st.booleans(),
-        wait=st.booleans(),
+        mixed_chunk=st.booleans(),
+        wait_between_prefills=st.booleans(),
         radix=st.sampled_from([True, True, False]),
         policy=st.sampled_from(POLICIES),
         priorities=st.sampled_from([NO_PRIORITIES, *PRIORITIES]),
