@@ -22,16 +22,26 @@ from tests.core.hash_model import HashModel, next_token, prefix_hash
 
 
 def request_of(
-    prompt: list[int], *, rid: str = "r", generated: int = 0, arrived_s: float = 0.0, **sampling: object
+    prompt: list[int],
+    *,
+    rid: str = "r",
+    generated: int = 0,
+    arrived_s: float = 0.0,
+    eos: int | None = None,
+    priority: int = 0,
+    adapter: int = 0,
+    **sampling: object,
 ) -> Request:
     """A request outside an engine, with `generated` output tokens."""
     return Request(
         rid=rid,
         input_ids=prompt,
         sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
-        eos_ids=frozenset(),
+        eos_ids=frozenset() if eos is None else frozenset({eos}),
         arrived_s=arrived_s,
         output_ids=[0] * generated,
+        priority=priority,
+        adapter=adapter,
     )
 
 
@@ -91,7 +101,7 @@ class EngineInATest:
         self.plans: list[Plan] = []
 
     def add(self, rid: str, prompt: list[int], **asked: object) -> Request:
-        request = self._request(rid, prompt, **asked)  # type: ignore[arg-type]
+        request = self._request(rid, prompt, **asked)
         self.say(self.scheduler.add(request))
         return request
 
@@ -104,25 +114,8 @@ class EngineInATest:
         self.say(self.scheduler.held.start_decoding(request, first, cached_tokens=0))
         return request
 
-    def _request(
-        self,
-        rid: str,
-        prompt: list[int],
-        *,
-        eos: int | None = None,
-        priority: int = 0,
-        adapter: int = 0,
-        **sampling: object,
-    ) -> Request:
-        return Request(
-            rid=rid,
-            input_ids=prompt,
-            sampling=SamplingParams(**{"max_new_tokens": 8, **sampling}),  # type: ignore[arg-type]
-            eos_ids=frozenset() if eos is None else frozenset({eos}),
-            arrived_s=self.now_s,
-            priority=priority,
-            adapter=adapter,
-        )
+    def _request(self, rid: str, prompt: list[int], **asked: object) -> Request:
+        return request_of(prompt, rid=rid, arrived_s=self.now_s, **{"max_new_tokens": 8, **asked})  # type: ignore[arg-type]
 
     def abort(self, rid: str) -> None:
         self.say(self.scheduler.abort(rid))

@@ -96,9 +96,7 @@ def test_a_failed_load_leaves_no_trace() -> None:
 
 
 def request(rid: str, adapter: int, *, arrived_s: float = 0.0, new: int = 8) -> Request:
-    made = request_of([1, 2, 3], rid=rid, arrived_s=arrived_s, max_new_tokens=new)
-    made.adapter = adapter
-    return made
+    return request_of([1, 2, 3], rid=rid, arrived_s=arrived_s, adapter=adapter, max_new_tokens=new)
 
 
 def limits(places: int, wait_s: float | None = None) -> Limits:

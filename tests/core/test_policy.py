@@ -56,14 +56,6 @@ def test_a_long_queue_is_not_matched() -> None:
     assert tree.order("lpm", *requests[1:])[0] == "cached"
 
 
-@pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
-def test_who_shares_an_uncached_prefix_waits_for_the_first(policy: str) -> None:
-    tree, shared = Tree([5]), list(range(10, 42))
-    requests = [request("first", [*shared, 1]), request("second", [*shared, 2]), request("other", [5, 6])]
-    assert tree.order(policy, *requests)[-1] == "second"
-    assert sorted(tree.order(policy, *requests)[:2]) == ["first", "other"]
-
-
 def test_the_ratio_decays_is_reestimated_and_starts_again() -> None:
     ratio = NewTokenRatio()
     assert ratio.value == pytest.approx(0.7)

@@ -1,6 +1,7 @@
 """Decode steps as tapes: the same bits as without, for every batch size and after a change of weights; and a model of which
 a tape would not know everything is found out."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,15 +32,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., EngineInProcess]]:
-    engines: list[EngineInProcess] = []
-
-    def make(path: str, **flags: Any) -> EngineInProcess:
-        engines.append(EngineInProcess(path, **FLAGS, **flags))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda path, **flags: stack.enter_context(EngineInProcess(path, **FLAGS, **flags))
 
 
 @pytest.fixture

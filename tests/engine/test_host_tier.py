@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,32 +32,15 @@ def expected(checkpoint: str) -> list[list[int]]:
     return answers(engine)
 
 
-class Tiered:
-    """Engines that end with the test."""
-
-    def __init__(self, checkpoint: str) -> None:
-        self._checkpoint = checkpoint
-        self._open: list[EngineInProcess] = []
-
-    def start(self, **flags: object) -> EngineInProcess:
-        engine = EngineInProcess(self._checkpoint, enable_hierarchical_cache=True, **{**TINY, **flags})
-        self._open.append(engine)
-        return engine
-
-    def end(self, engine: EngineInProcess) -> None:
-        self._open.remove(engine)
-        engine.close()
-
-    def end_all(self) -> None:
-        for engine in list(self._open):
-            self.end(engine)
+Start = Callable[..., EngineInProcess]
 
 
 @pytest.fixture
-def tiered(checkpoint: str) -> Iterator[Tiered]:
-    tiered = Tiered(checkpoint)
-    yield tiered
-    tiered.end_all()
+def start(checkpoint: str) -> Iterator[Start]:
+    """Starts engines that end with the test."""
+    common = {**TINY, "enable_hierarchical_cache": True}
+    with contextlib.ExitStack() as stack:
+        yield lambda **flags: stack.enter_context(EngineInProcess(checkpoint, **{**common, **flags}))
 
 
 def answers(engine: EngineInProcess) -> list[list[int]]:
@@ -102,9 +85,9 @@ def bytes_in(path: Path) -> int:
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
 @pytest.mark.parametrize("stream", ["inline", "threaded"])
 def test_tokens_are_the_same_when_prefixes_come_back_from_the_host(
-    policy: str, stream: str, tiered: Tiered, expected: list[list[int]]
+    policy: str, stream: str, start: Start, expected: list[list[int]]
 ) -> None:
-    engine = tiered.start(hicache_write_policy=policy, stream=stream, hicache_ratio=4.0)
+    engine = start(hicache_write_policy=policy, stream=stream, hicache_ratio=4.0)
     assert answers(engine) == answers(engine) == expected
     assert counters(engine)["hicache_host_hit_tokens"] >= 5 * 68, "prefixes came back"
     assert sum(engine.cached.values()) == sum(
@@ -112,10 +95,8 @@ def test_tokens_are_the_same_when_prefixes_come_back_from_the_host(
     )
 
 
-def test_the_folder_never_holds_more_than_its_limit(tiered: Tiered, tmp_path: Path) -> None:
-    engine = tiered.start(
-        hicache_storage_backend="file", hicache_storage_dir=str(tmp_path), hicache_storage_size_gb=1e-4
-    )
+def test_the_folder_never_holds_more_than_its_limit(start: Start, tmp_path: Path) -> None:
+    engine = start(hicache_storage_backend="file", hicache_storage_dir=str(tmp_path), hicache_storage_size_gb=1e-4)
     for i, prompt in enumerate(PROMPTS):
         engine.add(f"r{i}", prompt, max_new_tokens=2)
         while engine.turn():
@@ -124,9 +105,9 @@ def test_the_folder_never_holds_more_than_its_limit(tiered: Tiered, tmp_path: Pa
     assert 5e4 < bytes_in(tmp_path) <= 1e5
 
 
-def test_other_weights_do_not_find_the_kv_of_the_first(tiered: Tiered, tmp_path: Path) -> None:
+def test_other_weights_do_not_find_the_kv_of_the_first(start: Start, tmp_path: Path) -> None:
     disk = {"hicache_storage_backend": "file", "hicache_storage_dir": str(tmp_path / "disk"), "hicache_ratio": 4.0}
-    engine = tiered.start(**disk)
+    engine = start(**disk)
     answers(engine)
     settle(engine)
     other = make_tiny_checkpoint(tmp_path / "other", "qwen3", seed=1)

@@ -20,7 +20,6 @@ from engine.frontend.apis.openai.tools import (
     template_tools,
 )
 from engine.frontend.apis.shared.constraints import Constraint
-from engine.messages import GenerateRequest
 from engine.text.tool_calls import LLAMA3, QWEN25
 from tests.frontend.conftest import Worker, start_worker
 
@@ -79,27 +78,23 @@ def test_a_call_cut_by_length_says_so(qwen: Worker) -> None:
     assert answer["finish_reason"] == "length" and answer["message"]["tool_calls"]
 
 
-def last_request(worker: Worker) -> GenerateRequest:
-    return worker.scheduler.seen[-1]
-
-
 def test_what_the_engine_is_asked_for(qwen: Worker) -> None:
     qwen.post(CHAT, body(tool_choice="required", max_tokens=3))
-    request = last_request(qwen)
+    request = qwen.scheduler.seen[-1]
     assert request.grammar_field == "tools" and request.sampling.json_schema is not None
     assert json.loads(request.sampling.json_schema)["minItems"] == 1
     qwen.post(CHAT, body(tools=None, max_tokens=3, response_format={"type": "json_object"}))
-    request = last_request(qwen)
+    request = qwen.scheduler.seen[-1]
     assert request.grammar_field == "response_format" and request.sampling.json_schema == '{"type": "object"}'
     qwen.post("/generate", {"text": "x", "sampling_params": {"json_schema": {"type": "null"}, "max_new_tokens": 1}})
-    request = last_request(qwen)
+    request = qwen.scheduler.seen[-1]
     assert request.grammar_field == "sampling_params.json_schema"
     assert request.sampling.json_schema == '{"type": "null"}'
     qwen.post(CHAT, body(max_tokens=3))
-    assert last_request(qwen).sampling.grammar is None
+    assert qwen.scheduler.seen[-1].sampling.grammar is None
     strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
     qwen.post(CHAT, body(tools=[strict], max_tokens=3))
-    assert "<tool_call>" in (last_request(qwen).sampling.structural_tag or "")
+    assert "<tool_call>" in (qwen.scheduler.seen[-1].sampling.structural_tag or "")
 
 
 def chat(**more: Any) -> ChatBody:

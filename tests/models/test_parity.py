@@ -72,15 +72,6 @@ def test_logits_and_greedy_tokens_equal_transformers(variant: str, tmp_path: Pat
     assert (Sequence(ours).extend(whole) - reference).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_long_prompt_in_chunks_equals_transformers(family: str, tmp_path: Path) -> None:
-    ours, theirs = open_both(make_tiny_checkpoint(tmp_path, family))
-    prompt = random_ids(2000)
-    sequence = Sequence(ours)
-    chunks = [sequence.extend(prompt[start : start + 700]) for start in range(0, 2000, 700)]
-    assert (torch.cat(chunks) - their_logits(theirs, prompt)).abs().max() < TOLERANCE
-
-
 def test_one_flat_batch_of_tokens_gives_what_each_gives_alone(tmp_path: Path) -> None:
     """Only `attend` may mix tokens: with one that does not, any rows of a batch are independent."""
     path = make_tiny_checkpoint(tmp_path, "qwen3")
