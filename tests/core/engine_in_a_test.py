@@ -141,6 +141,10 @@ class EngineInATest:
         self.scheduler.check()
         return plan is not None
 
+    def turns(self, n: int) -> None:
+        for _ in range(n):
+            self.turn()
+
     def next_plan(self) -> Plan | None:
         return self.scheduler.schedule(self.now_s)
 

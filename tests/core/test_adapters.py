@@ -144,8 +144,7 @@ def test_who_has_no_place_is_passed_over_and_holds_up_nobody(policy: str) -> Non
         engine.add(f"other-{i}", [1, 2, i], adapter=2, max_new_tokens=4)
     engine.add("same", [1, 2], adapter=1, max_new_tokens=30)
     engine.add("model", [1, 2], max_new_tokens=4)
-    engine.turn()
-    engine.turn()
+    engine.turns(2)
     assert {item.rid for item in engine.plans[-1].items} <= {"first", "same", "model"}
     assert not engine.scheduler.stages.batch_is_full or engine.scheduler.num_running == 3
     engine.run()
@@ -159,8 +158,7 @@ def test_the_tokens_of_an_adapter_lie_together() -> None:
     engine = EngineInATest(max_loras_per_batch=2)
     for i, adapter in enumerate((2, 0, 1, 2, 1)):
         engine.add(f"{i}", [i], adapter=adapter)
-    engine.turn()
-    engine.turn()
+    engine.turns(2)
     assert [item.rid for item in engine.plans[-1].items] == ["1", "2", "4", "0", "3"]
 
 

@@ -17,11 +17,6 @@ def running(engine: EngineInATest) -> list[str]:
     return [r.rid for r in engine.scheduler.stages.running]
 
 
-def turns(engine: EngineInATest, n: int) -> None:
-    for _ in range(n):
-        engine.turn()
-
-
 @pytest.mark.parametrize(
     ("priorities", "priority", "at_s", "first"),
     [
@@ -43,7 +38,7 @@ def test_the_more_urgent_request_goes_first(priorities: Priorities, priority: in
 def test_a_much_higher_priority_takes_a_running_place(priority: int, preempted: int) -> None:
     engine = EngineInATest(priorities=PRIORITIES, max_running=1, depth=2)
     engine.add("low", [1, 2], max_new_tokens=20)
-    turns(engine, 5)
+    engine.turns(5)
     engine.add("high", [3], priority=priority, max_new_tokens=3)
     engine.run()
     assert engine.scheduler.counters.preemptions == preempted
@@ -56,11 +51,11 @@ def test_a_preemption_takes_as_many_victims_as_it_needs(depth: int) -> None:
     engine = engine_of(12, depth=depth, radix=False)
     for rid, priority in (("a", 5), ("b", 0), ("c", 5)):
         engine.add(rid, [ord(rid), 1, 2, 3], priority=priority, max_new_tokens=8)
-    turns(engine, depth)
+    engine.turns(depth)
     assert running(engine) == ["a", "c", "b"]
     high = list(range(20))
     engine.add("high", high, priority=50, max_new_tokens=8)
-    turns(engine, depth + 1)
+    engine.turns(depth + 1)
     assert running(engine) == ["a", "high"] and engine.scheduler.counters.preemptions == 2
     engine.run()
     assert engine.scheduler.counters.preemptions == engine.scheduler.counters.retractions == 2
@@ -73,10 +68,9 @@ def test_a_preemption_spares_a_victim_that_it_does_not_need() -> None:
     engine = engine_of(12, radix=False)
     engine.add("large", list(range(24)), priority=1, max_new_tokens=8)
     engine.add("small", [30], priority=0, max_new_tokens=3)
-    engine.turn()
-    engine.turn()
+    engine.turns(2)
     engine.add("high", list(range(10, 42)), priority=50, max_new_tokens=8)
-    turns(engine, 2)
+    engine.turns(2)
     assert set(running(engine)) == {"high", "small"} or "small" in engine.finish
     engine.run()
     assert engine.scheduler.counters.preemptions == 1

@@ -83,8 +83,7 @@ def test_a_full_batch_never_pays_for_a_hopeless_judgement() -> None:
     admit = engine.scheduler.memory.admit
     engine.scheduler.memory.admit = lambda r, **kw: judged.append(r.rid) or admit(r, **kw)  # type: ignore[method-assign, func-returns-value]
     engine.add("b", [4, 5, 6], max_new_tokens=40)
-    for _ in range(20):
-        engine.turn()
+    engine.turns(20)
     assert judged == ["b"] and engine.scheduler.stages.batch_is_full
     engine.run()
     assert judged == ["b", "b"] and engine.tokens["b"] == expected_tokens([4, 5, 6], 40)
@@ -185,6 +184,9 @@ def test_prompts_come_in_although_riders_have_the_budget() -> None:
     assert engine.tokens["new"] == expected_tokens([1, 2, 3], 2)
 
 
+PREFIX = [i % 50 for i in range(200)]
+
+
 def plan_ids(engine: EngineInATest) -> list[list[str]]:
     return [[item.rid for item in plan.items] for plan in engine.plans if plan.extend]
 
@@ -193,8 +195,7 @@ def plan_ids(engine: EngineInATest) -> list[list[str]]:
 def test_who_shares_a_prefix_that_is_being_computed_waits_a_step_and_finds_it(depth: int) -> None:
     """Whatever the policy; nobody else is held up."""
     engine = EngineInATest(depth=depth, page_size=4, chunk=1024, max_prefill_tokens=4096, num_pages=512, max_running=8)
-    prefix = [i % 50 for i in range(200)]
-    prompts = {"first": [*prefix, 1], "second": [*prefix, 2], "other": [9, 9, 9], "third": [*prefix, 3]}
+    prompts = {"first": [*PREFIX, 1], "second": [*PREFIX, 2], "other": [9, 9, 9], "third": [*PREFIX, 3]}
     for rid, prompt in prompts.items():
         engine.add(rid, prompt, max_new_tokens=3)
     engine.run()
@@ -211,11 +212,10 @@ def test_who_shares_little_or_could_not_find_it_waits_for_nobody() -> None:
         engine.add(rid, [*short, ord(rid[0]) % 50, *range(40)], max_new_tokens=1)
     engine.run()
     assert plan_ids(engine) == [["first", "second"]]
-    long = [i % 50 for i in range(200)]
     for kept in (True, False):
         engine = EngineInATest(page_size=4, chunk=1024, max_prefill_tokens=4096, num_pages=512)
         for rid in ("first", "second"):
-            engine.add(rid, long, max_new_tokens=1).keep_kv = kept
+            engine.add(rid, PREFIX, max_new_tokens=1).keep_kv = kept
         engine.run()
         assert plan_ids(engine) == ([["first"], ["second"]] if kept else [["first", "second"]])
 
@@ -235,9 +235,8 @@ def test_who_waits_for_a_long_prompt_goes_when_that_is_aborted() -> None:
 
 def test_of_many_who_share_a_prefix_a_plan_looks_at_some() -> None:
     engine = EngineInATest(page_size=4, chunk=1024, max_prefill_tokens=4096, num_pages=512, max_running=64)
-    prefix = [i % 50 for i in range(200)]
     for i in range(40):
-        engine.add(f"r{i}", [*prefix, i], max_new_tokens=1)
+        engine.add(f"r{i}", [*PREFIX, i], max_new_tokens=1)
     engine.add("other", [9, 9, 9], max_new_tokens=1)
     engine.run()
     assert plan_ids(engine)[0] == ["r0"] and len(plan_ids(engine)[1]) == 40
@@ -245,10 +244,9 @@ def test_of_many_who_share_a_prefix_a_plan_looks_at_some() -> None:
 
 def test_who_finds_all_that_it_shares_already_does_not_wait() -> None:
     engine = EngineInATest(page_size=4, chunk=1024, max_prefill_tokens=4096, num_pages=512)
-    prefix = [i % 50 for i in range(200)]
-    engine.add("before", prefix, max_new_tokens=1)
+    engine.add("before", PREFIX, max_new_tokens=1)
     engine.run()
-    engine.add("first", [*prefix, *range(1, 160)], max_new_tokens=1)
-    engine.add("second", [*prefix, *range(7, 20)], max_new_tokens=1)
+    engine.add("first", [*PREFIX, *range(1, 160)], max_new_tokens=1)
+    engine.add("second", [*PREFIX, *range(7, 20)], max_new_tokens=1)
     engine.run()
     assert plan_ids(engine) == [["before"], ["first", "second"]]

@@ -146,11 +146,10 @@ def test_a_retracted_request_goes_on_in_its_grammar(
 def test_an_end_token_in_the_grammar_is_told(checkpoint: str, compiler: Compiler) -> None:
     """After `[ab]+` the text may go on or end: the sampled end token ends it, ignore_eos or not."""
     for ignore_eos in (False, True):
-        engine = EngineInProcess(checkpoint)
-        grammar = compiler.compile(GrammarSpec("regex", "[ab]+"))()
-        engine.add("r", [20, 21], grammar=grammar, max_new_tokens=500, logit_bias={EOS: 20.0}, ignore_eos=ignore_eos)
-        engine.run()
-        engine.close()
+        grammar, bias = compiler.compile(GrammarSpec("regex", "[ab]+"))(), {EOS: 20.0}
+        with EngineInProcess(checkpoint) as engine:
+            engine.add("r", [20, 21], grammar=grammar, max_new_tokens=500, logit_bias=bias, ignore_eos=ignore_eos)
+            engine.run()
         assert engine.finish["r"].kind == "stop" and engine.finish["r"].matched == EOS
         assert engine.tokens["r"][-1] == EOS and len(engine.tokens["r"]) >= 2
 

@@ -104,10 +104,6 @@ class Rig(EngineInATest):
         self.scheduler.check()
         return False
 
-    def turns(self, n: int) -> None:
-        for _ in range(n):
-            self.turn()
-
     def settle(self) -> None:
         while self.turn():
             pass

@@ -99,10 +99,8 @@ def test_a_page_of_another_site_may_not(said: dict[str, str], method: str, path:
 
 def test_sites_that_are_allowed() -> None:
     allowed = rule(origins=("https://ops.example/", "null"))
-    assert (
-        status(allowed, "POST", "/workers", HERE | {"Origin": "https://ops.example", "Sec-Fetch-Site": "cross-site"})
-        == 200
-    )
+    asked = HERE | {"Origin": "https://ops.example", "Sec-Fetch-Site": "cross-site"}
+    assert status(allowed, "POST", "/workers", asked) == 200
     assert status(allowed, "POST", "/workers", HERE | {"Origin": "null"}) == 200
     assert status(allowed, "POST", "/workers", HERE | {"Origin": "https://other.example"}) == 403
     assert status(rule(origins=("*",)), "POST", "/workers", HERE | {"Origin": "https://other.example"}) == 200
@@ -114,7 +112,7 @@ def test_sites_that_are_allowed() -> None:
     "host",
     [
         *("127.0.0.1", "127.0.0.1:8000", "[::1]:8000", "[::1]", "localhost", "LOCALHOST.:8000", "app.localhost:1"),
-        *("192.0.2.7:8000", "[fe80::1%eth0]:8000", ""),
+        *("192.0.2.7:8000", "[fe80::1%eth0]:8000", "", ":8000x"),  # the last ones name nothing
     ],
 )
 def test_addresses_and_localhost_are_no_foreign_hosts(host: str) -> None:
@@ -124,21 +122,10 @@ def test_addresses_and_localhost_are_no_foreign_hosts(host: str) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    [
-        "evil.example",
-        "evil.example:8000",
-        "localhost.evil.example",
-        "127.0.0.1.evil.example",
-        "\udcff",
-        ":8000x",
-        "[evil",
-    ],
+    ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "\udcff", "[evil"],
 )
 def test_a_foreign_host_is_refused_on_loopback_without_keys(host: str) -> None:
     refusal = rule().refusal("GET", "/v1/models", {"Host": host}, has_body=False)
-    if host == ":8000x":  # names nothing
-        assert refusal is None
-        return
     assert refusal is not None and (refusal.status, refusal.code) == (403, "foreign_host")
     assert "--allowed-hosts" in refusal.message and "--api-key-file" in refusal.message and refusal.message.isascii()
 

@@ -1,6 +1,8 @@
 """Who gets in where: worker, router, control plane and bootstrap server, over real HTTP; and what does not even start."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,12 +161,6 @@ async def test_rate_limits_are_a_key_s_own(tmp_path: Path) -> None:
         assert [(await c.post("/generate", {"text": "a"}))[0] for _ in range(4)] == [200, 200, 200, 429]
 
 
-def test_the_router_s_table_of_routes() -> None:
-    assert need_of("GET", "/workers") is Access.USER and need_of("POST", "/workers") is Access.ADMIN
-    assert need_of("GET", "/flush_cache") is Access.ADMIN and need_of("POST", "/generate") is Access.USER
-    assert need_of("POST", "/anything/new") is Access.USER and need_of("GET", "/metrics") is Access.NONE
-
-
 # ---- what does not start
 
 
@@ -177,7 +173,13 @@ def test_every_admin_route_of_a_worker_is_one_of_the_router_s() -> None:
     """But for /check, which the router does not pass on; one worker's role is changed by a route of its own."""
     passed = {path for path in ADMIN_PATHS if need_of("POST", path) is Access.ADMIN}
     assert passed == ADMIN_PATHS - {"/check", "/switch_role"}
-    assert need_of("POST", "/workers/role") is Access.ADMIN
+    assert (
+        need_of("POST", "/workers/role")
+        is need_of("POST", "/workers")
+        is need_of("GET", "/flush_cache")
+        is Access.ADMIN
+    )
+    assert need_of("GET", "/workers") is need_of("POST", "/anything/new") is Access.USER
 
 
 @pytest.mark.parametrize(
@@ -213,26 +215,30 @@ WORKERS: list[tuple[str, str | None, str, str | None, str | None, str | None]] =
 ]
 
 
-@pytest.mark.parametrize(("host", "control", "mode", "key", "secret", "refused"), WORKERS)
+@pytest.mark.parametrize("case", WORKERS)
 def test_workers_off_loopback(
-    host: str,
-    control: str | None,
-    mode: str,
-    key: str | None,
-    secret: str | None,
+    case: tuple[str, str | None, str, str | None, str | None, str | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    host, control, mode, key, secret, refused = case
+    disagg = DisaggConfig(disaggregation_mode=mode, disaggregation_control_host=control, cluster_secret_file=secret)
+    check = partial(check_exposure, disagg=disagg, control_host=control or host)
+    check_start(check, partial(ServerConfig, host=host, api_key=key), refused, caplog)
+
+
+def check_start(
+    check: Callable[[ServerConfig], object],
+    server: Callable[..., ServerConfig],
     refused: str | None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    server = ServerConfig(host=host, api_key=key)
-    disagg = DisaggConfig(disaggregation_mode=mode, disaggregation_control_host=control, cluster_secret_file=secret)
+    """Without a word where nothing is `refused`; else refused, or, if told to, started with a loud one."""
     if refused is None:
-        check_exposure(server, disagg, control_host=control or host)
+        check(server())
         assert not caplog.text
         return
     with pytest.raises(ConfigError, match=refused):
-        check_exposure(server, disagg, control_host=control or host)
-    loud = ServerConfig(host=host, api_key=key, allow_insecure=True)
-    check_exposure(loud, disagg, control_host=control or host)
+        check(server())
+    check(server(allow_insecure=True))
     assert "INSECURE" in caplog.text
 
 
@@ -257,14 +263,8 @@ def test_prompts_are_not_told_to_strangers_by_kv_events(
     config: str | None, secret: str | None, refused: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, disagg = EngineConfig(kv_events_config=config), DisaggConfig(cluster_secret_file=secret)
-    if not refused:
-        check_events_exposure(ServerConfig(), engine, disagg)
-        assert not caplog.text
-        return
-    with pytest.raises(ConfigError, match=r"--kv-events-config .*--cluster-secret-file"):
-        check_events_exposure(ServerConfig(), engine, disagg)
-    check_events_exposure(ServerConfig(allow_insecure=True), engine, disagg)
-    assert "INSECURE" in caplog.text
+    check = partial(check_events_exposure, engine=engine, disagg=disagg)
+    check_start(check, ServerConfig, r"--kv-events-config .*--cluster-secret-file" if refused else None, caplog)
 
 
 def test_a_registration_holds_no_secret() -> None:

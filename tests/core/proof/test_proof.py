@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import SearchStrategy
 
 from tests.core.proof.driver import play
 from tests.core.proof.story import Story, rushes, stories
@@ -34,22 +35,21 @@ LEAST = {
 }
 
 
-def test_10_000_steps_of_anything() -> None:
-    """Fixed examples (derandomized); `make soak-core` draws others."""
+def seen_in(drawn: SearchStrategy[Story], *, examples: int) -> Counter[str]:
+    """Play fixed examples (derandomized); `make soak-core` draws others."""
     seen: Counter[str] = Counter()
 
-    @settings(
-        max_examples=EXAMPLES,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
-    @given(story=stories())
+    @settings(max_examples=examples, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(story=drawn)
     def drive(story: Story) -> None:
         seen.update(play(story).tally())
 
     drive()
+    return seen
+
+
+def test_10_000_steps_of_anything() -> None:
+    seen = seen_in(stories(), examples=EXAMPLES)
     assert seen["steps"] >= STEPS, seen
     lacking = {name for name, least in LEAST.items() if seen[name] < least}
     assert not lacking, f"the stories do not show enough of {lacking}: {dict(seen)}"
@@ -57,14 +57,7 @@ def test_10_000_steps_of_anything() -> None:
 
 def test_rushes_of_any_priority() -> None:
     """More requests than there is memory for: no preemption is in vain, and every answer is right."""
-    seen: Counter[str] = Counter()
-
-    @settings(max_examples=60, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(story=rushes())
-    def drive(story: Story) -> None:
-        seen.update(play(story).tally())
-
-    drive()
+    seen = seen_in(rushes(), examples=60)
     assert seen["preemptions"] >= 20 and seen["retractions"] > seen["preemptions"], seen
 
 
