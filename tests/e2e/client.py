@@ -23,12 +23,17 @@ async def generate(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) 
         assert response.status == 200, await response.text()
         if not body.get("stream"):
             return await response.json()  # type: ignore[no-any-return]
-        last: dict[str, Any] = {}
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                last = json.loads(line[6:])
-                assert "error" not in last, last
-        return last
+        return await last_event(response)
+
+
+async def last_event(stream: aiohttp.ClientResponse) -> dict[str, Any]:
+    """Read to the end; no event is an error."""
+    last: dict[str, Any] = {}
+    async for line in stream.content:
+        if line.startswith(b"data: {"):
+            last = json.loads(line[6:])
+            assert "error" not in last, last
+    return last
 
 
 async def generate_all(url: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

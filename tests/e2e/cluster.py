@@ -83,9 +83,13 @@ class Started:
 
     def child(self, name: str) -> psutil.Process:
         """The scheduler of a worker."""
-        children = psutil.Process(self.process.pid).children()
-        (found,) = [child for child in children if any(name in word for word in child.cmdline())]
-        return found
+        return child_of(self.process.pid, name)
+
+
+def child_of(pid: int, name: str) -> psutil.Process:
+    """The child of a process whose command line has `name`."""
+    (found,) = [child for child in psutil.Process(pid).children() if any(name in word for word in child.cmdline())]
+    return found
 
 
 @contextlib.contextmanager

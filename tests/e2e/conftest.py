@@ -1,8 +1,19 @@
-"""Checkpoints that several files serve."""
+"""Checkpoints that several files serve, and a folder."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
+
+
+@pytest.fixture
+def temp() -> Iterator[Path]:
+    """What a cluster's processes may call the temporary directory (short: unix socket paths are)."""
+    with tempfile.TemporaryDirectory(prefix="te-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

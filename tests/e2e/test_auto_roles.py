@@ -1,8 +1,7 @@
 """`--auto-roles` with real workers: load that turns moves one of them, and back, and every token is right meanwhile."""
 
 import asyncio
-import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +35,11 @@ FLAGS = (
 )
 
 
-@pytest.fixture
-def logs() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="td-") as folder:
-        yield Path(folder)
-
-
 @pytest.mark.slow
-def test_workers_follow_the_load_there_and_back(logs: Path) -> None:
+async def test_workers_follow_the_load_there_and_back(temp: Path) -> None:
     """Long answers fill the decode workers, so a prefill worker comes; then only prompts come, and one goes back."""
-
-    async def scenario(up: Cluster) -> None:
-        async with session() as http:
+    with cluster(temp / "up", "--run-dir", str(temp / "logs"), *FLAGS, *SHIPPED) as up:
+        async with asyncio.timeout(MOVES_S), session() as http:
             async with streams(up.router, num_clients=NUM_CLIENTS, new_tokens=60) as more:
                 first = await until_moved(http, up, more, moves=1)
                 assert (first["to_role"], first["result"]) == ("decode", "moved")
@@ -60,11 +52,8 @@ def test_workers_follow_the_load_there_and_back(logs: Path) -> None:
                 assert "prefill is short" in second["reason"]
                 await serves(up, second, more)
                 assert await roles(http, up) == {"prefill": 2, "decode": 2}
-
-    with cluster(logs / "up", "--run-dir", str(logs / "logs"), *FLAGS, *SHIPPED) as up:
-        asyncio.run(asyncio.wait_for(scenario(up), MOVES_S))
-        asyncio.run(assert_all_back(up))
-        for log in sorted((logs / "logs").glob("*.log")):
+        await assert_all_back(up)
+        for log in sorted((temp / "logs").glob("*.log")):
             assert "Traceback" not in log.read_text(), log
 
 

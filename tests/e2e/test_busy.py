@@ -57,10 +57,10 @@ def pd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pd]:
         yield Pd(p, d, r, folder / "steps")
 
 
-def test_a_worker_in_a_long_step_stays_in_the_choice_and_keeps_its_requests(pd: Pd) -> None:
+async def test_a_worker_in_a_long_step_stays_in_the_choice_and_keeps_its_requests(pd: Pd) -> None:
     pd.steps.touch()
     try:
-        asyncio.run(_a_long_step(pd))
+        await _a_long_step(pd)
     finally:
         pd.steps.unlink(missing_ok=True)
 

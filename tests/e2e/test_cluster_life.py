@@ -4,30 +4,21 @@ import asyncio
 import contextlib
 import json
 import random
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 import pytest
 
 from tests.e2e.client import session
-from tests.e2e.cluster import SHIPPED, Cluster, cluster
+from tests.e2e.cluster import SHIPPED, Cluster, child_of, cluster
 from tests.e2e.leftovers import Leftovers
 from tests.e2e.workload import recall_body
 from tools.recall.oracle import continuation
 
 BOUNDED_S = 60.0
 GONE_S = 60.0
-
-
-@pytest.fixture
-def temp() -> Iterator[Path]:
-    """What the cluster's processes call the temporary directory (short: unix socket paths are)."""
-    with tempfile.TemporaryDirectory(prefix="tl-") as folder:
-        yield Path(folder)
 
 
 @contextlib.contextmanager
@@ -37,53 +28,39 @@ def up_in(temp: Path, monkeypatch: pytest.MonkeyPatch, *args: str) -> Iterator[C
         yield c
 
 
-def test_kill_9_of_the_launcher_leaves_nothing(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kill_9_of_the_launcher_leaves_nothing(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No process (the guard, which leads a session of its own, ends too), no directory of sockets, no segment of shared
     memory: under load, after a transfer."""
     with up_in(temp, monkeypatch) as c:
-
-        async def kill_under_load() -> tuple[list[str], Leftovers]:
-            load = await start_load(c.router, count=8, new_tokens=20_000)
-            traces = Leftovers(c.launcher.pid, temp)
-            c.launcher.kill()
-            return await load, traces
-
-        ends, traces = asyncio.run(kill_under_load())
+        load = await start_load(c.router, count=8, new_tokens=20_000)
+        traces = Leftovers(c.launcher.pid, temp)
+        c.launcher.kill()
+        assert set(await load) == {"cut"}
         c.launcher.wait()
-        assert set(ends) == {"cut"}
         traces.assert_gone(within_s=GONE_S)
 
 
-def test_kill_9_of_one_child_after_the_other_leaves_nothing(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kill_9_of_one_child_after_the_other_leaves_nothing(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The router, a worker as a whole, and a child of a worker: of each nothing stays, while the others go on; the last
     takes the launcher with it."""
     with up_in(temp, monkeypatch) as c:
-
-        async def kill_under_load() -> list[str]:
-            load = await start_load(c.router, count=8, new_tokens=20_000)
-            whole = Leftovers(c.launcher.pid, temp)
-            (router,) = [p for p in whole.family if "router" in p.cmdline()]
-            prefill, decode = (Leftovers(c.of(role)[0].pid, temp) for role in ("prefill", "decode"))
-            for traces, victim in (
-                (Leftovers(router.pid, temp), router),
-                (prefill, prefill.family[0]),
-                (decode, child(decode, "scheduler")),
-            ):
-                assert c.launcher.poll() is None
-                victim.kill()
-                await asyncio.to_thread(traces.assert_gone, within_s=BOUNDED_S)
-            assert await asyncio.to_thread(c.launcher.wait, BOUNDED_S) == 1  # no process is left
-            whole.assert_gone(within_s=GONE_S)
-            return await load
-
-        assert set(asyncio.run(kill_under_load())) == {"cut"}
+        load = await start_load(c.router, count=8, new_tokens=20_000)
+        whole = Leftovers(c.launcher.pid, temp)
+        (router,) = [p for p in whole.family if "router" in p.cmdline()]
+        prefill, decode = (Leftovers(c.of(role)[0].pid, temp) for role in ("prefill", "decode"))
+        for traces, victim in (
+            (Leftovers(router.pid, temp), router),
+            (prefill, prefill.family[0]),
+            (decode, child_of(c.of("decode")[0].pid, "scheduler")),
+        ):
+            assert c.launcher.poll() is None
+            victim.kill()
+            await asyncio.to_thread(traces.assert_gone, within_s=BOUNDED_S)
+        assert await asyncio.to_thread(c.launcher.wait, BOUNDED_S) == 1  # no process is left
+        whole.assert_gone(within_s=GONE_S)
+        assert set(await load) == {"cut"}
         said = c.log.read_text()
         assert said.count("the others go on") == 3 and "no process is left" in said
-
-
-def child(worker: Leftovers, word: str) -> psutil.Process:
-    (found,) = [p for p in worker.family[1:] if any(word in part for part in p.cmdline())]
-    return found
 
 
 async def start_load(url: str, *, count: int, new_tokens: int) -> "asyncio.Future[list[str]]":

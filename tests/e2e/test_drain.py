@@ -46,11 +46,10 @@ def two_pairs(temp: Path) -> Iterator[Cluster]:
         yield c
 
 
-def test_a_prefill_worker_becomes_decode_and_comes_back_under_load(two_pairs: Cluster, temp: Path) -> None:
+async def test_a_prefill_worker_becomes_decode_and_comes_back_under_load(two_pairs: Cluster, temp: Path) -> None:
     """Nothing is lost, every token is right, and it serves in each role."""
     mover = two_pairs.of("prefill")[0]
-
-    async def there_and_back() -> None:
+    async with asyncio.timeout(SWITCHES_S):
         async with session() as http, streams(two_pairs.router, num_clients=2, rest_s=0.1) as more:
             for role in ("decode", "prefill"):
                 await more()
@@ -61,9 +60,7 @@ def test_a_prefill_worker_becomes_decode_and_comes_back_under_load(two_pairs: Cl
                 await more()
                 assert num_served(mover, role) > 0
             assert told["bootstrap_port"] == info["disaggregation_bootstrap_port"]
-
-    asyncio.run(asyncio.wait_for(there_and_back(), SWITCHES_S))
-    asyncio.run(assert_all_back(two_pairs))
+    await assert_all_back(two_pairs)
     assert "Traceback" not in (temp / "logs" / "prefill-0.log").read_text()
 
 
@@ -89,18 +86,15 @@ def test_what_cannot_be_changes_nothing(two_pairs: Cluster, body: dict[str, Any]
     assert health.status_code == 200 and health.json()["incarnation"] == lived
 
 
-def test_no_request_notices_that_workers_leave(two_pairs: Cluster, temp: Path) -> None:
+async def test_no_request_notices_that_workers_leave(two_pairs: Cluster, temp: Path) -> None:
     """A prefill and a decode worker get SIGTERM while requests run, and more come: all end right, and both with 0."""
     leaving = [two_pairs.of(role)[0] for role in ("prefill", "decode")]
-
-    async def leave_under_load() -> list[str]:
-        load = await start_load(two_pairs.router, count=NUM_REQUESTS, new_tokens=NEW_TOKENS)
-        for worker in leaving:
-            os.kill(worker.pid, signal.SIGTERM)
-        more = await start_load(two_pairs.router, count=NUM_REQUESTS, new_tokens=NEW_TOKENS)
-        return await asyncio.wait_for(load, BOUNDED_S) + await asyncio.wait_for(more, BOUNDED_S)
-
-    assert asyncio.run(leave_under_load()) == ["right"] * 2 * NUM_REQUESTS
+    load = await start_load(two_pairs.router, count=NUM_REQUESTS, new_tokens=NEW_TOKENS)
+    for worker in leaving:
+        os.kill(worker.pid, signal.SIGTERM)
+    more = await start_load(two_pairs.router, count=NUM_REQUESTS, new_tokens=NEW_TOKENS)
+    for requests in (load, more):
+        assert await asyncio.wait_for(requests, BOUNDED_S) == ["right"] * NUM_REQUESTS
     said = [f"{role}-0 ended (exit status 0)" for role in ("prefill", "decode")]
     wait_until(
         lambda: all(text in two_pairs.log.read_text() for text in said),
@@ -110,7 +104,7 @@ def test_no_request_notices_that_workers_leave(two_pairs: Cluster, temp: Path) -
     for name in ("prefill-0", "decode-0"):
         assert "Traceback" not in (temp / "logs" / f"{name}.log").read_text()
     stay = tuple(w for w in two_pairs.workers if w not in leaving)
-    asyncio.run(assert_all_back(Cluster(two_pairs.router, stay, two_pairs.launcher, two_pairs.log)))
+    await assert_all_back(Cluster(two_pairs.router, stay, two_pairs.launcher, two_pairs.log))
 
 
 def test_every_page_that_nixl_moved_had_its_checksum_compared(two_pairs: Cluster) -> None:
@@ -120,16 +114,11 @@ def test_every_page_that_nixl_moved_had_its_checksum_compared(two_pairs: Cluster
     assert counters["kv_checksum_verified"] > 0 and "kv_checksum_failed" not in counters
 
 
-def test_sigterm_to_tandem_up_lets_every_request_end(two_pairs: Cluster, temp: Path) -> None:
+async def test_sigterm_to_tandem_up_lets_every_request_end(two_pairs: Cluster, temp: Path) -> None:
     """Router first: its requests need the workers. Then the workers; nothing is left behind."""
     traces = Leftovers(two_pairs.launcher.pid, temp)
-
-    async def end_under_load() -> list[str]:
-        load = await start_load(two_pairs.router, count=NUM_REQUESTS, new_tokens=NEW_TOKENS)
-        two_pairs.launcher.send_signal(signal.SIGTERM)
-        ends = await asyncio.wait_for(load, BOUNDED_S)
-        assert await asyncio.to_thread(two_pairs.launcher.wait, BOUNDED_S) == 0
-        return ends
-
-    assert asyncio.run(end_under_load()) == ["right"] * NUM_REQUESTS
+    load = await start_load(two_pairs.router, count=NUM_REQUESTS, new_tokens=NEW_TOKENS)
+    two_pairs.launcher.send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(load, BOUNDED_S) == ["right"] * NUM_REQUESTS
+    assert await asyncio.to_thread(two_pairs.launcher.wait, BOUNDED_S) == 0
     assert traces.left() == []

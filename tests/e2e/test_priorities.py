@@ -26,7 +26,7 @@ def pd(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster
         yield c
 
 
-def test_decode_keeps_the_order_of_priorities(pd: Cluster, qwen3: str) -> None:
+async def test_decode_keeps_the_order_of_priorities(pd: Cluster, qwen3: str) -> None:
     """Memory for one of them at a time. "low" runs when the others arrive, in the order of a dict."""
     wanted = {"low": (0, 30, 500), "poor": (0, 200, 150), "mean": (5, 200, 150), "high": (50, 200, 150)}
     bodies = {
@@ -37,12 +37,12 @@ def test_decode_keeps_the_order_of_priorities(pd: Cluster, qwen3: str) -> None:
         }
         for name, (priority, length, new) in wanted.items()
     }
-    before = asyncio.run(decode_counters(pd))
-    ended, answers = asyncio.run(while_decode_pauses(pd, bodies))
+    before = await decode_counters(pd)
+    ended, answers = await while_decode_pauses(pd, bodies)
     assert ended == ["high", "mean", "low", "poor"]
-    assert asyncio.run(decode_counters(pd))["preemptions"] - before["preemptions"] == 1
+    assert (await decode_counters(pd))["preemptions"] - before["preemptions"] == 1
     assert [answers[name]["output_ids"] for name in bodies] == tokens_of(qwen3, list(bodies.values()))
-    asyncio.run(assert_all_back(pd))
+    await assert_all_back(pd)
 
 
 async def while_decode_pauses(c: Cluster, bodies: dict[str, dict[str, Any]]) -> tuple[list[str], dict[str, Any]]:

@@ -7,11 +7,10 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.e2e.client import assert_all_back, generate_all, state_of, wait_for_state
-from tests.e2e.cluster import POLL_S, Cluster, cluster
+from tests.e2e.cluster import POLL_S, Cluster, child_of, cluster
 from tests.engine.engine_in_process import tokens_of
 
 FLAGS = ("--chunked-prefill-size", "64", "--log-level", "warning", "--stream", "threaded", "--stream-delay", "0.003")
@@ -44,13 +43,13 @@ def bodies(count: int, new: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_prefill_computes_it_again_and_nobody_can_tell(pd: Cluster, qwen3: str) -> None:
+async def test_prefill_computes_it_again_and_nobody_can_tell(pd: Cluster, qwen3: str) -> None:
     asked = bodies(8, new=160)
-    answers = asyncio.run(generate_all(pd.router, asked))
+    answers = await generate_all(pd.router, asked)
     assert [a["output_ids"] for a in answers] == tokens_of(qwen3, asked)
-    asyncio.run(assert_all_back(pd))
-    decode = asyncio.run(state_of(pd.of("decode")[0].url))["counters"]
-    prefills = [asyncio.run(state_of(worker.url))["counters"] for worker in pd.of("prefill")]
+    await assert_all_back(pd)
+    decode = (await state_of(pd.of("decode")[0].url))["counters"]
+    prefills = [(await state_of(worker.url))["counters"] for worker in pd.of("prefill")]
     through = decode["resumed_through_prefill"]
     assert through > 0 and through == sum(c.get("recomputed", 0) for c in prefills)
     assert through + decode["resumed_computed"] == decode["retractions"]
@@ -58,12 +57,12 @@ def test_prefill_computes_it_again_and_nobody_can_tell(pd: Cluster, qwen3: str) 
     assert "recompute_failed" not in decode
 
 
-def test_prefill_dies_while_it_is_asked_and_decode_helps_itself(pd: Cluster, qwen3: str) -> None:
+async def test_prefill_dies_while_it_is_asked_and_decode_helps_itself(pd: Cluster, qwen3: str) -> None:
     """Both prefill workers stop, so that what they are asked stays pending, and are killed then."""
     asked = bodies(4, new=300)
     decode = dataclasses.replace(pd, workers=tuple(pd.of("decode")))
     url = decode.workers[0].url
-    schedulers = [_scheduler(worker.pid) for worker in pd.of("prefill")]
+    schedulers = [child_of(worker.pid, "scheduler") for worker in pd.of("prefill")]
 
     def all_decode(now: dict[str, Any]) -> bool:
         queues = now["queues"]
@@ -85,18 +84,10 @@ def test_prefill_dies_while_it_is_asked_and_decode_helps_itself(pd: Cluster, qwe
             for process in schedulers:
                 process.send_signal(signal.SIGCONT)
 
-    async def stop_and_kill() -> list[dict[str, Any]]:
-        load = await stop_while_asked()
-        for process in schedulers:
-            process.kill()
-        return await asyncio.wait_for(load, BOUNDED_S)
-
-    answers = asyncio.run(stop_and_kill())
+    load = await stop_while_asked()
+    for process in schedulers:
+        process.kill()
+    answers = await asyncio.wait_for(load, BOUNDED_S)
     assert [a["output_ids"] for a in answers] == tokens_of(qwen3, asked)
-    asyncio.run(assert_all_back(decode))
-    assert asyncio.run(state_of(url))["counters"]["recompute_failed"] > 0
-
-
-def _scheduler(worker: int) -> psutil.Process:
-    (found,) = [p for p in psutil.Process(worker).children() if any("scheduler" in word for word in p.cmdline())]
-    return found
+    await assert_all_back(decode)
+    assert (await state_of(url))["counters"]["recompute_failed"] > 0

@@ -177,17 +177,30 @@ NATIVE: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [[1], [1]], "return_logprob": True, "logprob_start_len": [0]}, "logprob_start_len"),
     ({"input_ids": [[1], [1]], "return_logprob": [True]}, "return_logprob"),
     ({**IDS, "return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num"),
-    ({**IDS, "return_logprob": True, "token_ids_logprob": [1] * 1000}, "token_ids_logprob"),
+    *(
+        ({**IDS, "return_logprob": True, "token_ids_logprob": ids}, "token_ids_logprob")
+        for ids in ([528], [-1], [1] * 1000, [16, [17]], [[16], [17]])
+    ),
+    ({**IDS, "stream": True, "sampling_params": {"regex": "("}}, "regex"),
     ({**IDS, "stream": "yes"}, "stream"),
     ({"input_ids": [20] * 40_000}, "max_new_tokens"),
 ]
 CHATS: list[tuple[str, list[Any]]] = [
     (
         "response_format",
-        ["json", *({"type": "json_schema", "json_schema": {"schema": bad}} for bad in ({"type": 5}, []))],
+        [
+            "json",
+            {"type": "structural_tag", "structures": [], "triggers": []},
+            *({"type": "json_schema", "json_schema": {"schema": bad}} for bad in ({"type": 5}, [])),
+        ],
     ),
     ("tools", [{}, [5], [{"type": "function"}], [{"function": {"name": "f", "parameters": 5}}]]),
     ("messages", [[{"role": "user", "content": [{"type": "video"}]}], [{"role": "tool"}]]),
+]
+EMBEDDINGS: list[tuple[str, dict[str, Any]]] = [
+    *(("input", {"input": given}) for given in ("", [], ["a", [1]], [600])),
+    ("encoding_format", {"input": "a", "encoding_format": "int8"}),
+    ("dimensions", {"input": "a", "dimensions": 8}),
 ]
 DEEP_SCHEMA = b'{"text": "k17", "sampling_params": {"json_schema": ' + b'{"a":' * 3000 + b"1" + b"}" * 3000 + b"}}"
 RAW: list[tuple[str, bytes, str]] = [
@@ -201,5 +214,11 @@ def wrong_values() -> list[tuple[str, bytes, str]]:
     native = [({**IDS, "sampling_params": {field: value}}, field) for field, values in SAMPLING for value in values]
     bodies = [(GENERATE, body, field) for body, field in [*native, *NATIVE]]
     bodies += [(CHAT, {**table.USER, field: value}, field) for field, values in CHATS for value in values]
+    bodies += [(table.EMBED, body, field) for field, body in EMBEDDINGS]
     bodies.append((CHAT, {**table.USER, "tools": [TOOL], "tool_choice": 5}, "tool_choice"))
+    no_schema = {"function": {"name": "f", "parameters": {"type": 5}}}
+    bodies += [
+        (CHAT, {**table.USER, "tools": [no_schema], "tool_choice": "required", "stream": stream}, "tools")
+        for stream in (False, True)
+    ]
     return [(path, json.dumps(body).replace(INF, "1e400").encode(), field) for path, body, field in bodies] + RAW

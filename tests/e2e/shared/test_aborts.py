@@ -15,21 +15,17 @@ NUM_ABORTS = 200
 AT_ONCE = 20
 
 
-def test_200_random_aborts_leave_nothing_behind(pd: Cluster) -> None:
-    asyncio.run(_abort_many(pd))
-    asyncio.run(assert_all_back(pd))
-    body, wanted = recall_body(random.Random(5), 50, max_new_tokens=4)
-    assert asyncio.run(generate_all(pd.router, [body]))[0]["output_ids"] == wanted
-
-
-async def _abort_many(c: Cluster) -> None:
+async def test_200_random_aborts_leave_nothing_behind(pd: Cluster) -> None:
     """Victims among requests that are let live: those must not notice."""
     rng = random.Random(3)
     gate = asyncio.Semaphore(AT_ONCE)
     async with session() as http:
-        victims = [_victim(http, c, gate, rng.random() * 0.25, rng, i) for i in range(NUM_ABORTS)]
-        others = [_bystander(http, c, gate, rng) for _ in range(30)]
+        victims = [_victim(http, pd, gate, rng.random() * 0.25, rng, i) for i in range(NUM_ABORTS)]
+        others = [_bystander(http, pd, gate, rng) for _ in range(30)]
         await asyncio.gather(*victims, *others)
+    await assert_all_back(pd)
+    body, wanted = recall_body(random.Random(5), 50, max_new_tokens=4)
+    assert (await generate_all(pd.router, [body]))[0]["output_ids"] == wanted
 
 
 async def _victim(
@@ -64,22 +60,18 @@ async def _bystander(http: aiohttp.ClientSession, c: Cluster, gate: asyncio.Sema
     assert answer["output_ids"] == wanted
 
 
-def test_a_request_past_its_deadline_ends_with_504_and_leaves_nothing(nixl: Cluster) -> None:
+async def test_a_request_past_its_deadline_ends_with_504_and_leaves_nothing(nixl: Cluster) -> None:
     """Decode holds it, and prefill (paused) where it cannot begin."""
-    asyncio.run(_too_late(nixl))
-    asyncio.run(assert_all_back(nixl))
-
-
-async def _too_late(c: Cluster) -> None:
     body, _ = recall_body(random.Random(9), 50)
     body["sampling_params"] |= {"max_new_tokens": 4000, "ignore_eos": True}
-    (prefill,) = c.of("prefill")
+    (prefill,) = nixl.of("prefill")
     async with session() as http:
-        await _assert_late(http, c, body, status=504)
-        await _assert_late(http, c, body | {"stream": True}, status=200)  # it had begun
+        await _assert_late(http, nixl, body, status=504)
+        await _assert_late(http, nixl, body | {"stream": True}, status=200)  # it had begun
         assert (await post(http, f"{prefill.url}/pause_generation", {"mode": "in_place"}))[0] == 200
-        await _assert_late(http, c, body, status=504)
+        await _assert_late(http, nixl, body, status=504)
         assert (await post(http, f"{prefill.url}/continue_generation", {}))[0] == 200
+    await assert_all_back(nixl)
 
 
 async def _assert_late(http: aiohttp.ClientSession, c: Cluster, body: dict[str, Any], *, status: int) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import aiohttp
 import pytest
-import uvloop
 
 from tests.e2e.cluster import Cluster
 from tests.router.browser import chromium, tab
@@ -32,37 +31,34 @@ async def generate(session: aiohttp.ClientSession, url: str, request_id: str) ->
         assert response.status == 200 and (await response.read()).rstrip().endswith(b"data: [DONE]")
 
 
-def test_a_real_cluster_is_on_the_page(nixl: Cluster, devtools: str) -> None:
-    async def scenario() -> None:
-        async with tab(devtools) as page, aiohttp.ClientSession() as session:
-            await page.open(nixl.router + "/dashboard")
-            for role in ("prefill", "decode"):
-                url = nixl.of(role)[0].url
-                usage = f"document.querySelector('#{role} .card[data-url=\"{url}\"] .usage').innerText"
-                await page.until(f"document.querySelector('#{role} .card') !== null && {usage}.startsWith('KV ')")
-            names = "[...document.querySelectorAll('.stages span')].map((n) => n.textContent).join(' ')"
-            assert await page.js(names) == "bootstrap waiting running inflight prealloc transfer running"
-            # Until the workers' reports of it have come round: each figure is of the last minute.
-            served = 0
-            while not served or not await page.js(MOVED):  # tests before this one may have moved pages, but not these
-                await generate(session, nixl.router, f"dash-{served}")
-                served += 1
-                await asyncio.sleep(0.05)
-            await page.until("document.querySelector('#tile-ttft .figure').innerText.endsWith('s')")
-            await page.until("document.querySelector('#tile-itl .figure').innerText.endsWith('s')")
-            row = "[...document.querySelectorAll('.request')].find((n) => n.innerText.includes('dash-0'))"
-            await page.until(f"{row} !== undefined")
-            await page.js(f"{row}.querySelector('button').click()")
-            lines = f"[...{row}.querySelectorAll('.timeline .inner')].map((n) => n.innerText.replace(/\\s+/g, ' '))"
-            await page.until(f"{lines}.length >= 8")
-            told = await page.js(lines)
-            for role, stages in (("prefill", ("bootstrap", "queue", "prefill", "transfer")), ("decode", ("decode",))):
-                where = nixl.of(role)[0].url.removeprefix("http://")
-                assert all(any(line.startswith(f"{stage} {where} ") for line in told) for stage in stages), told
-            assert page.complaints == []
-            assert all(url.startswith(nixl.router + "/") for url in page.asked)
-
-    uvloop.run(scenario())
+async def test_a_real_cluster_is_on_the_page(nixl: Cluster, devtools: str) -> None:
+    async with tab(devtools) as page, aiohttp.ClientSession() as session:
+        await page.open(nixl.router + "/dashboard")
+        for role in ("prefill", "decode"):
+            url = nixl.of(role)[0].url
+            usage = f"document.querySelector('#{role} .card[data-url=\"{url}\"] .usage').innerText"
+            await page.until(f"document.querySelector('#{role} .card') !== null && {usage}.startsWith('KV ')")
+        names = "[...document.querySelectorAll('.stages span')].map((n) => n.textContent).join(' ')"
+        assert await page.js(names) == "bootstrap waiting running inflight prealloc transfer running"
+        # Until the workers' reports of it have come round: each figure is of the last minute.
+        served = 0
+        while not served or not await page.js(MOVED):  # tests before this one may have moved pages, but not these
+            await generate(session, nixl.router, f"dash-{served}")
+            served += 1
+            await asyncio.sleep(0.05)
+        await page.until("document.querySelector('#tile-ttft .figure').innerText.endsWith('s')")
+        await page.until("document.querySelector('#tile-itl .figure').innerText.endsWith('s')")
+        row = "[...document.querySelectorAll('.request')].find((n) => n.innerText.includes('dash-0'))"
+        await page.until(f"{row} !== undefined")
+        await page.js(f"{row}.querySelector('button').click()")
+        lines = f"[...{row}.querySelectorAll('.timeline .inner')].map((n) => n.innerText.replace(/\\s+/g, ' '))"
+        await page.until(f"{lines}.length >= 8")
+        told = await page.js(lines)
+        for role, stages in (("prefill", ("bootstrap", "queue", "prefill", "transfer")), ("decode", ("decode",))):
+            where = nixl.of(role)[0].url.removeprefix("http://")
+            assert all(any(line.startswith(f"{stage} {where} ") for line in told) for stage in stages), told
+        assert page.complaints == []
+        assert all(url.startswith(nixl.router + "/") for url in page.asked)
 
 
 # Tokens came out, and KV went across.

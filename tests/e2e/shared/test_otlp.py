@@ -1,7 +1,5 @@
 """Spans of a real cluster at a real OTLP/HTTP receiver: one trace from the client's span through the router to both workers."""
 
-import asyncio
-
 from tests.e2e.client import session
 from tests.e2e.cluster import Cluster, wait_until
 from tests.e2e.shared.otlp_receiver import OtlpReceiver, attributes_of
@@ -17,12 +15,12 @@ async def _ask(url: str, traceparent: str) -> None:
         assert response.status == 200
 
 
-def test_one_trace_through_router_and_both_workers(nixl: Cluster, receiver: OtlpReceiver) -> None:
-    asyncio.run(_ask(nixl.router, f"00-{TRACE}-{CLIENT_SPAN}-00"))  # not sampled: no span is exported
-    asyncio.run(_ask(nixl.router, f"00-{TRACE}-{CLIENT_SPAN}-01"))
+async def test_one_trace_through_router_and_both_workers(nixl: Cluster, receiver: OtlpReceiver) -> None:
+    await _ask(nixl.router, f"00-{TRACE}-{CLIENT_SPAN}-00")  # not sampled: no span is exported
+    await _ask(nixl.router, f"00-{TRACE}-{CLIENT_SPAN}-01")
     services = {"tandem-router", "tandem-prefill", "tandem-decode"}
     wait_until(lambda: receiver.of(TRACE).keys() == services, within_s=20, what=lambda: str(receiver.of(TRACE).keys()))
-    asyncio.run(_ask(nixl.router, "junk"))  # begins a trace of its own
+    await _ask(nixl.router, "junk")  # begins a trace of its own
     wait_until(lambda: len(receiver.traces_of("spanned")) == 2, within_s=20, what="another trace")
     spans = receiver.of(TRACE)
     roots = {service: [s for s in found if s.name.startswith("chat")] for service, found in spans.items()}

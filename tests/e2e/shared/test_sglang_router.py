@@ -14,8 +14,8 @@ import openai
 import pytest
 
 from deploy.launcher.ports import free_ports
-from tests.e2e.client import assert_all_back, generate, session
-from tests.e2e.cluster import Cluster, end_tree, wait_until
+from tests.e2e.client import assert_all_back, generate_all
+from tests.e2e.cluster import Cluster, end_tree, start_process, wait_until
 from tests.e2e.workload import recall_body
 
 PROMPT = "k17 v42 k03 v91 k17"
@@ -39,10 +39,7 @@ def sglang_router(c: Cluster, log: Path) -> Iterator[str]:
         command += ["--decode", worker.url]
     command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(prometheus)]
     command += ["--worker-startup-check-interval", "1", "--log-level", "warn"]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
-        )
+    process = start_process(command, log)
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until(lambda: _is_ready(url, process, log), within_s=READY_S, what="sglang-router ready")
@@ -105,15 +102,10 @@ def test_two_samples(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_native_requests_side_by_side_recall_exactly(front: str, stream: bool) -> None:
+async def test_native_requests_side_by_side_recall_exactly(front: str, stream: bool) -> None:
     rng = random.Random(11)
     drawn = [recall_body(rng, rng.randint(5, 250), max_new_tokens=4) for _ in range(24)]
-
-    async def ask() -> list[dict[str, Any]]:
-        async with session() as http:
-            return await asyncio.gather(*(generate(http, front, {**body, "stream": stream}) for body, _ in drawn))
-
-    answers = asyncio.run(ask())
+    answers = await generate_all(front, [{**body, "stream": stream} for body, _ in drawn])
     assert [a["output_ids"] for a in answers] == [wanted for _, wanted in drawn]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.client import assert_all_back, generate, generate_all, post, session, state_of, text_of
+from tests.e2e.client import assert_all_back, generate, generate_all, last_event, post, session, state_of, text_of
 from tests.e2e.cluster import Cluster
 from tests.engine.engine_in_process import tokens_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -61,14 +61,10 @@ async def first_tokens(stream: aiohttp.ClientResponse) -> None:
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_a_pause_holds_everything_and_changes_no_token(
+async def test_a_pause_holds_everything_and_changes_no_token(
     way: tuple[str, Cluster], checkpoints: tuple[str, str], mode: str
 ) -> None:
-    asyncio.run(_pause_and_continue(way[1], mode, expected(checkpoints[0], body())))
-    asyncio.run(assert_all_back(way[1]))
-
-
-async def _pause_and_continue(c: Cluster, mode: str, wanted: list[int]) -> None:
+    (_, c), wanted = way, expected(checkpoints[0], body())
     async with session() as http, http.post(f"{c.router}/generate", json=body(stream=True)) as running:
         await first_tokens(running)
         status, said = await post(http, f"{c.router}/pause_generation", {"mode": mode})
@@ -80,20 +76,15 @@ async def _pause_and_continue(c: Cluster, mode: str, wanted: list[int]) -> None:
             assert (await state_of(decode))["counters"]["steps"] == before["steps"]
         assert not later.done()
         assert (await post(http, f"{c.router}/continue_generation", {}))[0] == 200
-        last: dict[str, Any] = {}
-        async for line in running.content:
-            last = json.loads(line[6:]) if line.startswith(b"data: {") else last
+        last = await last_event(running)
         assert last["output_ids"] == wanted
         assert last["meta_info"]["num_retractions"] == (mode == "retract")
         assert len((await later)["output_ids"]) == 4
+    await assert_all_back(c)
 
 
-def test_a_pause_may_abort_and_its_errors_name_the_field(way: tuple[str, Cluster]) -> None:
-    asyncio.run(_pause_aborts(way[1]))
-    asyncio.run(assert_all_back(way[1]))
-
-
-async def _pause_aborts(c: Cluster) -> None:
+async def test_a_pause_may_abort_and_its_errors_name_the_field(way: tuple[str, Cluster]) -> None:
+    _, c = way
     async with session() as http:
         worker = c.workers[-1].url
         status, said = await post(http, f"{worker}/pause_generation", {"mode": "nap"})
@@ -109,9 +100,10 @@ async def _pause_aborts(c: Cluster) -> None:
         assert (await held)[1]["meta_info"]["finish_reason"]["type"] == "abort"
         assert (await post(http, f"{c.router}/continue_generation", {}))[0] == 200
         assert len((await generate(http, c.router, body(new=3)))["output_ids"]) == 3
+    await assert_all_back(c)
 
 
-def test_weights_come_from_disk_without_restart(
+async def test_weights_come_from_disk_without_restart(
     way: tuple[str, Cluster], checkpoints: tuple[str, str], tmp_path: Path
 ) -> None:
     first, second = checkpoints
@@ -121,9 +113,9 @@ def test_weights_come_from_disk_without_restart(
     broken = make_tiny_checkpoint(tmp_path / "broken", "qwen3")
     for file in Path(broken).glob("*.safetensors"):
         file.write_bytes(b"\x08")
-    asyncio.run(_update_weights(way[1], wanted, second, bad=[misfit, broken, "/nowhere", ""]))
-    asyncio.run(_update_back(way[1], wanted, first))
-    asyncio.run(assert_all_back(way[1]))
+    await _update_weights(way[1], wanted, second, bad=[misfit, broken, "/nowhere", ""])
+    await _update_back(way[1], wanted, first)
+    await assert_all_back(way[1])
 
 
 async def _update_weights(c: Cluster, wanted: dict[str, list[int]], second: str, *, bad: list[str]) -> None:
@@ -144,8 +136,7 @@ async def _update_weights(c: Cluster, wanted: dict[str, list[int]], second: str,
         assert answer in wanted.values() or (len(c.workers) > 1 and len(answer) == 24)  # each side drains on its own
         answer = await generate(http, c.router, body(new=24))
         assert (answer["output_ids"], answer["meta_info"]["weight_version"]) == (wanted[second], "step-7")
-        async with http.get(f"{c.workers[-1].url}/model_info") as response:
-            info = await response.json()
+        info = json.loads(await text_of(f"{c.workers[-1].url}/model_info"))
         assert (info["model_path"], info["weight_version"]) == (second, "step-7")
 
 
@@ -160,21 +151,18 @@ async def _update_back(c: Cluster, wanted: dict[str, list[int]], first: str) -> 
         assert (await held)["output_ids"] == wanted[first]
 
 
-def test_a_profile_is_a_trace_file(way: tuple[str, Cluster], tmp_path: Path) -> None:
-    asyncio.run(_profile(way[1], tmp_path))
-
-
-async def _profile(c: Cluster, folder: Path) -> None:
+async def test_a_profile_is_a_trace_file(way: tuple[str, Cluster], tmp_path: Path) -> None:
+    _, c = way
     async with session() as http:
         for worker in c.workers:
             file = Path("/proc/nothing")
             for asked, field in (({"activities": ["TPU"]}, "activities"), ({"output_dir": str(file)}, "output_dir")):
                 status, said = await post(http, f"{worker.url}/start_profile", asked)
                 assert status == 400 and said["error"]["param"] == field
-        assert (await post(http, f"{c.router}/start_profile", {"output_dir": str(folder)}))[0] == 200
+        assert (await post(http, f"{c.router}/start_profile", {"output_dir": str(tmp_path)}))[0] == 200
         await generate(http, c.router, body(new=4))
         assert (await post(http, f"{c.router}/stop_profile", {}))[0] == 200
-    traces = list(folder.iterdir())
+    traces = list(tmp_path.iterdir())
     assert len(traces) == len(c.workers)
     for trace in traces:
         text = trace.read_bytes()
@@ -182,13 +170,15 @@ async def _profile(c: Cluster, folder: Path) -> None:
         assert any("aten::" in event["name"] for event in events), trace
 
 
-def test_stream_interval_spares_messages_and_no_token(way: tuple[str, Cluster], checkpoints: tuple[str, str]) -> None:
+async def test_stream_interval_spares_messages_and_no_token(
+    way: tuple[str, Cluster], checkpoints: tuple[str, str]
+) -> None:
     wanted = expected(checkpoints[0], body(new=21))
-    sizes = asyncio.run(_stream_sizes(way[1], body(new=21, stream=True, sampling={"stream_interval": 5}), wanted))
+    sizes = await _stream_sizes(way[1], body(new=21, stream=True, sampling={"stream_interval": 5}), wanted)
     assert set(sizes) <= {1, 6, 11, 16, 21}  # a slow reader gets several messages as one event
-    sizes = asyncio.run(_stream_sizes(way[1], body(new=21, stream=True), wanted))
+    sizes = await _stream_sizes(way[1], body(new=21, stream=True), wanted)
     assert sizes == sorted(set(sizes)) and sizes[-1] == 21
-    answers = asyncio.run(generate_all(way[1].router, [body(new=21)]))
+    answers = await generate_all(way[1].router, [body(new=21)])
     assert answers[0]["output_ids"] == wanted
 
 
@@ -202,9 +192,9 @@ async def _stream_sizes(c: Cluster, asked: dict[str, Any], wanted: list[int]) ->
     return [len(event["output_ids"]) for event in events]
 
 
-def test_the_time_line_accounts_for_the_whole_request(way: tuple[str, Cluster]) -> None:
+async def test_the_time_line_accounts_for_the_whole_request(way: tuple[str, Cluster]) -> None:
     name, c = way
-    (answer,) = asyncio.run(generate_all(c.router, [body(new=30)]))
+    (answer,) = await generate_all(c.router, [body(new=30)])
     meta = answer["meta_info"]
     times = {key: value for key, value in meta.items() if key.endswith("_time")}
     assert times.keys() == STAGES[name] and all(value >= 0 for value in times.values())
@@ -214,10 +204,10 @@ def test_the_time_line_accounts_for_the_whole_request(way: tuple[str, Cluster]) 
 
 
 @pytest.mark.parametrize("way", ["pd"], indirect=True)
-def test_a_prefill_worker_tells_how_fast_kv_goes(way: tuple[str, Cluster]) -> None:
+async def test_a_prefill_worker_tells_how_fast_kv_goes(way: tuple[str, Cluster]) -> None:
     _, c = way
-    asyncio.run(generate_all(c.router, [body(new=2)]))
-    text = asyncio.run(text_of(f"{c.of('prefill')[0].url}/metrics"))
+    await generate_all(c.router, [body(new=2)])
+    text = await text_of(f"{c.of('prefill')[0].url}/metrics")
     values = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if "{" in line}
     assert values["sglang:kv_transfer_speed_gb_s"] > 0 and values["sglang:kv_transfer_latency_ms"] > 0
-    assert 'stage="decode"' in asyncio.run(text_of(f"{c.of('decode')[0].url}/metrics"))
+    assert 'stage="decode"' in await text_of(f"{c.of('decode')[0].url}/metrics")

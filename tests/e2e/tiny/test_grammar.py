@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.client import assert_all_back, generate_all, post, session, text_of
+from tests.e2e.client import assert_all_back, generate_all, text_of
 from tests.e2e.cluster import Cluster
 
 PERSON = {
@@ -61,7 +61,9 @@ def client(way: Cluster) -> Iterator[openai.OpenAI]:
         yield c
 
 
-def test_answers_are_in_their_grammar_and_the_same_everywhere(way: Cluster, reference: list[dict[str, Any]]) -> None:
+async def test_answers_are_in_their_grammar_and_the_same_everywhere(
+    way: Cluster, reference: list[dict[str, Any]]
+) -> None:
     """Twice: the second time prefixes are cached, and grammars compiled."""
     for i, answer in enumerate(reference):
         if i % 5 < 2:
@@ -72,9 +74,9 @@ def test_answers_are_in_their_grammar_and_the_same_everywhere(way: Cluster, refe
         elif i % 5 == 3:
             assert re.fullmatch(r"(no, )*(yes|no)", answer["text"])
     for _ in range(2):
-        answers = asyncio.run(generate_all(way.router, bodies()))
+        answers = await generate_all(way.router, bodies())
         assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in reference]
-        asyncio.run(assert_all_back(way))
+        await assert_all_back(way)
 
 
 def test_response_format(client: openai.OpenAI) -> None:
@@ -111,33 +113,10 @@ def test_a_forced_tool_call(client: openai.OpenAI, choice: Any) -> None:
     assert names == ["greet"] and arguments == call.function.arguments and reasons == ["tool_calls"]
 
 
-BAD = [
-    ({"tools": [{"function": {"name": "f", "parameters": {"type": 5}}}], "tool_choice": "required"}, "tools"),
-    ({"regex": "(a"}, "regex"),
-    ({"response_format": {"type": "structural_tag", "structures": [], "triggers": []}}, "response_format"),
-]
-
-
-@pytest.mark.parametrize(("bad", "field"), BAD, ids=[field for _, field in BAD])
-def test_what_does_not_compile_is_a_4xx_that_names_the_field(way: Cluster, bad: dict[str, Any], field: str) -> None:
-    """(More of them, at every door: tests/hostile.)"""
-
-    async def ask() -> None:
-        async with session() as http:
-            for stream in (False, True):
-                asked = {"messages": USER, "stream": stream, **bad}
-                status, answer = await post(http, f"{way.router}/v1/chat/completions", asked)
-                assert status == 400 and answer["error"]["param"] == field, answer
-                assert answer["error"]["message"].startswith(f"{field}: ")
-
-    asyncio.run(ask())
-    asyncio.run(assert_all_back(way))
-
-
-def test_grammar_metrics(way: Cluster) -> None:
+async def test_grammar_metrics(way: Cluster) -> None:
     body = {"text": "x", "sampling_params": {"regex": "[d-f]{5}"}}
     for _ in range(2):
-        asyncio.run(generate_all(way.router, [body]))
-    metrics = asyncio.run(text_of(f"{way.workers[-1].url}/metrics"))
+        await generate_all(way.router, [body])
+    metrics = await text_of(f"{way.workers[-1].url}/metrics")
     (hits,) = re.findall(r"^sglang:num_grammar_cache_hit_total\{.*\} ([0-9.]+)$", metrics, re.MULTILINE)
     assert float(hits) >= 1 and "sglang:num_grammar_queue_reqs" in metrics

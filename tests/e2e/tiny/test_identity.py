@@ -3,7 +3,6 @@
 Random weights in fp32, so that every layer's every KV slot matters and nothing ties.
 """
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -42,10 +41,10 @@ def way(request: pytest.FixtureRequest, qwen3: str, tmp_path_factory: pytest.Tem
         yield c
 
 
-def test_64_mixed_requests_give_identical_tokens(way: Cluster, reference: list[list[int]]) -> None:
+async def test_64_mixed_requests_give_identical_tokens(way: Cluster, reference: list[list[int]]) -> None:
     """Twice: the second time the prefixes are cached."""
     assert len({tuple(t) for t in reference}) > 50, "the workload does not tell requests apart"
     for _ in range(2):
-        answers = asyncio.run(generate_all(way.router, mixed_bodies(seed=1)))
+        answers = await generate_all(way.router, mixed_bodies(seed=1))
         assert tokens(answers) == reference
-        asyncio.run(assert_all_back(way))
+        await assert_all_back(way)

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.client import assert_all_back, generate, post, session
+from tests.e2e.client import assert_all_back, generate, last_event, post, session, text_of
 from tests.e2e.cluster import Cluster
 from tests.engine.engine_in_process import tokens_of
 from tests.lora.tiny_adapters import merge
@@ -47,10 +47,10 @@ async def unload(http: aiohttp.ClientSession, url: str, name: str) -> tuple[int,
     return await post(http, f"{url}/unload_lora_adapter", {"lora_name": name})
 
 
-def test_adapters_come_and_go_while_requests_run(pd: Cluster, files: Files) -> None:
-    asyncio.run(_mixed(pd, files))
-    asyncio.run(_unload_under_a_stream(pd, files))
-    asyncio.run(assert_all_back(pd))
+async def test_adapters_come_and_go_while_requests_run(pd: Cluster, files: Files) -> None:
+    await _mixed(pd, files)
+    await _unload_under_a_stream(pd, files)
+    await assert_all_back(pd)
 
 
 async def _mixed(c: Cluster, files: Files) -> None:
@@ -70,13 +70,11 @@ async def _mixed(c: Cluster, files: Files) -> None:
         await _as_models(http, c, files, text=answers[2]["text"])
         await _as_embeddings(http, c)
         for worker in c.workers:
-            async with http.get(f"{worker.url}/metrics") as response:
-                assert "tandem_num_loaded_loras{" in (found := await response.text()) and "} 3.0" in found
+            assert "tandem_num_loaded_loras{" in (found := await text_of(f"{worker.url}/metrics")) and "} 3.0" in found
 
 
 async def _as_models(http: aiohttp.ClientSession, c: Cluster, files: Files, *, text: str) -> None:
-    async with http.get(f"{c.router}/v1/models") as response:
-        cards = (await response.json())["data"]
+    cards = json.loads(await text_of(f"{c.router}/v1/models"))["data"]
     base = cards[0]["id"]
     assert {card["id"]: (card["root"], card["parent"]) for card in cards[1:]} == {
         name: (path, base) for name, path in files.adapters.items()
@@ -106,9 +104,7 @@ async def _unload_under_a_stream(c: Cluster, files: Files) -> None:
         assert refused[0] == 400 and refused[1]["error"]["param"] == "lora_path", refused
         assert not leaving.done()
         assert (await generate(http, c.router, body("three")))["output_ids"] == files.answers["three"]
-        last: dict[str, Any] = {}
-        async for line in stream.content:
-            last = json.loads(line[6:]) if line.startswith(b"data: {") else last
+        last = await last_event(stream)
         assert last["output_ids"][:NEW] == files.answers["two"] and len(last["output_ids"]) == 400
         assert (await leaving)[0] == 200
         assert (await unload(http, c.router, "three"))[0] == 200
@@ -118,10 +114,10 @@ async def _unload_under_a_stream(c: Cluster, files: Files) -> None:
         assert (await unload(http, c.router, "two"))[0] == 200
 
 
-def test_what_cannot_be_is_a_clear_error_and_changes_nothing(pd: Cluster, files: Files) -> None:
-    asyncio.run(_bad_values(pd, files))
-    asyncio.run(_one_side_only(pd, files))
-    asyncio.run(assert_all_back(pd))
+async def test_what_cannot_be_is_a_clear_error_and_changes_nothing(pd: Cluster, files: Files) -> None:
+    await _bad_values(pd, files)
+    await _one_side_only(pd, files)
+    await assert_all_back(pd)
 
 
 async def _bad_values(c: Cluster, files: Files) -> None:
@@ -139,7 +135,7 @@ async def _bad_values(c: Cluster, files: Files) -> None:
             status, said = await post(http, f"{c.router}/v1/completions", asked)
             assert status == status_wanted, said
         worker, one = c.workers[0].url, files.adapters["one"]
-        base = json.loads(await (await http.get(f"{worker}/v1/models")).read())["data"][0]["id"]
+        base = json.loads(await text_of(f"{worker}/v1/models"))["data"][0]["id"]
         for name, path, field in (
             ("one", one, "lora_name"),
             ("", one, "lora_name"),
