@@ -48,16 +48,6 @@ def with_checksums(cluster: Cluster) -> Cluster:
     return cluster
 
 
-def test_clean_transfers_pass() -> None:
-    cluster = checked_cluster()
-    for room in range(1, 9):
-        cluster.submit(f"r{room}", list(range(room, 4 * room)), room, new=3)
-    cluster.run(random.Random(0))
-    assert {finish.kind for finish in cluster.decode.finish.values()} == {"length"}
-    assert cluster.decode.role.counters()["kv_checksum_verified"] == 8
-    cluster.assert_all_back()
-
-
 @pytest.mark.parametrize("which", [0, 3])
 def test_a_damaged_page_fails_that_request_alone_and_is_counted(which: int) -> None:
     cluster = checked_cluster()

@@ -18,7 +18,7 @@ from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from router.roles.auto import PATH, AutoRoles
 from router.roles.switch import SwitchFailed, SwitchRefused
-from tests.router.dummies import cluster, until
+from tests.router.dummies import cluster
 
 CONFIG = RouterConfig(
     pd_disaggregation=True,
@@ -153,24 +153,8 @@ async def test_one_process_of_a_fleet_moves_workers_and_the_others_ask_it() -> N
     assert not other.auto.status()["runs"]
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-async def test_a_router_looks_at_its_workers_only_when_it_is_told_to(enabled: bool) -> None:
-    flags = {"auto_roles": enabled, "auto_roles_interval_s": 0.02, "auto_roles_sustain_s": 60.0}
-    async with cluster(prefill=1, decode=1, **flags) as c:
-        for worker in (*c.prefills, *c.decodes):
-            row = {"num_running_reqs": 1, "num_used_tokens": 95, "max_total_num_tokens": 100}
-            worker.load = {**row, "totals": {"busy_ms": 0, "prompt_tokens": 0}}
-            worker.info["served_model_name"] = "tiny"
-
+async def test_without_the_flag_a_router_looks_at_nobody() -> None:
+    """(With it: tests/router/test_dashboard.py.)"""
+    async with cluster() as c:
         told = (await c.get(PATH))[1]
-        assert told["enabled"] is enabled and told["moves"] == []
-        if enabled:
-
-            async def models() -> list[dict[str, Any]]:
-                told = (await c.get(PATH))[1]["models"].values()
-                return [model for model in told if model["pressure"]]
-
-            (model,) = await until(models)
-            assert model["pressure"] == {"prefill": 0.0, "decode": pytest.approx(0.95)}
-        else:
-            assert told["models"] == {}
+        assert told["enabled"] is False and told["moves"] == [] and told["models"] == {}

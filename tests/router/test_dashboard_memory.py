@@ -87,7 +87,7 @@ class Life:
             tell(self.request, status, self.clock())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.floats(MIN_S * 2, 1000.0), min_size=1, max_size=50), st.sampled_from((0.01, 0.5, 0.9, 0.99, 1.0)))
 def test_a_quantile_is_off_by_six_percent_at_most(values: list[float], share: float) -> None:
     counts: dict[int, int] = {}

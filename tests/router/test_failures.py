@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
@@ -248,46 +249,33 @@ async def test_a_client_that_goes_away_cancels_both_legs(decode: Behaviour, body
         await _until_metric(c, "tandem_router_inflight_requests 0.0")
 
 
-@pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_prefills_input_logprobs_reach_the_client(*, batch: bool, streaming: bool) -> None:
-    """Decode streams before prefill answers: the first event waits for what only prefill knows."""
+async def test_prefills_input_logprobs_reach_the_client(*, streaming: bool) -> None:
+    """Decode answers before prefill: the first event waits for what only prefill knows. (One sample: tests/e2e/shared.)"""
 
-    def item(index: int, known: list[Any]) -> dict[str, Any]:
-        meta = {"id": "r", "input_token_logprobs": known}
-        return (
-            {"index": index, "text": "x", "meta_info": meta}
-            if streaming and batch
-            else {"text": "x", "meta_info": meta}
-        )
+    def items(known: Sequence[list[Any]]) -> list[dict[str, Any]]:
+        return [{"index": i, "text": "x", "meta_info": {"id": "r", "input_token_logprobs": known[i]}} for i in range(2)]
 
-    def known(index: int) -> list[Any]:
-        return [[None, 1, "a"], [-0.5 - index, 2, "b"]]
-
+    known = [[[None, 1, "a"], [-0.5 - i, 2, "b"]] for i in range(2)]
     async with cluster() as c:
-        count = 2 if batch else 1
 
         async def prefill(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             await until(lambda: c.decodes[0].calls)
-            items = [{"text": "x", "meta_info": {"input_token_logprobs": known(i)}} for i in range(count)]
-            return web.json_response(items if batch else items[0])
+            return web.json_response(items(known))
 
         async def decode(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             worker.calls.append(("began", ""))
-            items = [item(i, []) for i in range(count)]
-            if not body.get("stream"):
-                return web.json_response(items if batch else items[0])
-            return await stream(request, [*items, *items])
+            unknown = items([[], []])
+            return await stream(request, unknown * 2) if body.get("stream") else web.json_response(unknown)
 
         c.prefills[0].behave, c.decodes[0].behave = prefill, decode
         ask = {"return_logprob": True, "logprob_start_len": 0, "stream": streaming}
-        status, _, answer = await c.post("/generate", {**ask, "text": ["a", "b"] if batch else "a"})
+        status, _, answer = await c.post("/generate", {**ask, "text": ["a", "b"]})
         assert status == 200
-        expected = [item(i, known(i)) for i in range(count)]
-        if streaming:
-            assert events_of(answer) == [*expected, *expected, "[DONE]"]
-        else:
-            assert json.loads(answer) == (expected if batch else expected[0])
+        whole = items(known)
+        assert (events_of(answer) if streaming else json.loads(answer)) == (
+            [*whole, *whole, "[DONE]"] if streaming else whole
+        )
         await c.settled()
 
 

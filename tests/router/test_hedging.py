@@ -81,8 +81,7 @@ async def test_whoever_loses_is_blamed_for_nothing_and_shown_as_ended() -> None:
         assert (first.failure, hedge.failure, hedge.cancelled_s, record.failure) == ("", "", None, "")
         assert sum(second.retried for second in c.router.recorder.snapshot().seconds) == 0
         c.prefills[0].behave = c.decodes[0].behave = answer_ok
-        async with c.client.post(c.url + "/traces", json={"ids": ["r"]}) as response:
-            told = (await response.json())["records"]
+        told = json.loads((await c.post("/traces", {"ids": ["r"]}))[2])["records"]
         (router,) = [part for part in told if part["process"] == "router"]
         legs = {s["attributes"]["url.full"]: s["attributes"].get("error.type") for s in router["spans"][:4]}
         assert legs == {c.prefills[0].url: "cancelled", c.decodes[0].url: "cancelled"} | dict.fromkeys(
@@ -267,15 +266,8 @@ async def test_why_a_hedge_is_withheld_and_that_only_a_made_one_costs() -> None:
 
 
 def test_the_flag_is_for_streams_the_header_for_any_and_0_for_none() -> None:
-    none: Any = None
-    hedging = Hedging(
-        default_s=2.0,
-        budget=Budget(0.5),
-        picker=none,
-        launcher=none,
-        admission=none,
-        metrics=RouterMetrics(WorkerTable()),
-    )
+    parts: Any = dict.fromkeys(("picker", "launcher", "admission"))
+    hedging = Hedging(default_s=2.0, budget=Budget(0.5), metrics=RouterMetrics(WorkerTable()), **parts)
     named = {"x-tandem-hedge-after-ms": "500"}
     assert hedging.after_s({}, streams=True) == 2.0 and hedging.after_s({}, streams=False) is None
     assert hedging.after_s(named, streams=True) == hedging.after_s(named, streams=False) == 0.5

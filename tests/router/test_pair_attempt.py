@@ -6,13 +6,7 @@ import pytest
 
 from router.attempts.pair_attempt import AttemptGroup, PairAttempt
 from router.attempts.upstream_call import CallFailed
-from tests.router.attempts import Launched, ScriptedReply, make_request, turns
-
-WANTS_INPUT_LOGPROBS = b'{"text": "a", "return_logprob": true, "logprob_start_len": 0}'
-
-
-def pair(*, waits_for_prefill: bool = False) -> tuple[PairAttempt, ScriptedReply, ScriptedReply]:
-    return Launched().pair(make_request(body=WANTS_INPUT_LOGPROBS) if waits_for_prefill else None)
+from tests.router.attempts import Launched, turns
 
 
 async def winner(attempt: PairAttempt) -> PairAttempt:
@@ -21,7 +15,7 @@ async def winner(attempt: PairAttempt) -> PairAttempt:
 
 @pytest.mark.parametrize("statuses", [(500, 400), (400, 500)])
 async def test_of_two_failures_at_once_the_final_one_counts(statuses: tuple[int, int]) -> None:
-    attempt, prefill, decode = pair()
+    attempt, prefill, decode = Launched().pair()
     prefill.answer(statuses[0])
     decode.answer(statuses[1])
     with pytest.raises(CallFailed) as caught:
@@ -30,7 +24,7 @@ async def test_of_two_failures_at_once_the_final_one_counts(statuses: tuple[int,
 
 
 async def test_a_worker_that_is_gone_is_blamed_before_the_one_that_says_it_lost_its_peer() -> None:
-    attempt, prefill, decode = pair()
+    attempt, prefill, decode = Launched().pair()
     prefill.answer(500)
     decode.close()
     with pytest.raises(CallFailed) as caught:
@@ -39,7 +33,7 @@ async def test_a_worker_that_is_gone_is_blamed_before_the_one_that_says_it_lost_
 
 
 async def test_an_answer_that_came_together_with_a_failure_is_closed() -> None:
-    attempt, prefill, decode = pair()
+    attempt, prefill, decode = Launched().pair()
     prefill.answer(400)
     decode.answer(200, events=True, complete=False)
     with pytest.raises(CallFailed):
@@ -50,7 +44,7 @@ async def test_an_answer_that_came_together_with_a_failure_is_closed() -> None:
 
 async def test_a_stream_begins_with_its_first_bytes_and_another_answer_with_its_last() -> None:
     for events in (True, False):
-        attempt, _, decode = pair()
+        attempt, _, decode = Launched().pair()
         answer = asyncio.create_task(winner(attempt))
         decode.answer(200, b"", events=events, complete=False)
         await turns(1)

@@ -60,19 +60,6 @@ async def test_a_request_id_is_minted_and_the_workers_key_replaces_the_clients()
         assert (await c.get("/health"))[0] == 200
 
 
-async def test_rooms_one_for_each_sample_never_the_same() -> None:
-    async with cluster() as c:
-        await c.post("/v1/chat/completions", {**CHAT, "n": 3})
-        await c.post("/generate", {"input_ids": [[1], [2]], "sampling_params": {"n": 2}})
-        await c.post("/v1/completions", {"prompt": "a"})
-        bodies = [seen.body for seen in c.decodes[0].seen]
-        assert [b["bootstrap_host"] for b in bodies] == [["127.0.0.1"] * 3, ["127.0.0.1"] * 4, "127.0.0.1"]
-        rooms = [*bodies[0]["bootstrap_room"], *bodies[1]["bootstrap_room"], bodies[2]["bootstrap_room"]]
-        assert len(set(rooms)) == 8
-        assert [b["bootstrap_room"] for b in bodies] == [s.body["bootstrap_room"] for s in c.prefills[0].seen]
-        await c.settled()
-
-
 async def test_events_arrive_as_they_are_made() -> None:
     """The client holds event 0 before the worker makes event 1; prefill's late answer delays nothing."""
     async with cluster() as c:

@@ -52,7 +52,7 @@ def test_least_load_takes_fewest_tokens_and_spreads_ties() -> None:
         idle.loads.release(idle.loads.charge(worker, 10))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=100))
 def test_least_load_never_strays_further_than_one_request(tokens: list[int]) -> None:
     table, policy = table_of(4), LeastLoad()
@@ -103,7 +103,7 @@ def sessions(count: int) -> list[RoutingHints]:
     return [RoutingHints(session=f"s{i}") for i in range(count)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(2, 24), st.data())
 def test_a_worker_that_leaves_moves_its_own_sessions_only_and_one_that_joins_takes_its_share(
     count: int, data: st.DataObject
@@ -230,7 +230,7 @@ def test_each_role_has_its_policy_and_asks_only_for_what_it_needs() -> None:
     assert chooser.policies[Role.DECODE].choose(decodes, ask) == Placement(expected)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.sampled_from(POLICIES), st.integers(1, 6), st.integers(0, 2**32), st.data())
 def test_every_policy_gives_a_candidate_and_no_cost_is_negative(
     name: str, count: int, seed: int, data: st.DataObject

@@ -72,7 +72,7 @@ def test_a_short_prompt_has_no_keys_and_an_endless_one_a_bounded_number() -> Non
     assert len(chain(b"", b"x" * (BLOCK_BYTES * MAX_KEYS + 5 * BLOCK_BYTES))) == MAX_KEYS
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.binary(max_size=6000), st.integers(0, 6000), st.binary(min_size=1, max_size=8))
 def test_keys_agree_exactly_as_far_as_the_bytes_do(data: bytes, at: int, other: bytes) -> None:
     at = min(at, len(data))
@@ -196,4 +196,4 @@ def _run(flags: list[bool]) -> int:
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestModel.settings = settings(max_examples=30, stateful_step_count=30)

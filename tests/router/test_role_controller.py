@@ -174,7 +174,7 @@ works = st.floats(0.0, 8.0)
 sizes = st.integers(1, 6)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     sizes,
     sizes,
@@ -201,7 +201,7 @@ def test_whatever_comes_no_worker_goes_back_soon_and_minimums_hold(
             assert all(pools.size(role) >= least for role, least in floor.items())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(sizes, sizes, works, works, works)
 @example(1, 2, 0.0, 0.0, 1.0)  # nothing but a backlog
 def test_under_constant_work_moves_end(prefill: int, decode: int, of_p: float, of_d: float, backlog: float) -> None:

@@ -1,6 +1,7 @@
 """Workers that change their role: what may move, and how the router's pools follow, whoever asked."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -150,8 +151,8 @@ async def movable() -> AsyncIterator[Cluster]:
 
 
 async def ask(c: Cluster, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    async with c.client.post(f"{c.url}/workers/role", json=body) as response:
-        return response.status, await response.json()
+    status, _, answer = await c.post("/workers/role", body)
+    return status, json.loads(answer)
 
 
 async def test_an_admin_moves_a_worker_and_requests_follow_it() -> None:

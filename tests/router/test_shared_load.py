@@ -71,7 +71,7 @@ def test_a_place_is_free_again_when_no_process_uses_it(tmp_path: Path, monkeypat
     assert first.take("e") == slots["a"] == second.take("e")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32))
 def test_any_order_of_joining_and_leaving(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     draw = random.Random(seed)

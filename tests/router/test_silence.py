@@ -95,8 +95,7 @@ async def test_a_request_is_not_sent_to_a_worker_that_turns_out_to_be_dead() -> 
 async def test_a_request_that_waits_goes_to_a_worker_that_comes() -> None:
     async with cluster(**LASTING) as c, workers(1, mode="decode") as (other,):
         ask = await held(c)
-        async with c.client.post(c.url + "/workers", json={"url": other.url, "role": "decode"}) as response:
-            assert response.status == 201
+        assert (await c.post("/workers", {"url": other.url, "role": "decode"}))[0] == 201
         assert (await ask)[0] == 200 and len(other.seen) == 1 and not c.decodes[0].seen
         await c.settled()
 

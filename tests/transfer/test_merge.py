@@ -1,7 +1,7 @@
 """Run merging and splitting against the plain definition: copying the pieces equals copying item by item."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from transfer_backends.contract import Region
@@ -17,7 +17,6 @@ def ids(drawn: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(src, np.int64), np.array(dst, np.int64)
 
 
-@settings(deadline=None)
 @given(runs, st.integers(1, 100), st.integers(1, 5), st.integers(1, 300))
 def test_pieces_copy_the_same_bytes(drawn: list, max_piece: int, max_pieces: int, max_bytes: int) -> None:
     src, dst = ids(drawn)
@@ -39,7 +38,6 @@ def test_pieces_copy_the_same_bytes(drawn: list, max_piece: int, max_pieces: int
     assert copied == wanted
 
 
-@settings(deadline=None)
 @given(runs)
 def test_runs_are_longest(drawn: list) -> None:
     src, dst = ids(drawn)

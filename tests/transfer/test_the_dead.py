@@ -135,19 +135,6 @@ def test_a_bootstrap_server_that_hangs_slows_nobody_else(workers: Workers) -> No
         receiver.close()
 
 
-def test_a_restart_is_noticed_on_the_first_message(workers: Workers) -> None:
-    """A worker at the address of an earlier one names itself in its answer to the registration."""
-    prefill, fresh = workers.prefill(), workers.prefill()
-    route = Route(fresh.control_address, prefill.incarnation, shared=True)  # another incarnation has the address by now
-    prefill.close()
-    decode = workers.decode(lambda server, room, _: route)
-    receiver = decode.receiver(1, bootstrap="b")
-    until(lambda: receiver.poll() is KVPoll.Failed)
-    assert "has ended" in receiver.failure()
-    assert fresh.counters["refused"] == 1 and fresh.counters["peers"] == 0
-    receiver.close()
-
-
 def test_the_dead_are_not_connected_to_again() -> None:
     core = decode_core()
     core.open(1, 0, "b", 0.0)
