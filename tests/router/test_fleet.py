@@ -19,11 +19,10 @@ import pytest
 
 from router.fleet.processes import DRAIN, END, signal_for
 from tests.e2e.cluster import end_tree
-from tests.router.dummies import DummyWorker, always, answer_ok, hang, obey, until
+from tests.router.dummies import CHAT, DummyWorker, always, answer_ok, hang, obey, until
 from tests.router.kube_server import NAMESPACE, kube_server, pod
 
 DEADLINE_S = 60.0
-BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
 
 @dataclass
@@ -96,7 +95,7 @@ async def test_processes_share_the_load_the_pool_the_circuits_and_the_metrics(tm
     # what they know they are told
     async with fleet(tmp_path, "--cb-failure-threshold", "1", "--health-check-interval-secs=600") as f:
         for _ in range(12):
-            assert (await f.call("POST", "/v1/chat/completions", BODY))[0] == 200
+            assert (await f.call("POST", "/v1/chat/completions", CHAT))[0] == 200
         traced = (await f.call("POST", "/traces", {"last": 12}))[1]["records"]  # whichever process served them
         assert len({record["request_id"] for record in traced}) == 12 == len(traced)
         shown = (await f.call("GET", "/dashboard/state"))[1]
@@ -107,7 +106,7 @@ async def test_processes_share_the_load_the_pool_the_circuits_and_the_metrics(tm
             worker.behave, worker.seen = hang, []
         asks = []
         for count in range(1, 9):  # one after the other: each process must know what the others sent
-            asks.append(asyncio.create_task(f.call("POST", "/v1/chat/completions", BODY)))
+            asks.append(asyncio.create_task(f.call("POST", "/v1/chat/completions", CHAT)))
             await until(lambda n=count: sum(len(d.seen) for d in f.decodes) == n)
         assert [len(d.seen) for d in f.decodes] == [4, 4]
         for ask in asks:
@@ -127,7 +126,7 @@ async def test_processes_share_the_load_the_pool_the_circuits_and_the_metrics(tm
         for worker in f.decodes:
             worker.seen = []
         for _ in range(30):  # one process finds it faulty, and none of them sends there any more
-            assert (await f.call("POST", "/v1/chat/completions", BODY))[0] == 200
+            assert (await f.call("POST", "/v1/chat/completions", CHAT))[0] == 200
         assert (len(faulty.seen), len(well.seen)) == (1, 30)
         assert (
             f'tandem_router_worker_circuit{{role="decode",url="{faulty.url}"}} 1.0'
@@ -197,7 +196,7 @@ async def test_every_process_finds_the_pods_by_itself(tmp_path: Path, monkeypatc
         await told(f, lambda urls: decodes[0].url not in urls)
         await told_ready(f)
         for _ in range(10):
-            assert (await f.call("POST", "/v1/chat/completions", BODY))[0] == 200
+            assert (await f.call("POST", "/v1/chat/completions", CHAT))[0] == 200
         assert len(decodes[1].seen) == 10 and not decodes[0].seen
 
 
@@ -215,7 +214,7 @@ async def test_sigterm_drains_every_process_though_all_of_them_get_it(tmp_path: 
     async with fleet(tmp_path, workers=2) as f:
         for worker in (*f.prefills, *f.decodes):
             worker.behave = hang
-        ask = asyncio.create_task(f.call("POST", "/v1/chat/completions", BODY))
+        ask = asyncio.create_task(f.call("POST", "/v1/chat/completions", CHAT))
         await until(lambda: sum(len(d.seen) for d in f.decodes) == 1)
         for process in (psutil.Process(f.process.pid), *f.members()):
             process.send_signal(signal.SIGTERM)

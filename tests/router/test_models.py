@@ -9,9 +9,7 @@ from aiohttp import web
 
 from router.pool.models import Catalogue, UnknownModel, parse_models, serves
 from router.pool.states import Health
-from tests.router.dummies import Cluster, DummyWorker, cluster, until
-
-CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+from tests.router.dummies import CHAT, Cluster, DummyWorker, cluster, until
 
 
 def test_one_model_is_the_workers_affair() -> None:
@@ -45,10 +43,12 @@ def test_what_workers_say_of_their_models(info: object, listed: object, names: t
     assert parse_models(info, listed) == names
 
 
-def name_models(c: Cluster, prefills: list[str], decodes: list[str]) -> None:
-    for worker, name in zip((*c.prefills, *c.decodes), prefills + decodes, strict=True):
+async def name_models(c: Cluster) -> None:
+    """Of each pair of workers of a role the first serves "a", the other one "b"."""
+    for worker, name in zip((*c.prefills, *c.decodes), "abab", strict=False):
         worker.info["served_model_name"] = name
     c.router.monitor.refresh()
+    await known(c, "a", "b")
 
 
 async def known(c: Cluster, *names: str) -> None:
@@ -61,8 +61,7 @@ def seen(worker: DummyWorker) -> list[Any]:
 
 async def test_each_model_has_its_pools() -> None:
     async with cluster(prefill=2, decode=2) as c:
-        name_models(c, ["a", "b"], ["a", "b"])
-        await known(c, "a", "b")
+        await name_models(c)
         for model in ("a", "b", "b", "a", "b"):
             status, _, answer = await c.post("/v1/chat/completions", {**CHAT, "model": model})
             assert status == 200, answer
@@ -79,8 +78,7 @@ async def test_each_model_has_its_pools() -> None:
 
 async def test_a_model_without_workers_is_a_503_of_its_own_and_the_other_is_served() -> None:
     async with cluster(prefill=2, decode=2) as c:
-        name_models(c, ["a", "b"], ["a", "b"])
-        await known(c, "a", "b")
+        await name_models(c)
         await c.decodes[0].stop()
         await until(lambda: c.router.table.workers()[2].health is Health.DOWN)
         status, headers, answer = await c.post("/v1/chat/completions", {**CHAT, "model": "a"})
@@ -124,8 +122,7 @@ async def test_an_adapter_leads_to_the_workers_that_have_it() -> None:
 
 async def test_an_adapter_is_loaded_and_unloaded_at_the_workers_of_its_model_alone() -> None:
     async with cluster(prefill=2, decode=2) as c:
-        name_models(c, ["a", "b"], ["a", "b"])
-        await known(c, "a", "b")
+        await name_models(c)
         load = {"lora_name": "tuned", "lora_path": "/x"}
         status, _, answer = await c.post("/load_lora_adapter", load)
         error = json.loads(answer)["error"]
@@ -148,8 +145,7 @@ async def test_an_adapter_is_loaded_and_unloaded_at_the_workers_of_its_model_alo
 
 async def test_an_adapter_of_a_model_whose_workers_are_dead_is_a_503() -> None:
     async with cluster(unified=2) as c:
-        name_models(c, [], ["a", "b"])
-        await known(c, "a", "b")
+        await name_models(c)
         await c.decodes[0].stop()
         await until(lambda: c.router.table.workers()[0].health is Health.DOWN)
         status, _, answer = await c.post("/load_lora_adapter", {"lora_name": "x", "lora_path": "/x", "model": "a"})

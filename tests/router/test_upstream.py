@@ -168,18 +168,13 @@ async def test_a_reply_closed_before_its_connection_is_made_sends_nothing() -> N
         assert len(server.requests) == 1
 
 
-async def test_a_connection_that_speaks_out_of_turn_is_not_used_again() -> None:
-    async with upstream(says(OK + OK), says(OK)) as (client, server):
-        assert await whole(post(client, server)) == b"ok"
-        assert await whole(post(client, server)) == b"ok"
-        assert server.num_connections == 2
-
-
-async def test_a_connection_that_the_worker_closed_is_not_used_again() -> None:
-    async with upstream(says(OK, then_close=True), says(OK)) as (client, server):
+@pytest.mark.parametrize("say", [says(OK + OK), says(OK, then_close=True)], ids=["out of turn", "closed"])
+async def test_a_connection_that_speaks_out_of_turn_or_was_closed_is_not_used_again(say: Say) -> None:
+    async with upstream(say, says(OK)) as (client, server):
         assert await whole(post(client, server)) == b"ok"
         await until(lambda: len(client.connections) == 0)
         assert await whole(post(client, server)) == b"ok"
+        assert server.num_connections == 2
 
 
 async def test_a_connection_that_is_free_for_long_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

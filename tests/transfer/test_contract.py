@@ -270,14 +270,11 @@ class Decode:
 
     def __init__(self, backend: str) -> None:
         self.pool = Pool(num_pages=NUM_PAGES, page_bytes=PAGE_BYTES, seed=None)
-        self.route: Route | None = None
+        self.route: Route
         config = TransferConfig(**CONFIG)
-        self.manager = DecodeManager(self.pool.args, make_engine(backend, **FAKE), config, lookup=self.look_up)
+        engine = make_engine(backend, **FAKE)
+        self.manager = DecodeManager(self.pool.args, engine, config, lookup=lambda server, room, _: self.route)
         self.manager.start()
-
-    def look_up(self, bootstrap: str, room: int, any_but: object) -> Route:
-        assert self.route is not None
-        return self.route
 
 
 @pytest.fixture(params=["nixl", "mooncake", "fake"])

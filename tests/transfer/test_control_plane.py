@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from service.security.curve import guard_connector
+from tests.hostile.means import dealer
 from tests.transfer.rig import Pair, succeed, until
 from transfer_backends.contract import RecomputeRequest, Region, Route, Work
 from transfer_backends.control_thread import TICK_S
@@ -193,9 +194,7 @@ def test_one_connection_is_one_decode_worker(short_pairs: Any) -> None:
     pair = short_pairs()
     layout = Layout(PROTOCOL_VERSION, "fake", "model-a", 16, "float32")
     regions = Region(1 << 20, 64, 64, None), Region(1 << 21, 64, 512, None)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as link:
-        link.setsockopt(zmq.LINGER, 0)
-        link.connect(f"tcp://{pair.prefill.control_address}")
+    with dealer(pair.prefill.control_address) as link:
         for incarnation in ("one", "two"):
             link.send(encode(Register(incarnation, pair.prefill.incarnation, layout, *regions, b"fake")))
         until(lambda: pair.prefill.counters.get("refused", 0) == 1)
@@ -222,9 +221,7 @@ def test_a_region_that_cannot_be_or_holds_the_other_is_refused(
 ) -> None:
     pair = short_pairs()
     layout = Layout(PROTOCOL_VERSION, "fake", "model-a", 16, "float32")
-    with zmq.Context() as context, context.socket(zmq.DEALER) as link:
-        link.setsockopt(zmq.LINGER, 0)
-        link.connect(f"tcp://{pair.prefill.control_address}")
+    with dealer(pair.prefill.control_address) as link:
         regions = Region(*region, None), Region(1 << 21, 64, 512, None)
         link.send(encode(Register("one", pair.prefill.incarnation, layout, *regions, b"fake")))
         link.setsockopt(zmq.RCVTIMEO, 5000)
