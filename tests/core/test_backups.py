@@ -30,14 +30,6 @@ def test_a_copy_comes_back_and_nothing_is_computed_again(depth: int, radix: bool
 
 
 @pytest.mark.usefixtures("hopeful")
-def test_what_does_not_fit_is_computed_again() -> None:
-    engine = filled(depth=2, radix=False, backup_pages=3)
-    engine.run()
-    assert engine.tokens == {rid: expected_tokens(p, 30) for rid, p in PROMPTS.items()}
-    assert engine.scheduler.counters.retractions > 0 and engine.scheduler.backups.saved_tokens == 0
-
-
-@pytest.mark.usefixtures("hopeful")
 def test_a_request_that_comes_back_samples_in_that_step() -> None:
     """Else it could be retracted again and again without progress."""
     engine = filled(depth=2, radix=False, backup_pages=1000)

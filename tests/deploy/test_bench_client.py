@@ -97,11 +97,13 @@ async def serving() -> AsyncIterator[Server]:
         await runner.cleanup()
 
 
+def config_of(server: Server, **flags: Any) -> BenchConfig:
+    small = {"num_requests": 6, "input_len": 8, "warmup": 0, "disable_progress": True}
+    return BenchConfig(**({"url": server.url} | small | flags))
+
+
 async def records_of(server: Server, **flags: Any) -> list[RequestRecord]:
-    config = BenchConfig(
-        **({"url": server.url, "num_requests": 6, "input_len": 8, "warmup": 0, "disable_progress": True} | flags)
-    )
-    (measured,) = await measure(config)
+    (measured,) = await measure(config_of(server, **flags))
     assert measured.duration_s > 0
     return measured.records
 
@@ -170,18 +172,8 @@ async def test_compare_takes_turns_and_writes_json(tmp_path: Path, capsys: pytes
     output = tmp_path / "result.json"
     async with serving() as server, serving() as other:
         other.behaviour = "503"
-        config = BenchConfig(
-            url=server.url,
-            compare=other.url,
-            num_requests=4,
-            concurrency=1,
-            rounds=2,
-            input_len=8,
-            warmup=1,
-            api_key="hush",
-            output=str(output),
-            disable_progress=True,
-        )
+        turns = {"num_requests": 4, "concurrency": 1, "rounds": 2, "warmup": 1}
+        config = config_of(server, compare=other.url, api_key="hush", output=str(output), **turns)
         assert await bench(config) == 1  # not every request was answered
         assert len(server.bodies) == len(other.bodies) == 5
     result = json.loads(output.read_text())

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.engine.engine_in_process import EngineInProcess
-from tests.models.tiny_checkpoints import VOCAB_SIZE, make_tiny_checkpoint
+from tests.models.tiny_checkpoints import VOCAB_SIZE, edit_tensors, make_tiny_checkpoint
 
 POISON = 17  # the token whose embedding is NaN
 WAYS = {"depth-1": {}, "depth-2": {"stream": "threaded", "stream_delay_s": 0.0005}}
@@ -21,10 +20,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = make_tiny_checkpoint(tmp_path_factory.mktemp("poisoned"), "llama")
-    file = Path(path) / "model.safetensors"
-    weights = load_file(file)
-    weights["model.embed_tokens.weight"][POISON] = torch.nan
-    save_file(weights, file, metadata={"format": "pt"})
+    edit_tensors(Path(path) / "model.safetensors", lambda w: w["model.embed_tokens.weight"][POISON].fill_(torch.nan))
     return path
 
 

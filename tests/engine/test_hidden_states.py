@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.core import new_token_ratio
 from engine.core.outputs import StepEffects
 from engine.core.request import Request
 from engine.messages import LogprobOptions, TokenOutput
@@ -79,21 +78,6 @@ def test_hidden_states_equal_transformers(checkpoint: str, reference: PreTrained
                 assert len(said.rows[0]) == len(prompt) and len(said.rows) == len(said.tokens) == NEW_TOKENS
                 expected = states(reference, [*prompt, *said.tokens[:-1]])
                 torch.testing.assert_close(torch.cat(said.rows), expected, atol=MAX_ERROR, rtol=0)
-
-
-def test_a_retraction_says_no_state_twice(
-    checkpoint: str, reference: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(new_token_ratio, "CLIP_TOKENS", 1)  # admits more than the memory can hold to the end
-    prompts = {f"r{i}": prompt_of(20 + i, i) for i in range(4)}
-    with Engine(checkpoint, max_total_tokens=224, page_size=4) as engine:
-        for rid, prompt in prompts.items():
-            engine.ask(rid, prompt, new=60, return_hidden_states=True)
-        answers = engine.answers()
-    assert engine.parts.scheduler.counters.retractions > 0
-    for rid, said in answers.items():
-        expected = states(reference, [*prompts[rid], *said.tokens[:-1]])
-        torch.testing.assert_close(torch.cat(said.rows), expected, atol=MAX_ERROR, rtol=0)
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])

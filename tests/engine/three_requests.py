@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
-
 from benchmarks import random_model
 from engine.messages import LogprobOptions
 from tests.engine.engine_in_process import EngineInProcess
+from tests.models.tiny_checkpoints import edit_tensors
 
 PROMPTS = {"a": [20, 30, 40], "b": list(range(20, 37)), "c": [60, 61, 62, 63, 64, 65]}
 
@@ -16,9 +15,8 @@ def two_models(folder: Path, *, layers: int, hidden: int, intermediate: int) -> 
     old, new = folder / "old", folder / "new"
     for path in (old, new):
         random_model.write_model(path, layers=layers, hidden=hidden, intermediate=intermediate)
-    weights = load_file(new / "model.safetensors")
-    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].roll(7, 0)
-    save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
+    name = "model.embed_tokens.weight"
+    edit_tensors(new / "model.safetensors", lambda weights: weights.update({name: weights[name].roll(7, 0)}))
     return str(old), str(new)
 
 

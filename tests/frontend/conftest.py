@@ -93,6 +93,14 @@ class Worker:
             next(lines)
             yield lambda: json.loads([line for line in lines if line.startswith("data: {")][-1][6:])
 
+    def events(self, path: str, body: Any) -> list[Any]:
+        """The events of a stream that ends well."""
+        response = self.post(path, body)
+        assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+        *events, last = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+        assert last == "[DONE]"
+        return [json.loads(event) for event in events]
+
     def wait_idle(self) -> None:
         wait_for(lambda: self.scheduler.num_running == 0)
 

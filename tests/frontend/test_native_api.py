@@ -52,17 +52,13 @@ def test_default_limit_is_cut_to_what_fits_and_an_explicit_one_is_not(worker: Wo
 
 
 def test_stream_is_cumulative(worker: Worker) -> None:
-    text = worker.post("/generate", {"text": "né🎉", "sampling_params": {"max_new_tokens": 8}, "stream": True}).text
-    events = [e.removeprefix("data: ") for e in text.split("\n\n") if e]
-    assert events[-1] == "[DONE]"
-    chunks = [json.loads(e) for e in events[:-1]]
+    chunks = worker.events("/generate", {"text": "né🎉", "sampling_params": {"max_new_tokens": 8}, "stream": True})
     assert chunks[-1]["text"] == "né🎉" and chunks[-1]["meta_info"]["finish_reason"]["type"] == "length"
     for a, b in itertools.pairwise(chunks):
         assert b["text"].startswith(a["text"])
         assert b["meta_info"]["completion_tokens"] > a["meta_info"]["completion_tokens"]
     body = {"input_ids": [[70], [71]], "sampling_params": {"max_new_tokens": 2}, "stream": True}
-    batch = worker.post("/generate", body).text
-    assert {json.loads(e.removeprefix("data: "))["index"] for e in batch.split("\n\n") if "{" in e} == {0, 1}
+    assert {event["index"] for event in worker.events("/generate", body)} == {0, 1}
 
 
 def test_logprobs(worker: Worker) -> None:

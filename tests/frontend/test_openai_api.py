@@ -16,24 +16,29 @@ def client(worker: Worker) -> Iterator[openai.OpenAI]:
         yield c
 
 
+def chat(client: openai.OpenAI, content: Any, *, system: dict[str, str] | None = None, **more: Any) -> Any:
+    messages = [*([system] if system else []), {"role": "user", "content": content}]
+    return client.chat.completions.create(model="tiny", messages=messages, **more)
+
+
+def complete(client: openai.OpenAI, prompt: Any, **more: Any) -> Any:
+    return client.completions.create(model="tiny", prompt=prompt, **more)
+
+
 def test_chat(client: openai.OpenAI, worker: Worker) -> None:
-    answer = client.chat.completions.create(
-        model="tiny", messages=[{"role": "system", "content": "S"}, {"role": "user", "content": "hello"}], max_tokens=9
-    )
+    answer = chat(client, "hello", system={"role": "system", "content": "S"}, max_tokens=9)
     choice = answer.choices[0]
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "<|system|", "length")
     assert worker.scheduler.seen[-1].sampling.max_new_tokens == 9
-    assert answer.usage is not None and answer.usage.prompt_tokens == len("<|system|>S<|user|>hello<|assistant|>")
+    assert answer.usage.prompt_tokens == len("<|system|>S<|user|>hello<|assistant|>")
     assert answer.usage.completion_tokens == 9 and answer.usage.total_tokens == answer.usage.prompt_tokens + 9
-    assert answer.usage.prompt_tokens_details is not None and answer.usage.prompt_tokens_details.cached_tokens == 4
+    assert answer.usage.prompt_tokens_details.cached_tokens == 4
     assert answer.id.startswith("chatcmpl-") and answer.object == "chat.completion" and answer.model == "tiny"
 
 
 def test_chat_content_parts_and_developer_role(client: openai.OpenAI, worker: Worker) -> None:
-    parts: Any = [{"type": "text", "text": "ab"}, {"type": "text", "text": "cd"}]
-    client.chat.completions.create(
-        model="tiny", messages=[{"role": "developer", "content": "D"}, {"role": "user", "content": parts}], max_tokens=1
-    )
+    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "cd"}]
+    chat(client, parts, system={"role": "developer", "content": "D"}, max_tokens=1)
     assert _bytes_of(worker).decode() == "<|system|>D<|user|>ab\ncd<|assistant|>"
 
 
@@ -44,20 +49,13 @@ def _bytes_of(worker: Worker) -> bytes:
 def test_chat_stream_with_multibyte_text_and_usage(client: openai.OpenAI) -> None:
     text = "🎉 naïve 你好"
     wanted = f"<|user|>{text}"
-    stream = client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": text}],
-        max_tokens=len(wanted.encode()),
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    chunks = list(stream)
+    limit = len(wanted.encode())
+    chunks = list(chat(client, text, max_tokens=limit, stream=True, stream_options={"include_usage": True}))
     deltas = [c.choices[0].delta.content or "" for c in chunks if c.choices]
     assert "".join(deltas) == wanted and not any("�" in d for d in deltas)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
-    assert chunks[-1].choices == [] and chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == len(wanted.encode())
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == limit
     assert all(c.usage is None for c in chunks[:-1])
     assert len({c.id for c in chunks}) == 1
 
@@ -65,70 +63,56 @@ def test_chat_stream_with_multibyte_text_and_usage(client: openai.OpenAI) -> Non
 def test_continuous_usage(worker: Worker) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "abc", "max_tokens": 4, "stream": True, "stream_options": options}
-    events = sse(worker, "/v1/completions", body)
+    events = worker.events("/v1/completions", body)
     counts = [e["usage"]["completion_tokens"] for e in events]
     assert counts == sorted(counts) and counts[-1] == 4
 
 
-def sse(worker: Worker, path: str, body: object) -> list[dict[str, Any]]:
-    response = worker.post(path, body)
-    assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
 def test_chat_logprobs(client: openai.OpenAI) -> None:
-    messages: Any = [{"role": "user", "content": "é"}]
-    answer = client.chat.completions.create(
-        model="tiny", messages=messages, max_tokens=10, logprobs=True, top_logprobs=3
-    )
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None and logprobs.content is not None and len(logprobs.content) == 10
+    logprobs = chat(client, "é", max_tokens=10, logprobs=True, top_logprobs=3).choices[0].logprobs
+    assert len(logprobs.content) == 10
     assert b"".join(bytes(t.bytes or []) for t in logprobs.content) == "<|user|>é".encode()
     assert logprobs.content[0].token == "<" and logprobs.content[0].logprob == -0.5
     assert [t.logprob for t in logprobs.content[0].top_logprobs] == [-0.5, -1.5, -2.5]
-    streamed: Any = client.chat.completions.create(
-        model="tiny", messages=messages, max_tokens=10, logprobs=True, stream=True
-    )
+    streamed = chat(client, "é", max_tokens=10, logprobs=True, stream=True)
     tokens = [t for c in streamed if c.choices[0].logprobs for t in c.choices[0].logprobs.content or []]
     assert [t.bytes for t in tokens] == [t.bytes for t in logprobs.content]
 
 
 def test_chat_n_samples_have_their_own_seeds(client: openai.OpenAI, worker: Worker) -> None:
     before = len(worker.scheduler.seen)
-    answer = client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=3, n=3, seed=7
-    )
+    answer = chat(client, "x", max_tokens=3, n=3, seed=7)
     assert [c.index for c in answer.choices] == [0, 1, 2]
     assert [r.sampling.seed for r in worker.scheduler.seen[before:]] == [7, 8, 9]
-    assert answer.usage is not None and answer.usage.completion_tokens == 9
+    assert answer.usage.completion_tokens == 9
 
 
 def test_requests_without_a_seed_get_different_ones(client: openai.OpenAI, worker: Worker) -> None:
     before = len(worker.scheduler.seen)
     for _ in range(2):
-        client.completions.create(model="tiny", prompt="a", max_tokens=1)
+        complete(client, "a", max_tokens=1)
     seeds = [r.sampling.seed for r in worker.scheduler.seen[before:]]
     assert None not in seeds and seeds[0] != seeds[1]
 
 
 def test_completions_batches_and_token_ids(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="tiny", prompt=["ab", "cd"], max_tokens=3, n=2)
+    answer = complete(client, ["ab", "cd"], max_tokens=3, n=2)
     assert [c.text for c in answer.choices] == ["ab", "ab", "cd", "cd"]  # BOS comes first and is skipped
     ids = [1, 2, 3]
-    one = client.completions.create(model="tiny", prompt=ids, max_tokens=3)
-    two = client.completions.create(model="tiny", prompt=[ids, ids], max_tokens=3)
+    one = complete(client, ids, max_tokens=3)
+    two = complete(client, [ids, ids], max_tokens=3)
     assert [c.text for c in two.choices] == [one.choices[0].text] * 2
-    assert two.usage is not None and two.usage.prompt_tokens == 6 and two.usage.completion_tokens == 6
+    assert two.usage.prompt_tokens == 6 and two.usage.completion_tokens == 6
 
 
 def test_stop_strings_and_stop_tokens(client: openai.OpenAI, worker: Worker) -> None:
-    answer = client.completions.create(model="tiny", prompt="hello world", max_tokens=50, stop=["lo w", "zz"])
+    answer = complete(client, "hello world", max_tokens=50, stop=["lo w", "zz"])
     assert answer.choices[0].text == "hel" and answer.choices[0].finish_reason == "stop"
     raw = worker.post("/v1/completions", {"prompt": "hello world", "max_tokens": 50, "stop": "lo w"}).json()
     assert raw["choices"][0]["matched_stop"] == "lo w"
-    events = sse(worker, "/v1/completions", {"prompt": "hello world", "max_tokens": 50, "stop": "lo w", "stream": True})
+    events = worker.events(
+        "/v1/completions", {"prompt": "hello world", "max_tokens": 50, "stop": "lo w", "stream": True}
+    )
     assert "".join(e["choices"][0]["text"] for e in events) == "hel"
     o = worker.scheduler.seen[-1].input_ids[5]
     raw = worker.post("/v1/completions", {"prompt": "hello world", "max_tokens": 50, "stop_token_ids": [o]}).json()
@@ -137,30 +121,25 @@ def test_stop_strings_and_stop_tokens(client: openai.OpenAI, worker: Worker) -> 
 
 def test_echo_with_logprobs_and_no_new_tokens(client: openai.OpenAI) -> None:
     for limit in (0, 1):
-        answer = client.completions.create(model="tiny", prompt="abc", max_tokens=limit, echo=True, logprobs=2)
-        choice = answer.choices[0]
-        assert choice.text == "abc" and choice.logprobs is not None
-        lp = choice.logprobs
-        assert lp.tokens is not None and lp.tokens[:4] == ["<s>", "a", "b", "c"] and len(lp.tokens) == 4 + limit
-        assert lp.token_logprobs is not None and lp.token_logprobs[0] is None and lp.token_logprobs[1] == -0.5
-        assert lp.top_logprobs is not None and lp.top_logprobs[0] is None and len(lp.top_logprobs[1]) == 2
-        assert len(lp.text_offset or []) == 4 + limit
-        assert answer.usage is not None and answer.usage.completion_tokens == limit and choice.finish_reason == "length"
+        answer = complete(client, "abc", max_tokens=limit, echo=True, logprobs=2)
+        choice, lp = answer.choices[0], answer.choices[0].logprobs
+        assert choice.text == "abc" and choice.finish_reason == "length" and answer.usage.completion_tokens == limit
+        assert lp.tokens[:4] == ["<s>", "a", "b", "c"] and len(lp.tokens) == len(lp.text_offset) == 4 + limit
+        assert lp.token_logprobs[:2] == [None, -0.5]
+        assert lp.top_logprobs[0] is None and len(lp.top_logprobs[1]) == 2
 
 
 def test_echo_of_token_ids_and_in_a_stream(client: openai.OpenAI, worker: Worker) -> None:
     ids = worker.post("/tokenize", {"prompt": "héllo", "add_special_tokens": False}).json()["tokens"]
-    answer = client.completions.create(model="tiny", prompt=ids, max_tokens=1, echo=True, logprobs=0)
-    assert answer.choices[0].text == "hélloh"
-    lp = answer.choices[0].logprobs
-    assert lp is not None and lp.text_offset is not None
-    assert lp.text_offset[0] == 0 and lp.text_offset[-1] >= len("héllo")
-    events = sse(worker, "/v1/completions", {"prompt": "abc", "max_tokens": 3, "echo": True, "stream": True})
+    (choice,) = complete(client, ids, max_tokens=1, echo=True, logprobs=0).choices
+    assert choice.text == "hélloh"
+    assert choice.logprobs.text_offset[0] == 0 and choice.logprobs.text_offset[-1] >= len("héllo")
+    events = worker.events("/v1/completions", {"prompt": "abc", "max_tokens": 3, "echo": True, "stream": True})
     assert "".join(e["choices"][0]["text"] for e in events) == "abcab"
 
 
 def test_unset_limits_are_what_fits_and_nulls_are_unset(client: openai.OpenAI, worker: Worker) -> None:
-    client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], stop=["user"])
+    chat(client, "x", stop=["user"])
     assert worker.scheduler.seen[-1].sampling.max_new_tokens == CONTEXT - len("<|user|>x<|assistant|>")
     nulls = "model max_tokens temperature top_p n seed stop logit_bias stream stream_options user echo logprobs"
     nulls += " best_of suffix bootstrap_room response_format"
@@ -174,9 +153,7 @@ def test_unset_limits_are_what_fits_and_nulls_are_unset(client: openai.OpenAI, w
 def test_extra_sampling_fields_reach_the_engine(client: openai.OpenAI, worker: Worker) -> None:
     same: dict[str, Any] = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "ignore_eos": True}
     extra = {**same, "min_tokens": 2, "stop_token_ids": [9], "skip_special_tokens": False}
-    client.completions.create(
-        model="tiny", prompt="a", max_tokens=3, temperature=0.5, logit_bias={"5": 1}, extra_body=extra
-    )
+    complete(client, "a", max_tokens=3, temperature=0.5, logit_bias={"5": 1}, extra_body=extra)
     s = worker.scheduler.seen[-1].sampling
     assert {name: getattr(s, name) for name in same} == same
     assert (s.min_new_tokens, s.stop_token_ids, s.skip_special_tokens) == (2, (9,), False)
@@ -192,12 +169,12 @@ def test_continue_final_message(worker: Worker) -> None:
 
 def test_errors_of_the_engine(client: openai.OpenAI) -> None:
     with pytest.raises(openai.InternalServerError, match="no memory") as refused:
-        client.completions.create(model="tiny", prompt="REFUSE", max_tokens=8)
+        complete(client, "REFUSE", max_tokens=8)
     assert refused.value.status_code == 503
     with pytest.raises(openai.InternalServerError, match="no memory"):
-        client.completions.create(model="tiny", prompt="REFUSE", max_tokens=8, stream=True)
+        complete(client, "REFUSE", max_tokens=8, stream=True)
     with pytest.raises(openai.InternalServerError, match="transfer broke"):
-        client.completions.create(model="tiny", prompt="BREAK", max_tokens=8)
+        complete(client, "BREAK", max_tokens=8)
 
 
 def test_a_broken_stream_ends_with_an_error_event_and_no_done(worker: Worker) -> None:
@@ -221,7 +198,7 @@ def test_a_failed_sample_aborts_the_others(worker: Worker) -> None:
 
 
 def test_user_abort_ends_with_reason_abort(client: openai.OpenAI, worker: Worker) -> None:
-    stream = client.completions.create(model="tiny", prompt="SLOW", max_tokens=8, stream=True)
+    stream = complete(client, "SLOW", max_tokens=8, stream=True)
     first = next(stream)
     assert worker.post("/abort_request", {"rid": first.id}).status_code == 200
     reasons: list[Any] = [c.choices[0].finish_reason for c in stream]

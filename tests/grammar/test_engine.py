@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-import engine.core.new_token_ratio as new_token_ratio
 from engine.core.plan import Plan
 from engine.executor.executor import Launch
 from engine.executor.sample_pass import StepOutput
@@ -132,15 +131,6 @@ def test_tokens_do_not_depend_on_depth_or_batch(
     assert engine.tokens == reference.tokens
     assert (engine.parts.scheduler.counters.deferred_samples > 0) == way.startswith("depth-2")
     assert {rid: f.kind for rid, f in engine.finish.items()} == {rid: f.kind for rid, f in reference.finish.items()}
-
-
-def test_a_retracted_request_goes_on_in_its_grammar(
-    checkpoint: str, compiler: Compiler, reference: EngineInProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(new_token_ratio, "CLIP_TOKENS", 1)
-    engine = run(checkpoint, compiler, max_total_tokens=256, page_size=4, stream="threaded")
-    assert engine.parts.scheduler.counters.retractions > 0
-    assert engine.tokens == reference.tokens
 
 
 def test_an_end_token_in_the_grammar_is_told(checkpoint: str, compiler: Compiler) -> None:

@@ -8,6 +8,9 @@ from tests.hostile import table
 from tests.hostile.table import CHAT, COMPLETE, GENERATE
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+NO_PARAMETERS: dict[str, Any] = {"function": {"name": "f", "parameters": []}}
+BY_SCHEMA = {"type": "json_schema"}
+IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
 USER = [{"role": "user", "content": "x"}]
 
 # (path, fields, the field to name), for the worker of tests/frontend: its tokenizer has 260 tokens, its context is CONTEXT
@@ -57,11 +60,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": 1, "content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "messages[0].content[0]",
-    ),
+    (CHAT, {"messages": [{"role": "user", "content": IMAGE}]}, "messages[0].content[0]"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
     (CHAT, {"messages": USER, "max_tokens": 600}, "messages"),
     (CHAT, {"messages": USER, "max_tokens": 10**30}, "messages"),
@@ -72,23 +71,15 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": USER, "tools": [{"function": {"name": "no spaces"}}]}, "tools[0].function.name"),
     (CHAT, {"messages": USER, "tools": [{"function": {"name": ""}}]}, "tools[0].function.name"),
     (CHAT, {"messages": USER, "tools": [{"function": {}}]}, "tools[0].function.name"),
-    (
-        CHAT,
-        {"messages": USER, "tools": [{"function": {"name": "f", "parameters": []}}]},
-        "tools[0].function.parameters",
-    ),
+    (CHAT, {"messages": USER, "tools": [NO_PARAMETERS]}, "tools[0].function.parameters"),
     (CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),
     (CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": {"function": {"name": "g"}}}, "tool_choice"),
     (CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
     (CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": "required", "regex": "a"}, "regex"),
     (CHAT, {"messages": USER, "response_format": {"type": "xml"}}, "response_format.type"),
     (CHAT, {"messages": USER, "response_format": {}}, "response_format.type"),
-    (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
-    (
-        CHAT,
-        {"messages": USER, "response_format": {"type": "json_schema", "json_schema": 5}},
-        "response_format.json_schema",
-    ),
+    (CHAT, {"messages": USER, "response_format": BY_SCHEMA}, "response_format.json_schema.schema"),
+    (CHAT, {"messages": USER, "response_format": {**BY_SCHEMA, "json_schema": 5}}, "response_format.json_schema"),
     (CHAT, {"messages": USER, "response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
     (CHAT, {"messages": USER, "json_schema": "{}", "ebnf": "start: a"}, "ebnf"),
     (COMPLETE, {}, "prompt"),
@@ -191,7 +182,7 @@ CHATS: list[tuple[str, list[Any]]] = [
         [
             "json",
             {"type": "structural_tag", "structures": [], "triggers": []},
-            *({"type": "json_schema", "json_schema": {"schema": bad}} for bad in ({"type": 5}, [])),
+            *({**BY_SCHEMA, "json_schema": {"schema": bad}} for bad in ({"type": 5}, [])),
         ],
     ),
     ("tools", [{}, [5], [{"type": "function"}], [{"function": {"name": "f", "parameters": 5}}]]),

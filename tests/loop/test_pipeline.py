@@ -45,14 +45,15 @@ class Recorder:
         return launched.result
 
 
+def _outputs(effects: StepEffects) -> list[TokenOutput]:
+    return effects.outputs
+
+
 class Rig(EngineInATest):
     def __init__(self, depth: int, **limits: object) -> None:
         super().__init__(**limits)  # type: ignore[arg-type]
         self.executor = Recorder(self.model)
-        self.pipeline = Pipeline(scheduler=self.scheduler, executor=self.executor, depth=depth, on_step=self._on_step)
-
-    def _on_step(self, effects: StepEffects) -> list[TokenOutput]:
-        return effects.outputs
+        self.pipeline = Pipeline(scheduler=self.scheduler, executor=self.executor, depth=depth, on_step=_outputs)
 
     def turn(self) -> bool:
         plan = self.scheduler.schedule()

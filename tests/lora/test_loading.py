@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from engine.config import EngineConfig
 from engine.layers.linear import SiteShape
@@ -17,7 +17,7 @@ from engine.model_files.model_config import load_model_config
 from engine.models.load import load_model
 from service.flags import ConfigError
 from tests.lora.tiny_adapters import make_tiny_adapter
-from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.models.tiny_checkpoints import edit_tensors, make_tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +29,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 def shapes(checkpoint: str) -> list[SiteShape]:
     model = load_model(checkpoint, load_model_config(checkpoint), dtype="float32", device="cpu", progress=False)
     return [site.shape for site in model.linear_sites()]
-
-
-def rewrite(adapter: str, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    file = Path(adapter) / "adapter_model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file)
 
 
 def first(tensors: dict[str, torch.Tensor], side: str = "A") -> str:
@@ -94,7 +87,7 @@ TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 def test_tensors_that_do_not_fit_are_named(checkpoint: str, shapes: list[SiteShape], tmp_path: Path, case: str) -> None:
     change, message = TENSORS[case]
     adapter = make_tiny_adapter(tmp_path, checkpoint, seed=1)
-    rewrite(adapter, change)
+    edit_tensors(Path(adapter) / "adapter_model.safetensors", change)
     with pytest.raises(ConfigError, match=message):
         read(adapter, shapes)
 

@@ -2,31 +2,23 @@
 
 import json
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from engine.model_files.model_config import load_model_config
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from service.flags import ConfigError
 from tests.models.reference_attend import Sequence
-from tests.models.tiny_checkpoints import make_tiny_checkpoint, write_json, write_tensors
+from tests.models.tiny_checkpoints import edit_tensors, make_tiny_checkpoint, write_json
 
 IDS = list(range(20, 40))
 
 
 def load(path: str, *, dtype: str = "float32") -> DenseDecoder:
     return load_model(path, load_model_config(path), dtype=dtype, device="cpu", progress=False)
-
-
-def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    write_tensors(folder, tensors)
 
 
 def test_shards_give_the_same_model_as_one_file(tmp_path: Path) -> None:
@@ -61,7 +53,7 @@ def test_a_written_copy_of_a_tied_head_and_old_rope_buffers_are_ignored(tmp_path
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
 
-    edit_tensors(tmp_path, add)
+    edit_tensors(tmp_path / "model.safetensors", add)
     assert torch.equal(Sequence(load(path)).extend(IDS), before)
 
 
@@ -94,7 +86,7 @@ def test_a_tensor_that_does_not_fit_is_named(
     pattern: str, name: str, tensor: torch.Tensor | None, tmp_path: Path
 ) -> None:
     path = make_tiny_checkpoint(tmp_path, "llama")
-    edit_tensors(tmp_path, lambda t: t.pop(name) if tensor is None else t.update({name: tensor}))
+    edit_tensors(tmp_path / "model.safetensors", lambda t: t.pop(name) if tensor is None else t.update({name: tensor}))
     with pytest.raises(ConfigError, match=pattern) as caught:
         load(path)
     assert "\n" not in str(caught.value)

@@ -72,21 +72,6 @@ def test_logits_and_greedy_tokens_equal_transformers(variant: str, tmp_path: Pat
     assert (Sequence(ours).extend(whole) - reference).abs().max() < TOLERANCE
 
 
-def test_one_flat_batch_of_tokens_gives_what_each_gives_alone(tmp_path: Path) -> None:
-    """Only `attend` may mix tokens: with one that does not, any rows of a batch are independent."""
-    path = make_tiny_checkpoint(tmp_path, "qwen3")
-    model = load_model(path, load_model_config(path), dtype="float32", device="cpu", progress=False)
-    ids, positions = torch.tensor(random_ids(9)), torch.tensor([0, 5, 3, 4095, 7, 1, 0, 2, 100])
-
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return (q.view(len(q), 2, 2, -1) * k.unsqueeze(2) + v.unsqueeze(2)).reshape(len(q), -1)
-
-    with torch.inference_mode():
-        together = model.logits(model.forward(ids, positions, attend))
-        alone = [model.logits(model.forward(ids[i : i + 1], positions[i : i + 1], attend)) for i in range(9)]
-    torch.testing.assert_close(together, torch.cat(alone), atol=1e-4, rtol=0)
-
-
 def test_bf16_is_as_close_to_fp32_as_transformers_bf16_is(tmp_path: Path) -> None:
     path = make_tiny_checkpoint(tmp_path, "qwen3", dtype="bfloat16")
     ours, theirs = open_both(path, dtype="bfloat16")

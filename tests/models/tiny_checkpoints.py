@@ -5,11 +5,12 @@ biases random too, so that a mixed-up tensor shows. The tokenizer is byte-level:
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -94,6 +95,12 @@ def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], *, shards: int
         save_file(part, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
     write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+
+
+def edit_tensors(file: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def write_json(path: Path, value: object) -> None:

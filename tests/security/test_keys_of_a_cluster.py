@@ -96,26 +96,23 @@ def test_rotation_disturbs_nobody_who_has_the_new_key(guarded: Guarded) -> None:
     url = f"{guarded.cluster.router}/generate"
     assert ask("POST", url, NEW, prompt()).status_code == 401
 
-    def takes(key: str) -> bool:
-        return all(ask("GET", f"{door}/v1/models", key).status_code == 200 for door in guarded.doors)
+    def all_say(status: int, key: str) -> bool:
+        return all(ask("GET", f"{door}/v1/models", key).status_code == status for door in guarded.doors)
 
     async def rotate_under_load() -> list[int]:
         current, over, seen = [OLD], asyncio.Event(), list[int]()
         clients = [asyncio.create_task(keep_asking(url, current, seen, over)) for _ in range(NUM_ASKING)]
         stream = asyncio.create_task(one_stream(url, OLD))
         guarded.rotate(OLD, NEW)
-        await asyncio.to_thread(wait_until, lambda: takes(NEW), within_s=TAKEN_S, what="the new key is valid")
-        assert takes(OLD)
+        await asyncio.to_thread(wait_until, lambda: all_say(200, NEW), within_s=TAKEN_S, what="the new key is valid")
+        assert all_say(200, OLD)
         current[0] = NEW
         guarded.rotate(NEW)
-        await asyncio.to_thread(wait_until, lambda: refuses(OLD), within_s=TAKEN_S, what="the old key is refused")
+        await asyncio.to_thread(wait_until, lambda: all_say(401, OLD), within_s=TAKEN_S, what="the old key is refused")
         over.set()
         await asyncio.gather(*clients)
         assert await stream == 200  # it began with the old key, when that was valid
         return seen
-
-    def refuses(key: str) -> bool:
-        return all(ask("GET", f"{door}/v1/models", key).status_code == 401 for door in guarded.doors)
 
     seen = asyncio.run(rotate_under_load())
     assert len(seen) > NUM_ASKING and set(seen) == {200}
