@@ -107,7 +107,7 @@ class WorkerInProcess(EngineInProcess):
         self.told.hear(self.pipeline.advance(plan))
         return worked
 
-    def _on_step(self, effects: StepEffects) -> list[TokenOutput]:
+    def collect(self, effects: StepEffects) -> list[TokenOutput]:
         return self.role.on_step(effects, monotonic())
 
     @property

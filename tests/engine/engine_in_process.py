@@ -45,7 +45,7 @@ class EngineInProcess:
             scheduler=self.parts.scheduler,
             executor=self.parts.device.executor,
             depth=depth or self.parts.depth,
-            on_step=self.on_step,
+            on_step=self.collect,
         )
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprob]] = {}
@@ -91,7 +91,7 @@ class EngineInProcess:
         self.pipeline.advance(plan)
         return worked
 
-    def on_step(self, effects: StepEffects) -> list[TokenOutput]:
+    def collect(self, effects: StepEffects) -> list[TokenOutput]:
         for output in effects.outputs:
             self.tokens.setdefault(output.rid, []).extend(output.new_ids)
             self.logprobs.setdefault(output.rid, []).extend(output.logprobs)

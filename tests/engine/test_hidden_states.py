@@ -49,7 +49,7 @@ class Engine(EngineInProcess):
         self.run()
         return self.said
 
-    def on_step(self, effects: StepEffects) -> list[TokenOutput]:
+    def collect(self, effects: StepEffects) -> list[TokenOutput]:
         for output in effects.outputs:
             one = self.said.setdefault(output.rid, Said())
             one.outputs.append(output)
