@@ -170,7 +170,7 @@ def _end(running: WorkerThread | subprocess.Popen[bytes]) -> None:
     assert running.wait(60) is not None
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # its log is that of the process: it ends before tests of other folders plant faults
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     """One unified worker for all tests that leave it as they found it. None of them meets a bug of ours."""
     with start_worker(tmp_path_factory.mktemp("worker")) as w:
