@@ -69,9 +69,8 @@ class Proofs:
         if peer is None or not peer.lost or peer.settled_at_s is not None:
             return
         if proof is Liveness.DEAD:
-            outage_s = min(
-                now_s - peer.heartbeat.message_at_s, self._resend_s
-            )  # its kernel may still send its last bytes again
+            # Its kernel may still send its last bytes again, after an outage as late as that was long.
+            outage_s = min(now_s - peer.heartbeat.message_at_s, self._resend_s)
             peer.settled_at_s = self._ran.at(now_s) + max(self._settle_s, outage_s)
         elif proof is Liveness.ALIVE:
             self._connections.connect(peer, now_s)
