@@ -42,13 +42,13 @@ class Target:
         """Median milliseconds of `work` on the device, by events; caches are flushed between two runs."""
         if self.small:
             return _wall_ms(work)
-        scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device) if flush else None
+        scratch = torch.ones(FLUSH_BYTES // 8, dtype=torch.int64, device=self.device) if flush else None
         for _ in range(warm_up):
             work()
         times = []
         for _ in range(repeats):
             if scratch is not None:
-                scratch.zero_()
+                scratch.sum()  # reads: what was written would go back to memory in the timed part
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             work()

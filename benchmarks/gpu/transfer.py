@@ -1,6 +1,7 @@
 """KV pages from one process to another on the same GPU, through both managers and NIXL, beside a copy within the device.
 
-Two processes, as a prefill and a decode worker are. NIXL moves the GPU's memory by UCX's cuda_ipc, where its wheel and
+Two processes, as a prefill and a decode worker are; without MPS they take turns on the GPU, so figures of other work
+beside them would mean nothing. NIXL moves the GPU's memory by UCX's cuda_ipc, where its wheel and
 this machine allow. What arrives is compared with what was sent. At the small size the same goes over host memory.
 """
 
@@ -76,25 +77,14 @@ def _row(target: Target, *, num_send: int, page_bytes: int) -> dict[str, Any]:
     changed = threading.Event()
     manager.set_wakeup(changed.set)
     manager.start()
-    argv = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu.transfer",
-        "--num-pages",
-        str(num_pages),
-        "--page-bytes",
-        str(page_bytes),
-    ]
-    argv += ["--control", manager.control_address, "--incarnation", manager.incarnation]
-    argv += ["--device", str(target.device)]
-    child = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = start_peer(manager, memory, target.device)
     try:
         times = [
-            _send(manager, memory, child, changed, room=room, num_send=num_send)
+            send(manager, memory, child, changed, room=room, num_send=num_send)
             for room in range(1, target.pick(REPEATS + 2, 2))
         ]
     finally:
-        _end(child)
+        end_peer(child)
         manager.close()
     size = num_send * page_bytes
     seconds = median(times[1:] or times)  # the first maps the peer's memory
@@ -110,11 +100,28 @@ def _row(target: Target, *, num_send: int, page_bytes: int) -> dict[str, Any]:
     }
 
 
+def start_peer(manager: PrefillManager, memory: DeviceMemory, device: torch.device) -> "subprocess.Popen[str]":
+    """Start the decode process, with a pool of the same size."""
+    num_pages, page_bytes = memory.pool.shape
+    argv = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.transfer",
+        "--num-pages",
+        str(num_pages),
+        "--page-bytes",
+        str(page_bytes),
+    ]
+    argv += ["--control", manager.control_address, "--incarnation", manager.incarnation, "--device", str(device)]
+    return subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 def _copy_ms(target: Target, memory: DeviceMemory, num_send: int) -> float:
     """The same pages, to another place in this process's memory."""
     src, dst = (torch.tensor(pages, device=target.device) for pages in _pages(num_send))
-    goal = torch.empty_like(memory.pool)
-    return target.ms(lambda: goal.index_copy_(0, dst, memory.pool.index_select(0, src)), repeats=5)
+    pool = memory.pool.view(torch.int64)  # words: a gather of bytes is several times slower
+    goal = torch.empty_like(pool)
+    return target.ms(lambda: goal.index_copy_(0, dst, pool.index_select(0, src)), repeats=5)
 
 
 def _pages(num_send: int) -> tuple[list[int], list[int]]:
@@ -124,7 +131,7 @@ def _pages(num_send: int) -> tuple[list[int], list[int]]:
     return src, dst
 
 
-def _send(
+def send(
     manager: PrefillManager,
     memory: DeviceMemory,
     child: "subprocess.Popen[str]",
@@ -133,7 +140,7 @@ def _send(
     room: int,
     num_send: int,
 ) -> float:
-    """Seconds from `send` to Success on the other side."""
+    """Send `num_send` scattered pages; return the seconds from `send` to Success on the other side."""
     src, dst = _pages(num_send)
     sender = manager.sender(room)
     _ask(child, room=room, pages=dst)
@@ -165,7 +172,7 @@ def _answer(child: "subprocess.Popen[str]") -> dict[str, Any]:
     return dict(json.loads(line))
 
 
-def _end(child: "subprocess.Popen[str]") -> None:
+def end_peer(child: "subprocess.Popen[str]") -> None:
     assert child.stdin is not None
     child.stdin.close()
     try:
@@ -176,7 +183,7 @@ def _end(child: "subprocess.Popen[str]") -> None:
 
 
 def main() -> None:
-    """The decode process: receives what it is told to, until stdin ends."""
+    """Run the decode process: receive what stdin names, until it ends."""
     parser = argparse.ArgumentParser()
     for name in ("--control", "--incarnation", "--device"):
         parser.add_argument(name, required=True)

@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,28 +32,48 @@ def test_without_a_gpu_there_is_one_clear_line(
 
 def test_a_part_that_fails_leaves_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gpu_check.PARTS, "broken", gpu_check.Part("target:TINY", 30))
-    found = gpu_check.check(["broken", "limits"], small=True)
+    found = gpu_check.check(["broken", "limits"], gpu_check.run_here)
     assert found["broken"]["error"].startswith("TypeError: ") and "copy_gb_s" in found["limits"]
-    apart = gpu_check.check(["broken"], small=False)["broken"]  # a process of its own, which knows no such part
+    apart = gpu_check.check(["broken"], gpu_check.run_apart)["broken"]  # a process of its own, which knows no such part
     assert apart["error"] == "its process ended with 2" and "invalid choice: 'broken'" in apart["trace"]
+
+
+def test_checks_run_side_by_side_and_measurements_alone() -> None:
+    """Two checks wait for each other; nothing runs beside a measurement."""
+    meet = threading.Barrier(2, timeout=30)
+
+    def apart(name: str, _limits: dict[str, float]) -> dict[str, Any]:
+        running.append(name)
+        seen[name] = list(running)
+        if not gpu_check.PARTS[name].is_timed:
+            meet.wait()
+        running.remove(name)
+        return {}
+
+    running: list[str] = []
+    seen: dict[str, list[str]] = {}
+    found = gpu_check.check(["limits", "numerics", "identity", "products"], apart)
+    assert list(found) == ["limits", "numerics", "identity", "products"]
+    assert seen["limits"] == ["limits"] and seen["products"] == ["products"]
 
 
 def test_a_part_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gpu_check.PARTS, "limits", gpu_check.Part("limits:measure", 0.02))
-    assert gpu_check.check(["limits"], small=False)["limits"]["error"] == "not done after 0 s"
+    assert gpu_check.check(["limits"], gpu_check.run_apart)["limits"]["error"] == "not done after 0 s"
 
 
 def test_parts_run_on_a_cpu_at_a_small_size(tmp_path: Path) -> None:
     """Kernels by Triton's interpreter: what the GPU run does, but for the figures."""
     output = tmp_path / "gpu.json"
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--small", "--output", str(output)]
-    command += ["--parts", "limits,prefill,gap"]
+    command += ["--parts", "limits,prefill,gap,extend_attention,sampler,sanitizer"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(output.read_text())
     parts = result["parts"]
-    assert set(parts) == {"limits", "prefill", "gap"}
+    assert set(parts) == {"limits", "prefill", "gap", "extend_attention", "sampler", "sanitizer"}
+    assert not [name for name, part in parts.items() if "error" in part]
     assert parts["limits"]["copy_gb_s"] > 0
     assert [(row["batch"], row["depth"]) for row in parts["gap"]["rows"]] == [(2, 1), (2, 2)]
     met = {row["what"]: row["met"] for row in result["aims"]}
@@ -60,4 +82,4 @@ def test_parts_run_on_a_cpu_at_a_small_size(tmp_path: Path) -> None:
 
 
 def test_budgets_stay_under_nine_minutes() -> None:
-    assert sum(part.budget_s for part in gpu_check.PARTS.values()) < 540
+    assert gpu_check.longest_s(gpu_check.PARTS.values()) < 540

@@ -1,0 +1,60 @@
+"""Attention's kernels and the sampler under NVIDIA's compute-sanitizer: reads and writes out of bounds.
+
+Small: every access is checked, which is some hundred times slower.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.attention import worst_error
+from benchmarks.gpu.sampler import KINDS
+from benchmarks.gpu.target import Shape, Target
+from engine.core.plan import SlotOpen
+from engine.sampler.sampler import Sampler
+from engine.sampling_params import SamplingParams
+
+ROOT = Path(__file__).resolve().parents[2]
+CUDA_BIN = "/usr/local/cuda/bin"
+FOUND = 9  # the exit status for a wrong access
+SHAPE = Shape(1, 0, 0, 8, 2, 64, 0)
+VOCAB = 1031  # odd: the last tile is not full
+
+
+def measure(target: Target) -> dict[str, Any]:
+    """Run `use_kernels` under memcheck; raises where it finds something."""
+    if target.small:
+        use_kernels(target)
+        return {"errors": None, "checked": False}
+    tool = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:{CUDA_BIN}")
+    if tool is None:
+        raise FileNotFoundError("compute-sanitizer: not on PATH; it comes with the CUDA toolkit")
+    command = [tool, "--tool", "memcheck", "--error-exitcode", str(FOUND), sys.executable, "-m", __spec__.name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise AssertionError(f"memcheck ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr[-500:]}")
+    return {"errors": 0, "checked": True}
+
+
+def use_kernels(target: Target) -> None:
+    """Extend, decode, and a sample of each kind."""
+    dtype = target.dtype
+    worst_error(target, SHAPE, dtype, lengths=target.pick([1, 19, 130], [1, 19]))
+    sampler = Sampler(num_slots=len(KINDS), vocab_size=VOCAB, device=target.device)
+    for slot, flags in enumerate(KINDS.values()):
+        sampling = SamplingParams(max_new_tokens=8, ignore_eos=True, seed=slot, **flags)
+        sampler.open(SlotOpen(slot=slot, sampling=sampling, prompt_ids=[1], output_ids=[], eos_ids=()))
+    logits = torch.randn(len(KINDS), VOCAB, device=target.device)
+    for step in range(2):
+        sampler.sample(logits, list(range(len(KINDS))), [step] * len(KINDS))
+    target.sync()
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    use_kernels(Target(small=False, limits={}))
