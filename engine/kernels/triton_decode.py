@@ -119,9 +119,8 @@ def decode_split_kernel(
         per_split = split_tokens(kv_len, MIN_SPLIT, SPLITS, BLOCK)
         begin = (unit % SPLITS) * per_split
         end = tl.minimum(begin + per_split, kv_len)
-        head = kv_head * GROUP + in_group
-        at_q = request.to(tl.int64) * q_stride + head * DIM
-        q = tl.load(q_ptr + at_q[:, None] + dims[None, :], mask=mask_hd, other=0.0)
+        at_q = request.to(tl.int64) * q_stride + kv_head * GROUP * DIM
+        q = tl.load(q_ptr + at_q + (in_group[:, None] * DIM + dims[None, :]), mask=mask_hd, other=0.0)
         best = tl.full([TILE_HEADS], float("-inf"), tl.float32)
         total = tl.zeros([TILE_HEADS], tl.float32)
         acc = tl.zeros([TILE_HEADS, TILE_DIM], tl.float32)
@@ -141,9 +140,10 @@ def decode_split_kernel(
             acc = acc * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
             total = total * factor + tl.sum(weights, 1)
             best = best_now
-        part = unit.to(tl.int64) * HEADS + head
-        tl.store(part_ptr + part[:, None] * DIM + dims[None, :], acc / total[:, None], mask=mask_hd)
-        tl.store(lse_ptr + part, best + tl.log2(total), mask=mask_h)
+        part = unit.to(tl.int64) * HEADS + kv_head * GROUP
+        at_part = part * DIM + (in_group[:, None] * DIM + dims[None, :])
+        tl.store(part_ptr + at_part, acc / total[:, None], mask=mask_hd)
+        tl.store(lse_ptr + part + in_group, best + tl.log2(total), mask=mask_h)
 
 
 @triton.jit
