@@ -47,6 +47,7 @@ def measure(model: DenseDecoder, batch: int, *, tokens: int, steps: int, bar: "t
         q_lens=[1] * batch,
         kv_lens=[tokens] * batch,
         page_table=table,
+        slots=torch.arange(batch),
         token_pages=table[:, -1].long(),
         token_offsets=positions % PAGE_SIZE,
     )

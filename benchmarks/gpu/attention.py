@@ -36,6 +36,7 @@ def decode_bandwidth(target: Target) -> dict[str, Any]:
     pool, table = _pool(shape, batch=batch, context=context, target=target)
     q = torch.randn(batch, shape.heads, shape.head_dim, device=target.device).to(pool.k(0).dtype)
     kv_lens = torch.full((batch,), context, dtype=torch.int32, device=target.device)
+    slots = torch.arange(batch, device=target.device)
 
     def run(tiles: DecodeTiles, pool: KVPool = pool, table: torch.Tensor = table) -> float:
         splits = split_list(kv_lens, tiles=tiles)
@@ -48,6 +49,7 @@ def decode_bandwidth(target: Target) -> dict[str, Any]:
                 pool.k(layer),
                 pool.v(layer),
                 page_table=table,
+                slots=slots,
                 kv_lens=kv_lens,
                 splits=splits,
                 tiles=tiles,
@@ -97,12 +99,14 @@ def _extend_ms(
 ) -> float:
     q = torch.randn(rows, shape.heads, shape.head_dim, device=target.device).to(pool.k(0).dtype)
     starts, kv_lens = (torch.tensor(x, dtype=torch.int32, device=target.device) for x in ([0, rows], [context]))
+    slots = torch.zeros(1, dtype=torch.int64, device=target.device)
     return target.ms(
         lambda: extend(
             q,
             pool.k(0),
             pool.v(0),
             page_table=table,
+            slots=slots,
             starts=starts,
             kv_lens=kv_lens,
             most_rows=rows,
@@ -170,6 +174,7 @@ def _step(begins: list[int], ends: list[int], table: torch.Tensor, device: torch
         q_lens=q_lens,
         kv_lens=ends,
         page_table=table,
+        slots=torch.arange(len(q_lens), device=device),
         token_pages=table[requests, positions // PAGE_SIZE].to(torch.int64),
         token_offsets=positions % PAGE_SIZE,
     )

@@ -70,7 +70,7 @@ def _riders_of(step: StepBatch, requests: Sequence[int], rows: torch.Tensor) -> 
         extend=False,
         q_lens=[1] * len(requests),
         kv_lens=[step.kv_lens[i] for i in requests],
-        page_table=step.page_table[torch.tensor(requests)],
+        slots=step.slots[torch.tensor(requests)],
         token_pages=step.token_pages[rows],
         token_offsets=step.token_offsets[rows],
     )

@@ -20,8 +20,11 @@ class TorchBackend:
     def begin(self, step: StepBatch, *, skip: frozenset[int] = frozenset()) -> None:
         """`skip`: requests whose KV is written and whose rows of the output stay undefined."""
         self._step = step
+        rows = step.page_rows(self._pool.page_size)
         self._requests = [
-            _Request(step, i, span, self._pool.page_size) for i, span in enumerate(step.spans()) if i not in skip
+            _Request(span, step.kv_lens[i], pages, self._pool.page_size)
+            for i, (span, pages) in enumerate(zip(step.spans(), rows, strict=True))
+            if i not in skip
         ]
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -79,14 +82,14 @@ class TorchBackend:
 class _Request:
     """One request's share of a step; its masks and page ids are shared by all layers."""
 
-    def __init__(self, step: StepBatch, index: int, span: tuple[int, int], page_size: int) -> None:
+    def __init__(self, span: tuple[int, int], kv_len: int, pages: torch.Tensor, page_size: int) -> None:
         self.first, self.end = span
         self.q_len = self.end - self.first
-        self.kv_len = step.kv_lens[index]
+        self.kv_len = kv_len
         self.prefix_len = self.kv_len - self.q_len
         assert self.prefix_len >= 0, (self.q_len, self.kv_len)
         num_pages = -(-self.kv_len // page_size)
-        self._pages = step.page_table[index, :num_pages]
+        self._pages = pages[:num_pages]
         self._tiles: list[tuple[int, int, torch.Tensor]] | None = None
 
     def gather(self, cache: torch.Tensor) -> torch.Tensor:

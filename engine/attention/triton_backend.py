@@ -39,6 +39,7 @@ class TritonBackend:
         self._tiles = [self._tiles_of(layer) for layer in range(pool.num_layers)]
         self._now: _Decode | _Extend | None = None
         self._page_table = torch.empty(0, dtype=torch.int32)
+        self._slots = torch.empty(0, dtype=torch.int64)
         self._token_pages = self._token_offsets = torch.empty(0, dtype=torch.int64)
 
     def begin(self, step: StepBatch) -> None:
@@ -67,6 +68,7 @@ class TritonBackend:
                 cache_k,
                 cache_v,
                 page_table=self._page_table,
+                slots=self._slots,
                 starts=now.starts,
                 kv_lens=now.kv_lens,
                 most_rows=now.most_rows,
@@ -79,6 +81,7 @@ class TritonBackend:
                 cache_k,
                 cache_v,
                 page_table=self._page_table,
+                slots=self._slots,
                 kv_lens=now.kv_lens,
                 splits=now.splits[tiles],
                 tiles=tiles,
@@ -87,9 +90,8 @@ class TritonBackend:
 
     def _take(self, step: StepBatch | DeviceStep) -> None:
         self._token_pages, self._token_offsets = step.token_pages, step.token_offsets
-        self._page_table = step.page_table.to(torch.int32)
-        if self._page_table.stride(-1) != 1:
-            self._page_table = self._page_table.contiguous()
+        self._page_table, self._slots = step.page_table, step.slots
+        assert self._page_table.dtype == torch.int32 and self._page_table.stride(1) == 1, self._page_table.dtype
 
     def _decode_of(self, kv_lens: torch.Tensor) -> _Decode:
         return _Decode(kv_lens, {tiles: split_list(kv_lens, tiles=tiles) for tiles in dict.fromkeys(self._tiles)})

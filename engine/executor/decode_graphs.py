@@ -119,7 +119,8 @@ class DecodeGraphs:
         def work() -> Tensor:
             pages, offsets = self._page_table.locate(slots, positions)
             step = DeviceStep(
-                page_table=self._page_table.whole_rows(slots),
+                page_table=self._page_table.rows,
+                slots=slots,
                 kv_lens=(positions + 1).to(torch.int32),
                 token_pages=pages,
                 token_offsets=offsets,

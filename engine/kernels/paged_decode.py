@@ -46,8 +46,7 @@ class PagedDecode:
         self._kept: tuple[torch.Tensor, ...] = ()  # what the addresses in _step point into
 
     def begin(self, step: StepBatch) -> None:
-        table = step.page_table.to(torch.int32)
-        table = table if table.stride(-1) == 1 else table.contiguous()
+        table = step.page_rows(self._pool.page_size)
         kv_lens = torch.tensor(step.kv_lens, dtype=torch.int32)
         self._check(step, table)
         self._kept = (table, kv_lens, step.token_pages.contiguous(), step.token_offsets.contiguous())

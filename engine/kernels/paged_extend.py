@@ -45,13 +45,13 @@ class PagedExtend:
 
     def begin(self, step: StepBatch, *, skip: frozenset[int] = frozenset()) -> None:
         """`skip`: requests whose KV is written and whose rows of the output stay undefined."""
-        self._check(step)
+        table = step.page_rows(self._pool.page_size)
+        self._check(step, table)
         chosen = [i for i in range(len(step.q_lens)) if i not in skip]
         spans = step.spans()
         rows = [(spans[i][0], step.q_lens[i], step.kv_lens[i]) for i in chosen]
         runs = torch.tensor(rows).T.contiguous()
-        table = step.page_table[torch.tensor(chosen)] if skip else step.page_table
-        table = table.to(torch.int32).contiguous()
+        table = table[torch.tensor(chosen)] if skip else table.contiguous()
         self._kept = (table, *runs, step.token_pages.contiguous(), step.token_offsets.contiguous(), runs)
         args = self._args
         for name, tensor in zip(_TABLES, self._kept, strict=False):
@@ -69,14 +69,14 @@ class PagedExtend:
             raise MemoryError("paged extend: no memory for one block of queries")
         return rows.out.flatten(1).to(q.dtype)
 
-    def _check(self, step: StepBatch) -> None:
-        check_pages(self._pool, step.page_table, step.token_pages)
+    def _check(self, step: StepBatch, table: torch.Tensor) -> None:
+        check_pages(self._pool, table, step.token_pages)
         low, high = step.token_offsets.aminmax()
         assert int(low) >= 0 and int(high) < self._pool.page_size, (int(low), int(high))
         assert all(0 < q <= kv for q, kv in zip(step.q_lens, step.kv_lens, strict=True)), (step.q_lens, step.kv_lens)
-        assert max(step.kv_lens) <= step.page_table.shape[1] * self._pool.page_size, step.kv_lens
+        assert max(step.kv_lens) <= table.shape[1] * self._pool.page_size, step.kv_lens
         assert sum(step.q_lens) == len(step.token_pages) == len(step.token_offsets), step.q_lens
-        assert len(step.q_lens) == len(step.page_table), step.q_lens
+        assert len(step.q_lens) == len(table), step.q_lens
 
 
 def make_paged_extend(pool: KVPool) -> PagedExtend | None:

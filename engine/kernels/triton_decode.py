@@ -5,7 +5,8 @@ Flash-Decoding (Dao et al. 2023); one tile holds all query heads of a kv head, s
 request depend on its length alone: its result is the same in any batch.
 
 Lengths are read on the device: `split_list` lists all splits once a step, and each of n programs takes every n-th. So one
-captured graph serves every length, and a long context costs a short request nothing.
+captured graph serves every length, and a long context costs a short request nothing. For the same reason numbers that
+change from step to step are in `do_not_specialize`: a kernel is compiled once for a model, whatever it serves.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import triton.language as tl
 
 MIN_TILE_HEADS = 16  # what tl.dot takes at least
 LOG2_E = 1.4426950408889634
+LIST_TILE = 256  # requests that a program of the split list reads at a time
 INTERPRETED_PROGRAMS = 3  # no device to ask: few, so that each has several splits
 
 
@@ -54,7 +56,7 @@ def split_tokens(kv_len, MIN_SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: t
     return tl.maximum(per_split, MIN_SPLIT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def split_list_kernel(
     kv_lens_ptr,  # [B] int32
     list_ptr,  # [B * SPLITS + 1] int32
@@ -66,18 +68,21 @@ def split_list_kernel(
 ):
     """Program (request): its splits, behind those of the requests before it."""
     request = tl.program_id(0)
-    at = tl.arange(0, TILE_BATCH)
-    lens = tl.load(kv_lens_ptr + at, mask=at < batch, other=0)
-    counts = tl.cdiv(lens, split_tokens(lens, MIN_SPLIT, SPLITS, BLOCK))
-    first = tl.sum(tl.where(at < request, counts, 0))
-    count = tl.sum(tl.where(at == request, counts, 0))
+    before = tl.zeros([TILE_BATCH], tl.int32)
+    for start in range(0, request, TILE_BATCH):
+        at = start + tl.arange(0, TILE_BATCH)
+        lens = tl.load(kv_lens_ptr + at, mask=at < request, other=0)
+        before += tl.cdiv(lens, split_tokens(lens, MIN_SPLIT, SPLITS, BLOCK))
+    first = tl.sum(before)
+    kv_len = tl.load(kv_lens_ptr + request)
+    count = tl.cdiv(kv_len, split_tokens(kv_len, MIN_SPLIT, SPLITS, BLOCK))
     split = tl.arange(0, SPLITS)
     tl.store(list_ptr + first + split, request * SPLITS + split, mask=split < count)
     if request == batch - 1:
         tl.store(list_ptr + batch * SPLITS, first + count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "table_stride"])
 def decode_split_kernel(
     q_ptr,  # [B, heads, dim]; heads of a row are dense
     k_ptr,  # page 0 of this layer's K; rows of a token are dense
@@ -85,7 +90,8 @@ def decode_split_kernel(
     part_ptr,  # [B, splits, heads, dim] fp32: normalised output of each split
     lse_ptr,  # [B, splits, heads] fp32: log2 of each split's sum of weights
     list_ptr,  # [B * splits + 1] int32: request * splits + split of each; the last is how many there are
-    table_ptr,  # [B, table_stride] int32
+    table_ptr,  # [slots, table_stride] int32
+    slots_ptr,  # [B] int64
     kv_lens_ptr,  # [B] int32
     batch,
     q_stride,
@@ -124,7 +130,7 @@ def decode_split_kernel(
         best = tl.full([TILE_HEADS], float("-inf"), tl.float32)
         total = tl.zeros([TILE_HEADS], tl.float32)
         acc = tl.zeros([TILE_HEADS, TILE_DIM], tl.float32)
-        table = table_ptr + request.to(tl.int64) * table_stride
+        table = table_ptr + tl.load(slots_ptr + request) * table_stride
         for at in range(begin, end, BLOCK):
             token = at + tl.arange(0, BLOCK)
             mask_n = token < end
@@ -214,8 +220,7 @@ def split_list(kv_lens: torch.Tensor, *, tiles: DecodeTiles) -> torch.Tensor:
     """[B * splits + 1] int32: the splits of requests of `kv_lens` [B] int32, for `decode`; once a step, for all layers."""
     batch = len(kv_lens)
     found = torch.empty((batch * tiles.splits + 1,), dtype=torch.int32, device=kv_lens.device)
-    width = triton.next_power_of_2(batch)
-    split_list_kernel[(batch,)](kv_lens, found, batch, TILE_BATCH=width, **split_rule(tiles), num_warps=1)
+    split_list_kernel[(batch,)](kv_lens, found, batch, TILE_BATCH=LIST_TILE, **split_rule(tiles), num_warps=1)
     return found
 
 
@@ -225,12 +230,13 @@ def decode(
     v_cache: torch.Tensor,
     *,
     page_table: torch.Tensor,
+    slots: torch.Tensor,
     kv_lens: torch.Tensor,
     splits: torch.Tensor,
     tiles: DecodeTiles,
 ) -> torch.Tensor:
     """[B, heads, dim] dense. q [B, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k; page_table
-    [B, pages] int32; kv_lens [B] int32, at least 1; `splits`: `split_list` of these lengths and tiles.
+    [slots, pages] int32; slots [B] int64; kv_lens [B] int32, at least 1; `splits`: `split_list` of these lengths and tiles.
     """
     batch, heads, dim = q.shape
     page_size, kv_heads = k_cache.shape[1:3]
@@ -247,6 +253,7 @@ def decode(
         lse,
         splits,
         page_table,
+        slots,
         kv_lens,
         batch,
         q.stride(0),

@@ -95,13 +95,14 @@ def extend_block(
     return best_now, total * factor + tl.sum(weights, 1), acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def extend_kernel(
     q_ptr,  # [T, heads, dim]; heads of a row are dense
     k_ptr,  # page 0 of this layer's K; rows of a token are dense
     v_ptr,
     out_ptr,  # [T, heads, dim] dense
-    table_ptr,  # [B, table_stride] int32
+    table_ptr,  # [slots, table_stride] int32
+    slots_ptr,  # [B] int64
     starts_ptr,  # [B + 1] int32: first row of each request in q
     kv_lens_ptr,  # [B] int32
     q_stride,
@@ -138,7 +139,7 @@ def extend_kernel(
         best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_ROWS], tl.float32)
         acc = tl.zeros([BLOCK_ROWS, TILE_DIM], tl.float32)
-        table = table_ptr + request.to(tl.int64) * table_stride
+        table = table_ptr + tl.load(slots_ptr + request) * table_stride
         for at in range(0, seen_by_all, BLOCK):
             best, total, acc = extend_block(
                 q, best, total, acc, at, end, position, table, k_ptr, v_ptr, page_stride, kv_head, scale,
@@ -164,13 +165,14 @@ def extend(
     v_cache: torch.Tensor,
     *,
     page_table: torch.Tensor,
+    slots: torch.Tensor,
     starts: torch.Tensor,
     kv_lens: torch.Tensor,
     most_rows: int,
     tiles: ExtendTiles,
 ) -> torch.Tensor:
     """[T, heads, dim] dense. q [T, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k; page_table
-    [B, pages] int32; starts [B + 1] int32; `most_rows`: an upper bound of the requests' q_len, known to the host.
+    [slots, pages] int32; slots [B] int64; starts [B + 1] int32; `most_rows`: an upper bound of the requests' q_len, known to the host.
     """
     (_, heads, dim), (_, page_size, kv_heads, _) = q.shape, k_cache.shape
     cache = cache_constants(heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, dtype=k_cache.dtype)
@@ -181,6 +183,7 @@ def extend(
         v_cache,
         out,
         page_table,
+        slots,
         starts,
         kv_lens,
         q.stride(0),

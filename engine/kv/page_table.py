@@ -8,13 +8,13 @@ from engine.kv.upload import upload
 
 
 class PageTable:
-    """[num_slots + 1, max_pages] int32, rows padded with old pages: readers go by kv_len.
+    """`rows`: [num_slots + 1, max_pages] int32, padded with old pages: readers go by kv_len.
 
     No request has the last row (`scratch_slot`), which is page 0 throughout.
     """
 
     def __init__(self, *, num_slots: int, max_pages: int, page_size: int, device: torch.device) -> None:
-        self._rows = torch.zeros((num_slots + 1, max_pages), dtype=torch.int32, device=device)
+        self.rows = torch.zeros((num_slots + 1, max_pages), dtype=torch.int32, device=device)
         self.scratch_slot = num_slots
         self._page_size = page_size
         self.device = device
@@ -31,17 +31,9 @@ class PageTable:
             pages += item.new_pages
         if pages:
             at = upload(torch.tensor([slots, columns, pages]), self.device)
-            self._rows[at[0], at[1]] = at[2].to(torch.int32)
-
-    def rows(self, slots: Tensor, *, max_kv_len: int) -> Tensor:
-        """Return [B, pages for max_kv_len] int32."""
-        return self._rows[slots, : -(-max_kv_len // self._page_size)]
-
-    def whole_rows(self, slots: Tensor) -> Tensor:
-        """Return [B, max_pages] int32."""
-        return self._rows.index_select(0, slots)
+            self.rows[at[0], at[1]] = at[2].to(torch.int32)
 
     def locate(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the (pages, offsets) of positions of the slots' requests, all [T] int64."""
         column = positions // self._page_size
-        return self._rows[slots, column].to(torch.int64), positions - column * self._page_size
+        return self.rows[slots, column].to(torch.int64), positions - column * self._page_size

@@ -14,7 +14,8 @@ class StepBatch:
     extend:      any q_len; False: every q_len is 1 (decode) and T == B
     q_lens:      [B] new tokens of each request, at least 1
     kv_lens:     [B] tokens of each request in the cache after this step
-    page_table:  [B, max_pages] int32; row i: page ids of request i in order, padded with 0
+    page_table:  [slots, max_pages] int32, of all requests; row s: page ids of the request in slot s in order, then padding
+    slots:       [B] int64
     token_pages: [T] int64, token_offsets: [T] int64: where each new token's KV goes
     riders:      requests of an extend step that decode; None: any request of one token may
     """
@@ -23,6 +24,7 @@ class StepBatch:
     q_lens: Sequence[int]
     kv_lens: Sequence[int]
     page_table: torch.Tensor
+    slots: torch.Tensor
     token_pages: torch.Tensor
     token_offsets: torch.Tensor
     riders: Sequence[int] | None = None
@@ -32,12 +34,17 @@ class StepBatch:
         ends = list(accumulate(self.q_lens))
         return [(end - n, end) for end, n in zip(ends, self.q_lens, strict=True)]
 
+    def page_rows(self, page_size: int) -> torch.Tensor:
+        """Return [B, pages of the longest request] int32, a copy: row i: of request i."""
+        return self.page_table[self.slots, : -(-max(self.kv_lens) // page_size)]
+
 
 @dataclass(slots=True)
 class DeviceStep:
     """A decode step of B requests whose lengths only the device knows, as captured graphs need it. kv_lens: [B] int32."""
 
     page_table: torch.Tensor
+    slots: torch.Tensor
     kv_lens: torch.Tensor
     token_pages: torch.Tensor
     token_offsets: torch.Tensor

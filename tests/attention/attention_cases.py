@@ -57,12 +57,12 @@ def pages_needed(lengths: list[int], page_size: int) -> int:
 def make_step(
     sequences: list[Sequence], starts: list[int], ends: list[int], *, page_size: int, extend: bool
 ) -> StepBatch:
-    """The step that computes tokens starts[i]..ends[i]-1 of each request."""
-    width = max(len(s.pages) for s in sequences)
-    table = torch.zeros((len(sequences), width), dtype=torch.int32)
+    """The step that computes tokens starts[i]..ends[i]-1 of each request. Slots of no request hold no page's number."""
+    slots = [2 * i + 1 for i in reversed(range(len(sequences)))]
+    table = torch.full((2 * len(sequences) + 1, max(len(s.pages) for s in sequences) + 1), -1, dtype=torch.int32)
     positions, pages = [], []
-    for i, (s, start, end) in enumerate(zip(sequences, starts, ends, strict=True)):
-        table[i, : len(s.pages)] = torch.tensor(s.pages, dtype=torch.int32)
+    for slot, s, start, end in zip(slots, sequences, starts, ends, strict=True):
+        table[slot] = torch.tensor(s.pages + [0] * (table.shape[1] - len(s.pages)), dtype=torch.int32)
         positions += range(start, end)
         pages += [s.pages[p // page_size] for p in range(start, end)]
     positions_t = torch.tensor(positions)
@@ -71,6 +71,7 @@ def make_step(
         q_lens=[e - s for s, e in zip(starts, ends, strict=True)],
         kv_lens=list(ends),
         page_table=table,
+        slots=torch.tensor(slots),
         token_pages=torch.tensor(pages),
         token_offsets=positions_t % page_size,
     )

@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels.triton_decode import (
+    LIST_TILE,
     cache_constants,
     decode_merge_kernel,
     decode_split_kernel,
@@ -54,7 +55,8 @@ def test_decode_compiles_for_sm_90_without_spills(shape, dtype):
     signature = {
         **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr"], f"*{dtype}"),
         **dict.fromkeys(["part_ptr", "lse_ptr"], "*fp32"),
-        **dict.fromkeys(["list_ptr", "table_ptr", "kv_lens_ptr"], "*i32"),
+        **dict.fromkeys(["list_ptr", "table_ptr"], "*i32"),
+        **{"slots_ptr": "*i64", "kv_lens_ptr": "*i32"},
         **dict.fromkeys(["batch", "q_stride", "table_stride"], "i32"),
         **{"page_stride": "i64", "scale": "fp32"},
     }
@@ -72,7 +74,9 @@ def test_what_stands_around_decode_compiles_for_sm_90_without_spills():
     constants = merge_constants(heads=16, dim=128, tiles=tiles)
     check_compiled(decode_merge_kernel, signature, constants, aligned=[], warps=4, stages=2)
     signature = {"kv_lens_ptr": "*i32", "list_ptr": "*i32", "batch": "i32"}
-    check_compiled(split_list_kernel, signature, {"TILE_BATCH": 64, **split_rule(tiles)}, aligned=[], warps=1, stages=2)
+    check_compiled(
+        split_list_kernel, signature, {"TILE_BATCH": LIST_TILE, **split_rule(tiles)}, aligned=[], warps=1, stages=2
+    )
     signature = {
         **dict.fromkeys(["k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"], "*bf16"),
         **dict.fromkeys(["pages_ptr", "offsets_ptr"], "*i64"),
@@ -103,7 +107,7 @@ def test_elementwise_kernels_compile_for_sm_90_without_spills():
 def test_extend_compiles_for_sm_90_without_spills(shape, dtype):
     signature = {
         **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr", "out_ptr"], f"*{dtype}"),
-        **dict.fromkeys(["table_ptr", "starts_ptr", "kv_lens_ptr"], "*i32"),
+        **{"table_ptr": "*i32", "slots_ptr": "*i64", **dict.fromkeys(["starts_ptr", "kv_lens_ptr"], "*i32")},
         **{"q_stride": "i32", "table_stride": "i32", "page_stride": "i64", "scale": "fp32"},
     }
     tiles = extend_tiles(dim=SHAPES[shape]["dim"], dtype=TORCH_DTYPES[dtype])

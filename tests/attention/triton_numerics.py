@@ -79,6 +79,7 @@ def check_lengths_on_the_device() -> None:
     backend.begin_on_device(
         DeviceStep(
             page_table=more(step.page_table, (0, 7, 0, 1)),
+            slots=more(step.slots, (0, 1), value=len(step.page_table)),
             kv_lens=more(torch.tensor(ends, dtype=torch.int32), (0, 1), value=1),
             token_pages=more(step.token_pages, (0, 1)),
             token_offsets=more(step.token_offsets, (0, 1)),
@@ -102,6 +103,18 @@ def check_alone_and_together() -> None:
     assert torch.equal(together[1], alone[0])
 
 
+def check_split_list() -> None:
+    """More requests than a program reads at a time."""
+    tiles = triton_decode.DecodeTiles(min_split=16, splits=4, block=16)
+    kv_lens = [1, 16, 17, 40, 200, 3, 64, 65, 33]
+    setattr(triton_decode, "LIST_TILE", 4)  # noqa: B010
+    found = triton_decode.split_list(torch.tensor(kv_lens, dtype=torch.int32), tiles=tiles).tolist()
+    counts = [1, 1, 2, 3, 4, 1, 4, 3, 3]  # of 16 tokens each; of 64 and of 32 where four of 16 are too few
+    expected = [4 * i + j for i, count in enumerate(counts) for j in range(count)]
+    assert found[: len(expected)] == expected and found[-1] == len(expected), found
+    guarded.check()
+
+
 def main() -> None:
     torch.set_num_threads(1)
     for module in (triton_decode, triton_extend, triton_elementwise):
@@ -115,6 +128,7 @@ def main() -> None:
     check("decode, dim", odd, [20], [21], page_size=16, extend=False)
     check("extend, dim", odd, [3], [21], page_size=16, extend=True)
     check("extend, tiles", mqa, [0, 70], [70, 140], page_size=16, extend=True)
+    check_split_list()
     check_alone_and_together()
     check_lengths_on_the_device()
     check_elementwise(guarded.check)
