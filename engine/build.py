@@ -1,5 +1,6 @@
 """Puts an engine together: the model and its device, the core, the host tier."""
 
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,14 +23,20 @@ from engine.device import Device, MakeCapture, allocate_pool, build_device
 from engine.executor.weights import WeightUpdater
 from engine.hicache.build import build_host_tier
 from engine.hicache.disk import Disk
+from engine.kv.host_memory import available_bytes
+from engine.kv.host_pool import HostPool
 from engine.kv.identity import fingerprint, kv_identity
 from engine.kv.kv_pool import KVPool
+from engine.kv.page_backup import PageBackup
 from engine.kv_events_config import parse_kv_events_config
+from engine.local_defaults import usable_cores
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
-from engine.resolve import depth, limits, resolve, step_budget
+from engine.resolve import backup_pages, depth, limits, resolve, step_budget
 from service.flags import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +104,14 @@ def build_engine(
         if tier is not None:
             tier.cache.use_identity(identity(version=version, fingerprint=files))
 
+    backup = _page_backup(config, pool) if use.retracted_kv == "host" else None
     device = build_device(
         config,
         model_config,
         model,
         pool,
         host_pool=tier.pool if tier else None,
+        backup=backup,
         capture=capture,
         records=use.decodes,
         progress=progress,
@@ -114,7 +123,15 @@ def build_engine(
         model=model_config,
         pool=pool,
         device=device,
-        scheduler=_scheduler(config, model_config, memory, use, tail_texts=tail_texts, num_token_ids=num_ids),
+        scheduler=_scheduler(
+            config,
+            model_config,
+            memory,
+            use,
+            backup_pages=backup.host.num_pages if backup else 0,
+            tail_texts=tail_texts,
+            num_token_ids=num_ids,
+        ),
         depth=depth(config),
         weights=WeightUpdater(
             model_path=config.model_path,
@@ -138,12 +155,28 @@ def _memory(config: EngineConfig, *, num_pages: int, host: HostCache | None) -> 
     return Memory(allocator=allocator, cache=cache, host=host), events
 
 
+def _page_backup(config: EngineConfig, pool: KVPool) -> PageBackup | None:
+    """Make room for copies of retracted requests; None: there is none, so they are computed again. Raises ConfigError."""
+    pages = backup_pages(config, num_pages=pool.num_pages, page_bytes=pool.page_bytes, free_bytes=available_bytes())
+    if pages == 0:
+        log.warning("retracted requests are computed again: half of the free host memory does not hold one KV page")
+        return None
+    try:
+        return PageBackup(HostPool(pool, num_pages=pages, threads=usable_cores()))
+    except (MemoryError, OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"--disaggregation-decode-retraction-backup host: no host memory for {pages * pool.page_bytes / 1e9:.1f} GB "
+            f"({error}); use recompute or prefill"
+        ) from error
+
+
 def _scheduler(
     config: EngineConfig,
     model: ModelConfig,
     memory: Memory,
     use: EngineUse,
     *,
+    backup_pages: int,
     tail_texts: TailTexts,
     num_token_ids: int,
 ) -> Scheduler:
@@ -157,7 +190,7 @@ def _scheduler(
         memory=memory,
         ratio=NewTokenRatio(conservativeness=config.schedule_conservativeness),
         growth=MeasuredGrowth(),
-        backup_pages=memory.allocator.num_pages if use.retracted_kv == "host" else 0,  # the pool once more
+        backup_pages=backup_pages,
     )
     return Scheduler(
         state,

@@ -60,6 +60,7 @@ def build_device(
     pool: KVPool,
     *,
     host_pool: HostPool | None,
+    backup: PageBackup | None,
     capture: MakeCapture | None,
     records: bool,
     progress: bool,
@@ -111,7 +112,7 @@ def build_device(
     sampler = Sampler(num_slots=num_slots, vocab_size=model_config.vocab_size, device=device)
     runner = ModelRunner(
         model=model,
-        backup=PageBackup(pool),
+        backup=backup,
         host_pool=host_pool,
         forward_pass=forward_pass,
         sample_pass=SamplePass(sampler=sampler, future_map=future_map, device=device),

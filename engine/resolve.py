@@ -13,6 +13,7 @@ from service.flags import ConfigError
 MAX_CPU_KV_BYTES = 4 << 30
 MAX_STEP_TIME_S = {"cpu": 1.0, "cuda": 0.5}  # below the time after which a router calls a worker silent (1.5 s)
 FIRST_FLOPS = {"cpu": 50e9, "cuda": 50e12}  # per second of a thread or GPU: a cautious guess, for the first step only
+BACKUP_SHARE = 0.5
 CHUNK_OF = {"cpu": 1024, "cuda": 8192}  # on a CPU more is no faster, and later requests wait longer
 
 
@@ -125,6 +126,14 @@ def host_pages(config: EngineConfig, *, num_pages: int, page_bytes: int, free_by
             f"{name} {value}: {pages * page_bytes / 1e9:.1f} GB of host memory, {free_bytes / 1e9:.1f} are free; lower it"
         )
     return pages
+
+
+def backup_pages(config: EngineConfig, *, num_pages: int, page_bytes: int, free_bytes: int) -> int:
+    """Return the host pages for copies of retracted requests: the pool once more.
+
+    On a GPU they are pinned at start, and take at most BACKUP_SHARE of the free host memory.
+    """
+    return num_pages if config.device == "cpu" else min(num_pages, int(free_bytes * BACKUP_SHARE) // page_bytes)
 
 
 def _check_hicache(config: EngineConfig) -> None:

@@ -98,7 +98,7 @@ class Plan:
     `masks`: by item index, the tokens that it may sample (`Grammar.bitmask`); filled in just before sampling is launched.
     `sample_deferred`: some masks follow from tokens in flight, so sampling is launched when these are collected.
 
-    Order that the executor owes: `to_host`, `from_host`, `drops` (copies to forget), `saves`, `loads`, `closes`, `opens`,
+    Order that the executor owes: `to_host`, `from_host`, `drops` (copies to forget), `loads`, `saves`, `closes`, `opens`,
     page rows of `items`, forward, sampling.
     """
 

@@ -54,7 +54,9 @@ class Executor:
         assert launch.sampling is not None, f"step {launch.plan.seq} is not sampled yet"
         if launch.forward is not None:
             launch.forward.result()  # done by then; its error is the first one
-        return _step_result(launch.plan, launch.sampling.result())
+        output = launch.sampling.result()
+        self.runner.wait_for_copies(launch.plan.seq)
+        return _step_result(launch.plan, output)
 
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` after every launched step, wait for it, and return or raise its outcome."""
@@ -62,6 +64,7 @@ class Executor:
 
     def close(self) -> None:
         self._stream.close()
+        self.runner.close()
 
 
 def _step_result(plan: Plan, output: StepOutput) -> StepResult:

@@ -18,7 +18,7 @@ class ModelRunner:
         self,
         *,
         model: DenseDecoder,
-        backup: PageBackup,
+        backup: PageBackup | None,
         host_pool: HostPool | None,
         forward_pass: ForwardPass,
         sample_pass: SamplePass,
@@ -45,16 +45,38 @@ class ModelRunner:
 
     def forward(self, plan: Plan) -> Tensor | None:
         """Run everything before sampling; reads no masks. Return the hidden states [T, hidden] of all new tokens, if any."""
-        if plan.to_host or plan.from_host:
-            assert self._host_pool is not None, "a plan copies to a host tier, and there is none"
-            self._host_pool.run(plan)
-        self._backup.run(plan)
+        self._copy_pages(plan)
         for slot in plan.closes:
             self._sample_pass.sampler.close(slot)
         for opened in plan.opens:
             self._sample_pass.sampler.open(opened)
             self._forward_pass.open(opened)
         return self._forward_pass.run(self._model, plan) if plan.items else None
+
+    def _copy_pages(self, plan: Plan) -> None:
+        if self._host_pool is None:
+            assert not plan.to_host and not plan.from_host, "a plan copies to a host tier, and there is none"
+        else:
+            self._host_pool.copy(plan.seq, out=plan.to_host, back=plan.from_host)
+            self._host_pool.guard(plan.items)
+        if self._backup is None:
+            assert not plan.saves, "a plan keeps copies of pages, and there is no room for them"
+        else:
+            self._backup.run(plan)
+
+    def wait_for_copies(self, seq: int) -> None:
+        """Block until the host pages of every step up to `seq` hold what left the device."""
+        for pool in self._host_pools():
+            pool.wait(seq)
+
+    def close(self) -> None:
+        """Give pinned memory back. No step may be in flight."""
+        for pool in self._host_pools():
+            pool.close()
+
+    def _host_pools(self) -> list[HostPool]:
+        pools = [self._host_pool, None if self._backup is None else self._backup.host]
+        return [pool for pool in pools if pool is not None]
 
     def sample(self, plan: Plan, hidden: Tensor | None) -> StepOutput:
         """Sample tokens, and compute logprobs and hidden states. `hidden`: what `forward` of the same plan returned."""

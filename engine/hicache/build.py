@@ -11,8 +11,10 @@ from engine.core.page_keys import KVIdentity
 from engine.hicache.disk import Disk
 from engine.hicache.page_file import file_bytes
 from engine.hicache.page_folder import PageFolder
+from engine.kv.host_memory import available_bytes
 from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import KVPool
+from engine.local_defaults import usable_cores
 from engine.resolve import host_pages
 from service.flags import ConfigError
 
@@ -28,7 +30,7 @@ def build_host_tier(
     config: EngineConfig, pool: KVPool, identity: KVIdentity, *, wakeup: Callable[[], None]
 ) -> HostTier:
     """Raises ConfigError. `wakeup` is called in a disk thread whenever work has ended."""
-    pages = host_pages(config, num_pages=pool.num_pages, page_bytes=pool.page_bytes, free_bytes=_available_bytes())
+    pages = host_pages(config, num_pages=pool.num_pages, page_bytes=pool.page_bytes, free_bytes=available_bytes())
     host_pool = _allocate(pool, pages)
     folder = PageFolder.open(config.hicache_storage_dir) if config.hicache_storage_dir is not None else None
     index = None if folder is None else open_index(folder, identity, max_gb=config.hicache_storage_size_gb)
@@ -63,15 +65,7 @@ def open_index(folder: PageFolder, identity: KVIdentity, *, max_gb: float) -> Di
 
 def _allocate(pool: KVPool, pages: int) -> HostPool:
     try:
-        return HostPool(pool, num_pages=pages)
+        return HostPool(pool, num_pages=pages, threads=usable_cores())
     except (MemoryError, OSError, RuntimeError, ValueError) as error:
         size = pages * pool.page_bytes / 1e9
         raise ConfigError(f"--hicache-size: no host memory for {size:.1f} GB ({error}); lower it") from error
-
-
-def _available_bytes() -> int:
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise ConfigError("--enable-hierarchical-cache: /proc/meminfo does not say how much memory is available")

@@ -1,81 +1,61 @@
-"""The bytes of the host tier: copies pages out of the KV pool and back, in stream order, as plans say."""
-
-from collections.abc import Iterator
+"""Pages in host memory: their bytes, and copies of KV pages into them and back, as plans say."""
 
 import torch
 from torch import Tensor
 
-from engine.core.plan import PageCopy, Plan
+from engine.core.plan import PageCopy, PlanItem
 from engine.kv.kv_pool import KVPool, zeroed_bytes
-from engine.kv.upload import upload
-
-STAGING_BYTES = 64 << 20  # of device memory that a copy may take beside the pool
+from engine.kv.page_copies import DirectCopies, PageCopies, StagedCopies
+from engine.kv.pinned import CudaRegistrar, PinnedBytes
+from engine.kv.side_stream import CudaSideStream
 
 
 class HostPool:
-    """`num_pages` pages, numbered from 0; pinned for a pool on a CUDA device.
+    """`num_pages` pages, numbered from 0. For a pool on a CUDA device they are pinned, and `threads` touch them at start."""
 
-    There a copy is a gather on the device and one transfer for each run of neighbouring host pages, all enqueued: a host page
-    must not change until its step is collected.
-    """
-
-    def __init__(self, pool: KVPool, *, num_pages: int) -> None:
+    def __init__(self, pool: KVPool, *, num_pages: int, threads: int = 1) -> None:
         self.num_pages = num_pages
         self.page_bytes = pool.page_bytes
-        self._device_pages = _words(pool.buffer, 1 + pool.num_pages)
-        self._on_cpu = pool.device.type == "cpu"
-        size_bytes = num_pages * pool.page_bytes
-        if self._on_cpu:
-            buffer = zeroed_bytes(size_bytes, pool.device)
+        self._page_size = pool.page_size
+        size_bytes, device = num_pages * pool.page_bytes, pool.device
+        device_pages = _words(pool.buffer, 1 + pool.num_pages)
+        self._pinned: PinnedBytes | None = None
+        if device.type == "cpu":
+            buffer = zeroed_bytes(size_bytes, device)
+            self._copies: PageCopies = DirectCopies(device_pages, _words(buffer, num_pages))
         else:
-            buffer = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-        self._pages = _words(buffer, num_pages)
+            self._pinned = PinnedBytes(size_bytes, registrar=CudaRegistrar(), threads=threads)
+            buffer = self._pinned.tensor
+            self._copies = StagedCopies(
+                device_pages, _words(buffer, num_pages), make_stream=lambda: CudaSideStream.on(device)
+            )
         self._bytes = buffer.numpy().data
-        self._per_copy = max(1, STAGING_BYTES // pool.page_bytes)
 
     def page(self, host_page: int) -> memoryview:
         """Return its bytes, writable. No step in flight may touch them."""
         return self._bytes[host_page * self.page_bytes : (host_page + 1) * self.page_bytes]
 
-    def run(self, plan: Plan) -> None:
-        """Copy out, then back: a page may go both ways in one step."""
-        for at in range(0, len(plan.to_host), self._per_copy):
-            self._copy_out(plan.to_host[at : at + self._per_copy])
-        for at in range(0, len(plan.from_host), self._per_copy):
-            self._copy_back(plan.from_host[at : at + self._per_copy])
+    def copy(self, seq: int, *, out: list[PageCopy], back: list[PageCopy]) -> None:
+        """Copy out, then back, in the order of steps: a page may go both ways in step `seq`."""
+        self._copies.run(seq, out=out, back=back)
 
-    def _copy_out(self, copies: list[PageCopy]) -> None:
-        if self._on_cpu:
-            for copy in copies:
-                self._pages[copy.host_page].copy_(self._device_pages[copy.page])
-            return
-        staged = self._device_pages[self._index([c.page for c in copies])]
-        for at, host_page, n in runs([c.host_page for c in copies]):
-            self._pages[host_page : host_page + n].copy_(staged[at : at + n], non_blocking=True)
+    def guard(self, items: list[PlanItem]) -> None:
+        """Call it before the forward of `items`: pages that they are the first to write may still be on their way out."""
+        size = self._page_size
+        self._copies.guard(
+            page for item in items for page in item.new_pages[max(0, item.start // size - item.page_start) :]
+        )
 
-    def _copy_back(self, copies: list[PageCopy]) -> None:
-        if self._on_cpu:
-            for copy in copies:
-                self._device_pages[copy.page].copy_(self._pages[copy.host_page])
-            return
-        staged = torch.empty(len(copies), *self._pages.shape[1:], dtype=torch.int64, device=self._device_pages.device)
-        for at, host_page, n in runs([c.host_page for c in copies]):
-            staged[at : at + n].copy_(self._pages[host_page : host_page + n], non_blocking=True)
-        self._device_pages[self._index([c.page for c in copies])] = staged
+    def wait(self, seq: int) -> None:
+        """Block until the copies of every step up to `seq` have landed. The end of its forward does not say so."""
+        self._copies.wait(seq)
 
-    def _index(self, pages: list[int]) -> Tensor:
-        return upload(torch.tensor(pages, dtype=torch.int64), self._device_pages.device)
+    def close(self) -> None:
+        """Unpin the pages. No step may be in flight."""
+        if self._pinned is not None:
+            self._pinned.close()
 
 
 def _words(buffer: Tensor, num_pages: int) -> Tensor:
     """View as [num_pages, page_bytes / 8] int64: a gather moves words (a page is a multiple of 64 bytes)."""
     return buffer.view(torch.int64).view(num_pages, -1)
-
-
-def runs(pages: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (index of the first, its page, length) of each run of successive pages."""
-    start = 0
-    for i in range(1, len(pages) + 1):
-        if i == len(pages) or pages[i] != pages[i - 1] + 1:
-            yield start, pages[start], i - start
-            start = i

@@ -1,35 +1,35 @@
-"""Copies of retracted requests' KV pages in host memory, out and back in stream order."""
+"""Copies of retracted requests' KV pages in host memory, out and back in the order of plans."""
 
-import torch
-from torch import Tensor
-
-from engine.core.plan import PageLoad, PageSave, Plan
-from engine.kv.kv_pool import KVPool
+from engine.core.plan import PageCopy, PageLoad, PageSave, Plan
+from engine.kv.host_pool import HostPool
 
 
 class PageBackup:
-    def __init__(self, pool: KVPool) -> None:
-        self._pages = pool.buffer.view(1 + pool.num_pages, pool.page_bytes)
-        self._copies: dict[int, Tensor] = {}  # key -> [pages, page_bytes] uint8 on the host
+    """`host`: room for the pages of all copies at once."""
+
+    def __init__(self, host: HostPool) -> None:
+        self.host = host
+        self._free = list(range(host.num_pages - 1, -1, -1))  # popped from the end: low pages first
+        self._copies: dict[int, list[int]] = {}  # key -> host pages
 
     def run(self, plan: Plan) -> None:
-        """Drop copies, then copy out, then back: a key may be dropped and used again in one step."""
+        """Drop copies, then copy back, then out: what is dropped or loaded makes room for what is saved in the same step."""
         for key in plan.drops:
-            del self._copies[key]
-        for save in plan.saves:
-            self._save(save)
-        for load in plan.loads:
-            self._load(load)
+            self._free += reversed(self._copies.pop(key))
+        if plan.loads:
+            self.host.copy(plan.seq, out=[], back=[copy for load in plan.loads for copy in self._load(load)])
+        if plan.saves:
+            self.host.copy(plan.seq, out=[copy for save in plan.saves for copy in self._save(save)], back=[])
 
-    def _save(self, save: PageSave) -> None:
-        pages = self._pages[self._index(save.pages)]
-        if pages.device.type != "cpu":
-            pages = torch.empty(pages.shape, dtype=pages.dtype, pin_memory=True).copy_(pages, non_blocking=True)
-        self._copies[save.key] = pages
+    def _save(self, save: PageSave) -> list[PageCopy]:
+        assert len(save.pages) <= len(self._free), "more copies than the host has room for"
+        host_pages = [self._free.pop() for _ in save.pages]
+        self._copies[save.key] = host_pages
+        return [PageCopy(page, host_page) for page, host_page in zip(save.pages, host_pages, strict=True)]
 
-    def _load(self, load: PageLoad) -> None:
-        copy = self._copies.pop(load.key)[load.start : load.start + len(load.pages)]
-        self._pages[self._index(load.pages)] = copy.to(self._pages.device, non_blocking=True)
-
-    def _index(self, pages: list[int]) -> Tensor:
-        return torch.tensor(pages, dtype=torch.int64, device=self._pages.device)
+    def _load(self, load: PageLoad) -> list[PageCopy]:
+        """Its host pages are free at once: the next copy out runs behind."""
+        host_pages = self._copies.pop(load.key)
+        self._free += reversed(host_pages)
+        chosen = host_pages[load.start : load.start + len(load.pages)]
+        return [PageCopy(page, host_page) for page, host_page in zip(load.pages, chosen, strict=True)]

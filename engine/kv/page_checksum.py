@@ -13,6 +13,7 @@ import torch
 
 from engine.kv.kv_pool import KVPool
 from engine.kv.splitmix import GOLDEN, mix, signed
+from engine.kv.upload import upload
 
 NAME = "splitmix64"  # peers must compute the same
 SCRATCH_BYTES = {"cpu": 1 << 18}  # stays in a core's cache; other devices:
@@ -36,7 +37,7 @@ class PageChecksum:
         """Return the checksum of `pages`, in their order; signed, 64 bits."""
         total = torch.zeros((), dtype=torch.int64, device=self._words.device)
         for at in range(0, len(pages), self.pages_at_a_time):
-            part = torch.tensor(pages[at : at + self.pages_at_a_time], dtype=torch.int64, device=self._words.device)
+            part = upload(torch.tensor(pages[at : at + self.pages_at_a_time], dtype=torch.int64), self._words.device)
             number = torch.arange(at + 1, at + 1 + len(part), dtype=torch.int64, device=self._words.device)
             sums = mix(self._words[part].add_(self._offsets)).sum(dim=1)
             total += mix(sums.add_(number * ODD)).sum()

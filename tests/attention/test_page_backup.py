@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine.core.plan import PageLoad, PageSave, Plan
+from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import CacheSpec, KVPool
 from engine.kv.page_backup import PageBackup
 
@@ -17,13 +18,18 @@ def test_pages_come_back_elsewhere_as_they_were_when_they_were_saved() -> None:
     pool = KVPool(specs, num_pages=9, page_size=4, device="cpu")
     pages = pool.buffer.view(10, -1)
     pages.copy_(torch.randint(0, 256, pages.shape, dtype=torch.uint8))
-    was, backup = pages.clone(), PageBackup(pool)
+    was, backup = pages.clone(), PageBackup(HostPool(pool, num_pages=4))
     backup.run(plan_of(saves=[PageSave(7, [5, 2, 8]), PageSave(8, [1])]))
     pages.zero_()
     backup.run(plan_of(loads=[PageLoad(7, 1, [4, 9])], drops=[8]))
     expected = torch.zeros_like(was)
     expected[4], expected[9] = was[2], was[8]
     assert torch.equal(pages, expected)
+    backup.run(plan_of(saves=[PageSave(9, [1, 2, 3, 4])]))  # all of the room
+    with pytest.raises(AssertionError, match="room"):
+        backup.run(plan_of(saves=[PageSave(10, [5])]))
+    backup.run(plan_of(loads=[PageLoad(9, 3, [6])], saves=[PageSave(10, [5, 4, 9, 7])]))  # the room of what is loaded
+    assert torch.equal(pages[6], was[2])
     with pytest.raises(KeyError):
         backup.run(plan_of(loads=[PageLoad(7, 0, [1, 2, 3])]))
     with pytest.raises(KeyError):

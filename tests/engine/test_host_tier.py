@@ -11,7 +11,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.kv.identity import fingerprint
 from engine.model_files.model_config import load_model_config
-from engine.resolve import host_pages, resolve
+from engine.resolve import backup_pages, host_pages, resolve
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -147,6 +147,15 @@ def test_a_bad_flag_is_an_error_that_names_it(message: str, flags: dict[str, obj
 
 def pages_of(**flags: float) -> int:
     return host_pages(EngineConfig(**flags), num_pages=100, page_bytes=1000, free_bytes=500_000)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "free_bytes", "pages"), [("cpu", 0, 100), ("cuda", 10**6, 100), ("cuda", 150_000, 75), ("cuda", 1999, 0)]
+)
+def test_backups_take_the_pool_once_more_but_pin_at_most_half_of_the_free_memory(
+    device: str, free_bytes: int, pages: int
+) -> None:
+    assert backup_pages(EngineConfig(device=device), num_pages=100, page_bytes=1000, free_bytes=free_bytes) == pages
 
 
 def test_host_pages_follow_the_ratio_or_the_size() -> None:

@@ -1,0 +1,52 @@
+"""How much memory this process may still take: what the machine has, and what its cgroups allow."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Return the least of MemAvailable and the rest of each memory limit above this process, in bytes.
+
+    Sources: proc(5) meminfo, the kernel's cgroup-v2 (memory.max, memory.current) and v1 (memory.limit_in_bytes,
+    memory.usage_in_bytes). Files that the kernel drops under pressure count as free. `root`: where proc and sys are.
+    """
+    return max(0, min([_machine_bytes(root), *_cgroup_bytes(root)]))
+
+
+def _machine_bytes(root: Path) -> int:
+    return _fields(root / "proc/meminfo")["MemAvailable:"] * 1024
+
+
+def _cgroup_bytes(root: Path) -> Iterator[int]:
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            base, most, now, cold = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            base, most = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            now, cold = "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        while folder.is_relative_to(base):  # a limit further up holds, too; a container sees its own group as the base
+            limit, used = _number(folder / most), _number(folder / now)
+            if limit is not None and used is not None:
+                yield limit - used + _fields(folder / "memory.stat").get(cold, 0)
+            folder = folder.parent
+
+
+def _number(file: Path) -> int | None:
+    lines = _lines(file)
+    return int(lines[0]) if lines and lines[0].isdigit() else None  # "max": no limit
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """Name -> number of lines like "MemAvailable:  123 kB"."""
+    return {words[0]: int(words[1]) for line in _lines(file) if len(words := line.split()) > 1}
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,73 @@
+"""Streams in place of CUDA's: what is enqueued runs later, in any order that marks allow."""
+
+import random
+from collections import deque
+from collections.abc import Callable
+
+
+class MarkInATest:
+    def __init__(self, streams: "StreamsInATest") -> None:
+        self._streams = streams
+        self.reached = False
+
+    def reach(self) -> None:
+        self.reached = True
+
+    def hold_main(self) -> None:
+        self._streams.main.follow(self)
+
+    def wait(self) -> None:
+        while not self.reached:
+            self._streams.run_one()
+
+
+class StreamInATest:
+    def __init__(self, streams: "StreamsInATest") -> None:
+        self._streams = streams
+        self._ahead: deque[MarkInATest | Callable[[], None]] = deque()  # a mark: wait for it; else: work
+
+    def run(self, work: Callable[[], None]) -> None:
+        self._ahead.append(work)
+
+    def mark(self) -> MarkInATest:
+        mark = MarkInATest(self._streams)
+        self._ahead.append(mark.reach)
+        return mark
+
+    def follow(self, mark: MarkInATest) -> None:  # type: ignore[override]
+        self._ahead.append(mark)
+
+    def follow_main(self) -> None:
+        self.follow(self._streams.main.mark())
+
+    @property
+    def can_run(self) -> bool:
+        while self._ahead and isinstance(self._ahead[0], MarkInATest) and self._ahead[0].reached:
+            self._ahead.popleft()
+        return bool(self._ahead) and not isinstance(self._ahead[0], MarkInATest)
+
+    def run_one(self) -> None:
+        work = self._ahead.popleft()
+        assert not isinstance(work, MarkInATest)
+        work()
+
+
+class StreamsInATest:
+    """`main` and those that `make` made."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.main = StreamInATest(self)
+        self._all = [self.main]
+
+    def make(self) -> StreamInATest:
+        self._all.append(StreamInATest(self))
+        return self._all[-1]
+
+    def run_one(self) -> None:
+        self._random.choice([stream for stream in self._all if stream.can_run]).run_one()
+
+    def run_some(self) -> None:
+        for _ in range(self._random.randrange(6)):
+            if any(stream.can_run for stream in self._all):
+                self.run_one()
