@@ -11,12 +11,15 @@ from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOu
 class StepEffects:
     """What follows from a step: `outputs` to send, requests with a finished chunk, and requests with complete prefill.
 
-    `prefilled`: each with its sample, and the output to send once its KV is handed over.
+    `prefilled`: each with its sample, and the output to send once its KV is handed over. `lost`: the live requests of a step
+    that failed because of `failure`; the caller aborts them.
     """
 
     outputs: list[TokenOutput] = field(default_factory=list)
     progressed: list[Request] = field(default_factory=list)
     prefilled: list[tuple[Request, TokenOutput, ItemResult]] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    failure: str = ""
 
 
 def output_of(request: Request, new_ids: list[int]) -> TokenOutput:

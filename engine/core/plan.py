@@ -132,7 +132,8 @@ class ItemResult(msgspec.Struct):
 
 @dataclass(slots=True)
 class StepResult:
-    """Parallel to `Plan.items`."""
+    """`items`: parallel to `Plan.items`. `failure`: why the step has no results, and its items are empty; "": it has."""
 
     seq: int
     items: list[ItemResult]
+    failure: str = ""

@@ -57,7 +57,7 @@ class Request:
     prefill_only: bool = False
     priority: int = 0
     grammar: Grammar | None = None  # advanced with every committed token
-    keep_kv: bool = True  # others may find its KV
+    keep_kv: bool = True  # others may find its KV; no more once a step of it has failed
     return_hidden_states: bool = False
     pooling: str = ""  # "last" | "mean": an embedding request
     adapter: int = 0  # number of the adapter's load (engine/core/adapters.py); 0: the model alone

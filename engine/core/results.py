@@ -22,7 +22,7 @@ class Results:
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
         """Take the results of the oldest launched step."""
         assert result.seq == plan.seq and len(result.items) == len(plan.items)
-        effects, live, host = StepEffects(), self._state.stages.live, self._state.memory.host
+        effects, live, host = StepEffects(failure=result.failure), self._state.stages.live, self._state.memory.host
         self._state.backups.on_collected(plan)
         if host is not None:
             host.on_collected(plan)
@@ -30,18 +30,28 @@ class Results:
             request = live[item.rid]
             request.inflight -= 1
             request.pending -= item.sample
+            if result.failure:
+                self._lose(request, effects)
+                continue
             if (kv_len := item.kv_len) > request.computed_len:
                 request.computed_len = kv_len
             if request.finish is None:
                 self._apply(request, item, item_result, effects)
             else:
                 self._state.counters.wasted_samples += item.sample
+        self._state.counters.failed_steps += bool(result.failure)
         self._departures.settle()
         if not all(item.extend for item in plan.items):
             self._state.ratio.decay()
         if not live:
             self._state.ratio.reset()
         return effects
+
+    def _lose(self, request: Request, effects: StepEffects) -> None:
+        """A step in flight behind the failed one reads KV that was never written: others must not find what it computes."""
+        request.keep_kv = False
+        if request.finish is None:
+            effects.lost.append(request.rid)
 
     def _apply(self, request: Request, item: PlanItem, result: ItemResult, effects: StepEffects) -> None:
         request.unsent.input_logprobs += result.input_logprobs

@@ -33,6 +33,7 @@ class Counters:
     prefill_steps: int = 0  # of them, those with a part of a prompt
     mixed_steps: int = 0  # of these, those in which decodes rode along
     wasted_samples: int = 0  # of requests that had ended
+    failed_steps: int = 0  # for lack of device memory; their requests were aborted
     deferred_samples: int = 0  # steps whose sampling waited for masks
 
 

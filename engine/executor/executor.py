@@ -7,7 +7,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from engine.core.plan import ItemResult, Plan, StepResult
-from engine.executor.model_runner import ModelRunner
+from engine.executor.model_runner import DeviceOutOfMemory, ModelRunner
 from engine.executor.sample_pass import Logprobs, StepOutput
 from engine.executor.stream import Stream, StreamTask
 from engine.messages import TokenLogprob
@@ -50,12 +50,18 @@ class Executor:
         launch.sampling = self._stream.submit(lambda: self.runner.sample(launch.plan, launch.hidden))
 
     def collect(self, launch: Launch) -> StepResult:
-        """Wait for a step and read its results; raises the error of the step."""
+        """Wait for a step and read its results. Raises the error of the step, except that a want of memory is its result."""
         assert launch.sampling is not None, f"step {launch.plan.seq} is not sampled yet"
-        if launch.forward is not None:
-            launch.forward.result()  # done by then; its error is the first one
-        output = launch.sampling.result()
+        try:
+            if launch.forward is not None:
+                launch.forward.result()  # done by then; its error is the first one
+            output: StepOutput | str = launch.sampling.result()
+        except DeviceOutOfMemory as error:
+            output = str(error)
         self.runner.wait_for_copies(launch.plan.seq)
+        if isinstance(output, str):
+            items = [ItemResult(token=None) for _ in launch.plan.items]
+            return StepResult(seq=launch.plan.seq, items=items, failure=output)
         return _step_result(launch.plan, output)
 
     def call(self, work: Callable[[], T]) -> T:

@@ -3,6 +3,10 @@
 Nothing here waits for the device: on CUDA everything is enqueued and results are copied to pinned memory behind it.
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
 from torch import Tensor
 
 from engine.core.plan import Plan
@@ -11,6 +15,12 @@ from engine.executor.sample_pass import SamplePass, StepOutput, nothing_sampled
 from engine.kv.host_pool import HostPool
 from engine.kv.page_backup import PageBackup
 from engine.models.decoder import DenseDecoder
+
+T = TypeVar("T")
+
+
+class DeviceOutOfMemory(Exception):
+    """The device has no memory for a step. The step has no results; slots, copies and later steps are as planned."""
 
 
 class ModelRunner:
@@ -44,14 +54,19 @@ class ModelRunner:
         return self.sample(plan, self.forward(plan))
 
     def forward(self, plan: Plan) -> Tensor | None:
-        """Run everything before sampling; reads no masks. Return the hidden states [T, hidden] of all new tokens, if any."""
+        """Run everything before sampling; reads no masks. Return the hidden states [T, hidden] of all new tokens, if any.
+
+        Raises DeviceOutOfMemory. A torch.OutOfMemoryError of copies or slots is not one: later steps rely on them.
+        """
         self._copy_pages(plan)
         for slot in plan.closes:
             self._sample_pass.sampler.close(slot)
         for opened in plan.opens:
             self._sample_pass.sampler.open(opened)
             self._forward_pass.open(opened)
-        return self._forward_pass.run(self._model, plan) if plan.items else None
+        if not plan.items:
+            return None
+        return _compute(lambda: self._forward_pass.run(self._model, plan))
 
     def _copy_pages(self, plan: Plan) -> None:
         if self._host_pool is None:
@@ -79,8 +94,21 @@ class ModelRunner:
         return [pool for pool in pools if pool is not None]
 
     def sample(self, plan: Plan, hidden: Tensor | None) -> StepOutput:
-        """Sample tokens, and compute logprobs and hidden states. `hidden`: what `forward` of the same plan returned."""
+        """Sample tokens, and compute logprobs and hidden states. `hidden`: what `forward` of the same plan returned.
+
+        Raises DeviceOutOfMemory.
+        """
         if not plan.items:
             return nothing_sampled({})
         assert hidden is not None, f"step {plan.seq}: the forward has failed"
-        return self._sample_pass.run(self._model, plan, hidden)
+        return _compute(lambda: self._sample_pass.run(self._model, plan, hidden))
+
+
+def _compute(work: Callable[[], T]) -> T:
+    """Raise DeviceOutOfMemory in place of torch's error, whose frames hold the tensors of the step."""
+    try:
+        return work()
+    except torch.OutOfMemoryError as error:
+        why = str(error).partition(". If reserved")[0]  # torch's advice is about its own settings
+    torch.cuda.empty_cache()  # without CUDA it does nothing
+    raise DeviceOutOfMemory(why)

@@ -27,7 +27,8 @@ class StreamTask(Protocol[T_co]):
 
 
 class Stream(Protocol):
-    def submit(self, work: Callable[[], T]) -> StreamTask[T]: ...
+    def submit(self, work: Callable[[], T]) -> StreamTask[T]:
+        """Enqueue work. What it raises comes out of `result`, on every stream alike."""
 
     def close(self) -> None: ...
 
@@ -73,13 +74,13 @@ class ThreadStream:
 
 
 class _CudaTask(Generic[T]):
-    def __init__(self, value: T, event: torch.cuda.Event) -> None:
-        self._value = value
+    def __init__(self, future: Future[T], event: torch.cuda.Event) -> None:
+        self._future = future
         self._event = event
 
     def result(self) -> T:
         self._event.synchronize()
-        return self._value
+        return self._future.result()
 
 
 class CudaStream:
@@ -88,11 +89,12 @@ class CudaStream:
         torch.cuda.synchronize(device)  # weights and a zeroed pool are still under way on the default stream
 
     def submit(self, work: Callable[[], T]) -> StreamTask[T]:
+        future = Future[T]()
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            value = work()
+            run_into(future, work)
             event = torch.cuda.Event()
             event.record(self._stream)
-        return _CudaTask(value, event)
+        return _CudaTask(future, event)
 
     def close(self) -> None:
         self._stream.synchronize()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from engine.core.outputs import StepEffects
+from engine.core.outputs import StepEffects, refusal
 from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
@@ -61,6 +61,11 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 1.0
 OUTSIDE_WAIT_S = 0.02
 ABORTED_ALL = "all requests were aborted"
+NO_DEVICE_MEMORY = refusal(
+    "the device has no memory for a step of this request; try again, or lower --mem-fraction-static, "
+    "--max-running-requests or --chunked-prefill-size of the worker",
+    status=503,
+)
 
 
 class Ports(Protocol):
@@ -227,7 +232,14 @@ class EngineLoop:
         now_s = self._clock()
         for listener in self._listeners:
             listener.on_step(effects, now_s)
-        return self._role.on_step(effects, now_s)
+        outputs = self._role.on_step(effects, now_s)
+        if effects.failure:
+            log.error(
+                "a step of %d requests found no device memory, and they were aborted: %s",
+                len(effects.lost),
+                effects.failure,
+            )
+        return outputs + [output for rid in effects.lost for output in self._abort(rid, now_s, NO_DEVICE_MEMORY)]
 
     def _rest(self) -> None:
         waits_for_outside = self._peered is not None and self._peered.waits_for_outside()

@@ -9,7 +9,7 @@ from engine.loop.listener import LoopListener
 
 
 class StepDurations(LoopListener):
-    """`report` receives the plan and the seconds of each collected step."""
+    """`report` receives the plan and the seconds of each collected step, but for those that failed."""
 
     def __init__(self, report: Callable[[Plan, float], None]) -> None:
         self._report = report
@@ -23,4 +23,5 @@ class StepDurations(LoopListener):
         plan, launched_s = self._launched.popleft()
         taken_s = now_s - max(launched_s, self._ended_s)
         self._ended_s = now_s
-        self._report(plan, taken_s)
+        if not effects.failure:
+            self._report(plan, taken_s)

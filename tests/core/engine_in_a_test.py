@@ -160,6 +160,8 @@ class EngineInATest:
 
     def on_step(self, effects: StepEffects) -> None:
         self.say(effects.outputs)
+        for rid in effects.lost:
+            self.say(self.scheduler.abort(rid, FinishReason(kind="abort", message=effects.failure, status=503)))
 
     def run(self, max_turns: int = 10_000) -> None:
         for _ in range(max_turns):

@@ -5,6 +5,7 @@ says (next token, logprob, hidden state) is a function of the whole prefix, so t
 """
 
 import array
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
@@ -12,6 +13,7 @@ from engine.messages import TokenLogprob
 
 VOCAB = 50
 MASK_BYTES = 8
+NO_MEMORY = "no memory"
 BAD_SHARE = 61  # one prefix in so many gives NaN, where the model may
 
 
@@ -72,13 +74,16 @@ class Slot:
 class HashModel:
     """Executes plans in the order of the stream, like the model runner: page rows, FutureMap, KV by (page, offset).
 
-    `weights`: other weights, other KV. `gives_nan`: some prefixes do.
+    `weights`: other weights, other KV. `gives_nan`: some prefixes do. `fails`: whether a step finds no memory; then it and
+    those in flight behind it write rubbish for its requests, which no other may find.
     """
 
     def __init__(self, *, page_size: int) -> None:
         self.page_size = page_size
         self.weights = 0
         self.gives_nan = False
+        self.fails: Callable[[Plan], bool] = lambda plan: False
+        self.lost: set[int] = set()  # slots of requests in failed steps
         self.kv: dict[tuple[int, int], Slot] = {}
         self.rows: dict[int, list[int]] = {}
         self.adapters: dict[int, int] = {}
@@ -96,9 +101,21 @@ class HashModel:
             assert opened.slot not in self.rows, "a slot is opened twice"
             self.rows[opened.slot] = []
             self.adapters[opened.slot] = opened.adapter
+            self.lost.discard(opened.slot)
+        if self.fails(plan):
+            self.lost |= {item.slot for item in plan.items}
+            return StepResult(plan.seq, [self._rubbish(item) for item in plan.items], failure=NO_MEMORY)
         return StepResult(plan.seq, [self._forward(item, plan.masks.get(i)) for i, item in enumerate(plan.items)])
 
+    def _rubbish(self, item: PlanItem) -> ItemResult:
+        row = self.rows[item.slot]
+        row += item.new_pages
+        self.kv.update({self._at(row, position): Slot(-1, -1) for position in range(item.start, item.kv_len)})
+        return ItemResult(0 if item.sample else None)
+
     def _forward(self, item: PlanItem, mask: bytes | None) -> ItemResult:
+        if item.slot in self.lost:
+            return self._rubbish(item)
         row = self.rows[item.slot]
         assert len(row) == item.page_start
         row += item.new_pages

@@ -26,7 +26,9 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoRoleStory:
-    """`rows`: metadata rows of each side. `faults`: share of moves in which handshakes, or recomputes under way, fail."""
+    """`rows`: metadata rows of each side. `faults`: share of moves in which handshakes, or recomputes under way, fail. `failing`: of
+    steps, those that find no memory.
+    """
 
     page_size: int
     capacity: tuple[int, int]
@@ -43,6 +45,7 @@ class TwoRoleStory:
     clip: int
     layerwise: bool
     faults: float
+    failing: float
     seed: int
     events: tuple[Ask | Event, ...]
 
@@ -67,6 +70,7 @@ def two_role_stories() -> st.SearchStrategy[TwoRoleStory]:
         clip=st.sampled_from([0, 0, 0, 4096]),
         layerwise=st.booleans(),
         faults=st.sampled_from([0.0, 0.0, 0.2, 1.0]),
+        failing=st.sampled_from([0.0, 0.0, 0.0, 0.05, 0.3]),
         seed=st.integers(0, 2**32),
         events=st.lists(st.one_of(asks(), event, event), min_size=15, max_size=45).map(tuple),
     )
@@ -95,6 +99,8 @@ class _Play:
         )
         self.cluster.decode.depth = story.decode_depth
         self.rng = random.Random(story.seed)
+        for engine in self.engines:
+            engine.model.fails = lambda plan: bool(plan.items) and self.rng.random() < story.failing
         self.right: dict[str, tuple[Answer, bool]] = {}  # what is right, and whether logprobs were asked for
         self.quarantined = 0
 
@@ -173,6 +179,7 @@ class _Play:
             stories=1,
             requests=len(self.right),
             steps=prefill.scheduler.counters.steps + decode.scheduler.counters.steps,
+            failed_steps=prefill.scheduler.counters.failed_steps + decode.scheduler.counters.failed_steps,
             retractions=decode.scheduler.counters.retractions,
             preemptions=decode.scheduler.counters.preemptions,
             resume_failures=int(decode.role.counters().get("recompute_failed", 0)),

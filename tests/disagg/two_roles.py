@@ -11,7 +11,7 @@ from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
 from engine.core.outputs import StepEffects
 from engine.core.request import Request
-from engine.messages import Bootstrap, TokenOutput
+from engine.messages import Bootstrap, FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import VOCAB
@@ -58,6 +58,9 @@ class RoleEngine(EngineInATest):
 
     def on_step(self, effects: StepEffects) -> None:
         self.say(self.role.on_step(effects, self.now_s))
+        for rid in effects.lost:
+            reason = FinishReason(kind="abort", message=effects.failure, status=503)
+            self.say(self.role.abort(rid, self.now_s, reason))
 
 
 class Cluster:

@@ -14,6 +14,8 @@ from engine.executor.decode_graphs import Capture
 from engine.loop.pipeline import Pipeline
 from engine.messages import FinishReason, LogprobOptions, TokenLogprob, TokenOutput
 from engine.model_files.model_config import load_model_config
+from engine.models.decoder import DenseDecoder
+from engine.models.load import load_model
 from engine.sampling_params import SamplingParams
 
 
@@ -28,6 +30,7 @@ class EngineInProcess:
         num_token_ids: int | None = None,
         capture: Callable[[], Capture] | None = None,
         use: EngineUse | None = None,
+        load: Callable[..., DenseDecoder] = load_model,
         **flags: object,
     ) -> None:
         config = EngineConfig(model_path=model_path, **{"max_total_tokens": 8192, **flags})  # type: ignore[arg-type]
@@ -40,6 +43,7 @@ class EngineInProcess:
             num_token_ids=num_token_ids,
             capture=capture,
             use=use or EngineUse(),
+            load=load,
         )
         self.pipeline = Pipeline(
             scheduler=self.parts.scheduler,
@@ -92,7 +96,9 @@ class EngineInProcess:
         return worked
 
     def collect(self, effects: StepEffects) -> list[TokenOutput]:
-        for output in effects.outputs:
+        reason = FinishReason(kind="abort", message=effects.failure, status=503)
+        aborted = [output for rid in effects.lost for output in self.parts.scheduler.abort(rid, reason)]
+        for output in [*effects.outputs, *aborted]:
             self.tokens.setdefault(output.rid, []).extend(output.new_ids)
             self.logprobs.setdefault(output.rid, []).extend(output.logprobs)
             self.input_logprobs.setdefault(output.rid, []).extend(output.input_logprobs)

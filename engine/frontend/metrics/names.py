@@ -69,6 +69,7 @@ COUNTERS = {
     "prefill_steps": Figure("tandem_num_prefill_steps", "steps that computed a part of a prompt"),
     "mixed_steps": Figure("tandem_num_mixed_steps", "prefill steps in which decodes rode along"),
     "wasted_samples": Figure("tandem_num_wasted_draws", "tokens sampled after their request had ended, and dropped"),
+    "failed_steps": Figure("tandem_num_failed_steps", "steps without device memory, whose requests were aborted"),
     "deferred_samples": Figure(
         "tandem_num_late_draws", "steps whose sampling waited for grammar masks while their forward ran"
     ),
