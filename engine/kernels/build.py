@@ -33,13 +33,13 @@ class NoCompilerError(BuildError):
     """This machine has no C compiler."""
 
 
-def load_library(source: Path) -> ctypes.CDLL | None:
-    """The library built from `source` for this machine, or None with one log line."""
+def load_library(source: Path, *, flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
+    """The library built from `source` for this machine, or None with one log line. `flags`: of this source alone."""
     if os.environ.get(DISABLE_VARIABLE) == "1":
         log.info("C kernels are off (%s=1): torch computes instead", DISABLE_VARIABLE)
         return None
     try:
-        return _load(_built(source))
+        return _load(_built(source, own_flags=flags))
     except BuildError as e:
         log.warning("no C kernel from %s, torch computes instead (slower): %s", source.name, e)
         return None
@@ -64,12 +64,12 @@ def _load(path: Path) -> ctypes.CDLL:
         raise BuildError(f"cannot load {path}: {e}") from e
 
 
-def _built(source: Path) -> Path:
+def _built(source: Path, *, own_flags: tuple[str, ...] = ()) -> Path:
     compiler = _compiler()
     folder = cache_dir()
     errors: list[str] = []
     for extra in FLAG_SETS:
-        flags = BASE_FLAGS + extra
+        flags = BASE_FLAGS + own_flags + extra
         target = folder / f"{source.stem}-{_key(source, compiler, flags)}.so"
         if target.exists():
             return target

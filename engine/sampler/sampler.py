@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from engine.core.plan import SlotOpen
+from engine.kernels.sample import SampledRows, sample_kernel
 from engine.kv.upload import upload
 from engine.sampler.gumbel import sample_keys
 from engine.sampler.penalties import Penalties, PenaltyRows
-from engine.sampler.sampling import FilterParams, row_max, sample_any, sample_top_k, sample_top_p
+from engine.sampler.sampling import row_max, sample_tokens
 from engine.sampler.token_mask import TokenMask
+from engine.sampling_params import SamplingParams
 
 
 class Sampler:
@@ -30,6 +32,8 @@ class Sampler:
         self._penalties = Penalties(num_slots=num_slots, vocab_size=vocab_size, device=self._device)
         self._slots: dict[int, SlotOpen] = {}
         self._batch: _Batch | None = None
+        if self._device.type == "cpu":
+            sample_kernel()  # is built here, not in the first step
 
     def open(self, slot: SlotOpen) -> None:
         assert slot.slot not in self._slots, f"slot {slot.slot} is open"
@@ -61,7 +65,7 @@ class Sampler:
             edited = mask.apply(edited, fallback=logits)
         if edited is not logits:
             values, indices = row_max(edited)
-        tokens = self._sampled(edited, values[:, None], indices, batch, output_lens)
+        tokens = self._sampled(edited, values, indices, batch, output_lens)
         tokens = tokens.masked_fill(bad, 0)
         if batch.penalties is not None:
             self._penalties.count(tokens, batch.penalties)
@@ -90,15 +94,24 @@ class Sampler:
         batch: "_Batch",
         output_lens: Sequence[int],
     ) -> torch.Tensor:
-        tokens = greedy
-        for group in batch.groups:
-            keys = sample_keys(group.seeds, [output_lens[i] for i in group.at])
-            keys_t = self._upload(keys, torch.int64)[:, None]
-            if group.rows is None:
-                return group.sample(logits, best, keys_t)
-            sampled = group.sample(logits[group.rows], best[group.rows], keys_t)
-            tokens = tokens.index_copy(0, group.rows, sampled)
-        return tokens
+        sampled = batch.sampled
+        if sampled is None:
+            return greedy
+        keys = sample_keys(sampled.seeds, [output_lens[i] for i in sampled.at])
+        tokens = sample_tokens(
+            logits,
+            SampledRows(
+                rows=sampled.rows,
+                best=best[sampled.rows],
+                greedy=greedy[sampled.rows],
+                keys=self._upload(keys, torch.int64),
+                temperature=sampled.temperature,
+                top_k=sampled.top_k,
+                top_p=sampled.top_p,
+                log_min_p=sampled.log_min_p,
+            ),
+        )
+        return greedy.index_copy(0, sampled.rows, tokens)
 
     def _batch_of(self, slots: Sequence[int]) -> "_Batch":
         """Return what depends on the slots alone; a decoding batch keeps them for many steps."""
@@ -110,7 +123,7 @@ class Sampler:
                 opens=opens,
                 penalties=self._penalties.rows(opens),
                 bias=self._bias(opens),
-                groups=self._groups(opens),
+                sampled=self._sampled_rows(opens),
                 wait_for_end=[(i, s) for i, s in enumerate(opens) if s.sampling.min_new_tokens > 0],
             )
         return self._batch
@@ -126,35 +139,19 @@ class Sampler:
             values=self._upload(values, torch.float32),
         )
 
-    def _groups(self, opens: list[SlotOpen]) -> list["_Group"]:
-        """Group the sampled (not greedy) rows by filter."""
-        kinds: dict[str, list[int]] = {"any": [], "top_k": [], "nucleus": []}
-        for i, s in enumerate(opens):
-            if not s.sampling.greedy:
-                kinds[self._kind(s)].append(i)
-        return [self._group(kind, at, opens) for kind, at in kinds.items() if at]
-
-    def _kind(self, slot: SlotOpen) -> str:
-        if 0 < slot.sampling.top_k < self._vocab_size:
-            return "top_k"
-        return "nucleus" if slot.sampling.top_p < 1.0 else "any"
-
-    def _group(self, kind: str, at: list[int], opens: list[SlotOpen]) -> "_Group":
+    def _sampled_rows(self, opens: list[SlotOpen]) -> "_Sampled | None":
+        at = [i for i, s in enumerate(opens) if not s.sampling.greedy]
+        if not at:
+            return None
         params = [opens[i].sampling for i in at]
-        top_k = [p.top_k if p.top_k > 0 else self._vocab_size for p in params]
-        log_min_p = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
-        return _Group(
-            kind=kind,
+        return _Sampled(
             at=at,
-            rows=None if len(at) == len(opens) else self._upload(at, torch.int64),
-            seeds=[_seed(opens[i]) for i in at],
-            most=max(top_k),
-            params=FilterParams(
-                temperature=self._upload([p.temperature for p in params], torch.float32)[:, None],
-                top_k=self._upload(top_k, torch.int64)[:, None],
-                top_p=self._upload([p.top_p for p in params], torch.float32)[:, None],
-                log_min_p=self._upload(log_min_p, torch.float32)[:, None],
-            ),
+            rows=self._upload(at, torch.int64),
+            seeds=[seed_of(opens[i]) for i in at],
+            temperature=self._upload([p.temperature for p in params], torch.float32),
+            top_k=self._upload([top_k_of(p, self._vocab_size) for p in params], torch.int64),
+            top_p=self._upload([p.top_p for p in params], torch.float32),
+            log_min_p=self._upload([log_min_p_of(p) for p in params], torch.float32),
         )
 
     def _upload(self, values: Sequence[int] | Sequence[float], dtype: torch.dtype) -> torch.Tensor:
@@ -171,22 +168,16 @@ class _Bias:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """Rows `at` of a batch, sampled with one filter. `rows`: the same on the device; None: all rows."""
+class _Sampled:
+    """The sampled (not greedy) rows `at` of a batch; `rows` and the filters [m] on the device, as in SampledRows."""
 
-    kind: str
     at: list[int]
-    rows: torch.Tensor | None
+    rows: torch.Tensor
     seeds: list[int]
-    most: int
-    params: FilterParams
-
-    def sample(self, logits: torch.Tensor, best: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        if self.kind == "any":
-            return sample_any(logits, best, self.params, keys)
-        if self.kind == "top_k":
-            return sample_top_k(logits, best, self.params, keys, most=self.most)
-        return sample_top_p(logits, best, self.params, keys)
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    log_min_p: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,22 +186,32 @@ class _Batch:
     opens: list[SlotOpen]
     penalties: PenaltyRows | None
     bias: _Bias | None
-    groups: list[_Group]
+    sampled: _Sampled | None
     wait_for_end: list[tuple[int, SlotOpen]]
 
     def banned(self, output_lens: Sequence[int]) -> list[tuple[int, int]]:
         """Return the (row, token) that would end a request before its min_new_tokens."""
-        return [(i, t) for i, s in self.wait_for_end if output_lens[i] < s.sampling.min_new_tokens for t in _end_ids(s)]
+        return [(i, t) for i, s in self.wait_for_end if output_lens[i] < s.sampling.min_new_tokens for t in end_ids(s)]
 
 
-def _end_ids(slot: SlotOpen) -> tuple[int, ...]:
+def end_ids(slot: SlotOpen) -> tuple[int, ...]:
+    """Tokens that end the request, which min_new_tokens bans."""
     eos = () if slot.sampling.ignore_eos else slot.eos_ids
     return tuple(dict.fromkeys(eos + slot.sampling.stop_token_ids))
 
 
-def _seed(slot: SlotOpen) -> int:
+def seed_of(slot: SlotOpen) -> int:
     assert slot.sampling.seed is not None, f"slot {slot.slot}: the frontend gives every request a seed"
     return slot.sampling.seed
+
+
+def top_k_of(params: SamplingParams, vocab_size: int) -> int:
+    """`vocab_size`: off."""
+    return params.top_k if 0 < params.top_k < vocab_size else vocab_size
+
+
+def log_min_p_of(params: SamplingParams) -> float:
+    return math.log(params.min_p) if params.min_p > 0 else -math.inf
 
 
 def token_logprobs(

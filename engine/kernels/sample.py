@@ -1,0 +1,98 @@
+"""Samples tokens on a CPU by sample.c: one pass over a row and no sort."""
+
+import ctypes
+from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.kernels.build import fields, load_library
+
+SOURCE = Path(__file__).with_suffix(".c")
+ABI_VERSION = 1
+ROUNDED = ("-ffp-contract=off",)  # the noise is the same bits everywhere: no product and sum in one rounding
+MOST_TOKENS = 2**22  # of a vocabulary: the sum of their masses fits in an int64
+
+
+class _Args(ctypes.Structure):
+    """Mirror of `struct sample` in sample.c."""
+
+    _fields_ = fields(
+        ("logits", "rows", "best", "greedy", "keys", "temperature", "top_p", "log_min_p", "top_k", "tokens"),
+        ("count", "vocab", "stride", "threads"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """What to sample: `rows` [n] int64 of the logits; parallel to it best logit, its first token, key and filters.
+
+    `greedy`, `keys`, `top_k` (vocabulary size: off) int64, the rest float32.
+    """
+
+    rows: Tensor
+    best: Tensor
+    greedy: Tensor
+    keys: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    log_min_p: Tensor
+
+    def part(self, at: Tensor) -> "SampledRows":
+        return SampledRows(*(getattr(self, field.name)[at] for field in dataclass_fields(self)))
+
+
+class SampleKernel:
+    def __init__(self, library: ctypes.CDLL) -> None:
+        assert library.tandem_sample_abi() == ABI_VERSION
+        library.tandem_sample.argtypes = [ctypes.POINTER(_Args)]
+        library.tandem_noise.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+        self._library = library
+
+    def sample(self, logits: Tensor, which: SampledRows) -> Tensor:
+        """[n] int64 tokens of `which`, from logits [any, V] float32. Raises MemoryError."""
+        n, vocab_size = len(which.rows), logits.shape[1]
+        assert logits.dtype == torch.float32 and logits.stride(1) == 1 and vocab_size <= MOST_TOKENS, logits.shape
+        tokens = torch.empty(n, dtype=torch.int64)
+        args = _Args(
+            logits=logits.data_ptr(),
+            rows=_address(which.rows, n, torch.int64),
+            best=_address(which.best, n, torch.float32),
+            greedy=_address(which.greedy, n, torch.int64),
+            keys=_address(which.keys, n, torch.int64),
+            temperature=_address(which.temperature, n, torch.float32),
+            top_p=_address(which.top_p, n, torch.float32),
+            log_min_p=_address(which.log_min_p, n, torch.float32),
+            top_k=_address(which.top_k, n, torch.int64),
+            tokens=tokens.data_ptr(),
+            count=n,
+            vocab=vocab_size,
+            stride=logits.stride(0),
+            threads=torch.get_num_threads(),
+        )
+        if self._library.tandem_sample(args):
+            raise MemoryError("sample: no memory for the keys of top_k")
+        return tokens
+
+    def noise(self, bits: Tensor) -> Tensor:
+        """gumbel.noise_of, for bits [n] int64, n a multiple of 16."""
+        assert len(bits) % 16 == 0, bits.shape
+        words, noise = bits.to(torch.uint32), torch.empty(len(bits))
+        self._library.tandem_noise(words.data_ptr(), noise.data_ptr(), len(bits))
+        return noise
+
+
+def _address(x: Tensor, n: int, dtype: torch.dtype) -> int:
+    assert x.shape == (n,) and x.dtype == dtype and x.is_contiguous(), (x.shape, x.dtype)
+    return x.data_ptr()
+
+
+@cache
+def sample_kernel() -> SampleKernel | None:
+    """This process's kernel, or None where there is no compiler (logged)."""
+    library = load_library(SOURCE, flags=ROUNDED)
+    return None if library is None else SampleKernel(library)
