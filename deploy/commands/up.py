@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,9 @@ from deploy.flags import Parser, add_flags, config_from, given_argv
 from deploy.launcher import summary
 from deploy.launcher.config import ClusterConfig
 from deploy.launcher.display import make_display
-from deploy.launcher.plan import ProcessSpec, num_ports, plan_cluster
+from deploy.launcher.gpus import VISIBLE, chosen_gpus, installed_gpus, visible_gpus
+from deploy.launcher.mps import mps_for
+from deploy.launcher.plan import ProcessSpec, num_ports, plan_cluster, shared_gpus, with_env
 from deploy.launcher.ports import free_ports
 from deploy.launcher.probe import get_json
 from deploy.launcher.process import Child
@@ -24,6 +27,7 @@ from service.flags import ConfigError
 from service.http.listening import require_free, url_of
 from service.process.ready_file import write_ready_file
 from service.security.keys import KeyRing
+from transfer_backends.engines.wheels import installed_torch, torch_cuda_major
 
 INFO_TIMEOUT_S = 5.0
 
@@ -70,8 +74,12 @@ def run(argv: Sequence[str]) -> int:
     set_local_model(args)
     clear_ready_file(config.ready_file)
     log_dir = make_log_dir(config.run_dir)
-    specs, front = plan(config, args)
-    return asyncio.run(_supervise(config, vars(args), specs=specs, front=front, log_dir=log_dir))
+    gpus = gpus_for(config, args, torch=installed_torch())
+    specs, front = plan(config, args, gpus=gpus)
+    shared = shared_gpus(specs)
+    with mps_for(shared, run_dir=log_dir) as (env, notes):
+        specs = with_env(specs, [name for names in shared.values() for name in names], env)
+        return asyncio.run(_supervise(config, vars(args), specs=specs, front=front, log_dir=log_dir, notes=notes))
 
 
 def build_parser() -> Parser:
@@ -87,7 +95,20 @@ def build_parser() -> Parser:
     return parser
 
 
-def plan(config: ClusterConfig, args: argparse.Namespace) -> tuple[list[ProcessSpec], str]:
+def gpus_for(config: ClusterConfig, args: argparse.Namespace, *, torch: str | None) -> list[str]:
+    """Return the GPUs for the engines; none where they run on CPUs. Raises ConfigError for --gpu-ids that cannot be had.
+
+    `torch`: its version.
+    """
+    device = getattr(args, "device", EngineConfig.device)
+    if device == "cpu" or (device == "auto" and torch_cuda_major(torch) is None):
+        if config.gpu_ids:
+            raise ConfigError("--gpu-ids: the engines run on CPUs (--device, or a torch without CUDA); leave it out")
+        return []
+    return chosen_gpus(visible_gpus(os.environ.get(VISIBLE), installed_gpus), config.gpu_ids)
+
+
+def plan(config: ClusterConfig, args: argparse.Namespace, *, gpus: Sequence[str] = ()) -> tuple[list[ProcessSpec], str]:
     front, *free = [config.port, *free_ports(num_ports(config))] if config.port else free_ports(num_ports(config) + 1)
     worker_args = [
         *given_argv(args, EngineConfig),
@@ -100,7 +121,14 @@ def plan(config: ClusterConfig, args: argparse.Namespace) -> tuple[list[ProcessS
         if name in given and f"worker_{name}" not in given:
             router_args.append(f"--worker-{name.replace('_', '-')}={given[name]}")
     specs = plan_cluster(
-        config, front=front, free=free, cores=usable_cores(), worker_args=worker_args, router_args=router_args
+        config,
+        front=front,
+        free=free,
+        cores=usable_cores(),
+        gpus=gpus,
+        mem_fraction=given.get("mem_fraction_static", EngineConfig.mem_fraction_static),
+        worker_args=worker_args,
+        router_args=router_args,
     )
     return specs, url_of(config.host, front)
 
@@ -144,11 +172,19 @@ def make_log_dir(run_dir: str | None) -> Path:
 
 
 async def _supervise(
-    config: ClusterConfig, given: Mapping[str, Any], *, specs: Sequence[ProcessSpec], front: str, log_dir: Path
+    config: ClusterConfig,
+    given: Mapping[str, Any],
+    *,
+    specs: Sequence[ProcessSpec],
+    front: str,
+    log_dir: Path,
+    notes: Sequence[str],
 ) -> int:
-    """`given`: the flags of workers and router that the user typed, by field."""
+    """`given`: the flags of workers and router that the user typed, by field. `notes`: lines for the user."""
     display = make_display()
     display.message(f"tandem up: {', '.join(spec.name for spec in specs)} (logs: {log_dir})")
+    for note in notes:
+        display.message(f"tandem up: {note}")
     supervisor = Supervisor(
         specs,
         log_dir=log_dir,

@@ -26,5 +26,13 @@ class ClusterConfig(FlagSet):
     ready_file: str | None = flag(
         None, "file to write, as JSON, once all processes are healthy: router, workers (role, url, pid)"
     )
+    gpu_ids: tuple[str, ...] = flag(
+        (),
+        "GPUs for the engines, one each in turn: places among those that CUDA_VISIBLE_DEVICES shows, or UUIDs; default: all",
+    )
+    share_gpus: bool = flag(
+        False,
+        "more engines than GPUs: put several on one, side by side by MPS where it is, and divide --mem-fraction-static",
+    )
     run_dir: str | None = flag(None, "directory of the log files; default: a new one under the temp directory")
     start_timeout_s: float = flag(600.0, "time for all processes to become healthy", unit="s", above=0)

@@ -4,13 +4,15 @@ Knows how `tandem serve` and `tandem router` are called, not how processes are s
 """
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from deploy.launcher.config import ClusterConfig
+from deploy.launcher.gpus import VISIBLE, Seat, seats_of
 from service.http.listening import url_of
 
 LOOPBACK = "127.0.0.1"
+MEM_FRACTION = "--mem-fraction-static"
 
 # OpenMP's waiting threads must not spin against those of others (facts: a spinning team turned 3 ms steps into 756 ms).
 WORKER_ENV = {
@@ -43,16 +45,20 @@ def plan_cluster(
     front: int,
     free: Sequence[int],
     cores: int,
+    gpus: Sequence[str] = (),
+    mem_fraction: float = 0.0,
     worker_args: Sequence[str] = (),
     router_args: Sequence[str] = (),
 ) -> list[ProcessSpec]:
-    """Return the processes in start order: workers, then the router.
+    """Return the processes in start order: workers, then the router. Raises ConfigError for too few GPUs.
 
     `front`: the port that clients use. `free`: `num_ports` others. `*_args`: flags passed on as they are. `cores`: of this
-    machine, for all engines together.
+    machine, for all engines together. `gpus`: for the engines in turn; none on a CPU. `mem_fraction`: --mem-fraction-static
+    of an engine that has a GPU alone; those that share one divide it.
     """
     if config.unified:
-        return [_worker("unified-0", "unified", config.host, front, worker_args, WORKER_ENV)]
+        unified = [_worker("unified-0", "unified", config.host, front, worker_args, WORKER_ENV)]
+        return _seated(unified, gpus, share=False, mem_fraction=mem_fraction) if gpus else unified
     pairs = list(zip(free[::2], free[1::2], strict=True))
     prefill, decode = pairs[: config.prefill], pairs[config.prefill :]
     common = (f"--disaggregation-transfer-backend={config.transfer_backend}", *worker_args)
@@ -62,6 +68,8 @@ def plan_cluster(
         for role, ports in (("prefill", prefill), ("decode", decode))
         for i, (http, bootstrap) in enumerate(ports)
     ]
+    if gpus:
+        workers = _seated(workers, gpus, share=config.share_gpus, mem_fraction=mem_fraction)
     argv = [f"--host={config.host}", f"--port={front}", "--pd-disaggregation"]
     for http, bootstrap in prefill:
         argv += ["--prefill", url_of(LOOPBACK, http), str(bootstrap)]
@@ -83,6 +91,35 @@ def _sharing(cores: int) -> dict[str, str]:
     Its OpenMP threads sleep at once when they wait, instead of after the moment that a lone worker's do (disagg/children.py).
     """
     return WORKER_ENV | {"OMP_NUM_THREADS": str(max(1, cores)), "GOMP_SPINCOUNT": "0"}
+
+
+def shared_gpus(specs: Sequence[ProcessSpec]) -> dict[str, list[str]]:
+    """Return GPU to names of its engines, for each GPU that has several."""
+    engines: dict[str, list[str]] = {}
+    for spec in specs:
+        if VISIBLE in spec.env:
+            engines.setdefault(spec.env[VISIBLE], []).append(spec.name)
+    return {gpu: names for gpu, names in engines.items() if len(names) > 1}
+
+
+def with_env(specs: Sequence[ProcessSpec], names: Collection[str], env: Mapping[str, str]) -> list[ProcessSpec]:
+    """Return `specs`, with `env` added to those of `names`."""
+    return [replace(spec, env={**spec.env, **env}) if spec.name in names else spec for spec in specs]
+
+
+def _seated(
+    workers: Sequence[ProcessSpec], gpus: Sequence[str], *, share: bool, mem_fraction: float
+) -> list[ProcessSpec]:
+    seats = seats_of([worker.name for worker in workers], gpus, share=share)
+    return [_on_gpu(worker, seats[worker.name], mem_fraction) for worker in workers]
+
+
+def _on_gpu(worker: ProcessSpec, seat: Seat, mem_fraction: float) -> ProcessSpec:
+    argv = worker.argv
+    if seat.engines > 1:
+        others = [arg for arg in argv if not arg.startswith(f"{MEM_FRACTION}=")]
+        argv = (*others, f"{MEM_FRACTION}={mem_fraction / seat.engines:.4g}")
+    return replace(worker, argv=argv, env={**worker.env, VISIBLE: seat.gpu})
 
 
 def _worker(name: str, role: str, host: str, port: int, args: Sequence[str], env: dict[str, str]) -> ProcessSpec:

@@ -8,23 +8,83 @@ import pytest
 from tests.transfer.rig import ROOT
 from transfer_backends.contract import BackendUnavailable
 from transfer_backends.control_port import advertised_host
+from transfer_backends.engines.mooncake import transport_settings
 from transfer_backends.engines.registry import BACKENDS, make_engine
+from transfer_backends.engines.wheels import MOONCAKE, NIXL, torch_cuda_major, wheel_of
+
+MODULES = {"nixl": ["nixl", "nixl_cu12", "nixl_cu13"], "mooncake": ["mooncake", "mooncake.engine"]}
+CUDA_MAJORS = {
+    "2.10.0": 12,
+    "2.11.0": 13,
+    "2.13.0": 13,
+    "2.14.1+cu130": 13,
+    "2.11.0+cu128": 12,
+    "2.13.0+cpu": None,
+    "2.13.0+rocm7.1": None,
+    "2.13.0a0+gitabc": None,
+    None: None,
+}
+
+
+@pytest.mark.parametrize(("torch", "major"), CUDA_MAJORS.items())
+def test_the_cuda_that_a_torch_brings(torch: str | None, major: int | None) -> None:
+    assert torch_cuda_major(torch) == major
+
+
+def test_a_wheel_for_each_cuda() -> None:
+    torches = ["2.13.0+cpu", "2.10.0", "2.13.0", "3.1.0+cu140"]
+    assert [wheel_of(NIXL, torch) for torch in torches] == ["nixl-cu12", "nixl-cu12", "nixl-cu13", "nixl-cu13"]
+    plain = "mooncake-transfer-engine"
+    assert [wheel_of(MOONCAKE, t) for t in torches] == [
+        f"{plain}-non-cuda",
+        plain,
+        f"{plain}-cuda13",
+        f"{plain}-cuda13",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("backend", "modules", "text"),
+    ("backend", "torch", "text"),
     [
-        ("nixl", ["nixl", "nixl_cu12", "nixl_cu13"], "pip install nixl-cu12"),
-        ("mooncake", ["mooncake", "mooncake.engine"], "pip install mooncake-transfer-engine-non-cuda"),
+        ("nixl", "2.13.0+cpu", r"pip install nixl-cu12 \(for torch 2.13.0\+cpu\)"),
+        ("nixl", "2.13.0", r"pip install nixl-cu13 \(for torch 2.13.0\)"),
+        ("mooncake", "2.13.0+cpu", "pip install mooncake-transfer-engine-non-cuda .* libcurl4 "),
+        ("mooncake", "2.13.0", "pip install mooncake-transfer-engine-cuda13 .* libcurl4 ibverbs-providers "),
     ],
 )
-def test_missing_library(monkeypatch: pytest.MonkeyPatch, backend: str, modules: list[str], text: str) -> None:
-    for name in modules:
+def test_missing_library(monkeypatch: pytest.MonkeyPatch, backend: str, torch: str, text: str) -> None:
+    monkeypatch.setattr(f"transfer_backends.engines.{backend}.installed_torch", lambda: torch)
+    for name in MODULES[backend]:
         for loaded in [key for key in sys.modules if key == name or key.startswith(f"{name}.")]:
             monkeypatch.delitem(sys.modules, loaded)
         monkeypatch.setitem(sys.modules, name, None)  # what a missing module looks like to `import`
     with pytest.raises(BackendUnavailable, match=text) as caught:
         make_engine(backend)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "has_hca", "added"),
+    [
+        ([], False, ["MC_FORCE_TCP"]),
+        ([], True, []),
+        (["MC_FORCE_TCP"], True, []),
+        (["MC_FORCE_HCA"], False, []),
+        (["MC_LOG_LEVEL"], False, ["MC_FORCE_TCP"]),
+    ],
+)
+def test_mooncake_takes_tcp_where_there_is_no_hca_and_nobody_says_otherwise(
+    given: list[str], has_hca: bool, added: list[str]
+) -> None:
+    assert list(transport_settings(dict.fromkeys(given, "1"), has_hca=has_hca)) == added
+
+
+@pytest.mark.parametrize("name", ["MC_INTRANODE_NVLINK", "MC_INTRA_NVLINK", "MC_FORCE_MNNVL"])
+@pytest.mark.parametrize("value", ["1", "0"])  # Mooncake reads any value as yes
+def test_mooncake_over_nvlink_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(BackendUnavailable, match=f"{name} is set, .* unset it, .* use .*backend nixl") as caught:
+        make_engine("mooncake")
     assert "\n" not in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""Mooncake transfer engine over TCP. On a host with an HCA the library chooses RDMA; that has never been run.
+"""Mooncake transfer engine over TCP. On a host with an HCA the library chooses RDMA; that has never been run. No NVLink.
 
 Its measured behaviour decides how it is used here:
 - batch calls misreport completion (they return while accepted writes still land), so every piece is submitted and checked by
@@ -10,7 +10,8 @@ Its measured behaviour decides how it is used here:
 """
 
 import importlib
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import numpy as np
 
 from transfer_backends.contract import TCP_RESEND_S, BackendUnavailable, Caps, EngineError, OpState, Pieces, Region
 from transfer_backends.engines.environment import quiet, set_defaults
+from transfer_backends.engines.wheels import MOONCAKE, installed_torch, torch_cuda_major, wheel_of
 
 SETTINGS = {
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
@@ -30,6 +32,8 @@ SETTINGS = {
     "MC_LOG_LEVEL": "ERROR",
     "MC_TCP_SLICE_SIZE": str(2 << 20),  # of a GPU's memory: one blocking cudaMemcpy a slice; nothing to host memory
 }
+NVLINK = ("MC_INTRANODE_NVLINK", "MC_INTRA_NVLINK", "MC_FORCE_MNNVL")
+FORCED = {"MC_FORCE_TCP", "MC_FORCE_HCA"}
 SCRATCH_BYTES = 4096
 PROBE_BYTES = 8
 PENDING, DONE, FAILED, OVERDUE = 0, 1, -1, -2  # of transfer_check_status; OVERDUE is still pending
@@ -38,6 +42,21 @@ PENDING, DONE, FAILED, OVERDUE = 0, 1, -1, -2  # of transfer_check_status; OVERD
 class _Descriptor(msgspec.Struct, frozen=True, array_like=True):
     session: str
     scratch_ptr: int
+
+
+def transport_settings(env: Mapping[str, str], *, has_hca: bool) -> dict[str, str]:
+    """Return what chooses the transport, beside what `env` sets: RDMA where there is an HCA, else TCP.
+
+    Raises BackendUnavailable for NVLink. Mooncake's NVLink transports register a GPU's memory alone, and metadata rows are host
+    memory; MC_FORCE_MNNVL wants pools from its own allocator as well, and its wheels do without it silently. Mooncake asks
+    whether a variable is there, not what it says, and MC_FORCE_TCP beats all others.
+    """
+    if (asked := next((name for name in NVLINK if name in env), None)) is not None:
+        raise BackendUnavailable(
+            f"transfer backend mooncake: {asked} is set, but Mooncake's NVLink transports take no host memory, where metadata "
+            "rows are; unset it, and for NVLink within a machine use --disaggregation-transfer-backend nixl (UCX's cuda_ipc)"
+        )
+    return {} if has_hca or FORCED & env.keys() else {"MC_FORCE_TCP": "1"}
 
 
 @dataclass(eq=False)
@@ -58,11 +77,17 @@ def import_mooncake() -> Any:
     try:
         return importlib.import_module("mooncake.engine")
     except (ImportError, OSError) as error:
-        raise BackendUnavailable(
-            "transfer backend mooncake: its library cannot be imported; install it with: "
-            "pip install mooncake-transfer-engine-non-cuda (or mooncake-transfer-engine on CUDA machines) and "
-            f"apt-get install libibverbs1 libnuma1 libcurl4 ({error})"
-        ) from None
+        raise BackendUnavailable(cannot_import(error, torch=installed_torch())) from None
+
+
+def cannot_import(error: Exception, *, torch: str | None) -> str:
+    """Return the error's text: the wheel for the CUDA of `torch` (its version), which a wheel for another CUDA cannot replace."""
+    providers = "" if torch_cuda_major(torch) is None else " ibverbs-providers"
+    return (
+        "transfer backend mooncake: its library cannot be imported; install it with: "
+        f"pip install {wheel_of(MOONCAKE, torch)} (for torch {torch}) and "
+        f"apt-get install libibverbs1 libnuma1 libcurl4{providers} ({error})"
+    )
 
 
 class MooncakeEngine:
@@ -80,9 +105,8 @@ class MooncakeEngine:
             resend_s=TCP_RESEND_S,
             full_window_s=0.001,
         )
-        set_defaults(SETTINGS)
-        if not any(Path("/sys/class/infiniband").glob("*")):
-            set_defaults({"MC_FORCE_TCP": "1"})
+        has_hca = any(Path("/sys/class/infiniband").glob("*"))
+        set_defaults(SETTINGS | transport_settings(os.environ, has_hca=has_hca))
         module = import_mooncake()
         self._host = host
         self._scratch = np.zeros(SCRATCH_BYTES, np.uint8)

@@ -25,6 +25,7 @@ from service.security.addresses import is_loopback
 from transfer_backends.contract import TCP_RESEND_S, BackendUnavailable, Caps, EngineError, OpState, Pieces, Region
 from transfer_backends.engines.cuda_context import CudaContext
 from transfer_backends.engines.environment import quiet, set_defaults
+from transfer_backends.engines.wheels import NIXL, installed_torch, wheel_of
 
 SETTINGS = {
     "NIXL_LOG_LEVEL": "ERROR",
@@ -69,8 +70,10 @@ def import_nixl() -> Any:
         if hasattr(module, "nixl_agent"):
             return module
         errors.append(f"{name} has no nixl_agent")
+    torch = installed_torch()
     raise BackendUnavailable(
-        f"transfer backend nixl: its library cannot be imported; install it with: pip install nixl-cu12 ({'; '.join(errors)})"
+        f"transfer backend nixl: its library cannot be imported; install it with: pip install {wheel_of(NIXL, torch)} "
+        f"(for torch {torch}) ({'; '.join(errors)})"
     )
 
 
