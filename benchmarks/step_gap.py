@@ -65,6 +65,9 @@ class TimedRunner:
         self.steps.append((not plan.extend and bool(plan.items), begin, self._mark()))
         return output
 
+    def wait_for_copies(self, seq: int) -> None:
+        self._runner.wait_for_copies(seq)
+
     def forward(self, plan: Plan) -> torch.Tensor | None:
         raise AssertionError("a step in two halves: only grammars ask for one")
 

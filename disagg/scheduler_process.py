@@ -209,6 +209,7 @@ def _engine_use(disagg: DisaggConfig) -> "EngineUse":
     decode = disagg.disaggregation_mode == "decode"
     return EngineUse(
         decodes=disagg.disaggregation_mode != "prefill",
+        prefills=not decode,
         peers_write_pages=decode,
         retracted_kv=disagg.disaggregation_decode_retraction_backup if decode else "recompute",
         reserve_floor=disagg.num_reserved_decode_tokens,

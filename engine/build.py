@@ -19,8 +19,9 @@ from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
-from engine.device import Device, MakeCapture, allocate_pool, build_device
+from engine.device import Device, allocate_pool, build_device
 from engine.executor.weights import WeightUpdater
+from engine.graphs import MakeCapture
 from engine.hicache.build import build_host_tier
 from engine.hicache.disk import Disk
 from engine.kv.host_memory import available_bytes
@@ -43,11 +44,12 @@ log = logging.getLogger(__name__)
 class EngineUse:
     """What a worker's role needs of its engine; the defaults are those of a unified worker.
 
-    `decodes`: whether decode steps are recorded. `peers_write_pages`: there is no host tier, which needs writes in stream
+    `decodes`, `prefills`: whether such steps are recorded. `peers_write_pages`: there is no host tier, which needs writes in stream
     order. `retracted_kv`: as --disaggregation-decode-retraction-backup. `reserve_floor`: as in Limits.
     """
 
     decodes: bool = True
+    prefills: bool = True
     peers_write_pages: bool = False
     retracted_kv: str = "recompute"
     reserve_floor: int = 0
@@ -113,7 +115,8 @@ def build_engine(
         host_pool=tier.pool if tier else None,
         backup=backup,
         capture=capture,
-        records=use.decodes,
+        decodes=use.decodes,
+        prefills=use.prefills,
         progress=progress,
     )
     memory, events = _memory(config, num_pages=pool.num_pages, host=tier.cache if tier else None)

@@ -156,6 +156,9 @@ class EngineConfig(FlagSet):
     cuda_graph_bs: tuple[int, ...] = flag(
         (), "batch sizes to capture as CUDA graphs; default: chosen by --cuda-graph-max-bs", least=1
     )
+    cuda_graph_max_prefill_tokens: int | None = flag(
+        None, "most new tokens of a prompt step that runs as a CUDA graph; 0: none; default: 512", least=0
+    )
     enable_lora: bool = flag(False, "requests may name LoRA adapters; --lora-paths implies it")
     lora_paths: tuple[str, ...] = flag(
         (),

@@ -2,24 +2,25 @@
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from engine.attention.backend import CapturableBackend, make_attention_backend
+from engine.attention.backend import make_attention_backend
 from engine.attention.cpu_backend import CpuBackend
 from engine.config import EngineConfig
-from engine.executor.decode_graphs import Capture, CudaCapture, DecodeGraphs, graph_sizes
+from engine.executor.decode_graphs import DecodeGraphs
 from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.executor import Executor
 from engine.executor.forward_pass import ForwardPass
 from engine.executor.future_map import FutureMap
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.model_runner import ModelRunner
+from engine.executor.prefill_graphs import PrefillGraphs
 from engine.executor.sample_pass import SamplePass
 from engine.executor.stream import CudaStream, InlineStream, Stream, ThreadStream
+from engine.graphs import MakeCapture, make_graphs
 from engine.kernels.linear import linear_kernel
 from engine.kernels.tape import tape_library
 from engine.kv.host_pool import HostPool
@@ -36,20 +37,19 @@ from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
 
-MakeCapture = Callable[[], Capture]
-
 
 @dataclass(frozen=True, slots=True)
 class Device:
     """`layers`: how far the steps have got. `adapters`: None without --enable-lora.
 
-    `graphs`, `tapes`: recorded decode steps, on a GPU and on a CPU.
+    `graphs`, `tapes`: recorded decode steps, on a GPU and on a CPU. `prefill_graphs`: recorded prompts.
     """
 
     executor: Executor
     layers: LayerMarks
     adapters: LoraStore | None
     graphs: DecodeGraphs | None
+    prefill_graphs: PrefillGraphs | None
     tapes: DecodeTapes | None
 
 
@@ -62,13 +62,14 @@ def build_device(
     host_pool: HostPool | None,
     backup: PageBackup | None,
     capture: MakeCapture | None,
-    records: bool,
+    decodes: bool,
+    prefills: bool,
     progress: bool,
 ) -> Device:
     """Put `model` and `pool` under an executor and record its decode steps. Raises ConfigError.
 
-    `config` is resolved. `records`: whether decode steps are recorded, as CUDA graphs or as tapes of C kernels. `capture`:
-    records graphs in place of CUDA.
+    `config` is resolved. `decodes`, `prefills`: whether such steps are recorded, as CUDA graphs or (decode steps) as tapes of
+    C kernels. `capture`: records graphs in place of CUDA.
     """
     assert config.num_threads is not None and config.context_length is not None, "resolved"
     device, num_slots = pool.device, config.max_running_requests
@@ -78,26 +79,18 @@ def build_device(
     future_map = FutureMap(num_slots=num_slots, device=device)
     layers = LayerMarks(device)
     bank = AdapterBank() if config.enable_lora else None
-    graphs = None
-    records = records and not config.disable_cuda_graph
-    if capture is None and records and device.type == "cuda":
-        capture = partial(CudaCapture, device)
-    if capture is not None and isinstance(backend, CapturableBackend):
-        graphs = DecodeGraphs(
-            sizes=graph_sizes(
-                sizes=config.cuda_graph_bs, max_bs=config.cuda_graph_max_bs, max_running=config.max_running_requests
-            ),
-            capture=capture,
-            backend=backend,
-            page_table=page_table,
-            future_map=future_map,
-            device=device,
-            progress=progress,
-        )
-    elif capture is not None:
-        log.warning("no decode graphs: the attention backend asks the host for lengths; triton does not")
+    graphs, prefill_graphs = make_graphs(
+        config,
+        decodes=decodes,
+        prefills=prefills,
+        capture=capture,
+        backend=backend,
+        page_table=page_table,
+        future_map=future_map,
+        progress=progress,
+    )
     by_c_kernels = config.dtype == "bfloat16" and isinstance(backend, CpuBackend) and backend.has_kernel
-    taped = records and capture is None and by_c_kernels
+    taped = decodes and not config.disable_cuda_graph and capture is None and by_c_kernels
     taped = taped and linear_kernel() is not None and tape_library() is not None
     decode_tapes = DecodeTapes() if taped else None
     forward_pass = ForwardPass(
@@ -107,6 +100,7 @@ def build_device(
         layers=layers,
         adapters=bank,
         graphs=graphs,
+        prefill_graphs=prefill_graphs,
         tapes=decode_tapes,
     )
     sampler = Sampler(num_slots=num_slots, vocab_size=model_config.vocab_size, device=device)
@@ -120,7 +114,7 @@ def build_device(
     executor = Executor(runner=runner, stream=_stream(config, device))
     _record(executor, runner)
     adapters = None if bank is None else _adapter_store(config, model, bank, executor)
-    return Device(executor, layers, adapters, graphs, decode_tapes)
+    return Device(executor, layers, adapters, graphs, prefill_graphs, decode_tapes)
 
 
 def _stream(config: EngineConfig, device: torch.device) -> Stream:

@@ -149,7 +149,12 @@ def _check_hicache(config: EngineConfig) -> None:
 
 def _check_cuda_graph(config: EngineConfig, device: str) -> None:
     sizes, most = config.cuda_graph_bs, config.cuda_graph_max_bs
-    for name, given in (("--cuda-graph-bs", bool(sizes)), ("--cuda-graph-max-bs", most is not None)):
+    flags = (
+        ("--cuda-graph-bs", bool(sizes)),
+        ("--cuda-graph-max-bs", most is not None),
+        ("--cuda-graph-max-prefill-tokens", bool(config.cuda_graph_max_prefill_tokens)),
+    )
+    for name, given in flags:
         if given and device != "cuda":
             raise ConfigError(f"{name}: the model runs on {device}, where there are no CUDA graphs; leave the flag out")
         if given and config.disable_cuda_graph:

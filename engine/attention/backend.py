@@ -8,7 +8,7 @@ import torch
 
 from engine.attention.torch_backend import TorchBackend
 from engine.kv.kv_pool import KVPool
-from engine.kv.step_batch import DeviceStep, StepBatch
+from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
 from service.flags import ConfigError
 
 
@@ -28,9 +28,9 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class CapturableBackend(AttentionBackend, Protocol):
-    """A backend whose decode steps can be captured: it reads no length on the host, so the same kernels serve every step."""
+    """A backend whose steps can be captured: it reads no length on the host, so the same kernels serve every step of a size."""
 
-    def begin_on_device(self, step: DeviceStep) -> None:
+    def begin_on_device(self, step: DeviceStep | DeviceExtend) -> None:
         """As `begin`, for a step whose kernels depend on the tensors' contents alone."""
 
 

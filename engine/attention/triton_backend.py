@@ -12,7 +12,7 @@ from engine.kernels.triton_decode import DecodeTiles, decode, decode_tiles, spli
 from engine.kernels.triton_extend import extend, extend_tiles
 from engine.kernels.triton_kv_write import kv_write
 from engine.kv.kv_pool import KVPool
-from engine.kv.step_batch import DeviceStep, StepBatch
+from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
 from engine.kv.upload import upload
 
 
@@ -51,8 +51,11 @@ class TritonBackend:
             self._now = self._decode_of(kv_lens)
         self._take(step)
 
-    def begin_on_device(self, step: DeviceStep) -> None:
-        self._now = self._decode_of(step.kv_lens)
+    def begin_on_device(self, step: DeviceStep | DeviceExtend) -> None:
+        if isinstance(step, DeviceExtend):
+            self._now = _Extend(step.kv_lens, step.starts, most_rows=len(step.token_pages))
+        else:
+            self._now = self._decode_of(step.kv_lens)
         self._take(step)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -88,7 +91,7 @@ class TritonBackend:
             )
         return out.flatten(1).to(q.dtype)
 
-    def _take(self, step: StepBatch | DeviceStep) -> None:
+    def _take(self, step: StepBatch | DeviceStep | DeviceExtend) -> None:
         self._token_pages, self._token_offsets = step.token_pages, step.token_offsets
         self._page_table, self._slots = step.page_table, step.slots
         assert self._page_table.dtype == torch.int32 and self._page_table.stride(1) == 1, self._page_table.dtype

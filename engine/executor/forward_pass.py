@@ -11,6 +11,7 @@ from engine.executor.decode_graphs import DecodeGraphs
 from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.future_map import FutureMap
 from engine.executor.layer_marks import LayerMarks
+from engine.executor.prefill_graphs import PrefillGraphs
 from engine.kv.page_table import PageTable
 from engine.kv.step_batch import StepBatch
 from engine.kv.upload import upload
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class ForwardPass:
-    """`graphs` and `tapes` are recorded decode steps, `adapters` change the model's layers."""
+    """`graphs` and `tapes` are recorded decode steps, `prefill_graphs` short prompts; `adapters` change the model's layers."""
 
     def __init__(
         self,
@@ -32,6 +33,7 @@ class ForwardPass:
         layers: LayerMarks,
         adapters: AdapterBank | None = None,
         graphs: DecodeGraphs | None = None,
+        prefill_graphs: PrefillGraphs | None = None,
         tapes: DecodeTapes | None = None,
     ) -> None:
         self._backend = backend
@@ -40,6 +42,7 @@ class ForwardPass:
         self._layers = layers
         self._adapters = adapters
         self._graphs = graphs
+        self._prefill_graphs = prefill_graphs
         self._tapes = tapes
 
     def attach(self, model: DenseDecoder) -> None:
@@ -50,19 +53,20 @@ class ForwardPass:
             self._adapters.attach(model.linear_sites())
 
     def record(self, model: DenseDecoder) -> None:
-        """Record the decode graphs, if any. Raises torch.OutOfMemoryError."""
-        if self._graphs is None:
-            return
+        """Record the graphs, if any. Raises torch.OutOfMemoryError."""
         if self._adapters is not None:
             self._adapters.begin(())
-        self._graphs.record(model)
+        if self._graphs is not None:
+            self._graphs.record(model)
+        if self._prefill_graphs is not None:
+            self._prefill_graphs.record(model)
 
     def record_if_possible(self, model: DenseDecoder) -> None:
-        """Record the decode graphs; without memory for them, decode goes on without graphs."""
+        """Record the graphs; where there is no memory for them, go on without."""
         try:
             self.record(model)
         except torch.OutOfMemoryError as error:
-            log.warning("decode goes on without graphs: %s", error)
+            log.warning("the worker goes on without graphs: %s", error)
 
     def open(self, opened: SlotOpen) -> None:
         if self._adapters is not None:
@@ -76,6 +80,9 @@ class ForwardPass:
             self._adapters.begin(items)
         if self._graphs is not None and self._graphs.takes(plan) and self._plain():
             return self._graphs.run(items)
+        prompts = self._prefill_graphs
+        if prompts is not None and prompts.takes(plan) and not self._adapted():
+            return self._layers.whole(plan.seq, lambda: prompts.run(items))
         q_lens = [item.q_len for item in items]
         flat = self._ids([t for item in items for t in item.tokens])
         positions = self._ids([p for i in items for p in range(i.start, i.kv_len)])
@@ -102,7 +109,10 @@ class ForwardPass:
 
     def _plain(self) -> bool:
         """Whether no adapter computes in this step and no reader follows its layers: recorded steps know neither."""
-        return not self._layers.watched and (self._adapters is None or not self._adapters.active)
+        return not self._layers.watched and not self._adapted()
+
+    def _adapted(self) -> bool:
+        return self._adapters is not None and bool(self._adapters.active)
 
     def _ids(self, values: list[int]) -> Tensor:
         return upload(torch.tensor(values), self._page_table.device)

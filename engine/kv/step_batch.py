@@ -48,3 +48,18 @@ class DeviceStep:
     kv_lens: torch.Tensor
     token_pages: torch.Tensor
     token_offsets: torch.Tensor
+
+
+@dataclass(slots=True)
+class DeviceExtend:
+    """As DeviceStep, for any q_len. starts: [B + 1] int32, the first row of each request; a request may have no tokens.
+
+    There may be more token_pages than the requests have tokens: the rest is padding.
+    """
+
+    page_table: torch.Tensor
+    slots: torch.Tensor
+    starts: torch.Tensor
+    kv_lens: torch.Tensor
+    token_pages: torch.Tensor
+    token_offsets: torch.Tensor

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from benchmarks import random_model
+from engine.build import EngineUse
 from engine.executor.decode_graphs import Work
 from engine.models.load import load_model
 from tests.engine.engine_in_process import EngineInProcess
-from tests.engine.three_requests import run, two_models
+from tests.engine.three_requests import PROMPTS, run, two_models
 
 LENGTHS = {"a": 5, "b": 2, "c": 4}  # the batch shrinks from 3 to 1
 
@@ -24,7 +25,9 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="tandem-graphs-") as folder:
         random_model.HEADS, random_model.KV_HEADS = 4, 2  # the interpreter is slow
-        check(*two_models(Path(folder), layers=1, hidden=64, intermediate=64))
+        models = two_models(Path(folder), layers=1, hidden=64, intermediate=64)
+        check(*models)
+        check_prompts(models[0])
 
 
 class CountingCapture:
@@ -47,7 +50,13 @@ def check(folder: str, other: str) -> None:
     (expected, expected_logprobs), (expected_of_other, _) = (run(engine, LENGTHS) for engine in plain)
     capture = CountingCapture()
     engine = EngineInProcess(
-        folder, depth=2, stream="threaded", attention_backend="triton", capture=lambda: capture, **flags
+        folder,
+        depth=2,
+        stream="threaded",
+        attention_backend="triton",
+        capture=lambda: capture,
+        cuda_graph_max_prefill_tokens=0,
+        **flags,
     )
     graphs, pool = engine.parts.device.graphs, engine.parts.pool
     assert graphs is not None and graphs.sizes == [1, 2, 4], graphs
@@ -61,6 +70,34 @@ def check(folder: str, other: str) -> None:
     engine.parts.weights.take(model, model_path=other, version=None)
     assert run(engine, LENGTHS)[0] == expected_of_other != expected, "the graphs of other weights were replayed"
     for used in (engine, *plain):
+        used.close()
+
+
+def check_prompts(folder: str) -> None:
+    """Chunks of 16 tokens, of one request or several: prompts that begin, go on behind a prefix and end in a step."""
+    flags = {"dtype": "float32", "max_running_requests": 4, "max_total_tokens": 160, "chunked_prefill_size": 16}
+    plain = EngineInProcess(folder, attention_backend="torch", **flags)
+    expected = run(plain, dict.fromkeys(PROMPTS, 1))
+    capture, marks = CountingCapture(), list[tuple[int, int]]()
+    engine = EngineInProcess(
+        folder,
+        attention_backend="triton",
+        capture=lambda: capture,
+        use=EngineUse(decodes=False),
+        **flags,
+    )
+    device, pool = engine.parts.device, engine.parts.pool
+    assert device.graphs is None and device.prefill_graphs is not None
+    device.layers.watch([1], lambda: marks.append(device.layers.reached()))
+    pool.k(0)[0] = 7.0
+    found, logprobs = run(engine, dict.fromkeys(PROMPTS, 1))
+    assert found == expected[0], (found, expected)
+    assert logprobs == pytest.approx(expected[1], rel=0.0, abs=1e-5)
+    num_steps = len(marks) // 2
+    assert capture.replays == num_steps >= 2, (capture.replays, marks)
+    assert [layers for _, layers in marks] == [0, 1] * num_steps, marks
+    assert (pool.k(0)[0, 0] != 7.0).all(), "nothing was padded"
+    for used in (engine, plain):
         used.close()
 
 

@@ -1,4 +1,4 @@
-"""Decode graphs: which sizes, and (by the interpreter, in a process of its own) that padded batches draw the same tokens."""
+"""Graphs: which sizes, and (by the interpreter, in a process of its own) that padded steps sample the same tokens."""
 
 import os
 import subprocess
@@ -7,9 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.gpu.engine import EagerCapture
+from engine.attention.torch_backend import TorchBackend
 from engine.config import EngineConfig
+from engine.core.plan import Plan, PlanItem
 from engine.executor.decode_graphs import graph_sizes
+from engine.executor.future_map import FutureMap
+from engine.executor.prefill_graphs import MOST_KV_TOKENS, MOST_REQUESTS, PrefillGraphs, prefill_graph_sizes
+from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.page_table import PageTable
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.resolve import resolve
 from service.flags import ConfigError
@@ -42,10 +50,48 @@ def test_many_requests_take_steps_of_32() -> None:
 
 
 @pytest.mark.parametrize(
+    ("most", "sizes"), [(1, [1]), (16, [16]), (100, [16, 32, 64, 100]), (256, [16, 32, 64, 128, 192, 256])]
+)
+def test_sizes_of_prompts(most: int, sizes: list[int]) -> None:
+    assert prefill_graph_sizes(most) == sizes
+
+
+@pytest.mark.parametrize(
+    ("lens", "taken"),  # (new tokens, tokens before them) of each request
+    [
+        ([(16, 0)], True),
+        ([(17, 0)], False),
+        ([(1, MOST_KV_TOKENS - 1)], True),
+        ([(1, MOST_KV_TOKENS)], False),
+        ([(1, 0)] * MOST_REQUESTS, True),
+        ([(1, 0)] * (MOST_REQUESTS + 1), False),
+    ],
+)
+def test_long_prompts_and_prefixes_are_no_graphs(lens: list[tuple[int, int]], taken: bool) -> None:
+    device = torch.device("cpu")
+    graphs = PrefillGraphs(
+        sizes=[2 * MOST_REQUESTS] if len(lens) > 1 else [16],
+        capture=EagerCapture,
+        backend=TorchBackend(KVPool([CacheSpec(1, 16, "float32")], num_pages=1, page_size=16, device=device)),  # type: ignore[arg-type]
+        page_table=PageTable(num_slots=1, max_pages=1, page_size=16, device=device),
+        future_map=FutureMap(num_slots=1, device=device),
+    )
+    items = [
+        PlanItem(str(i), i, [0] * new, before, page_start=0, new_pages=[], sample=True, output_len=0, extend=True)
+        for i, (new, before) in enumerate(lens)
+    ]
+    plan = Plan(seq=0, extend=True, items=items)
+    assert not graphs.takes(plan), "nothing is recorded"
+    graphs.record(None)  # type: ignore[arg-type]  # an eager capture runs nothing
+    assert graphs.takes(plan) is taken
+
+
+@pytest.mark.parametrize(
     ("flags", "cuda", "named"),
     [
         ({"cuda_graph_bs": (4,)}, False, "--cuda-graph-bs"),
         ({"cuda_graph_max_bs": 4}, False, "--cuda-graph-max-bs"),
+        ({"cuda_graph_max_prefill_tokens": 64}, False, "--cuda-graph-max-prefill-tokens"),
         ({"cuda_graph_max_bs": 4, "disable_cuda_graph": True}, True, "--cuda-graph-max-bs"),
         ({"cuda_graph_max_bs": 4, "cuda_graph_bs": (4,)}, True, "--cuda-graph-bs"),
     ],
@@ -57,7 +103,7 @@ def test_flags_that_cannot_be_honoured_are_named(flags: dict[str, Any], cuda: bo
     resolve(EngineConfig(model_path=DEFAULT_MODEL_PATH, disable_cuda_graph=True), model, cuda=cuda)
 
 
-def test_padded_batches_draw_the_same_tokens() -> None:
+def test_padded_steps_sample_the_same_tokens() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.engine.graphs_by_the_interpreter"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)

@@ -1,0 +1,67 @@
+"""Which steps of an engine run as graphs."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from engine.attention.backend import AttentionBackend, CapturableBackend
+from engine.config import EngineConfig
+from engine.executor.decode_graphs import Capture, CudaCapture, DecodeGraphs, graph_sizes
+from engine.executor.future_map import FutureMap
+from engine.executor.prefill_graphs import PrefillGraphs, prefill_graph_sizes
+from engine.kv.page_table import PageTable
+
+MOST_PREFILL_TOKENS = 512  # by default: a GPU computes more for longer than the host needs to launch them
+
+log = logging.getLogger(__name__)
+
+MakeCapture = Callable[[], Capture]
+
+
+def make_graphs(
+    config: EngineConfig,
+    *,
+    decodes: bool,
+    prefills: bool,
+    capture: MakeCapture | None,
+    backend: AttentionBackend,
+    page_table: PageTable,
+    future_map: FutureMap,
+    progress: bool,
+) -> tuple[DecodeGraphs | None, PrefillGraphs | None]:
+    """Return the graphs of decode steps and of short prompts, still to be recorded. `capture` takes the place of CUDA's.
+
+    `config` is resolved. `decodes`, `prefills`: whether the worker has such steps.
+    """
+    if capture is None and page_table.device.type == "cuda":
+        capture = partial(CudaCapture, page_table.device)
+    if capture is None or config.disable_cuda_graph or not (decodes or prefills):
+        return None, None
+    if not isinstance(backend, CapturableBackend):
+        log.warning("no graphs: the attention backend asks the host for lengths; triton does not")
+        return None, None
+    decode_graphs = prefill_graphs = None
+    if decodes:
+        sizes = graph_sizes(
+            sizes=config.cuda_graph_bs, max_bs=config.cuda_graph_max_bs, max_running=config.max_running_requests
+        )
+        decode_graphs = DecodeGraphs(
+            sizes=sizes,
+            capture=capture,
+            backend=backend,
+            page_table=page_table,
+            future_map=future_map,
+            device=page_table.device,
+            progress=progress,
+        )
+    most = MOST_PREFILL_TOKENS if config.cuda_graph_max_prefill_tokens is None else config.cuda_graph_max_prefill_tokens
+    if prefills and most > 0:
+        prefill_graphs = PrefillGraphs(
+            sizes=prefill_graph_sizes(most),
+            capture=capture,
+            backend=backend,
+            page_table=page_table,
+            future_map=future_map,
+            progress=progress,
+        )
+    return decode_graphs, prefill_graphs
