@@ -68,6 +68,9 @@ class TimedRunner:
     def wait_for_copies(self, seq: int) -> None:
         self._runner.wait_for_copies(seq)
 
+    def close(self) -> None:
+        self._runner.close()
+
     def forward(self, plan: Plan) -> torch.Tensor | None:
         raise AssertionError("a step in two halves: only grammars ask for one")
 
