@@ -21,8 +21,9 @@ from benchmarks.gpu.target import QWEN3_8B, TINY, Shape, Target
 from engine.attention.backend import AttentionBackend
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
+from engine.kernels.extend_plan import plan_extend
 from engine.kernels.triton_decode import DecodeTiles, decode, decode_tiles, split_list
-from engine.kernels.triton_extend import ExtendTiles, extend, extend_tiles
+from engine.kernels.triton_extend import ExtendTiles, ExtendWork, extend, extend_tiles
 from engine.kv.kv_pool import CacheSpec, KVPool
 from engine.kv.step_batch import StepBatch
 
@@ -100,6 +101,10 @@ def _extend_ms(
     q = torch.randn(rows, shape.heads, shape.head_dim, device=target.device).to(pool.k(0).dtype)
     starts, kv_lens = (torch.tensor(x, dtype=torch.int32, device=target.device) for x in ([0, rows], [context]))
     slots = torch.zeros(1, dtype=torch.int64, device=target.device)
+    group = shape.heads // shape.kv_heads
+    plan = plan_extend([rows], [context], group=group, kv_heads=shape.kv_heads, rows=tiles.rows, block=tiles.block)
+    lists = (torch.tensor(x, dtype=torch.int32, device=target.device) for x in (plan.whole, plan.split, plan.merges))
+    work = ExtendWork(*lists, part_rows=plan.part_rows, most_rows=plan.most_rows)
     return target.ms(
         lambda: extend(
             q,
@@ -109,7 +114,7 @@ def _extend_ms(
             slots=slots,
             starts=starts,
             kv_lens=kv_lens,
-            most_rows=rows,
+            work=work,
             tiles=tiles,
         )
     )
@@ -143,7 +148,7 @@ def worst_error(target: Target, shape: Shape, dtype: str, *, lengths: Sequence[i
     pools = [_pool(shape, batch=len(lengths), context=max(lengths) + 1, target=target, dtype=dtype) for _ in range(2)]
     table = pools[0][1]
     pools[1][0].buffer.copy_(pools[0][0].buffer)
-    backends: list[AttentionBackend] = [TritonBackend(pools[0][0]), TorchBackend(pools[1][0])]
+    backends: list[AttentionBackend] = [TritonBackend(pools[0][0], num_heads=shape.heads), TorchBackend(pools[1][0])]
     worst = 0.0
     begins = [0 for _ in lengths]
     for ends in ([max(1, n // 3) for n in lengths], lengths, [n + 1 for n in lengths]):

@@ -48,7 +48,7 @@ def make_attention_backend(name: str, pool: KVPool, *, num_heads: int) -> Attent
         name = "cpu" if pool.device.type == "cpu" else "triton" if find_spec("triton") else "torch"
     if name == "torch":
         return TorchBackend(pool)
-    return _cpu(pool) if name == "cpu" else _triton(pool)
+    return _cpu(pool) if name == "cpu" else _triton(pool, num_heads=num_heads)
 
 
 def _cpu(pool: KVPool) -> AttentionBackend:
@@ -59,11 +59,11 @@ def _cpu(pool: KVPool) -> AttentionBackend:
     return CpuBackend(pool)
 
 
-def _triton(pool: KVPool) -> AttentionBackend:
+def _triton(pool: KVPool, *, num_heads: int) -> AttentionBackend:
     if pool.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError("--attention-backend triton: needs a GPU; choose cpu or torch")
     try:
         from engine.attention.triton_backend import TritonBackend
     except ImportError as e:
         raise ConfigError(f"--attention-backend triton: {e}; pip install triton, or choose torch") from e
-    return TritonBackend(pool)
+    return TritonBackend(pool, num_heads=num_heads)

@@ -3,17 +3,21 @@
 Never run on a GPU yet; tested in the interpreter.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
+from engine.kernels.extend_plan import plan_extend
 from engine.kernels.triton_decode import DecodeTiles, decode, decode_tiles, split_list
-from engine.kernels.triton_extend import extend, extend_tiles
+from engine.kernels.triton_extend import ExtendTiles, ExtendWork, extend, extend_tiles
 from engine.kernels.triton_kv_write import kv_write
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
 from engine.kv.upload import upload
+
+ALIGNED = 4  # int32 in 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,29 +30,37 @@ class _Decode:
 
 @dataclass(frozen=True, slots=True)
 class _Extend:
+    """A step with prompts. `work`: by the shape of a layer."""
+
     kv_lens: torch.Tensor
     starts: torch.Tensor
-    most_rows: int
+    work: "dict[_Shape, ExtendWork]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the cut of a layer's work depends on, beside lengths."""
+
+    kv_heads: int
+    decode: DecodeTiles
+    extend: ExtendTiles
 
 
 class TritonBackend:
     """K and V of the new tokens are written first, then read back."""
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: KVPool, *, num_heads: int) -> None:
+        """`num_heads`: query heads."""
         self._pool = pool
-        self._tiles = [self._tiles_of(layer) for layer in range(pool.num_layers)]
+        self._num_heads = num_heads
+        self._shapes = [self._shape_of(layer) for layer in range(pool.num_layers)]
         self._now: _Decode | _Extend | None = None
         self._page_table = torch.empty(0, dtype=torch.int32)
         self._slots = torch.empty(0, dtype=torch.int64)
         self._token_pages = self._token_offsets = torch.empty(0, dtype=torch.int64)
 
     def begin(self, step: StepBatch) -> None:
-        kv_lens = self._upload(list(step.kv_lens))
-        if step.extend:
-            starts = self._upload([0, *accumulate(step.q_lens)])
-            self._now = _Extend(kv_lens, starts, max(step.q_lens))
-        else:
-            self._now = self._decode_of(kv_lens)
+        self._now = self._extend_of(step) if step.extend else self._decode_of(*self._upload(step.kv_lens))
         self._take(step)
 
     def begin_on_device(self, step: DeviceStep | DeviceExtend) -> None:
@@ -63,7 +75,7 @@ class TritonBackend:
         assert now is not None, "begin() comes first"
         cache_k, cache_v = self._pool.k(layer), self._pool.v(layer)
         kv_write(k, v, cache_k, cache_v, pages=self._token_pages, offsets=self._token_offsets)
-        rows = q.to(cache_k.dtype)
+        rows, shape = q.to(cache_k.dtype), self._shapes[layer]
         assert rows.stride()[1:] == (q.shape[2], 1), rows.stride()
         if isinstance(now, _Extend):
             out = extend(
@@ -74,11 +86,10 @@ class TritonBackend:
                 slots=self._slots,
                 starts=now.starts,
                 kv_lens=now.kv_lens,
-                most_rows=now.most_rows,
-                tiles=extend_tiles(dim=q.shape[2], dtype=cache_k.dtype),
+                work=now.work[shape],
+                tiles=shape.extend,
             )
         else:
-            tiles = self._tiles[layer]
             out = decode(
                 rows,
                 cache_k,
@@ -86,8 +97,8 @@ class TritonBackend:
                 page_table=self._page_table,
                 slots=self._slots,
                 kv_lens=now.kv_lens,
-                splits=now.splits[tiles],
-                tiles=tiles,
+                splits=now.splits[shape.decode],
+                tiles=shape.decode,
             )
         return out.flatten(1).to(q.dtype)
 
@@ -97,11 +108,39 @@ class TritonBackend:
         assert self._page_table.dtype == torch.int32 and self._page_table.stride(1) == 1, self._page_table.dtype
 
     def _decode_of(self, kv_lens: torch.Tensor) -> _Decode:
-        return _Decode(kv_lens, {tiles: split_list(kv_lens, tiles=tiles) for tiles in dict.fromkeys(self._tiles)})
+        tiles = dict.fromkeys(shape.decode for shape in self._shapes)
+        return _Decode(kv_lens, {each: split_list(kv_lens, tiles=each) for each in tiles})
 
-    def _tiles_of(self, layer: int) -> DecodeTiles:
+    def _extend_of(self, step: StepBatch) -> _Extend:
+        plans = {
+            shape: plan_extend(
+                step.q_lens,
+                step.kv_lens,
+                group=self._num_heads // shape.kv_heads,
+                kv_heads=shape.kv_heads,
+                rows=shape.extend.rows,
+                block=shape.extend.block,
+            )
+            for shape in dict.fromkeys(self._shapes)
+        }
+        lists = [each for plan in plans.values() for each in (plan.whole, plan.split, plan.merges)]
+        kv_lens, starts, *units = self._upload(step.kv_lens, [0, *accumulate(step.q_lens)], *lists)
+        work = {
+            shape: ExtendWork(*units[3 * i : 3 * i + 3], plan.part_rows, plan.most_rows)
+            for i, (shape, plan) in enumerate(plans.items())
+        }
+        return _Extend(kv_lens, starts, work)
+
+    def _shape_of(self, layer: int) -> _Shape:
         cache = self._pool.k(layer)
-        return decode_tiles(kv_heads=cache.shape[2], dim=cache.shape[3], dtype=cache.dtype)
+        kv_heads, dim, dtype = cache.shape[2], cache.shape[3], cache.dtype
+        return _Shape(
+            kv_heads, decode_tiles(kv_heads=kv_heads, dim=dim, dtype=dtype), extend_tiles(dim=dim, dtype=dtype)
+        )
 
-    def _upload(self, values: list[int]) -> torch.Tensor:
-        return upload(torch.tensor(values, dtype=torch.int32), self._pool.device)
+    def _upload(self, *lists: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """int32, in one copy. Each begins at a multiple of 16 bytes: for another Triton compiles a kernel anew."""
+        sizes = [-(-len(values) // ALIGNED) * ALIGNED for values in lists]
+        flat = [x for values, size in zip(lists, sizes, strict=True) for x in (*values, *[0] * (size - len(values)))]
+        whole = upload(torch.tensor(flat, dtype=torch.int32), self._pool.device)
+        return tuple(part[: len(values)] for part, values in zip(whole.split(sizes), lists, strict=True))

@@ -3,6 +3,9 @@
 
 FlashAttention-2's loop (Dao 2023) with K and V fetched through the page table: first the tokens that every row of a tile
 sees, without a mask, then the few at its diagonal. Apart from rounding, chunks do not change a row's result.
+
+Few rows behind a long context would leave most multiprocessors idle: their programs take a span of the context and all
+query heads of a kv head (engine/kernels/extend_plan.py), and a merge follows, as in Flash-Decoding (Dao et al. 2023).
 """
 
 from dataclasses import dataclass
@@ -13,12 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.triton_decode import LOG2_E, cache_constants
+from engine.kernels.extend_plan import MOST_SPANS
+from engine.kernels.triton_decode import LOG2_E, cache_constants, tile_dim
 
 
 @dataclass(frozen=True, slots=True)
 class ExtendTiles:
-    """A program's share: `rows` of one head against `block` tokens at a time."""
+    """A program's share: `rows` against `block` tokens at a time."""
 
     rows: int
     block: int
@@ -58,6 +62,7 @@ def extend_block(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,  # some row does not see some token of this block
+    SPLIT: tl.constexpr,  # some row may see none
 ):
     """Tokens at..at + BLOCK: (best, total, acc) with them."""
     dims = tl.arange(0, TILE_DIM)
@@ -82,8 +87,11 @@ def extend_block(
         seen = (token[None, :] <= position[:, None]) & mask_n[None, :]
         scores = tl.where(seen, scores, float("-inf"))
     best_now = tl.maximum(best, tl.max(scores, 1))
-    factor = tl.exp2(best - best_now)
-    weights = tl.exp2(scores - best_now[:, None])
+    base = best_now
+    if MASKED and SPLIT:
+        base = tl.where(best_now == float("-inf"), 0.0, best_now)  # of a row that saw nothing yet: weights of 0, no NaN
+    factor = tl.exp2(best - base)
+    weights = tl.exp2(scores - base[:, None])
     if MASKED:
         v = tl.load(at_v, mask=mask_n[:, None] & (dims < DIM)[None, :], other=0.0)
     elif TILE_DIM == DIM:
@@ -100,7 +108,9 @@ def extend_kernel(
     q_ptr,  # [T, heads, dim]; heads of a row are dense
     k_ptr,  # page 0 of this layer's K; rows of a token are dense
     v_ptr,
-    out_ptr,  # [T, heads, dim] dense
+    out_ptr,  # [T, heads, dim] dense; SPLIT: [part_rows, kv_heads, dim] fp32, normalised
+    lse_ptr,  # SPLIT: [part_rows, kv_heads] fp32: log2 of each row's sum of weights
+    units_ptr,  # (request, tile) int32; SPLIT: (request, tile, begin, end, part row)
     table_ptr,  # [slots, table_stride] int32
     slots_ptr,  # [B] int64
     starts_ptr,  # [B + 1] int32: first row of each request in q
@@ -117,46 +127,119 @@ def extend_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """Program (tile of rows, head, request); the last rows, which see most, begin first."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    head, request = tl.program_id(1), tl.program_id(2)
+    """Program (unit, head); SPLIT: (unit, kv head), whose rows are (token, head of the group) pairs."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    unit = units_ptr + tl.program_id(0) * (5 if SPLIT else 2)
+    request, tile = tl.load(unit), tl.load(unit + 1)
     first = tl.load(starts_ptr + request)
     q_len = tl.load(starts_ptr + request + 1) - first
-    if tile * BLOCK_ROWS < q_len:
-        kv_len = tl.load(kv_lens_ptr + request)
-        kv_head = head // (HEADS // KV_HEADS)
-        rows = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        dims = tl.arange(0, TILE_DIM)
-        mask_md = (rows < q_len)[:, None] & (dims < DIM)[None, :]
-        in_batch = (first + rows).to(tl.int64)
-        at_q = q_ptr + in_batch[:, None] * q_stride + head * DIM + dims[None, :]
-        q = tl.load(at_q, mask=mask_md, other=0.0)
-        position = kv_len - q_len + rows
-        prefix = kv_len - q_len + tile * BLOCK_ROWS  # tokens before the first row
-        end = tl.minimum(kv_len, prefix + BLOCK_ROWS)
-        seen_by_all = (prefix + 1) // BLOCK * BLOCK
-        best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_ROWS], tl.float32)
-        acc = tl.zeros([BLOCK_ROWS, TILE_DIM], tl.float32)
-        table = table_ptr + tl.load(slots_ptr + request) * table_stride
-        for at in range(0, seen_by_all, BLOCK):
-            best, total, acc = extend_block(
-                q, best, total, acc, at, end, position, table, k_ptr, v_ptr, page_stride, kv_head, scale,
-                KV_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, False,
-            )  # fmt: skip
-        for at in range(seen_by_all, end, BLOCK):
-            best, total, acc = extend_block(
-                q, best, total, acc, at, end, position, table, k_ptr, v_ptr, page_stride, kv_head, scale,
-                KV_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, True,
-            )  # fmt: skip
+    kv_len = tl.load(kv_lens_ptr + request)
+    rows = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    dims = tl.arange(0, TILE_DIM)
+    if SPLIT:
+        kv_head = tl.program_id(1)
+        tokens = rows // GROUP
+        head = kv_head * GROUP + rows % GROUP
+        begin, end = tl.load(unit + 2), tl.load(unit + 3)
+        before = kv_len - q_len + tile * BLOCK_ROWS // GROUP  # tokens before the first row's
+        seen_by_all = tl.maximum(begin, tl.minimum(before + 1, end) // BLOCK * BLOCK)
+        at_head = head[:, None] * DIM + dims[None, :]
+    else:
+        head = tl.program_id(1)
+        kv_head = head // GROUP
+        tokens = rows
+        begin = 0
+        before = kv_len - q_len + tile * BLOCK_ROWS
+        end = tl.minimum(kv_len, before + BLOCK_ROWS)
+        seen_by_all = (before + 1) // BLOCK * BLOCK
+        at_head = head * DIM + dims[None, :]
+    mask_md = (tokens < q_len)[:, None] & (dims < DIM)[None, :]
+    in_batch = (first + tokens).to(tl.int64)
+    q = tl.load(q_ptr + in_batch[:, None] * q_stride + at_head, mask=mask_md, other=0.0)
+    position = kv_len - q_len + tokens
+    best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    acc = tl.zeros([BLOCK_ROWS, TILE_DIM], tl.float32)
+    table = table_ptr + tl.load(slots_ptr + request) * table_stride
+    for at in range(begin, seen_by_all, BLOCK):
+        best, total, acc = extend_block(
+            q, best, total, acc, at, end, position, table, k_ptr, v_ptr, page_stride, kv_head, scale,
+            KV_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, False, SPLIT,
+        )  # fmt: skip
+    for at in range(seen_by_all, end, BLOCK):
+        best, total, acc = extend_block(
+            q, best, total, acc, at, end, position, table, k_ptr, v_ptr, page_stride, kv_head, scale,
+            KV_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, True, SPLIT,
+        )  # fmt: skip
+    if SPLIT:
+        # of a row that sees nothing of the span: 0, and log2(0) is no weight in the merge; a NaN stays
+        out = tl.where((total == 0.0)[:, None], 0.0, acc / total[:, None])
+        part_row = tl.load(unit + 4) + tl.arange(0, BLOCK_ROWS)
+        part = part_row.to(tl.int64) * KV_HEADS + kv_head
+        tl.store(out_ptr + part[:, None] * DIM + dims[None, :], out, mask=mask_md)
+        tl.store(lse_ptr + part, best + tl.log2(total), mask=tokens < q_len)
+    else:
         out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
         at_out = (in_batch * HEADS + head) * DIM
         tl.store(out_ptr + at_out[:, None] + dims[None, :], out, mask=mask_md)
 
 
-def extend_constants(cache: dict[str, Any], tiles: ExtendTiles) -> dict[str, Any]:
-    return {**cache, "BLOCK_ROWS": tiles.rows, "BLOCK": tiles.block}
+@triton.jit
+def extend_merge_kernel(
+    part_ptr,  # [part_rows, kv_heads, dim] fp32
+    lse_ptr,  # [part_rows, kv_heads] fp32
+    out_ptr,  # [T, heads, dim] dense
+    merges_ptr,  # (request, tile, part row, spans) int32
+    starts_ptr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    SPANS: tl.constexpr,
+):
+    """Program (row of a tile, tile, kv head): the parts of the row, weighed by their sums."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    merge, kv_head = merges_ptr + tl.program_id(1) * 4, tl.program_id(2)
+    request, tile = tl.load(merge), tl.load(merge + 1)
+    first = tl.load(starts_ptr + request)
+    height = tl.minimum(BLOCK_ROWS, (tl.load(starts_ptr + request + 1) - first) * GROUP - tile * BLOCK_ROWS)
+    in_tile = tl.program_id(0)
+    if in_tile < height:
+        span, dims = tl.arange(0, SPANS), tl.arange(0, TILE_DIM)
+        used = span < tl.load(merge + 3)
+        part_row = tl.load(merge + 2) + span * height + in_tile
+        part = part_row.to(tl.int64) * KV_HEADS + kv_head
+        lse = tl.load(lse_ptr + part, mask=used, other=float("-inf"))
+        weights = tl.exp2(lse - tl.max(lse, 0))
+        mask = used[:, None] & (dims < DIM)[None, :]
+        parts = tl.load(part_ptr + part[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
+        merged = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
+        row = tile * BLOCK_ROWS + in_tile
+        at_out = ((first + row // GROUP).to(tl.int64) * HEADS + kv_head * GROUP + row % GROUP) * DIM
+        tl.store(out_ptr + at_out + dims, merged.to(out_ptr.dtype.element_ty), mask=dims < DIM)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendWork:
+    """An ExtendPlan on the device: int32 lists."""
+
+    whole: torch.Tensor
+    split: torch.Tensor
+    merges: torch.Tensor
+    part_rows: int
+    most_rows: int
+
+
+def extend_constants(cache: dict[str, Any], tiles: ExtendTiles, *, split: bool) -> dict[str, Any]:
+    return {**cache, "BLOCK_ROWS": tiles.rows, "BLOCK": tiles.block, "SPLIT": split}
+
+
+def extend_merge_constants(*, heads: int, kv_heads: int, dim: int, tiles: ExtendTiles) -> dict[str, Any]:
+    heads_and_dim = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "TILE_DIM": tile_dim(dim)}
+    return {**heads_and_dim, "BLOCK_ROWS": tiles.rows, "SPANS": MOST_SPANS}
 
 
 def extend(
@@ -168,30 +251,52 @@ def extend(
     slots: torch.Tensor,
     starts: torch.Tensor,
     kv_lens: torch.Tensor,
-    most_rows: int,
+    work: ExtendWork,
     tiles: ExtendTiles,
 ) -> torch.Tensor:
     """[T, heads, dim] dense. q [T, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k; page_table
-    [slots, pages] int32; slots [B] int64; starts [B + 1] int32; `most_rows`: an upper bound of the requests' q_len, known to the host.
+    [slots, pages] int32; slots [B] int64; starts [B + 1] int32; kv_lens [B] int32; `work`: `plan_extend` of these lengths
+    and tiles.
     """
     (_, heads, dim), (_, page_size, kv_heads, _) = q.shape, k_cache.shape
     cache = cache_constants(heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, dtype=k_cache.dtype)
     out = torch.empty(tuple(q.shape), dtype=q.dtype, device=q.device)
-    extend_kernel[(triton.cdiv(most_rows, tiles.rows), heads, len(kv_lens))](
-        q,
-        k_cache,
-        v_cache,
-        out,
-        page_table,
-        slots,
-        starts,
-        kv_lens,
-        q.stride(0),
-        page_table.stride(0),
-        k_cache.stride(0),
-        dim**-0.5 * LOG2_E,
-        **extend_constants(cache, tiles),
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
+
+    def launch(units: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, *, split: bool) -> None:
+        grid = (len(units) // 5, kv_heads) if split else (len(units) // 2, heads)
+        extend_kernel[grid](
+            q,
+            k_cache,
+            v_cache,
+            target,
+            lse,
+            units,
+            page_table,
+            slots,
+            starts,
+            kv_lens,
+            q.stride(0),
+            page_table.stride(0),
+            k_cache.stride(0),
+            dim**-0.5 * LOG2_E,
+            **extend_constants(cache, tiles, split=split),
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+
+    if len(work.whole):
+        launch(work.whole, out, out, split=False)
+    if len(work.split):
+        parts = torch.empty((work.part_rows, kv_heads, dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((work.part_rows, kv_heads), dtype=torch.float32, device=q.device)
+        launch(work.split, parts, lse, split=True)
+        extend_merge_kernel[(work.most_rows, len(work.merges) // 4, kv_heads)](
+            parts,
+            lse,
+            out,
+            work.merges,
+            starts,
+            **extend_merge_constants(heads=heads, kv_heads=kv_heads, dim=dim, tiles=tiles),
+            num_warps=4,
+        )
     return out

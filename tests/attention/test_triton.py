@@ -26,7 +26,13 @@ from engine.kernels.triton_decode import (
     split_rule,
 )
 from engine.kernels.triton_elementwise import GATE_TILE, HEAD_TILE, norm_turn_kernel, rms_norm_kernel, silu_mul_kernel
-from engine.kernels.triton_extend import extend_constants, extend_kernel, extend_tiles
+from engine.kernels.triton_extend import (
+    extend_constants,
+    extend_kernel,
+    extend_merge_constants,
+    extend_merge_kernel,
+    extend_tiles,
+)
 from engine.kernels.triton_kv_write import kv_write_kernel
 
 ROOT = Path(__file__).parents[2]
@@ -104,17 +110,35 @@ def test_elementwise_kernels_compile_for_sm_90_without_spills():
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_extend_compiles_for_sm_90_without_spills(shape, dtype):
+@pytest.mark.parametrize("split", [False, True])
+def test_extend_compiles_for_sm_90_without_spills(shape, dtype, split):
     signature = {
-        **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr", "out_ptr"], f"*{dtype}"),
-        **{"table_ptr": "*i32", "slots_ptr": "*i64", **dict.fromkeys(["starts_ptr", "kv_lens_ptr"], "*i32")},
+        **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr"], f"*{dtype}"),
+        **dict.fromkeys(["out_ptr", "lse_ptr"], "*fp32" if split else f"*{dtype}"),
+        **{"units_ptr": "*i32", "table_ptr": "*i32", "slots_ptr": "*i64"},
+        **dict.fromkeys(["starts_ptr", "kv_lens_ptr"], "*i32"),
         **{"q_stride": "i32", "table_stride": "i32", "page_stride": "i64", "scale": "fp32"},
     }
     tiles = extend_tiles(dim=SHAPES[shape]["dim"], dtype=TORCH_DTYPES[dtype])
-    constants = extend_constants(cache_constants(**SHAPES[shape], page_size=16, dtype=TORCH_DTYPES[dtype]), tiles)
+    constants = extend_constants(
+        cache_constants(**SHAPES[shape], page_size=16, dtype=TORCH_DTYPES[dtype]), tiles, split=split
+    )
     made = check_compiled(extend_kernel, signature, constants, aligned=STRIDES, **launch_of(tiles))
     if dtype == "bf16":
         assert "wgmma" in made.asm["ptx"], "Hopper's own products are idle"
+        assert made.usage["REG"] <= REGISTERS // (32 * tiles.warps), made.usage
+
+
+def test_the_merge_of_extend_compiles_for_sm_90_without_spills():
+    """Of Qwen3-8B."""
+    tiles = extend_tiles(dim=128, dtype=torch.bfloat16)
+    signature = {
+        **dict.fromkeys(["part_ptr", "lse_ptr"], "*fp32"),
+        **{"out_ptr": "*bf16", "merges_ptr": "*i32", "starts_ptr": "*i32"},
+    }
+    constants = extend_merge_constants(heads=32, kv_heads=8, dim=128, tiles=tiles)
+    made = check_compiled(extend_merge_kernel, signature, constants, aligned=[], warps=4, stages=3)
+    assert made.usage["REG"] <= 128, made.usage
 
 
 def launch_of(tiles: Any) -> dict[str, int]:

@@ -10,7 +10,7 @@ import torch
 
 from engine.attention import triton_backend
 from engine.attention.triton_backend import TritonBackend
-from engine.kernels import triton_decode, triton_elementwise, triton_extend
+from engine.kernels import extend_plan, triton_decode, triton_elementwise, triton_extend
 from engine.kv.step_batch import DeviceStep
 from tests.attention.attention_cases import (
     TOLERANCE,
@@ -60,7 +60,7 @@ def check(name: str, heads: Heads, starts: list[int], ends: list[int], *, page_s
     sequences = make_sequences(heads, ends, page_size=page_size, dtype="float32")
     pool = poisoned_pool(heads, ends, page_size=page_size, dtype="float32")
     fill(pool, sequences, starts)
-    outs = run_step(TritonBackend(pool), sequences, starts, ends, page_size=page_size, extend=extend)
+    outs = run_step(TritonBackend(pool, num_heads=heads.q), sequences, starts, ends, page_size=page_size, extend=extend)
     error = worst_error(outs, sequences, starts, ends)
     assert error < TOLERANCE["float32"], (name, error)
     guarded.check()
@@ -74,7 +74,7 @@ def check_lengths_on_the_device() -> None:
     pool = filled_pool(heads, sequences, starts)
     before = pool.buffer[pool.page_bytes :].clone()
     step = make_step(sequences, starts, ends, page_size=16, extend=False)
-    backend = TritonBackend(pool)
+    backend = TritonBackend(pool, num_heads=heads.q)
     more = torch.nn.functional.pad
     backend.begin_on_device(
         DeviceStep(
@@ -98,9 +98,36 @@ def check_alone_and_together() -> None:
     sequences = make_sequences(heads, ends, page_size=16, dtype="float32")
     starts = [n - 1 for n in ends]
     pool = filled_pool(heads, sequences, starts)
-    together = run_step(TritonBackend(pool), sequences, starts, ends, page_size=16, extend=False)
-    alone = run_step(TritonBackend(pool), sequences[1:], starts[1:], ends[1:], page_size=16, extend=False)
+    together = run_step(TritonBackend(pool, num_heads=heads.q), sequences, starts, ends, page_size=16, extend=False)
+    alone = run_step(
+        TritonBackend(pool, num_heads=heads.q), sequences[1:], starts[1:], ends[1:], page_size=16, extend=False
+    )
     assert torch.equal(together[1], alone[0])
+
+
+def check_split_extend() -> None:
+    """Few rows behind a context of several spans, beside a whole prompt and single tokens; a span ends inside a tile."""
+    setattr(extend_plan, "MIN_SPAN", 16)  # noqa: B010
+    starts, ends = [91, 0, 64, 32], [104, 6, 65, 33]
+    check("extend, split", Heads(q=4, kv=2, dim=16), starts, ends, page_size=16, extend=True)
+    heads = Heads(q=3, kv=1, dim=24)
+    plan = extend_plan.plan_extend([13, 6, 1, 1], ends, group=3, kv_heads=1, rows=16, block=32)
+    assert set(plan.whole[::2]) == {1} and set(plan.split[::5]) == {0, 2, 3}, plan
+    assert [96 - 32, 96] in [plan.split[i + 2 : i + 4] for i in range(0, len(plan.split), 5)], (
+        "tokens 95 and 96 share a tile"
+    )
+    sequences = make_sequences(heads, ends, page_size=16, dtype="float32")
+    pool = filled_pool(heads, sequences, starts)
+    backend = TritonBackend(pool, num_heads=heads.q)
+    together = run_step(backend, sequences, starts, ends, page_size=16)
+    assert worst_error(together, sequences, starts, ends) < TOLERANCE["float32"]
+    alone = run_step(backend, sequences[2:], starts[2:], ends[2:], page_size=16)
+    assert all(torch.equal(a, b) for a, b in zip(alone, together[2:], strict=True))
+    sequences[0].v[10, 0, 0] = sequences[2].k[50, 0, 0] = torch.nan
+    fill(pool, sequences, starts)
+    outs = run_step(backend, sequences, starts, ends, page_size=16)
+    assert [bool(out.isnan().any()) for out in outs] == [True, False, True, False]
+    guarded.check()
 
 
 def check_split_list() -> None:
@@ -128,6 +155,7 @@ def main() -> None:
     check("decode, dim", odd, [20], [21], page_size=16, extend=False)
     check("extend, dim", odd, [3], [21], page_size=16, extend=True)
     check("extend, tiles", mqa, [0, 70], [70, 140], page_size=16, extend=True)
+    check_split_extend()
     check_split_list()
     check_alone_and_together()
     check_lengths_on_the_device()

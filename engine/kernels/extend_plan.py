@@ -1,0 +1,73 @@
+"""How the attention of prompts is cut into programs: pure arithmetic on the host, which knows the lengths of prompts.
+
+A request is cut by its own lengths alone, so that its result is the same in any batch:
+
+    many new tokens    whole: a program for each tile of rows and each query head walks all tokens that its rows see
+    few, long context  split: a row is a (token, head) pair, so that a tile holds all query heads of a kv head and reads its
+                       K and V once; the context is cut into spans, a program for each, whose parts are merged
+
+    rows of a split tile, 3 heads a group: | token 0: head 0, 1, 2 | token 1: head 0, 1, 2 | ...
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+PROGRAMS = 264  # two for each multiprocessor of an H100 or H200: fewer leave some idle
+MIN_SPAN = 512  # tokens: shorter spans save less than the merge costs
+MOST_SPANS = 64  # what the merge holds in registers
+
+
+@dataclass(slots=True)
+class ExtendPlan:
+    """Flat lists of int32 for the kernels.
+
+    whole:     (request, tile) of each program; the last tiles, which see most, come first
+    split:     (request, tile, begin, end, part row) of each program: the tokens of its span that the tile sees, and where
+               its rows go in [part_rows, kv_heads, head_dim]
+    merges:    (request, tile, part row, spans) of each tile; its spans follow one another
+    most_rows: rows of the largest split tile
+    """
+
+    whole: list[int] = field(default_factory=list)
+    split: list[int] = field(default_factory=list)
+    merges: list[int] = field(default_factory=list)
+    part_rows: int = 0
+    most_rows: int = 0
+
+
+def plan_extend(
+    q_lens: Sequence[int], kv_lens: Sequence[int], *, group: int, kv_heads: int, rows: int, block: int
+) -> ExtendPlan:
+    """`group`: query heads of a kv head; `rows`: of a tile; `block`: tokens that a program takes at a time."""
+    plan = ExtendPlan()
+    for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        tiles = -(-q_len * group // rows)
+        span = span_tokens(kv_len, programs=tiles * kv_heads, block=block)
+        if span >= kv_len:
+            for tile in reversed(range(-(-q_len // rows))):
+                plan.whole += (request, tile)
+        else:
+            _split(plan, request, q_len, kv_len, span=span, group=group, rows=rows)
+    return plan
+
+
+def span_tokens(kv_len: int, *, programs: int, block: int) -> int:
+    """Return the tokens of a span, a multiple of `block`; kv_len or more: no split. `programs`: of one span."""
+    spans = min(PROGRAMS // programs, MOST_SPANS, kv_len // MIN_SPAN)
+    return -(-kv_len // (block * max(spans, 1))) * block
+
+
+def _split(plan: ExtendPlan, request: int, q_len: int, kv_len: int, *, span: int, group: int, rows: int) -> None:
+    part_row, parts = plan.part_rows, []
+    for tile in range(-(-q_len * group // rows)):
+        height = min(rows, q_len * group - tile * rows)
+        seen = kv_len - q_len + (tile * rows + height - 1) // group + 1  # by the tile's last row
+        begins = range(0, seen, span)
+        plan.merges += (request, tile, part_row, len(begins))
+        for begin in begins:
+            parts.append((begin, tile, min(begin + span, seen), part_row))
+            part_row += height
+        plan.most_rows = max(plan.most_rows, height)
+    for begin, tile, end, at in sorted(parts):  # tiles of one span beside one another: they read the same K and V
+        plan.split += (request, tile, begin, end, at)
+    plan.part_rows = part_row

@@ -1,0 +1,87 @@
+"""How prompts are cut into programs: every row and token once, by a request's own lengths, enough of them for an H200."""
+
+import random
+
+import pytest
+
+from engine.kernels.extend_plan import MIN_SPAN, MOST_SPANS, PROGRAMS, ExtendPlan, plan_extend
+
+MULTIPROCESSORS = 132  # of an H200
+QWEN3_8B = {"group": 4, "kv_heads": 8, "rows": 128, "block": 64}
+SHAPES = [QWEN3_8B, {"group": 7, "kv_heads": 4, "rows": 128, "block": 64}, {"group": 8, "kv_heads": 1, "rows": 16, "block": 32}]  # fmt: skip
+
+
+def in_groups(flat: list[int], size: int) -> list[tuple[int, ...]]:
+    return list(zip(*[iter(flat)] * size, strict=True))
+
+
+def test_a_turn_behind_a_long_context_fills_the_device_and_reads_it_once_a_tile() -> None:
+    plan = plan_extend([50], [32768], **QWEN3_8B)
+    programs = len(plan.split) // 5 * QWEN3_8B["kv_heads"]
+    assert MULTIPROCESSORS <= programs <= PROGRAMS
+    assert not plan.whole
+    tiles = 2  # 50 tokens of 4 heads in 128 rows
+    read = sum(end - begin for _, _, begin, end, _ in in_groups(plan.split, 5))  # of one kv head
+    assert tiles * (32768 - 50) < read <= tiles * 32768
+
+
+def test_a_long_prompt_is_whole() -> None:
+    plan = plan_extend([8192], [8192], **QWEN3_8B)
+    assert in_groups(plan.whole, 2) == [(0, tile) for tile in reversed(range(64))]
+    assert plan == ExtendPlan(whole=plan.whole)
+    assert plan_extend([2048], [131072], **QWEN3_8B).split == []
+
+
+@pytest.mark.parametrize("kv_len", [1, 50, 2 * MIN_SPAN - 1])
+def test_a_short_context_is_whole(kv_len: int) -> None:
+    assert plan_extend([1], [kv_len], **QWEN3_8B).split == []
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_row_meets_every_token_once(shape: dict[str, int]) -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        q_len = rng.choice([1, 2, 50, rng.randint(1, 3000)])
+        kv_len = q_len + rng.choice([0, 1, 5000, rng.randint(0, 40000)])
+        plan = plan_extend([q_len], [kv_len], **shape)
+        if plan.whole:
+            assert sorted(plan.whole[1::2]) == list(range(-(-q_len // shape["rows"])))
+            assert not plan.split
+            continue
+        check_split(plan, q_len, kv_len, **shape)
+
+
+def check_split(plan: ExtendPlan, q_len: int, kv_len: int, *, group: int, kv_heads: int, rows: int, block: int) -> None:
+    assert len(plan.split) // 5 * kv_heads <= PROGRAMS + kv_heads * -(-q_len * group // rows)
+    units = in_groups(plan.split, 5)
+    taken: list[int] = []
+    covered = 0
+    for _, tile, part_row, spans in in_groups(plan.merges, 4):
+        height = min(rows, q_len * group - tile * rows)
+        assert 1 <= spans <= MOST_SPANS and height <= plan.most_rows
+        mine = [(begin, end, at) for _, other, begin, end, at in units if other == tile]
+        last = kv_len - q_len + (tile * rows + height - 1) // group
+        assert [begin for begin, _, _ in mine] == [0, *(end for _, end, _ in mine[:-1])]
+        assert mine[-1][1] == last + 1 and len(mine) == spans
+        assert all(begin % block == 0 and begin < end for begin, end, _ in mine)
+        assert [at for _, _, at in mine] == [part_row + i * height for i in range(spans)]
+        taken += [at + row for _, _, at in mine for row in range(height)]
+        covered += height
+    assert covered == q_len * group
+    assert sorted(taken) == list(range(plan.part_rows))
+
+
+def test_a_request_is_cut_alike_in_any_batch() -> None:
+    rng = random.Random(2)
+    kv_lens = [rng.randint(1, 40000) for _ in range(20)]
+    q_lens = [rng.randint(1, min(n, rng.choice([1, 60, 3000]))) for n in kv_lens]
+    whole = plan_extend(q_lens, kv_lens, **QWEN3_8B)
+    for i, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        alone = plan_extend([q_len], [kv_len], **QWEN3_8B)
+        assert [unit[1:4] for unit in in_groups(whole.split, 5) if unit[0] == i] == [
+            unit[1:4] for unit in in_groups(alone.split, 5)
+        ]
+        assert [unit[1] for unit in in_groups(whole.whole, 2) if unit[0] == i] == alone.whole[1::2]
+    assert whole.split and whole.whole
+    assert sorted(at for *_, at in in_groups(whole.split, 5))[0] == 0
+    assert len({at for *_, at in in_groups(whole.split, 5)}) == len(whole.split) // 5
