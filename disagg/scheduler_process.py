@@ -17,6 +17,7 @@ import msgspec
 
 from disagg.children import OPERATING_ERROR
 from disagg.config import DisaggConfig, SchedulerSpec, read_secret, role_name
+from disagg.transfer_machine import check_transfer_machine
 from engine.config import EngineConfig
 from engine.grammar.compiler import make_compiler
 from engine.grammar.queue import GrammarQueue
@@ -60,6 +61,7 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
     from disagg.compose import make_role  # torch comes in here, after the flags have been read
     from engine.build import build_engine
 
+    _check_transfers(spec)
     started_s = time.monotonic()
     model = load_model_config(spec.engine.model_path)
     tokenizer = load_tokenizer(spec.engine.model_path)
@@ -107,6 +109,16 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
         role.close()
         parts.device.executor.close()
         ports.close()
+
+
+def _check_transfers(spec: SchedulerSpec) -> None:
+    """Raises ConfigError. Before the model is loaded: that may take minutes."""
+    if spec.disagg.disaggregation_mode == "null" or spec.disagg.disaggregation_transfer_backend == "fake":
+        return
+    import torch
+
+    on_gpu = spec.engine.device == "cuda" or (spec.engine.device == "auto" and torch.cuda.is_available())
+    check_transfer_machine(os.environ, on_gpu=on_gpu)
 
 
 def _load_adapters(parts: "EngineParts", ports: ZmqPorts) -> AdapterControl:

@@ -1,0 +1,58 @@
+"""What the machine and the environment must be for a transfer engine: checked before the engine starts. Pure but for `check_transfer_machine`."""
+
+import logging
+import re
+import resource
+from collections.abc import Mapping
+from pathlib import Path
+
+from service.flags import ConfigError
+
+CAP_IPC_LOCK = 14  # linux/capability.h
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+log = logging.getLogger(__name__)
+
+
+def check_transfer_machine(env: Mapping[str, str], *, on_gpu: bool) -> None:
+    """Raises ConfigError for an allocator whose KV memory peers cannot map; warns where RDMA cannot pin memory."""
+    if on_gpu:
+        check_allocator(env)
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    has_rdma = any(Path("/dev/infiniband").glob("uverbs*"))
+    text = memlock_warning(limit_bytes=limit_bytes, effective_capabilities=_capabilities(), has_rdma=has_rdma)
+    if text is not None:
+        log.warning(text)
+
+
+def check_allocator(env: Mapping[str, str]) -> None:
+    """Raises ConfigError for expandable segments: cuda_ipc maps an allocation as a whole, and theirs is many mappings."""
+    for name in ALLOCATOR_VARIABLES:
+        if expandable_segments(env.get(name, "")):
+            raise ConfigError(
+                f"{name}: expandable_segments:True gives a KV cache that other processes cannot map, so transfers on one "
+                "machine fail; take it out of the variable, or say expandable_segments:False"
+            )
+
+
+def expandable_segments(text: str) -> bool:
+    """Whether torch, given `text` as its allocator's settings, makes expandable segments. The last word counts."""
+    words = re.findall(r"(?:^|,)\s*expandable_segments\s*:\s*(\w+)", text)
+    return bool(words) and words[-1] == "True"
+
+
+def memlock_warning(*, limit_bytes: int, effective_capabilities: int, has_rdma: bool) -> str | None:
+    """Return what stands in the way of pinned memory. `limit_bytes`: soft RLIMIT_MEMLOCK, RLIM_INFINITY for none."""
+    if not has_rdma or limit_bytes == resource.RLIM_INFINITY or effective_capabilities >> CAP_IPC_LOCK & 1:
+        return None
+    return (
+        f"RDMA device, but this process may pin {limit_bytes >> 10} KiB only (RLIMIT_MEMLOCK) and lacks CAP_IPC_LOCK: the "
+        "transfer engine may fall back to TCP. Raise the limit: ulimit -l unlimited, docker run --ulimit memlock=-1, or "
+        "LimitMEMLOCK=infinity for the node's containerd; a capability added to a container does not reach a user who is not root"
+    )
+
+
+def _capabilities() -> int:
+    """The effective ones of this process, a bit each."""
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found[1], 16) if found else 0
