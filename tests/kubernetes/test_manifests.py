@@ -26,6 +26,7 @@ from tools.kubernetes.cluster_objects import (
     Object,
     Pods,
     command_line,
+    environment,
     load,
     named,
     of_kind,
@@ -33,11 +34,12 @@ from tools.kubernetes.cluster_objects import (
     pods,
     selects,
 )
-from tools.kubernetes.render import KEYS, RENDERED, SOURCES, first_line, overlays
+from tools.kubernetes.render import KEYS, RENDERED, SOURCES, first_line, overlays, warnings_of
 
 WORKER_GETS = {route.path for route in ROUTES if route.method == "GET"}
 OVERLAYS = overlays()
 GPU = ("nvidia-nixl", "nvidia-mooncake-rdma", "multi-node", "autoscaling", "autoscaling-keda")
+CLAIMS = {("tandem-models", True), ("tandem-kernels", False)}
 each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
 
@@ -198,7 +200,8 @@ def check_volume(overlay: str, volume: Object) -> None:
     if "secret" in volume:
         assert sorted(named(overlay, "Secret", volume["secret"]["secretName"])["data"]) == sorted(KEYS)
     elif "persistentVolumeClaim" in volume:
-        assert volume["persistentVolumeClaim"]["claimName"] == "tandem-models"  # the user's own, as the docs say
+        claim = volume["persistentVolumeClaim"]  # the user's own, as the docs say
+        assert (claim["claimName"], claim.get("readOnly", False)) in CLAIMS
     else:
         assert "sizeLimit" in volume["emptyDir"]
 
@@ -325,14 +328,34 @@ def test_pods_are_what_the_restricted_standard_asks_for(overlay: str) -> None:
         own = found.container["securityContext"]
         assert own["allowPrivilegeEscalation"] is False and own["readOnlyRootFilesystem"] is True
         rdma = overlay in GPU and found.component != "router"
-        assert own["capabilities"] == ({"drop": ["ALL"]} | ({"add": ["IPC_LOCK"]} if rdma else {}))
+        assert own["capabilities"] == {"drop": ["ALL"]}  # an added one would not reach a user who is not root
         assert not found.spec.keys() & {"hostNetwork", "hostPID", "hostIPC"}
         assert found.spec["enableServiceLinks"] is False
         limits = found.container["resources"]["limits"]
         assert "memory" in limits and ("nvidia.com/gpu" in limits) == ("rdma/ib" in limits) == rdma
     (namespace,) = of_kind(overlay, "Namespace")
     level = namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
-    assert level == ("privileged" if overlay in GPU else "restricted")
+    assert level == "restricted"
+
+
+@pytest.mark.parametrize("overlay", GPU)
+def test_compiled_kernels_outlive_the_pod(overlay: str) -> None:
+    for component in ("prefill", "decode"):
+        found = one(overlay, component)
+        path = environment(overlay, found)["TRITON_CACHE_DIR"]
+        (mount,) = [mount for mount in found.container["volumeMounts"] if mount["mountPath"] == path]
+        (volume,) = [volume for volume in found.spec["volumes"] if volume["name"] == mount["name"]]
+        assert "persistentVolumeClaim" in volume and "readOnly" not in mount
+
+
+@each_overlay
+def test_gpus_without_rdma_between_pods_are_a_warning(overlay: str) -> None:
+    documents = json.loads(json.dumps(load(overlay)))
+    assert warnings_of(documents) == []
+    text = json.dumps(documents).replace("rdma/ib", "example.com/other")
+    said = warnings_of(json.loads(text))
+    assert len(said) == (overlay in GPU) and all("UCX refuses cuda_ipc" in line for line in said)
+    assert warnings_of(json.loads(text.replace('"enableServiceLinks"', '"hostPID": true, "enableServiceLinks"'))) == []
 
 
 def test_no_key_stands_in_the_repository() -> None:

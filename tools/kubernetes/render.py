@@ -11,7 +11,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 REPO = Path(__file__).parents[2]
 SOURCES = REPO / "deploy" / "kubernetes"
@@ -48,7 +52,38 @@ def main() -> int:
             )
             (RENDERED / f"{name}.yaml").write_text(first_line() + done.stdout)
             print(f"{name}: {done.stdout.count(chr(10))} lines")
+            for warning in warnings_of(list(yaml.safe_load_all(done.stdout))):
+                print(f"{name}: WARNING: {warning}")
     return 0
+
+
+def warnings_of(documents: Sequence[Any]) -> list[str]:
+    """Return what a valid overlay does badly: pods with GPUs, and no way for KV between them but TCP through the host."""
+    specs = [spec for spec in _pod_specs(documents) if _asks_for(spec, "nvidia.com/gpu")]
+    apart = [
+        spec for spec in specs if not (_asks_for(spec, "rdma/") or spec.get("hostPID") or len(spec["containers"]) > 1)
+    ]
+    if not apart:
+        return []
+    return [
+        f"{len(apart)} kinds of pods have GPUs but no RDMA device: UCX refuses cuda_ipc between their PID namespaces, so KV goes "
+        "by TCP; add components/rdma, or share the namespace (hostPID, or one pod with shareProcessNamespace)"
+    ]
+
+
+def _asks_for(spec: Mapping[str, Any], resource: str) -> bool:
+    limits = [container.get("resources", {}).get("limits", {}) for container in spec["containers"]]
+    return any(name.startswith(resource) for names in limits for name in names)
+
+
+def _pod_specs(found: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(found, Mapping):
+        if "containers" in found:
+            yield found
+        found = list(found.values())
+    if isinstance(found, Sequence) and not isinstance(found, str):
+        for part in found:
+            yield from _pod_specs(part)
 
 
 def _copy(folder: Path) -> Path:
