@@ -155,8 +155,5 @@ class Steps:
 
     def close(self) -> None:
         """The slots may be opened by others."""
-        self._parts.executor.collect(
-            self._parts.executor.launch(
-                Plan(seq=self._seq + 1, extend=False, items=[], closes=list(range(self._batch)))
-            )
-        )
+        executor = self._parts.device.executor
+        executor.collect(executor.launch(Plan(self._seq + 1, extend=False, items=[], closes=list(range(self._batch)))))

@@ -1,4 +1,4 @@
-"""Steps of a model of Qwen3-8B's shape: decode beside the memory's floor, a prompt beside bf16 products, the gap between steps."""
+"""Steps of a model of Qwen3-8B's shape: decode beside the memory's floor, prompts beside bf16 products, the gap between steps."""
 
 from collections import Counter
 from statistics import median
@@ -60,11 +60,34 @@ def prefill(target: Target) -> dict[str, Any]:
     return found
 
 
+def short_prompts(target: Target) -> dict[str, Any]:
+    """Prompts that a GPU computes faster than the host launches their kernels, as graphs and kernel by kernel."""
+    shape, lengths = target.pick((QWEN3_8B, (64, 128, 512)), (TINY, (5,)))
+    rows = []
+    for graphs in (True, False):
+        flags = {} if graphs else {"cuda_graph_max_prefill_tokens": 0}
+        parts = make_engine(target, shape, context=1024, max_running_requests=1, max_total_tokens=1024, **flags)
+        for tokens in lengths:
+            steps = Steps(parts, batch=1, context=tokens)
+            _collect(parts, steps.prefill())
+            times = []
+            for _ in range(target.pick(20, 1)):
+                begin = perf_counter()
+                _collect(parts, steps.prefill())
+                times.append(1000 * (perf_counter() - begin))
+            steps.close()
+            rows.append({"tokens": tokens, "graphs": graphs, "ms": median(times)})
+        parts.device.executor.close()
+        del parts
+        _give_back(target)
+    return {"rows": rows}
+
+
 def gap(target: Target) -> dict[str, Any]:
     """What the device waits between decode steps, driven by the scheduler, at depth 1 and 2: by events around each step.
 
     A step's begin is when the device comes to the first thing that is enqueued for it; waits within a step (for kernels
-    that are not launched yet, which the draw's are one by one) count as the step's.
+    that are not launched yet, which the sampler's are one by one) count as the step's.
     """
     shape, prompt_len = target.pick((QWEN3_8B, 64), (TINY, 4))
     batches, num_steps = target.pick(((1, 8, 32, 128), 60), ((2,), 3 * SETTLED))
