@@ -36,7 +36,7 @@ def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], N
 def _prefill(
     spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers, wakeup: Callable[[], None]
 ) -> PrefillRole:
-    engine = _engine(spec)
+    engine = _engine(spec, parts)
     groups = _layer_groups(spec, parts)
     kv_args = replace(_kv_args(spec, parts, metadata), groups=groups)
     config = _transfer_config(spec)
@@ -71,7 +71,7 @@ def _decode(
     routes = RouteFinder(secret=config.secret, grace_s=spec.disagg.disaggregation_bootstrap_grace_s)
     manager = DecodeManager(
         _kv_args(spec, parts, metadata),
-        _engine(spec),
+        _engine(spec, parts),
         config,
         lookup=routes.find,
     )
@@ -102,8 +102,7 @@ def _checksum(spec: SchedulerSpec, parts: EngineParts) -> Checksum | None:
 
 def _kv_args(spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers) -> KVArgs:
     pool = parts.pool
-    device = pool.device.index or 0 if pool.device.type == "cuda" else None
-    region = Region(pool.base_ptr, 1 + pool.num_pages, pool.page_bytes, device)
+    region = Region(pool.base_ptr, 1 + pool.num_pages, pool.page_bytes, _device(parts))
     return KVArgs(
         kv=region,
         aux=metadata.region,
@@ -114,11 +113,17 @@ def _kv_args(spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers)
     )
 
 
-def _engine(spec: SchedulerSpec) -> Engine:
+def _device(parts: EngineParts) -> int | None:
+    device = parts.pool.device
+    return device.index or 0 if device.type == "cuda" else None
+
+
+def _engine(spec: SchedulerSpec, parts: EngineParts) -> Engine:
     disagg = spec.disagg
     return make_engine(
         disagg.disaggregation_transfer_backend,
         host=spec.control_host,
+        device=_device(parts),
         fake_delay_s=disagg.fake_transfer_delay_s,
         fake_failure_rate=disagg.fake_transfer_failure_rate,
         seed=spec.engine.random_seed or 0,

@@ -95,6 +95,7 @@ class Caps:
     settle_s: bytes of a dead writer may still land for this long (socket buffers)
     resend_s: the network may deliver bytes of a closed connection this long after it took none of them
     full_window_s: least time in which the engine's threads work off a full window; polling sooner is useless
+    longest_nap_s: between two polls while bytes are in flight and end; a window must not run dry meanwhile
     """
 
     name: str
@@ -107,6 +108,7 @@ class Caps:
     settle_s: float
     resend_s: float
     full_window_s: float = 0.0
+    longest_nap_s: float = 0.002
 
 
 @dataclass(frozen=True)

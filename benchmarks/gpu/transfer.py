@@ -73,7 +73,7 @@ def _row(target: Target, *, num_send: int, page_bytes: int) -> dict[str, Any]:
     memory.pool.random_(0, 255)
     target.sync()
     copy_ms = _copy_ms(target, memory, num_send)
-    manager = PrefillManager(memory.args, make_engine("nixl"), TransferConfig())
+    manager = PrefillManager(memory.args, make_engine("nixl", device=memory.args.kv.device), TransferConfig())
     changed = threading.Event()
     manager.set_wakeup(changed.set)
     manager.start()
@@ -192,7 +192,9 @@ def main() -> None:
     args = parser.parse_args()
     memory = DeviceMemory(num_pages=args.num_pages, page_bytes=args.page_bytes, device=torch.device(args.device))
     route = Route(control=args.control, incarnation=args.incarnation)
-    manager = DecodeManager(memory.args, make_engine("nixl"), TransferConfig(), lookup=lambda *_: route)
+    manager = DecodeManager(
+        memory.args, make_engine("nixl", device=memory.args.kv.device), TransferConfig(), lookup=lambda *_: route
+    )
     manager.start()
     changed = threading.Event()
     manager.set_wakeup(changed.set)

@@ -1,5 +1,7 @@
 """Pure cores for tests: their memory and limits, and two of them joined by hand."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,9 +40,9 @@ KEY = (7, 0)
 SRC, PAGES = [1, 8, 2, 9], [5, 6, 20, 3]
 
 
-def decode_core(**config: Any) -> DecodeCore:
+def decode_core(args: KVArgs = ARGS, *, caps: Caps = CAPS, **config: Any) -> DecodeCore:
     settings = TransferConfig(**{**TIMES, **config})
-    return DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=settings)
+    return DecodeCore(incarnation="d", kv_args=args, caps=caps, descriptor=b"", config=settings)
 
 
 def connected_decode_core() -> DecodeCore:
@@ -52,9 +54,9 @@ def connected_decode_core() -> DecodeCore:
     return core
 
 
-def prefill_core(args: KVArgs = ARGS, **config: Any) -> PrefillCore:
+def prefill_core(args: KVArgs = ARGS, *, caps: Caps = CAPS, **config: Any) -> PrefillCore:
     settings = TransferConfig(**{**TIMES, **config})
-    return PrefillCore(incarnation="p", mark=MARK, kv_args=args, caps=CAPS, config=settings)
+    return PrefillCore(incarnation="p", mark=MARK, kv_args=args, caps=caps, config=settings)
 
 
 def registration(name: str) -> Register:
@@ -70,10 +72,12 @@ def posts_of(core: PrefillCore, now_s: float) -> list[Post]:
 
 
 class JoinedCores:
-    """A prefill core with decode's pages of room `KEY`. `sends`: all is handed over."""
+    """A prefill core with decode's `pages` of room `KEY`. `sends`: all is handed over."""
 
-    def __init__(self, args: KVArgs = ARGS, *, sends: bool = True) -> None:
-        self.decode, self.core = decode_core(), prefill_core(args)
+    def __init__(
+        self, args: KVArgs = ARGS, *, sends: bool = True, caps: Caps = CAPS, pages: Sequence[int] = PAGES
+    ) -> None:
+        self.decode, self.core = decode_core(replace(args, groups=()), caps=caps), prefill_core(args, caps=caps)
         self.decode.open(*KEY, "b", 0.0)
         self.decode.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
         self.exchange()
@@ -81,7 +85,7 @@ class JoinedCores:
         self.core.admission.on_connected("d", 0.0)
         self.exchange()
         self.core.rooms.open(*KEY, 0.0)
-        self.decode.rooms.provide(self.decode.rooms[KEY], PAGES, 1, 0.0)
+        self.decode.rooms.provide(self.decode.rooms[KEY], pages, 1, 0.0)
         self.exchange()
         if sends:
             self.send(SRC, row=1)

@@ -9,6 +9,7 @@ import itertools
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -44,6 +45,28 @@ class HandClock:
         return self.now
 
 
+class Mappings:
+    """An engine that counts whose memory it maps: what it connects to, until it lets go."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.of: Counter[str] = Counter()  # by incarnation
+        self._peers: dict[int, str] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def connect(self, incarnation: str, descriptor: bytes) -> Any:
+        peer = self._engine.connect(incarnation, descriptor)
+        self.of[incarnation] += 1
+        self._peers[id(peer)] = incarnation
+        return peer
+
+    def disconnect(self, peer: Any) -> None:
+        self.of[self._peers.pop(id(peer))] -= 1
+        self._engine.disconnect(peer)
+
+
 class Prefill:
     """A prefill worker in this process."""
 
@@ -52,8 +75,8 @@ class Prefill:
         self.pool = Pool(num_pages=NUM_PAGES, page_bytes=PAGE_BYTES, seed=1)
         self.clock = HandClock()
         args = replace(self.pool.args, groups=GROUPS)
-        engine = make_engine(backend, **FAKE)
-        self.manager = PrefillManager(args, engine, TransferConfig(**CONFIG), layers=self.clock)
+        self.mappings = Mappings(make_engine(backend, **FAKE))
+        self.manager = PrefillManager(args, self.mappings, TransferConfig(**CONFIG), layers=self.clock)
         self.manager.start()
         self.rooms = iter(range(1, 1 << 40))
 
@@ -72,6 +95,7 @@ def prefill(request: pytest.FixtureRequest) -> Iterator[Prefill]:
     worker.manager.check()
     assert worker.manager.counters["rooms"] == 0
     worker.manager.close()
+    assert worker.mappings.of and not any(worker.mappings.of.values()), "memory of peers is mapped by a closed manager"
 
 
 @pytest.fixture(scope="module")
@@ -256,12 +280,14 @@ def test_decode_killed(prefill: Prefill, decode: ChildWorker) -> None:
             until(lost.released, timeout_s=5.0, what="source pages released")
             lost.close()
     until(lambda: prefill.manager.counters["peers"] <= 1, what="dead peer dropped")
+    until(lambda: sum(prefill.mappings.of.values()) == 1, what="the dead worker's memory is let go")
     with prefill.decode() as successor:
         for child in (decode, successor):
             room, sender = meet(prefill, child, [3, 1, 2])
             sender.send([7, 8, 9], start=0, metadata_row=0)
             until(lambda c=child, r=room: c.poll(r) is KVPoll.Success)
             finish(child, room, sender)
+    until(lambda: sum(prefill.mappings.of.values()) == 1, what="memory of the worker that left is let go")
     prefill.manager.check()
 
 

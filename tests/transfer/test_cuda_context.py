@@ -1,37 +1,18 @@
 """The CUDA driver's calls, with a library in its place that records the calling threads: there is no driver here."""
 
 import ctypes
-import shutil
-import subprocess
 import threading
-from pathlib import Path
 
 import pytest
 
+from tests.transfer.cuda_driver import build_driver
 from transfer_backends.contract import BackendUnavailable
 from transfer_backends.engines.cuda_context import CudaContext
-
-DRIVER = """
-static int sets, retained = -1;
-static void *current;
-int cuInit(unsigned flags) { return 0; }
-int cuDeviceGet(int *device, int ordinal) { *device = 70 + ordinal; return ordinal > 1 ? 101 : 0; }
-int cuDevicePrimaryCtxRetain(void **context, int device) { retained = device; *context = (void *)0x123456789abc; return 0; }
-int cuCtxSetCurrent(void *context) { sets++; current = context; return 0; }
-int seen_sets(void) { return sets; }
-int seen_device(void) { return retained; }
-void *seen_context(void) { return current; }
-"""
 
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder: Path = tmp_path_factory.mktemp("driver")
-    (folder / "driver.c").write_text(DRIVER)
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    assert compiler is not None, "the tests need a C compiler (deploy/system_packages.sh tests)"
-    subprocess.run([compiler, "-shared", "-fPIC", "driver.c", "-o", "driver.so"], cwd=folder, check=True, timeout=60)
-    return str(folder / "driver.so")
+    return build_driver(tmp_path_factory.mktemp("driver"))
 
 
 def test_each_thread_enters_the_primary_context_once(driver: str) -> None:

@@ -34,6 +34,11 @@ SETTINGS = {
     "UCX_TCP_USER_TIMEOUT": "20s",
 }
 LOCAL = {"UCX_NET_DEVICES": "lo"}
+GPU_SETTINGS = {
+    # Else UCX maps a peer's whole pool for as long as this process lives, and a dead peer's memory stays taken (nixl#1066).
+    "UCX_CUDA_IPC_CACHE": "n",
+    "NIXL_UCX_SGL_ENABLE": "1",  # the pieces of a post in one batched copy: the library of CUDA 13 has it, others ignore it
+}
 FENCE_BYTES = 8
 SCRATCH_BYTES = 4096
 
@@ -89,8 +94,11 @@ def leave_without_destructors() -> None:
 
 
 class NixlEngine:
-    def __init__(self, *, host: str) -> None:
-        """`host`: this machine's address for peers. UCX listens on every network device, unless the address is loopback."""
+    def __init__(self, *, host: str, device: int | None = None) -> None:
+        """`host`: this machine's address for peers. UCX listens on every network device, unless the address is loopback.
+
+        `device`: the GPU of the pages, None: the host. UCX reads its settings once, here, before the first peer is known.
+        """
         self.caps = Caps(
             name="nixl",
             max_inflight=4096,
@@ -104,6 +112,12 @@ class NixlEngine:
         )
         if is_loopback(host):
             set_defaults(LOCAL)
+        self._device = device
+        self._context: CudaContext | None = None
+        if device is not None:
+            set_defaults(GPU_SETTINGS)
+            self.caps = _of_gpu(self.caps)
+            self._context = CudaContext(device)
         api = import_nixl()
         config = api.nixl_agent_config(
             enable_prog_thread=False, backends=["UCX"], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
@@ -116,17 +130,13 @@ class NixlEngine:
         leave_without_destructors()
         self._scratch = np.zeros(SCRATCH_BYTES, np.uint8)
         self._registered: list[Any] = []
-        self._context: CudaContext | None = None  # of the GPU whose memory is registered
         # Adding and removing peers beside other calls crashes UCX (vllm#49238, LightLLM#1470).
         self._membership = threading.Lock()
         self._closed = False
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register pools. A GPU's memory raises the window: one that is long for a CPU is over in 30 us there."""
-        for region in regions:
-            if region.device is not None and self._context is None:
-                self.caps = _of_gpu(self.caps)
-                self._context = CudaContext(region.device)
+        """Register pools: of the host, and of the GPU that the engine was made for."""
+        assert all(region.device in (None, self._device) for region in regions), "memory of another GPU"
         self._enter()
         scratch = Region(self._scratch.ctypes.data, 1, SCRATCH_BYTES, None)
         for region in (*regions, scratch):
@@ -208,7 +218,14 @@ class NixlEngine:
 
 
 def _of_gpu(caps: Caps) -> Caps:
-    return replace(caps, max_inflight_bytes=512 << 20, max_post_bytes=128 << 20, max_piece_bytes=64 << 20)
+    """Return limits for NVLink's 400 GB/s: a window that is long for a CPU is over in 0.2 ms there."""
+    return replace(
+        caps,
+        max_inflight_bytes=1 << 30,
+        max_post_bytes=128 << 20,
+        max_piece_bytes=64 << 20,
+        longest_nap_s=0.0001,
+    )
 
 
 def _kind(device: int | None) -> str:

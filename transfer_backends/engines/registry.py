@@ -8,14 +8,23 @@ BACKENDS = ("nixl", "mooncake", "fake")
 
 
 def make_engine(
-    name: str, *, host: str = "127.0.0.1", fake_delay_s: float = 0.0, fake_failure_rate: float = 0.0, seed: int = 0
+    name: str,
+    *,
+    host: str = "127.0.0.1",
+    device: int | None = None,
+    fake_delay_s: float = 0.0,
+    fake_failure_rate: float = 0.0,
+    seed: int = 0,
 ) -> Engine:
-    """`host`: this worker's address for peers. Raises `BackendUnavailable` (one line: what is missing, how to install it)."""
+    """`host`: this worker's address for peers. `device`: the GPU of its pages, None: the host.
+
+    Raises `BackendUnavailable` (one line: what is missing, how to install it).
+    """
     match name:
         case "nixl":
             from transfer_backends.engines.nixl import NixlEngine
 
-            return NixlEngine(host=host)
+            return NixlEngine(host=host, device=device)
         case "mooncake":
             from transfer_backends.engines.mooncake import MooncakeEngine
 

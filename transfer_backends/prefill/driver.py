@@ -14,7 +14,7 @@ from transfer_backends.prefill.paths import Command, ConnectPeer, FencePeer
 from transfer_backends.prefill.posts import Post
 
 FIRST_NAP_S = 0.0001
-LONG_NAP_S = 0.002  # while operations are pending and something moves
+LONG_NAP_S = 0.002  # while only layers of a step are awaited
 STALE_NAP_S = 0.02  # when nothing has moved for a while: a peer hangs
 STALE_AFTER_NAPS = 500
 IDLE_S = 0.5
@@ -73,6 +73,9 @@ class EngineDriver:
                 log.exception("sender thread: an error was survived")
                 moved = False
             self._rest(moved)
+        if not self._running:  # a library may hold a peer's memory for as long as it is connected
+            for incarnation in list(self._peers):
+                self._disconnect(incarnation)
 
     def _rest(self, moved: bool) -> None:
         if moved:
@@ -82,7 +85,8 @@ class EngineDriver:
             self._event.wait(IDLE_S)
             return
         self._naps += 1
-        nap_s = min(FIRST_NAP_S * 2 ** min(self._naps, 10), LONG_NAP_S)
+        longest_s = self._engine.caps.longest_nap_s if self._running else LONG_NAP_S
+        nap_s = min(FIRST_NAP_S * 2 ** min(self._naps, 10), longest_s)
         if self._core.outbox.window_full:  # polls take a core from the engine's threads, and nothing has ended yet
             nap_s = max(nap_s, self._engine.caps.full_window_s)
         self._event.wait(STALE_NAP_S if self._naps > STALE_AFTER_NAPS else nap_s)
