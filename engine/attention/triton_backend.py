@@ -11,7 +11,7 @@ import torch
 
 from engine.kernels.extend_plan import plan_extend
 from engine.kernels.triton_decode import DecodeTiles, decode, decode_tiles, split_list
-from engine.kernels.triton_extend import ExtendTiles, ExtendWork, extend, extend_tiles
+from engine.kernels.triton_extend import ExtendTiles, ExtendWork, any_whole, extend, extend_tiles
 from engine.kernels.triton_kv_write import kv_write
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
@@ -65,7 +65,12 @@ class TritonBackend:
 
     def begin_on_device(self, step: DeviceStep | DeviceExtend) -> None:
         if isinstance(step, DeviceExtend):
-            self._now = _Extend(step.kv_lens, step.starts, most_rows=len(step.token_pages))
+            most_rows, requests, device = len(step.token_pages), len(step.kv_lens), self._pool.device
+            work = {
+                shape: any_whole(most_rows=most_rows, requests=requests, tiles=shape.extend, device=device)
+                for shape in dict.fromkeys(self._shapes)
+            }
+            self._now = _Extend(step.kv_lens, step.starts, work)
         else:
             self._now = self._decode_of(step.kv_lens)
         self._take(step)

@@ -17,13 +17,13 @@ from engine.attention.backend import CapturableBackend
 from engine.core.plan import Plan, PlanItem
 from engine.executor.decode_graphs import Capture, Work
 from engine.executor.future_map import FutureMap
+from engine.kernels.extend_plan import MOST_WHOLE
 from engine.kv.page_table import PageTable
 from engine.kv.step_batch import DeviceExtend
 from engine.kv.upload import upload_into
 from engine.models.decoder import DenseDecoder
 
 MOST_REQUESTS = 16  # of a recorded step: attention starts programs for each, also for one that is padding
-MOST_KV_TOKENS = 2048  # of a request in a recorded step: one program reads them all
 
 
 class PrefillGraphs:
@@ -63,7 +63,7 @@ class PrefillGraphs:
         items = plan.items
         if not self._graphs or not plan.extend or len(items) > MOST_REQUESTS:
             return False
-        is_short = all(item.kv_len <= MOST_KV_TOKENS for item in items)
+        is_short = all(item.kv_len <= MOST_WHOLE for item in items)
         return is_short and sum(item.q_len for item in items) <= self.sizes[-1]
 
     def run(self, items: list[PlanItem]) -> Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200: fewer leave some idle
 MIN_SPAN = 512  # tokens: shorter spans save less than the merge costs
+MOST_WHOLE = 2048  # tokens of a context that is never split: recorded steps take these, and must give the same bits
 MOST_SPANS = 64  # what the merge holds in registers
 
 
@@ -53,6 +54,8 @@ def plan_extend(
 
 def span_tokens(kv_len: int, *, programs: int, block: int) -> int:
     """Return the tokens of a span, a multiple of `block`; kv_len or more: no split. `programs`: of one span."""
+    if kv_len <= MOST_WHOLE:
+        return kv_len
     spans = min(PROGRAMS // programs, MOST_SPANS, kv_len // MIN_SPAN)
     return -(-kv_len // (block * max(spans, 1))) * block
 

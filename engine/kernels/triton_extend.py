@@ -135,6 +135,8 @@ def extend_kernel(
     request, tile = tl.load(unit), tl.load(unit + 1)
     first = tl.load(starts_ptr + request)
     q_len = tl.load(starts_ptr + request + 1) - first
+    if tile * BLOCK_ROWS >= q_len * (GROUP if SPLIT else 1):  # of a list that does not know the lengths
+        return
     kv_len = tl.load(kv_lens_ptr + request)
     rows = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, TILE_DIM)
@@ -231,6 +233,14 @@ class ExtendWork:
     merges: torch.Tensor
     part_rows: int
     most_rows: int
+
+
+def any_whole(*, most_rows: int, requests: int, tiles: ExtendTiles, device: torch.device) -> ExtendWork:
+    """The work of requests whose lengths only the device knows, none split: all tiles that `most_rows` may have."""
+    last_first = torch.arange(triton.cdiv(most_rows, tiles.rows) - 1, -1, -1, dtype=torch.int32, device=device)
+    each = torch.arange(requests, dtype=torch.int32, device=device)
+    whole = torch.cartesian_prod(each, last_first).flatten()
+    return ExtendWork(whole, whole[:0], whole[:0], part_rows=0, most_rows=0)
 
 
 def extend_constants(cache: dict[str, Any], tiles: ExtendTiles, *, split: bool) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.kernels.extend_plan import MIN_SPAN, MOST_SPANS, PROGRAMS, ExtendPlan, plan_extend
+from engine.kernels.extend_plan import MOST_SPANS, MOST_WHOLE, PROGRAMS, ExtendPlan, plan_extend
 
 MULTIPROCESSORS = 132  # of an H200
 QWEN3_8B = {"group": 4, "kv_heads": 8, "rows": 128, "block": 64}
@@ -32,9 +32,10 @@ def test_a_long_prompt_is_whole() -> None:
     assert plan_extend([2048], [131072], **QWEN3_8B).split == []
 
 
-@pytest.mark.parametrize("kv_len", [1, 50, 2 * MIN_SPAN - 1])
+@pytest.mark.parametrize("kv_len", [1, 50, MOST_WHOLE])
 def test_a_short_context_is_whole(kv_len: int) -> None:
     assert plan_extend([1], [kv_len], **QWEN3_8B).split == []
+    assert plan_extend([1], [MOST_WHOLE + 1], **QWEN3_8B).split
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -20,6 +20,7 @@ from engine.executor.decode_graphs import DecodeGraphs, Work
 from engine.executor.forward_pass import ForwardPass
 from engine.executor.future_map import FutureMap
 from engine.executor.layer_marks import LayerMarks
+from engine.executor.prefill_graphs import PrefillGraphs
 from engine.kernels.triton_elementwise import TritonElementwise
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_table import PageTable
@@ -40,7 +41,7 @@ CONSTANTS_OF_A_MODEL = {
     "width": "hidden size, or intermediate size",
 }
 FLOATS = {"scale", "eps"}  # Triton specialises no float
-MOST_TOKENS, MOST_REQUESTS, PAGE_SIZE = 2000, 40, 16
+MOST_TOKENS, MOST_REQUESTS, PAGE_SIZE = 4000, 40, 16
 VARIANTS = {
     "split_list_kernel": 1,
     "decode_split_kernel": 1,
@@ -129,7 +130,10 @@ class Day:
             device=cpu,
         )
         make = partial(ForwardPass, backend=backend, page_table=table, future_map=future_map, layers=LayerMarks(cpu))
-        self._eager, self._recorded = make(), make(graphs=graphs)
+        prompts = PrefillGraphs(
+            sizes=[16, 64, 300], capture=Anew, backend=backend, page_table=table, future_map=future_map
+        )
+        self._eager, self._recorded = make(), make(graphs=graphs, prefill_graphs=prompts)
         self._recorded.record(model)
 
     def step(self) -> None:

@@ -108,6 +108,7 @@ def check_alone_and_together() -> None:
 def check_split_extend() -> None:
     """Few rows behind a context of several spans, beside a whole prompt and single tokens; a span ends inside a tile."""
     setattr(extend_plan, "MIN_SPAN", 16)  # noqa: B010
+    setattr(extend_plan, "MOST_WHOLE", 31)  # noqa: B010
     starts, ends = [91, 0, 64, 32], [104, 6, 65, 33]
     check("extend, split", Heads(q=4, kv=2, dim=16), starts, ends, page_size=16, extend=True)
     heads = Heads(q=3, kv=1, dim=24)

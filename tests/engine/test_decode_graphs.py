@@ -15,7 +15,8 @@ from engine.config import EngineConfig
 from engine.core.plan import Plan, PlanItem
 from engine.executor.decode_graphs import graph_sizes
 from engine.executor.future_map import FutureMap
-from engine.executor.prefill_graphs import MOST_KV_TOKENS, MOST_REQUESTS, PrefillGraphs, prefill_graph_sizes
+from engine.executor.prefill_graphs import MOST_REQUESTS, PrefillGraphs, prefill_graph_sizes
+from engine.kernels.extend_plan import MOST_WHOLE
 from engine.kv.kv_pool import CacheSpec, KVPool
 from engine.kv.page_table import PageTable
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
@@ -61,8 +62,8 @@ def test_sizes_of_prompts(most: int, sizes: list[int]) -> None:
     [
         ([(16, 0)], True),
         ([(17, 0)], False),
-        ([(1, MOST_KV_TOKENS - 1)], True),
-        ([(1, MOST_KV_TOKENS)], False),
+        ([(1, MOST_WHOLE - 1)], True),
+        ([(1, MOST_WHOLE)], False),
         ([(1, 0)] * MOST_REQUESTS, True),
         ([(1, 0)] * (MOST_REQUESTS + 1), False),
     ],
