@@ -165,7 +165,9 @@ class EngineConfig(FlagSet):
         "LoRA adapters to load at start (PEFT, safetensors): NAME=DIRECTORY, or a directory that serves as its own name",
     )
     max_loras_per_batch: int = flag(8, "most adapters in one batch, not counting the base model", least=1)
-    max_lora_rank: int | None = flag(None, "highest rank of an adapter; default: no limit", least=1)
+    max_lora_rank: int | None = flag(
+        None, "highest rank of an adapter; default: 64 on a GPU, no limit on a CPU", least=1
+    )
     max_loaded_loras: int | None = flag(None, "most adapters loaded at once; default: no limit", least=1)
     lora_drain_wait_threshold_s: float = flag(
         10.0,

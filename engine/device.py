@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention.backend import make_attention_backend
+from engine.attention.backend import CapturableBackend, make_attention_backend
 from engine.attention.cpu_backend import CpuBackend
 from engine.config import EngineConfig
 from engine.executor.decode_graphs import DecodeGraphs
@@ -28,6 +28,7 @@ from engine.kv.kv_pool import DTYPES, CacheSpec, KVPool
 from engine.kv.page_backup import PageBackup
 from engine.kv.page_table import PageTable
 from engine.lora.bank import AdapterBank
+from engine.lora.build import make_bank
 from engine.lora.store import LoraStore
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
@@ -78,7 +79,7 @@ def build_device(
     page_table = PageTable(num_slots=num_slots, max_pages=max_pages, page_size=config.page_size, device=device)
     future_map = FutureMap(num_slots=num_slots, device=device)
     layers = LayerMarks(device)
-    bank = AdapterBank() if config.enable_lora else None
+    bank = _bank(config, model, grouped=isinstance(backend, CapturableBackend)) if config.enable_lora else None
     graphs, prefill_graphs = make_graphs(
         config,
         decodes=decodes,
@@ -87,6 +88,7 @@ def build_device(
         backend=backend,
         page_table=page_table,
         future_map=future_map,
+        adapters=bank,
         progress=progress,
     )
     by_c_kernels = config.dtype == "bfloat16" and isinstance(backend, CpuBackend) and backend.has_kernel
@@ -136,6 +138,17 @@ def _record(executor: Executor, runner: ModelRunner) -> None:
             f"--mem-fraction-static: no memory is left for the decode graphs ({error}); lower it or --cuda-graph-max-bs, "
             "or give --disable-cuda-graph"
         ) from error
+
+
+def _bank(config: EngineConfig, model: DenseDecoder, *, grouped: bool) -> AdapterBank:
+    return make_bank(
+        [site.shape for site in model.linear_sites()],
+        grouped=grouped,
+        places=config.max_loras_per_batch,
+        max_rank=config.max_lora_rank,
+        dtype=DTYPES[config.dtype],
+        device=torch.device(config.device),
+    )
 
 
 def _adapter_store(config: EngineConfig, model: DenseDecoder, bank: AdapterBank, executor: Executor) -> LoraStore:

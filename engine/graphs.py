@@ -10,6 +10,7 @@ from engine.executor.decode_graphs import Capture, CudaCapture, DecodeGraphs, gr
 from engine.executor.future_map import FutureMap
 from engine.executor.prefill_graphs import PrefillGraphs, prefill_graph_sizes
 from engine.kv.page_table import PageTable
+from engine.lora.bank import AdapterBank
 
 MOST_PREFILL_TOKENS = 512  # by default: a GPU computes more for longer than the host needs to launch them
 
@@ -27,6 +28,7 @@ def make_graphs(
     backend: AttentionBackend,
     page_table: PageTable,
     future_map: FutureMap,
+    adapters: AdapterBank | None,
     progress: bool,
 ) -> tuple[DecodeGraphs | None, PrefillGraphs | None]:
     """Return the graphs of decode steps and of short prompts, still to be recorded. `capture` takes the place of CUDA's.
@@ -52,6 +54,7 @@ def make_graphs(
             page_table=page_table,
             future_map=future_map,
             device=page_table.device,
+            adapters=adapters if adapters is not None and adapters.records else None,
             progress=progress,
         )
     most = MOST_PREFILL_TOKENS if config.cuda_graph_max_prefill_tokens is None else config.cuda_graph_max_prefill_tokens

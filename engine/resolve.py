@@ -13,6 +13,7 @@ from service.flags import ConfigError
 MAX_CPU_KV_BYTES = 4 << 30
 MAX_STEP_TIME_S = {"cpu": 1.0, "cuda": 0.5}  # below the time after which a router calls a worker silent (1.5 s)
 FIRST_FLOPS = {"cpu": 50e9, "cuda": 50e12}  # per second of a thread or GPU: a cautious guess, for the first step only
+GPU_LORA_RANK = 64  # grouped kernels start programs for this rank, and leave those that an adapter lacks
 BACKUP_SHARE = 0.5
 CHUNK_OF = {"cpu": 1024, "cuda": 8192}  # on a CPU more is no faster, and later requests wait longer
 
@@ -33,6 +34,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
     return replace(
         config,
         enable_lora=lora_enabled(config.enable_lora, config.lora_paths),
+        max_lora_rank=config.max_lora_rank or (GPU_LORA_RANK if device == "cuda" else None),
         device=device,
         dtype=_dtype(config.dtype, model.dtype),
         stream=_stream(config.stream, device),

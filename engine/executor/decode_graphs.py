@@ -19,6 +19,7 @@ from engine.executor.future_map import FutureMap
 from engine.kv.page_table import PageTable
 from engine.kv.step_batch import DeviceStep
 from engine.kv.upload import upload_into
+from engine.lora.bank import AdapterBank
 from engine.models.decoder import DenseDecoder
 
 WARM_UP_RUNS = 2  # compile kernels and allocate workspaces before a capture
@@ -62,7 +63,7 @@ class CudaCapture:
 
 
 class DecodeGraphs:
-    """`sizes`: batch sizes to record, ascending."""
+    """`sizes`: batch sizes to record, ascending. `adapters`: each size is recorded once more, computing with them."""
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class DecodeGraphs:
         page_table: PageTable,
         future_map: FutureMap,
         device: torch.device,
+        adapters: AdapterBank | None = None,
         progress: bool = False,
     ) -> None:
         assert sizes and list(sizes) == sorted(set(sizes)) and sizes[0] >= 1, sizes
@@ -81,29 +83,45 @@ class DecodeGraphs:
         self._backend = backend
         self._page_table = page_table
         self._future_map = future_map
+        self._adapters = adapters
         self._progress = progress
         padding = torch.tensor([[0], [0], [page_table.scratch_slot]], device=device)
         self._inputs = {size: padding.repeat(1, size) for size in sizes}
         self._graphs: dict[int, Work] = {}
+        self._adapted: dict[int, Work] = {}
 
     def record(self, model: DenseDecoder) -> None:
         """Record every size for `model`, in stream order with nothing in flight.
 
         Raises torch.OutOfMemoryError, and then there are no graphs.
         """
-        self._graphs = {}
+        self._graphs, self._adapted = {}, {}
         capture = self._capture()
         bar = tqdm(self.sizes[::-1], desc="decode graphs", disable=None if self._progress else True, leave=False)
-        self._graphs = {size: capture.capture(self._work(model, size)) for size in bar}
+        graphs, adapted = {}, {}
+        for size in bar:
+            graphs[size] = capture.capture(self._work(model, size))
+            if self._adapters is not None:
+                self._adapters.begin_recording(size)
+                adapted[size] = capture.capture(self._work(model, size))
+                self._adapters.begin(())
+        self._graphs, self._adapted = graphs, adapted
 
     def takes(self, plan: Plan) -> bool:
         return bool(self._graphs) and not plan.extend and len(plan.items) <= self.sizes[-1]
 
-    def run(self, items: list[PlanItem]) -> Tensor:
-        """Return the hidden states [len(items), hidden] of a step; valid until the next step begins."""
-        size = self.sizes[bisect_left(self.sizes, len(items))]
+    def size_of(self, items: list[PlanItem]) -> int:
+        """Return the rows of the graph that computes a step of `items`."""
+        return self.sizes[bisect_left(self.sizes, len(items))]
+
+    def run(self, items: list[PlanItem], *, adapted: bool) -> Tensor:
+        """Return the hidden states [len(items), hidden] of a step; valid until the next step begins.
+
+        `adapted`: some row computes with an adapter, and the bank has begun the step.
+        """
+        size = self.size_of(items)
         upload_into(self._inputs[size], self._rows(items, size))
-        return self._graphs[size]()[: len(items)]
+        return (self._adapted if adapted else self._graphs)[size]()[: len(items)]
 
     def _rows(self, items: list[PlanItem], size: int) -> Tensor:
         """[3, size] int64 on the host: token ids or placeholders, positions, slots."""

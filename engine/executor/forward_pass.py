@@ -76,10 +76,16 @@ class ForwardPass:
         """Compute the hidden states [T, hidden] of all new tokens, item after item."""
         items = plan.items
         self._page_table.update(items)
+        graphs = self._graphs if self._graphs is not None and self._graphs.takes(plan) else None
+        if self._layers.watched:
+            graphs = None  # a recorded step marks no layers
         if self._adapters is not None:
-            self._adapters.begin(items)
-        if self._graphs is not None and self._graphs.takes(plan) and self._plain():
-            return self._graphs.run(items)
+            recorded = graphs.size_of(items) if graphs is not None and self._adapters.records else None
+            self._adapters.begin(items, recorded=recorded)
+            if self._adapters.active and not self._adapters.records:
+                graphs = None
+        if graphs is not None:
+            return graphs.run(items, adapted=self._adapted())
         prompts = self._prefill_graphs
         if prompts is not None and prompts.takes(plan) and not self._adapted():
             return self._layers.whole(plan.seq, lambda: prompts.run(items))
@@ -108,11 +114,11 @@ class ForwardPass:
         return model.forward(input_ids, positions, attend)
 
     def _plain(self) -> bool:
-        """Whether no adapter computes in this step and no reader follows its layers: recorded steps know neither."""
+        """Whether no adapter computes in this step and no reader follows its layers: tapes know neither."""
         return not self._layers.watched and not self._adapted()
 
     def _adapted(self) -> bool:
-        return self._adapters is not None and bool(self._adapters.active)
+        return self._adapters is not None and self._adapters.active
 
     def _ids(self, values: list[int]) -> Tensor:
         return upload(torch.tensor(values), self._page_table.device)

@@ -1,49 +1,109 @@
 """Loaded adapters on the device, and what a step adds to the layers' results. Runs in stream order."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Protocol
 
 from torch import Tensor
 
 from engine.core.plan import PlanItem, SlotOpen
 from engine.layers.linear import Delta, LinearSite
+from engine.lora.row_tiles import Run, adapter_runs
 from engine.lora.weights import AdapterWeights, SiteWeights
 
 
+class StepAdapters(Protocol):
+    """Computes what adapters add. `delta(i)` does it for site i of a model, by the step begun last."""
+
+    records: bool  # whether recorded steps may compute with adapters
+
+    def add(self, number: int, weights: AdapterWeights) -> None: ...
+
+    def remove(self, number: int) -> None: ...
+
+    def begin(self, runs: Sequence[Run], *, recorded: int | None) -> None:
+        """Prepare for a step. `recorded`: rows of the recorded step that computes it; None: it is launched anew."""
+
+    def begin_recording(self, rows: int) -> None:
+        """Compute from now on as a recorded step of `rows` rows does, until the next `begin`."""
+
+    def compile(self) -> None:
+        """Compile whatever a step may launch."""
+
+    def delta(self, index: int) -> Delta: ...
+
+
 class AdapterBank:
-    def __init__(self) -> None:
+    """`steps`: how they are computed; SlicedAdapters anywhere, GroupedAdapters by Triton."""
+
+    def __init__(self, steps: StepAdapters) -> None:
+        self._steps = steps
         self._adapters: dict[int, AdapterWeights] = {}
         self._of_slot: dict[int, int] = {}  # slot -> adapter of the request that has it, or had it last
-        self._active: list[tuple[slice, AdapterWeights]] = []  # tokens of this step, and what they compute with
+        self.active = False  # whether some token of this step computes with an adapter
 
     def attach(self, sites: Sequence[LinearSite]) -> None:
         """Let the adapters change the results of `sites`; once for each model."""
         for index, site in enumerate(sites):
-            site.linear.delta = self._delta(index)
+            site.linear.delta = self._steps.delta(index)
+        self._steps.compile()
 
     def add(self, number: int, weights: AdapterWeights) -> None:
         assert number > 0 and number not in self._adapters
         self._adapters[number] = weights
+        self._steps.add(number, weights)
 
     def remove(self, number: int) -> AdapterWeights:
         """Return the weights to keep until the device is done with earlier steps."""
-        self._active = []
+        self.active = False
+        self._steps.remove(number)
         return self._adapters.pop(number)
 
     def open(self, opened: SlotOpen) -> None:
         self._of_slot[opened.slot] = opened.adapter
 
-    def begin(self, items: Iterable[PlanItem]) -> None:
-        """Prepare for the step of `items`."""
+    def begin(self, items: Iterable[PlanItem], *, recorded: int | None = None) -> None:
+        """Prepare for the step of `items`. `recorded`: rows of the recorded step that may compute it."""
         runs = adapter_runs((self._of_slot[item.slot], item.q_len) for item in items)
-        self._active = [(run.rows, self._adapters[run.adapter]) for run in runs]
+        self.active = bool(runs)
+        self._steps.begin(runs, recorded=recorded)
 
     @property
-    def active(self) -> bool:
-        """Whether some token of this step computes with an adapter."""
-        return bool(self._active)
+    def records(self) -> bool:
+        """Whether recorded steps may compute with adapters."""
+        return self._steps.records
 
-    def _delta(self, index: int) -> Delta:
+    def begin_recording(self, rows: int) -> None:
+        """Compute from now on as a recorded step of `rows` rows with adapters does, until the next `begin`."""
+        self._steps.begin_recording(rows)
+
+
+class SlicedAdapters:
+    """By torch's operators: two products for each adapter, site and slice of neighbouring rows."""
+
+    records = False
+
+    def __init__(self) -> None:
+        self._adapters: dict[int, AdapterWeights] = {}
+        self._active: list[tuple[slice, AdapterWeights]] = []  # tokens of this step, and what they compute with
+
+    def add(self, number: int, weights: AdapterWeights) -> None:
+        self._adapters[number] = weights
+
+    def remove(self, number: int) -> None:
+        self._active = []
+        del self._adapters[number]
+
+    def begin(self, runs: Sequence[Run], *, recorded: int | None) -> None:
+        assert recorded is None or not runs, "a recorded step has no slices"
+        self._active = [(run.rows, self._adapters[run.adapter]) for run in runs]
+
+    def begin_recording(self, rows: int) -> None:
+        raise AssertionError("a recorded step has no slices")
+
+    def compile(self) -> None:
+        """Torch's operators are compiled."""
+
+    def delta(self, index: int) -> Delta:
         def delta(x: Tensor, y: Tensor) -> None:
             for rows, adapter in self._active:
                 weights = adapter.sites[index]
@@ -58,23 +118,3 @@ def add_delta(weights: SiteWeights, x: Tensor, y: Tensor) -> None:
     low = x @ weights.a.t()
     for columns, ranks, b in weights.parts:
         y[:, columns].addmm_(low[:, ranks], b)
-
-
-class Run(NamedTuple):
-    """Successive tokens `rows` of a step that compute with `adapter`."""
-
-    adapter: int
-    rows: slice
-
-
-def adapter_runs(items: Iterable[tuple[int, int]]) -> list[Run]:
-    """Join the neighbours of one adapter among `items`, (adapter, tokens) each; adapter 0 has no run."""
-    runs: list[Run] = []
-    at = 0
-    for adapter, count in items:
-        start, at = at, at + count
-        if adapter and runs and runs[-1].adapter == adapter and runs[-1].rows.stop == start:
-            runs[-1] = Run(adapter, slice(runs[-1].rows.start, at))
-        elif adapter:
-            runs.append(Run(adapter, slice(start, at)))
-    return runs

@@ -36,7 +36,8 @@ CONSTANTS_OF_A_MODEL = {
     "q_stride": "heads of q, k and v together",
     "k_stride": "the same",
     "v_stride": "the same",
-    "x_stride": "the same",
+    "x_stride": "the same, or the input of a site of adapters",
+    "y_stride": "output of a site of adapters",
     "turn_stride": "cosine and sine of a position",
     "width": "hidden size, or intermediate size",
 }

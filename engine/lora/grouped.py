@@ -1,0 +1,172 @@
+"""Adapters of a step by grouped kernels (engine/kernels/triton_lora.py): two launches a site, whoever computes with what.
+
+    table  [places, sites, PARTS, FIELDS] int64: where the matrices of the adapter in each place lie; a place for each adapter
+           that a step may hold. An adapter takes the place of the one used longest ago
+    tiles  which rows compute with which place (row_tiles.py), new in each step
+
+A recorded step reads both from the same memory every time, so it stays valid when adapters or rows change.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from engine.kernels.triton_lora import (
+    DECODE_TILES,
+    EXTEND_TILES,
+    FIELDS,
+    PARTS,
+    TILE_FIELDS,
+    LoraTiles,
+    add_lora,
+    site_constants,
+)
+from engine.kv.upload import upload, upload_into
+from engine.layers.linear import Delta, SiteShape
+from engine.lora.row_tiles import NO_TILE, RowTiles, Run, most_tiles, row_tiles
+from engine.lora.weights import AdapterWeights
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """`rows` [n] int32, `tiles` [tiles, TILE_FIELDS] int32, as the kernels take them."""
+
+    rows: Tensor
+    tiles: Tensor
+    shape: LoraTiles
+
+
+class GroupedAdapters:
+    """`places`: adapters in one step, at most."""
+
+    records = True
+
+    def __init__(
+        self,
+        sites: Sequence[SiteShape],
+        *,
+        places: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.max_rank = max_rank
+        self._sites = list(sites)
+        self._parts = [[rows for _, rows in site.parts] for site in sites]
+        self._constants = [
+            site_constants(width=site.in_size, rows=parts, sites=len(sites), max_rank=max_rank, dtype=dtype)
+            for site, parts in zip(sites, self._parts, strict=True)
+        ]
+        self._table = torch.zeros((places, len(sites), PARTS, FIELDS), dtype=torch.int64, device=device)
+        self._dtype = dtype
+        self._entries: dict[int, Tensor] = {}  # adapter -> its row of the table
+        self._places: OrderedDict[int, int] = OrderedDict()  # adapter -> place, used longest ago first
+        self._free = list(range(places))
+        self._most_recorded = 0  # rows
+        self._recorded = torch.empty(0, dtype=torch.int32, device=device)  # what recorded steps read: rows, then tiles
+        self._step: _Step | None = None
+
+    def compile(self) -> None:
+        """Launch every kernel that a step may launch, without a tile."""
+        device = self._table.device
+        for index, site in enumerate(self._sites):
+            x = torch.zeros((1, site.in_size), dtype=self._dtype, device=device)
+            y = torch.zeros((1, sum(self._parts[index])), dtype=self._dtype, device=device)
+            for shape in (DECODE_TILES, EXTEND_TILES):
+                self._add(index, x, y, self._upload(RowTiles([0], [NO_TILE]), shape))
+
+    def add(self, number: int, weights: AdapterWeights) -> None:
+        assert weights.max_rank <= self.max_rank, (weights.max_rank, self.max_rank)
+        entries = torch.zeros(self._table.shape[1:], dtype=torch.int64)
+        for entry, site, sizes in zip(entries, weights.sites, self._parts, strict=True):
+            starts = list(accumulate(sizes, initial=0))
+            if site is not None:
+                for columns, ranks, b in site.parts:
+                    a = site.a[ranks]
+                    entry[starts.index(columns.start)] = torch.tensor([a.data_ptr(), b.data_ptr(), len(a), 0])
+        self._entries[number] = upload(entries, self._table.device)
+
+    def remove(self, number: int) -> None:
+        self._step = None
+        del self._entries[number]
+        if number in self._places:
+            self._free.append(self._places.pop(number))
+
+    def begin(self, runs: Sequence[Run], *, recorded: int | None) -> None:
+        self._step = None
+        if not runs:
+            return
+        self._find_places(list(dict.fromkeys(run.adapter for run in runs)))
+        placed = [(self._places[run.adapter], run.rows) for run in runs]
+        if recorded is not None:
+            self._write_recorded(row_tiles(placed, tile_rows=DECODE_TILES.rows), recorded)
+            self._step = self._recorded_step(recorded)
+            return
+        longest = max(run.rows.stop - run.rows.start for run in runs)
+        shape = DECODE_TILES if longest <= DECODE_TILES.rows else EXTEND_TILES
+        self._step = self._upload(row_tiles(placed, tile_rows=shape.rows), shape)
+
+    def begin_recording(self, rows: int) -> None:
+        """The largest step comes first: the others read the same memory."""
+        if self._most_recorded == 0:
+            self._most_recorded = -(-rows // 4) * 4  # the tiles behind them begin at a multiple of 16 bytes
+            self._recorded = self._recorded.new_empty(self._most_recorded + TILE_FIELDS * self._most_tiles(rows))
+        assert rows <= self._most_recorded, (rows, self._most_recorded)
+        self._recorded.zero_()  # recording computes, too: with no tile
+        self._step = self._recorded_step(rows)
+
+    def _recorded_step(self, rows: int) -> _Step:
+        tiles = self._recorded[self._most_recorded :].view(-1, TILE_FIELDS)[: self._most_tiles(rows)]
+        return _Step(self._recorded[: self._most_recorded], tiles, DECODE_TILES)
+
+    def _most_tiles(self, rows: int) -> int:
+        return most_tiles(rows, places=len(self._table), tile_rows=DECODE_TILES.rows)
+
+    def delta(self, index: int) -> Delta:
+        def delta(x: Tensor, y: Tensor) -> None:
+            if self._step is not None:
+                self._add(index, x, y, self._step)
+
+        return delta
+
+    def _add(self, index: int, x: Tensor, y: Tensor, step: _Step) -> None:
+        add_lora(
+            x,
+            y,
+            table=self._table[:, index],
+            tiles=step.tiles,
+            rows=step.rows,
+            site=self._constants[index],
+            parts=self._parts[index],
+            shape=step.shape,
+        )
+
+    def _find_places(self, numbers: list[int]) -> None:
+        """Give each adapter a place, in stream order: steps before this one still compute with what was there."""
+        assert len(numbers) <= len(self._table), "more adapters in a step than places"
+        for number in numbers:
+            if number in self._places:
+                self._places.move_to_end(number)
+        for number in numbers:
+            if number not in self._places:
+                place = self._free.pop() if self._free else self._places.popitem(last=False)[1]
+                self._places[number] = place
+                self._table[place].copy_(self._entries[number])
+
+    def _write_recorded(self, step: RowTiles, rows: int) -> None:
+        rows_padded = [*step.rows, *[0] * (self._most_recorded - len(step.rows))]
+        tiles_padded = [*step.tiles, *[NO_TILE] * (self._most_tiles(rows) - len(step.tiles))]
+        words = [*rows_padded, *chain.from_iterable(tiles_padded)]
+        upload_into(self._recorded[: len(words)], torch.tensor(words, dtype=torch.int32))
+
+    def _upload(self, step: RowTiles, shape: LoraTiles) -> _Step:
+        device = self._table.device
+        return _Step(
+            upload(torch.tensor(step.rows, dtype=torch.int32), device),
+            upload(torch.tensor(step.tiles, dtype=torch.int32), device),
+            shape,
+        )
