@@ -28,7 +28,8 @@ def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], N
     """`wakeup`: transfer threads call it when a queue may move."""
     if spec.disagg.disaggregation_mode == "null":
         return UnifiedRole(parts.scheduler)
-    metadata = MetadataBuffers(2 * parts.config.max_running_requests)  # running ones, and as many on their way
+    most = parts.scheduler.limits.max_running_requests
+    metadata = MetadataBuffers(2 * most)  # running ones, and as many on their way
     make = _prefill if spec.disagg.disaggregation_mode == "prefill" else _decode
     return make(spec, parts, metadata, wakeup)
 

@@ -80,7 +80,7 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
     adapters = _load_adapters(parts, ports)
     publisher = _publisher(spec, parts)
     role = make_role(spec, parts, wakeup=ports.call_attention)
-    grammars = make_grammar_queue(spec.engine, model, tokenizer, wakeup=ports.call_attention)
+    grammars = make_grammar_queue(parts.config, model, tokenizer, wakeup=ports.call_attention)
     loop = EngineLoop(
         scheduler=parts.scheduler,
         executor=parts.device.executor,
@@ -181,6 +181,7 @@ def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s:
         "overlap_depth": parts.depth,
         "context_length": config.context_length,
         "chunked_prefill_size": config.chunked_prefill_size,
+        "max_running_requests": config.max_running_requests,
         "load_time_s": round(load_time_s, 3),
         "kv_events_config": None if publisher is None else publisher.describe(),
         **machine_facts(config.device, config.dtype),
@@ -198,7 +199,8 @@ def _publisher(spec: SchedulerSpec, parts: "EngineParts") -> ZmqPublisher | None
 def make_grammar_queue(
     config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer, *, wakeup: Callable[[], None]
 ) -> GrammarQueue:
-    """Raises ConfigError when the backend's library is missing."""
+    """`config` is resolved. Raises ConfigError when the backend's library is missing."""
+    assert config.max_running_requests is not None, "resolved"
     compiler = make_compiler(
         config.grammar_backend,
         tokenizer,

@@ -20,7 +20,10 @@ from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
 from engine.device import Device, allocate_pool, build_device
+from engine.executor.cuda_gauge import CudaGauge
+from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.weights import WeightUpdater
+from engine.gpu_memory import MemoryGauge, await_share
 from engine.graphs import MakeCapture
 from engine.hicache.build import build_host_tier
 from engine.hicache.disk import Disk
@@ -31,6 +34,7 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.page_backup import PageBackup
 from engine.kv_events_config import parse_kv_events_config
 from engine.local_defaults import usable_cores
+from engine.measure import measure, warm
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
@@ -80,24 +84,38 @@ def build_engine(
     wakeup: Callable[[], None] = lambda: None,
     progress: bool,
     capture: MakeCapture | None = None,
+    gauge: MemoryGauge | None = None,
     load: Callable[..., DenseDecoder] = load_model,
 ) -> EngineParts:
     """Load the model and allocate its memory. Raises ConfigError.
 
     `num_token_ids`: ids that the tokenizer knows; a model may have meaningless rows beyond them. None: all have a meaning.
     `wakeup` is called in a thread when files of the hierarchical cache have been read or written.
-    `capture`: records decode graphs in place of CUDA.
+    `capture`: records decode graphs in place of CUDA. `gauge`: measures memory in place of CUDA; on a CPU nothing does.
     """
     config = resolve(config, model_config, cuda=torch.cuda.is_available())
-    assert config.num_threads is not None, "resolved"
+    assert config.num_threads is not None and config.mem_fraction_static is not None, "resolved"
     torch.set_num_threads(config.num_threads)
     tiered = config.enable_hierarchical_cache and not use.peers_write_pages
+    if gauge is None and config.device == "cuda":
+        gauge = CudaGauge(torch.device("cuda"))
+    if gauge is not None and config.max_total_tokens is None:
+        await_share(gauge, config.mem_fraction_static)
     load_here = partial(load, dtype=config.dtype, device=config.device, context_length=config.context_length)
     files = fingerprint(config.model_path) if tiered else ""
-    model = load_here(config.model_path, model_config, progress=progress)
+    try:
+        model = load_here(config.model_path, model_config, progress=progress)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"--model-path {config.model_path}: the GPU has no memory for its weights ({error})"
+        ) from None
     if tiered and fingerprint(config.model_path) != files:
         raise ConfigError(f"--model-path {config.model_path}: its files changed while they were read; start again")
-    pool = allocate_pool(config, model.cache_specs())
+    measured = partial(
+        measure, config, model_config, model, decodes=use.decodes, prefills=use.prefills, progress=progress
+    )
+    memory = None if gauge is None else measured(gauge)
+    pool = allocate_pool(config, model.cache_specs(), memory)
     identity = partial(kv_identity, pool, model_config, dtype=config.dtype)
     own_identity = identity(version=config.weight_version, fingerprint=files)
     tier = build_host_tier(config, pool, own_identity, wakeup=wakeup) if tiered else None
@@ -119,7 +137,9 @@ def build_engine(
         prefills=use.prefills,
         progress=progress,
     )
-    memory, events = _memory(config, num_pages=pool.num_pages, host=tier.cache if tier else None)
+    if gauge is not None:
+        _warm(config, model_config, device, use, positions=pool.num_pages * config.page_size, progress=progress)
+    kv_memory, events = _memory(config, num_pages=pool.num_pages, host=tier.cache if tier else None)
     num_ids = min(model_config.vocab_size, num_token_ids or model_config.vocab_size)
     return EngineParts(
         config=config,
@@ -129,7 +149,7 @@ def build_engine(
         scheduler=_scheduler(
             config,
             model_config,
-            memory,
+            kv_memory,
             use,
             backup_pages=backup.host.num_pages if backup else 0,
             tail_texts=tail_texts,
@@ -148,6 +168,21 @@ def build_engine(
         disk=tier.disk if tier else None,
         events=events,
     )
+
+
+def _warm(
+    config: EngineConfig, model: ModelConfig, device: Device, use: EngineUse, *, positions: int, progress: bool
+) -> None:
+    """The measured steps again, on what serves: by its graphs, and with its page table. Raises ConfigError."""
+    assert config.context_length is not None, "resolved"
+    positions = min(positions, config.context_length)
+    try:
+        warm(config, model, device.executor, positions=positions, decodes=use.decodes, progress=progress)
+    except DeviceOutOfMemory as error:
+        raise ConfigError(
+            f"--mem-fraction-static: no memory is left for the largest step beside the KV cache ({error}); lower it or "
+            "--max-total-tokens"
+        ) from None
 
 
 def _memory(config: EngineConfig, *, num_pages: int, host: HostCache | None) -> tuple[Memory, CacheEvents | None]:

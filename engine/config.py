@@ -15,6 +15,8 @@ GRAMMAR_BACKENDS = ("llguidance", "xgrammar", "none")
 TOOL_CALL_PARSERS = ("qwen25", "qwen", "llama3")
 MAX_PAGE_SIZE = 1024
 MAX_PORT = 65535
+MEM_FRACTION_OF = {"cpu": 0.2, "cuda": 0.9}  # of free memory, of the GPU's memory
+MAX_RUNNING_OF = {"cpu": 64, "cuda": 256}  # a GPU's products are bound by memory below some 200 rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +48,22 @@ class EngineConfig(FlagSet):
     max_total_tokens: int | None = flag(
         None, "KV cache capacity, in tokens; default: from --mem-fraction-static", least=1
     )
-    mem_fraction_static: float = flag(
-        0.2,
-        "share of free memory for the KV cache if --max-total-tokens is unset (at most 4 GiB on cpu)",
+    mem_fraction_static: float | None = flag(
+        None,
+        "on cuda: share of the GPU's memory for all of this worker (weights, steps, KV cache); several workers on one GPU "
+        "divide it. On cpu: share of free memory for the KV cache, at most 4 GiB, if --max-total-tokens is unset. Default: "
+        f"{MEM_FRACTION_OF['cuda']} on cuda, {MEM_FRACTION_OF['cpu']} on cpu",
         above=0,
         below=1,
     )
     prefault_kv: bool = flag(
         False, "on cpu: touch all KV memory at start, so that no step waits until the system provides it"
     )
-    max_running_requests: int = flag(64, "most requests in the running batch", least=1)
+    max_running_requests: int | None = flag(
+        None,
+        f"most requests in the running batch; default: {MAX_RUNNING_OF['cpu']} on cpu, {MAX_RUNNING_OF['cuda']} on cuda",
+        least=1,
+    )
     max_queued_requests: int = flag(4096, "most requests that wait; further ones are answered 503", least=0)
     chunked_prefill_size: int | None = flag(
         None,

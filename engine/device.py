@@ -20,6 +20,7 @@ from engine.executor.model_runner import ModelRunner
 from engine.executor.prefill_graphs import PrefillGraphs
 from engine.executor.sample_pass import SamplePass
 from engine.executor.stream import CudaStream, InlineStream, Stream, ThreadStream
+from engine.gpu_memory import GpuMemory
 from engine.graphs import MakeCapture, make_graphs
 from engine.kernels.linear import linear_kernel
 from engine.kernels.tape import tape_library
@@ -32,7 +33,7 @@ from engine.lora.build import make_bank
 from engine.lora.store import LoraStore
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
-from engine.resolve import num_pages
+from engine.resolve import cpu_kv_bytes, gpu_pages, num_pages
 from engine.sampler.sampler import Sampler
 from service.flags import ConfigError
 
@@ -66,16 +67,19 @@ def build_device(
     decodes: bool,
     prefills: bool,
     progress: bool,
+    max_pages: int | None = None,
 ) -> Device:
     """Put `model` and `pool` under an executor and record its decode steps. Raises ConfigError.
 
     `config` is resolved. `decodes`, `prefills`: whether such steps are recorded, as CUDA graphs or (decode steps) as tapes of
-    C kernels. `capture`: records graphs in place of CUDA.
+    C kernels. `capture`: records graphs in place of CUDA. `max_pages`: of a request; None: as many as the pool has and the context
+    needs.
     """
-    assert config.num_threads is not None and config.context_length is not None, "resolved"
+    assert config.num_threads is not None and config.max_running_requests is not None, "resolved"
     device, num_slots = pool.device, config.max_running_requests
     backend = make_attention_backend(config.attention_backend, pool, num_heads=model_config.num_heads)
-    max_pages = min(pool.num_pages, -(-(config.context_length + 1) // config.page_size))
+    if max_pages is None:
+        max_pages = min(pool.num_pages, context_pages(config))
     page_table = PageTable(num_slots=num_slots, max_pages=max_pages, page_size=config.page_size, device=device)
     future_map = FutureMap(num_slots=num_slots, device=device)
     layers = LayerMarks(device)
@@ -130,6 +134,12 @@ def _stream(config: EngineConfig, device: torch.device) -> Stream:
     return InlineStream()
 
 
+def context_pages(config: EngineConfig) -> int:
+    """Return the pages that the longest request needs."""
+    assert config.context_length is not None, "resolved"
+    return -(-(config.context_length + 1) // config.page_size)
+
+
 def _record(executor: Executor, runner: ModelRunner) -> None:
     try:
         executor.call(runner.record)
@@ -162,11 +172,19 @@ def _adapter_store(config: EngineConfig, model: DenseDecoder, bank: AdapterBank,
     )
 
 
-def allocate_pool(config: EngineConfig, specs: Sequence[CacheSpec]) -> KVPool:
-    """Allocate the KV cache that --max-total-tokens or --mem-fraction-static asks for. Raises ConfigError."""
-    device = torch.device(config.device)
+def allocate_pool(config: EngineConfig, specs: Sequence[CacheSpec], memory: GpuMemory | None) -> KVPool:
+    """Allocate the KV cache that --max-total-tokens or --mem-fraction-static asks for. Raises ConfigError.
+
+    `memory`: of the GPU; None: on a CPU.
+    """
     page_bytes = KVPool.page_bytes_of(specs, config.page_size)
-    pages = num_pages(config, page_bytes=page_bytes, free_bytes=_free_bytes(device))
+    if memory is None:
+        kv_bytes = cpu_kv_bytes(config, free_bytes=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        pages = num_pages(config, page_bytes=page_bytes, kv_bytes=kv_bytes)
+    else:
+        pages = gpu_pages(config, memory, page_bytes=page_bytes)
+        _note_capacity(config, memory, tokens=pages * config.page_size)
+    device = torch.device(config.device)
     try:
         pool = KVPool(specs, num_pages=pages, page_size=config.page_size, device=device)
     except (MemoryError, OSError, torch.OutOfMemoryError, ValueError) as error:
@@ -179,7 +197,12 @@ def allocate_pool(config: EngineConfig, specs: Sequence[CacheSpec]) -> KVPool:
     return pool
 
 
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _note_capacity(config: EngineConfig, memory: GpuMemory, *, tokens: int) -> None:
+    assert config.context_length is not None, "resolved"
+    log.info("GPU memory: %s GiB, a KV cache of %d tokens", memory, tokens)
+    if tokens < config.context_length:
+        log.warning(
+            "the KV cache holds %d tokens, the model's context %d: longer requests are refused (--context-length)",
+            tokens,
+            config.context_length,
+        )

@@ -44,11 +44,8 @@ def make_graphs(
         return None, None
     decode_graphs = prefill_graphs = None
     if decodes:
-        sizes = graph_sizes(
-            sizes=config.cuda_graph_bs, max_bs=config.cuda_graph_max_bs, max_running=config.max_running_requests
-        )
         decode_graphs = DecodeGraphs(
-            sizes=sizes,
+            sizes=_decode_sizes(config),
             capture=capture,
             backend=backend,
             page_table=page_table,
@@ -57,10 +54,9 @@ def make_graphs(
             adapters=adapters if adapters is not None and adapters.records else None,
             progress=progress,
         )
-    most = MOST_PREFILL_TOKENS if config.cuda_graph_max_prefill_tokens is None else config.cuda_graph_max_prefill_tokens
-    if prefills and most > 0:
+    if prefills and (prefill_sizes := _prefill_sizes(config)):
         prefill_graphs = PrefillGraphs(
-            sizes=prefill_graph_sizes(most),
+            sizes=prefill_sizes,
             capture=capture,
             backend=backend,
             page_table=page_table,
@@ -68,3 +64,23 @@ def make_graphs(
             progress=progress,
         )
     return decode_graphs, prefill_graphs
+
+
+def num_graphs(config: EngineConfig, *, decodes: bool, prefills: bool) -> int:
+    """Return how many graphs `make_graphs` returns on a GPU."""
+    if config.disable_cuda_graph:
+        return 0
+    return len(_decode_sizes(config)) * decodes + len(_prefill_sizes(config)) * prefills
+
+
+def _decode_sizes(config: EngineConfig) -> list[int]:
+    assert config.max_running_requests is not None, "resolved"
+    return graph_sizes(
+        sizes=config.cuda_graph_bs, max_bs=config.cuda_graph_max_bs, max_running=config.max_running_requests
+    )
+
+
+def _prefill_sizes(config: EngineConfig) -> list[int]:
+    given = config.cuda_graph_max_prefill_tokens
+    most = MOST_PREFILL_TOKENS if given is None else given
+    return prefill_graph_sizes(most) if most > 0 else []

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-from engine.config import EngineConfig
-from engine.core.limits import Limits
+from engine.config import MAX_RUNNING_OF, MEM_FRACTION_OF, EngineConfig
+from engine.core.limits import TAIL_SHARE, Limits
 from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.core.step_budget import StepBudget
+from engine.gpu_memory import GpuMemory
 from engine.lora.names import check_lora, lora_enabled
 from engine.model_files.model_config import ModelConfig
 from service.flags import ConfigError
@@ -36,6 +37,8 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         enable_lora=lora_enabled(config.enable_lora, config.lora_paths),
         max_lora_rank=config.max_lora_rank or (GPU_LORA_RANK if device == "cuda" else None),
         device=device,
+        mem_fraction_static=config.mem_fraction_static or MEM_FRACTION_OF[device],
+        max_running_requests=config.max_running_requests or MAX_RUNNING_OF[device],
         dtype=_dtype(config.dtype, model.dtype),
         stream=_stream(config.stream, device),
         context_length=_context_length(config.context_length, model.max_position_embeddings),
@@ -52,7 +55,7 @@ def depth(config: EngineConfig) -> int:
 
 
 def limits(config: EngineConfig) -> Limits:
-    assert config.chunked_prefill_size is not None
+    assert config.chunked_prefill_size is not None and config.max_running_requests is not None
     return Limits(
         page_size=config.page_size,
         max_running_requests=config.max_running_requests,
@@ -96,22 +99,48 @@ def _priorities(config: EngineConfig) -> Priorities:
     )
 
 
-def num_pages(config: EngineConfig, *, page_bytes: int, free_bytes: int) -> int:
-    """Return the KV pages: --max-total-tokens, or the memory share, but no more than can be used at once."""
-    assert config.context_length is not None
+def cpu_kv_bytes(config: EngineConfig, *, free_bytes: int) -> int:
+    """Return the bytes for KV on a CPU, of host memory that is free."""
+    assert config.mem_fraction_static is not None, "resolved"
+    return min(int(free_bytes * config.mem_fraction_static), MAX_CPU_KV_BYTES)
+
+
+def num_pages(config: EngineConfig, *, page_bytes: int, kv_bytes: int) -> int:
+    """Return the KV pages: --max-total-tokens, or what `kv_bytes` hold, but no more than can be used at once."""
+    assert config.context_length is not None and config.max_running_requests is not None, "resolved"
     if config.max_total_tokens is not None:
         return config.max_total_tokens // config.page_size
-    budget = int(free_bytes * config.mem_fraction_static)
-    if config.device == "cpu":
-        budget = min(budget, MAX_CPU_KV_BYTES)
     usable = config.max_running_requests * -(-config.context_length // config.page_size)
-    pages = min(budget // page_bytes, usable)
+    pages = min(kv_bytes // page_bytes, usable)
     if pages < 1:
         raise ConfigError(
-            f"--mem-fraction-static {config.mem_fraction_static}: {budget} bytes hold no KV page of {page_bytes}; "
+            f"--mem-fraction-static {config.mem_fraction_static}: {kv_bytes} bytes hold no KV page of {page_bytes}; "
             "raise it, or set --max-total-tokens"
         )
     return pages
+
+
+def gpu_pages(config: EngineConfig, memory: GpuMemory, *, page_bytes: int) -> int:
+    """Return the KV pages of a GPU. Raises ConfigError where --mem-fraction-static leaves less than one prompt step needs."""
+    assert config.context_length is not None and config.mem_fraction_static is not None, "resolved"
+    if config.max_total_tokens is None:
+        least = min(largest_prompt_step(config), config.context_length)
+        tokens = max(0, memory.left // page_bytes) * config.page_size
+        if tokens < least:
+            raise ConfigError(
+                f"--mem-fraction-static {config.mem_fraction_static:g}: {memory} GiB, {tokens} tokens, fewer than a step's "
+                f"{least}; raise it, take a smaller model, lower --chunked-prefill-size and --max-running-requests, or "
+                "serve with so few by --max-total-tokens"
+            )
+    return num_pages(config, page_bytes=page_bytes, kv_bytes=memory.left)
+
+
+def largest_prompt_step(config: EngineConfig) -> int:
+    """Return the most prompt tokens of a step."""
+    assert config.chunked_prefill_size is not None, "resolved"
+    if config.chunked_prefill_size == -1:
+        return config.max_prefill_tokens
+    return config.chunked_prefill_size + config.chunked_prefill_size // TAIL_SHARE
 
 
 def host_pages(config: EngineConfig, *, num_pages: int, page_bytes: int, free_bytes: int) -> int:

@@ -70,15 +70,21 @@ def kv_pages(engine: EngineConfig, shape: Shape, *, tp: int, memory_bytes: int |
             f"{gpu}: {_gb(tp * memory_bytes)} GB{f' on {tp} GPUs' if tp > 1 else ''} do not hold the model's "
             f"{_gb(shape.weight_bytes)} GB of weights; {_advice(engine, shape, memory_bytes=memory_bytes, longest=longest)}"
         )
-    return num_pages(engine, page_bytes=_token_bytes(shape, tp) * engine.page_size, free_bytes=free_bytes)
+    kv_bytes = int(free_bytes * _share(engine))
+    return num_pages(engine, page_bytes=_token_bytes(shape, tp) * engine.page_size, kv_bytes=kv_bytes)
 
 
 def _advice(engine: EngineConfig, shape: Shape, *, memory_bytes: int, longest: int) -> str:
     for tp in DEGREES:
-        room_bytes = engine.mem_fraction_static * (memory_bytes - shape.weight_bytes // tp)
+        room_bytes = _share(engine) * (memory_bytes - shape.weight_bytes // tp)
         if shape.heads % tp == 0 and room_bytes >= longest * _token_bytes(shape, tp):
             return f"--tp-size {tp} does, with the longest request's KV ({longest:,} tokens): {tp} GPUs a worker"
     return "take a larger GPU: no --tp-size that divides its heads is enough"
+
+
+def _share(engine: EngineConfig) -> float:
+    assert engine.mem_fraction_static is not None, "`tandem plan` has a default of its own"
+    return engine.mem_fraction_static
 
 
 def _token_bytes(shape: Shape, tp: int) -> int:

@@ -68,7 +68,8 @@ class PlanWorker:
         self._num_requests = 0
         self._on_drained: Callable[[], None] | None = None
         self._ports = _Ports(self._wake, lambda outputs: on_outputs(outputs, self.clock.now_s))
-        self._metadata = MetadataBuffers(2 * spec.engine.max_running_requests if spec.role != "unified" else 1)
+        most = self.scheduler.limits.max_running_requests
+        self._metadata = MetadataBuffers(2 * most if spec.role != "unified" else 1)
         link = Link(bytes_per_s=spec.link_bytes_per_s)
         self._end = End(link=link, metadata=self._metadata, now=lambda: self.clock.now_s, wake=self._wake)
         self.role = self._role(network)

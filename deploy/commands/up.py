@@ -20,7 +20,7 @@ from deploy.launcher.probe import get_json
 from deploy.launcher.process import Child
 from deploy.launcher.supervisor import Supervisor
 from disagg.config import DisaggConfig
-from engine.config import EngineConfig, ServerConfig
+from engine.config import MEM_FRACTION_OF, EngineConfig, ServerConfig
 from engine.local_defaults import usable_cores
 from router.config import RouterConfig
 from service.flags import ConfigError
@@ -126,7 +126,7 @@ def plan(config: ClusterConfig, args: argparse.Namespace, *, gpus: Sequence[str]
         free=free,
         cores=usable_cores(),
         gpus=gpus,
-        mem_fraction=given.get("mem_fraction_static", EngineConfig.mem_fraction_static),
+        mem_fraction=given.get("mem_fraction_static", MEM_FRACTION_OF["cuda"]),
         worker_args=worker_args,
         router_args=router_args,
     )

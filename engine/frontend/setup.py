@@ -43,7 +43,8 @@ def make_services(
             scheduler,
             open_text=partial(SampleText, model.tokenizer),
             observer=metrics,
-            max_live=engine.max_running_requests + engine.max_queued_requests,
+            max_running=engine.max_running_requests,
+            max_queued=engine.max_queued_requests,
             early_rejection=server.enable_early_rejection and spec.mode != "decode",  # there the wait is for prefill
             traces=Traces(tracer, process=process, model=model.served_name),
         ),

@@ -11,6 +11,7 @@ from engine.core.hooks import Grammar
 from engine.core.outputs import StepEffects
 from engine.core.request import Request
 from engine.executor.decode_graphs import Capture
+from engine.gpu_memory import MemoryGauge
 from engine.loop.pipeline import Pipeline
 from engine.messages import FinishReason, LogprobOptions, TokenLogprob, TokenOutput
 from engine.model_files.model_config import load_model_config
@@ -31,6 +32,7 @@ class EngineInProcess:
         capture: Callable[[], Capture] | None = None,
         use: EngineUse | None = None,
         load: Callable[..., DenseDecoder] = load_model,
+        gauge: MemoryGauge | None = None,
         **flags: object,
     ) -> None:
         config = EngineConfig(model_path=model_path, **{"max_total_tokens": 8192, **flags})  # type: ignore[arg-type]
@@ -44,6 +46,7 @@ class EngineInProcess:
             capture=capture,
             use=use or EngineUse(),
             load=load,
+            gauge=gauge,
         )
         self.pipeline = Pipeline(
             scheduler=self.parts.scheduler,

@@ -82,7 +82,8 @@ class StandIn:
         return len(self._running)
 
     def say_ready(self) -> None:
-        self._to_frontend.send(SchedulerReady(info={"max_total_num_tokens": NUM_PAGES * PAGE_SIZE, "device": "none"}))
+        facts = {"max_total_num_tokens": NUM_PAGES * PAGE_SIZE, "device": "none", "max_running_requests": 64}
+        self._to_frontend.send(SchedulerReady(info=facts))
 
     def _run(self) -> None:
         while not self._over.is_set():

@@ -145,7 +145,8 @@ async def test_no_call_waits_for_an_engine_that_is_being_ended() -> None:
         SchedulerLink(lambda message: None, time.monotonic),
         open_text=partial(SampleText, byte_tokenizer()),
         observer=Metrics(model_name="m", mode="decode"),
-        max_live=1,
+        max_running=1,
+        max_queued=0,
     )
     waits = asyncio.create_task(client.scheduler.state(timeout_s=5.0))
     await asyncio.sleep(0)

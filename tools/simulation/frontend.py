@@ -69,7 +69,8 @@ class Frontend:
             SchedulerLink(send, self.aio.time),
             open_text=lambda request: _NoText(),
             observer=_Figures(process),
-            max_live=options.max_running + options.max_queued,
+            max_running=options.max_running,
+            max_queued=options.max_queued,
             early_rejection=options.early_rejection and role != "decode",
         )
         self._process = process

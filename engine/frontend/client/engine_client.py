@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from engine.config import MAX_RUNNING_OF
 from engine.frontend.client.forecast import PrefillForecast
 from engine.frontend.client.generation import Generation, Sample, SampleObserver
 from engine.frontend.client.scheduler_link import CALL_TIMEOUT_S, ENGINE_DEAD, SchedulerLink
@@ -47,7 +48,8 @@ class _Live:
 
 
 class EngineClient:
-    """`max_live`: samples that may run or wait; more are refused with 503. `open_text` begins the text of a sample.
+    """`max_running`, `max_queued`: samples that may run or wait, as the flags of these names; more are refused with 503.
+    `open_text` begins the text of a sample.
 
     `early_rejection`: refuse a request with 503 if its first token would come after its own timeout.
     """
@@ -58,13 +60,15 @@ class EngineClient:
         *,
         open_text: Callable[[GenerateRequest], TextReader],
         observer: SampleObserver,
-        max_live: int,
+        max_running: int | None,
+        max_queued: int,
         early_rejection: bool = False,
         traces: Traces = NO_TRACES,
     ) -> None:
         self.scheduler = scheduler
         self.observer = observer
-        self.max_live = max_live
+        self._max_running = max_running
+        self._max_queued = max_queued
         self.forecast = PrefillForecast() if early_rejection else None
         self.closed: ApiError | None = None  # why no request is accepted any more
         self._now_s = scheduler.now_s
@@ -72,6 +76,16 @@ class EngineClient:
         self._traces = traces
         self._live: dict[str, _Live] = {}
         self._names: dict[str, list[str]] = {}  # user's name -> wire rids, of live samples
+
+    @property
+    def max_running(self) -> int:
+        """By default the device decides, which the scheduler names when it is ready; until then, the most of any."""
+        default = self.scheduler.info.get("max_running_requests") or max(MAX_RUNNING_OF.values())
+        return self._max_running or int(default)
+
+    @property
+    def max_live(self) -> int:
+        return self.max_running + self._max_queued
 
     @property
     def num_live(self) -> int:

@@ -71,7 +71,7 @@ async def loads(request: web.BaseRequest) -> web.Response:
     entry = v1_loads_entry(
         await s.client.recent_state(),
         mode=s.spec.mode,
-        max_running_requests=int(s.server_info.get("max_running_requests", 0)),
+        max_running_requests=s.client.max_running,
         num_live=s.client.num_live,
     )
     return json_response({"timestamp": time.time(), "version": s.server_info.get("version"), "loads": [entry]})

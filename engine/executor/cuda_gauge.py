@@ -1,0 +1,34 @@
+"""A GPU's memory as torch counts it, for this process alone: free memory says nothing of whose the rest is.
+
+Never run on a GPU yet.
+"""
+
+import torch
+
+CONTEXT_BYTES = 768 << 20  # CUDA's context and loaded kernels, which torch does not count: an estimate
+
+
+class CudaGauge:
+    """A `MemoryGauge` (engine/gpu_memory.py)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def total(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[1])
+
+    def free(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def own(self) -> int:
+        return int(torch.cuda.memory_reserved(self._device)) + CONTEXT_BYTES
+
+    def begin_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        return int(torch.cuda.max_memory_reserved(self._device)) + CONTEXT_BYTES
+
+    def release(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()

@@ -1,0 +1,139 @@
+"""Steps that serve nobody, run before a worker is ready: after them no request waits for a compiler, and the memory is known.
+
+A GPU compiles each kernel when it is first launched (Triton: seconds each; torch loads its own module by module), on the
+thread that runs every step. These steps go through the whole runner, in plans like any other, with token 0 in slots that they
+close again; their KV goes to page 0. Which steps is decided here, without torch. A CPU has nothing to compile by then (C
+kernels are built when they are loaded), and needs none of this.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+from tqdm import tqdm
+
+from engine.core.plan import Plan, PlanItem, SlotOpen
+from engine.executor.executor import Executor
+from engine.executor.model_runner import DeviceOutOfMemory
+from engine.messages import LogprobOptions
+from engine.sampling_params import SamplingParams
+
+PROMPTS = (1, 17, 128)  # tokens of prompts, beside the largest step: one row, a page and a bit, a whole tile
+SHORT = 17
+LOGPROBS = LogprobOptions(start_len=0, top_num=5, token_ids=(0,))
+_PLAIN = SamplingParams(max_new_tokens=1, seed=1)
+KINDS = {
+    "greedy": replace(_PLAIN, temperature=0.0),
+    "temperature": replace(_PLAIN, temperature=0.8),
+    "top_k": replace(_PLAIN, top_k=50),
+    "top_p": replace(_PLAIN, top_p=0.9, min_p=0.01),
+    "penalties": replace(
+        _PLAIN, repetition_penalty=1.1, frequency_penalty=0.1, presence_penalty=0.1, logit_bias={0: 1.0}
+    ),
+    "min_new_tokens": replace(_PLAIN, temperature=0.0, min_new_tokens=1, stop_token_ids=(0,)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """What an engine may be given: `prompt_tokens` and `rows` in a step, `positions` of a request.
+
+    `decodes`: False: it only computes prompts. `mixed`: decodes ride along in prompt steps.
+    """
+
+    prompt_tokens: int
+    rows: int
+    positions: int
+    page_size: int
+    vocab_size: int
+    decodes: bool
+    mixed: bool
+
+    def plans(self) -> list[Plan]:
+        """Return the steps; slots are closed by the next step, the last ones by a step of their own."""
+        plans = [*self._prompts(), *self._samples(), *(self._decodes() if self.decodes else ())]
+        opened = [[opened.slot for opened in plan.opens] for plan in plans]
+        plans.append(Plan(seq=0, extend=False, items=[]))
+        for plan, closes in zip(plans[1:], opened, strict=True):
+            plan.closes = closes
+        return plans
+
+    def _prompts(self) -> Iterator[Plan]:
+        """Prompts of every class of length, one behind a long prefix, with logprobs, pooled, and one that a decode rides."""
+        for length in sorted({n for n in (*PROMPTS, self.prompt_tokens) if n <= self.prompt_tokens}):
+            yield self._step([(n, 0) for n in self._parts(length)])
+        short = min(SHORT, self.positions)
+        yield self._step([(short, self.positions - short)])
+        yield self._step([(min(self.prompt_tokens, self.positions), 0)], logprobs=LOGPROBS)
+        yield self._step([(short, 0)], pool="mean")
+        if self.mixed and self.rows > 1:
+            yield self._step([(short, 0), (1, 0)], riders=1)
+        most = max(1, min(self.prompt_tokens // self.rows, self.positions))
+        yield self._step([(most, 0)] * self.rows, list(KINDS.values()))
+
+    def _samples(self) -> Iterator[Plan]:
+        """Every kind of sampling for one row and for the most, all kinds in one batch, masks, logprobs."""
+        for parts in ([(1, 0)] * rows for rows in sorted({1, self.rows})):
+            for extend in (True, False) if self.decodes else (True,):
+                for sampling in ([kind] for kind in KINDS.values()):
+                    yield self._step(parts, sampling, extend=extend)
+                for masked in sorted({0, 1, len(parts)}):
+                    yield self._step(parts, list(KINDS.values())[::-1], masked=masked, extend=extend)
+                yield self._step(parts, logprobs=LOGPROBS, extend=extend)
+
+    def _decodes(self) -> Iterator[Plan]:
+        """Decode steps of every power of two: without graphs, or beyond the largest, each is launched kernel by kernel."""
+        for rows in sorted({min(1 << n, self.rows) for n in range(self.rows.bit_length() + 1)}):
+            yield self._step([(1, 0)] * rows, extend=False)
+        yield self._step([(1, self.positions - 1)], extend=False)
+
+    def _parts(self, length: int) -> list[int]:
+        """Split a prompt step among as many requests as it needs."""
+        whole, rest = divmod(length, self.positions)
+        return ([self.positions] * whole + [rest] * (rest > 0))[: self.rows]
+
+    def _step(
+        self,
+        parts: Sequence[tuple[int, int]],
+        sampling: Sequence[SamplingParams] = (KINDS["greedy"],),
+        *,
+        extend: bool = True,
+        riders: int = 0,
+        masked: int = 0,
+        logprobs: LogprobOptions | None = None,
+        pool: str = "",
+    ) -> Plan:
+        """`parts`: (tokens, tokens before them) of each request; the last `riders` decode, the first `masked` have a mask."""
+        items = [
+            PlanItem(
+                rid="",
+                slot=slot,
+                tokens=[0] * length,
+                start=start,
+                page_start=0,
+                new_pages=[0] * -(-(start + length) // self.page_size),
+                sample=True,
+                output_len=0,
+                extend=extend and slot < len(parts) - riders,
+                logprobs=logprobs,
+                logprob_from=1 if logprobs and length > 1 else None,
+                hidden_from=start if pool else None,
+                pool=pool,
+            )
+            for slot, (length, start) in enumerate(parts)
+        ]
+        opens = [
+            SlotOpen(slot=i, sampling=sampling[i % len(sampling)], prompt_ids=[0], output_ids=[], eos_ids=(0,))
+            for i in range(len(parts))
+        ]
+        all_tokens = b"\xff" * (4 * -(-self.vocab_size // 32))
+        masks = dict.fromkeys(range(masked), all_tokens)
+        return Plan(seq=0, extend=extend, items=items, opens=opens, masks=masks)
+
+
+def warm_up(executor: Executor, steps: WarmUp, *, progress: bool) -> None:
+    """Run the steps in stream order, before any other. Raises DeviceOutOfMemory."""
+    for plan in tqdm(steps.plans(), desc="warm-up", disable=None if progress else True, leave=False):
+        result = executor.collect(executor.launch(plan))
+        if result.failure:
+            raise DeviceOutOfMemory(result.failure)

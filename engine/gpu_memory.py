@@ -1,0 +1,100 @@
+"""A GPU's memory: what this process may use, what it uses, and what is left for KV. Measured, never guessed from what is free.
+
+    share of the total (--mem-fraction-static)
+    |-- own: CUDA context, weights --|-- graphs --|-- step: the largest steps' peak --|-- KV pool --|   the rest: other processes
+
+Two workers on one GPU so never race: each keeps to its share, whatever the other has taken yet. After vLLM's
+gpu_memory_utilization and its profiled forward. Pure but for the wait; never run on a GPU yet.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from service.flags import ConfigError
+
+GRAPH_BYTES = 32 << 20  # of one graph, an estimate: they share one memory pool
+WAIT_S = 30.0  # a process that has just ended gives its memory back a little later
+ASK_EVERY_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    """In bytes. `share`: of `total`, for this process. `own`, `graphs`, `step`: as drawn above."""
+
+    total: int
+    share: float
+    own: int
+    step: int
+    graphs: int
+
+    @property
+    def budget(self) -> int:
+        return int(self.total * self.share)
+
+    @property
+    def left(self) -> int:
+        """Return the bytes left for KV; negative: the share is too small for the model."""
+        return self.budget - self.own - self.step - self.graphs
+
+    def __str__(self) -> str:
+        parts = f"weights and context {gib(self.own)}, steps {gib(self.step)}, decode graphs {gib(self.graphs)}"
+        return f"{gib(self.budget)} of {gib(self.total)} GiB: {parts}, left for KV {gib(self.left)}"
+
+
+def gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f}"
+
+
+class MemoryGauge(Protocol):
+    """Reads a device's memory, in bytes."""
+
+    def total(self) -> int: ...
+
+    def free(self) -> int:
+        """What no process uses."""
+
+    def own(self) -> int:
+        """What this process uses."""
+
+    def begin_peak(self) -> None: ...
+
+    def peak(self) -> int:
+        """The most that this process has used since `begin_peak`."""
+
+    def release(self) -> None:
+        """Give back what torch keeps for later tensors."""
+
+
+def await_share(
+    gauge: MemoryGauge,
+    share: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait up to WAIT_S until this process's share of the memory is free. Raises ConfigError that says what others use."""
+    total, until_s = gauge.total(), clock() + WAIT_S
+    asked = False
+    while (ours := gauge.free() + gauge.own()) < int(share * total):
+        if not asked:
+            log.info(
+                "GPU memory: others use %s of %s GiB; waiting up to %g s for it", gib(total - ours), gib(total), WAIT_S
+            )
+            asked = True
+        if clock() >= until_s:
+            raise ConfigError(_short(total, ours, share))
+        sleep(ASK_EVERY_S)
+
+
+def _short(total: int, ours: int, share: float) -> str:
+    fits = int(max(0, ours) / total * 100) / 100
+    return (
+        f"--mem-fraction-static {share:g}: {gib(int(share * total))} of the GPU's {gib(total)} GiB are this worker's, and other "
+        f"processes use {gib(total - ours)}; give each worker on this GPU its share (at most {fits:g} fits here now). If no "
+        "process of that size runs (nvidia-smi), a peer still maps the memory of a worker that has ended: restart the peer"
+    )
