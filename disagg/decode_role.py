@@ -173,6 +173,8 @@ class DecodeRole:
             log.error("decode %s (room %d): %s", rid, room, error, extra=handover.log_fields)
             self._counters["metadata_corrupt" if isinstance(error, MetadataCorrupt) else "kv_checksum_failed"] += 1
             return self._end(handover, FinishReason(kind="abort", message=f"KV transfer: {error}", status=500))
+        if first is None:
+            return []
         self._counters["kv_checksum_verified"] += self._checksum is not None and handover.moves_bytes
         times = handover.request.times
         times.landed_s, times.remote_queue_s, times.remote_prefill_s = now_s, first.queue_s, first.prefill_s

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from disagg.metadata import Checksum, FirstToken, MetadataBuffers, verify
+from disagg.metadata import Checksum, FirstToken, MetadataBuffers, PendingChecksum, verify
 from engine.core.request import Request
 from engine.messages import TokenOutput
 from service.telemetry.logs import about
@@ -36,6 +36,7 @@ class Handover:
     moves_bytes: bool
     stage: HandoverStage = HandoverStage.WAITING
     metadata_row: int | None = None
+    checksum: PendingChecksum | None = None  # of the pages that move, once they are computed or have landed
 
     @property
     def log_fields(self) -> dict[str, dict[str, str | int | float]]:
@@ -68,12 +69,19 @@ class DecodeHandover(Handover):
     receiver: KVReceiver
     joined: bool = False
 
-    def read_row(self, rows: MetadataBuffers, pages: Sequence[int], checksum: Checksum | None) -> FirstToken:
-        """Return what has landed. Raises MetadataCorrupt, or KVCorrupt if `pages` are not those that prefill sent."""
+    def read_row(self, rows: MetadataBuffers, pages: Sequence[int], checksum: Checksum | None) -> FirstToken | None:
+        """Return what has landed; None: ask again, the checksum of `pages` is under way.
+
+        Raises MetadataCorrupt, or KVCorrupt if `pages` are not those that prefill sent.
+        """
         assert self.metadata_row is not None
         first = rows.read(self.metadata_row, room=self.room if self.moves_bytes else None)
         if checksum is not None and self.moves_bytes:
-            verify(first, pages, checksum)
+            self.checksum = self.checksum or checksum(pages)
+            found = self.checksum()
+            if found is None:
+                return None
+            verify(first, found, num_pages=len(pages))
         return first
 
 

@@ -59,7 +59,8 @@ ROW = np.dtype(
 )
 
 
-Checksum = Callable[[Sequence[int]], int]  # of the bytes of pages, in their order; signed, 64 bits
+PendingChecksum = Callable[[], int | None]  # signed, 64 bits; None: the device has not come to it
+Checksum = Callable[[Sequence[int]], PendingChecksum]  # of the bytes of pages, in their order
 
 
 class MetadataCorrupt(Exception):
@@ -70,12 +71,11 @@ class KVCorrupt(Exception):
     """Landed pages are not the pages that prefill sent."""
 
 
-def verify(first: "FirstToken", pages: Sequence[int], checksum: Checksum) -> None:
-    """Raises KVCorrupt."""
-    found = checksum(pages)
+def verify(first: "FirstToken", found: int, *, num_pages: int) -> None:
+    """`found`: checksum of the pages that have landed. Raises KVCorrupt."""
     if first.kv_checksum != found:
         sent = "none" if first.kv_checksum is None else f"{first.kv_checksum & MASK:016x}"
-        raise KVCorrupt(f"checksum of {len(pages)} pages is {found & MASK:016x}, prefill sent {sent}: KV was corrupted")
+        raise KVCorrupt(f"checksum of {num_pages} pages is {found & MASK:016x}, prefill sent {sent}: KV was corrupted")
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,13 +102,20 @@ class PageSender:
             handover.sent_pages = whole
 
     def add_computed(self, handover: PrefillHandover, output: TokenOutput, first: ItemResult) -> None:
+        if self._checksum is not None and handover.stage is HandoverStage.COMPUTING:
+            handover.checksum = self._checksum(handover.request.pages[handover.sender.skip_pages :])
         self._computed.append((handover, output, first))
 
     def send_computed(self, now_s: float) -> None:
-        """Hand over last chunks with their metadata rows, in order of completion; without a free row they wait."""
+        """Hand over last chunks with their metadata rows, in order of completion.
+
+        They wait while there is no free row, or the device still computes a checksum.
+        """
         while self._computed:
             handover, output, first = self._computed[0]
             if handover.stage is HandoverStage.COMPUTING:
+                if handover.checksum is not None and handover.checksum() is None:
+                    return
                 handover.metadata_row = self.metadata.allocate()
                 if handover.metadata_row is None:
                     return
@@ -120,13 +127,12 @@ class PageSender:
     def _write_row(self, handover: PrefillHandover, row: int, first: ItemResult) -> None:
         request = handover.request
         assert handover.answer is not None
-        sent = request.pages[handover.sender.skip_pages :]
         content = FirstToken(
             ItemResult(token=None, bad=first.bad) if handover.recompute else first,  # decode samples the next one
             cached_tokens=handover.answer.cached_tokens,
             queue_s=request.times.queue_s,
             prefill_s=request.times.prefill_s,
-            kv_checksum=None if self._checksum is None else self._checksum(sent),
+            kv_checksum=None if handover.checksum is None else handover.checksum(),
         )
         self.metadata.write(row, room=handover.room, first=content)
 

@@ -124,6 +124,8 @@ class Resumption:
         except (MetadataCorrupt, KVCorrupt) as error:
             self.counters["kv_checksum_failed"] += isinstance(error, KVCorrupt)
             return self._fail(handover, str(error))
+        if first is None:
+            return
         self.counters["kv_checksum_verified"] += self._checksum is not None and self._moves_bytes
         if first.result.bad or (self._moves_bytes and first.result.token is not None):
             return self._fail(handover, "prefill computed NaN, or sampled a token, which was not requested")

@@ -7,7 +7,7 @@
 It does not stop a forger.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,9 +21,11 @@ MORE_SCRATCH_BYTES = 1 << 26
 WORD_BYTES = 8
 ODD = signed(GOLDEN)
 
+Pending = Callable[[], int | None]  # None: the device has not come to it; ask again
+
 
 class PageChecksum:
-    """Call it once the step that wrote the pages has been collected."""
+    """Call it once the step that wrote the pages has been collected, and then what it returns."""
 
     def __init__(self, pool: KVPool) -> None:
         assert pool.page_bytes % WORD_BYTES == 0, pool.page_bytes
@@ -33,12 +35,23 @@ class PageChecksum:
         scratch = SCRATCH_BYTES.get(pool.device.type, MORE_SCRATCH_BYTES)
         self.pages_at_a_time = max(1, scratch // pool.page_bytes)
 
-    def __call__(self, pages: Sequence[int]) -> int:
-        """Return the checksum of `pages`, in their order; signed, 64 bits."""
+    def __call__(self, pages: Sequence[int]) -> Pending:
+        """Compute the checksum of `pages`, in their order; signed, 64 bits. On CUDA beside the steps: nothing waits for it."""
         total = torch.zeros((), dtype=torch.int64, device=self._words.device)
         for at in range(0, len(pages), self.pages_at_a_time):
             part = upload(torch.tensor(pages[at : at + self.pages_at_a_time], dtype=torch.int64), self._words.device)
             number = torch.arange(at + 1, at + 1 + len(part), dtype=torch.int64, device=self._words.device)
             sums = mix(self._words[part].add_(self._offsets)).sum(dim=1)
             total += mix(sums.add_(number * ODD)).sum()
-        return int(total.item())
+        return _known(int(total)) if total.device.type == "cpu" else _on_its_way(total)
+
+
+def _known(value: int) -> Pending:
+    return lambda: value
+
+
+def _on_its_way(total: torch.Tensor) -> Pending:
+    host = torch.empty(total.shape, dtype=total.dtype, pin_memory=True).copy_(total, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return lambda: int(host) if event.query() else None

@@ -99,14 +99,15 @@ class CheckedModel(HashModel):
         slot = self.kv[page, offset]
         self.kv[page, offset] = Slot(slot.value ^ 1, slot.token)
 
-    def checksum(self, pages: Sequence[int]) -> int:
+    def checksum(self, pages: Sequence[int]) -> Callable[[], int]:
         """As engine/kv/page_checksum.py: of what lies in `pages`, in their order; signed, 64 bits."""
         found = hashlib.blake2b(digest_size=8)
         for page in pages:
             for offset in range(self.page_size):
                 slot = self.kv.get((page, offset), NOTHING)
                 found.update(b"%d,%d;" % (slot.value, slot.token))
-        return int.from_bytes(found.digest(), "little", signed=True)
+        value = int.from_bytes(found.digest(), "little", signed=True)
+        return lambda: value
 
 
 def _whole(parts: list[Slot]) -> Slot:
