@@ -37,7 +37,11 @@ class EngineConfig(FlagSet):
     )
     dtype: str = flag("auto", "data type of weights and KV cache", choices=("auto", "bfloat16", "float32"))
     device: str = flag("auto", "device that runs the model", choices=("auto", "cpu", "cuda"))
-    attention_backend: str = flag("auto", "attention kernels", choices=("auto", "cpu", "torch", "triton"))
+    attention_backend: str = flag(
+        "auto",
+        "attention kernels; auto: cpu or triton; flashinfer: triton, and long prompts by FlashInfer (extra flashinfer)",
+        choices=("auto", "cpu", "torch", "triton", "flashinfer"),
+    )
     stream: str = flag(
         "auto",
         "how the executor runs steps; inline and threaded are for cpu",

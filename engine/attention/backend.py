@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from engine.attention.flashinfer_prompts import FlashInferPrompts, check_specs, import_wrapper
 from engine.attention.torch_backend import TorchBackend
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
@@ -35,7 +36,7 @@ class CapturableBackend(AttentionBackend, Protocol):
 
 
 def make_attention_backend(name: str, pool: KVPool, *, num_heads: int) -> AttentionBackend:
-    """`name`: auto | cpu | torch | triton. `num_heads`: query heads.
+    """`name`: auto | cpu | torch | triton | flashinfer. `num_heads`: query heads.
 
     Raises ConfigError when the backend cannot work with the pool's device or with these heads.
     """
@@ -48,7 +49,7 @@ def make_attention_backend(name: str, pool: KVPool, *, num_heads: int) -> Attent
         name = "cpu" if pool.device.type == "cpu" else "triton" if find_spec("triton") else "torch"
     if name == "torch":
         return TorchBackend(pool)
-    return _cpu(pool) if name == "cpu" else _triton(pool, num_heads=num_heads)
+    return _cpu(pool) if name == "cpu" else _on_gpu(name, pool, num_heads=num_heads)
 
 
 def _cpu(pool: KVPool) -> AttentionBackend:
@@ -59,11 +60,16 @@ def _cpu(pool: KVPool) -> AttentionBackend:
     return CpuBackend(pool)
 
 
-def _triton(pool: KVPool, *, num_heads: int) -> AttentionBackend:
+def _on_gpu(name: str, pool: KVPool, *, num_heads: int) -> AttentionBackend:
     if pool.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ConfigError("--attention-backend triton: needs a GPU; choose cpu or torch")
+        raise ConfigError(f"--attention-backend {name}: needs a GPU; choose cpu or torch")
     try:
         from engine.attention.triton_backend import TritonBackend
     except ImportError as e:
-        raise ConfigError(f"--attention-backend triton: {e}; pip install triton, or choose torch") from e
-    return TritonBackend(pool, num_heads=num_heads)
+        raise ConfigError(f"--attention-backend {name}: {e}; pip install triton, or choose torch") from e
+    return TritonBackend(pool, num_heads=num_heads, prompts=_prompts(pool, num_heads) if name == "flashinfer" else None)
+
+
+def _prompts(pool: KVPool, num_heads: int) -> FlashInferPrompts:
+    check_specs(pool.specs)
+    return FlashInferPrompts(pool, num_heads=num_heads, wrapper=import_wrapper())

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 import torch
 
+from engine.attention.flashinfer_prompts import FlashInferPrompts
 from engine.kernels.extend_plan import plan_extend
 from engine.kernels.triton_decode import DecodeTiles, decode, decode_tiles, split_list
 from engine.kernels.triton_extend import ExtendTiles, ExtendWork, any_whole, extend, extend_tiles
@@ -30,11 +31,12 @@ class _Decode:
 
 @dataclass(frozen=True, slots=True)
 class _Extend:
-    """A step with prompts. `work`: by the shape of a layer."""
+    """A step with prompts. `work`: by the shape of a layer; `library`: requests of another's kernels."""
 
     kv_lens: torch.Tensor
     starts: torch.Tensor
     work: "dict[_Shape, ExtendWork]"
+    library: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,10 @@ class _Shape:
 class TritonBackend:
     """K and V of the new tokens are written first, then read back."""
 
-    def __init__(self, pool: KVPool, *, num_heads: int) -> None:
-        """`num_heads`: query heads."""
+    def __init__(self, pool: KVPool, *, num_heads: int, prompts: FlashInferPrompts | None = None) -> None:
+        """`num_heads`: query heads. `prompts`: computes long prompts instead, wherever lengths are known to the host."""
         self._pool = pool
+        self._prompts = prompts
         self._num_heads = num_heads
         self._shapes = [self._shape_of(layer) for layer in range(pool.num_layers)]
         self._now: _Decode | _Extend | None = None
@@ -94,6 +97,8 @@ class TritonBackend:
                 work=now.work[shape],
                 tiles=shape.extend,
             )
+            if now.library and self._prompts is not None:
+                self._prompts.attend(layer, rows, out)
         else:
             out = decode(
                 rows,
@@ -125,6 +130,7 @@ class TritonBackend:
                 kv_heads=shape.kv_heads,
                 rows=shape.extend.rows,
                 block=shape.extend.block,
+                has_library=self._prompts is not None,
             )
             for shape in dict.fromkeys(self._shapes)
         }
@@ -134,7 +140,10 @@ class TritonBackend:
             shape: ExtendWork(*units[3 * i : 3 * i + 3], plan.part_rows, plan.most_rows)
             for i, (shape, plan) in enumerate(plans.items())
         }
-        return _Extend(kv_lens, starts, work)
+        library = next(iter(plans.values())).library
+        if library and self._prompts is not None:
+            self._prompts.begin(step, library)
+        return _Extend(kv_lens, starts, work, library)
 
     def _shape_of(self, layer: int) -> _Shape:
         cache = self._pool.k(layer)

@@ -5,6 +5,7 @@ A request is cut by its own lengths alone, so that its result is the same in any
     many new tokens    whole: a program for each tile of rows and each query head walks all tokens that its rows see
     few, long context  split: a row is a (token, head) pair, so that a tile holds all query heads of a kv head and reads its
                        K and V once; the context is cut into spans, a program for each, whose parts are merged
+    library            as whole, by a library's kernel where there is one: contexts that no recorded step takes
 
     rows of a split tile, 3 heads a group: | token 0: head 0, 1, 2 | token 1: head 0, 1, 2 | ...
 """
@@ -27,6 +28,7 @@ class ExtendPlan:
                its rows go in [part_rows, kv_heads, head_dim]
     merges:    (request, tile, part row, spans) of each tile; its spans follow one another
     most_rows: rows of the largest split tile
+    library:   requests
     """
 
     whole: list[int] = field(default_factory=list)
@@ -34,21 +36,31 @@ class ExtendPlan:
     merges: list[int] = field(default_factory=list)
     part_rows: int = 0
     most_rows: int = 0
+    library: list[int] = field(default_factory=list)
 
 
 def plan_extend(
-    q_lens: Sequence[int], kv_lens: Sequence[int], *, group: int, kv_heads: int, rows: int, block: int
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    *,
+    group: int,
+    kv_heads: int,
+    rows: int,
+    block: int,
+    has_library: bool = False,
 ) -> ExtendPlan:
     """`group`: query heads of a kv head; `rows`: of a tile; `block`: tokens that a program takes at a time."""
     plan = ExtendPlan()
     for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
         tiles = -(-q_len * group // rows)
         span = span_tokens(kv_len, programs=tiles * kv_heads, block=block)
-        if span >= kv_len:
+        if span < kv_len:
+            _split(plan, request, q_len, kv_len, span=span, group=group, rows=rows)
+        elif has_library and kv_len > MOST_WHOLE:
+            plan.library.append(request)
+        else:
             for tile in reversed(range(-(-q_len // rows))):
                 plan.whole += (request, tile)
-        else:
-            _split(plan, request, q_len, kv_len, span=span, group=group, rows=rows)
     return plan
 
 

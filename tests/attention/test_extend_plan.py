@@ -32,6 +32,14 @@ def test_a_long_prompt_is_whole() -> None:
     assert plan_extend([2048], [131072], **QWEN3_8B).split == []
 
 
+def test_a_library_takes_long_prompts_alone() -> None:
+    q_lens, kv_lens = [8192, 50, MOST_WHOLE, 3000], [8192, 32768, MOST_WHOLE, 131072]
+    plan = plan_extend(q_lens, kv_lens, **QWEN3_8B, has_library=True)
+    assert plan.library == [0, 3]
+    assert set(plan.split[::5]) == {1} and set(plan.whole[::2]) == {2}
+    assert plan_extend(q_lens, kv_lens, **QWEN3_8B).library == []
+
+
 @pytest.mark.parametrize("kv_len", [1, 50, MOST_WHOLE])
 def test_a_short_context_is_whole(kv_len: int) -> None:
     assert plan_extend([1], [kv_len], **QWEN3_8B).split == []

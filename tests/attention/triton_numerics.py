@@ -9,6 +9,7 @@ import sys
 import torch
 
 from engine.attention import triton_backend
+from engine.attention.flashinfer_prompts import FlashInferPrompts
 from engine.attention.triton_backend import TritonBackend
 from engine.kernels import extend_plan, triton_decode, triton_elementwise, triton_extend
 from engine.kv.step_batch import DeviceStep
@@ -23,6 +24,7 @@ from tests.attention.attention_cases import (
     run_step,
     worst_error,
 )
+from tests.attention.flashinfer_stand_in import BatchPrefillWithPagedKVCacheWrapper
 from tests.attention.triton_elementwise import check_elementwise
 
 GUARD = 7  # of any dtype
@@ -131,6 +133,23 @@ def check_split_extend() -> None:
     guarded.check()
 
 
+def check_library() -> None:
+    """A long prompt by FlashInfer's arguments, beside a split one and a short one by Triton; then a step of its alone."""
+    setattr(extend_plan, "PROGRAMS", 2)  # noqa: B010
+    heads, starts, ends = Heads(q=2, kv=1, dim=16), [0, 64, 0], [48, 66, 20]
+    q_lens = [b - a for a, b in zip(starts, ends, strict=True)]
+    plan = extend_plan.plan_extend(q_lens, ends, group=2, kv_heads=1, rows=16, block=32, has_library=True)
+    assert plan.library == [0] and set(plan.split[::5]) == {1} and set(plan.whole[::2]) == {2}, plan
+    sequences = make_sequences(heads, ends, page_size=16, dtype="float32")
+    pool = filled_pool(heads, sequences, starts)
+    prompts = FlashInferPrompts(pool, num_heads=heads.q, wrapper=BatchPrefillWithPagedKVCacheWrapper)
+    backend = TritonBackend(pool, num_heads=heads.q, prompts=prompts)
+    for chosen in (slice(0, 3), slice(0, 1), slice(1, 3)):
+        mine = sequences[chosen], starts[chosen], ends[chosen]
+        assert worst_error(run_step(backend, *mine, page_size=16), *mine) < TOLERANCE["float32"], chosen
+    guarded.check()
+
+
 def check_split_list() -> None:
     """More requests than a program reads at a time."""
     tiles = triton_decode.DecodeTiles(min_split=16, splits=4, block=16)
@@ -157,6 +176,7 @@ def main() -> None:
     check("extend, dim", odd, [3], [21], page_size=16, extend=True)
     check("extend, tiles", mqa, [0, 70], [70, 140], page_size=16, extend=True)
     check_split_extend()
+    check_library()
     check_split_list()
     check_alone_and_together()
     check_lengths_on_the_device()

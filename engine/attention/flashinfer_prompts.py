@@ -1,0 +1,147 @@
+"""Attention of long prompts by FlashInfer (the extra `flashinfer`): on sm_90 by FlashAttention-3 over pages. Never run on a GPU yet.
+
+Its kernels for sm_90 neither split a context nor hold the heads of a group in one tile: they get what `plan_extend` would
+leave whole, and few rows behind a long context stay with Triton. Nothing is split on other GPUs either, so that a request's
+result is the same in any batch. The pool is passed as it is, K and V of a layer as strided views.
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from engine.kv.kv_pool import DTYPES, CacheSpec, KVPool
+from engine.kv.step_batch import StepBatch
+from engine.kv.upload import upload
+from service.flags import ConfigError
+
+CACHE_DTYPES = ("bfloat16", "float16")
+HEAD_DIMS = (64, 128, 256)
+WORKSPACE_BYTES = 16 << 20  # holds the parts of split contexts: none
+PLANS_IN_FLIGHT = 4  # more than steps that are launched ahead
+
+
+def import_wrapper() -> Any:
+    """Import FlashInfer's BatchPrefillWithPagedKVCacheWrapper. Raises ConfigError."""
+    try:
+        return import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"--attention-backend flashinfer: {error}; pip install 'tandem-serve[flashinfer]', or choose triton"
+        ) from error
+
+
+def check_specs(specs: tuple[CacheSpec, ...]) -> None:
+    """Raises ConfigError where FlashInfer has no kernel for a cache, or layers differ."""
+    for spec in specs:
+        if spec.dtype not in CACHE_DTYPES or spec.head_dim not in HEAD_DIMS or spec != specs[0]:
+            raise ConfigError(
+                "--attention-backend flashinfer: needs heads of 64, 128 or 256 in bfloat16 or float16, the same in all "
+                f"layers, not {spec.head_dim} in {spec.dtype}; choose triton"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayout:
+    """Where the K and V of requests lie, as FlashInfer asks for it; on the host.
+
+    qo_indptr [n + 1], kv_indptr [n + 1], last_page_lens [n], kv_lens [n] int32: rows, pages, tokens of the last page
+    at [2, pages] int64: of each page of all requests, its request in the step and its place in that one's pages
+    """
+
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    last_page_lens: torch.Tensor
+    kv_lens: torch.Tensor
+    at: torch.Tensor
+
+
+def paged_layout(step: StepBatch, requests: list[int], *, page_size: int) -> PagedLayout:
+    """`requests`: those of the step that are laid out, one after another."""
+    kv_lens = torch.tensor([step.kv_lens[i] for i in requests], dtype=torch.int32)
+    pages = (kv_lens + page_size - 1) // page_size
+    kv_indptr = _ends(pages)
+    column = torch.arange(int(kv_indptr[-1])) - torch.repeat_interleave(kv_indptr[:-1], pages)
+    return PagedLayout(
+        qo_indptr=_ends(torch.tensor([step.q_lens[i] for i in requests], dtype=torch.int32)),
+        kv_indptr=kv_indptr,
+        last_page_lens=kv_lens - (pages - 1) * page_size,
+        kv_lens=kv_lens,
+        at=torch.stack((torch.repeat_interleave(torch.tensor(requests), pages), column)),
+    )
+
+
+def _ends(lengths: torch.Tensor) -> torch.Tensor:
+    """[n + 1] int32: 0 and the sums of the first 1..n."""
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+class _Plan:
+    """One of FlashInfer's wrappers. It plans in pinned memory of its own, which a copy may still read."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+        self._copied: torch.cuda.Event | None = None
+
+    def make(self, *args: Any, **kwargs: Any) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+        self.wrapper.plan(*args, **kwargs)
+        if self.wrapper.device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+
+class FlashInferPrompts:
+    """`wrapper`: FlashInfer's class. Compiles its kernels here, which takes minutes without its cache of them."""
+
+    def __init__(self, pool: KVPool, *, num_heads: int, wrapper: Any) -> None:
+        assert len(set(pool.specs)) == 1, pool.specs
+        self._pool = pool
+        self._num_heads = num_heads
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
+        self._plans = [_Plan(wrapper(workspace, "NHD")) for _ in range(PLANS_IN_FLIGHT)]
+        self._rows: torch.Tensor | None = None  # of the step, [n] int64; None: all
+        one, first = torch.tensor([1]), torch.tensor([0], device=pool.device)
+        scratch = torch.zeros((1, 1), dtype=torch.int32, device=pool.device)
+        self.begin(StepBatch(True, [1], [1], scratch, first, one, one), [0])
+
+    def begin(self, step: StepBatch, requests: list[int]) -> None:
+        """`requests`: those of the step that `attend` computes."""
+        spec, device = self._pool.specs[0], self._pool.device
+        layout = paged_layout(step, requests, page_size=self._pool.page_size)
+        at = upload(layout.at, device)
+        indices = step.page_table[step.slots[at[0]], at[1]]
+        self._plans.append(self._plans.pop(0))
+        self._plans[-1].make(
+            self._pinned(layout.qo_indptr),
+            self._pinned(layout.kv_indptr),
+            indices,
+            self._pinned(layout.last_page_lens),
+            self._num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            self._pool.page_size,
+            causal=True,
+            sm_scale=spec.head_dim**-0.5,
+            q_data_type=DTYPES[spec.dtype],
+            kv_data_type=DTYPES[spec.dtype],
+            seq_lens=self._pinned(layout.kv_lens),
+            disable_split_kv=True,
+        )
+        self._rows = None
+        if len(requests) < len(step.q_lens):
+            spans = step.spans()
+            self._rows = upload(torch.cat([torch.arange(*spans[i]) for i in requests]), device)
+
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        """Fill the requests' rows of `out`. q, out [T, heads, dim] in the cache's dtype; their K and V are in the pool."""
+        wrapper, cache = self._plans[-1].wrapper, (self._pool.k(layer), self._pool.v(layer))
+        if self._rows is None:
+            wrapper.run(q, cache, out=out)
+        else:
+            out.index_copy_(0, self._rows, wrapper.run(q[self._rows], cache))
+
+    def _pinned(self, x: torch.Tensor) -> torch.Tensor:
+        return x.pin_memory() if self._pool.device.type == "cuda" else x
