@@ -145,6 +145,7 @@ def _services(
 ) -> LoopServices:
     from engine.executor.profiler import TorchProfiler
 
+    compiles = parts.compiles
     return LoopServices(
         weights=parts.weights,
         profiler=TorchProfiler(parts.device.executor, name=role_name(spec.disagg)),
@@ -152,6 +153,7 @@ def _services(
         adapters=adapters,
         disk=parts.disk,
         events=publisher,
+        late_compiles=lambda: 0 if compiles is None else compiles.num_late,
     )
 
 

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 
@@ -20,6 +21,7 @@ from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
 from engine.device import Device, allocate_pool, build_device
+from engine.executor.compile_log import CompileLog
 from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.weights import WeightUpdater
@@ -61,7 +63,10 @@ class EngineUse:
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """A ready engine. `config` is resolved. `disk`: None without files. `events`: of the prefix cache; None: they are not published."""
+    """A ready engine. `config` is resolved. `disk`: None without files. `events`: of the prefix cache; None: they are not published.
+
+    `compiles`: on a GPU, the kernels that are compiled from now on.
+    """
 
     config: EngineConfig
     model: ModelConfig
@@ -72,6 +77,7 @@ class EngineParts:
     weights: WeightUpdater
     disk: Disk | None
     events: CacheEvents | None
+    compiles: CompileLog | None
 
 
 def build_engine(
@@ -97,6 +103,7 @@ def build_engine(
     assert config.num_threads is not None and config.mem_fraction_static is not None, "resolved"
     torch.set_num_threads(config.num_threads)
     tiered = config.enable_hierarchical_cache and not use.peers_write_pages
+    compiles = CompileLog() if config.device == "cuda" and find_spec("triton") else None
     if gauge is None and config.device == "cuda":
         gauge = CudaGauge(torch.device("cuda"))
     if gauge is not None and config.max_total_tokens is None:
@@ -139,6 +146,8 @@ def build_engine(
     )
     if gauge is not None:
         _warm(config, model_config, device, use, positions=pool.num_pages * config.page_size, progress=progress)
+    if compiles is not None:
+        compiles.serve()
     kv_memory, events = _memory(config, num_pages=pool.num_pages, host=tier.cache if tier else None)
     num_ids = min(model_config.vocab_size, num_token_ids or model_config.vocab_size)
     return EngineParts(
@@ -167,6 +176,7 @@ def build_engine(
         ),
         disk=tier.disk if tier else None,
         events=events,
+        compiles=compiles,
     )
 
 

@@ -95,7 +95,7 @@ class LoopSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopServices:
-    """What the loop serves besides requests and steps."""
+    """What the loop serves besides requests and steps. `late_compiles`: kernels that were compiled while serving."""
 
     weights: Weights
     profiler: Profiler
@@ -103,6 +103,7 @@ class LoopServices:
     adapters: AdapterControl = field(default_factory=AdapterControl)
     disk: Disk | None = None
     events: ZmqPublisher | None = None
+    late_compiles: Callable[[], int] = int
 
 
 class EngineLoop:
@@ -152,6 +153,7 @@ class EngineLoop:
             grammars=self._grammars,
             adapters=self._adapters,
             intervals=intervals,
+            late_compiles=services.late_compiles,
         )
         budget = scheduler.step_budget
         self._listeners: tuple[LoopListener, ...] = (

@@ -29,6 +29,7 @@ class Reporter:
         grammars: GrammarQueue,
         adapters: AdapterControl,
         intervals: IntervalLog,
+        late_compiles: Callable[[], int],
     ) -> None:
         self._scheduler = scheduler
         self._role = role
@@ -38,6 +39,7 @@ class Reporter:
         self._grammars = grammars
         self._adapters = adapters
         self._intervals = intervals
+        self._late_compiles = late_compiles
         self._next_check_s = 0.0
         self._problems: list[str] = []
 
@@ -63,6 +65,7 @@ class Reporter:
             counters={
                 **{k: float(v) for k, v in asdict(scheduler.counters).items()},
                 **self._intervals.counters(),
+                "late_compiles": float(self._late_compiles()),
                 **self._grammars.counters(),
                 **({} if host is None else {k: float(v) for k, v in host.counters.items()}),
                 **({} if peered is None else peered.counters()),

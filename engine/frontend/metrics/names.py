@@ -70,6 +70,7 @@ COUNTERS = {
     "mixed_steps": Figure("tandem_num_mixed_steps", "prefill steps in which decodes rode along"),
     "wasted_samples": Figure("tandem_num_wasted_draws", "tokens sampled after their request had ended, and dropped"),
     "failed_steps": Figure("tandem_num_failed_steps", "steps without device memory, whose requests were aborted"),
+    "late_compiles": Figure("tandem_num_late_compiles", "kernels compiled while serving: each stops every request"),
     "deferred_samples": Figure(
         "tandem_num_late_draws", "steps whose sampling waited for grammar masks while their forward ran"
     ),
