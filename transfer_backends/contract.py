@@ -95,6 +95,7 @@ class Caps:
     settle_s: bytes of a dead writer may still land for this long (socket buffers)
     resend_s: the network may deliver bytes of a closed connection this long after it took none of them
     full_window_s: least time in which the engine's threads work off a full window; polling sooner is useless
+    inside_machine: transport inside one machine if neither TCP nor RDMA carries a write; "unknown": there are several
     longest_nap_s: between two polls while bytes are in flight and end; a window must not run dry meanwhile
     """
 
@@ -109,6 +110,19 @@ class Caps:
     resend_s: float
     full_window_s: float = 0.0
     longest_nap_s: float = 0.002
+    inside_machine: str = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerPath:
+    """What a trial write to a peer showed. `near`: on this machine (None: unknown). `transport`: its name or "unknown"."""
+
+    peer: str
+    address: str
+    near: bool | None
+    transport: str
+    bytes_a_s: float
+    at_unix_s: float
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,9 @@ class Engine(Protocol):
     def probe(self, peer: Any) -> Any:
         """Return an operation that is DONE once a write has reached the peer."""
 
+    def trial(self, peer: Any) -> tuple[Any, int] | None:
+        """Write scratch memory of the pool's own kind; return the operation and its bytes. None: this engine moves none."""
+
     def fence(self, peer: Any) -> Any:
         """Return an operation that is DONE once no earlier operation to the peer, failed or not, can still write."""
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from transfer_backends.contract import Count, KVArgs, Region
 from transfer_backends.liveness import ProcessMark
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_FRAME_BYTES = 8 << 20
 MAX_PAGES = 1 << 20  # of one transfer
 
@@ -52,11 +52,22 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     kv_checksum: Name = "off"
 
 
+class Origin(msgspec.Struct, frozen=True, array_like=True):
+    """Where a worker is, for reports alone: `liveness.host_id` of its machine, and the address it was told to have."""
+
+    machine: Name = ""
+    address: Name = ""
+
+
+NOWHERE = Origin()
+
+
 class Register(_Message, frozen=True):
     layout: Layout
     kv: Region
     aux: Region
     descriptor: Descriptor
+    origin: Origin = NOWHERE
 
 
 class Registered(_Message, frozen=True):

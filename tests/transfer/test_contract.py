@@ -146,6 +146,28 @@ def test_bytes_are_exact(prefill: Prefill, decode: ChildWorker) -> None:
         finish(decode, room, sender)
 
 
+def test_the_way_to_a_peer_is_known_and_measured(prefill: Prefill, decode: ChildWorker) -> None:
+    finish_at_once(prefill, decode)
+    if prefill.backend == "fake":
+        assert prefill.manager.paths == []  # it has none
+        return
+    (path,) = prefill.manager.paths
+    assert path.address == "127.0.0.1" and path.near and path.bytes_a_s > 0
+    assert path.transport in {"nixl": ("cma", "tcp", "unknown"), "mooncake": ("tcp", "unknown")}[prefill.backend]
+    with prefill.decode() as another:
+        finish_at_once(prefill, another)
+        assert len(prefill.manager.paths) == 2 and prefill.manager.paths[0] == path
+    until(lambda: prefill.manager.paths == [path], what="the worker that left is forgotten")
+
+
+def finish_at_once(prefill: Prefill, decode: ChildWorker) -> None:
+    """A transfer of one page succeeds."""
+    room, sender = meet(prefill, decode, [3])
+    sender.send([7], start=0, metadata_row=0)
+    until(lambda: decode.poll(room) is KVPoll.Success)
+    finish(decode, room, sender)
+
+
 def test_layers_leave_when_they_are_written(prefill: Prefill, decode: ChildWorker) -> None:
     """Pages 0..2 are complete when step 3 begins, the others when it has written their layers; twice, as of two chunks."""
     draw, clock = random.Random(5), prefill.clock

@@ -14,6 +14,7 @@ from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.engines.nixl import _of_gpu
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.prefill.driver import EngineDriver
+from transfer_backends.prefill.trials import Trials
 
 LINK_BYTES_A_S = 400e9
 POST_S = 20e-6  # of this thread, for a post
@@ -84,7 +85,9 @@ def utilisation(caps: Caps, pages: np.ndarray) -> float:
     pair = JoinedCores(
         args=KVArgs(kv, Region(1 << 50, 16, 64, None), "m", 16, "bf16"), caps=caps, pages=pages.tolist(), sends=False
     )
-    driver = EngineDriver(engine=Link(time, caps), core=pair.core, locked=time.locked)
+    engine = Link(time, caps)
+    trials = Trials(engine=engine, machine="", on_gpu=True, clock=lambda: time.now_s)
+    driver = EngineDriver(engine=engine, core=pair.core, trials=trials, locked=time.locked)
     driver._event = time  # type: ignore[assignment]
     driver._peers["d"] = "d"
     pair.send(pages.tolist(), row=1)

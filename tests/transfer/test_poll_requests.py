@@ -53,3 +53,5 @@ def test_over_tcp_nixl_s_writes_wait_for_decode_which_prefill_asks_to_poll() -> 
         until(lambda: decode.poll(1) is KVPoll.Success)
         assert decode.pages(pages) == prefill.pages(pages)
         assert prefill.counters()["nudges"] > 0
+        ((address, transport, rate),) = prefill.paths()
+        assert (address, transport) == ("127.0.0.1", "tcp") and rate > 0

@@ -35,6 +35,10 @@ class Child:
     def address(self) -> list[str]:
         return [self.manager.control_address, self.manager.incarnation]
 
+    def paths(self) -> list[list[Any]]:
+        """[address, transport, bytes a second] of prefill's peers."""
+        return [[path.address, path.transport, path.bytes_a_s] for path in self.manager.paths]
+
     def route(self, bootstrap: str, control: str, incarnation: str) -> None:
         self.routes[bootstrap] = Route(control, incarnation)
 

@@ -169,6 +169,9 @@ class SimEngine:
     def probe(self, peer: Peer) -> Op:
         return self._signal(peer, "probe", fails=not peer.target.process.alive)
 
+    def trial(self, peer: Peer) -> None:
+        """Rates are no part of a run."""
+
     def fence(self, peer: Peer) -> Op:
         assert not any(op.state is OpState.PENDING for op in peer.ops), "fenced with operations pending"
         fails = self._hit("fence error", self._behaviour.fence_fail_rate) or not peer.target.process.alive

@@ -24,9 +24,11 @@ from transfer_backends.kvpoll import KVPoll, PeerProtocolError
 from transfer_backends.liveness import Liveness
 from transfer_backends.peers import Link, PeerTable
 from transfer_backends.wire import (
+    NOWHERE,
     Bye,
     Drained,
     Message,
+    Origin,
     Ping,
     PollRequest,
     Pong,
@@ -43,14 +45,21 @@ REFUSED = "it refused the connection; start every worker with the same --cluster
 
 class DecodeCore:
     def __init__(
-        self, *, incarnation: str, kv_args: KVArgs, caps: Caps, descriptor: bytes, config: TransferConfig
+        self,
+        *,
+        incarnation: str,
+        kv_args: KVArgs,
+        caps: Caps,
+        descriptor: bytes,
+        config: TransferConfig,
+        origin: Origin = NOWHERE,
     ) -> None:
         layout = layout_of(kv_args, backend=caps.name)
         line = LookUpLine()
         self.peers: PeerTable[PrefillPeer] = PeerTable(incarnation=incarnation, config=config)
         self.connections = Connections(
             self.peers,
-            register=lambda dst: Register(incarnation, dst, layout, kv_args.kv, kv_args.aux, descriptor),
+            register=lambda dst: Register(incarnation, dst, layout, kv_args.kv, kv_args.aux, descriptor, origin),
             handshake_timeout_s=config.handshake_timeout_s,
         )
         self.proofs = Proofs(self.peers, self.connections, settle_s=caps.settle_s, resend_s=caps.resend_s)

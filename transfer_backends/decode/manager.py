@@ -17,6 +17,7 @@ from transfer_backends.fake_transfer import FakeTransfer
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.peers import Link
 from transfer_backends.ports import Engine, KVReceiver, Lookup
+from transfer_backends.wire import Origin
 
 EAGER_POLL_S = 0.001  # of an engine that needs it, while a peer waits for that
 NUM_LOOKUP_THREADS = 8 * MAX_LOOKUPS_A_SERVER  # started when needed; 7 servers may hang and slow no other look-up
@@ -51,6 +52,7 @@ class DecodeManager:
             caps=engine.caps,
             descriptor=engine.descriptor(),
             config=config,
+            origin=Origin(environment.mark().host, config.control_host),
         )
         self._port = environment.connect(secret=config.secret)
         self.control = ControlThread(

@@ -34,6 +34,16 @@ class CudaContext:
             self._call("cuCtxSetCurrent", self._context)
             self._here.entered = True
 
+    def allocate(self, size_bytes: int) -> int:
+        """Return the address of memory that other processes can map. Raises BackendUnavailable if there is not enough."""
+        at = ctypes.c_void_p()
+        self._call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(size_bytes))
+        assert at.value is not None
+        return at.value
+
+    def free(self, address: int) -> None:
+        self._call("cuMemFree_v2", ctypes.c_void_p(address))
+
     def _call(self, name: str, *args: object) -> None:
         status = getattr(self._driver, name)(*args)
         if status != 0:

@@ -59,6 +59,9 @@ class FakeEngine:
     def probe(self, peer: Any) -> FakeOp:
         return FakeOp(self._clock(), OpState.DONE)
 
+    def trial(self, peer: Any) -> None:
+        """It moves no bytes."""
+
     def fence(self, peer: Any) -> FakeOp:
         return FakeOp(self._clock(), OpState.DONE)
 

@@ -20,7 +20,9 @@ import msgspec
 import numpy as np
 
 from transfer_backends.contract import TCP_RESEND_S, BackendUnavailable, Caps, EngineError, OpState, Pieces, Region
+from transfer_backends.engines.cuda_context import CudaContext
 from transfer_backends.engines.environment import quiet, set_defaults
+from transfer_backends.engines.trial_memory import TrialMemory, trial_pieces
 from transfer_backends.engines.wheels import MOONCAKE, installed_torch, torch_cuda_major, wheel_of
 
 SETTINGS = {
@@ -42,6 +44,7 @@ PENDING, DONE, FAILED, OVERDUE = 0, 1, -1, -2  # of transfer_check_status; OVERD
 class _Descriptor(msgspec.Struct, frozen=True, array_like=True):
     session: str
     scratch_ptr: int
+    trial: Region
 
 
 def transport_settings(env: Mapping[str, str], *, has_hca: bool) -> dict[str, str]:
@@ -63,6 +66,7 @@ def transport_settings(env: Mapping[str, str], *, has_hca: bool) -> dict[str, st
 class MooncakePeer:
     session: str
     scratch_ptr: int
+    trial: Region
 
 
 @dataclass(eq=False)
@@ -91,8 +95,8 @@ def cannot_import(error: Exception, *, torch: str | None) -> str:
 
 
 class MooncakeEngine:
-    def __init__(self, *, host: str) -> None:
-        """`host`: this machine's address for peers."""
+    def __init__(self, *, host: str, device: int | None = None) -> None:
+        """`host`: this machine's address for peers. `device`: the GPU of the pages, None: the host."""
         self.caps = Caps(
             name="mooncake",
             max_inflight=256,
@@ -110,6 +114,7 @@ class MooncakeEngine:
         module = import_mooncake()
         self._host = host
         self._scratch = np.zeros(SCRATCH_BYTES, np.uint8)
+        self._trial = TrialMemory(device, None if device is None else CudaContext(device))
         self._addresses: list[int] = []
         with quiet(1, 2):
             self._engine: Any = module.TransferEngine()
@@ -121,7 +126,7 @@ class MooncakeEngine:
 
     def register(self, regions: Sequence[Region]) -> None:
         scratch = Region(self._scratch.ctypes.data, 1, SCRATCH_BYTES, None)
-        for region in (*regions, scratch):
+        for region in (*regions, scratch, self._trial.region):
             status = self._engine.register_memory(region.base_ptr, region.size_bytes, _location(region.device))
             if status != 0:
                 raise EngineError(f"Mooncake cannot register {region.size_bytes} bytes (status {status})")
@@ -129,14 +134,14 @@ class MooncakeEngine:
 
     def descriptor(self) -> bytes:
         session = f"{self._host}:{self._engine.get_rpc_port()}"
-        return msgspec.msgpack.encode(_Descriptor(session, self._scratch.ctypes.data))
+        return msgspec.msgpack.encode(_Descriptor(session, self._scratch.ctypes.data, self._trial.region))
 
     def connect(self, incarnation: str, descriptor: bytes) -> MooncakePeer:
         try:
             known = msgspec.msgpack.decode(descriptor, type=_Descriptor)
         except msgspec.MsgspecError as error:
             raise EngineError(f"not a Mooncake descriptor: {error}") from None
-        return MooncakePeer(known.session, known.scratch_ptr)
+        return MooncakePeer(known.session, known.scratch_ptr, known.trial)
 
     def disconnect(self, peer: MooncakePeer) -> None:
         """Do nothing: the engine drops broken connections by itself."""
@@ -154,6 +159,10 @@ class MooncakeEngine:
 
     def probe(self, peer: MooncakePeer) -> MooncakeOp:
         return self.post(peer, Pieces.one(self._scratch.ctypes.data, peer.scratch_ptr, PROBE_BYTES))
+
+    def trial(self, peer: MooncakePeer) -> tuple[MooncakeOp, int]:
+        pieces = trial_pieces(self._trial.region, peer.trial, max_piece_bytes=self.caps.max_piece_bytes)
+        return self.post(peer, pieces), pieces.size_bytes
 
     def fence(self, peer: MooncakePeer) -> MooncakeOp:
         """Fail: a failed piece may sit in the sockets of either side, and no later one goes behind it (there are four lanes)."""
@@ -184,6 +193,7 @@ class MooncakeEngine:
         self._addresses.clear()
         with quiet(1, 2):
             self._engine = None
+        self._trial.close()
 
 
 def _location(device: int | None) -> str:

@@ -12,6 +12,7 @@ Its measured behaviour decides how it is used here:
 import contextlib
 import ctypes
 import importlib
+import os
 import threading
 import uuid
 from collections.abc import Sequence
@@ -25,7 +26,9 @@ from service.security.addresses import is_loopback
 from transfer_backends.contract import TCP_RESEND_S, BackendUnavailable, Caps, EngineError, OpState, Pieces, Region
 from transfer_backends.engines.cuda_context import CudaContext
 from transfer_backends.engines.environment import quiet, set_defaults
+from transfer_backends.engines.trial_memory import TrialMemory, trial_pieces
 from transfer_backends.engines.wheels import NIXL, installed_torch, wheel_of
+from transfer_backends.transports import CMA, CUDA_IPC, UNKNOWN
 
 SETTINGS = {
     "NIXL_LOG_LEVEL": "ERROR",
@@ -39,6 +42,7 @@ GPU_SETTINGS = {
     "UCX_CUDA_IPC_CACHE": "n",
     "NIXL_UCX_SGL_ENABLE": "1",  # the pieces of a post in one batched copy: the library of CUDA 13 has it, others ignore it
 }
+KERNEL_COPIERS = ("/dev/xpmem", "/dev/knem")  # UCX may take them for CMA's place
 FENCE_BYTES = 8
 SCRATCH_BYTES = 4096
 
@@ -46,12 +50,14 @@ SCRATCH_BYTES = 4096
 class _Descriptor(msgspec.Struct, frozen=True, array_like=True):
     metadata: bytes
     scratch_ptr: int
+    trial: Region
 
 
 @dataclass(eq=False)
 class NixlPeer:
     name: str
     scratch_ptr: int
+    trial: Region
 
 
 @dataclass(eq=False)
@@ -109,6 +115,7 @@ class NixlEngine:
             target_must_poll=True,
             settle_s=2.0,
             resend_s=TCP_RESEND_S,
+            inside_machine=UNKNOWN if any(map(os.path.exists, KERNEL_COPIERS)) else CMA,
         )
         if is_loopback(host):
             set_defaults(LOCAL)
@@ -129,6 +136,7 @@ class NixlEngine:
             raise BackendUnavailable(f"transfer backend nixl: UCX cannot start: {error}") from None
         leave_without_destructors()
         self._scratch = np.zeros(SCRATCH_BYTES, np.uint8)
+        self._trial = TrialMemory(device, self._context)
         self._registered: list[Any] = []
         # Adding and removing peers beside other calls crashes UCX (vllm#49238, LightLLM#1470).
         self._membership = threading.Lock()
@@ -139,12 +147,13 @@ class NixlEngine:
         assert all(region.device in (None, self._device) for region in regions), "memory of another GPU"
         self._enter()
         scratch = Region(self._scratch.ctypes.data, 1, SCRATCH_BYTES, None)
-        for region in (*regions, scratch):
+        for region in (*regions, scratch, self._trial.region):
             rows = [(region.base_ptr, region.size_bytes, region.device or 0, "")]
             self._registered.append(self._agent.register_memory(rows, _kind(region.device)))
 
     def descriptor(self) -> bytes:
-        return msgspec.msgpack.encode(_Descriptor(self._agent.get_agent_metadata(), self._scratch.ctypes.data))
+        known = _Descriptor(self._agent.get_agent_metadata(), self._scratch.ctypes.data, self._trial.region)
+        return msgspec.msgpack.encode(known)
 
     def _enter(self) -> None:
         if self._context is not None:
@@ -161,7 +170,7 @@ class NixlEngine:
                 name = self._agent.add_remote_agent(known.metadata)
             except Exception as error:
                 raise EngineError(f"NIXL refused the peer's metadata: {error}") from None
-        return NixlPeer(name.decode() if isinstance(name, bytes) else name, known.scratch_ptr)
+        return NixlPeer(name.decode() if isinstance(name, bytes) else name, known.scratch_ptr, known.trial)
 
     def disconnect(self, peer: NixlPeer) -> None:
         self._enter()
@@ -182,6 +191,10 @@ class NixlEngine:
 
     def probe(self, peer: NixlPeer) -> NixlOp:
         return self.post(peer, Pieces.one(self._scratch.ctypes.data, peer.scratch_ptr, FENCE_BYTES))
+
+    def trial(self, peer: NixlPeer) -> tuple[NixlOp, int]:
+        pieces = trial_pieces(self._trial.region, peer.trial)
+        return self.post(peer, pieces), pieces.size_bytes
 
     def fence(self, peer: NixlPeer) -> NixlOp:
         return self.probe(peer)
@@ -215,6 +228,7 @@ class NixlEngine:
             with contextlib.suppress(Exception):
                 self._agent.deregister_memory(registered)
         del self._agent
+        self._trial.close()
 
 
 def _of_gpu(caps: Caps) -> Caps:
@@ -225,6 +239,7 @@ def _of_gpu(caps: Caps) -> Caps:
         max_post_bytes=128 << 20,
         max_piece_bytes=64 << 20,
         longest_nap_s=0.0001,
+        inside_machine=CUDA_IPC,
     )
 
 

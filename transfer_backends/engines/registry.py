@@ -1,8 +1,13 @@
 """Engines by name. A backend's library is imported only for an engine of that name."""
 
+import logging
+
 from transfer_backends.contract import BackendUnavailable
 from transfer_backends.engines.fake import FakeEngine
+from transfer_backends.gpudirect import rdma_facts
 from transfer_backends.ports import Engine
+
+log = logging.getLogger(__name__)
 
 BACKENDS = ("nixl", "mooncake", "fake")
 
@@ -20,6 +25,8 @@ def make_engine(
 
     Raises `BackendUnavailable` (one line: what is missing, how to install it).
     """
+    if device is not None and name != "fake" and (shortfall := rdma_facts().shortfall) is not None:
+        log.warning("%s", shortfall)
     match name:
         case "nixl":
             from transfer_backends.engines.nixl import NixlEngine
@@ -28,7 +35,7 @@ def make_engine(
         case "mooncake":
             from transfer_backends.engines.mooncake import MooncakeEngine
 
-            return MooncakeEngine(host=host)
+            return MooncakeEngine(host=host, device=device)
         case "fake":
             return FakeEngine(delay_s=fake_delay_s, failure_rate=fake_failure_rate, seed=seed)
     raise BackendUnavailable(f"transfer backend {name!r} is not one of {', '.join(BACKENDS)}")

@@ -12,6 +12,7 @@ from transfer_backends.ports import Engine, LayerClock
 from transfer_backends.prefill.core import PrefillCore
 from transfer_backends.prefill.paths import Command, ConnectPeer, FencePeer
 from transfer_backends.prefill.posts import Post
+from transfer_backends.prefill.trials import Trial, Trials
 
 FIRST_NAP_S = 0.0001
 LONG_NAP_S = 0.002  # while only layers of a step are awaited
@@ -21,7 +22,7 @@ IDLE_S = 0.5
 
 log = logging.getLogger(__name__)
 
-Task = Post | ConnectPeer | FencePeer
+Task = Post | ConnectPeer | Trial | FencePeer
 
 
 class EngineDriver:
@@ -32,10 +33,12 @@ class EngineDriver:
         *,
         engine: Engine,
         core: PrefillCore,
+        trials: Trials,
         locked: Callable[[], AbstractContextManager[float]],
         layers: LayerClock | None = None,
     ) -> None:
         """`locked()` locks `core` and yields the time."""
+        self.trials = trials
         self._layers = layers
         self._engine = engine
         self._core = core
@@ -139,6 +142,7 @@ class EngineDriver:
     def _connect(self, command: ConnectPeer) -> None:
         try:
             if command.incarnation not in self._peers:
+                self.trials.before_connect(command.incarnation)
                 self._peers[command.incarnation] = self._engine.connect(command.incarnation, command.descriptor)
         except Exception as error:
             self._finish([(command, False)], error=f"{type(error).__name__}: {error}")
@@ -172,14 +176,40 @@ class EngineDriver:
                 ended.append((task, state is OpState.DONE))
         if ended:
             self._running = pending
-            self._finish(ended, error="the connection to its memory broke")
+            probed = [task for task, ok in ended if ok and isinstance(task, ConnectPeer)]
+            others = [(task, ok) for task, ok in ended if not (ok and isinstance(task, ConnectPeer))]
+            if others:
+                self._finish(others, error="the connection to its memory broke")
+            for command in probed:
+                self._try_out(command)
         return bool(ended)
+
+    def _try_out(self, command: ConnectPeer) -> None:
+        """The probe has arrived: measure the path, if the engine can, and report it open."""
+        try:
+            started = self.trials.start(command, self._peers[command.incarnation])
+            if started is None:
+                self._finish([(command, True)])
+                return
+            trial, op = started
+            state = self._engine.poll(
+                op
+            )  # a copy that was over when it returned is timed without a turn of this thread
+        except Exception as error:
+            self._finish([(command, False)], error=f"{type(error).__name__}: {error}")
+            return
+        if state is OpState.PENDING:
+            self._running.append((trial, op))
+        else:
+            self._finish([(trial, state is OpState.DONE)], error="the trial write failed")
 
     def _finish(self, tasks: list[tuple[Task, bool]], *, error: str = "") -> None:
         """Pass all results to the core at once, so that a peer gets one message for them."""
         for task, ok in tasks:
             if not ok and not isinstance(task, Post):
                 self._disconnect(task.incarnation)
+            elif isinstance(task, Trial):
+                self.trials.end(task)
         with self._locked() as now_s:
             for task, ok in tasks:
                 self._report(task, ok=ok, error=error, now_s=now_s)
@@ -204,6 +234,7 @@ class EngineDriver:
 
     def _disconnect(self, incarnation: str) -> None:
         peer = self._peers.pop(incarnation, None)
+        self.trials.forget(incarnation)
         if peer is not None:
             try:
                 self._engine.disconnect(peer)

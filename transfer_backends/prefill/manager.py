@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from transfer_backends.contract import Clock, Gate, KVArgs, RecomputeRequest, TransferConfig
+from transfer_backends.contract import Clock, Gate, KVArgs, PeerPath, RecomputeRequest, TransferConfig
 from transfer_backends.control_thread import CLOSE_S, ControlThread
 from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.fake_transfer import FakeTransfer
@@ -16,6 +16,7 @@ from transfer_backends.prefill.driver import EngineDriver
 from transfer_backends.prefill.posts import Chunk
 from transfer_backends.prefill.room import PrefillRoom
 from transfer_backends.prefill.rooms import PrefillRooms
+from transfer_backends.prefill.trials import Trials
 
 
 class PrefillManager:
@@ -35,13 +36,20 @@ class PrefillManager:
         self.incarnation = environment.incarnation()
         self._engine = engine
         engine.register([kv_args.kv, kv_args.aux])
+        mark = environment.mark()
         self.core = PrefillCore(
-            incarnation=self.incarnation, mark=environment.mark(), kv_args=kv_args, caps=engine.caps, config=config
+            incarnation=self.incarnation, mark=mark, kv_args=kv_args, caps=engine.caps, config=config
         )
         port = environment.listen(config.control_host, config.control_port, secret=config.secret)
         self.control_address: str = port.address  # "host:port" for decode workers
         self.control = ControlThread(self.core, port, name="prefill", clock=clock, on_turn=self._wake_driver)
-        self.driver = EngineDriver(engine=engine, core=self.core, locked=self.control.locked, layers=layers)
+        self.driver = EngineDriver(
+            engine=engine,
+            core=self.core,
+            trials=Trials(engine=engine, machine=mark.host, on_gpu=kv_args.kv.device is not None, clock=clock),
+            locked=self.control.locked,
+            layers=layers,
+        )
 
     def start(self) -> None:
         self.driver.start()
@@ -69,6 +77,11 @@ class PrefillManager:
             return []
         with self.control.lock:
             return self.core.inbox.take_recompute_requests()
+
+    @property
+    def paths(self) -> list[PeerPath]:
+        """The newest connected decode workers, and how bytes get there."""
+        return self.driver.trials.paths
 
     def check(self) -> None:
         self.control.check()

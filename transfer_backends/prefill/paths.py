@@ -22,7 +22,7 @@ from transfer_backends.contract import Pieces
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.peers import Peer, PeerTable
 from transfer_backends.timers import RetryTimer, RunningTime
-from transfer_backends.wire import Drained, PollRequest, Register
+from transfer_backends.wire import Drained, Origin, PollRequest, Register
 
 FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
@@ -87,6 +87,7 @@ class ConnectPeer:
 
     incarnation: str
     descriptor: bytes
+    origin: Origin
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ class Paths:
     def connect(self, peer: DecodePeer) -> None:
         peer.path.state = PathState.CONNECTING
         peer.path.reconnect.at_s = None
-        self.commands.append(ConnectPeer(peer.incarnation, peer.path.memory.descriptor))
+        memory = peer.path.memory
+        self.commands.append(ConnectPeer(peer.incarnation, memory.descriptor, memory.origin))
 
     def on_connected(self, peer: DecodePeer, now_s: float) -> None:
         path = peer.path

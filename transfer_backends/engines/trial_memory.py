@@ -1,0 +1,43 @@
+"""Memory that a trial write reads here or lands in at the peer: of the pool's own kind, since that decides the transport."""
+
+import numpy as np
+
+from transfer_backends.contract import Pieces, Region
+from transfer_backends.engines.cuda_context import CudaContext
+
+HOST_BYTES = 4 << 20  # a millisecond over CMA, a few over TCP
+GPU_BYTES = 64 << 20  # 0.2 ms over NVLink
+
+
+class TrialMemory:
+    """Touched once, so that no page fault is part of a measurement. A GPU's is never run yet."""
+
+    def __init__(self, device: int | None, context: CudaContext | None) -> None:
+        """Raises `BackendUnavailable` where the GPU has not that much left."""
+        self._context = context
+        if context is not None:
+            context.enter()
+            self.region = Region(context.allocate(GPU_BYTES), 1, GPU_BYTES, device)
+        else:
+            self._bytes = np.ones(HOST_BYTES, np.uint8)
+            self.region = Region(self._bytes.ctypes.data, 1, HOST_BYTES, None)
+
+    def close(self) -> None:
+        """Free a GPU's memory; that of the host goes with this object. It is registered no more."""
+        context, self._context = self._context, None
+        if context is not None:
+            context.enter()
+            context.free(self.region.base_ptr)
+
+
+def trial_pieces(mine: Region, theirs: Region, *, max_piece_bytes: int = GPU_BYTES) -> Pieces:
+    """Plan the copy of as much as both have."""
+    size = min(mine.size_bytes, theirs.size_bytes)
+    at = np.arange(0, size, max_piece_bytes, dtype=np.uint64)
+    return Pieces(
+        src=np.uint64(mine.base_ptr) + at,
+        dst=np.uint64(theirs.base_ptr) + at,
+        lengths=np.minimum(np.uint64(size) - at, np.uint64(max_piece_bytes)),
+        src_device=mine.device,
+        dst_device=theirs.device,
+    )

@@ -1,0 +1,130 @@
+"""One trial write to each new peer: its rate, the transport that carried it, and what is reported of both."""
+
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transfer_backends.contract import Caps, Clock, PeerPath
+from transfer_backends.gpudirect import RdmaFacts, rdma_facts
+from transfer_backends.ports import Engine
+from transfer_backends.prefill.paths import ConnectPeer
+from transfer_backends.tcp_bytes import tcp_bytes_acked
+from transfer_backends.transports import Evidence, explain_slow_gpu, name_transport, surroundings_of
+
+MAX_REPORTED = 64  # the newest
+
+log = logging.getLogger(__name__)
+
+Sockets = dict[int, int] | None  # bytes acknowledged, by inode
+
+
+@dataclass(eq=False)
+class Trial:
+    """`known`: sockets from before the engine knew the peer; `before`: at the start."""
+
+    command: ConnectPeer
+    size_bytes: int
+    known: Sockets
+    before: Sockets
+    started_s: float
+
+    @property
+    def incarnation(self) -> str:
+        return self.command.incarnation
+
+
+class Trials:
+    """Used by the sender thread; `paths` by any."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        machine: str,
+        on_gpu: bool,
+        clock: Clock,
+        sockets: Callable[[], Sockets] = tcp_bytes_acked,
+        rdma: Callable[[], RdmaFacts] = rdma_facts,
+    ) -> None:
+        """`machine`: this one's `host_id`. `on_gpu`: the pages are a GPU's."""
+        self._engine = engine
+        self._machine = machine
+        self._on_gpu = on_gpu
+        self._clock = clock
+        self._sockets = sockets
+        self._rdma = rdma
+        self._known: dict[str, Sockets] = {}
+        self._paths: OrderedDict[str, PeerPath] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def paths(self) -> list[PeerPath]:
+        """Those of the newest connected peers, oldest first."""
+        with self._lock:
+            return list(self._paths.values())[-MAX_REPORTED:]
+
+    def before_connect(self, incarnation: str) -> None:
+        self._known[incarnation] = self._sockets()
+
+    def start(self, command: ConnectPeer, peer: Any) -> tuple[Trial, Any] | None:
+        """Write; return the trial and the engine's operation, or None for an engine that moves no bytes."""
+        before, started_s = self._sockets(), self._clock()
+        started = self._engine.trial(peer)
+        if started is None:
+            return None
+        op, size_bytes = started
+        return Trial(command, size_bytes, self._known.get(command.incarnation), before, started_s), op
+
+    def end(self, trial: Trial) -> None:
+        """All bytes have landed: log and keep what that showed."""
+        seconds = self._clock() - trial.started_s
+        new, everything = delivered(trial.known, trial.before, self._sockets())
+        seen = Evidence(trial.size_bytes, seconds, new, everything)
+        caps: Caps = self._engine.caps
+        around = surroundings_of(
+            self._machine,
+            trial.command.origin.machine,
+            rdma=self._rdma(),
+            inside=caps.inside_machine,
+            backend=caps.name,
+            ucx_tls=os.environ.get("UCX_TLS", ""),
+        )
+        transport = name_transport(seen, around)
+        path = PeerPath(
+            peer=trial.incarnation,
+            address=trial.command.origin.address,
+            near=around.near,
+            transport=transport,
+            bytes_a_s=seen.bytes_a_s,
+            at_unix_s=time.time(),
+        )
+        with self._lock:
+            self._paths.pop(trial.incarnation, None)
+            self._paths[trial.incarnation] = path
+        log.info("KV to decode worker %r: transport %s, %.2f GB/s", path.address, transport, path.bytes_a_s / 1e9)
+        if self._on_gpu and (cause := explain_slow_gpu(transport, seen, around)) is not None:
+            log.warning(
+                "KV of a GPU goes to decode worker %r at %.2f GB/s (%s): %s",
+                path.address,
+                path.bytes_a_s / 1e9,
+                transport,
+                cause,
+            )
+
+    def forget(self, incarnation: str) -> None:
+        self._known.pop(incarnation, None)
+        with self._lock:
+            self._paths.pop(incarnation, None)
+
+
+def delivered(known: Sockets, before: Sockets, after: Sockets) -> tuple[int | None, int | None]:
+    """Return the bytes delivered from `before` to `after` by sockets not `known`, and by all. None: cannot be told."""
+    if known is None or before is None or after is None:
+        return None, None
+    grown = {inode: max(0, acked - before.get(inode, 0)) for inode, acked in after.items()}
+    return sum(grown[inode] for inode in grown.keys() - known.keys()), sum(grown.values())

@@ -1,0 +1,97 @@
+"""Which transport carried a trial write, and why a GPU's bytes are slow. Pure: from evidence, never from what was asked for."""
+
+from dataclasses import dataclass
+
+from transfer_backends.gpudirect import REMEDY, RdmaFacts
+
+UNKNOWN, TCP, RDMA, CMA, CUDA_IPC = "unknown", "tcp", "rdma", "cma", "cuda_ipc"
+SLOW_GPU_BYTES_A_S = 5e9  # RDMA has 10 and more, CUDA IPC 50 and more, TCP by way of the host one to three
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A write of `size_bytes`. TCP bytes meanwhile: of sockets opened since the peer is known; of all. None: cannot be told."""
+
+    size_bytes: int
+    seconds: float
+    new_tcp_bytes: int | None
+    all_tcp_bytes: int | None
+
+    @property
+    def bytes_a_s(self) -> float:
+        return self.size_bytes / max(self.seconds, 1e-9)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """`near`: the peer is on this machine; `one_namespace`: pids mean the same there (None: unknown).
+
+    `inside`: the engine's transport inside one machine if neither TCP nor RDMA carries it. `ucx_tls`: UCX_TLS, "": unset.
+    """
+
+    near: bool | None
+    one_namespace: bool | None
+    rdma: RdmaFacts
+    inside: str
+    backend: str
+    ucx_tls: str = ""
+
+
+def surroundings_of(
+    mine: str, theirs: str, *, rdma: RdmaFacts, inside: str, backend: str, ucx_tls: str
+) -> Surroundings:
+    """`mine`, `theirs`: `liveness.host_id` of both workers, "BOOT_ID/PID_NAMESPACE"; "": unknown."""
+    known = bool(mine and theirs)
+    return Surroundings(
+        near=mine.partition("/")[0] == theirs.partition("/")[0] if known else None,
+        one_namespace=mine == theirs if known else None,
+        rdma=rdma,
+        inside=inside,
+        backend=backend,
+        ucx_tls=ucx_tls,
+    )
+
+
+def name_transport(seen: Evidence, around: Surroundings) -> str:
+    """Return the transport if only one can have carried the bytes."""
+    half = seen.size_bytes / 2
+    if seen.new_tcp_bytes is None or seen.all_tcp_bytes is None:
+        return UNKNOWN
+    if seen.new_tcp_bytes >= half:
+        return TCP
+    if seen.all_tcp_bytes >= half or around.near is None:  # older connections were busy: this peer's or another's
+        return UNKNOWN
+    if around.near:
+        return UNKNOWN if around.rdma.has_rdma else around.inside
+    return RDMA if around.rdma.has_rdma else UNKNOWN
+
+
+def explain_slow_gpu(transport: str, seen: Evidence, around: Surroundings) -> str | None:
+    """Return cause and remedy where a GPU's pages go over TCP or under 5 GB/s; None: they do not."""
+    if transport != TCP and seen.bytes_a_s >= SLOW_GPU_BYTES_A_S:
+        return None
+    return _inside_cause(around) if around.near else _outside_cause(around)
+
+
+def _inside_cause(around: Surroundings) -> str:
+    if around.backend != "nixl":
+        return "this backend has no way between the GPUs of one machine; use --disaggregation-transfer-backend nixl"
+    if around.one_namespace is False:
+        return (
+            "both workers are on one machine in different PID namespaces, between which UCX shares no GPU memory; run them in "
+            "one (Kubernetes: one pod with shareProcessNamespace, or hostPID; Docker: --pid), or give them RDMA devices"
+        )
+    if around.ucx_tls and not {"cuda_ipc", "cuda", "all"} & set(around.ucx_tls.split(",")):
+        return f"UCX_TLS={around.ucx_tls} leaves cuda_ipc out; unset it, or add cuda_ipc,cuda_copy"
+    return "UCX found no way between the two GPUs; look at `nvidia-smi topo -p2p r`, and at what UCX chose with UCX_PROTO_INFO=y"
+
+
+def _outside_cause(around: Surroundings) -> str:
+    if not around.rdma.has_rdma:
+        return "this worker sees no RDMA device (/sys/class/infiniband); give both workers one"
+    if not around.rdma.reaches_gpu:
+        return f"nvidia-peermem is not loaded, and there is no dmabuf; {REMEDY}"
+    return (
+        "RDMA was not taken or is slow; look at the memlock limit of both workers (`ulimit -l`), at UCX_TLS and UCX_NET_DEVICES, "
+        "and at what UCX chose with UCX_PROTO_INFO=y"
+    )
