@@ -20,7 +20,7 @@ from engine.core.outputs import StepEffects, refusal, refused
 from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
-from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, LogprobOptions, TokenOutput
+from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, LogprobOptions, TokenOutput, TransferPath
 from transfer_backends.kvpoll import KVPoll, RoomInUse
 
 log = logging.getLogger(__name__)
@@ -227,6 +227,10 @@ class DecodeRole:
         wanted = sum(len(h.request.input_ids) for h in self._handovers.values() if h.stage is HandoverStage.WAITING)
         allocator = self._scheduler.memory.allocator
         return {"pending_prealloc_token_usage": wanted / (allocator.num_pages * allocator.page_size)}
+
+    def transfer_paths(self) -> list[TransferPath]:
+        """Prefill measures them."""
+        return []
 
     def check(self) -> None:
         owned = sum(h.metadata_row is not None for h in self._handovers.values())

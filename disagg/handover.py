@@ -16,7 +16,7 @@ from disagg.metadata import Checksum, FirstToken, MetadataBuffers, PendingChecks
 from engine.core.request import Request
 from engine.messages import TokenOutput
 from service.telemetry.logs import about
-from transfer_backends.contract import RecomputeRequest
+from transfer_backends.contract import PeerPath, RecomputeRequest
 from transfer_backends.ports import KVReceiver, KVSender
 
 
@@ -90,6 +90,9 @@ class Senders(Protocol):
 
     @property
     def counters(self) -> dict[str, int]: ...
+
+    @property
+    def paths(self) -> list[PeerPath]: ...
 
     def sender(self, room: int, *, room_attempt: int = 0, fake: bool = False) -> KVSender: ...
 

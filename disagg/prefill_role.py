@@ -18,7 +18,7 @@ from engine.core.outputs import StepEffects, output_of, refusal, refused
 from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
-from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, TokenOutput
+from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, TokenOutput, TransferPath
 from transfer_backends.contract import ABORTED_BY_DECODE
 from transfer_backends.kvpoll import KVPoll, RoomInUse
 
@@ -214,6 +214,19 @@ class PrefillRole:
 
     def gauges(self) -> dict[str, float]:
         return self._pages.gauges.values()
+
+    def transfer_paths(self) -> list[TransferPath]:
+        return [
+            TransferPath(
+                peer=path.peer,
+                address=path.address,
+                same_machine=path.near,
+                transport=path.transport,
+                gb_per_s=round(path.bytes_a_s / 1e9, 3),
+                measured_unix_s=round(path.at_unix_s, 3),
+            )
+            for path in self._manager.paths
+        ]
 
     def check(self) -> None:
         metadata = self._pages.metadata

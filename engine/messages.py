@@ -263,8 +263,25 @@ class ControlReply(_Message, frozen=True):
     adapters: dict[str, str] | None = None
 
 
+class TransferPath(msgspec.Struct, frozen=True):
+    """How KV gets to a decode worker, measured when prefill connected to it.
+
+    `peer`: incarnation of its transfers. `same_machine`: None: unknown. `transport`: "tcp", "rdma", "cma", "cuda_ipc" or "unknown".
+    """
+
+    peer: str
+    address: str
+    same_machine: bool | None
+    transport: str
+    gb_per_s: float
+    measured_unix_s: float
+
+
 class StateReply(_Message, frozen=True):
-    """Load of the scheduler, its queues by name, totals since start (`counters`), and findings of `check()`."""
+    """Load of the scheduler, its queues by name, totals since start (`counters`), and findings of `check()`.
+
+    `transfer_paths`: of the newest peers of a prefill worker.
+    """
 
     call_id: str
     role: str
@@ -276,6 +293,7 @@ class StateReply(_Message, frozen=True):
     counters: dict[str, float]
     gauges: dict[str, float]
     problems: list[str]
+    transfer_paths: list[TransferPath] = []
 
 
 class StepInfo(msgspec.Struct, frozen=True):

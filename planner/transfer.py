@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from disagg.metadata import MetadataBuffers
 from planner.host import Host
 from planner.timeline import Timeline
-from transfer_backends.contract import Gate, RecomputeRequest, Work
+from transfer_backends.contract import Gate, PeerPath, RecomputeRequest, Work
 from transfer_backends.kvpoll import KVPoll
 
 
@@ -207,6 +207,7 @@ class PlannedSenders:
     network: Network
     end: End
     counters: dict[str, int] = field(default_factory=Counter)
+    paths: list[PeerPath] = field(default_factory=list)
 
     def sender(self, room: int, *, room_attempt: int = 0, fake: bool = False) -> PlannedSender:
         found = self.network.room(room)

@@ -83,6 +83,7 @@ class Reporter:
                 **({} if peered is None else peered.gauges()),
             },
             problems=self._problems,
+            transfer_paths=[] if peered is None else peered.transfer_paths(),
         )
 
     def check_when_due(self, now_s: float) -> None:

@@ -6,7 +6,7 @@ from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
-from engine.messages import FinishReason, TokenOutput
+from engine.messages import FinishReason, TokenOutput, TransferPath
 
 
 class EngineRole(Protocol):
@@ -49,6 +49,9 @@ class Peered(Protocol):
     def counters(self) -> dict[str, float]: ...
 
     def gauges(self) -> dict[str, float]: ...
+
+    def transfer_paths(self) -> list[TransferPath]:
+        """How KV gets to the newest peers; a bounded number."""
 
     def check(self) -> None:
         """Raise AssertionError if the role's own state is inconsistent."""

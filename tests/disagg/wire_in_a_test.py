@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from disagg.metadata import MetadataBuffers
 from tests.core.hash_model import HashModel
-from transfer_backends.contract import Gate, RecomputeRequest, Work
+from transfer_backends.contract import Gate, PeerPath, RecomputeRequest, Work
 from transfer_backends.kvpoll import KVPoll, RoomKey
 
 FINAL = (KVPoll.Failed, KVPoll.Success)
@@ -81,6 +81,10 @@ class Wire:
         elif room_attempt:
             _advance(entry.prefill, KVPoll.WaitingForInput)
         return Sender(self, entry)
+
+    @property
+    def paths(self) -> list[PeerPath]:
+        return [PeerPath(peer="d", address="10.0.0.7", near=None, transport="tcp", bytes_a_s=2.5e9, at_unix_s=1.0)]
 
     def take_recompute_requests(self) -> list[RecomputeRequest]:
         taken, self.recompute_requests = self.recompute_requests, []

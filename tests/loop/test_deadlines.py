@@ -19,6 +19,7 @@ from engine.messages import (
     PauseGeneration,
     TokenBatch,
     TokenOutput,
+    TransferPath,
 )
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest
@@ -54,6 +55,9 @@ class NotedRole(UnifiedRole):
 
     def gauges(self) -> dict[str, float]:
         return {}
+
+    def transfer_paths(self) -> list[TransferPath]:
+        return []
 
     def check(self) -> None:
         """It has no state."""

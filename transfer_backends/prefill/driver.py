@@ -176,32 +176,29 @@ class EngineDriver:
                 ended.append((task, state is OpState.DONE))
         if ended:
             self._running = pending
-            probed = [task for task, ok in ended if ok and isinstance(task, ConnectPeer)]
-            others = [(task, ok) for task, ok in ended if not (ok and isinstance(task, ConnectPeer))]
-            if others:
-                self._finish(others, error="the connection to its memory broke")
-            for command in probed:
-                self._try_out(command)
+            results = [result for task, ok in ended if (result := self._after_probe(task, ok)) is not None]
+            self._finish(results, error="the connection to its memory broke")
         return bool(ended)
 
-    def _try_out(self, command: ConnectPeer) -> None:
-        """The probe has arrived: measure the path, if the engine can, and report it open."""
+    def _after_probe(self, task: Task, ok: bool) -> tuple[Task, bool] | None:
+        """Measure a path that the probe has just shown; return what has ended, None: its trial write runs."""
+        if not ok or not isinstance(task, ConnectPeer):
+            return task, ok
         try:
-            started = self.trials.start(command, self._peers[command.incarnation])
+            started = self.trials.start(task, self._peers[task.incarnation])
             if started is None:
-                self._finish([(command, True)])
-                return
+                return task, True
             trial, op = started
             state = self._engine.poll(
                 op
             )  # a copy that was over when it returned is timed without a turn of this thread
         except Exception as error:
-            self._finish([(command, False)], error=f"{type(error).__name__}: {error}")
-            return
+            log.warning("decode worker %r: the trial write was refused: %s", task.origin.address, error)
+            return task, False
         if state is OpState.PENDING:
             self._running.append((trial, op))
-        else:
-            self._finish([(trial, state is OpState.DONE)], error="the trial write failed")
+            return None
+        return trial, state is OpState.DONE
 
     def _finish(self, tasks: list[tuple[Task, bool]], *, error: str = "") -> None:
         """Pass all results to the core at once, so that a peer gets one message for them."""

@@ -36,8 +36,22 @@ async def _served(cluster: Cluster, *, request_id: str, stream: bool = False) ->
         await generate(http, cluster.router, body)
 
 
+async def _prefill_info(cluster: Cluster) -> dict[str, Any]:
+    info: dict[str, Any] = json.loads(await text_of(f"{cluster.of('prefill')[0].url}/server_info"))
+    return info
+
+
+def test_the_way_to_each_decode_worker_is_shown_with_its_rate(nixl: Cluster) -> None:
+    asyncio.run(_served(nixl, request_id="opens-the-way"))
+    paths = asyncio.run(_prefill_info(nixl))["transfer_paths"]
+    assert paths and all(path["gb_per_s"] > 0 and path["same_machine"] is True for path in paths)
+    assert {path["transport"] for path in paths} <= {"cma", "tcp", "unknown"}
+    decode = json.loads(asyncio.run(text_of(f"{nixl.of('decode')[0].url}/server_info")))
+    assert "transfer_paths" not in decode
+
+
 async def _bootstrap_url(cluster: Cluster) -> str:
-    info = json.loads(await text_of(f"{cluster.of('prefill')[0].url}/server_info"))
+    info = await _prefill_info(cluster)
     return f"http://127.0.0.1:{info['disaggregation_bootstrap_port']}"
 
 

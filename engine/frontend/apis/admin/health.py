@@ -1,11 +1,10 @@
 """Health of a worker: of its process, its scheduler, and its model; reports of a scheduler that is up."""
 
 import asyncio
-from typing import Any
 
 from aiohttp import web
 
-from engine.frontend.apis.admin.load import load_summary, step_summary
+from engine.frontend.apis.admin.load import step_summary
 from engine.frontend.errors import not_ready
 from engine.frontend.services import SERVICES, Services
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, GenerateRequest, StateReply, StepReply
@@ -102,8 +101,3 @@ async def state_if_up(s: Services) -> StateReply | None:
         return await s.client.recent_state(timeout_s=INFO_TIMEOUT_S)
     except ApiError:
         return None
-
-
-async def load_if_up(s: Services) -> dict[str, Any]:
-    state = await state_if_up(s)
-    return {} if state is None else load_summary(state)

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.admin.health import load_if_up, state_if_up, step_if_up
-from engine.frontend.apis.admin.load import get_load, step_summary, v1_loads_entry
+from engine.frontend.apis.admin.health import state_if_up, step_if_up
+from engine.frontend.apis.admin.load import get_load, load_summary, step_summary, transfer_paths, v1_loads_entry
 from engine.frontend.apis.shared.models import choose_model
 from engine.frontend.services import SERVICES, Services
 from service.http.errors import DRAINING, ApiError, decode_body
@@ -48,7 +48,8 @@ async def model_info(request: web.BaseRequest) -> web.Response:
 
 async def server_info(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
-    load, now, switch = await load_if_up(s), await step_if_up(s), s.spec.switch
+    state, now, switch = await state_if_up(s), await step_if_up(s), s.spec.switch
+    load = {} if state is None else load_summary(state)
     return json_response(
         {
             **s.server_info,
@@ -60,6 +61,7 @@ async def server_info(request: web.BaseRequest) -> web.Response:
             **({} if switch is None else {"switching_to": switch.to_role, "last_switch": switch.last}),
             "status": DRAINING if s.client.is_draining else "ready" if load else "starting",
             **load,
+            **({} if state is None else transfer_paths(state, mode=s.spec.mode)),
             "internal_states": [load] if load else [],
             **({} if now is None else step_summary(now)),
         }

@@ -44,6 +44,11 @@ def load_summary(s: StateReply) -> dict[str, Any]:
     }
 
 
+def transfer_paths(s: StateReply, *, mode: str) -> dict[str, Any]:
+    """How a prefill worker's KV gets to the newest decode workers; empty for other roles, which do not send."""
+    return {"transfer_paths": [msgspec.structs.asdict(path) for path in s.transfer_paths]} if mode == "prefill" else {}
+
+
 def step_summary(now: StepReply) -> dict[str, Any]:
     """What the scheduler computes, and since when; empty while it rests."""
     if now.busy_s is None:
