@@ -70,7 +70,8 @@ def num_graphs(config: EngineConfig, *, decodes: bool, prefills: bool) -> int:
     """Return how many graphs `make_graphs` returns on a GPU."""
     if config.disable_cuda_graph:
         return 0
-    return len(_decode_sizes(config)) * decodes + len(_prefill_sizes(config)) * prefills
+    kinds = 2 if config.enable_lora else 1  # decode steps without and with adapters
+    return len(_decode_sizes(config)) * kinds * decodes + len(_prefill_sizes(config)) * prefills
 
 
 def _decode_sizes(config: EngineConfig) -> list[int]:

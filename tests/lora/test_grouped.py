@@ -1,13 +1,18 @@
 """Grouped kernels of adapters: numerics by the interpreter, and what the compiler makes of them for an H100/H200."""
 
 import os
+import random
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
+from triton.runtime.jit import JITFunction
 
+from engine.config import EngineConfig
+from engine.graphs import num_graphs
 from engine.kernels.triton_lora import (
     DECODE_TILES,
     EXTEND_TILES,
@@ -18,6 +23,11 @@ from engine.kernels.triton_lora import (
     shrink_constants,
     site_constants,
 )
+from engine.layers.linear import SiteShape
+from engine.lora.grouped import GroupedAdapters
+from engine.lora.row_tiles import adapter_runs
+from engine.lora.weights import AdapterWeights
+from tests.attention.test_specialization import recorder
 from tests.attention.test_triton import Made, check_compiled, own_directory  # noqa: F401 (a fixture of every test here)
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +52,42 @@ def test_they_compile_for_sm_90_without_spills(site: str, shape: str) -> None:
         assert "mma" in made.asm["ptx"], "tensor cores are idle"
         assert "cp.async" in made.asm["ptx"] and "ld.global.b16" not in made.asm["ptx"], "loads are narrow"
         assert made.usage["REG"] <= MOST_REGISTERS[shape], made.usage
+
+
+def test_what_a_day_launches_was_compiled_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches a site, of one kernel each; rows, tiles, adapters and ranks make no other."""
+    keys: dict[str, set[str]] = defaultdict(set)
+    shapes = [
+        SiteShape(width, tuple((str(i), rows) for i, rows in enumerate(parts))) for width, parts in SITES.values()
+    ]
+    steps = GroupedAdapters(shapes, places=4, max_rank=64, dtype=torch.bfloat16, device=torch.device("cpu"))
+    monkeypatch.setattr(JITFunction, "run", recorder(keys))
+    steps.compile()
+    compiled = {name: set(found) for name, found in keys.items()}
+    assert {name: len(found) for name, found in compiled.items()} == {  # by site and kind of step
+        "lora_shrink_kernel": len(SITES) * len(SHAPES),
+        "lora_expand_kernel": len(SITES) * len(SHAPES),
+    }
+    rng = random.Random(0)
+    for number in range(1, 7):
+        steps.add(number, AdapterWeights((None,) * len(shapes), max_rank=rng.randint(1, 64)))
+    steps.begin_recording(48)
+    for _ in range(40):
+        lengths = rng.choices([1, 1, 16, 300], k=rng.randint(1, 16))
+        recorded = 48 if max(lengths) == 1 and rng.random() < 0.5 else None
+        chosen = rng.sample(range(1, 7), 4)
+        steps.begin(adapter_runs((rng.choice([0, *chosen]), n) for n in lengths), recorded=recorded)
+        total = recorded or sum(lengths)
+        for index, (width, parts) in enumerate(SITES.values()):
+            x, y = torch.empty(total, width, dtype=torch.bfloat16), torch.empty(total, sum(parts), dtype=torch.bfloat16)
+            steps.delta(index)(x, y)
+    assert keys == compiled
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_reserve_for_graphs_knows_those_with_adapters(lora: bool) -> None:
+    config = EngineConfig(enable_lora=lora, max_running_requests=8, cuda_graph_max_prefill_tokens=0)
+    assert num_graphs(config, decodes=True, prefills=True) == 4 * (1 + lora)  # batches of 1, 2, 4, 8
 
 
 def shrink(site: dict[str, int], width: int, tiles: LoraTiles) -> Made:
