@@ -34,7 +34,7 @@ from engine.lora.store import LoraStore
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.resolve import cpu_kv_bytes, gpu_pages, num_pages
-from engine.sampler.sampler import Sampler
+from engine.sampler.make import make_sampler
 from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def build_device(
         prefill_graphs=prefill_graphs,
         tapes=decode_tapes,
     )
-    sampler = Sampler(num_slots=num_slots, vocab_size=model_config.vocab_size, device=device)
+    sampler = make_sampler(num_slots=num_slots, vocab_size=model_config.vocab_size, device=device)
     runner = ModelRunner(
         model=model,
         backup=backup,

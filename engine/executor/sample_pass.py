@@ -12,7 +12,8 @@ from engine.executor.future_map import FutureMap
 from engine.kv.upload import upload
 from engine.messages import LogprobOptions
 from engine.models.decoder import DenseDecoder
-from engine.sampler.sampler import Sampler, requested_logprobs, token_logprobs
+from engine.sampler.make import TokenSampler
+from engine.sampler.sampler import requested_logprobs, token_logprobs
 from engine.sampler.token_mask import token_mask
 
 PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits exist at once: [rows, vocab] float32
@@ -47,7 +48,7 @@ class StepOutput:
 class SamplePass:
     """Sampled tokens go to `future_map`, for the steps that are launched before the host knows them."""
 
-    def __init__(self, *, sampler: Sampler, future_map: FutureMap, device: torch.device) -> None:
+    def __init__(self, *, sampler: TokenSampler, future_map: FutureMap, device: torch.device) -> None:
         self.sampler = sampler
         self._future_map = future_map
         self._device = device

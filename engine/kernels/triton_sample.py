@@ -1,0 +1,532 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
+"""Samples tokens on a GPU (never run on one yet): four launches for a whole batch of any kinds, without a sort.
+
+The tokens are those of engine/sampler/sampling.py to the bit: the arithmetic of fixed_math.py step by step, compiled without
+fused multiply-adds. What a row asks for is read from a table by slot, so the launches can be captured:
+
+    peaks   (row, part)  penalties, biases, bans and masks into `edited`; the best logit of the part, raw and edited
+    top_k   (row)        the bound that keeps the k best tokens
+    scores  (row, part)  temperature, min_p, noise: the best score of the part; the mass that top_p refers to
+    finish  (row)        the token; counts it
+
+Tokens rank by (bits of the gap to the best logit, token id), and a filter is a bound on that. top_k counts tokens in 16 bins of
+the bits, then in 16 bins of one of these, until a boundary has k tokens below it. top_p takes the best score of all: if the mass
+ranked before that token is below the limit, it is the token; else it becomes the bound, and the best score below it is the next
+try (after FlashInfer's sampling by rejection, with noise that stays the same).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels import fixed_math
+from engine.kv import splitmix
+
+PARTS = 16  # programs of a row in `peaks` and `scores`
+TILE = 2048
+ROW_TILE = 4096  # where one program walks a row; 255 tiles of it at most, as top_k counts in bytes
+MOST_TOKENS = 255 * ROW_TILE
+WARPS, ROW_WARPS = 8, 16
+EXACT = {"enable_fp_fusion": False}  # no product and sum in one rounding: the bits are a CPU's
+COLUMNS = 12  # of the table of requests, int64: seven numbers, a gap, then eight float32
+
+# two of the numbers are addresses: of an int32 for each token id, and of int32 pairs; 0: none
+SEED, TOP_K, SEEN, EDITS, NUM_BIASES, NUM_ENDS, MIN_NEW_TOKENS = (tl.constexpr(i) for i in range(7))
+TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY, PRESENCE = (tl.constexpr(i) for i in range(6))
+
+_INTEGERS_OF_ROW, _FLOATS_OF_ROW, _FLOATS_FROM = tl.constexpr(12), tl.constexpr(24), tl.constexpr(16)
+_GOLDEN, _MUL_1, _MUL_2 = (tl.constexpr(x) for x in (splitmix.GOLDEN, splitmix.MUL_1, splitmix.MUL_2))
+_L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8 = (tl.constexpr(x) for x in fixed_math.LOG_POLYNOMIAL)
+_E0, _E1, _E2, _E3, _E4, _E5 = (tl.constexpr(x) for x in fixed_math.EXP_POLYNOMIAL)
+_SQRT_HALF_BITS = tl.constexpr(fixed_math.SQRT_HALF_BITS)
+_LN2_HIGH, _LN2_LOW = tl.constexpr(fixed_math.LN2_HIGH), tl.constexpr(fixed_math.LN2_LOW)
+_LOG2_E, _ROUNDER = tl.constexpr(fixed_math.LOG2_E), tl.constexpr(fixed_math.ROUNDER)
+_POWER_OFFSET = tl.constexpr(fixed_math.ROUNDER_BITS - 127)
+_LEAST_EXPONENT, _MASS_UNITS = tl.constexpr(fixed_math.LEAST_EXPONENT), tl.constexpr(fixed_math.MASS_UNITS)
+_WORD = tl.constexpr(2.0**-32)
+_LARGEST_NOISE = tl.constexpr(22.9)
+_INF = tl.constexpr(float("inf"))
+_INF_BITS = tl.constexpr(0x7F800000)
+_NO_BOUND = tl.constexpr(0x7FFFFFFF)
+_FIRST_BIN = tl.constexpr((127 - 8) << 23)  # gaps from 2**-8 in bins of an octave
+
+
+@triton.jit
+def _log_of_sum(fraction, exponent):
+    square = fraction * fraction
+    y = fraction * _L0 + _L1
+    y = y * fraction + _L2
+    y = y * fraction + _L3
+    y = y * fraction + _L4
+    y = y * fraction + _L5
+    y = y * fraction + _L6
+    y = y * fraction + _L7
+    y = y * fraction + _L8
+    y = y * fraction * square
+    turns = exponent.to(tl.float32)
+    y = y + turns * _LN2_LOW
+    y = y - square * 0.5
+    return (fraction + y) + turns * _LN2_HIGH
+
+
+@triton.jit
+def _exponent_of(x):
+    return (x.to(tl.int32, bitcast=True) - _SQRT_HALF_BITS) >> 23
+
+
+@triton.jit
+def _fraction_of(x, exponent):
+    return (x.to(tl.int32, bitcast=True) - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
+
+
+@triton.jit
+def noise_of(bits):
+    """gumbel.noise_of; bits uint32."""
+    u = (bits.to(tl.float32) + 0.5) * _WORD
+    v = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * _WORD
+    exponent = _exponent_of(v)
+    fraction = tl.where(exponent == 0, -u, _fraction_of(v, exponent))
+    waiting = -_log_of_sum(fraction, exponent)
+    exponent = _exponent_of(waiting)
+    return -_log_of_sum(_fraction_of(waiting, exponent), exponent)
+
+
+@triton.jit
+def mass_of(x):
+    """fixed_math.mass."""
+    x = tl.where(x < _LEAST_EXPONENT, _LEAST_EXPONENT, x)
+    shifted = x * _LOG2_E + _ROUNDER
+    turns = shifted - _ROUNDER
+    r = x - turns * _LN2_HIGH
+    r = r - turns * _LN2_LOW
+    y = r * _E0 + _E1
+    y = y * r + _E2
+    y = y * r + _E3
+    y = y * r + _E4
+    y = y * r + _E5
+    y = y * (r * r) + r + 1.0
+    power = ((shifted.to(tl.int32, bitcast=True) - _POWER_OFFSET) << 23).to(tl.float32, bitcast=True)
+    return (y * power * _MASS_UNITS).to(tl.int64)
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * _MUL_1
+    x = (x ^ (x >> 27)) * _MUL_2
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def noise_at(key, ids):
+    """gumbel.gumbel_noise; key: uint64 scalar."""
+    return noise_of((_mix(key + ids.to(tl.uint64) * _GOLDEN) >> 32).to(tl.uint32))
+
+
+@triton.jit
+def _key_of(seed, output_len):
+    """gumbel.sample_keys."""
+    return _mix(_mix(seed.to(tl.uint64)) + (output_len + 1).to(tl.uint64) * _GOLDEN)
+
+
+@triton.jit
+def _is_edited(integers, output_len, masked_as):
+    """Whether a row's logits lie in `edited`."""
+    ends = tl.where(output_len < tl.load(integers + MIN_NEW_TOKENS), tl.load(integers + NUM_ENDS), 0)
+    return (tl.load(integers + SEEN) != 0) | (tl.load(integers + NUM_BIASES) + ends > 0) | (masked_as >= 0)
+
+
+@triton.jit
+def _masked_as(mask_rows_ptr, row, MASKED: tl.constexpr):
+    """The row of the masks, or -1."""
+    if MASKED:
+        return tl.load(mask_rows_ptr + row)
+    return -1
+
+
+@triton.jit
+def _edit(x, ids, inside, integers, floats, output_len):
+    """Penalties, biases and bans, in the order of sampler.py."""
+    seen_ptr = tl.load(integers + SEEN)
+    if seen_ptr != 0:
+        word = tl.load(seen_ptr.to(tl.pointer_type(tl.int32)) + ids, mask=inside, other=0)
+        repetition = tl.load(floats + REPETITION)
+        count = (word >> 1).to(tl.float32)
+        repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+        x = tl.where((word & 1) != 0, repeated, x)
+        x = x - tl.load(floats + FREQUENCY) * count
+        x = x - tl.load(floats + PRESENCE) * (count > 0).to(tl.float32)
+    edits = tl.load(integers + EDITS).to(tl.pointer_type(tl.int32))
+    ends = tl.where(output_len < tl.load(integers + MIN_NEW_TOKENS), tl.load(integers + NUM_ENDS), 0)
+    for i in range(tl.load(integers + NUM_BIASES) + ends):
+        value = tl.load(edits + 2 * i + 1).to(tl.float32, bitcast=True)
+        x = tl.where(ids == tl.load(edits + 2 * i), x + value, x)
+    return x
+
+
+@triton.jit
+def peaks_kernel(
+    logits_ptr,  # [n, VOCAB]
+    edited_ptr,  # the same shape; rows that are edited
+    slots_ptr,  # [n] int64
+    output_lens_ptr,  # [n] int64; -1: the row is not sampled
+    integers_ptr,  # [slots, COLUMNS] int64
+    floats_ptr,  # the same memory as float32
+    mask_rows_ptr,  # [n] int32; -1: no mask
+    masks_ptr,  # [m, ceil(VOCAB / 32)] int32
+    before_ptr,  # IS_FALLBACK: the peaks without it
+    peaks_ptr,  # [n, 3, PARTS] float32: raw, edited, of the scores
+    ids_ptr,  # [n, 2, PARTS] int32: of the edited peak, of the best score
+    VOCAB: tl.constexpr,
+    PART: tl.constexpr,  # tokens of a program, a multiple of TILE
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+    IS_FALLBACK: tl.constexpr,
+):
+    """Program (row, part). IS_FALLBACK: a mask and bans forbid all of a row; its mask alone counts then."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    output_len = tl.load(output_lens_ptr + row)
+    if output_len < 0:
+        return
+    slot = tl.load(slots_ptr + row)
+    integers, floats = integers_ptr + slot * _INTEGERS_OF_ROW, floats_ptr + slot * _FLOATS_OF_ROW + _FLOATS_FROM
+    masked_as = _masked_as(mask_rows_ptr, row, MASKED)
+    is_edited = _is_edited(integers, output_len, masked_as)
+    at = row * 3 * PARTS + part
+    if IS_FALLBACK:
+        own = before_ptr + row * 3 * PARTS
+        if (masked_as < 0) | (tl.max(tl.load(own + PARTS + tl.arange(0, PARTS)), 0) > -_INF):
+            tl.store(peaks_ptr + at, tl.load(own + part))
+            tl.store(peaks_ptr + at + PARTS, tl.load(own + PARTS + part))
+            return
+    raw = tl.full([TILE], -_INF, tl.float32)
+    best = tl.full([TILE], -_INF, tl.float32)
+    best_ids = tl.zeros([TILE], tl.int32)
+    for i in range(PART // TILE):
+        ids = part * PART + i * TILE + tl.arange(0, TILE)
+        inside = ids < VOCAB
+        x = tl.load(logits_ptr + row * VOCAB + ids, mask=inside, other=-_INF)
+        raw = tl.maximum(raw, tl.where(x != x, _INF, x))
+        if is_edited:
+            if not IS_FALLBACK:
+                x = _edit(x, ids, inside, integers, floats, output_len)
+            if MASKED:  # noqa: SIM102 (decided by the compiler)
+                if masked_as >= 0:
+                    words = masks_ptr + masked_as.to(tl.int64) * ((VOCAB + 31) // 32)
+                    word = tl.load(words + (ids >> 5), mask=inside, other=0)
+                    x = tl.where(((word >> (ids & 31)) & 1) != 0, x, -_INF)
+            tl.store(edited_ptr + row * VOCAB + ids, x, mask=inside)
+        better = x > best
+        best = tl.where(better, x, best)
+        best_ids = tl.where(better, ids, best_ids)
+    peak = tl.max(best, 0)
+    tl.store(peaks_ptr + at, tl.max(raw, 0))
+    tl.store(peaks_ptr + at + PARTS, peak)
+    tl.store(ids_ptr + row * 2 * PARTS + part, tl.min(tl.where(best == peak, best_ids, VOCAB), 0))
+
+
+@triton.jit
+def _peak_of(peaks_ptr, row, which, PARTS: tl.constexpr):
+    return tl.max(tl.load(peaks_ptr + (row * 3 + which) * PARTS + tl.arange(0, PARTS)), 0)
+
+
+@triton.jit
+def _id_of_peak(peaks_ptr, ids_ptr, row, which, peak, PARTS: tl.constexpr, VOCAB: tl.constexpr):
+    """The lowest token of the peak `which`, in the parts' arrays (1: edited, 2: of the scores)."""
+    at = tl.arange(0, PARTS)
+    values = tl.load(peaks_ptr + (row * 3 + which) * PARTS + at)
+    return tl.min(tl.where(values == peak, tl.load(ids_ptr + (row * 2 + which - 1) * PARTS + at), VOCAB), 0)
+
+
+@triton.jit
+def _is_finite(x):
+    return (x > -_INF) & (x < _INF)
+
+
+@triton.jit
+def _is_below(gap_bits, ids, bound_gap, bound_id):
+    return (gap_bits < bound_gap) | ((gap_bits == bound_gap) & (ids < bound_id))
+
+
+@triton.jit
+def _count_in(bins, index: tl.constexpr):
+    return tl.sum(((bins >> (8 * index)) & 255).to(tl.int32), 0)
+
+
+@triton.jit
+def top_k_kernel(
+    logits_ptr,
+    edited_ptr,
+    slots_ptr,
+    output_lens_ptr,
+    integers_ptr,
+    floats_ptr,
+    mask_rows_ptr,
+    peaks_ptr,
+    bounds_ptr,  # [n, 2] int32: gap bits, token id
+    VOCAB: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Program (row). The bound with top_k tokens below it, of rows with a top_k."""
+    row = tl.program_id(0).to(tl.int64)
+    output_len = tl.load(output_lens_ptr + row)
+    if output_len < 0:
+        return
+    slot = tl.load(slots_ptr + row)
+    integers, floats = integers_ptr + slot * _INTEGERS_OF_ROW, floats_ptr + slot * _FLOATS_OF_ROW + _FLOATS_FROM
+    top_k = tl.load(integers + TOP_K).to(tl.int32)
+    best = _peak_of(peaks_ptr, row, 1, PARTS)
+    is_sampled = tl.load(floats + TEMPERATURE) > 0
+    is_good = _is_finite(best) & _is_finite(_peak_of(peaks_ptr, row, 0, PARTS))
+    if (top_k >= VOCAB) | (is_sampled == 0) | (is_good == 0):
+        return
+    is_edited = _is_edited(integers, output_len, _masked_as(mask_rows_ptr, row, MASKED))
+    source = tl.where(is_edited, edited_ptr, logits_ptr) + row * VOCAB
+    # tokens with bits < low: `before`, at most top_k; with bits < high: more
+    low, high, before = tl.full([], 0, tl.int32), tl.full([], _INF_BITS + 1, tl.int32), tl.full([], 0, tl.int32)
+    start, shift = tl.full([], _FIRST_BIN, tl.int32), tl.full([], 23, tl.int32)
+    while (before != top_k) & (high - low > 1):
+        few, many = tl.zeros([TILE], tl.int64), tl.zeros([TILE], tl.int64)
+        for at in range(0, VOCAB, TILE):
+            ids = at + tl.arange(0, TILE)
+            x = tl.load(source + ids, mask=ids < VOCAB, other=-_INF)
+            bits = (best - x).to(tl.int32, bitcast=True)
+            counts = (ids < VOCAB) & (bits >= low) & (bits < high)
+            index = tl.minimum(tl.maximum(bits - start, 0) >> shift, 15)
+            one = tl.where(counts, 1, 0).to(tl.int64) << ((index & 7) * 8).to(tl.int64)
+            few += tl.where(index < 8, one, 0)
+            many += tl.where(index < 8, 0, one)
+        found = tl.full([], 0, tl.int32)  # the bin that holds token number top_k
+        running = before
+        for i in tl.static_range(15):
+            running += _count_in(few, i) if i < 8 else _count_in(many, i - 8)
+            found += tl.where(running <= top_k, 1, 0)
+            before = tl.where(running <= top_k, running, before)
+        high = tl.where(found < 15, start + tl.minimum(high - start, (found + 1) << shift), high)
+        low = tl.where(found > 0, start + (found << shift), low)
+        is_edge = ((found == 0) | (found == 15)) & (shift == 23) & (start == _FIRST_BIN)
+        shift = tl.where(is_edge, 27, tl.maximum(shift - 4, 0))
+        start = low
+    bound_id = tl.full([], 0, tl.int32)
+    if before != top_k:  # ties: the lower token ids are kept
+        for at in range(0, VOCAB, TILE):
+            ids = at + tl.arange(0, TILE)
+            x = tl.load(source + ids, mask=ids < VOCAB, other=-_INF)
+            tie = ((ids < VOCAB) & ((best - x).to(tl.int32, bitcast=True) == low)).to(tl.int32)
+            rank = before + tl.cumsum(tie, 0) - tie
+            bound_id += tl.sum(tl.where((tie != 0) & (rank == top_k), ids, 0), 0)
+            before += tl.sum(tie, 0)
+    tl.store(bounds_ptr + row * 2, low)
+    tl.store(bounds_ptr + row * 2 + 1, bound_id)
+
+
+@triton.jit
+def _scaled(x, best, temperature):
+    return tl.div_rn(x - best, temperature)
+
+
+@triton.jit
+def scores_kernel(
+    logits_ptr,
+    edited_ptr,
+    slots_ptr,
+    output_lens_ptr,
+    integers_ptr,
+    floats_ptr,
+    mask_rows_ptr,
+    bounds_ptr,
+    peaks_ptr,
+    ids_ptr,
+    masses_ptr,  # [n, PARTS] int64: of the tokens that top_k keeps
+    VOCAB: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Program (row, part)."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    output_len = tl.load(output_lens_ptr + row)
+    if output_len < 0:
+        return
+    slot = tl.load(slots_ptr + row)
+    integers, floats = integers_ptr + slot * _INTEGERS_OF_ROW, floats_ptr + slot * _FLOATS_OF_ROW + _FLOATS_FROM
+    temperature = tl.load(floats + TEMPERATURE)
+    best = _peak_of(peaks_ptr, row, 1, PARTS)
+    is_good = _is_finite(best) & _is_finite(_peak_of(peaks_ptr, row, 0, PARTS))
+    if (temperature <= 0) | (is_good == 0):
+        return
+    bound_gap, bound_id = tl.full([], _NO_BOUND, tl.int32), tl.full([], 0, tl.int32)
+    if tl.load(integers + TOP_K) < VOCAB:
+        bound_gap, bound_id = tl.load(bounds_ptr + row * 2), tl.load(bounds_ptr + row * 2 + 1)
+    has_top_p, log_min_p = tl.load(floats + TOP_P) < 1, tl.load(floats + LOG_MIN_P)
+    key = _key_of(tl.load(integers + SEED), output_len)
+    is_edited = _is_edited(integers, output_len, _masked_as(mask_rows_ptr, row, MASKED))
+    source = tl.where(is_edited, edited_ptr, logits_ptr) + row * VOCAB
+    scores = tl.full([TILE], -_INF, tl.float32)
+    score_ids = tl.zeros([TILE], tl.int32)
+    masses = tl.zeros([TILE], tl.int64)
+    most = tl.full([], -_INF, tl.float32)
+    for i in range(PART // TILE):
+        ids = part * PART + i * TILE + tl.arange(0, TILE)
+        x = tl.load(source + ids, mask=ids < VOCAB, other=-_INF)
+        scaled = _scaled(x, best, temperature)
+        kept = _is_below((best - x).to(tl.int32, bitcast=True), ids, bound_gap, bound_id) & (ids < VOCAB)
+        if has_top_p:
+            masses += tl.where(kept, mass_of(scaled), 0)
+        kept = kept & (scaled >= log_min_p)
+        if tl.max(tl.where(kept, scaled, -_INF), 0) + _LARGEST_NOISE > most:
+            score = tl.where(kept, scaled + noise_at(key, ids), -_INF)
+            better = score > scores
+            scores = tl.where(better, score, scores)
+            score_ids = tl.where(better, ids, score_ids)
+            most = tl.max(scores, 0)
+    tl.store(peaks_ptr + (row * 3 + 2) * PARTS + part, most)
+    tl.store(ids_ptr + (row * 2 + 1) * PARTS + part, tl.min(tl.where(scores == most, score_ids, VOCAB), 0))
+    tl.store(masses_ptr + row * PARTS + part, tl.sum(masses, 0))
+
+
+@triton.jit
+def finish_kernel(
+    logits_ptr,
+    edited_ptr,
+    slots_ptr,
+    output_lens_ptr,
+    integers_ptr,
+    floats_ptr,
+    mask_rows_ptr,
+    peaks_ptr,
+    ids_ptr,
+    masses_ptr,
+    tokens_ptr,  # [n] int64
+    bad_ptr,  # [n] uint8
+    VOCAB: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Program (row). The token of a row that is bad, or not sampled, is 0."""
+    row = tl.program_id(0).to(tl.int64)
+    output_len = tl.load(output_lens_ptr + row)
+    if output_len < 0:
+        tl.store(tokens_ptr + row, 0)
+        tl.store(bad_ptr + row, 0)
+        return
+    slot = tl.load(slots_ptr + row)
+    integers, floats = integers_ptr + slot * _INTEGERS_OF_ROW, floats_ptr + slot * _FLOATS_OF_ROW + _FLOATS_FROM
+    is_good = _is_finite(_peak_of(peaks_ptr, row, 0, PARTS))
+    best = _peak_of(peaks_ptr, row, 1, PARTS)
+    temperature, top_p = tl.load(floats + TEMPERATURE), tl.load(floats + TOP_P)
+    token = tl.full([], 0, tl.int32)
+    if is_good & (best > -_INF):
+        token = _id_of_peak(peaks_ptr, ids_ptr, row, 1, best, PARTS, VOCAB)
+    if is_good & _is_finite(best) & (temperature > 0):
+        most = _peak_of(peaks_ptr, row, 2, PARTS)
+        if most > -_INF:
+            token = _id_of_peak(peaks_ptr, ids_ptr, row, 2, most, PARTS, VOCAB)
+        if top_p < 1:
+            total = tl.sum(tl.load(masses_ptr + row * PARTS + tl.arange(0, PARTS)), 0)
+            limit = top_p.to(tl.float64) * total.to(tl.float64)
+            is_edited = _is_edited(integers, output_len, _masked_as(mask_rows_ptr, row, MASKED))
+            source = tl.where(is_edited, edited_ptr, logits_ptr) + row * VOCAB
+            key = _key_of(tl.load(integers + SEED), output_len)
+            log_min_p = tl.load(floats + LOG_MIN_P)
+            gap = (best - tl.load(source + token)).to(tl.int32, bitcast=True)
+            before = _mass_below(source, best, temperature, gap, token, VOCAB, TILE)
+            while before.to(tl.float64) >= limit:
+                token = _best_below(source, best, temperature, log_min_p, key, gap, token, VOCAB, TILE)
+                gap = (best - tl.load(source + token)).to(tl.int32, bitcast=True)
+                before = _mass_below(source, best, temperature, gap, token, VOCAB, TILE)
+    tl.store(tokens_ptr + row, token.to(tl.int64))
+    tl.store(bad_ptr + row, tl.where(is_good, 0, 1).to(tl.uint8))
+    seen_ptr = tl.load(integers + SEEN)
+    if seen_ptr != 0:
+        word_ptr = seen_ptr.to(tl.pointer_type(tl.int32)) + token
+        tl.store(word_ptr, (tl.load(word_ptr) + 2) | 1)
+
+
+@triton.jit
+def _mass_below(source, best, temperature, bound_gap, bound_id, VOCAB: tl.constexpr, TILE: tl.constexpr):
+    total = tl.zeros([TILE], tl.int64)
+    for at in range(0, VOCAB, TILE):
+        ids = at + tl.arange(0, TILE)
+        x = tl.load(source + ids, mask=ids < VOCAB, other=-_INF)
+        kept = _is_below((best - x).to(tl.int32, bitcast=True), ids, bound_gap, bound_id) & (ids < VOCAB)
+        if tl.max(kept.to(tl.int32), 0) > 0:
+            total += tl.where(kept, mass_of(_scaled(x, best, temperature)), 0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _best_below(
+    source, best, temperature, log_min_p, key, bound_gap, bound_id, VOCAB: tl.constexpr, TILE: tl.constexpr
+):
+    """The token of the best score below a bound; there is one, as the best token is never beyond a limit."""
+    scores = tl.full([TILE], -_INF, tl.float32)
+    score_ids = tl.zeros([TILE], tl.int32)
+    most = tl.full([], -_INF, tl.float32)
+    for at in range(0, VOCAB, TILE):
+        ids = at + tl.arange(0, TILE)
+        x = tl.load(source + ids, mask=ids < VOCAB, other=-_INF)
+        scaled = _scaled(x, best, temperature)
+        kept = _is_below((best - x).to(tl.int32, bitcast=True), ids, bound_gap, bound_id) & (scaled >= log_min_p)
+        if tl.max(tl.where(kept & (ids < VOCAB), scaled, -_INF), 0) + _LARGEST_NOISE > most:
+            score = tl.where(kept & (ids < VOCAB), scaled + noise_at(key, ids), -_INF)
+            better = score > scores
+            scores = tl.where(better, score, scores)
+            score_ids = tl.where(better, ids, score_ids)
+            most = tl.max(scores, 0)
+    return tl.min(tl.where(scores == most, score_ids, VOCAB), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """`rows` [n] int32: the row's mask in `bits` [m, ceil(V / 32)] int32, or -1. `bans`: rows may ban all that a mask allows."""
+
+    rows: Tensor
+    bits: Tensor
+    bans: bool
+
+
+def part_of(vocab_size: int) -> int:
+    """Tokens of a program of `peaks` and `scores`."""
+    return triton.cdiv(vocab_size, PARTS * TILE) * TILE
+
+
+def sample(
+    logits: Tensor, slots: Tensor, output_lens: Tensor, requests: Tensor, masks: RowMasks | None
+) -> tuple[Tensor, Tensor]:
+    """Sample [n] int64 tokens, and [n] bool whether a row was bad.
+
+    logits [n, V] float32; slots, output_lens [n] int64; requests [num_slots, COLUMNS] int64. A row whose output_len is -1 is
+    left alone and gives 0. Only kernels read the tensors, so the call can be captured.
+    """
+    n, vocab_size = logits.shape
+    assert logits.is_contiguous() and logits.dtype == torch.float32, (logits.shape, logits.dtype)
+    assert vocab_size <= MOST_TOKENS, f"{vocab_size} token ids: the kernels take {MOST_TOKENS}"
+    device = logits.device
+    edited = torch.empty_like(logits)
+    peaks = torch.empty((n, 3, PARTS), dtype=torch.float32, device=device)
+    ids = torch.empty((n, 2, PARTS), dtype=torch.int32, device=device)
+    masses = torch.empty((n, PARTS), dtype=torch.int64, device=device)
+    bounds = torch.empty((n, 2), dtype=torch.int32, device=device)
+    tokens = torch.empty(n, dtype=torch.int64, device=device)
+    bad = torch.empty(n, dtype=torch.uint8, device=device)
+    rows = (logits, edited, slots, output_lens, requests, requests.view(torch.float32))
+    mask_rows, mask_bits = (slots, slots) if masks is None else (masks.rows, masks.bits)
+    by_part = {"PART": part_of(vocab_size), "PARTS": PARTS, "TILE": TILE, "num_warps": WARPS}
+    by_row = {"PARTS": PARTS, "TILE": ROW_TILE, "num_warps": ROW_WARPS}
+    shared = {"VOCAB": vocab_size, "MASKED": masks is not None, **EXACT}
+    peaks_kernel[(n, PARTS)](*rows, mask_rows, mask_bits, peaks, peaks, ids, IS_FALLBACK=False, **by_part, **shared)
+    if masks is not None and masks.bans:
+        before, peaks = peaks, torch.empty_like(peaks)
+        peaks_kernel[(n, PARTS)](*rows, mask_rows, mask_bits, before, peaks, ids, IS_FALLBACK=True, **by_part, **shared)
+    top_k_kernel[(n,)](*rows, mask_rows, peaks, bounds, **by_row, **shared)
+    scores_kernel[(n, PARTS)](*rows, mask_rows, bounds, peaks, ids, masses, **by_part, **shared)
+    finish_kernel[(n,)](*rows, mask_rows, peaks, ids, masses, tokens, bad, **by_row, **shared)
+    return tokens, bad.view(torch.bool)

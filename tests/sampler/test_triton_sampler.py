@@ -1,0 +1,73 @@
+"""Triton's sampler without a GPU: tokens by the interpreter, and what the compiler makes of the kernels for an H100/H200."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.kernels import triton_sample
+from engine.kernels.triton_sample import PARTS, ROW_TILE, ROW_WARPS, TILE, WARPS, part_of
+from tests.attention.test_triton import REGISTERS, resource_usage
+
+ROOT = Path(__file__).parents[2]
+SM_90 = GPUTarget("cuda", 90, 32)
+VOCAB = 151936
+TYPES = {
+    **dict.fromkeys(["logits_ptr", "edited_ptr", "floats_ptr", "before_ptr", "peaks_ptr"], "*fp32"),
+    **dict.fromkeys(["slots_ptr", "output_lens_ptr", "integers_ptr", "masses_ptr", "tokens_ptr"], "*i64"),
+    **dict.fromkeys(["mask_rows_ptr", "masks_ptr", "ids_ptr", "bounds_ptr"], "*i32"),
+    "bad_ptr": "*u8",
+}
+BY_PART = {"VOCAB": VOCAB, "PART": part_of(VOCAB), "PARTS": PARTS, "TILE": TILE}
+BY_ROW = {"VOCAB": VOCAB, "PARTS": PARTS, "TILE": ROW_TILE}
+
+
+def test_tokens_by_the_interpreter() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.sampler.triton_cases"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("name", "constants", "warps"),
+    [
+        ("peaks_kernel", {**BY_PART, "MASKED": False, "IS_FALLBACK": False}, WARPS),
+        ("peaks_kernel", {**BY_PART, "MASKED": True, "IS_FALLBACK": False}, WARPS),
+        ("peaks_kernel", {**BY_PART, "MASKED": True, "IS_FALLBACK": True}, WARPS),
+        ("top_k_kernel", {**BY_ROW, "MASKED": False}, ROW_WARPS),
+        ("scores_kernel", {**BY_PART, "MASKED": False}, WARPS),
+        ("finish_kernel", {**BY_ROW, "MASKED": True}, ROW_WARPS),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_kernels_compile_for_sm_90_without_spills(
+    name: str, constants: dict[str, Any], warps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_TEST_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    kernel = getattr(triton_sample, name)
+    names = kernel.arg_names
+    signature = {n: TYPES.get(n, "constexpr") for n in names}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(n),): value for n, value in constants.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n] != "constexpr"},
+    )
+    made = triton.compile(source, target=SM_90, options={"num_warps": warps, **triton_sample.EXACT})
+    usage = resource_usage(made.asm["cubin"])
+    assert usage["STACK"] == 0 and usage["LOCAL"] == 0, usage
+    # two programs of a row, or four of a part, share a multiprocessor
+    assert usage["REG"] <= 128 and usage["REG"] * 32 * warps <= REGISTERS, usage
+    ptx = made.asm["ptx"]
+    assert re.search(r"ld\.global\S*\.v4", ptx), "logits are loaded one by one"
+    for inexact in (r"fma\.rn", r"\.ftz", r"div\.(full|approx)", r"(ex2|lg2)\.approx"):
+        assert not re.search(inexact, ptx), f"{inexact}: other bits than a CPU's"
