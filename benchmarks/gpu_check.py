@@ -47,15 +47,16 @@ PARTS = {
     "sanitizer": Part("sanitizer:measure", 120, is_timed=False),
     "limits": Part("limits:measure", 20),
     "decode_attention": Part("attention:decode_bandwidth", 40),
-    "extend_attention": Part("attention:extend_rate", 45),
+    "extend_attention": Part("attention:extend_rate", 40),
     "sampler": Part("sampler:measure", 30),
     "decode": Part("steps:decode", 60),
-    "products": Part("products:measure", 20),
-    "prefill": Part("steps:prefill", 40),
-    "short_prompts": Part("steps:short_prompts", 30),
+    "products": Part("products:measure", 15),
+    "prefill": Part("steps:prefill", 35),
+    "short_prompts": Part("steps:short_prompts", 25),
+    "adapters": Part("adapters:measure", 25),
     "gap": Part("steps:gap", 40),
     "transfer": Part("transfer:measure", 40),
-    "restart": Part("restart:measure", 30),
+    "restart": Part("restart:measure", 25),
 }
 
 
@@ -189,6 +190,7 @@ AIMS: tuple[tuple[str, str, str, str, float], ...] = (
     ("50 tokens behind 32k cached, share of the copy rate", "extend_attention", "prefix.of_copy", ">=", 0.30),
     ("sampling with top_p, share of a decode step, batch 64", "sampler", "rows.8.of_step", "<=", 0.10),
     # twice what a card of 400 Gbit/s carries: one copy engine moves 2.4 MB pieces far below the copy rate
+    ("decode step with 8 adapters over one without, batch 64", "adapters", "rows.2.of_plain", "<=", 1.3),
     ("transfer on one GPU, GB/s, 8k tokens", "transfer", "rows.1.gb_s", ">=", 100.0),
     ("memory of a dead peer that is not given back, GB", "restart", "lost_gb", "<=", 0.5),
 )

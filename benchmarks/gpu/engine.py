@@ -111,11 +111,15 @@ class Run:
 
 
 class Steps:
-    """Hand-made plans for an executor without a scheduler: `batch` requests of `context` tokens, whose KV is whatever it is."""
+    """Hand-made plans for an executor without a scheduler: `batch` requests of `context` tokens, whose KV is whatever it is.
 
-    def __init__(self, parts: EngineParts, *, batch: int, context: int) -> None:
+    `adapters`: the number of each slot's adapter.
+    """
+
+    def __init__(self, parts: EngineParts, *, batch: int, context: int, adapters: Sequence[int] = ()) -> None:
         self._parts = parts
         self._batch, self._context = batch, context
+        self._adapters = adapters or [0] * batch
         self._pages = -(-context // parts.config.page_size)
         assert batch * self._pages <= parts.pool.num_pages, (batch, self._pages, parts.pool.num_pages)
         self._seq = 0
@@ -151,7 +155,9 @@ class Steps:
 
     def _slot(self, slot: int) -> SlotOpen:
         sampling = SamplingParams(max_new_tokens=1 << 20, temperature=0.0, ignore_eos=True, seed=0)
-        return SlotOpen(slot=slot, sampling=sampling, prompt_ids=[], output_ids=[], eos_ids=())
+        return SlotOpen(
+            slot=slot, sampling=sampling, prompt_ids=[], output_ids=[], eos_ids=(), adapter=self._adapters[slot]
+        )
 
     def close(self) -> None:
         """The slots may be opened by others."""

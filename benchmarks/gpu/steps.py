@@ -24,7 +24,7 @@ def decode(target: Target) -> dict[str, Any]:
     for graphs in (True, False):
         parts = make_engine(target, shape, context=context + 16, disable_cuda_graph=not graphs, **flags)
         for batch in batches:
-            ms = _step_ms(target, parts, batch=batch, context=context)
+            ms = step_ms(target, parts, Steps(parts, batch=batch, context=context))
             floor_ms = None
             if "copy_gb_s" in target.limits:
                 floor_ms = shape.step_bytes(batch=batch, context=context) / target.limits["copy_gb_s"] / 1e6
@@ -118,9 +118,11 @@ def _gap_row(
     return {"batch": batch, "depth": depth, "wall_ms_per_step": wall_ms / num_steps, **found}
 
 
-def _step_ms(target: Target, parts: EngineParts, *, batch: int, context: int) -> float:
-    """Milliseconds of one of many steps that are all launched before the first is waited for: what the device needs."""
-    steps = Steps(parts, batch=batch, context=context)
+def step_ms(target: Target, parts: EngineParts, steps: Steps) -> float:
+    """Return the milliseconds of one of many decode steps that are all launched before the first is waited for.
+
+    That is what the device needs. Closes `steps`.
+    """
     many = target.pick(40, 2)
     _collect(parts, steps.decode())
     times = []
