@@ -1,4 +1,4 @@
-"""Attention by Triton: split-KV decode and extend over pages, without waiting for the device.
+"""Attention by Triton: split-KV decode and extend over pages, without waiting for the device. Single tokens beside prompts decode.
 
 Never run on a GPU yet; tested in the interpreter.
 """
@@ -30,6 +30,15 @@ class _Decode:
 
 
 @dataclass(frozen=True, slots=True)
+class _Riders:
+    """Requests that decode in a step with prompts. rows, slots [n] int64: where they are in the step, and in the page table."""
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    decode: _Decode
+
+
+@dataclass(frozen=True, slots=True)
 class _Extend:
     """A step with prompts. `work`: by the shape of a layer; `library`: requests of another's kernels."""
 
@@ -37,6 +46,7 @@ class _Extend:
     starts: torch.Tensor
     work: "dict[_Shape, ExtendWork]"
     library: Sequence[int] = ()
+    riders: _Riders | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +95,9 @@ class TritonBackend:
         kv_write(k, v, cache_k, cache_v, pages=self._token_pages, offsets=self._token_offsets)
         rows, shape = q.to(cache_k.dtype), self._shapes[layer]
         assert rows.stride()[1:] == (q.shape[2], 1), rows.stride()
-        if isinstance(now, _Extend):
+        if isinstance(now, _Decode):
+            out = self._decode(layer, rows, now, self._slots)
+        else:
             out = extend(
                 rows,
                 cache_k,
@@ -99,18 +111,22 @@ class TritonBackend:
             )
             if now.library and self._prompts is not None:
                 self._prompts.attend(layer, rows, out)
-        else:
-            out = decode(
-                rows,
-                cache_k,
-                cache_v,
-                page_table=self._page_table,
-                slots=self._slots,
-                kv_lens=now.kv_lens,
-                splits=now.splits[shape.decode],
-                tiles=shape.decode,
-            )
+            if (riders := now.riders) is not None:
+                out.index_copy_(0, riders.rows, self._decode(layer, rows[riders.rows], riders.decode, riders.slots))
         return out.flatten(1).to(q.dtype)
+
+    def _decode(self, layer: int, rows: torch.Tensor, now: _Decode, slots: torch.Tensor) -> torch.Tensor:
+        tiles = self._shapes[layer].decode
+        return decode(
+            rows,
+            self._pool.k(layer),
+            self._pool.v(layer),
+            page_table=self._page_table,
+            slots=slots,
+            kv_lens=now.kv_lens,
+            splits=now.splits[tiles],
+            tiles=tiles,
+        )
 
     def _take(self, step: StepBatch | DeviceStep | DeviceExtend) -> None:
         self._token_pages, self._token_offsets = step.token_pages, step.token_offsets
@@ -122,6 +138,7 @@ class TritonBackend:
         return _Decode(kv_lens, {each: split_list(kv_lens, tiles=each) for each in tiles})
 
     def _extend_of(self, step: StepBatch) -> _Extend:
+        riders = step.riders or ()
         plans = {
             shape: plan_extend(
                 step.q_lens,
@@ -131,6 +148,7 @@ class TritonBackend:
                 rows=shape.extend.rows,
                 block=shape.extend.block,
                 has_library=self._prompts is not None,
+                skip=frozenset(riders),
             )
             for shape in dict.fromkeys(self._shapes)
         }
@@ -143,7 +161,13 @@ class TritonBackend:
         library = next(iter(plans.values())).library
         if library and self._prompts is not None:
             self._prompts.begin(step, library)
-        return _Extend(kv_lens, starts, work, library)
+        return _Extend(kv_lens, starts, work, library, self._riders_of(step, riders) if riders else None)
+
+    def _riders_of(self, step: StepBatch, riders: Sequence[int]) -> _Riders:
+        spans = step.spans()
+        rows, requests = upload(torch.tensor([[spans[i][0] for i in riders], riders]), self._pool.device)
+        (kv_lens,) = self._upload([step.kv_lens[i] for i in riders])
+        return _Riders(rows, step.slots[requests], self._decode_of(kv_lens))
 
     def _shape_of(self, layer: int) -> _Shape:
         cache = self._pool.k(layer)

@@ -10,7 +10,7 @@ A request is cut by its own lengths alone, so that its result is the same in any
     rows of a split tile, 3 heads a group: | token 0: head 0, 1, 2 | token 1: head 0, 1, 2 | ...
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200: fewer leave some idle
@@ -48,10 +48,16 @@ def plan_extend(
     rows: int,
     block: int,
     has_library: bool = False,
+    skip: Collection[int] = (),
 ) -> ExtendPlan:
-    """`group`: query heads of a kv head; `rows`: of a tile; `block`: tokens that a program takes at a time."""
+    """`group`: query heads of a kv head; `rows`: of a tile; `block`: tokens that a program takes at a time.
+
+    `skip`: requests that others compute.
+    """
     plan = ExtendPlan()
     for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        if request in skip:
+            continue
         tiles = -(-q_len * group // rows)
         span = span_tokens(kv_len, programs=tiles * kv_heads, block=block)
         if span < kv_len:

@@ -1,6 +1,6 @@
 """Random paged batches and a float64 reference that reads nothing of the code under test."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -86,9 +86,10 @@ def run_step(
     page_size: int,
     extend: bool = True,
     layer: int = 1,
+    riders: list[int] | None = None,
 ) -> list[torch.Tensor]:
     """Per request: [end - start, heads * dim]."""
-    backend.begin(make_step(sequences, starts, ends, page_size=page_size, extend=extend))
+    backend.begin(replace(make_step(sequences, starts, ends, page_size=page_size, extend=extend), riders=riders))
     rows = [
         torch.cat([getattr(s, name)[a:b] for s, a, b in zip(sequences, starts, ends, strict=True)]) for name in "qkv"
     ]

@@ -133,6 +133,20 @@ def check_split_extend() -> None:
     guarded.check()
 
 
+def check_riders() -> None:
+    """Single tokens beside prompts have the bits of a decode step, and disturb none."""
+    heads, starts, ends = Heads(q=4, kv=2, dim=16), [0, 76, 16, 299], [20, 77, 30, 300]
+    sequences = make_sequences(heads, ends, page_size=16, dtype="float32")
+    pool = filled_pool(heads, sequences, starts)
+    backend = TritonBackend(pool, num_heads=heads.q)
+    mixed = run_step(backend, sequences, starts, ends, page_size=16, riders=[1, 3])
+    assert worst_error(mixed, sequences, starts, ends) < TOLERANCE["float32"]
+    chosen = [of[1::2] for of in (sequences, starts, ends)]
+    alone = run_step(backend, *chosen, page_size=16, extend=False)
+    assert all(torch.equal(a, b) for a, b in zip(alone, mixed[1::2], strict=True))
+    guarded.check()
+
+
 def check_library() -> None:
     """A long prompt by FlashInfer's arguments, beside a split one and a short one by Triton; then a step of its alone."""
     setattr(extend_plan, "PROGRAMS", 2)  # noqa: B010
@@ -177,6 +191,7 @@ def main() -> None:
     check("extend, tiles", mqa, [0, 70], [70, 140], page_size=16, extend=True)
     check_split_extend()
     check_library()
+    check_riders()
     check_split_list()
     check_alone_and_together()
     check_lengths_on_the_device()
