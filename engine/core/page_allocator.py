@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 FREE, HELD, CACHED, QUARANTINED = range(4)
 SORT_WHEN_UNSORTED = 8  # sort when one page in 8 of the free list is unsorted
+SINGLES = 64  # set aside at once for requests that grow by a page
 _NAMES = ("free", "held", "cached", "quarantined")
 
 
@@ -30,6 +31,7 @@ class PageAllocator:
         self.page_size = page_size
         self._state = bytearray(num_pages + 1)
         self._free = list(range(num_pages, 0, -1))  # popped from the end: low ids first
+        self._singles: list[int] = []  # free, too; from the other end
         self._num_unsorted = 0  # given back since the free list was in order
         self._counts = [num_pages, 0, 0, 0]
 
@@ -46,17 +48,30 @@ class PageAllocator:
     def allocate(self, n: int) -> list[int]:
         """Take `n` pages, adjacent ones where that is cheap: they travel as one piece of a transfer.
 
-        The free list is sorted only when enough pages have come back: constant work per page.
+        The free list is sorted only when enough pages have come back: constant work per page. Single pages, by which running
+        requests grow, come from its other end and leave runs whole for prompts.
         """
-        assert 0 <= n <= len(self._free), f"{n} pages requested, {len(self._free)} are free"
+        assert 0 <= n <= self.num_free, f"{n} pages requested, {self.num_free} are free"
         if n == 0:
             return []
-        if n > 1 and self._num_unsorted * SORT_WHEN_UNSORTED >= len(self._free):
+        if n == 1:
+            return self._allocate_single()
+        if n > len(self._free):
+            self._free[:0], self._singles = self._singles, []
+        if self._num_unsorted * SORT_WHEN_UNSORTED >= len(self._free):
             self._free.sort(reverse=True)
             self._num_unsorted = 0
         pages = self._free[-n:]
         del self._free[-n:]
         pages.reverse()
+        self._move(pages, FREE, HELD)
+        return pages
+
+    def _allocate_single(self) -> list[int]:
+        if not self._singles:
+            self._singles = self._free[:SINGLES]
+            del self._free[:SINGLES]
+        pages = [self._singles.pop()]
         self._move(pages, FREE, HELD)
         return pages
 
@@ -97,8 +112,9 @@ class PageAllocator:
 
     def check(self) -> None:
         assert sum(self._counts) == self.num_pages, f"{self.counts()} do not add up to {self.num_pages}"
-        assert len(self._free) == self._counts[FREE] == len(set(self._free))
-        assert all(self._state[p] == FREE for p in self._free)
+        free = {*self._free, *self._singles}
+        assert len(self._free) + len(self._singles) == self._counts[FREE] == len(free)
+        assert all(self._state[p] == FREE for p in free)
         for state in range(4):
             expected = self._counts[state] + (1 if state == FREE else 0)  # page 0 stays FREE in the array
             assert self._state.count(state) == expected
