@@ -12,6 +12,7 @@ from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
 from disagg.registration import RouteFinder, registrar_of
 from engine.build import EngineParts
+from engine.kernels.page_sums import page_sums_for
 from engine.kv.page_checksum import NAME as CHECKSUM_NAME
 from engine.kv.page_checksum import PageChecksum
 from engine.loop.role import EngineRole, UnifiedRole
@@ -56,7 +57,7 @@ def _prefill(
             metadata,
             page_size=parts.pool.page_size,
             page_bytes=parts.pool.page_bytes,
-            checksum=_checksum(spec, parts),
+            checksum=_checksum(spec, parts, wakeup),
             layerwise=bool(groups),
             least_bytes=LEAST_BYTES,
         ),
@@ -84,7 +85,7 @@ def _decode(
         metadata=metadata,
         moves_bytes=spec.disagg.disaggregation_transfer_backend != "fake",
         prealloc_timeout_s=spec.disagg.disaggregation_prealloc_timeout_s,
-        checksum=_checksum(spec, parts),
+        checksum=_checksum(spec, parts, wakeup),
     )
 
 
@@ -97,8 +98,10 @@ def _bounds(parts: EngineParts) -> Bounds:
     return Bounds(vocab_size=parts.model.vocab_size, context_length=parts.config.context_length)
 
 
-def _checksum(spec: SchedulerSpec, parts: EngineParts) -> Checksum | None:
-    return PageChecksum(parts.pool) if spec.disagg.disaggregation_kv_checksum else None
+def _checksum(spec: SchedulerSpec, parts: EngineParts, wakeup: Callable[[], None]) -> Checksum | None:
+    if not spec.disagg.disaggregation_kv_checksum:
+        return None
+    return PageChecksum(parts.pool, page_sums=page_sums_for(parts.pool.device), wakeup=wakeup)
 
 
 def _kv_args(spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers) -> KVArgs:

@@ -6,8 +6,10 @@ import struct
 import pytest
 import torch
 
+from engine.kernels.triton_checksum import page_sums_kernel, sums_constants
 from engine.kv.kv_pool import CacheSpec, KVPool
 from engine.kv.page_checksum import PageChecksum
+from tests.attention.test_triton import check_compiled, own_directory  # noqa: F401 (a fixture of every test here)
 from tests.sampler.sampler_cases import MASK, mix
 
 ODD = 0x9E3779B97F4A7C15
@@ -68,3 +70,11 @@ def test_swapped_pages_swapped_words_and_paired_sign_bits_are_seen(pool: KVPool)
     words[1, 0], words[1, 1] = words[1, 1].clone(), words[1, 0].clone()
     words[1, :2] ^= -(1 << 63)
     assert checksum([1, 2])() != right
+
+
+def test_its_kernel_compiles_for_sm_90_without_spills() -> None:
+    """Of Qwen3-8B's pages. Numerics: triton_numerics.py."""
+    signature = dict.fromkeys(["words_ptr", "pages_ptr", "sums_ptr"], "*i64")
+    made = check_compiled(page_sums_kernel, signature, sums_constants(294912), aligned=[], warps=8, stages=3)
+    assert "ld.global.v2.b64" in made.asm["ptx"], "loads are narrow"
+    assert made.usage["REG"] <= 64, made.usage

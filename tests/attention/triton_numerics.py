@@ -25,6 +25,7 @@ from tests.attention.attention_cases import (
     worst_error,
 )
 from tests.attention.flashinfer_stand_in import BatchPrefillWithPagedKVCacheWrapper
+from tests.attention.triton_checksum import check_checksum
 from tests.attention.triton_elementwise import check_elementwise
 
 GUARD = 7  # of any dtype
@@ -196,6 +197,7 @@ def main() -> None:
     check_alone_and_together()
     check_lengths_on_the_device()
     check_elementwise(guarded.check)
+    check_checksum()
     # longer than all splits of the least size: splits grow
     few = triton_decode.DecodeTiles(min_split=128, splits=2)
     setattr(triton_backend, "decode_tiles", lambda **_: few)  # noqa: B010

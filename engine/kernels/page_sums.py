@@ -1,0 +1,16 @@
+"""Which kernel sums the words of KV pages on a device (engine/kv/page_checksum.py)."""
+
+from importlib.util import find_spec
+
+import torch
+
+from engine.kv.page_checksum import PageSums
+
+
+def page_sums_for(device: torch.device) -> PageSums | None:
+    """Return the Triton kernel on a GPU; None: torch's operators do it."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from engine.kernels.triton_checksum import page_sums
+
+    return page_sums

@@ -1,0 +1,19 @@
+"""The checksum of KV pages by its Triton kernel in the interpreter, beside torch's operators; run by triton_numerics.py."""
+
+import torch
+
+from engine.kernels import triton_checksum
+from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.page_checksum import PageChecksum
+
+
+def check_checksum() -> None:
+    """Pages of several spans, the last span and tile partly filled."""
+    triton_checksum.TILE, triton_checksum.SPAN = 64, 256
+    pool = KVPool([CacheSpec(num_kv_heads=3, head_dim=8, dtype="float32")], num_pages=9, page_size=31, device="cpu")
+    pool.buffer.copy_(torch.randint(0, 256, pool.buffer.shape, dtype=torch.uint8))
+    assert (pool.page_bytes // 8) % 256 % 64, "no tile is partly filled"
+    checksum, by_kernel = PageChecksum(pool), PageChecksum(pool, page_sums=triton_checksum.page_sums)
+    by_kernel.pages_at_a_time = 2
+    for pages in ([], [9], [3, 1, 7, 2, 8]):
+        assert by_kernel(pages)() == checksum(pages)()
