@@ -1,4 +1,4 @@
-"""Sampling of a decode step alone: milliseconds on the device and launches of each kind, beside a step of the model.
+"""Sampling of a decode step alone: milliseconds and launches of each kind, beside a step of the model, and the CPU's tokens.
 
 Most chat clients send top_p, so that is the row to look at first.
 """
@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu.target import QWEN3_8B, TINY, Target
 from engine.core.plan import SlotOpen
-from engine.sampler.sampler import Sampler
+from engine.sampler.make import TokenSampler, make_sampler
 from engine.sampling_params import SamplingParams
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -38,17 +38,24 @@ def measure(target: Target) -> dict[str, Any]:
 
 
 def _cost(target: Target, logits: torch.Tensor, flags: dict[str, Any]) -> dict[str, Any]:
-    batch, vocab = logits.shape
-    sampler = Sampler(num_slots=batch, vocab_size=vocab, device=target.device)
-    for slot in range(batch):
-        sampling = SamplingParams(max_new_tokens=1 << 20, ignore_eos=True, seed=slot, **flags)
-        sampler.open(SlotOpen(slot=slot, sampling=sampling, prompt_ids=[1, 2, 3], output_ids=[], eos_ids=()))
-    slots, output_lens = list(range(batch)), [5] * batch
+    sampler, on_cpu = _opened(logits, flags), _opened(logits.cpu(), flags)
+    slots, output_lens = list(range(len(logits))), [5] * len(logits)
+    tokens, _ = sampler.sample(logits, slots, output_lens)
+    same = torch.equal(tokens.cpu(), on_cpu.sample(logits.cpu(), slots, output_lens)[0])
     ms = target.ms(lambda: sampler.sample(logits, slots, output_lens))
     if target.small:
-        return {"ms": ms}
+        return {"ms": ms, "tokens_of_cpu": same}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         sampler.sample(logits, slots, output_lens)
         torch.cuda.synchronize()
     on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return {"ms": ms, "launches": len(on_device)}
+    return {"ms": ms, "tokens_of_cpu": same, "launches": len(on_device)}
+
+
+def _opened(logits: torch.Tensor, flags: dict[str, Any]) -> TokenSampler:
+    batch, vocab = logits.shape
+    sampler = make_sampler(num_slots=batch, vocab_size=vocab, device=logits.device)
+    for slot in range(batch):
+        sampling = SamplingParams(max_new_tokens=1 << 20, ignore_eos=True, seed=slot, **flags)
+        sampler.open(SlotOpen(slot=slot, sampling=sampling, prompt_ids=[1, 2, 3], output_ids=[], eos_ids=()))
+    return sampler

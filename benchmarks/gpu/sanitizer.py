@@ -16,7 +16,7 @@ from benchmarks.gpu.attention import worst_error
 from benchmarks.gpu.sampler import KINDS
 from benchmarks.gpu.target import Shape, Target
 from engine.core.plan import SlotOpen
-from engine.sampler.sampler import Sampler
+from engine.sampler.make import make_sampler
 from engine.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ def use_kernels(target: Target) -> None:
     """Extend, decode, and a sample of each kind."""
     dtype = target.dtype
     worst_error(target, SHAPE, dtype, lengths=target.pick([1, 19, 130], [1, 19]))
-    sampler = Sampler(num_slots=len(KINDS), vocab_size=VOCAB, device=target.device)
+    sampler = make_sampler(num_slots=len(KINDS), vocab_size=VOCAB, device=torch.device(target.device))
     for slot, flags in enumerate(KINDS.values()):
         sampling = SamplingParams(max_new_tokens=8, ignore_eos=True, seed=slot, **flags)
         sampler.open(SlotOpen(slot=slot, sampling=sampling, prompt_ids=[1], output_ids=[], eos_ids=()))

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from engine.core.plan import ItemResult, Plan, StepResult
 from engine.executor.model_runner import DeviceOutOfMemory, ModelRunner
-from engine.executor.sample_pass import Logprobs, StepOutput
+from engine.executor.sample_pass import StepOutput
 from engine.executor.stream import Stream, StreamTask
 from engine.messages import TokenLogprob
+from engine.sampler.logprobs import Logprobs
 
 T = TypeVar("T")
 
@@ -89,13 +90,13 @@ def _step_result(plan: Plan, output: StepOutput) -> StepResult:
 def _token_logprobs(logprobs: Logprobs) -> list[TokenLogprob]:
     ids = logprobs.token_ids.tolist()
     values, top_ids = logprobs.top_values.tolist(), logprobs.top_ids.tolist()
-    requested = [[] for _ in ids] if logprobs.requested is None else logprobs.requested.tolist()
+    requested = logprobs.requested.tolist()
     return [
         TokenLogprob(
             chosen,
             token_id,
             list(zip(values[r], top_ids[r], strict=True)),
-            list(zip(requested[r], logprobs.requested_ids, strict=False)),
+            list(zip(requested[r], logprobs.requested_ids, strict=True)),
         )
         for r, (chosen, token_id) in enumerate(zip(logprobs.chosen.tolist(), ids, strict=True))
     ]

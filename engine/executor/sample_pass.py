@@ -12,25 +12,13 @@ from engine.executor.future_map import FutureMap
 from engine.kv.upload import upload
 from engine.messages import LogprobOptions
 from engine.models.decoder import DenseDecoder
+from engine.sampler.logprobs import Logprobs, Packed, packed_logprobs
 from engine.sampler.make import TokenSampler
-from engine.sampler.sampler import requested_logprobs, token_logprobs
 from engine.sampler.token_mask import token_mask
 
 PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits exist at once: [rows, vocab] float32
 
 _NO_TOKENS = torch.empty(0, dtype=torch.int64)
-
-
-@dataclass(slots=True)
-class Logprobs:
-    """Host copies for one item: token_ids and chosen [n], top [n, k], requested [n, len(requested_ids)]."""
-
-    token_ids: Tensor
-    chosen: Tensor
-    top_values: Tensor
-    top_ids: Tensor
-    requested_ids: tuple[int, ...] = ()
-    requested: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -87,11 +75,7 @@ class SamplePass:
             sampled=sampled,
             tokens=_to_host(tokens),
             bad=_to_host(bad),
-            logprobs={
-                i: self._logprobs(logits[r : r + 1], tokens[r : r + 1], options)
-                for r, i in enumerate(sampled)
-                if (options := items[i].logprobs) is not None
-            },
+            logprobs=self._logprobs(logits, tokens, [(r, i, items[i].logprobs) for r, i in enumerate(sampled)]),
             input_logprobs=input_logprobs,
         )
 
@@ -105,16 +89,30 @@ class SamplePass:
         for at in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             ids = targets[at : at + PROMPT_LOGPROB_ROWS]
             logits = model.logits(hidden[first_row + at : first_row + at + len(ids)])
-            parts.append(self._logprobs(logits, self._upload(ids), item.logprobs))
+            packed = self._packed(logits, self._upload(ids), [item.logprobs] * len(ids))
+            parts.append(_rows(packed, 0, len(ids), item.logprobs))
         return parts
 
-    def _logprobs(self, logits: Tensor, tokens: Tensor, options: LogprobOptions) -> Logprobs:
-        chosen, top_values, top_ids = token_logprobs(logits, tokens, options.top_num)
-        logprobs = Logprobs(_to_host(tokens), _to_host(chosen), _to_host(top_values), _to_host(top_ids))
-        if options.token_ids:
-            ids = self._upload(options.token_ids)
-            logprobs.requested_ids, logprobs.requested = options.token_ids, _to_host(requested_logprobs(logits, ids))
-        return logprobs
+    def _logprobs(
+        self, logits: Tensor, tokens: Tensor, rows: Sequence[tuple[int, int, LogprobOptions | None]]
+    ) -> dict[int, Logprobs]:
+        """Compute the logprobs of all rows that want them at once, by item; rows: (row, item, its options)."""
+        wanted = [(row, item, options) for row, item, options in rows if options is not None]
+        if not wanted:
+            return {}
+        if len(wanted) < len(rows):
+            at = self._upload([row for row, _, _ in wanted])
+            logits, tokens = logits[at], tokens[at]
+        packed = self._packed(logits, tokens, [options for _, _, options in wanted])
+        return {item: _rows(packed, n, n + 1, options) for n, (_, item, options) in enumerate(wanted)}
+
+    def _packed(self, logits: Tensor, tokens: Tensor, options: Sequence[LogprobOptions]) -> Packed:
+        """`options` of each row."""
+        most, most_ids = max(o.top_num for o in options), max(len(o.token_ids) for o in options)
+        ids = [[*o.token_ids, *[0] * (most_ids - len(o.token_ids))] for o in options]
+        asked = upload(torch.tensor(ids, dtype=torch.int64).view(len(ids), most_ids), self._device)
+        table = _to_host(packed_logprobs(logits, tokens, top_num=most, token_ids=asked))
+        return Packed(table, most=min(most, logits.shape[1]))
 
     def _upload(self, values: Sequence[int]) -> Tensor:
         return upload(torch.tensor(values), self._device)
@@ -122,6 +120,10 @@ class SamplePass:
 
 def nothing_sampled(input_logprobs: dict[int, list[Logprobs]]) -> StepOutput:
     return StepOutput([], _NO_TOKENS, _NO_TOKENS.bool(), {}, input_logprobs)
+
+
+def _rows(packed: Packed, begin: int, end: int, options: LogprobOptions) -> Logprobs:
+    return packed.rows(begin, end, top_num=options.top_num, requested_ids=options.token_ids)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -530,3 +530,28 @@ def sample(
     scores_kernel[(n, PARTS)](*rows, mask_rows, bounds, peaks, ids, masses, **by_part, **shared)
     finish_kernel[(n,)](*rows, mask_rows, peaks, ids, masses, tokens, bad, **by_row, **shared)
     return tokens, bad.view(torch.bool)
+
+
+@triton.jit
+def log_norm_kernel(logits_ptr, norms_ptr, VOCAB: tl.constexpr, TILE: tl.constexpr):
+    """Program (row): logsumexp. The order of the sum is that of the tiles, in any batch."""
+    row = tl.program_id(0).to(tl.int64)
+    best = tl.full([TILE], -_INF, tl.float32)
+    for at in range(0, VOCAB, TILE):
+        ids = at + tl.arange(0, TILE)
+        best = tl.maximum(best, tl.load(logits_ptr + row * VOCAB + ids, mask=ids < VOCAB, other=-_INF))
+    peak = tl.max(best, 0)
+    total = tl.zeros([TILE], tl.float32)
+    for at in range(0, VOCAB, TILE):
+        ids = at + tl.arange(0, TILE)
+        total += tl.exp(tl.load(logits_ptr + row * VOCAB + ids, mask=ids < VOCAB, other=-_INF) - peak)
+    tl.store(norms_ptr + row, peak + tl.log(tl.sum(total, 0)))
+
+
+def log_norms(logits: Tensor) -> Tensor:
+    """Return [n] float32: logsumexp of each row of logits [n, V] float32."""
+    n, vocab_size = logits.shape
+    assert logits.is_contiguous() and logits.dtype == torch.float32, (logits.shape, logits.dtype)
+    norms = torch.empty(n, dtype=torch.float32, device=logits.device)
+    log_norm_kernel[(n,)](logits, norms, VOCAB=vocab_size, TILE=ROW_TILE, num_warps=ROW_WARPS)
+    return norms

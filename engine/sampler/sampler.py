@@ -212,22 +212,3 @@ def top_k_of(params: SamplingParams, vocab_size: int) -> int:
 
 def log_min_p_of(params: SamplingParams) -> float:
     return math.log(params.min_p) if params.min_p > 0 else -math.inf
-
-
-def token_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, top_num: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the model's logprobs, before any edit, temperature or filter.
-
-    logits [n, V] float32; tokens [n] int64. Returns (chosen [n] f32, top values [n, k] f32, top ids [n, k] int64),
-    best first, k = min(top_num, V).
-    """
-    norm = logits.logsumexp(-1, keepdim=True)
-    chosen = logits.gather(1, tokens[:, None]) - norm
-    top = logits.topk(min(top_num, logits.shape[1]), dim=-1)
-    return chosen[:, 0], top.values - norm, top.indices
-
-
-def requested_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return the model's logprobs of `token_ids` [k] in every row: logits [n, V] -> [n, k] float32."""
-    return logits[:, token_ids] - logits.logsumexp(-1, keepdim=True)

@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampler.sampler import token_logprobs
 from tests.sampler.sampler_cases import distribution, make_sampler, reference_sample, sample_one, slot_open, tokens_of
 
 VOCAB = 40
@@ -177,16 +176,3 @@ def test_logits_are_left_as_they_are():
     before = logits.clone()
     tokens_of(make_sampler(opens, vocab_size=VOCAB), logits, list(range(len(PARAMS))), [0] * len(PARAMS))
     assert torch.equal(logits, before)
-
-
-def test_token_logprobs_are_those_of_the_raw_model():
-    logits = torch.stack([logits_for(i) for i in range(3)])
-    tokens = torch.tensor([4, 39, 0])
-    expected = logits.double().log_softmax(-1)
-    chosen, values, ids = token_logprobs(logits, tokens, 4)
-    torch.testing.assert_close(chosen.double(), expected.gather(1, tokens[:, None])[:, 0], rtol=0, atol=1e-5)
-    best = expected.topk(4)
-    assert ids.tolist() == best.indices.tolist()
-    torch.testing.assert_close(values.double(), best.values, rtol=0, atol=1e-5)
-    assert token_logprobs(logits, tokens, 0)[1].shape == (3, 0)
-    assert token_logprobs(logits, tokens, 99)[1].shape == (3, VOCAB)

@@ -48,7 +48,7 @@ def test_tokens_by_the_interpreter() -> None:
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_kernels_compile_for_sm_90_without_spills(
+def test_sampling_compiles_for_sm_90_without_spills(
     name: str, constants: dict[str, Any], warps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_TEST_DIR", str(tmp_path))

@@ -16,6 +16,7 @@ import tests.interpreter  # noqa: F401 (before kernels run)
 from engine.core.plan import SlotOpen
 from engine.kernels import triton_sample
 from engine.sampler.gumbel import noise_of
+from engine.sampler.logprobs import log_norms
 from engine.sampler.make import NOT_SAMPLED
 from engine.sampler.sampler import Sampler
 from engine.sampler.token_mask import TokenMask, token_mask
@@ -134,6 +135,11 @@ def check_rows_that_are_not_sampled() -> None:
         assert tokens.tolist() == expected and not bad.any(), (lens, tokens)
 
 
+def check_logprobs() -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(7)) * 5
+    torch.testing.assert_close(triton_sample.log_norms(logits), log_norms(logits), rtol=0, atol=1e-5)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     check_noise()
@@ -142,6 +148,7 @@ def main() -> None:
     check_mixed_batches()
     check_masks()
     check_rows_that_are_not_sampled()
+    check_logprobs()
 
 
 if __name__ == "__main__":
