@@ -184,6 +184,8 @@ def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s:
         "context_length": config.context_length,
         "chunked_prefill_size": config.chunked_prefill_size,
         "max_running_requests": config.max_running_requests,
+        "mem_fraction_static": config.mem_fraction_static,
+        "gpu_memory": None if parts.memory is None else f"{parts.memory} GiB",
         "load_time_s": round(load_time_s, 3),
         "kv_events_config": None if publisher is None else publisher.describe(),
         **machine_facts(config.device, config.dtype),

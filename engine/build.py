@@ -25,7 +25,7 @@ from engine.executor.compile_log import CompileLog
 from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.weights import WeightUpdater
-from engine.gpu_memory import MemoryGauge, await_share
+from engine.gpu_memory import GpuMemory, MemoryGauge, await_share
 from engine.graphs import MakeCapture
 from engine.hicache.build import build_host_tier
 from engine.hicache.disk import Disk
@@ -65,7 +65,7 @@ class EngineUse:
 class EngineParts:
     """A ready engine. `config` is resolved. `disk`: None without files. `events`: of the prefix cache; None: they are not published.
 
-    `compiles`: on a GPU, the kernels that are compiled from now on.
+    `memory`: of the GPU, where --mem-fraction-static shares it out. `compiles`: on a GPU, the kernels compiled from now on.
     """
 
     config: EngineConfig
@@ -77,6 +77,7 @@ class EngineParts:
     weights: WeightUpdater
     disk: Disk | None
     events: CacheEvents | None
+    memory: GpuMemory | None
     compiles: CompileLog | None
 
 
@@ -106,7 +107,8 @@ def build_engine(
     compiles = CompileLog() if config.device == "cuda" and find_spec("triton") else None
     if gauge is None and config.device == "cuda":
         gauge = CudaGauge(torch.device("cuda"))
-    if gauge is not None and config.max_total_tokens is None:
+    shares = gauge is not None and config.max_total_tokens is None
+    if gauge is not None and shares:
         await_share(gauge, config.mem_fraction_static)
     load_here = partial(load, dtype=config.dtype, device=config.device, context_length=config.context_length)
     files = fingerprint(config.model_path) if tiered else ""
@@ -121,7 +123,7 @@ def build_engine(
     measured = partial(
         measure, config, model_config, model, decodes=use.decodes, prefills=use.prefills, progress=progress
     )
-    memory = None if gauge is None else measured(gauge)
+    memory = measured(gauge) if gauge is not None and shares else None
     pool = allocate_pool(config, model.cache_specs(), memory)
     identity = partial(kv_identity, pool, model_config, dtype=config.dtype)
     own_identity = identity(version=config.weight_version, fingerprint=files)
@@ -176,6 +178,7 @@ def build_engine(
         ),
         disk=tier.disk if tier else None,
         events=events,
+        memory=memory,
         compiles=compiles,
     )
 

@@ -175,7 +175,7 @@ def _adapter_store(config: EngineConfig, model: DenseDecoder, bank: AdapterBank,
 def allocate_pool(config: EngineConfig, specs: Sequence[CacheSpec], memory: GpuMemory | None) -> KVPool:
     """Allocate the KV cache that --max-total-tokens or --mem-fraction-static asks for. Raises ConfigError.
 
-    `memory`: of the GPU; None: on a CPU.
+    `memory`: of the GPU; None: on a CPU, or where --max-total-tokens says all.
     """
     page_bytes = KVPool.page_bytes_of(specs, config.page_size)
     if memory is None:

@@ -63,7 +63,9 @@ class WeightUpdater:
         try:
             model = self._load(model_path, found, progress=False)
         except torch.OutOfMemoryError as error:
-            raise ConfigError(f"no memory for a second set of weights beside the first ({error})") from error
+            raise ConfigError(
+                f"no memory for a second set of weights beside the first ({error}); --mem-fraction-static must leave room"
+            ) from error
         self._fingerprint = fingerprint(model_path)
         if self._fingerprint != before:
             raise ConfigError(f"{model_path}: its files changed while they were read; try again when they are complete")

@@ -173,10 +173,16 @@ def test_an_engine_measures_its_largest_steps_before_it_has_a_pool(checkpoint: s
 
 def test_a_pool_smaller_than_the_context_is_a_warning(checkpoint: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    start(checkpoint, StandIn(), max_total_tokens=160).close()
+    start(checkpoint, StandIn(total=2 << 20, peak=1 << 19)).close()
     said = [r.getMessage() for r in caplog.records]
-    assert any("a KV cache of 160 tokens" in line for line in said)
-    assert any("holds 160 tokens, the model's context 512" in line and "--context-length" in line for line in said)
+    assert any("a KV cache of 304 tokens" in line for line in said)
+    assert any("holds 304 tokens, the model's context 512" in line and "--context-length" in line for line in said)
+
+
+def test_a_capacity_in_tokens_needs_no_measurement(checkpoint: str) -> None:
+    gauge = StandIn(others=3 << 20)
+    with start(checkpoint, gauge, max_total_tokens=160) as engine:
+        assert engine.parts.pool.num_pages == 10 and gauge.calls == [] and engine.parts.memory is None
 
 
 def test_steps_that_do_not_fit_name_their_flags(checkpoint: str) -> None:
