@@ -23,7 +23,7 @@ from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
 from engine.kernels.extend_plan import plan_extend
 from engine.kernels.triton_decode import DecodeTiles, decode, decode_tiles, split_list
-from engine.kernels.triton_extend import ExtendTiles, ExtendWork, extend, extend_tiles
+from engine.kernels.triton_extend import ExtendTiles, extend, extend_tiles, lists_of, work_of
 from engine.kv.kv_pool import CacheSpec, KVPool
 from engine.kv.step_batch import StepBatch
 
@@ -103,8 +103,8 @@ def _extend_ms(
     slots = torch.zeros(1, dtype=torch.int64, device=target.device)
     group = shape.heads // shape.kv_heads
     plan = plan_extend([rows], [context], group=group, kv_heads=shape.kv_heads, rows=tiles.rows, block=tiles.block)
-    lists = (torch.tensor(x, dtype=torch.int32, device=target.device) for x in (plan.whole, plan.split, plan.merges))
-    work = ExtendWork(*lists, part_rows=plan.part_rows, most_rows=plan.most_rows)
+    lists = (torch.tensor(x, dtype=torch.int32, device=target.device) for x in lists_of(plan))
+    work = work_of(plan, lists)
     return target.ms(
         lambda: extend(
             q,

@@ -1,6 +1,6 @@
-"""Attention by Triton: split-KV decode and extend over pages, without waiting for the device. Single tokens beside prompts decode.
+"""Attention by Triton: split-KV decode and extend over pages, without waiting for the device.
 
-Never run on a GPU yet; tested in the interpreter.
+Decodes that ride in a step of prompts are decoded as in a step of their own. Never run on a GPU yet; tested in the interpreter.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 from engine.attention.flashinfer_prompts import FlashInferPrompts
 from engine.kernels.extend_plan import plan_extend
 from engine.kernels.triton_decode import DecodeTiles, decode, decode_tiles, split_list
-from engine.kernels.triton_extend import ExtendTiles, ExtendWork, any_whole, extend, extend_tiles
+from engine.kernels.triton_extend import ExtendTiles, ExtendWork, any_whole, extend, extend_tiles, lists_of, work_of
 from engine.kernels.triton_kv_write import kv_write
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
@@ -152,12 +152,10 @@ class TritonBackend:
             )
             for shape in dict.fromkeys(self._shapes)
         }
-        lists = [each for plan in plans.values() for each in (plan.whole, plan.split, plan.merges)]
+        lists = [each for plan in plans.values() for each in lists_of(plan)]
         kv_lens, starts, *units = self._upload(step.kv_lens, [0, *accumulate(step.q_lens)], *lists)
-        work = {
-            shape: ExtendWork(*units[3 * i : 3 * i + 3], plan.part_rows, plan.most_rows)
-            for i, (shape, plan) in enumerate(plans.items())
-        }
+        on_device = iter(units)
+        work = {shape: work_of(plan, on_device) for shape, plan in plans.items()}
         library = next(iter(plans.values())).library
         if library and self._prompts is not None:
             self._prompts.begin(step, library)

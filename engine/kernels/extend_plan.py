@@ -17,25 +17,35 @@ PROGRAMS = 264  # two for each multiprocessor of an H100 or H200: fewer leave so
 MIN_SPAN = 512  # tokens: shorter spans save less than the merge costs
 MOST_WHOLE = 2048  # tokens of a context that is never split: recorded steps take these, and must give the same bits
 MOST_SPANS = 64  # what the merge holds in registers
+MOST_PARTS = 1 << 17  # part rows times kv heads of a round: 64 MiB at a head_dim of 128, and some requests of any kind
+
+
+@dataclass(slots=True)
+class SplitRound:
+    """Split requests that are computed together, then merged, before the next round takes the memory of their parts.
+
+    split:     (request, tile, begin, end, part row) of each program: the tokens of its span that the tile sees, and where
+               its rows go in [part_rows, kv_heads, head_dim]
+    merges:    (request, tile, part row, spans) of each tile; its spans follow one another
+    most_rows: rows of the largest tile
+    """
+
+    split: list[int] = field(default_factory=list)
+    merges: list[int] = field(default_factory=list)
+    part_rows: int = 0
+    most_rows: int = 0
 
 
 @dataclass(slots=True)
 class ExtendPlan:
     """Flat lists of int32 for the kernels.
 
-    whole:     (request, tile) of each program; the last tiles, which see most, come first
-    split:     (request, tile, begin, end, part row) of each program: the tokens of its span that the tile sees, and where
-               its rows go in [part_rows, kv_heads, head_dim]
-    merges:    (request, tile, part row, spans) of each tile; its spans follow one another
-    most_rows: rows of the largest split tile
-    library:   requests
+    whole:   (request, tile) of each program; the last tiles, which see most, come first
+    library: requests
     """
 
     whole: list[int] = field(default_factory=list)
-    split: list[int] = field(default_factory=list)
-    merges: list[int] = field(default_factory=list)
-    part_rows: int = 0
-    most_rows: int = 0
+    rounds: list[SplitRound] = field(default_factory=list)
     library: list[int] = field(default_factory=list)
 
 
@@ -61,7 +71,10 @@ def plan_extend(
         tiles = -(-q_len * group // rows)
         span = span_tokens(kv_len, programs=tiles * kv_heads, block=block)
         if span < kv_len:
-            _split(plan, request, q_len, kv_len, span=span, group=group, rows=rows)
+            parts = q_len * group * -(-kv_len // span) * kv_heads  # at most
+            if not plan.rounds or plan.rounds[-1].part_rows * kv_heads + parts > MOST_PARTS:
+                plan.rounds.append(SplitRound())
+            _split(plan.rounds[-1], request, q_len, kv_len, span=span, group=group, rows=rows)
         elif has_library and kv_len > MOST_WHOLE:
             plan.library.append(request)
         else:
@@ -78,17 +91,17 @@ def span_tokens(kv_len: int, *, programs: int, block: int) -> int:
     return -(-kv_len // (block * max(spans, 1))) * block
 
 
-def _split(plan: ExtendPlan, request: int, q_len: int, kv_len: int, *, span: int, group: int, rows: int) -> None:
-    part_row, parts = plan.part_rows, []
+def _split(into: SplitRound, request: int, q_len: int, kv_len: int, *, span: int, group: int, rows: int) -> None:
+    part_row, parts = into.part_rows, []
     for tile in range(-(-q_len * group // rows)):
         height = min(rows, q_len * group - tile * rows)
         seen = kv_len - q_len + (tile * rows + height - 1) // group + 1  # by the tile's last row
         begins = range(0, seen, span)
-        plan.merges += (request, tile, part_row, len(begins))
+        into.merges += (request, tile, part_row, len(begins))
         for begin in begins:
             parts.append((begin, tile, min(begin + span, seen), part_row))
             part_row += height
-        plan.most_rows = max(plan.most_rows, height)
+        into.most_rows = max(into.most_rows, height)
     for begin, tile, end, at in sorted(parts):  # tiles of one span beside one another: they read the same K and V
-        plan.split += (request, tile, begin, end, at)
-    plan.part_rows = part_row
+        into.split += (request, tile, begin, end, at)
+    into.part_rows = part_row

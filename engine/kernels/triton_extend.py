@@ -8,6 +8,7 @@ Few rows behind a long context would leave most multiprocessors idle: their prog
 query heads of a kv head (engine/kernels/extend_plan.py), and a merge follows, as in Flash-Decoding (Dao et al. 2023).
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.extend_plan import MOST_SPANS
+from engine.kernels.extend_plan import MOST_SPANS, ExtendPlan
 from engine.kernels.triton_decode import LOG2_E, cache_constants, tile_dim
 
 
@@ -225,22 +226,39 @@ def extend_merge_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class ExtendWork:
-    """An ExtendPlan on the device: int32 lists."""
+class SplitWork:
+    """A SplitRound on the device."""
 
-    whole: torch.Tensor
     split: torch.Tensor
     merges: torch.Tensor
     part_rows: int
     most_rows: int
 
 
+@dataclass(frozen=True, slots=True)
+class ExtendWork:
+    """An ExtendPlan on the device: int32 lists."""
+
+    whole: torch.Tensor
+    rounds: Sequence[SplitWork] = ()
+
+
+def lists_of(plan: ExtendPlan) -> list[list[int]]:
+    """What of a plan goes to the device."""
+    return [plan.whole, *(each for now in plan.rounds for each in (now.split, now.merges))]
+
+
+def work_of(plan: ExtendPlan, lists: Iterator[torch.Tensor]) -> ExtendWork:
+    """`lists`: `lists_of(plan)` on the device."""
+    whole = next(lists)
+    return ExtendWork(whole, [SplitWork(next(lists), next(lists), now.part_rows, now.most_rows) for now in plan.rounds])
+
+
 def any_whole(*, most_rows: int, requests: int, tiles: ExtendTiles, device: torch.device) -> ExtendWork:
     """The work of requests whose lengths only the device knows, none split: all tiles that `most_rows` may have."""
     last_first = torch.arange(triton.cdiv(most_rows, tiles.rows) - 1, -1, -1, dtype=torch.int32, device=device)
     each = torch.arange(requests, dtype=torch.int32, device=device)
-    whole = torch.cartesian_prod(each, last_first).flatten()
-    return ExtendWork(whole, whole[:0], whole[:0], part_rows=0, most_rows=0)
+    return ExtendWork(torch.cartesian_prod(each, last_first).flatten())
 
 
 def extend_constants(cache: dict[str, Any], tiles: ExtendTiles, *, split: bool) -> dict[str, Any]:
@@ -296,15 +314,15 @@ def extend(
 
     if len(work.whole):
         launch(work.whole, out, out, split=False)
-    if len(work.split):
-        parts = torch.empty((work.part_rows, kv_heads, dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((work.part_rows, kv_heads), dtype=torch.float32, device=q.device)
-        launch(work.split, parts, lse, split=True)
-        extend_merge_kernel[(work.most_rows, len(work.merges) // 4, kv_heads)](
+    for now in work.rounds:
+        parts = torch.empty((now.part_rows, kv_heads, dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((now.part_rows, kv_heads), dtype=torch.float32, device=q.device)
+        launch(now.split, parts, lse, split=True)
+        extend_merge_kernel[(now.most_rows, len(now.merges) // 4, kv_heads)](
             parts,
             lse,
             out,
-            work.merges,
+            now.merges,
             starts,
             **extend_merge_constants(heads=heads, kv_heads=kv_heads, dim=dim, tiles=tiles),
             num_warps=4,

@@ -4,11 +4,15 @@ import random
 
 import pytest
 
-from engine.kernels.extend_plan import MOST_SPANS, MOST_WHOLE, PROGRAMS, ExtendPlan, plan_extend
+from engine.kernels.extend_plan import MOST_PARTS, MOST_SPANS, MOST_WHOLE, PROGRAMS, ExtendPlan, SplitRound, plan_extend
 
 MULTIPROCESSORS = 132  # of an H200
 QWEN3_8B = {"group": 4, "kv_heads": 8, "rows": 128, "block": 64}
 SHAPES = [QWEN3_8B, {"group": 7, "kv_heads": 4, "rows": 128, "block": 64}, {"group": 8, "kv_heads": 1, "rows": 16, "block": 32}]  # fmt: skip
+
+
+def split(plan: ExtendPlan) -> list[int]:
+    return [x for now in plan.rounds for x in now.split]
 
 
 def in_groups(flat: list[int], size: int) -> list[tuple[int, ...]]:
@@ -17,11 +21,11 @@ def in_groups(flat: list[int], size: int) -> list[tuple[int, ...]]:
 
 def test_a_turn_behind_a_long_context_fills_the_device_and_reads_it_once_a_tile() -> None:
     plan = plan_extend([50], [32768], **QWEN3_8B)
-    programs = len(plan.split) // 5 * QWEN3_8B["kv_heads"]
+    programs = len(split(plan)) // 5 * QWEN3_8B["kv_heads"]
     assert MULTIPROCESSORS <= programs <= PROGRAMS
     assert not plan.whole
     tiles = 2  # 50 tokens of 4 heads in 128 rows
-    read = sum(end - begin for _, _, begin, end, _ in in_groups(plan.split, 5))  # of one kv head
+    read = sum(end - begin for _, _, begin, end, _ in in_groups(split(plan), 5))  # of one kv head
     assert tiles * (32768 - 50) < read <= tiles * 32768
 
 
@@ -29,21 +33,21 @@ def test_a_long_prompt_is_whole() -> None:
     plan = plan_extend([8192], [8192], **QWEN3_8B)
     assert in_groups(plan.whole, 2) == [(0, tile) for tile in reversed(range(64))]
     assert plan == ExtendPlan(whole=plan.whole)
-    assert plan_extend([2048], [131072], **QWEN3_8B).split == []
+    assert plan_extend([2048], [131072], **QWEN3_8B).rounds == []
 
 
 def test_a_library_takes_long_prompts_alone() -> None:
     q_lens, kv_lens = [8192, 50, MOST_WHOLE, 3000], [8192, 32768, MOST_WHOLE, 131072]
     plan = plan_extend(q_lens, kv_lens, **QWEN3_8B, has_library=True)
     assert plan.library == [0, 3]
-    assert set(plan.split[::5]) == {1} and set(plan.whole[::2]) == {2}
+    assert set(split(plan)[::5]) == {1} and set(plan.whole[::2]) == {2}
     assert plan_extend(q_lens, kv_lens, **QWEN3_8B).library == []
 
 
 @pytest.mark.parametrize("kv_len", [1, 50, MOST_WHOLE])
 def test_a_short_context_is_whole(kv_len: int) -> None:
-    assert plan_extend([1], [kv_len], **QWEN3_8B).split == []
-    assert plan_extend([1], [MOST_WHOLE + 1], **QWEN3_8B).split
+    assert plan_extend([1], [kv_len], **QWEN3_8B).rounds == []
+    assert plan_extend([1], [MOST_WHOLE + 1], **QWEN3_8B).rounds
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -55,19 +59,20 @@ def test_every_row_meets_every_token_once(shape: dict[str, int]) -> None:
         plan = plan_extend([q_len], [kv_len], **shape)
         if plan.whole:
             assert sorted(plan.whole[1::2]) == list(range(-(-q_len // shape["rows"])))
-            assert not plan.split
+            assert not plan.rounds
             continue
-        check_split(plan, q_len, kv_len, **shape)
+        (now,) = plan.rounds
+        check_split(now, q_len, kv_len, **shape)
 
 
-def check_split(plan: ExtendPlan, q_len: int, kv_len: int, *, group: int, kv_heads: int, rows: int, block: int) -> None:
-    assert len(plan.split) // 5 * kv_heads <= PROGRAMS + kv_heads * -(-q_len * group // rows)
-    units = in_groups(plan.split, 5)
+def check_split(now: SplitRound, q_len: int, kv_len: int, *, group: int, kv_heads: int, rows: int, block: int) -> None:
+    assert len(now.split) // 5 * kv_heads <= PROGRAMS + kv_heads * -(-q_len * group // rows)
+    units = in_groups(now.split, 5)
     taken: list[int] = []
     covered = 0
-    for _, tile, part_row, spans in in_groups(plan.merges, 4):
+    for _, tile, part_row, spans in in_groups(now.merges, 4):
         height = min(rows, q_len * group - tile * rows)
-        assert 1 <= spans <= MOST_SPANS and height <= plan.most_rows
+        assert 1 <= spans <= MOST_SPANS and height <= now.most_rows
         mine = [(begin, end, at) for _, other, begin, end, at in units if other == tile]
         last = kv_len - q_len + (tile * rows + height - 1) // group
         assert [begin for begin, _, _ in mine] == [0, *(end for _, end, _ in mine[:-1])]
@@ -77,7 +82,7 @@ def check_split(plan: ExtendPlan, q_len: int, kv_len: int, *, group: int, kv_hea
         taken += [at + row for _, _, at in mine for row in range(height)]
         covered += height
     assert covered == q_len * group
-    assert sorted(taken) == list(range(plan.part_rows))
+    assert sorted(taken) == list(range(now.part_rows))
 
 
 def test_a_request_is_cut_alike_in_any_batch() -> None:
@@ -87,10 +92,22 @@ def test_a_request_is_cut_alike_in_any_batch() -> None:
     whole = plan_extend(q_lens, kv_lens, **QWEN3_8B)
     for i, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
         alone = plan_extend([q_len], [kv_len], **QWEN3_8B)
-        assert [unit[1:4] for unit in in_groups(whole.split, 5) if unit[0] == i] == [
-            unit[1:4] for unit in in_groups(alone.split, 5)
+        assert [unit[1:4] for unit in in_groups(split(whole), 5) if unit[0] == i] == [
+            unit[1:4] for unit in in_groups(split(alone), 5)
         ]
         assert [unit[1] for unit in in_groups(whole.whole, 2) if unit[0] == i] == alone.whole[1::2]
-    assert whole.split and whole.whole
-    assert sorted(at for *_, at in in_groups(whole.split, 5))[0] == 0
-    assert len({at for *_, at in in_groups(whole.split, 5)}) == len(whole.split) // 5
+    assert whole.rounds and whole.whole
+
+
+def test_parts_of_many_requests_share_bounded_memory() -> None:
+    plan = plan_extend([50] * 64, [32768] * 64, **QWEN3_8B)
+    assert split(plan)[::5] == sorted(split(plan)[::5]) and set(split(plan)[::5]) == set(range(64))
+    for now in plan.rounds:
+        assert now.part_rows * QWEN3_8B["kv_heads"] <= MOST_PARTS
+        at = [(part_row, tile, end - begin) for _, tile, begin, end, part_row in in_groups(now.split, 5)]
+        assert min(at)[0] == 0 and len({part_row for part_row, _, _ in at}) == len(at)
+    assert len(plan.rounds) < 20
+    for shape in SHAPES:  # of one request
+        for q_len in (1, 33, 528):
+            rounds = plan_extend([q_len], [200000], **shape).rounds
+            assert all(now.part_rows * shape["kv_heads"] <= PROGRAMS * shape["rows"] < MOST_PARTS for now in rounds)

@@ -112,14 +112,14 @@ def check_split_extend() -> None:
     """Few rows behind a context of several spans, beside a whole prompt and single tokens; a span ends inside a tile."""
     setattr(extend_plan, "MIN_SPAN", 16)  # noqa: B010
     setattr(extend_plan, "MOST_WHOLE", 31)  # noqa: B010
+    setattr(extend_plan, "MOST_PARTS", 100)  # noqa: B010
     starts, ends = [91, 0, 64, 32], [104, 6, 65, 33]
     check("extend, split", Heads(q=4, kv=2, dim=16), starts, ends, page_size=16, extend=True)
     heads = Heads(q=3, kv=1, dim=24)
     plan = extend_plan.plan_extend([13, 6, 1, 1], ends, group=3, kv_heads=1, rows=16, block=32)
-    assert set(plan.whole[::2]) == {1} and set(plan.split[::5]) == {0, 2, 3}, plan
-    assert [96 - 32, 96] in [plan.split[i + 2 : i + 4] for i in range(0, len(plan.split), 5)], (
-        "tokens 95 and 96 share a tile"
-    )
+    flat = [x for now in plan.rounds for x in now.split]
+    assert set(plan.whole[::2]) == {1} and set(flat[::5]) == {0, 2, 3} and len(plan.rounds) > 1, plan
+    assert [96 - 32, 96] in [flat[i + 2 : i + 4] for i in range(0, len(flat), 5)], "tokens 95 and 96 share a tile"
     sequences = make_sequences(heads, ends, page_size=16, dtype="float32")
     pool = filled_pool(heads, sequences, starts)
     backend = TritonBackend(pool, num_heads=heads.q)
@@ -154,7 +154,7 @@ def check_library() -> None:
     heads, starts, ends = Heads(q=2, kv=1, dim=16), [0, 64, 0], [48, 66, 20]
     q_lens = [b - a for a, b in zip(starts, ends, strict=True)]
     plan = extend_plan.plan_extend(q_lens, ends, group=2, kv_heads=1, rows=16, block=32, has_library=True)
-    assert plan.library == [0] and set(plan.split[::5]) == {1} and set(plan.whole[::2]) == {2}, plan
+    assert plan.library == [0] and set(plan.rounds[0].split[::5]) == {1} and set(plan.whole[::2]) == {2}, plan
     sequences = make_sequences(heads, ends, page_size=16, dtype="float32")
     pool = filled_pool(heads, sequences, starts)
     prompts = FlashInferPrompts(pool, num_heads=heads.q, wrapper=BatchPrefillWithPagedKVCacheWrapper)
