@@ -11,7 +11,9 @@ CELLS ?=
 JOBS ?= 2
 LONG ?=
 BACKENDS ?= nixl mooncake
-EXTRAS ?= engine,nixl,mooncake-cpu,xgrammar,k8s,otel,smollm2,dev
+# The transfer engines' wheels: of the CUDA that torch brings on a machine with a GPU.
+WHEELS ?= $(if $(findstring cpu,$(TORCH_INDEX)),cpu,$(if $(wildcard /dev/nvidia[0-9]*),cu13,cpu))
+EXTRAS ?= engine,nixl-$(WHEELS),mooncake-$(WHEELS),xgrammar,k8s,otel,smollm2,dev
 TORCH ?= torch==2.13.0
 # The venv depends on these files: a change of them makes another stamp, and a new venv.
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml deploy/make_venv.sh | sha256sum | cut -c1-12)
@@ -30,7 +32,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tools.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins house k8s-drill fault-matrix death-notice churn-soak plan-error gpu-check lint format clean
+.PHONY: help setup run test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins pins triton-versions house k8s-drill fault-matrix death-notice churn-soak plan-error gpu-check lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine; Ctrl-C ends it"
@@ -54,6 +56,8 @@ help:
 	@echo "make slow-tests        slow_tests.json: the tests that make test leaves out"
 	@echo "make fresh-check [LONG=1]  README's commands on a bare Debian root (root, mmdebstrap); LONG: the whole suite, fresh_check.json"
 	@echo "make k8s-drill         k8s_drill.json: upgrade the pods of deploy/kubernetes under load, as local processes"
+	@echo "make pins              pins.json: pip resolves images and setups against the index, for CPUs and CUDA (5 minutes)"
+	@echo "make triton-versions   triton_versions.json: registers and spills of each kernel with both versions of Triton"
 	@echo "make house             house.md: sizes, arrows between parts, files of a plain request"
 	@echo
 	@echo "make sim [SEED=7 NODES=8]  simulate one cluster with faults"
@@ -139,6 +143,27 @@ k8s-drill: $(STAMP)
 image-pins: $(STAMP)
 	$(BIN)/python -m tools.image_pins
 
+# A pip of its own: older ones fetch whole wheels to read their metadata. Some minutes, some hundred megabytes.
+PINS_VENV := .venv-pins
+$(PINS_VENV)/bin/pip: | $(STAMP)
+	$(BIN)/python -m venv $(PINS_VENV)
+	$@ install -q "pip>=26,<27"
+
+pins: $(STAMP) $(PINS_VENV)/bin/pip
+	$(BIN)/python -m tools.pins --pip $(PINS_VENV)/bin/pip
+
+# Another Triton in front of all that $(VENV) has.
+OLD_TRITON := 3.6.0
+TRITON_VENV := .venv-triton-$(OLD_TRITON)
+$(TRITON_VENV)/bin/python: | $(STAMP)
+	$(BIN)/python -m venv $(TRITON_VENV)
+	$(TRITON_VENV)/bin/pip install -q --no-deps triton==$(OLD_TRITON)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> $$($@ -c "import sysconfig; print(sysconfig.get_path('purelib'))")/behind.pth
+
+triton-versions: $(STAMP) $(TRITON_VENV)/bin/python
+	$(BIN)/python -m tools.triton_versions --python $(TRITON_VENV)/bin/python
+
 house: $(STAMP)
 	$(BIN)/python -m tools.house
 
@@ -153,5 +178,5 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(FUZZ_VENV) .schemathesis .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(FUZZ_VENV) $(PINS_VENV) .venv-triton-* .schemathesis .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

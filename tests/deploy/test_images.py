@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from deploy.flags import config_from
 from disagg.config import DisaggConfig
 from engine.config import ServerConfig
 from router.config import RouterConfig, check_config
-from tools.image_pins import direct
+from tools.image_pins import FILES, direct
+from transfer_backends.engines.wheels import MOONCAKE, NIXL, torch_cuda_major
 
 REPO = Path(__file__).parents[2]
 IMAGES = ("router", "worker-cpu", "worker-cuda")
+CONSTRAINTS = {"router": "constraints.txt", "worker-cpu": "constraints.txt", "worker-cuda": "constraints-cuda.txt"}
 COMPOSE = yaml.safe_load((REPO / "deploy" / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 each_image = pytest.mark.parametrize("image", IMAGES)
@@ -112,7 +115,8 @@ def test_it_runs_as_a_user_without_rights_on_a_pinned_base(image: str) -> None:
     froms = [step.rest.split()[0] for step in steps(image) if step.word == "FROM"]
     assert froms == ["${PYTHON_IMAGE}"] * 2
     installs = [step.rest for step in steps(image) if step.word == "RUN" and "pip install" in step.rest]
-    assert all("--constraint constraints.txt" in line or "--no-deps" in line for line in installs)
+    pinned = f"--constraint {CONSTRAINTS[image]}"
+    assert all(pinned in line or "--no-deps" in line for line in installs) and any(pinned in line for line in installs)
 
 
 @each_image
@@ -136,18 +140,43 @@ def parse(command: str, args: list[str]) -> Any:
 def test_the_router_s_image_has_no_torch_and_each_worker_s_has_what_it_needs() -> None:
     installs = {i: " ".join(s.rest for s in steps(i) if "--constraint" in s.rest) for i in IMAGES}
     assert '".[k8s,otel]"' in installs["router"] and "torch" not in installs["router"]
-    assert '".[engine,nixl,mooncake-cpu,otel]"' in installs["worker-cpu"] and "+cpu" in installs["worker-cpu"]
-    assert '".[engine,nixl,mooncake,otel]"' in installs["worker-cuda"] and "+cpu" not in installs["worker-cuda"]
+    assert '".[engine,nixl-cpu,mooncake-cpu,otel]"' in installs["worker-cpu"] and "+cpu" in installs["worker-cpu"]
+    assert (
+        '".[engine,nixl-cu13,mooncake-cu13,otel]"' in installs["worker-cuda"] and "+cpu" not in installs["worker-cuda"]
+    )
 
 
-def test_every_direct_dependency_is_pinned_to_a_version_that_the_project_takes() -> None:
-    lines = (REPO / "deploy" / "docker" / "constraints.txt").read_text().splitlines()
-    pins = {name.replace("_", "-").lower(): version for name, version in (line.split("==") for line in lines)}
-    wanted: list[Requirement] = direct()
+def pins_in(file: str) -> dict[str, str]:
+    lines = (REPO / "deploy" / "docker" / file).read_text().splitlines()
+    return {name.replace("_", "-").lower(): version for name, version in (line.split("==") for line in lines)}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_direct_dependency_is_pinned_to_a_version_that_the_project_takes(file: str) -> None:
+    pins = pins_in(file)
+    wanted: list[Requirement] = direct(FILES[file])
     assert len(wanted) > 15
     for requirement in wanted:
         version = pins[requirement.name.replace("_", "-").lower()]
         assert requirement.specifier.contains(version), f"{requirement}: {version}; run `make image-pins`"
+
+
+def wheels_for_another_cuda(names: Iterable[str]) -> list[str]:
+    """Of a set whose torch brings CUDA 13: a wheel for 12 cannot be imported beside it, or is slower."""
+    return [name for name in names if name.endswith("-cu12") or name in (MOONCAKE[None], MOONCAKE[12])]
+
+
+def test_the_cuda_image_has_nothing_for_another_cuda_than_torch_s() -> None:
+    pins = pins_in("constraints-cuda.txt")
+    assert torch_cuda_major(pins["torch"]) == 13
+    assert wheels_for_another_cuda(pins) == [] and NIXL[13] in pins and MOONCAKE[13] in pins
+    assert wheels_for_another_cuda(pins_in("constraints.txt")) == [MOONCAKE[None], NIXL[None]]
+
+
+def test_both_sets_agree_where_they_have_the_same() -> None:
+    cpu, cuda = pins_in("constraints.txt"), pins_in("constraints-cuda.txt")
+    assert {name: cpu[name] for name in cuda if name in cpu} == {name: cuda[name] for name in cuda if name in cpu}
+    assert cuda.keys() - cpu.keys() == {NIXL[13], MOONCAKE[13]}
 
 
 def config_of(name: str) -> Any:

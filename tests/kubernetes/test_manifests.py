@@ -120,7 +120,7 @@ def test_images_are_pinned_and_have_what_the_flags_ask_for(overlay: str) -> None
         image = "router" if found.component == "router" else "worker-cuda" if overlay in GPU else "worker-cpu"
         assert name == f"tandem-{image}" and re.fullmatch(r"\d+\.\d+\.\d+", tag)
         (installed,) = re.findall(r'"\.\[([^]]+)\]"', (SOURCES.parent / "docker" / f"{image}.Dockerfile").read_text())
-        extras = {name.removesuffix("-cpu") for name in installed.split(",")}
+        extras = {re.sub(r"-(cpu|cu13)$", "", name) for name in installed.split(",")}
         assert needed_extras(overlay, found) <= extras, (found.component, image)
 
 
