@@ -50,7 +50,7 @@ def _in_a_process(target: Target, cache: str, *, num_pages: int, page_bytes: int
 
 def _kill_and_watch(device: torch.device, *, num_pages: int, page_bytes: int) -> dict[str, Any]:
     memory = DeviceMemory(num_pages=num_pages, page_bytes=page_bytes, device=device)
-    manager = PrefillManager(memory.args, make_engine("nixl"), TransferConfig())
+    manager = PrefillManager(memory.args, make_engine("nixl", device=memory.args.kv.device), TransferConfig())
     changed = threading.Event()
     manager.set_wakeup(changed.set)
     manager.start()

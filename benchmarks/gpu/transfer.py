@@ -83,6 +83,7 @@ def _row(target: Target, *, num_send: int, page_bytes: int) -> dict[str, Any]:
             send(manager, memory, child, changed, room=room, num_send=num_send)
             for room in range(1, target.pick(REPEATS + 2, 2))
         ]
+        (path,) = manager.paths
     finally:
         end_peer(child)
         manager.close()
@@ -92,6 +93,8 @@ def _row(target: Target, *, num_send: int, page_bytes: int) -> dict[str, Any]:
         "bytes": size,
         "ms": 1000 * seconds,
         "first_ms": 1000 * times[0],
+        "transport": path.transport,
+        "trial_gb_s": path.bytes_a_s / 1e9,
         "gb_s": size / seconds / 1e9,
         "scattered_copy_gb_s": size / copy_ms / 1e6,
         "of_scattered_copy": copy_ms / 1000 / seconds,
