@@ -85,7 +85,7 @@ class ModelRunner:
             pool.wait(seq)
 
     def close(self) -> None:
-        """Give pinned memory back. No step may be in flight."""
+        """Give pinned memory back. Nothing is launched any more."""
         for pool in self._host_pools():
             pool.close()
 

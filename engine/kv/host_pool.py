@@ -1,5 +1,7 @@
 """Pages in host memory: their bytes, and copies of KV pages into them and back, as plans say."""
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -51,7 +53,8 @@ class HostPool:
         self._copies.wait(seq)
 
     def close(self) -> None:
-        """Unpin the pages. No step may be in flight."""
+        """Unpin the pages, once no copy touches them. Nothing is launched any more."""
+        self._copies.wait(sys.maxsize)
         if self._pinned is not None:
             self._pinned.close()
 
