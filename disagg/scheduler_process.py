@@ -94,6 +94,8 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
     watchdog = Watchdog(turns)
     _end_on_signals(loop, ports.call_attention)
     spare_what_lives()
+    if parts.compiles is not None:
+        parts.compiles.serve()
     turns.loaded()
     ports.to_frontend(SchedulerReady(_facts(parts, publisher, load_time_s=time.monotonic() - started_s)))
     watchdog.start()

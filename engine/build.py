@@ -65,7 +65,8 @@ class EngineUse:
 class EngineParts:
     """A ready engine. `config` is resolved. `disk`: None without files. `events`: of the prefix cache; None: they are not published.
 
-    `memory`: of the GPU, where --mem-fraction-static shares it out. `compiles`: on a GPU, the kernels compiled from now on.
+    `memory`: of the GPU, where --mem-fraction-static shares it out. `compiles`: of a GPU; its `serve` comes when the
+    worker is ready.
     """
 
     config: EngineConfig
@@ -148,8 +149,6 @@ def build_engine(
     )
     if gauge is not None:
         _warm(config, model_config, device, use, positions=pool.num_pages * config.page_size, progress=progress)
-    if compiles is not None:
-        compiles.serve()
     kv_memory, events = _memory(config, num_pages=pool.num_pages, host=tier.cache if tier else None)
     num_ids = min(model_config.vocab_size, num_token_ids or model_config.vocab_size)
     return EngineParts(

@@ -211,7 +211,7 @@ def test_a_step_launches_no_more_than_stated(recorder: Recorder, runner: ModelRu
     [
         (lambda seq: decode_step(seq, new_pages=(3,)), 3),
         (lambda seq: replace(decode_step(seq), masks=dict.fromkeys(range(BATCH), b"\xff" * (4 * -(-VOCAB // 32)))), 5),
-        (lambda seq: decode_step(seq, logprobs=LogprobOptions(start_len=-1, top_num=5)), 576),  # nine for each request
+        (lambda seq: decode_step(seq, logprobs=LogprobOptions(start_len=-1, top_num=5)), 75),
     ],
     ids=["new pages", "masks", "logprobs"],
 )
