@@ -1,5 +1,6 @@
 """What carried a trial write, and why a GPU's is slow: tables over evidence, sockets of this process, and the driver's turn."""
 
+import contextlib
 import logging
 import re
 import socket
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.transfer.rig import Pair, until
-from transfer_backends.contract import EngineError
+from transfer_backends.contract import BackendUnavailable, EngineError
+from transfer_backends.engines import registry
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.gpudirect import RdmaFacts
 from transfer_backends.kvpoll import KVPoll
@@ -185,3 +187,14 @@ def test_a_path_opens_after_its_trial_and_a_refused_one_is_tried_again(pairs: An
     assert len(pair.prefill.paths) == 1
     until(receiver.drained)
     receiver.close()
+
+
+def test_a_worker_says_at_its_start_that_rdma_cannot_reach_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registry, "rdma_facts", lambda: HOST_ONLY)
+    for backend, device in (("fake", 0), ("none such", None), ("none such", 0)):
+        with contextlib.suppress(BackendUnavailable):
+            registry.make_engine(backend, device=device)
+    (record,) = caplog.records
+    assert "nvidia-peermem" in record.getMessage() and record.levelno == logging.WARNING
