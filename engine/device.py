@@ -84,6 +84,12 @@ def build_device(
     future_map = FutureMap(num_slots=num_slots, device=device)
     layers = LayerMarks(device)
     bank = _bank(config, model, grouped=isinstance(backend, CapturableBackend)) if config.enable_lora else None
+    sampler = make_sampler(
+        num_slots=num_slots,
+        vocab_size=model_config.vocab_size,
+        device=device,
+        in_graphs=isinstance(backend, CapturableBackend),
+    )
     graphs, prefill_graphs = make_graphs(
         config,
         decodes=decodes,
@@ -92,6 +98,7 @@ def build_device(
         backend=backend,
         page_table=page_table,
         future_map=future_map,
+        sampler=sampler,
         adapters=bank,
         progress=progress,
     )
@@ -109,7 +116,6 @@ def build_device(
         prefill_graphs=prefill_graphs,
         tapes=decode_tapes,
     )
-    sampler = make_sampler(num_slots=num_slots, vocab_size=model_config.vocab_size, device=device)
     runner = ModelRunner(
         model=model,
         backup=backup,

@@ -11,6 +11,7 @@ from engine.executor.future_map import FutureMap
 from engine.executor.prefill_graphs import PrefillGraphs, prefill_graph_sizes
 from engine.kv.page_table import PageTable
 from engine.lora.bank import AdapterBank
+from engine.sampler.make import CapturableSampler, TokenSampler
 
 MOST_PREFILL_TOKENS = 512  # by default: a GPU computes more for longer than the host needs to launch them
 
@@ -28,6 +29,7 @@ def make_graphs(
     backend: AttentionBackend,
     page_table: PageTable,
     future_map: FutureMap,
+    sampler: TokenSampler,
     adapters: AdapterBank | None,
     progress: bool,
 ) -> tuple[DecodeGraphs | None, PrefillGraphs | None]:
@@ -39,7 +41,7 @@ def make_graphs(
         capture = partial(CudaCapture, page_table.device)
     if capture is None or config.disable_cuda_graph or not (decodes or prefills):
         return None, None
-    if not isinstance(backend, CapturableBackend):
+    if not isinstance(backend, CapturableBackend) or not isinstance(sampler, CapturableSampler):
         log.warning("no graphs: the attention backend asks the host for lengths; triton does not")
         return None, None
     decode_graphs = prefill_graphs = None
@@ -50,6 +52,7 @@ def make_graphs(
             backend=backend,
             page_table=page_table,
             future_map=future_map,
+            sampler=sampler,
             device=page_table.device,
             adapters=adapters if adapters is not None and adapters.records else None,
             progress=progress,

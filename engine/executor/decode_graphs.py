@@ -1,13 +1,14 @@
 """Decode steps as graphs (never run on a GPU yet): recorded once for each batch size, replayed with one launch.
 
-A batch takes the graph of the next size. Its padded rows are token 0 at position 0 of the page table's scratch row, and write
-to page 0. A graph reads and writes the same memory every time: its input (token ids, positions, slots), page table, future
-map, KV pool and weights. Lengths follow from the positions, on the device. Sampling stays outside.
+A batch takes the graph of the next size. Its padded rows are token 0 at position 0 of the page table's scratch row, write to page
+0 and are not sampled. A graph reads and writes the same memory every time: its input (token ids, positions, slots, output
+lengths), page table, what requests ask of the sampler, future map, KV pool and weights. Lengths follow from the positions, on the
+device. A step with grammar masks replays the same graph with no row to sample, and is sampled behind it.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,22 +16,25 @@ from tqdm import tqdm
 
 from engine.attention.backend import CapturableBackend
 from engine.core.plan import Plan, PlanItem
+from engine.executor.forward import Forward
 from engine.executor.future_map import FutureMap
 from engine.kv.page_table import PageTable
 from engine.kv.step_batch import DeviceStep
 from engine.kv.upload import upload_into
 from engine.lora.bank import AdapterBank
 from engine.models.decoder import DenseDecoder
+from engine.sampler.make import NOT_SAMPLED, CapturableSampler
 
 WARM_UP_RUNS = 2  # compile kernels and allocate workspaces before a capture
 MOST_BY_DEFAULT = 256
 
+T = TypeVar("T")
 Work = Callable[[], Tensor]
 
 
 class Capture(Protocol):
-    def capture(self, work: Work) -> Work:
-        """Record `work`; the result repeats it over the same memory and returns the same tensor or an equal one."""
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Record `work`; the result repeats it over the same memory and returns the same tensors or equal ones."""
 
 
 class CudaCapture:
@@ -41,20 +45,20 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # one for all captures, or they do not share memory
 
-    def capture(self, work: Work) -> Work:
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         self._warm_up(work)
         graph = torch.cuda.CUDAGraph()
         # thread_local: a transfer engine's thread may ask CUDA something meanwhile
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             out = work()
 
-        def replay() -> Tensor:
+        def replay() -> T:
             graph.replay()
             return out
 
         return replay
 
-    def _warm_up(self, work: Work) -> None:
+    def _warm_up(self, work: Callable[[], object]) -> None:
         torch.cuda.synchronize(self._device)  # weights and pool come from other streams
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UP_RUNS):
@@ -73,6 +77,7 @@ class DecodeGraphs:
         backend: CapturableBackend,
         page_table: PageTable,
         future_map: FutureMap,
+        sampler: CapturableSampler,
         device: torch.device,
         adapters: AdapterBank | None = None,
         progress: bool = False,
@@ -84,11 +89,12 @@ class DecodeGraphs:
         self._page_table = page_table
         self._future_map = future_map
         self._adapters = adapters
+        self._sampler = sampler
         self._progress = progress
-        padding = torch.tensor([[0], [0], [page_table.scratch_slot]], device=device)
+        padding = torch.tensor([[0], [0], [page_table.scratch_slot], [NOT_SAMPLED]], device=device)
         self._inputs = {size: padding.repeat(1, size) for size in sizes}
-        self._graphs: dict[int, Work] = {}
-        self._adapted: dict[int, Work] = {}
+        self._graphs: dict[int, Callable[[], Forward]] = {}
+        self._adapted: dict[int, Callable[[], Forward]] = {}
 
     def record(self, model: DenseDecoder) -> None:
         """Record every size for `model`, in stream order with nothing in flight.
@@ -114,27 +120,29 @@ class DecodeGraphs:
         """Return the rows of the graph that computes a step of `items`."""
         return self.sizes[bisect_left(self.sizes, len(items))]
 
-    def run(self, items: list[PlanItem], *, adapted: bool) -> Tensor:
-        """Return the hidden states [len(items), hidden] of a step; valid until the next step begins.
+    def run(self, plan: Plan, *, adapted: bool) -> Forward:
+        """Compute a step, and sample it unless it has masks; valid until the next step begins.
 
         `adapted`: some row computes with an adapter, and the bank has begun the step.
         """
-        size = self.size_of(items)
-        upload_into(self._inputs[size], self._rows(items, size))
-        return (self._adapted if adapted else self._graphs)[size]()[: len(items)]
+        size, samples = self.size_of(plan.items), not plan.masks and not plan.sample_deferred
+        upload_into(self._inputs[size], self._rows(plan.items, size, samples=samples))
+        return (self._adapted if adapted else self._graphs)[size]().rows(len(plan.items), sampled=samples)
 
-    def _rows(self, items: list[PlanItem], size: int) -> Tensor:
-        """[3, size] int64 on the host: token ids or placeholders, positions, slots."""
+    def _rows(self, items: list[PlanItem], size: int, *, samples: bool) -> Tensor:
+        """[4, size] int64 on the host: token ids or placeholders, positions, slots, output lengths."""
+        assert all(item.sample for item in items), "a decode step samples every request"
         more = size - len(items)
         ids = [item.tokens[0] for item in items] + [0] * more
         positions = [item.start for item in items] + [0] * more
         slots = [item.slot for item in items] + [self._page_table.scratch_slot] * more
-        return torch.tensor([ids, positions, slots])
+        lens = [item.output_len if samples else NOT_SAMPLED for item in items] + [NOT_SAMPLED] * more
+        return torch.tensor([ids, positions, slots, lens])
 
-    def _work(self, model: DenseDecoder, size: int) -> Work:
-        ids, positions, slots = self._inputs[size]
+    def _work(self, model: DenseDecoder, size: int) -> Callable[[], Forward]:
+        ids, positions, slots, output_lens = self._inputs[size]
 
-        def work() -> Tensor:
+        def work() -> Forward:
             pages, offsets = self._page_table.locate(slots, positions)
             step = DeviceStep(
                 page_table=self._page_table.rows,
@@ -144,7 +152,11 @@ class DecodeGraphs:
                 token_offsets=offsets,
             )
             self._backend.begin_on_device(step)
-            return model.forward(self._future_map.resolve(ids), positions, self._backend.attend)
+            hidden = model.forward(self._future_map.resolve(ids), positions, self._backend.attend)
+            logits = model.logits(hidden)
+            tokens, bad = self._sampler.sample_on_device(logits, slots, output_lens)
+            self._future_map.store(slots, tokens)  # 0 for a row that is sampled behind the graph
+            return Forward(hidden, logits, tokens, bad)
 
         return work
 

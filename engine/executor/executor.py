@@ -4,9 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from torch import Tensor
-
 from engine.core.plan import ItemResult, Plan, StepResult
+from engine.executor.forward import Forward
 from engine.executor.model_runner import DeviceOutOfMemory, ModelRunner
 from engine.executor.sample_pass import StepOutput
 from engine.executor.stream import Stream, StreamTask
@@ -18,12 +17,12 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Launch:
-    """A step on the stream. `forward`: its first half, where `sampling` is launched apart; `hidden`: what that leaves."""
+    """A step on the stream. `forward`: its first half, where `sampling` is launched apart; `left`: what that leaves."""
 
     plan: Plan
     sampling: StreamTask[StepOutput] | None = None
     forward: StreamTask[None] | None = None
-    hidden: Tensor | None = None
+    left: Forward | None = None
 
 
 class Executor:
@@ -40,7 +39,7 @@ class Executor:
         launch = Launch(plan)
 
         def forward() -> None:
-            launch.hidden = self.runner.forward(plan)
+            launch.left = self.runner.forward(plan)
 
         launch.forward = self._stream.submit(forward)
         return launch
@@ -48,7 +47,7 @@ class Executor:
     def launch_sampling(self, launch: Launch) -> None:
         """Enqueue the sampling of a step once `plan.masks` are filled in."""
         assert launch.sampling is None, f"step {launch.plan.seq} is sampled already"
-        launch.sampling = self._stream.submit(lambda: self.runner.sample(launch.plan, launch.hidden))
+        launch.sampling = self._stream.submit(lambda: self.runner.sample(launch.plan, launch.left))
 
     def collect(self, launch: Launch) -> StepResult:
         """Wait for a step and read its results. Raises the error of the step, except that a want of memory is its result."""

@@ -9,6 +9,7 @@ from engine.attention.backend import AttentionBackend
 from engine.core.plan import Plan, SlotOpen
 from engine.executor.decode_graphs import DecodeGraphs
 from engine.executor.decode_tapes import DecodeTapes
+from engine.executor.forward import Forward
 from engine.executor.future_map import FutureMap
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.prefill_graphs import PrefillGraphs
@@ -72,8 +73,8 @@ class ForwardPass:
         if self._adapters is not None:
             self._adapters.open(opened)
 
-    def run(self, model: DenseDecoder, plan: Plan) -> Tensor:
-        """Compute the hidden states [T, hidden] of all new tokens, item after item."""
+    def run(self, model: DenseDecoder, plan: Plan) -> Forward:
+        """Compute the hidden states [T, hidden] of all new tokens, item after item; a graph of a decode step samples, too."""
         items = plan.items
         self._page_table.update(items)
         graphs = self._graphs if self._graphs is not None and self._graphs.takes(plan) else None
@@ -85,7 +86,12 @@ class ForwardPass:
             if self._adapters.active and not self._adapters.records:
                 graphs = None
         if graphs is not None:
-            return graphs.run(items, adapted=self._adapted())
+            return graphs.run(plan, adapted=self._adapted())
+        return Forward(self._hidden(model, plan))
+
+    def _hidden(self, model: DenseDecoder, plan: Plan) -> Tensor:
+        """As `run`, of a step that no decode graph takes."""
+        items = plan.items
         prompts = self._prefill_graphs
         if prompts is not None and prompts.takes(plan) and not self._adapted():
             return self._layers.whole(plan.seq, lambda: prompts.run(items))

@@ -9,8 +9,10 @@ from torch import Tensor
 
 
 class FutureMap:
+    """Padded rows of a step store in a cell behind those of the slots."""
+
     def __init__(self, *, num_slots: int, device: torch.device) -> None:
-        self._last = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._last = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
 
     def resolve(self, token_ids: Tensor) -> Tensor:
         """Replace the placeholders among [T] token ids."""

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from engine.core.plan import Plan
+from engine.executor.forward import Forward
 from engine.executor.forward_pass import ForwardPass
 from engine.executor.sample_pass import SamplePass, StepOutput, nothing_sampled
 from engine.kv.host_pool import HostPool
@@ -53,8 +53,8 @@ class ModelRunner:
     def run(self, plan: Plan) -> StepOutput:
         return self.sample(plan, self.forward(plan))
 
-    def forward(self, plan: Plan) -> Tensor | None:
-        """Run everything before sampling; reads no masks. Return the hidden states [T, hidden] of all new tokens, if any.
+    def forward(self, plan: Plan) -> Forward | None:
+        """Run everything before sampling; reads no masks. Return what sampling needs, if there are tokens.
 
         Raises DeviceOutOfMemory. A torch.OutOfMemoryError of copies or slots is not one: later steps rely on them.
         """
@@ -93,15 +93,15 @@ class ModelRunner:
         pools = [self._host_pool, None if self._backup is None else self._backup.host]
         return [pool for pool in pools if pool is not None]
 
-    def sample(self, plan: Plan, hidden: Tensor | None) -> StepOutput:
-        """Sample tokens, and compute logprobs and hidden states. `hidden`: what `forward` of the same plan returned.
+    def sample(self, plan: Plan, forward: Forward | None) -> StepOutput:
+        """Sample tokens, and compute logprobs and hidden states. `forward`: what `forward` of the same plan returned.
 
         Raises DeviceOutOfMemory.
         """
         if not plan.items:
             return nothing_sampled({})
-        assert hidden is not None, f"step {plan.seq}: the forward has failed"
-        return _compute(lambda: self._sample_pass.run(self._model, plan, hidden))
+        assert forward is not None, f"step {plan.seq}: the forward has failed"
+        return _compute(lambda: self._sample_pass.run(self._model, plan, forward))
 
 
 def _compute(work: Callable[[], T]) -> T:

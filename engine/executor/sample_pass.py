@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import Plan, PlanItem
+from engine.executor.forward import Forward
 from engine.executor.future_map import FutureMap
 from engine.kv.upload import upload
 from engine.messages import LogprobOptions
@@ -41,19 +42,20 @@ class SamplePass:
         self._future_map = future_map
         self._device = device
 
-    def run(self, model: DenseDecoder, plan: Plan, hidden: Tensor) -> StepOutput:
-        """Sample, and compute logprobs and hidden states. `hidden`: [T, hidden] of the plan's new tokens."""
+    def run(self, model: DenseDecoder, plan: Plan, forward: Forward) -> StepOutput:
+        """Sample what is not sampled yet, and compute logprobs and hidden states."""
+        hidden = forward.hidden
         items, starts = plan.items, list(accumulate((item.q_len for item in plan.items), initial=0))
-        output = self._tokens(model, plan, starts, hidden)
+        output = self._tokens(model, plan, starts, forward)
         for i, item in enumerate(items):
             if item.hidden_from is not None:
                 rows = hidden[starts[i] + item.hidden_from - item.start : starts[i + 1]].to(torch.float32)
                 output.hidden[i] = _to_host(_pool(rows, item.pool))
         return output
 
-    def _tokens(self, model: DenseDecoder, plan: Plan, starts: list[int], hidden: Tensor) -> StepOutput:
-        """`starts`: the row of `hidden` where each item begins, and the end."""
-        items, masks = plan.items, plan.masks
+    def _tokens(self, model: DenseDecoder, plan: Plan, starts: list[int], forward: Forward) -> StepOutput:
+        """`starts`: the row of the hidden states where each item begins, and the end."""
+        items, hidden = plan.items, forward.hidden
         sampled = [i for i, item in enumerate(items) if item.sample]
         input_logprobs = {
             i: self._input_logprobs(model, item, hidden[starts[i] : starts[i + 1]])
@@ -62,15 +64,8 @@ class SamplePass:
         }
         if not sampled:
             return nothing_sampled(input_logprobs)
-        if len(sampled) == len(hidden):
-            logits = model.logits(hidden)
-        else:
-            last_rows = self._upload([starts[i + 1] - 1 for i in sampled])
-            logits = model.logits(hidden[last_rows])
-        slots = [items[i].slot for i in sampled]
-        mask = token_mask({r: masks[i] for r, i in enumerate(sampled) if i in masks}, device=self._device)
-        tokens, bad = self.sampler.sample(logits, slots, [items[i].output_len for i in sampled], mask=mask)
-        self._future_map.store(self._upload(slots), tokens)
+        logits = self._logits(model, forward, [starts[i + 1] - 1 for i in sampled])
+        tokens, bad = self._sample(plan, sampled, logits, forward)
         return StepOutput(
             sampled=sampled,
             tokens=_to_host(tokens),
@@ -78,6 +73,24 @@ class SamplePass:
             logprobs=self._logprobs(logits, tokens, [(r, i, items[i].logprobs) for r, i in enumerate(sampled)]),
             input_logprobs=input_logprobs,
         )
+
+    def _logits(self, model: DenseDecoder, forward: Forward, rows: list[int]) -> Tensor:
+        """[len(rows), V] of these rows, ascending; a recorded step has those of all."""
+        if forward.logits is not None:
+            return forward.logits
+        return model.logits(forward.hidden if len(rows) == len(forward.hidden) else forward.hidden[self._upload(rows)])
+
+    def _sample(self, plan: Plan, sampled: list[int], logits: Tensor, forward: Forward) -> tuple[Tensor, Tensor]:
+        """Tokens and bad rows of the items `sampled`."""
+        if forward.tokens is not None and forward.bad is not None:
+            return forward.tokens, forward.bad
+        items = [plan.items[i] for i in sampled]
+        masks = {row: plan.masks[i] for row, i in enumerate(sampled) if i in plan.masks}
+        slots = [item.slot for item in items]
+        mask = token_mask(masks, device=self._device)
+        tokens, bad = self.sampler.sample(logits, slots, [item.output_len for item in items], mask=mask)
+        self._future_map.store(self._upload(slots), tokens)
+        return tokens, bad
 
     def _input_logprobs(self, model: DenseDecoder, item: PlanItem, hidden: Tensor) -> list[Logprobs]:
         """Compute logprobs of prompt positions from `logprob_from` on; row i predicts position i + 1."""

@@ -31,6 +31,7 @@ ROW_TILE = 4096  # where one program walks a row; 255 tiles of it at most, as to
 MOST_TOKENS = 255 * ROW_TILE
 WARPS, ROW_WARPS = 8, 16
 EXACT = {"enable_fp_fusion": False}  # no product and sum in one rounding: the bits are a CPU's
+ROWS_OF_INPUTS = ["slots_ptr", "output_lens_ptr"]  # of one tensor [k, n]: aligned for some n
 COLUMNS = 12  # of the table of requests, int64: seven numbers, a gap, then eight float32
 
 # two of the numbers are addresses: of an int32 for each token id, and of int32 pairs; 0: none
@@ -166,7 +167,7 @@ def _edit(x, ids, inside, integers, floats, output_len):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS_OF_INPUTS)
 def peaks_kernel(
     logits_ptr,  # [n, VOCAB]
     edited_ptr,  # the same shape; rows that are edited
@@ -256,7 +257,7 @@ def _count_in(bins, index: tl.constexpr):
     return tl.sum(((bins >> (8 * index)) & 255).to(tl.int32), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS_OF_INPUTS)
 def top_k_kernel(
     logits_ptr,
     edited_ptr,
@@ -330,7 +331,7 @@ def _scaled(x, best, temperature):
     return tl.div_rn(x - best, temperature)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS_OF_INPUTS)
 def scores_kernel(
     logits_ptr,
     edited_ptr,
@@ -391,7 +392,7 @@ def scores_kernel(
     tl.store(masses_ptr + row * PARTS + part, tl.sum(masses, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS_OF_INPUTS)
 def finish_kernel(
     logits_ptr,
     edited_ptr,

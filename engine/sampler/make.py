@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class TokenSampler(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+@runtime_checkable
 class CapturableSampler(TokenSampler, Protocol):
     """A sampler whose calls can be captured: it reads nothing on the host."""
 
@@ -33,14 +34,10 @@ class CapturableSampler(TokenSampler, Protocol):
         """As `sample`, with slots and output_lens [n] int64 on the device; a row of NOT_SAMPLED gives 0."""
 
 
-def make_sampler(*, num_slots: int, vocab_size: int, device: torch.device) -> TokenSampler:
-    """Triton's on a GPU, if it is installed; all give the same tokens from the same logits."""
-    if device.type == "cuda" and find_spec("triton") is not None:
-        return make_capturable_sampler(num_slots=num_slots, vocab_size=vocab_size, device=device)
+def make_sampler(*, num_slots: int, vocab_size: int, device: torch.device, in_graphs: bool = False) -> TokenSampler:
+    """Triton's on a GPU, if it is installed; all give the same tokens from the same logits. `in_graphs`: Triton's anyway."""
+    if in_graphs or (device.type == "cuda" and find_spec("triton") is not None):
+        from engine.sampler.triton_sampler import TritonSampler
+
+        return TritonSampler(num_slots=num_slots, vocab_size=vocab_size, device=device)
     return Sampler(num_slots=num_slots, vocab_size=vocab_size, device=device)
-
-
-def make_capturable_sampler(*, num_slots: int, vocab_size: int, device: torch.device) -> CapturableSampler:
-    from engine.sampler.triton_sampler import TritonSampler
-
-    return TritonSampler(num_slots=num_slots, vocab_size=vocab_size, device=device)

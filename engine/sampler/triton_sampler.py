@@ -60,7 +60,7 @@ class TritonSampler:
         p = slot.sampling
         num_ends = len(end_ids(slot)) if p.min_new_tokens > 0 else 0
         addresses = [0 if x is None else x.data_ptr() for x in (seen, edits)]
-        numbers = [signed(seed_of(slot) % 2**64), top_k_of(p, self._vocab_size), *addresses]
+        numbers = [0 if p.greedy else signed(seed_of(slot) % 2**64), top_k_of(p, self._vocab_size), *addresses]
         numbers += [len(p.logit_bias), num_ends, p.min_new_tokens, 0]
         temperature = 0.0 if p.greedy else p.temperature
         floats = [temperature, p.top_p, log_min_p_of(p)]

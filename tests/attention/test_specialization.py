@@ -27,7 +27,8 @@ from engine.kv.page_table import PageTable
 from engine.model_files.model_config import load_model_config
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
-from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from engine.sampler.triton_sampler import TritonSampler
+from tests.models.tiny_checkpoints import VOCAB_SIZE, make_tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
 # Integers of a launch that one model never changes. All others are in `do_not_specialize`.
@@ -53,6 +54,10 @@ VARIANTS = {
     "rms_norm_kernel": 2,  # alone, and of a sum
     "norm_turn_kernel": 1,
     "silu_mul_kernel": 1,
+    "peaks_kernel": 1,
+    "top_k_kernel": 1,
+    "scores_kernel": 1,
+    "finish_kernel": 1,
 }
 
 
@@ -128,6 +133,7 @@ class Day:
             backend=backend,
             page_table=table,
             future_map=future_map,
+            sampler=TritonSampler(num_slots=64, vocab_size=VOCAB_SIZE, device=cpu),
             device=cpu,
         )
         make = partial(ForwardPass, backend=backend, page_table=table, future_map=future_map, layers=LayerMarks(cpu))

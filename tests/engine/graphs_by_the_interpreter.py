@@ -5,15 +5,17 @@ The whole engine with decode graphs (eager ones: the same work over the same buf
 
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
+import tests.interpreter  # noqa: F401 (before kernels run)
 from benchmarks import random_model
 from engine.build import EngineUse
-from engine.executor.decode_graphs import Work
+from engine.executor.decode_graphs import T
+from engine.kernels import triton_sample
 from engine.models.load import load_model
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.three_requests import PROMPTS, run, two_models
@@ -23,6 +25,7 @@ LENGTHS = {"a": 5, "b": 2, "c": 4}  # the batch shrinks from 3 to 1
 
 def main() -> None:
     torch.set_num_threads(1)
+    triton_sample.PARTS, triton_sample.TILE, triton_sample.ROW_TILE = 1, 256, 256
     with tempfile.TemporaryDirectory(prefix="tandem-graphs-") as folder:
         random_model.HEADS, random_model.KV_HEADS = 4, 2  # the interpreter is slow
         models = two_models(Path(folder), layers=1, hidden=64, intermediate=64)
@@ -36,8 +39,8 @@ class CountingCapture:
     def __init__(self) -> None:
         self.replays = 0
 
-    def capture(self, work: Work) -> Work:
-        def replay() -> Tensor:
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+        def replay() -> T:
             self.replays += 1
             return work()
 

@@ -7,6 +7,11 @@ from engine.messages import LogprobOptions
 from tests.engine.engine_in_process import EngineInProcess
 from tests.models.tiny_checkpoints import edit_tensors
 
+SAMPLING = {
+    "a": {"temperature": 0.0},
+    "b": {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "presence_penalty": 0.5},
+    "c": {"temperature": 0.8, "logit_bias": {60: 2.0}},
+}
 PROMPTS = {"a": [20, 30, 40], "b": list(range(20, 37)), "c": [60, 61, 62, 63, 64, 65]}
 
 
@@ -24,7 +29,6 @@ def run(engine: EngineInProcess, lengths: dict[str, int]) -> tuple[dict[str, lis
     """Tokens, and the logprobs of all of them."""
     engine.tokens, engine.logprobs = {}, {}
     for rid, prompt in PROMPTS.items():
-        sampling = {"max_new_tokens": lengths[rid], "temperature": 0.0 if rid != "c" else 0.8, "seed": 3}
-        engine.add(rid, prompt, logprobs=LogprobOptions(-1, 0), **sampling)
+        engine.add(rid, prompt, logprobs=LogprobOptions(-1, 0), max_new_tokens=lengths[rid], seed=3, **SAMPLING[rid])
     engine.run()
     return engine.tokens, [entry.logprob for rid in PROMPTS for entry in engine.logprobs[rid]]

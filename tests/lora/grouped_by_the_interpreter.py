@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import tests.interpreter  # noqa: F401 (before kernels run)
 from engine.executor.decode_graphs import Work
-from engine.kernels import triton_lora
+from engine.kernels import triton_lora, triton_sample
 from engine.layers.linear import SiteShape
 from engine.lora import grouped
 from engine.lora.bank import add_delta
@@ -176,6 +177,7 @@ def count_launches() -> list[int]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    triton_sample.PARTS, triton_sample.TILE, triton_sample.ROW_TILE = 1, 256, 256
     for dtype in (torch.float32, torch.float16):
         check_kernels(dtype)
     with tempfile.TemporaryDirectory(prefix="tandem-lora-") as folder:
