@@ -64,7 +64,7 @@ def log_norms(logits: Tensor) -> Tensor:
 
     torch splits a sum by the number of rows, so it takes one row at a time.
     """
-    if logits.device.type == "cuda" and find_spec("triton") is not None:
+    if logits.device.type != "cpu" and find_spec("triton") is not None:
         from engine.kernels.triton_sample import log_norms as by_triton
 
         return by_triton(logits)

@@ -18,7 +18,6 @@ from engine.attention.triton_backend import TritonBackend
 from engine.executor.compile_log import CompileLog
 from engine.executor.warm_up import WarmUp, warm_up
 from engine.kernels.triton_elementwise import TritonElementwise
-from engine.sampler.make import make_capturable_sampler
 from tests.engine.engine_in_process import EngineInProcess
 from tests.models.tiny_checkpoints import VOCAB_SIZE, make_tiny_checkpoint
 
@@ -85,7 +84,6 @@ def test_every_kernel_of_an_engine_is_heard(
     monkeypatch.setattr(
         "engine.device.make_attention_backend", lambda name, pool, num_heads: TritonBackend(pool, num_heads=num_heads)
     )
-    monkeypatch.setattr("engine.device.make_sampler", make_capturable_sampler)
     monkeypatch.setattr(torch, "empty", torch.zeros)  # what a kernel leaves unwritten here must be a token
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
     for layer in ("linear", "norm", "rope"):

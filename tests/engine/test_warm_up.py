@@ -15,7 +15,6 @@ from engine.core.plan import Plan, PlanItem, SlotOpen
 from engine.executor.warm_up import LOGPROBS, WarmUp, warm_up
 from engine.kernels.triton_elementwise import TritonElementwise
 from engine.messages import LogprobOptions
-from engine.sampler.make import make_capturable_sampler
 from engine.sampling_params import SamplingParams
 from tests.attention.test_specialization import Anew, recorder
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
@@ -90,11 +89,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, set[str]]]:
     """What is launched: kernels of Triton by what they are compiled for, and torch's operations. Nothing is computed."""
     seen: dict[str, set[str]] = defaultdict(set)
     monkeypatch.setattr(JITFunction, "run", recorder(seen))
-    monkeypatch.setattr(torch, "empty", torch.zeros)  # tokens that no kernel writes
     monkeypatch.setattr(
         "engine.device.make_attention_backend", lambda name, pool, num_heads: TritonBackend(pool, num_heads=num_heads)
     )
-    monkeypatch.setattr("engine.device.make_sampler", make_capturable_sampler)
     monkeypatch.setattr(torch, "empty", torch.zeros)  # what a kernel leaves unwritten here must be a token
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
     for layer in ("linear", "norm", "rope"):
