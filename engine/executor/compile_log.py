@@ -5,7 +5,7 @@ By the hooks that Triton calls before and after it compiles a kernel or takes it
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -35,10 +35,10 @@ class CompileLog:
     def _on_begin(self, *, key: str, **_: Any) -> None:
         self._begun_s[key] = self._clock()
 
-    def _on_end(self, *, key: str, fn: Any, compile: Mapping[str, Any], **_: Any) -> None:
+    def _on_end(self, *, key: str, fn: Any, **about: Any) -> None:
         now_s = self._clock()
         taken_s = now_s - self._begun_s.pop(key, now_s)
         if self._serves:
             self.num_late += 1
-            types = ", ".join(f"{name}: {kind}" for name, kind in compile["signature"].items())
+            types = ", ".join(f"{name}: {kind}" for name, kind in about["compile"]["signature"].items())
             log.warning("kernel %s was compiled while serving, in %.1f s: %s", fn.name, taken_s, types)
