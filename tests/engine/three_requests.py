@@ -1,8 +1,11 @@
 """A batch of three requests that shrinks to one, and two small random models, for engines that take decode steps another way."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks import random_model
+from engine.core.hooks import Grammar
 from engine.messages import LogprobOptions
 from tests.engine.engine_in_process import EngineInProcess
 from tests.models.tiny_checkpoints import edit_tensors
@@ -25,10 +28,13 @@ def two_models(folder: Path, *, layers: int, hidden: int, intermediate: int) -> 
     return str(old), str(new)
 
 
-def run(engine: EngineInProcess, lengths: dict[str, int]) -> tuple[dict[str, list[int]], list[float]]:
-    """Tokens, and the logprobs of all of them."""
+def run(
+    engine: EngineInProcess, lengths: dict[str, int], *, grammars: Mapping[str, Grammar] = MappingProxyType({})
+) -> tuple[dict[str, list[int]], list[float]]:
+    """Tokens, and the logprobs of all of them. `grammars` of some requests."""
     engine.tokens, engine.logprobs = {}, {}
     for rid, prompt in PROMPTS.items():
-        engine.add(rid, prompt, logprobs=LogprobOptions(-1, 0), max_new_tokens=lengths[rid], seed=3, **SAMPLING[rid])
+        grammar, wanted = grammars.get(rid), LogprobOptions(-1, 0)
+        engine.add(rid, prompt, logprobs=wanted, grammar=grammar, max_new_tokens=lengths[rid], seed=3, **SAMPLING[rid])
     engine.run()
     return engine.tokens, [entry.logprob for rid in PROMPTS for entry in engine.logprobs[rid]]

@@ -6,10 +6,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
 from engine.core.plan import Plan
 from engine.executor.executor import Launch
+from engine.executor.forward import Forward
 from engine.executor.sample_pass import StepOutput
 from engine.grammar.compiler import Compiler, make_compiler
 from engine.sampling_params import GrammarSpec
@@ -99,10 +99,10 @@ def test_a_forward_is_launched_while_the_token_before_it_is_not_sampled(checkpoi
         gate.set()
         return launch
 
-    def held_sample(plan: Plan, hidden: Tensor | None) -> StepOutput:
+    def held_sample(plan: Plan, forward: Forward | None) -> StepOutput:
         assert gate.wait(60.0)
         order.append(f"sample {plan.seq}")
-        return sample(plan, hidden)
+        return sample(plan, forward)
 
     engine.parts.device.executor.launch_forward, runner.sample = launch_and_open, held_sample  # type: ignore[method-assign]
     try:
