@@ -77,6 +77,11 @@ def num_graphs(config: EngineConfig, *, decodes: bool, prefills: bool) -> int:
     return len(_decode_sizes(config)) * kinds * decodes + len(_prefill_sizes(config)) * prefills
 
 
+def logits_bytes(config: EngineConfig, *, vocab_size: int, decodes: bool) -> int:
+    """Return the bytes of the logits that all decode graphs share."""
+    return 0 if config.disable_cuda_graph or not decodes else 4 * _decode_sizes(config)[-1] * vocab_size
+
+
 def _decode_sizes(config: EngineConfig) -> list[int]:
     assert config.max_running_requests is not None, "resolved"
     return graph_sizes(

@@ -13,7 +13,7 @@ from engine.executor.executor import Executor
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.warm_up import WarmUp, warm_up
 from engine.gpu_memory import GRAPH_BYTES, GpuMemory, MemoryGauge
-from engine.graphs import num_graphs
+from engine.graphs import logits_bytes, num_graphs
 from engine.kv.kv_pool import KVPool
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
@@ -53,6 +53,7 @@ def measure(
     gc.collect()  # the engine of the steps is a circle, and holds its pool
     gauge.release()
     graphs = num_graphs(config, decodes=decodes, prefills=prefills) * GRAPH_BYTES
+    graphs += logits_bytes(config, vocab_size=model_config.vocab_size, decodes=decodes)
     return GpuMemory(total=gauge.total(), share=config.mem_fraction_static, own=own, step=step, graphs=graphs)
 
 

@@ -93,6 +93,7 @@ class DecodeGraphs:
         self._progress = progress
         padding = torch.tensor([[0], [0], [page_table.scratch_slot], [NOT_SAMPLED]], device=device)
         self._inputs = {size: padding.repeat(1, size) for size in sizes}
+        self._logits = torch.empty((0, 0), device=device)
         self._graphs: dict[int, Callable[[], Forward]] = {}
         self._adapted: dict[int, Callable[[], Forward]] = {}
 
@@ -102,6 +103,8 @@ class DecodeGraphs:
         Raises torch.OutOfMemoryError, and then there are no graphs.
         """
         self._graphs, self._adapted = {}, {}
+        # One for all graphs: what a graph returns stays taken beside what the others return.
+        self._logits = torch.empty((self.sizes[-1], model.vocab_size), dtype=torch.float32, device=self._logits.device)
         capture = self._capture()
         bar = tqdm(self.sizes[::-1], desc="decode graphs", disable=None if self._progress else True, leave=False)
         graphs, adapted = {}, {}
@@ -153,7 +156,7 @@ class DecodeGraphs:
             )
             self._backend.begin_on_device(step)
             hidden = model.forward(self._future_map.resolve(ids), positions, self._backend.attend)
-            logits = model.logits(hidden)
+            logits = model.logits(hidden, out=self._logits[:size])
             tokens, bad = self._sampler.sample_on_device(logits, slots, output_lens)
             self._future_map.store(slots, tokens)  # 0 for a row that is sampled behind the graph
             return Forward(hidden, logits, tokens, bad)

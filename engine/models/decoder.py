@@ -37,6 +37,10 @@ class DenseDecoder:
             checkpoint.ignore("lm_head.weight")  # some exporters write the tied copy too
         self._rope = Rope(config, dtype=checkpoint.dtype, device=checkpoint.device)
 
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
     def cache_specs(self) -> list[CacheSpec]:
         return [self._spec] * len(self._layers)
 
@@ -60,9 +64,9 @@ class DenseDecoder:
             delta = layer(x, delta, (cosine, sine), attend)
         return self._norm.of_sum(x, delta)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, vocab] float32 for `hidden` [n, hidden], rows from `forward`."""
-        return self._head.in_float32(hidden)
+    def logits(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[n, vocab] float32 for `hidden` [n, hidden], rows from `forward`; in `out` if given."""
+        return self._head.in_float32(hidden, out=out)
 
 
 class _Layer:

@@ -15,6 +15,7 @@ import tests.interpreter  # noqa: F401 (before kernels run)
 from benchmarks import random_model
 from engine.build import EngineUse
 from engine.executor.decode_graphs import T
+from engine.executor.forward import Forward
 from engine.kernels import triton_sample
 from engine.models.load import load_model
 from tests.engine.engine_in_process import EngineInProcess
@@ -58,11 +59,15 @@ class CountingCapture:
 
     def __init__(self) -> None:
         self.replays = 0
+        self.logits: set[int] = set()  # where they lie
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         def replay() -> T:
             self.replays += 1
-            return work()
+            out = work()
+            if isinstance(out, Forward) and out.logits is not None:
+                self.logits.add(out.logits.data_ptr())
+            return out
 
         return replay
 
@@ -88,6 +93,7 @@ def check(folder: str, other: str) -> None:
     assert found == expected, (found, expected)
     assert logprobs == pytest.approx(expected_logprobs, rel=0.0, abs=1e-5)
     assert capture.replays == max(LENGTHS.values()) - 1, capture.replays
+    assert len(capture.logits) == 1, "each size has logits of its own, which stay taken beside the others"
     assert (pool.k(0)[0, 0] != 7.0).all(), "nothing was padded"
     # masked steps are sampled behind the graph, and count the tokens of a penalty once
     masked = [run(e, LENGTHS, grammars={"a": EveryThird(e.model.vocab_size)})[0] for e in (engine, plain[0])]
