@@ -112,15 +112,7 @@ def build_engine(
     if gauge is not None and shares:
         await_share(gauge, config.mem_fraction_static)
     load_here = partial(load, dtype=config.dtype, device=config.device, context_length=config.context_length)
-    files = fingerprint(config.model_path) if tiered else ""
-    try:
-        model = load_here(config.model_path, model_config, progress=progress)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"--model-path {config.model_path}: the GPU has no memory for its weights ({error})"
-        ) from None
-    if tiered and fingerprint(config.model_path) != files:
-        raise ConfigError(f"--model-path {config.model_path}: its files changed while they were read; start again")
+    model, files = _load(config, model_config, load_here, fingerprinted=tiered, progress=progress)
     measured = partial(
         measure, config, model_config, model, decodes=use.decodes, prefills=use.prefills, progress=progress
     )
@@ -195,6 +187,26 @@ def _warm(
             f"--mem-fraction-static: no memory is left for the largest step beside the KV cache ({error}); lower it or "
             "--max-total-tokens"
         ) from None
+
+
+def _load(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    load: Callable[..., DenseDecoder],
+    *,
+    fingerprinted: bool,
+    progress: bool,
+) -> tuple[DenseDecoder, str]:
+    """Return the model, and the fingerprint of its files ("" if it is not `fingerprinted`). Raises ConfigError."""
+    path = config.model_path
+    files = fingerprint(path) if fingerprinted else ""
+    try:
+        model = load(path, model_config, progress=progress)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"--model-path {path}: the GPU has no memory for its weights ({error})") from None
+    if fingerprinted and fingerprint(path) != files:
+        raise ConfigError(f"--model-path {path}: its files changed while they were read; start again")
+    return model, files
 
 
 def _memory(config: EngineConfig, *, num_pages: int, host: HostCache | None) -> tuple[Memory, CacheEvents | None]:

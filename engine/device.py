@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention.backend import CapturableBackend, make_attention_backend
+from engine.attention.backend import AttentionBackend, CapturableBackend, make_attention_backend
 from engine.attention.cpu_backend import CpuBackend
 from engine.config import EngineConfig
 from engine.executor.decode_graphs import DecodeGraphs
@@ -102,10 +102,7 @@ def build_device(
         adapters=bank,
         progress=progress,
     )
-    by_c_kernels = config.dtype == "bfloat16" and isinstance(backend, CpuBackend) and backend.has_kernel
-    taped = decodes and not config.disable_cuda_graph and capture is None and by_c_kernels
-    taped = taped and linear_kernel() is not None and tape_library() is not None
-    decode_tapes = DecodeTapes() if taped else None
+    decode_tapes = DecodeTapes() if decodes and capture is None and _can_tape(config, backend) else None
     forward_pass = ForwardPass(
         backend=backend,
         page_table=page_table,
@@ -127,6 +124,12 @@ def build_device(
     _record(executor, runner)
     adapters = None if bank is None else _adapter_store(config, model, bank, executor)
     return Device(executor, layers, adapters, graphs, prefill_graphs, decode_tapes)
+
+
+def _can_tape(config: EngineConfig, backend: AttentionBackend) -> bool:
+    """Whether decode steps are calls of C kernels alone."""
+    by_c_kernels = config.dtype == "bfloat16" and isinstance(backend, CpuBackend) and backend.has_kernel
+    return by_c_kernels and not config.disable_cuda_graph and linear_kernel() is not None and tape_library() is not None
 
 
 def _stream(config: EngineConfig, device: torch.device) -> Stream:
