@@ -509,7 +509,7 @@ def sample(
     """
     n, vocab_size = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32, (logits.shape, logits.dtype)
-    assert masks is None or masks.bits.shape[1] == triton.cdiv(vocab_size, 32), (masks, vocab_size)
+    assert masks is None or masks.bits.shape[1] == -(-vocab_size // 32), (masks, vocab_size)
     assert vocab_size <= MOST_TOKENS, f"{vocab_size} token ids: the kernels take {MOST_TOKENS}"
     device = logits.device
     edited = torch.empty_like(logits)

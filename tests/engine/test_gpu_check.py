@@ -62,7 +62,7 @@ def test_a_part_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_check.check(["limits"], gpu_check.run_apart)["limits"]["error"] == "not done after 0 s"
 
 
-SLOW = ["numerics", "identity", "restart"]  # the interpreter and processes take seconds
+SLOW = ["numerics", "identity", "adapters", "restart"]  # the interpreter and processes take seconds
 
 
 def test_parts_run_on_a_cpu_at_a_small_size(tmp_path: Path) -> None:
