@@ -45,7 +45,7 @@ class LayerMarks:
         return marked
 
     def whole(self, step: int, forward: Callable[[], Tensor]) -> Tensor:
-        """Run a forward whose layers cannot be told apart: a recorded one. They are marked together."""
+        """Run a recorded forward, and mark its layers together: one launch computes them all."""
         if not self._ends:
             return forward()
         self._mark((step, 0))

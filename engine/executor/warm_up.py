@@ -1,4 +1,4 @@
-"""Steps that serve nobody, run before a worker is ready: after them no request waits for a compiler, and the memory is known.
+"""Steps without requests, run before a worker is ready: after them no request waits for a compiler, and the memory is known.
 
 A GPU compiles each kernel when it is first launched (Triton: seconds each; torch loads its own module by module), on the
 thread that runs every step. These steps go through the whole runner, in plans like any other, with token 0 in slots that they

@@ -1,4 +1,4 @@
-"""Adapters of a step by grouped kernels (engine/kernels/triton_lora.py): two launches a site, whoever computes with what.
+"""Adapters of a step by grouped kernels (engine/kernels/triton_lora.py): two launches a site for all adapters.
 
     table  [places, sites, PARTS, FIELDS] int64: where the matrices of the adapter in each place lie; a place for each adapter
            that a step may hold. An adapter takes the place of the one used longest ago

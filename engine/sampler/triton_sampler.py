@@ -34,7 +34,7 @@ class TritonSampler:
         upload_into(self._requests[slot.slot], self._row(slot, seen, edits))
 
     def close(self, slot: int) -> None:
-        del self._slots[slot], self._memory[slot]  # whoever gets the memory next writes it after the steps in flight
+        del self._slots[slot], self._memory[slot]  # its next owner writes to it behind the steps in flight
 
     def sample(
         self, logits: Tensor, slots: Sequence[int], output_lens: Sequence[int], *, mask: TokenMask | None = None

@@ -31,7 +31,7 @@ if sys.argv[1:] == ["-f"]:
     with open(os.path.join(folder, "pid.new"), "w") as file:
         file.write(f"{{os.getpid()}} {{os.environ.get('CUDA_VISIBLE_DEVICES')}}")
     os.rename(file.name, os.path.join(folder, "pid"))
-    while not os.path.exists(quit):
+    while os.path.isdir(folder) and not os.path.exists(quit):
         time.sleep(0.01)
 elif sys.stdin.read() == "quit\\n":
     open(quit, "w").close()

@@ -189,9 +189,8 @@ class EngineDriver:
             if started is None:
                 return task, True
             trial, op = started
-            state = self._engine.poll(
-                op
-            )  # a copy that was over when it returned is timed without a turn of this thread
+            # at once: a copy that is over when it returns is timed without a turn of this thread
+            state = self._engine.poll(op)
         except Exception as error:
             log.warning("decode worker %r: the trial write was refused: %s", task.origin.address, error)
             return task, False

@@ -42,10 +42,11 @@ async def test_a_real_cluster_is_on_the_page(nixl: Cluster, devtools: str) -> No
         assert await page.js(names) == "bootstrap waiting running inflight prealloc transfer running"
         # Until the workers' reports of it have come round: each figure is of the last minute.
         served = 0
-        while not served or not await page.js(MOVED):  # tests before this one may have moved pages, but not these
-            await generate(session, nixl.router, f"dash-{served}")
-            served += 1
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(MOVED_S):
+            while not served or not await page.js(MOVED):  # tests before this one may have moved pages, but not these
+                await generate(session, nixl.router, f"dash-{served}")
+                served += 1
+                await asyncio.sleep(0.05)
         await page.until("document.querySelector('#tile-ttft .figure').innerText.endsWith('s')")
         await page.until("document.querySelector('#tile-itl .figure').innerText.endsWith('s')")
         row = "[...document.querySelectorAll('.request')].find((n) => n.innerText.includes('dash-0'))"
@@ -53,14 +54,15 @@ async def test_a_real_cluster_is_on_the_page(nixl: Cluster, devtools: str) -> No
         await page.js(f"{row}.querySelector('button').click()")
         lines = f"[...{row}.querySelectorAll('.timeline .inner')].map((n) => n.innerText.replace(/\\s+/g, ' '))"
         await page.until(f"{lines}.length >= 8")
-        told = await page.js(lines)
+        entries = await page.js(lines)
         for role, stages in (("prefill", ("bootstrap", "queue", "prefill", "transfer")), ("decode", ("decode",))):
             where = nixl.of(role)[0].url.removeprefix("http://")
-            assert all(any(line.startswith(f"{stage} {where} ") for line in told) for stage in stages), told
+            assert all(any(line.startswith(f"{stage} {where} ") for line in entries) for stage in stages), entries
         assert page.complaints == []
         assert all(url.startswith(nixl.router + "/") for url in page.asked)
 
 
+MOVED_S = 60.0
 # Tokens came out, and KV went across.
 MOVED = """['throughput', 'kv'].every((id) => {
   const figure = document.querySelector(`#tile-${id} .figure`);
