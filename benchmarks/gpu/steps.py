@@ -44,13 +44,7 @@ def prefill(target: Target) -> dict[str, Any]:
     flags = {"max_running_requests": 1, "max_total_tokens": tokens + 32, "disable_cuda_graph": True}
     parts = make_engine(target, shape, context=tokens + 16, **flags)
     steps = Steps(parts, batch=1, context=tokens)
-    _collect(parts, steps.prefill())
-    times = []
-    for _ in range(target.pick(5, 1)):
-        begin = perf_counter()
-        _collect(parts, steps.prefill())
-        times.append(1000 * (perf_counter() - begin))
-    ms = median(times)
+    ms = _prefill_ms(parts, steps, repeats=target.pick(5, 1))
     flop = shape.prefill_flop(tokens)
     found = {"tokens": tokens, "ms": ms, "flop": flop, "tflop_s": flop / ms / 1e9}
     found["of_bf16"] = target.share(found["tflop_s"], "bf16_tflop_s")
@@ -58,6 +52,17 @@ def prefill(target: Target) -> dict[str, Any]:
         found["kernels"] = _profiled(parts, steps.prefill, count=1)
     parts.device.executor.close()
     return found
+
+
+def _prefill_ms(parts: EngineParts, steps: Steps, *, repeats: int) -> float:
+    """Return the median milliseconds of a prompt step, from its launch to its results."""
+    _collect(parts, steps.prefill())
+    times = []
+    for _ in range(repeats):
+        begin = perf_counter()
+        _collect(parts, steps.prefill())
+        times.append(1000 * (perf_counter() - begin))
+    return median(times)
 
 
 def short_prompts(target: Target) -> dict[str, Any]:
@@ -69,14 +74,10 @@ def short_prompts(target: Target) -> dict[str, Any]:
         parts = make_engine(target, shape, context=1024, max_running_requests=1, max_total_tokens=1024, **flags)
         for tokens in lengths:
             steps = Steps(parts, batch=1, context=tokens)
-            _collect(parts, steps.prefill())
-            times = []
-            for _ in range(target.pick(20, 1)):
-                begin = perf_counter()
-                _collect(parts, steps.prefill())
-                times.append(1000 * (perf_counter() - begin))
+            rows.append(
+                {"tokens": tokens, "graphs": graphs, "ms": _prefill_ms(parts, steps, repeats=target.pick(20, 1))}
+            )
             steps.close()
-            rows.append({"tokens": tokens, "graphs": graphs, "ms": median(times)})
         parts.device.executor.close()
         del parts
         _give_back(target)

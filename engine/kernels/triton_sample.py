@@ -133,6 +133,28 @@ def _key_of(seed, output_len):
 
 
 @triton.jit
+def _request_at(slot, integers_ptr, floats_ptr):
+    """What the request in a slot asks for: pointers to its row of the table."""
+    return integers_ptr + slot * _INTEGERS_OF_ROW, floats_ptr + slot * _FLOATS_OF_ROW + _FLOATS_FROM
+
+
+@triton.jit
+def _better(values, value_ids, x, ids):
+    """The larger value of each lane, and its token; of equal ones the one before."""
+    better = x > values
+    return tl.where(better, x, values), tl.where(better, ids, value_ids)
+
+
+@triton.jit
+def _take_scores(scores, score_ids, most, kept, scaled, key, ids):
+    """The best score of each lane, its token, and the best of all, with a tile more. Noise is computed where it may win."""
+    if tl.max(tl.where(kept, scaled, -_INF), 0) + _LARGEST_NOISE > most:
+        scores, score_ids = _better(scores, score_ids, tl.where(kept, scaled + noise_at(key, ids), -_INF), ids)
+        most = tl.max(scores, 0)
+    return scores, score_ids, most
+
+
+@triton.jit
 def _is_edited(integers, output_len, masked_as):
     """Whether a row's logits lie in `edited`."""
     ends = tl.where(output_len < tl.load(integers + MIN_NEW_TOKENS), tl.load(integers + NUM_ENDS), 0)
@@ -193,7 +215,7 @@ def peaks_kernel(
     if output_len < 0:
         return
     slot = tl.load(slots_ptr + row)
-    integers, floats = integers_ptr + slot * _INTEGERS_OF_ROW, floats_ptr + slot * _FLOATS_OF_ROW + _FLOATS_FROM
+    integers, floats = _request_at(slot, integers_ptr, floats_ptr)
     masked_as = _masked_as(mask_rows_ptr, row, MASKED)
     is_edited = _is_edited(integers, output_len, masked_as)
     at = row * 3 * PARTS + part
@@ -220,9 +242,7 @@ def peaks_kernel(
                     word = tl.load(words + (ids >> 5), mask=inside, other=0)
                     x = tl.where(((word >> (ids & 31)) & 1) != 0, x, -_INF)
             tl.store(edited_ptr + row * VOCAB + ids, x, mask=inside)
-        better = x > best
-        best = tl.where(better, x, best)
-        best_ids = tl.where(better, ids, best_ids)
+        best, best_ids = _better(best, best_ids, x, ids)
     peak = tl.max(best, 0)
     tl.store(peaks_ptr + at, tl.max(raw, 0))
     tl.store(peaks_ptr + at + PARTS, peak)
@@ -279,7 +299,7 @@ def top_k_kernel(
     if output_len < 0:
         return
     slot = tl.load(slots_ptr + row)
-    integers, floats = integers_ptr + slot * _INTEGERS_OF_ROW, floats_ptr + slot * _FLOATS_OF_ROW + _FLOATS_FROM
+    integers, floats = _request_at(slot, integers_ptr, floats_ptr)
     top_k = tl.load(integers + TOP_K).to(tl.int32)
     best = _peak_of(peaks_ptr, row, 1, PARTS)
     is_sampled = tl.load(floats + TEMPERATURE) > 0
@@ -356,7 +376,7 @@ def scores_kernel(
     if output_len < 0:
         return
     slot = tl.load(slots_ptr + row)
-    integers, floats = integers_ptr + slot * _INTEGERS_OF_ROW, floats_ptr + slot * _FLOATS_OF_ROW + _FLOATS_FROM
+    integers, floats = _request_at(slot, integers_ptr, floats_ptr)
     temperature = tl.load(floats + TEMPERATURE)
     best = _peak_of(peaks_ptr, row, 1, PARTS)
     is_good = _is_finite(best) & _is_finite(_peak_of(peaks_ptr, row, 0, PARTS))
@@ -381,12 +401,7 @@ def scores_kernel(
         if has_top_p:
             masses += tl.where(kept, mass_of(scaled), 0)
         kept = kept & (scaled >= log_min_p)
-        if tl.max(tl.where(kept, scaled, -_INF), 0) + _LARGEST_NOISE > most:
-            score = tl.where(kept, scaled + noise_at(key, ids), -_INF)
-            better = score > scores
-            scores = tl.where(better, score, scores)
-            score_ids = tl.where(better, ids, score_ids)
-            most = tl.max(scores, 0)
+        scores, score_ids, most = _take_scores(scores, score_ids, most, kept, scaled, key, ids)
     tl.store(peaks_ptr + (row * 3 + 2) * PARTS + part, most)
     tl.store(ids_ptr + (row * 2 + 1) * PARTS + part, tl.min(tl.where(scores == most, score_ids, VOCAB), 0))
     tl.store(masses_ptr + row * PARTS + part, tl.sum(masses, 0))
@@ -419,7 +434,7 @@ def finish_kernel(
         tl.store(bad_ptr + row, 0)
         return
     slot = tl.load(slots_ptr + row)
-    integers, floats = integers_ptr + slot * _INTEGERS_OF_ROW, floats_ptr + slot * _FLOATS_OF_ROW + _FLOATS_FROM
+    integers, floats = _request_at(slot, integers_ptr, floats_ptr)
     is_good = _is_finite(_peak_of(peaks_ptr, row, 0, PARTS))
     best = _peak_of(peaks_ptr, row, 1, PARTS)
     temperature, top_p = tl.load(floats + TEMPERATURE), tl.load(floats + TOP_P)
@@ -476,12 +491,8 @@ def _best_below(
         x = tl.load(source + ids, mask=ids < VOCAB, other=-_INF)
         scaled = _scaled(x, best, temperature)
         kept = _is_below((best - x).to(tl.int32, bitcast=True), ids, bound_gap, bound_id) & (scaled >= log_min_p)
-        if tl.max(tl.where(kept & (ids < VOCAB), scaled, -_INF), 0) + _LARGEST_NOISE > most:
-            score = tl.where(kept & (ids < VOCAB), scaled + noise_at(key, ids), -_INF)
-            better = score > scores
-            scores = tl.where(better, score, scores)
-            score_ids = tl.where(better, ids, score_ids)
-            most = tl.max(scores, 0)
+        kept = kept & (ids < VOCAB)
+        scores, score_ids, most = _take_scores(scores, score_ids, most, kept, scaled, key, ids)
     return tl.min(tl.where(scores == most, score_ids, VOCAB), 0)
 
 
