@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 
 from engine.frontend.apis.admin import health, info, tokens
+from engine.frontend.apis.chat.body import ChatBody
 from engine.frontend.apis.control import engine, role_switch
 from engine.frontend.apis.native.body import GenerateBody
 from engine.frontend.apis.native.generate import generate
-from engine.frontend.apis.openai.bodies import ChatBody, CompletionBody
+from engine.frontend.apis.openai.bodies import CompletionBody
 from engine.frontend.apis.openai.chat import chat_completions
 from engine.frontend.apis.openai.completions import completions
 from engine.frontend.apis.openai.embeddings import EmbeddingBody, embeddings

@@ -14,6 +14,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
+from engine.text.parts import Arguments, CallBegins, Part, PlainText
+
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 
@@ -50,30 +52,6 @@ LLAMA3 = CallFormat(
 )
 ARRAY = CallFormat(bare="[", separator=",", closer="]")
 FORMATS = {"qwen25": QWEN25, "qwen": QWEN25, "llama3": LLAMA3}
-
-
-@dataclass(frozen=True, slots=True)
-class PlainText:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallBegins:
-    """The `index`-th call of the answer."""
-
-    index: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """More of the arguments' JSON text."""
-
-    index: int
-    text: str
-
-
-Part = PlainText | CallBegins | Arguments
 
 
 class CallScanner:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from engine.frontend.apis.native.body import GenerateBody
-from engine.frontend.apis.openai.view import Usage
 from engine.frontend.apis.shared.fields import check_prompt_ids, fit_to_context, prompts_of
+from engine.frontend.apis.shared.usage import Usage
 from engine.frontend.bootstraps import build_bootstraps
 from engine.messages import TokenOutput
 from engine.sampling_params import SamplingParams
@@ -74,9 +74,9 @@ def test_usage_counts_a_prompt_once() -> None:
     for index in range(4):
         usage.add(index, TextOutput(text="", tokens=TokenOutput(rid="r", new_ids=[1, 2, 3], cached_tokens=index + 1)))
     total = usage.total()
-    assert (total["prompt_tokens"], total["completion_tokens"], total["total_tokens"]) == (30, 12, 42)
-    assert total["prompt_tokens_details"]["cached_tokens"] == 1 + 3
-    assert usage.of_sample(2)["prompt_tokens"] == 20
+    assert (total.prompt, total.completion) == (30, 12)
+    assert total.cached == 1 + 3
+    assert usage.of_sample(2).prompt == 20
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from engine.frontend.apis.openai.bodies import ChatBody, ChatMessage, template_messages
-from engine.frontend.apis.openai.chat import chat_constraint
-from engine.frontend.apis.openai.tools import (
+from engine.frontend.apis.chat.body import ChatBody, ChatMessage, template_messages
+from engine.frontend.apis.chat.plan import chat_constraint
+from engine.frontend.apis.chat.tools import (
     ChosenFunction,
     Tool,
     ToolChoice,

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.text.tool_calls import ARRAY, LLAMA3, QWEN25, Arguments, CallBegins, CallFormat, PlainText, ToolCalls
+from engine.text.parts import Arguments, CallBegins, PlainText
+from engine.text.tool_calls import ARRAY, LLAMA3, QWEN25, CallFormat, ToolCalls
 
 NAMES = ("add", "look_up")
 Read = tuple[str, list[tuple[str, str]]]

@@ -1,55 +1,14 @@
-"""Bodies of /v1/completions and /v1/chat/completions, and the checks of their fields. Pure."""
+"""Body of /v1/completions, and the checks of its fields. Pure."""
 
-from typing import Any
-
-import msgspec
-
-from engine.frontend.apis.openai.tools import Tool, ToolChoice, check_tools
-from engine.frontend.apis.shared.constraints import ResponseFormat
-from engine.frontend.apis.shared.fields import SamplingFields, refuse
-from engine.frontend.bootstraps import Host, Port, Room
+from engine.frontend.apis.shared.fields import refuse
+from engine.frontend.apis.shared.request import RequestFields, check_range, check_request
 from service.http.errors import bad_field
 
-MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
 DEFAULT_COMPLETION_TOKENS = 16
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-class StreamOptions(msgspec.Struct, kw_only=True):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-
-class OpenAIFields(SamplingFields, kw_only=True):
-    """Fields of both APIs."""
-
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    rid: str | None = None
-    priority: int | None = None
-    user: str | None = None
-    bootstrap_host: Host = None
-    bootstrap_port: Port = None
-    bootstrap_room: Room = None
-    response_format: ResponseFormat | None = None
-    lora_path: str | None = None
-    custom_logit_processor: Any = None
-    return_hidden_states: Any = None
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
-
-class CompletionBody(OpenAIFields, kw_only=True):
+class CompletionBody(RequestFields, kw_only=True):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: int | None = None
@@ -58,110 +17,9 @@ class CompletionBody(OpenAIFields, kw_only=True):
     use_beam_search: bool | None = None
 
 
-class ContentPart(msgspec.Struct, kw_only=True):
-    type: str
-    text: str | None = None
-
-
-class ChatMessage(msgspec.Struct, kw_only=True):
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-
-
-class ChatBody(OpenAIFields, kw_only=True):
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    tools: list[Tool] | None = None
-    tool_choice: str | ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    audio: Any = None
-    modalities: list[str] | None = None
-    prediction: Any = None
-    web_search_options: Any = None
-
-
 def check_completion(body: CompletionBody) -> None:
-    _check_shared(body)
+    check_request(body)
     refuse(body, ("suffix", "use_beam_search"))
-    _in_range("logprobs", body.logprobs, MAX_COMPLETION_LOGPROBS)
+    check_range("logprobs", body.logprobs, MAX_COMPLETION_LOGPROBS)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_field("best_of", "must equal n: this server returns every sample that it draws")
-
-
-def check_chat(body: ChatBody) -> None:
-    _check_shared(body)
-    refuse(body, ("functions", "audio", "prediction", "web_search_options"))
-    if body.function_call not in (None, "none", "auto"):
-        raise bad_field("function_call", "is not supported; use tools and tool_choice", code="unsupported_parameter")
-    check_tools(body.tools, body.tool_choice)
-    if body.modalities not in (None, [], ["text"]):
-        raise bad_field("modalities", "only text is supported", code="unsupported_parameter")
-    _in_range("top_logprobs", body.top_logprobs, MAX_TOP_LOGPROBS)
-    if body.top_logprobs and not body.logprobs:
-        raise bad_field("top_logprobs", "needs logprobs to be true")
-    _check_messages(body.messages)
-
-
-def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Plain dicts for chat templates: text parts joined, `developer` as `system`, which more templates know."""
-    return [_template_message(m) for m in messages]
-
-
-def _template_message(m: ChatMessage) -> dict[str, Any]:
-    content = m.content if isinstance(m.content, str) else "\n".join(p.text or "" for p in m.content or [])
-    extra = {
-        k: v for k in ("name", "reasoning_content", "tool_call_id", "tool_calls") if (v := getattr(m, k)) is not None
-    }
-    if m.tool_calls is not None:
-        extra["tool_calls"] = [_template_call(call) for call in m.tool_calls]
-    return {"role": "system" if m.role == "developer" else m.role, "content": content, **extra}
-
-
-def _template_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Templates write the arguments themselves: they want the object, clients send its JSON text."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = msgspec.json.decode(function["arguments"] or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _check_shared(body: OpenAIFields) -> None:
-    refuse(body, ("custom_logit_processor", "return_hidden_states"))
-    if body.stream_options is not None and not body.stream:
-        raise bad_field("stream_options", "needs stream to be true")
-
-
-def _check_messages(messages: list[ChatMessage]) -> None:
-    if not messages:
-        raise bad_field("messages", "must not be empty")
-    for i, m in enumerate(messages):
-        if m.role not in ROLES:
-            raise bad_field(f"messages[{i}].role", f"{m.role!r} is not one of {', '.join(ROLES)}")
-        if m.content is None and not m.tool_calls:
-            raise bad_field(f"messages[{i}].content", "is missing")
-        for j, part in enumerate(m.content if isinstance(m.content, list) else []):
-            if part.type != "text" or part.text is None:
-                raise bad_field(
-                    f"messages[{i}].content[{j}]", f"must be a part of type text with a text, got {part.type!r}"
-                )
-
-
-def _in_range(field: str, value: int | None, high: int) -> None:
-    if value is not None and not 0 <= value <= high:
-        raise bad_field(field, f"must be between 0 and {high}, got {value}")

@@ -1,92 +1,19 @@
-"""POST /v1/chat/completions: body -> samples -> view."""
+"""POST /v1/chat/completions: body -> plan -> view."""
 
-from collections.abc import Callable
 from functools import partial
 
 from aiohttp import web
 
-from engine.frontend.apis.openai.bodies import ChatBody, check_chat, template_messages
-from engine.frontend.apis.openai.samples import answer_samples, body_constraint, sampling_of
-from engine.frontend.apis.openai.tool_view import ToolChatView
-from engine.frontend.apis.openai.tools import forced, forced_calls, strict_calls, template_tools, usable
-from engine.frontend.apis.openai.view import ChatView
-from engine.frontend.apis.shared.constraints import Constraint, only_one
-from engine.frontend.apis.shared.fields import prompt_ids
-from engine.frontend.apis.shared.models import choose_model
-from engine.frontend.services import SERVICES, Services
-from engine.messages import LogprobOptions
-from engine.text.chat_template import TemplateRefused
-from engine.text.tool_calls import ARRAY, FORMATS, CallFormat, ToolCalls
-from service.http.errors import bad_field, decode_body
+from engine.frontend.apis.chat.body import ChatBody
+from engine.frontend.apis.chat.plan import answer_chat, plan_chat
+from engine.frontend.apis.openai.chat_view import ChatView
+from engine.frontend.services import SERVICES
+from service.http.errors import decode_body
 
 
 async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
     s = request[SERVICES]
     body = decode_body(await request.read(), ChatBody)
-    model = choose_model(s, body.model, body.lora_path)
-    check_chat(body)
-    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    format = call_format(s, body)
-    constraint = chat_constraint(body, format)
-    if format is not None and body.skip_special_tokens is None and s.model.tokenizer.is_special(format.marker):
-        body.skip_special_tokens = False  # the reader must see its marker
-    params = sampling_of(s, body, max_tokens=limit, name=name, constraint=constraint)
-    return await answer_samples(
-        request,
-        body,
-        id_prefix="chatcmpl-",
-        prompts=[await prompt_ids(s, render_chat(s, body), field="messages", add_special_tokens=False)],
-        params=params,
-        logprobs=LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None,
-        constraint=constraint,
-        model=model,
-        field="messages",
-        view=_view(s, body, format),
-    )
-
-
-def render_chat(s: Services, body: ChatBody) -> str:
-    if s.model.template is None:
-        raise bad_field("messages", "this model has no chat template; use /v1/completions")
-    messages = template_messages(body.messages)
-    prefix = messages.pop()["content"] if body.continue_final_message and messages[-1]["role"] == "assistant" else ""
-    extra = {
-        "tools": template_tools([] if body.tool_choice == "none" else body.tools or []),
-        **({"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}),
-        **(body.chat_template_kwargs or {}),
-    }
-    try:
-        return s.model.template.render(
-            messages, add_generation_prompt=body.add_generation_prompt is not False, extra=extra
-        ) + str(prefix)
-    except TemplateRefused as e:
-        raise bad_field("messages", str(e)) from None
-
-
-def call_format(s: Services, body: ChatBody) -> CallFormat | None:
-    if not usable(body.tools, body.tool_choice):
-        return None
-    return ARRAY if forced(body.tool_choice) else FORMATS.get(s.spec.engine.tool_call_parser or "")
-
-
-def chat_constraint(body: ChatBody, format: CallFormat | None) -> Constraint | None:
-    """A forced call is a constraint like any other. Strict functions count only where nothing else constrains the answer."""
-    tools, plain = usable(body.tools, body.tool_choice), body_constraint(body)
-    if forced(body.tool_choice):
-        only = body.tool_choice != "required" or body.parallel_tool_calls is False
-        return only_one(forced_calls(tools, only_one=only), plain)
-    return plain or (strict_calls(tools, format) if format is not None else None)
-
-
-def _view(s: Services, body: ChatBody, format: CallFormat | None) -> Callable[..., ChatView]:
-    if format is None:
-        return partial(ChatView, body, tokenizer=s.model.tokenizer)
-    names = [tool.function.name for tool in usable(body.tools, body.tool_choice)]
-    return partial(
-        ToolChatView,
-        body,
-        tokenizer=s.model.tokenizer,
-        reader=lambda: ToolCalls(format, names),
-        mint_id=lambda: s.mint_id("call_"),
-    )
+    plan = await plan_chat(s, body)
+    view = partial(ChatView, body, tokenizer=s.model.tokenizer, reader=plan.reader, mint_id=lambda: s.mint_id("call_"))
+    return await answer_chat(request, body, plan, id_prefix="chatcmpl-", view=view)

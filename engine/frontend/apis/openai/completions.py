@@ -5,10 +5,10 @@ from functools import partial
 from aiohttp import web
 
 from engine.frontend.apis.openai.bodies import DEFAULT_COMPLETION_TOKENS, CompletionBody, check_completion
-from engine.frontend.apis.openai.samples import answer_samples, body_constraint, sampling_of
 from engine.frontend.apis.openai.view import CompletionView
 from engine.frontend.apis.shared.fields import check_num_samples, prompt_ids, prompts_of
 from engine.frontend.apis.shared.models import choose_model
+from engine.frontend.apis.shared.samples import answer_samples, body_constraint, sampling_of
 from engine.frontend.services import SERVICES, Services
 from engine.messages import LogprobOptions
 from service.http.errors import decode_body

@@ -1,44 +1,22 @@
-"""OpenAI's answers: chunks, bodies, logprobs. Pure, apart from the tokenizer's exact token bytes."""
+"""OpenAI's answers: chunks, bodies, usage; a completion's text and logprobs. Pure."""
 
 from typing import Any
 
-from engine.frontend.apis.openai.bodies import ChatBody, CompletionBody, OpenAIFields
+from engine.frontend.apis.openai.bodies import CompletionBody
+from engine.frontend.apis.shared.request import RequestFields
 from engine.frontend.apis.shared.stream import finite
+from engine.frontend.apis.shared.usage import Counts, Usage
 from engine.messages import TokenLogprob
 from engine.text.sample import TextOutput
-from engine.text.tokenizer import Tokenizer
 
 
-class Usage:
-    """`num_prompt_tokens`: of each prompt. Samples are prompt-major, `n` for each; a prompt counts once."""
-
-    def __init__(self, num_prompt_tokens: list[int], *, n: int) -> None:
-        self._num_prompt_tokens = num_prompt_tokens
-        self._n = n
-        self._completion = [0] * (len(num_prompt_tokens) * n)
-        self._cached = [0] * len(num_prompt_tokens)
-
-    def add(self, index: int, output: TextOutput) -> None:
-        self._completion[index] += len(output.tokens.new_ids)
-        if index % self._n == 0:  # later samples of a prompt find the first one's pages: that saves the user nothing
-            prompt = index // self._n
-            self._cached[prompt] = max(self._cached[prompt], output.tokens.cached_tokens)
-
-    def of_sample(self, index: int) -> dict[str, Any]:
-        prompt = index // self._n
-        return _usage(self._num_prompt_tokens[prompt], self._completion[index], self._cached[prompt])
-
-    def total(self) -> dict[str, Any]:
-        return _usage(sum(self._num_prompt_tokens), sum(self._completion), sum(self._cached))
-
-
-def _usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+def usage_of(counts: Counts) -> dict[str, Any]:
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "prompt_tokens": counts.prompt,
+        "completion_tokens": counts.completion,
+        "total_tokens": counts.prompt + counts.completion,
+        "prompt_tokens_details": {"cached_tokens": counts.cached},
+        "completion_tokens_details": {"reasoning_tokens": counts.reasoning},
     }
 
 
@@ -48,7 +26,7 @@ class OpenAIView:
     object: str
     chunk_object: str
 
-    def __init__(self, body: OpenAIFields, *, id: str, model: str, created: int, usage: Usage) -> None:
+    def __init__(self, body: RequestFields, *, id: str, model: str, created: int, usage: Usage) -> None:
         self._request = body
         self._head = {"id": id, "created": created, "model": model}
         self._usage = usage
@@ -57,7 +35,7 @@ class OpenAIView:
         for index, output in enumerate(answers):
             self._usage.add(index, output)
         choices = [self._choice(index, output) for index, output in enumerate(answers)]
-        return {**self._head, "object": self.object, "choices": choices, "usage": self._usage.total()}
+        return {**self._head, "object": self.object, "choices": choices, "usage": usage_of(self._usage.total())}
 
     def chunks(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
         self._usage.add(index, output)
@@ -66,12 +44,12 @@ class OpenAIView:
     def last(self) -> list[dict[str, Any]]:
         if not self._request.include_usage:
             return []
-        return [{**self._head, "object": self.chunk_object, "choices": [], "usage": self._usage.total()}]
+        return [{**self._head, "object": self.chunk_object, "choices": [], "usage": usage_of(self._usage.total())}]
 
     def _chunk(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_object, "choices": [choice]}
         if self._request.continuous_usage:
-            chunk["usage"] = self._usage.of_sample(index)
+            chunk["usage"] = usage_of(self._usage.of_sample(index))
         elif self._request.include_usage:
             chunk["usage"] = None
         return chunk
@@ -81,45 +59,6 @@ class OpenAIView:
 
     def _deltas(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
         raise NotImplementedError
-
-
-class ChatView(OpenAIView):
-    object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def __init__(self, body: ChatBody, *, tokenizer: Tokenizer, **head: Any) -> None:
-        super().__init__(body, **head)
-        self._logprobs = bool(body.logprobs)
-        self._tokenizer = tokenizer
-        self._begun: set[int] = set()
-
-    def _choice(self, index: int, output: TextOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": self._logprobs_of(output), **_ending(output)}
-
-    def _deltas(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
-        deltas = []
-        if index not in self._begun:
-            self._begun.add(index)
-            deltas.append(delta_of(index, {"role": "assistant", "content": ""}))
-        if output.text or output.logprob_texts:
-            deltas.append(delta_of(index, {"content": output.text}, logprobs=self._logprobs_of(output)))
-        if output.tokens.finish is not None:
-            deltas.append({**delta_of(index, {}), **_ending(output)})
-        return deltas
-
-    def _logprobs_of(self, output: TextOutput) -> dict[str, Any] | None:
-        if not self._logprobs:
-            return None
-        pairs = zip(output.tokens.logprobs, output.logprob_texts, strict=False)
-        return {"content": [self._token(lp, text, top) for lp, (text, top) in pairs], "refusal": None}
-
-    def _token(self, lp: TokenLogprob, text: str, top_texts: list[str]) -> dict[str, Any]:
-        top = [self._entry(t, i, p) for t, (p, i) in zip(top_texts, lp.top, strict=False)]
-        return {**self._entry(text, lp.token_id, lp.logprob), "top_logprobs": top}
-
-    def _entry(self, text: str, token_id: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": text, "logprob": finite(logprob), "bytes": list(self._tokenizer.token_bytes(token_id))}
 
 
 class CompletionView(OpenAIView):
@@ -137,7 +76,7 @@ class CompletionView(OpenAIView):
 
     def _choice(self, index: int, output: TextOutput) -> dict[str, Any]:
         text = self._echoes[index] + output.text
-        return {"index": index, "text": text, "logprobs": self._logprobs_of(index, output), **_ending(output)}
+        return {"index": index, "text": text, "logprobs": self._logprobs_of(index, output), **ending_of(output)}
 
     def _deltas(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
         text = output.text if index in self._begun else self._echoes[index] + output.text
@@ -146,7 +85,7 @@ class CompletionView(OpenAIView):
         finished = output.tokens.finish is not None
         if not text and not finished and not (logprobs and logprobs["tokens"]):
             return []
-        ending = _ending(output) if finished else {"finish_reason": None, "matched_stop": None}
+        ending = ending_of(output) if finished else {"finish_reason": None, "matched_stop": None}
         return [{"index": index, "text": text, "logprobs": logprobs, **ending}]
 
     def _logprobs_of(self, index: int, output: TextOutput) -> dict[str, Any] | None:
@@ -184,10 +123,6 @@ def _first_text(texts: tuple[str, list[str]], prompt: str) -> tuple[str, list[st
     return (text[1:] if text.startswith(" ") and not prompt.startswith(" ") else text), top
 
 
-def _ending(output: TextOutput) -> dict[str, Any]:
+def ending_of(output: TextOutput) -> dict[str, Any]:
     finish = output.tokens.finish
     return {"finish_reason": finish.kind if finish else None, "matched_stop": finish.matched if finish else None}
-
-
-def delta_of(index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None, "matched_stop": None}

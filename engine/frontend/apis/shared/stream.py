@@ -1,5 +1,7 @@
 """A running generation as an HTTP answer: one JSON body, or server-sent events."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -20,31 +22,46 @@ class View(Protocol):
     def last(self) -> list[Any]: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Framing:
+    """How an API writes a stream. `encode`: one chunk of its view; `error`: a chunk for an error; `done`: after the last."""
+
+    headers: Mapping[str, str] = field(default_factory=lambda: SSE_HEADERS)
+    encode: Callable[[Any], bytes] = event
+    error: Callable[[ApiError], Any] = ApiError.body
+    done: bytes = b""
+
+
+EVENTS = Framing(done=DONE)  # OpenAI's and SGLang's
+
+
 def finite(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, LOWEST_LOGPROB)
 
 
-async def answer(request: web.BaseRequest, generation: Generation, *, view: View, stream: bool) -> web.StreamResponse:
+async def answer(
+    request: web.BaseRequest, generation: Generation, *, view: View, stream: bool, framing: Framing = EVENTS
+) -> web.StreamResponse:
     """Serve the generation, then abort what is unfinished. Headers wait for the first output: its error has a status."""
     with generation:
         if not stream:
             return json_response(view.body(await generation.collect()))
         news = await generation.next()
-        response = await open_stream(request, headers=SSE_HEADERS)
+        response = await open_stream(request, headers=framing.headers)
         try:
             while True:
-                await _send(response, [chunk for index, output in news for chunk in view.chunks(index, output)])
+                await _send(response, framing, [c for index, output in news for c in view.chunks(index, output)])
                 if generation.done:
                     break
                 news = await generation.next()
-            await _send(response, view.last())
-            await response.write(DONE)
+            await _send(response, framing, view.last())
+            await response.write(framing.done)
         except ApiError as e:
-            await _send(response, [e.body()])  # too late for a status; no [DONE] follows
+            await _send(response, framing, [framing.error(e)])  # too late for a status; `done` does not follow
         await response.write_eof()
         return response
 
 
-async def _send(response: web.StreamResponse, events: list[Any]) -> None:
-    if events:
-        await response.write(b"".join(map(event, events)))
+async def _send(response: web.StreamResponse, framing: Framing, chunks: list[Any]) -> None:
+    if chunks:
+        await response.write(b"".join(map(framing.encode, chunks)))

@@ -1,27 +1,27 @@
-"""The samples of a completion or a chat: what is asked of the engine, and the answer."""
+"""The samples of a request: what is asked of the engine, and the answer."""
 
 import time
 from collections.abc import Callable
 
 from aiohttp import web
 
-from engine.frontend.apis.openai.bodies import OpenAIFields
-from engine.frontend.apis.openai.view import OpenAIView, Usage
 from engine.frontend.apis.shared.constraints import Constraint, format_constraint, only_one, plain_constraint
 from engine.frontend.apis.shared.fields import build_sampling, check_priority, check_stream_interval, fit_to_context
 from engine.frontend.apis.shared.models import Chosen
-from engine.frontend.apis.shared.stream import answer
+from engine.frontend.apis.shared.request import RequestFields
+from engine.frontend.apis.shared.stream import EVENTS, Framing, View, answer
+from engine.frontend.apis.shared.usage import Usage
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
 
 
-def body_constraint(body: OpenAIFields) -> Constraint | None:
+def body_constraint(body: RequestFields) -> Constraint | None:
     return only_one(format_constraint(body.response_format), plain_constraint(body))
 
 
 def sampling_of(
-    s: Services, body: OpenAIFields, *, max_tokens: int | None, name: str, constraint: Constraint | None
+    s: Services, body: RequestFields, *, max_tokens: int | None, name: str, constraint: Constraint | None
 ) -> SamplingParams:
     """`name`: the field that `max_tokens` came from. Raises ApiError(400)."""
     return build_sampling(
@@ -37,7 +37,7 @@ def sampling_of(
 
 async def answer_samples(
     request: web.BaseRequest,
-    body: OpenAIFields,
+    body: RequestFields,
     *,
     id_prefix: str,
     prompts: list[list[int]],
@@ -46,8 +46,9 @@ async def answer_samples(
     constraint: Constraint | None,
     model: Chosen,
     field: str,
-    view: Callable[..., OpenAIView],
+    view: Callable[..., View],
     cut: bool = False,
+    framing: Framing = EVENTS,
 ) -> web.StreamResponse:
     """Run `params.n` samples of each prompt, prompt-major, and show them. Raises ApiError.
 
@@ -83,4 +84,4 @@ async def answer_samples(
     generation = s.client.generate(requests, groups=[id] * len(requests), timeout_s=s.timeout_of(request))
     usage = Usage([len(ids) for ids in prompts], n=n)
     shown = view(id=id, model=model.shown, created=int(time.time()), usage=usage)
-    return await answer(request, generation, view=shown, stream=bool(body.stream))
+    return await answer(request, generation, view=shown, stream=bool(body.stream), framing=framing)

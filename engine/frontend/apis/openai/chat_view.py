@@ -1,0 +1,116 @@
+"""A chat's answer as OpenAI shows it, whole or in deltas. Pure, apart from the tokenizer's exact token bytes."""
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.frontend.apis.chat.body import ChatBody
+from engine.frontend.apis.openai.view import OpenAIView, ending_of
+from engine.frontend.apis.shared.stream import finite
+from engine.messages import TokenLogprob
+from engine.text.answer import AnswerReaders
+from engine.text.parts import Arguments, Call, CallBegins, Part, PartReader, PlainText, ReasoningText, joined
+from engine.text.sample import TextOutput
+from engine.text.tokenizer import Tokenizer
+
+
+class ChatView(OpenAIView):
+    """`reader`: makes the reader of a sample's parts; None: its text is its content. `mint_id`: the id of a tool call."""
+
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(
+        self,
+        body: ChatBody,
+        *,
+        tokenizer: Tokenizer,
+        reader: Callable[[], PartReader] | None,
+        mint_id: Callable[[], str],
+        **head: Any,
+    ) -> None:
+        super().__init__(body, **head)
+        self._logprobs = bool(body.logprobs)
+        self._tokenizer = tokenizer
+        self._readers = None if reader is None else AnswerReaders(reader)
+        self._mint_id = mint_id
+        self._begun: set[int] = set()
+
+    def _choice(self, index: int, output: TextOutput) -> dict[str, Any]:
+        message = {"role": "assistant", "content": output.text, "refusal": None}
+        if self._readers is not None:
+            message |= self._whole(self._readers.read(index, output))
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs_of(output),
+            **self._ending(index, output),
+        }
+
+    def _deltas(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
+        deltas = []
+        if index not in self._begun:
+            self._begun.add(index)
+            deltas.append(_delta(index, {"role": "assistant", "content": ""}))
+        deltas += [_delta(index, new) for new in self._news(index, output)]
+        if output.logprob_texts and self._logprobs:
+            self._add_logprobs(deltas, index, output)
+        if output.tokens.finish is not None:
+            deltas.append({**_delta(index, {}), **self._ending(index, output)})
+        return deltas
+
+    def _news(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
+        if self._readers is None:
+            return [{"content": output.text}] if output.text else []
+        return [self._new(part) for part in self._readers.read(index, output)]
+
+    def _new(self, part: Part) -> dict[str, Any]:
+        match part:
+            case PlainText(text):
+                return {"content": text}
+            case ReasoningText(text):
+                return {"reasoning_content": text}
+            case CallBegins(call, name, id):
+                return {"tool_calls": [{"index": call, **self._call(Call(name, id))}]}
+            case Arguments(call, text):
+                return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
+
+    def _whole(self, parts: list[Part]) -> dict[str, Any]:
+        whole = joined(parts)
+        if not whole.calls:
+            return {"content": whole.text}
+        return {"content": whole.text or None, "tool_calls": [self._call(call) for call in whole.calls]}
+
+    def _call(self, call: Call) -> dict[str, Any]:
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": call.id or self._mint_id(), "type": "function", "function": function}
+
+    def _ending(self, index: int, output: TextOutput) -> dict[str, Any]:
+        ending = ending_of(output)
+        if ending["finish_reason"] == "stop" and self._readers is not None and self._readers.has_called(index):
+            ending["finish_reason"] = "tool_calls"
+        return ending
+
+    def _add_logprobs(self, deltas: list[dict[str, Any]], index: int, output: TextOutput) -> None:
+        """To the first delta of the chunk, or one of their own: text may come later than its tokens."""
+        first = next((d for d in deltas if "role" not in d["delta"]), None)
+        if first is None:
+            first = _delta(index, {"content": ""})
+            deltas.append(first)
+        first["logprobs"] = self._logprobs_of(output)
+
+    def _logprobs_of(self, output: TextOutput) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        pairs = zip(output.tokens.logprobs, output.logprob_texts, strict=False)
+        return {"content": [self._token(lp, text, top) for lp, (text, top) in pairs], "refusal": None}
+
+    def _token(self, lp: TokenLogprob, text: str, top_texts: list[str]) -> dict[str, Any]:
+        top = [self._entry(t, i, p) for t, (p, i) in zip(top_texts, lp.top, strict=False)]
+        return {**self._entry(text, lp.token_id, lp.logprob), "top_logprobs": top}
+
+    def _entry(self, text: str, token_id: int, logprob: float | None) -> dict[str, Any]:
+        return {"token": text, "logprob": finite(logprob), "bytes": list(self._tokenizer.token_bytes(token_id))}
+
+
+def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "matched_stop": None}

@@ -1,0 +1,54 @@
+"""What a request for samples says beside its prompt: model, limits, streaming, where its two halves meet. Pure."""
+
+from typing import Any
+
+import msgspec
+
+from engine.frontend.apis.shared.constraints import ResponseFormat
+from engine.frontend.apis.shared.fields import SamplingFields, refuse
+from engine.frontend.bootstraps import Host, Port, Room
+from service.http.errors import bad_field
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class RequestFields(SamplingFields, kw_only=True):
+    """Fields of completions and chats."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    rid: str | None = None
+    priority: int | None = None
+    user: str | None = None
+    bootstrap_host: Host = None
+    bootstrap_port: Port = None
+    bootstrap_room: Room = None
+    response_format: ResponseFormat | None = None
+    lora_path: str | None = None
+    custom_logit_processor: Any = None
+    return_hidden_states: Any = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+def check_request(body: RequestFields) -> None:
+    refuse(body, ("custom_logit_processor", "return_hidden_states"))
+    if body.stream_options is not None and not body.stream:
+        raise bad_field("stream_options", "needs stream to be true")
+
+
+def check_range(field: str, value: int | None, high: int) -> None:
+    if value is not None and not 0 <= value <= high:
+        raise bad_field(field, f"must be between 0 and {high}, got {value}")

@@ -1,0 +1,48 @@
+"""Tokens that a request used, as its APIs count them. Pure."""
+
+from dataclasses import dataclass
+
+from engine.text.sample import TextOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Tokens. `reasoning`: those of `completion` before the answer proper."""
+
+    prompt: int
+    completion: int
+    cached: int
+    reasoning: int
+
+
+class Usage:
+    """`num_prompt_tokens`: of each prompt. Samples are prompt-major, `n` for each; a prompt counts once."""
+
+    def __init__(self, num_prompt_tokens: list[int], *, n: int) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._n = n
+        self._completion = [0] * (len(num_prompt_tokens) * n)
+        self._cached = [0] * len(num_prompt_tokens)
+
+    def add(self, index: int, output: TextOutput) -> None:
+        self._completion[index] += len(output.tokens.new_ids)
+        if index % self._n == 0:  # later samples of a prompt find the first one's pages: that saves the user nothing
+            prompt = index // self._n
+            self._cached[prompt] = max(self._cached[prompt], output.tokens.cached_tokens)
+
+    def of_sample(self, index: int) -> Counts:
+        prompt = index // self._n
+        return Counts(
+            prompt=self._num_prompt_tokens[prompt],
+            completion=self._completion[index],
+            cached=self._cached[prompt],
+            reasoning=0,
+        )
+
+    def total(self) -> Counts:
+        return Counts(
+            prompt=sum(self._num_prompt_tokens),
+            completion=sum(self._completion),
+            cached=sum(self._cached),
+            reasoning=0,
+        )

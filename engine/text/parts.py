@@ -1,0 +1,74 @@
+"""What an answer is made of, whatever its chunks and whichever API shows it: reasoning, text, tool calls. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningText:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlainText:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegins:
+    """The `index`-th call of the answer. `id`: as the model wrote it, "" if its format has none."""
+
+    index: int
+    name: str
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """More of the arguments' JSON text."""
+
+    index: int
+    text: str
+
+
+Part = ReasoningText | PlainText | CallBegins | Arguments
+
+
+class PartReader(Protocol):
+    """Reads one answer: `feed` takes more of its text, `end` follows the last. `num_calls`: calls that have begun."""
+
+    @property
+    def num_calls(self) -> int: ...
+    def feed(self, text: str) -> list[Part]: ...
+    def end(self) -> list[Part]: ...
+
+
+@dataclass(slots=True)
+class Call:
+    name: str
+    id: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class WholeAnswer:
+    reasoning: str = ""
+    text: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+
+def joined(parts: Iterable[Part]) -> WholeAnswer:
+    """The answer that these parts, from its first one, make."""
+    whole = WholeAnswer()
+    for part in parts:
+        match part:
+            case ReasoningText(text):
+                whole.reasoning += text
+            case PlainText(text):
+                whole.text += text
+            case CallBegins(_, name, id):
+                whole.calls.append(Call(name, id))
+            case Arguments(index, text):
+                whole.calls[index].arguments += text
+    return whole
