@@ -7,7 +7,7 @@ start, or from its first byte after an answer; then the connection is closed. A 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from service.http.routes import Handler
 
 # A kept connection between two requests. Also the bound for a second head that began before the first request's answer.
 IDLE_S = 75.0
+FIRST_HEAD_S = 0.5  # for a connection that was accepted just before its server ends
 LINGER_S = 2.0  # that an unwanted rest of a body is read away, so that its sender gets to read why
 _NO_ACCESS_LOG: Any = None  # as aiohttp's own runner has it; its types do not
 _log = logging.getLogger("service.http")
@@ -99,7 +100,9 @@ def _noting(handle: Handler) -> Handler:
 
 
 class TimedConnection(web.RequestHandler):
-    __slots__ = ("_deadline", "_has_request", "_header_timeout_s")
+    """A connection with a deadline for each head. At the server's end a fresh one still gets an answer to its first request."""
+
+    __slots__ = ("_deadline", "_first_head", "_has_request", "_header_timeout_s", "_opened_s")
 
     def __init__(self, manager: TimedServer, *, header_timeout_s: float) -> None:
         super().__init__(
@@ -113,6 +116,8 @@ class TimedConnection(web.RequestHandler):
         self._header_timeout_s = header_timeout_s
         self._has_request = False
         self._deadline: asyncio.TimerHandle | None = None
+        self._first_head = asyncio.Event()
+        self._opened_s = self._loop.time()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -127,8 +132,20 @@ class TimedConnection(web.RequestHandler):
         self._end()
         super().connection_lost(exc)
 
+    def close(self) -> None:
+        """Refuse further requests, unless the first is still to come: its client does not know that the server ends."""
+        if self._first_head.is_set():
+            super().close()
+
+    async def shutdown(self, timeout: float | None = 15.0) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._opened_s + FIRST_HEAD_S):
+                await self._first_head.wait()
+        await super().shutdown(timeout)
+
     def on_head(self) -> None:
         self._has_request = True
+        self._first_head.set()
         self._end()
 
     def on_handled(self) -> None:

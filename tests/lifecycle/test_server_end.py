@@ -1,0 +1,48 @@
+"""A server that ends still answers the first request of a connection that it has accepted."""
+
+import asyncio
+
+from aiohttp import web
+
+from service.http.listening import open_port
+from service.http.server import RequestLimits, make_runner
+from service.http.stream import json_response
+
+HEAD = b"GET /a HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+async def handle(request: web.BaseRequest) -> web.StreamResponse:
+    return json_response({"path": request.path})
+
+
+async def answers_at_the_end(*requests: bytes) -> list[bytes]:
+    """What a client reads that connected before the server's end and sends each of `requests` after it has begun."""
+    with open_port("127.0.0.1", 0) as port:
+        runner = make_runner(handle, RequestLimits(max_body_bytes=1 << 10), shutdown_timeout_s=1)
+        await runner.setup()
+        await port.serve(runner)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        while not runner.server.connections:
+            await asyncio.sleep(0)
+        end = asyncio.create_task(runner.cleanup())
+        while runner.sites:
+            await asyncio.sleep(0)
+        for _ in range(10):  # turns of the loop, in which the server could close the connection
+            await asyncio.sleep(0)
+        answers = []
+        for request in requests:
+            writer.write(request)
+            answers.append(await asyncio.wait_for(reader.read(), 10))
+        await asyncio.wait_for(end, 10)
+        writer.close()
+        return answers
+
+
+async def test_a_connection_without_a_request_is_answered_once() -> None:
+    (answer,) = await answers_at_the_end(HEAD)
+    assert answer.startswith(b"HTTP/1.1 200"), answer
+    assert answer.endswith(b'{"path":"/a"}'), answer
+
+
+async def test_a_silent_connection_does_not_keep_the_server() -> None:
+    assert await answers_at_the_end() == []
