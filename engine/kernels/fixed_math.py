@@ -2,7 +2,7 @@
 
 IEEE 754 fixes the result of +, -, * and of conversions; it does not fix log and exp, which differ between vector libraries.
 These here are range reductions on the bits and the polynomials of Cephes' logf and expf (Moshier). sample.c and
-triton_sample.py repeat them step by step; none may contract a product and a sum into one rounding.
+triton_noise.py repeat them step by step; none may contract a product and a sum into one rounding.
 """
 
 import struct

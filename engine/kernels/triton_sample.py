@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 """Samples tokens on a GPU (never run on one yet): four launches for a whole batch of any kinds, without a sort.
 
-The tokens are those of engine/sampler/sampling.py to the bit: the arithmetic of fixed_math.py step by step, compiled without
+The tokens are those of engine/sampler/sampling.py to the bit: the arithmetic of triton_noise.py, compiled without
 fused multiply-adds. What a row asks for is read from a table by slot, so the launches can be captured:
 
     peaks   (row, part)  penalties, biases, bans and masks into `edited`; the best logit of the part, raw and edited
@@ -22,8 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import fixed_math
-from engine.kv import splitmix
+from engine.kernels.triton_noise import key_of, mass_of, noise_at
 
 PARTS = 16  # programs of a row in `peaks` and `scores`
 TILE = 2048
@@ -39,97 +38,11 @@ SEED, TOP_K, SEEN, EDITS, NUM_BIASES, NUM_ENDS, MIN_NEW_TOKENS = (tl.constexpr(i
 TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY, PRESENCE = (tl.constexpr(i) for i in range(6))
 
 _INTEGERS_OF_ROW, _FLOATS_OF_ROW, _FLOATS_FROM = tl.constexpr(12), tl.constexpr(24), tl.constexpr(16)
-_GOLDEN, _MUL_1, _MUL_2 = (tl.constexpr(x) for x in (splitmix.GOLDEN, splitmix.MUL_1, splitmix.MUL_2))
-_L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8 = (tl.constexpr(x) for x in fixed_math.LOG_POLYNOMIAL)
-_E0, _E1, _E2, _E3, _E4, _E5 = (tl.constexpr(x) for x in fixed_math.EXP_POLYNOMIAL)
-_SQRT_HALF_BITS = tl.constexpr(fixed_math.SQRT_HALF_BITS)
-_LN2_HIGH, _LN2_LOW = tl.constexpr(fixed_math.LN2_HIGH), tl.constexpr(fixed_math.LN2_LOW)
-_LOG2_E, _ROUNDER = tl.constexpr(fixed_math.LOG2_E), tl.constexpr(fixed_math.ROUNDER)
-_POWER_OFFSET = tl.constexpr(fixed_math.ROUNDER_BITS - 127)
-_LEAST_EXPONENT, _MASS_UNITS = tl.constexpr(fixed_math.LEAST_EXPONENT), tl.constexpr(fixed_math.MASS_UNITS)
-_WORD = tl.constexpr(2.0**-32)
 _LARGEST_NOISE = tl.constexpr(22.9)
 _INF = tl.constexpr(float("inf"))
 _INF_BITS = tl.constexpr(0x7F800000)
 _NO_BOUND = tl.constexpr(0x7FFFFFFF)
 _FIRST_BIN = tl.constexpr((127 - 8) << 23)  # gaps from 2**-8 in bins of an octave
-
-
-@triton.jit
-def _log_of_sum(fraction, exponent):
-    square = fraction * fraction
-    y = fraction * _L0 + _L1
-    y = y * fraction + _L2
-    y = y * fraction + _L3
-    y = y * fraction + _L4
-    y = y * fraction + _L5
-    y = y * fraction + _L6
-    y = y * fraction + _L7
-    y = y * fraction + _L8
-    y = y * fraction * square
-    turns = exponent.to(tl.float32)
-    y = y + turns * _LN2_LOW
-    y = y - square * 0.5
-    return (fraction + y) + turns * _LN2_HIGH
-
-
-@triton.jit
-def _exponent_of(x):
-    return (x.to(tl.int32, bitcast=True) - _SQRT_HALF_BITS) >> 23
-
-
-@triton.jit
-def _fraction_of(x, exponent):
-    return (x.to(tl.int32, bitcast=True) - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
-
-
-@triton.jit
-def noise_of(bits):
-    """gumbel.noise_of; bits uint32."""
-    u = (bits.to(tl.float32) + 0.5) * _WORD
-    v = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * _WORD
-    exponent = _exponent_of(v)
-    fraction = tl.where(exponent == 0, -u, _fraction_of(v, exponent))
-    waiting = -_log_of_sum(fraction, exponent)
-    exponent = _exponent_of(waiting)
-    return -_log_of_sum(_fraction_of(waiting, exponent), exponent)
-
-
-@triton.jit
-def mass_of(x):
-    """fixed_math.mass."""
-    x = tl.where(x < _LEAST_EXPONENT, _LEAST_EXPONENT, x)
-    shifted = x * _LOG2_E + _ROUNDER
-    turns = shifted - _ROUNDER
-    r = x - turns * _LN2_HIGH
-    r = r - turns * _LN2_LOW
-    y = r * _E0 + _E1
-    y = y * r + _E2
-    y = y * r + _E3
-    y = y * r + _E4
-    y = y * r + _E5
-    y = y * (r * r) + r + 1.0
-    power = ((shifted.to(tl.int32, bitcast=True) - _POWER_OFFSET) << 23).to(tl.float32, bitcast=True)
-    return (y * power * _MASS_UNITS).to(tl.int64)
-
-
-@triton.jit
-def _mix(x):
-    x = (x ^ (x >> 30)) * _MUL_1
-    x = (x ^ (x >> 27)) * _MUL_2
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def noise_at(key, ids):
-    """gumbel.gumbel_noise; key: uint64 scalar."""
-    return noise_of((_mix(key + ids.to(tl.uint64) * _GOLDEN) >> 32).to(tl.uint32))
-
-
-@triton.jit
-def _key_of(seed, output_len):
-    """gumbel.sample_keys."""
-    return _mix(_mix(seed.to(tl.uint64)) + (output_len + 1).to(tl.uint64) * _GOLDEN)
 
 
 @triton.jit
@@ -386,7 +299,7 @@ def scores_kernel(
     if tl.load(integers + TOP_K) < VOCAB:
         bound_gap, bound_id = tl.load(bounds_ptr + row * 2), tl.load(bounds_ptr + row * 2 + 1)
     has_top_p, log_min_p = tl.load(floats + TOP_P) < 1, tl.load(floats + LOG_MIN_P)
-    key = _key_of(tl.load(integers + SEED), output_len)
+    key = key_of(tl.load(integers + SEED), output_len)
     is_edited = _is_edited(integers, output_len, _masked_as(mask_rows_ptr, row, MASKED))
     source = tl.where(is_edited, edited_ptr, logits_ptr) + row * VOCAB
     scores = tl.full([TILE], -_INF, tl.float32)
@@ -450,7 +363,7 @@ def finish_kernel(
             limit = top_p.to(tl.float64) * total.to(tl.float64)
             is_edited = _is_edited(integers, output_len, _masked_as(mask_rows_ptr, row, MASKED))
             source = tl.where(is_edited, edited_ptr, logits_ptr) + row * VOCAB
-            key = _key_of(tl.load(integers + SEED), output_len)
+            key = key_of(tl.load(integers + SEED), output_len)
             log_min_p = tl.load(floats + LOG_MIN_P)
             gap = (best - tl.load(source + token)).to(tl.int32, bitcast=True)
             before = _mass_below(source, best, temperature, gap, token, VOCAB, TILE)

@@ -2,7 +2,7 @@
 
 A sample is argmax(logit / temperature + noise) (the Gumbel-max trick), so it is the same in any batch or process and after a
 retraction, and small differences of the logits move it only near a tie. The bits are those of SplitMix64 and of
-engine/kernels/fixed_math.py; sample.c and triton_sample.py compute the same.
+engine/kernels/fixed_math.py; sample.c and triton_noise.py compute the same.
 """
 
 from collections.abc import Sequence

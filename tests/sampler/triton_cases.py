@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tests.interpreter  # noqa: F401 (before kernels run)
 from engine.core.plan import SlotOpen
-from engine.kernels import triton_sample
+from engine.kernels import triton_noise, triton_sample
 from engine.sampler.gumbel import noise_of
 from engine.sampler.logprobs import log_norms
 from engine.sampler.make import NOT_SAMPLED
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 @triton.jit
 def noise_kernel(bits_ptr, noise_ptr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, TILE)
-    tl.store(noise_ptr + at, triton_sample.noise_of(tl.load(bits_ptr + at).to(tl.uint32)))
+    tl.store(noise_ptr + at, triton_noise.noise_of(tl.load(bits_ptr + at).to(tl.uint32)))
 
 
 def check_noise() -> None:
