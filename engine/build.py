@@ -17,6 +17,7 @@ from engine.core.host_cache import HostCache
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
+from engine.core.page_keys import KVIdentity
 from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
@@ -27,7 +28,7 @@ from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.weights import WeightUpdater
 from engine.gpu_memory import GpuMemory, MemoryGauge, await_share
 from engine.graphs import MakeCapture
-from engine.hicache.build import build_host_tier
+from engine.hicache.build import HostTier, build_host_tier
 from engine.hicache.disk import Disk
 from engine.kv.host_memory import available_bytes
 from engine.kv.host_pool import HostPool
@@ -121,11 +122,6 @@ def build_engine(
     identity = partial(kv_identity, pool, model_config, dtype=config.dtype)
     own_identity = identity(version=config.weight_version, fingerprint=files)
     tier = build_host_tier(config, pool, own_identity, wakeup=wakeup) if tiered else None
-
-    def rename_pages(version: str, files: str) -> None:
-        if tier is not None:
-            tier.cache.use_identity(identity(version=version, fingerprint=files))
-
     backup = _page_backup(config, pool) if use.retracted_kv == "host" else None
     device = build_device(
         config,
@@ -158,19 +154,35 @@ def build_engine(
             num_token_ids=num_ids,
         ),
         depth=depth(config),
-        weights=WeightUpdater(
-            model_path=config.model_path,
-            version=config.weight_version,
-            model=model_config,
-            load=load_here,
-            on_cuda=config.device == "cuda",
-            install=lambda other: device.executor.call(lambda: device.executor.runner.use(other)),
-            taken=rename_pages,
-        ),
+        weights=_weights(config, model_config, device, load=load_here, tier=tier, identity=identity),
         disk=tier.disk if tier else None,
         events=events,
         memory=memory,
         compiles=compiles,
+    )
+
+
+def _weights(
+    config: EngineConfig,
+    model: ModelConfig,
+    device: Device,
+    *,
+    load: Callable[..., DenseDecoder],
+    tier: HostTier | None,
+    identity: Callable[..., KVIdentity],
+) -> WeightUpdater:
+    def rename_pages(version: str, files: str) -> None:
+        if tier is not None:
+            tier.cache.use_identity(identity(version=version, fingerprint=files))
+
+    return WeightUpdater(
+        model_path=config.model_path,
+        version=config.weight_version,
+        model=model,
+        load=load,
+        on_cuda=config.device == "cuda",
+        install=lambda other: device.executor.call(lambda: device.executor.runner.use(other)),
+        taken=rename_pages,
     )
 
 

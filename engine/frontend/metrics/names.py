@@ -68,11 +68,11 @@ COUNTERS = {
     "steps": Figure("tandem_num_steps", "steps that were planned"),
     "prefill_steps": Figure("tandem_num_prefill_steps", "steps that computed a part of a prompt"),
     "mixed_steps": Figure("tandem_num_mixed_steps", "prefill steps in which decodes rode along"),
-    "wasted_samples": Figure("tandem_num_wasted_draws", "tokens sampled after their request had ended, and dropped"),
+    "wasted_samples": Figure("tandem_num_wasted_samples", "tokens sampled after their request had ended, and dropped"),
     "failed_steps": Figure("tandem_num_failed_steps", "steps without device memory, whose requests were aborted"),
     "late_compiles": Figure("tandem_num_late_compiles", "kernels compiled while serving: each stops every request"),
     "deferred_samples": Figure(
-        "tandem_num_late_draws", "steps whose sampling waited for grammar masks while their forward ran"
+        "tandem_num_delayed_samples", "steps whose sampling waited for grammar masks while their forward ran"
     ),
     "backup_saved_tokens": Figure("tandem_retraction_saved_tokens", "retracted tokens whose KV was copied to the host"),
     "backup_restored_tokens": Figure(
