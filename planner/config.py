@@ -133,7 +133,7 @@ class PlanConfig(FlagSet):
         1024, "most prompt tokens per step of -mixed layouts, which run decodes in the same steps", least=1
     )
     max_running_requests: int = flag(256, "most requests in the running batch", least=1)
-    mem_fraction_static: float = flag(0.85, "share of the memory besides weights that holds KV", above=0, below=1)
+    mem_fraction_static: float = flag(0.9, "share of a GPU's memory for weights and KV", above=0, below=1)
     max_total_tokens: int | None = flag(
         None, "KV cache capacity of a worker, in tokens; default: by --mem-fraction-static", least=1
     )

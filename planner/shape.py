@@ -64,27 +64,27 @@ def kv_pages(engine: EngineConfig, shape: Shape, *, tp: int, memory_bytes: int |
     """
     if shape.heads % tp:
         raise ConfigError(f"--tp-size {tp}: does not divide the model's {shape.heads} attention heads")
-    free_bytes = 0 if memory_bytes is None else memory_bytes - shape.weight_bytes // tp
-    if memory_bytes is not None and free_bytes <= 0:
+    kv_bytes = 0 if memory_bytes is None else _left_for_kv(engine, shape, tp=tp, memory_bytes=memory_bytes)
+    if memory_bytes is not None and kv_bytes <= 0:
         raise ConfigError(
             f"{gpu}: {_gb(tp * memory_bytes)} GB{f' on {tp} GPUs' if tp > 1 else ''} do not hold the model's "
             f"{_gb(shape.weight_bytes)} GB of weights; {_advice(engine, shape, memory_bytes=memory_bytes, longest=longest)}"
         )
-    kv_bytes = int(free_bytes * _share(engine))
     return num_pages(engine, page_bytes=_token_bytes(shape, tp) * engine.page_size, kv_bytes=kv_bytes)
 
 
 def _advice(engine: EngineConfig, shape: Shape, *, memory_bytes: int, longest: int) -> str:
     for tp in DEGREES:
-        room_bytes = _share(engine) * (memory_bytes - shape.weight_bytes // tp)
-        if shape.heads % tp == 0 and room_bytes >= longest * _token_bytes(shape, tp):
+        kv_bytes = _left_for_kv(engine, shape, tp=tp, memory_bytes=memory_bytes)
+        if shape.heads % tp == 0 and kv_bytes >= longest * _token_bytes(shape, tp):
             return f"--tp-size {tp} does, with the longest request's KV ({longest:,} tokens): {tp} GPUs a worker"
     return "take a larger GPU: no --tp-size that divides its heads is enough"
 
 
-def _share(engine: EngineConfig) -> float:
+def _left_for_kv(engine: EngineConfig, shape: Shape, *, tp: int, memory_bytes: int) -> int:
+    """Bytes of each GPU's share besides weights: as a worker divides it, without the memory of its steps."""
     assert engine.mem_fraction_static is not None, "`tandem plan` has a default of its own"
-    return engine.mem_fraction_static
+    return int(memory_bytes * engine.mem_fraction_static) - shape.weight_bytes // tp
 
 
 def _token_bytes(shape: Shape, tp: int) -> int:

@@ -88,14 +88,14 @@ def test_a_model_larger_than_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture
     output = tmp_path / "plan.json"
     load = [*LOAD, "--input-len", "30000", "--num-requests", "10", "--output", str(output)]
     assert main([*command, *load]) == 1
-    assert "--gpu H100: 80 GB do not hold the model's 141 GB of weights; --tp-size 2 does" in capsys.readouterr().err
+    assert "--gpu H100: 80 GB do not hold the model's 141 GB of weights; --tp-size 4 does" in capsys.readouterr().err
     assert main([*command, *load, "--tp-size", "3"]) == 1
     assert "--tp-size 3: does not divide the model's 64 attention heads" in capsys.readouterr().err
-    assert main([*command, *load, "--tp-size", "2", "4", "--total-rate", "100"]) == 0
+    assert main([*command, *load, "--tp-size", "4", "8", "--total-rate", "100"]) == 0
     text = capsys.readouterr().out
-    assert "| 1P1D-tp2 |" in text and "| 1P1D-tp4 |" in text and "10 us an all-reduce besides" in text
+    assert "| 1P1D-tp4 |" in text and "| 1P1D-tp8 |" in text and "10 us an all-reduce besides" in text
     small, large = json.loads(output.read_bytes())["layouts"]
-    assert (small["gpus"], large["gpus"]) == (4, 8) and large["kv_tokens"] > 8 * small["kv_tokens"]
+    assert (small["gpus"], large["gpus"]) == (8, 16) and large["kv_tokens"] > 2 * small["kv_tokens"]
     assert large["points"][0]["ttft_p50_s"] < small["points"][0]["ttft_p50_s"]
 
 
