@@ -61,12 +61,20 @@ def fit(limit: int | None, prompt: int, cut: bool) -> SamplingParams:
 
 
 @pytest.mark.parametrize(
-    ("limit", "prompt", "cut"), [(91, 10, False), (None, 100, False), (1, 100, True), (0, 100, False)]
+    ("limit", "prompt", "cut", "said"),
+    [
+        (91, 10, False, "you requested 101 tokens (10 in the messages, 91 in the completion)"),
+        (None, 100, False, "the prompt has 100 tokens"),
+        (1, 100, True, "the prompt has 100 tokens"),
+        (0, 100, False, "the prompt has 100 tokens"),
+    ],
 )
-def test_what_does_not_fit(limit: int | None, prompt: int, cut: bool) -> None:
+def test_what_does_not_fit(limit: int | None, prompt: int, cut: bool, said: str) -> None:
     with pytest.raises(ApiError) as e:
         fit(limit, prompt, cut)
-    assert e.value.code == "context_length_exceeded" and e.value.field == "prompt"
+    assert e.value.code == "context_length_exceeded" and e.value.field == "prompt" and "(prompt)" in e.value.message
+    # litellm 1.109 and others find it by these words, whatever its code.
+    assert e.value.message.startswith(f"This model's maximum context length is 100 tokens. However, {said}")
 
 
 def test_usage_counts_a_prompt_once() -> None:

@@ -193,6 +193,11 @@ def test_unknown_models_and_long_prompts(apis: tuple[openai.OpenAI, openai.OpenA
     with pytest.raises(openai.BadRequestError) as answer:
         pd.chat.completions.create(model="default", messages=[USER[0]], max_tokens=32_768)  # type: ignore[list-item]
     assert answer.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as text:
+        pd.embeddings.create(model="default", input=[20] * 33_000)
+    for refused in (long.value, answer.value, text.value):
+        assert "This model's maximum context length is 32768 tokens. However, " in refused.message
+        assert refused.code == "context_length_exceeded"
 
 
 NATIVE: dict[str, dict[str, Any]] = {

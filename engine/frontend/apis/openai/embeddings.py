@@ -7,7 +7,7 @@ import sys
 import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.shared.fields import check_num_samples, prompt_ids, prompts_of
+from engine.frontend.apis.shared.fields import check_num_samples, prompt_ids, prompts_of, too_long
 from engine.frontend.apis.shared.models import choose_model
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest
@@ -75,9 +75,7 @@ def _check(s: Services, body: EmbeddingBody) -> None:
 async def _fitting_ids(s: Services, prompt: str | list[int]) -> list[int]:
     ids = await prompt_ids(s, prompt, field="input")
     if len(ids) > s.context_length:
-        raise bad_field(
-            "input", f"has {len(ids)} tokens and the context is {s.context_length}", code="context_length_exceeded"
-        )
+        raise too_long("input", f"a text has {len(ids)} tokens", context_length=s.context_length)
     return ids
 
 

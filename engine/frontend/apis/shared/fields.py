@@ -160,23 +160,24 @@ def fit_to_context(
     room = context_length - num_prompt_tokens
     wanted = params.max_new_tokens
     if room < 1:
-        raise _too_long(
-            field,
-            f"the prompt has {num_prompt_tokens} tokens and the context is {context_length}, which must hold an answer too",
-        )
+        what = f"the prompt has {num_prompt_tokens} tokens, and an answer needs room too"
+        raise too_long(field, what, context_length=context_length)
     if wanted is not None and max(wanted, 1) > room and not cut:
-        raise _too_long(
-            field,
-            f"{num_prompt_tokens} prompt tokens and {wanted} new ones are more than the context of {context_length} tokens",
+        what = (
+            f"you requested {num_prompt_tokens + wanted} tokens "
+            f"({num_prompt_tokens} in the messages, {wanted} in the completion)"
         )
+        raise too_long(field, what, context_length=context_length)
     limit = room if wanted is None else min(wanted, room)
     return msgspec.structs.replace(params, max_new_tokens=limit, min_new_tokens=min(params.min_new_tokens, limit))
 
 
-def _too_long(field: str, message: str) -> ApiError:
+def too_long(field: str, what: str, *, context_length: int) -> ApiError:
+    """A request that the context cannot hold. Clients know it by its code, or by how OpenAI's message begins."""
     return ApiError(
         400,
-        f"{field}: {message}; shorten the prompt or ask for fewer tokens",
+        f"This model's maximum context length is {context_length} tokens. However, {what}. "
+        f"Shorten the prompt, or request fewer tokens ({field}).",
         field=field,
         code="context_length_exceeded",
     )
