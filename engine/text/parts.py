@@ -45,7 +45,7 @@ class PartReader(Protocol):
 
 
 @dataclass(slots=True)
-class Call:
+class ToolCall:
     name: str
     id: str
     arguments: str = ""
@@ -55,7 +55,7 @@ class Call:
 class WholeAnswer:
     reasoning: str = ""
     text: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
 
 
 def joined(parts: Iterable[Part]) -> WholeAnswer:
@@ -68,7 +68,7 @@ def joined(parts: Iterable[Part]) -> WholeAnswer:
             case PlainText(text):
                 whole.text += text
             case CallBegins(_, name, id):
-                whole.calls.append(Call(name, id))
+                whole.calls.append(ToolCall(name, id))
             case Arguments(index, text):
                 whole.calls[index].arguments += text
     return whole

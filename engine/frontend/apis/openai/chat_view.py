@@ -8,7 +8,7 @@ from engine.frontend.apis.openai.view import OpenAIView, ending_of
 from engine.frontend.apis.shared.stream import finite
 from engine.messages import TokenLogprob
 from engine.text.answer import AnswerReaders
-from engine.text.parts import Arguments, Call, CallBegins, Part, PartReader, PlainText, ReasoningText, joined
+from engine.text.parts import Arguments, CallBegins, Part, PartReader, PlainText, ReasoningText, ToolCall, joined
 from engine.text.sample import TextOutput
 from engine.text.tokenizer import Tokenizer
 
@@ -70,7 +70,7 @@ class ChatView(OpenAIView):
             case ReasoningText(text):
                 return {"reasoning_content": text}
             case CallBegins(call, name, id):
-                return {"tool_calls": [{"index": call, **self._call(Call(name, id))}]}
+                return {"tool_calls": [{"index": call, **self._call(ToolCall(name, id))}]}
             case Arguments(call, text):
                 return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
 
@@ -80,7 +80,7 @@ class ChatView(OpenAIView):
             return {"content": whole.text}
         return {"content": whole.text or None, "tool_calls": [self._call(call) for call in whole.calls]}
 
-    def _call(self, call: Call) -> dict[str, Any]:
+    def _call(self, call: ToolCall) -> dict[str, Any]:
         function = {"name": call.name, "arguments": call.arguments}
         return {"id": call.id or self._mint_id(), "type": "function", "function": function}
 
