@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from service.http.error_shapes import OPENAI
 from service.http.errors import ApiError
 from service.http.routes import Handler
 from service.security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Verdict, Verifier
@@ -50,6 +51,6 @@ class SignatureCheck:
 
 def _unsigned(challenge: str) -> web.Response:
     message = f"{AUTH_HEADER}: missing or wrong; start every worker with the same --cluster-secret-file"
-    response = ApiError(401, message, code="unsigned").response()
+    response = OPENAI.response(ApiError(401, message, code="unsigned"))
     response.headers[CHALLENGE_HEADER] = challenge
     return response

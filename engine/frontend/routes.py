@@ -17,6 +17,7 @@ from engine.frontend.apis.openai.chat import chat_completions
 from engine.frontend.apis.openai.completions import completions
 from engine.frontend.apis.openai.embeddings import EmbeddingBody, embeddings
 from service.http import openapi
+from service.http.error_shapes import shape_of
 from service.http.routes import Handler
 from service.security.keys import Access
 from service.telemetry.records import TracesQuery
@@ -120,7 +121,7 @@ def _operation(route: ApiRoute) -> dict[str, Any]:
             "200": {"description": "done"} if route.empty else good,
             **({"202": openapi.answer("started")} if route.starts else {}),
         },
-        failures=openapi.failures_of(openapi.FAILURES, openapi.ERROR),
+        failures=openapi.failures_of(openapi.FAILURES, shape_of(route.path).schema),
         body=None if route.body is None else {"$ref": SCHEMAS.format(name=route.body.__name__)},
         body_required=route.body_required,
         needs_key=route.need is not Access.NONE,

@@ -93,7 +93,7 @@ class Dashboard:
         for record in (await self._memory()).records:
             if record.key == key:
                 return _fresh({"now_s": self.recorder.now_s(), "record": record})
-        return ApiError(404, f"no request {key} is remembered any more", code="not_found").response()
+        raise ApiError(404, f"no request {key} is remembered any more", code="not_found")
 
     async def _memory(self) -> DashboardSnapshot:
         others = [decode_or_none(body, DashboardSnapshot) for body in await self.peers.request("GET", SNAPSHOT)]

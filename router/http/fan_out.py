@@ -6,12 +6,12 @@ import msgspec
 from aiohttp import web
 
 from router.client.session import CALL_TIMEOUT_S
-from router.http.worker_calls import WorkerCalls, authorization_of
+from router.http.worker_calls import WorkerCalls
 from router.pool.health import HealthMonitor
 from service.http.errors import ApiError
 from service.http.guard import key_refusal
 from service.http.json_depth import object_of
-from service.security.keys import Access, KeyGate
+from service.security.keys import Access, KeyGate, authorization_of
 
 UPDATE_TIMEOUT_S = 3600.0  # weights come from a disk, and running requests may finish first
 UPDATE_WEIGHTS = "/update_weights_from_disk"
@@ -43,7 +43,7 @@ class FanOutApi:
 
     async def pass_to_all(self, request: web.BaseRequest) -> web.Response:
         """All workers act at the same time."""
-        headers, path = self.calls.credentials.for_admin(authorization_of(request)), request.path
+        headers, path = self.calls.credentials.for_admin(authorization_of(request.headers)), request.path
         body, timeout_s = await request.read(), TIMEOUTS_S[path]
         answer = await self.calls.call_all("POST", path, headers, body, timeout_s=timeout_s)
         if path == UPDATE_WEIGHTS:
@@ -59,10 +59,10 @@ class FanOutApi:
                 model=fields.get("model"), adapter=fields.get("lora_name"), loads=path == LOAD_ADAPTER
             )
         except ValueError as err:
-            return ApiError(400, str(err), field="model").response()
+            raise ApiError(400, str(err), field="model") from None
         if "model" in fields:  # the router's field: a worker has one model
             body = msgspec.json.encode({name: value for name, value in fields.items() if name != "model"})
-        headers = self.calls.credentials.for_admin(authorization_of(request))
+        headers = self.calls.credentials.for_admin(authorization_of(request.headers))
         answer = await self.calls.call_all("POST", path, headers, body, timeout_s=UPDATE_TIMEOUT_S, model=model)
         self.monitor.refresh()  # names have come or gone
         return answer
@@ -70,11 +70,11 @@ class FanOutApi:
     async def abort_request(self, request: web.BaseRequest) -> web.Response:
         """Pass to every worker: only they know request ids. To abort all requests at once needs the admin key."""
         body = await request.read()
-        headers = self.calls.credentials.for_client(authorization_of(request))
+        headers = self.calls.credentials.for_client(authorization_of(request.headers))
         if object_of(body).get("abort_all"):
             if (refusal := key_refusal(request, self.gate, Access.ADMIN)) is not None:
                 raise refusal
-            headers = self.calls.credentials.for_admin(authorization_of(request))
+            headers = self.calls.credentials.for_admin(authorization_of(request.headers))
         return await self.calls.call_all("POST", "/abort_request", headers, body)
 
     async def health_generate(self, request: web.BaseRequest) -> web.Response:

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from router.client.session import call_worker
 from router.fleet.peer_processes import PeerProcesses, merge_expositions
-from router.http.worker_calls import WorkerCalls, authorization_of
+from router.http.worker_calls import WorkerCalls
 from router.metrics import RouterMetrics
 from router.pool.worker import Worker
 from router.pool.workers import missing_roles
@@ -18,6 +18,7 @@ from router.requests.replies import no_worker
 from service.http.errors import DRAINING, ApiError, bad_field, decode_body
 from service.http.json_depth import decode_or_none
 from service.http.stream import json_response
+from service.security.keys import authorization_of
 from service.telemetry.records import Record, Records, TracesQuery, last_ids, query_error
 from service.telemetry.tracer import Tracer
 
@@ -55,7 +56,7 @@ class HealthApi:
         if missing:
             raise no_worker(table, missing)
         if request.rel_url.query.get("workers") == "all" and (waits_for := await self._waits_for(request, workers)):
-            return ApiError(503, waits_for, code="not_all_healthy").response()
+            raise ApiError(503, waits_for, code="not_all_healthy")
         healthy = sum(w.answers for w in workers)
         return json_response({"status": "ready", "healthy_workers": healthy, "total_workers": len(workers)})
 
@@ -86,7 +87,7 @@ class HealthApi:
         for body in await self.peers.request("POST", "/traces", query):
             records += msgspec.json.decode(body, type=Records).records
         ids = query.ids if query.ids is not None else last_ids(records, query.last or 0)
-        headers = self.calls.credentials.for_admin(authorization_of(request))
+        headers = self.calls.credentials.for_admin(authorization_of(request.headers))
         of_workers = await self._worker_records(ids, headers) if ids else []
         wanted = frozenset(ids)
         kept = [record for record in records if record.request_id in wanted] + of_workers

@@ -7,7 +7,8 @@ from typing import Any
 
 from router.body import BOOTSTRAP_FIELDS, Api
 from router.http.fan_out import LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER
-from service.http.openapi import ERROR, FAILURES, TEXT, answer, document, failures_of, operation
+from service.http.error_shapes import shape_of
+from service.http.openapi import FAILURES, TEXT, answer, document, failures_of, operation
 
 _URL = {"url": TEXT}
 _WORKER = {**_URL, "role": TEXT, "bootstrap_port": {"type": ["integer", "null"], "minimum": 1, "maximum": 65535}}
@@ -70,7 +71,7 @@ def _operation(path: str, body: dict[str, Any] | None) -> dict[str, Any]:
     good = answer("done", plain_text=path == "/metrics", streams=path in _STREAMING)
     failures = failures_of(_FAILURES, {})  # a worker's, as they come
     if path not in _PASSED:
-        failures |= failures_of({"400": _FAILURES["400"]}, ERROR)
+        failures |= failures_of({"400": _FAILURES["400"]}, shape_of(path).schema)
     return operation(path, answers={"200": good, "201": {"description": "added"}}, failures=failures, body=body)
 
 

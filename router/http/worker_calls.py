@@ -15,6 +15,7 @@ from router.pool.worker import Role
 from router.pool.workers import WorkerTable, missing_roles
 from router.requests.replies import no_worker
 from service.http.stream import json_response
+from service.security.keys import authorization_of
 
 
 @dataclass(eq=False)
@@ -26,7 +27,7 @@ class WorkerCalls:
 
     async def call_one(self, request: web.BaseRequest, *, model: str = "") -> web.Response:
         """Pass a GET to the first worker that answers (and serves `model`), decode before prefill."""
-        headers = self.credentials.for_client(authorization_of(request))
+        headers = self.credentials.for_client(authorization_of(request.headers))
         for role in reversed(self.roles):
             for worker in self.table.pool(role, model):
                 answer = await call_worker(self.session, "GET", worker.url + request.rel_url.raw_path, headers)
@@ -57,7 +58,3 @@ class WorkerCalls:
             for w, a in zip(workers, answers, strict=True)
         ]
         return json_response({"success": status == 200, "workers": results}, status=status)
-
-
-def authorization_of(request: web.BaseRequest) -> str:
-    return request.headers.get("Authorization", "")

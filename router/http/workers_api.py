@@ -13,7 +13,7 @@ from router.client.session import call_worker
 from router.config import RouterConfig, check_worker_url
 from router.fleet.peer_processes import PeerProcesses
 from router.http.openapi import make_document
-from router.http.worker_calls import WorkerCalls, authorization_of
+from router.http.worker_calls import WorkerCalls
 from router.pool.discovery import Discovery
 from router.pool.health import HealthMonitor
 from router.pool.models import join_models
@@ -23,6 +23,7 @@ from service.flags import ConfigError
 from service.http.errors import ApiError, bad_field, decode_body
 from service.http.json_depth import decode_or_none
 from service.http.stream import json_response
+from service.security.keys import authorization_of
 
 _MODEL = "/v1/models/"
 _ROLE_WORDS = {"regular": "unified", "null": "unified"}  # SGLang's router calls a unified worker regular
@@ -107,7 +108,7 @@ class WorkersApi:
         if self.peers.is_peer(request):  # the peer moves it
             self.monitor.look(worker)
             return json_response(describe(worker))
-        headers = self.calls.credentials.for_admin(authorization_of(request))
+        headers = self.calls.credentials.for_admin(authorization_of(request.headers))
         await self.switch.move(worker, role, force=bool(body.force), drain_s=body.timeout, headers=headers)
         return json_response(describe(worker))
 
@@ -129,7 +130,7 @@ class WorkersApi:
         """All models: of one worker if all serve the same, else of one worker for each model, joined."""
         if not self.calls.table.models.several:
             return await self.calls.call_one(request)
-        headers = self.calls.credentials.for_client(authorization_of(request))
+        headers = self.calls.credentials.for_client(authorization_of(request.headers))
         speakers: dict[str, Worker] = {}
         for role in reversed(self.calls.roles):
             for worker in self.calls.table.alive(role):

@@ -98,12 +98,13 @@ def parse_bootstrap(info: object, *, url_host: str) -> tuple[str, int | None]:
 def says_draining(body: bytes) -> bool:
     """Whether a 503 is that of a worker that drains: on /health by `status`, else by the error's code."""
     answer = object_of(body)
-    return answer.get("status") == DRAINING or _error(answer).get("code") == DRAINING
+    return DRAINING in (answer.get("status"), answer.get("code"), _error(answer).get("code"))
 
 
 def parse_error(body: bytes) -> str | None:
-    """The message of an error in OpenAI's shape; None for any other answer."""
-    message = _error(object_of(body)).get("message")
+    """The message of an error in a shape that we know (service/http/error_shapes.py); None for any other answer."""
+    answer = object_of(body)
+    message = _error(answer).get("message", answer.get("error"))
     return message if isinstance(message, str) else None
 
 

@@ -25,11 +25,13 @@ from router.requests.live import LiveRequests
 from router.requests.merge import Merger, SseMerger
 from router.requests.picking import Picker
 from router.requests.relay import SseSplitter, answer_headers, relay_stream
-from router.requests.replies import HANDED_BACK, draining, failure_event, failure_response, no_worker
+from router.requests.replies import HANDED_BACK, draining, failure_error, failure_response, no_worker
 from service.http.deadline import ENVOY_HEADER, TIMEOUT_HEADER
-from service.http.errors import DRAINING, ApiError
+from service.http.errors import ApiError
 from service.http.guard import CLIENT_GONE
-from service.http.stream import REQUEST_ID, error_event
+from service.http.routes import errors_of
+from service.http.stream import REQUEST_ID
+from service.security.keys import authorization_of
 
 MAX_BACKOFF_S = 1.0
 RETRY_AFTER_S = 1
@@ -115,7 +117,7 @@ class Dispatcher:
         headers |= {name: given[name] for name in _PASSED_HEADERS if name in given}
         if request.traceparent:
             headers["traceparent"] = request.traceparent
-        authorization = given.get("Authorization", "")
+        authorization = authorization_of(given)
         if self.credentials is not None:
             headers |= self.credentials.for_client(authorization)
         elif authorization:
@@ -203,18 +205,18 @@ class Dispatcher:
         splitter = SseMerger(merger) if merger else SseSplitter()
         out, failure = await relay_stream(request.http, attempt.answering, splitter=splitter, on_more=on_more)
         if request.handed_back:
-            request.failure, last_event = HANDED_BACK, error_event(503, HANDED_BACK, code=DRAINING)
+            request.failure, error = HANDED_BACK, draining(HANDED_BACK)
         elif attempt.refused is not None:  # reported when it came
-            request.failure, last_event = str(attempt.refused), failure_event(attempt.refused)
+            request.failure, error = str(attempt.refused), failure_error(attempt.refused)
         elif failure is not None:
             self._note(failure)
-            request.failure, last_event = str(failure), failure_event(failure)
+            request.failure, error = str(failure), failure_error(failure)
         else:
             await out.write_eof()
             attempt.complete()
             return out
         attempt.close()
-        await out.write(last_event)  # no [DONE] follows, so that no client takes it for a good end
+        await out.write(errors_of(request.http).last_event(error))  # no [DONE] follows: no good end
         await out.write_eof()
         return out
 

@@ -9,7 +9,6 @@ from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.requests.relay import answer_headers
 from service.http.errors import DRAINING, ApiError
-from service.http.stream import error_event
 
 HANDED_BACK = "the router is draining and could not finish this request (--drain-timeout); try again"
 
@@ -35,15 +34,16 @@ def _state(worker: Worker) -> str:
 
 
 def failure_response(failure: CallFailed) -> web.Response:
+    """A worker's error as it came. `ApiError`: the worker gave no answer."""
     if failure.reason == "status":
         return web.Response(status=failure.status, body=failure.body, headers=answer_headers(failure.headers))
     status = 504 if failure.reason == "timeout" else 502
-    return ApiError(status, str(failure), code=f"worker_{failure.reason}").response()
+    raise ApiError(status, str(failure), code=f"worker_{failure.reason}") from None
 
 
-def failure_event(failure: CallFailed) -> bytes:
-    """The last event of a stream that has begun: the worker's error without the JSON around it; else what happened."""
+def failure_error(failure: CallFailed) -> ApiError:
+    """For the end of a stream that has begun: the worker's error without the JSON around it; else what happened."""
     message = parse_error(failure.body)
     if message is None:
         message = failure.body.decode(errors="replace")[:2000] or str(failure)
-    return error_event(failure.status or 502, message)
+    return ApiError(failure.status or 502, message)

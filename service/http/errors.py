@@ -1,10 +1,9 @@
-"""Errors of every server: OpenAI's shape, an HTTP status, and `Retry-After` where a retry may succeed."""
+"""Errors of every server: an HTTP status, a message, and `Retry-After` where a retry may succeed. Their JSON: error_shapes.py."""
 
 import re
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
-from aiohttp import web
 
 from service.http.json_depth import MAX_DEPTH, deeper_than
 
@@ -30,19 +29,6 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.field, self.code = status, message, field, code
         self.retry_after_s = retry_after_s
-
-    def body(self) -> dict[str, Any]:
-        """The JSON of the error. Without a `code` it is the status, as with SGLang."""
-        kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
-        if self.status >= 500:
-            kind = "server_error"
-        code = self.code or self.status
-        return {"error": {"message": self.message, "type": kind, "param": self.field, "code": code}}
-
-    def response(self) -> web.Response:
-        headers = None if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
-        body = msgspec.json.encode(self.body())
-        return web.Response(status=self.status, body=body, content_type="application/json", headers=headers)
 
 
 def bad_field(field: str, message: str, *, code: str | None = None) -> ApiError:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from service.http.error_shapes import ErrorShape
 from service.http.errors import ApiError
-from service.http.routes import Handler, Routes
+from service.http.routes import Handler, Routes, errors_of
 from service.http.stream import REQUEST_ID, REQUEST_ID_HEADER, STREAMING
 from service.security.browser import BrowserRule
-from service.security.keys import Access, Caller, KeyGate
+from service.security.keys import Access, Caller, KeyGate, authorization_of
 from service.telemetry.context import CURRENT, OPERATIONS, TraceContext, request_id_of
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def make_guard(
         operation = OPERATIONS.get(request.path, "")
         CURRENT.set(TraceContext(request_id, operation, request.headers.get("traceparent", "")))
         refusal = None if is_trusted is not None and is_trusted(request) else refuse(request)
-        response = refusal.response() if refusal is not None else await answer_of(route.handler, request)
+        response = await answer_of(route.handler, request) if refusal is None else route.errors.response(refusal)
         if not response.prepared:
             response.headers[REQUEST_ID_HEADER] = request_id
         return response
@@ -59,7 +60,7 @@ def make_guard(
             return ApiError(page.status, page.message, code=page.code)
         request[CALLER] = ANYBODY
         if has_keys:
-            request[CALLER] = gate.caller(request.headers.get("Authorization", ""), time.monotonic())
+            request[CALLER] = gate.caller(authorization_of(request.headers), time.monotonic())
             refusal = key_refusal(request, gate, need_of(request.method, request.path))
             if refusal is not None:
                 on_refused("key")
@@ -80,36 +81,38 @@ def key_refusal(request: web.BaseRequest, gate: KeyGate, need: Access) -> ApiErr
 
 async def answer_of(handler: Handler, request: web.BaseRequest) -> web.StreamResponse:
     """Return the handler's answer, or its exception as one unless an answer has begun."""
+    errors = errors_of(request)
     try:
         return await handler(request)
     except ApiError as error:
-        response = error.response()
+        response = errors.response(error)
         if error.status in (408, 413):  # the rest of the body is not wanted
             response.force_close()
         return response
     except web.HTTPException as error:
-        return _of_http(error, request)
+        return _of_http(error, request, errors)
     except web.RequestPayloadError as error:  # broken chunks, wrong compression, a body cut short
-        response = ApiError(400, f"the body cannot be read: {' '.join(str(error).split())}").response()
+        response = errors.response(ApiError(400, f"the body cannot be read: {' '.join(str(error).split())}"))
         response.force_close()  # where the next request would begin is unknown
         return response
     except ConnectionError:
         raise  # the client went away
     except RecursionError:
-        return ApiError(400, "the body is nested too deeply", code="invalid_json").response()
+        return errors.response(ApiError(400, "the body is nested too deeply", code="invalid_json"))
     except Exception:
         if request.get(STREAMING):
             raise
         log.exception("%s %s failed", request.method, request.path)
-        return ApiError(500, "internal error; the server's log has the details", code="internal_error").response()
+        message = "internal error; the server's log has the details"
+        return errors.response(ApiError(500, message, code="internal_error"))
 
 
-def _of_http(error: web.HTTPException, request: web.BaseRequest) -> web.Response:
+def _of_http(error: web.HTTPException, request: web.BaseRequest, errors: ErrorShape) -> web.Response:
     if error.status == 404:
-        return ApiError(404, f"there is no {request.path} here", code="not_found").response()
+        return errors.response(ApiError(404, f"there is no {request.path} here", code="not_found"))
     if error.status == 405:
         message = f"{request.path} does not take {request.method}"
-        response = ApiError(405, message, code="method_not_allowed").response()
+        response = errors.response(ApiError(405, message, code="method_not_allowed"))
         response.headers["Allow"] = error.headers["Allow"]
         return response
-    return ApiError(error.status, error.text or error.reason).response()
+    return errors.response(ApiError(error.status, error.text or error.reason))

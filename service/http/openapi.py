@@ -7,24 +7,8 @@ from typing import Any
 TEXT = {"type": "string"}
 # Of a stream the schema describes each event, as tools read OpenAPI before 3.2.
 EVENT = {"type": "object", "properties": {"data": TEXT}, "required": ["data"]}
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": TEXT,
-                "type": TEXT,
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "integer", "null"]},
-            },
-        }
-    },
-}
 FAILURES = {
-    "400": "the body is wrong; `param` names the field",
+    "400": "the body is wrong; the message names the field",
     "401": "the API key is missing or wrong",
     "403": "this needs the admin key; or a web page of another site sent it",
     "404": "there is no such model or path",

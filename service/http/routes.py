@@ -5,15 +5,18 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from service.http.error_shapes import OPENAI, ErrorShape, shape_of
+
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
 class HttpRoute:
-    """`path`: as registered, so that there are few of them; "": no such path."""
+    """`path`: as registered, so that there are few of them; "": no such path. `errors`: how its errors look."""
 
     path: str
     handler: Handler
+    errors: ErrorShape
 
 
 ROUTE: web.RequestKey[HttpRoute] = web.RequestKey("route", HttpRoute)
@@ -29,7 +32,7 @@ class Routes:
             head, brace, _ = route.path.partition("{")
             methods = (self._below if brace else self._exact).setdefault(head, {})
             assert route.method not in methods, (route.method, route.path)
-            methods[route.method] = HttpRoute(route.path, route.handler)  # type: ignore[arg-type]
+            methods[route.method] = HttpRoute(route.path, route.handler, shape_of(route.path))  # type: ignore[arg-type]
             if route.method == "GET":
                 methods["HEAD"] = methods["GET"]
 
@@ -37,7 +40,7 @@ class Routes:
         """The route; for an unknown one, a route whose handler raises `HTTPNotFound` or `HTTPMethodNotAllowed`."""
         methods = self._exact.get(path) or self._methods_below(path)
         if methods is None:
-            return _NOT_FOUND
+            return HttpRoute("", _not_found, shape_of(path))
         route = methods.get(method)
         return route if route is not None else _not_allowed(method, methods)
 
@@ -55,15 +58,19 @@ class Routes:
         return None
 
 
+def errors_of(request: web.BaseRequest) -> ErrorShape:
+    """How errors of this request look; OpenAI's shape before its route is known."""
+    route = request.get(ROUTE)
+    return OPENAI if route is None else route.errors
+
+
 async def _not_found(request: web.BaseRequest) -> web.StreamResponse:
     raise web.HTTPNotFound
-
-
-_NOT_FOUND = HttpRoute("", _not_found)
 
 
 def _not_allowed(method: str, methods: dict[str, HttpRoute]) -> HttpRoute:
     async def refuse(request: web.BaseRequest) -> web.StreamResponse:
         raise web.HTTPMethodNotAllowed(method, sorted(methods))
 
-    return HttpRoute(next(iter(methods.values())).path, refuse)
+    known = next(iter(methods.values()))
+    return HttpRoute(known.path, refuse, known.errors)

@@ -1,12 +1,10 @@
-"""JSON answers and server-sent events."""
+"""JSON answers, and streams of them: server-sent events, or a line for each (NDJSON)."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from aiohttp import web
-
-from service.http.errors import ApiError
 
 REQUEST_ID_HEADER = "X-Request-Id"
 SSE_HEADERS = {
@@ -44,6 +42,10 @@ def event(value: Any) -> bytes:
     return b"data: " + _encode(value) + b"\n\n"
 
 
-def error_event(status: int, message: str, *, code: str | None = None) -> bytes:
-    """An error in a stream that has begun; clients' SDKs raise it."""
-    return event(ApiError(status, message, code=code).body())
+def typed_event(value: dict[str, Any]) -> bytes:
+    """An event that is named by the value's own `type`."""
+    return f"event: {value['type']}\n".encode() + event(value)
+
+
+def line(value: Any) -> bytes:
+    return _encode(value) + b"\n"

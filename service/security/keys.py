@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -21,6 +22,7 @@ LOOK_AGAIN_S = 0.05  # after an unknown key, however many are tried
 MAX_KEYS = 4096
 MAX_HEADER_CHARS = 4096
 SCHEME = "bearer "
+KEY_HEADER = "x-api-key"  # Anthropic's clients
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +143,7 @@ class KeyGate:
         if need is Access.ADMIN and self.admin.is_set:
             status = 403 if caller.name else 401
             return status, "this needs the admin key (--admin-api-key); send it as 'Authorization: Bearer KEY'"
-        return 401, "the API key is missing or wrong; send 'Authorization: Bearer KEY'"
+        return 401, "the API key is missing or wrong; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
 
     def reload(self, now_s: float) -> None:
         """Read both files now (SIGHUP)."""
@@ -160,6 +162,13 @@ def open_gate(
         KeyRing(key=api_key, file=api_key_file, flag="--api-key"),
         KeyRing(key=admin_api_key, file=admin_api_key_file, flag="--admin-api-key"),
     )
+
+
+def authorization_of(headers: Mapping[str, str]) -> str:
+    """The Authorization header; without one, what it would be for the key in `x-api-key`. `headers`: case-insensitive."""
+    given = headers.get("Authorization", "")
+    key = "" if given else headers.get(KEY_HEADER, "")
+    return f"Bearer {key}" if key else given
 
 
 def bearer(key: str | None) -> dict[str, str]:

@@ -44,7 +44,7 @@ def post(path: str, body: bytes | dict[str, Any], *headers: tuple[bytes, bytes])
 HEADERS: tuple[tuple[str, ...], ...] = (
     (
         *("X-Request-Id", "X-Tandem-Sibling", "X-Cluster-Auth", "X-Cluster-Challenge", "X-Cluster-Voucher"),
-        *("Authorization", "traceparent", "tracestate", "X-Session-Id", "X-SMG-Routing-Key", "Expect"),
+        *("Authorization", "x-api-key", "traceparent", "tracestate", "X-Session-Id", "X-SMG-Routing-Key", "Expect"),
         *("Accept", "Accept-Encoding", "Referer", "Cookie", "User-Agent", "Range", "Forwarded", "If-None-Match"),
         *("X-Forwarded-For", "X-Forwarded-Host"),
     ),

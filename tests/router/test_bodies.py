@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from router.body import Api, BadBody, parse_body, write_bodies
 from router.requests.merge import Merger, SseMerger
 from router.requests.relay import SseSplitter
-from service.http.stream import error_event
 
 
 def parsed(api: Api, body: dict[str, Any]) -> Any:
@@ -236,9 +235,3 @@ def test_only_whole_events_pass_and_nothing_is_lost(cuts: list[int], end: bytes)
         assert piece == b"" or piece.endswith(end)
         out, rest = out + piece, rest[cut:]
     assert out + splitter.rest() == stream and not out.endswith(b"half")
-
-
-def test_error_event_is_one_parseable_event() -> None:
-    event = error_event(502, 'it "broke"\n')
-    assert event.endswith(b"\n\n") and event.count(b"\n") == 2
-    assert json.loads(event[6:])["error"]["message"] == 'it "broke"\n'

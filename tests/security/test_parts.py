@@ -18,7 +18,7 @@ from service.flags import ConfigError
 from service.http.errors import ApiError
 from service.http.json_depth import deeper_than
 from service.security.addresses import AllowedAddresses, is_loopback, require_secret
-from service.security.keys import Access, KeyGate, KeyRing, bearer, open_gate
+from service.security.keys import Access, KeyGate, KeyRing, authorization_of, bearer, open_gate
 from service.security.secret import derive, is_vouched, read_secret_file, vouch
 from service.security.signing import PERIOD_S, Call, Signer, Verdict, Verifier
 
@@ -151,6 +151,21 @@ def test_a_router_passes_on_a_key_that_workers_have(tmp_path: Path) -> None:
     assert credentials.for_client("Bearer client") == credentials.for_client("") == bearer("old")
     assert credentials.for_admin("Bearer second") == bearer("second")
     assert credentials.for_admin("Bearer client") == bearer("root")
+
+
+@pytest.mark.parametrize(
+    ("headers", "authorization"),
+    [
+        ({}, ""),
+        ({"x-api-key": ""}, ""),
+        ({"x-api-key": "k"}, "Bearer k"),
+        ({"Authorization": "Bearer a"}, "Bearer a"),
+        ({"Authorization": "Bearer a", "x-api-key": "k"}, "Bearer a"),
+        ({"Authorization": "", "x-api-key": "k"}, "Bearer k"),
+    ],
+)
+def test_the_key_of_a_request(headers: dict[str, str], authorization: str) -> None:
+    assert authorization_of(headers) == authorization
 
 
 def test_wrong_key_files_and_headers(tmp_path: Path) -> None:

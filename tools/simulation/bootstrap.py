@@ -12,6 +12,7 @@ import msgspec
 from bootstrap_server.client import BootstrapError, Registrar, _read, _refusal
 from bootstrap_server.protocol import Registration, RegistrationReply, RoomBatch, RouteReply
 from bootstrap_server.registry import Registry
+from service.http.error_shapes import OPENAI
 from service.http.errors import ApiError
 from tools.simulation.world import Process, Violation
 from transfer_backends.contract import KVArgs, LookupFailed, Route
@@ -34,9 +35,9 @@ class SimBootstrap:
         try:
             reply = self._handle(method, target, body)
         except ApiError as error:
-            return error.status, msgspec.json.encode(error.body())
+            return error.status, msgspec.json.encode(OPENAI.body(error))
         except msgspec.MsgspecError as error:
-            return 400, msgspec.json.encode(ApiError(400, f"body: {error}").body())
+            return 400, msgspec.json.encode(OPENAI.body(ApiError(400, f"body: {error}")))
         try:
             self.registry.check()
         except AssertionError as error:

@@ -19,6 +19,7 @@ from engine.frontend.services import request_timeout_s
 from engine.messages import Bootstrap, GenerateRequest, GetStep, SchedulerReady, ToFrontend, TokenOutput, ToScheduler
 from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput
+from service.http.error_shapes import OPENAI
 from service.http.errors import DRAINING, ApiError, bad_field, decode_body
 from service.process.stop_signals import StopSignals
 from tools.simulation.aio import VirtualLoop
@@ -242,7 +243,7 @@ async def _answered(
         await route(request, reply)
     except ApiError as error:
         retry_after = "" if error.retry_after_s is None else str(error.retry_after_s)
-        reply.whole(error.status, msgspec.json.encode(error.body()), retry_after=retry_after)
+        reply.whole(error.status, msgspec.json.encode(OPENAI.body(error)), retry_after=retry_after)
 
 
 async def _stream(generation: Generation, reply: Reply) -> None:
@@ -257,7 +258,7 @@ async def _stream(generation: Generation, reply: Reply) -> None:
                 break
             news = await generation.next()
     except ApiError as error:
-        _send_event(reply, error.body())
+        _send_event(reply, OPENAI.body(error))
     reply.finish()
 
 

@@ -9,6 +9,7 @@ from aiohttp import web
 from engine.frontend.client.generation import Generation
 from engine.text.sample import TextOutput
 from service.http.errors import ApiError
+from service.http.routes import errors_of
 from service.http.stream import DONE, SSE_HEADERS, event, json_response, open_stream
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI's own stand-in
@@ -24,11 +25,10 @@ class View(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Framing:
-    """How an API writes a stream. `encode`: one chunk of its view; `error`: a chunk for an error; `done`: after the last."""
+    """How an API writes a stream. `encode`: one chunk of its view; `done`: after the last. Errors: service/http/error_shapes.py."""
 
     headers: Mapping[str, str] = field(default_factory=lambda: SSE_HEADERS)
     encode: Callable[[Any], bytes] = event
-    error: Callable[[ApiError], Any] = ApiError.body
     done: bytes = b""
 
 
@@ -57,7 +57,7 @@ async def answer(
             await _send(response, framing, view.last())
             await response.write(framing.done)
         except ApiError as e:
-            await _send(response, framing, [framing.error(e)])  # too late for a status; `done` does not follow
+            await response.write(errors_of(request).last_event(e))  # too late for a status; `done` does not follow
         await response.write_eof()
         return response
 

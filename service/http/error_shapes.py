@@ -1,0 +1,96 @@
+"""How errors look: one shape for each API that we speak, by the path of the route. Pure, apart from the HTTP answer.
+
+An error is an `ApiError`; nothing else knows what its JSON looks like, before an answer or inside a stream.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from service.http.errors import ApiError
+from service.http.stream import event, line, typed_event
+
+_TEXT = {"type": "string"}
+_CODE = {"type": ["string", "integer", "null"]}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ErrorShape:
+    """`body`: the JSON of an error; `event`: how a stream carries it. `schema`: of `body`, for OpenAPI."""
+
+    body: Callable[[ApiError], dict[str, Any]]
+    event: Callable[[dict[str, Any]], bytes]
+    schema: dict[str, Any]
+
+    def response(self, error: ApiError) -> web.Response:
+        headers = None if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+        body = msgspec.json.encode(self.body(error))
+        return web.Response(status=error.status, body=body, content_type="application/json", headers=headers)
+
+    def last_event(self, error: ApiError) -> bytes:
+        """The end of a stream that has begun: too late for a status. Clients' SDKs raise it."""
+        return self.event(self.body(error))
+
+
+def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(required), "properties": {**required, **optional}}
+
+
+def _openai_body(error: ApiError) -> dict[str, Any]:
+    """Without a `code` it is the status, as with SGLang."""
+    kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
+    if error.status >= 500:
+        kind = "server_error"
+    code = error.code or error.status
+    return {"error": {"message": error.message, "type": kind, "param": error.field, "code": code}}
+
+
+# https://docs.anthropic.com/en/api/errors
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def _anthropic_body(error: ApiError) -> dict[str, Any]:
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message, **_code_of(error)}}
+
+
+def _ollama_body(error: ApiError) -> dict[str, Any]:
+    return {"error": error.message, **_code_of(error)}
+
+
+def _code_of(error: ApiError) -> dict[str, str]:
+    """Routers read it: a worker that drains is no fault."""
+    return {} if error.code is None else {"code": error.code}
+
+
+OPENAI = ErrorShape(
+    _openai_body,
+    event,
+    _object(
+        {"error": _object({"message": _TEXT, "type": _TEXT, "param": {"type": ["string", "null"]}, "code": _CODE})}
+    ),
+)
+ANTHROPIC = ErrorShape(
+    _anthropic_body,
+    typed_event,
+    _object({"type": _TEXT, "error": _object({"type": _TEXT, "message": _TEXT}, code=_TEXT)}),
+)
+OLLAMA = ErrorShape(_ollama_body, line, _object({"error": _TEXT}, code=_TEXT))
+
+_BY_PREFIX = (("/v1/messages", ANTHROPIC), ("/api/", OLLAMA))
+
+
+def shape_of(path: str) -> ErrorShape:
+    """Also for paths that do not exist: their clients read only their API's shape."""
+    return next((shape for prefix, shape in _BY_PREFIX if path.startswith(prefix)), OPENAI)

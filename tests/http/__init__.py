@@ -1,0 +1,1 @@
+"""service/http: what every server answers alike."""
