@@ -41,7 +41,7 @@ from engine.measure import measure, warm
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
-from engine.resolve import backup_pages, depth, limits, resolve, step_budget
+from engine.resolve import backup_pages, depth, limits, priorities, resolve, step_budget
 from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
@@ -225,8 +225,14 @@ def _memory(config: EngineConfig, *, num_pages: int, host: HostCache | None) -> 
     published = parse_kv_events_config(config.kv_events_config) is not None and not config.disable_radix_cache
     events = CacheEvents(page_size=config.page_size) if published else None
     allocator = PageAllocator(num_pages=num_pages, page_size=config.page_size)
-    cache = RadixCache(allocator, enabled=not config.disable_radix_cache, below=host, listener=events)
-    return Memory(allocator=allocator, cache=cache, host=host), events
+    cache = RadixCache(
+        allocator,
+        enabled=not config.disable_radix_cache,
+        policy=config.radix_eviction_policy,
+        below=host,
+        listener=events,
+    )
+    return Memory(allocator=allocator, cache=cache, host=host, rank=priorities(config).rank), events
 
 
 def _page_backup(config: EngineConfig, pool: KVPool) -> PageBackup | None:

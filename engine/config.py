@@ -6,6 +6,7 @@
 import math
 from dataclasses import dataclass
 
+from engine.core.eviction import EVICTION_POLICIES
 from engine.core.host_cache import PREFETCH_POLICIES, WRITE_POLICIES
 from engine.core.policy import POLICIES
 from service.flags import FlagSet, flag
@@ -116,6 +117,9 @@ class EngineConfig(FlagSet):
         "launch no prefill step before the results of the previous prefill step are there: first tokens come earlier",
     )
     disable_radix_cache: bool = flag(False, "do not reuse the KV of equal prefixes")
+    radix_eviction_policy: str = flag(
+        "lru", "which cached prefixes make room first (docs/tuning.md)", choices=EVICTION_POLICIES
+    )
     enable_hierarchical_cache: bool = flag(False, "keep evicted prefixes in host memory, and load them from there")
     hicache_ratio: float = flag(
         2.0, "host memory for prefixes, as a multiple of the device's KV cache", above=0, below=math.inf

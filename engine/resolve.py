@@ -29,6 +29,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
             f"--max-total-tokens: must hold at least one page (--page-size {config.page_size}), "
             f"got {config.max_total_tokens}"
         )
+    _check_eviction(config)
     _check_hicache(config)
     _check_cuda_graph(config, device)
     check_lora(config.lora_paths, max_loaded=config.max_loaded_loras)
@@ -68,7 +69,7 @@ def limits(config: EngineConfig) -> Limits:
         max_loras_per_batch=config.max_loras_per_batch if config.enable_lora else 0,
         lora_drain_wait_s=config.lora_drain_wait_threshold_s or None,
         policy=config.schedule_policy,
-        priorities=_priorities(config),
+        priorities=priorities(config),
     )
 
 
@@ -89,7 +90,7 @@ def step_budget(config: EngineConfig, model: ModelConfig) -> StepBudget | None:
     )
 
 
-def _priorities(config: EngineConfig) -> Priorities:
+def priorities(config: EngineConfig) -> Priorities:
     if not config.enable_priority_scheduling:
         return NO_PRIORITIES
     return Priorities(
@@ -165,6 +166,11 @@ def backup_pages(config: EngineConfig, *, num_pages: int, page_bytes: int, free_
     On a GPU they are pinned at start, and take at most BACKUP_SHARE of the free host memory.
     """
     return num_pages if config.device == "cpu" else min(num_pages, int(free_bytes * BACKUP_SHARE) // page_bytes)
+
+
+def _check_eviction(config: EngineConfig) -> None:
+    if config.radix_eviction_policy == "priority" and not config.enable_priority_scheduling:
+        raise ConfigError("--radix-eviction-policy priority: needs --enable-priority-scheduling")
 
 
 def _check_hicache(config: EngineConfig) -> None:

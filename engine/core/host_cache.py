@@ -68,15 +68,13 @@ class HostCache:
     # ---- events of the tree
 
     def on_cached(self, node: Node) -> None:
-        node.uses = 1
         self._write_when_used(node)
 
     def on_read(self, node: Node) -> None:
-        """Count an admitted request that reads the path to `node`."""
+        """Take note of an admitted request that reads the path to `node`."""
         path: list[Node] = []
         at: Node | None = node
         while at is not None and at.parent is not None:
-            at.uses += 1
             path.append(at)
             at = at.parent
         for above in reversed(path):

@@ -13,12 +13,20 @@ from engine.core.request import Request
 
 
 class Memory:
-    """`host`: the tier below `cache`, or None."""
+    """`host`: the tier below `cache`, or None. `rank`: the priority of a request, higher is more."""
 
-    def __init__(self, *, allocator: PageAllocator, cache: RadixCache, host: HostCache | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        allocator: PageAllocator,
+        cache: RadixCache,
+        host: HostCache | None = None,
+        rank: Callable[[Request], int] = lambda request: 0,
+    ) -> None:
         self.allocator = allocator
         self.cache = cache
         self.host = host
+        self._rank = rank
 
     @property
     def available(self) -> int:
@@ -36,6 +44,7 @@ class Memory:
         if need + reserved_pages > self.available:
             self.cache.unlock(match.node)
             return False
+        self.cache.use(match.node, priority=self._rank(request))
         below: list[int] = []  # host pages that continue the match, pinned before anything is evicted for the request
         if self.host is not None:
             end = match_limit(request) // self.allocator.page_size
@@ -104,7 +113,9 @@ class Memory:
             return
         tokens = request.tokens(0, whole * self.allocator.page_size)
         keys = self.host.keys.of(request, whole) if self.host is not None else ()
-        inserted = self.cache.insert(tokens, request.pages[:whole], keys, adapter=request.adapter)
+        inserted = self.cache.insert(
+            tokens, request.pages[:whole], keys, adapter=request.adapter, priority=self._rank(request)
+        )
         request.dup_pages += request.pages[request.shared_pages : inserted.existing]
         request.shared_pages = whole
         self.cache.lock(inserted.node)

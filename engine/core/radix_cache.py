@@ -1,7 +1,7 @@
 """Which token prefixes have their KV in pages: a radix tree whose edges are whole pages.
 
 Owns the nodes, their pages and their locks. A node's lock count is at least each child's, so everything unlocked can be
-evicted leaf by leaf, least recently used first.
+evicted leaf by leaf, in the order of eviction.py.
 
 Each adapter (by the number of its load, engine/core/adapters.py) has a *branch* of its own under the root: a node without
 pages whose key (-adapter,) no token can be. Adapter 0 is the model alone.
@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.core.cache_events import CacheEvents
+from engine.core.eviction import EvictionOrder
 from engine.core.host_cache import HostCache
 from engine.core.page_allocator import PageAllocator
-from engine.core.radix_node import EvictionOrder, Node
+from engine.core.radix_node import Node
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,6 +43,7 @@ class RadixCache:
         allocator: PageAllocator,
         *,
         enabled: bool = True,
+        policy: str = "lru",
         below: HostCache | None = None,
         listener: CacheEvents | None = None,
     ) -> None:
@@ -54,7 +56,7 @@ class RadixCache:
         self._clock = 0
         self.root = Node(key=(), pages=[], parent=None, serial=0)
         self.root.locks = 1
-        self._eviction_order = EvictionOrder()
+        self._eviction_order = EvictionOrder(policy)
         self.num_pages = 0
         self.num_evictable = 0
 
@@ -77,8 +79,22 @@ class RadixCache:
         self._note_leaf(node)
         return Match(pages, node)
 
+    def use(self, node: Node, *, priority: int = 0) -> None:
+        """Count an admitted request that reads the path to `node`, which it has locked."""
+        assert node.locks > 0
+        while node.parent is not None:
+            node.uses += 1
+            node.priority = max(node.priority, priority)
+            node = node.parent
+
     def insert(
-        self, tokens: Sequence[int], pages: Sequence[int], keys: Sequence[bytes] = (), *, adapter: int = 0
+        self,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        keys: Sequence[bytes] = (),
+        *,
+        adapter: int = 0,
+        priority: int = 0,
     ) -> Inserted:
         """Cache `tokens` in `pages`, which the caller holds. `keys`: of these pages in the tier below."""
         assert len(tokens) == len(pages) * self._page_size
@@ -93,7 +109,8 @@ class RadixCache:
         self._allocator.to_cache(pages[existing:])
         key = tuple(tokens[existing * self._page_size :])
         leaf = self._new_node(key, list(pages[existing:]), match.node)
-        leaf.last_used = self._clock
+        leaf.created = leaf.last_used = self._clock
+        leaf.priority = priority
         self.num_pages += len(leaf.pages)
         self.num_evictable += len(leaf.pages)
         self._note_leaf(leaf)
@@ -183,7 +200,8 @@ class RadixCache:
         assert 0 < num_pages < len(node.pages) and node.parent is not None
         cut, parent = num_pages * self._page_size, node.parent
         upper = self._new_node(node.key[:cut], node.pages[:num_pages], parent)
-        upper.locks, upper.last_used, upper.uses = node.locks, node.last_used, node.uses
+        upper.locks, upper.created, upper.last_used = node.locks, node.created, node.last_used
+        upper.uses, upper.priority = node.uses, node.priority
         upper.keys, node.keys = node.keys[:num_pages], node.keys[num_pages:]
         node.key, node.pages, node.parent = node.key[cut:], node.pages[num_pages:], upper
         upper.children[node.key[: self._page_size]] = node

@@ -4,13 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.core.eviction import EVICTION_POLICIES
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import RadixCache
 
 
-def make(num_pages: int = 64, page_size: int = 2) -> tuple[PageAllocator, RadixCache]:
+def make(num_pages: int = 64, page_size: int = 2, policy: str = "lru") -> tuple[PageAllocator, RadixCache]:
     allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
-    return allocator, RadixCache(allocator)
+    return allocator, RadixCache(allocator, policy=policy)
 
 
 def put(allocator: PageAllocator, cache: RadixCache, tokens: list[int]) -> list[int]:
@@ -82,9 +83,9 @@ STEPS = st.lists(st.tuples(st.sampled_from(["insert", "match", "evict", "lock", 
 
 
 @settings(max_examples=200, deadline=None)
-@given(steps=STEPS, page_size=st.sampled_from([1, 2, 3]))
-def test_against_a_dictionary(steps: list[tuple[str, list[int]]], page_size: int) -> None:
-    allocator, cache = make(num_pages=40, page_size=page_size)
+@given(steps=STEPS, page_size=st.sampled_from([1, 2, 3]), policy=st.sampled_from(EVICTION_POLICIES))
+def test_against_a_dictionary(steps: list[tuple[str, list[int]]], page_size: int, policy: str) -> None:
+    allocator, cache = make(num_pages=40, page_size=page_size, policy=policy)
     owner: dict[int, tuple[int, ...]] = {}  # page -> the prefix whose end it holds
     locked = []
     for kind, tokens in steps:
@@ -105,6 +106,7 @@ def test_against_a_dictionary(steps: list[tuple[str, list[int]]], page_size: int
                 assert owner[page] == tuple(tokens[: (i + 1) * page_size])
             if kind == "lock":
                 cache.lock(match.node)
+                cache.use(match.node, priority=len(tokens))
                 locked.append(match.node)
         cache.check()
         allocator.check()

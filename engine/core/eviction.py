@@ -1,0 +1,69 @@
+"""The order in which leaves of the prefix tree are evicted (--radix-eviction-policy). Names and meanings are SGLang's.
+
+lru       least recently used first        mru   most recently used first
+lfu       fewest requests first            fifo  oldest first
+priority  lowest priority first            filo  newest first
+
+Equal ones of lfu and priority go least recently used first.
+"""
+
+import heapq
+from collections.abc import Callable
+
+from engine.core.radix_node import Node, Rank
+
+_RANKS: dict[str, Callable[[Node], Rank]] = {
+    "lru": lambda node: (node.last_used, 0),
+    "lfu": lambda node: (node.uses, node.last_used),
+    "fifo": lambda node: (node.created, 0),
+    "mru": lambda node: (-node.last_used, 0),
+    "filo": lambda node: (-node.created, 0),
+    "priority": lambda node: (node.priority, node.last_used),
+}
+EVICTION_POLICIES = tuple(_RANKS)
+
+
+class EvictionOrder:
+    """Evictable leaves by `policy`: a heap with stale entries, which are skipped and sometimes removed.
+
+    The rank of a leaf may change while it is locked, or before `note`.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self._rank = _RANKS[policy]
+        self._heap: list[tuple[Rank, int, Node]] = []  # (rank, serial, node)
+
+    def note(self, node: Node, *, num_pages: int) -> None:
+        """Enter `node` if it is an evictable leaf. `num_pages`: of the tree; it bounds the stale entries."""
+        if not node.is_evictable or node.noted == (rank := self._rank(node)):
+            return
+        node.noted = rank
+        heapq.heappush(self._heap, (rank, node.serial, node))
+        if len(self._heap) > 64 + 4 * num_pages:
+            self._compact()
+
+    def pop(self) -> Node | None:
+        """Take the first evictable leaf, if any."""
+        while self._heap:
+            entry = heapq.heappop(self._heap)
+            node = entry[2]
+            if self._is_current(entry):
+                return node
+            if node.noted == entry[0]:
+                node.noted = None
+        return None
+
+    def serials(self) -> set[int]:
+        """Return the serials of the nodes that `pop` would find."""
+        return {entry[1] for entry in self._heap if self._is_current(entry)}
+
+    def _compact(self) -> None:
+        stale = [entry[2] for entry in self._heap if not self._is_current(entry)]
+        self._heap = [entry for entry in self._heap if self._is_current(entry)]
+        heapq.heapify(self._heap)
+        for node in stale:
+            if not node.is_evictable:
+                node.noted = None
+
+    def _is_current(self, entry: tuple[Rank, int, Node]) -> bool:
+        return entry[2].is_evictable and self._rank(entry[2]) == entry[0]
