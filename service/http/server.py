@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from service.http.error_shapes import OPENAI
 from service.http.errors import ApiError
 from service.http.listening import ListeningPort
 from service.http.routes import Handler
@@ -50,12 +51,22 @@ def make_runner(handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: f
 
     def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         loop = asyncio.get_running_loop()
+        message = without_slash(message)
         request = TimedRequest(message, payload, protocol, writer, task, loop, client_max_size=limits.max_body_bytes)
         request.limits = limits
         return request
 
     server = TimedServer(handle, request_factory=make_request, header_timeout_s=limits.header_timeout_s)
     return web.ServerRunner(server, shutdown_timeout=shutdown_timeout_s)
+
+
+def without_slash(message: Any) -> Any:
+    """The head of a request whose path has no slash at the end: it has the same route, keys and rules, and no redirect loses its body."""
+    path = message.path.partition("?")[0]
+    if not path.endswith("/") or len(path) < 2:
+        return message
+    url = message.url
+    return message._replace(url=url.with_path(url.raw_path.removesuffix("/") or "/", encoded=True, keep_query=True))
 
 
 @asynccontextmanager
@@ -142,6 +153,23 @@ class TimedConnection(web.RequestHandler):
             async with asyncio.timeout_at(self._opened_s + FIRST_HEAD_S):
                 await self._first_head.wait()
         await super().shutdown(timeout)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what is no HTTP in the shape of all errors, and close the connection."""
+        super().handle_error(request, status, exc, message)  # logs it
+        error = ApiError(500, "internal error; the server's log has the details", code="internal_error")
+        if status < 500:
+            what = " ".join((message or "").encode("ascii", "backslashreplace").decode().split())
+            error = ApiError(status, f"the request is not HTTP/1.1: {what}", code="invalid_http")
+        response = OPENAI.response(error)
+        response.force_close()
+        return response
 
     def on_head(self) -> None:
         self._has_request = True
