@@ -29,6 +29,7 @@ from router.history.trace import RequestTraces
 from router.http.access import limit_rate, need_of
 from router.http.fan_out import FanOutApi
 from router.http.health_api import HealthApi
+from router.http.pages import Pages
 from router.http.worker_calls import WorkerCalls
 from router.http.workers_api import WorkersApi
 from router.metrics import RouterMetrics, counted
@@ -194,6 +195,7 @@ class Router:
                 *health.routes(),
                 *workers.routes(),
                 *fan_out.routes(),
+                *Pages().routes(),
                 *dashboard.routes(),
                 *self.auto_roles.routes(),
             ]

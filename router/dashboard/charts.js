@@ -1,6 +1,6 @@
 // The tiles: a figure, what stands beside it, and two minutes as curves. Owns their nodes.
 
-import { amount, bytes, el, figure, put, said, svg, time } from "/dashboard/show.js";
+import { amount, bytes, el, figure, put, said, svg, time } from "/web/show.js";
 
 const WIDTH = 240, HEIGHT = 56;
 

@@ -3,8 +3,8 @@
 // A dot's place follows from its request's marks and the time shown, which lies a little behind: so what the page hears of
 // once a second moves evenly, and a request that took 20 ms is still seen to pass.
 
-import { answeringOf } from "/dashboard/requests.js";
-import { amount, bytes, el, figure, nameOf, put, said, svg } from "/dashboard/show.js";
+import { amount, bytes, el, figure, nameOf, put, said, svg } from "/web/show.js";
+import { answeringOf } from "/web/timeline.js";
 
 const BEHIND_S = 1.5, TRAVEL_S = 0.45, STAY_S = 0.25;
 const MAX_DOTS = 72, MAX_CARDS = 8, RAIL = 22;

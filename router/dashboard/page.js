@@ -1,21 +1,23 @@
-// Asks the router for its state every second while somebody looks, and hands it to what draws. Owns the key and the theme.
+// Asks the router for its state every second while somebody looks, and hands it to what draws.
 
 import { makeFlow } from "/dashboard/flow.js";
 import { makeTiles } from "/dashboard/charts.js";
 import { makeRoles } from "/dashboard/roles.js";
 import { makeRequests } from "/dashboard/requests.js";
-import { put } from "/dashboard/show.js";
+import { keyHeaders, makeKeyDialog } from "/web/key.js";
+import { put } from "/web/show.js";
+import { setUpTheme } from "/web/theme.js";
 
-const EVERY_MS = 1000, TIMEOUT_MS = 5000, KEY = "tandem-key", THEME = "tandem-theme";
+const EVERY_MS = 1000, TIMEOUT_MS = 5000;
 const $ = (id) => document.getElementById(id);
 
 const parts = [makeFlow($("flow")), makeRoles($("roles")), makeTiles($("tiles")), makeRequests($("rows"), $("held"), (path, body) => ask(path, body))];
+const dialog = makeKeyDialog("Show the cluster", "Give an API key; where the router has admin keys, one of those.", look);
 let lastGood = 0, timer = 0, asking = false;
 
 /** GET, or POST where there is a body. */
 async function ask(path, body) {
-  const key = sessionStorage.getItem(KEY);
-  const headers = key ? { Authorization: `Bearer ${key}` } : {};
+  const headers = keyHeaders();
   const post = body ? { method: "POST", body: JSON.stringify(body) } : {};
   if (body) headers["Content-Type"] = "application/json";
   return fetch(path, { ...post, headers, cache: "no-store", credentials: "omit", signal: AbortSignal.timeout(TIMEOUT_MS) });
@@ -23,7 +25,7 @@ async function ask(path, body) {
 
 async function look() {
   clearTimeout(timer);
-  if (document.hidden || asking || $("key").open) return;
+  if (document.hidden || asking || dialog.isOpen) return;
   asking = true;
   let wait = EVERY_MS;
   try {
@@ -74,33 +76,10 @@ function setStale(why) {
 }
 
 function askKey(why) {
-  const had = sessionStorage.getItem(KEY) !== null;
-  sessionStorage.removeItem(KEY);
-  put($("key-why"), had ? why : "Give an API key; where the router has admin keys, one of those.");
   put($("summary"), "waiting for a key");
-  if (!$("key").open) $("key").showModal();
+  dialog.ask(why);
 }
 
-function sendKey() {
-  const key = $("key-input").value.trim();
-  if (!/^[\x21-\x7e]+$/.test(key)) return put($("key-why"), "A key is printable, without spaces.");
-  sessionStorage.setItem(KEY, key);
-  $("key-input").value = "";
-  $("key").close();
-}
-
-const THEMES = ["auto", "light", "dark"];
-
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  put($("theme"), theme);
-  localStorage.setItem(THEME, theme);
-}
-
-$("theme").addEventListener("click", () => setTheme(THEMES[(THEMES.indexOf($("theme").textContent) + 1) % THEMES.length]));
-$("key-send").addEventListener("click", sendKey);
-$("key-input").addEventListener("keydown", (event) => { if (event.key === "Enter") sendKey(); });
-$("key").addEventListener("close", look);
 document.addEventListener("visibilitychange", look);
-setTheme(THEMES.includes(localStorage.getItem(THEME)) ? localStorage.getItem(THEME) : "auto");
+setUpTheme($("theme"));
 look();

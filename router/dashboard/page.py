@@ -1,12 +1,11 @@
-"""Routes of the dashboard: the files of the page, open to all, and the state that they show, which needs a key.
+"""Routes of the dashboard: the state that the page shows, which needs a key.
 
 Polled: without an open page nothing is computed.
 """
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -25,35 +24,10 @@ from service.http.stream import json_response
 
 STATE, SNAPSHOT, REQUEST = "/dashboard/state", "/dashboard/snapshot", "/dashboard/requests/"
 
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_FILES = {"/dashboard": "index.html"} | {
-    f"/dashboard/{name}": name
-    for name in ("page.css", "page.js", "show.js", "flow.js", "charts.js", "roles.js", "requests.js", "icon.svg")
-}
-FILE_PATHS = frozenset(_FILES)
-
-# Nothing from elsewhere, nothing inline, no frames: a worker's error text or a request id can never become code.
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-_FILE_HEADERS = {
-    "Content-Security-Policy": _POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
-
-
-def _read_files() -> dict[str, bytes]:
-    folder = Path(__file__).parent
-    return {path: (folder / name).read_bytes() for path, name in _FILES.items()}
-
 
 @dataclass(eq=False, kw_only=True)
 class Dashboard:
-    """Handlers. The files are read once, at start. `auto_roles`: the answer of /auto_roles, None where it is off."""
+    """Handlers. `auto_roles`: the answer of /auto_roles, None where it is off."""
 
     config: RouterConfig
     table: WorkerTable
@@ -62,19 +36,13 @@ class Dashboard:
     num_running: Callable[[], int]
     peers: PeerProcesses
     auto_roles: Callable[[], Awaitable[bytes]] | None = None
-    files: dict[str, bytes] = field(default_factory=_read_files)
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            *(web.get(path, self.file) for path in _FILES),
             web.get(STATE, self.state),
             web.get(SNAPSHOT, self.snapshot),
             web.get(REQUEST + "{key}", self.request),
         ]
-
-    async def file(self, request: web.BaseRequest) -> web.Response:
-        kind = _TYPES[Path(_FILES[request.path]).suffix]
-        return web.Response(body=self.files[request.path], content_type=kind, charset="utf-8", headers=_FILE_HEADERS)
 
     async def state(self, request: web.BaseRequest) -> web.Response:
         """Everything the page shows but the details of one request, of all processes of this router."""

@@ -1,6 +1,6 @@
 // What --auto-roles makes of the load: how much each pool bears, what it decided and why, the last moves. Owns its section.
 
-import { el, nameOf, put, said, time } from "/dashboard/show.js";
+import { el, nameOf, put, said, time } from "/web/show.js";
 
 const SHOWN_MOVES = 5, FULL = 2; // a bar is as long as twice what a pool can bear
 const ROLES = ["prefill", "decode"];

@@ -8,13 +8,13 @@ from aiohttp import web
 
 from router.admission.admission import client_name
 from router.admission.rate_limit import RateLimiter
-from router.dashboard.page import FILE_PATHS
 from router.http.fan_out import LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER
+from router.http.pages import FILES
 from router.metrics import RouterMetrics
 from service.http.errors import ApiError
 from service.security.keys import Access
 
-_OPEN_PATHS = frozenset(("/health", "/liveness", "/readiness", "/metrics", "/openapi.json")) | FILE_PATHS
+_OPEN_PATHS = frozenset(("/health", "/liveness", "/readiness", "/metrics", "/openapi.json")) | FILES.keys()
 # What changes workers, or the pool, for all clients. A route named nowhere here needs an API key.
 _ADMIN_ROUTES = frozenset((("POST", "/workers"), ("DELETE", "/workers")))
 _ADMIN_PATHS = frozenset((*TIMEOUTS_S, LOAD_ADAPTER, UNLOAD_ADAPTER, "/traces", "/workers/role"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from router.dashboard.page import FILE_PATHS
+from router.http.pages import FILES
 from tests.router.browser import Page, chromium, tab
 from tests.router.dummies import (
     CHAT,
@@ -44,7 +44,7 @@ async def state_of(c: Cluster) -> Any:
 
 async def test_the_page_is_open_and_what_it_shows_is_not() -> None:
     async with cluster(api_key="user", admin_api_key="admin") as c:
-        for path in FILE_PATHS:
+        for path in FILES:
             async with c.client.get(c.url + path) as response:
                 assert response.status == 200 and len(await response.read()) > 100
                 assert response.headers["X-Content-Type-Options"] == "nosniff"
