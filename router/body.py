@@ -5,7 +5,7 @@ values, except where the router could not go on.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -29,9 +29,24 @@ class Api(StrEnum):
     COMPLETIONS = "/v1/completions"
     GENERATE = "/generate"
     EMBEDDINGS = "/v1/embeddings"
+    MESSAGES = "/v1/messages"
+    OLLAMA_CHAT = "/api/chat"
+    OLLAMA_GENERATE = "/api/generate"
 
 
-_PROMPT_FIELD = {Api.CHAT: "messages", Api.COMPLETIONS: "prompt", Api.EMBEDDINGS: "input", Api.GENERATE: "text"}
+CHATS = frozenset((Api.CHAT, Api.MESSAGES, Api.OLLAMA_CHAT, Api.OLLAMA_GENERATE))  # the worker writes their one prompt
+OLLAMA = frozenset((Api.OLLAMA_CHAT, Api.OLLAMA_GENERATE))  # they stream unless the body says no
+_ANY_TAG = ":latest"  # after a model's name, to clients of Ollama
+# In the order in which a prompt holds them.
+_PROMPT_FIELDS = {
+    Api.CHAT: ("messages",),
+    Api.COMPLETIONS: ("prompt",),
+    Api.EMBEDDINGS: ("input",),
+    Api.GENERATE: ("text",),
+    Api.MESSAGES: ("system", "messages"),
+    Api.OLLAMA_CHAT: ("messages",),
+    Api.OLLAMA_GENERATE: ("system", "prompt"),
+}
 
 
 class BadBody(ApiError):
@@ -46,6 +61,10 @@ class _Sampling(msgspec.Struct):
     max_new_tokens: Any = None
 
 
+class _Options(msgspec.Struct):
+    num_predict: Any = None
+
+
 class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
     """`fields`: top-level name -> its JSON text. Token counts are estimates, over all samples."""
 
@@ -58,7 +77,8 @@ class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def streams(self) -> bool:
-        return _raw(self.fields, "stream") == b"true"
+        stream = _raw(self.fields, "stream")
+        return stream == b"true" or (not stream and self.api in OLLAMA)
 
 
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -78,7 +98,7 @@ def parse_body(api: Api, body: bytes) -> ParsedBody:
         raise BadBody(None, f"the body is not a JSON object: {err}") from None
     if prompts > MAX_SAMPLES:
         raise BadBody(None, f"one request may hold at most {MAX_SAMPLES} prompts, this one holds {prompts}")
-    samplings = _samplings(fields) if api is Api.GENERATE else [_openai_sampling(fields)]
+    samplings = _SAMPLINGS.get(api, _openai_sampling)(fields)
     per_prompt = samplings if len(samplings) == prompts else samplings[:1] * prompts
     samples = output_tokens = 0
     for sampling in per_prompt:
@@ -110,7 +130,7 @@ def write_bodies(parsed: ParsedBody, *, host: str, port: int | None, rooms: Sequ
     fields["bootstrap_port"] = [port] * len(rooms) if many else port
     fields["bootstrap_room"] = list(rooms) if many else rooms[0]
     decode = _encode(fields)
-    if "stream" not in fields:
+    if "stream" not in fields and not parsed.streams:
         return decode, decode
     fields["stream"] = False
     fields.pop("stream_options", None)
@@ -118,7 +138,8 @@ def write_bodies(parsed: ParsedBody, *, host: str, port: int | None, rooms: Sequ
 
 
 def named_model(parsed: ParsedBody) -> str:
-    return decode_or_none(_raw(parsed.fields, "model"), str) or ""
+    name = decode_or_none(_raw(parsed.fields, "model"), str) or ""
+    return name.removesuffix(_ANY_TAG) if parsed.api in OLLAMA else name
 
 
 def named_priority(parsed: ParsedBody) -> int | None:
@@ -129,13 +150,13 @@ def named_priority(parsed: ParsedBody) -> int | None:
 
 def prompt_of(api: Api, fields: Mapping[str, msgspec.Raw]) -> bytes:
     """The JSON text of the prompt."""
-    text = _raw(fields, _PROMPT_FIELD[api])
+    text = b"".join([_raw(fields, name) for name in _PROMPT_FIELDS[api]])
     return _raw(fields, "input_ids") if api is Api.GENERATE and not text else text
 
 
 def _prompt_shape(api: Api, raw: bytes) -> tuple[int, int]:
     """Count text, token ids, or a list of either by the first byte inside, so that long prompts are not decoded."""
-    if api is Api.CHAT or not raw.startswith(b"["):
+    if api in CHATS or not raw.startswith(b"["):
         return 1, len(raw) // BYTES_PER_TOKEN + 1
     match = _FIRST_INSIDE.match(raw)
     first = match[1] if match else b""
@@ -145,12 +166,21 @@ def _prompt_shape(api: Api, raw: bytes) -> tuple[int, int]:
     return max(1, len(_list_decoder.decode(raw))), tokens
 
 
-def _openai_sampling(fields: dict[str, msgspec.Raw]) -> _Sampling:
+def _openai_sampling(fields: dict[str, msgspec.Raw]) -> list[_Sampling]:
     bound = _raw(fields, "max_completion_tokens") or _raw(fields, "max_tokens")
-    return _Sampling(n=_small(_raw(fields, "n")), max_new_tokens=_small(bound))
+    return [_Sampling(n=_small(_raw(fields, "n")), max_new_tokens=_small(bound))]
 
 
-def _samplings(fields: dict[str, msgspec.Raw]) -> list[_Sampling]:
+def _anthropic_sampling(fields: dict[str, msgspec.Raw]) -> list[_Sampling]:
+    return [_Sampling(max_new_tokens=_small(_raw(fields, "max_tokens")))]
+
+
+def _ollama_sampling(fields: dict[str, msgspec.Raw]) -> list[_Sampling]:
+    options = decode_or_none(_raw(fields, "options"), _Options)
+    return [_Sampling() if options is None else _Sampling(max_new_tokens=options.num_predict)]
+
+
+def _native_samplings(fields: dict[str, msgspec.Raw]) -> list[_Sampling]:
     raw = _raw(fields, "sampling_params")
     try:
         decoded = _sampling_decoder.decode(raw) if raw else _Sampling()
@@ -159,8 +189,16 @@ def _samplings(fields: dict[str, msgspec.Raw]) -> list[_Sampling]:
     return (decoded or [_Sampling()]) if isinstance(decoded, list) else [decoded]
 
 
+_SAMPLINGS: Mapping[Api, Callable[[dict[str, msgspec.Raw]], list[_Sampling]]] = {
+    Api.GENERATE: _native_samplings,
+    Api.MESSAGES: _anthropic_sampling,
+    Api.OLLAMA_CHAT: _ollama_sampling,
+    Api.OLLAMA_GENERATE: _ollama_sampling,
+}
+
+
 def _wants_input_logprobs(api: Api, fields: dict[str, msgspec.Raw]) -> bool:
-    if api in (Api.CHAT, Api.EMBEDDINGS):
+    if api in CHATS or api is Api.EMBEDDINGS:
         return False
     if api is Api.COMPLETIONS:
         return _raw(fields, "echo") == b"true" and _raw(fields, "logprobs") not in (b"", b"false")

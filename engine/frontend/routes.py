@@ -19,6 +19,7 @@ from engine.frontend.apis.openai.embeddings import EmbeddingBody, embeddings
 from service.http import openapi
 from service.http.error_shapes import shape_of
 from service.http.routes import Handler
+from service.http.stream import EVENTS_TYPE
 from service.security.keys import Access
 from service.telemetry.records import TracesQuery
 
@@ -29,7 +30,7 @@ SCHEMAS = "#/components/schemas/{name}"
 class ApiRoute:
     """`need`: the caller's key. `is_polled`: its good answers are not logged.
 
-    For the document: `is_alias` (left out), `body` (None: no body), `streams` (JSON or events), `plain_text` or `empty`
+    For the document: `is_alias` (left out), `body` (None: no body), `streams` (JSON, or a stream of this type), `plain_text` or `empty`
     answers, and `starts`: the work goes on after a 202.
     """
 
@@ -41,7 +42,7 @@ class ApiRoute:
     need: Access = Access.USER
     is_polled: bool = False
     is_alias: bool = False
-    streams: bool = False
+    streams: str = ""
     plain_text: bool = False
     empty: bool = False
     starts: bool = False
@@ -63,10 +64,10 @@ _ROUTES = (
     ApiRoute("GET", "/get_load", info.old_load, is_polled=True),
     ApiRoute("GET", "/check", info.check, need=Access.ADMIN),
     ApiRoute("GET", "/flush_cache", engine.flush_cache, need=Access.ADMIN, plain_text=True),
-    ApiRoute("POST", "/v1/completions", completions, CompletionBody, streams=True),
-    ApiRoute("POST", "/v1/chat/completions", chat_completions, ChatBody, streams=True),
-    ApiRoute("POST", "/generate", generate, GenerateBody, streams=True),
-    ApiRoute("PUT", "/generate", generate, GenerateBody, streams=True),
+    ApiRoute("POST", "/v1/completions", completions, CompletionBody, streams=EVENTS_TYPE),
+    ApiRoute("POST", "/v1/chat/completions", chat_completions, ChatBody, streams=EVENTS_TYPE),
+    ApiRoute("POST", "/generate", generate, GenerateBody, streams=EVENTS_TYPE),
+    ApiRoute("PUT", "/generate", generate, GenerateBody, streams=EVENTS_TYPE),
     ApiRoute("POST", "/v1/embeddings", embeddings, EmbeddingBody),
     ApiRoute("POST", "/abort_request", engine.abort_request, engine.AbortBody, empty=True, body_required=False),
     ApiRoute("POST", "/tokenize", tokens.tokenize, tokens.TokenizeBody),

@@ -5,11 +5,12 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from router.client.upstream import STREAM_TYPE, HttpReply, UpstreamError
+from router.client.upstream import HttpReply, UpstreamError
 from router.pool.breaker import Event
 from router.pool.health import HealthMonitor
 from router.pool.reports import says_draining
 from router.pool.worker import Role, Worker
+from service.http.stream import STREAM_TYPES
 
 if TYPE_CHECKING:
     from router.attempts.pair_attempt import PairAttempt
@@ -85,7 +86,7 @@ class UpstreamCall:
     @property
     def streaming(self) -> bool:
         status = self.reply.status
-        return self._stream and 0 < status < 300 and self.reply.headers.get("content-type", "").startswith(STREAM_TYPE)
+        return self._stream and 0 < status < 300 and self.reply.headers.get("content-type", "").startswith(STREAM_TYPES)
 
     @property
     def ended(self) -> bool:

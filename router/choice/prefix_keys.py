@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from router.body import Api, ParsedBody, prompt_of
+from router.body import CHATS, ParsedBody, prompt_of
 from service.http.json_depth import JSON_ERRORS
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ def token_seed(adapter: bytes = b"") -> bytes:
 def prompt_keys(parsed: ParsedBody) -> list[bytes]:
     """Keys of a request's prompt; of a batch of ids its first prompt, of a batch of texts all of them in a row."""
     fields, prompt = parsed.fields, memoryview(prompt_of(parsed.api, parsed.fields))
-    if parsed.api is Api.CHAT:
+    if parsed.api in CHATS:
         seed = b"\0".join((_text(fields, "model"), _text(fields, "lora_path"), _text(fields, "tools")))
-        return chain(b"chat\0" + seed, prompt)
+        return chain(parsed.api.encode() + b"\0" + seed, prompt)
     return _plain_keys(fields, prompt)
 
 

@@ -17,7 +17,6 @@ from service.waiter import Waiter, end_tasks
 
 MAX_HEAD_BYTES = 64 << 10  # of an answer
 MAX_ORIGINS = 4 * 4096  # parsed URLs that are kept
-STREAM_TYPE = "text/event-stream"
 
 
 class UpstreamError(Exception):

@@ -5,14 +5,17 @@ While no worker is alive these bodies are objects. Bootstrap fields are left out
 
 from typing import Any
 
-from router.body import BOOTSTRAP_FIELDS, Api
+from router.body import BOOTSTRAP_FIELDS, OLLAMA, Api
 from router.http.fan_out import LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER
 from service.http.error_shapes import shape_of
 from service.http.openapi import FAILURES, TEXT, answer, document, failures_of, operation
+from service.http.stream import EVENTS_TYPE, LINES_TYPE
 
 _URL = {"url": TEXT}
 _WORKER = {**_URL, "role": TEXT, "bootstrap_port": {"type": ["integer", "null"], "minimum": 1, "maximum": 65535}}
-_STREAMING = (Api.CHAT, Api.COMPLETIONS, Api.GENERATE)
+_STREAMS: dict[str, str] = {
+    api: LINES_TYPE if api in OLLAMA else EVENTS_TYPE for api in Api if api is not Api.EMBEDDINGS
+}
 _FAILURES = {
     **FAILURES,
     "408": "the body did not come in time",
@@ -68,7 +71,7 @@ def make_document(worker: Any) -> dict[str, Any]:
 
 
 def _operation(path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-    good = answer("done", plain_text=path == "/metrics", streams=path in _STREAMING)
+    good = answer("done", plain_text=path == "/metrics", streams=_STREAMS.get(path, ""))
     failures = failures_of(_FAILURES, {})  # a worker's, as they come
     if path not in _PASSED:
         failures |= failures_of({"400": _FAILURES["400"]}, shape_of(path).schema)

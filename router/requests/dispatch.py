@@ -24,7 +24,7 @@ from router.requests.hedging import Hedging
 from router.requests.live import LiveRequests
 from router.requests.merge import Merger, SseMerger
 from router.requests.picking import Picker
-from router.requests.relay import SseSplitter, answer_headers, relay_stream
+from router.requests.relay import StreamSplitter, answer_headers, relay_stream
 from router.requests.replies import HANDED_BACK, draining, failure_error, failure_response, no_worker
 from service.http.deadline import ENVOY_HEADER, TIMEOUT_HEADER
 from service.http.errors import ApiError
@@ -41,7 +41,7 @@ _PASSED_HEADERS = ("traceparent", "tracestate", TIMEOUT_HEADER, ENVOY_HEADER, PR
 
 @dataclass(eq=False, kw_only=True)
 class Dispatcher:
-    """Answers POST /v1/chat/completions, /v1/completions, /generate and /v1/embeddings (a prefill worker alone).
+    """Answers POST of the paths of `Api`; of /v1/embeddings with a prefill worker alone.
 
     `retry_max` further attempts, after pauses that double from `retry_backoff_s`. Parts that no flag turns on are None.
     """
@@ -202,7 +202,8 @@ class Dispatcher:
             request.last_byte_s = now_s
             request.num_chunks += 1
 
-        splitter = SseMerger(merger) if merger else SseSplitter()
+        content_type = attempt.answering.reply.headers["content-type"]
+        splitter = SseMerger(merger) if merger else StreamSplitter(content_type)
         out, failure = await relay_stream(request.http, attempt.answering, splitter=splitter, on_more=on_more)
         if request.handed_back:
             request.failure, error = HANDED_BACK, draining(HANDED_BACK)

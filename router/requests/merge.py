@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from router.body import Api
-from router.requests.relay import SseSplitter
+from router.requests.relay import StreamSplitter
 from service.http.json_depth import decode_or_none
 
 _INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
@@ -78,7 +78,7 @@ class Merger:
             usage["prompt_tokens_details"] = {**details, "cached_tokens": cached}
 
 
-class SseMerger(SseSplitter):
+class SseMerger(StreamSplitter):
     def __init__(self, merger: Merger) -> None:
         super().__init__()
         self._merger = merger

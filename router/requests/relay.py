@@ -6,29 +6,30 @@ from aiohttp import web
 
 from router.attempts.upstream_call import CallFailed, UpstreamCall, broken_stream
 from router.client.upstream import UpstreamError
-from service.http.stream import open_stream
+from service.http.stream import EVENTS_TYPE, LINES_TYPE, open_stream
 
 MAX_EVENT_BYTES = 16 << 20  # an event longer than this is passed on in pieces
 
 _ANSWER_HEADERS = {"content-type": "Content-Type", "retry-after": "Retry-After"}
-_ENDS = (b"\n\n", b"\r\n\r\n")
+_ENDS = {EVENTS_TYPE: (b"\n\n", b"\r\n\r\n"), LINES_TYPE: (b"\n",)}  # of an event, by the type of the stream
 
 
-class SseSplitter:
+class StreamSplitter:
     """Takes a stream in any pieces and passes on whole events only, so that an error event may follow at any time.
 
     Workers nearly always write whole events; then the chunk itself is returned.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, content_type: str = EVENTS_TYPE) -> None:
+        self._ends = next(ends for kind, ends in _ENDS.items() if content_type.startswith(kind))
         self._tail = b""
 
     def feed(self, chunk: bytes) -> bytes:
         data = self._tail + chunk if self._tail else chunk
-        if data.endswith(_ENDS):
+        if data.endswith(self._ends):
             self._tail = b""
             return data
-        end = max(data.rfind(separator) + len(separator) if separator in data else 0 for separator in _ENDS)
+        end = max(data.rfind(separator) + len(separator) if separator in data else 0 for separator in self._ends)
         if end == 0 and len(data) > MAX_EVENT_BYTES:
             end = len(data)
         self._tail = data[end:]
@@ -45,7 +46,7 @@ def answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 async def relay_stream(
-    http: web.BaseRequest, call: UpstreamCall, *, splitter: SseSplitter, on_more: Callable[[bytes], None]
+    http: web.BaseRequest, call: UpstreamCall, *, splitter: StreamSplitter, on_more: Callable[[bytes], None]
 ) -> tuple[web.StreamResponse, CallFailed | None]:
     """Send the call's answer to the client until it ends, or the worker breaks off (the failure); the caller ends the response.
 

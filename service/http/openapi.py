@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from service.http.stream import EVENTS_TYPE
+
 TEXT = {"type": "string"}
 # Of a stream the schema describes each event, as tools read OpenAPI before 3.2.
 EVENT = {"type": "object", "properties": {"data": TEXT}, "required": ["data"]}
@@ -49,11 +51,11 @@ def operation(
     }
 
 
-def answer(description: str, *, plain_text: bool = False, streams: bool = False) -> dict[str, Any]:
-    """An answer with any JSON, or text; `streams`: or events."""
+def answer(description: str, *, plain_text: bool = False, streams: str = "") -> dict[str, Any]:
+    """An answer with any JSON, or text; `streams`: or a stream of this type."""
     if plain_text:
         return {"description": description, "content": {"text/plain": {"schema": TEXT}}}
-    events = {"text/event-stream": {"schema": EVENT}} if streams else {}
+    events = {streams: {"schema": EVENT if streams == EVENTS_TYPE else {}}} if streams else {}
     return {"description": description, "content": {**json_content({}), **events}}
 
 

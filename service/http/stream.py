@@ -7,11 +7,11 @@ import msgspec
 from aiohttp import web
 
 REQUEST_ID_HEADER = "X-Request-Id"
-SSE_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
+EVENTS_TYPE, LINES_TYPE = "text/event-stream", "application/x-ndjson"
+STREAM_TYPES = (EVENTS_TYPE, LINES_TYPE)
+_UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+SSE_HEADERS = {"Content-Type": f"{EVENTS_TYPE}; charset=utf-8", **_UNBUFFERED}
+LINES_HEADERS = {"Content-Type": LINES_TYPE, **_UNBUFFERED}
 DONE = b"data: [DONE]\n\n"
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 STREAMING: web.RequestKey[bool] = web.RequestKey("streaming", bool)  # headers are out: no other answer is possible

@@ -56,4 +56,7 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/generate": "text_completion",
     "/v1/embeddings": "embeddings",
+    "/v1/messages": "chat",
+    "/api/chat": "chat",
+    "/api/generate": "text_completion",
 }

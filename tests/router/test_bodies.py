@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.body import Api, BadBody, parse_body, write_bodies
+from router.body import Api, BadBody, named_model, parse_body, write_bodies
 from router.requests.merge import Merger, SseMerger
-from router.requests.relay import SseSplitter
+from router.requests.relay import StreamSplitter
 
 
 def parsed(api: Api, body: dict[str, Any]) -> Any:
@@ -38,6 +38,9 @@ def parsed(api: Api, body: dict[str, Any]) -> Any:
         (Api.GENERATE, {"text": None, "input_ids": [[1], [2], [3]]}, 3),
         (Api.GENERATE, {"input_ids": [1, 2], "sampling_params": {"n": 2}}, 2),
         (Api.GENERATE, {"input_ids": [1], "sampling_params": "bad"}, 1),
+        (Api.MESSAGES, {"system": "s", "messages": [], "n": 3}, 1),
+        (Api.OLLAMA_CHAT, {"messages": [{}, {}], "n": 3}, 1),
+        (Api.OLLAMA_GENERATE, {"prompt": ["a", "b"], "options": {"n": 3}}, 1),
     ],
 )
 def test_samples_are_counted(api: Api, body: dict[str, Any], samples: int) -> None:
@@ -52,6 +55,37 @@ def test_token_estimates() -> None:
     chat = parsed(Api.CHAT, {"messages": [{"role": "user", "content": "x" * 400}], "max_completion_tokens": 3})
     assert chat.prompt_tokens >= 100 and chat.output_tokens == 3
     assert parsed(Api.CHAT, {"messages": []}).output_tokens == 128
+    long = [{"role": "user", "content": "x" * 400}]
+    message = parsed(Api.MESSAGES, {"system": "x" * 400, "messages": long, "max_tokens": 5})
+    assert message.prompt_tokens >= 200 and message.output_tokens == 5
+    chat = parsed(Api.OLLAMA_CHAT, {"messages": long, "options": {"num_predict": 6}})
+    assert chat.prompt_tokens >= 100 and chat.output_tokens == 6
+    for options in (None, {}, {"num_predict": -1}, {"num_predict": "x"}, [1]):
+        assert parsed(Api.OLLAMA_GENERATE, {"prompt": "a", "options": options}).output_tokens == 128
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "streams"),
+    [
+        (Api.CHAT, {}, False),
+        (Api.MESSAGES, {"stream": None}, False),
+        (Api.MESSAGES, {"stream": True}, True),
+        (Api.OLLAMA_CHAT, {}, True),
+        (Api.OLLAMA_CHAT, {"stream": None}, True),
+        (Api.OLLAMA_GENERATE, {"stream": False}, False),
+        (Api.OLLAMA_GENERATE, {"stream": "no"}, False),
+    ],
+)
+def test_what_streams_and_never_from_prefill(api: Api, body: dict[str, Any], streams: bool) -> None:
+    got = parsed(api, body)
+    prefill, decode = map(json.loads, write_bodies(got, host="h", port=5, rooms=(1,)))
+    assert got.streams is streams and decode.items() >= body.items()
+    assert parse_body(api, json.dumps(prefill).encode()).streams is False
+
+
+def test_a_model_may_have_a_tag_where_ollamas_clients_write_one() -> None:
+    for api, named in ((Api.OLLAMA_CHAT, "m"), (Api.CHAT, "m:latest")):
+        assert named_model(parsed(api, {"model": "m:latest", "messages": []})) == named
 
 
 @pytest.mark.parametrize(
@@ -226,10 +260,17 @@ def test_streams_are_merged_however_they_are_cut(cuts: list[int]) -> None:
     assert "input_token_logprobs" not in third["meta_info"]
 
 
-@given(st.lists(st.integers(1, 9), max_size=20), st.sampled_from([b"\n\n", b"\r\n\r\n"]))
-def test_only_whole_events_pass_and_nothing_is_lost(cuts: list[int], end: bytes) -> None:
+EVENTS, LINES = "text/event-stream; charset=utf-8", "application/x-ndjson"
+
+
+@given(
+    st.lists(st.integers(1, 9), max_size=20),
+    st.sampled_from([(EVENTS, b"\n\n"), (EVENTS, b"\r\n\r\n"), (LINES, b"\n")]),
+)
+def test_only_whole_events_pass_and_nothing_is_lost(cuts: list[int], kind: tuple[str, bytes]) -> None:
+    content_type, end = kind
     stream = b"".join(b"data: " + str(i).encode() + end for i in range(8)) + b"data: half"
-    splitter, out, rest = SseSplitter(), b"", stream
+    splitter, out, rest = StreamSplitter(content_type), b"", stream
     for cut in [*cuts, len(stream)]:
         piece = splitter.feed(rest[:cut])
         assert piece == b"" or piece.endswith(end)

@@ -31,6 +31,15 @@ def test_the_next_turn_of_a_conversation_begins_with_the_keys_of_the_last() -> N
     assert chat("r" + "q" * 2000)[:1] != one[:1]
 
 
+@pytest.mark.parametrize(("api", "last"), [(Api.MESSAGES, "messages"), (Api.OLLAMA_GENERATE, "prompt")])
+def test_two_requests_share_the_keys_of_their_system_prompt(api: Api, last: str) -> None:
+    one, two, other = (
+        keys(api, system=system, **{last: text})
+        for system, text in (("s" * 2000, "q" * 999), ("s" * 2000, "r" * 999), ("t" * 2000, "q" * 999))
+    )
+    assert one[:3] == two[:3] and not set(one[3:]) & set(two[3:]) and not set(one) & set(other)
+
+
 @pytest.mark.parametrize("other", [{"tools": [{"type": "function"}]}, {"model": "m2"}, {"lora_path": "l"}])
 def test_what_stands_before_the_prompt_makes_another_prefix(other: dict[str, Any]) -> None:
     assert not set(chat("q" * 3000, model="m")) & set(chat("q" * 3000, **{"model": "m", **other}))
