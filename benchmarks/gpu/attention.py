@@ -26,6 +26,7 @@ from engine.kernels.triton_decode import DecodeTiles, decode, decode_tiles, spli
 from engine.kernels.triton_extend import ExtendTiles, extend, extend_tiles, lists_of, work_of
 from engine.kv.kv_pool import CacheSpec, KVPool
 from engine.kv.step_batch import StepBatch
+from engine.layers.rope import NormedRope, Unturned
 
 PAGE_SIZE = 16
 TOLERANCE = {"bfloat16": 4e-2, "float32": 1e-3}  # beside torch, on values up to 4 or so: one step of bf16 there
@@ -121,7 +122,7 @@ def _extend_ms(
 
 
 def numerics(target: Target) -> dict[str, Any]:
-    """The compiled kernels beside torch: a prompt in two chunks, then single tokens; raises where they differ."""
+    """The compiled kernels beside torch: turns, a prompt in two chunks, then single tokens; raises where they differ."""
     dtypes = target.pick(("bfloat16", "float32"), ("float32",))  # the interpreter multiplies no bf16
     heads = target.pick(((128, 8), (64, 8), (256, 2)), ((16, 2),))
     cases = [(Shape(1, 0, 0, 4 * kv_heads, kv_heads, dim, 0), dtype) for dtype in dtypes for dim, kv_heads in heads]
@@ -155,18 +156,28 @@ def worst_error(target: Target, shape: Shape, dtype: str, *, lengths: Sequence[i
         if any(end == begin for begin, end in zip(begins, ends, strict=True)):
             ends = [max(end, begin + 1) for begin, end in zip(begins, ends, strict=True)]
         step = _step(begins, ends, table, target.device)
-        rows = sum(step.q_lens)
-        q, k, v = (
-            torch.randn(rows, heads, shape.head_dim, device=target.device).to(getattr(torch, dtype))
-            for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
-        )
+        new = _new_tokens(shape, rows=sum(step.q_lens), dtype=dtype, target=target)
         outs = []
         for backend in backends:
             backend.begin(step)
-            outs.append(backend.attend(0, q, k, v).float())
+            outs.append(backend.attend(0, replace(new, qkv=new.qkv.clone())).float())
         worst = max(worst, float((outs[0] - outs[1]).abs().max()))
         begins = ends
     return worst
+
+
+def _new_tokens(shape: Shape, *, rows: int, dtype: str, target: Target) -> Unturned:
+    """Random q, k and v, weights of norms and angles."""
+    dim, heads = shape.head_dim, shape.heads + shape.kv_heads
+    angles = 2 * torch.pi * torch.rand(rows, 1, dim // 2)
+    drawn = (
+        torch.randn(rows, heads + shape.kv_heads, dim),
+        0.5 + torch.rand(heads, dim),
+        torch.cat((angles.cos(), angles.cos()), -1),
+        torch.cat((-angles.sin(), angles.sin()), -1),
+    )
+    qkv, weight, cosine, sine = (x.to(target.device, getattr(torch, dtype)) for x in drawn)
+    return Unturned(qkv, shape.kv_heads, NormedRope(weight, like=qkv, eps=1e-6), (cosine, sine))
 
 
 def _step(begins: list[int], ends: list[int], table: torch.Tensor, device: torch.device) -> StepBatch:

@@ -10,6 +10,7 @@ from engine.attention.flashinfer_prompts import FlashInferPrompts, check_specs, 
 from engine.attention.torch_backend import TorchBackend
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
+from engine.layers.rope import Unturned
 from service.flags import ConfigError
 
 
@@ -19,11 +20,11 @@ class AttentionBackend(Protocol):
     def begin(self, step: StepBatch) -> None:
         """Compute what all layers of a step share."""
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Write k, v of the new tokens to the pool, then attend causally over each request's kv_len tokens.
+    def attend(self, layer: int, new: Unturned) -> torch.Tensor:
+        """Norm and turn q and k of the new tokens, write k and v to the pool, then attend causally over each request's
+        kv_len tokens.
 
-        q [T, num_heads, head_dim]; k, v [T, num_kv_heads, head_dim]. Returns [T, num_heads * head_dim] in q's dtype.
-        Query head h reads kv head h // (num_heads // num_kv_heads).
+        Returns [T, num_heads * head_dim] in q's dtype. Query head h reads kv head h // (num_heads // num_kv_heads).
         """
 
 

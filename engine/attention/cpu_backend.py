@@ -8,19 +8,19 @@ from dataclasses import replace
 
 import torch
 
-from engine.attention.backend import AttentionBackend
 from engine.attention.torch_backend import TorchBackend
-from engine.kernels.paged_decode import make_paged_decode
+from engine.kernels.paged_decode import PagedDecode, make_paged_decode
 from engine.kernels.paged_extend import PagedExtend, make_paged_extend
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
+from engine.layers.rope import Unturned
 
 
 class CpuBackend:
     def __init__(self, pool: KVPool) -> None:
         self._prompts: PagedExtend | TorchBackend = make_paged_extend(pool) or TorchBackend(pool)
         self._decode = make_paged_decode(pool)
-        self._now: AttentionBackend = self._prompts
+        self._now: PagedDecode | PagedExtend | TorchBackend = self._prompts
         self._riders: torch.Tensor | None = None  # rows of single tokens in a step that has prompts too
 
     @property
@@ -56,11 +56,12 @@ class CpuBackend:
             return step.riders
         return [i for i, n in enumerate(step.q_lens) if n == 1]
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = self._now.attend(layer, q, k, v)
+    def attend(self, layer: int, new: Unturned) -> torch.Tensor:
+        q, k, v = new.turned()
+        out = self._now.attend_turned(layer, q, k, v)
         rows = self._riders
         if rows is not None and self._decode is not None:
-            out[rows] = self._decode.attend(layer, q[rows], k[rows], v[rows])
+            out[rows] = self._decode.attend_turned(layer, q[rows], k[rows], v[rows])
         return out
 
 

@@ -5,6 +5,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
+from engine.layers.rope import Unturned
 
 QUERY_TILE = 1024  # rows per call with a mask: bounds the mask, and skips most of the masked upper triangle
 
@@ -27,7 +28,11 @@ class TorchBackend:
             if i not in skip
         ]
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, new: Unturned) -> torch.Tensor:
+        return self.attend_turned(layer, *new.turned())
+
+    def attend_turned(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """As `attend`. q [T, heads, head_dim]; k, v [T, kv_heads, head_dim]."""
         assert self._step is not None, "begin() comes first"
         self._pool.write(layer, self._step.token_pages, self._step.token_offsets, k, v)
         out = torch.empty_like(q)

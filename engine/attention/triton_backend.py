@@ -13,10 +13,11 @@ from engine.attention.flashinfer_prompts import FlashInferPrompts
 from engine.kernels.extend_plan import plan_extend
 from engine.kernels.triton_decode import DecodeTiles, decode, decode_tiles, split_list
 from engine.kernels.triton_extend import ExtendTiles, ExtendWork, any_whole, extend, extend_tiles, lists_of, work_of
-from engine.kernels.triton_kv_write import kv_write
+from engine.kernels.triton_turn_write import turn_write
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
 from engine.kv.upload import upload
+from engine.layers.rope import Unturned
 
 ALIGNED = 4  # int32 in 16 bytes
 
@@ -88,13 +89,21 @@ class TritonBackend:
             self._now = self._decode_of(step.kv_lens)
         self._take(step)
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, new: Unturned) -> torch.Tensor:
         now = self._now
         assert now is not None, "begin() comes first"
         cache_k, cache_v = self._pool.k(layer), self._pool.v(layer)
-        kv_write(k, v, cache_k, cache_v, pages=self._token_pages, offsets=self._token_offsets)
+        q = turn_write(
+            new.qkv,
+            new.turn,
+            cache_k,
+            cache_v,
+            weight=new.rope.weight,
+            eps=new.rope.eps,
+            pages=self._token_pages,
+            offsets=self._token_offsets,
+        )
         rows, shape = q.to(cache_k.dtype), self._shapes[layer]
-        assert rows.stride()[1:] == (q.shape[2], 1), rows.stride()
         if isinstance(now, _Decode):
             out = self._decode(layer, rows, now, self._slots)
         else:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
+from engine.layers.rope import Unturned
 from engine.models.decoder import Attend
 
 Mark = tuple[int, int]  # (step, layers): the first `layers` of it are written, and all of every earlier step
@@ -36,8 +37,8 @@ class LayerMarks:
             return attend
         self._mark((step, 0))
 
-        def marked(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = attend(layer, q, k, v)
+        def marked(layer: int, new: Unturned) -> Tensor:
+            out = attend(layer, new)
             if layer + 1 in self._ends:
                 self._mark((step, layer + 1))
             return out

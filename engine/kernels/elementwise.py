@@ -128,9 +128,12 @@ def _on_gpu() -> "TritonElementwise | None":
 
 
 def elementwise_for(like: torch.Tensor, *, multiple: int = LANES) -> "Elementwise | TritonElementwise | None":
-    """The kernels, if they take the type, device and row size (on a CPU a multiple of `multiple`) of `like`."""
-    if like.device.type == "cuda":
-        return _on_gpu()
+    """The kernels of norms and gates, if they take the type, device and row size (on a CPU a multiple of `multiple`) of `like`."""
+    return _on_gpu() if like.device.type == "cuda" else elementwise_on_cpu(like, multiple=multiple)
+
+
+def elementwise_on_cpu(like: torch.Tensor, *, multiple: int = LANES) -> Elementwise | None:
+    """The kernels of elementwise.c, which turn heads, too, if they take `like`."""
     fits = like.device.type == "cpu" and like.dtype == torch.bfloat16 and like.shape[-1] % multiple == 0
     return elementwise() if fits else None
 

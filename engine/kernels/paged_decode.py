@@ -55,8 +55,8 @@ class PagedDecode:
         now.batch, now.table_width = len(kv_lens), table.stride(0)
         self._args.threads = torch.get_num_threads()
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """As AttentionBackend.attend: writes k and v, returns [B, heads * head_dim]."""
+    def attend_turned(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """As TorchBackend.attend_turned: writes k and v, returns [B, heads * head_dim]."""
         args = self._args
         rows = self._layer.fill(args, layer, q, k, v)
         assert len(rows.q) == self._step.batch, (q.shape, self._step.batch)

@@ -60,8 +60,8 @@ class PagedExtend:
         args.tokens, args.requests = len(step.token_pages), len(chosen)
         args.threads = torch.get_num_threads()
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """As AttentionBackend.attend: writes k and v, returns [T, heads * head_dim]."""
+    def attend_turned(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """As TorchBackend.attend_turned: writes k and v, returns [T, heads * head_dim]."""
         args = self._args
         rows = self._layer.fill(args, layer, q, k, v)
         assert len(rows.q) == args.tokens, (q.shape, args.tokens)

@@ -4,11 +4,12 @@ Pair i of a head is dims (i, i + D/2), turned by position * inverse_frequency[i]
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
-from engine.kernels.elementwise import LANES, elementwise_for
+from engine.kernels.elementwise import LANES, elementwise_on_cpu
 from engine.model_files.model_config import FrequencyFactors, Llama3Scaling, ModelConfig
 
 Turn = tuple[torch.Tensor, torch.Tensor]  # cosine and signed sine of a step's positions, as `Rope.at` gives them
@@ -36,21 +37,42 @@ class NormedRope:
     """Norm and turn of q and k in one tensor: x [T, H, D] -> the same shape; may change x.
 
     `weight` [H, D]: of each head's RMS norm, rounded before it is weighed; None: no norm. `like`: any tensor [..., D] of
-    x's type and device.
+    x's type and device. Triton's attention has a kernel of its own, which writes K and V, too.
     """
 
     def __init__(self, weight: torch.Tensor | None, *, like: torch.Tensor, eps: float) -> None:
-        self._weight = weight
-        self._eps = eps
-        self._kernel = elementwise_for(like, multiple=2 * LANES)
+        self.weight = weight
+        self.eps = eps
+        self._kernel = elementwise_on_cpu(like, multiple=2 * LANES)
 
     def __call__(self, x: torch.Tensor, turn: Turn) -> torch.Tensor:
         if self._kernel is not None:
-            self._kernel.norm_turn(x, turn, weight=self._weight, eps=self._eps)
+            self._kernel.norm_turn(x, turn, weight=self.weight, eps=self.eps)
             return x
-        if self._weight is not None:
-            x = functional.rms_norm(x, x.shape[-1:], None, self._eps).mul_(self._weight)
+        if self.weight is not None:
+            x = functional.rms_norm(x, x.shape[-1:], None, self.eps).mul_(self.weight)
         return apply_rope(x, *turn)
+
+
+@dataclass(frozen=True, slots=True)
+class Unturned:
+    """q, k and v of new tokens as a layer's product gives them: q and k are still to be normed and turned.
+
+    qkv [T, heads + 2 * kv_heads, D], dense heads. The reader turns them once, since it may change qkv.
+    """
+
+    qkv: torch.Tensor
+    kv_heads: int
+    rope: NormedRope
+    turn: Turn
+
+    def turned(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [T, heads, D], k and v [T, kv_heads, D], which may be views of one tensor."""
+        kv_heads = self.kv_heads
+        heads = self.qkv.shape[1] - 2 * kv_heads
+        qk, v = torch.split(self.qkv, [heads + kv_heads, kv_heads], dim=1)
+        q, k = torch.split(self.rope(qk, self.turn), [heads, kv_heads], dim=1)
+        return q, k, v
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

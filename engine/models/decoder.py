@@ -7,13 +7,13 @@ import torch
 from engine.kv.kv_pool import CacheSpec
 from engine.layers.linear import Linear, LinearSite, SiteShape
 from engine.layers.norm import RMSNorm
-from engine.layers.rope import NormedRope, Rope, Turn
+from engine.layers.rope import NormedRope, Rope, Turn, Unturned
 from engine.model_files.model_config import ModelConfig
 from engine.models.checkpoint import Checkpoint
 
-# (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D]: writes k and v into the KV pool, then attends with
-# scale D ** -0.5. RoPE has turned q and k; the three may be views of one tensor.
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# (layer, new tokens) -> [T, Hq * D]: norms and turns q and k, writes k and v into the KV pool, then attends with scale
+# D ** -0.5.
+Attend = Callable[[int, Unturned], torch.Tensor]
 
 Begun = tuple[torch.Tensor, ...]  # what the layers start from: a row for each token
 
@@ -98,7 +98,7 @@ class _Layer:
 
 
 class _Attention:
-    """q, k and v come from one matrix; norm and RoPE take q and k as one tensor, since every operation counts."""
+    """q, k and v come from one matrix and stay one tensor until they are turned, since every operation counts."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, *, index: int) -> None:
         prefix = f"model.layers.{index}.self_attn."
@@ -114,7 +114,7 @@ class _Attention:
         self.out = Linear(checkpoint.take(f"{prefix}o_proj.weight", [hidden, heads * dim]), out_bias)
         norm = _qk_norm(config, checkpoint, prefix=prefix) if config.qk_norm else None
         like = torch.empty(dim, dtype=weight.dtype, device=weight.device)
-        self._turned = NormedRope(norm, like=like, eps=config.rms_norm_eps)
+        self._rope = NormedRope(norm, like=like, eps=config.rms_norm_eps)
 
     def of_norm(
         self, norm: RMSNorm, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend
@@ -122,9 +122,7 @@ class _Attention:
         """Attention of norm(x + delta), which x becomes before the norm."""
         heads, kv_heads = self._heads, self._kv_heads
         qkv = self.qkv.of_norm(norm, x, delta).view(-1, heads + 2 * kv_heads, self._dim)
-        qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
-        q, k = torch.split(self._turned(qk, turn), [heads, kv_heads], dim=1)
-        return self.out(attend(self._index, q, k, v))
+        return self.out(attend(self._index, Unturned(qkv, kv_heads, self._rope, turn)))
 
 
 def _qk_norm(config: ModelConfig, checkpoint: Checkpoint, *, prefix: str) -> torch.Tensor:

@@ -6,8 +6,10 @@ import numpy as np
 import torch
 
 from engine.attention.backend import AttentionBackend
+from engine.kernels.paged_extend import PagedExtend
 from engine.kv.kv_pool import CacheSpec, KVPool
 from engine.kv.step_batch import StepBatch
+from engine.layers.rope import NormedRope, Unturned
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 
@@ -78,7 +80,7 @@ def make_step(
 
 
 def run_step(
-    backend: AttentionBackend,
+    backend: AttentionBackend | PagedExtend,
     sequences: list[Sequence],
     starts: list[int],
     ends: list[int],
@@ -93,8 +95,25 @@ def run_step(
     rows = [
         torch.cat([getattr(s, name)[a:b] for s, a, b in zip(sequences, starts, ends, strict=True)]) for name in "qkv"
     ]
-    out = backend.attend(layer, *rows)
+    out = attend(backend, layer, *rows)
     return list(out.split([b - a for a, b in zip(starts, ends, strict=True)]))
+
+
+def attend(
+    backend: AttentionBackend | PagedExtend, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """As `attend_turned`, of any backend."""
+    if isinstance(backend, PagedExtend):
+        return backend.attend_turned(layer, q, k, v)
+    return backend.attend(layer, by_no_angle(q, k, v))
+
+
+def by_no_angle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Unturned:
+    """q, k and v that stay what they are."""
+    one = torch.ones(len(q), 1, q.shape[2], dtype=q.dtype, device=q.device)
+    return Unturned(
+        torch.cat((q, k, v), 1), k.shape[1], NormedRope(None, like=q, eps=0.0), (one, torch.zeros_like(one))
+    )
 
 
 def fill(pool: KVPool, sequences: list[Sequence], ends: list[int], *, layer: int = 1) -> None:

@@ -9,6 +9,7 @@ import torch
 from engine.attention.cpu_backend import CpuBackend
 from engine.attention.torch_backend import TorchBackend
 from engine.kernels import build
+from engine.kernels.paged_decode import make_paged_decode
 from tests.attention.attention_cases import (
     TOLERANCE,
     Heads,
@@ -132,16 +133,17 @@ def test_a_nan_in_the_cache_stays_visible(side):
     assert poisoned.isnan().any() and not clean.isnan().any()
 
 
-def test_strided_sharedof_a_merged_qkv_are_read_in_place():
+def test_heads_of_a_merged_qkv_are_read_in_place():
     heads = Heads(q=4, kv=2, dim=32)
     lengths = [30, 70]
     sequences = make_sequences(heads, lengths, page_size=16, dtype="float32")
     pool = filled_pool(heads, sequences, [29, 69])
-    backend = CpuBackend(pool)
-    backend.begin(make_step(sequences, [29, 69], lengths, page_size=16, extend=False))
+    kernel = make_paged_decode(pool)
+    assert kernel is not None
+    kernel.begin(make_step(sequences, [29, 69], lengths, page_size=16, extend=False))
     merged = torch.cat([torch.stack([getattr(s, n)[-1] for s in sequences]).flatten(1) for n in "qkv"], dim=1)
     q, k, v = (x.unflatten(1, (-1, 32)) for x in merged.split([128, 64, 64], dim=1))
-    outs = backend.attend(1, q, k, v).split(1)
+    outs = kernel.attend_turned(1, q, k, v).split(1)
     assert worst_error(list(outs), sequences, [29, 69], lengths) < TOLERANCE["float32"]
 
 

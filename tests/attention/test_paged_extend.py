@@ -17,6 +17,7 @@ from tests.attention.attention_cases import (
     TOLERANCE,
     Heads,
     Sequence,
+    attend,
     fill,
     filled_pool,
     make_pool,
@@ -92,7 +93,7 @@ def test_the_last_token_of_a_prompt_by_itself_has_the_bits_of_the_whole() -> Non
     step = make_step(sequences, [299, 199], [300, 200], page_size=16, extend=True)
     backends[1].begin(replace(step, riders=[1]))  # the second is the next token of an answer
     rows = [torch.cat([getattr(s, name)[-1:] for s in sequences]) for name in "qkv"]
-    out = backends[1].attend(1, *rows)
+    out = attend(backends[1], 1, *rows)
     decoded = run_step(backends[1], sequences, [299, 199], [300, 200], page_size=16, extend=False)
     assert torch.equal(out[1:], decoded[1])
     assert torch.equal(out[:1], whole[0][-1:]) or not backends[1].has_prompt_kernel
@@ -136,7 +137,7 @@ def test_a_request_that_is_skipped_is_written_and_does_not_disturb(kind: int) ->
     kernel = kernel_of(kind, pool)
     kernel.begin(make_step(sequences, starts, ends, page_size=16, extend=True), skip=frozenset({1}))
     rows = [torch.cat([getattr(s, n)[a:b] for s, a, b in zip(sequences, starts, ends, strict=True)]) for n in "qkv"]
-    outs = kernel.attend(1, *rows).split([50, 1, 70])
+    outs = kernel.attend_turned(1, *rows).split([50, 1, 70])
     both = [sequences[0], sequences[2]]
     assert worst_error([outs[0], outs[2]], both, [0, 0], [50, 70]) < TOLERANCE[BF16]
     page, offset = sequences[1].pages[40 // 16], 40 % 16
@@ -183,7 +184,7 @@ def test_heads_of_a_merged_qkv_are_read_in_place(kind: int) -> None:
     kernel.begin(make_step([s], [0], [70], page_size=16, extend=True))
     merged = torch.cat([x.flatten(1) for x in (s.q, s.k, s.v)], dim=1)
     q, k, v = (x.unflatten(1, (-1, 32)) for x in merged.split([128, 64, 64], dim=1))
-    out = kernel.attend(1, q, k, v)
+    out = kernel.attend_turned(1, q, k, v)
     assert worst_error([out], [s], [0], [70]) < TOLERANCE[BF16]
 
 

@@ -1,4 +1,4 @@
-"""Cases of the Triton elementwise kernels by the interpreter, beside torch's operators; run by triton_numerics.py."""
+"""Cases of Triton's norms, turns and gates by the interpreter, beside torch's operators; run by triton_numerics.py."""
 
 from collections.abc import Callable
 
@@ -6,9 +6,12 @@ import torch
 from torch.nn import functional
 
 from engine.kernels.triton_elementwise import TritonElementwise
-from engine.layers.rope import apply_rope
+from engine.kernels.triton_turn_write import turn_write
+from engine.layers.rope import NormedRope, Unturned
+from tests.attention.attention_cases import Heads, make_pool
 
-TOKENS, HEADS, BEHIND = 3, 9, 2  # 9: a tile of heads and one more
+TOKENS = 3
+HEADS = (9, 10)  # of q, of k and of v: more than a tile
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-5}  # the interpreter cuts bf16 off where a GPU rounds
 
 
@@ -20,8 +23,8 @@ def check_elementwise(guards: Callable[[], None]) -> None:
             _norms(width, dtype, generator)
             guards()
         for dim in (16, 24):
-            _heads(dim, dtype, generator, normed=True)
-            _heads(dim, dtype, generator, normed=False)
+            for normed in (True, False):
+                _heads(Heads(*HEADS, dim), dtype, generator, normed=normed)
         _gate(dtype, generator)
         guards()
 
@@ -36,17 +39,25 @@ def _norms(width: int, dtype: torch.dtype, generator: torch.Generator) -> None:
     assert torch.equal(TritonElementwise().rms_norm(x, weight[0], eps=1e-6), found)
 
 
-def _heads(dim: int, dtype: torch.dtype, generator: torch.Generator, *, normed: bool) -> None:
-    whole = torch.randn(TOKENS, HEADS + BEHIND, dim, generator=generator).to(dtype)
-    weight = torch.randn(HEADS, dim, generator=generator).to(dtype) if normed else None
-    table = torch.randn(TOKENS, 2, 1, dim, generator=generator).to(dtype)
+def _heads(heads: Heads, dtype: torch.dtype, generator: torch.Generator, *, normed: bool) -> None:
+    """Two tokens of one page and the first of another. The rows of q, k and v are part of wider ones."""
+    whole = torch.randn(TOKENS, heads.q + 2 * heads.kv + 1, heads.dim, generator=generator).to(dtype)
+    weight = torch.randn(heads.q + heads.kv, heads.dim, generator=generator).to(dtype) if normed else None
+    table = torch.randn(TOKENS, 2, 1, heads.dim, generator=generator).to(dtype)
+    qkv, before = whole[:, :-1], whole.clone()
+    rope = NormedRope(weight, like=torch.empty(1), eps=1e-6)
+    q, k, v = Unturned(qkv.float(), heads.kv, rope, (table[:, 0].float(), table[:, 1].float())).turned()
+    pools = [make_pool(heads, num_pages=3, page_size=4, dtype=str(dtype).removeprefix("torch.")) for _ in range(2)]
+    pages, offsets = torch.tensor([2, 2, 1]), torch.tensor([1, 2, 0])
+    cache = pools[0].k(1), pools[0].v(1)
     turn = table[:, 0], table[:, 1]
-    x, behind = whole[:, :HEADS], whole[:, HEADS:].clone()
-    expected = x if weight is None else functional.rms_norm(x, (dim,), None, 1e-6) * weight
-    expected = apply_rope(expected, *turn)
-    TritonElementwise().norm_turn(x, turn, weight=weight, eps=1e-6)
-    assert torch.equal(whole[:, HEADS:], behind), "v was turned"
-    _close(x, expected.float(), dtype)
+    found = turn_write(qkv, turn, *cache, weight=weight, eps=1e-6, pages=pages, offsets=offsets)
+    _close(found, q, dtype)
+    assert torch.equal(whole[:, heads.q :], before[:, heads.q :]), "more than q was turned in place"
+    assert torch.equal(cache[1][pages, offsets], qkv[:, -heads.kv :])
+    _close(cache[0][pages, offsets], k, dtype)
+    pools[1].write(1, pages, offsets, cache[0][pages, offsets], v)
+    assert torch.equal(pools[0].buffer, pools[1].buffer), "K or V lies where no new token has its place"
 
 
 def _gate(dtype: torch.dtype, generator: torch.Generator) -> None:

@@ -16,6 +16,7 @@ from engine.kv.step_batch import DeviceStep
 from tests.attention.attention_cases import (
     TOLERANCE,
     Heads,
+    by_no_angle,
     fill,
     filled_pool,
     make_sequences,
@@ -89,7 +90,7 @@ def check_lengths_on_the_device() -> None:
         )
     )
     rows = [torch.cat([getattr(s, name)[-1:] for s in sequences]) for name in "qkv"]
-    out = backend.attend(1, *(more(row, (0, 0, 0, 0, 0, 1)) for row in rows))
+    out = backend.attend(1, by_no_angle(*(more(row, (0, 0, 0, 0, 0, 1)) for row in rows)))
     assert worst_error(list(out[:2].split(1)), sequences, starts, ends) < TOLERANCE["float32"]
     pool.write(1, step.token_pages, step.token_offsets, *(torch.zeros_like(row) for row in rows[1:]))
     assert torch.equal(pool.buffer[pool.page_bytes :], before), "a padded row wrote into a request's page"

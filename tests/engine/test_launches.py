@@ -62,6 +62,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.launches: Counter[str] = Counter()
+        self.recorded: list[Counter[str]] = []  # of each graph
         self.pinned: dict[int, Tensor] = {}
 
     def pin(self, host: Tensor) -> Tensor:
@@ -105,11 +106,13 @@ def flat(values: Any) -> Iterator[Any]:
 class OneLaunch:
     """A capture whose graphs do nothing but count."""
 
-    def __init__(self, launches: Counter[str]) -> None:
-        self._launches = launches
+    def __init__(self, recorder: Recorder) -> None:
+        self._launches, self._recorded = recorder.launches, recorder.recorded
 
     def capture(self, work: Work) -> Work:
+        before = self._launches.copy()
         out = work()
+        self._recorded.append(self._launches - before)
 
         def replay() -> Tensor:
             self._launches["graph"] += 1
@@ -135,13 +138,17 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(Tensor, "pin_memory", lambda x: found.pin(x.clone()))
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *_, **__: found.launches.update([kernel.fn.__name__]))
-    for layer in ("linear", "norm", "rope"):
+    for layer in ("linear", "norm"):
         monkeypatch.setattr(f"engine.layers.{layer}.elementwise_for", lambda *_, **__: TritonElementwise())
     return found
 
 
 @pytest.fixture
 def runner(recorder: Recorder, model_config: ModelConfig) -> ModelRunner:
+    return build(recorder, model_config)
+
+
+def build(recorder: Recorder, model_config: ModelConfig) -> ModelRunner:
     config = EngineConfig(device="cuda", max_running_requests=BATCH, max_total_tokens=8192)
     config = replace(resolve(config, model_config, cuda=True), stream="inline")
     model = DenseDecoder(model_config, Unread())  # type: ignore[arg-type]
@@ -153,7 +160,7 @@ def runner(recorder: Recorder, model_config: ModelConfig) -> ModelRunner:
             KVPool(model.cache_specs(), num_pages=256, page_size=16, device=META),
             host_pool=None,
             backup=None,
-            capture=lambda: OneLaunch(recorder.launches),
+            capture=lambda: OneLaunch(recorder),
             decodes=True,
             prefills=False,
             progress=False,
@@ -201,6 +208,24 @@ def test_a_step_launches_no_more_than_stated(recorder: Recorder, runner: ModelRu
     launches = launches_of(recorder, runner, KINDS[kind], decode_step)
     assert launches["graph"] == 1
     assert sum(launches.values()) <= LAUNCHES, launches
+
+
+LAYER = {
+    "rms_norm_kernel": 2,
+    "aten.linear.default": 4,
+    "turn_write_kernel": 1,
+    "decode_split_kernel": 1,
+    "decode_merge_kernel": 1,
+    "silu_mul_kernel": 1,
+}
+
+
+def test_a_layer_adds_no_more_to_a_graph_than_stated(recorder: Recorder, model_config: ModelConfig) -> None:
+    build(recorder, replace(model_config, num_layers=1))
+    few = recorder.recorded[0]
+    recorder.recorded.clear()
+    build(recorder, replace(model_config, num_layers=2))
+    assert recorder.recorded[0] - few == LAYER
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from disagg.layerwise import MIN_PIECE_BYTES, groups_of
 from engine.executor.layer_marks import LayerMarks
 from engine.model_files.model_config import DEFAULT_MODEL_PATH
+from tests.attention.attention_cases import by_no_angle
 from tests.engine.engine_in_process import EngineInProcess
 
 PROMPT = list(range(16, 80))
@@ -77,11 +78,11 @@ def test_marks_on_cuda_wait_for_their_event(monkeypatch: pytest.MonkeyPatch) -> 
             return self.number in passed
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    marks, none = LayerMarks(torch.device("cuda")), torch.empty(0)
+    marks, new = LayerMarks(torch.device("cuda")), by_no_angle(*[torch.ones(1, 1, 2)] * 3)
     marks.watch([1, 2], lambda: None)
-    attend = marks.attend(4, lambda layer, q, k, v: q)
+    attend = marks.attend(4, lambda layer, new: new.qkv)
     for layer in range(2):
-        attend(layer, none, none, none)
+        attend(layer, new)
     assert marks.reached() == (-1, 0) and marks.ahead
     passed.update((0, 2))
     assert marks.reached() == (4, 0) and marks.ahead

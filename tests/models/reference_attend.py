@@ -3,6 +3,7 @@
 import torch
 from torch.nn import functional
 
+from engine.layers.rope import Unturned
 from engine.models.decoder import DenseDecoder
 
 
@@ -29,7 +30,8 @@ class Sequence:
             tokens.append(int(self.extend(tokens[-1:])[-1].argmax()))
         return tokens
 
-    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend(self, layer: int, new: Unturned) -> torch.Tensor:
+        q, k, v = new.turned()
         if layer in self.kv:
             k, v = (torch.cat(pair) for pair in zip(self.kv[layer], (k, v), strict=True))
         self.kv[layer] = (k, v)
