@@ -88,7 +88,7 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
         ports=ports,
         services=_services(spec, parts, adapters=adapters, grammars=grammars, publisher=publisher),
         turns=turns,
-        settings=_loop_settings(parts),
+        settings=_loop_settings(parts, spec.disagg),
         clock=time.monotonic,
     )
     watchdog = Watchdog(turns)
@@ -159,12 +159,13 @@ def _services(
     )
 
 
-def _loop_settings(parts: "EngineParts") -> LoopSettings:
+def _loop_settings(parts: "EngineParts", disagg: DisaggConfig) -> LoopSettings:
     return LoopSettings(
         depth=parts.depth,
         eos_ids=frozenset(parts.model.eos_token_ids),
         stream_interval=parts.config.stream_interval,
         recv_interval=parts.config.scheduler_recv_interval,
+        poll_interval=disagg.disaggregation_decode_polling_interval if disagg.disaggregation_mode == "decode" else 1,
         log_interval=parts.config.decode_log_interval,
     )
 

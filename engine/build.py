@@ -41,7 +41,7 @@ from engine.measure import measure, warm
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
-from engine.resolve import backup_pages, depth, limits, priorities, resolve, step_budget
+from engine.resolve import backup_pages, depth, limits, priorities, ratio_rule, resolve, step_budget
 from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
@@ -268,7 +268,7 @@ def _scheduler(
             vocab_size=num_token_ids,
         ),
         memory=memory,
-        ratio=NewTokenRatio(conservativeness=config.schedule_conservativeness),
+        ratio=NewTokenRatio(ratio_rule(config)),
         growth=MeasuredGrowth(),
         backup_pages=backup_pages,
     )

@@ -97,6 +97,25 @@ class EngineConfig(FlagSet):
         "factor on the memory that running requests are expected to need; above 1: fewer run, fewer are retracted",
         least=0,
     )
+    init_new_token_ratio: float = flag(
+        0.7, "share of its max_tokens that a running request is expected to use, at first", above=0, most=1
+    )
+    min_new_token_ratio_factor: float = flag(
+        0.14, "share of --init-new-token-ratio to which the ratio decays while no request is retracted", least=0, most=1
+    )
+    new_token_ratio_decay_steps: int = flag(600, "decode steps in which the ratio decays", least=1)
+    retract_decode_steps: int = flag(
+        20, "further tokens of each request that the ratio counts with after a retraction", least=0
+    )
+    clip_max_new_tokens_estimation: int = flag(4096, "most tokens by which a request is expected to grow", least=0)
+    in_batch_prefix_caching_deprioritize_threshold: int = flag(
+        32,
+        "with lpm or dfs-weight: a prompt that shares so many uncached tokens with an earlier one goes behind it",
+        least=1,
+    )
+    in_batch_prefix_caching_wait_threshold: int = flag(
+        128, "a prompt waits a step for another one that computes so many of its tokens", least=1
+    )
     enable_priority_scheduling: bool = flag(False, "schedule requests with a higher `priority` first")
     schedule_low_priority_values_first: bool = flag(
         False, "with --enable-priority-scheduling: schedule lower `priority` values first"
@@ -220,6 +239,12 @@ class EngineConfig(FlagSet):
         unit="s",
         least=0,
         special={0: "no limit"},
+    )
+    test_retract: int = flag(
+        0,
+        "for tests: decode steps between two forced retractions of a running request",
+        least=0,
+        special={0: "none is forced"},
     )
     weight_version: str = flag("default", "name of the weights in meta_info, until an update of the weights changes it")
     num_threads: int | None = flag(

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from engine.config import MAX_RUNNING_OF, MEM_FRACTION_OF, EngineConfig
 from engine.core.limits import TAIL_SHARE, Limits
+from engine.core.new_token_ratio import RatioRule
 from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.core.step_budget import StepBudget
 from engine.gpu_memory import GpuMemory
@@ -69,7 +70,21 @@ def limits(config: EngineConfig) -> Limits:
         max_loras_per_batch=config.max_loras_per_batch if config.enable_lora else 0,
         lora_drain_wait_s=config.lora_drain_wait_threshold_s or None,
         policy=config.schedule_policy,
+        test_retract=config.test_retract,
+        sibling_tokens=config.in_batch_prefix_caching_deprioritize_threshold,
+        min_shared_tokens=config.in_batch_prefix_caching_wait_threshold,
         priorities=priorities(config),
+    )
+
+
+def ratio_rule(config: EngineConfig) -> RatioRule:
+    return RatioRule(
+        initial=config.init_new_token_ratio,
+        conservativeness=config.schedule_conservativeness,
+        floor_share=config.min_new_token_ratio_factor,
+        decay_steps=config.new_token_ratio_decay_steps,
+        headroom_tokens=config.retract_decode_steps,
+        clip_tokens=config.clip_max_new_tokens_estimation,
     )
 
 

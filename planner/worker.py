@@ -27,7 +27,7 @@ from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
 from engine.loop.role import EngineRole, UnifiedRole
 from engine.loop.turn_clock import TurnClock
 from engine.messages import StateReply, ToFrontend, TokenBatch, TokenOutput, ToScheduler
-from engine.resolve import depth, limits
+from engine.resolve import depth, limits, ratio_rule
 from engine.sampling_params import SamplingParams
 from planner.executor import TimedExecutor, WorkerClock
 from planner.host import Host
@@ -192,7 +192,7 @@ def _scheduler(spec: WorkerSpec) -> Scheduler:
     state = SchedulerState(
         limits=replace(limits(config), reserve_floor=DisaggConfig().num_reserved_decode_tokens),
         memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=not config.disable_radix_cache)),
-        ratio=NewTokenRatio(conservativeness=config.schedule_conservativeness),
+        ratio=NewTokenRatio(ratio_rule(config)),
         growth=MeasuredGrowth(),
     )
     return Scheduler(state, tail_texts=lambda ids, skip: ())

@@ -17,12 +17,15 @@ class DecodePlanner:
         self._departures = departures
         self._preemption = preemption
         self._priorities = state.limits.priorities
+        self._num_planned = 0
 
     def plan(self, planned: set[str], now_s: float) -> tuple[list[PlanItem], list[SlotOpen]]:
         """Plan a token for each running request that is not in this step already (`planned`)."""
         ready = [r for r in self._stages.running if r.samples_left > 0 and r.rid not in planned]
         ready = self._with_rows(ready, now_s)
         self._grow(ready)
+        if self._state.limits.test_retract:
+            self._retract_sometimes(ready)
         if self._state.limits.max_loras_per_batch:
             ready.sort(key=lambda r: r.adapter)  # tokens of one adapter lie together: its part of the work is one slice
         opens = [open_slot(r, self._table) for r in ready if r.slot is None]
@@ -57,6 +60,14 @@ class DecodePlanner:
                 self._departures.retract(victim)
                 ready[:] = [r for r in ready if r is not victim]
                 self._state.ratio.on_retraction(self._stages.running)
+
+    def _retract_sometimes(self, ready: list[Request]) -> None:
+        """For tests: retract a request as if memory were short, and leave the others a step."""
+        self._num_planned += bool(ready)
+        if self._num_planned % self._state.limits.test_retract == 0 and len(ready) > 1:
+            victim = max(ready, key=self._retraction_order)
+            self._departures.retract(victim)
+            ready.remove(victim)
 
     def _retraction_order(self, request: Request) -> tuple[int, int, int, str]:
         """Victims come from the end: lowest priority first, longest output, shortest input; rid breaks ties."""

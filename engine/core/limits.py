@@ -17,8 +17,10 @@ class Limits:
     `wait_between_prefills`: the second of two prefill steps in a row has depth 1, so that first tokens leave before it.
     `max_loras_per_batch`: adapters in one step. `lora_drain_wait_s`: wait after which a request's adapter goes first.
     `resume_elsewhere`: the role decides where the KV of retracted requests comes from (`HeldRequests.take_retracted`).
+    `sibling_tokens`: a cache-aware policy puts a prompt that shares so many uncached tokens with an earlier one behind it;
+    `min_shared_tokens`: a prompt waits a step for another one that computes so many of its tokens.
     `reserve_floor`: tokens that decode expects each request to grow by, at least. `vocab_size`: only ids below it are
-    tokens; None: all are.
+    tokens; None: all are. `test_retract`: a running request is retracted each time that so many steps have decoded; 0: none is.
     """
 
     page_size: int
@@ -33,9 +35,12 @@ class Limits:
     lora_drain_wait_s: float | None = None
     policy: str = "fcfs"
     priorities: Priorities = NO_PRIORITIES
+    sibling_tokens: int = 32
+    min_shared_tokens: int = 128  # about the cost of a step that reads the weights for a few tokens
     reserve_floor: int = 0
     resume_elsewhere: bool = False
     vocab_size: int | None = None
+    test_retract: int = 0
 
     @property
     def tail_tokens(self) -> int:

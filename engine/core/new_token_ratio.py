@@ -1,26 +1,34 @@
 """The share of max_new_tokens that a running request is expected to use. Formulas and constants are SGLang's.
 
-start    0.7 * conservativeness      decay  linear, to 0.14 of the start in 600 steps that decode
-retract  (generated so far + 20 more tokens each) / (sum of max_new_tokens), over those that stay
+start    initial * conservativeness      decay  linear, to floor_share of the start in decay_steps that decode
+retract  (generated so far + headroom_tokens each) / (sum of max_new_tokens), over those that stay
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from engine.core.request import Request
 
-INITIAL = 0.7
-FLOOR_SHARE = 0.14
-DECAY_STEPS = 600
-RETRACT_HEADROOM_TOKENS = 20
-CLIP_TOKENS = 4096  # no request is expected to grow by more than this
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatioRule:
+    """The constants above. No request is expected to grow by more than `clip_tokens`."""
+
+    initial: float = 0.7
+    conservativeness: float = 1.0
+    floor_share: float = 0.14
+    decay_steps: int = 600
+    headroom_tokens: int = 20
+    clip_tokens: int = 4096
 
 
 class NewTokenRatio:
-    def __init__(self, *, conservativeness: float = 1.0) -> None:
-        assert conservativeness >= 0
-        self._initial = min(INITIAL * conservativeness, 1.0)
-        self._floor = self._initial * FLOOR_SHARE
-        self._step = (self._initial - self._floor) / DECAY_STEPS
+    def __init__(self, rule: RatioRule = RatioRule()) -> None:
+        assert rule.conservativeness >= 0
+        self._rule = rule
+        self._initial = min(rule.initial * rule.conservativeness, 1.0)
+        self._floor = self._initial * rule.floor_share
+        self._step = (self._initial - self._floor) / rule.decay_steps
         self.value = self._initial
 
     def decay(self) -> None:
@@ -29,7 +37,7 @@ class NewTokenRatio:
 
     def on_retraction(self, staying: Iterable[Request]) -> None:
         requests = list(staying)
-        generated = sum(len(r.output_ids) for r in requests) + RETRACT_HEADROOM_TOKENS * len(requests)
+        generated = sum(len(r.output_ids) for r in requests) + self._rule.headroom_tokens * len(requests)
         allowed = sum(r.max_new_tokens for r in requests) + 1
         self.value = min(generated / allowed, 1.0)
 
@@ -39,9 +47,8 @@ class NewTokenRatio:
 
     def growth_tokens(self, request: Request) -> float:
         """Predict the tokens that a running request will add."""
-        return expected_growth(request) * self.value
+        return self.new_growth(request) * self.value
 
-
-def expected_growth(request: Request) -> int:
-    """Return the most tokens that a request may still add, clipped: the estimate for a new one."""
-    return min(request.tokens_left, CLIP_TOKENS)
+    def new_growth(self, request: Request) -> int:
+        """Return the most tokens that a request may still add, clipped: the estimate for a new one."""
+        return min(request.tokens_left, self._rule.clip_tokens)

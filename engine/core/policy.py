@@ -22,7 +22,6 @@ from engine.core.request import Request
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
 CACHE_AWARE = ("lpm", "dfs-weight")
 LPM_MAX_QUEUE = 128
-SHARED_PREFIX_TOKENS = 32  # a request whose uncached prefix equals an earlier one's this far goes behind it
 
 MatchPrefix = Callable[[Request], Match]
 Uniform = Callable[[], float]  # random numbers in [0, 1)
@@ -71,20 +70,26 @@ def order(
     *,
     match_prefix: MatchPrefix,
     uniform: Uniform,
+    shared_tokens: int,
     priorities: Priorities = NO_PRIORITIES,
     now_s: float = 0.0,
 ) -> list[Request]:
-    """Sort `waiting` (in order of arrival) into the order in which admission should try them."""
+    """Sort `waiting` (in order of arrival) into the order in which admission should try them.
+
+    `shared_tokens`: a request whose uncached prefix equals an earlier one's this far goes behind it.
+    """
     requests = list(waiting)
     if name == "lpm" and len(requests) > LPM_MAX_QUEUE:
         name = "fcfs"
-    requests = _by_policy(name, requests, match_prefix, uniform)
+    requests = _by_policy(name, requests, match_prefix, uniform, shared_tokens)
     if priorities.enabled:
         requests.sort(key=lambda r: -priorities.urgency(r, now_s))
     return requests
 
 
-def _by_policy(name: str, requests: list[Request], match_prefix: MatchPrefix, uniform: Uniform) -> list[Request]:
+def _by_policy(
+    name: str, requests: list[Request], match_prefix: MatchPrefix, uniform: Uniform, shared_tokens: int
+) -> list[Request]:
     if name == "lof":
         return sorted(requests, key=lambda r: -r.max_new_tokens)
     if name == "random":
@@ -94,7 +99,7 @@ def _by_policy(name: str, requests: list[Request], match_prefix: MatchPrefix, un
         return requests
     matches = [match_prefix(r) for r in requests]
     cached = [len(m.pages) for m in matches]
-    later = _shares_with_an_earlier_one(requests, matches)
+    later = _shares_with_an_earlier_one(requests, matches, shared_tokens)
     if name == "lpm":
         ranks = sorted(range(len(requests)), key=lambda i: (later[i], -cached[i], i))
     else:
@@ -103,13 +108,13 @@ def _by_policy(name: str, requests: list[Request], match_prefix: MatchPrefix, un
     return [requests[i] for i in ranks]
 
 
-def _shares_with_an_earlier_one(requests: list[Request], matches: list[Match]) -> list[bool]:
+def _shares_with_an_earlier_one(requests: list[Request], matches: list[Match], shared_tokens: int) -> list[bool]:
     """Return for each request whether it shares an uncached prefix with one before it."""
     seen: set[tuple[int, ...]] = set()
     later = []
     for request, match in zip(requests, matches, strict=True):
-        prefix = (request.adapter, *request.input_ids[:SHARED_PREFIX_TOKENS])
-        uncached = not match.pages and len(request.input_ids) >= SHARED_PREFIX_TOKENS
+        prefix = (request.adapter, *request.input_ids[:shared_tokens])
+        uncached = not match.pages and len(request.input_ids) >= shared_tokens
         later.append(uncached and prefix in seen)
         seen.add(prefix)
     return later

@@ -13,7 +13,7 @@ from enum import Enum
 
 from engine.core.limits import TAIL_SHARE, Limits
 from engine.core.memory import Memory, growth_pages
-from engine.core.new_token_ratio import NewTokenRatio, expected_growth
+from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.request import Request
 from engine.core.step_budget import StepBudget
 
@@ -41,6 +41,7 @@ class PrefillAdder:
     ) -> None:
         self._limits = limits
         self._memory = memory
+        self._ratio = ratio
         self._input_left = limits.max_prefill_tokens - decode_tokens
         chunk = limits.chunked_prefill_size
         self._chunk_left = math.inf if chunk is None else self._beside(decode_tokens, chunk)
@@ -60,13 +61,14 @@ class PrefillAdder:
             return AddResult.OTHER
         if not self._memory.admit(request, reserved_pages=self.reserve_for(request, without=())):
             return AddResult.NO_TOKEN
-        self._reserved_pages += self._pages(expected_growth(request))
+        self._reserved_pages += self._pages(self._ratio.new_growth(request))
         return AddResult.CONTINUE
 
     def reserve_for(self, request: Request, *, without: Sequence[Request]) -> int:
         """Return the pages that `add` needs beside the known tokens of `request`, once `without` have left."""
         left = sum(self._growth_pages.get(r.rid, 0) for r in without)
-        return growth_pages(self._memory.allocator, request, expected_growth(request)) + self._reserved_pages - left
+        growth = self._ratio.new_growth(request)
+        return growth_pages(self._memory.allocator, request, growth) + self._reserved_pages - left
 
     def forget(self, gone: Sequence[Request]) -> None:
         """Drop the expected growth of `gone`."""

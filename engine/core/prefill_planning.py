@@ -43,7 +43,8 @@ class PrefillPlanner:
         if stages.chunked is None and (stages.batch_is_full or not stages.waiting):
             return items, opens
         adder, adapters = self._adder(), stages.adapter_budget(self._limits, now_s=now_s)
-        shared = SharedWork(self._memory, chain(stages.running, stages.held))
+        computing = chain(stages.running, stages.held)
+        shared = SharedWork(self._memory, computing, min_tokens=self._limits.min_shared_tokens)
         if stages.chunked is not None:
             chunked = stages.chunked
             items.append(self._extend(chunked, adder))
@@ -87,6 +88,7 @@ class PrefillPlanner:
             self._policy,
             may_run,
             match_prefix=self._memory.match_prefix,
+            shared_tokens=self._limits.sibling_tokens,
             uniform=self._uniform,
             priorities=self._priorities,
             now_s=now_s,

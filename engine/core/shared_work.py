@@ -9,15 +9,15 @@ from collections.abc import Iterable
 from engine.core.memory import Memory, match_limit
 from engine.core.request import Request
 
-MIN_SAVED_TOKENS = 128  # about the cost of a step that reads the weights for a few tokens
 MAX_PASSED_OVER = 32  # per step: bounds the cost of a plan
 
 
 class SharedWork:
-    """For one step. `computing`: requests that may have a step in flight."""
+    """For one step. `computing`: requests that may have a step in flight. `min_tokens`: shared ones, for which a prompt waits."""
 
-    def __init__(self, memory: Memory, computing: Iterable[Request]) -> None:
+    def __init__(self, memory: Memory, computing: Iterable[Request], *, min_tokens: int) -> None:
         self._memory = memory
+        self._min_tokens = min_tokens
         self._page_size = memory.allocator.page_size
         self._under_way: dict[tuple[int, ...], list[Request]] = {}  # by their first page
         self.num_passed_over = 0
@@ -29,7 +29,7 @@ class SharedWork:
         if (
             self._memory.cache.enabled
             and request.keep_kv
-            and request.launched_len - request.computed_len >= MIN_SAVED_TOKENS
+            and request.launched_len - request.computed_len >= self._min_tokens
         ):
             self._under_way.setdefault(self._first_page(request), []).append(request)
 
@@ -44,10 +44,10 @@ class SharedWork:
             return False
         limit = match_limit(request)
         shared = max(self._common(request, other, min(limit, other.launched_len)) for other in others)
-        if shared < MIN_SAVED_TOKENS:
+        if shared < self._min_tokens:
             return False
         cached = self._memory.cache.num_cached(request.tokens(0, limit), adapter=request.adapter) * self._page_size
-        waits = shared - cached >= MIN_SAVED_TOKENS
+        waits = shared - cached >= self._min_tokens
         self.num_passed_over += waits
         return waits
 

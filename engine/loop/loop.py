@@ -22,12 +22,12 @@ from engine.hicache.disk import Disk
 from engine.loop.adapter_control import AdapterControl
 from engine.loop.control import EngineControl, Weights
 from engine.loop.deadlines import Deadlines
+from engine.loop.decode_skipper import DecodeSkipper
 from engine.loop.interval_log import IntervalLog
 from engine.loop.kv_events import ZmqPublisher
 from engine.loop.listener import LoopListener
 from engine.loop.pipeline import Pipeline, StepLauncher
 from engine.loop.profile_control import ProfileControl, Profiler
-from engine.loop.receive_skipper import ReceiveSkipper
 from engine.loop.reporter import Reporter
 from engine.loop.retraction_log import RetractionLog
 from engine.loop.role import EngineRole, Peered
@@ -84,12 +84,16 @@ class Ports(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """Flags of the same names; `depth`: steps launched before the oldest is collected."""
+    """Flags of the same names; `depth`: steps launched before the oldest is collected.
+
+    `poll_interval`: decode steps between two polls of the role.
+    """
 
     depth: int
     eos_ids: frozenset[int]
     stream_interval: int = 1
     recv_interval: int = 1
+    poll_interval: int = 1
     log_interval: int = 40
 
 
@@ -131,7 +135,8 @@ class EngineLoop:
         self._events = services.events
         self._adapters = services.adapters
         self._pipeline = Pipeline(scheduler=scheduler, executor=executor, depth=settings.depth, on_step=self._on_step)
-        self._skipper = ReceiveSkipper(interval=settings.recv_interval)
+        self._reads = DecodeSkipper(interval=settings.recv_interval)
+        self._polls = DecodeSkipper(interval=settings.poll_interval)
         self._gate = StreamGate(interval=settings.stream_interval)
         self._deadlines = Deadlines()
         self._requests = OpenRequests()
@@ -183,7 +188,7 @@ class EngineLoop:
         """Make one turn; return False when there was nothing to compute."""
         now_s = self._clock()
         outputs: list[TokenOutput] = []
-        if self._skipper.due(self._pipeline.last):
+        if self._reads.due(self._pipeline.last):
             for message in self._ports.receive():
                 outputs += self._handle(message, now_s)
         for rid, reason in self._deadlines.due(now_s):
@@ -195,7 +200,8 @@ class EngineLoop:
         outputs += self._admit_with_grammar(now_s)
         if self._peered is not None:
             self._peered.close_to_peers(self._why_no_peers())
-        outputs += self._role.poll(now_s)
+        if self._polls.due(self._pipeline.last):
+            outputs += self._role.poll(now_s)
         if self._disk is not None:
             self._disk.turn()
         plan = None if self._control.paused else self._scheduler.schedule(now_s)

@@ -7,7 +7,7 @@ from engine.core.growth import MeasuredGrowth
 from engine.core.host_cache import HostCache
 from engine.core.limits import Limits
 from engine.core.memory import Memory
-from engine.core.new_token_ratio import NewTokenRatio
+from engine.core.new_token_ratio import NewTokenRatio, RatioRule
 from engine.core.outputs import StepEffects
 from engine.core.page_allocator import PageAllocator
 from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
@@ -50,7 +50,10 @@ def plan_item(num_tokens: int = 1, *, start: int = 0, extend: bool, sample: bool
 
 
 class EngineInATest:
-    """`lag`: a launched step runs when it is collected, as late as a stream may; otherwise at once."""
+    """`lag`: a launched step runs when it is collected, as late as a stream may; otherwise at once.
+
+    `clip`: the most tokens by which a request is expected to grow (0: none grows, so memory runs out).
+    """
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class EngineInATest:
         radix: bool = True,
         max_queued: int = 1000,
         conservativeness: float = 1.0,
+        clip: int = 4096,
         backup_pages: int = 0,
         host: HostCache | None = None,
         step_budget: StepBudget | None = None,
@@ -82,7 +86,7 @@ class EngineInATest:
             SchedulerState(
                 limits=bounds,
                 memory=memory,
-                ratio=NewTokenRatio(conservativeness=conservativeness),
+                ratio=NewTokenRatio(RatioRule(conservativeness=conservativeness, clip_tokens=clip)),
                 growth=MeasuredGrowth(),
                 backup_pages=backup_pages,
             ),

@@ -9,13 +9,12 @@ PROMPTS = {f"r{i}": [i, *range(9 + i)] for i in range(5)}
 
 
 def filled(*, depth: int, radix: bool, backup_pages: int) -> EngineInATest:
-    engine = EngineInATest(num_pages=22, page_size=4, depth=depth, radix=radix, backup_pages=backup_pages)
+    engine = EngineInATest(num_pages=22, page_size=4, depth=depth, radix=radix, backup_pages=backup_pages, clip=0)
     for rid, prompt in PROMPTS.items():
         engine.add(rid, prompt, max_new_tokens=30)
     return engine
 
 
-@pytest.mark.usefixtures("hopeful")
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("radix", [True, False])
 def test_a_copy_comes_back_and_nothing_is_computed_again(depth: int, radix: bool) -> None:
@@ -29,7 +28,6 @@ def test_a_copy_comes_back_and_nothing_is_computed_again(depth: int, radix: bool
     assert engine.model.copies == {} and backups.num_pages == 0
 
 
-@pytest.mark.usefixtures("hopeful")
 def test_a_request_that_comes_back_samples_in_that_step() -> None:
     """Else it could be retracted again and again without progress."""
     engine = filled(depth=2, radix=False, backup_pages=1000)

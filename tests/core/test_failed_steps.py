@@ -41,7 +41,6 @@ def test_requests_outside_the_step_go_on(depth: int) -> None:
     assert engine.tokens["decodes"] == expected_tokens([7, 8, 9], 20)
 
 
-@pytest.mark.usefixtures("hopeful")
 @pytest.mark.parametrize("backup_pages", [0, 1000])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_any_step_may_fail_while_memory_is_short(depth: int, backup_pages: int) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.core.new_token_ratio import NewTokenRatio
+from engine.core.new_token_ratio import NewTokenRatio, RatioRule
 from engine.core.page_allocator import PageAllocator
 from engine.core.policy import order
 from engine.core.radix_cache import RadixCache
@@ -25,7 +25,11 @@ class Tree:
     def order(self, policy: str, *requests: Request) -> list[str]:
         lots = iter([0.5, 0.1, 0.9, 0.3] * 100)
         ordered = order(
-            policy, requests, match_prefix=lambda r: self.cache.match(r.input_ids), uniform=lambda: next(lots)
+            policy,
+            requests,
+            match_prefix=lambda r: self.cache.match(r.input_ids),
+            uniform=lambda: next(lots),
+            shared_tokens=32,
         )
         return [r.rid for r in ordered]
 
@@ -72,5 +76,5 @@ def test_the_ratio_decays_is_reestimated_and_starts_again() -> None:
 
 
 def test_conservativeness_scales_the_start_and_is_capped() -> None:
-    assert NewTokenRatio(conservativeness=0.5).value == pytest.approx(0.35)
-    assert NewTokenRatio(conservativeness=9.0).value == 1.0
+    assert NewTokenRatio(RatioRule(conservativeness=0.5)).value == pytest.approx(0.35)
+    assert NewTokenRatio(RatioRule(conservativeness=9.0)).value == 1.0

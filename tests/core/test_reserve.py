@@ -3,7 +3,7 @@
 import pytest
 
 from engine.core.growth import FEWEST, WINDOW, MeasuredGrowth
-from engine.core.new_token_ratio import NewTokenRatio
+from engine.core.new_token_ratio import NewTokenRatio, RatioRule
 from engine.core.request import Request
 from engine.core.reserve import DecodeReserve
 from tests.core.engine_in_a_test import EngineInATest, request_of
@@ -22,7 +22,7 @@ def learned(*lengths: int) -> MeasuredGrowth:
 
 def reserve(*, floor: int = 0, conservativeness: float = 0.0, ended: list[int] | None = None) -> DecodeReserve:
     growth = learned(*(ended or []))
-    ratio = NewTokenRatio(conservativeness=conservativeness)
+    ratio = NewTokenRatio(RatioRule(conservativeness=conservativeness))
     return DecodeReserve(floor=floor, ratio=ratio, growth=growth, pages_for=lambda tokens: -(-tokens // 4))
 
 

@@ -10,7 +10,6 @@ from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.messages import LogprobOptions
 from engine.sampling_params import SamplingParams
 from tests.core.proof.cycle_grammar import CycleGrammar
-from tests.core.proof.driver import growth_cut_at
 from tests.core.proof.oracle import Answer, answer_of, wishes_of
 from tests.core.proof.story import PRIORITIES, Ask, asks
 from tests.disagg.two_roles import Cluster, RoleEngine
@@ -92,6 +91,7 @@ class _Play:
                 "lag": story.lag,
                 "mixed_chunk": story.mixed,
                 "conservativeness": story.conservativeness,
+                "clip": story.clip,
                 "priorities": story.priorities,
             },
             backup_pages=0 if story.resume_elsewhere else story.backup_pages,
@@ -198,9 +198,8 @@ class _Play:
 def play(story: TwoRoleStory) -> Counter[str]:
     """From the first event to rest, all checked; what happened, counted."""
     it = _Play(story)
-    with growth_cut_at(story.clip):
-        for event in story.events:
-            it.tell(event)
-        it.cluster.run(it.rng)
+    for event in story.events:
+        it.tell(event)
+    it.cluster.run(it.rng)
     it.judge()
     return it.tally()

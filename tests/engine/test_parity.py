@@ -36,6 +36,7 @@ PATHS = {
     "overlap": {"stream": "threaded", "stream_delay_s": 0.002},
     "torch": {"attention_backend": "torch", "chunked_prefill_size": 256},
     "no_cache": {"disable_radix_cache": True},
+    "retracted": {"test_retract": 2},
 }
 
 
@@ -57,6 +58,7 @@ def test_tokens_and_logprobs_equal_transformers(
             for i, entry in enumerate(engine.logprobs[rid]):
                 wanted = logprobs[len(prompt) - 1 + i, entry.token_id].item()
                 assert entry.logprob == pytest.approx(wanted, abs=MAX_ERROR)
+    assert (engine.parts.scheduler.counters.retractions > 0) == (path == "retracted")
     if path != "no_cache":
         assert engine.cached["long-again"] >= 1984 and engine.cached["long-first"] == 0
 

@@ -8,8 +8,8 @@ import pytest
 from engine.core.plan import Plan
 from engine.core.policy import Priorities
 from engine.core.times import Times, time_line
+from engine.loop.decode_skipper import DecodeSkipper
 from engine.loop.interval_log import IntervalLog
-from engine.loop.receive_skipper import ReceiveSkipper
 from engine.loop.reporter import problems_of
 from engine.loop.retraction_log import RetractionLog
 from engine.loop.stream_gate import FORCED_INTERVAL, StreamGate
@@ -146,10 +146,10 @@ def test_a_rest_says_what_has_not_been_said_but_not_often() -> None:
 
 def test_only_pure_decode_steps_skip_the_inbox() -> None:
     decode, prefill = Plan(seq=1, extend=False, items=[]), Plan(seq=1, extend=True, items=[])
-    skipper = ReceiveSkipper(interval=3)
+    skipper = DecodeSkipper(interval=3)
     seen = [skipper.due(p) for p in (None, decode, decode, decode, decode, prefill, decode, None)]
     assert seen == [True, False, False, True, False, True, False, True]
-    always = ReceiveSkipper(interval=1)
+    always = DecodeSkipper(interval=1)
     assert all(always.due(p) for p in (None, decode, decode, prefill))
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import engine.core.new_token_ratio as new_token_ratio
 from engine.messages import LogprobOptions
 from engine.model_files.model_config import load_model_config
 from engine.models.load import load_model
@@ -90,9 +89,7 @@ def test_a_mixed_batch_gives_what_merged_weights_give(models: dict[str, dict[str
     assert len(answers) == len(models["merged"])  # they differ, or nothing was tested
 
 
-def test_batches_retractions_and_other_adapters_change_no_token(
-    models: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_retractions_and_other_adapters_change_no_token(models: dict[str, dict[str, str]]) -> None:
     """One by one with merged weights = all at once, with too little memory, two adapters a batch, at depth 2."""
     wanted, asked = {}, {}
     for name, merged in models["merged"].items():
@@ -103,8 +100,8 @@ def test_batches_retractions_and_other_adapters_change_no_token(
             alone.run()
         wanted |= alone.tokens
         alone.close()
-    monkeypatch.setattr(new_token_ratio, "CLIP_TOKENS", 1)
-    flags = {"max_loras_per_batch": 2, "max_total_tokens": 224, "page_size": 4, "stream": "threaded"}
+    memory = {"max_total_tokens": 224, "page_size": 4, "clip_max_new_tokens_estimation": 1}
+    flags = {"max_loras_per_batch": 2, "stream": "threaded", **memory}
     with start(models, **flags) as engine:
         for rid, (prompt, adapter) in asked.items():
             engine.add(rid, prompt, max_new_tokens=40, adapter=adapter)

@@ -9,7 +9,7 @@ from disagg.metadata import ROW
 from engine.core.growth import MeasuredGrowth
 from engine.core.limits import Limits
 from engine.core.memory import Memory
-from engine.core.new_token_ratio import NewTokenRatio
+from engine.core.new_token_ratio import NewTokenRatio, RatioRule
 from engine.core.page_allocator import PageAllocator
 from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.core.radix_cache import RadixCache
@@ -80,7 +80,7 @@ def make_scheduler(options: Options, *, num_pages: int, draw: random.Random, dec
             resume_elsewhere=decodes and options.resume == "prefill",
         ),
         memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=True)),
-        ratio=NewTokenRatio(conservativeness=draw.choice([0.0, 0.0, 0.3, 1.0])),
+        ratio=NewTokenRatio(RatioRule(conservativeness=draw.choice([0.0, 0.0, 0.3, 1.0]))),
         growth=MeasuredGrowth(),
         backup_pages=options.backup_pages if decodes and options.resume == "host" else 0,
     )

@@ -5,9 +5,7 @@ says, once, and all memory is back.
 """
 
 from collections import Counter
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from unittest.mock import patch
 
 from engine.core.outputs import StepEffects, output_of
 from engine.core.plan import ItemResult, Plan
@@ -24,7 +22,7 @@ from tests.core.proof.story import Ask, Event, Setup, Story
 from tests.core.proof.verdict import judge
 
 MAX_TURNS_TO_REST = 3000
-OF_THE_STORY = ("role", "capacity", "chunk_pages", "clip", "gives_nan")  # the rest of a setup is the engine's
+OF_THE_STORY = ("role", "capacity", "chunk_pages", "gives_nan")  # the rest of a setup is the engine's
 
 
 @dataclass(eq=False)
@@ -367,19 +365,13 @@ class Driver(EngineInATest):
             paths += [(c, [*tokens, *c.key], [*pages, *c.pages]) for c in node.children.values()]
 
 
-def growth_cut_at(tokens: int) -> AbstractContextManager[object]:
-    """0: nobody is expected to grow, so memory runs out."""
-    return patch("engine.core.new_token_ratio.CLIP_TOKENS", tokens)
-
-
 def play(story: Story) -> Driver:
     """From the first event to rest, all checked; the engine as it then is."""
     driver = Driver(story.setup)
-    with growth_cut_at(story.setup.clip):
-        for event in story.events:
-            driver.tell(event)
-        driver.check_cache()
-        driver.come_to_rest()
+    for event in story.events:
+        driver.tell(event)
+    driver.check_cache()
+    driver.come_to_rest()
     driver.check_cache()
     counts = driver.scheduler.memory.allocator.counts()
     assert (

@@ -14,7 +14,7 @@ ROLES = ("unified", "prefill", "decode")
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """One engine. `chunk_pages` None: prompts go whole. `clip`: the estimate of growth, cut there (0: nobody grows).
+    """One engine. `chunk_pages` None: prompts go whole. `clip`: the estimate of growth, cut there (0: none grows).
 
     `lag`: steps run when they are collected. `gives_nan`: the model sometimes does.
     """
