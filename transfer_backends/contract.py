@@ -97,6 +97,7 @@ class Caps:
     full_window_s: least time in which the engine's threads work off a full window; polling sooner is useless
     inside_machine: transport inside one machine if neither TCP nor RDMA carries a write; "unknown": there are several
     longest_nap_s: between two polls while bytes are in flight and end; a window must not run dry meanwhile
+    carries_host_memory: else pages alone are registered, and metadata rows cross the control plane
     """
 
     name: str
@@ -111,6 +112,11 @@ class Caps:
     full_window_s: float = 0.0
     longest_nap_s: float = 0.002
     inside_machine: str = "unknown"
+    carries_host_memory: bool = True
+
+    def carried(self, args: KVArgs) -> list[Region]:
+        """Return the memory that the engine has to reach."""
+        return [args.kv, args.aux] if self.carries_host_memory else [args.kv]
 
 
 @dataclass(frozen=True, kw_only=True)

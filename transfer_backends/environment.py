@@ -1,4 +1,4 @@
-"""What a manager takes from its machine: names, sockets, thread pools, proof of death. The simulation replaces them."""
+"""What a manager takes from its machine: names, sockets, thread pools, memory, proof of death. The simulation replaces them."""
 
 import uuid
 from collections.abc import Callable
@@ -6,7 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from transfer_backends.contract import Region
 from transfer_backends.control_port import ConnectPort, ListenPort, Port
+from transfer_backends.host_memory import read_item, write_item
 from transfer_backends.liveness import Liveness, ProcessMark, liveness, own_mark
 
 
@@ -40,6 +42,8 @@ class Environment:
     connect: Callable[..., Connecting] = ConnectPort
     pool: Callable[[int, str], Pool] = ThreadPoolExecutor
     liveness: Callable[[ProcessMark, str], Liveness] = liveness
+    read_item: Callable[[Region, int], bytes] = read_item
+    write_item: Callable[[Region, int, bytes], None] = write_item
 
 
 THIS_MACHINE = Environment()

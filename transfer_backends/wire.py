@@ -16,9 +16,10 @@ import numpy.typing as npt
 from transfer_backends.contract import Count, KVArgs, Region
 from transfer_backends.liveness import ProcessMark
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_FRAME_BYTES = 8 << 20
 MAX_PAGES = 1 << 20  # of one transfer
+MAX_ROW_BYTES = 64 << 10
 
 Room = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Attempt = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -28,6 +29,7 @@ Text = Annotated[str, msgspec.Meta(max_length=2048)]
 Descriptor = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 SkipPages = Annotated[int, msgspec.Meta(ge=0, le=MAX_PAGES)]
 PageBytes = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_PAGES)]
+RowBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_ROW_BYTES)]
 
 
 class MalformedFrame(ValueError):
@@ -110,7 +112,10 @@ class Recompute(_Message, frozen=True):
 
 
 class Status(_Message, frozen=True):
-    """`state`: Transferring (progress), Success or Failed. `num_pages`: written so far, in this try."""
+    """`state`: Transferring (progress), Success or Failed. `num_pages`: written so far, in this try.
+
+    `row`: the metadata row, with Success alone, where prefill's engine carries no host memory; empty: it has landed.
+    """
 
     room: Room
     attempt: Attempt
@@ -118,6 +123,7 @@ class Status(_Message, frozen=True):
     num_pages: Count
     reason: Text = ""
     retry: Retry = 0
+    row: RowBytes = b""
 
 
 class PollRequest(_Message, frozen=True, tag="Nudge"):

@@ -252,7 +252,15 @@ LIES: dict[str, tuple[int, bytes]] = {
     "teapot": (418, b'{"error": "short and stout"}'),
     "broken": (500, b"<html>"),
 }
-REPLIES = ("silence", "junk", "refusal", "stranger", "success-at-once")
+REPLIES = {  # and what the answer says
+    "silence": "",
+    "junk": "",
+    "refusal": "not with you",
+    "stranger": "",
+    "success-at-once": "",
+    "odd-rows": "metadata row of 4287 bytes, not 4288",
+    "row-of-no-room": "metadata row says room 0",
+}
 LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "version": ({"version": 99}, "version"),
     "signature": ({"signature": "another model"}, "another model"),

@@ -18,12 +18,27 @@ import pytest
 import zmq
 
 from bootstrap_server.protocol import Registration, RouteReply
+from disagg.metadata import ROW
 from tests.e2e.client import generate_all
 from tests.e2e.workload import recall_body
 from tests.hostile import means, table
 from tests.hostile.doors import Answer, Doors, is_refusal, wrong
 from tests.hostile.table import CHAT, COMPLETE, GENERATE, PROMPT, USER, post
-from transfer_backends.wire import Abort, Bye, Drained, Ping, Refused, Status, TransferInfo, decode, encode
+from transfer_backends.liveness import UNMARKED
+from transfer_backends.wire import (
+    MAX_ROW_BYTES,
+    Abort,
+    Bye,
+    Drained,
+    Message,
+    Ping,
+    Refused,
+    Registered,
+    Status,
+    TransferInfo,
+    decode,
+    encode,
+)
 
 DOORS = ("router", "prefill", "decode", "unified")
 
@@ -158,7 +173,8 @@ async def test_false_prefill_workers(doors: Doors) -> None:
     """Bootstrap servers that name control planes which answer a decode worker's registration in every wrong way."""
     answers = await asyncio.gather(*(_ask_for(doors, reply, room=78 + i) for i, reply in enumerate(table.REPLIES)))
     for reply, answer in zip(table.REPLIES, answers, strict=True):
-        assert 400 <= answer.status_code <= 503 and answer.json()["error"]["message"], (reply, answer.text)
+        assert 400 <= answer.status_code <= 503, (reply, answer.text)
+        assert table.REPLIES[reply] in answer.json()["error"]["message"], (reply, answer.text)
 
 
 async def _ask_for(doors: Doors, reply: str, *, room: int) -> httpx.Response:
@@ -181,13 +197,14 @@ async def _answer_falsely(
                 await asyncio.sleep(0.01)
                 continue
             link, data = control.recv_multipart()
-            for frame in _false_frames(reply, me=false.incarnation, them=decode(data).src):
+            for frame in _false_frames(reply, decode(data), me=false.incarnation):
                 with contextlib.suppress(zmq.ZMQError):
                     control.send_multipart([link, frame])
         return await asked
 
 
-def _false_frames(reply: str, *, me: str, them: str) -> list[bytes]:
+def _false_frames(reply: str, said: Message, *, me: str) -> list[bytes]:
+    them = said.src
     if reply == "junk":
         return [b"", b"\xc1", b"\x90", random.Random(2).randbytes(1000)]
     if reply == "refusal":
@@ -196,7 +213,18 @@ def _false_frames(reply: str, *, me: str, them: str) -> list[bytes]:
         return [encode(Ping("somebody", them, 1)), encode(Drained(me, "nobody", 78, 0))]
     if reply == "success-at-once":
         return [encode(Status(me, them, 78, 0, 4, 1)), encode(Status(me, them, 1, 0, 4, 2**62))]
+    if reply in ("odd-rows", "row-of-no-room"):
+        return _false_rows(said, me, odd=reply == "odd-rows")
     return []
+
+
+def _false_rows(said: Message, me: str, *, odd: bool) -> list[bytes]:
+    """A worker that registers as it should, and writes nothing. `odd`: rows too long, too early and too short; else a zero one."""
+    if not isinstance(said, TransferInfo):
+        return [encode(Registered(me, said.src, UNMARKED))]
+    given, size = len(said.pages) // 4, ROW.itemsize
+    rows = [(4, MAX_ROW_BYTES + 1), (3, size), (4, size - 1)] if odd else [(4, size)]
+    return [encode(Status(me, said.src, said.room, 0, state, given, "", 0, bytes(n))) for state, n in rows]
 
 
 # ---- control plane

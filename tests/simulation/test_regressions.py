@@ -12,9 +12,8 @@ from router.pool.states import Check
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from service.security.keys import open_gate
-from tests.transfer.cores import ARGS, CAPS, CONFIG
+from tests.transfer.cores import CONFIG, decode_core
 from transfer_backends.contract import LookupFailed, Route
-from transfer_backends.decode.core import DecodeCore
 from transfer_backends.decode.lookup import LookUp
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import ProcessMark
@@ -23,7 +22,7 @@ from transfer_backends.wire import Registered
 
 def test_a_room_that_found_its_prefill_worker_by_another_rooms_look_up_stops_looking() -> None:
     """Its own retry was still due: it attached a second time, or its handshake 'timed out' in mid transfer."""
-    core = DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
+    core = decode_core()
     first, second = (core.open(room, 0, "b", 0.0).key for room in (1, 2))
     core.finder.on_lookup_failed("b", 1, LookupFailed("not yet"), 0.0)  # both will try again
     core.finder.on_route("b", 1, Route("p:1", "p"), 0.001)
@@ -37,7 +36,7 @@ def test_a_room_that_found_its_prefill_worker_by_another_rooms_look_up_stops_loo
 
 def test_a_room_that_a_shared_server_does_not_know_keeps_no_other_room_from_its_look_up() -> None:
     """At the first contact all waited for that room: after 3 s they failed with its error."""
-    core = DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
+    core = decode_core()
     for room in (1, 2):
         core.open(room, 0, "b", 0.0)
     core.effects.queue.clear()

@@ -46,6 +46,7 @@ LEAST_SEEN: dict[int, str] = {
     50: "hedges lost; late messages; notices in time",
     100: "checksums verified",
     150: "writes of some layers",
+    300: "rows by message",
     500: "pages not sent",
 }
 

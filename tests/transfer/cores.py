@@ -1,6 +1,6 @@
 """Pure cores for tests: their memory and limits, and two of them joined by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from transfer_backends.contract import Caps, Gate, KVArgs, Region, Route, TransferConfig
 from transfer_backends.decode.core import DecodeCore
+from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.prefill.core import PrefillCore
 from transfer_backends.prefill.paths import ConnectPeer
@@ -40,9 +41,22 @@ KEY = (7, 0)
 SRC, PAGES = [1, 8, 2, 9], [5, 6, 20, 3]
 
 
-def decode_core(args: KVArgs = ARGS, *, caps: Caps = CAPS, **config: Any) -> DecodeCore:
+def no_row(row: int, data: bytes) -> None:
+    raise AssertionError(f"a message brought metadata row {row}")
+
+
+def decode_core(
+    args: KVArgs = ARGS, *, caps: Caps = CAPS, land_row: Callable[[int, bytes], None] = no_row, **config: Any
+) -> DecodeCore:
     settings = TransferConfig(**{**TIMES, **config})
-    return DecodeCore(incarnation="d", kv_args=args, caps=caps, descriptor=b"", config=settings)
+    return DecodeCore(
+        incarnation="d",
+        kv_args=args,
+        caps=caps,
+        descriptor=b"",
+        config=settings,
+        land_row=land_row,
+    )
 
 
 def connected_decode_core() -> DecodeCore:
@@ -72,12 +86,24 @@ def posts_of(core: PrefillCore, now_s: float) -> list[Post]:
 
 
 class JoinedCores:
-    """A prefill core with decode's `pages` of room `KEY`. `sends`: all is handed over."""
+    """A prefill core with decode's `pages` of room `KEY`. `sends`: all is handed over.
+
+    `row`: bytes of the metadata row, if the engine carries no host memory. `landed`: such rows at decode, and what the room was.
+    """
 
     def __init__(
-        self, args: KVArgs = ARGS, *, sends: bool = True, caps: Caps = CAPS, pages: Sequence[int] = PAGES
+        self,
+        args: KVArgs = ARGS,
+        *,
+        sends: bool = True,
+        caps: Caps = CAPS,
+        pages: Sequence[int] = PAGES,
+        row: bytes | None = None,
     ) -> None:
-        self.decode, self.core = decode_core(replace(args, groups=()), caps=caps), prefill_core(args, caps=caps)
+        self.row = row
+        self.landed: list[tuple[int, bytes, KVPoll]] = []
+        self.decode = decode_core(replace(args, groups=()), caps=caps, land_row=self._land)
+        self.core = prefill_core(args, caps=caps)
         self.decode.open(*KEY, "b", 0.0)
         self.decode.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
         self.exchange()
@@ -93,8 +119,11 @@ class JoinedCores:
     def send(
         self, pages: list[int], *, start: int = 0, row: int | None = None, gate: Gate | None = None, now_s: float = 0.0
     ) -> None:
-        chunk = Chunk(np.array(pages, np.int64), start, row, gate)
+        chunk = Chunk(np.array(pages, np.int64), start, row, gate, None if row is None else self.row)
         self.core.rooms.send(self.core.rooms[KEY], chunk, now_s)
+
+    def _land(self, row: int, data: bytes) -> None:
+        self.landed.append((row, data, self.decode.rooms[KEY].state))
 
     def exchange(self) -> None:
         for item in list(self.decode.effects.queue):

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.transfer.pool import Pool
+from tests.transfer.ways import engine_of
 from transfer_backends.contract import Route, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
-from transfer_backends.engines.registry import make_engine
 from transfer_backends.ports import KVReceiver, KVSender
 from transfer_backends.prefill.manager import PrefillManager
 
@@ -21,7 +21,7 @@ from transfer_backends.prefill.manager import PrefillManager
 class Child:
     def __init__(self, spec: dict[str, Any]) -> None:
         self.pool = Pool(**spec["pool"])
-        engine = make_engine(spec["backend"], **spec.get("engine", {}))
+        engine = engine_of(spec["backend"], **spec.get("engine", {}))
         config = TransferConfig(**spec.get("config", {}))
         self.routes: dict[str, Route] = {}
         self.rooms: dict[int, Any] = {}

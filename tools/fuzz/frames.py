@@ -12,7 +12,7 @@ import msgspec
 from tools.fuzz.source import Source, odd, spoilt
 from transfer_backends.contract import Region
 from transfer_backends.liveness import ProcessMark
-from transfer_backends.wire import Layout
+from transfer_backends.wire import MAX_ROW_BYTES, Layout
 
 _EDGES = (2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -1)
 _REASONS = ("", "because", "x" * 2048, "x" * 2049, "\x00\n", "é")
@@ -102,6 +102,18 @@ def _row(source: Source, ends: Ends) -> Any:
     return source.below(ends.aux.num_items + 1) if not source.once_in(12) else source.pick(_EDGES)
 
 
+def _retry(source: Source, ends: Ends) -> Any:
+    return source.pick((0, 0, 0, 0, 1, 255, 256, -1))
+
+
+def _row_bytes(source: Source, ends: Ends) -> Any:
+    """None, a whole one, or one of another size."""
+    whole = bytes(ends.aux.item_bytes)
+    return source.pick(
+        (b"", b"", whole, whole, whole[1:], whole + b"x", bytes(MAX_ROW_BYTES), bytes(MAX_ROW_BYTES + 1))
+    )
+
+
 def _region(source: Source, sound: Region) -> Any:
     """The one there is; or moved, longer, with another width, wrapping around, or empty."""
     if not source.once_in(4):
@@ -155,7 +167,7 @@ _FIELDS: dict[str, tuple[Field, ...]] = {
     "Abort": (_room, _attempt, _reason),
     "Registered": (_mark,),
     "Refused": (_reason, _flag),
-    "Status": (_room, _attempt, lambda source, ends: source.below(7) - 1, _count, _reason),
+    "Status": (_room, _attempt, lambda source, ends: source.below(7) - 1, _count, _reason, _retry, _row_bytes),
     "Nudge": (),
     "Drained": (_room, _attempt),
     "Ping": (_count,),

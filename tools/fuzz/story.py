@@ -65,6 +65,7 @@ TO_DECODE = Ends(PREFILL, DECODES[0], LAYOUT, KV, AUX, MARK, lives=DECODES)
 NUM_LINKS = len(DECODES)  # of prefill; the last one has not registered at first
 CALLS = ("open", "send", "provide", "engine", "route", "take", "close", "abort", "drop")
 MAX_STEPS = 80
+GIVEN_ROW = 5
 
 
 @dataclass
@@ -83,7 +84,14 @@ class Story:
 
     def __post_init__(self) -> None:
         self.prefill = PrefillCore(incarnation=PREFILL, mark=MARK, kv_args=ARGS, caps=CAPS, config=CONFIG)
-        self.decode = DecodeCore(incarnation=DECODES[0], kv_args=ARGS, caps=CAPS, descriptor=b"d", config=CONFIG)
+        self.decode = DecodeCore(
+            incarnation=DECODES[0],
+            kv_args=ARGS,
+            caps=CAPS,
+            descriptor=b"d",
+            config=CONFIG,
+            land_row=self.land_row,
+        )
         self.links: set[int] = set()
         self.named: dict[str, list[Region]] = {}
         for number, ends in enumerate(TO_PREFILL[:-1]):
@@ -172,7 +180,13 @@ class Story:
         self.decode.open(room, 0, BOOTSTRAP, self.now_s)
 
     def provide(self, room: int) -> None:
-        self.decode.rooms.provide(self.decode.rooms[room, 0], [1, 2, 3], 0, self.now_s)
+        self.decode.rooms.provide(self.decode.rooms[room, 0], [1, 2, 3], GIVEN_ROW, self.now_s)
+
+    def land_row(self, row: int, data: bytes) -> None:
+        """A row comes into the one place that was given, whole, before its room is Success and while none may move on."""
+        assert (row, len(data)) == (GIVEN_ROW, ROW_BYTES), f"{len(data)} bytes for row {row}"
+        given = [room for room in self.decode.rooms if room.num_pages is not None]
+        assert any(not room.final for room in given), "a row for a room that has ended"
 
     def send(self, room: int) -> None:
         found = self.prefill.rooms.get((room, 0))

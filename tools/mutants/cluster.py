@@ -169,6 +169,15 @@ def _(original, room):
     room.left_groups = left
 
 
+@CLUSTER.bug(
+    "send the metadata row before the last write has ended",
+    PrefillRoom.written,
+    "Success, and the row with it, overtakes pages on their way.",
+)
+def _(original, room):
+    return room.all_queued and not room.posts and not room.chunks and not room.awaits_fence
+
+
 @CLUSTER.bug("send what decode has cached, too", plan_ops, "Pages that decode did not ask for shift all the others.")
 def _(original, chunk, offer, *args, **kwargs):
     cached = chunk.src[: max(0, offer.skip_pages - chunk.start)]

@@ -131,6 +131,9 @@ class Hostile:
             lambda: Abort(src, dst, room, attempt, "x" * draw.choice([0, 2000])),
             lambda: Drained(src, dst, room, attempt),
             lambda: Status(src, dst, room, attempt, draw.randint(0, 4), draw.choice([0, 2**62])),
+            lambda: Status(
+                src, dst, room, attempt, 4, draw.choice([0, 5]), "", 0, bytes(draw.choice([ROW.itemsize, 7]))
+            ),
             lambda: PollRequest(src, dst),
             lambda: Ping(src, dst, draw.choice([0, 2**62])),
             lambda: Pong(src, dst, 1),

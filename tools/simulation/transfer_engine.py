@@ -84,7 +84,7 @@ class Op:
     posted_s: float = 0.0
 
 
-def make_caps(draw: random.Random, settle_s: float) -> Caps:
+def make_caps(draw: random.Random, settle_s: float, *, host_memory: bool) -> Caps:
     return Caps(
         name="sim",
         max_inflight=draw.choice([1, 4, 64]),
@@ -95,6 +95,7 @@ def make_caps(draw: random.Random, settle_s: float) -> Caps:
         target_must_poll=False,
         settle_s=settle_s,
         resend_s=RESEND_S,
+        carries_host_memory=host_memory,
     )
 
 
@@ -224,6 +225,8 @@ class SimEngine:
     def _copies(self, op: Op, pieces: Pieces, i: int) -> list[Copy]:
         src, dst, length = int(pieces.src[i]), int(pieces.dst[i]), int(pieces.lengths[i])
         kind = "kv" if src >= KV_BASE else "aux"
+        if kind == "aux" and not self.caps.carries_host_memory:
+            raise Violation(f"{self._process.name} writes host memory")
         mine, theirs = (getattr(m.kv_args, kind) for m in (self._memory, op.peer.target))
         size = mine.item_bytes
         (first, begin), (target, there) = divmod(src - mine.base_ptr, size), divmod(dst - theirs.base_ptr, size)

@@ -13,7 +13,7 @@ import numpy as np
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.registry import Registry
 from disagg.decode_role import DecodeRole
-from disagg.metadata import Checksum, MetadataBuffers
+from disagg.metadata import ROW, Checksum, MetadataBuffers
 from disagg.page_sender import PageSender
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
@@ -38,7 +38,7 @@ from tools.simulation.transfer_engine import SimEngine, make_caps
 from tools.simulation.watched import WatchedReceivers
 from tools.simulation.weights import SimWeights
 from tools.simulation.world import Process, Violation
-from transfer_backends.contract import Caps, Route
+from transfer_backends.contract import Caps, Region, Route
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.environment import Environment
 from transfer_backends.liveness import ProcessMark
@@ -108,6 +108,8 @@ class Worker:
             connect=lambda *, secret: SimConnectPort(around.network, process, self._wake_control),
             pool=lambda num_threads, name: SimPool(around, process, self.draw),
             liveness=lambda mark, control: around.liveness(process.node, mark, control),
+            read_item=self._read_row,
+            write_item=self._write_row,
         )
 
     def _wake_control(self) -> None:
@@ -117,7 +119,7 @@ class Worker:
 
     def _caps(self) -> Caps:
         options = self.around.options
-        return make_caps(self.draw, options.engine.settle_s)
+        return make_caps(self.draw, options.engine.settle_s, host_memory=options.host_memory)
 
     def _engine(self, on_progress: Callable[[], None]) -> SimEngine:
         around = self.around
@@ -341,6 +343,17 @@ class Worker:
         layers = range(part.start * num // size, part.stop * num // size)
         self.around.world.seen["writes of some layers"] += len(layers) < num
         self.model.land(other.model, src, dst, layers, of=num)
+
+    def _read_row(self, region: Region, row: int) -> bytes:
+        if not self.read_allowed("aux", row):
+            raise Violation(f"{self.process.name} sends metadata row {row}, which it gave up")
+        return bytes(self.metadata._rows[row].tobytes())
+
+    def _write_row(self, region: Region, row: int, data: bytes) -> None:
+        if not self.write_allowed("aux", row):
+            raise Violation(f"a message writes metadata row {row} of {self.process.name}, which moved on")
+        self.metadata._rows[row] = np.frombuffer(data, ROW)[0]
+        self.around.world.seen["rows by message"] += 1
 
     def damage(self, page: int, offset: int) -> None:
         self.model.damage(page, offset)

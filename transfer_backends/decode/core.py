@@ -52,8 +52,10 @@ class DecodeCore:
         caps: Caps,
         descriptor: bytes,
         config: TransferConfig,
+        land_row: Callable[[int, bytes], None],
         origin: Origin = NOWHERE,
     ) -> None:
+        """`land_row(row, data)` puts a metadata row that a message brought in its place, before its room is Success."""
         layout = layout_of(kv_args, backend=caps.name)
         line = LookUpLine()
         self.peers: PeerTable[PrefillPeer] = PeerTable(incarnation=incarnation, config=config)
@@ -67,6 +69,7 @@ class DecodeCore:
             self.peers,
             line,
             args=kv_args,
+            land_row=land_row,
             handshake_timeout_s=config.handshake_timeout_s,
             drain_timeout_s=config.drain_timeout_s,
         )

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from transfer_backends.contract import Clock, KVArgs, LookupFailed, TransferConfig, Work
 from transfer_backends.control_thread import TICK_S, ControlThread
@@ -45,13 +46,14 @@ class DecodeManager:
         self._engine = engine
         self._clock = clock
         self._lookup = lookup
-        engine.register([kv_args.kv, kv_args.aux])
+        engine.register(engine.caps.carried(kv_args))
         self.core = DecodeCore(
             incarnation=self.incarnation,
             kv_args=kv_args,
             caps=engine.caps,
             descriptor=engine.descriptor(),
             config=config,
+            land_row=partial(environment.write_item, kv_args.aux),
             origin=Origin(environment.mark().host, config.control_host),
         )
         self._port = environment.connect(secret=config.secret)

@@ -29,6 +29,7 @@ class DecodeRoom(Room):
     error: str = "the bootstrap server has not answered"
     failure: str | None = None
     num_pages: int | None = None
+    metadata_row: int = 0
     write_try: int = 0
     exposed: bool = False
     stuck_at_s: float | None = None

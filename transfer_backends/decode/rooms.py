@@ -6,7 +6,7 @@ Pages of `provide` are exposed until prefill reports Success or Drained, or is p
 exposed past `drain_timeout_s` counts as stuck.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -29,10 +29,12 @@ class DecodeRooms(RoomTable[DecodeRoom]):
         line: LookUpLine,
         *,
         args: KVArgs,
+        land_row: Callable[[int, bytes], None],
         handshake_timeout_s: float,
         drain_timeout_s: float,
     ) -> None:
         super().__init__()
+        self._land_row = land_row
         self.num_exposed = 0
         self._peers = peers
         self._line = line
@@ -82,7 +84,7 @@ class DecodeRooms(RoomTable[DecodeRoom]):
         if not 0 <= metadata_row < self._args.aux.num_items:
             raise ValueError(f"room {key}: metadata_row {metadata_row} is outside 0..{self._args.aux.num_items - 1}")
         assert room.peer is not None
-        room.num_pages = len(pages)
+        room.num_pages, room.metadata_row = len(pages), metadata_row
         room.progress_at_s = now_s
         self.expose(room, True)
         where = (*self._peers.address(room.peer), *key, pack_ids(pages), metadata_row)
@@ -109,6 +111,21 @@ class DecodeRooms(RoomTable[DecodeRoom]):
             self.forget(self[next(iter(self._pending_aborts))])
 
     # ---- moves
+
+    def succeed(self, room: DecodeRoom, row: bytes) -> None:
+        """`row`: the metadata row; empty: the engine has written it."""
+        if row:
+            self._land_row(room.metadata_row, row)
+        self.move(room, KVPoll.Success)
+        self._peers.effects.counters["succeeded"] += 1
+
+    def misfit(self, room: DecodeRoom, *, num_pages: int, row: bytes) -> str | None:
+        """Return what is wrong with what prefill says it wrote, or None."""
+        if num_pages != room.num_pages:
+            return f"prefill wrote {num_pages} pages, {room.num_pages} were given: the two prompts differ"
+        if len(row) not in (0, self._args.aux.item_bytes):
+            return f"prefill sent a metadata row of {len(row)} bytes, not {self._args.aux.item_bytes}"
+        return None
 
     def fail(self, room: DecodeRoom, reason: str, now_s: float, *, report: bool = True) -> None:
         room.reason = reason  # first: a handle that sees Failed reads it, without the lock

@@ -24,6 +24,8 @@ class Statuses:
         if room is None:
             return
         to = KVPoll(message.state)
+        if message.row and to is not KVPoll.Success:
+            raise PeerProtocolError(f"room {room.key}: a metadata row with {to.name}")
         if room.final:
             self._on_late(room, to)
         elif to is KVPoll.Failed:
@@ -31,7 +33,7 @@ class Statuses:
         elif room.num_pages is None or to not in (KVPoll.Transferring, KVPoll.Success):
             raise PeerProtocolError(f"room {room.key}: {to.name} in {room.state.name}")
         else:
-            self._advance(room, to, message.num_pages, now_s)
+            self._advance(room, message, now_s)
 
     def on_drained(self, peer: PrefillPeer, message: Drained, now_s: float) -> None:
         room = self._addressed(peer, message)
@@ -59,16 +61,15 @@ class Statuses:
         if to is KVPoll.Success:
             self._rooms.expose(room, False)
 
-    def _advance(self, room: DecodeRoom, to: KVPoll, num_pages: int, now_s: float) -> None:
+    def _advance(self, room: DecodeRoom, message: Status, now_s: float) -> None:
         room.progress_at_s = now_s
         if room.state is KVPoll.WaitingForInput:
             self._rooms.move(room, KVPoll.Transferring)
-        if to is not KVPoll.Success:
+        if message.state != KVPoll.Success:
             return
         self._rooms.expose(room, False)
-        if num_pages != room.num_pages:
-            reason = f"prefill wrote {num_pages} pages, {room.num_pages} were given: the two prompts differ"
-            self._rooms.fail(room, reason, now_s, report=False)
-            return
-        self._rooms.move(room, KVPoll.Success)
-        self._counters["succeeded"] += 1
+        misfit = self._rooms.misfit(room, num_pages=message.num_pages, row=message.row)
+        if misfit is None:
+            self._rooms.succeed(room, message.row)
+        else:
+            self._rooms.fail(room, misfit, now_s, report=False)

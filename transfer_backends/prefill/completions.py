@@ -85,7 +85,7 @@ class Completions:
         room.progress_at_s = now_s
         if room.state is not KVPoll.Transferring:
             return
-        if room.all_posted and room.num_ops == 0:
+        if room.written:
             self._rooms.succeed(room)
         elif now_s - room.reported_at_s >= PROGRESS_EVERY_S:
             self._rooms.report_progress(room, now_s)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -35,12 +36,13 @@ class PrefillManager:
         """`layers`: what opens gates; its ticks call `wake_sender`."""
         self.incarnation = environment.incarnation()
         self._engine = engine
-        engine.register([kv_args.kv, kv_args.aux])
+        engine.register(engine.caps.carried(kv_args))
         mark = environment.mark()
         self.core = PrefillCore(
             incarnation=self.incarnation, mark=mark, kv_args=kv_args, caps=engine.caps, config=config
         )
         port = environment.listen(config.control_host, config.control_port, secret=config.secret)
+        self._read_row = None if engine.caps.carries_host_memory else partial(environment.read_item, kv_args.aux)
         self.control_address: str = port.address  # "host:port" for decode workers
         self.control = ControlThread(self.core, port, name="prefill", clock=clock, on_turn=self._wake_driver)
         self.driver = EngineDriver(
@@ -65,7 +67,7 @@ class PrefillManager:
             return FakeTransfer()
         with self.control.locked() as now_s:
             opened = self.core.rooms.open(room, room_attempt, now_s)
-        return Sender(self.core.rooms, self.control, self.driver, opened)
+        return Sender(self.core.rooms, self.control, self.driver, opened, read_row=self._read_row)
 
     def wake_sender(self) -> None:
         """Look for something to post. Cheap; from any thread."""
@@ -114,7 +116,17 @@ class PrefillManager:
 class Sender:
     """`KVSender` of a real transfer."""
 
-    def __init__(self, rooms: PrefillRooms, control: ControlThread, driver: EngineDriver, room: PrefillRoom) -> None:
+    def __init__(
+        self,
+        rooms: PrefillRooms,
+        control: ControlThread,
+        driver: EngineDriver,
+        room: PrefillRoom,
+        *,
+        read_row: Callable[[int], bytes] | None,
+    ) -> None:
+        """`read_row`: of the metadata rows, if they cross the control plane."""
+        self._read_row = read_row
         self._rooms = rooms
         self._control = control
         self._driver = driver
@@ -134,7 +146,8 @@ class Sender:
     def send(
         self, src_pages: Sequence[int], *, start: int, metadata_row: int | None = None, gate: Gate | None = None
     ) -> None:
-        chunk = Chunk(np.asarray(src_pages, dtype=np.int64), start, metadata_row, gate)
+        row = None if self._read_row is None or metadata_row is None else self._read_row(metadata_row)
+        chunk = Chunk(np.asarray(src_pages, dtype=np.int64), start, metadata_row, gate, row)
         with self._control.locked() as now_s:
             self._rooms.send(self._room, chunk, now_s)
             self._driver.wake()  # before the control thread: bytes first, messages can wait

@@ -12,16 +12,25 @@ from transfer_backends.prefill.inbox import Offer
 
 @dataclass(frozen=True)
 class Chunk:
-    """Pages of a prompt from its page `start` on; the last has a metadata row. `gate`: opens before they may leave."""
+    """Pages of a prompt from its page `start` on; the last has a metadata row. `gate`: opens before they may leave.
+
+    `row`: bytes of the metadata row; None: the engine writes it.
+    """
 
     src: I64
     start: int
     metadata_row: int | None
     gate: Gate | None = None
+    row: bytes | None = None
 
     @property
     def last(self) -> bool:
         return self.metadata_row is not None
+
+    def writes(self, skip_pages: int) -> bool:
+        """Return True if the engine has to write anything of it."""
+        pages = len(self.src) > 0 and self.start + len(self.src) > skip_pages
+        return pages or (self.last and self.row is None)
 
 
 @dataclass(eq=False)
@@ -55,7 +64,7 @@ def plan_ops(
 ) -> list[tuple[Pieces, int]]:
     """Return (pieces, bytes of pages) of each operation for the `groups` of layers (from, until) of a chunk.
 
-    Pages that decode has already are left out. The metadata row is an operation of its own, the last one.
+    Pages that decode has already are left out. A metadata row that the engine writes is an operation of its own, the last one.
     """
     memory = offer.peer.path.memory
     src = chunk.src[max(0, offer.skip_pages - chunk.start) :]
@@ -70,7 +79,7 @@ def plan_ops(
         kv = plan_strips(src, dst, src=args.kv, dst=memory.kv, begin=begin_byte, end=end_byte)
     parts = batches(kv, max_pieces=caps.max_post_pieces, max_bytes=caps.max_post_bytes)
     planned = [(part, part.size_bytes) for part in parts]
-    if chunk.metadata_row is not None:
+    if chunk.metadata_row is not None and chunk.row is None:
         rows = np.array([chunk.metadata_row], np.int64), np.array([offer.metadata_row], np.int64)
         planned.append((plan_pieces(*rows, src=args.aux, dst=memory.aux, max_piece_bytes=args.aux.item_bytes), 0))
     return planned

@@ -14,8 +14,8 @@ from transfer_backends.rooms import Room
 
 @dataclass(eq=False)
 class PrefillRoom(Room):
-    """chunks: queued and not planned; all_chunks: every one, to start over with; queued_pages: of the prompt
-
+    """chunks: queued and not planned; all_chunks: every one that writes something, to start over with
+    queued_pages: of the prompt    row: metadata row that goes with Success; empty: the engine writes it
     left_groups: planned groups of layers of the first chunk    posts: planned and not posted
     num_ops: posted and not final    done_bytes: of pages, written in this try
     write_try: counted from 0; awaits_fence: it starts once nothing of the last try can still write
@@ -30,6 +30,7 @@ class PrefillRoom(Room):
     queued_pages: int = 0
     left_groups: int = 0
     all_queued: bool = False
+    row: bytes = b""
     done_bytes: int = 0
     num_ops: int = 0
     dirty: bool = False
@@ -60,8 +61,10 @@ class PrefillRoom(Room):
         return self.final and self.quiet
 
     @property
-    def all_posted(self) -> bool:
-        return self.all_queued and not self.posts and not self.chunks
+    def written(self) -> bool:
+        """All has landed that the engine has to write."""
+        posted = self.all_queued and not self.posts and not self.chunks and not self.awaits_fence
+        return posted and self.num_ops == 0
 
     @property
     def misfit(self) -> str | None:
@@ -73,11 +76,12 @@ class PrefillRoom(Room):
         return f"decode gave {given} pages, prefill has {word}{needed}: the two prompts differ"
 
     def queue(self, chunk: Chunk) -> None:
-        self.all_chunks.append(chunk)
-        if not self.awaits_fence:
-            self.chunks.append(chunk)
+        if chunk.writes(self.skip_pages):
+            self.all_chunks.append(chunk)
+            if not self.awaits_fence:
+                self.chunks.append(chunk)
         self.queued_pages = chunk.start + len(chunk.src)
-        self.all_queued = chunk.last
+        self.all_queued, self.row = chunk.last, chunk.row or b""
 
     def begin_next_try(self) -> None:
         """Post nothing until the fence, then everything again (`start_over`)."""

@@ -65,7 +65,10 @@ class PrefillRooms(RoomTable[PrefillRoom]):
             self.fail(room, room.misfit)
             return
         room.progress_at_s = now_s
-        self._outbox.add(room)
+        if room.written:
+            self.succeed(room)
+        else:
+            self._outbox.add(room)
 
     def abort(self, room: PrefillRoom, reason: str) -> None:
         if not room.final:
@@ -116,20 +119,16 @@ class PrefillRooms(RoomTable[PrefillRoom]):
 
     def reject(self, peer: DecodePeer, key: RoomKey, reason: str) -> None:
         """Fail a room of decode's that has none here."""
-        self._send_status(peer, key, KVPoll.Failed, 0, reason, 0)
+        self._peers.send(peer, Status(*self._peers.address(peer), *key, KVPoll.Failed, 0, clip(reason)))
         self._paths.drained(peer, key, 0)
 
     def _report(self, room: PrefillRoom, state: KVPoll) -> None:
         if room.peer is not None:
-            reason = f"prefill: {room.reason}" if room.reason else ""
+            reason = clip(f"prefill: {room.reason}") if room.reason else ""
             num_pages = room.done_bytes // self._args.kv.item_bytes
-            self._send_status(room.peer, room.key, state, num_pages, reason, room.write_try)
-
-    def _send_status(
-        self, peer: DecodePeer, key: RoomKey, state: KVPoll, num_pages: int, reason: str, write_try: int
-    ) -> None:
-        status = Status(*self._peers.address(peer), *key, int(state), num_pages, clip(reason), write_try)
-        self._peers.send(peer, status)
+            row = room.row if state is KVPoll.Success else b""
+            what = (*self._peers.address(room.peer), *room.key, state, num_pages, reason, room.write_try, row)
+            self._peers.send(room.peer, Status(*what))
 
     def check(self) -> None:
         for room in self:
