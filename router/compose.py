@@ -30,6 +30,7 @@ from router.http.access import limit_rate, need_of
 from router.http.fan_out import FanOutApi
 from router.http.health_api import HealthApi
 from router.http.pages import Pages
+from router.http.traces_api import TracesApi
 from router.http.worker_calls import WorkerCalls
 from router.http.workers_api import WorkersApi
 from router.metrics import RouterMetrics, counted
@@ -173,7 +174,7 @@ class Router:
     def _routes(self) -> Routes:
         config, peers = self.config, self.peers
         calls = WorkerCalls(self.session, table=self.table, credentials=self.credentials, roles=roles_of(config))
-        health = HealthApi(calls, live=self.live, metrics=self.metrics, tracer=self.tracer, peers=peers)
+        health = HealthApi(calls, live=self.live, metrics=self.metrics, peers=peers)
         workers = WorkersApi(
             calls, config=config, monitor=self.monitor, switch=self.switch, peers=peers, discovery=self.discovery
         )
@@ -187,6 +188,7 @@ class Router:
             peers=peers,
             auto_roles=self.auto_roles.leading_status if config.auto_roles else None,
         )
+        traces = TracesApi(calls=calls, tracer=self.tracer, peers=peers, memory=dashboard.memory)
         generate = counted(self.dispatcher.handle, self.metrics)
         return Routes(
             [
@@ -197,6 +199,7 @@ class Router:
                 *fan_out.routes(),
                 *Pages().routes(),
                 *dashboard.routes(),
+                *traces.routes(),
                 *self.auto_roles.routes(),
             ]
         )

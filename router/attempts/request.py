@@ -33,6 +33,7 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     request_id: str
     path: str
     started_s: float
+    caller: str = ""  # the name of its key
 
     # Read of the body and the headers.
     body: bytes = b""

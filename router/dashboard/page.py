@@ -47,7 +47,7 @@ class Dashboard:
     async def state(self, request: web.BaseRequest) -> web.Response:
         """Everything the page shows but the details of one request, of all processes of this router."""
         now_s = self.recorder.now_s()
-        memory = await self._memory()
+        memory = await self.memory()
         roles = None if self.auto_roles is None else msgspec.Raw(await self.auto_roles())
         picture = draw(memory, self.table.workers(), now_s=now_s)
         status = {"now_s": now_s, "wall_s": time.time(), "router": self._router(), "auto_roles": roles}
@@ -58,12 +58,13 @@ class Dashboard:
 
     async def request(self, request: web.BaseRequest) -> web.Response:
         key = request.path.removeprefix(REQUEST)
-        for record in (await self._memory()).records:
+        for record in (await self.memory()).records:
             if record.key == key:
                 return _fresh({"now_s": self.recorder.now_s(), "record": record})
         raise ApiError(404, f"no request {key} is remembered any more", code="not_found")
 
-    async def _memory(self) -> DashboardSnapshot:
+    async def memory(self) -> DashboardSnapshot:
+        """What all processes of this router remember."""
         others = [decode_or_none(body, DashboardSnapshot) for body in await self.peers.request("GET", SNAPSHOT)]
         return merge([self._own(), *(snapshot for snapshot in others if snapshot is not None)])
 

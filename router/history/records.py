@@ -48,6 +48,7 @@ class DashboardRequest(msgspec.Struct):
     ended_s: float | None = None
     status: int = 0
     failure: str = ""
+    caller: str = ""  # the name of the key that sent it
 
 
 class DashboardSnapshot(msgspec.Struct):

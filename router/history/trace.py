@@ -105,6 +105,7 @@ class RequestTrace:
             started_s=request.started_s,
             prompt_tokens=parsed.prompt_tokens,
             attempts=[],
+            caller=request.caller,
         )
         self._request: RequestContext | None = request
         self._request_id = request.request_id

@@ -10,6 +10,7 @@ from router.admission.admission import client_name
 from router.admission.rate_limit import RateLimiter
 from router.http.fan_out import LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER
 from router.http.pages import FILES
+from router.http.traces_api import TRACES
 from router.metrics import RouterMetrics
 from service.http.errors import ApiError
 from service.security.keys import Access
@@ -17,7 +18,7 @@ from service.security.keys import Access
 _OPEN_PATHS = frozenset(("/health", "/liveness", "/readiness", "/metrics", "/openapi.json")) | FILES.keys()
 # What changes workers, or the pool, for all clients. A route named nowhere here needs an API key.
 _ADMIN_ROUTES = frozenset((("POST", "/workers"), ("DELETE", "/workers")))
-_ADMIN_PATHS = frozenset((*TIMEOUTS_S, LOAD_ADAPTER, UNLOAD_ADAPTER, "/traces", "/workers/role"))
+_ADMIN_PATHS = frozenset((*TIMEOUTS_S, LOAD_ADAPTER, UNLOAD_ADAPTER, TRACES, "/workers/role"))
 
 
 def need_of(method: str, path: str) -> Access:

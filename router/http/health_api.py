@@ -1,13 +1,10 @@
-"""Routes about the router's state: liveness, readiness, metrics, traces."""
+"""Routes about the router's state: liveness, readiness, metrics."""
 
-import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 from aiohttp import web
 
-from router.client.session import call_worker
 from router.fleet.peer_processes import PeerProcesses, merge_expositions
 from router.http.worker_calls import WorkerCalls
 from router.metrics import RouterMetrics
@@ -15,15 +12,10 @@ from router.pool.worker import Worker
 from router.pool.workers import missing_roles
 from router.requests.live import LiveRequests
 from router.requests.replies import no_worker
-from service.http.errors import DRAINING, ApiError, bad_field, decode_body
-from service.http.json_depth import decode_or_none
+from service.http.errors import DRAINING, ApiError
 from service.http.stream import json_response
-from service.security.keys import authorization_of
-from service.telemetry.records import Record, Records, TracesQuery, last_ids, query_error
-from service.telemetry.tracer import Tracer
 
 PROBES = ("/liveness", "/health", "/readiness")
-TRACES_TIMEOUT_S = 10.0
 
 
 @dataclass(eq=False)
@@ -31,7 +23,6 @@ class HealthApi:
     calls: WorkerCalls
     live: LiveRequests
     metrics: RouterMetrics
-    tracer: Tracer
     peers: PeerProcesses
 
     def routes(self) -> list[web.RouteDef]:
@@ -40,7 +31,6 @@ class HealthApi:
             web.get(liveness, self.liveness),
             *(web.get(path, self.readiness) for path in readiness),
             web.get("/metrics", self.get_metrics),
-            web.post("/traces", self.traces),
         ]
 
     async def liveness(self, request: web.BaseRequest) -> web.Response:
@@ -75,34 +65,3 @@ class HealthApi:
         if not self.peers.is_peer(request) and (others := await self.peers.request("GET", "/metrics")):
             body = merge_expositions([body, *others])
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
-
-    async def traces(self, request: web.BaseRequest) -> web.Response:
-        query = decode_body(await request.read(), TracesQuery)
-        if (wrong := query_error(query)) is not None:
-            field, _, message = wrong.partition(": ")
-            raise bad_field(field, message)
-        records = self.tracer.ring.find(query)
-        if self.peers.is_peer(request):
-            return json_response(Records(records=records))
-        for body in await self.peers.request("POST", "/traces", query):
-            records += msgspec.json.decode(body, type=Records).records
-        ids = query.ids if query.ids is not None else last_ids(records, query.last or 0)
-        headers = self.calls.credentials.for_admin(authorization_of(request.headers))
-        of_workers = await self._worker_records(ids, headers) if ids else []
-        wanted = frozenset(ids)
-        kept = [record for record in records if record.request_id in wanted] + of_workers
-        return json_response(Records(records=sorted(kept, key=lambda record: record.start_s)))
-
-    async def _worker_records(self, ids: list[str], headers: Mapping[str, str]) -> list[Record]:
-        """Records of the workers that have /traces; others (of other makes, or dead) have none."""
-        body, workers = msgspec.json.encode(TracesQuery(ids=ids)), self.calls.table.workers()
-        session = self.calls.session
-        calls = (
-            call_worker(session, "POST", f"{w.url}/traces", headers, body, timeout_s=TRACES_TIMEOUT_S) for w in workers
-        )
-        records: list[Record] = []
-        for worker, answer in zip(workers, await asyncio.gather(*calls), strict=True):
-            found: Records | None = decode_or_none(answer.body, Records) if answer.status == 200 else None
-            if found is not None:
-                records += [msgspec.structs.replace(record, url=worker.url) for record in found.records]
-        return records

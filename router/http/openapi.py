@@ -47,6 +47,7 @@ _OWN: dict[str, dict[str, Any]] = {
         }
     },
     "/flush_cache": {"get": None, "post": None},
+    "/traces/{id}": {"get": None},
     "/traces": {
         "post": {
             "type": "object",

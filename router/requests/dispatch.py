@@ -28,7 +28,7 @@ from router.requests.relay import StreamSplitter, answer_headers, relay_stream
 from router.requests.replies import HANDED_BACK, draining, failure_error, failure_response, no_worker
 from service.http.deadline import ENVOY_HEADER, TIMEOUT_HEADER
 from service.http.errors import ApiError
-from service.http.guard import CLIENT_GONE
+from service.http.guard import CALLER, CLIENT_GONE
 from service.http.routes import errors_of
 from service.http.stream import REQUEST_ID
 from service.security.keys import authorization_of
@@ -72,7 +72,14 @@ class Dispatcher:
         task = asyncio.current_task()
         assert task is not None
         started_s = self.launcher.clock()
-        request = RequestContext(http=http, task=task, request_id=http[REQUEST_ID], path=http.path, started_s=started_s)
+        request = RequestContext(
+            http=http,
+            task=task,
+            request_id=http[REQUEST_ID],
+            path=http.path,
+            started_s=started_s,
+            caller=http[CALLER].name,
+        )
         status = CLIENT_GONE
         self.live.requests[request] = None  # no context manager: it would cost ten times this
         try:

@@ -85,6 +85,8 @@ TARGETS: dict[str, bytes] = {
     "model-break": b"/v1/models/a%0d%0aX-Injected:%20b",
     "request-byte": b"/dashboard/requests/\xff",
     "request-surrogate": b"/dashboard/requests/%ed%b0%80",
+    "trace-byte": b"/traces/\xff",
+    "trace-surrogate": b"/traces/%ed%b0%80",
     "query-byte": b"/health_x?a=\xff",
     "room-byte": b"/route?room=\xff",
     "room-surrogate": b"/route?room=%ED%A0%80",

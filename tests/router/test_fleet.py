@@ -102,6 +102,8 @@ async def test_processes_share_the_load_the_pool_the_circuits_and_the_metrics(tm
         assert shown["router"]["processes"] == 3 and len({record["key"] for record in shown["requests"]}) == 12
         one = (await f.call("GET", f"/dashboard/requests/{shown['requests'][0]['key']}"))[1]
         assert one["record"]["status"] == 200
+        for record in shown["requests"][:4]:
+            assert (await f.call("GET", f"/traces/{record['request_id']}"))[1]["record"]["key"] == record["key"]
         for worker in (*f.prefills, *f.decodes):
             worker.behave, worker.seen = hang, []
         asks = []

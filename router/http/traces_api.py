@@ -1,0 +1,92 @@
+"""Routes about single requests: the times that router and workers kept of many (an admin's), or of one of the caller's own."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+
+from router.client.session import call_worker
+from router.fleet.peer_processes import PeerProcesses
+from router.history.records import DashboardRequest, DashboardSnapshot
+from router.history.trace import MAX_ID_CHARS
+from router.http.worker_calls import WorkerCalls
+from router.pool.worker import Worker
+from service.http.errors import ApiError, bad_field, decode_body
+from service.http.guard import CALLER
+from service.http.json_depth import decode_or_none
+from service.http.stream import json_response
+from service.security.keys import Access, Caller, authorization_of
+from service.telemetry.records import Record, Records, TracesQuery, last_ids, query_error
+from service.telemetry.tracer import Tracer
+
+TRACES = "/traces"
+TIMEOUT_S = 10.0
+
+
+@dataclass(eq=False, kw_only=True)
+class TracesApi:
+    """`memory`: what all processes of this router remember."""
+
+    calls: WorkerCalls
+    tracer: Tracer
+    peers: PeerProcesses
+    memory: Callable[[], Awaitable[DashboardSnapshot]]
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post(TRACES, self.traces), web.get(TRACES + "/{id}", self.trace)]
+
+    async def traces(self, request: web.BaseRequest) -> web.Response:
+        query = decode_body(await request.read(), TracesQuery)
+        if (wrong := query_error(query)) is not None:
+            field, _, message = wrong.partition(": ")
+            raise bad_field(field, message)
+        records = self.tracer.ring.find(query)
+        if self.peers.is_peer(request):
+            return json_response(Records(records=records))
+        for body in await self.peers.request("POST", TRACES, query):
+            records += msgspec.json.decode(body, type=Records).records
+        ids = query.ids if query.ids is not None else last_ids(records, query.last or 0)
+        headers = self.calls.credentials.for_admin(authorization_of(request.headers))
+        of_workers = await self._worker_records(self.calls.table.workers(), ids, headers) if ids else []
+        wanted = frozenset(ids)
+        kept = [record for record in records if record.request_id in wanted] + of_workers
+        return json_response(Records(records=sorted(kept, key=lambda record: record.start_s)))
+
+    async def trace(self, request: web.BaseRequest) -> web.Response:
+        """The last request of that id: its workers and times as the router saw them, and what these workers kept.
+
+        A client sees its own requests, by the key that sent them; an admin sees all.
+        """
+        request_id = request.path.removeprefix(TRACES + "/")
+        record = last_of((await self.memory()).records, request_id, request[CALLER])
+        if record is None:
+            raise ApiError(404, f"no request {request_id} of this key is remembered", code="not_found")
+        urls = {url for attempt in record.attempts for url in (attempt.prefill, attempt.answering)}
+        workers = [worker for worker in self.calls.table.workers() if worker.url in urls]
+        parts = await self._worker_records(workers, [request_id], self.calls.credentials.own_admin())
+        status = {"now_s": time.monotonic(), "wall_s": time.time(), "record": record, "workers": parts}
+        return json_response(status, headers={"Cache-Control": "no-store"})
+
+    async def _worker_records(
+        self, workers: Sequence[Worker], ids: Sequence[str], headers: Mapping[str, str]
+    ) -> list[Record]:
+        """Records of the workers that have /traces; others (of other makes, or dead) have none."""
+        body, session = msgspec.json.encode(TracesQuery(ids=list(ids))), self.calls.session
+        calls = (call_worker(session, "POST", w.url + TRACES, headers, body, timeout_s=TIMEOUT_S) for w in workers)
+        records: list[Record] = []
+        for worker, answer in zip(workers, await asyncio.gather(*calls), strict=True):
+            found: Records | None = decode_or_none(answer.body, Records) if answer.status == 200 else None
+            if found is not None:
+                records += [msgspec.structs.replace(record, url=worker.url) for record in found.records]
+        return records
+
+
+def last_of(records: Collection[DashboardRequest], request_id: str, caller: Caller) -> DashboardRequest | None:
+    """The request of that id that began last, of those that `caller` may see. `records`: in the order of their start."""
+    may_see_all = caller.access >= Access.ADMIN
+    kept_id = request_id[:MAX_ID_CHARS]
+    found = [r for r in records if r.request_id == kept_id and (may_see_all or r.caller == caller.name)]
+    return found[-1] if found else None
