@@ -235,7 +235,8 @@ class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
     completion_tokens: int = 0
     logprobs: list[TokenLogprob] = []
     input_logprobs: list[TokenLogprob] = []
-    retractions: int = 0
+    retractions: int = 0  # `preemptions` among them
+    preemptions: int = 0
     times: dict[str, float] = {}
     input_hidden: bytes = b""
     hidden: list[bytes] = []

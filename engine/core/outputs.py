@@ -39,6 +39,7 @@ def output_of(request: Request, new_ids: list[int]) -> TokenOutput:
         logprobs=logprobs,
         input_logprobs=_input_logprobs_once(request),
         retractions=request.retractions,
+        preemptions=request.preemptions,
         input_hidden=b"" if aborted else input_hidden,  # perhaps of a part only
         hidden=hidden,
         cached_by_tier=request.cached_by_tier,

@@ -94,6 +94,7 @@ class Request:
     cached_tokens: int = 0
     cached_by_tier: list[int] = field(default_factory=list)  # of `cached_tokens`: device, host, disk; empty: one tier
     retractions: int = 0
+    preemptions: int = 0
     transfer_retries: int = 0
     times: Times = field(default_factory=Times)
 

@@ -41,6 +41,9 @@ async def test_decode_keeps_the_order_of_priorities(pd: Cluster, qwen3: str) -> 
     ended, answers = await while_decode_pauses(pd, bodies)
     assert ended == ["high", "mean", "low", "poor"]
     assert (await decode_counters(pd))["preemptions"] - before["preemptions"] == 1
+    assert {name: answers[name]["meta_info"]["num_preemptions"] for name in bodies} == {
+        name: name == "low" for name in bodies
+    }
     assert [answers[name]["output_ids"] for name in bodies] == tokens_of(qwen3, list(bodies.values()))
     await assert_all_back(pd)
 

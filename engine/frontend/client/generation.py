@@ -147,6 +147,7 @@ def absorb(into: TextOutput, new: TextOutput) -> None:
     a.cached_tokens = max(a.cached_tokens, b.cached_tokens)
     a.completion_tokens = max(a.completion_tokens, b.completion_tokens)
     a.retractions = max(a.retractions, b.retractions)
+    a.preemptions = max(a.preemptions, b.preemptions)
     a.transfer_retries = max(a.transfer_retries, b.transfer_retries)
     a.cached_by_tier = b.cached_by_tier or a.cached_by_tier
     a.times = {**a.times, **b.times}

@@ -58,6 +58,7 @@ class NativeView:
             "completion_tokens": len(t.new_ids),
             "cached_tokens": t.cached_tokens,
             "num_retractions": t.retractions,
+            "num_preemptions": t.preemptions,
             "weight_version": self._weight_version(),
             "e2e_latency": time.monotonic() - self._start_s,
             **t.times,
