@@ -298,6 +298,13 @@ class ServerConfig(FlagSet):
         512, "finished requests whose times are kept for `tandem trace`", least=0, special={0: "none"}
     )
     max_body_bytes: int = flag(64 << 20, "longest request body", unit="bytes", least=1)
+    sse_keep_alive_interval_s: float = flag(
+        15.0,
+        "longest silence of a stream; then a comment keeps proxies from cutting it, and an error has no status any more",
+        unit="s",
+        least=0,
+        special={0.0: "none"},
+    )
     ready_file: str | None = flag(None, "file to write, as JSON, once the server is healthy")
     enable_early_rejection: bool = flag(
         False,

@@ -160,6 +160,9 @@ class RouterConfig(
     shutdown_timeout_s: float = _seconds(3.0, "time for the last answers to leave when the router ends")
     max_body_bytes: int = flag(64 << 20, "longest request body", unit="bytes", least=1)
     header_timeout_s: float = _seconds(10.0, "longest time for a client to send the head of a request", above=0)
+    sse_keep_alive_interval_s: float = _seconds(
+        15.0, "longest silence of a stream; then a comment keeps proxies from cutting it", zero="none"
+    )
     body_timeout_s: float = _seconds(60.0, "longest time for a client to send the body of a request", above=0)
     log_level: str = flag("info", "lowest level of the log", choices=("debug", "info", "warning", "error"))
     log_format: str = flag("text", "log as text or as one JSON object per line", choices=LOG_FORMATS)

@@ -60,6 +60,7 @@ _SHARED = (
     "log_level",
     "max_body_bytes",
     "otlp_traces_endpoint",
+    "sse_keep_alive_interval_s",
     "trace_ring",
 )
 _MODEL_FLAGS = ("model_path", "revision", "served_model_name")

@@ -12,6 +12,7 @@ from router.body import Api, BadBody, ParsedBody
 from router.choice.policies import RoutingHints
 from router.pool.worker import Role
 from service.http.deadline import UNITS_S, seconds_of
+from service.http.keep_alive import KeepAlive
 
 TTFT_HEADER = "x-slo-ttft-ms"
 ITL_HEADER = "x-slo-itl-ms"
@@ -54,6 +55,7 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     failure: str = ""  # why the answer ended early, after its status had left
     handed_back: bool = False
     cut: Callable[[], None] | None = None  # closes the stream that the answer is read from
+    alive: KeepAlive | None = None  # keeps the client's stream open; None: nothing does
 
     def headers_at(self, now_s: float) -> Mapping[str, str]:
         """The headers of an attempt that begins then, when less of the client's time is left."""

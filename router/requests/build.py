@@ -96,6 +96,7 @@ def make_dispatcher(
         live=live,
         retry_max=config.retry_max,
         retry_backoff_s=config.retry_backoff_s,
+        keep_alive_s=config.sse_keep_alive_interval_s,
         credentials=credentials if credentials.has_own else None,
         chooser=chooser if chooser.needs_keys or chooser.needs_session else None,
         hedging=hedging,

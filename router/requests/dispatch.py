@@ -21,14 +21,16 @@ from router.client.credentials import Credentials
 from router.pool.models import UnknownModel
 from router.pool.worker import Role
 from router.requests.hedging import Hedging
+from router.requests.kept_alive import serve_kept_alive
 from router.requests.live import LiveRequests
 from router.requests.merge import Merger, SseMerger
 from router.requests.picking import Picker
-from router.requests.relay import StreamSplitter, answer_headers, relay_stream
+from router.requests.relay import StreamSplitter, answer_headers, open_answer, relay_stream
 from router.requests.replies import HANDED_BACK, draining, failure_error, failure_response, no_worker
 from service.http.deadline import ENVOY_HEADER, TIMEOUT_HEADER
 from service.http.errors import ApiError
 from service.http.guard import CALLER, CLIENT_GONE
+from service.http.keep_alive import NO_BEATS_HEADER
 from service.http.routes import errors_of
 from service.http.stream import REQUEST_ID
 from service.security.keys import authorization_of
@@ -43,7 +45,8 @@ _PASSED_HEADERS = ("traceparent", "tracestate", TIMEOUT_HEADER, ENVOY_HEADER, PR
 class Dispatcher:
     """Answers POST of the paths of `Api`; of /v1/embeddings with a prefill worker alone.
 
-    `retry_max` further attempts, after pauses that double from `retry_backoff_s`. Parts that no flag turns on are None.
+    `retry_max` further attempts, after pauses that double from `retry_backoff_s`. `keep_alive_s`: longest silence of a stream; 0: any.
+    Parts that no flag turns on are None.
     """
 
     roles: tuple[Role, ...]
@@ -53,6 +56,7 @@ class Dispatcher:
     live: LiveRequests
     retry_max: int
     retry_backoff_s: float
+    keep_alive_s: float
     credentials: Credentials | None
     chooser: Chooser | None
     hedging: Hedging | None
@@ -84,7 +88,10 @@ class Dispatcher:
         self.live.requests[request] = None  # no context manager: it would cost ten times this
         try:
             await self._read(request)
-            response = await self._serve_in_turn(request)
+            if self.keep_alive_s and request.parsed.streams:
+                response = await serve_kept_alive(request, self._serve_in_turn, interval_s=self.keep_alive_s)
+            else:
+                response = await self._serve_in_turn(request)
             status = response.status
             return response
         except ApiError as error:
@@ -124,6 +131,8 @@ class Dispatcher:
         headers |= {name: given[name] for name in _PASSED_HEADERS if name in given}
         if request.traceparent:
             headers["traceparent"] = request.traceparent
+        if request.parsed.streams:
+            headers[NO_BEATS_HEADER] = "1"
         authorization = authorization_of(given)
         if self.credentials is not None:
             headers |= self.credentials.for_client(authorization)
@@ -211,7 +220,10 @@ class Dispatcher:
 
         content_type = attempt.answering.reply.headers["content-type"]
         splitter = SseMerger(merger) if merger else StreamSplitter(content_type)
-        out, failure = await relay_stream(request.http, attempt.answering, splitter=splitter, on_more=on_more)
+        out = await open_answer(request.http, attempt.answering.reply, request.alive)
+        failure = await relay_stream(out, attempt.answering, splitter=splitter, on_more=on_more)
+        if request.alive is not None:
+            await request.alive.end()
         if request.handed_back:
             request.failure, error = HANDED_BACK, draining(HANDED_BACK)
         elif attempt.refused is not None:  # reported when it came

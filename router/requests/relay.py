@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from aiohttp import web
 
 from router.attempts.upstream_call import CallFailed, UpstreamCall, broken_stream
-from router.client.upstream import UpstreamError
+from router.client.upstream import HttpReply, UpstreamError
+from service.http.keep_alive import KeepAlive
 from service.http.stream import EVENTS_TYPE, LINES_TYPE, open_stream
 
 MAX_EVENT_BYTES = 16 << 20  # an event longer than this is passed on in pieces
@@ -45,15 +46,21 @@ def answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: headers[low] for low, name in _ANSWER_HEADERS.items() if low in headers}
 
 
+async def open_answer(http: web.BaseRequest, reply: HttpReply, alive: KeepAlive | None) -> web.StreamResponse:
+    """Begin to pass on a worker's stream, in the stream that `alive` may have opened."""
+    headers = {**answer_headers(reply.headers), "Cache-Control": "no-cache"}
+    if alive is None:
+        return await open_stream(http, status=reply.status, headers=headers)
+    return await alive.open(status=reply.status, headers=headers)
+
+
 async def relay_stream(
-    http: web.BaseRequest, call: UpstreamCall, *, splitter: StreamSplitter, on_more: Callable[[bytes], None]
-) -> tuple[web.StreamResponse, CallFailed | None]:
+    out: web.StreamResponse, call: UpstreamCall, *, splitter: StreamSplitter, on_more: Callable[[bytes], None]
+) -> CallFailed | None:
     """Send the call's answer to the client until it ends, or the worker breaks off (the failure); the caller ends the response.
 
     `on_more` receives each piece but the first. The client's own connection errors pass.
     """
-    headers = {**answer_headers(call.reply.headers), "Cache-Control": "no-cache"}
-    out = await open_stream(http, status=call.reply.status, headers=headers)
     feed, read = splitter.feed, call.reply.readany
     chunk = call.reply.take()
     while chunk:
@@ -63,10 +70,10 @@ async def relay_stream(
         try:
             chunk = await read()
         except UpstreamError as err:
-            return out, broken_stream(call.worker, err)
+            return broken_stream(call.worker, err)
         if chunk:
             on_more(chunk)
     rest = splitter.rest()
     if rest:
         await out.write(rest)
-    return out, None
+    return None

@@ -43,7 +43,10 @@ def failure_response(failure: CallFailed) -> web.Response:
 
 def failure_error(failure: CallFailed) -> ApiError:
     """For the end of a stream that has begun: the worker's error without the JSON around it; else what happened."""
-    message = parse_error(failure.body)
-    if message is None:
-        message = failure.body.decode(errors="replace")[:2000] or str(failure)
-    return ApiError(failure.status or 502, message)
+    return error_of(failure.status or 502, failure.body or str(failure).encode())
+
+
+def error_of(status: int, body: bytes) -> ApiError:
+    """A worker's error, read from its JSON."""
+    message = parse_error(body)
+    return ApiError(status, body.decode(errors="replace")[:2000] if message is None else message)

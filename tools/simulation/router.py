@@ -64,6 +64,7 @@ class Router:
             load_poll_interval_s=1.0,
             connect_timeout_s=2.0,
             request_timeout_s=60.0,
+            sse_keep_alive_interval_s=1.0,
             max_concurrent_requests=options.max_concurrent,
             hedge_after_s=options.hedge_after_ms / 1000,
             hedge_budget=1.0,
@@ -184,7 +185,7 @@ class _IncomingRequest(dict[Any, Any]):
         self.path = request.path
         self.headers = CIMultiDict({"X-Request-Id": request_id, "Content-Type": "application/json", **request.headers})
         self._body = request.body
-        self._payload_writer = _Writer(reply)
+        self.writer = self._payload_writer = _Writer(reply)
 
     async def read(self) -> bytes:
         return self._body
@@ -216,6 +217,7 @@ class _Writer:
     async def write(self, chunk: bytes) -> None:
         if not self._reply.connected:
             raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+        self.output_size += len(chunk)
         self._reply.chunk(bytes(chunk))
 
     async def write_eof(self, chunk: bytes = b"") -> None:

@@ -7,10 +7,12 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from engine.frontend.client.generation import Generation
+from engine.frontend.services import SERVICES
 from engine.text.sample import TextOutput
 from service.http.errors import ApiError
+from service.http.keep_alive import NO_BEATS_HEADER, KeepAlive
 from service.http.routes import errors_of
-from service.http.stream import DONE, SSE_HEADERS, event, json_response, open_stream
+from service.http.stream import DONE, SSE_HEADERS, event, json_response
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI's own stand-in
 
@@ -42,24 +44,42 @@ def finite(logprob: float | None) -> float | None:
 async def answer(
     request: web.BaseRequest, generation: Generation, *, view: View, stream: bool, framing: Framing = EVENTS
 ) -> web.StreamResponse:
-    """Serve the generation, then abort what is unfinished. Headers wait for the first output: its error has a status."""
+    """Serve the generation, then abort what is unfinished. Headers wait for the first output: its error has a status.
+
+    They do so for --sse-keep-alive-interval at most.
+    """
     with generation:
         if not stream:
             return json_response(view.body(await generation.collect()))
+        with KeepAlive(request, interval_s=_silence_s(request)) as alive:
+            return await _stream(request, generation, view=view, framing=framing, alive=alive)
+
+
+def _silence_s(request: web.BaseRequest) -> float:
+    return 0.0 if NO_BEATS_HEADER in request.headers else request[SERVICES].spec.server.sse_keep_alive_interval_s
+
+
+async def _stream(
+    request: web.BaseRequest, generation: Generation, *, view: View, framing: Framing, alive: KeepAlive
+) -> web.StreamResponse:
+    try:
         news = await generation.next()
-        response = await open_stream(request, headers=framing.headers)
-        try:
-            while True:
-                await _send(response, framing, [c for index, output in news for c in view.chunks(index, output)])
-                if generation.done:
-                    break
-                news = await generation.next()
-            await _send(response, framing, view.last())
-            await response.write(framing.done)
-        except ApiError as e:
-            await response.write(errors_of(request).last_event(e))  # too late for a status; `done` does not follow
-        await response.write_eof()
-        return response
+        response = await alive.open(headers=framing.headers)
+        while True:
+            await _send(response, framing, [c for index, output in news for c in view.chunks(index, output)])
+            if generation.done:
+                break
+            news = await generation.next()
+        await _send(response, framing, view.last())
+        await response.write(framing.done)
+    except ApiError as e:
+        if alive.stream is None:
+            raise
+        response = alive.stream
+        await response.write(errors_of(request).last_event(e))  # too late for a status; `done` does not follow
+    await alive.end()
+    await response.write_eof()
+    return response
 
 
 async def _send(response: web.StreamResponse, framing: Framing, chunks: list[Any]) -> None:

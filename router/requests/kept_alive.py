@@ -1,0 +1,51 @@
+"""Serves a streamed request with beats while nothing else is sent. They are no answer: a request that has only beaten may still move.
+
+Once a beat has left, what would have been another answer is the last event of the stream.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from router.attempts.request import RequestContext
+from router.requests.replies import HANDED_BACK, draining, error_of
+from service.http.errors import ApiError
+from service.http.keep_alive import KeepAlive
+from service.http.routes import errors_of
+
+Serve = Callable[[RequestContext], Awaitable[web.StreamResponse]]
+
+
+async def serve_kept_alive(request: RequestContext, serve: Serve, *, interval_s: float) -> web.StreamResponse:
+    with KeepAlive(request.http, interval_s=interval_s) as alive:
+        request.alive = alive
+        try:
+            answer = await serve(request)
+        except ApiError as error:
+            if alive.stream is None:
+                raise
+            return await _end(alive, _failed(request, error))
+        except asyncio.CancelledError:
+            if alive.stream is None or not request.took_cancel():
+                raise
+            return await _end(alive, _failed(request, draining(HANDED_BACK)))
+        if alive.stream is None or answer is alive.stream:
+            return answer
+        assert isinstance(answer, web.Response) and isinstance(answer.body, bytes), answer
+        if answer.status < 300:  # whole: the worker streams nothing
+            return await _end(alive, b"data: " + b" ".join(answer.body.split(b"\n")) + b"\n\n")
+        return await _end(alive, _failed(request, error_of(answer.status, answer.body)))
+
+
+def _failed(request: RequestContext, error: ApiError) -> bytes:
+    request.failure = error.message
+    return errors_of(request.http).last_event(error)
+
+
+async def _end(alive: KeepAlive, last_event: bytes) -> web.StreamResponse:
+    await alive.end()
+    assert alive.stream is not None
+    await alive.stream.write(last_event)
+    await alive.stream.write_eof()
+    return alive.stream
