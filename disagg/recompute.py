@@ -37,4 +37,5 @@ def request_for(wanted: RecomputeRequest, now_s: float) -> Request:
         prefill_only=True,
         priority=wanted.work.priority,
         keep_kv=wanted.work.share,
+        namespace=wanted.work.namespace,
     )

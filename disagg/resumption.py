@@ -110,7 +110,7 @@ class Resumption:
         handover.stage = HandoverStage.TRANSFER
         known = request.tokens(0, request.num_tokens - 1)
         given = self._requested_pages(request)
-        work = Work(tokens=known, priority=request.priority, share=request.keep_kv)
+        work = Work(tokens=known, priority=request.priority, share=request.keep_kv, namespace=request.namespace)
         handover.receiver.provide(given, row, skip_pages=request.shared_pages, work=work)
         return True
 

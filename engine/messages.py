@@ -61,6 +61,7 @@ class GenerateRequest(_Message, frozen=True):
     lora: str = ""
     timeout_s: float | None = None
     request_id: str = ""  # of the HTTP request, for log lines
+    namespace: tuple[str, ...] = ()  # of the prefix cache
 
 
 class GenerateBatch(_Message, frozen=True):

@@ -18,10 +18,14 @@ BlockHash = int | bytes
 MEDIUM = "GPU"  # the name of the tier next to the model, whatever the device
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
 MAX_MESSAGE_BYTES = 16 << 20
+MAX_NAMESPACE_CHARS = 1024  # of each part
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Hashes of `block_size` tokens each, after `parent_block_hash` (None: a prompt's start). `lora_id` None: the model alone."""
+    """Hashes of `block_size` tokens each, after `parent_block_hash` (None: a prompt's start). `lora_id` None: the model alone.
+
+    `lora_name`, `extra_keys`: vLLM's. We send the namespace as the extra keys of each block; None: the common one.
+    """
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
@@ -29,6 +33,8 @@ class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
     block_size: int
     lora_id: int | None
     medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: Any = None
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -49,6 +55,11 @@ class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
     ts: float
     events: list[KVEvent]
     data_parallel_rank: int | None = None
+
+
+def namespace_of(cache_salt: str | None, extra_key: str | None) -> tuple[str, ...]:
+    """Name the part of the prefix cache that a request may share, by its fields of these names; (): the common one."""
+    return tuple(part for part in (cache_salt, extra_key) if part)
 
 
 class BadEvent(ValueError):

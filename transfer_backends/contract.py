@@ -163,11 +163,12 @@ class BackendUnavailable(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """KV of `tokens` that prefill computes without sampling."""
+    """KV of `tokens` that prefill computes without sampling. `share`: with other requests of `namespace`."""
 
     tokens: Sequence[int]
     priority: int = 0
     share: bool = True
+    namespace: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from service.kv_events import MAX_NAMESPACE_CHARS
 from transfer_backends.contract import Count, KVArgs, Region
 from transfer_backends.liveness import ProcessMark
 
@@ -27,6 +28,9 @@ Retry = Annotated[int, msgspec.Meta(ge=0, le=255)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=2048)]
 Descriptor = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+Namespace = Annotated[
+    tuple[Annotated[str, msgspec.Meta(max_length=MAX_NAMESPACE_CHARS)], ...], msgspec.Meta(max_length=2)
+]
 SkipPages = Annotated[int, msgspec.Meta(ge=0, le=MAX_PAGES)]
 PageBytes = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_PAGES)]
 RowBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_ROW_BYTES)]
@@ -98,7 +102,7 @@ class TransferInfo(_Message, frozen=True):
 class Recompute(_Message, frozen=True):
     """A transfer of decode's own: compute the KV of `tokens` (int32 little-endian) without sampling, and write it.
 
-    `share`: other requests may reuse the KV. `attempt` is above 0, so no room of the router has the same key.
+    `share`: other requests of `namespace` may reuse the KV. `attempt` is above 0, so no room of the router has the same key.
     """
 
     room: Room
@@ -109,6 +113,7 @@ class Recompute(_Message, frozen=True):
     skip_pages: SkipPages
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
     share: bool
+    namespace: Namespace = ()
 
 
 class Status(_Message, frozen=True):

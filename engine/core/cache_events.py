@@ -3,8 +3,12 @@
 Pages get names that hold outside: a chained hash of all tokens up to the page's end. A split of a node changes no name.
 """
 
+import hashlib
+
+import msgspec
+
 from engine.core.page_keys import next_keys
-from engine.core.radix_node import Node
+from engine.core.radix_node import TRUNK, Branch, Node
 from service.kv_events import MEDIUM, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 
 HASH_BYTES = 8
@@ -23,12 +27,23 @@ class CacheEvents:
         parent = node.parent
         assert parent is not None
         above = self._keys[parent.pages[-1]] if parent.pages else None
-        adapter = _adapter(node)
-        keys = next_keys(above or f"adapter {adapter}".encode(), node.key, self._page_size)
+        branch = _branch(node)
+        keys = next_keys(above or _seed(branch), node.key, self._page_size)
         self._keys.update(zip(node.pages, keys, strict=True))
         parent_hash = None if above is None else _short(above)
         hashes: list[BlockHash] = [_short(key) for key in keys]
-        self._events.append(BlockStored(hashes, parent_hash, list(node.key), self._page_size, adapter or None, MEDIUM))
+        tokens, namespaces = list(node.key), [branch.namespace] * len(keys) if branch.namespace else None
+        self._events.append(
+            BlockStored(
+                hashes,
+                parent_hash,
+                tokens,
+                self._page_size,
+                branch.adapter or None,
+                medium=MEDIUM,
+                extra_keys=namespaces,
+            )
+        )
 
     def on_removed(self, node: Node) -> None:
         if node.pages:
@@ -48,8 +63,12 @@ def _short(key: bytes) -> int:
     return int.from_bytes(key[:HASH_BYTES])
 
 
-def _adapter(node: Node) -> int:
-    """Return the adapter of the branch that holds `node`, from the key of the root's child."""
+def _seed(branch: Branch) -> bytes:
+    return hashlib.sha256(msgspec.msgpack.encode(branch)).digest()
+
+
+def _branch(node: Node) -> Branch:
+    """Return the branch that holds `node`."""
     while node.parent is not None and node.parent.parent is not None:
         node = node.parent
-    return -node.key[0] if node.key and node.key[0] < 0 else 0
+    return node.branch or TRUNK

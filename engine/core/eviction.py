@@ -4,7 +4,7 @@ lru       least recently used first        mru   most recently used first
 lfu       fewest requests first            fifo  oldest first
 priority  lowest priority first            filo  newest first
 
-Equal ones of lfu and priority go least recently used first.
+Equal ones of lfu and priority go least recently used first. The top of a branch that has become empty goes before all others.
 """
 
 import heapq
@@ -21,6 +21,7 @@ _RANKS: dict[str, Callable[[Node], Rank]] = {
     "priority": lambda node: (node.priority, node.last_used),
 }
 EVICTION_POLICIES = tuple(_RANKS)
+_FIRST = (-(1 << 62), 0)
 
 
 class EvictionOrder:
@@ -30,7 +31,7 @@ class EvictionOrder:
     """
 
     def __init__(self, policy: str) -> None:
-        self._rank = _RANKS[policy]
+        self._rank_of_pages = _RANKS[policy]
         self._heap: list[tuple[Rank, int, Node]] = []  # (rank, serial, node)
 
     def note(self, node: Node, *, num_pages: int) -> None:
@@ -56,6 +57,9 @@ class EvictionOrder:
     def serials(self) -> set[int]:
         """Return the serials of the nodes that `pop` would find."""
         return {entry[1] for entry in self._heap if self._is_current(entry)}
+
+    def _rank(self, node: Node) -> Rank:
+        return self._rank_of_pages(node) if node.pages else _FIRST
 
     def _compact(self) -> None:
         stale = [entry[2] for entry in self._heap if not self._is_current(entry)]

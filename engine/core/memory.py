@@ -94,7 +94,7 @@ class Memory:
 
     def match_prefix(self, request: Request) -> Match:
         """Find the cached prefix that `request` may use, and mark it as used."""
-        return self.cache.match(request.tokens(0, match_limit(request)), adapter=request.adapter)
+        return self.cache.match(request.tokens(0, match_limit(request)), branch=request.branch)
 
     def needs_page(self, request: Request) -> bool:
         """Whether the next token starts a page that the request does not have."""
@@ -114,7 +114,7 @@ class Memory:
         tokens = request.tokens(0, whole * self.allocator.page_size)
         keys = self.host.keys.of(request, whole) if self.host is not None else ()
         inserted = self.cache.insert(
-            tokens, request.pages[:whole], keys, adapter=request.adapter, priority=self._rank(request)
+            tokens, request.pages[:whole], keys, branch=request.branch, priority=self._rank(request)
         )
         request.dup_pages += request.pages[request.shared_pages : inserted.existing]
         request.shared_pages = whole

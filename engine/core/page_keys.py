@@ -1,6 +1,6 @@
 """Names of whole KV pages by what they hold: a chained hash over everything that decides their bytes.
 
-    seed = H(identity of the KV, extra key)     key[0] = H(seed, tokens of page 0)     key[i] = H(key[i-1], tokens of page i)
+    seed = H(identity of the KV, branch)     key[0] = H(seed, tokens of page 0)     key[i] = H(key[i-1], tokens of page i)
 
 Equal keys mean equal KV, in this process and in the next one. SHA-256, because a prompt that collides on purpose would read
 another client's KV.
@@ -28,9 +28,9 @@ class KVIdentity(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     weights: str
 
-    def seed(self, extra_key: str = "") -> bytes:
-        """Return the start of a chain. `extra_key`: KV under different ones is never shared (a load of an adapter)."""
-        return hashlib.sha256(msgspec.msgpack.encode((msgspec.structs.astuple(self), extra_key))).digest()
+    def seed(self, adapter: str = "", namespace: tuple[str, ...] = ()) -> bytes:
+        """Return the start of a chain. KV of different adapters or namespaces is never shared. `adapter`: name of its load."""
+        return hashlib.sha256(msgspec.msgpack.encode((msgspec.structs.astuple(self), adapter, *namespace))).digest()
 
 
 def next_keys(before: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
@@ -55,8 +55,9 @@ class RequestKeys:
 
     def of(self, request: Request, num_pages: int) -> list[bytes]:
         """Return the keys of the first `num_pages` pages of `request`, which are whole."""
-        extra = f"adapter {request.adapter} of {self._run_id}" if request.adapter else ""
-        seed, size, known = self.identity.seed(extra), self.identity.page_size, request.lower_tiers
+        adapter = f"adapter {request.adapter} of {self._run_id}" if request.adapter else ""
+        seed = self.identity.seed(adapter, request.namespace)
+        size, known = self.identity.page_size, request.lower_tiers
         if known.seed != seed:
             known.keys, known.seed = [], seed
         keys = known.keys

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from engine.core.radix_cache import Match
-from engine.core.radix_node import Node
+from engine.core.radix_node import Branch, Node
 from engine.core.request import Request
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
@@ -110,10 +110,10 @@ def _by_policy(
 
 def _shares_with_an_earlier_one(requests: list[Request], matches: list[Match], shared_tokens: int) -> list[bool]:
     """Return for each request whether it shares an uncached prefix with one before it."""
-    seen: set[tuple[int, ...]] = set()
+    seen: set[tuple[Branch, tuple[int, ...]]] = set()
     later = []
     for request, match in zip(requests, matches, strict=True):
-        prefix = (request.adapter, *request.input_ids[:shared_tokens])
+        prefix = (request.branch, tuple(request.input_ids[:shared_tokens]))
         uncached = not match.pages and len(request.input_ids) >= shared_tokens
         later.append(uncached and prefix in seen)
         seen.add(prefix)

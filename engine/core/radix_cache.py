@@ -3,20 +3,20 @@
 Owns the nodes, their pages and their locks. A node's lock count is at least each child's, so everything unlocked can be
 evicted leaf by leaf, in the order of eviction.py.
 
-Each adapter (by the number of its load, engine/core/adapters.py) has a *branch* of its own under the root: a node without
-pages whose key (-adapter,) no token can be. Adapter 0 is the model alone.
+Prefixes of the model alone, in no namespace, begin at the root. Each adapter (by the number of its load,
+engine/core/adapters.py) in each namespace has a *branch* under the root, whose top is a node without pages.
 
 After SGLang's RadixAttention (arXiv:2312.07104).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.core.cache_events import CacheEvents
 from engine.core.eviction import EvictionOrder
 from engine.core.host_cache import HostCache
 from engine.core.page_allocator import PageAllocator
-from engine.core.radix_node import Node
+from engine.core.radix_node import TRUNK, Branch, Node
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,18 +56,19 @@ class RadixCache:
         self._clock = 0
         self.root = Node(key=(), pages=[], parent=None, serial=0)
         self.root.locks = 1
+        self._tops: dict[Branch, Node] = {}
         self._eviction_order = EvictionOrder(policy)
         self.num_pages = 0
         self.num_evictable = 0
 
-    def num_cached(self, tokens: Sequence[int], *, adapter: int = 0) -> int:
+    def num_cached(self, tokens: Sequence[int], *, branch: Branch = TRUNK) -> int:
         """Count the pages that `match` would find; changes nothing."""
-        node = self._branch(adapter) if self.enabled else None
+        node = self._top(branch) if self.enabled else None
         return 0 if node is None else sum(shared for _, shared in self._walk(tokens, node))
 
-    def match(self, tokens: Sequence[int], *, adapter: int = 0) -> Match:
+    def match(self, tokens: Sequence[int], *, branch: Branch = TRUNK) -> Match:
         """Find the longest page-aligned prefix of `tokens`, mark it as used, and split the node in which it ends."""
-        node = self._branch(adapter) if self.enabled else None
+        node = self._top(branch) if self.enabled else None
         if node is None:
             return Match([], self.root)
         pages = list[int]()
@@ -93,16 +94,16 @@ class RadixCache:
         pages: Sequence[int],
         keys: Sequence[bytes] = (),
         *,
-        adapter: int = 0,
+        branch: Branch = TRUNK,
         priority: int = 0,
     ) -> Inserted:
         """Cache `tokens` in `pages`, which the caller holds. `keys`: of these pages in the tier below."""
         assert len(tokens) == len(pages) * self._page_size
         if not self.enabled:
             return Inserted(existing=len(pages), node=self.root)
-        if self._branch(adapter) is None:
-            self._new_node((-adapter,), [], self.root)
-        match = self.match(tokens, adapter=adapter)
+        if self._top(branch) is None:
+            self._add_top(branch)
+        match = self.match(tokens, branch=branch)
         existing = len(match.pages)
         if existing == len(pages):
             return Inserted(existing=existing, node=match.node)
@@ -146,11 +147,9 @@ class RadixCache:
         return freed
 
     def forget(self, adapter: int) -> None:
-        """Free the branch of an unloaded adapter; what is locked is evicted later."""
-        branch = self._branch(adapter)
-        if branch is None or branch is self.root:
-            return
-        for node in reversed(list(self._nodes(branch))):  # children after parents, so reversed leaves come first
+        """Free the branches of an unloaded adapter; what is locked is evicted later."""
+        tops = [top for branch, top in self._tops.items() if adapter and branch.adapter == adapter]
+        for node in reversed(list(self._nodes(tops))):  # children after parents, so reversed leaves come first
             if node.is_evictable:
                 self._remove(node)
 
@@ -160,15 +159,19 @@ class RadixCache:
         below, self._below = self._below, None
         listener, self._listener = self._listener, None
         self.evict(self.num_pages)
-        for branch in list(self.root.children.values()):
-            self._remove(branch)  # empty now
+        for top in list(self._tops.values()):
+            self._remove(top)  # empty now
         self._below, self._listener = below, listener
         if listener is not None:
             listener.on_cleared()
 
-    def _branch(self, adapter: int) -> Node | None:
-        """Return the node under which the prefixes of `adapter` begin."""
-        return self.root.children.get((-adapter,)) if adapter else self.root
+    def _top(self, branch: Branch) -> Node | None:
+        """Return the node under which the prefixes of `branch` begin."""
+        return self.root if branch == TRUNK else self._tops.get(branch)
+
+    def _add_top(self, branch: Branch) -> None:
+        self._serial += 1
+        self._tops[branch] = Node(key=(), pages=[], parent=self.root, serial=self._serial, branch=branch)
 
     def _walk(self, tokens: Sequence[int], node: Node) -> Iterator[tuple[Node, int]]:
         """Yield (child, pages of its key that agree) along the path from `node`, up to the first partial one."""
@@ -215,7 +218,10 @@ class RadixCache:
 
     def _remove(self, node: Node) -> int:
         assert node.parent is not None
-        del node.parent.children[node.key[: self._page_size]]
+        if node.branch is None:
+            del node.parent.children[node.key[: self._page_size]]
+        else:
+            del self._tops[node.branch]
         if self._below is not None:
             self._below.on_evict(node)
         if self._listener is not None:
@@ -230,9 +236,9 @@ class RadixCache:
     def _note_leaf(self, node: Node) -> None:
         self._eviction_order.note(node, num_pages=self.num_pages)
 
-    def _nodes(self, *tops: Node) -> Iterator[Node]:
-        """Yield `tops` (default: the root's children) and all below them, parents before children."""
-        stack = list(tops or self.root.children.values())
+    def _nodes(self, tops: Iterable[Node]) -> Iterator[Node]:
+        """Yield `tops` and all below them, parents before children."""
+        stack = list(tops)
         while stack:
             node = stack.pop()
             yield node
@@ -242,13 +248,14 @@ class RadixCache:
         """Check counters, locks, keys and page states, and that eviction finds every evictable leaf."""
         noted = self._eviction_order.serials()
         pages = evictable = 0
-        for node in self._nodes():
+        for node in self._nodes([*self.root.children.values(), *self._tops.values()]):
             assert len(node.keys) == (0 if self._below is None else len(node.pages))
-            if node.pages:
-                assert len(node.key) == len(node.pages) * self._page_size
+            assert len(node.key) == len(node.pages) * self._page_size
+            if node.branch is None:
+                assert node.pages and node.parent is not None, "an empty node"
+                assert node.parent.children[node.key[: self._page_size]] is node
             else:
-                assert node.parent is self.root and len(node.key) == 1 and node.key[0] < 0, "an empty node"
-            assert node.parent is not None and node.parent.children[node.key[: self._page_size]] is node
+                assert not node.pages and node.parent is self.root and self._tops[node.branch] is node
             assert node.locks >= max((c.locks for c in node.children.values()), default=0)
             assert all(self._allocator.state_of(p) == "cached" for p in node.pages)
             assert not node.is_evictable or node.serial in noted

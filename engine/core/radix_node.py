@@ -1,12 +1,25 @@
 """Nodes of the prefix tree."""
 
+from typing import NamedTuple
+
 Rank = tuple[int, int]
 
 
+class Branch(NamedTuple):
+    """What KV depends on besides tokens: the load of an adapter (0: the model alone), and the namespace of the request."""
+
+    adapter: int = 0
+    namespace: tuple[str, ...] = ()
+
+
+TRUNK = Branch()
+
+
 class Node:
-    """`key`: the tokens of this edge; `pages`: one per page_size tokens. A branch has no pages, and -adapter for a key."""
+    """`key`: the tokens of this edge; `pages`: one per page_size tokens. `branch`: of a branch's top, which has neither."""
 
     __slots__ = (
+        "branch",
         "children",
         "created",
         "key",
@@ -21,7 +34,16 @@ class Node:
         "uses",
     )
 
-    def __init__(self, *, key: tuple[int, ...], pages: list[int], parent: "Node | None", serial: int) -> None:
+    def __init__(
+        self,
+        *,
+        key: tuple[int, ...],
+        pages: list[int],
+        parent: "Node | None",
+        serial: int,
+        branch: Branch | None = None,
+    ) -> None:
+        self.branch = branch
         self.key = key
         self.pages = pages
         self.parent = parent

@@ -12,7 +12,7 @@ Token positions of a request, page by page (page_size 4, prompt of 6, two tokens
 from dataclasses import dataclass, field
 
 from engine.core.hooks import Grammar, StopPattern
-from engine.core.radix_node import Node
+from engine.core.radix_node import TRUNK, Branch, Node
 from engine.core.times import Times
 from engine.messages import Bootstrap, FinishReason, LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
@@ -61,6 +61,7 @@ class Request:
     return_hidden_states: bool = False
     pooling: str = ""  # "last" | "mean": an embedding request
     adapter: int = 0  # number of the adapter's load (engine/core/adapters.py); 0: the model alone
+    namespace: tuple[str, ...] = ()  # of the prefix cache: it shares KV with requests of the same one
     request_id: str = ""  # of the HTTP request, for log lines
     stop_patterns: tuple[StopPattern, ...] = ()  # compiled `sampling.stop_regex`
     serial: int = 0  # order of arrival
@@ -97,6 +98,11 @@ class Request:
     preemptions: int = 0
     transfer_retries: int = 0
     times: Times = field(default_factory=Times)
+
+    @property
+    def branch(self) -> Branch:
+        """Return where its prefixes are in the radix tree."""
+        return Branch(self.adapter, self.namespace) if self.adapter or self.namespace else TRUNK
 
     @property
     def num_tokens(self) -> int:

@@ -7,6 +7,7 @@ it. SGLang's in-batch prefix caching does so with its cache-aware policies; here
 from collections.abc import Iterable
 
 from engine.core.memory import Memory, match_limit
+from engine.core.radix_node import Branch
 from engine.core.request import Request
 
 MAX_PASSED_OVER = 32  # per step: bounds the cost of a plan
@@ -19,7 +20,7 @@ class SharedWork:
         self._memory = memory
         self._min_tokens = min_tokens
         self._page_size = memory.allocator.page_size
-        self._under_way: dict[tuple[int, ...], list[Request]] = {}  # by their first page
+        self._under_way: dict[tuple[Branch, tuple[int, ...]], list[Request]] = {}  # by their first page
         self.num_passed_over = 0
         for request in computing:
             self.add(request)
@@ -46,13 +47,13 @@ class SharedWork:
         shared = max(self._common(request, other, min(limit, other.launched_len)) for other in others)
         if shared < self._min_tokens:
             return False
-        cached = self._memory.cache.num_cached(request.tokens(0, limit), adapter=request.adapter) * self._page_size
+        cached = self._memory.cache.num_cached(request.tokens(0, limit), branch=request.branch) * self._page_size
         waits = shared - cached >= self._min_tokens
         self.num_passed_over += waits
         return waits
 
-    def _first_page(self, request: Request) -> tuple[int, ...]:
-        return (request.adapter, *request.tokens(0, min(self._page_size, request.num_tokens)))
+    def _first_page(self, request: Request) -> tuple[Branch, tuple[int, ...]]:
+        return request.branch, tuple(request.tokens(0, min(self._page_size, request.num_tokens)))
 
     def _common(self, request: Request, other: Request, limit: int) -> int:
         """Count the tokens of the whole pages, up to `limit`, in which both begin alike."""

@@ -326,6 +326,7 @@ class EngineLoop:
             return_hidden_states=message.return_hidden_states,
             pooling=message.pooling,
             adapter=adapter,
+            namespace=message.namespace,
             request_id=message.request_id,
             stop_patterns=compile_all(sampling.stop_regex),
         )

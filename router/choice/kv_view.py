@@ -117,10 +117,10 @@ class WorkerCacheView:
 
     def _before(self, event: BlockStored) -> _Block:
         """The block that the event continues; an unknown one for KV of an adapter: requests may name it otherwise."""
-        if event.lora_id is not None:
+        if event.lora_id is not None or event.lora_name is not None:
             return _Block(0)
         if event.parent_block_hash is None:
-            return _Block(0, open_chain(token_seed()))
+            return _Block(0, open_chain(token_seed(namespace=_namespace(event))))
         return self._blocks.get(event.parent_block_hash) or _Block(0)
 
     def _remove(self, block_hash: BlockHash) -> None:
@@ -129,6 +129,13 @@ class WorkerCacheView:
             self.num_tokens -= block.size
             for key in block.keys:
                 self._index.remove(self._worker_id, key)
+
+
+def _namespace(event: BlockStored) -> list[str]:
+    """The extra keys of the first block, as text: what is no namespace is in no request, either."""
+    keys = event.extra_keys
+    first = keys[0] if isinstance(keys, list) and keys else None
+    return [str(key) for key in first] if isinstance(first, list) else []
 
 
 def _next(before: _Block, tokens: list[int]) -> _Block:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from router.body import CHATS, ParsedBody, prompt_of
-from service.http.json_depth import JSON_ERRORS
+from service.http.json_depth import JSON_ERRORS, decode_or_none
+from service.kv_events import namespace_of
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -49,9 +50,9 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     return array("I", tokens).tobytes()
 
 
-def token_seed(adapter: bytes = b"") -> bytes:
+def token_seed(adapter: bytes = b"", namespace: Sequence[str] = ()) -> bytes:
     """The seed for token ids. `adapter`: JSON text of the LoRA adapter's name."""
-    return b"ids\0" + adapter
+    return b"ids\0" + adapter + _named(namespace)
 
 
 def prompt_keys(parsed: ParsedBody) -> list[bytes]:
@@ -59,6 +60,7 @@ def prompt_keys(parsed: ParsedBody) -> list[bytes]:
     fields, prompt = parsed.fields, memoryview(prompt_of(parsed.api, parsed.fields))
     if parsed.api in CHATS:
         seed = b"\0".join((_text(fields, "model"), _text(fields, "lora_path"), _text(fields, "tools")))
+        seed += _named(_namespace(fields))
         return chain(parsed.api.encode() + b"\0" + seed, prompt)
     return _plain_keys(fields, prompt)
 
@@ -66,13 +68,13 @@ def prompt_keys(parsed: ParsedBody) -> list[bytes]:
 def _plain_keys(fields: dict[str, msgspec.Raw], prompt: memoryview) -> list[bytes]:
     """Keys of text (it begins with a quote) or ids (with a digit), alone or in brackets: a batch."""
     start = bytes(prompt[:64]).lstrip(b"[ \t\r\n")
-    adapter = _text(fields, "lora_path")
+    adapter, namespace = _text(fields, "lora_path"), _namespace(fields)
     if start[:1].isdigit():
-        return chain(token_seed(adapter), _first_ids(prompt))
+        return chain(token_seed(adapter, namespace), _first_ids(prompt))
     if start[:1] != b'"':
         return []
     skipped = min(len(prompt), 64) - len(start)
-    return chain(b"text\0" + _text(fields, "model") + b"\0" + adapter, prompt[skipped:])
+    return chain(b"text\0" + _text(fields, "model") + b"\0" + adapter + _named(namespace), prompt[skipped:])
 
 
 def _first_ids(prompt: memoryview) -> bytes:
@@ -85,6 +87,23 @@ def _first_ids(prompt: memoryview) -> bytes:
         return token_bytes(ids)
     except (*JSON_ERRORS, OverflowError, IndexError):
         return b""
+
+
+def _namespace(fields: dict[str, msgspec.Raw]) -> tuple[str, ...]:
+    """The namespace of the prompt; of a batch that of its first prompt."""
+    if not fields.keys() & {"cache_salt", "extra_key"}:
+        return ()
+    return namespace_of(_first_string(fields.get("cache_salt")), _first_string(fields.get("extra_key")))
+
+
+def _first_string(raw: msgspec.Raw | None) -> str | None:
+    value = None if raw is None else decode_or_none(raw)
+    first = value[0] if isinstance(value, list) and value else value
+    return first if isinstance(first, str) else None
+
+
+def _named(namespace: Sequence[str]) -> bytes:
+    return b"\0" + msgspec.json.encode(namespace) if namespace else b""
 
 
 def _text(fields: dict[str, msgspec.Raw], name: str) -> bytes:

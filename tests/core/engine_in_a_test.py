@@ -30,6 +30,7 @@ def request_of(
     eos: int | None = None,
     priority: int = 0,
     adapter: int = 0,
+    namespace: tuple[str, ...] = (),
     **sampling: object,
 ) -> Request:
     """A request outside an engine, with `generated` output tokens."""
@@ -42,6 +43,7 @@ def request_of(
         output_ids=[0] * generated,
         priority=priority,
         adapter=adapter,
+        namespace=namespace,
     )
 
 

@@ -180,6 +180,15 @@ def test_nobody_waits_for_a_prefix_of_another_adapter(policy: str) -> None:
     assert [item.rid for item in engine.plans[0].items] == ["a", "b", "a2"]
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_no_request_waits_for_a_prefix_of_another_namespace(policy: str) -> None:
+    engine = EngineInATest(policy=policy, chunk=None, max_prefill_tokens=1000, num_pages=200)
+    for rid, namespace in (("a", ("a",)), ("a2", ("a",)), ("b", ("b",))):
+        engine.add(rid, list(range(200)), namespace=namespace)
+    engine.turn()
+    assert {item.rid for item in engine.plans[0].items} == {"a", "b"}
+
+
 def test_nobody_starves_while_others_keep_coming() -> None:
     engine = EngineInATest(max_loras_per_batch=1, max_running=2, lora_drain_wait_s=20.0)
     for turn in range(200):

@@ -1,15 +1,21 @@
 """Host tier: what each policy copies and when, what comes back, and that any load under tiny pools reads right KV."""
 
+from itertools import takewhile
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.core.host_cache import WRITE_POLICIES
 from tests.core.hash_model import expected_tokens
 from tests.core.tiers_in_a_test import TieredEngine, identity
 
 PROMPT = list(range(13))  # three whole pages and a token
+
+
+def common(a: list[int], b: list[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def copied(engine: TieredEngine) -> int:
@@ -82,6 +88,47 @@ def test_kv_of_an_adapter_comes_back_to_that_adapter_alone() -> None:
             PROMPT, 2, adapter=adapter
         )
         assert engine.outputs[f"{adapter}"][0].cached_tokens == 12
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    asked=st.lists(
+        st.tuples(st.sampled_from([(), ("a",), ("a", "b"), ("ab",)]), st.integers(0, 1), st.integers(1, 17)),
+        min_size=2,
+        max_size=14,
+    ),
+    write_policy=st.sampled_from(WRITE_POLICIES),
+)
+def test_tenants_share_no_page_on_any_tier(asked: list[tuple[tuple[str, ...], int, int]], write_policy: str) -> None:
+    """What a request finds on device, host or disk is what earlier requests of its own namespace have left there."""
+    engine = TieredEngine(host_pages=6, num_pages=8, disk_pages=12, write_policy=write_policy)
+    left: dict[tuple[str, ...], list[list[int]]] = {}
+    for i, (namespace, family, length) in enumerate(asked):
+        prompt = [family * 7 + k for k in range(length)]
+        request = engine.add(f"{i}", prompt, max_new_tokens=2, namespace=namespace)
+        engine.disk_turn()
+        engine.run()
+        assert engine.tokens[f"{i}"] == expected_tokens(prompt, 2)
+        known = max((common(prompt[:-1], other) for other in left.get(namespace, [])), default=0)
+        assert engine.outputs[f"{i}"][0].cached_tokens <= known // 4 * 4
+        left.setdefault(namespace, []).append(prompt + request.output_ids)
+        engine.disk_turn()
+
+
+@pytest.mark.parametrize("place", ["device", "host", "disk"])
+def test_a_tenant_finds_its_own_prefix(place: str) -> None:
+    engine = TieredEngine(host_pages=16, num_pages=8, disk_pages=100)
+    engine.answer("a", PROMPT, max_new_tokens=2, namespace=("a",))
+    engine.disk_turn()
+    if place == "host":
+        engine.push_out()
+    if place == "disk":
+        engine.scheduler.forget_prefixes()
+    for rid, namespace, cached in (("b", ("b",), 0), ("plain", (), 0), ("again", ("a",), 12)):
+        engine.add(rid, PROMPT, max_new_tokens=2, namespace=namespace)
+        engine.disk_turn()
+        engine.run()
+        assert engine.outputs[rid][0].cached_tokens == cached
 
 
 def test_a_request_that_leaves_no_kv_behind_reads_the_host_and_leaves_none() -> None:

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from disagg.recompute import Bounds, why_not
+from engine.core.radix_node import Branch
 from engine.messages import FinishReason
 from tests.core.hash_model import VOCAB, expected_tokens
 from tests.disagg.two_roles import Cluster, assert_no_output_twice, crowded, run_retracted_first
@@ -36,6 +37,23 @@ def test_prefill_computes_what_decode_retracted(depth: int, page_size: int, radi
     through, _ = resumed(cluster)
     told = cluster.prefill.role.counters()
     assert told["recomputed"] == through > 0 and told["recomputed_tokens"] > 0
+
+
+def test_what_prefill_computes_again_stays_in_its_namespace() -> None:
+    """Nothing was sent outside of the two, so nothing may be cached outside of them."""
+    spaces = ("a",), ("b",)
+    cluster, prompts = crowded(namespaces=spaces)
+    run_retracted_first(cluster)
+    assert_right(cluster, prompts)
+    assert resumed(cluster)[0] > 0
+    for engine in (cluster.prefill, cluster.decode):
+        cache = engine.scheduler.memory.cache
+        assert not cache.root.children and cache.num_pages > 0
+        for i, prompt in enumerate(prompts.values()):
+            own, other = (
+                cache.num_cached(prompt, branch=Branch(0, space)) for space in (spaces[i % 2], spaces[1 - i % 2])
+            )
+            assert own >= other == 0
 
 
 def running(new: int) -> tuple[Cluster, random.Random]:

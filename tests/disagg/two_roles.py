@@ -1,7 +1,7 @@
 """A prefill and a decode engine under their production roles, joined by the test's wire, in one thread."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from disagg.decode_role import DecodeRole
@@ -101,10 +101,10 @@ class Cluster:
             prealloc_timeout_s=1000.0,
         )
 
-    def submit(self, rid: str, prompt: list[int], room: int, *, new: int, adapter: int = 0, priority: int = 0) -> None:
-        """To both, as the router does."""
-        self.prefill.submit(rid, prompt, room, new=new, prefill_only=True, adapter=adapter, priority=priority)
-        self.decode.submit(rid, prompt, room, new=new, prefill_only=False, adapter=adapter, priority=priority)
+    def submit(self, rid: str, prompt: list[int], room: int, *, new: int, **wishes: object) -> None:
+        """To both, as the router does. `wishes`: other fields of the request."""
+        self.prefill.submit(rid, prompt, room, new=new, prefill_only=True, **wishes)
+        self.decode.submit(rid, prompt, room, new=new, prefill_only=False, **wishes)
 
     def run(self, rng: random.Random, max_turns: int = 20_000) -> None:
         """Until nothing is left anywhere."""
@@ -135,15 +135,20 @@ class Cluster:
 
 
 def crowded(
-    *, depth: int = 1, page_size: int = 4, resume_elsewhere: bool = True, **decode: object
+    *,
+    depth: int = 1,
+    page_size: int = 4,
+    resume_elsewhere: bool = True,
+    namespaces: Sequence[tuple[str, ...]] = ((),),
+    **decode: object,
 ) -> tuple[Cluster, dict[str, list[int]]]:
-    """Six requests, and memory for the growth of two; none is reserved."""
+    """Six requests, of `namespaces` in turn, and memory for the growth of two; none is reserved."""
     pages = (200, 64 // page_size)
     decode |= {"conservativeness": 0.0, "resume_elsewhere": resume_elsewhere}
     cluster = Cluster(pages=pages, page_size=page_size, depth=depth, **decode)
     prompts = {f"r{i}": [i, *range(8 + i)] for i in range(6)}
     for i, (rid, prompt) in enumerate(prompts.items()):
-        cluster.submit(rid, prompt, i + 1, new=24)
+        cluster.submit(rid, prompt, i + 1, new=24, namespace=namespaces[i % len(namespaces)])
     return cluster, prompts
 
 

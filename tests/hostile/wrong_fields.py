@@ -46,6 +46,8 @@ CHAT_FIELDS: list[tuple[str, list[Any]]] = [
     ("custom_logit_processor", ["gASV"]),
     ("model", [5]),
     ("rid", ["x" * 300]),
+    ("cache_salt", [5, "s" * 1025, ["a", "b"], {}]),
+    ("extra_key", [5, "k" * 10_000_000, [], [None, None]]),
 ]
 PROMPTS: list[Any] = [
     *(None, "", [], ["a", ""], [[]], ["a", 1], ["a", [1]], [260], [-1], [10**30], {"a": 1}, [1] * CONTEXT)
@@ -164,6 +166,11 @@ NATIVE: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [[1], [1], [1]], "sampling_params": [{}, {"regex": "("}, {}]}, "regex"),
     ({**IDS, "lora_path": "one"}, "lora_path"),
     ({**IDS, "rid": {"$ne": 1}}, "rid"),
+    *(
+        ({**IDS, name: value}, name)
+        for name in ("cache_salt", "extra_key")
+        for value in ("s" * 1025, ["a", "b"], 7, [[]])
+    ),
     *(({**IDS, "priority": priority}, "priority") for priority in (2**31, -HUGE, "high", 0.5)),
     ({"input_ids": [[1], [1]], "return_logprob": True, "logprob_start_len": [0]}, "logprob_start_len"),
     ({"input_ids": [[1], [1]], "return_logprob": [True]}, "return_logprob"),
@@ -192,6 +199,7 @@ EMBEDDINGS: list[tuple[str, dict[str, Any]]] = [
     *(("input", {"input": given}) for given in ("", [], ["a", [1]], [600])),
     ("encoding_format", {"input": "a", "encoding_format": "int8"}),
     ("dimensions", {"input": "a", "dimensions": 8}),
+    ("cache_salt", {"input": "a", "cache_salt": ["s", "t"]}),
 ]
 DEEP_SCHEMA = b'{"text": "k17", "sampling_params": {"json_schema": ' + b'{"a":' * 3000 + b"1" + b"}" * 3000 + b"}}"
 RAW: list[tuple[str, bytes, str]] = [

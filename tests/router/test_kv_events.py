@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from engine.core.cache_events import CacheEvents
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import RadixCache
+from engine.core.radix_node import TRUNK, Branch
 from engine.kv_events_config import KVEventsConfig, parse_kv_events_config
 from engine.loop.kv_events import ZmqPublisher
 from router.choice.chooser import make_chooser
@@ -43,8 +44,8 @@ STORED = BlockStored([1, 2], None, [7] * 32, 16, None, "GPU")
 PROMPT = list(range(4 * BLOCK_TOKENS))
 
 
-def keys_of(tokens: list[int]) -> list[bytes]:
-    return chain(token_seed(), token_bytes(tokens))
+def keys_of(tokens: list[int], namespace: tuple[str, ...] = ()) -> list[bytes]:
+    return chain(token_seed(namespace=namespace), token_bytes(tokens))
 
 
 def stored(tokens: list[int], *, at: int = 0, size: int = BLOCK_TOKENS) -> BlockStored:
@@ -58,13 +59,22 @@ def stored(tokens: list[int], *, at: int = 0, size: int = BLOCK_TOKENS) -> Block
 
 
 def test_what_we_send_is_what_vllm_and_sglang_send() -> None:
-    batch = KVEventBatch(1.5, [STORED, BlockRemoved([3], "GPU"), AllBlocksCleared()])
+    salted = msgspec.structs.replace(STORED, extra_keys=[("salt",), ("salt",)])
+    batch = KVEventBatch(1.5, [STORED, salted, BlockRemoved([3], "GPU"), AllBlocksCleared()])
+    head: list[Any] = ["BlockStored", [1, 2], None, [7] * 32, 16, None, "GPU"]
     assert msgspec.msgpack.decode(encode_batch(batch)) == [
         1.5,
-        [["BlockStored", [1, 2], None, [7] * 32, 16, None, "GPU"], ["BlockRemoved", [3], "GPU"], ["AllBlocksCleared"]],
+        [
+            [*head, None, None],
+            [*head, None, [["salt"], ["salt"]]],
+            ["BlockRemoved", [3], "GPU"],
+            ["AllBlocksCleared"],
+        ],
         None,
     ]
-    assert read_message([b"topic", seq_bytes(9), encode_batch(batch)]) == (9, batch.events)
+    number, events = read_message([b"topic", seq_bytes(9), encode_batch(batch)])
+    assert (number, events[0], events[2:]) == (9, STORED, batch.events[2:])
+    assert events[1] == msgspec.structs.replace(salted, extra_keys=[["salt"], ["salt"]])
 
 
 def test_other_dialects_are_read() -> None:
@@ -176,8 +186,9 @@ def test_adapters_unknown_parents_and_nonsense_are_nobodys_prefix() -> None:
     told.on_message(1, [msgspec.structs.replace(good, parent_block_hash=5, block_hashes=[9, 8, 7, 6])])
     told.on_message(2, [msgspec.structs.replace(good, token_ids=[1]), msgspec.structs.replace(good, block_size=0)])
     told.on_message(3, [BlockStored([77], None, [-1] * BLOCK_TOKENS, BLOCK_TOKENS, None)])
+    told.on_message(4, [msgspec.structs.replace(good, lora_name="x", extra_keys="s", block_hashes=[21, 22, 23, 24])])
     assert depths(index, keys_of(PROMPT)) == {} and len(index) == 0
-    assert told.num_tokens == 9 * BLOCK_TOKENS
+    assert told.num_tokens == 13 * BLOCK_TOKENS
 
 
 def test_text_is_guessed_no_further_than_the_worker_has_room() -> None:
@@ -237,12 +248,12 @@ def test_the_index_agrees_with_the_engines_tree_after_any_story(seed: int, page_
         tokens = [*base, *(rng.randrange(3) for _ in range(rng.randrange(600)))]
         tokens = tokens[: min(len(tokens), 60 * 16) // page_size * page_size]
         prompts.append(tokens)
-        adapter = rng.choice([0, 0, 0, 1])
+        branch = rng.choice([TRUNK, TRUNK, Branch(1), Branch(0, ("a",)), Branch(0, ("a", "b"))])
         num_pages = len(tokens) // page_size
         if (short := num_pages - allocator.num_free) > 0:
             cache.evict(short)
         pages = allocator.allocate(num_pages)
-        inserted = cache.insert(tokens, pages, adapter=adapter)
+        inserted = cache.insert(tokens, pages, branch=branch)
         allocator.free(pages[: inserted.existing])
         if rng.random() < 0.1:
             cache.forget(1)
@@ -255,8 +266,9 @@ def test_the_index_agrees_with_the_engines_tree_after_any_story(seed: int, page_
         cache.check()
         assert told.num_tokens == cache.num_pages * page_size
         for prompt in prompts:
-            cached = len(cache.match(prompt).pages) * page_size
-            assert depths(index, keys_of(prompt)).get(0, 0) == cached // BLOCK_TOKENS
+            for namespace in ((), ("a",), ("a", "b"), ("ab",)):
+                cached = len(cache.match(prompt, branch=Branch(0, namespace)).pages) * page_size
+                assert depths(index, keys_of(prompt, namespace)).get(0, 0) == cached // BLOCK_TOKENS
     index.check()
 
 

@@ -40,7 +40,10 @@ def test_two_requests_share_the_keys_of_their_system_prompt(api: Api, last: str)
     assert one[:3] == two[:3] and not set(one[3:]) & set(two[3:]) and not set(one) & set(other)
 
 
-@pytest.mark.parametrize("other", [{"tools": [{"type": "function"}]}, {"model": "m2"}, {"lora_path": "l"}])
+@pytest.mark.parametrize(
+    "other",
+    [{"tools": [{"type": "function"}]}, {"model": "m2"}, {"lora_path": "l"}, {"cache_salt": "s"}, {"extra_key": "s"}],
+)
 def test_what_stands_before_the_prompt_makes_another_prefix(other: dict[str, Any]) -> None:
     assert not set(chat("q" * 3000, model="m")) & set(chat("q" * 3000, **{"model": "m", **other}))
 
@@ -54,6 +57,23 @@ def test_text_and_its_batch_and_ids_and_their_batch_have_the_same_prefix() -> No
     assert expected == keys(Api.GENERATE, input_ids=ids) == keys(Api.GENERATE, input_ids=[ids, [1]])
     assert expected == keys(Api.COMPLETIONS, prompt=ids) == keys(Api.EMBEDDINGS, input=ids)
     assert not set(expected) & set(keys(Api.GENERATE, input_ids=ids, lora_path="l"))
+
+
+def test_namespaces_have_other_keys_and_one_that_is_written_otherwise_the_same() -> None:
+    ids, text = list(range(1000)), "t" * 3000
+    bodies: list[dict[str, Any]] = [{"input_ids": ids}, {"text": text}]
+    for body in bodies:
+        salted = [
+            keys(Api.GENERATE, **body, **fields)
+            for fields in ({}, {"cache_salt": "a"}, {"cache_salt": "a", "extra_key": "b"}, {"cache_salt": "ab"})
+        ]
+        assert len({key for chained in salted for key in chained}) == sum(map(len, salted)) == 4 * len(salted[0])
+        assert keys(Api.GENERATE, **body, extra_key="a") == keys(Api.GENERATE, **body, cache_salt=["a", "b"])
+        assert keys(Api.GENERATE, **body, extra_key="", cache_salt=None) == salted[0]
+    expected = chain(token_seed(namespace=("s",)), token_bytes(ids))
+    assert (
+        expected == keys(Api.COMPLETIONS, prompt=ids, cache_salt="s") == keys(Api.EMBEDDINGS, input=ids, extra_key="s")
+    )
 
 
 @pytest.mark.parametrize(

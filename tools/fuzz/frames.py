@@ -154,6 +154,10 @@ def _flag(source: Source, ends: Ends) -> Any:
     return source.once_in(2)
 
 
+def _namespace(source: Source, ends: Ends) -> Any:
+    return [_reason(source, ends) for _ in range(source.below(4))]
+
+
 Field = Callable[[Source, Ends], Any]
 _FIELDS: dict[str, tuple[Field, ...]] = {
     "Register": (
@@ -163,7 +167,7 @@ _FIELDS: dict[str, tuple[Field, ...]] = {
         lambda source, ends: source.text(8),
     ),
     "TransferInfo": (_room, _attempt, pages, _row),
-    "Recompute": (_room, _later_attempt, pages, _row, pages, _count, _count, _flag),
+    "Recompute": (_room, _later_attempt, pages, _row, pages, _count, _count, _flag, _namespace),
     "Abort": (_room, _attempt, _reason),
     "Registered": (_mark,),
     "Refused": (_reason, _flag),

@@ -92,7 +92,8 @@ class DecodeRooms(RoomTable[DecodeRoom]):
             self._peers.send(room.peer, TransferInfo(*where, skip_pages))
         else:
             tokens = pack_ids(np.asarray(work.tokens, dtype=np.int64))
-            self._peers.send(room.peer, Recompute(*where, tokens, skip_pages, work.priority, work.share))
+            wanted = Recompute(*where, tokens, skip_pages, work.priority, work.share, work.namespace)
+            self._peers.send(room.peer, wanted)
 
     def abort(self, room: DecodeRoom, reason: str, now_s: float) -> None:
         if not room.final:

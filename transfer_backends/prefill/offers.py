@@ -111,5 +111,5 @@ def _request_of(message: Recompute) -> RecomputeRequest:
     tokens = unpack_ids(message.tokens)
     if not len(tokens) or tokens.min() < 0:
         raise ValueError(f"room {message.room}: {len(tokens)} tokens to compute, or a negative one")
-    work = Work(tokens=tokens.tolist(), priority=message.priority, share=message.share)
+    work = Work(tokens=tokens.tolist(), priority=message.priority, share=message.share, namespace=message.namespace)
     return RecomputeRequest(message.room, message.attempt, work)

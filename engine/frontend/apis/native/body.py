@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from engine.frontend.apis.shared.fields import SamplingFields, check_token_ids, id_lists
+from engine.frontend.apis.shared.fields import SamplingFields, check_token_ids, each, id_lists
+from engine.frontend.apis.shared.namespaces import PerPrompt
 from engine.frontend.bootstraps import Host, Port, Room
 from engine.messages import MAX_ASKED_TOKEN_IDS, LogprobOptions
 from service.http.errors import bad_field
@@ -37,6 +38,8 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     return_text_in_logprobs: bool | None = None
     return_hidden_states: bool | list[bool] | None = None
     lora_path: str | list[str | None] | None = None
+    cache_salt: PerPrompt = None
+    extra_key: PerPrompt = None
     bootstrap_host: Host = None
     bootstrap_port: Port = None
     bootstrap_room: Room = None
@@ -90,11 +93,3 @@ def _checked(ids: list[int], *, vocab_size: int) -> tuple[int, ...]:
         raise bad_field("token_ids_logprob", f"at most {MAX_ASKED_TOKEN_IDS} token ids, got {len(ids)}")
     check_token_ids(ids, field="token_ids_logprob", vocab_size=vocab_size)
     return tuple(ids)
-
-
-def each(field: str, value: Any, num_prompts: int) -> list[Any]:
-    if not isinstance(value, list):
-        return [value] * num_prompts
-    if len(value) != num_prompts:
-        raise bad_field(field, f"has {len(value)} entries for {num_prompts} prompts")
-    return value

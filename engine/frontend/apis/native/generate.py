@@ -3,7 +3,7 @@
 import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.native.body import GenerateBody, SamplingBody, each, logprob_options
+from engine.frontend.apis.native.body import GenerateBody, SamplingBody, logprob_options
 from engine.frontend.apis.native.view import NativeView
 from engine.frontend.apis.shared.constraints import plain_constraint
 from engine.frontend.apis.shared.fields import (
@@ -11,12 +11,14 @@ from engine.frontend.apis.shared.fields import (
     check_num_samples,
     check_priority,
     check_stream_interval,
+    each,
     fit_to_context,
     id_lists,
     prompt_ids,
     refuse,
 )
 from engine.frontend.apis.shared.models import check_lora_path
+from engine.frontend.apis.shared.namespaces import namespaces_of
 from engine.frontend.apis.shared.stream import answer
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest
@@ -108,6 +110,7 @@ def _requests(
     hidden_states = _hidden_states(s, body, len(prompts))
     intervals = [check_stream_interval(p.stream_interval, field="sampling_params.stream_interval") for p in given]
     priority = check_priority(body.priority)
+    namespaces = namespaces_of(body, len(prompts))
     loras = [check_lora_path(s, name) for name in each("lora_path", body.lora_path, len(prompts))]
     requests: list[GenerateRequest] = []
     for i, ids in enumerate(prompts):
@@ -124,6 +127,7 @@ def _requests(
                     stream_interval=intervals[i],
                     priority=priority,
                     lora=loras[i],
+                    namespace=namespaces[i],
                     grammar_field="" if sampling.grammar is None else INSIDE + sampling.grammar.kind,
                 )
             )

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from engine.frontend.apis.shared.fields import check_num_samples, prompt_ids, prompts_of, too_long
 from engine.frontend.apis.shared.models import choose_model
+from engine.frontend.apis.shared.namespaces import PerPrompt, namespaces_of
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
@@ -27,6 +28,8 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     user: str | None = None
     rid: str | None = None
     lora_path: str | None = None
+    cache_salt: PerPrompt = None
+    extra_key: PerPrompt = None
 
 
 async def embeddings(request: web.BaseRequest) -> web.Response:
@@ -37,6 +40,7 @@ async def embeddings(request: web.BaseRequest) -> web.Response:
     prompts = prompts_of(body.input, field="input")
     check_num_samples(len(prompts), 1, field="input")
     ids = [await _fitting_ids(s, p) for p in prompts]
+    namespaces = namespaces_of(body, len(ids))
     name = body.rid or s.mint_id("embd-")
     requests = [
         GenerateRequest(
@@ -46,6 +50,7 @@ async def embeddings(request: web.BaseRequest) -> web.Response:
             skip_cache_insert=True,
             pooling=s.spec.engine.embedding_pooling,
             lora=model.lora,
+            namespace=namespaces[i],
         )
         for i, prompt in enumerate(ids)
     ]

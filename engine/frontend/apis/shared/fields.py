@@ -122,6 +122,15 @@ def prompts_of(value: str | list[str | int | list[int]], *, field: str) -> list[
     return prompts
 
 
+def each(field: str, value: Any, num_prompts: int) -> list[Any]:
+    """The value for each prompt, of a field that has one for all or a list. Raises ApiError(400)."""
+    if not isinstance(value, list):
+        return [value] * num_prompts
+    if len(value) != num_prompts:
+        raise bad_field(field, f"has {len(value)} entries for {num_prompts} prompts")
+    return value
+
+
 def id_lists(value: list[Any], *, field: str) -> tuple[list[list[int]], bool]:
     """The lists of token ids in a field, and whether it holds one list alone. Raises ApiError(400) for a mixture."""
     kinds = set(map(type, value))

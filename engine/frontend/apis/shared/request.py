@@ -6,6 +6,7 @@ import msgspec
 
 from engine.frontend.apis.shared.constraints import ResponseFormat
 from engine.frontend.apis.shared.fields import SamplingFields, refuse
+from engine.frontend.apis.shared.namespaces import PerPrompt
 from engine.frontend.bootstraps import Host, Port, Room
 from service.http.errors import bad_field
 
@@ -31,6 +32,8 @@ class RequestFields(SamplingFields, kw_only=True):
     bootstrap_room: Room = None
     response_format: ResponseFormat | None = None
     lora_path: str | None = None
+    cache_salt: PerPrompt = None
+    extra_key: PerPrompt = None
     custom_logit_processor: Any = None
     return_hidden_states: Any = None
 

@@ -8,6 +8,7 @@ from aiohttp import web
 from engine.frontend.apis.shared.constraints import Constraint, format_constraint, only_one, plain_constraint
 from engine.frontend.apis.shared.fields import build_sampling, check_priority, check_stream_interval, fit_to_context
 from engine.frontend.apis.shared.models import Chosen
+from engine.frontend.apis.shared.namespaces import namespaces_of
 from engine.frontend.apis.shared.request import RequestFields
 from engine.frontend.apis.shared.stream import EVENTS, Framing, View, answer
 from engine.frontend.apis.shared.usage import Usage
@@ -65,6 +66,7 @@ async def answer_samples(
         )
     ]
     bootstraps = s.bootstraps_of(request, body, num_prompts=len(prompts), n=n)
+    namespaces = namespaces_of(body, len(prompts))
     interval, priority = check_stream_interval(body.stream_interval), check_priority(body.priority)
     requests = [
         GenerateRequest(
@@ -78,6 +80,7 @@ async def answer_samples(
             priority=priority,
             grammar_field="" if constraint is None else constraint.field,
             lora=model.lora,
+            namespace=namespaces[i // n],
         )
         for i, sampling in enumerate(samplings)
     ]
