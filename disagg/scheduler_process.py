@@ -21,6 +21,7 @@ from disagg.transfer_machine import check_transfer_machine
 from engine.config import EngineConfig
 from engine.grammar.compiler import make_compiler
 from engine.grammar.queue import GrammarQueue
+from engine.grammar.reasoning import ReasoningGates
 from engine.ipc import IpcPaths
 from engine.kv_events_config import parse_kv_events_config
 from engine.loop.adapter_control import AdapterControl
@@ -217,6 +218,7 @@ def make_grammar_queue(
     )
     return GrammarQueue(
         compiler,
+        gates=ReasoningGates(tokenizer, vocab_size=model.vocab_size),
         wakeup=wakeup,
         timeout_s=config.grammar_compile_timeout_s,
         max_cached=config.grammar_cache_size,

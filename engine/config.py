@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from engine.core.eviction import EVICTION_POLICIES
 from engine.core.host_cache import PREFETCH_POLICIES, WRITE_POLICIES
 from engine.core.policy import POLICIES
+from engine.text.reasoning import REASONING_FORMATS
+from engine.text.tool_calls import CALL_FORMATS
 from service.flags import FlagSet, flag
 from service.telemetry.logs import FORMATS as LOG_FORMATS
 
 GRAMMAR_BACKENDS = ("llguidance", "xgrammar", "none")
-TOOL_CALL_PARSERS = ("qwen25", "qwen", "llama3")
+TOOL_CALL_PARSERS = (*CALL_FORMATS, "gpt-oss")
 MAX_PAGE_SIZE = 1024
 MAX_PORT = 65535
 MEM_FRACTION_OF = {"cpu": 0.2, "cuda": 0.9}  # of free memory, of the GPU's memory
@@ -223,6 +225,9 @@ class EngineConfig(FlagSet):
     )
     tool_call_parser: str | None = flag(
         None, "format of the model's tool calls; default: tool calls stay plain text", choices=TOOL_CALL_PARSERS
+    )
+    reasoning_parser: str | None = flag(
+        None, "format of the model's reasoning; default: it stays part of the text", choices=tuple(REASONING_FORMATS)
     )
     enable_return_hidden_states: bool = flag(False, "requests may ask for hidden states (`return_hidden_states`)")
     embedding_pooling: str = flag(

@@ -30,11 +30,25 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     source: str
 
 
+class ReasoningGate(msgspec.Struct, frozen=True, kw_only=True):
+    """Reasoning before the answer: a grammar begins behind `end`. `opening`: engine/text/reasoning.py's Opening.
+
+    `budget`: tokens of reasoning after which the text `forced` follows, which ends it; None: no limit.
+    """
+
+    start: str
+    end: str
+    forced: str
+    opening: str
+    budget: int | None = None
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`seed`: a sample depends on (seed, position, logits) alone; None: the frontend chooses one.
 
     `stop` strings and matches of `stop_regex` are cut from the answer, unless `no_stop_trim`. `max_new_tokens=None`: up to
-    the context. At most one of `json_schema`, `regex`, `ebnf` (GBNF or Lark), `structural_tag` constrains the answer.
+    the context. At most one of `json_schema`, `regex`, `ebnf` (GBNF or Lark), `structural_tag` constrains the answer,
+    behind the `reasoning` if that is given.
     """
 
     max_new_tokens: int | None = None
@@ -59,6 +73,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     structural_tag: str | None = None
     stop_regex: tuple[str, ...] = ()
     no_stop_trim: bool = False
+    reasoning: ReasoningGate | None = None
 
     @property
     def greedy(self) -> bool:
@@ -113,6 +128,9 @@ def check_sampling_params(p: SamplingParams, *, vocab_size: int) -> None:
     for t, bias in p.logit_bias.items():
         _require(0 <= t < vocab_size, "logit_bias", f"{t} is not a token id (0 to {vocab_size - 1})")
         _in_range("logit_bias", bias, -100.0, 100.0)
+    if p.reasoning is not None and p.reasoning.budget is not None:
+        budget = p.reasoning.budget
+        _require(budget >= 0, "thinking_token_budget", f"must be at least 0, got {budget}")
     _check_grammar(p)
 
 

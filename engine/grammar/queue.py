@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from engine.core.hooks import Grammar
 from engine.core.outputs import refused
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED
 from engine.grammar.compiler import Compiler, GrammarInvalid, StartGrammar
+from engine.grammar.reasoning import ReasoningGates
 from engine.grammar.threads import CompileThreads
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import GrammarSpec
@@ -35,12 +37,13 @@ class _Waiting:
 
 
 class GrammarQueue:
-    """`compiler=None`: grammars are off. `wakeup` is called from a thread when a grammar is compiled."""
+    """`compiler=None`: grammars are off. `gates`: of the model's reasoning, needed by requests that name it. `wakeup` is called from a thread when a grammar is compiled."""
 
     def __init__(
         self,
         compiler: Compiler | None,
         *,
+        gates: ReasoningGates | None = None,
         wakeup: Callable[[], None] = lambda: None,
         timeout_s: float = 10.0,
         max_cached: int = 256,
@@ -48,6 +51,7 @@ class GrammarQueue:
         num_threads: int = 2,
     ) -> None:
         assert max_cached >= 1 and num_threads >= 1
+        self._gates = gates
         self._timeout_s = timeout_s
         self._max_cached = max_cached
         self._max_waiting = max_waiting
@@ -99,7 +103,7 @@ class GrammarQueue:
                 self._counters["grammar_failed"] += 1
                 outputs.append(_refused(waiting.request, waiting.field, str(compiled)))
             elif compiled is not None:
-                waiting.request.grammar = compiled()
+                waiting.request.grammar = self.behind_reasoning(waiting.request, compiled())
                 ready.append(waiting.request)
             elif now_s >= waiting.deadline_s:
                 self._counters["grammar_timeouts"] += 1
@@ -111,6 +115,14 @@ class GrammarQueue:
         while len(self._cache) > self._max_cached:
             self._cache.popitem(last=False)
         return ready, outputs
+
+    def behind_reasoning(self, request: Request, grammar: Grammar | None) -> Grammar | None:
+        """`grammar` (None: the answer is free) behind the reasoning, if the request says that it may reason."""
+        gate = request.sampling.reasoning
+        if gate is None:
+            return grammar
+        assert self._gates is not None
+        return self._gates.behind(gate, grammar)
 
     def abort(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         waiting = self._waiting.get(rid)

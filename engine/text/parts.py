@@ -44,6 +44,18 @@ class PartReader(Protocol):
     def end(self) -> list[Part]: ...
 
 
+class PlainReader:
+    """Text that holds no calls."""
+
+    num_calls = 0
+
+    def feed(self, text: str) -> list[Part]:
+        return [PlainText(text)] if text else []
+
+    def end(self) -> list[Part]:
+        return []
+
+
 @dataclass(slots=True)
 class ToolCall:
     name: str
@@ -72,3 +84,9 @@ def joined(parts: Iterable[Part]) -> WholeAnswer:
             case Arguments(index, text):
                 whole.calls[index].arguments += text
     return whole
+
+
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest end of `text` that begins `marker`."""
+    most = min(len(text), len(marker) - 1)
+    return next((n for n in range(most, 0, -1) if marker.startswith(text[-n:])), 0)

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from engine.text.parts import Arguments, CallBegins, Part, PlainText
+from engine.text.parts import Arguments, CallBegins, Part, PlainText, overlap
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 
@@ -51,7 +51,7 @@ LLAMA3 = CallFormat(
     end="}",
 )
 ARRAY = CallFormat(bare="[", separator=",", closer="]")
-FORMATS = {"qwen25": QWEN25, "qwen": QWEN25, "llama3": LLAMA3}
+CALL_FORMATS = {"qwen25": QWEN25, "qwen": QWEN25, "llama3": LLAMA3}
 
 
 class CallScanner:
@@ -198,7 +198,7 @@ class ToolCalls:
             self._raw, self._buffer = marker, after
             self._enter(_Stage.OPEN)
             return True
-        held = _overlap(self._buffer, self._format.marker)
+        held = overlap(self._buffer, self._format.marker)
         self._emit(self._buffer[: len(self._buffer) - held])
         self._buffer = self._buffer[len(self._buffer) - held :]
         return False
@@ -282,12 +282,6 @@ _STEPS = {
     _Stage.CALL: ToolCalls._read_call,
     _Stage.AFTER: ToolCalls._read_after,
 }
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that begins `marker`."""
-    most = min(len(text), len(marker) - 1)
-    return next((n for n in range(most, 0, -1) if marker.startswith(text[-n:])), 0)
 
 
 def _loaded(text: str) -> object:

@@ -14,6 +14,7 @@ COMMON = (
     *("--max-total-tokens", "65536", "--chunked-prefill-size", "64", "--log-level", "warning"),
     *("--stream", "threaded", "--stream-delay", "0.004"),
     *("--constrained-json-disable-any-whitespace", "--tool-call-parser", "qwen25", "--enable-return-hidden-states"),
+    *("--reasoning-parser", "qwen3"),
 )
 
 

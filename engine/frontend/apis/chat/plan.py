@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from aiohttp import web
 
 from engine.frontend.apis.chat.body import ChatBody, check_chat, template_messages
+from engine.frontend.apis.chat.reading import reading_of
 from engine.frontend.apis.chat.tools import forced, forced_calls, strict_calls, template_tools, usable
 from engine.frontend.apis.shared.constraints import Constraint, only_one
 from engine.frontend.apis.shared.fields import prompt_ids
@@ -14,16 +17,23 @@ from engine.frontend.apis.shared.samples import answer_samples, body_constraint,
 from engine.frontend.apis.shared.stream import EVENTS, Framing, View
 from engine.frontend.services import Services
 from engine.messages import LogprobOptions
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import ReasoningGate, SamplingParams
 from engine.text.chat_template import TemplateRefused
 from engine.text.parts import PartReader
-from engine.text.tool_calls import ARRAY, FORMATS, CallFormat, ToolCalls
+from engine.text.reasoning import HARMONY, REASONING_FORMATS, Opening, ReasoningFormat, ReasoningTokens, opening_of
+from engine.text.tokenizer import Tokenizer
+from engine.text.tool_calls import CallFormat
 from service.http.errors import bad_field
+
+TOGGLES = ("enable_thinking", "thinking")  # what templates call the switch of the reasoning
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPlan:
-    """`sampling.n` samples of one prompt. `reader`: makes the reader of a sample's parts; None: its text is the answer."""
+    """`sampling.n` samples of one prompt. `reader`: makes the reader of a sample's parts; None: its text is the answer.
+
+    `count_reasoning`: makes the counter of a sample's reasoning; None: it has none.
+    """
 
     input_ids: list[int]
     sampling: SamplingParams
@@ -31,26 +41,69 @@ class ChatPlan:
     logprobs: LogprobOptions | None
     model: Chosen
     reader: Callable[[], PartReader] | None
+    count_reasoning: Callable[[], ReasoningTokens] | None
 
 
 async def plan_chat(s: Services, body: ChatBody) -> ChatPlan:
     """Raises ApiError."""
     model = choose_model(s, body.model, body.lora_path)
     check_chat(body)
+    reasoning = REASONING_FORMATS.get(s.spec.engine.reasoning_parser or "")
+    check_reasoning(s, body, reasoning)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    format = call_format(s, body)
-    constraint = chat_constraint(body, format)
-    if format is not None and body.skip_special_tokens is None and s.model.tokenizer.is_special(format.marker):
-        body.skip_special_tokens = False  # the reader must see its marker
+    reading = reading_of(body, reasoning=reasoning, tool_parser=s.spec.engine.tool_call_parser)
+    constraint = chat_constraint(body, reading.calls)
+    if body.skip_special_tokens is None and any(map(s.model.tokenizer.is_special, reading.markers)):
+        body.skip_special_tokens = False  # the reader must see its markers
+    prompt, prefix = render_chat(s, body)
+    opening = Opening.CLOSED if reasoning is None else opening_of(reasoning, prompt, prefix=prefix)
+    gate = None if reasoning is None else gate_of(body, reasoning, opening, is_constrained=constraint is not None)
     return ChatPlan(
-        sampling=sampling_of(s, body, max_tokens=limit, name=name, constraint=constraint),
-        input_ids=await prompt_ids(s, render_chat(s, body), field="messages", add_special_tokens=False),
+        sampling=sampling_of(s, body, max_tokens=limit, name=name, constraint=constraint, reasoning=gate),
+        input_ids=await prompt_ids(s, prompt + prefix, field="messages", add_special_tokens=False),
         constraint=constraint,
         logprobs=LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None,
         model=model,
-        reader=_reader(body, format),
+        reader=reading.reader(opening),
+        count_reasoning=None if reasoning is None else partial(_counter, reasoning, opening, s.model.tokenizer),
     )
+
+
+def check_reasoning(s: Services, body: ChatBody, format: ReasoningFormat | None) -> None:
+    if body.reasoning_effort == "none" and format is HARMONY:
+        raise bad_field("reasoning_effort", "this model always reasons; use low, medium or high")
+    if body.thinking_token_budget is None:
+        return
+    if format is None:
+        raise bad_field(
+            "thinking_token_budget", "this server was started without --reasoning-parser", code="unsupported_parameter"
+        )
+    ids = s.model.tokenizer.encode(format.way_out, add_special_tokens=False)
+    if format.before_answer not in s.model.tokenizer.decode(ids, skip_special_tokens=False):
+        raise bad_field(
+            "thinking_token_budget",
+            f"this model's tokenizer cannot write {format.way_out!r}; start the server with another --reasoning-parser",
+        )
+
+
+def gate_of(body: ChatBody, format: ReasoningFormat, opening: Opening, *, is_constrained: bool) -> ReasoningGate | None:
+    """Where the engine must follow the reasoning: before a constraint, or up to a budget."""
+    if opening is Opening.CLOSED or not (is_constrained or body.thinking_token_budget is not None):
+        return None
+    if format.answer:  # the marker of the answer comes, reasoning or not
+        opening = Opening.OPEN
+    return ReasoningGate(
+        start=format.start,
+        end=format.before_answer,
+        forced=format.way_out,
+        opening=opening.value,
+        budget=body.thinking_token_budget,
+    )
+
+
+def _counter(format: ReasoningFormat, opening: Opening, tokenizer: Tokenizer) -> ReasoningTokens:
+    return ReasoningTokens(start=format.start, end=format.end, opening=opening, token_text=tokenizer.token_text)
 
 
 async def answer_chat(
@@ -75,31 +128,32 @@ async def answer_chat(
         field="messages",
         view=view,
         framing=framing,
+        count_reasoning=plan.count_reasoning,
     )
 
 
-def render_chat(s: Services, body: ChatBody) -> str:
+def render_chat(s: Services, body: ChatBody) -> tuple[str, str]:
+    """The prompt's text, and the beginning of the answer that follows it (`continue_final_message`)."""
     if s.model.template is None:
         raise bad_field("messages", "this model has no chat template; use /v1/completions")
     messages = template_messages(body.messages)
     prefix = messages.pop()["content"] if body.continue_final_message and messages[-1]["role"] == "assistant" else ""
     extra = {
         "tools": template_tools([] if body.tool_choice == "none" else body.tools or []),
-        **({"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}),
+        **_effort(body.reasoning_effort),
         **(body.chat_template_kwargs or {}),
     }
     try:
-        return s.model.template.render(
+        prompt = s.model.template.render(
             messages, add_generation_prompt=body.add_generation_prompt is not False, extra=extra
-        ) + str(prefix)
+        )
     except TemplateRefused as e:
         raise bad_field("messages", str(e)) from None
+    return prompt, str(prefix)
 
 
-def call_format(s: Services, body: ChatBody) -> CallFormat | None:
-    if not usable(body.tools, body.tool_choice):
-        return None
-    return ARRAY if forced(body.tool_choice) else FORMATS.get(s.spec.engine.tool_call_parser or "")
+def _effort(effort: str | None) -> dict[str, Any]:
+    return {"reasoning_effort": effort, **dict.fromkeys(TOGGLES, effort != "none")} if effort else {}
 
 
 def chat_constraint(body: ChatBody, format: CallFormat | None) -> Constraint | None:
@@ -109,10 +163,3 @@ def chat_constraint(body: ChatBody, format: CallFormat | None) -> Constraint | N
         only = body.tool_choice != "required" or body.parallel_tool_calls is False
         return only_one(forced_calls(tools, only_one=only), plain)
     return plain or (strict_calls(tools, format) if format is not None else None)
-
-
-def _reader(body: ChatBody, format: CallFormat | None) -> Callable[[], PartReader] | None:
-    if format is None:
-        return None
-    names = [tool.function.name for tool in usable(body.tools, body.tool_choice)]
-    return lambda: ToolCalls(format, names)

@@ -36,7 +36,13 @@ class ChatView(OpenAIView):
         self._begun: set[int] = set()
 
     def _choice(self, index: int, output: TextOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.text, "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": output.text,
+            "refusal": None,
+            "reasoning_content": None,
+            "tool_calls": None,
+        }
         if self._readers is not None:
             message |= self._whole(self._readers.read(index, output))
         return {
@@ -76,9 +82,12 @@ class ChatView(OpenAIView):
 
     def _whole(self, parts: list[Part]) -> dict[str, Any]:
         whole = joined(parts)
-        if not whole.calls:
-            return {"content": whole.text}
-        return {"content": whole.text or None, "tool_calls": [self._call(call) for call in whole.calls]}
+        nothing = None if whole.calls or whole.reasoning else ""
+        return {
+            "content": whole.text or nothing,
+            "reasoning_content": whole.reasoning or None,
+            "tool_calls": [self._call(call) for call in whole.calls] or None,
+        }
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
         function = {"name": call.name, "arguments": call.arguments}

@@ -17,6 +17,7 @@ def usage_of(counts: Counts) -> dict[str, Any]:
         "total_tokens": counts.prompt + counts.completion,
         "prompt_tokens_details": {"cached_tokens": counts.cached},
         "completion_tokens_details": {"reasoning_tokens": counts.reasoning},
+        "reasoning_tokens": counts.reasoning,
     }
 
 

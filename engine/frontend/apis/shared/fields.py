@@ -8,7 +8,7 @@ import msgspec
 from engine.frontend.apis.shared.constraints import Constraint, GrammarFields
 from engine.frontend.errors import from_invalid_param
 from engine.frontend.services import Services
-from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
+from engine.sampling_params import InvalidParam, ReasoningGate, SamplingParams, check_sampling_params
 from engine.text.stop_regex import compile_all
 from service.http.errors import ApiError, bad_field
 
@@ -48,6 +48,7 @@ def build_sampling(
     defaults: Mapping[str, float | int] | None = None,
     names: dict[str, str] | None = None,
     constraint: Constraint | None = None,
+    reasoning: ReasoningGate | None = None,
 ) -> SamplingParams:
     """Checked parameters. `defaults` (the checkpoint's) replace what the body leaves open. Raises ApiError(400)."""
     grammar: dict[str, Any] = {} if constraint is None else {constraint.spec.kind: constraint.spec.source}
@@ -61,6 +62,7 @@ def build_sampling(
         stop=_several(fields.stop),
         stop_regex=_several(fields.stop_regex),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
+        reasoning=reasoning,
         **grammar,
     )
     try:

@@ -14,7 +14,8 @@ from engine.frontend.apis.shared.stream import EVENTS, Framing, View, answer
 from engine.frontend.apis.shared.usage import Usage
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest, LogprobOptions
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import ReasoningGate, SamplingParams
+from engine.text.reasoning import ReasoningTokens
 
 
 def body_constraint(body: RequestFields) -> Constraint | None:
@@ -22,7 +23,13 @@ def body_constraint(body: RequestFields) -> Constraint | None:
 
 
 def sampling_of(
-    s: Services, body: RequestFields, *, max_tokens: int | None, name: str, constraint: Constraint | None
+    s: Services,
+    body: RequestFields,
+    *,
+    max_tokens: int | None,
+    name: str,
+    constraint: Constraint | None,
+    reasoning: ReasoningGate | None = None,
 ) -> SamplingParams:
     """`name`: the field that `max_tokens` came from. Raises ApiError(400)."""
     return build_sampling(
@@ -33,6 +40,7 @@ def sampling_of(
         defaults=s.model.sampling_defaults,
         names={"max_new_tokens": name, "min_new_tokens": "min_tokens"},
         constraint=constraint,
+        reasoning=reasoning,
     )
 
 
@@ -50,11 +58,12 @@ async def answer_samples(
     view: Callable[..., View],
     cut: bool = False,
     framing: Framing = EVENTS,
+    count_reasoning: Callable[[], ReasoningTokens] | None = None,
 ) -> web.StreamResponse:
     """Run `params.n` samples of each prompt, prompt-major, and show them. Raises ApiError.
 
     `field`: of the prompts; errors name it. `cut`: shorten the answer to what fits the context. `view`: takes id, model,
-    created, usage.
+    created, usage. `count_reasoning`: makes the counter of a sample's reasoning; None: it has none.
     """
     s, n = request[SERVICES], params.n
     id = body.rid or s.mint_id(id_prefix)
@@ -85,6 +94,6 @@ async def answer_samples(
         for i, sampling in enumerate(samplings)
     ]
     generation = s.client.generate(requests, groups=[id] * len(requests), timeout_s=s.timeout_of(request))
-    usage = Usage([len(ids) for ids in prompts], n=n)
+    usage = Usage([len(ids) for ids in prompts], n=n, count_reasoning=count_reasoning)
     shown = view(id=id, model=model.shown, created=int(time.time()), usage=usage)
     return await answer(request, generation, view=shown, stream=bool(body.stream), framing=framing)

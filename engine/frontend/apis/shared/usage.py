@@ -1,7 +1,9 @@
 """Tokens that a request used, as its APIs count them. Pure."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.text.reasoning import ReasoningTokens
 from engine.text.sample import TextOutput
 
 
@@ -16,16 +18,28 @@ class Counts:
 
 
 class Usage:
-    """`num_prompt_tokens`: of each prompt. Samples are prompt-major, `n` for each; a prompt counts once."""
+    """`num_prompt_tokens`: of each prompt. Samples are prompt-major, `n` for each; a prompt counts once.
 
-    def __init__(self, num_prompt_tokens: list[int], *, n: int) -> None:
+    `count_reasoning`: makes the counter of a sample; None: no sample reasons.
+    """
+
+    def __init__(
+        self,
+        num_prompt_tokens: list[int],
+        *,
+        n: int,
+        count_reasoning: Callable[[], ReasoningTokens] | None = None,
+    ) -> None:
         self._num_prompt_tokens = num_prompt_tokens
         self._n = n
         self._completion = [0] * (len(num_prompt_tokens) * n)
         self._cached = [0] * len(num_prompt_tokens)
+        self._reasoning = [count_reasoning() for _ in self._completion] if count_reasoning is not None else []
 
     def add(self, index: int, output: TextOutput) -> None:
         self._completion[index] += len(output.tokens.new_ids)
+        if self._reasoning:
+            self._reasoning[index].add(output.tokens.new_ids)
         if index % self._n == 0:  # later samples of a prompt find the first one's pages: that saves the user nothing
             prompt = index // self._n
             self._cached[prompt] = max(self._cached[prompt], output.tokens.cached_tokens)
@@ -36,7 +50,7 @@ class Usage:
             prompt=self._num_prompt_tokens[prompt],
             completion=self._completion[index],
             cached=self._cached[prompt],
-            reasoning=0,
+            reasoning=self._reasoning[index].num if self._reasoning else 0,
         )
 
     def total(self) -> Counts:
@@ -44,5 +58,5 @@ class Usage:
             prompt=sum(self._num_prompt_tokens),
             completion=sum(self._completion),
             cached=sum(self._cached),
-            reasoning=0,
+            reasoning=sum(counter.num for counter in self._reasoning),
         )

@@ -1,0 +1,80 @@
+"""How a chat's answer is read: the reader of its parts, by the model's formats and what the request uses of them. Pure."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.frontend.apis.chat.body import ChatBody
+from engine.frontend.apis.chat.tools import forced, usable
+from engine.text.harmony import HarmonyReader
+from engine.text.parts import PartReader, PlainReader
+from engine.text.reasoning import HARMONY, Opening, ReasoningFormat, ReasoningReader
+from engine.text.tool_calls import ARRAY, CALL_FORMATS, CallFormat, ToolCalls
+
+GPT_OSS = "gpt-oss"  # its channels hold reasoning and calls: one reader for both
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """`reasoning`: the model's format, whether or not it is shown apart (`separates`). `calls`: None: no call is read.
+
+    `calls_in_channels`: harmony's. `names`: functions that may be called.
+    """
+
+    reasoning: ReasoningFormat | None
+    separates: bool
+    streams: bool
+    calls: CallFormat | None
+    calls_in_channels: bool
+    names: Sequence[str]
+
+    @property
+    def in_channels(self) -> bool:
+        return self.calls_in_channels or (self.separates and self.reasoning is HARMONY)
+
+    @property
+    def markers(self) -> list[str]:
+        """Texts that the reader must see, special tokens or not."""
+        if self.in_channels:
+            return ["<|channel|>"]
+        shown = [self.reasoning.start, self.reasoning.end] if self.separates and self.reasoning is not None else []
+        return shown + ([self.calls.marker] if self.calls is not None else [])
+
+    def reader(self, opening: Opening) -> Callable[[], PartReader] | None:
+        """Makes readers of an answer that begins as `opening` says; None: its text is the answer."""
+        if self.in_channels:
+            return lambda: self._harmony()
+        if self.separates:
+            return lambda: self._reasoning(opening)
+        return None if self.calls is None else self._after
+
+    def _harmony(self) -> PartReader:
+        names = self.names if self.calls_in_channels else ()
+        return HarmonyReader(names, answer=self._after(), separates=self.separates, streams=self.streams)
+
+    def _reasoning(self, opening: Opening) -> PartReader:
+        assert self.reasoning is not None
+        ends = self.calls is not None and self.reasoning.calls_end_it
+        return ReasoningReader(
+            self.reasoning,
+            opening,
+            after=self._after(),
+            streams=self.streams,
+            interrupts=self.calls.marker if ends and self.calls is not None else "",
+        )
+
+    def _after(self) -> PartReader:
+        return PlainReader() if self.calls is None else ToolCalls(self.calls, self.names)
+
+
+def reading_of(body: ChatBody, *, reasoning: ReasoningFormat | None, tool_parser: str | None) -> Reading:
+    tools = usable(body.tools, body.tool_choice)
+    is_forced = forced(body.tool_choice)
+    calls = ARRAY if is_forced else CALL_FORMATS.get(tool_parser or "") if tools else None
+    return Reading(
+        reasoning=reasoning,
+        separates=reasoning is not None and body.separate_reasoning is not False,
+        streams=body.stream_reasoning is not False,
+        calls=calls,
+        calls_in_channels=tool_parser == GPT_OSS and bool(tools) and not is_forced,
+        names=[tool.function.name for tool in tools],
+    )

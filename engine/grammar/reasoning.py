@@ -1,0 +1,112 @@
+"""A grammar that begins behind the reasoning, and the budget after which the reasoning's end is forced.
+
+    UNDECIDED --start--> OPEN --end, or forced end--> CLOSED: the grammar alone
+         \\----------any other token----------------/
+
+It is a grammar like any other: its state follows committed tokens, so that both roles and every depth sample the same.
+"""
+
+from collections.abc import Sequence
+
+from engine.core.hooks import Grammar
+from engine.sampling_params import ReasoningGate
+from engine.text.reasoning import Opening, ReasoningTokens
+from engine.text.tokenizer import Tokenizer
+
+WORD_BITS = 32
+
+
+class ReasoningGrammar:
+    """`inner`: of the answer; None: it is free. `start_id`: the token that may open the reasoning before `inner` begins.
+
+    `forced`: tokens that end the reasoning once `budget` (None: no limit) tokens of it were sampled.
+    """
+
+    def __init__(
+        self,
+        inner: Grammar | None,
+        *,
+        tokens: ReasoningTokens,
+        start_id: int,
+        forced: Sequence[int],
+        budget: int | None,
+        vocab_size: int,
+    ) -> None:
+        self._inner = inner
+        self._tokens = tokens
+        self._start_id = start_id
+        self._forced = forced
+        self._budget = budget
+        self._num_bytes = 4 * -(-vocab_size // WORD_BITS)
+        self._num_inside = 0
+        self._num_forced = 0
+
+    @property
+    def ended(self) -> bool:
+        return self._tokens.opening is Opening.CLOSED and self._inner is not None and self._inner.ended
+
+    @property
+    def problem(self) -> str:
+        return "" if self._inner is None else self._inner.problem
+
+    def accept(self, token: int) -> bool:
+        if self._tokens.opening is Opening.UNDECIDED and self._inner is not None:
+            self._tokens.opening = Opening.OPEN if token == self._start_id else Opening.CLOSED
+            return token == self._start_id or self._inner.accept(token)
+        if self._tokens.opening is Opening.CLOSED:
+            return self._inner is None or self._inner.accept(token)
+        self._follow(token)
+        return True
+
+    def bitmask(self) -> bytes:
+        opening = self._tokens.opening
+        if opening is Opening.OPEN:
+            return self._mask_of(self._forced[self._num_forced]) if self._is_spent() else self._every_token()
+        if self._inner is None:
+            return self._every_token()
+        return self._inner.bitmask() if opening is Opening.CLOSED else self._or_start(self._inner.bitmask())
+
+    def _follow(self, token: int) -> None:
+        if self._tokens.opening is Opening.OPEN:
+            self._num_forced += self._is_spent()
+            self._num_inside += 1
+        self._tokens.add([token])
+        if self._num_forced == len(self._forced):
+            self._tokens.opening = Opening.CLOSED
+
+    def _is_spent(self) -> bool:
+        return self._budget is not None and self._num_inside >= self._budget
+
+    def _every_token(self) -> bytes:
+        return b"\xff" * self._num_bytes
+
+    def _mask_of(self, token: int) -> bytes:
+        return (1 << token).to_bytes(self._num_bytes, "little")
+
+    def _or_start(self, mask: bytes) -> bytes:
+        return (int.from_bytes(mask, "little") | 1 << self._start_id).to_bytes(self._num_bytes, "little")
+
+
+class ReasoningGates:
+    """Makes them for one model. `vocab_size`: rows of its logits."""
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+
+    def behind(self, gate: ReasoningGate, inner: Grammar | None) -> Grammar:
+        """`inner` behind the gate; at once where the answer may or may not reason and its first token cannot tell."""
+        start = self._tokenizer.encode(gate.start, add_special_tokens=False)
+        opening = Opening(gate.opening)
+        if opening is Opening.UNDECIDED and len(start) != 1 and inner is not None:
+            return inner
+        return ReasoningGrammar(
+            inner,
+            tokens=ReasoningTokens(
+                start=gate.start, end=gate.end, opening=opening, token_text=self._tokenizer.token_text
+            ),
+            start_id=start[0],
+            forced=self._tokenizer.encode(gate.forced, add_special_tokens=False),
+            budget=gate.budget,
+            vocab_size=self._vocab_size,
+        )

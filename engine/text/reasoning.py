@@ -1,0 +1,228 @@
+"""Reasoning before an answer: how a family marks it, what a prompt says about it, its text and its tokens. Pure.
+
+    answer:  <think> reasoning </think> text and tool calls      the prompt may end with <think> (OPEN) or </think> (CLOSED)
+
+What comes first decides where the prompt says neither: a model that may reason writes the marker itself.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from engine.text.parts import Part, PartReader, ReasoningText, overlap
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """`answer`: what the answer proper follows ("": `end`); `forced`: what leads there from the reasoning ("": the same).
+
+    `always`: it begins at once where a prompt says nothing. `calls_end_it`: a tool call's marker ends the reasoning too.
+    """
+
+    start: str = "<think>"
+    end: str = "</think>"
+    answer: str = ""
+    forced: str = ""
+    always: bool = False
+    calls_end_it: bool = False
+
+    @property
+    def before_answer(self) -> str:
+        return self.answer or self.end
+
+    @property
+    def way_out(self) -> str:
+        return self.forced or self.before_answer
+
+
+HARMONY = ReasoningFormat(
+    start="<|channel|>analysis",
+    end="<|end|>",
+    answer="<|channel|>final<|message|>",
+    forced="<|end|><|start|>assistant<|channel|>final<|message|>",
+)
+_THINK = ReasoningFormat()
+_ALWAYS = ReasoningFormat(always=True)
+_CALLS_END_IT = ReasoningFormat(calls_end_it=True)
+REASONING_FORMATS = {
+    "deepseek-r1": _ALWAYS,
+    "deepseek-v3": _THINK,
+    "glm45": _CALLS_END_IT,
+    "gpt-oss": HARMONY,
+    "kimi": ReasoningFormat(start="◁think▷", end="◁/think▷"),
+    "kimi_k2": _CALLS_END_IT,
+    "minimax": _ALWAYS,
+    "mistral": ReasoningFormat(start="[THINK]", end="[/THINK]"),
+    "nemotron_3": _CALLS_END_IT,
+    "qwen3": _CALLS_END_IT,
+    "qwen3-thinking": ReasoningFormat(always=True, calls_end_it=True),
+    "step3": _ALWAYS,
+}
+
+
+class Opening(Enum):
+    """What a prompt says about the reasoning: begun, ended, or nothing."""
+
+    OPEN = "open"
+    CLOSED = "closed"
+    UNDECIDED = "undecided"
+
+
+def opening_of(format: ReasoningFormat, prompt: str, *, prefix: str = "") -> Opening:
+    """`prefix`: the beginning of the answer that the prompt already holds (`continue_final_message`)."""
+    prompt = prompt.rstrip()
+    if format.before_answer in prefix or prompt.endswith(format.end):
+        return Opening.CLOSED
+    if format.start in prefix or prompt.endswith(format.start):
+        return Opening.OPEN
+    if format.always:
+        return Opening.OPEN
+    return Opening.CLOSED if prefix.strip() else Opening.UNDECIDED
+
+
+class ReasoningTokens:
+    """Counts the tokens of a growing answer up to the end of its reasoning, markers included."""
+
+    def __init__(self, *, start: str, end: str, opening: Opening, token_text: Callable[[int], str]) -> None:
+        self._start = start
+        self._end = end
+        self._token_text = token_text
+        self.opening = opening
+        self._text = ""  # what may belong to a marker
+        self._num = 0
+
+    @property
+    def num(self) -> int:
+        return 0 if self.opening is Opening.UNDECIDED else self._num
+
+    def add(self, ids: Iterable[int]) -> None:
+        for token in ids:
+            if self.opening is Opening.CLOSED:
+                return
+            self._num += 1
+            self._text += self._token_text(token)
+            _LOOK[self.opening](self)
+
+    def _look_for_start(self) -> None:
+        text = self._text.lstrip()
+        if text.startswith(self._start):
+            self.opening = Opening.OPEN
+        elif not self._start.startswith(text):
+            self.opening, self._num = Opening.CLOSED, 0
+
+    def _look_for_end(self) -> None:
+        if self._end in self._text:
+            self.opening = Opening.CLOSED
+        self._text = self._text[-len(self._end) :]
+
+
+_LOOK = {Opening.UNDECIDED: ReasoningTokens._look_for_start, Opening.OPEN: ReasoningTokens._look_for_end}
+
+
+class Trimmed:
+    """A growing text without the space at its ends: space within it is given out once more text follows."""
+
+    def __init__(self) -> None:
+        self._space = ""
+        self._begun = False
+
+    def push(self, text: str) -> str:
+        text = self._space + text if self._begun else text.lstrip()
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        self._begun = self._begun or bool(kept)
+        return kept
+
+
+class ReasoningReader:
+    """The reasoning of one answer, then what `after` reads. Space around the markers belongs to neither.
+
+    `interrupts`: ends the reasoning too and is left for `after` ("": nothing). `streams`: false gives it out as one part.
+    """
+
+    def __init__(
+        self,
+        format: ReasoningFormat,
+        opening: Opening,
+        *,
+        after: PartReader,
+        streams: bool = True,
+        interrupts: str = "",
+    ) -> None:
+        self._start = format.start
+        self._ends = [marker for marker in (format.end, interrupts) if marker]
+        self._keeps = interrupts
+        self._after = after
+        self._streams = streams
+        self._opening = opening
+        self._at_start = opening is not Opening.CLOSED  # the start marker may come
+        self._buffer = ""
+        self._reasoning = Trimmed()
+        self._held = ""  # reasoning that is not streamed
+        self._fresh = False  # the answer proper has not begun: space is skipped
+
+    @property
+    def num_calls(self) -> int:
+        return self._after.num_calls
+
+    def feed(self, text: str) -> list[Part]:
+        if self._has_ended():
+            return self._answer(text)
+        self._buffer += text
+        if self._at_start and not self._read_start():
+            return []
+        return self._answer(self._rest()) if self._has_ended() else self._read_reasoning()
+
+    def end(self) -> list[Part]:
+        rest = self._rest()
+        if self._opening is not Opening.OPEN:
+            return self._answer(rest) + self._after.end()
+        return [*self._reason(rest), *self._release(), *self._after.end()]
+
+    def _has_ended(self) -> bool:
+        return self._opening is Opening.CLOSED
+
+    def _read_start(self) -> bool:
+        """Return whether the beginning is decided."""
+        text = self._buffer.lstrip()
+        if len(text) < len(self._start) and self._start.startswith(text):
+            return False
+        self._at_start = False
+        if text.startswith(self._start):
+            self._opening, self._buffer = Opening.OPEN, text[len(self._start) :]
+        elif self._opening is Opening.UNDECIDED:
+            self._opening = Opening.CLOSED
+        return True
+
+    def _read_reasoning(self) -> list[Part]:
+        found = [(at, marker) for marker in self._ends if (at := self._buffer.find(marker)) >= 0]
+        if not found:
+            held = max(overlap(self._buffer, marker) for marker in self._ends)
+            whole = self._rest()
+            self._buffer = whole[len(whole) - held :]
+            return self._reason(whole[: len(whole) - held])
+        at, marker = min(found)
+        whole = self._rest()
+        self._opening, self._fresh = Opening.CLOSED, True
+        rest = whole[at:] if marker == self._keeps else whole[at + len(marker) :]
+        return [*self._reason(whole[:at]), *self._release(), *self._answer(rest)]
+
+    def _reason(self, text: str) -> list[Part]:
+        text = self._reasoning.push(text)
+        if not self._streams:
+            self._held, text = self._held + text, ""
+        return [ReasoningText(text)] if text else []
+
+    def _release(self) -> list[Part]:
+        held, self._held = self._held, ""
+        return [ReasoningText(held)] if held else []
+
+    def _answer(self, text: str) -> list[Part]:
+        if self._fresh:
+            text = text.lstrip()
+            self._fresh = not text
+        return self._after.feed(text) if text else []
+
+    def _rest(self) -> str:
+        rest, self._buffer = self._buffer, ""
+        return rest
