@@ -59,6 +59,8 @@ _SHARED = (
     "log_format",
     "log_level",
     "max_body_bytes",
+    "max_stored_response_bytes",
+    "max_stored_responses",
     "otlp_traces_endpoint",
     "sse_keep_alive_interval_s",
     "trace_ring",

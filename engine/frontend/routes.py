@@ -16,6 +16,9 @@ from engine.frontend.apis.openai.bodies import CompletionBody
 from engine.frontend.apis.openai.chat import chat_completions
 from engine.frontend.apis.openai.completions import completions
 from engine.frontend.apis.openai.embeddings import EmbeddingBody, embeddings
+from engine.frontend.apis.responses import stored
+from engine.frontend.apis.responses.body import ResponseBody
+from engine.frontend.apis.responses.create import create_response
 from service.http import openapi
 from service.http.error_shapes import shape_of
 from service.http.routes import Handler
@@ -66,6 +69,11 @@ _ROUTES = (
     ApiRoute("GET", "/flush_cache", engine.flush_cache, need=Access.ADMIN, plain_text=True),
     ApiRoute("POST", "/v1/completions", completions, CompletionBody, streams=EVENTS_TYPE),
     ApiRoute("POST", "/v1/chat/completions", chat_completions, ChatBody, streams=EVENTS_TYPE),
+    ApiRoute("POST", "/v1/responses", create_response, ResponseBody, streams=EVENTS_TYPE),
+    ApiRoute("GET", "/v1/responses/{id}", stored.get_response),
+    ApiRoute("DELETE", "/v1/responses/{id}", stored.delete_response),
+    ApiRoute("POST", "/v1/responses/{id}/cancel", stored.cancel_response),
+    ApiRoute("GET", "/v1/responses/{id}/input_items", stored.list_input_items),
     ApiRoute("POST", "/generate", generate, GenerateBody, streams=EVENTS_TYPE),
     ApiRoute("PUT", "/generate", generate, GenerateBody, streams=EVENTS_TYPE),
     ApiRoute("POST", "/v1/embeddings", embeddings, EmbeddingBody),

@@ -23,6 +23,7 @@ from engine.messages import Bootstrap
 from engine.sampling_params import SamplingParams
 from service.http.deadline import UNITS_S, seconds_of
 from service.http.errors import ApiError, bad_field
+from service.responses.book import LocalBook
 from service.security.browser import BrowserRule
 from service.security.keys import KeyGate
 from service.security.secret import VOUCHER_HEADER
@@ -49,7 +50,7 @@ class FrontendSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """`server_info`: flat, no secrets. `dead`: why the engine cannot serve, or None."""
+    """`server_info`: flat, no secrets. `dead`: why the engine cannot serve, or None. `responses`: None: it stores none."""
 
     spec: FrontendSpec
     model: ServedModel
@@ -61,6 +62,7 @@ class Services:
     gate: KeyGate
     browser: BrowserRule
     prng: random.Random
+    responses: LocalBook | None
     tokenizer_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
     started_unix_s: int = field(default_factory=lambda: int(time.time()))
     incarnation: str = field(default_factory=lambda: secrets.token_hex(16))

@@ -15,6 +15,8 @@ from engine.frontend.services import FrontendSpec, Services
 from engine.lora.names import named_paths
 from engine.text.sample import SampleText
 from service.flags import ConfigError, values_by_name
+from service.responses.book import LocalBook
+from service.responses.store import ResponseStore
 from service.security.browser import BrowserRule
 from service.security.keys import KeyGate, open_gate
 from service.telemetry.otlp import open_exporter
@@ -34,20 +36,21 @@ def make_services(
     process = "unified" if spec.mode == "null" else spec.mode
     exporter = open_exporter(enable=server.enable_trace, endpoint=server.otlp_traces_endpoint, process=process)
     tracer = Tracer(ring_size=server.trace_ring, exporter=exporter)
+    client = EngineClient(
+        scheduler,
+        open_text=partial(SampleText, model.tokenizer),
+        observer=metrics,
+        max_running=engine.max_running_requests,
+        max_queued=engine.max_queued_requests,
+        early_rejection=server.enable_early_rejection and spec.mode != "decode",  # there the wait is for prefill
+        traces=Traces(tracer, process=process, model=model.served_name),
+    )
     return Services(
         spec=spec,
         model=model,
         server_info=_server_info(spec),
         dead=dead,
-        client=EngineClient(
-            scheduler,
-            open_text=partial(SampleText, model.tokenizer),
-            observer=metrics,
-            max_running=engine.max_running_requests,
-            max_queued=engine.max_queued_requests,
-            early_rejection=server.enable_early_rejection and spec.mode != "decode",  # there the wait is for prefill
-            traces=Traces(tracer, process=process, model=model.served_name),
-        ),
+        client=client,
         metrics=metrics,
         tracer=tracer,
         gate=gate,
@@ -58,7 +61,21 @@ def make_services(
             allowed_origins=server.allowed_origins,
         ),
         prng=random.Random(engine.random_seed),
+        responses=_responses(spec, client),
     )
+
+
+def _responses(spec: FrontendSpec, client: EngineClient) -> LocalBook | None:
+    """Of a worker that serves clients alone; in a cluster the router keeps them."""
+    server = spec.server
+    if spec.mode != "null" or server.max_stored_responses == 0:
+        return None
+    store = ResponseStore(max_count=server.max_stored_responses, max_bytes=server.max_stored_response_bytes)
+
+    async def abort(id: str) -> None:
+        client.abort(id)
+
+    return LocalBook(store, abort=abort)
 
 
 def open_worker_gate(server: ServerConfig) -> KeyGate:

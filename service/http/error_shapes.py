@@ -48,6 +48,13 @@ def _openai_body(error: ApiError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": kind, "param": error.field, "code": code}}
 
 
+def _responses_event(body: dict[str, Any]) -> bytes:
+    """OpenAI's `error` event: its reference has these fields flat, its clients raise what they find in `error`."""
+    error = body["error"]
+    flat = {"code": str(error["code"]), "message": error["message"], "param": error["param"], "sequence_number": 0}
+    return typed_event({"type": "error", **flat, **body})
+
+
 # https://docs.anthropic.com/en/api/errors
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -86,9 +93,10 @@ ANTHROPIC = ErrorShape(
     typed_event,
     _object({"type": _TEXT, "error": _object({"type": _TEXT, "message": _TEXT}, code=_TEXT)}),
 )
+RESPONSES = ErrorShape(_openai_body, _responses_event, OPENAI.schema)
 OLLAMA = ErrorShape(_ollama_body, line, _object({"error": _TEXT}, code=_TEXT))
 
-_BY_PREFIX = (("/v1/messages", ANTHROPIC), ("/api/", OLLAMA))
+_BY_PREFIX = (("/v1/messages", ANTHROPIC), ("/v1/responses", RESPONSES), ("/api/", OLLAMA))
 
 
 def shape_of(path: str) -> ErrorShape:

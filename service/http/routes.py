@@ -23,18 +23,20 @@ ROUTE: web.RequestKey[HttpRoute] = web.RequestKey("route", HttpRoute)
 
 
 class Routes:
-    """Routes by path and method. A path that ends in "/{name}" takes any non-empty rest."""
+    """Routes by path and method. "/{name}" in a path takes any non-empty text up to what follows it, or to the end."""
 
     def __init__(self, routes: Iterable[web.RouteDef]) -> None:
         self._exact: dict[str, dict[str, HttpRoute]] = {}
-        self._below: dict[str, dict[str, HttpRoute]] = {}  # "/v1/models/" -> method -> route
+        below: dict[tuple[str, str], dict[str, HttpRoute]] = {}  # "/v1/models/", "" -> method -> route
         for route in routes:
-            head, brace, _ = route.path.partition("{")
-            methods = (self._below if brace else self._exact).setdefault(head, {})
+            head, brace, rest = route.path.partition("{")
+            ends = (head, rest.partition("}")[2])
+            methods = below.setdefault(ends, {}) if brace else self._exact.setdefault(head, {})
             assert route.method not in methods, (route.method, route.path)
             methods[route.method] = HttpRoute(route.path, route.handler, shape_of(route.path))  # type: ignore[arg-type]
             if route.method == "GET":
                 methods["HEAD"] = methods["GET"]
+        self._below = sorted(below.items(), key=lambda item: -len(item[0][1]))  # paths that go on after {name} first
 
     def find(self, method: str, path: str) -> HttpRoute:
         """The route; for an unknown one, a route whose handler raises `HTTPNotFound` or `HTTPMethodNotAllowed`."""
@@ -52,8 +54,8 @@ class Routes:
         return route
 
     def _methods_below(self, path: str) -> dict[str, HttpRoute] | None:
-        for head, methods in self._below.items():
-            if path.startswith(head) and len(path) > len(head):
+        for (head, tail), methods in self._below:
+            if path.startswith(head) and path.endswith(tail) and len(path) > len(head) + len(tail):
                 return methods
         return None
 

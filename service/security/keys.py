@@ -171,6 +171,12 @@ def authorization_of(headers: Mapping[str, str]) -> str:
     return f"Bearer {key}" if key else given
 
 
+def owner_of(authorization: str) -> str:
+    """A name for the key in that header, whether or not this server knows it; "" without one. It owns what the key stores."""
+    scheme, key = authorization[: len(SCHEME)], authorization[len(SCHEME) :].strip()
+    return _digest(key).hex() if scheme.lower() == SCHEME else ""
+
+
 def bearer(key: str | None) -> dict[str, str]:
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 

@@ -53,6 +53,7 @@ CURRENT: ContextVar[TraceContext] = ContextVar("request", default=NO_TRACE)
 
 OPERATIONS = {
     "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
     "/v1/completions": "text_completion",
     "/generate": "text_completion",
     "/v1/embeddings": "embeddings",

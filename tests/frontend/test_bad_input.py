@@ -28,7 +28,7 @@ def test_wrong_places_and_methods(worker: Worker) -> None:
         ("GET", COMPLETE, 405),
         ("DELETE", "/v1/models", 405),
         ("GET", "/v1/models/other", 404),
-        ("POST", "/v1/responses", 404),
+        ("POST", "/v1/nowhere", 404),
         ("PATCH", "/generate", 405),
     ):
         answer = worker.http.request(method, path)

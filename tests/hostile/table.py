@@ -10,6 +10,7 @@ import msgspec
 
 JSON = b"application/json"
 GENERATION = GENERATE, COMPLETE, CHAT, EMBED = "/generate", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+RESPOND = "/v1/responses"
 PROMPT = {"text": "k17 v42 k17"}
 USER = {"messages": [{"role": "user", "content": "k17"}]}
 
@@ -157,6 +158,10 @@ SURROGATES: dict[str, tuple[str, dict[str, Any]]] = {
     "tool": (CHAT, {**USER, "tools": [{"type": "function", "function": {"name": LONE}}]}),
     "tool-choice": (CHAT, {**USER, "tool_choice": {"type": "function", "function": {"name": LONE}}}),
     "input": (EMBED, {"input": LONE}),
+    "response": (RESPOND, {"input": LONE}),
+    "previous": (RESPOND, {"input": "a", "previous_response_id": LONE}),
+    "reference": (RESPOND, {"input": [{"type": "item_reference", "id": LONE}]}),
+    "metadata": (RESPOND, {"input": "a", "metadata": {LONE: LONE}}),
     "bias": (CHAT, {**USER, "logit_bias": {LONE: 1}}),
 }
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from tests.frontend.conftest import CONTEXT
 from tests.hostile import table
-from tests.hostile.table import CHAT, COMPLETE, GENERATE
+from tests.hostile.table import CHAT, COMPLETE, GENERATE, RESPOND
+from tests.hostile.wrong_responses import WRONG
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 NO_PARAMETERS: dict[str, Any] = {"function": {"name": "f", "parameters": []}}
@@ -55,6 +56,8 @@ PROMPTS: list[Any] = [
 WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     *((CHAT, {"messages": USER, field: value}, field) for field, values in CHAT_FIELDS for value in values),
     *((COMPLETE, {"prompt": prompt}, "prompt") for prompt in PROMPTS),
+    *((RESPOND, {"input": "x", **more}, field) for field, more in WRONG),
+    (RESPOND, {}, "input"),
     (CHAT, {}, "messages"),
     (CHAT, {"messages": [{}]}, "messages[0].role"),
     (CHAT, {"messages": ["hi"]}, "messages[0]"),

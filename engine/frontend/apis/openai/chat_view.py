@@ -4,9 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.frontend.apis.chat.body import ChatBody
+from engine.frontend.apis.chat.logprobs import token_logprobs
 from engine.frontend.apis.openai.view import OpenAIView, ending_of
-from engine.frontend.apis.shared.stream import finite
-from engine.messages import TokenLogprob
 from engine.text.answer import AnswerReaders
 from engine.text.parts import Arguments, CallBegins, Part, PartReader, PlainText, ReasoningText, ToolCall, joined
 from engine.text.sample import TextOutput
@@ -108,17 +107,7 @@ class ChatView(OpenAIView):
         first["logprobs"] = self._logprobs_of(output)
 
     def _logprobs_of(self, output: TextOutput) -> dict[str, Any] | None:
-        if not self._logprobs:
-            return None
-        pairs = zip(output.tokens.logprobs, output.logprob_texts, strict=False)
-        return {"content": [self._token(lp, text, top) for lp, (text, top) in pairs], "refusal": None}
-
-    def _token(self, lp: TokenLogprob, text: str, top_texts: list[str]) -> dict[str, Any]:
-        top = [self._entry(t, i, p) for t, (p, i) in zip(top_texts, lp.top, strict=False)]
-        return {**self._entry(text, lp.token_id, lp.logprob), "top_logprobs": top}
-
-    def _entry(self, text: str, token_id: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": text, "logprob": finite(logprob), "bytes": list(self._tokenizer.token_bytes(token_id))}
+        return {"content": token_logprobs(output, self._tokenizer), "refusal": None} if self._logprobs else None
 
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:

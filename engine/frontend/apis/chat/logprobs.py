@@ -1,0 +1,23 @@
+"""Logprobs of an answer's tokens as OpenAI's APIs show them. Pure, apart from the tokenizer's exact token bytes."""
+
+from typing import Any
+
+from engine.frontend.apis.shared.stream import finite
+from engine.messages import TokenLogprob
+from engine.text.sample import TextOutput
+from engine.text.tokenizer import Tokenizer
+
+
+def token_logprobs(output: TextOutput, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """One entry for each new token, with its alternatives."""
+    pairs = zip(output.tokens.logprobs, output.logprob_texts, strict=False)
+    return [_token(lp, text, top, tokenizer) for lp, (text, top) in pairs]
+
+
+def _token(lp: TokenLogprob, text: str, top_texts: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
+    top = [_entry(t, i, p, tokenizer) for t, (p, i) in zip(top_texts, lp.top, strict=False)]
+    return {**_entry(text, lp.token_id, lp.logprob, tokenizer), "top_logprobs": top}
+
+
+def _entry(text: str, token_id: int, logprob: float | None, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {"token": text, "logprob": finite(logprob), "bytes": list(tokenizer.token_bytes(token_id))}

@@ -1,0 +1,171 @@
+"""Body of /v1/responses, and the checks of its own fields; those that a chat has as well are the chat's to check. Pure.
+
+OpenAI's reference: https://platform.openai.com/docs/api-reference/responses/create
+"""
+
+from typing import Any
+
+import msgspec
+
+from engine.frontend.apis.chat.body import MAX_TOP_LOGPROBS
+from engine.frontend.apis.shared.fields import refuse
+from engine.frontend.apis.shared.request import RequestFields, check_range
+from service.http.errors import bad_field
+
+LOGPROBS = "message.output_text.logprobs"
+# Of `include`: parts of built-in tools, images and encrypted reasoning, which no answer of ours has.
+_EMPTY_INCLUDES = (
+    *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+    *("message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs"),
+    "reasoning.encrypted_content",
+)
+FORMATS = ("text", "json_object", "json_schema")
+TRUNCATIONS = ("auto", "disabled")
+SUMMARIES = ("auto", "concise", "detailed")
+VERBOSITIES = ("low", "medium", "high")
+MODES = ("auto", "required")
+MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
+# Fields of other APIs, and what this one calls them.
+_MOVED = {
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "rid": "the id in the answer",
+}
+_UNSUPPORTED = ("background", "conversation", "prompt", "context_management", "moderation")
+
+
+class Part(msgspec.Struct, kw_only=True):
+    """Of a message, a tool's output, or reasoning."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Item(msgspec.Struct, kw_only=True):
+    """Any item; which fields count depends on `type` (None: a message)."""
+
+    type: str | None = None
+    id: str | None = None
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+    summary: list[Part] | None = None
+
+
+class ResponseTool(msgspec.Struct, kw_only=True):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseToolChoice(msgspec.Struct, kw_only=True):
+    """A function by `name`, or (allowed_tools) `mode` and those of `tools` that may be called."""
+
+    type: str
+    name: str | None = None
+    mode: str | None = None
+    tools: list[ResponseTool] | None = None
+
+
+class TextFormat(msgspec.Struct, kw_only=True):
+    type: str
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(msgspec.Struct, kw_only=True):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponseBody(RequestFields, kw_only=True):
+    """`history`: the items before `input`, from a router that keeps conversations; with it this server stores nothing."""
+
+    input: str | list[Item]
+    history: list[Item] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: str | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
+    max_output_tokens: int | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    truncation: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    moderation: Any = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+
+def check_response(body: ResponseBody) -> None:
+    """Raises ApiError(400)."""
+    refuse(body, _UNSUPPORTED)
+    for name, remedy in _MOVED.items():
+        if getattr(body, name) is not None:
+            raise bad_field(name, f"is no field of this API; use {remedy}", code="unsupported_parameter")
+    if body.n not in (None, 1):
+        raise bad_field("n", "a response is one answer; leave it out", code="unsupported_parameter")
+    _one_of("truncation", body.truncation, TRUNCATIONS)
+    check_range("top_logprobs", body.top_logprobs, MAX_TOP_LOGPROBS)
+    for index, name in enumerate(body.include or ()):
+        _one_of(f"include[{index}]", name, (LOGPROBS, *_EMPTY_INCLUDES))
+    _check_text(body.text or TextConfig())
+    reasoning = body.reasoning or Reasoning()
+    _one_of("reasoning.summary", reasoning.summary, SUMMARIES)
+    _one_of("reasoning.generate_summary", reasoning.generate_summary, SUMMARIES)
+    _check_metadata(body.metadata or {})
+    if body.max_output_tokens is not None and body.max_output_tokens < 1:
+        raise bad_field("max_output_tokens", f"must be at least 1, got {body.max_output_tokens}")
+
+
+def _check_text(text: TextConfig) -> None:
+    _one_of("text.verbosity", text.verbosity, VERBOSITIES)
+    if text.format is None:
+        return
+    _one_of("text.format.type", text.format.type, FORMATS)
+    if text.format.type == "json_schema" and text.format.schema is None:
+        raise bad_field("text.format.schema", "is missing")
+
+
+def _check_metadata(metadata: dict[str, str]) -> None:
+    if len(metadata) > MAX_METADATA:
+        raise bad_field("metadata", f"at most {MAX_METADATA} pairs, got {len(metadata)}")
+    for key, value in metadata.items():
+        if len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS:
+            raise bad_field(
+                "metadata", f"keys have at most {MAX_KEY_CHARS} characters and values {MAX_VALUE_CHARS}: {key[:80]!r}"
+            )
+
+
+def _one_of(field: str, value: str | None, known: tuple[str, ...]) -> None:
+    if value is not None and value not in known:
+        raise bad_field(field, f"{value[:100]!r} is not one of {', '.join(known)}")

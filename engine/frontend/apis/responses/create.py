@@ -1,0 +1,105 @@
+"""POST /v1/responses: body -> chat -> plan -> view; and what is stored of it."""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from engine.frontend.apis.chat.body import ChatBody, ChatMessage
+from engine.frontend.apis.chat.plan import ChatPlan, answer_chat, plan_chat
+from engine.frontend.apis.responses.body import Item, ResponseBody
+from engine.frontend.apis.responses.chat import in_own_words, to_chat
+from engine.frontend.apis.responses.truncation import truncated, turns_of
+from engine.frontend.apis.responses.view import ResponseView
+from engine.frontend.apis.shared.stream import Framing
+from engine.frontend.services import SERVICES, Services
+from service.http.errors import ApiError, bad_field, decode_body
+from service.http.stream import typed_event
+from service.responses.api import caller_of
+from service.responses.book import LocalBook
+from service.responses.conversation import Conversation, StoreFields, open_conversation, to_store
+from service.responses.items import REFERENCE, RESPONSE
+
+FRAMING = Framing(encode=typed_event)
+
+_items = msgspec.json.Decoder(list[Item])
+
+
+async def create_response(request: web.BaseRequest) -> web.StreamResponse:
+    s, data = request[SERVICES], await request.read()
+    body = decode_body(data, ResponseBody)
+    keeper = await _keeper(request, s, body, data)
+    chat = to_chat(body)
+    try:
+        return await _answer(request, s, body, chat, keeper)
+    except ApiError as error:
+        raise in_own_words(error) from None
+
+
+class _Keeper:
+    """Stores one response for its owner."""
+
+    def __init__(self, book: LocalBook, conversation: Conversation, owner: str) -> None:
+        self._book, self._conversation, self._owner = book, conversation, owner
+
+    def put(self, response: dict[str, Any]) -> None:
+        stored = to_store(self._conversation, owner=self._owner, answer=msgspec.json.encode(response))
+        if stored is not None:
+            self._book.store.put(stored)
+
+    def running(self, id: str) -> Any:
+        return self._book.running(id, self._owner)
+
+
+async def _keeper(request: web.BaseRequest, s: Services, body: ResponseBody, data: bytes) -> _Keeper | None:
+    """Open the conversation that the body continues. None: the answer is not stored here. Raises ApiError(400)."""
+    if body.history is not None:  # a router keeps it
+        return None
+    if s.responses is None:
+        _refuse_stored(body, s.spec.mode)
+        return None
+    fields, owner = decode_body(data, StoreFields), caller_of(request)
+    conversation = await open_conversation(fields, partial(s.responses.find, owner=owner))
+    if body.previous_response_id is not None:
+        body.history = _items.decode(conversation.history)
+    if REFERENCE in data:
+        body.input = msgspec.json.decode(conversation.input, type=str | list[Item])
+    return None if body.store is False else _Keeper(s.responses, conversation, owner)
+
+
+def _refuse_stored(body: ResponseBody, mode: str) -> None:
+    body.store = False
+    if body.previous_response_id is not None:
+        why = "--max-stored-responses is 0" if mode == "null" else f"a {mode} worker does not: ask the router"
+        raise bad_field("previous_response_id", f"no responses are stored here ({why}); send the conversation as input")
+
+
+async def _answer(
+    request: web.BaseRequest, s: Services, body: ResponseBody, chat: ChatBody, keeper: _Keeper | None
+) -> web.StreamResponse:
+    chat.rid = s.mint_id(RESPONSE)
+    plan = await (_truncated(s, chat) if body.truncation == "auto" else plan_chat(s, chat))
+    view = partial(
+        ResponseView,
+        body,
+        plan,
+        tokenizer=s.model.tokenizer,
+        mint_id=partial(s.mint_id, "call_"),
+        on_done=_nothing if keeper is None else keeper.put,
+    )
+    with nullcontext() if keeper is None else keeper.running(chat.rid):
+        return await answer_chat(request, chat, plan, id_prefix=RESPONSE, view=view, framing=FRAMING)
+
+
+async def _truncated(s: Services, chat: ChatBody) -> ChatPlan:
+    async def plan(messages: list[ChatMessage]) -> ChatPlan:
+        chat.messages = messages
+        return await plan_chat(s, chat)
+
+    return await truncated(turns_of(chat.messages), plan, room=s.context_length - (chat.max_completion_tokens or 1))
+
+
+def _nothing(response: dict[str, Any]) -> None:
+    """It is stored elsewhere, or nowhere."""

@@ -1,0 +1,116 @@
+"""Items of a conversation as messages of a chat. Pure.
+
+An assistant's turn is several items (reasoning, text, calls) and one message, as chat templates want it.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from engine.frontend.apis.chat.body import ChatMessage, ContentPart
+from engine.frontend.apis.responses.body import Item, Part
+from service.http.errors import ApiError, bad_field
+
+ROLES = ("user", "assistant", "system", "developer")
+TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+def messages_of(items: Iterable[Item], *, field: str) -> list[ChatMessage]:
+    """`field`: of the body, that holds the items; errors name it. Raises ApiError(400)."""
+    messages: list[ChatMessage] = []
+    for index, item in enumerate(items):
+        _add(messages, item, f"{field}[{index}]")
+    return messages
+
+
+def check_calls(messages: list[ChatMessage]) -> None:
+    """Every tool output answers a call before it: else a part of the conversation is missing. Raises ApiError(400)."""
+    known: set[Any] = set()
+    for message in messages:
+        known.update(call["id"] for call in message.tool_calls or ())
+        if message.role == "tool" and message.tool_call_id not in known:
+            text = f"a function_call_output has the call_id {str(message.tool_call_id)[:100]!r}, and no function_call before it"
+            raise bad_field("input", f"{text} has; send the call, or previous_response_id")
+
+
+def _add(messages: list[ChatMessage], item: Item, field: str) -> None:
+    match item.type:
+        case None | "message":
+            _add_message(messages, item, field)
+        case "function_call":
+            call = {
+                "name": _text_of(item.name, f"{field}.name"),
+                "arguments": _text_of(item.arguments, f"{field}.arguments"),
+            }
+            entry = {"id": _text_of(item.call_id, f"{field}.call_id"), "type": "function", "function": call}
+            turn = _turn(messages)
+            turn.tool_calls = [*(turn.tool_calls or ()), entry]
+        case "function_call_output":
+            content = _content(item.output, f"{field}.output")
+            call_id = _text_of(item.call_id, f"{field}.call_id")
+            messages.append(ChatMessage(role="tool", content=content, tool_call_id=call_id))
+        case "reasoning":
+            _add_reasoning(messages, item, field)
+        case "item_reference":
+            raise bad_field(field, "a reference needs stored responses (--max-stored-responses); send the item itself")
+        case _:
+            raise bad_field(
+                f"{field}.type",
+                f"{item.type[:100]!r} is not supported; use message, function_call, function_call_output or reasoning",
+                code="unsupported_parameter",
+            )
+
+
+def _add_message(messages: list[ChatMessage], item: Item, field: str) -> None:
+    if item.role not in ROLES:
+        raise bad_field(f"{field}.role", f"{item.role!r} is not one of {', '.join(ROLES)}")
+    content = _content(item.content, f"{field}.content")
+    if item.role == "assistant":
+        turn = _turn(messages, new=lambda turn: turn.content is not None or bool(turn.tool_calls))
+        turn.content = content
+    else:
+        messages.append(ChatMessage(role=item.role, content=content))
+
+
+def _add_reasoning(messages: list[ChatMessage], item: Item, field: str) -> None:
+    """Its text, else its summary; encrypted reasoning of other servers says nothing to this one."""
+    parts = item.content or item.summary or []
+    text = parts if isinstance(parts, str) else "".join(p.text or "" for p in parts)
+    if text:
+        turn = _turn(messages, new=lambda turn: turn.content is not None or bool(turn.tool_calls))
+        turn.reasoning_content = (turn.reasoning_content or "") + text
+
+
+def _turn(messages: list[ChatMessage], *, new: Any = lambda turn: False) -> ChatMessage:
+    """The assistant's message that the next item belongs to. `new(last)`: whether that item begins another one."""
+    if not messages or messages[-1].role != "assistant" or new(messages[-1]):
+        messages.append(ChatMessage(role="assistant"))
+    return messages[-1]
+
+
+def _content(content: str | list[Part] | None, field: str) -> str | list[ContentPart]:
+    if content is None:
+        raise bad_field(field, "is missing")
+    if isinstance(content, str):
+        return content
+    return [ContentPart(type="text", text=_part(part, f"{field}[{i}]")) for i, part in enumerate(content)]
+
+
+def _part(part: Part, field: str) -> str:
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in (*TEXTS, "refusal"):
+        raise _only_text(field, part.type)
+    return _text_of(text, f"{field}.{'refusal' if part.type == 'refusal' else 'text'}")
+
+
+def _only_text(field: str, type: str) -> ApiError:
+    return bad_field(
+        f"{field}.type",
+        f"{type[:100]!r} is not supported: this model reads text (input_text, output_text)",
+        code="unsupported_parameter",
+    )
+
+
+def _text_of(value: str | None, field: str) -> str:
+    if value is None:
+        raise bad_field(field, "is missing")
+    return value

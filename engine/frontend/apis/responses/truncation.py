@@ -1,0 +1,40 @@
+"""`truncation: auto`: a conversation that is too long for the context loses its oldest turns, never its instructions."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from engine.frontend.apis.chat.body import ChatMessage
+from engine.frontend.apis.chat.plan import ChatPlan
+
+
+@dataclass(frozen=True)
+class Turns:
+    """`head`: leading system messages, which stay. `starts`: where a conversation may begin instead: at a user's message."""
+
+    messages: list[ChatMessage]
+    head: int
+    starts: list[int]
+
+    def without(self, dropped: int) -> list[ChatMessage]:
+        """The messages without the first `dropped` turns."""
+        return self.messages[: self.head] + self.messages[self.starts[dropped - 1] :] if dropped else self.messages
+
+
+def turns_of(messages: list[ChatMessage]) -> Turns:
+    head = next((i for i, m in enumerate(messages) if m.role not in ("system", "developer")), len(messages))
+    return Turns(messages, head, [i for i, m in enumerate(messages) if i > head and m.role == "user"])
+
+
+async def truncated(turns: Turns, plan: Callable[[list[ChatMessage]], Awaitable[ChatPlan]], *, room: int) -> ChatPlan:
+    """The plan with the fewest turns dropped whose prompt has at most `room` tokens; with one turn if none has."""
+    best = await plan(turns.messages)
+    low, high = 1, len(turns.starts)
+    if len(best.input_ids) <= room or not high:
+        return best
+    while low < high:
+        middle = (low + high) // 2
+        if len((await plan(turns.without(middle))).input_ids) <= room:
+            high = middle
+        else:
+            low = middle + 1
+    return await plan(turns.without(low))

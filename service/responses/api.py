@@ -1,0 +1,100 @@
+"""GET, DELETE, cancel and input items of a stored response, at whichever server keeps it."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+from aiohttp import web
+
+from service.http.errors import ApiError, bad_field
+from service.http.stream import json_response
+from service.responses.book import ResponseBook
+from service.responses.conversation import not_found
+from service.responses.items import input_items
+from service.responses.store import StoredResponse
+from service.security.keys import authorization_of, owner_of
+
+PATH = "/v1/responses"
+DEFAULT_LIMIT, MAX_LIMIT = 20, 100  # of listed items, as OpenAI's
+
+StoredHandler = Callable[[web.BaseRequest, ResponseBook], Awaitable[web.Response]]
+
+
+async def get_response(request: web.BaseRequest, book: ResponseBook) -> web.Response:
+    if request.query.get("stream", "false") != "false":
+        raise bad_field("stream", "a stored response is not streamed; leave it out", code="unsupported_parameter")
+    return _shown(await _find(request, book))
+
+
+async def delete_response(request: web.BaseRequest, book: ResponseBook) -> web.Response:
+    id = named_response(request)
+    if not await book.remove(id, caller_of(request)):
+        raise not_found(id)
+    return json_response({"id": id, "object": "response", "deleted": True})
+
+
+async def cancel_response(request: web.BaseRequest, book: ResponseBook) -> web.Response:
+    """The response as it ended; also one that had ended before."""
+    id = named_response(request)
+    try:
+        await book.cancel(id, caller_of(request))
+    except TimeoutError:
+        raise ApiError(504, f"{id}: it was cancelled and has not ended yet", code="cancel_timeout") from None
+    return _shown(await _find(request, book))
+
+
+async def list_input_items(request: web.BaseRequest, book: ResponseBook) -> web.Response:
+    """All items that the response was generated from, also those of the responses before it; newest first unless `order` is asc."""
+    found = await _find(request, book)
+    return json_response(page_of(input_items(found), request.query))
+
+
+def page_of(items: list[dict[str, Any]], query: Any) -> dict[str, Any]:
+    """`query`: limit, order and after, an item's id. Raises ApiError(400)."""
+    order, limit = query.get("order", "desc"), _limit(query.get("limit", str(DEFAULT_LIMIT)))
+    if order not in ("asc", "desc"):
+        raise bad_field("order", f"{order[:100]!r} is not one of asc, desc")
+    items = items if order == "asc" else items[::-1]
+    if (after := query.get("after")) is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise bad_field("after", f"no item {after[:100]!r} is listed here")
+        items = items[ids.index(after) + 1 :]
+    page = items[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > limit,
+    }
+
+
+def named_response(request: web.BaseRequest) -> str:
+    """The id in the path. Raises HTTPNotFound for a path below it that is no route."""
+    id, _, rest = request.path.removeprefix(PATH + "/").partition("/")
+    if rest not in ("", "cancel", "input_items"):
+        raise web.HTTPNotFound
+    return unquote(id)
+
+
+def caller_of(request: web.BaseRequest) -> str:
+    return owner_of(authorization_of(request.headers))
+
+
+def _limit(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_LIMIT:
+        raise bad_field("limit", f"must be between 1 and {MAX_LIMIT}, got {text[:20]!r}")
+    return int(text)
+
+
+async def _find(request: web.BaseRequest, book: ResponseBook) -> Sequence[StoredResponse]:
+    id = named_response(request)
+    found = await book.find(id, caller_of(request))
+    if not found:
+        raise not_found(id)
+    return found
+
+
+def _shown(found: Sequence[StoredResponse]) -> web.Response:
+    return web.Response(body=found[0].response, content_type="application/json")

@@ -1,0 +1,61 @@
+"""The responses of one server process: those that are stored, and those that run and will be."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from service.responses.store import ResponseStore, StoredResponse
+
+CANCEL_TIMEOUT_S = 10.0  # until a cancelled response has ended
+
+
+class ResponseBook(Protocol):
+    """What is known of responses by `id`, to `owner` alone."""
+
+    async def find(self, id: str, owner: str) -> list[StoredResponse]:
+        """The response and its ancestors, newest first, as far as they are stored."""
+
+    async def remove(self, id: str, owner: str) -> bool: ...
+    async def cancel(self, id: str, owner: str) -> bool:
+        """End a running response and wait for it; False if it does not run."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Live:
+    owner: str
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class LocalBook:
+    """`abort`: ends a request by its id."""
+
+    def __init__(self, store: ResponseStore, *, abort: Callable[[str], Awaitable[object]]) -> None:
+        self.store = store
+        self._abort = abort
+        self._live: dict[str, _Live] = {}
+
+    @contextmanager
+    def running(self, id: str, owner: str) -> Iterator[None]:
+        live = self._live[id] = _Live(owner)
+        try:
+            yield
+        finally:
+            del self._live[id]
+            live.ended.set()
+
+    async def find(self, id: str, owner: str) -> list[StoredResponse]:
+        return self.store.conversation(id, owner=owner)
+
+    async def remove(self, id: str, owner: str) -> bool:
+        return self.store.remove(id, owner=owner)
+
+    async def cancel(self, id: str, owner: str) -> bool:
+        live = self._live.get(id)
+        if live is None or live.owner != owner:
+            return False
+        await self._abort(id)
+        async with asyncio.timeout(CANCEL_TIMEOUT_S):
+            await live.ended.wait()
+        return True

@@ -1,0 +1,77 @@
+"""What a body of /v1/responses means together with what is stored: the items before its own. Pure."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from service.http.errors import ApiError, bad_field
+from service.http.json_depth import decode_or_none
+from service.responses.items import REFERENCE, history_of, inner_text, references, resolved, response_of
+from service.responses.store import StoredResponse
+
+# A response and its ancestors, newest first, as far as they are known.
+Find = Callable[[str], Awaitable[list[StoredResponse]]]
+
+
+class StoreFields(msgspec.Struct, kw_only=True):
+    """The fields of a body that concern the store; the worker checks their types. `input`: JSON text."""
+
+    input: msgspec.Raw = msgspec.Raw(b"")
+    previous_response_id: Any = None
+    store: Any = None
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """`history`: JSON list of the items before the body's own; `input`: the body's, with items in the place of references."""
+
+    previous: str
+    history: bytes
+    input: bytes
+
+
+class _Answer(msgspec.Struct):
+    id: str
+
+
+async def open_conversation(fields: StoreFields, find: Find) -> Conversation:
+    """Raises ApiError(400) for what is not stored."""
+    previous, given, history = fields.previous_response_id, bytes(fields.input), b"[]"
+    if previous is not None:
+        if not isinstance(previous, str):
+            raise bad_field("previous_response_id", "must be a string")
+        history = history_of(whole(previous, await find(previous)))
+    if REFERENCE in given:
+        named = dict.fromkeys(response_of(id) for id in references(given))
+        given = resolved(given, {id: found[0] for id in named if (found := await find(id))})
+    return Conversation(previous=previous or "", history=history, input=given)
+
+
+def whole(id: str, found: list[StoredResponse]) -> list[StoredResponse]:
+    """A conversation from its beginning. Raises ApiError(400) for one of which a part is not stored."""
+    missing = id if not found else found[-1].previous
+    if missing:
+        raise not_found(missing, field="previous_response_id")
+    return found
+
+
+def to_store(conversation: Conversation, *, owner: str, answer: bytes) -> StoredResponse | None:
+    """`answer`: the JSON of the final response; None for what is none."""
+    decoded: _Answer | None = decode_or_none(answer, _Answer)
+    if decoded is None:
+        return None
+    return StoredResponse(
+        id=decoded.id,
+        owner=owner,
+        previous=conversation.previous,
+        input=inner_text(conversation.input),
+        response=answer,
+    )
+
+
+def not_found(id: str, *, field: str | None = None) -> ApiError:
+    """`field`: of a body, that names it."""
+    text = f"no response {id[:100]!r} is stored for this key; it may not have ended, or may be deleted or evicted"
+    if field is None:
+        return ApiError(404, text, code="response_not_found")
+    return bad_field(field, f"{text}: send the conversation as input", code="previous_response_not_found")

@@ -1,0 +1,153 @@
+"""Items of conversations: their ids, lists of them, and references to them. Pure.
+
+    resp_HEX                  a response
+    msg_HEX_2, fc_HEX_2...    item 2 of its output
+    msg_HEX_in2...            item 2 of its input, if the client gave it no id
+
+So an item's id says where it is. Items stay JSON text as they came; most are never decoded.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from service.http.errors import bad_field
+from service.http.json_depth import JSON_ERRORS
+from service.responses.store import StoredResponse
+
+RESPONSE = "resp_"
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+REFERENCE = b"item_reference"
+
+_ITEM_ID = re.compile(r"[a-z]+_([0-9a-zA-Z]+)_(in)?([0-9]{1,6})")
+_encode = msgspec.json.Encoder().encode
+
+
+class _Answer(msgspec.Struct):
+    output: list[msgspec.Raw] = []
+
+
+class _Reference(msgspec.Struct):
+    type: Any = None
+    id: Any = None
+
+
+_list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+_answer_decoder = msgspec.json.Decoder(_Answer)
+_reference_decoder = msgspec.json.Decoder(_Reference)
+
+
+def item_id(kind: str, response_id: str, index: int, *, is_input: bool = False) -> str:
+    """`kind`: the item's type."""
+    prefix = PREFIXES.get(kind, "item")
+    return f"{prefix}_{response_id.removeprefix(RESPONSE)}_{'in' if is_input else ''}{index}"
+
+
+def response_of(item_id: str) -> str:
+    """The id of the response that has the item; "": the id is not one of ours."""
+    match = _ITEM_ID.fullmatch(item_id)
+    return "" if match is None else RESPONSE + match[1]
+
+
+def inner_text(given: bytes) -> bytes:
+    """A body's `input`, a JSON text or a list, as items with commas between them."""
+    text = given.strip()
+    if text[:1] == b'"':
+        return b'{"type":"message","role":"user","content":' + text + b"}"
+    return text[1:-1].strip() if text[:1] == b"[" else b""
+
+
+def joined(parts: Iterable[bytes]) -> bytes:
+    """A JSON list of lists' inner texts."""
+    return b"[" + b",".join(part for part in parts if part) + b"]"
+
+
+def history_of(conversation: Sequence[StoredResponse]) -> bytes:
+    """The JSON list of all items of a conversation (newest response first), in their order."""
+    return joined(part for stored in reversed(conversation) for part in (stored.input, *_outputs(stored)))
+
+
+def input_items(conversation: Sequence[StoredResponse]) -> list[dict[str, Any]]:
+    """The items that the newest response was generated from, oldest first, in the API's shape, each with its id."""
+    newest, found = conversation[0], []
+    for stored in reversed(conversation):
+        found += [_shown(raw, stored.id, index) for index, raw in enumerate(_inputs(stored))]
+        if stored is not newest:
+            found += [msgspec.json.decode(raw) for raw in _outputs(stored)]
+    return found
+
+
+def references(given: bytes) -> list[str]:
+    """The ids that the items of a body's `input` refer to. Raises ApiError(400) for one that cannot be an id of ours."""
+    ids = []
+    for index, raw in enumerate(_split(given)):
+        reference = _reference_in(raw)
+        if reference is not None:
+            if not isinstance(reference.id, str) or not response_of(reference.id):
+                raise _unknown(index, reference.id)
+            ids.append(reference.id)
+    return ids
+
+
+def resolved(given: bytes, responses: Mapping[str, StoredResponse]) -> bytes:
+    """`given` with the items themselves. `responses`: by id, those of `references`. Raises ApiError(400)."""
+    items = []
+    for index, raw in enumerate(_split(given)):
+        reference = _reference_in(raw)
+        items.append(bytes(raw) if reference is None else _item(str(reference.id), responses, index))
+    return joined(items)
+
+
+def _item(id: str, responses: Mapping[str, StoredResponse], index: int) -> bytes:
+    match, stored = _ITEM_ID.fullmatch(id), responses.get(response_of(id))
+    if match is None or stored is None:
+        raise _unknown(index, id)
+    items, at = _inputs(stored) if match[2] else _outputs(stored), int(match[3])
+    if at >= len(items):
+        raise _unknown(index, id)
+    return items[at]
+
+
+def _unknown(index: int, id: object) -> Exception:
+    return bad_field(f"input[{index}].id", f"no item {str(id)[:100]!r} is stored; send the item itself")
+
+
+def _inputs(stored: StoredResponse) -> list[bytes]:
+    return [bytes(raw) for raw in _list_decoder.decode(joined([stored.input]))]
+
+
+def _outputs(stored: StoredResponse) -> list[bytes]:
+    return [bytes(raw) for raw in _answer_decoder.decode(stored.response).output]
+
+
+def _split(given: bytes) -> list[msgspec.Raw]:
+    """Nothing for what is no list: the worker refuses it."""
+    try:
+        return _list_decoder.decode(given)
+    except JSON_ERRORS:
+        return []
+
+
+def _reference_in(raw: msgspec.Raw) -> _Reference | None:
+    if REFERENCE not in bytes(raw):
+        return None
+    try:
+        reference = _reference_decoder.decode(raw)
+    except JSON_ERRORS:
+        return None
+    return reference if reference.type == REFERENCE.decode() else None
+
+
+def _shown(raw: bytes, response_id: str, index: int) -> dict[str, Any]:
+    item = msgspec.json.decode(raw)
+    item.setdefault("type", "message")
+    id = item_id(item["type"], response_id, index, is_input=True)
+    shown = {"id": id, **{name: value for name, value in item.items() if value is not None}}
+    if shown["type"] != "message":
+        return shown
+    content, kind = shown.get("content"), "output_text" if shown.get("role") == "assistant" else "input_text"
+    if isinstance(content, str):
+        shown["content"] = [{"type": kind, "text": content, **({"annotations": []} if kind == "output_text" else {})}]
+    return {"status": "completed", **shown}
