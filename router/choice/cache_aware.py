@@ -1,11 +1,12 @@
 """The cache-aware policy: a prompt goes where it is computed soonest, counting what is cached of it. Pure.
 
     cost(worker) = tokens that wait there to be computed - weight * tokens of the prompt that it has cached
-    weight       = 1 + RECOMPUTE_WEIGHT * requests at the worker that has the fewest
+    weight       = 1 + RECOMPUTE_WEIGHT * requests at the worker that has the fewest (prefill and unified workers)
 
 The least cost wins. On an idle worker a prefix is computed again at no cost to others; where all have queues that delays every request
 behind it, so the weight grows with the queues (docs/router.md: on the Mooncake traces at twice their rate the median first token came
-eight times later without; between 1 and 16 the constant makes little difference). SGLang's thresholds apply: a match below
+eight times later without; between 1 and 16 the constant makes little difference). Decode does not compute prompts: a prefix cached
+there spares memory and a transfer, so its weight is 1. SGLang's thresholds apply: a match below
 `cache_threshold` of the prompt is none, and beyond both balance thresholds the load alone decides.
 """
 
@@ -19,7 +20,7 @@ from router.choice.prefix_keys import BLOCK_TOKENS
 from router.config import ChoiceFlags
 from router.pool.load_order import LoadKey, LoadOrder, load_key
 from router.pool.pool import WorkerPool
-from router.pool.worker import Worker
+from router.pool.worker import Role, Worker
 
 RECOMPUTE_WEIGHT = 4
 SMALL_GROUP = 16  # workers with equally much cached: up to this many are compared one by one
@@ -47,7 +48,7 @@ class CacheAware:
         if unbalanced(shortest, longest, self.flags):
             return candidates.least_loaded()
         least = self.flags.cache_threshold * hints.prompt_tokens
-        weight = 1 + RECOMPUTE_WEIGHT * shortest
+        weight = 1 if candidates[0].role is Role.DECODE else 1 + RECOMPUTE_WEIGHT * shortest
         groups = [
             Credit(weight * depth * BLOCK_TOKENS, bits)
             for depth, bits in matched.groups

@@ -194,6 +194,18 @@ def test_unequal_queues_beyond_both_thresholds_go_by_load_alone(short: int, long
     assert (policy.choose(WorkerPool(table.workers()), ask).worker is other) == ignored
 
 
+@pytest.mark.parametrize(("role", "stays"), [(Role.PREFILL, True), (Role.DECODE, False)])
+def test_a_prefix_is_worth_its_computation_on_prefill_alone(role: Role, stays: bool) -> None:
+    """All have queues. The worker with the prefix holds more than twice its tokens."""
+    table, policy = table_of(2, role=role), cache_aware()
+    ask = ask_of(keys_of("a", 4))
+    there = policy.choose(WorkerPool(table.workers()), ask).worker
+    for worker in table.workers():
+        table.loads.charge(worker, 1)
+    table.loads.charge(there, 10 * BLOCK_TOKENS)
+    assert (policy.choose(WorkerPool(table.workers()), ask).worker is there) == stays
+
+
 def test_a_worker_that_left_or_went_down_is_no_longer_known_to_have_anything() -> None:
     config = RouterConfig(pd_disaggregation=True, prefill_policy="cache_aware")
     chooser = make_chooser(config, draw=random.Random(0).randrange)
