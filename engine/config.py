@@ -289,7 +289,7 @@ class ServerConfig(FlagSet):
         "keys; *: any",
     )
     allowed_origins: tuple[str, ...] = flag(
-        (), "web origins (https://HOST[:PORT]) whose pages may send requests that change something; *: any"
+        (), "web origins (https://HOST[:PORT]) whose pages may send requests and read answers; *: any"
     )
     log_level: str = flag("info", "lowest level of the log", choices=("debug", "info", "warning", "error"))
     log_format: str = flag("text", "log as text or as one JSON object per line", choices=LOG_FORMATS)

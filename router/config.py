@@ -132,7 +132,9 @@ class KeyFlags(FlagSet):
     admin_api_key_file: str | None = flag(None, "file of admin API keys, one per line; read again like --api-key-file")
     allow_insecure: bool = flag(False, "listen beyond loopback without API keys: anyone may send any request")
     allowed_hosts: tuple[str, ...] = flag((), "host names that requests may use on loopback without keys; *: any")
-    allowed_origins: tuple[str, ...] = flag((), "web origins (https://HOST[:PORT]) that may change something; *: any")
+    allowed_origins: tuple[str, ...] = flag(
+        (), "web origins (https://HOST[:PORT]) that may send requests and read answers; *: any"
+    )
     worker_api_key: str | None = flag(None, "API key sent to workers; default: the client's Authorization")
     worker_api_key_file: str | None = flag(
         None, "file with the workers' API key in its first line; read again when it changes"

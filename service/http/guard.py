@@ -9,8 +9,8 @@ from aiohttp import web
 
 from service.http.error_shapes import ErrorShape
 from service.http.errors import ApiError
-from service.http.routes import Handler, Routes, errors_of
-from service.http.stream import REQUEST_ID, REQUEST_ID_HEADER, STREAMING
+from service.http.routes import Handler, HttpRoute, Routes, errors_of
+from service.http.stream import EXTRA_HEADERS, REQUEST_ID, REQUEST_ID_HEADER, STREAMING
 from service.security.browser import BrowserRule
 from service.security.keys import Access, Caller, KeyGate, authorization_of
 from service.telemetry.context import CURRENT, OPERATIONS, TraceContext, request_id_of
@@ -47,17 +47,29 @@ def make_guard(
         request[REQUEST_ID] = request_id
         operation = OPERATIONS.get(request.path, "")
         CURRENT.set(TraceContext(request_id, operation, request.headers.get("traceparent", "")))
-        refusal = None if is_trusted is not None and is_trusted(request) else refuse(request)
-        response = await answer_of(route.handler, request) if refusal is None else route.errors.response(refusal)
+        request[EXTRA_HEADERS] = extra = {REQUEST_ID_HEADER: request_id, **browser.sharing(request.headers)}
+        response = early_answer(request, route)
+        if response is None:
+            response = await answer_of(route.handler, request)
         if not response.prepared:
-            response.headers[REQUEST_ID_HEADER] = request_id
+            response.headers.extend(extra)
         return response
 
-    def refuse(request: web.BaseRequest) -> ApiError | None:
+    def early_answer(request: web.BaseRequest, route: HttpRoute) -> web.StreamResponse | None:
+        """The answer to what no handler gets."""
+        if is_trusted is not None and is_trusted(request):
+            return None
         page = browser.refusal(request.method, request.path, request.headers, has_body=request.body_exists)
         if page is not None:
             on_refused("browser")
-            return ApiError(page.status, page.message, code=page.code)
+            return route.errors.response(ApiError(page.status, page.message, code=page.code))
+        preflight = browser.preflight(request.method, request.headers)
+        if preflight is not None:  # browsers send no key with it
+            return web.Response(status=204, headers=preflight)
+        refusal = refuse(request)
+        return None if refusal is None else route.errors.response(refusal)
+
+    def refuse(request: web.BaseRequest) -> ApiError | None:
         request[CALLER] = ANYBODY
         if has_keys:
             request[CALLER] = gate.caller(authorization_of(request.headers), time.monotonic())

@@ -14,6 +14,7 @@ SSE_HEADERS = {"Content-Type": f"{EVENTS_TYPE}; charset=utf-8", **_UNBUFFERED}
 LINES_HEADERS = {"Content-Type": LINES_TYPE, **_UNBUFFERED}
 DONE = b"data: [DONE]\n\n"
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+EXTRA_HEADERS: web.RequestKey[Mapping[str, str]] = web.RequestKey("extra_headers", Mapping)  # of every answer
 STREAMING: web.RequestKey[bool] = web.RequestKey("streaming", bool)  # headers are out: no other answer is possible
 
 _encode = msgspec.json.Encoder().encode
@@ -26,9 +27,9 @@ class CoalescedResponse(web.StreamResponse):
 
 
 async def open_stream(request: web.BaseRequest, *, headers: Mapping[str, str], status: int = 200) -> CoalescedResponse:
-    """Begin a streamed answer with the request's id in its headers."""
+    """Begin a streamed answer, with the headers that every answer to the request has."""
     out = CoalescedResponse(status=status, headers=headers)
-    out.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
+    out.headers.extend(request[EXTRA_HEADERS])
     request[STREAMING] = True
     await out.prepare(request)
     return out

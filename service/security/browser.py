@@ -2,13 +2,17 @@
 
 A browser sends a page's requests to any address, loopback included. Three rules stop pages of other sites:
 
-- A body must be declared as JSON. Without a preflight, which no server here answers, a page can send only text and forms.
+- A body must be declared as JSON. Without a preflight a page can send only text and forms, and a preflight is answered for
+  allowed origins alone.
 - A request that changes something must not come from another origin, by `Origin` and `Sec-Fetch-Site`, which no page can
   set. The algorithm is that of Go's `http.CrossOriginProtection`.
 - On loopback without keys, `Host` must be an address, localhost, or a configured name. This stops DNS rebinding, which
   passes the second rule.
+
+Pages of allowed origins may also read answers (CORS). No answer allows cookies or the like: a page must have a key of its own.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +25,16 @@ SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 CHANGING_PATHS = frozenset(("/flush_cache",))  # change something even by GET, as SGLang's do
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _SHOWN_CHARS = 80
+
+PREFLIGHT_HEADER = "Access-Control-Request-Method"
+_ALLOWED = "Access-Control-Allow-Origin"
+_READABLE = {"Access-Control-Expose-Headers": "X-Request-Id, Retry-After"}
+_PREFLIGHT = {
+    "Access-Control-Allow-Methods": "GET, HEAD, POST, PUT, DELETE",
+    "Access-Control-Max-Age": "600",  # seconds, of which Chromium takes up to 7200
+}
+_NAMES = re.compile(r"[\w!#$%&'*+.^`|~-]+(?:, ?[\w!#$%&'*+.^`|~-]+)*", re.ASCII)  # header names in a list
+_MAX_NAMES_CHARS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +66,36 @@ class BrowserRule:
         """None: the request may go on. `headers`: case-insensitive."""
         if self._checks_host and not self._is_own(headers.get("Host", "")):
             return self._foreign_host(headers["Host"])
-        if (method not in SAFE_METHODS or path in CHANGING_PATHS) and self._is_foreign(headers):
+        changes = method not in SAFE_METHODS or path in CHANGING_PATHS or is_preflight(method, headers)
+        if changes and self._is_foreign(headers):
             return _foreign_origin(headers)
         if has_body and not is_json(headers.get("Content-Type", "")):
             return _not_json(headers.get("Content-Type", ""))
         return None
+
+    def sharing(self, headers: Mapping[str, str]) -> Mapping[str, str]:
+        """Headers of any answer: with them a page of an allowed origin may read it. Empty where no origin is allowed."""
+        if not self._origins:
+            return {}
+        if ANY in self._origins:
+            return {_ALLOWED: ANY, **_READABLE}
+        origin = headers.get("Origin", "")
+        if origin.lower() not in self._origins:
+            return {"Vary": "Origin"}
+        return {_ALLOWED: origin, **_READABLE, "Vary": "Origin"}
+
+    def preflight(self, method: str, headers: Mapping[str, str]) -> Mapping[str, str] | None:
+        """Headers, beside those of `sharing`, of the answer to a browser's question before a request; None: it is no question.
+
+        `refusal` comes first: the origin may send requests. The request itself still needs its key.
+        """
+        if not (self._origins and is_preflight(method, headers)):
+            return None
+        names = headers.get("Access-Control-Request-Headers", "")
+        known = len(names) <= _MAX_NAMES_CHARS and _NAMES.fullmatch(names) is not None
+        return {**_PREFLIGHT, "Vary": "Access-Control-Request-Headers"} | (
+            {"Access-Control-Allow-Headers": names} if known else {}
+        )
 
     def _is_own(self, host: str) -> bool:
         """Browsers always send `Host`."""
@@ -80,6 +119,10 @@ class BrowserRule:
             f"use 127.0.0.1 or localhost, or add --allowed-hosts {name}"
         )
         return Refusal(403, "foreign_host", message)
+
+
+def is_preflight(method: str, headers: Mapping[str, str]) -> bool:
+    return method == "OPTIONS" and PREFLIGHT_HEADER in headers
 
 
 def is_json(content_type: str) -> bool:

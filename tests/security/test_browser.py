@@ -144,3 +144,68 @@ def test_with_keys_or_off_loopback_any_name_will_do(made: BrowserRule) -> None:
     assert status(made, "GET", "/v1/models", {"Host": "router.prod.svc.cluster.local"}) == 200
     assert status(made, "POST", "/workers", {"Host": "router.prod", "Origin": "http://evil.example"}) == 403
     assert status(made, "POST", "/workers", {"Host": "router.prod", "Content-Type": "text/plain"}, has_body=True) == 415
+
+
+# ---- allowed origins read answers (CORS)
+
+OPS = {"Origin": "https://ops.example", "Sec-Fetch-Site": "cross-site"}
+ASKS = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+
+
+@pytest.mark.parametrize(
+    ("origins", "origin", "want"),
+    [
+        ((), "https://ops.example", {}),
+        (("https://ops.example",), "https://ops.example", {"Access-Control-Allow-Origin": "https://ops.example"}),
+        (("https://OPS.example/",), "https://ops.example", {"Access-Control-Allow-Origin": "https://ops.example"}),
+        (("https://ops.example",), "https://evil.example", {}),
+        (("https://ops.example",), "https://ops.example.evil", {}),
+        (("https://ops.example",), "https://ops.example:444", {}),
+        (("https://ops.example",), "http://ops.example", {}),
+        (("https://ops.example",), "null", {}),
+        (("https://ops.example",), "*", {}),
+        (("https://ops.example",), "", {}),
+        (("https://ops.example",), "https://ops.example, https://evil.example", {}),
+        (("https://ops.example",), "\udcff", {}),
+        (("null",), "null", {"Access-Control-Allow-Origin": "null"}),
+        (("*",), "https://evil.example", {"Access-Control-Allow-Origin": "*"}),
+    ],
+)
+def test_an_allowed_site_reads_answers_and_no_cookie_is_ever_allowed(
+    origins: tuple[str, ...], origin: str, want: dict[str, str]
+) -> None:
+    made, asked = rule(origins=origins), HERE | {"Origin": origin}
+    shared = dict(made.sharing(asked))
+    assert "Access-Control-Allow-Credentials" not in {**shared, **(made.preflight("OPTIONS", asked | ASKS) or {})}
+    assert shared.pop("Vary", "") == ("" if origins in ((), ("*",)) else "Origin")  # caches keep them apart
+    assert shared.pop("Access-Control-Expose-Headers", "") == ("X-Request-Id, Retry-After" if want else "")
+    assert shared == want
+
+
+def test_a_preflight_is_answered_for_allowed_sites_alone() -> None:
+    allowed = rule(origins=("https://ops.example",))
+    assert status(allowed, "OPTIONS", "/generate", HERE | OPS | ASKS) == 200
+    told = allowed.preflight("OPTIONS", HERE | OPS | ASKS)
+    assert told is not None and "POST" in told["Access-Control-Allow-Methods"]
+    assert told["Access-Control-Allow-Headers"] == "authorization,content-type"
+    for made, headers in ((allowed, {"Origin": "https://evil.example"}), (rule(), OPS), (rule(), {"Origin": "null"})):
+        refusal = made.refusal("OPTIONS", "/generate", HERE | headers | ASKS, has_body=False)
+        assert refusal is not None and (refusal.status, refusal.code) == (403, "foreign_origin")
+    assert rule().preflight("OPTIONS", HERE | ASKS) is None  # an old route's own business
+    assert allowed.preflight("OPTIONS", HERE | OPS) is None  # no question
+    assert allowed.preflight("POST", HERE | OPS | ASKS) is None
+
+
+@pytest.mark.parametrize(
+    "names", ["", "a\r\nX-Injected: b", "a" * 5000, "a,,b", "a;b", "\udcff", "a b", "authorization, "]
+)
+def test_header_names_that_are_none_are_not_repeated(names: str) -> None:
+    asked = HERE | OPS | ASKS | {"Access-Control-Request-Headers": names}
+    told = rule(origins=("*",)).preflight("OPTIONS", asked)
+    assert told is not None and "Access-Control-Allow-Headers" not in told
+
+
+def test_rebinding_is_refused_whatever_origins_are_allowed() -> None:
+    asked = {"Host": "evil.example:8000", "Origin": "http://evil.example:8000"} | ASKS
+    for method in ("OPTIONS", "GET", "POST"):
+        assert status(rule(origins=("*",)), method, "/v1/models", asked) == 403
