@@ -27,6 +27,7 @@ from router.fleet.processes import ProcessSlot
 from router.history.recorder import Recorder
 from router.history.trace import RequestTraces
 from router.http.access import limit_rate, need_of
+from router.http.any_worker import AnyWorkerApi
 from router.http.fan_out import FanOutApi
 from router.http.health_api import HealthApi
 from router.http.pages import Pages
@@ -178,6 +179,7 @@ class Router:
         workers = WorkersApi(
             calls, config=config, monitor=self.monitor, switch=self.switch, peers=peers, discovery=self.discovery
         )
+        any_worker = AnyWorkerApi(calls)
         fan_out = FanOutApi(calls, monitor=self.monitor, gate=self.gate)
         dashboard = Dashboard(
             config=config,
@@ -197,6 +199,7 @@ class Router:
                 *health.routes(),
                 *workers.routes(),
                 *fan_out.routes(),
+                *any_worker.routes(),
                 *Pages().routes(),
                 *dashboard.routes(),
                 *traces.routes(),

@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 
 from engine.frontend.apis.admin import health, info, tokens
+from engine.frontend.apis.anthropic.body import CountTokensBody, MessagesBody
+from engine.frontend.apis.anthropic.messages import count_tokens, messages
 from engine.frontend.apis.chat.body import ChatBody
 from engine.frontend.apis.control import engine, role_switch
 from engine.frontend.apis.native.body import GenerateBody
@@ -77,6 +79,8 @@ _ROUTES = (
     ApiRoute("POST", "/generate", generate, GenerateBody, streams=EVENTS_TYPE),
     ApiRoute("PUT", "/generate", generate, GenerateBody, streams=EVENTS_TYPE),
     ApiRoute("POST", "/v1/embeddings", embeddings, EmbeddingBody),
+    ApiRoute("POST", "/v1/messages", messages, MessagesBody, streams=EVENTS_TYPE),
+    ApiRoute("POST", "/v1/messages/count_tokens", count_tokens, CountTokensBody),
     ApiRoute("POST", "/abort_request", engine.abort_request, engine.AbortBody, empty=True, body_required=False),
     ApiRoute("POST", "/tokenize", tokens.tokenize, tokens.TokenizeBody),
     ApiRoute("POST", "/detokenize", tokens.detokenize, tokens.DetokenizeBody),

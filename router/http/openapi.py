@@ -6,6 +6,7 @@ While no worker is alive these bodies are objects. Bootstrap fields are left out
 from typing import Any
 
 from router.body import BOOTSTRAP_FIELDS, OLLAMA, Api
+from router.http.any_worker import ASKED
 from router.http.fan_out import LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER
 from service.http.error_shapes import shape_of
 from service.http.openapi import FAILURES, TEXT, answer, document, failures_of, operation
@@ -55,8 +56,8 @@ _OWN: dict[str, dict[str, Any]] = {
         }
     },
 }
-# Passed to every worker as they come: their bodies are described by the worker.
-_PASSED = ("/abort_request", *(path for path in TIMEOUTS_S if path not in _OWN), LOAD_ADAPTER, UNLOAD_ADAPTER)
+# Passed to one worker or all as they come: their bodies are described by the worker.
+_PASSED = ("/abort_request", *ASKED, *(path for path in TIMEOUTS_S if path not in _OWN), LOAD_ADAPTER, UNLOAD_ADAPTER)
 
 
 def make_document(worker: Any) -> dict[str, Any]:

@@ -26,11 +26,12 @@ class WorkerCalls:
     roles: tuple[Role, ...]
 
     async def call_one(self, request: web.BaseRequest, *, model: str = "") -> web.Response:
-        """Pass a GET to the first worker that answers (and serves `model`), decode before prefill."""
-        headers = self.credentials.for_client(authorization_of(request.headers))
+        """Pass a request to the first worker that answers (and serves `model`), decode before prefill."""
+        headers, body = self.credentials.for_client(authorization_of(request.headers)), await request.read()
+        method, path = "POST" if request.method == "POST" else "GET", request.rel_url.raw_path
         for role in reversed(self.roles):
             for worker in self.table.pool(role, model):
-                answer = await call_worker(self.session, "GET", worker.url + request.rel_url.raw_path, headers)
+                answer = await call_worker(self.session, method, worker.url + path, headers, body)
                 if answer.status:
                     return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
         raise no_worker(self.table, missing_roles(self.table, self.roles, model) or list(self.roles), model)

@@ -65,11 +65,15 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_ANTHROPIC_WORDS = {
+    "context_length_exceeded": "prompt is too long: "
+}  # by which its clients know it, and shorten theirs
 
 
 def _anthropic_body(error: ApiError) -> dict[str, Any]:
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message, **_code_of(error)}}
+    words = _ANTHROPIC_WORDS.get(error.code or "", "")
+    return {"type": "error", "error": {"type": kind, "message": words + error.message, **_code_of(error)}}
 
 
 def _ollama_body(error: ApiError) -> dict[str, Any]:

@@ -11,6 +11,7 @@ T = TypeVar("T")
 
 DRAINING = "draining"  # error code, and `status` on /health, of a server that takes nothing new
 
+_NAMED = re.compile(r"(missing required|contains unknown) field `([^`]+)`")
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 
 
@@ -36,7 +37,7 @@ def bad_field(field: str, message: str, *, code: str | None = None) -> ApiError:
 
 
 def decode_body(data: bytes, type_: type[T]) -> T:
-    """Decode a JSON body strictly: no coercion, unknown fields are ignored. Raises ApiError(400) that names the field."""
+    """Decode a JSON body strictly: no coercion. `type_` says whether unknown fields are ignored. Raises ApiError(400) that names the field."""
     if deeper_than(data):
         raise ApiError(400, f"the body is nested too deeply (more than {MAX_DEPTH} levels)", code="invalid_json")
     try:
@@ -50,10 +51,10 @@ def decode_body(data: bytes, type_: type[T]) -> T:
 
 def _wrong_type(message: str) -> ApiError:
     match = _PATH.search(message)
-    if match is None:
-        missing = re.search(r"missing required field `([^`]+)`", message)
-        return ApiError(400, message, field=missing.group(1) if missing else None)
-    path, text = match.group(1), message[: match.start()]
-    missing = re.search(r"missing required field `([^`]+)`", text)
-    field = f"{path}.{missing.group(1)}" if missing else path
-    return ApiError(400, f"{field}: {text[:1].lower()}{text[1:]}".removeprefix(": "), field=field or None)
+    path, text = ("", message) if match is None else (match.group(1), message[: match.start()])
+    named = _NAMED.search(text)
+    field = ".".join(filter(None, (path, named[2] if named else "")))
+    if named and named[1] == "contains unknown":
+        return bad_field(field, "is no field that this server knows; leave it out", code="unsupported_parameter")
+    shown = text if match is None else f"{field}: {text[:1].lower()}{text[1:]}".removeprefix(": ")
+    return ApiError(400, shown, field=field or None)

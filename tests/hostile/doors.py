@@ -115,9 +115,12 @@ def is_no_failure(answer: Answer) -> bool:
 
 
 def names_field(answer: Answer, field: str) -> bool:
-    """A 400 in OpenAI's shape that names `field` both in its message and as its parameter."""
+    """A 400 in its API's shape that names `field` in its message, in OpenAI's shape also as its parameter."""
     if answer.status != 400:
         return False
-    error = json.loads(answer.body)["error"]
+    said = json.loads(answer.body)
+    error = said["error"]
+    if said.get("type") == "error":
+        return error["type"] == "invalid_request_error" and field in error["message"]
     in_shape = set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
     return in_shape and error["param"] == field and field.split(".")[-1].split("[")[0] in error["message"]

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 JSON = b"application/json"
-GENERATION = GENERATE, COMPLETE, CHAT, EMBED = "/generate", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
-RESPOND = "/v1/responses"
+GENERATE, COMPLETE, CHAT, EMBED = "/generate", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+RESPOND, MESSAGES = "/v1/responses", "/v1/messages"
+GENERATION = (GENERATE, COMPLETE, CHAT, EMBED, MESSAGES)
 PROMPT = {"text": "k17 v42 k17"}
 USER = {"messages": [{"role": "user", "content": "k17"}]}
 
@@ -162,6 +163,7 @@ SURROGATES: dict[str, tuple[str, dict[str, Any]]] = {
     "previous": (RESPOND, {"input": "a", "previous_response_id": LONE}),
     "reference": (RESPOND, {"input": [{"type": "item_reference", "id": LONE}]}),
     "metadata": (RESPOND, {"input": "a", "metadata": {LONE: LONE}}),
+    "message": (MESSAGES, {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": LONE}]}]}),
     "bias": (CHAT, {**USER, "logit_bias": {LONE: 1}}),
 }
 

@@ -33,6 +33,7 @@ from tests.hostile.doors import (
 )
 from tests.hostile.table import Call, post
 from tests.hostile.wrong_fields import WRONG_FIELDS, wrong_values
+from tests.hostile.wrong_messages import WRONG_MESSAGES
 
 BESIDE_EVERY_S, BESIDE_TOKENS = 0.3, 50
 # Routes that every case of `RAW_BODIES` is wrong for.
@@ -41,6 +42,7 @@ JSON_ROUTES = {
     "worker": (*table.GENERATION, "/tokenize", "/detokenize", "/traces", "/abort_request", "/switch_role"),
     "bootstrap": ("/rooms",),
 }
+ALL_WRONG_FIELDS = [*WRONG_FIELDS, *WRONG_MESSAGES]
 # HTTP itself is wrong then: it is answered before any handler, or the connection is closed.
 OF_THE_LIBRARY = ("Content-Length", "Transfer-Encoding", "Upgrade", "Connection")
 
@@ -230,7 +232,7 @@ def mentions(answer: Answer, field: str) -> bool:
 
 def test_wrong_fields_are_named(doors: Doors) -> None:
     """And nothing of them reaches the engine."""
-    cases = {f"{path} {field} {i}": (post(path, body), field) for i, (path, body, field) in enumerate(WRONG_FIELDS)}
+    cases = {f"{path} {field} {i}": (post(path, body), field) for i, (path, body, field) in enumerate(ALL_WRONG_FIELDS)}
     seen = len(doors.alone.scheduler.seen)
     answers = doors.play("unified", {name: call for name, (call, _) in cases.items()})
     assert {name: a.body[:300] for name, a in answers.items() if not names_field(a, cases[name][1])} == {}
@@ -240,7 +242,7 @@ def test_wrong_fields_are_named(doors: Doors) -> None:
 @pytest.mark.parametrize("door", [*ROUTERS, "prefill", "decode"])
 def test_wrong_fields_fail_nothing(doors: Doors, door: str) -> None:
     """The model differs there, and with it what is wrong."""
-    cases = {f"{path} {field} {i}": post(path, body) for i, (path, body, field) in enumerate(WRONG_FIELDS)}
+    cases = {f"{path} {field} {i}": post(path, body) for i, (path, body, field) in enumerate(ALL_WRONG_FIELDS)}
     assert wrong(doors.play(door, cases), is_no_failure) == {}
 
 

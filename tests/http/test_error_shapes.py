@@ -12,12 +12,18 @@ from service.http.errors import ApiError
 from service.http.routes import Handler, Routes
 
 REFUSED = ApiError(400, 'n: "0" is\nwrong', field="n")
+TOO_LONG = ApiError(400, "it is", code="context_length_exceeded")
 DRAINING = ApiError(503, "it drains", code="draining", retry_after_s=1)
 
 BODIES: list[tuple[ErrorShape, ApiError, dict[str, Any]]] = [
     (OPENAI, REFUSED, {"message": REFUSED.message, "type": "invalid_request_error", "param": "n", "code": 400}),
     (OPENAI, DRAINING, {"message": "it drains", "type": "server_error", "param": None, "code": "draining"}),
     (ANTHROPIC, REFUSED, {"type": "invalid_request_error", "message": REFUSED.message}),
+    (
+        ANTHROPIC,
+        TOO_LONG,
+        {"type": "invalid_request_error", "message": "prompt is too long: it is", "code": "context_length_exceeded"},
+    ),
     (ANTHROPIC, DRAINING, {"type": "overloaded_error", "message": "it drains", "code": "draining"}),
 ]
 

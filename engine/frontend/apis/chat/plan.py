@@ -114,8 +114,9 @@ async def answer_chat(
     id_prefix: str,
     view: Callable[..., View],
     framing: Framing = EVENTS,
+    cut: bool = False,
 ) -> web.StreamResponse:
-    """Run the plan's samples and show them. `view` takes id, model, created, usage. Raises ApiError."""
+    """Run the plan's samples and show them. `view` takes id, model, created, usage; `cut`: as `answer_samples`. Raises ApiError."""
     return await answer_samples(
         request,
         body,
@@ -129,6 +130,7 @@ async def answer_chat(
         view=view,
         framing=framing,
         count_reasoning=plan.count_reasoning,
+        cut=cut,
     )
 
 

@@ -1,0 +1,94 @@
+"""Bodies of /v1/messages and /v1/messages/count_tokens. Pure. Source: https://docs.anthropic.com/en/api/messages"""
+
+from typing import Any
+
+import msgspec
+
+from engine.frontend.apis.shared.other_apis import OwnFields
+
+
+class Block(msgspec.Struct, kw_only=True):
+    """A part of a message. `translate.py` says which fields a type needs; others (cache_control, citations) say nothing to a model."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: "str | list[Block] | None" = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    role: str
+    content: str | list[Block]
+
+
+class ToolDefinition(msgspec.Struct, kw_only=True):
+    """`type` None or "custom": a function of the client's."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+
+
+class MessageToolChoice(msgspec.Struct, kw_only=True):
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    type: str
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class OutputFormat(msgspec.Struct, kw_only=True):
+    type: str
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class PromptFields(OwnFields, kw_only=True):
+    """What makes the prompt. The last fields belong to Anthropic's own service: they do not change an answer of this one."""
+
+    messages: list[Message]
+    model: str | None = None
+    system: str | list[Block] | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    container: Any = None
+    mcp_servers: list[Any] | None = None
+    cache_control: Any = None
+    context_management: Any = None
+    diagnostics: Any = None
+    inference_geo: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    speed: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
+
+
+class CountTokensBody(PromptFields, kw_only=True):
+    pass
+
+
+class MessagesBody(PromptFields, kw_only=True):
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None

@@ -1,0 +1,223 @@
+"""Anthropic's messages as a ChatBody: so they are planned, constrained and read as every chat is. Pure."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from engine.frontend.apis.anthropic.body import (
+    Block,
+    Message,
+    MessagesBody,
+    MessageToolChoice,
+    OutputConfig,
+    PromptFields,
+    Thinking,
+    ToolDefinition,
+)
+from engine.frontend.apis.chat.body import ChatBody, ChatMessage, ContentPart
+from engine.frontend.apis.chat.plan import TOGGLES
+from engine.frontend.apis.chat.tools import ChosenFunction, Tool, ToolChoice, ToolFunction
+from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFormat
+from engine.frontend.apis.shared.fields import refuse
+from engine.frontend.apis.shared.other_apis import own_fields
+from service.http.errors import ApiError, bad_field
+
+ROLES = ("user", "assistant", "system")
+# type -> the fields that it needs. What Anthropic has encrypted (redacted_thinking) says nothing to another model.
+_TEXT: dict[str, tuple[str, ...]] = {"text": ("text",)}
+_BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
+    "user": {**_TEXT, "tool_result": ("tool_use_id",)},
+    "assistant": {**_TEXT, "thinking": ("thinking",), "redacted_thinking": (), "tool_use": ("id", "name", "input")},
+    "system": _TEXT,
+}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_THINKS = {"enabled": True, "adaptive": True, "disabled": False}
+# Our names -> Anthropic's, in errors.
+NAMES = {
+    ".function.parameters": ".input_schema",
+    ".function.": ".",
+    "response_format": "output_config.format",
+    ".json_schema.schema": ".schema",
+    "stop": "stop_sequences",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+
+
+def chat_of(body: PromptFields) -> ChatBody:
+    """Raises ApiError(400) that names the field, as do the checks of the chat (`in_words_of(NAMES)`)."""
+    refuse(body, ("container", "mcp_servers"))
+    return ChatBody(
+        messages=[*_system(body.system), *_messages(body.messages)],
+        model=body.model,
+        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or [])] or None,
+        tool_choice=_choice(body.tool_choice),
+        parallel_tool_calls=False if body.tool_choice and body.tool_choice.disable_parallel_tool_use else None,
+        continue_final_message=_continues(body.messages),
+        **own_fields(body),
+        **_output(body.output_config),
+        **_thinking(body.thinking),
+    )
+
+
+def sampled_chat_of(body: MessagesBody, *, reasons: bool) -> ChatBody:
+    """`reasons`: the server knows what of an answer is reasoning. If not, nothing counts against a budget."""
+    chat = chat_of(body)
+    if reasons and body.thinking is not None:
+        chat.thinking_token_budget = body.thinking.budget_tokens
+    chat.max_tokens = body.max_tokens
+    chat.stop = body.stop_sequences
+    chat.stream = body.stream
+    chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k or None  # 0: off, as without it
+    return chat
+
+
+def _system(system: str | list[Block] | None) -> list[ChatMessage]:
+    if not system:
+        return []
+    return [ChatMessage(role="system", content=_texts(_blocks(system, "system", of="system")))]
+
+
+def _messages(messages: list[Message]) -> Iterator[ChatMessage]:
+    """Messages of one role in a row are one turn."""
+    turn: list[Block] = []
+    for i, message in enumerate(messages):
+        if message.role not in ROLES:
+            raise bad_field(f"messages[{i}].role", f"{message.role!r} is not one of {', '.join(ROLES)}")
+        turn += _blocks(message.content, f"messages[{i}].content", of=message.role)
+        if i + 1 == len(messages) or messages[i + 1].role != message.role:
+            yield from _TURNS[message.role](turn)
+            turn = []
+
+
+def _user_turn(blocks: list[Block]) -> Iterator[ChatMessage]:
+    """Results of tools are messages of their own; the texts between them keep their place."""
+    texts: list[Block] = []
+    for block in blocks:
+        if block.type == "text":
+            texts.append(block)
+            continue
+        yield from _said("user", texts)
+        texts = []
+        result = block.content or ""
+        content = result if isinstance(result, str) else _texts(result)
+        yield ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=content)
+    yield from _said("user", texts)
+
+
+def _assistant_turn(blocks: list[Block]) -> Iterator[ChatMessage]:
+    thinking = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
+    calls = [_call(block) for block in blocks if block.type == "tool_use"]
+    texts = [block for block in blocks if block.type == "text"]
+    yield ChatMessage(
+        role="assistant",
+        content="".join(block.text or "" for block in texts) if texts or not calls else None,
+        reasoning_content=thinking or None,
+        tool_calls=calls or None,
+    )
+
+
+def _system_turn(blocks: list[Block]) -> Iterator[ChatMessage]:
+    return _said("system", blocks)
+
+
+_TURNS = {"user": _user_turn, "assistant": _assistant_turn, "system": _system_turn}
+
+
+def _said(role: str, texts: list[Block]) -> Iterator[ChatMessage]:
+    if texts:
+        yield ChatMessage(role=role, content=_texts(texts))
+
+
+def _texts(blocks: list[Block]) -> str | list[ContentPart]:
+    if len(blocks) == 1:
+        return blocks[0].text or ""
+    return [ContentPart(type="text", text=block.text) for block in blocks]
+
+
+def _call(block: Block) -> dict[str, Any]:
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+
+
+def _blocks(content: str | list[Block], field: str, *, of: str) -> list[Block]:
+    """The blocks of a content, checked. `of`: the role."""
+    if isinstance(content, str):
+        return [Block(type="text", text=content)]
+    if not content:
+        raise bad_field(field, "must not be empty")
+    known = _BLOCKS[of]
+    for i, block in enumerate(content):
+        if block.type not in known:
+            raise _unknown(f"{field}[{i}].type", f"{block.type!r} is not supported here, only {', '.join(known)}")
+        for name in known[block.type]:
+            if getattr(block, name) is None:
+                raise bad_field(f"{field}[{i}].{name}", f"is missing in a block of type {block.type}")
+        if block.content and isinstance(block.content, list):
+            _blocks(block.content, f"{field}[{i}].content", of="system")
+    return content
+
+
+def _continues(messages: list[Message]) -> bool:
+    """Whether the answer continues the last turn: Anthropic's way to write an answer's beginning."""
+    first = len(messages)
+    while first and messages[first - 1].role == "assistant":
+        first -= 1
+    for i in range(first, len(messages)):
+        content = messages[i].content
+        for j, block in enumerate(content if isinstance(content, list) else []):
+            if block.type != "text":
+                message = f"{block.type!r} cannot be in a last turn, which the answer continues, only text"
+                raise bad_field(f"messages[{i}].content[{j}].type", message)
+    return first < len(messages)
+
+
+def _tool(tool: ToolDefinition, field: str) -> Tool:
+    if tool.type not in (None, "custom"):
+        raise _unknown(
+            f"{field}.type", f"{tool.type!r} is a tool of Anthropic's servers; only custom tools are supported"
+        )
+    if tool.defer_loading:
+        raise _unknown(f"{field}.defer_loading", "is not supported by this server; leave it out")
+    if tool.input_schema is None:
+        raise bad_field(f"{field}.input_schema", "is missing")
+    return Tool(
+        function=ToolFunction(
+            name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+        )
+    )
+
+
+def _choice(choice: MessageToolChoice | None) -> str | ToolChoice | None:
+    if choice is None:
+        return None
+    if choice.type != "tool":
+        if choice.type not in _CHOICES:
+            raise bad_field("tool_choice.type", f"{choice.type!r} is not one of {', '.join(_CHOICES)}, tool")
+        return _CHOICES[choice.type]
+    if choice.name is None:
+        raise bad_field("tool_choice.name", "is missing")
+    return ToolChoice(function=ChosenFunction(name=choice.name))
+
+
+def _output(config: OutputConfig | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    effort = {"reasoning_effort": config.effort} if config.effort else {}
+    format = config.format
+    if format is None:
+        return effort
+    if format.type != "json_schema":
+        raise bad_field("output_config.format.type", f"{format.type!r} is not json_schema")
+    schema = ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=format.schema))
+    return {**effort, "response_format": schema}
+
+
+def _thinking(thinking: Thinking | None) -> dict[str, Any]:
+    if thinking is None:
+        return {}
+    if thinking.type not in _THINKS:
+        raise bad_field("thinking.type", f"{thinking.type!r} is not one of {', '.join(_THINKS)}")
+    return {"chat_template_kwargs": dict.fromkeys(TOGGLES, _THINKS[thinking.type])}
+
+
+def _unknown(field: str, message: str) -> ApiError:
+    return bad_field(field, message, code="unsupported_parameter")
