@@ -128,6 +128,7 @@ def _engine(spec: SchedulerSpec, parts: EngineParts) -> Engine:
         disagg.disaggregation_transfer_backend,
         host=spec.control_host,
         device=_device(parts),
+        mooncake_protocol=disagg.disaggregation_mooncake_protocol,
         fake_delay_s=disagg.fake_transfer_delay_s,
         fake_failure_rate=disagg.fake_transfer_failure_rate,
         seed=spec.engine.random_seed or 0,

@@ -19,6 +19,12 @@ class DisaggConfig(FlagSet):
     disaggregation_transfer_backend: str = flag(
         "nixl", "engine that moves the KV cache", choices=("nixl", "mooncake", "fake")
     )
+    disaggregation_mooncake_protocol: str = flag(
+        "auto",
+        "transport of the mooncake backend; auto: what an MC_FORCE_* or MC_INTRANODE_NVLINK variable says, else rdma with an RDMA "
+        "device, else tcp; nvlink_intra: between the GPUs of one machine; nvlink: across an NVLink fabric (NVL72)",
+        choices=("auto", "tcp", "rdma", "nvlink_intra", "nvlink"),  # SGLang's names
+    )
     disaggregation_bootstrap_port: int = flag(
         8998, "port of the bootstrap server in a prefill worker", least=0, most=MAX_PORT, special={0: "a free one"}
     )

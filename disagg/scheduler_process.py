@@ -17,7 +17,7 @@ import msgspec
 
 from disagg.children import OPERATING_ERROR
 from disagg.config import DisaggConfig, SchedulerSpec, read_secret, role_name
-from disagg.transfer_machine import check_transfer_machine
+from disagg.transfer_machine import check_flags, check_transfer_machine
 from engine.config import EngineConfig
 from engine.grammar.compiler import make_compiler
 from engine.grammar.queue import GrammarQueue
@@ -40,6 +40,8 @@ from service.flags import ConfigError
 from service.process.collector import spare_what_lives
 from service.telemetry.logs import set_up_logging
 from transfer_backends.contract import BackendUnavailable, EngineError
+from transfer_backends.engines.mooncake import protocol_here
+from transfer_backends.engines.mooncake_protocols import NEEDS_FABRIC
 
 if TYPE_CHECKING:
     from engine.build import EngineParts, EngineUse
@@ -62,7 +64,7 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
     from disagg.compose import make_role  # torch comes in here, after the flags have been read
     from engine.build import build_engine
 
-    _check_transfers(spec)
+    protocol = _check_transfers(spec)
     started_s = time.monotonic()
     model = load_model_config(spec.engine.model_path)
     tokenizer = load_tokenizer(spec.engine.model_path)
@@ -72,7 +74,7 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
         model,
         tail_texts=partial(tail_texts, tokenizer),
         num_token_ids=tokenizer.num_ids,
-        use=_engine_use(spec.disagg),
+        use=_engine_use(spec.disagg, protocol),
         wakeup=ports.call_attention,
         progress=spec.progress,
     )
@@ -114,14 +116,24 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
         ports.close()
 
 
-def _check_transfers(spec: SchedulerSpec) -> None:
-    """Raises ConfigError. Before the model is loaded: that may take minutes."""
-    if spec.disagg.disaggregation_mode == "null" or spec.disagg.disaggregation_transfer_backend == "fake":
-        return
+def _check_transfers(spec: SchedulerSpec) -> str | None:
+    """Return Mooncake's protocol, None: another backend. Raises ConfigError and BackendUnavailable.
+
+    Before the model is loaded: that may take minutes.
+    """
+    disagg = spec.disagg
+    if disagg.disaggregation_mode == "null":
+        return None
+    check_flags(disagg)
+    if disagg.disaggregation_transfer_backend == "fake":
+        return None
     import torch
 
     on_gpu = spec.engine.device == "cuda" or (spec.engine.device == "auto" and torch.cuda.is_available())
     check_transfer_machine(os.environ, on_gpu=on_gpu)
+    if disagg.disaggregation_transfer_backend != "mooncake":
+        return None
+    return protocol_here(disagg.disaggregation_mooncake_protocol, device=0 if on_gpu else None)
 
 
 def _load_adapters(parts: "EngineParts", ports: ZmqPorts) -> AdapterControl:
@@ -226,8 +238,11 @@ def make_grammar_queue(
     )
 
 
-def _engine_use(disagg: DisaggConfig) -> "EngineUse":
+def _engine_use(disagg: DisaggConfig, protocol: str | None) -> "EngineUse":
+    """`protocol`: Mooncake's, which may need memory of its own kind."""
+    from disagg.fabric_pool import fabric_bytes
     from engine.build import EngineUse
+    from engine.kv.kv_pool import zeroed_bytes
 
     decode = disagg.disaggregation_mode == "decode"
     return EngineUse(
@@ -236,6 +251,7 @@ def _engine_use(disagg: DisaggConfig) -> "EngineUse":
         peers_write_pages=decode,
         retracted_kv=disagg.disaggregation_decode_retraction_backup if decode else "recompute",
         reserve_floor=disagg.num_reserved_decode_tokens,
+        allocate_kv=fabric_bytes if protocol == NEEDS_FABRIC else zeroed_bytes,
     )
 
 

@@ -6,6 +6,7 @@ import resource
 from collections.abc import Mapping
 from pathlib import Path
 
+from disagg.config import DisaggConfig
 from service.flags import ConfigError
 
 CAP_IPC_LOCK = 14  # linux/capability.h
@@ -23,6 +24,16 @@ def check_transfer_machine(env: Mapping[str, str], *, on_gpu: bool) -> None:
     text = memlock_warning(limit_bytes=limit_bytes, effective_capabilities=_capabilities(), has_rdma=has_rdma)
     if text is not None:
         log.warning(text)
+
+
+def check_flags(disagg: DisaggConfig) -> None:
+    """Raises ConfigError for a transport of an engine that is not taken."""
+    backend, protocol = disagg.disaggregation_transfer_backend, disagg.disaggregation_mooncake_protocol
+    if backend != "mooncake" and protocol != "auto":
+        raise ConfigError(
+            f"--disaggregation-mooncake-protocol: {protocol} is a transport of Mooncake, and --disaggregation-transfer-backend is "
+            f"{backend}; take mooncake there, or leave the protocol out"
+        )
 
 
 def check_allocator(env: Mapping[str, str]) -> None:

@@ -33,7 +33,7 @@ from engine.hicache.disk import Disk
 from engine.kv.host_memory import available_bytes
 from engine.kv.host_pool import HostPool
 from engine.kv.identity import fingerprint, kv_identity
-from engine.kv.kv_pool import KVPool
+from engine.kv.kv_pool import AllocateBytes, KVPool, zeroed_bytes
 from engine.kv.page_backup import PageBackup
 from engine.kv_events_config import parse_kv_events_config
 from engine.local_defaults import usable_cores
@@ -52,7 +52,8 @@ class EngineUse:
     """What a worker's role needs of its engine; the defaults are those of a unified worker.
 
     `decodes`, `prefills`: whether such steps are recorded. `peers_write_pages`: there is no host tier, which needs writes in stream
-    order. `retracted_kv`: as --disaggregation-decode-retraction-backup. `reserve_floor`: as in Limits.
+    order. `retracted_kv`: as --disaggregation-decode-retraction-backup. `reserve_floor`: as in Limits. `allocate_kv`: memory for the
+    KV pool, as `zeroed_bytes`.
     """
 
     decodes: bool = True
@@ -60,6 +61,7 @@ class EngineUse:
     peers_write_pages: bool = False
     retracted_kv: str = "recompute"
     reserve_floor: int = 0
+    allocate_kv: AllocateBytes = zeroed_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ def build_engine(
         measure, config, model_config, model, decodes=use.decodes, prefills=use.prefills, progress=progress
     )
     memory = measured(gauge) if gauge is not None and shares else None
-    pool = allocate_pool(config, model.cache_specs(), memory)
+    pool = allocate_pool(config, model.cache_specs(), memory, allocate=use.allocate_kv)
     identity = partial(kv_identity, pool, model_config, dtype=config.dtype)
     own_identity = identity(version=config.weight_version, fingerprint=files)
     tier = build_host_tier(config, pool, own_identity, wakeup=wakeup) if tiered else None

@@ -25,7 +25,7 @@ from engine.graphs import MakeCapture, make_graphs
 from engine.kernels.linear import linear_kernel
 from engine.kernels.tape import tape_library
 from engine.kv.host_pool import HostPool
-from engine.kv.kv_pool import DTYPES, CacheSpec, KVPool
+from engine.kv.kv_pool import DTYPES, AllocateBytes, CacheSpec, KVPool
 from engine.kv.page_backup import PageBackup
 from engine.kv.page_table import PageTable
 from engine.lora.bank import AdapterBank
@@ -181,7 +181,9 @@ def _adapter_store(config: EngineConfig, model: DenseDecoder, bank: AdapterBank,
     )
 
 
-def allocate_pool(config: EngineConfig, specs: Sequence[CacheSpec], memory: GpuMemory | None) -> KVPool:
+def allocate_pool(
+    config: EngineConfig, specs: Sequence[CacheSpec], memory: GpuMemory | None, *, allocate: AllocateBytes
+) -> KVPool:
     """Allocate the KV cache that --max-total-tokens or --mem-fraction-static asks for. Raises ConfigError.
 
     `memory`: of the GPU; None: on a CPU, or where --max-total-tokens says all.
@@ -195,7 +197,7 @@ def allocate_pool(config: EngineConfig, specs: Sequence[CacheSpec], memory: GpuM
         _note_capacity(config, memory, tokens=pages * config.page_size)
     device = torch.device(config.device)
     try:
-        pool = KVPool(specs, num_pages=pages, page_size=config.page_size, device=device)
+        pool = KVPool(specs, num_pages=pages, page_size=config.page_size, device=device, allocate=allocate)
     except (MemoryError, OSError, torch.OutOfMemoryError, ValueError) as error:
         size = pages * page_bytes / 2**30
         raise ConfigError(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from transfer_backends.gpudirect import REMEDY, RdmaFacts
 
-UNKNOWN, TCP, RDMA, CMA, CUDA_IPC = "unknown", "tcp", "rdma", "cma", "cuda_ipc"
+UNKNOWN, TCP, RDMA, CMA, CUDA_IPC, NVLINK = "unknown", "tcp", "rdma", "cma", "cuda_ipc", "nvlink"
 SLOW_GPU_BYTES_A_S = 5e9  # RDMA has 10 and more, CUDA IPC 50 and more, TCP by way of the host one to three
 
 
@@ -61,7 +61,7 @@ def name_transport(seen: Evidence, around: Surroundings) -> str:
         return TCP
     if seen.all_tcp_bytes >= half or around.near is None:  # older connections were busy: this peer's or another's
         return UNKNOWN
-    if around.near:
+    if around.near or around.inside == NVLINK:
         return UNKNOWN if around.rdma.has_rdma else around.inside
     return RDMA if around.rdma.has_rdma else UNKNOWN
 
@@ -70,12 +70,17 @@ def explain_slow_gpu(transport: str, seen: Evidence, around: Surroundings) -> st
     """Return cause and remedy where a GPU's pages go over TCP or under 5 GB/s; None: they do not."""
     if transport != TCP and seen.bytes_a_s >= SLOW_GPU_BYTES_A_S:
         return None
+    if around.inside == NVLINK:
+        return "there may be no NVLink between these two GPUs; look at `nvidia-smi topo -m`"
     return _inside_cause(around) if around.near else _outside_cause(around)
 
 
 def _inside_cause(around: Surroundings) -> str:
     if around.backend != "nixl":
-        return "this backend has no way between the GPUs of one machine; use --disaggregation-transfer-backend nixl"
+        return (
+            "Mooncake goes by way of the host between the GPUs of one machine; use --disaggregation-mooncake-protocol "
+            "nvlink_intra, or --disaggregation-transfer-backend nixl"
+        )
     if around.one_namespace is False:
         return (
             "both workers are on one machine in different PID namespaces, between which UCX shares no GPU memory; run them in "

@@ -8,12 +8,13 @@ A page of all layers is one run, so a transfer of adjacent pages is one piece.
 
 import contextlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 PAGE_ALIGN_BYTES = 64  # a cache line: what the SIMD kernels and the transfer engines like best
+AllocateBytes = Callable[[int, torch.device], torch.Tensor]  # (bytes, device) -> [bytes] uint8, zero
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -33,6 +34,17 @@ class CacheSpec:
         return 2 * self.num_kv_heads * self.head_dim * self.itemsize_bytes
 
 
+def zeroed_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate [size_bytes] uint8, zero; mapped lazily on CPU."""
+    if device.type != "cpu":
+        return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+    # An anonymous map is zero and lazy (torch.zeros would touch every byte) and aligned to a memory page.
+    region = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):  # kernels without huge pages
+        region.madvise(mmap.MADV_HUGEPAGE)  # random pages of a big pool miss the TLB on every read otherwise
+    return torch.frombuffer(region, dtype=torch.uint8)
+
+
 class KVPool:
     """`specs[i]`: of layer i. Page 0 is scratch for padding; real pages are 1..num_pages.
 
@@ -40,7 +52,13 @@ class KVPool:
     """
 
     def __init__(
-        self, specs: Sequence[CacheSpec], *, num_pages: int, page_size: int, device: str | torch.device
+        self,
+        specs: Sequence[CacheSpec],
+        *,
+        num_pages: int,
+        page_size: int,
+        device: str | torch.device,
+        allocate: AllocateBytes = zeroed_bytes,
     ) -> None:
         assert num_pages >= 1 and page_size >= 1, (num_pages, page_size)
         self.specs = tuple(specs)
@@ -48,7 +66,7 @@ class KVPool:
         self.page_size = page_size
         self.device = torch.device(device)
         self.page_bytes = self.page_bytes_of(specs, page_size)
-        self.buffer = zeroed_bytes((1 + num_pages) * self.page_bytes, self.device)
+        self.buffer = allocate((1 + num_pages) * self.page_bytes, self.device)
         offsets = _layer_offsets(self.specs, page_size)
         self._k = [self._view(spec, at) for spec, at in zip(self.specs, offsets, strict=True)]
         self._v = [
@@ -113,14 +131,3 @@ def _layer_offsets(specs: Sequence[CacheSpec], page_size: int) -> list[int]:
 
 def _align(n: int, to: int) -> int:
     return -(-n // to) * to
-
-
-def zeroed_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate [size_bytes] uint8, zero; mapped lazily on CPU."""
-    if device.type != "cpu":
-        return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-    # An anonymous map is zero and lazy (torch.zeros would touch every byte) and aligned to a memory page.
-    region = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):  # kernels without huge pages
-        region.madvise(mmap.MADV_HUGEPAGE)  # random pages of a big pool miss the TLB on every read otherwise
-    return torch.frombuffer(region, dtype=torch.uint8)

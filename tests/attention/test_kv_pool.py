@@ -1,5 +1,6 @@
 import torch
 
+from engine.kv.device_memory import DeviceBytes
 from engine.kv.kv_pool import CacheSpec, KVPool
 
 
@@ -57,3 +58,20 @@ def test_new_memory_is_zero_and_untouched_memory_is_not_resident():
 def _resident_bytes() -> int:
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * 4096
+
+
+def test_the_pool_lies_in_the_memory_that_it_is_given():
+    asked = []
+
+    def allocate(size_bytes: int, device: torch.device) -> torch.Tensor:
+        asked.append((size_bytes, device.type))
+        return memory[:size_bytes]
+
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    pool = KVPool([bf16()], num_pages=3, page_size=4, device="cpu", allocate=allocate)
+    assert asked == [(4 * pool.page_bytes, "cpu")] and pool.base_ptr == memory.data_ptr()
+
+
+def test_a_gpu_s_memory_is_described_as_bytes_that_may_be_written():
+    described = DeviceBytes(0x7A0000000000, 4096).__cuda_array_interface__
+    assert described == {"shape": (4096,), "typestr": "|u1", "data": (0x7A0000000000, False), "version": 3}

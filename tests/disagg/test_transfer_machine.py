@@ -7,7 +7,11 @@ import sys
 
 import pytest
 
-from disagg.transfer_machine import check_allocator, expandable_segments, memlock_warning
+from disagg.config import DisaggConfig
+from disagg.fabric_pool import fabric_bytes
+from disagg.scheduler_process import _engine_use
+from disagg.transfer_machine import check_allocator, check_flags, expandable_segments, memlock_warning
+from engine.kv.kv_pool import zeroed_bytes
 from service.flags import ConfigError
 
 IPC_LOCK = 1 << 14
@@ -53,8 +57,46 @@ def test_a_pool_that_peers_cannot_map_is_refused(name: str) -> None:
         check_allocator({name: "expandable_segments:True"})
 
 
-def test_a_worker_says_so_before_it_loads_the_model() -> None:
-    env = {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    argv = [sys.executable, "-m", "deploy", "serve", "--port=0", "--device=cuda", "--disaggregation-mode=decode"]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode != 0 and "PYTORCH_ALLOC_CONF: expandable_segments:True" in done.stderr, done.stderr
+@pytest.mark.parametrize("backend", ["nixl", "fake"])
+def test_a_transport_of_mooncake_for_another_backend_is_refused(backend: str) -> None:
+    check_flags(DisaggConfig(disaggregation_transfer_backend=backend))
+    check_flags(DisaggConfig(disaggregation_transfer_backend="mooncake", disaggregation_mooncake_protocol="tcp"))
+    with pytest.raises(ConfigError, match=f"mooncake-protocol: tcp is a transport of Mooncake, .* is {backend}; take"):
+        check_flags(DisaggConfig(disaggregation_transfer_backend=backend, disaggregation_mooncake_protocol="tcp"))
+
+
+MOONCAKE = "--disaggregation-transfer-backend=mooncake"
+OVER_NVLINK = "--disaggregation-mooncake-protocol=nvlink_intra"
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "text"),
+    [
+        (
+            ["--device=cuda"],
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+            "PYTORCH_ALLOC_CONF: expandable_segments",
+        ),
+        (["--device=cpu", MOONCAKE, OVER_NVLINK], {}, "protocol is nvlink_intra, but the KV cache is in host memory"),
+        (
+            ["--device=cpu", MOONCAKE],
+            {"MC_FORCE_MNNVL": "1"},
+            "MC_FORCE_MNNVL is set, but the KV cache is in host memory",
+        ),
+        (
+            ["--device=cpu", OVER_NVLINK],
+            {},
+            "--disaggregation-mooncake-protocol: nvlink_intra is a transport of Mooncake",
+        ),
+    ],
+)
+def test_a_worker_says_so_before_it_loads_the_model(flags: list[str], env: dict[str, str], text: str) -> None:
+    argv = [sys.executable, "-m", "deploy", "serve", "--port=0", "--disaggregation-mode=decode", *flags]
+    done = subprocess.run(argv, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0 and text in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_pool_of_an_nvlink_fabric_comes_from_its_allocator() -> None:
+    made = [_engine_use(DisaggConfig(), protocol).allocate_kv for protocol in (None, "tcp", "nvlink_intra", "nvlink")]
+    assert made == [zeroed_bytes, zeroed_bytes, zeroed_bytes, fabric_bytes]

@@ -25,9 +25,14 @@ void *seen_context(void) { return current; }
 
 def build_driver(folder: Path) -> str:
     """Return the path of the library, which has the driver's own name."""
-    (folder / "driver.c").write_text(DRIVER)
+    return build_library(folder, DRIVER, "libcuda.so.1")
+
+
+def build_library(folder: Path, source: str, name: str) -> str:
+    """Return the path of the library."""
+    (folder / "source.c").write_text(source)
     compiler = shutil.which("cc") or shutil.which("gcc")
     assert compiler is not None, "the tests need a C compiler (deploy/system_packages.sh tests)"
-    command = [compiler, "-shared", "-fPIC", "driver.c", "-o", "libcuda.so.1"]
+    command = [compiler, "-shared", "-fPIC", "source.c", "-o", name]
     subprocess.run(command, cwd=folder, check=True, timeout=60)
-    return str(folder / "libcuda.so.1")
+    return str(folder / name)

@@ -8,7 +8,6 @@ import pytest
 from tests.transfer.rig import ROOT
 from transfer_backends.contract import BackendUnavailable
 from transfer_backends.control_port import advertised_host
-from transfer_backends.engines.mooncake import transport_settings
 from transfer_backends.engines.registry import BACKENDS, make_engine
 from transfer_backends.engines.wheels import MOONCAKE, NIXL, torch_cuda_major, wheel_of
 
@@ -60,31 +59,6 @@ def test_missing_library(monkeypatch: pytest.MonkeyPatch, backend: str, torch: s
         monkeypatch.setitem(sys.modules, name, None)  # what a missing module looks like to `import`
     with pytest.raises(BackendUnavailable, match=text) as caught:
         make_engine(backend)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "has_hca", "added"),
-    [
-        ([], False, ["MC_FORCE_TCP"]),
-        ([], True, []),
-        (["MC_FORCE_TCP"], True, []),
-        (["MC_FORCE_HCA"], False, []),
-        (["MC_LOG_LEVEL"], False, ["MC_FORCE_TCP"]),
-    ],
-)
-def test_mooncake_takes_tcp_where_there_is_no_hca_and_nobody_says_otherwise(
-    given: list[str], has_hca: bool, added: list[str]
-) -> None:
-    assert list(transport_settings(dict.fromkeys(given, "1"), has_hca=has_hca)) == added
-
-
-@pytest.mark.parametrize("name", ["MC_INTRANODE_NVLINK", "MC_INTRA_NVLINK", "MC_FORCE_MNNVL"])
-@pytest.mark.parametrize("value", ["1", "0"])  # Mooncake reads any value as yes
-def test_mooncake_over_nvlink_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    monkeypatch.setenv(name, value)
-    with pytest.raises(BackendUnavailable, match=f"{name} is set, .* unset it, .* use .*backend nixl") as caught:
-        make_engine("mooncake")
     assert "\n" not in str(caught.value)
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.transfer.cores import JoinedCores
 from transfer_backends.contract import Caps, KVArgs, OpState, Pieces, Region
 from transfer_backends.engines.fake import FakeEngine
-from transfer_backends.engines.nixl import _of_gpu
+from transfer_backends.engines.gpu_window import of_gpu
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.prefill.driver import EngineDriver
 from transfer_backends.prefill.trials import Trials
@@ -98,7 +98,7 @@ def utilisation(caps: Caps, pages: np.ndarray) -> float:
 
 
 CPU_CAPS = FakeEngine().caps
-GPU_CAPS = _of_gpu(replace(CPU_CAPS, max_inflight=4096, max_post_pieces=1024))
+GPU_CAPS = of_gpu(replace(CPU_CAPS, max_inflight=4096, max_post_pieces=1024), inside_machine="cuda_ipc")
 NEIGHBOURS = np.arange(1, 8193)
 SCATTERED = np.random.default_rng(1).permutation(NUM_PAGES - 1)[:8192] + 1
 

@@ -42,6 +42,8 @@ def around(near: bool | None = True, rdma: RdmaFacts = NO_RDMA, **facts: Any) ->
         (0, 40, around(rdma=RDMA), "unknown"),  # RDMA may have looped back
         (0, 40, around(near=False, rdma=RDMA), "rdma"),
         (0, 40, around(near=False), "unknown"),
+        (0, 40, around(near=False, inside="nvlink"), "nvlink"),
+        (990, 990, around(inside="nvlink"), "tcp"),
         (0, 40, around(near=None, rdma=RDMA), "unknown"),
         (0, 5000, around(), "unknown"),  # older sockets: another transfer's, or this peer's
         (None, None, around(), "unknown"),
@@ -62,7 +64,9 @@ def test_a_transport_is_named_if_only_one_can_have_carried_the_bytes(
         ("tcp", 2, around(one_namespace=False), "different PID namespaces.*shareProcessNamespace"),
         ("tcp", 2, around(ucx_tls="tcp,cuda_copy"), "UCX_TLS=tcp,cuda_copy leaves cuda_ipc out"),
         ("unknown", 2, around(ucx_tls="cuda_ipc,cuda_copy,tcp"), "nvidia-smi topo"),
-        ("tcp", 9, around(backend="mooncake"), "--disaggregation-transfer-backend nixl"),
+        ("tcp", 9, around(backend="mooncake"), "protocol nvlink_intra, or --disaggregation-transfer-backend nixl"),
+        ("nvlink", 2, around(inside="nvlink", backend="mooncake_nvlink_intra"), "nvidia-smi topo -m"),
+        ("nvlink", 2, around(near=False, inside="nvlink"), "nvidia-smi topo -m"),
         ("tcp", 2, around(near=False), "no RDMA device"),
         ("rdma", 3, around(near=False, rdma=HOST_ONLY), "modprobe nvidia-peermem"),
         ("tcp", 2, around(near=False, rdma=RDMA), "memlock"),

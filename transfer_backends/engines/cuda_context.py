@@ -21,7 +21,7 @@ class CudaContext:
             raise BackendUnavailable(
                 f"KV cache on cuda:{ordinal}: the CUDA driver cannot be loaded ({error})"
             ) from None
-        self._ordinal = ordinal
+        self.ordinal = ordinal
         self._here = threading.local()
         device, self._context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuInit", ctypes.c_uint(0))
@@ -36,15 +36,17 @@ class CudaContext:
 
     def allocate(self, size_bytes: int) -> int:
         """Return the address of memory that other processes can map. Raises BackendUnavailable if there is not enough."""
+        self.enter()
         at = ctypes.c_void_p()
         self._call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(size_bytes))
         assert at.value is not None
         return at.value
 
     def free(self, address: int) -> None:
+        self.enter()
         self._call("cuMemFree_v2", ctypes.c_void_p(address))
 
     def _call(self, name: str, *args: object) -> None:
         status = getattr(self._driver, name)(*args)
         if status != 0:
-            raise BackendUnavailable(f"KV cache on cuda:{self._ordinal}: {name} failed with CUDA error {status}")
+            raise BackendUnavailable(f"KV cache on cuda:{self.ordinal}: {name} failed with CUDA error {status}")

@@ -1,4 +1,4 @@
-"""Mooncake transfer engine over TCP. On a host with an HCA the library chooses RDMA; that has never been run. No NVLink.
+"""Mooncake transfer engine over TCP. RDMA, and NVLink between GPUs, have never been run (mooncake_protocols.py: what takes which).
 
 Its measured behaviour decides how it is used here:
 - batch calls misreport completion (they return while accepted writes still land), so every piece is submitted and checked by
@@ -11,19 +11,22 @@ Its measured behaviour decides how it is used here:
 
 import importlib
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from transfer_backends.contract import TCP_RESEND_S, BackendUnavailable, Caps, EngineError, OpState, Pieces, Region
 from transfer_backends.engines.cuda_context import CudaContext
 from transfer_backends.engines.environment import quiet, set_defaults
+from transfer_backends.engines.fabric_memory import FabricMemory
+from transfer_backends.engines.gpu_window import of_gpu
+from transfer_backends.engines.mooncake_protocols import NEEDS_FABRIC, Machine, choose, settings
 from transfer_backends.engines.trial_memory import TrialMemory, trial_pieces
 from transfer_backends.engines.wheels import MOONCAKE, installed_torch, torch_cuda_major, wheel_of
+from transfer_backends.transports import NVLINK
 
 SETTINGS = {
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
@@ -34,38 +37,18 @@ SETTINGS = {
     "MC_LOG_LEVEL": "ERROR",
     "MC_TCP_SLICE_SIZE": str(2 << 20),  # of a GPU's memory: one blocking cudaMemcpy a slice; nothing to host memory
 }
-NVLINK = ("MC_INTRANODE_NVLINK", "MC_INTRA_NVLINK", "MC_FORCE_MNNVL")
-FORCED = {"MC_FORCE_TCP", "MC_FORCE_HCA"}
-SCRATCH_BYTES = 4096
 PROBE_BYTES = 8
 PENDING, DONE, FAILED, OVERDUE = 0, 1, -1, -2  # of transfer_check_status; OVERDUE is still pending
 
 
 class _Descriptor(msgspec.Struct, frozen=True, array_like=True):
     session: str
-    scratch_ptr: int
     trial: Region
-
-
-def transport_settings(env: Mapping[str, str], *, has_hca: bool) -> dict[str, str]:
-    """Return what chooses the transport, beside what `env` sets: RDMA where there is an HCA, else TCP.
-
-    Raises BackendUnavailable for NVLink. Mooncake's NVLink transports register a GPU's memory alone, and metadata rows are host
-    memory; MC_FORCE_MNNVL wants pools from its own allocator as well, and its wheels do without it silently. Mooncake asks
-    whether a variable is there, not what it says, and MC_FORCE_TCP beats all others.
-    """
-    if (asked := next((name for name in NVLINK if name in env), None)) is not None:
-        raise BackendUnavailable(
-            f"transfer backend mooncake: {asked} is set, but Mooncake's NVLink transports take no host memory, where metadata "
-            "rows are; unset it, and for NVLink within a machine use --disaggregation-transfer-backend nixl (UCX's cuda_ipc)"
-        )
-    return {} if has_hca or FORCED & env.keys() else {"MC_FORCE_TCP": "1"}
 
 
 @dataclass(eq=False)
 class MooncakePeer:
     session: str
-    scratch_ptr: int
     trial: Region
 
 
@@ -94,9 +77,22 @@ def cannot_import(error: Exception, *, torch: str | None) -> str:
     )
 
 
+def protocol_here(asked: str, *, device: int | None) -> str:
+    """Return what an engine for pages on `device` (None: the host) takes. Raises BackendUnavailable."""
+    set_defaults(SETTINGS)
+    module = import_mooncake()
+    machine = Machine(
+        has_hca="MC_FORCE_HCA" in os.environ or any(Path("/sys/class/infiniband").glob("*")),
+        on_gpu=device is not None,
+        built_in=lambda name: bool(getattr(module, name, False)),
+        has_fabric=lambda: device is not None and FabricMemory(CudaContext(device)).is_there(),
+    )
+    return choose(asked, os.environ, machine)
+
+
 class MooncakeEngine:
-    def __init__(self, *, host: str, device: int | None = None) -> None:
-        """`host`: this machine's address for peers. `device`: the GPU of the pages, None: the host."""
+    def __init__(self, *, host: str, device: int | None = None, protocol: str = "auto") -> None:
+        """`host`: this machine's address for peers. `device`: the GPU of the pages, None: the host. `protocol`: as FLAG says."""
         self.caps = Caps(
             name="mooncake",
             max_inflight=256,
@@ -109,12 +105,15 @@ class MooncakeEngine:
             resend_s=TCP_RESEND_S,
             full_window_s=0.001,
         )
-        has_hca = any(Path("/sys/class/infiniband").glob("*"))
-        set_defaults(SETTINGS | transport_settings(os.environ, has_hca=has_hca))
+        taken = protocol_here(protocol, device=device)
+        set_defaults(settings(taken, asked=protocol))
+        if taken.startswith("nvlink"):
+            self.caps = _of_nvlink(self.caps, taken)
         module = import_mooncake()
         self._host = host
-        self._scratch = np.zeros(SCRATCH_BYTES, np.uint8)
-        self._trial = TrialMemory(device, None if device is None else CudaContext(device))
+        self._context = None if device is None else CudaContext(device)
+        fabric = FabricMemory(self._context) if self._context is not None and taken == NEEDS_FABRIC else None
+        self._trial = TrialMemory(device, fabric or self._context)
         self._addresses: list[int] = []
         with quiet(1, 2):
             self._engine: Any = module.TransferEngine()
@@ -125,8 +124,8 @@ class MooncakeEngine:
             )
 
     def register(self, regions: Sequence[Region]) -> None:
-        scratch = Region(self._scratch.ctypes.data, 1, SCRATCH_BYTES, None)
-        for region in (*regions, scratch, self._trial.region):
+        self._enter()
+        for region in (*regions, self._trial.region):
             status = self._engine.register_memory(region.base_ptr, region.size_bytes, _location(region.device))
             if status != 0:
                 raise EngineError(f"Mooncake cannot register {region.size_bytes} bytes (status {status})")
@@ -134,19 +133,24 @@ class MooncakeEngine:
 
     def descriptor(self) -> bytes:
         session = f"{self._host}:{self._engine.get_rpc_port()}"
-        return msgspec.msgpack.encode(_Descriptor(session, self._scratch.ctypes.data, self._trial.region))
+        return msgspec.msgpack.encode(_Descriptor(session, self._trial.region))
+
+    def _enter(self) -> None:
+        if self._context is not None:
+            self._context.enter()
 
     def connect(self, incarnation: str, descriptor: bytes) -> MooncakePeer:
         try:
             known = msgspec.msgpack.decode(descriptor, type=_Descriptor)
         except msgspec.MsgspecError as error:
             raise EngineError(f"not a Mooncake descriptor: {error}") from None
-        return MooncakePeer(known.session, known.scratch_ptr, known.trial)
+        return MooncakePeer(known.session, known.trial)
 
     def disconnect(self, peer: MooncakePeer) -> None:
         """Do nothing: the engine drops broken connections by itself."""
 
     def post(self, peer: MooncakePeer, pieces: Pieces) -> MooncakeOp:
+        self._enter()
         op = MooncakeOp([], failed=False)
         submit = self._engine.transfer_submit_write
         for src, dst, length in zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.lengths.tolist(), strict=True):
@@ -158,7 +162,7 @@ class MooncakeEngine:
         return op
 
     def probe(self, peer: MooncakePeer) -> MooncakeOp:
-        return self.post(peer, Pieces.one(self._scratch.ctypes.data, peer.scratch_ptr, PROBE_BYTES))
+        return self.post(peer, Pieces.one(self._trial.region.base_ptr, peer.trial.base_ptr, PROBE_BYTES))
 
     def trial(self, peer: MooncakePeer) -> tuple[MooncakeOp, int]:
         pieces = trial_pieces(self._trial.region, peer.trial, max_piece_bytes=self.caps.max_piece_bytes)
@@ -171,6 +175,7 @@ class MooncakeEngine:
     def poll(self, op: MooncakeOp) -> OpState:
         """Poll up to the first pending piece: those behind it mostly end later."""
         # A poll of each piece every time cost the sender a tenth of its rate with small pages.
+        self._enter()
         check = self._engine.transfer_check_status
         num_final = 0
         for number in op.ids:
@@ -188,12 +193,19 @@ class MooncakeEngine:
         """Do nothing: the engine has threads of its own."""
 
     def close(self) -> None:
+        self._enter()
         for address in self._addresses:
             self._engine.unregister_memory(address)
         self._addresses.clear()
         with quiet(1, 2):
             self._engine = None
         self._trial.close()
+
+
+def _of_nvlink(caps: Caps, protocol: str) -> Caps:
+    """Copies of the GPU: no network holds bytes back. A peer with another transport cannot be reached, and is told by the name."""
+    name = f"{caps.name}_{protocol}"
+    return replace(of_gpu(caps, inside_machine=NVLINK), name=name, resend_s=0.0, carries_host_memory=False)
 
 
 def _location(device: int | None) -> str:

@@ -16,7 +16,7 @@ import os
 import threading
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -26,6 +26,7 @@ from service.security.addresses import is_loopback
 from transfer_backends.contract import TCP_RESEND_S, BackendUnavailable, Caps, EngineError, OpState, Pieces, Region
 from transfer_backends.engines.cuda_context import CudaContext
 from transfer_backends.engines.environment import quiet, set_defaults
+from transfer_backends.engines.gpu_window import of_gpu
 from transfer_backends.engines.trial_memory import TrialMemory, trial_pieces
 from transfer_backends.engines.wheels import NIXL, installed_torch, wheel_of
 from transfer_backends.transports import CMA, CUDA_IPC, UNKNOWN
@@ -123,7 +124,7 @@ class NixlEngine:
         self._context: CudaContext | None = None
         if device is not None:
             set_defaults(GPU_SETTINGS)
-            self.caps = _of_gpu(self.caps)
+            self.caps = of_gpu(self.caps, inside_machine=CUDA_IPC)
             self._context = CudaContext(device)
         api = import_nixl()
         config = api.nixl_agent_config(
@@ -229,18 +230,6 @@ class NixlEngine:
                 self._agent.deregister_memory(registered)
         del self._agent
         self._trial.close()
-
-
-def _of_gpu(caps: Caps) -> Caps:
-    """Return limits for NVLink's 400 GB/s: a window that is long for a CPU is over in 0.2 ms there."""
-    return replace(
-        caps,
-        max_inflight_bytes=1 << 30,
-        max_post_bytes=128 << 20,
-        max_piece_bytes=64 << 20,
-        longest_nap_s=0.0001,
-        inside_machine=CUDA_IPC,
-    )
 
 
 def _kind(device: int | None) -> str:

@@ -17,6 +17,7 @@ def make_engine(
     *,
     host: str = "127.0.0.1",
     device: int | None = None,
+    mooncake_protocol: str = "auto",
     fake_delay_s: float = 0.0,
     fake_failure_rate: float = 0.0,
     seed: int = 0,
@@ -35,7 +36,7 @@ def make_engine(
         case "mooncake":
             from transfer_backends.engines.mooncake import MooncakeEngine
 
-            return MooncakeEngine(host=host, device=device)
+            return MooncakeEngine(host=host, device=device, protocol=mooncake_protocol)
         case "fake":
             return FakeEngine(delay_s=fake_delay_s, failure_rate=fake_failure_rate, seed=seed)
     raise BackendUnavailable(f"transfer backend {name!r} is not one of {', '.join(BACKENDS)}")

@@ -1,33 +1,39 @@
 """Memory that a trial write reads here or lands in at the peer: of the pool's own kind, since that decides the transport."""
 
+from typing import Protocol
+
 import numpy as np
 
 from transfer_backends.contract import Pieces, Region
-from transfer_backends.engines.cuda_context import CudaContext
 
 HOST_BYTES = 4 << 20  # a millisecond over CMA, a few over TCP
 GPU_BYTES = 64 << 20  # 0.2 ms over NVLink
 
 
+class GpuAllocator(Protocol):
+    """A `CudaContext` or a `FabricMemory`."""
+
+    def allocate(self, size_bytes: int) -> int: ...
+    def free(self, address: int) -> None: ...
+
+
 class TrialMemory:
     """Touched once, so that no page fault is part of a measurement. A GPU's is never run yet."""
 
-    def __init__(self, device: int | None, context: CudaContext | None) -> None:
-        """Raises `BackendUnavailable` where the GPU has not that much left."""
-        self._context = context
-        if context is not None:
-            context.enter()
-            self.region = Region(context.allocate(GPU_BYTES), 1, GPU_BYTES, device)
+    def __init__(self, device: int | None, memory: GpuAllocator | None) -> None:
+        """`memory`: of the GPU `device`. Raises `BackendUnavailable` where it has not that much left."""
+        self._memory = memory
+        if memory is not None:
+            self.region = Region(memory.allocate(GPU_BYTES), 1, GPU_BYTES, device)
         else:
             self._bytes = np.ones(HOST_BYTES, np.uint8)
             self.region = Region(self._bytes.ctypes.data, 1, HOST_BYTES, None)
 
     def close(self) -> None:
         """Free a GPU's memory; that of the host goes with this object. It is registered no more."""
-        context, self._context = self._context, None
-        if context is not None:
-            context.enter()
-            context.free(self.region.base_ptr)
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.free(self.region.base_ptr)
 
 
 def trial_pieces(mine: Region, theirs: Region, *, max_piece_bytes: int = GPU_BYTES) -> Pieces:

@@ -89,7 +89,7 @@ class Trials:
         around = surroundings_of(
             self._machine,
             trial.command.origin.machine,
-            rdma=self._rdma(),
+            rdma=self._rdma() if caps.carries_host_memory else RdmaFacts(has_rdma=False),  # RDMA would carry it
             inside=caps.inside_machine,
             backend=caps.name,
             ucx_tls=os.environ.get("UCX_TLS", ""),
