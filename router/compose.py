@@ -30,6 +30,7 @@ from router.http.access import limit_rate, need_of
 from router.http.any_worker import AnyWorkerApi
 from router.http.fan_out import FanOutApi
 from router.http.health_api import HealthApi
+from router.http.loads_api import LoadsApi
 from router.http.pages import Pages
 from router.http.traces_api import TracesApi
 from router.http.worker_calls import WorkerCalls
@@ -47,6 +48,7 @@ from router.roles.auto import AutoRoles
 from router.roles.switch import Switch
 from service.flags import ConfigError
 from service.http.guard import make_guard
+from service.http.invocations import INVOCATIONS
 from service.http.routes import Handler, Routes
 from service.http.server import RequestLimits
 from service.security.addresses import require_secret
@@ -196,10 +198,12 @@ class Router:
             [
                 *(web.post(api.value, generate) for api in Api),
                 web.put(Api.GENERATE.value, generate),
+                web.post(INVOCATIONS, counted(self.dispatcher.invoke, self.metrics)),
                 *health.routes(),
                 *workers.routes(),
                 *fan_out.routes(),
                 *any_worker.routes(),
+                *LoadsApi(calls).routes(),
                 *Pages().routes(),
                 *dashboard.routes(),
                 *traces.routes(),

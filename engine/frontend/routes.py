@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from aiohttp import web
 
 from engine.frontend.apis.admin import health, info, tokens
 from engine.frontend.apis.anthropic.body import CountTokensBody, MessagesBody
@@ -23,6 +24,7 @@ from engine.frontend.apis.responses.body import ResponseBody
 from engine.frontend.apis.responses.create import create_response
 from service.http import openapi
 from service.http.error_shapes import shape_of
+from service.http.invocations import INVOCATIONS, InvocationBody, invoked_path
 from service.http.routes import Handler
 from service.http.stream import EVENTS_TYPE
 from service.security.keys import Access
@@ -53,6 +55,11 @@ class ApiRoute:
     starts: bool = False
 
 
+async def invocations(request: web.BaseRequest) -> web.StreamResponse:
+    handler = _HANDLERS["POST", invoked_path(await request.read())]
+    return await handler(request)
+
+
 _open = partial(ApiRoute, "GET", need=Access.NONE, is_polled=True)  # health for probes, metrics: no contents
 _admin = partial(ApiRoute, "POST", need=Access.ADMIN)  # changes the server for every client, uses its disk, or stops it
 
@@ -61,6 +68,9 @@ _ROUTES = (
     _open("/liveness", health.liveness),
     _open("/health_generate", health.health_generate),
     _open("/metrics", info.metrics, plain_text=True),
+    _open("/ping", health.health),
+    ApiRoute("POST", "/ping", health.health, need=Access.NONE, is_polled=True),
+    _open("/version", info.version),
     ApiRoute("GET", "/v1/models", info.list_models),
     ApiRoute("GET", "/v1/models/{model}", info.get_model),
     ApiRoute("GET", "/model_info", info.model_info),
@@ -81,6 +91,7 @@ _ROUTES = (
     ApiRoute("POST", "/v1/embeddings", embeddings, EmbeddingBody),
     ApiRoute("POST", "/v1/messages", messages, MessagesBody, streams=EVENTS_TYPE),
     ApiRoute("POST", "/v1/messages/count_tokens", count_tokens, CountTokensBody),
+    ApiRoute("POST", INVOCATIONS, invocations, InvocationBody, streams=EVENTS_TYPE),
     ApiRoute("POST", "/abort_request", engine.abort_request, engine.AbortBody, empty=True, body_required=False),
     ApiRoute("POST", "/tokenize", tokens.tokenize, tokens.TokenizeBody),
     ApiRoute("POST", "/detokenize", tokens.detokenize, tokens.DetokenizeBody),
@@ -107,6 +118,7 @@ ROUTES = (
     *_ROUTES,
     *(replace(r, path=alias, is_alias=True) for alias, path in _ALIASES.items() for r in _ROUTES if r.path == path),
 )
+_HANDLERS = {(route.method, route.path): route.handler for route in ROUTES}
 _NEEDS = {OPENAPI_PATH: Access.NONE, **{route.path: route.need for route in ROUTES}}
 ADMIN_PATHS = frozenset(path for path, need in _NEEDS.items() if need is Access.ADMIN)
 

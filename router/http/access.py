@@ -15,7 +15,9 @@ from router.metrics import RouterMetrics
 from service.http.errors import ApiError
 from service.security.keys import Access
 
-_OPEN_PATHS = frozenset(("/health", "/liveness", "/readiness", "/metrics", "/openapi.json")) | FILES.keys()
+_OPEN_PATHS = (
+    frozenset(("/health", "/liveness", "/readiness", "/metrics", "/openapi.json", "/ping", "/version")) | FILES.keys()
+)
 # What changes workers, or the pool, for all clients. A route named nowhere here needs an API key.
 _ADMIN_ROUTES = frozenset((("POST", "/workers"), ("DELETE", "/workers")))
 _ADMIN_PATHS = frozenset((*TIMEOUTS_S, LOAD_ADAPTER, UNLOAD_ADAPTER, TRACES, "/workers/role"))

@@ -7,7 +7,8 @@ from aiohttp import web
 from router.http.worker_calls import WorkerCalls
 from service.http.json_depth import object_of
 
-ASKED = ("/v1/messages/count_tokens",)  # POST, with the model in the body
+ASKED = ("/v1/messages/count_tokens", "/tokenize", "/detokenize")  # POST, with the model in the body
+_ALIASES = ("/v1/tokenize", "/v1/detokenize")
 
 
 @dataclass(eq=False)
@@ -15,7 +16,7 @@ class AnyWorkerApi:
     calls: WorkerCalls
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.post(path, self.ask) for path in ASKED]
+        return [web.post(path, self.ask) for path in (*ASKED, *_ALIASES)]
 
     async def ask(self, request: web.BaseRequest) -> web.Response:
         """Pass it to the first worker that answers; what is no model's name is for the worker to refuse."""

@@ -14,8 +14,9 @@ from router.requests.live import LiveRequests
 from router.requests.replies import no_worker
 from service.http.errors import DRAINING, ApiError
 from service.http.stream import json_response
+from service.version import installed_version
 
-PROBES = ("/liveness", "/health", "/readiness")
+PROBES = ("/liveness", "/health", "/readiness", "/ping")
 
 
 @dataclass(eq=False)
@@ -30,11 +31,16 @@ class HealthApi:
         return [
             web.get(liveness, self.liveness),
             *(web.get(path, self.readiness) for path in readiness),
+            web.post("/ping", self.readiness),  # SageMaker's
+            web.get("/version", self.version),
             web.get("/metrics", self.get_metrics),
         ]
 
     async def liveness(self, request: web.BaseRequest) -> web.Response:
         return json_response({"status": "alive"})
+
+    async def version(self, request: web.BaseRequest) -> web.Response:
+        return json_response({"version": installed_version()})
 
     async def readiness(self, request: web.BaseRequest) -> web.Response:
         """200 if a request would find its workers; with `?workers=all` only once every worker is healthy, in every process."""

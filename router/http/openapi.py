@@ -9,6 +9,7 @@ from router.body import BOOTSTRAP_FIELDS, OLLAMA, Api
 from router.http.any_worker import ASKED
 from router.http.fan_out import LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER
 from service.http.error_shapes import shape_of
+from service.http.invocations import INVOCATIONS
 from service.http.openapi import FAILURES, TEXT, answer, document, failures_of, operation
 from service.http.stream import EVENTS_TYPE, LINES_TYPE
 
@@ -26,9 +27,13 @@ _FAILURES = {
 }
 # path -> method -> schema of the body (None: no body)
 _OWN: dict[str, dict[str, Any]] = {
-    **{path: {"get": None} for path in ("/liveness", "/health", "/readiness", "/health_generate", "/metrics")},
+    **{
+        path: {"get": None}
+        for path in ("/liveness", "/health", "/readiness", "/health_generate", "/metrics", "/version")
+    },
     **{path: {"get": None} for path in ("/v1/models", "/get_model_info", "/model_info")},
-    **{path: {"get": None} for path in ("/get_server_info", "/server_info", "/get_loads")},
+    **{path: {"get": None} for path in ("/get_server_info", "/server_info", "/get_loads", "/get_load", "/v1/loads")},
+    "/ping": {"get": None, "post": None},
     **{path: {"get": None} for path in ("/auto_roles", "/dashboard/state")},
     "/workers": {
         "get": None,
@@ -64,7 +69,7 @@ def make_document(worker: Any) -> dict[str, Any]:
     """`worker`: a worker's own document, decoded; anything else counts as none."""
     worker = worker if isinstance(worker, dict) else {}
     paths = {path: {m: _operation(path, body) for m, body in methods.items()} for path, methods in _OWN.items()}
-    for path in (*(str(api) for api in Api), *_PASSED):
+    for path in (*(str(api) for api in Api), INVOCATIONS, *_PASSED):
         paths[path] = {"post": _operation(path, _worker_body(worker, path))}
     paths[Api.GENERATE]["put"] = paths[Api.GENERATE]["post"]  # SGLang takes both
     schemas = _inside(worker, "components", "schemas") or {}

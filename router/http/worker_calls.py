@@ -8,10 +8,10 @@ import aiohttp
 from aiohttp import web
 
 from router.client.credentials import Credentials
-from router.client.session import CALL_TIMEOUT_S, call_worker
+from router.client.session import CALL_TIMEOUT_S, WorkerAnswer, call_worker
 from router.pool.models import serves
 from router.pool.states import Health
-from router.pool.worker import Role
+from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, missing_roles
 from router.requests.replies import no_worker
 from service.http.stream import json_response
@@ -47,15 +47,28 @@ class WorkerCalls:
         model: str = "",
     ) -> web.Response:
         """Call every worker (that serves `model`) that is not down; answer the worst status, and each worker's answer."""
-        known = [w for w in self.table.workers() if not model or serves(w.models, model)]
-        workers = [w for w in known if w.health in (Health.UP, Health.DRAINING)]
-        if model and not workers:
+        answers = await self.answers(method, path, headers, body, timeout_s=timeout_s, model=model)
+        if model and not answers:
             raise no_worker(self.table, list(self.roles), model)
-        calls = (call_worker(self.session, method, w.url + path, headers, body, timeout_s=timeout_s) for w in workers)
-        answers = await asyncio.gather(*calls)
-        status = max((a.status or 502 for a in answers), default=503)
+        status = max((a.status or 502 for _, a in answers), default=503)
         results = [
             {"url": w.url, "role": w.role.value, "status": a.status, "answer": a.body.decode(errors="replace")}
-            for w, a in zip(workers, answers, strict=True)
+            for w, a in answers
         ]
         return json_response({"success": status == 200, "workers": results}, status=status)
+
+    async def answers(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes = b"",
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+        model: str = "",
+    ) -> list[tuple[Worker, WorkerAnswer]]:
+        """What each worker (that serves `model`) that is not down answers, in the order of the table."""
+        known = [w for w in self.table.workers() if not model or serves(w.models, model)]
+        workers = [w for w in known if w.health in (Health.UP, Health.DRAINING)]
+        calls = (call_worker(self.session, method, w.url + path, headers, body, timeout_s=timeout_s) for w in workers)
+        return list(zip(workers, await asyncio.gather(*calls), strict=True))

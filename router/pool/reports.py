@@ -55,7 +55,7 @@ def _stages(rows: list[dict[str, Any]]) -> dict[str, int]:
 def _pending(row: dict[str, Any]) -> int:
     """Pending tokens; a rank reports a share of its capacity (SGLang's name)."""
     share = sum(_share(part.get("pending_prealloc_token_usage")) for part in _parts([row], "disaggregation"))
-    return int(share * _count(row.get("max_total_num_tokens")))
+    return int(share * count_of(row.get("max_total_num_tokens")))
 
 
 def _share(value: object) -> float:
@@ -72,10 +72,10 @@ def _mean(rows: list[dict[str, Any]], name: str) -> float:
 
 
 def _total(rows: list[dict[str, Any]], *names: str) -> int:
-    return sum(next((_count(row[name]) for name in names if name in row), 0) for row in rows)
+    return sum(next((count_of(row[name]) for name in names if name in row), 0) for row in rows)
 
 
-def _count(value: object) -> int:
+def count_of(value: object) -> int:
     """0 for what is no count: a worker can send anything."""
     return int(value) if isinstance(value, int | float) and 0 <= value < 2**53 else 0
 

@@ -30,6 +30,7 @@ from router.requests.replies import HANDED_BACK, draining, failure_error, failur
 from service.http.deadline import ENVOY_HEADER, TIMEOUT_HEADER
 from service.http.errors import ApiError
 from service.http.guard import CALLER, CLIENT_GONE
+from service.http.invocations import invoked_path
 from service.http.keep_alive import NO_BEATS_HEADER
 from service.http.routes import errors_of
 from service.http.stream import REQUEST_ID
@@ -61,18 +62,23 @@ class Dispatcher:
     chooser: Chooser | None
     hedging: Hedging | None
 
-    async def handle(self, http: web.BaseRequest) -> web.StreamResponse:
+    async def invoke(self, http: web.BaseRequest) -> web.StreamResponse:
+        """Answer POST /invocations: the body says which API it is for."""
+        return await self.handle(http, path=invoked_path(await http.read()))
+
+    async def handle(self, http: web.BaseRequest, *, path: str = "") -> web.StreamResponse:
+        """`path`: of the API, if it is not the request's."""
         if self.live.draining:
             raise draining("the router is draining: it takes no new requests")
         try:
             self.admission.refuse_early(http)
-            return await self._handle(http)
+            return await self._handle(http, path or http.path)
         except (RequestRefused, UnknownModel) as error:
             for notify in self.launcher.events.on_refused:
                 notify(error.why)
             raise
 
-    async def _handle(self, http: web.BaseRequest) -> web.StreamResponse:
+    async def _handle(self, http: web.BaseRequest, path: str) -> web.StreamResponse:
         task = asyncio.current_task()
         assert task is not None
         started_s = self.launcher.clock()
@@ -80,7 +86,7 @@ class Dispatcher:
             http=http,
             task=task,
             request_id=http[REQUEST_ID],
-            path=http.path,
+            path=path,
             started_s=started_s,
             caller=http[CALLER].name,
         )

@@ -37,9 +37,10 @@ from tests.hostile.wrong_messages import WRONG_MESSAGES
 
 BESIDE_EVERY_S, BESIDE_TOKENS = 0.3, 50
 # Routes that every case of `RAW_BODIES` is wrong for.
+ANYWHERE = (*table.GENERATION, "/invocations", "/tokenize", "/detokenize", "/traces", "/abort_request")
 JSON_ROUTES = {
-    "router": (*table.GENERATION, "/workers", "/workers/role", "/traces", "/abort_request"),
-    "worker": (*table.GENERATION, "/tokenize", "/detokenize", "/traces", "/abort_request", "/switch_role"),
+    "router": (*ANYWHERE, "/workers", "/workers/role"),
+    "worker": (*ANYWHERE, "/switch_role"),
     "bootstrap": ("/rooms",),
 }
 ALL_WRONG_FIELDS = [*WRONG_FIELDS, *WRONG_MESSAGES]

@@ -117,6 +117,7 @@ class DummyWorker:
     health_says: dict[str, Any] = field(default_factory=dict)  # beside its incarnation
     info: dict[str, Any] = field(default_factory=dict)
     load: dict[str, Any] | None = None
+    loads: dict[str, Any] | None = None  # of /v1/loads
     seen: list[Seen] = field(default_factory=list)
     calls: list[tuple[str, str]] = field(default_factory=list)
     cancelled: int = 0
@@ -153,6 +154,8 @@ class DummyWorker:
             return web.json_response({"disaggregation_mode": self.mode, **self.info})
         if request.path == "/get_load" and self.load is not None:
             return web.json_response(self.load)
+        if request.path == "/v1/loads" and self.loads is not None:
+            return web.json_response(self.loads)
         if request.path in ("/v1/models", "/flush_cache", "/abort_request", "/get_model_info", "/health_generate"):
             self.calls.append((request.path, await request.text()))
             return web.json_response({"data": [{"id": self.name}]})

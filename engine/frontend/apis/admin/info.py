@@ -13,6 +13,7 @@ from engine.frontend.services import SERVICES, Services
 from service.http.errors import DRAINING, ApiError, decode_body
 from service.http.stream import json_response
 from service.telemetry.records import Records, TracesQuery, query_error
+from service.version import installed_version
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -39,6 +40,10 @@ def _model_cards(s: Services) -> list[dict[str, Any]]:
     }
     adapters = s.scheduler.adapters.items()
     return [base, *({**base, "id": name, "root": path, "parent": base["id"]} for name, path in adapters)]
+
+
+async def version(request: web.BaseRequest) -> web.Response:
+    return json_response({"version": installed_version()})
 
 
 async def model_info(request: web.BaseRequest) -> web.Response:
@@ -76,7 +81,7 @@ async def loads(request: web.BaseRequest) -> web.Response:
         max_running_requests=s.client.max_running,
         num_live=s.client.num_live,
     )
-    return json_response({"timestamp": time.time(), "version": s.server_info.get("version"), "loads": [entry]})
+    return json_response({"timestamp": time.time(), "version": installed_version(), "loads": [entry]})
 
 
 async def old_load(request: web.BaseRequest) -> web.Response:

@@ -1,0 +1,60 @@
+"""GET /v1/loads and /get_load: the load of all workers, in the shapes of one server of SGLang with a rank for each."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from router.http.worker_calls import WorkerCalls
+from router.pool.reports import count_of
+from service.http.json_depth import object_of
+from service.http.stream import json_response
+from service.security.keys import authorization_of
+from service.version import installed_version
+
+
+@dataclass(eq=False)
+class LoadsApi:
+    calls: WorkerCalls
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get("/v1/loads", self.loads), web.get("/get_load", self.old_load)]
+
+    async def loads(self, request: web.BaseRequest) -> web.Response:
+        rows = await self._rows(request)
+        return json_response({"timestamp": time.time(), "version": installed_version(), "loads": rows})
+
+    async def old_load(self, request: web.BaseRequest) -> web.Response:
+        return json_response([old_row(row) for row in await self._rows(request)])
+
+    async def _rows(self, request: web.BaseRequest) -> list[dict[str, Any]]:
+        """Rows of the workers that answer."""
+        headers = self.calls.credentials.for_client(authorization_of(request.headers))
+        answers = await self.calls.answers("GET", "/v1/loads", headers)
+        return join_rows((w.url, w.role.value, object_of(a.body)) for w, a in answers if a.status == 200)
+
+
+def join_rows(answers: Iterable[tuple[str, str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The rows of (url, role, answer) with ranks that count on, and `worker` and `role` in each."""
+    rows: list[dict[str, Any]] = []
+    for url, role, answer in answers:
+        told = answer.get("loads")
+        for row in told if isinstance(told, list) else []:
+            if isinstance(row, dict):
+                rows.append({**row, "dp_rank": len(rows), "worker": url, "role": role})
+    return rows
+
+
+def old_row(row: dict[str, Any]) -> dict[str, Any]:
+    """The row of /get_load, which older routers poll. SGLang's rows have no queues beside the waiting one."""
+    waiting = count_of(row.get("num_queued_reqs", row.get("num_waiting_reqs")))
+    return {
+        "dp_rank": row["dp_rank"],
+        "num_reqs": count_of(row.get("num_running_reqs")) + waiting,
+        "num_waiting_reqs": waiting,
+        "num_tokens": count_of(row.get("num_used_tokens")),
+        "worker": row["worker"],
+        "role": row["role"],
+    }

@@ -1,0 +1,38 @@
+"""SageMaker's POST /invocations: one path for every API, told apart by the body. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from service.http.errors import ApiError, decode_body
+
+INVOCATIONS = "/invocations"
+
+
+class InvocationBody(msgspec.Struct, kw_only=True):
+    """The fields by which a body is told. The first that is there counts; as in vLLM, `input` is that of an embedding."""
+
+    messages: Any = None
+    prompt: Any = None
+    input: Any = None
+    text: Any = None
+    input_ids: Any = None
+
+
+_PATHS: Mapping[str, str] = {
+    "messages": "/v1/chat/completions",
+    "prompt": "/v1/completions",
+    "input": "/v1/embeddings",
+    "text": "/generate",
+    "input_ids": "/generate",
+}
+
+
+def invoked_path(body: bytes) -> str:
+    """The path that would take this body. Raises ApiError(400)."""
+    fields = decode_body(body, dict[str, msgspec.Raw])
+    for field, path in _PATHS.items():
+        if field in fields:
+            return path
+    raise ApiError(400, f"the body is of no API here: it has none of {', '.join(_PATHS)}", code="unknown_body")

@@ -1,0 +1,84 @@
+"""Routes of a worker beside its APIs: SageMaker's, the version; slashes, HEAD, unknown paths; pages of allowed origins."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.frontend.conftest import Worker, start_worker
+
+PAGE = "http://page.example"
+ASKS = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+
+
+@pytest.mark.parametrize(
+    ("body", "object_"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}, "chat.completion"),
+        ({"prompt": "a", "max_tokens": 1}, "text_completion"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": 1}}, None),
+        ({"input_ids": [70], "sampling_params": {"max_new_tokens": 1}}, None),
+    ],
+)
+def test_an_invocation_is_answered_by_the_api_of_its_body(worker: Worker, body: dict[str, Any], object_: str) -> None:
+    answer = worker.post("/invocations", body)
+    assert answer.status_code == 200 and answer.json().get("object") == object_
+    if object_:
+        assert len(worker.events("/invocations", {**body, "stream": True})) >= 1
+    else:
+        assert answer.json()["meta_info"]["completion_tokens"] == 1
+
+
+def test_an_invocation_of_no_api_is_refused(worker: Worker) -> None:
+    for body in ({}, {"model": "m"}, []):
+        refused = worker.post("/invocations", body)
+        assert refused.status_code == 400 and refused.json()["error"]["type"] == "invalid_request_error"
+    wrong = worker.post("/invocations", {"messages": [], "prompt": "a"})  # it is a chat
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "messages"
+
+
+def test_ping_and_version(worker: Worker) -> None:
+    for method in ("GET", "POST"):
+        assert worker.http.request(method, "/ping").json()["status"] == "ok"
+    assert worker.http.get("/version").json() == {"version": worker.http.get("/v1/loads").json()["version"]}
+
+
+def test_a_slash_at_the_end_and_head(worker: Worker) -> None:
+    body = {"prompt": "abc", "max_tokens": 2}
+    assert worker.post("/v1/completions/", body).json()["choices"][0]["text"] == "a"
+    assert worker.post("/tokenize/?x=1", {"prompt": "a"}).json()["count"] == 2
+    for path in ("/v1/models", "/v1/models/tiny", "/ping", "/version", "/metrics", "/get_load", "/openapi.json"):
+        for end in ("", "/"):
+            head = worker.http.head(path + end)
+            assert head.status_code == 200 and not head.content, path + end
+    for path, status in (("/nowhere/", 404), ("/v1/models/other", 404), ("/generate/", 405), ("/v1/", 404)):
+        refused = worker.http.get(path)
+        assert refused.status_code == status and set(refused.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    flags = {"allowed_origins": (PAGE,), "api_key": "k", "sse_keep_alive_interval_s": 0.04}
+    with start_worker(tmp_path_factory.mktemp("shared"), server=flags) as started:
+        yield started
+
+
+def test_a_page_of_an_allowed_origin_reads_answers_streams_and_errors(shared: Worker) -> None:
+    headers, key = {"Origin": PAGE}, {"Authorization": "Bearer k"}
+    asked = shared.http.request("OPTIONS", "/generate", headers=headers | ASKS)
+    assert asked.status_code == 204 and asked.headers["access-control-allow-headers"] == "authorization"
+    body = {"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 1}}
+    for status, answer in (
+        (200, shared.post("/generate", body, headers=headers | key)),
+        (400, shared.post("/generate", {}, headers=headers | key)),
+        (401, shared.post("/generate", body, headers=headers)),
+        (404, shared.http.get("/nowhere", headers=headers | key)),
+    ):
+        assert answer.status_code == status and answer.headers["access-control-allow-origin"] == PAGE
+    with shared.http.stream("POST", "/generate", json={**body, "text": "HANG"}, headers=headers | key) as early:
+        assert early.headers["access-control-allow-origin"] == PAGE and early.headers["x-request-id"]
+    shared.wait_idle()
+    foreign = {"Origin": "http://evil.example"}
+    refused = shared.http.request("OPTIONS", "/generate", headers=foreign | ASKS)
+    assert refused.status_code == 403 and "access-control-allow-origin" not in refused.headers
+    assert shared.post("/generate", body, headers=foreign | key).status_code == 403
