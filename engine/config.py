@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from engine.core.eviction import EVICTION_POLICIES
 from engine.core.host_cache import PREFETCH_POLICIES, WRITE_POLICIES
 from engine.core.policy import POLICIES
+from engine.text.call_formats import CALL_FORMATS
 from engine.text.reasoning import REASONING_FORMATS
-from engine.text.tool_calls import CALL_FORMATS
 from service.flags import FlagSet, flag
 from service.telemetry.logs import FORMATS as LOG_FORMATS
 
 GRAMMAR_BACKENDS = ("llguidance", "xgrammar", "none")
-TOOL_CALL_PARSERS = (*CALL_FORMATS, "gpt-oss")
+TOOL_CALL_PARSERS = (*CALL_FORMATS, "gpt-oss", "openai")
 MAX_PAGE_SIZE = 1024
 MAX_PORT = 65535
 MEM_FRACTION_OF = {"cpu": 0.2, "cuda": 0.9}  # of free memory, of the GPU's memory

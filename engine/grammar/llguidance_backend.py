@@ -75,7 +75,7 @@ class LlguidanceCompiler:
             case "ebnf":
                 return LLMatcher.grammar_from_lark(any_to_lark(spec.source))
             case "structural_tag":
-                special = {self._tokenizer.token_text(i) for i in self._tokenizer.special_ids}
+                special = {self._tokenizer.token_text(i): i for i in sorted(self._tokenizer.special_ids)}
                 return LLMatcher.grammar_from_lark(structural_lark(spec.source, special_tokens=special))
         raise GrammarInvalid(f"{spec.kind} is no kind of grammar")
 

@@ -5,7 +5,8 @@ The JSON is SGLang's: {"triggers": ["<f"], "structures": [{"begin": "<f=a>", "sc
 """
 
 import json
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -46,22 +47,38 @@ def read_structural_tag(source: str) -> StructuralTag:
     return tag
 
 
-def structural_lark(source: str, *, special_tokens: Collection[str]) -> str:
-    """The Lark grammar. A trigger that is a special token stands for that token. Raises GrammarInvalid."""
+def structural_lark(source: str, *, special_tokens: Mapping[str, int]) -> str:
+    """The Lark grammar. The name of a special token stands for that token (`special_tokens`: their ids). Raises GrammarInvalid."""
     tag = read_structural_tag(source)
     names = [f"tag_{i}" for i in range(len(tag.structures))]
     rules = [_rule(n, s, tag.triggers, special_tokens) for n, s in zip(names, tag.structures, strict=True)]
     return HEAD.replace("TAGS", " | ".join(names), 1) + "\n".join(rules)
 
 
-def _rule(name: str, structure: Structure, triggers: list[str], special_tokens: Collection[str]) -> str:
+def special_in(tag: StructuralTag, special_tokens: Collection[str]) -> str | None:
+    """A special token that a tag's text names."""
+    texts = [text for s in tag.structures for text in (s.begin, s.end)]
+    return next((token for text in texts for token, _ in _pieces(text, special_tokens) if token), None)
+
+
+def _rule(name: str, structure: Structure, triggers: list[str], special_tokens: Mapping[str, int]) -> str:
     trigger = max((t for t in triggers if structure.begin.startswith(t)), key=len)
     rest, schema = structure.begin[len(trigger) :], json.dumps(structure.schema)
-    body = f"{_text(rest)} %json {schema} {_text(structure.end)}"
-    if trigger in special_tokens and trigger.startswith("<") and trigger.endswith(">"):
-        return f"{name}: TAG_TEXT {trigger} {body}\n"
-    return f"{name}_trigger[lazy]: TAG_TEXT {_text(trigger)}\n{name}: {name}_trigger {body}\n"
+    body = f"{_text(rest, special_tokens)} %json {schema} {_text(structure.end, special_tokens)}"
+    if trigger in special_tokens:
+        return f"{name}: TAG_TEXT {_text(trigger, special_tokens)} {body}\n"
+    return f"{name}_trigger[lazy]: TAG_TEXT {_text(trigger, {})}\n{name}: {name}_trigger {body}\n"
 
 
-def _text(text: str) -> str:
-    return json.dumps(text) if text else ""
+def _text(text: str, special_tokens: Mapping[str, int]) -> str:
+    pieces = _pieces(text, special_tokens)
+    return " ".join(f"<[{special_tokens[token]}]>" if token else json.dumps(plain) for token, plain in pieces)
+
+
+def _pieces(text: str, special_tokens: Collection[str]) -> list[tuple[str, str]]:
+    """In order: (special token, "") or ("", text)."""
+    names = [re.escape(name) for name in sorted(special_tokens, key=len, reverse=True) if name in text]
+    if not names:
+        return [("", text)] if text else []
+    parts = re.split(f"({'|'.join(names)})", text)
+    return [(part, "") if i % 2 else ("", part) for i, part in enumerate(parts) if part]

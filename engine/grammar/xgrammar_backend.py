@@ -13,7 +13,7 @@ import numpy as np
 import xgrammar as xg
 
 from engine.grammar.compiler import GrammarInvalid, StartGrammar
-from engine.grammar.structural import read_structural_tag
+from engine.grammar.structural import read_structural_tag, special_in
 from engine.sampling_params import GrammarSpec
 from engine.text.tokenizer import Tokenizer
 
@@ -74,8 +74,17 @@ class XgrammarCompiler:
                 gbnf = "::=" in spec.source
                 return compiler.compile_grammar(spec.source) if gbnf else compiler.compile_lark(spec.source)
             case "structural_tag":
-                return compiler.compile_structural_tag(_structural_tag(spec.source))
+                return compiler.compile_structural_tag(self._structural_tag(spec.source))
         raise GrammarInvalid(f"{spec.kind} is no kind of grammar")
+
+    def _structural_tag(self, source: str) -> xg.StructuralTag:
+        tag = read_structural_tag(source)
+        if token := special_in(tag, {self._tokenizer.token_text(i) for i in self._tokenizer.special_ids}):
+            raise GrammarInvalid(
+                f"xgrammar cannot write the special token {token!r}; start the server with --grammar-backend llguidance"
+            )
+        items = [xg.StructuralTagItem(begin=s.begin, schema=json.dumps(s.schema), end=s.end) for s in tag.structures]
+        return xg.StructuralTag.from_legacy_structural_tag(items, tag.triggers)
 
     def _vocabulary(self) -> xg.TokenizerInfo:
         """Special tokens have no text: no grammar holds them, and an end token stands for the end."""
@@ -145,12 +154,6 @@ def _check_schema(schema: object, *, depth: int = 0) -> None:
     elif isinstance(schema, list):
         for value in schema:
             _check_schema(value, depth=depth + 1)
-
-
-def _structural_tag(source: str) -> xg.StructuralTag:
-    tag = read_structural_tag(source)
-    items = [xg.StructuralTagItem(begin=s.begin, schema=json.dumps(s.schema), end=s.end) for s in tag.structures]
-    return xg.StructuralTag.from_legacy_structural_tag(items, tag.triggers)
 
 
 def _one_line(text: str) -> str:

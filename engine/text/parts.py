@@ -56,6 +56,26 @@ class PlainReader:
         return []
 
 
+class FirstCall:
+    """What `reader` reads, without the calls after the first."""
+
+    def __init__(self, reader: PartReader) -> None:
+        self._reader = reader
+
+    @property
+    def num_calls(self) -> int:
+        return min(self._reader.num_calls, 1)
+
+    def feed(self, text: str) -> list[Part]:
+        return self._first(self._reader.feed(text))
+
+    def end(self) -> list[Part]:
+        return self._first(self._reader.end())
+
+    def _first(self, parts: list[Part]) -> list[Part]:
+        return [part for part in parts if not isinstance(part, CallBegins | Arguments) or part.index == 0]
+
+
 @dataclass(slots=True)
 class ToolCall:
     name: str

@@ -47,6 +47,8 @@ _CALLS_END_IT = ReasoningFormat(calls_end_it=True)
 REASONING_FORMATS = {
     "deepseek-r1": _ALWAYS,
     "deepseek-v3": _THINK,
+    "deepseek_r1": _ALWAYS,
+    "deepseek_v3": _THINK,
     "glm45": _CALLS_END_IT,
     "gpt-oss": HARMONY,
     "kimi": ReasoningFormat(start="◁think▷", end="◁/think▷"),
@@ -54,6 +56,7 @@ REASONING_FORMATS = {
     "minimax": _ALWAYS,
     "mistral": ReasoningFormat(start="[THINK]", end="[/THINK]"),
     "nemotron_3": _CALLS_END_IT,
+    "openai_gptoss": HARMONY,
     "qwen3": _CALLS_END_IT,
     "qwen3-thinking": ReasoningFormat(always=True, calls_end_it=True),
     "step3": _ALWAYS,

@@ -1,164 +1,39 @@
-"""Reads tool calls out of a growing text, format by format: the same parts whatever the chunks. Pure.
+"""Reads tool calls out of a growing text: the same parts whatever the chunks. Pure.
 
-A call is a JSON object {"name": ..., "arguments" | "parameters": {...}}; formats differ in what stands around it:
+    TEXT --marker--> OPEN --opener--> CALL (a scanner of the format) --its end--> AFTER --separator, opener--> OPEN
+                                                                                    \\--closer, or anything else--> TEXT
 
-    qwen25   text <tool_call>\\n{...}\\n</tool_call>\\n<tool_call>...   (Qwen 2.5, Qwen 3, Hermes)
-    llama3   {...}; {...}      or  text <|python_tag|>{...}; {...}     (Llama 3.1, 3.2, 3.3)
-    array    [{...}, {...}]                                            (a forced call, any model)
-
-Text that only looks like a call (no JSON, no name, an unknown function) stays text.
+Text that only looks like a call (no JSON, no name, an unknown function) stays text. Formats: call_formats.py.
 """
 
-import json
-from collections.abc import Collection
-from dataclasses import dataclass
 from enum import Enum
 
+from engine.text.call_formats import CallFormat, CallScanner
 from engine.text.parts import Arguments, CallBegins, Part, PlainText, overlap
-
-ARGUMENT_KEYS = ("arguments", "parameters")
-
-
-@dataclass(frozen=True, slots=True)
-class CallFormat:
-    """`marker`: text before a call. `bare`: a text that begins with it is calls. `separator`: between two objects.
-
-    `closer`: after the last. `trigger`, `begin`, `end`: the format as a structural tag, with NAME for the function's.
-    """
-
-    marker: str = ""
-    bare: str = ""
-    separator: str = ""
-    closer: str = ""
-    trigger: str = ""
-    begin: str = ""
-    end: str = ""
-
-
-QWEN25 = CallFormat(
-    marker="<tool_call>",
-    closer="</tool_call>",
-    trigger="<tool_call>",
-    begin='<tool_call>\n{"name": "NAME", "arguments": ',
-    end="}\n</tool_call>",
-)
-LLAMA3 = CallFormat(
-    marker="<|python_tag|>",
-    bare="{",
-    separator=";",
-    trigger="<|python_tag|>",
-    begin='<|python_tag|>{"name": "NAME", "parameters": ',
-    end="}",
-)
-ARRAY = CallFormat(bare="[", separator=",", closer="]")
-CALL_FORMATS = {"qwen25": QWEN25, "qwen": QWEN25, "llama3": LLAMA3}
-
-
-class CallScanner:
-    """One JSON object, character by character: strings, depth, keys and values. `broken`: this is no call."""
-
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self.broken = False
-        self.done = False
-        self._raw = ""
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-        self._string_at = 0
-        self._key: object = None
-        self._value_at: int | None = None  # of the value at depth 1 that is being read
-        self._arguments: tuple[int, int | None] | None = None  # where they begin and end
-        self._sent = 0
-
-    def feed(self, text: str) -> int:
-        """Characters taken: all, or up to the closing brace."""
-        start = len(self._raw)
-        self._raw += text
-        for i, c in enumerate(text):
-            self._take(c, start + i)
-            if self.done or self.broken:
-                self._raw = self._raw[: start + i + 1]
-                return i + 1
-        return len(text)
-
-    def new_arguments(self) -> str:
-        """New text of the arguments, without trailing space, which may not be theirs."""
-        whole = self._arguments_text()
-        new, self._sent = whole[self._sent :], max(self._sent, len(whole))
-        return new
-
-    def _arguments_text(self) -> str:
-        if self._arguments is None:
-            return "{}" if self.done else ""
-        start, end = self._arguments
-        text = self._raw[start:end].strip()
-        if not text.startswith('"'):
-            return text
-        return str(_loaded(text) or "") if end is not None else ""  # the arguments' JSON, as a JSON string
-
-    def _take(self, c: str, at: int) -> None:
-        if self._in_string:
-            self._take_in_string(c, at)
-        elif c == '"':
-            self._in_string, self._string_at = True, at
-        elif c in "{[":
-            self._depth += 1
-        elif c in "}]":
-            self._depth -= 1
-            if self._depth == 0:
-                self._end_value(at)
-                self.done, self.broken = self.name is not None, self.name is None
-        elif c == ":" and self._depth == 1 and self._value_at is None:
-            self._begin_value(at + 1)
-        elif c == "," and self._depth == 1:
-            self._end_value(at)
-
-    def _take_in_string(self, c: str, at: int) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif c == "\\":
-            self._escaped = True
-        elif c == '"':
-            self._in_string = False
-            if self._depth == 1 and self._value_at is None:
-                self._key = _loaded(self._raw[self._string_at : at + 1])
-
-    def _begin_value(self, at: int) -> None:
-        self._value_at = at
-        if self._key in ARGUMENT_KEYS and self._arguments is None:
-            self._arguments = (at, None)
-
-    def _end_value(self, at: int) -> None:
-        start, self._value_at = self._value_at, None
-        if start is None:
-            return
-        if self._arguments == (start, None):
-            self._arguments = (start, at)
-        if self._key == "name" and self.name is None:
-            name = _loaded(self._raw[start:at])
-            self.name, self.broken = (name, False) if isinstance(name, str) else (None, True)
+from engine.text.tagged_call import Schemas
 
 
 class _Stage(Enum):
     TEXT = "text"
-    OPEN = "open"  # an object must come
+    OPEN = "open"  # a call must come
     CALL = "call"
-    AFTER = "after"  # an object has ended
+    AFTER = "after"  # a call has ended
 
 
 class ToolCalls:
-    """The parts of one answer. `names`: functions that may be called."""
+    """The parts of one answer. `functions`: those that may be called, with their parameters' schemas."""
 
-    def __init__(self, format: CallFormat, names: Collection[str]) -> None:
+    def __init__(self, format: CallFormat, functions: Schemas) -> None:
         self._format = format
-        self._names = names
+        self._functions = functions
+        self._follows = _follows(format)
         self._stage = _Stage.TEXT
         self._buffer = ""  # not read yet
         self._raw = ""  # read since the text ended, in case it was text after all
         self._space = ""  # leading space of a text: counts only if more text comes
         self._at_start = True
-        self._scanner = CallScanner()
+        self._may_bracket = False  # the bracket before the first call may come
+        self._scanner: CallScanner = format.scanner(functions)
         self._begun = False  # `CallBegins` was sent for the current call
         self._parts: list[Part] = []
         self.num_calls = 0
@@ -186,40 +61,46 @@ class ToolCalls:
                 return False
             self._at_start = False
             if rest.startswith(self._format.bare):
-                self._raw = self._buffer[: len(self._buffer) - len(rest)]
-                self._buffer = rest
-                if self._format.bare != "{":
-                    self._move(len(self._format.bare))
-                self._enter(_Stage.OPEN)
+                self._begin("", self._buffer[: len(self._buffer) - len(rest)], rest)
                 return True
-        before, marker, after = self._buffer.partition(self._format.marker) if self._format.marker else ("", "", "")
-        if marker:
-            self._emit(before)
-            self._raw, self._buffer = marker, after
-            self._enter(_Stage.OPEN)
+        marker = self._format.marker
+        before, found, after = self._buffer.partition(marker) if marker else ("", "", "")
+        if found:
+            self._begin(before, marker, after)
             return True
-        held = overlap(self._buffer, self._format.marker)
+        held = overlap(self._buffer, marker)
         self._emit(self._buffer[: len(self._buffer) - held])
         self._buffer = self._buffer[len(self._buffer) - held :]
         return False
 
+    def _begin(self, text: str, raw: str, rest: str) -> None:
+        self._emit(text)
+        self._raw, self._buffer = raw, rest
+        self._may_bracket = bool(self._format.bracket)
+        self._enter(_Stage.OPEN)
+
     def _read_open(self) -> bool:
         if self._skip_space():
             return False
-        if self._buffer[0] != "{":
-            self._finish_call(0, _Stage.TEXT)
-        else:
-            self._scanner = CallScanner()
+        if self._may_bracket and self._buffer.startswith(self._format.bracket):
+            self._may_bracket = False
+            self._move(len(self._format.bracket))
+        elif self._buffer.startswith(self._format.opener):
+            self._scanner = self._format.scanner(self._functions)
             self._enter(_Stage.CALL)
+        elif self._format.opener.startswith(self._buffer):
+            return False
+        else:
+            self._finish_call(0, _Stage.TEXT)
         return True
 
     def _read_call(self) -> bool:
         scanner = self._scanner
         self._move(scanner.feed(self._buffer))
-        if scanner.name in self._names and not self._begun:
+        if scanner.name in self._functions and not self._begun:
             self._begun = True
             assert scanner.name is not None
-            self._parts.append(CallBegins(self.num_calls, scanner.name))
+            self._parts.append(CallBegins(self.num_calls, scanner.name, scanner.id))
             self.num_calls += 1
         if self._begun and (new := scanner.new_arguments()):
             self._parts.append(Arguments(self.num_calls - 1, new))
@@ -227,17 +108,15 @@ class ToolCalls:
             self._finish_call(0, _Stage.TEXT)
         elif scanner.done:
             self._stage = _Stage.AFTER
-        return True
+        return bool(self._buffer)
 
     def _read_after(self) -> bool:
         if self._skip_space():
             return False
-        separator, closer = self._format.separator, self._format.closer
-        if separator and self._buffer.startswith(separator):
-            self._finish_call(len(separator), _Stage.OPEN)
-        elif closer and self._buffer.startswith(closer):
-            self._finish_call(len(closer), _Stage.TEXT)
-        elif closer and closer.startswith(self._buffer):
+        marker = next((m for m in self._follows if self._buffer.startswith(m)), None)
+        if marker is not None:
+            _FOLLOW[self._follows[marker]](self, marker)
+        elif any(m.startswith(self._buffer) for m in self._follows):
             return False
         else:
             self._finish_call(0, _Stage.TEXT)
@@ -255,9 +134,20 @@ class ToolCalls:
     def _enter(self, stage: _Stage) -> None:
         self._stage, self._begun = stage, False
 
+    def _next_call(self, marker: str) -> None:
+        self._finish_call(len(marker) if marker == self._format.separator else 0, _Stage.OPEN)
+
+    def _close(self, marker: str) -> None:
+        self._finish_call(len(marker), _Stage.TEXT)
+
+    def _fill(self, marker: str) -> None:
+        self._move(len(marker))
+
     def _move(self, length: int) -> None:
-        self._raw += self._buffer[:length]
-        self._buffer = self._buffer[length:]
+        """Mark as read; below 0: as unread."""
+        at = len(self._raw) + length
+        text = self._raw + self._buffer
+        self._raw, self._buffer = text[:at], text[at:]
 
     def _skip_space(self) -> bool:
         """Whether nothing is left."""
@@ -284,8 +174,22 @@ _STEPS = {
 }
 
 
-def _loaded(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
+class _Follow(Enum):
+    """What may follow a call."""
+
+    NEXT = "next"
+    FILLER = "filler"
+    CLOSER = "closer"
+
+
+_FOLLOW = {
+    _Follow.NEXT: ToolCalls._next_call,
+    _Follow.FILLER: ToolCalls._fill,
+    _Follow.CLOSER: ToolCalls._close,
+}
+
+
+def _follows(format: CallFormat) -> dict[str, _Follow]:
+    opens = format.separator or (format.opener if len(format.opener) > 1 else "")
+    found = dict.fromkeys(format.fillers, _Follow.FILLER) | {format.closer: _Follow.CLOSER, opens: _Follow.NEXT}
+    return {marker: follow for marker, follow in found.items() if marker}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.frontend.conftest import Worker, byte_tokenizer, start_worker
+from tests.frontend.conftest import Worker, byte_tokenizer, start_worker, write_checkpoint
 
 CHAT = "/v1/chat/completions"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -122,13 +122,13 @@ def test_a_budget_needs_a_parser(worker: Worker) -> None:
 
 
 def test_effort_reaches_the_template_as_its_switches(tmp_path: Path) -> None:
-    with start_worker(tmp_path, engine={"reasoning_parser": "gpt-oss"}) as w:
+    with start_worker(tmp_path / "gpt", engine={"reasoning_parser": "gpt-oss"}) as w:
         refused = w.post(CHAT, body(reasoning_effort="none"))
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "reasoning_effort"
-    config = tmp_path / "tiny" / "tokenizer_config.json"
+    config = write_checkpoint(tmp_path / "qwen" / "tiny") / "tokenizer_config.json"
     template = "{{ messages[0].content }}|{{ reasoning_effort }}|{{ enable_thinking }}|{{ thinking }}"
     config.write_text(json.dumps({"bos_token": "<s>", "chat_template": template}))
-    with start_worker(tmp_path, engine={"reasoning_parser": "qwen3"}) as w:
+    with start_worker(tmp_path / "qwen", engine={"reasoning_parser": "qwen3"}) as w:
         w.post(CHAT, body("x", reasoning_effort="none", max_tokens=1))
         w.post(CHAT, body("x", reasoning_effort="low", chat_template_kwargs={"thinking": 0}, max_tokens=1))
         prompts = [byte_tokenizer().decode(request.input_ids) for request in w.scheduler.seen]

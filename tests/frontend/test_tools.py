@@ -20,7 +20,7 @@ from engine.frontend.apis.chat.tools import (
     template_tools,
 )
 from engine.frontend.apis.shared.constraints import Constraint
-from engine.text.tool_calls import LLAMA3, QWEN25
+from engine.text.call_formats import LLAMA3, QWEN25
 from tests.frontend.conftest import Worker, start_worker
 
 CHAT = "/v1/chat/completions"
@@ -71,6 +71,22 @@ def test_without_tools_the_text_stays_text(qwen: Worker, more: dict[str, Any]) -
 def test_without_a_parser_the_text_stays_text(worker: Worker) -> None:
     answer = worker.post(CHAT, body(stop="<|assistant|>")).json()["choices"][0]
     assert answer["message"]["content"] == "<|user|>" + CALL
+    worker.post(CHAT, body(stop="<|assistant|>"))
+    assert worker.log.read_text().count("stay text") <= 1
+
+
+def test_auto_by_name_needs_a_parser(worker: Worker) -> None:
+    answer = worker.post(CHAT, body(tool_choice="auto"))
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tool_choice"
+    assert "--tool-call-parser" in answer.json()["error"]["message"]
+    assert worker.post(CHAT, body(tool_choice="auto", tools=None)).status_code == 200
+
+
+def test_later_calls_are_left_out_on_request(qwen: Worker) -> None:
+    two = [{"role": "user", "content": CALL + CALL}]
+    for more, num in (({}, 2), ({"parallel_tool_calls": False}, 1)):
+        answer = qwen.post(CHAT, body(messages=two, max_tokens=200, stop="<|assistant|>", **more)).json()
+        assert len(answer["choices"][0]["message"]["tool_calls"]) == num
 
 
 def test_a_call_cut_by_length_says_so(qwen: Worker) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from engine.config import GRAMMAR_BACKENDS
 from engine.grammar.compiler import Compiler, GrammarInvalid, make_compiler
-from engine.grammar.llguidance_backend import LlguidanceCompiler
 from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from engine.sampler.token_mask import token_mask, unpacked_on_device
 from engine.sampling_params import GrammarSpec
@@ -149,14 +148,34 @@ def test_structural_tags_force_what_follows_a_trigger(compiler: Compiler, tokeni
         assert not accepts(compiler, tokenizer, spec, bad), bad
 
 
-def test_a_trigger_may_be_a_special_token(tokenizer: Tokenizer) -> None:
-    """llguidance alone: a special token has no text in xgrammar."""
-    compiler = LlguidanceCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[257])
-    tag = {"triggers": ["<s>"], "structures": [{"begin": "<s>!", "schema": {"type": "integer"}, "end": "."}]}
-    state = compiler.compile(GrammarSpec("structural_tag", json.dumps(tag)))()
+def test_special_tokens_stand_in_tags(tokenizer: Tokenizer, backend: str) -> None:
+    """As a trigger and within its texts; a special token has no text in xgrammar, which says so."""
+    compiler = compiler_of(backend, tokenizer, eos_ids=[257])
     encode = tokenizer.encode
-    for token in [*encode("ab", add_special_tokens=False), 256, *encode("!42.", add_special_tokens=False)]:
-        assert state.accept(token), state.problem
+    for begin, ids in (
+        ("<s>!", [256, *encode("!", add_special_tokens=False)]),
+        ("!<s>", [*encode("!", add_special_tokens=False), 256]),
+    ):
+        tag = {
+            "triggers": [begin[:3] if begin[0] == "<" else "!"],
+            "structures": [{"begin": begin, "schema": {"type": "integer"}, "end": "<s>."}],
+        }
+        spec = GrammarSpec("structural_tag", json.dumps(tag))
+        if backend == "xgrammar":
+            with pytest.raises(GrammarInvalid, match="'<s>'; start the server with --grammar-backend llguidance"):
+                compiler.compile(spec)
+            continue
+        state = compiler.compile(spec)()
+        for token in [
+            *encode("ab", add_special_tokens=False),
+            *ids,
+            *encode("42", add_special_tokens=False),
+            256,
+            *encode(".", add_special_tokens=False),
+        ]:
+            assert state.accept(token), state.problem
+        wrong = compiler.compile(spec)()
+        assert all(wrong.accept(token) for token in ids) and not wrong.accept(256)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.text.call_formats import QWEN25
 from engine.text.harmony import HarmonyReader
 from engine.text.parts import PlainReader, ReasoningText, ToolCall, WholeAnswer
 from engine.text.reasoning import (
@@ -15,7 +16,7 @@ from engine.text.reasoning import (
     ReasoningTokens,
     opening_of,
 )
-from engine.text.tool_calls import QWEN25, ToolCalls
+from engine.text.tool_calls import ToolCalls
 from tests.text.chunks import read, same_of_all_splits, splits
 
 THINK = ReasoningFormat()
@@ -25,7 +26,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 def answer(text: str, opening: Opening, *, streams: bool = True, interrupts: str = "") -> WholeAnswer:
     def make() -> ReasoningReader:
-        after = ToolCalls(QWEN25, ["add"]) if interrupts else PlainReader()
+        after = ToolCalls(QWEN25, {"add": None}) if interrupts else PlainReader()
         return ReasoningReader(THINK, opening, after=after, streams=streams, interrupts=interrupts)
 
     return same_of_all_splits(make, text)

@@ -7,30 +7,39 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.text.parts import Arguments, CallBegins, PlainText
-from engine.text.tool_calls import ARRAY, LLAMA3, QWEN25, CallFormat, ToolCalls
+from engine.text.call_formats import (
+    ARRAY,
+    CALL_FORMATS,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GLM45,
+    KIMI_K2,
+    LLAMA3,
+    LLAMA4,
+    MISTRAL,
+    PYTHONIC,
+    QWEN3_CODER,
+    QWEN25,
+    CallFormat,
+)
+from engine.text.parts import Arguments, CallBegins, FirstCall, ToolCall, joined
+from engine.text.tagged_call import value_of
+from engine.text.tool_calls import ToolCalls
+from tests.text import chunks
 
-NAMES = ("add", "look_up")
+FUNCTIONS = {
+    "add": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "array"}}},
+    "look_up": {"type": "object", "properties": {"q": {"type": "string"}, "deep": {"type": "boolean"}}},
+}
 Read = tuple[str, list[tuple[str, str]]]
 
 
-def read(format: CallFormat, chunks: list[str]) -> Read:
+def read(format: CallFormat, pieces: list[str]) -> Read:
     """(text, calls as (name, arguments))."""
-    reader = ToolCalls(format, NAMES)
-    parts = [part for chunk in chunks for part in reader.feed(chunk)] + reader.end()
-    text, calls = "", []
-    for part in parts:
-        match part:
-            case PlainText(text=more):
-                text += more
-            case CallBegins(index=index, name=name):
-                assert index == len(calls)
-                calls.append((name, ""))
-            case Arguments(index=index, text=more):
-                assert index == len(calls) - 1
-                calls[index] = (calls[index][0], calls[index][1] + more)
-    assert reader.num_calls == len(calls)
-    return text, calls
+    reader = ToolCalls(format, FUNCTIONS)
+    answer = chunks.read(reader, pieces)
+    assert reader.num_calls == len(answer.calls)
+    return answer.text, [(call.name, call.arguments) for call in answer.calls]
 
 
 CALL = '{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}\\"{"}]}}'
@@ -74,48 +83,183 @@ CASES: list[tuple[CallFormat, str, Read]] = [
     (ARRAY, "[", ("[", [])),
     (ARRAY, "no array", ("no array", [])),
     (QWEN25, "   ", ("   ", [])),
+    (MISTRAL, f"[TOOL_CALLS] [{CALL}, {OTHER}]", ("", [ADD, LOOK_UP])),
+    (MISTRAL, f"So: [TOOL_CALLS]add[ARGS]{ADD[1]}", ("So:", [ADD])),
+    (
+        MISTRAL,
+        '[TOOL_CALLS]add[CALL_ID]x7[ARGS]{}[TOOL_CALLS]look_up[ARGS]{"q": 1}',
+        ("", [("add", "{}"), ("look_up", '{"q": 1}')]),
+    ),
+    (MISTRAL, "[TOOL_CALLS]rm[ARGS]{}", ("[TOOL_CALLS]rm[ARGS]{}", [])),
+    (MISTRAL, "[TOOL_CALLS] or so", ("[TOOL_CALLS] or so", [])),
+    (PYTHONIC, "[add(a=1, b=[2, {'c': '}\"{'}])]", ("", [ADD])),
+    (
+        PYTHONIC,
+        "[add(a=1), look_up(q='x)(', deep=True)]",
+        ("", [("add", '{"a": 1}'), ("look_up", '{"q": "x)(", "deep": true}')]),
+    ),
+    (PYTHONIC, "[look_up(q=None, deep=true), add()]", ("", [("look_up", '{"q": null, "deep": true}'), ("add", "{}")])),
+    (PYTHONIC, "[1, 2]", ("[1, 2]", [])),
+    (PYTHONIC, "[add(1)]", ("[add(1)]", [])),
+    (PYTHONIC, "[add(a=f())]", ("[add(a=f())]", [])),
+    (PYTHONIC, "[add(a=b'x')]", ("[add(a=b'x')]", [])),
+    (PYTHONIC, "[add(a=1e999)]", ("[add(a=1e999)]", [])),
+    (PYTHONIC, "[add(a='\\d')]", ("", [("add", '{"a": "\\\\d"}')])),
+    (PYTHONIC, "Call [add(a=1)]", ("Call [add(a=1)]", [])),
+    (PYTHONIC, "[add(a=1", ("[add(a=1", [])),
+    (LLAMA4, "[add(a=1)]", ("", [("add", '{"a": 1}')])),
+    (
+        LLAMA4,
+        "Hm. <|python_start|>[add(a=1), add(a=2)]<|python_end|>",
+        ("Hm.", [("add", '{"a": 1}'), ("add", '{"a": 2}')]),
+    ),
+    (
+        DEEPSEEK_V3,
+        "Hm.\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+        + ADD[1]
+        + '\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n{"q": "```"}\n```'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("Hm.", [ADD, ("look_up", '{"q": "```"}')]),
+    ),
+    (
+        DEEPSEEK_V31,
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{ADD[1]}<｜tool▁call▁end｜>"
+        "<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("", [ADD, ("look_up", "{}")]),
+    ),
+    (DEEPSEEK_V31, "<｜tool▁calls▁begin｜>nothing", ("<｜tool▁calls▁begin｜>nothing", [])),
+    (
+        KIMI_K2,
+        f"<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{ADD[1]}"
+        "<|tool_call_end|><|tool_call_begin|>functions.look_up:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        ("", [ADD, ("look_up", "{}")]),
+    ),
+    (
+        GLM45,
+        "Hm.\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+        '<arg_value>[2, {"c": "}\\"{"}]</arg_value>\n</tool_call>\n<tool_call>look_up\n<arg_key>q</arg_key>\n'
+        "<arg_value>12</arg_value>\n</tool_call>",
+        ("Hm.", [ADD, ("look_up", '{"q": "12"}')]),
+    ),
+    (GLM45, "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", ("", [("add", '{"a": 1}')])),
+    (GLM45, "<tool_call>add</tool_call> done", ("done", [("add", "{}")])),
+    (GLM45, "<tool_call>rm\n</tool_call>", ("<tool_call>rm\n</tool_call>", [])),
+    (GLM45, "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1", ("", [("add", "")])),
+    (GLM45, "<tool_call>add\n<arg_x", ("<arg_x", [("add", "{}")])),
+    (
+        QWEN3_CODER,
+        "Hm.\n<tool_call>\n<function=look_up>\n<parameter=q>\na\n<b>\n</parameter>\n<parameter=deep>\nTrue\n</parameter>\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+        ("Hm.", [("look_up", '{"q": "a\\n<b>", "deep": true}'), ("add", '{"a": 1}')]),
+    ),
+    (QWEN3_CODER, "<tool_call>\n<function=add>\n</function>\n</tool_call>", ("", [("add", "{}")])),
+    (QWEN3_CODER, "<tool_call>\nfunction", ("<tool_call>\nfunction", [])),
+    (QWEN3_CODER, "<tool_call><function=add><parameter=a>1</function></tool_call>", ("", [("add", '{"a": 1}')])),
 ]
 
 
 @pytest.mark.parametrize(("format", "text", "expected"), CASES, ids=range(len(CASES)))
 def test_calls_and_text_whatever_the_chunks(format: CallFormat, text: str, expected: Read) -> None:
-    assert read(format, [text]) == expected
-    assert read(format, list(text)) == expected
-    for seed in range(20):
-        rng, chunks, at = random.Random(seed), [], 0
-        while at < len(text):
-            size = rng.randint(1, 9)
-            chunks.append(text[at : at + size])
-            at += size
-        assert read(format, chunks) == expected
+    for pieces in chunks.splits(text):
+        assert read(format, pieces) == expected
+
+
+def test_every_format_has_a_case() -> None:
+    assert {id(f) for f in CALL_FORMATS.values()} <= {id(case[0]) for case in CASES}
+
+
+def test_the_id_that_a_model_writes_is_kept() -> None:
+    text = "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:3<|tool_call_argument_begin|>{}"
+    assert joined(ToolCalls(KIMI_K2, FUNCTIONS).feed(text)).calls == [ToolCall("add", "functions.add:3", "{}")]
+
+
+def test_calls_after_the_first_may_be_left_out() -> None:
+    reader = FirstCall(ToolCalls(LLAMA3, FUNCTIONS))
+    assert joined(reader.feed(f"{CALL}; {OTHER}") + reader.end()).calls == [ToolCall("add", "", ADD[1])]
+    assert reader.num_calls == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("12", {"type": "string"}, "12"),
+        ("12", {"type": "integer"}, 12),
+        ("12", None, 12),
+        ("null", {"type": ["string", "null"]}, None),
+        ("null", {"type": "string"}, "null"),
+        ("12", {"anyOf": [{"type": "string"}, {"type": "null"}]}, "12"),
+        ("12", {"enum": ["12", "13"]}, "12"),
+        ("True", {"type": "boolean"}, True),
+        ("so so", {"type": "integer"}, "so so"),
+        ("[1, 2]", {}, [1, 2]),
+        ("x", "no schema", "x"),
+    ],
+)
+def test_the_schema_says_what_a_text_is(text: str, schema: object, value: object) -> None:
+    assert value_of(text, schema) == value
 
 
 def test_arguments_stream_before_their_call_ends() -> None:
-    reader = ToolCalls(QWEN25, NAMES)
+    reader = ToolCalls(QWEN25, FUNCTIONS)
     begin = '<tool_call>\n{"name": "add", "arguments": {"a": '
     assert reader.feed(begin) == [CallBegins(0, "add"), Arguments(0, '{"a":')]
     assert reader.feed("12") == [Arguments(0, " 12")]
     assert reader.feed("}}\n</tool_call>") == [Arguments(0, "}")]
 
 
+MARKS = sorted(
+    {
+        text
+        for f in [ARRAY, *CALL_FORMATS.values()]
+        for text in (f.marker, f.bare, f.bracket, f.opener, f.separator, *f.fillers, f.closer)
+        if text
+    }
+)
+INSIDE = [
+    "add",
+    "(",
+    ")",
+    "a=1",
+    "[ARGS]",
+    "{}",
+    "<arg_key>a</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "<parameter=a>",
+]
+MORE = [
+    "</parameter>",
+    "</function>",
+    ">",
+    "<｜tool▁sep｜>",
+    "functions.add:0",
+    "<|tool_call_argument_begin|>",
+    '"',
+    "\n",
+]
+
+
 @given(
-    st.sampled_from([QWEN25, LLAMA3, ARRAY]),
-    st.lists(
-        st.one_of(
-            st.text(max_size=8),
-            st.sampled_from(
-                ["<tool_call>", "</tool_call>", "<|python_tag|>", "[", "]", ";", ",", "\n", CALL, OTHER, "{", '"']
-            ),
-        ),
-        max_size=8,
-    ),
+    st.sampled_from([ARRAY, *CALL_FORMATS.values()]),
+    st.lists(st.one_of(st.text(max_size=8), st.sampled_from([*MARKS, *INSIDE, *MORE, CALL, OTHER])), max_size=12),
     st.randoms(use_true_random=False),
 )
 def test_any_text_in_any_chunks(format: CallFormat, pieces: list[str], rng: random.Random) -> None:
     text = "".join(pieces)
     whole = read(format, [text])
     cuts = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randint(0, 6)))
-    chunks = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert read(format, chunks) == whole
-    for name, arguments in whole[1]:
-        assert (name in NAMES and arguments in text) or json.loads(arguments) is not None
+    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(format, parts) == read(format, list(text)) == whole
+    assert all(name in FUNCTIONS for name, _ in whole[1])
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=5), st.one_of(st.integers(), st.text(max_size=9), st.none())))
+def test_arguments_are_what_the_model_wrote(arguments: dict[str, object]) -> None:
+    written = json.dumps(arguments)
+    for format, text in (
+        (QWEN25, f'<tool_call>{{"name": "add", "arguments": {written}}}</tool_call>'),
+        (MISTRAL, f"[TOOL_CALLS]add[ARGS]{written}"),
+    ):
+        ((_, shown),) = read(format, [text])[1]
+        assert json.loads(shown) == arguments

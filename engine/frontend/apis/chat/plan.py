@@ -1,14 +1,15 @@
 """What a chat asks of the engine, and how its answer is read: a plan, made once, for any API that shows it."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from aiohttp import web
 
 from engine.frontend.apis.chat.body import ChatBody, check_chat, template_messages
-from engine.frontend.apis.chat.reading import reading_of
+from engine.frontend.apis.chat.reading import Reading, reading_of
 from engine.frontend.apis.chat.tools import forced, forced_calls, strict_calls, template_tools, usable
 from engine.frontend.apis.shared.constraints import Constraint, only_one
 from engine.frontend.apis.shared.fields import prompt_ids
@@ -18,13 +19,16 @@ from engine.frontend.apis.shared.stream import EVENTS, Framing, View
 from engine.frontend.services import Services
 from engine.messages import LogprobOptions
 from engine.sampling_params import ReasoningGate, SamplingParams
+from engine.text.call_formats import CallFormat
 from engine.text.chat_template import TemplateRefused
 from engine.text.parts import PartReader
 from engine.text.reasoning import HARMONY, REASONING_FORMATS, Opening, ReasoningFormat, ReasoningTokens, opening_of
 from engine.text.tokenizer import Tokenizer
-from engine.text.tool_calls import CallFormat
 from service.http.errors import bad_field
 
+log = logging.getLogger(__name__)
+
+NO_PARSER = "this server was started without --tool-call-parser"
 TOGGLES = ("enable_thinking", "thinking")  # what templates call the switch of the reasoning
 
 
@@ -53,6 +57,7 @@ async def plan_chat(s: Services, body: ChatBody) -> ChatPlan:
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     reading = reading_of(body, reasoning=reasoning, tool_parser=s.spec.engine.tool_call_parser)
+    check_calls(body, reading)
     constraint = chat_constraint(body, reading.calls)
     if body.skip_special_tokens is None and any(map(s.model.tokenizer.is_special, reading.markers)):
         body.skip_special_tokens = False  # the reader must see its markers
@@ -68,6 +73,21 @@ async def plan_chat(s: Services, body: ChatBody) -> ChatPlan:
         reader=reading.reader(opening),
         count_reasoning=None if reasoning is None else partial(_counter, reasoning, opening, s.model.tokenizer),
     )
+
+
+def check_calls(body: ChatBody, reading: Reading) -> None:
+    """Whether calls by the model's choice can be read. A client that asks for them by name is refused, as by vLLM."""
+    if not reading.functions or reading.calls is not None or reading.calls_in_channels:
+        return
+    if body.tool_choice == "auto":
+        raise bad_field("tool_choice", f"auto: {NO_PARSER}; use required, or none", code="unsupported_parameter")
+    warn_of_unread_calls()
+
+
+@cache
+def warn_of_unread_calls() -> None:
+    """Log it once: the answers stay useful, so requests are served."""
+    log.warning("a request has tools, and %s: calls by the model's choice stay text", NO_PARSER)
 
 
 def check_reasoning(s: Services, body: ChatBody, format: ReasoningFormat | None) -> None:

@@ -1,23 +1,26 @@
 """How a chat's answer is read: the reader of its parts, by the model's formats and what the request uses of them. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.frontend.apis.chat.body import ChatBody
 from engine.frontend.apis.chat.tools import forced, usable
+from engine.text.call_formats import ARRAY, CALL_FORMATS, CallFormat
 from engine.text.harmony import HarmonyReader
-from engine.text.parts import PartReader, PlainReader
+from engine.text.parts import FirstCall, PartReader, PlainReader
 from engine.text.reasoning import HARMONY, Opening, ReasoningFormat, ReasoningReader
-from engine.text.tool_calls import ARRAY, CALL_FORMATS, CallFormat, ToolCalls
+from engine.text.tagged_call import Schemas
+from engine.text.tool_calls import ToolCalls
 
-GPT_OSS = "gpt-oss"  # its channels hold reasoning and calls: one reader for both
+GPT_OSS = ("gpt-oss", "openai")  # its channels hold reasoning and calls: one reader for both
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
     """`reasoning`: the model's format, whether or not it is shown apart (`separates`). `calls`: None: no call is read.
 
-    `calls_in_channels`: harmony's. `names`: functions that may be called.
+    `calls_in_channels`: harmony's. `functions`: those that may be called, with their parameters' schemas. `only_one`: later
+    calls are left out.
     """
 
     reasoning: ReasoningFormat | None
@@ -25,7 +28,8 @@ class Reading:
     streams: bool
     calls: CallFormat | None
     calls_in_channels: bool
-    names: Sequence[str]
+    functions: Schemas
+    only_one: bool
 
     @property
     def in_channels(self) -> bool:
@@ -41,14 +45,18 @@ class Reading:
 
     def reader(self, opening: Opening) -> Callable[[], PartReader] | None:
         """Makes readers of an answer that begins as `opening` says; None: its text is the answer."""
+        make = self._maker(opening)
+        return (lambda: FirstCall(make())) if make is not None and self.only_one else make
+
+    def _maker(self, opening: Opening) -> Callable[[], PartReader] | None:
         if self.in_channels:
-            return lambda: self._harmony()
+            return self._harmony
         if self.separates:
             return lambda: self._reasoning(opening)
         return None if self.calls is None else self._after
 
     def _harmony(self) -> PartReader:
-        names = self.names if self.calls_in_channels else ()
+        names = self.functions if self.calls_in_channels else ()
         return HarmonyReader(names, answer=self._after(), separates=self.separates, streams=self.streams)
 
     def _reasoning(self, opening: Opening) -> PartReader:
@@ -63,7 +71,7 @@ class Reading:
         )
 
     def _after(self) -> PartReader:
-        return PlainReader() if self.calls is None else ToolCalls(self.calls, self.names)
+        return PlainReader() if self.calls is None else ToolCalls(self.calls, self.functions)
 
 
 def reading_of(body: ChatBody, *, reasoning: ReasoningFormat | None, tool_parser: str | None) -> Reading:
@@ -75,6 +83,7 @@ def reading_of(body: ChatBody, *, reasoning: ReasoningFormat | None, tool_parser
         separates=reasoning is not None and body.separate_reasoning is not False,
         streams=body.stream_reasoning is not False,
         calls=calls,
-        calls_in_channels=tool_parser == GPT_OSS and bool(tools) and not is_forced,
-        names=[tool.function.name for tool in tools],
+        calls_in_channels=tool_parser in GPT_OSS and bool(tools) and not is_forced,
+        functions={tool.function.name: tool.function.parameters for tool in tools},
+        only_one=bool(tools) and body.parallel_tool_calls is False,
     )

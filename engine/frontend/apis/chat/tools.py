@@ -12,7 +12,7 @@ import msgspec
 
 from engine.frontend.apis.shared.constraints import Constraint
 from engine.sampling_params import GrammarSpec
-from engine.text.tool_calls import CallFormat
+from engine.text.call_formats import CallFormat
 from service.http.errors import bad_field
 
 MAX_TOOLS = 128
@@ -92,8 +92,8 @@ def forced_calls(tools: list[Tool], *, only_one: bool) -> Constraint:
 
 
 def strict_calls(tools: list[Tool], format: CallFormat) -> Constraint | None:
-    """Text in which a call, once begun, must match its function's schema; None when no function is strict."""
-    if not any(tool.function.strict for tool in tools):
+    """Text in which a call, once begun, must match its function's schema; None when no function is strict or the format is no JSON."""
+    if not (format.trigger and any(tool.function.strict for tool in tools)):
         return None
     tag = {
         "triggers": [format.trigger],
