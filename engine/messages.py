@@ -91,7 +91,7 @@ class GetState(_Message, frozen=True):
 class PauseGeneration(_Message, frozen=True):
     """Stop computing until `ContinueGeneration`; new requests wait. Answered by a `ControlReply`.
 
-    `mode`: "abort" ends live requests, "retract" takes their KV, "in_place" leaves it.
+    `mode`: "abort" ends live requests, "retract" takes their KV, "in_place" leaves it. "block" lets them go on.
     """
 
     call_id: str

@@ -182,7 +182,7 @@ class Router:
             calls, config=config, monitor=self.monitor, switch=self.switch, peers=peers, discovery=self.discovery
         )
         any_worker = AnyWorkerApi(calls)
-        fan_out = FanOutApi(calls, monitor=self.monitor, gate=self.gate)
+        fan_out = FanOutApi(calls, monitor=self.monitor, gate=self.gate, live=self.live, peers=peers)
         dashboard = Dashboard(
             config=config,
             table=self.table,

@@ -27,7 +27,7 @@ from service.flags import ConfigError
 log = logging.getLogger(__name__)
 
 ControlMessage = PauseGeneration | ContinueGeneration | UpdateWeights
-MODES = ("abort", "retract", "in_place")
+MODES = ("abort", "retract", "in_place", "block")
 
 AbortAll = Callable[[], list[TokenOutput]]
 
@@ -69,12 +69,12 @@ class EngineControl:
 
     @property
     def paused(self) -> bool:
-        return self._pause is not None
+        return self._pause is not None and self._pause.mode != "block"
 
     @property
     def blocks_input(self) -> bool:
-        """Whether new requests wait: the engine is paused, or drains for weights that have been read."""
-        return self.paused or self._model is not None
+        """Whether new requests wait: the engine is paused or blocked, or drains for weights that have been read."""
+        return self._pause is not None or self._model is not None
 
     @property
     def num_held(self) -> int:
@@ -130,7 +130,11 @@ class EngineControl:
         if self._unanswered is not None:
             self._refuse(message.call_id, "the engine is being paused already", status=409)
             return []
-        self._pause = self._unanswered = message
+        self._pause = message
+        if message.mode == "block":
+            self._accept(message.call_id, "New requests wait; those that run go on.")
+            return []
+        self._unanswered = message
         return [*self._abort_all(), *self.drop_all()] if message.mode == "abort" else []
 
     def _finish_pause(self) -> None:

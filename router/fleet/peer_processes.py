@@ -34,8 +34,7 @@ class PeerProcesses:
         self._sessions: list[aiohttp.ClientSession] = []
         for path in () if slot is None else slot.peers:
             connector = aiohttp.UnixConnector(path=str(path))
-            timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-            self._sessions.append(aiohttp.ClientSession("http://router", connector=connector, timeout=timeout))
+            self._sessions.append(aiohttp.ClientSession("http://router", connector=connector))
 
     @property
     def num(self) -> int:
@@ -47,14 +46,15 @@ class PeerProcesses:
             return False
         return hmac.compare_digest(key.encode(errors="surrogateescape"), self._slot.key.encode())
 
-    async def forward(self, request: web.BaseRequest, body: dict[str, Any]) -> None:
+    async def forward(self, request: web.BaseRequest, body: dict[str, Any], *, timeout_s: float = TIMEOUT_S) -> None:
         """Send a request that was done here to the peers, unless one sent it. A peer that does not answer is starting: it will ask."""
         if self._sessions and not self.is_peer(request):
-            await self.request(request.method, request.path, body)
+            await self.request(request.method, request.path, body, timeout_s=timeout_s)
 
-    async def request(self, method: str, path: str, body: Any = None) -> list[bytes]:
+    async def request(self, method: str, path: str, body: Any = None, *, timeout_s: float = TIMEOUT_S) -> list[bytes]:
         data = None if body is None else msgspec.json.encode(body)
-        answers = await asyncio.gather(*(self._request(session, method, path, data) for session in self._sessions))
+        calls = (self._request(session, method, path, data, timeout_s) for session in self._sessions)
+        answers = await asyncio.gather(*calls)
         return [answer for answer in answers if answer is not None]
 
     async def catch_up(self, table: WorkerTable, *, now_s: float) -> None:
@@ -74,12 +74,13 @@ class PeerProcesses:
             await session.close()
 
     async def _request(
-        self, session: aiohttp.ClientSession, method: str, path: str, data: bytes | None
+        self, session: aiohttp.ClientSession, method: str, path: str, data: bytes | None, timeout_s: float
     ) -> bytes | None:
         assert self._slot is not None
         headers = {KEY_HEADER: self._slot.key, "Content-Type": "application/json"}
         try:
-            async with session.request(method, path, data=data, headers=headers) as response:
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            async with session.request(method, path, data=data, headers=headers, timeout=timeout) as response:
                 answer = await response.read()
                 return answer if response.status == 200 else None
         except (aiohttp.ClientError, OSError, TimeoutError) as err:

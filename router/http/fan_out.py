@@ -1,25 +1,30 @@
 """Routes that every worker answers: cache, pause, weights, profiles, adapters, aborts."""
 
+import asyncio
 from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
 
 from router.client.session import CALL_TIMEOUT_S
+from router.fleet.peer_processes import PeerProcesses
 from router.http.worker_calls import WorkerCalls
 from router.pool.health import HealthMonitor
+from router.requests.live import LiveRequests
 from service.http.errors import ApiError
 from service.http.guard import key_refusal
 from service.http.json_depth import object_of
+from service.http.stream import json_response
 from service.security.keys import Access, KeyGate, authorization_of
 
 UPDATE_TIMEOUT_S = 3600.0  # weights come from a disk, and running requests may finish first
 UPDATE_WEIGHTS = "/update_weights_from_disk"
+PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/load_lora_adapter", "/unload_lora_adapter"
 TIMEOUTS_S = {  # of POSTs that go to all workers as they are
     "/flush_cache": CALL_TIMEOUT_S,
-    "/pause_generation": CALL_TIMEOUT_S,
-    "/continue_generation": CALL_TIMEOUT_S,
+    PAUSE: CALL_TIMEOUT_S,
+    CONTINUE: CALL_TIMEOUT_S,
     "/start_profile": CALL_TIMEOUT_S,
     "/stop_profile": CALL_TIMEOUT_S,
     UPDATE_WEIGHTS: UPDATE_TIMEOUT_S,
@@ -31,10 +36,14 @@ class FanOutApi:
     calls: WorkerCalls
     monitor: HealthMonitor
     gate: KeyGate
+    live: LiveRequests
+    peers: PeerProcesses
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            *(web.post(path, self.pass_to_all) for path in TIMEOUTS_S),
+            *(web.post(path, self.pass_to_all) for path in TIMEOUTS_S if path not in (PAUSE, CONTINUE)),
+            web.post(PAUSE, self.pause),
+            web.post(CONTINUE, self.unpause),
             web.get("/flush_cache", self.pass_to_all),
             *(web.post(path, self.pass_adapter) for path in (LOAD_ADAPTER, UNLOAD_ADAPTER)),
             web.post("/abort_request", self.abort_request),
@@ -49,6 +58,25 @@ class FanOutApi:
         if path == UPDATE_WEIGHTS:
             self.monitor.refresh()  # the models may have other names
         return answer
+
+    async def pause(self, request: web.BaseRequest) -> web.Response:
+        """Pass to all. The mode `block` holds new requests in all processes of the router first, and waits until the others have ended.
+
+        So no worker has a request of which another one knows nothing yet.
+        """
+        if object_of(await request.read()).get("mode") == "block":
+            body = {"mode": "block"}
+            await asyncio.gather(self.live.block(), self.peers.forward(request, body, timeout_s=UPDATE_TIMEOUT_S))
+            if self.peers.is_peer(request):
+                return json_response({"success": True})
+        return await self.pass_to_all(request)
+
+    async def unpause(self, request: web.BaseRequest) -> web.Response:
+        """Pass to all, then let the requests in that waited."""
+        answer = None if self.peers.is_peer(request) else await self.pass_to_all(request)
+        self.live.unblock()
+        await self.peers.forward(request, {})
+        return json_response({"success": True}) if answer is None else answer
 
     async def pass_adapter(self, request: web.BaseRequest) -> web.Response:
         """Load or unload an adapter at the workers of one model: of several, `model` names it (to unload: the one that has it)."""

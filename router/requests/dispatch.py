@@ -12,7 +12,7 @@ from router.admission.admission import PRIORITY_HEADER, Admission
 from router.admission.queue import RequestRefused
 from router.attempts.failed_workers import FailedWorkers
 from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt
-from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext
+from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, time_given
 from router.attempts.upstream_call import CallFailed
 from router.body import Api, parse_body
 from router.choice.chooser import Chooser
@@ -68,6 +68,8 @@ class Dispatcher:
 
     async def handle(self, http: web.BaseRequest, *, path: str = "") -> web.StreamResponse:
         """`path`: of the API, if it is not the request's."""
+        if self.live.blocked:
+            await self.live.wait_unblocked(timeout_s=time_given(http.headers))
         if self.live.draining:
             raise draining("the router is draining: it takes no new requests")
         try:

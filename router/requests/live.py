@@ -1,11 +1,19 @@
-"""The live requests of a router, and its drain: nothing new is taken, what runs is finished or handed back."""
+"""The live requests of a router; its drain (nothing new is taken, what runs is finished or handed back) and its block.
+
+While it is blocked new requests wait and those that run go on, so that an operator can change all workers between two requests.
+After SGLang's input blocker, for a cluster.
+"""
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass, field
 
 from router.attempts.request import RequestContext
+from service.http.errors import ApiError
 from service.process.stop_signals import wait_while
+
+MAX_BLOCKED = 4096  # requests that wait in a block
 
 log = logging.getLogger(__name__)
 
@@ -16,12 +24,45 @@ class LiveRequests:
 
     draining: bool = False
     requests: dict[RequestContext, None] = field(default_factory=dict)
+    num_blocked: int = 0
+    _open: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._open.set()
+
+    @property
+    def blocked(self) -> bool:
+        return not self._open.is_set()
 
     def __len__(self) -> int:
         return len(self.requests)
 
+    async def block(self) -> None:
+        """Let no new request in until `unblock`. Return when those that run have ended."""
+        self._open.clear()
+        await wait_while(lambda: bool(self.requests), at_once=self._open)
+
+    def unblock(self) -> None:
+        self._open.set()
+
+    async def wait_unblocked(self, *, timeout_s: float) -> None:
+        """`ApiError`: it lasted longer than the client waits, or too many requests wait."""
+        if self.num_blocked >= MAX_BLOCKED:
+            message = f"{self.num_blocked} requests wait until the router is unblocked; try again later"
+            raise ApiError(503, message, code="queue_full", retry_after_s=1)
+        self.num_blocked += 1
+        try:
+            async with asyncio.timeout(timeout_s if timeout_s < math.inf else None):
+                await self._open.wait()
+        except TimeoutError:
+            message = f"an operator has blocked the router for longer than {timeout_s:g} s, which the request may take"
+            raise ApiError(504, message, code="deadline") from None
+        finally:
+            self.num_blocked -= 1
+
     async def drain(self, *, timeout_s: float, at_once: asyncio.Event) -> None:
         self.draining = True
+        self.unblock()
         if self.requests:
             log.info("draining: %d requests run, for up to %g s (--drain-timeout)", len(self), timeout_s)
         loop = asyncio.get_running_loop()

@@ -258,3 +258,28 @@ def test_flags_that_cannot_be_honoured(args: list[str], named: str) -> None:
         argv = [sys.executable, "-m", "deploy", "router", "--port", port, "--workers", "2", "--decode", "http://h:1"]
         ended = subprocess.run([*argv, *args], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert ended.returncode != 0 and named in ended.stderr and "Traceback" not in ended.stderr
+
+
+async def test_a_block_holds_requests_in_every_process(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as f:
+        for worker in (*f.prefills, *f.decodes):
+            worker.behave = hang
+        running = asyncio.create_task(f.call("POST", "/v1/chat/completions", CHAT))
+        await until(lambda: any(worker.seen for worker in f.decodes))
+        for worker in (*f.prefills, *f.decodes):
+            worker.behave = answer_ok
+        blocking = asyncio.create_task(f.call("POST", "/pause_generation", {"mode": "block"}))
+        late = {"x-request-timeout": "0.05"}
+        async with asyncio.timeout(DEADLINE_S):
+            while [(await f.call("POST", "/v1/chat/completions", CHAT, **late))[0] for _ in range(12)] != [504] * 12:
+                pass
+        assert not blocking.done()
+        running.cancel()
+        assert (await blocking)[0] == 200
+        for worker in (*f.prefills, *f.decodes):
+            worker.seen = []
+        held = [asyncio.create_task(f.call("POST", "/v1/chat/completions", CHAT)) for _ in range(6)]
+        assert [(await f.call("POST", "/v1/chat/completions", CHAT, **late))[0] for _ in range(6)] == [504] * 6
+        assert not any(worker.seen for worker in f.decodes) and not any(ask.done() for ask in held)
+        assert (await f.call("POST", "/continue_generation", {}))[0] == 200
+        assert [(await ask)[0] for ask in held] == [200] * 6

@@ -83,6 +83,30 @@ async def test_a_pause_holds_everything_and_changes_no_token(
     await assert_all_back(c)
 
 
+async def test_a_block_lets_what_runs_end_and_holds_the_rest(
+    way: tuple[str, Cluster], checkpoints: tuple[str, str]
+) -> None:
+    """A router answers when no worker has a request, and holds the next ones itself; a worker alone has them in a queue."""
+    (kind, c), wanted = way, expected(checkpoints[0], body(new=200))
+    async with session() as http, http.post(f"{c.router}/generate", json=body(stream=True, new=200)) as running:
+        await first_tokens(running)
+        blocking = asyncio.create_task(post(http, f"{c.router}/pause_generation", {"mode": "block"}))
+        assert (await last_event(running))["output_ids"] == wanted
+        status, said = await blocking
+        assert status == 200, said
+        held = asyncio.create_task(generate(http, c.router, body(100, new=4)))
+        late = await http.post(f"{c.router}/generate", json=body(), headers={"x-request-timeout": "0.05"})
+        assert (late.status, (await late.json())["error"]["code"]) == (504, "deadline")
+        if kind == "pd":
+            await assert_all_back(c)
+        else:
+            assert (await state_of(c.workers[0].url))["queues"]["held"] == 1
+        assert not held.done()
+        assert (await post(http, f"{c.router}/continue_generation", {}))[0] == 200
+        assert len((await held)["output_ids"]) == 4
+    await assert_all_back(c)
+
+
 async def test_a_pause_may_abort_and_its_errors_name_the_field(way: tuple[str, Cluster]) -> None:
     _, c = way
     async with session() as http:

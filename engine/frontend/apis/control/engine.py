@@ -25,7 +25,7 @@ from service.http.guard import key_refusal
 from service.http.stream import json_response
 from service.security.keys import Access
 
-MODES = ("abort", "retract", "in_place")
+MODES = ("abort", "retract", "in_place", "block")
 UPDATE_TIMEOUT_S = 3600.0  # weights and adapters come from a disk, and running requests may finish first
 PROFILE_TIMEOUT_S = 300.0  # a long trace takes long to write
 MAX_VERSION_CHARS = 256
