@@ -13,12 +13,14 @@ import msgspec
 
 from service.http.errors import ApiError
 from service.http.json_depth import JSON_ERRORS, MAX_DEPTH, decode_or_none, deeper_than
+from service.responses.items import inner_text
 
 BYTES_PER_TOKEN = 4  # of text; a guess good enough to balance by
 DEFAULT_OUTPUT_TOKENS = 128  # assumed when the request does not bound its answer
 MAX_COUNTED_OUTPUT_TOKENS = 512  # answers are mostly far shorter than the bound that clients send
 MAX_SAMPLES = 4096  # of one request
 
+HISTORY_FIELD = "history"  # of a response: the items before its input, which the router knows
 BOOTSTRAP_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key")
 _NULL = b"null"
 _FIRST_INSIDE = re.compile(rb"\[\s*(.)")
@@ -30,11 +32,13 @@ class Api(StrEnum):
     GENERATE = "/generate"
     EMBEDDINGS = "/v1/embeddings"
     MESSAGES = "/v1/messages"
+    RESPONSES = "/v1/responses"
     OLLAMA_CHAT = "/api/chat"
     OLLAMA_GENERATE = "/api/generate"
 
 
-CHATS = frozenset((Api.CHAT, Api.MESSAGES, Api.OLLAMA_CHAT, Api.OLLAMA_GENERATE))  # the worker writes their one prompt
+# The worker writes their one prompt.
+CHATS = frozenset((Api.CHAT, Api.MESSAGES, Api.RESPONSES, Api.OLLAMA_CHAT, Api.OLLAMA_GENERATE))
 OLLAMA = frozenset((Api.OLLAMA_CHAT, Api.OLLAMA_GENERATE))  # they stream unless the body says no
 _ANY_TAG = ":latest"  # after a model's name, to clients of Ollama
 # In the order in which a prompt holds them.
@@ -44,6 +48,7 @@ _PROMPT_FIELDS = {
     Api.EMBEDDINGS: ("input",),
     Api.GENERATE: ("text",),
     Api.MESSAGES: ("system", "messages"),
+    Api.RESPONSES: ("instructions", HISTORY_FIELD, "input"),
     Api.OLLAMA_CHAT: ("messages",),
     Api.OLLAMA_GENERATE: ("system", "prompt"),
 }
@@ -137,6 +142,18 @@ def write_bodies(parsed: ParsedBody, *, host: str, port: int | None, rooms: Sequ
     return _encode(fields), decode
 
 
+def with_fields(parsed: ParsedBody, changes: Mapping[str, bytes]) -> ParsedBody:
+    """The body with other JSON texts in these fields of its prompt."""
+    fields = {**parsed.fields, **{name: msgspec.Raw(text) for name, text in changes.items()}}
+    _, prompt_tokens = _prompt_shape(parsed.api, prompt_of(parsed.api, fields))
+    return msgspec.structs.replace(parsed, fields=fields, prompt_tokens=prompt_tokens)
+
+
+def write_body(parsed: ParsedBody) -> bytes:
+    """The body for a worker that serves it alone."""
+    return _encode(parsed.fields)
+
+
 def named_model(parsed: ParsedBody) -> str:
     name = decode_or_none(_raw(parsed.fields, "model"), str) or ""
     return name.removesuffix(_ANY_TAG) if parsed.api in OLLAMA else name
@@ -150,7 +167,10 @@ def named_priority(parsed: ParsedBody) -> int | None:
 
 def prompt_of(api: Api, fields: Mapping[str, msgspec.Raw]) -> bytes:
     """The JSON text of the prompt."""
-    text = b"".join([_raw(fields, name) for name in _PROMPT_FIELDS[api]])
+    texts = [_raw(fields, name) for name in _PROMPT_FIELDS[api]]
+    if api is Api.RESPONSES:  # one list of items, so that each turn of a conversation begins as the one before
+        return b",".join([texts[0], *filter(None, map(inner_text, texts[1:]))])
+    text = b"".join(texts)
     return _raw(fields, "input_ids") if api is Api.GENERATE and not text else text
 
 
@@ -175,6 +195,10 @@ def _anthropic_sampling(fields: dict[str, msgspec.Raw]) -> list[_Sampling]:
     return [_Sampling(max_new_tokens=_small(_raw(fields, "max_tokens")))]
 
 
+def _response_sampling(fields: dict[str, msgspec.Raw]) -> list[_Sampling]:
+    return [_Sampling(max_new_tokens=_small(_raw(fields, "max_output_tokens")))]
+
+
 def _ollama_sampling(fields: dict[str, msgspec.Raw]) -> list[_Sampling]:
     options = decode_or_none(_raw(fields, "options"), _Options)
     return [_Sampling() if options is None else _Sampling(max_new_tokens=options.num_predict)]
@@ -192,6 +216,7 @@ def _native_samplings(fields: dict[str, msgspec.Raw]) -> list[_Sampling]:
 _SAMPLINGS: Mapping[Api, Callable[[dict[str, msgspec.Raw]], list[_Sampling]]] = {
     Api.GENERATE: _native_samplings,
     Api.MESSAGES: _anthropic_sampling,
+    Api.RESPONSES: _response_sampling,
     Api.OLLAMA_CHAT: _ollama_sampling,
     Api.OLLAMA_GENERATE: _ollama_sampling,
 }

@@ -32,6 +32,7 @@ from router.http.fan_out import FanOutApi
 from router.http.health_api import HealthApi
 from router.http.loads_api import LoadsApi
 from router.http.pages import Pages
+from router.http.responses_api import ResponsesApi
 from router.http.traces_api import TracesApi
 from router.http.worker_calls import WorkerCalls
 from router.http.workers_api import WorkersApi
@@ -44,6 +45,7 @@ from router.pool.workers import WorkerTable, WorkerTableError
 from router.requests.build import make_dispatcher, make_events, roles_of
 from router.requests.dispatch import Dispatcher
 from router.requests.live import LiveRequests
+from router.requests.responses import Responses, SharedBook
 from router.roles.auto import AutoRoles
 from router.roles.switch import Switch
 from service.flags import ConfigError
@@ -51,6 +53,8 @@ from service.http.guard import make_guard
 from service.http.invocations import INVOCATIONS
 from service.http.routes import Handler, Routes
 from service.http.server import RequestLimits
+from service.responses.book import LocalBook
+from service.responses.store import ResponseStore
 from service.security.addresses import require_secret
 from service.security.browser import BrowserRule
 from service.security.keys import KeyGate, KeyRing, open_gate
@@ -130,6 +134,8 @@ class Router:
             leads=self.slot is None or self.slot.row == 0,
         )
         stack.push_async_callback(self.auto_roles.close)
+        self.calls = WorkerCalls(self.session, table=table, credentials=credentials, roles=roles_of(config))
+        self.book = _book(config, self.peers, self.calls)
         self.dispatcher = self._dispatcher()
         stack.callback(self.dispatcher.launcher.close)
 
@@ -172,11 +178,11 @@ class Router:
             metrics=self.metrics,
             credentials=self.credentials,
             live=self.live,
+            responses=Responses(book=self.book),
         )
 
     def _routes(self) -> Routes:
-        config, peers = self.config, self.peers
-        calls = WorkerCalls(self.session, table=self.table, credentials=self.credentials, roles=roles_of(config))
+        config, peers, calls = self.config, self.peers, self.calls
         health = HealthApi(calls, live=self.live, metrics=self.metrics, peers=peers)
         workers = WorkersApi(
             calls, config=config, monitor=self.monitor, switch=self.switch, peers=peers, discovery=self.discovery
@@ -205,6 +211,7 @@ class Router:
                 *any_worker.routes(),
                 *LoadsApi(calls).routes(),
                 *Pages().routes(),
+                *ResponsesApi(self.book, peers=peers).routes(),
                 *dashboard.routes(),
                 *traces.routes(),
                 *self.auto_roles.routes(),
@@ -256,6 +263,15 @@ def _browser_rule(config: RouterConfig, gate: KeyGate) -> BrowserRule:
         allowed_hosts=config.allowed_hosts,
         allowed_origins=config.allowed_origins,
     )
+
+
+def _book(config: RouterConfig, peers: PeerProcesses, calls: WorkerCalls) -> SharedBook | None:
+    """Each process keeps its share of what the flags allow."""
+    if config.max_stored_responses == 0:
+        return None
+    max_count = -(-config.max_stored_responses // config.workers)
+    store = ResponseStore(max_count=max_count, max_bytes=config.max_stored_response_bytes // config.workers)
+    return SharedBook(LocalBook(store), peers, calls.abort)
 
 
 def _table(config: RouterConfig, peers: SharedLoad | None) -> WorkerTable:

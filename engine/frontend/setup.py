@@ -61,21 +61,16 @@ def make_services(
             allowed_origins=server.allowed_origins,
         ),
         prng=random.Random(engine.random_seed),
-        responses=_responses(spec, client),
+        responses=_responses(spec),
     )
 
 
-def _responses(spec: FrontendSpec, client: EngineClient) -> LocalBook | None:
+def _responses(spec: FrontendSpec) -> LocalBook | None:
     """Of a worker that serves clients alone; in a cluster the router keeps them."""
     server = spec.server
     if spec.mode != "null" or server.max_stored_responses == 0:
         return None
-    store = ResponseStore(max_count=server.max_stored_responses, max_bytes=server.max_stored_response_bytes)
-
-    async def abort(id: str) -> None:
-        client.abort(id)
-
-    return LocalBook(store, abort=abort)
+    return LocalBook(ResponseStore(max_count=server.max_stored_responses, max_bytes=server.max_stored_response_bytes))
 
 
 def open_worker_gate(server: ServerConfig) -> KeyGate:

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import msgspec
 from aiohttp import web
@@ -26,6 +27,14 @@ class Slo(msgspec.Struct, frozen=True):
     itl_s: float = math.inf
 
 
+class AnswerKeeper(Protocol):
+    """Sees an answer before the client does: a whole one, or a stream's events. `close` follows, however it ended."""
+
+    def on_answer(self, body: bytes) -> None: ...
+    def on_events(self, events: bytes) -> None: ...
+    def close(self) -> None: ...
+
+
 class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     """One request from its arrival to the end of its answer. Times are the router's clock."""
 
@@ -46,6 +55,8 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     model: str = ""  # that its workers must serve; "": any
     traceparent: str = ""  # sent to workers; "": the client's
     headers: Mapping[str, str] = {}  # sent to workers
+
+    keeper: AnswerKeeper | None = None  # None: nothing is remembered of the answer
 
     # So far.
     failed: FailedWorkers | None = None  # None: no attempt has failed

@@ -23,7 +23,7 @@ from service.http.json_depth import decode_or_none
 
 # In the order of precedence, headers first.
 SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
-SESSION_FIELDS = ("session_params", "session_id", "routing_key", "user")
+SESSION_FIELDS = ("session_params", "session_id", "routing_key", "prompt_cache_key", "user")
 MAX_SESSION_CHARS = 1024  # of what is hashed
 
 

@@ -1,11 +1,11 @@
 """GET /openapi.json: the router's own routes, and bodies of generation as a live worker describes them. Pure.
 
-While no worker is alive these bodies are objects. Bootstrap fields are left out: the router overwrites them.
+While no worker is alive these bodies are objects. Fields that the router overwrites are left out.
 """
 
 from typing import Any
 
-from router.body import BOOTSTRAP_FIELDS, OLLAMA, Api
+from router.body import BOOTSTRAP_FIELDS, HISTORY_FIELD, OLLAMA, Api
 from router.http.any_worker import ASKED
 from router.http.fan_out import LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER
 from service.http.error_shapes import shape_of
@@ -13,6 +13,7 @@ from service.http.invocations import INVOCATIONS
 from service.http.openapi import FAILURES, TEXT, answer, document, failures_of, operation
 from service.http.stream import EVENTS_TYPE, LINES_TYPE
 
+_OVERWRITTEN = (*BOOTSTRAP_FIELDS, HISTORY_FIELD)
 _URL = {"url": TEXT}
 _WORKER = {**_URL, "role": TEXT, "bootstrap_port": {"type": ["integer", "null"], "minimum": 1, "maximum": 65535}}
 _STREAMS: dict[str, str] = {
@@ -53,6 +54,9 @@ _OWN: dict[str, dict[str, Any]] = {
         }
     },
     "/flush_cache": {"get": None, "post": None},
+    "/v1/responses/{id}": {"get": None, "delete": None},
+    "/v1/responses/{id}/cancel": {"post": None},
+    "/v1/responses/{id}/input_items": {"get": None},
     "/traces/{id}": {"get": None},
     "/traces": {
         "post": {
@@ -73,7 +77,7 @@ def make_document(worker: Any) -> dict[str, Any]:
         paths[path] = {"post": _operation(path, _worker_body(worker, path))}
     paths[Api.GENERATE]["put"] = paths[Api.GENERATE]["post"]  # SGLang takes both
     schemas = _inside(worker, "components", "schemas") or {}
-    schemas = {name: _without_bootstrap(schema) for name, schema in schemas.items()}
+    schemas = {name: _without_own(schema) for name, schema in schemas.items()}
     return document("Tandem router", paths=paths, schemas=schemas)
 
 
@@ -93,11 +97,11 @@ def _worker_body(worker: dict[str, Any], path: str) -> dict[str, Any] | None:
     return schema or {"type": "object"}
 
 
-def _without_bootstrap(schema: Any) -> Any:
+def _without_own(schema: Any) -> Any:
     fields = _inside(schema, "properties")
     if fields is None:
         return schema
-    return {**schema, "properties": {n: f for n, f in fields.items() if n not in BOOTSTRAP_FIELDS}}
+    return {**schema, "properties": {n: f for n, f in fields.items() if n not in _OVERWRITTEN}}
 
 
 def _inside(value: Any, *names: str) -> dict[str, Any] | None:

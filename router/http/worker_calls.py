@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from router.client.credentials import Credentials
@@ -72,3 +73,8 @@ class WorkerCalls:
         workers = [w for w in known if w.health in (Health.UP, Health.DRAINING)]
         calls = (call_worker(self.session, method, w.url + path, headers, body, timeout_s=timeout_s) for w in workers)
         return list(zip(workers, await asyncio.gather(*calls), strict=True))
+
+    async def abort(self, headers: Mapping[str, str], rid: str) -> None:
+        """End a request that was sent to workers with `headers`; only they know ids."""
+        shown = {name: headers[name] for name in ("Authorization",) if name in headers}
+        await self.answers("POST", "/abort_request", shown, msgspec.json.encode({"rid": rid}))

@@ -25,6 +25,7 @@ from router.requests.dispatch import Dispatcher
 from router.requests.hedging import Budget, Hedging
 from router.requests.live import LiveRequests
 from router.requests.picking import Picker
+from router.requests.responses import Responses
 
 
 def roles_of(config: RouterConfig) -> tuple[Role, ...]:
@@ -69,6 +70,7 @@ def make_dispatcher(
     metrics: RouterMetrics,
     credentials: Credentials,
     live: LiveRequests,
+    responses: Responses,
 ) -> Dispatcher:
     picker = Picker(
         table=launcher.table,
@@ -94,6 +96,7 @@ def make_dispatcher(
         admission=admission,
         launcher=launcher,
         live=live,
+        responses=responses,
         retry_max=config.retry_max,
         retry_backoff_s=config.retry_backoff_s,
         keep_alive_s=config.sse_keep_alive_interval_s,

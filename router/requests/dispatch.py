@@ -27,6 +27,7 @@ from router.requests.merge import Merger, SseMerger
 from router.requests.picking import Picker
 from router.requests.relay import StreamSplitter, answer_headers, open_answer, relay_stream
 from router.requests.replies import HANDED_BACK, draining, failure_error, failure_response, no_worker
+from router.requests.responses import KeptStream, Responses
 from service.http.deadline import ENVOY_HEADER, TIMEOUT_HEADER
 from service.http.errors import ApiError
 from service.http.guard import CALLER, CLIENT_GONE
@@ -55,6 +56,7 @@ class Dispatcher:
     admission: Admission
     launcher: AttemptLauncher
     live: LiveRequests
+    responses: Responses
     retry_max: int
     retry_backoff_s: float
     keep_alive_s: float
@@ -111,6 +113,8 @@ class Dispatcher:
             raise draining(HANDED_BACK) from None
         finally:
             del self.live.requests[request]
+            if request.keeper is not None:
+                request.keeper.close()
             status, now_s = 503 if request.handed_back and status == CLIENT_GONE else status, self.launcher.clock()
             for notify in self.launcher.events.on_ended:
                 notify(request, status, now_s)
@@ -120,6 +124,9 @@ class Dispatcher:
         http = request.http
         request.body = await http.read()
         parsed = request.parsed = parse_body(Api(request.path), request.body)
+        if parsed.api is Api.RESPONSES:
+            await self.responses.open(request)
+            parsed = request.parsed
         request.roles = self.roles[:1] if parsed.api is Api.EMBEDDINGS else self.roles  # the first computes prompts
         request.model = self.picker.model_of(parsed, request.roles)
         if self.chooser is not None:
@@ -207,6 +214,8 @@ class Dispatcher:
         if call.streaming:
             return await self._stream(request, attempt, merger)
         body = call.reply.take()
+        if request.keeper is not None:
+            request.keeper.on_answer(body)
         attempt.complete()
         return web.Response(
             status=call.reply.status,
@@ -226,8 +235,7 @@ class Dispatcher:
             request.last_byte_s = now_s
             request.num_chunks += 1
 
-        content_type = attempt.answering.reply.headers["content-type"]
-        splitter = SseMerger(merger) if merger else StreamSplitter(content_type)
+        splitter = _splitter(request, attempt, merger)
         out = await open_answer(request.http, attempt.answering.reply, request.alive)
         failure = await relay_stream(out, attempt.answering, splitter=splitter, on_more=on_more)
         if request.alive is not None:
@@ -269,6 +277,12 @@ class Dispatcher:
         for notify in self.launcher.events.on_no_worker:
             notify(missing)
         raise no_worker(self.launcher.table, missing, request.model, retry_after_s=RETRY_AFTER_S)
+
+
+def _splitter(request: RequestContext, attempt: PairAttempt, merger: Merger | None) -> StreamSplitter:
+    if request.keeper is not None:
+        return KeptStream(request.keeper)
+    return SseMerger(merger) if merger else StreamSplitter(attempt.answering.reply.headers["content-type"])
 
 
 def pause_s(number: int, backoff_s: float) -> float:

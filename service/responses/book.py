@@ -8,7 +8,7 @@ from typing import Protocol
 
 from service.responses.store import ResponseStore, StoredResponse
 
-CANCEL_TIMEOUT_S = 10.0  # until a cancelled response has ended
+CANCEL_TIMEOUT_S = 4.0  # until a cancelled response has ended; a router's processes wait 5 s for each other
 
 
 class ResponseBook(Protocol):
@@ -22,23 +22,25 @@ class ResponseBook(Protocol):
         """End a running response and wait for it; False if it does not run."""
 
 
+Abort = Callable[[str], Awaitable[object]]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Live:
     owner: str
+    abort: Abort
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class LocalBook:
-    """`abort`: ends a request by its id."""
-
-    def __init__(self, store: ResponseStore, *, abort: Callable[[str], Awaitable[object]]) -> None:
+    def __init__(self, store: ResponseStore) -> None:
         self.store = store
-        self._abort = abort
         self._live: dict[str, _Live] = {}
 
     @contextmanager
-    def running(self, id: str, owner: str) -> Iterator[None]:
-        live = self._live[id] = _Live(owner)
+    def running(self, id: str, owner: str, *, abort: Abort) -> Iterator[None]:
+        """A response runs until the block ends. `abort` asks for that, by its id."""
+        live = self._live[id] = _Live(owner, abort)
         try:
             yield
         finally:
@@ -55,7 +57,7 @@ class LocalBook:
         live = self._live.get(id)
         if live is None or live.owner != owner:
             return False
-        await self._abort(id)
+        await live.abort(id)
         async with asyncio.timeout(CANCEL_TIMEOUT_S):
             await live.ended.wait()
         return True

@@ -11,7 +11,7 @@ import msgspec
 JSON = b"application/json"
 GENERATE, COMPLETE, CHAT, EMBED = "/generate", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 RESPOND, MESSAGES = "/v1/responses", "/v1/messages"
-GENERATION = (GENERATE, COMPLETE, CHAT, EMBED, MESSAGES)
+GENERATION = (GENERATE, COMPLETE, CHAT, EMBED, RESPOND, MESSAGES)
 PROMPT = {"text": "k17 v42 k17"}
 USER = {"messages": [{"role": "user", "content": "k17"}]}
 

@@ -29,6 +29,7 @@ from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from router.requests.build import make_dispatcher, make_events
 from router.requests.live import LiveRequests
+from router.requests.responses import Responses
 from service.http.guard import make_guard
 from service.http.routes import Routes
 from service.process.stop_signals import StopSignals
@@ -104,6 +105,7 @@ class Router:
             metrics=metrics,
             credentials=credentials,
             live=self.live,
+            responses=Responses(book=None),
         )
         browser = BrowserRule(host=config.host, has_keys=False)
         generate = counted(self.dispatcher.handle, metrics)

@@ -41,8 +41,8 @@ async def create_response(request: web.BaseRequest) -> web.StreamResponse:
 class _Keeper:
     """Stores one response for its owner."""
 
-    def __init__(self, book: LocalBook, conversation: Conversation, owner: str) -> None:
-        self._book, self._conversation, self._owner = book, conversation, owner
+    def __init__(self, s: Services, book: LocalBook, conversation: Conversation, owner: str) -> None:
+        self._client, self._book, self._conversation, self._owner = s.client, book, conversation, owner
 
     def put(self, response: dict[str, Any]) -> None:
         stored = to_store(self._conversation, owner=self._owner, answer=msgspec.json.encode(response))
@@ -50,7 +50,10 @@ class _Keeper:
             self._book.store.put(stored)
 
     def running(self, id: str) -> Any:
-        return self._book.running(id, self._owner)
+        return self._book.running(id, self._owner, abort=self._abort)
+
+    async def _abort(self, id: str) -> None:
+        self._client.abort(id)
 
 
 async def _keeper(request: web.BaseRequest, s: Services, body: ResponseBody, data: bytes) -> _Keeper | None:
@@ -66,7 +69,7 @@ async def _keeper(request: web.BaseRequest, s: Services, body: ResponseBody, dat
         body.history = _items.decode(conversation.history)
     if REFERENCE in data:
         body.input = msgspec.json.decode(conversation.input, type=str | list[Item])
-    return None if body.store is False else _Keeper(s.responses, conversation, owner)
+    return None if body.store is False else _Keeper(s, s.responses, conversation, owner)
 
 
 def _refuse_stored(body: ResponseBody, mode: str) -> None:

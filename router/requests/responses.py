@@ -1,0 +1,184 @@
+"""The responses that clients of this router continue: what a body's conversation holds, and what its answer adds to it.
+
+Each process keeps those that it answered, and copies of those that it was asked for and had to ask its peers for.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from router.attempts.request import AnswerKeeper, RequestContext
+from router.body import HISTORY_FIELD, with_fields, write_body
+from router.fleet.peer_processes import PeerProcesses
+from router.requests.relay import StreamSplitter
+from service.http.errors import bad_field
+from service.http.json_depth import decode_or_none
+from service.responses.api import caller_of
+from service.responses.book import LocalBook
+from service.responses.conversation import Conversation, StoreFields, open_conversation, to_store
+from service.responses.items import REFERENCE
+from service.responses.store import StoredResponse
+
+PEER_PATH = "/peers/responses"  # what a process asks its peers
+MAX_RESPONSES = 100_000  # of one conversation
+
+_BEGINS = b"event: response.created\n"
+_ENDS = (b"event: response.completed\n", b"event: response.incomplete\n")
+_DATA = b"data: "
+
+Abort = Callable[[Mapping[str, str], str], Awaitable[object]]
+
+
+class PeerQuestion(msgspec.Struct, kw_only=True):
+    """`act`: find, remove or cancel."""
+
+    act: str
+    id: str
+    owner: str
+
+
+@dataclass(eq=False)
+class SharedBook:
+    """A `ResponseBook` of all processes of this router. What a peer is asked for, it answers from its own book.
+
+    `abort(headers, id)` ends a request that was sent to workers with these headers.
+    """
+
+    local: LocalBook
+    peers: PeerProcesses
+    abort: Abort
+
+    async def find(self, id: str, owner: str) -> list[StoredResponse]:
+        found: list[StoredResponse] = []
+        while id and len(found) < MAX_RESPONSES:
+            part = await self.local.find(id, owner) or await self._find_at_peers(id, owner)
+            if not part:
+                break
+            found += part
+            id = part[-1].previous
+        return found
+
+    async def remove(self, id: str, owner: str) -> bool:
+        at_peers = await self._ask("remove", id, owner)
+        return await self.local.remove(id, owner) or b"true" in at_peers
+
+    async def cancel(self, id: str, owner: str) -> bool:
+        return await self.local.cancel(id, owner) or b"true" in await self._ask("cancel", id, owner)
+
+    async def _find_at_peers(self, id: str, owner: str) -> list[StoredResponse]:
+        answers = [msgspec.json.decode(a, type=list[StoredResponse]) for a in await self._ask("find", id, owner)]
+        found = max(answers, key=len, default=[])
+        for stored in reversed(found):
+            self.local.store.put(stored)
+        return found
+
+    async def _ask(self, act: str, id: str, owner: str) -> list[bytes]:
+        return await self.peers.request("POST", PEER_PATH, PeerQuestion(act=act, id=id, owner=owner))
+
+
+@dataclass(eq=False, kw_only=True)
+class Responses:
+    """`book`: None: nothing is stored."""
+
+    book: SharedBook | None
+
+    async def open(self, request: RequestContext) -> None:
+        """Put the conversation into the body, and a keeper of its answer into the request. Raises ApiError(400)."""
+        fields = StoreFields(
+            input=request.parsed.fields.get("input", msgspec.Raw(b"")),
+            previous_response_id=_value(request, "previous_response_id"),
+            store=_value(request, "store"),
+        )
+        if self.book is None:
+            return _store_nothing(request, fields)
+        is_kept, has_reference = fields.store is not False, REFERENCE in bytes(fields.input)
+        if not is_kept and not has_reference and fields.previous_response_id is None:
+            return None
+        owner = caller_of(request.http)
+        conversation = await open_conversation(fields, partial(self.book.find, owner=owner))
+        changes = {HISTORY_FIELD: conversation.history, **({"input": conversation.input} if has_reference else {})}
+        request.parsed = with_fields(request.parsed, changes)
+        request.body = write_body(request.parsed)
+        if is_kept:
+            request.keeper = ResponseKeeper(self.book, conversation, owner=owner, request=request)
+        return None
+
+
+def _store_nothing(request: RequestContext, fields: StoreFields) -> None:
+    """The answer says so, too."""
+    if fields.previous_response_id is not None:
+        why = "--max-stored-responses is 0"
+        raise bad_field("previous_response_id", f"no responses are stored here ({why}); send the conversation as input")
+    if fields.store is not False:
+        request.parsed = with_fields(request.parsed, {"store": b"false"})
+        request.body = write_body(request.parsed)
+
+
+def _value(request: RequestContext, name: str) -> object:
+    raw = request.parsed.fields.get(name)
+    return None if raw is None else decode_or_none(raw)
+
+
+class _Response(msgspec.Struct):
+    response: msgspec.Raw
+
+
+class _Begun(msgspec.Struct):
+    id: str
+
+
+class ResponseKeeper:
+    """Stores one answer before its client has all of it, so that the next request may name it."""
+
+    def __init__(self, book: SharedBook, conversation: Conversation, *, owner: str, request: RequestContext) -> None:
+        self._book, self._conversation, self._owner, self._request = book, conversation, owner, request
+        self._running = ExitStack()
+        self._has_begun = False
+
+    def on_answer(self, body: bytes) -> None:
+        stored = to_store(self._conversation, owner=self._owner, answer=body)
+        if stored is not None:
+            self._book.local.store.put(stored)
+
+    def on_events(self, events: bytes) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._begin(response_in(events, events.find(_BEGINS)))
+        last = events.rfind(b"\n\n", 0, -2) + 2 if events.count(b"\n\n") > 1 else 0
+        if events.startswith(_ENDS, last):
+            self.on_answer(response_in(events, last))
+
+    def close(self) -> None:
+        self._running.close()
+
+    def _begin(self, response: bytes) -> None:
+        begun: _Begun | None = decode_or_none(response, _Begun)
+        if begun is not None:
+            self._running.enter_context(self._book.local.running(begun.id, self._owner, abort=self._abort))
+
+    async def _abort(self, id: str) -> None:
+        await self._book.abort(self._request.headers, id)
+
+
+class KeptStream(StreamSplitter):
+    """Shows a keeper each piece of whole events before it is passed on."""
+
+    def __init__(self, keeper: AnswerKeeper) -> None:
+        super().__init__()
+        self._keeper = keeper
+
+    def feed(self, chunk: bytes) -> bytes:
+        events = super().feed(chunk)
+        if events:
+            self._keeper.on_events(events)
+        return events
+
+
+def response_in(events: bytes, at: int) -> bytes:
+    """The JSON of the `response` in the event that begins there; empty if there is none."""
+    start = events.find(_DATA, max(0, at)) + len(_DATA)
+    event: _Response | None = decode_or_none(events[start : events.find(b"\n", start)], _Response)
+    return b"" if event is None else bytes(event.response)
