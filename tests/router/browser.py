@@ -33,6 +33,8 @@ _ARGS = (
     "--remote-debugging-port=0",
 )
 
+KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, "Space": 32}
+
 # Pages that poll do it ten times as often: a test need not wait for a second to pass.
 _HURRY = "{ const later = setTimeout; globalThis.setTimeout = (act, ms, ...rest) => later(act, ms / 10, ...rest); }"
 
@@ -87,6 +89,17 @@ class Page:
         """Media features, such as prefers_color_scheme="dark"."""
         wanted = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
         await self.call("Emulation.setEmulatedMedia", features=wanted)
+
+    async def type(self, text: str) -> None:
+        """Text at the caret of what has the focus."""
+        await self.call("Input.insertText", text=text)
+
+    async def press(self, key: str, *, shift: bool = False) -> None:
+        """A key of `KEYS`, on what has the focus."""
+        text = {"text": "\r"} if key == "Enter" else {}
+        about = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key], "modifiers": 8 if shift else 0}
+        await self.call("Input.dispatchKeyEvent", type="keyDown", **about, **text)
+        await self.call("Input.dispatchKeyEvent", type="keyUp", **about)
 
     async def close(self) -> None:
         self._reader.cancel()

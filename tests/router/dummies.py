@@ -120,6 +120,7 @@ class DummyWorker:
     loads: dict[str, Any] | None = None  # of /v1/loads
     seen: list[Seen] = field(default_factory=list)
     calls: list[tuple[str, str]] = field(default_factory=list)
+    models: list[dict[str, Any]] | None = None  # of /v1/models; None: one of its own name
     cancelled: int = 0
     port: int = 0
     host: str = "127.0.0.1"
@@ -158,7 +159,7 @@ class DummyWorker:
             return web.json_response(self.loads)
         if request.path in ("/v1/models", "/flush_cache", "/abort_request", "/get_model_info", "/health_generate"):
             self.calls.append((request.path, await request.text()))
-            return web.json_response({"data": [{"id": self.name}]})
+            return web.json_response({"data": self.models or [{"id": self.name}]})
         if request.path.startswith("/v1/models/"):
             return web.json_response({"id": request.path.removeprefix("/v1/models/"), "from": self.name})
         if request.method not in ("POST", "PUT"):

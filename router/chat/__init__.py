@@ -1,0 +1,1 @@
+"""The page at /chat: a conversation with a model, and where each request went. Files for browsers; no Python."""
