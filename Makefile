@@ -32,10 +32,11 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tools.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins pins triton-versions house k8s-drill fault-matrix death-notice churn-soak plan-error gpu-check lint format clean
+.PHONY: help setup run chat test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins pins triton-versions house k8s-drill fault-matrix death-notice churn-soak plan-error gpu-check lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine; Ctrl-C ends it"
+	@echo "make chat [ARGS=...]   start a cluster with SmolLM2 and talk to it; Ctrl-D ends both"
 	@echo "make setup             install everything into $(VENV)"
 	@echo "make test [TESTS=...]  run the tests (all of them: in three processes)"
 	@echo "make lint | format     check | mend style, types and imports"
@@ -74,6 +75,10 @@ $(STAMP):
 
 run: $(STAMP)
 	@exec $(BIN)/tandem up $(ARGS)
+
+# ARGS: other flags of `tandem up`.
+chat: $(STAMP)
+	@exec $(BIN)/tandem chat --temperature 0.3 --up --model-path smollm2 $(ARGS)
 
 test: $(STAMP)
 	@bash deploy/system_packages.sh tests

@@ -8,56 +8,13 @@ import time
 from typing import Any
 
 import aiohttp
-import msgspec
 
 from deploy.bench.config import BenchConfig
 from deploy.bench.stats import RequestRecord
 from deploy.bench.workload import BenchRequest
-from service.flags import ConfigError
+from deploy.openai_api import DONE, SseParser, StreamChunk, StreamFailed, decode_event, text_of
 
-DONE = b"[DONE]"
 DETAIL_CHARS = 300
-
-
-class PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class StreamUsage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
-    prompt_tokens_details: PromptDetails | None = None
-
-
-class Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-
-
-class StreamChoice(msgspec.Struct):
-    text: str | None = None
-    delta: Delta | None = None
-    message: Delta | None = None
-    finish_reason: str | None = None
-
-
-class StreamChunk(msgspec.Struct):
-    """A streamed chunk or a whole answer: the fields that are measured; the rest is skipped unread."""
-
-    choices: list[StreamChoice] = []
-    usage: StreamUsage | None = None
-    error: msgspec.Raw = msgspec.Raw()
-
-
-_DECODER = msgspec.json.Decoder(StreamChunk)
-
-
-class StreamFailed(Exception):
-    """The answer failed. `kind`: for counting."""
-
-    def __init__(self, kind: str, detail: str = "") -> None:
-        super().__init__(detail)
-        self.kind = kind
 
 
 class Target:
@@ -96,7 +53,7 @@ class Target:
             if self._config.stream:
                 await _read_stream(reply, record, sent_at)
             else:
-                _note(record, _decode(await reply.read()))
+                _note(record, decode_event(await reply.read()))
 
     def body(self, request: BenchRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -113,31 +70,6 @@ class Target:
         return body | {"prompt": request.prompt}
 
 
-async def first_model(session: aiohttp.ClientSession, url: str) -> str:
-    """Return the first name in /v1/models. Raises `ConfigError` if the server does not answer."""
-    try:
-        async with session.get(url.rstrip("/") + "/v1/models", timeout=aiohttp.ClientTimeout(total=30)) as reply:
-            body = await reply.json(content_type=None)
-            return str(body["data"][0]["id"])
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError) as error:
-        why = str(error) or type(error).__name__
-        raise ConfigError(
-            f"--url {url}: no answer from /v1/models ({why}); is the server up? Else give --model"
-        ) from None
-
-
-class SseParser:
-    """Server-sent events, as far as OpenAI-style servers use them: bytes in pieces of any size in, the text after `data:` out."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, chunk: bytes) -> list[bytes]:
-        """Return the data of each `data:` line that `chunk` completes."""
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
-
-
 async def _read_stream(reply: aiohttp.ClientResponse, record: RequestRecord, sent_at: float) -> None:
     parser, last_at, finished = SseParser(), None, False
     async for chunk in reply.content.iter_any():
@@ -147,7 +79,7 @@ async def _read_stream(reply: aiohttp.ClientResponse, record: RequestRecord, sen
                 if record.ttft_s is None:
                     raise StreamFailed("empty answer", "the stream brought no text")
                 return
-            event = _decode(data)
+            event = decode_event(data)
             finished = finished or any(choice.finish_reason for choice in event.choices)
             if not _note(record, event):
                 continue
@@ -160,19 +92,9 @@ async def _read_stream(reply: aiohttp.ClientResponse, record: RequestRecord, sen
         raise StreamFailed("cut short", "the stream ended without [DONE]")
 
 
-def _decode(data: bytes) -> StreamChunk:
-    try:
-        event = _DECODER.decode(data)
-    except msgspec.MsgspecError as error:
-        raise StreamFailed("bad reply", f"{error}: {data[:100]!r}") from None
-    if bytes(event.error) not in (b"", b"null"):
-        raise StreamFailed("stream error", bytes(event.error).decode("utf-8", "replace"))
-    return event
-
-
 def _note(record: RequestRecord, event: StreamChunk) -> bool:
     """Count an event; returns whether it brought text."""
-    has_text = any(_text(choice) for choice in event.choices)
+    has_text = any(text_of(choice) for choice in event.choices)
     if event.usage is not None:
         record.prompt_tokens = event.usage.prompt_tokens
         record.output_tokens = event.usage.completion_tokens or 0
@@ -181,8 +103,3 @@ def _note(record: RequestRecord, event: StreamChunk) -> bool:
     elif has_text:
         record.output_tokens += 1
     return has_text
-
-
-def _text(choice: StreamChoice) -> str:
-    part = choice.delta or choice.message
-    return choice.text or (part and (part.content or part.reasoning_content)) or ""

@@ -2,8 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
+from deploy.openai_api import check_url
 from service.flags import ConfigError, FlagSet, flag
 
 
@@ -71,8 +71,8 @@ class BenchConfig(FlagSet):
 def check_bench(config: BenchConfig) -> None:
     """Raise `ConfigError` for the first flags that do not fit each other."""
     for name, url in (("--url", config.url), ("--compare", config.compare)):
-        if url is not None and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
-            raise ConfigError(f"{name}: {url!r} is no address; give http://HOST:PORT")
+        if url is not None:
+            check_url(name, url)
     if config.trace is not None and config.request_rate is not None:
         raise ConfigError("--request-rate: a trace has its own arrival times; use --time-scale, or leave out --trace")
     if config.max_token_id <= config.min_token_id:

@@ -8,13 +8,14 @@ import msgspec
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from deploy.bench import environment
-from deploy.bench.client import Target, first_model
+from deploy.bench.client import Target
 from deploy.bench.config import BenchConfig
 from deploy.bench.load import Measured, run_in_turns, run_load
 from deploy.bench.report import ratio_table, summary_table
 from deploy.bench.stats import RequestRecord, Summary, ratios, summarize
 from deploy.bench.trace import read_trace
 from deploy.bench.workload import BenchRequest, make_requests
+from deploy.openai_api import first_model
 
 
 async def measure(config: BenchConfig) -> list[Measured]:

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.bench.client import SseParser
 from deploy.bench.config import BenchConfig, check_bench
 from deploy.bench.load import shares
 from deploy.bench.report import summary_table, table
 from deploy.bench.stats import RequestRecord, percentile, ratios, summarize
 from deploy.bench.trace import TraceEntry, parse_trace, read_trace
 from deploy.bench.workload import PromptTokens, block_tokens, make_requests
+from deploy.openai_api import SseParser
 from service.flags import ConfigError
 
 

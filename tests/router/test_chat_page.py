@@ -104,7 +104,9 @@ async def ask(page: Page, question: str = QUESTION, *, then: str = DONE) -> None
 
 
 async def focused(page: Page) -> str:
-    return str(await page.js("document.activeElement.id || document.activeElement.innerText || document.activeElement.tagName"))
+    return str(
+        await page.js("document.activeElement.id || document.activeElement.innerText || document.activeElement.tagName")
+    )
 
 
 async def set_field(page: Page, name: str, value: str) -> None:
@@ -262,7 +264,9 @@ async def test_below_an_answer_are_its_times_its_workers_and_its_time_line(devto
 
 async def test_markup_of_a_model_is_text(devtools: str) -> None:
     async with shown(devtools) as (c, page):
-        hostile = "<img src=x onerror=alert(1)> <script>alert(2)</script> [x](javascript:alert(3)) ![y](http://127.0.0.1:9/y)"
+        hostile = (
+            "<img src=x onerror=alert(1)> <script>alert(2)</script> [x](javascript:alert(3)) ![y](http://127.0.0.1:9/y)"
+        )
         answer_with(c, says(f"{hostile}\n\n# {hostile}\n\n- {hostile}\n\n```{hostile}\n{hostile}\n```\n**{hostile}**"))
         await ask(page, hostile)
         assert (await page.js(ANSWER)).count("onerror=alert(1)") >= 5

@@ -1,0 +1,1 @@
+"""`tandem chat`: a conversation with a served model in the terminal."""

@@ -1,0 +1,153 @@
+"""Sends a conversation to a server and reads its answer; asks a router where the request went."""
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from deploy.chat.config import ChatConfig
+from deploy.chat.conversation import Message
+from deploy.openai_api import DONE, SseParser, StreamChunk, StreamFailed, decode_event, hint_for, message_of
+from service.security.keys import bearer
+
+CONNECT_S = 10.0
+TRACE_S = 5.0
+LEAST_S = 0.02  # an answer that came in one piece has no rate
+
+
+class ChatFailed(Exception):
+    """No answer, or its end, came. The text is one line for the user."""
+
+
+@dataclass
+class Answer:
+    """An answer that grows. Times are seconds of `time.perf_counter`; `tokens`: the server's count, else that of events."""
+
+    request_id: str
+    sent_s: float
+    text: str = ""
+    first_s: float | None = None
+    last_s: float = 0.0
+    tokens: int = 0
+
+    def figures(self) -> list[str]:
+        """Such as "first token 84 ms", "41.2 tokens/s", "128 tokens"."""
+        if self.first_s is None:
+            return []
+        figures, long_s = [f"first token {1e3 * (self.first_s - self.sent_s):.0f} ms"], self.last_s - self.first_s
+        if self.tokens > 1 and long_s > LEAST_S:
+            figures.append(f"{(self.tokens - 1) / long_s:.1f} tokens/s")
+        return [*figures, f"{self.tokens} token{'' if self.tokens == 1 else 's'}"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer. `is_thought`: of the reasoning before it, which is no part of the conversation."""
+
+    text: str
+    is_thought: bool = False
+
+
+class ChatClient:
+    def __init__(self, config: ChatConfig, *, session: aiohttp.ClientSession, url: str, model: str) -> None:
+        self.url, self.model = url.rstrip("/"), model
+        self._session = session
+        given = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+        self._fields = {name: value for name, value in given.items() if value is not None}
+
+    def begin(self) -> Answer:
+        """An answer whose request is about to be sent."""
+        return Answer(secrets.token_hex(16), time.perf_counter())
+
+    async def pieces(self, messages: Sequence[Message], answer: Answer) -> AsyncGenerator[Piece, None]:
+        """Yield the parts of the answer as they come, and note them in `answer`. Raises ChatFailed.
+
+        Whoever stops reading and closes this generator closes the connection: the server takes the request back.
+        """
+        try:
+            async with aclosing(self._events(messages, answer.request_id)) as events:
+                async for event in events:
+                    for piece in _noted(event, answer):
+                        yield piece
+        except StreamFailed as error:
+            raise ChatFailed(str(error)) from None
+        except aiohttp.ClientConnectorError as error:
+            raise ChatFailed(f"{self.url} does not answer ({error.strerror or error}); is the server up?") from None
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ChatFailed(f"the connection to {self.url} broke ({type(error).__name__})") from None
+
+    async def _events(self, messages: Sequence[Message], request_id: str) -> AsyncGenerator[StreamChunk, None]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._fields,
+        }
+        headers, parser = {"X-Request-Id": request_id}, SseParser()
+        async with self._session.post(f"{self.url}/v1/chat/completions", json=body, headers=headers) as reply:
+            if reply.status != 200:
+                raise ChatFailed(_refusal(reply.status, await reply.read()))
+            async for chunk in reply.content.iter_any():
+                for data in parser.feed(chunk):
+                    if data == DONE:
+                        return
+                    yield _checked(data)
+        raise ChatFailed("the answer broke off")
+
+    async def workers_of(self, answer: Answer) -> str:
+        """The workers that a request crossed, such as "127.0.0.1:1 → 127.0.0.1:2"; "": the server does not say."""
+        url, timeout = f"{self.url}/traces/{answer.request_id}", aiohttp.ClientTimeout(total=TRACE_S)
+        try:
+            async with self._session.get(url, timeout=timeout) as reply:
+                attempt = (await reply.json(content_type=None))["record"]["attempts"][-1]
+                return " → ".join(urlsplit(u).netloc for u in (attempt["prefill"], attempt["answering"]) if u)
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, LookupError, TypeError):
+            return ""
+
+
+def open_session(key: str | None) -> aiohttp.ClientSession:
+    """A session whose answers may take any time."""
+    return aiohttp.ClientSession(
+        headers=bearer(key),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        connector=aiohttp.TCPConnector(force_close=True),
+    )
+
+
+def _noted(event: StreamChunk, answer: Answer) -> list[Piece]:
+    if event.usage is not None and event.usage.completion_tokens:
+        answer.tokens = event.usage.completion_tokens
+    pieces = []
+    for delta in (choice.delta for choice in event.choices if choice.delta is not None):
+        pieces += [Piece(delta.reasoning_content, is_thought=True)] if delta.reasoning_content else []
+        pieces += [Piece(delta.content)] if delta.content else []
+    if pieces:
+        answer.last_s = time.perf_counter()
+        answer.first_s = answer.last_s if answer.first_s is None else answer.first_s
+        answer.tokens += 1
+        answer.text += "".join(piece.text for piece in pieces if not piece.is_thought)
+    return pieces
+
+
+def _checked(data: bytes) -> StreamChunk:
+    try:
+        return decode_event(data)
+    except StreamFailed as error:
+        raise ChatFailed(message_of(b'{"error":' + str(error).encode() + b"}")) from None
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """What the server says, and what helps."""
+    try:
+        code = msgspec.json.decode(body)["error"]["code"]
+    except (msgspec.DecodeError, LookupError, TypeError):
+        code = None
+    remedy = "; /new begins a conversation that fits" if code == "context_length_exceeded" else hint_for(status)
+    return f"HTTP {status}: {message_of(body)}{remedy}"

@@ -1,0 +1,62 @@
+"""What was said so far, and what a written line means. Pure."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+Message = dict[str, str]
+
+_COMMAND = re.compile(r"/[a-z]+")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Command(Enum):
+    NEW = "/new"
+    EXIT = "/exit"
+    HELP = "/help"
+
+
+HELP = """\
+/new     forget the conversation
+/exit    end (Ctrl-D, too)
+/help    show this
+Enter sends; Alt-Enter begins a line; Up brings back what you wrote.
+Ctrl-C stops an answer. What has come stays in the conversation."""
+
+
+@dataclass
+class Conversation:
+    """`system`: the system prompt; "": none."""
+
+    system: str = ""
+    messages: list[Message] = field(default_factory=list)
+
+    def with_question(self, question: str) -> list[Message]:
+        """The messages to send. The conversation itself grows with the answer."""
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        return [*head, *self.messages, {"role": "user", "content": question}]
+
+    def add(self, question: str, answer: str) -> None:
+        """Keep a question with its answer, or what has come of it. One without any is not asked again."""
+        if answer:
+            self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def forget(self) -> None:
+        self.messages.clear()
+
+
+def command_of(line: str) -> Command | str | None:
+    """Return the command that a line is; a text that says what is wrong with it; None: it is for the model."""
+    words = line.split()
+    if not words or not _COMMAND.fullmatch(words[0]):
+        return None
+    known: Sequence[str] = [command.value for command in Command]
+    if words[0] not in known:
+        return f"there is no {words[0]}; commands are {', '.join(known)}"
+    return Command(words[0]) if len(words) == 1 else f"{words[0]} takes nothing after it"
+
+
+def printable(text: str) -> str:
+    """The text without what commands a terminal: control characters but newline and tab become U+FFFD."""
+    return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n"))

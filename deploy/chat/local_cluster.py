@@ -1,0 +1,63 @@
+"""A cluster for one chat: `tandem up` as a child of this process, which ends with the chat however that ends."""
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from service.process.start import die_with_parent
+
+POLL_S = 0.05
+END_S = 15.0  # `up` kills what has not ended long before
+
+
+class NotStarted(Exception):
+    """`up` ended before all was healthy; it has said why. `status`: its exit status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+@contextmanager
+def local_cluster(flags: Sequence[str]) -> Iterator[str]:
+    """Start a cluster with `flags` of `tandem up`, at a free port unless they name one; yield where it answers.
+
+    Its progress and errors appear on standard error. Ctrl-C does not reach it: it is in a session of its own.
+    """
+    with tempfile.TemporaryDirectory(prefix="tandem-chat-") as folder:
+        ready = Path(folder) / "ready.json"
+        command = [sys.executable, "-P", "-m", "deploy", "up", "--port=0", *flags, f"--ready-file={ready}"]
+        up = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
+        try:
+            yield _address(up, ready)
+        finally:
+            _end(up)
+
+
+def _address(up: "subprocess.Popen[bytes]", ready: Path) -> str:
+    while not ready.exists():
+        if (status := up.poll()) is not None:
+            raise NotStarted(status)
+        time.sleep(POLL_S)
+    return str(json.loads(ready.read_text())["router"])
+
+
+def _end(up: "subprocess.Popen[bytes]") -> None:
+    up.send_signal(signal.SIGINT)
+    try:
+        up.wait(END_S)
+    except subprocess.TimeoutExpired:
+        up.kill()  # its guard kills the workers
+        up.wait()

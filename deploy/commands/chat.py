@@ -1,0 +1,76 @@
+"""`tandem chat`: talk to a model in the terminal, of a running server or of a cluster that lives as long as the chat."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from deploy.chat.config import ChatConfig
+from deploy.flags import Parser, add_flags, config_from
+from service.flags import ConfigError
+
+
+def run(argv: Sequence[str]) -> int:
+    """Talk until the end of the input; return the exit status."""
+    args = build_parser().parse_strict(argv)
+    config = config_from(args, ChatConfig)
+    from deploy.openai_api import check_url
+
+    check_url("--url", config.url)
+    if sys.stdin.isatty():
+        _require_terminal()
+    if args.up is None:
+        return asyncio.run(_talk(config, config.url))
+    from deploy.chat.local_cluster import NotStarted, local_cluster
+
+    try:
+        with local_cluster(args.up) as url:
+            return asyncio.run(_talk(config, url))
+    except NotStarted as error:
+        return error.status
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="tandem chat",
+        description="Talk to a model in the terminal. Where standard input is no terminal, it is one message, and the answer goes "
+        "to standard output.",
+    )
+    add_flags(parser, ChatConfig, title="chat")
+    parser.add_argument(
+        "--up",
+        nargs=argparse.REMAINDER,
+        metavar="FLAG",
+        help="start a cluster for this chat, and end it with the chat; all that follows are flags of `tandem up`",
+    )
+    return parser
+
+
+def _require_terminal() -> None:
+    if not sys.stdout.isatty():
+        raise ConfigError("standard output is no terminal: pipe the message in, too (echo hello | tandem chat)")
+    try:
+        import prompt_toolkit  # noqa: F401
+    except ImportError:
+        raise ConfigError("prompt_toolkit is missing; install it with: pip install 'tandem-serve[chat]'") from None
+
+
+async def _talk(config: ChatConfig, url: str) -> int:
+    from deploy.chat.client import ChatClient, open_session
+    from deploy.chat.conversation import Conversation
+    from deploy.openai_api import first_model
+
+    async with open_session(config.key) as session:
+        model = config.model or await first_model(session, url)
+        client, conversation = (
+            ChatClient(config, session=session, url=url, model=model),
+            Conversation(config.system or ""),
+        )
+        if not sys.stdin.isatty():
+            from deploy.chat.plain import answer_once
+
+            return await answer_once(client, conversation)
+        from deploy.chat.terminal import Terminal
+
+        await Terminal(client, conversation).talk()
+        return 0

@@ -1,0 +1,112 @@
+"""Another server's OpenAI API as a client reads it: its models, the events of a streamed answer, its errors."""
+
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from service.flags import ConfigError
+
+DONE = b"[DONE]"
+MESSAGE_BYTES = 300
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class StreamUsage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class StreamChoice(msgspec.Struct):
+    text: str | None = None
+    delta: Delta | None = None
+    message: Delta | None = None
+    finish_reason: str | None = None
+
+
+class StreamChunk(msgspec.Struct):
+    """A streamed chunk or a whole answer: the fields that are measured; the rest is skipped unread."""
+
+    choices: list[StreamChoice] = []
+    usage: StreamUsage | None = None
+    error: msgspec.Raw = msgspec.Raw()
+
+
+_DECODER = msgspec.json.Decoder(StreamChunk)
+
+
+class StreamFailed(Exception):
+    """The answer failed. `kind`: for counting."""
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(detail)
+        self.kind = kind
+
+
+class SseParser:
+    """Server-sent events, as far as OpenAI-style servers use them: bytes in pieces of any size in, the text after `data:` out."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Return the data of each `data:` line that `chunk` completes."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+
+def decode_event(data: bytes) -> StreamChunk:
+    try:
+        event = _DECODER.decode(data)
+    except msgspec.MsgspecError as error:
+        raise StreamFailed("bad reply", f"{error}: {data[:100]!r}") from None
+    if bytes(event.error) not in (b"", b"null"):
+        raise StreamFailed("stream error", bytes(event.error).decode("utf-8", "replace"))
+    return event
+
+
+def text_of(choice: StreamChoice) -> str:
+    part = choice.delta or choice.message
+    return choice.text or (part and (part.content or part.reasoning_content)) or ""
+
+
+async def first_model(session: aiohttp.ClientSession, url: str) -> str:
+    """Return the first name in /v1/models. Raises `ConfigError` if the server does not answer, or refuses."""
+    try:
+        async with session.get(url.rstrip("/") + "/v1/models", timeout=aiohttp.ClientTimeout(total=30)) as reply:
+            body = await reply.read()
+            if reply.status != 200:
+                raise ConfigError(f"--url {url}: HTTP {reply.status}: {message_of(body)}{hint_for(reply.status)}")
+            return str(msgspec.json.decode(body)["data"][0]["id"])
+    except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError, LookupError, TypeError) as error:
+        why = str(error) or type(error).__name__
+        raise ConfigError(
+            f"--url {url}: no answer from /v1/models ({why}); is the server up? Else give --model"
+        ) from None
+
+
+def check_url(option: str, url: str) -> None:
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        raise ConfigError(f"{option}: {url!r} is no address; give http://HOST:PORT")
+
+
+def message_of(body: bytes) -> str:
+    """What an error says: OpenAI's `error.message`, or the body's beginning, on one line."""
+    try:
+        said = msgspec.json.decode(body)["error"]["message"]
+    except (msgspec.DecodeError, LookupError, TypeError):
+        said = body[:MESSAGE_BYTES].decode(errors="replace")
+    return " ".join(str(said).split())
+
+
+def hint_for(status: int) -> str:
+    return " (--api-key)" if status == 401 else ""
