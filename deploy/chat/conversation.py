@@ -11,7 +11,7 @@ _COMMAND = re.compile(r"/[a-z]+")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-class Command(Enum):
+class ChatCommand(Enum):
     NEW = "/new"
     EXIT = "/exit"
     HELP = "/help"
@@ -26,7 +26,7 @@ Ctrl-C stops an answer. What has come stays in the conversation."""
 
 
 @dataclass
-class Conversation:
+class ChatHistory:
     """`system`: the system prompt; "": none."""
 
     system: str = ""
@@ -46,15 +46,15 @@ class Conversation:
         self.messages.clear()
 
 
-def command_of(line: str) -> Command | str | None:
+def command_of(line: str) -> ChatCommand | str | None:
     """Return the command that a line is; a text that says what is wrong with it; None: it is for the model."""
     words = line.split()
     if not words or not _COMMAND.fullmatch(words[0]):
         return None
-    known: Sequence[str] = [command.value for command in Command]
+    known: Sequence[str] = [command.value for command in ChatCommand]
     if words[0] not in known:
         return f"there is no {words[0]}; commands are {', '.join(known)}"
-    return Command(words[0]) if len(words) == 1 else f"{words[0]} takes nothing after it"
+    return ChatCommand(words[0]) if len(words) == 1 else f"{words[0]} takes nothing after it"
 
 
 def printable(text: str) -> str:

@@ -4,10 +4,10 @@ import sys
 from contextlib import aclosing
 
 from deploy.chat.client import ChatClient, ChatFailed
-from deploy.chat.conversation import Conversation, printable
+from deploy.chat.conversation import ChatHistory, printable
 
 
-async def answer_once(client: ChatClient, conversation: Conversation) -> int:
+async def answer_once(client: ChatClient, conversation: ChatHistory) -> int:
     """Return the exit status: 1 if no whole answer came."""
     question = sys.stdin.read().strip()
     if not question:

@@ -17,14 +17,14 @@ from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import Output
 
 from deploy.chat.client import Answer, ChatClient, ChatFailed
-from deploy.chat.conversation import HELP, Command, Conversation, command_of, printable
+from deploy.chat.conversation import HELP, ChatCommand, ChatHistory, command_of, printable
 
 PROMPT, CONTINUED = "> ", "  "
 DIM, RED, PLAIN = "\x1b[2m", "\x1b[31m", "\x1b[0m"
 
 
 class Terminal:
-    def __init__(self, client: ChatClient, conversation: Conversation) -> None:
+    def __init__(self, client: ChatClient, conversation: ChatHistory) -> None:
         self._client = client
         self._conversation = conversation
         self._lines: PromptSession[str] = PromptSession(
@@ -43,7 +43,7 @@ class Terminal:
         with self._in.raw_mode():  # between two lines, too: a key is a key
             while (line := await self._line()) is not None:
                 command = command_of(line)
-                if command is Command.EXIT:
+                if command is ChatCommand.EXIT:
                     return
                 if command is not None:
                     self._obey(command)
@@ -60,11 +60,11 @@ class Terminal:
             except EOFError:
                 return None
 
-    def _obey(self, command: Command | str) -> None:
-        if command is Command.NEW:
+    def _obey(self, command: ChatCommand | str) -> None:
+        if command is ChatCommand.NEW:
             self._conversation.forget()
             self._note("a new conversation")
-        elif command is Command.HELP:
+        elif command is ChatCommand.HELP:
             self._note(HELP)
         else:
             self._note(str(command), RED)

@@ -57,14 +57,14 @@ def _require_terminal() -> None:
 
 async def _talk(config: ChatConfig, url: str) -> int:
     from deploy.chat.client import ChatClient, open_session
-    from deploy.chat.conversation import Conversation
+    from deploy.chat.conversation import ChatHistory
     from deploy.openai_api import first_model
 
     async with open_session(config.key) as session:
         model = config.model or await first_model(session, url)
         client, conversation = (
             ChatClient(config, session=session, url=url, model=model),
-            Conversation(config.system or ""),
+            ChatHistory(config.system or ""),
         )
         if not sys.stdin.isatty():
             from deploy.chat.plain import answer_once

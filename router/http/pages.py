@@ -29,7 +29,9 @@ def _files_of(package: str, path: str) -> dict[str, Path]:
     return {path if file.name == "index.html" else f"{path}/{file.name}": file for file in files}
 
 
-FILES = _files_of("router.web", "/web") | _files_of("router.dashboard", "/dashboard") | _files_of("router.chat", "/chat")
+FILES = (
+    _files_of("router.web", "/web") | _files_of("router.dashboard", "/dashboard") | _files_of("router.chat", "/chat")
+)
 
 
 def _read_files() -> dict[str, bytes]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from deploy.chat.conversation import Command, Conversation, command_of, printable
+from deploy.chat.conversation import ChatCommand, ChatHistory, command_of, printable
 from tests.deploy.terminal import Terminal, terminal
 from tests.router.dummies import Behaviour, Cluster, DummyWorker, always, cluster, stream, until
 
@@ -70,9 +70,9 @@ def bodies(c: Cluster) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("line", "meant"),
     [
-        ("/new", Command.NEW),
-        ("/exit", Command.EXIT),
-        (" /help ", Command.HELP),
+        ("/new", ChatCommand.NEW),
+        ("/exit", ChatCommand.EXIT),
+        (" /help ", ChatCommand.HELP),
         ("/news", "there is no /news; commands are /new, /exit, /help"),
         ("/new topic", "/new takes nothing after it"),
         ("/etc/passwd has which fields?", None),
@@ -80,7 +80,7 @@ def bodies(c: Cluster) -> list[dict[str, Any]]:
         ("", None),
     ],
 )
-def test_a_line_is_a_command_or_for_the_model(line: str, meant: Command | str | None) -> None:
+def test_a_line_is_a_command_or_for_the_model(line: str, meant: ChatCommand | str | None) -> None:
     assert command_of(line) == meant
 
 
@@ -90,7 +90,7 @@ def test_what_commands_a_terminal_is_not_printed() -> None:
 
 
 def test_a_question_without_an_answer_leaves_the_conversation_as_it_was() -> None:
-    conversation = Conversation("Be brief.")
+    conversation = ChatHistory("Be brief.")
     conversation.add("lost", "")
     conversation.add("one", "1")
     assert [m["content"] for m in conversation.with_question("two")] == ["Be brief.", "one", "1", "two"]

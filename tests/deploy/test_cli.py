@@ -43,7 +43,7 @@ def test_every_command_has_help_and_light_ones_never_import_torch(command: str) 
     ("args", "status", "said"),
     [
         ([], 2, ""),
-        (["nope"], 2, "unknown command 'nope'; one of: up, serve, router"),
+        (["nope"], 2, "unknown command 'nope'; one of: up, chat, serve, router"),
         (["serve", "--page-sise", "1"], 2, "did you mean --page-size?"),
         (["serve", "--page-size", "x"], 2, "--page-size: must be a whole number, got 'x'"),
         (["serve", "--model-path", "/no/such/dir"], 1, "--model-path"),

@@ -12,7 +12,13 @@ INSTALL_PACKAGES = "bash deploy/system_packages.sh tests"
 INSTALL_MODULES = "make setup"
 # One of each extra that the tests use; they come together. Looked for where the whole suite is to run.
 MODULES = ("torch", "nixl_cu12", "mooncake", "xgrammar", "kubernetes", "opentelemetry", "prompt_toolkit", "hypothesis")
-BROWSER = ("e2e/shared/test_dashboard.py", "machine", "router/test_chat_page.py", "router/test_dashboard.py")
+BROWSER = (
+    "e2e/shared/test_dashboard.py",
+    "machine",
+    "router/test_chat_page.py",
+    "router/test_cross_origin.py",
+    "router/test_dashboard.py",
+)
 MOONCAKE = ("deploy", "e2e", "faults", "machine", "security", "transfer")
 # Which tests need a package. A package that is not here is needed by all.
 USERS = {
