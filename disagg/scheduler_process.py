@@ -231,6 +231,7 @@ def make_grammar_queue(
     return GrammarQueue(
         compiler,
         gates=ReasoningGates(tokenizer, vocab_size=model.vocab_size),
+        vocab_size=model.vocab_size,
         wakeup=wakeup,
         timeout_s=config.grammar_compile_timeout_s,
         max_cached=config.grammar_cache_size,

@@ -13,6 +13,7 @@ MAX_STOP_REGEX_CHARS = 1024
 GREEDY_BELOW_TEMPERATURE = 1e-6
 GRAMMAR_KINDS = ("json_schema", "regex", "ebnf", "structural_tag")
 MAX_GRAMMAR_CHARS = 256 << 10
+MAX_BAD_WORDS = 2048  # token sequences: most words have two
 
 
 class InvalidParam(ValueError):
@@ -48,7 +49,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     `stop` strings and matches of `stop_regex` are cut from the answer, unless `no_stop_trim`. `max_new_tokens=None`: up to
     the context. At most one of `json_schema`, `regex`, `ebnf` (GBNF or Lark), `structural_tag` constrains the answer,
-    behind the `reasoning` if that is given.
+    behind the `reasoning` if that is given. `allowed_token_ids`: none: all are; `bad_token_ids`: sequences that the answer
+    must not hold (`bad_words` of requests).
     """
 
     max_new_tokens: int | None = None
@@ -74,6 +76,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_regex: tuple[str, ...] = ()
     no_stop_trim: bool = False
     reasoning: ReasoningGate | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def greedy(self) -> bool:
@@ -82,6 +86,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def grammar(self) -> GrammarSpec | None:
         return next((GrammarSpec(k, s) for k in GRAMMAR_KINDS if (s := getattr(self, k)) is not None), None)
+
+    @property
+    def has_token_rules(self) -> bool:
+        return bool(self.allowed_token_ids or self.bad_token_ids)
 
     @property
     def penalized(self) -> bool:
@@ -131,7 +139,21 @@ def check_sampling_params(p: SamplingParams, *, vocab_size: int) -> None:
     if p.reasoning is not None and p.reasoning.budget is not None:
         budget = p.reasoning.budget
         _require(budget >= 0, "thinking_token_budget", f"must be at least 0, got {budget}")
+    for t in p.allowed_token_ids:
+        _require(0 <= t < vocab_size, "allowed_token_ids", f"{t} is not a token id (0 to {vocab_size - 1})")
+    count = len(p.bad_token_ids)
+    _require(count <= MAX_BAD_WORDS, "bad_words", f"are {count} token sequences, at most {MAX_BAD_WORDS} are followed")
+    _check_token_rules(p)
     _check_grammar(p)
+
+
+def _check_token_rules(p: SamplingParams) -> None:
+    banned = {ids[0] for ids in p.bad_token_ids if len(ids) == 1}
+    left = not p.allowed_token_ids or not banned.issuperset(p.allowed_token_ids)
+    _require(left, "bad_words", "ban every token of allowed_token_ids")
+    if p.has_token_rules and (grammar := p.grammar) is not None:
+        field = "allowed_token_ids" if p.allowed_token_ids else "bad_words"
+        _require(False, field, f"cannot be followed together with {grammar.kind}")
 
 
 def _check_grammar(p: SamplingParams) -> None:

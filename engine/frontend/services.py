@@ -16,6 +16,7 @@ from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist, BootstrapFields, build_bootstraps
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.scheduler_link import SchedulerLink
+from engine.frontend.ignored_fields import IgnoredFields
 from engine.frontend.metrics.worker import Metrics
 from engine.frontend.role_switch import RoleSwitch
 from engine.frontend.served_model import ServedModel
@@ -65,6 +66,7 @@ class Services:
     responses: LocalBook | None
     tokenizer_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
     started_unix_s: int = field(default_factory=lambda: int(time.time()))
+    ignored: IgnoredFields = field(default_factory=IgnoredFields)
     incarnation: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @property

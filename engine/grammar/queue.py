@@ -18,6 +18,7 @@ from engine.core.scheduler import ABORTED
 from engine.grammar.compiler import Compiler, GrammarInvalid, StartGrammar
 from engine.grammar.reasoning import ReasoningGates
 from engine.grammar.threads import CompileThreads
+from engine.grammar.token_rules import rules_of
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import GrammarSpec
 
@@ -37,13 +38,14 @@ class _Waiting:
 
 
 class GrammarQueue:
-    """`compiler=None`: grammars are off. `gates`: of the model's reasoning, needed by requests that name it. `wakeup` is called from a thread when a grammar is compiled."""
+    """`compiler=None`: grammars are off. `gates`: of the model's reasoning, needed by requests that name it. `vocab_size`: rows of its logits. `wakeup` is called from a thread when a grammar is compiled."""
 
     def __init__(
         self,
         compiler: Compiler | None,
         *,
         gates: ReasoningGates | None = None,
+        vocab_size: int = 0,
         wakeup: Callable[[], None] = lambda: None,
         timeout_s: float = 10.0,
         max_cached: int = 256,
@@ -52,6 +54,7 @@ class GrammarQueue:
     ) -> None:
         assert max_cached >= 1 and num_threads >= 1
         self._gates = gates
+        self._vocab_size = vocab_size
         self._timeout_s = timeout_s
         self._max_cached = max_cached
         self._max_waiting = max_waiting
@@ -103,7 +106,7 @@ class GrammarQueue:
                 self._counters["grammar_failed"] += 1
                 outputs.append(_refused(waiting.request, waiting.field, str(compiled)))
             elif compiled is not None:
-                waiting.request.grammar = self.behind_reasoning(waiting.request, compiled())
+                waiting.request.grammar = self.state_of(waiting.request, compiled())
                 ready.append(waiting.request)
             elif now_s >= waiting.deadline_s:
                 self._counters["grammar_timeouts"] += 1
@@ -116,13 +119,13 @@ class GrammarQueue:
             self._cache.popitem(last=False)
         return ready, outputs
 
-    def behind_reasoning(self, request: Request, grammar: Grammar | None) -> Grammar | None:
-        """`grammar` (None: the answer is free) behind the reasoning, if the request says that it may reason."""
+    def state_of(self, request: Request, grammar: Grammar | None) -> Grammar | None:
+        """`grammar` (None: the answer is free) behind the reasoning and under the token rules that the request has."""
         gate = request.sampling.reasoning
-        if gate is None:
-            return grammar
-        assert self._gates is not None
-        return self._gates.behind(gate, grammar)
+        if gate is not None:
+            assert self._gates is not None
+            grammar = self._gates.behind(gate, grammar)
+        return rules_of(request.sampling, grammar, vocab_size=self._vocab_size)
 
     def abort(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         waiting = self._waiting.get(rid)

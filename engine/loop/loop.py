@@ -334,8 +334,8 @@ class EngineLoop:
             listener.on_added(request, now_s)
         if sampling.grammar is not None:
             return self._grammars.add(request, field=message.grammar_field, now_s=now_s)
-        if sampling.reasoning is not None:
-            request.grammar = self._grammars.behind_reasoning(request, None)
+        if sampling.reasoning is not None or sampling.has_token_rules:
+            request.grammar = self._grammars.state_of(request, None)
         return self._role.add(request, now_s)
 
     def _admit_with_grammar(self, now_s: float) -> list[TokenOutput]:

@@ -11,7 +11,11 @@ from service.http.stream import EVENTS_TYPE, LINES_TYPE, open_stream
 
 MAX_EVENT_BYTES = 16 << 20  # an event longer than this is passed on in pieces
 
-_ANSWER_HEADERS = {"content-type": "Content-Type", "retry-after": "Retry-After"}
+_ANSWER_HEADERS = {
+    "content-type": "Content-Type",
+    "retry-after": "Retry-After",
+    "x-tandem-ignored-fields": "X-Tandem-Ignored-Fields",
+}
 _ENDS = {EVENTS_TYPE: (b"\n\n", b"\r\n\r\n"), LINES_TYPE: (b"\n",)}  # of an event, by the type of the stream
 
 

@@ -47,12 +47,12 @@ def make_guard(
         request[REQUEST_ID] = request_id
         operation = OPERATIONS.get(request.path, "")
         CURRENT.set(TraceContext(request_id, operation, request.headers.get("traceparent", "")))
-        request[EXTRA_HEADERS] = extra = {REQUEST_ID_HEADER: request_id, **browser.sharing(request.headers)}
+        request[EXTRA_HEADERS] = {REQUEST_ID_HEADER: request_id, **browser.sharing(request.headers)}
         response = early_answer(request, route)
         if response is None:
             response = await answer_of(route.handler, request)
         if not response.prepared:
-            response.headers.extend(extra)
+            response.headers.extend(request[EXTRA_HEADERS])
         return response
 
     def early_answer(request: web.BaseRequest, route: HttpRoute) -> web.StreamResponse | None:

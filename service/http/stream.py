@@ -14,7 +14,7 @@ SSE_HEADERS = {"Content-Type": f"{EVENTS_TYPE}; charset=utf-8", **_UNBUFFERED}
 LINES_HEADERS = {"Content-Type": LINES_TYPE, **_UNBUFFERED}
 DONE = b"data: [DONE]\n\n"
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
-EXTRA_HEADERS: web.RequestKey[Mapping[str, str]] = web.RequestKey("extra_headers", Mapping)  # of every answer
+EXTRA_HEADERS: web.RequestKey[dict[str, str]] = web.RequestKey("extra_headers", dict)  # of every answer
 STREAMING: web.RequestKey[bool] = web.RequestKey("streaming", bool)  # headers are out: no other answer is possible
 
 _encode = msgspec.json.Encoder().encode

@@ -28,7 +28,7 @@ _SHOWN_CHARS = 80
 
 PREFLIGHT_HEADER = "Access-Control-Request-Method"
 _ALLOWED = "Access-Control-Allow-Origin"
-_READABLE = {"Access-Control-Expose-Headers": "X-Request-Id, Retry-After"}
+_READABLE = {"Access-Control-Expose-Headers": "X-Request-Id, Retry-After, X-Tandem-Ignored-Fields"}
 _PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, HEAD, POST, PUT, DELETE",
     "Access-Control-Max-Age": "600",  # seconds, of which Chromium takes up to 7200

@@ -47,6 +47,24 @@ CHAT_FIELDS: list[tuple[str, list[Any]]] = [
     ("custom_logit_processor", ["gASV"]),
     ("model", [5]),
     ("rid", ["x" * 300]),
+    ("allowed_token_ids", [[], [-1], [260], "a"]),
+    ("bad_words", [[""], [" "], ["x" * 257], "a", ["a"] * 2049, [f"w{i}" for i in range(1500)]]),
+    ("include_stop_str_in_output", ["yes"]),
+    ("structured_outputs", [{}, {"json": None}, 5, {"unheard": 1}]),
+    ("guided_choice", [[], [""], "a"]),
+    ("guided_regex", ["", 5]),
+    ("guided_json", [5, ""]),
+    ("return_token_ids", ["yes"]),
+    ("return_hidden_states", [True, "last", 5]),
+    ("chat_template", ["{{ 1 }}"]),
+    ("documents", [[{"text": "x"}]]),
+    ("echo", [True]),
+    ("input_ids", [[1]]),
+    ("prompt_logprobs", [0, 5]),
+    ("truncate_prompt_tokens", [0, 5, -1]),
+    ("length_penalty", [0, 1.5]),
+    ("use_beam_search", [True]),
+    ("session_params", [{"id": "s"}]),
     ("cache_salt", [5, "s" * 1025, ["a", "b"], {}]),
     ("extra_key", [5, "k" * 10_000_000, [], [None, None]]),
 ]
@@ -54,7 +72,11 @@ PROMPTS: list[Any] = [
     *(None, "", [], ["a", ""], [[]], ["a", 1], ["a", [1]], [260], [-1], [10**30], {"a": 1}, [1] * CONTEXT)
 ]
 WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
-    *((CHAT, {"messages": USER, field: value}, field) for field, values in CHAT_FIELDS for value in values),
+    *(
+        (CHAT, {"messages": USER, "max_tokens": 2, field: value}, field)
+        for field, values in CHAT_FIELDS
+        for value in values
+    ),
     *((COMPLETE, {"prompt": prompt}, "prompt") for prompt in PROMPTS),
     *((RESPOND, {"input": "x", **more}, field) for field, more in WRONG),
     (RESPOND, {}, "input"),
@@ -87,6 +109,16 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": USER, "response_format": {**BY_SCHEMA, "json_schema": 5}}, "response_format.json_schema"),
     (CHAT, {"messages": USER, "response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
     (CHAT, {"messages": USER, "json_schema": "{}", "ebnf": "start: a"}, "ebnf"),
+    (CHAT, {"messages": USER, "regex": "a", "guided_regex": "a"}, "guided_regex"),
+    (CHAT, {"messages": USER, "regex": "a", "bad_words": ["b"]}, "bad_words"),
+    (CHAT, {"messages": USER, "structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+    (CHAT, {"messages": USER, "structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+    (CHAT, {"messages": USER, "structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),
+    (
+        CHAT,
+        {"messages": USER, "structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+        "structured_outputs.whitespace_pattern",
+    ),
     (COMPLETE, {}, "prompt"),
     (COMPLETE, {"prompt": [1.5]}, "prompt[0]"),
     (COMPLETE, {"prompt": ["a"] * 100, "n": 128}, "prompt"),
@@ -159,6 +191,12 @@ SAMPLING: list[tuple[str, list[Any]]] = [
     ("ignore_eos", ["yes"]),
     ("skip_special_tokens", [1]),
     ("stream_interval", [0, -5]),
+    ("allowed_token_ids", [[], [-1], [528], [HUGE], 5]),
+    ("bad_words", [[""], [" "], ["x" * 257], 5]),
+    ("temprature", [1]),
+    ("custom_params", [{"a": 1}]),
+    ("beam_width", [2]),
+    ("spaces_between_special_tokens", [False]),
 ]
 NATIVE: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1.5]}, "input_ids"),

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from engine.frontend.apis.chat.tools import Tool, ToolChoice, check_tools
-from engine.frontend.apis.shared.fields import refuse
+from engine.frontend.apis.shared.body_reader import BodyReader, strict
+from engine.frontend.apis.shared.refused import CHAT
 from engine.frontend.apis.shared.request import RequestFields, check_range, check_request
 from service.http.errors import bad_field
 
@@ -45,17 +46,15 @@ class ChatBody(RequestFields, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[Any] | None = None
     function_call: Any = None
-    audio: Any = None
     modalities: list[str] | None = None
-    prediction: Any = None
-    web_search_options: Any = None
+
+
+READER = BodyReader(body=ChatBody, strict=strict(ChatBody), refused=CHAT)
 
 
 def check_chat(body: ChatBody) -> None:
     check_request(body)
-    refuse(body, ("functions", "audio", "prediction", "web_search_options"))
     if body.function_call not in (None, "none", "auto"):
         raise bad_field("function_call", "is not supported; use tools and tool_choice", code="unsupported_parameter")
     check_tools(body.tools, body.tool_choice)

@@ -7,8 +7,10 @@ from typing import Any
 
 import msgspec
 
+from engine.frontend.apis.shared.body_reader import BodyReader, Inside, strict
 from engine.frontend.apis.shared.fields import SamplingFields, check_token_ids, each, id_lists
 from engine.frontend.apis.shared.namespaces import PerPrompt
+from engine.frontend.apis.shared.refused import GENERATE, SAMPLING
 from engine.frontend.bootstraps import Host, Port, Room
 from engine.messages import MAX_ASKED_TOKEN_IDS, LogprobOptions
 from service.http.errors import bad_field
@@ -20,8 +22,6 @@ class SamplingBody(SamplingFields, kw_only=True):
     max_new_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
     min_new_tokens: int | None = None
     sampling_seed: int | None = None
-    beam_width: int | None = None
-    custom_params: Any = None
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
@@ -43,12 +43,15 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     bootstrap_host: Host = None
     bootstrap_port: Port = None
     bootstrap_room: Room = None
-    input_embeds: Any = None
-    image_data: Any = None
-    video_data: Any = None
-    audio_data: Any = None
-    session_params: Any = None
-    custom_logit_processor: Any = None
+
+
+_STRICT_SAMPLING = strict(SamplingBody)
+READER = BodyReader(
+    body=GenerateBody,
+    strict=strict(GenerateBody, sampling_params=_STRICT_SAMPLING | list[_STRICT_SAMPLING]),  # type: ignore[valid-type]
+    refused=GENERATE,
+    inside=Inside(field="sampling_params", type=SamplingBody, refused=SAMPLING),
+)
 
 
 def logprob_options(body: GenerateBody, prompts: list[list[int]], *, vocab_size: int) -> list[LogprobOptions | None]:

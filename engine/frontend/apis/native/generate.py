@@ -3,11 +3,12 @@
 import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.native.body import GenerateBody, SamplingBody, logprob_options
+from engine.frontend.apis.native.body import READER, GenerateBody, SamplingBody, logprob_options
 from engine.frontend.apis.native.view import NativeView
 from engine.frontend.apis.shared.constraints import plain_constraint
 from engine.frontend.apis.shared.fields import (
     build_sampling,
+    check_hidden_states,
     check_num_samples,
     check_priority,
     check_stream_interval,
@@ -15,7 +16,6 @@ from engine.frontend.apis.shared.fields import (
     fit_to_context,
     id_lists,
     prompt_ids,
-    refuse,
 )
 from engine.frontend.apis.shared.models import check_lora_path
 from engine.frontend.apis.shared.namespaces import namespaces_of
@@ -23,18 +23,16 @@ from engine.frontend.apis.shared.stream import answer
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
-from service.http.errors import bad_field, decode_body
+from service.http.errors import bad_field
 
 DEFAULT_NEW_TOKENS = 128
 INSIDE = "sampling_params."
-REFUSED = ("input_embeds", "image_data", "video_data", "audio_data", "session_params", "custom_logit_processor")
 
 
 async def generate(request: web.BaseRequest) -> web.StreamResponse:
     s = request[SERVICES]
     timeout_s = s.timeout_of(request)
-    body = decode_body(await request.read(), GenerateBody)
-    refuse(body, REFUSED)
+    body = await READER.read(request)
     prompts, single = await _prompts(s, body)
     given = [p or SamplingBody() for p in each("sampling_params", body.sampling_params, len(prompts))]
     params = [_params(s, one) for one in given]
@@ -77,16 +75,13 @@ async def _prompts(s: Services, body: GenerateBody) -> tuple[list[list[int]], bo
 
 
 def _params(s: Services, p: SamplingBody) -> SamplingParams:
-    refuse(p, ("custom_params",), inside=INSIDE)
-    if p.beam_width is not None and p.beam_width > 1:
-        raise bad_field("sampling_params.beam_width", "beam search is not supported", code="unsupported_parameter")
     names = {"seed": "sampling_seed"} if p.seed is None else None
     if p.seed is None:
         p.seed = p.sampling_seed
     limit = p.max_new_tokens
     return build_sampling(
+        s,
         p,
-        vocab_size=s.model.vocab_size,
         max_new_tokens=max(DEFAULT_NEW_TOKENS, p.min_new_tokens or 0) if limit is msgspec.UNSET else limit,
         min_new_tokens=p.min_new_tokens,
         names=names,
@@ -107,7 +102,10 @@ def _requests(
     bootstraps = s.bootstraps_of(request, body, num_prompts=len(prompts), n=n)
     rids = _rids(s, body.rid, len(prompts))
     logprobs = logprob_options(body, prompts, vocab_size=s.model.vocab_size)
-    hidden_states = _hidden_states(s, body, len(prompts))
+    hidden_states = [
+        check_hidden_states(s, wanted)
+        for wanted in each("return_hidden_states", body.return_hidden_states, len(prompts))
+    ]
     intervals = [check_stream_interval(p.stream_interval, field="sampling_params.stream_interval") for p in given]
     priority = check_priority(body.priority)
     namespaces = namespaces_of(body, len(prompts))
@@ -143,14 +141,3 @@ def _rids(s: Services, rid: str | list[str] | None, num_prompts: int) -> list[st
     if len(set(rids)) < len(rids):
         raise bad_field("rid", "the same id is given twice")
     return rids
-
-
-def _hidden_states(s: Services, body: GenerateBody, num_prompts: int) -> list[bool]:
-    wanted = [bool(w) for w in each("return_hidden_states", body.return_hidden_states, num_prompts)]
-    if any(wanted) and not s.spec.engine.enable_return_hidden_states:
-        raise bad_field(
-            "return_hidden_states",
-            "this server was started without --enable-return-hidden-states",
-            code="unsupported_parameter",
-        )
-    return wanted

@@ -1,6 +1,7 @@
 """Body of /v1/completions, and the checks of its fields. Pure."""
 
-from engine.frontend.apis.shared.fields import refuse
+from engine.frontend.apis.shared.body_reader import BodyReader, strict
+from engine.frontend.apis.shared.refused import COMPLETION
 from engine.frontend.apis.shared.request import RequestFields, check_range, check_request
 from service.http.errors import bad_field
 
@@ -13,13 +14,16 @@ class CompletionBody(RequestFields, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
-    suffix: str | None = None
-    use_beam_search: bool | None = None
+
+
+READER = BodyReader(body=CompletionBody, strict=strict(CompletionBody), refused=COMPLETION)
 
 
 def check_completion(body: CompletionBody) -> None:
     check_request(body)
-    refuse(body, ("suffix", "use_beam_search"))
     check_range("logprobs", body.logprobs, MAX_COMPLETION_LOGPROBS)
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise bad_field("best_of", "must equal n: this server returns every sample that it draws")
+        raise bad_field(
+            "best_of",
+            "must equal n: this server returns every sample, and sampling more to keep the best is not supported",
+        )

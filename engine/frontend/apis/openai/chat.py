@@ -4,16 +4,22 @@ from functools import partial
 
 from aiohttp import web
 
-from engine.frontend.apis.chat.body import ChatBody
+from engine.frontend.apis.chat.body import READER
 from engine.frontend.apis.chat.plan import answer_chat, plan_chat
 from engine.frontend.apis.openai.chat_view import ChatView
 from engine.frontend.services import SERVICES
-from service.http.errors import decode_body
 
 
 async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
     s = request[SERVICES]
-    body = decode_body(await request.read(), ChatBody)
+    body = await READER.read(request)
     plan = await plan_chat(s, body)
-    view = partial(ChatView, body, tokenizer=s.model.tokenizer, reader=plan.reader, mint_id=lambda: s.mint_id("call_"))
+    view = partial(
+        ChatView,
+        body,
+        tokenizer=s.model.tokenizer,
+        reader=plan.reader,
+        mint_id=lambda: s.mint_id("call_"),
+        prompts=[plan.input_ids] * plan.sampling.n,
+    )
     return await answer_chat(request, body, plan, id_prefix="chatcmpl-", view=view)

@@ -63,6 +63,12 @@ class ChatView(OpenAIView):
             deltas.append({**_delta(index, {}), **self._ending(index, output)})
         return deltas
 
+    def _attach(self, choice: dict[str, Any], extras: dict[str, Any]) -> None:
+        """SGLang's streams have hidden states in the delta."""
+        if "hidden_states" in extras:
+            choice["delta"]["hidden_states"] = extras.pop("hidden_states")
+        super()._attach(choice, extras)
+
     def _news(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
         if self._readers is None:
             return [{"content": output.text}] if output.text else []

@@ -4,19 +4,18 @@ from functools import partial
 
 from aiohttp import web
 
-from engine.frontend.apis.openai.bodies import DEFAULT_COMPLETION_TOKENS, CompletionBody, check_completion
+from engine.frontend.apis.openai.bodies import DEFAULT_COMPLETION_TOKENS, READER, check_completion
 from engine.frontend.apis.openai.view import CompletionView
 from engine.frontend.apis.shared.fields import check_num_samples, prompt_ids, prompts_of
 from engine.frontend.apis.shared.models import choose_model
 from engine.frontend.apis.shared.samples import answer_samples, body_constraint, sampling_of
 from engine.frontend.services import SERVICES, Services
 from engine.messages import LogprobOptions
-from service.http.errors import decode_body
 
 
 async def completions(request: web.BaseRequest) -> web.StreamResponse:
     s = request[SERVICES]
-    body = decode_body(await request.read(), CompletionBody)
+    body = await READER.read(request)
     model = choose_model(s, body.model, body.lora_path)
     check_completion(body)
     prompts = prompts_of(body.prompt, field="prompt")
@@ -40,7 +39,7 @@ async def completions(request: web.BaseRequest) -> web.StreamResponse:
         model=model,
         field="prompt",
         cut=body.max_tokens is None,
-        view=partial(CompletionView, body, echoes=echoes),
+        view=partial(CompletionView, body, echoes=echoes, prompts=[p for p in ids for _ in range(params.n)]),
     )
 
 

@@ -7,14 +7,16 @@ import sys
 import msgspec
 from aiohttp import web
 
+from engine.frontend.apis.shared.body_reader import BodyReader, strict
 from engine.frontend.apis.shared.fields import check_num_samples, prompt_ids, prompts_of, too_long
 from engine.frontend.apis.shared.models import choose_model
 from engine.frontend.apis.shared.namespaces import PerPrompt, namespaces_of
+from engine.frontend.apis.shared.refused import EMBEDDING
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput
-from service.http.errors import ApiError, bad_field, decode_body
+from service.http.errors import ApiError, bad_field
 from service.http.stream import json_response
 
 NOTHING_NEW = SamplingParams(max_new_tokens=0, temperature=0.0, seed=0)
@@ -24,7 +26,6 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     input: str | list[str | int | list[int]]
     model: str | None = None
     encoding_format: str | None = None
-    dimensions: int | None = None
     user: str | None = None
     rid: str | None = None
     lora_path: str | None = None
@@ -32,9 +33,12 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     extra_key: PerPrompt = None
 
 
+READER = BodyReader(body=EmbeddingBody, strict=strict(EmbeddingBody), refused=EMBEDDING)
+
+
 async def embeddings(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
-    body = decode_body(await request.read(), EmbeddingBody)
+    body = await READER.read(request)
     model = choose_model(s, body.model, body.lora_path)
     _check(s, body)
     prompts = prompts_of(body.input, field="input")
@@ -73,8 +77,6 @@ def _check(s: Services, body: EmbeddingBody) -> None:
         raise ApiError(400, "a decode worker makes no embeddings; send it to a prefill worker or to the router")
     if body.encoding_format not in (None, "float", "base64"):
         raise bad_field("encoding_format", f"must be float or base64, got {body.encoding_format!r}")
-    if body.dimensions is not None:
-        raise bad_field("dimensions", "this model has one size of vectors; leave it out", code="unsupported_parameter")
 
 
 async def _fitting_ids(s: Services, prompt: str | list[int]) -> list[int]:

@@ -1,8 +1,10 @@
 """OpenAI's answers: chunks, bodies, usage; a completion's text and logprobs. Pure."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from engine.frontend.apis.openai.bodies import CompletionBody
+from engine.frontend.apis.openai.extras import Extras
 from engine.frontend.apis.shared.request import RequestFields
 from engine.frontend.apis.shared.stream import finite
 from engine.frontend.apis.shared.usage import Counts, Usage
@@ -22,13 +24,24 @@ def usage_of(counts: Counts) -> dict[str, Any]:
 
 
 class OpenAIView:
-    """What chat and completions share. Subclasses show a whole sample (`_choice`) and choices of new chunks (`_deltas`)."""
+    """What chat and completions share. `prompts`: of each sample, for `return_token_ids`. Subclasses show a whole sample (`_choice`) and choices of new chunks (`_deltas`)."""
 
     object: str
     chunk_object: str
 
-    def __init__(self, body: RequestFields, *, id: str, model: str, created: int, usage: Usage) -> None:
+    def __init__(
+        self,
+        body: RequestFields,
+        *,
+        id: str,
+        model: str,
+        created: int,
+        usage: Usage,
+        prompts: Sequence[list[int]] = (),
+    ) -> None:
         self._request = body
+        wanted = body.return_token_ids or body.return_hidden_states
+        self._extras = Extras(body, prompts) if wanted else None
         self._head = {"id": id, "created": created, "model": model}
         self._usage = usage
 
@@ -36,11 +49,20 @@ class OpenAIView:
         for index, output in enumerate(answers):
             self._usage.add(index, output)
         choices = [self._choice(index, output) for index, output in enumerate(answers)]
+        if self._extras is not None:
+            for choice, output in zip(choices, answers, strict=True):
+                self._extras.add(choice["index"], output)
+                choice |= self._extras.take(choice["index"], finished=True)
         return {**self._head, "object": self.object, "choices": choices, "usage": usage_of(self._usage.total())}
 
     def chunks(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
         self._usage.add(index, output)
-        return [self._chunk(index, delta) for delta in self._deltas(index, output)]
+        deltas = self._deltas(index, output)
+        if self._extras is not None:
+            self._extras.add(index, output)
+            if deltas:
+                self._attach(deltas[-1], self._extras.take(index, finished=output.tokens.finish is not None))
+        return [self._chunk(index, delta) for delta in deltas]
 
     def last(self) -> list[dict[str, Any]]:
         if not self._request.include_usage:
@@ -54,6 +76,9 @@ class OpenAIView:
         elif self._request.include_usage:
             chunk["usage"] = None
         return chunk
+
+    def _attach(self, choice: dict[str, Any], extras: dict[str, Any]) -> None:
+        choice.update(extras)
 
     def _choice(self, index: int, output: TextOutput) -> dict[str, Any]:
         raise NotImplementedError

@@ -56,7 +56,7 @@ def plain_constraint(fields: GrammarFields, *, inside: str = "") -> Constraint |
     if len(given) > 1:
         raise bad_field(inside + given[1][0], f"cannot be followed together with {given[0][0]}")
     kind, value = given[0]
-    return Constraint(GrammarSpec(kind, value if isinstance(value, str) else _text(value)), inside + kind)
+    return Constraint(GrammarSpec(kind, as_text(value)), inside + kind)
 
 
 def format_constraint(format: ResponseFormat | None) -> Constraint | None:
@@ -68,10 +68,10 @@ def format_constraint(format: ResponseFormat | None) -> Constraint | None:
         return Constraint(GrammarSpec("json_schema", ANY_OBJECT), "response_format")
     if format.type == "structural_tag":
         tag = {"structures": format.structures or [], "triggers": format.triggers or []}
-        return Constraint(GrammarSpec("structural_tag", _text(tag)), "response_format")
+        return Constraint(GrammarSpec("structural_tag", as_text(tag)), "response_format")
     if format.json_schema is None or format.json_schema.schema is None:
         raise bad_field("response_format.json_schema.schema", "is missing")
-    return Constraint(GrammarSpec("json_schema", _text(format.json_schema.schema)), "response_format")
+    return Constraint(GrammarSpec("json_schema", as_text(format.json_schema.schema)), "response_format")
 
 
 def only_one(*constraints: Constraint | None) -> Constraint | None:
@@ -81,5 +81,6 @@ def only_one(*constraints: Constraint | None) -> Constraint | None:
     return given[0] if given else None
 
 
-def _text(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+def as_text(value: Any) -> str:
+    """A schema may come as text or as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

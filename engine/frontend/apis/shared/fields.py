@@ -8,13 +8,20 @@ import msgspec
 from engine.frontend.apis.shared.constraints import Constraint, GrammarFields
 from engine.frontend.errors import from_invalid_param
 from engine.frontend.services import Services
-from engine.sampling_params import InvalidParam, ReasoningGate, SamplingParams, check_sampling_params
+from engine.sampling_params import (
+    MAX_BAD_WORDS,
+    InvalidParam,
+    ReasoningGate,
+    SamplingParams,
+    check_sampling_params,
+)
 from engine.text.stop_regex import compile_all
 from service.http.errors import ApiError, bad_field
 
 MAX_SAMPLES = 4096  # of one request
 MAX_STREAM_INTERVAL = 1 << 20
 MAX_PRIORITY = 2**31 - 1
+MAX_BAD_WORD_CHARS = 256
 
 
 class SamplingFields(GrammarFields, kw_only=True):
@@ -37,12 +44,15 @@ class SamplingFields(GrammarFields, kw_only=True):
     stream_interval: int | None = None
     stop_regex: str | list[str] | None = None
     no_stop_trim: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
 
 
 def build_sampling(
+    s: Services,
     fields: SamplingFields,
     *,
-    vocab_size: int,
     max_new_tokens: int | None,
     min_new_tokens: int | None,
     defaults: Mapping[str, float | int] | None = None,
@@ -62,20 +72,47 @@ def build_sampling(
         stop=_several(fields.stop),
         stop_regex=_several(fields.stop_regex),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
+        no_stop_trim=bool(fields.no_stop_trim or fields.include_stop_str_in_output),
+        allowed_token_ids=_allowed_ids(fields),
+        bad_token_ids=_bad_ids(s, fields),
         reasoning=reasoning,
         **grammar,
     )
     try:
-        check_sampling_params(params, vocab_size=vocab_size)
+        check_sampling_params(params, vocab_size=s.model.vocab_size)
         compile_all(params.stop_regex)
     except InvalidParam as e:
         raise from_invalid_param(e, names=names) from None
     return params
 
 
-_PLAIN = set(SamplingFields.__struct_fields__) & set(SamplingParams.__struct_fields__) - set(
-    GrammarFields.__struct_fields__
-) - {"stop", "stop_regex", "stop_token_ids"}
+_MADE = {"stop", "stop_regex", "stop_token_ids", "no_stop_trim", "allowed_token_ids"}
+_PLAIN = (
+    set(SamplingFields.__struct_fields__)
+    & set(SamplingParams.__struct_fields__) - set(GrammarFields.__struct_fields__) - _MADE
+)
+
+
+def _allowed_ids(fields: SamplingFields) -> tuple[int, ...]:
+    if fields.allowed_token_ids == []:
+        raise bad_field("allowed_token_ids", "must not be empty; leave it out to allow every token")
+    return tuple(fields.allowed_token_ids or ())
+
+
+def _bad_ids(s: Services, fields: SamplingFields) -> tuple[tuple[int, ...], ...]:
+    """The token sequences that spell each bad word, at the beginning of a text and behind a space."""
+    found: dict[tuple[int, ...], None] = {}
+    if fields.bad_words and len(fields.bad_words) > MAX_BAD_WORDS:
+        raise bad_field("bad_words", f"at most {MAX_BAD_WORDS} words, got {len(fields.bad_words)}")
+    for word in fields.bad_words or ():
+        if not 0 < len(word.strip()) <= MAX_BAD_WORD_CHARS:
+            raise bad_field("bad_words", f"words must have 1 to {MAX_BAD_WORD_CHARS} characters, and not only spaces")
+        try:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                found[tuple(s.model.tokenizer.encode(text, add_special_tokens=False))] = None
+        except ValueError as error:
+            raise bad_field("bad_words", str(error)) from None
+    return tuple(ids for ids in found if ids)
 
 
 def _several(value: str | list[str] | None) -> tuple[str, ...]:
@@ -103,6 +140,17 @@ def check_priority(value: int | None) -> int:
     if value is not None and not -MAX_PRIORITY <= value <= MAX_PRIORITY:
         raise bad_field("priority", f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {value}")
     return value or 0
+
+
+def check_hidden_states(s: Services, wanted: bool | None) -> bool:
+    """Raises ApiError(400) where the server does not return them."""
+    if wanted and not s.spec.engine.enable_return_hidden_states:
+        raise bad_field(
+            "return_hidden_states",
+            "this server was started without --enable-return-hidden-states",
+            code="unsupported_parameter",
+        )
+    return bool(wanted)
 
 
 def check_num_samples(num_prompts: int, n: int, *, field: str) -> None:

@@ -1,12 +1,11 @@
 """What a request for samples says beside its prompt: model, limits, streaming, where its two halves meet. Pure."""
 
-from typing import Any
-
 import msgspec
 
 from engine.frontend.apis.shared.constraints import ResponseFormat
-from engine.frontend.apis.shared.fields import SamplingFields, refuse
+from engine.frontend.apis.shared.fields import SamplingFields
 from engine.frontend.apis.shared.namespaces import PerPrompt
+from engine.frontend.apis.shared.structured_outputs import Schema, StructuredOutputs
 from engine.frontend.bootstraps import Host, Port, Room
 from service.http.errors import bad_field
 
@@ -31,11 +30,16 @@ class RequestFields(SamplingFields, kw_only=True):
     bootstrap_port: Port = None
     bootstrap_room: Room = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    return_token_ids: bool | None = None
+    return_hidden_states: bool | None = None
     lora_path: str | None = None
     cache_salt: PerPrompt = None
     extra_key: PerPrompt = None
-    custom_logit_processor: Any = None
-    return_hidden_states: Any = None
 
     @property
     def include_usage(self) -> bool:
@@ -47,7 +51,6 @@ class RequestFields(SamplingFields, kw_only=True):
 
 
 def check_request(body: RequestFields) -> None:
-    refuse(body, ("custom_logit_processor", "return_hidden_states"))
     if body.stream_options is not None and not body.stream:
         raise bad_field("stream_options", "needs stream to be true")
 

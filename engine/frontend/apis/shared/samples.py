@@ -6,11 +6,18 @@ from collections.abc import Callable
 from aiohttp import web
 
 from engine.frontend.apis.shared.constraints import Constraint, format_constraint, only_one, plain_constraint
-from engine.frontend.apis.shared.fields import build_sampling, check_priority, check_stream_interval, fit_to_context
+from engine.frontend.apis.shared.fields import (
+    build_sampling,
+    check_hidden_states,
+    check_priority,
+    check_stream_interval,
+    fit_to_context,
+)
 from engine.frontend.apis.shared.models import Chosen
 from engine.frontend.apis.shared.namespaces import namespaces_of
 from engine.frontend.apis.shared.request import RequestFields
 from engine.frontend.apis.shared.stream import EVENTS, Framing, View, answer
+from engine.frontend.apis.shared.structured_outputs import structured_constraint
 from engine.frontend.apis.shared.usage import Usage
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest, LogprobOptions
@@ -19,7 +26,7 @@ from engine.text.reasoning import ReasoningTokens
 
 
 def body_constraint(body: RequestFields) -> Constraint | None:
-    return only_one(format_constraint(body.response_format), plain_constraint(body))
+    return only_one(format_constraint(body.response_format), plain_constraint(body), structured_constraint(body))
 
 
 def sampling_of(
@@ -33,8 +40,8 @@ def sampling_of(
 ) -> SamplingParams:
     """`name`: the field that `max_tokens` came from. Raises ApiError(400)."""
     return build_sampling(
+        s,
         body,
-        vocab_size=s.model.vocab_size,
         max_new_tokens=max_tokens,
         min_new_tokens=body.min_tokens,
         defaults=s.model.sampling_defaults,
@@ -76,6 +83,7 @@ async def answer_samples(
     ]
     bootstraps = s.bootstraps_of(request, body, num_prompts=len(prompts), n=n)
     namespaces = namespaces_of(body, len(prompts))
+    hidden_states = check_hidden_states(s, body.return_hidden_states)
     interval, priority = check_stream_interval(body.stream_interval), check_priority(body.priority)
     requests = [
         GenerateRequest(
@@ -90,6 +98,7 @@ async def answer_samples(
             grammar_field="" if constraint is None else constraint.field,
             lora=model.lora,
             namespace=namespaces[i // n],
+            return_hidden_states=hidden_states,
         )
         for i, sampling in enumerate(samplings)
     ]

@@ -1,0 +1,113 @@
+"""Reads bodies: each field is known, or refused because it changes answers in a way that is not served here, or ignored by name.
+
+A body of known fields alone is decoded once, by a type that forbids others; the names of one that is not are looked at.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from engine.frontend.ignored_fields import IGNORED_HEADER, shown
+from engine.frontend.services import SERVICES
+from service.http.errors import ApiError, bad_field, decode_body
+from service.http.json_depth import decode_or_none
+from service.http.stream import EXTRA_HEADERS
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
+FOR_THE_ROUTER = frozenset({"session_id", "routing_key", "bootstrap_pair_key"})
+
+
+@dataclass(frozen=True, slots=True)
+class Unserved:
+    """A field of SGLang, vLLM or OpenAI that is not served. `harmless`: values that ask for nothing."""
+
+    remedy: str
+    harmless: tuple[Any, ...] = EMPTY
+
+
+def strict(body: type[T], **replaced: Any) -> type[T]:
+    """`body`, but unknown fields are errors. `replaced`: other types of fields, which may be null or missing."""
+    fields = [(name, type_ | None, None) for name, type_ in replaced.items()]
+    made = msgspec.defstruct(f"Strict{body.__name__}", fields, bases=(body,), kw_only=True, forbid_unknown_fields=True)
+    return made  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BodyReader(Generic[T]):
+    """`inside`: a field that holds an object or a list of them, whose fields must all be known; its type and refused fields."""
+
+    body: type[T]
+    strict: type[T]
+    refused: Mapping[str, Unserved]
+    inside: "Inside | None" = None
+    names: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", _names(self.body) | FOR_THE_ROUTER)
+
+    async def read(self, request: web.BaseRequest) -> T:
+        """Raises ApiError(400)."""
+        body, ignored = self.decode(await request.read())
+        if ignored:
+            extra = request[EXTRA_HEADERS] | {IGNORED_HEADER: shown(ignored)}
+            request[EXTRA_HEADERS] = extra
+            request[SERVICES].ignored.note(request.path, ignored)
+        return body
+
+    def decode(self, data: bytes) -> tuple[T, list[str]]:
+        """The body, and the names of its fields that are ignored. Raises ApiError(400)."""
+        try:
+            return decode_body(data, self.strict), []
+        except ApiError:
+            fields = decode_or_none(data, dict[str, msgspec.Raw])
+            if fields is None:
+                raise
+        ignored = list(self._unknown(fields))
+        if self.inside is not None:
+            self.inside.check(fields.get(self.inside.field))
+        return decode_body(data, self.body), ignored
+
+    def _unknown(self, fields: Mapping[str, msgspec.Raw]) -> Iterator[str]:
+        for name, raw in fields.items():
+            if name in self.refused:
+                _check_unserved(self.refused[name], name, raw)
+            elif name not in self.names:
+                yield name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inside:
+    field: str
+    type: type[msgspec.Struct]
+    refused: Mapping[str, Unserved]
+
+    def check(self, raw: msgspec.Raw | None) -> None:
+        """Raises ApiError(400) for a field that is refused or unknown."""
+        value = None if raw is None else decode_or_none(raw, dict[str, msgspec.Raw] | list[dict[str, msgspec.Raw]])
+        known = _names(self.type)
+        for fields in value if isinstance(value, list) else [value or {}]:
+            for name, part in fields.items():
+                if name in self.refused:
+                    _check_unserved(self.refused[name], f"{self.field}.{name}", part)
+                elif name not in known:
+                    raise bad_field(f"{self.field}.{name[:64]}", _unknown_field(name, sorted(known)))
+
+
+def _check_unserved(refused: Unserved, name: str, raw: msgspec.Raw) -> None:
+    if decode_or_none(raw) not in refused.harmless:
+        raise bad_field(name, f"is not supported by this server; {refused.remedy}", code="unsupported_parameter")
+
+
+def _unknown_field(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name[:64], known, n=1)
+    return "is no sampling parameter" + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}")
+
+
+def _names(type_: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(f.encode_name for f in msgspec.structs.fields(type_))

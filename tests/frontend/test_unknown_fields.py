@@ -1,0 +1,116 @@
+"""Fields that no struct has: refused by name, ignored by name, or a 400 inside sampling_params; over real HTTP."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from engine.frontend.apis.shared import refused
+from engine.frontend.ignored_fields import IGNORED_HEADER, MAX_NOTED, IgnoredFields, shown
+from tests.frontend.conftest import Worker
+
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+COMPLETE = {"prompt": "x", "max_tokens": 1}
+GENERATE = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/completions", COMPLETE),
+    ("/generate", GENERATE),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_unknown_field_is_ignored_and_named(worker: Worker, path: str, body: dict[str, Any], stream: bool) -> None:
+    sent = {**body, "stream": stream, "store": True, "temprature": 3, "a\r\nX: b": 1, "session_id": "s"}
+    answer = worker.post(path, sent)
+    assert answer.status_code == 200 and answer.headers[IGNORED_HEADER] == "store, temprature, ?"
+    assert IGNORED_HEADER not in worker.post(path, {**body, "stream": stream}).headers
+    told = [line for line in worker.log.read_text().splitlines() if f"{path}: " in line and "temprature" in line]
+    assert len(told) == 1
+
+
+def test_an_error_names_ignored_fields_too(worker: Worker) -> None:
+    answer = worker.post("/v1/completions", {**COMPLETE, "temprature": 3, "temperature": -1})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "temperature"
+    assert answer.headers[IGNORED_HEADER] == "temprature"
+
+
+def test_names_and_log_lines_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    assert (
+        shown([f"f{i}" for i in range(20)]).endswith("f14, f15, ...")
+        and shown(["x" * 65, "\u00e9", "a b"]) == "?, ?, ?"
+    )
+    ignored = IgnoredFields()
+    for i in range(1000):
+        ignored.note("/generate", [f"f{i}", "f0", "?" * 70])
+    assert len(caplog.records) == MAX_NOTED
+
+
+@pytest.mark.parametrize(
+    ("params", "field", "says"),
+    [
+        ({"temprature": 3}, "temprature", "did you mean temperature?"),
+        ({"max_tokens": 3}, "max_tokens", "did you mean max_new_tokens?"),
+        ({"qqqq": 3}, "qqqq", "there are allowed_token_ids"),
+        ({"beam_width": 2}, "beam_width", "n gives several answers"),
+        ({"custom_params": {"a": 1}}, "custom_params", "logit_bias"),
+    ],
+)
+def test_a_wrong_sampling_parameter_is_an_error(worker: Worker, params: dict[str, Any], field: str, says: str) -> None:
+    for given in (params, [{}, params]):
+        texts = "a" if isinstance(given, dict) else ["a", "b"]
+        error = worker.post("/generate", {"text": texts, "sampling_params": given})
+        assert error.status_code == 400 and says in error.json()["error"]["message"]
+        assert error.json()["error"]["param"] == f"sampling_params.{field}"
+
+
+def test_sglangs_defaults_are_no_wishes(worker: Worker) -> None:
+    defaults = {
+        **{
+            "max_new_tokens": 1,
+            "stop": None,
+            "stop_token_ids": None,
+            "stop_regex": None,
+            "temperature": 1.0,
+            "top_p": 1.0,
+        },
+        **{"top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
+        **{"min_new_tokens": 0, "n": 1, "json_schema": None, "regex": None, "ebnf": None, "structural_tag": None},
+        **{"ignore_eos": False, "skip_special_tokens": True, "spaces_between_special_tokens": True, "logit_bias": None},
+        **{
+            "no_stop_trim": False,
+            "custom_params": None,
+            "stream_interval": None,
+            "beam_width": None,
+            "watermark": None,
+        },
+    }
+    body = {"text": "x", "sampling_params": defaults, "session_params": None, "image_data": None, "input_embeds": None}
+    answer = worker.post("/generate", body)
+    assert answer.status_code == 200, answer.text
+    assert IGNORED_HEADER not in answer.headers
+
+
+REFUSED = [
+    ("/v1/chat/completions", CHAT, refused.CHAT),
+    ("/v1/completions", COMPLETE, refused.COMPLETION),
+    ("/generate", GENERATE, refused.GENERATE),
+    ("/v1/embeddings", {"input": "x"}, refused.EMBEDDING),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "table"), REFUSED)
+def test_a_wish_that_is_not_served_is_refused_with_a_remedy(
+    worker: Worker, path: str, body: dict[str, Any], table: dict[str, Any]
+) -> None:
+    for name, entry in table.items():
+        wish = False if True in entry.harmless and False not in entry.harmless else {"a": 1}
+        error = worker.post(path, {**body, name: wish}).json()["error"]
+        assert error["param"] == name and error["code"] == "unsupported_parameter"
+        assert error["message"] == f"{name}: is not supported by this server; {entry.remedy}"
+        assert dataclasses.is_dataclass(entry)
+    if path != "/v1/embeddings":  # the stand-in has no vectors
+        harmless = worker.post(path, {**body, **{name: entry.harmless[-1] for name, entry in table.items()}})
+        assert harmless.status_code == 200, harmless.text
+        assert IGNORED_HEADER not in harmless.headers

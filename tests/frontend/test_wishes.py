@@ -1,0 +1,98 @@
+"""vLLM's and SGLang's further wishes over real HTTP: which sampling they become, and what the answer shows."""
+
+from typing import Any
+
+import pytest
+
+from engine.sampling_params import GrammarSpec
+from tests.frontend.conftest import Worker, byte_tokenizer
+
+CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 3}
+COMPLETE = {"prompt": "abc", "max_tokens": 3}
+
+
+def ids(text: str) -> list[int]:
+    return byte_tokenizer().encode(text, add_special_tokens=False)
+
+
+def sampling_of(worker: Worker, path: str, body: dict[str, Any]) -> Any:
+    answer = worker.post(path, body)
+    assert answer.status_code == 200, answer.text
+    return worker.scheduler.seen[-1].sampling
+
+
+SCHEMA = {"type": "object"}
+CONSTRAINTS: list[tuple[dict[str, Any], GrammarSpec]] = [
+    ({"structured_outputs": {"json": SCHEMA}}, GrammarSpec("json_schema", '{"type": "object"}')),
+    ({"structured_outputs": {"json": '{"a": 1}'}}, GrammarSpec("json_schema", '{"a": 1}')),
+    (
+        {"structured_outputs": {"json_object": True, "disable_any_whitespace": False}},
+        GrammarSpec("json_schema", '{"type": "object"}'),
+    ),
+    ({"structured_outputs": {"regex": "a+"}}, GrammarSpec("regex", "a+")),
+    (
+        {"structured_outputs": {"choice": ["a.b", "c|d", "\u00e9 x"]}},
+        GrammarSpec("regex", r"(a\.b)|(c\|d)|(" + "\u00e9 x)"),
+    ),
+    ({"structured_outputs": {"grammar": "start: /a/"}}, GrammarSpec("ebnf", "start: /a/")),
+    ({"structured_outputs": {"structural_tag": {"triggers": []}}}, GrammarSpec("structural_tag", '{"triggers": []}')),
+    ({"guided_json": SCHEMA}, GrammarSpec("json_schema", '{"type": "object"}')),
+    ({"guided_regex": "a+"}, GrammarSpec("regex", "a+")),
+    ({"guided_choice": ["yes", "no"]}, GrammarSpec("regex", "(yes)|(no)")),
+    ({"guided_grammar": 'root ::= "a"'}, GrammarSpec("ebnf", 'root ::= "a"')),
+]
+
+
+@pytest.mark.parametrize(("wish", "spec"), CONSTRAINTS)
+def test_vllms_constraints(worker: Worker, wish: dict[str, Any], spec: GrammarSpec) -> None:
+    assert sampling_of(worker, "/v1/completions", {**COMPLETE, **wish}).grammar == spec
+    assert sampling_of(worker, "/v1/chat/completions", {**CHAT, **wish}).grammar == spec
+    (name, inner), *_ = wish.items()
+    field = f"{name}.{next(iter(inner))}" if name == "structured_outputs" else name
+    assert worker.scheduler.seen[-1].grammar_field == field, "errors name what the client wrote"
+
+
+def test_rules_of_tokens(worker: Worker) -> None:
+    rules = {"bad_words": ["ab", " c"], "allowed_token_ids": [5, 6]}
+    expected = ((5, 6), tuple(tuple(ids(text)) for text in ("ab", " ab", "c", " c")))
+    native = {"text": "x", "sampling_params": {**rules, "max_new_tokens": 1}}
+    for path, body in (("/v1/completions", {**COMPLETE, **rules}), ("/generate", native)):
+        sampling = sampling_of(worker, path, body)
+        assert (sampling.allowed_token_ids, sampling.bad_token_ids) == expected
+    plain = sampling_of(worker, "/v1/completions", {**COMPLETE, "bad_words": [], "allowed_token_ids": None})
+    assert not plain.has_token_rules
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("include_stop_str_in_output", "ab"), ("no_stop_trim", "ab"), ("user", "a")]
+)
+def test_a_stop_string_may_stay(worker: Worker, name: str, text: str) -> None:
+    answer = worker.post("/v1/completions", {**COMPLETE, "stop": "b", name: name if name == "user" else True})
+    assert answer.json()["choices"][0]["text"] == text
+
+
+def test_token_ids_of_a_completion(worker: Worker) -> None:
+    body = {**COMPLETE, "prompt": [ids("abc"), ids("de")], "n": 2, "return_token_ids": True, "max_tokens": 2}
+    whole = worker.post("/v1/completions", body).json()["choices"]
+    assert [choice["token_ids"] for choice in whole] == [ids("ab")] * 2 + [ids("de")] * 2
+    assert [choice["prompt_token_ids"] for choice in whole] == [ids("abc")] * 2 + [ids("de")] * 2
+    events = worker.events("/v1/completions", {**body, "stream": True})
+    for index, expected in enumerate(["ab", "ab", "de", "de"]):
+        choices = [c for event in events for c in event["choices"] if c["index"] == index]
+        assert [t for choice in choices for t in choice["token_ids"]] == ids(expected)
+        assert [i for i, choice in enumerate(choices) if "prompt_token_ids" in choice] == [0]
+
+
+def test_token_ids_of_a_chat(worker: Worker) -> None:
+    body = {**CHAT, "return_token_ids": True}
+    (whole,) = worker.post("/v1/chat/completions", body).json()["choices"]
+    assert len(whole["token_ids"]) == 3 and whole["prompt_token_ids"][:3] == whole["token_ids"]
+    choices = [c for event in worker.events("/v1/chat/completions", {**body, "stream": True}) for c in event["choices"]]
+    assert [t for choice in choices for t in choice.get("token_ids", [])] == whole["token_ids"]
+    assert "token_ids" not in worker.post("/v1/chat/completions", CHAT).json()["choices"][0]
+
+
+def test_hidden_states_need_the_servers_flag(worker: Worker) -> None:
+    for path, body in (("/v1/completions", COMPLETE), ("/v1/chat/completions", CHAT)):
+        error = worker.post(path, {**body, "return_hidden_states": True}).json()["error"]
+        assert error["param"] == "return_hidden_states" and "--enable-return-hidden-states" in error["message"]
