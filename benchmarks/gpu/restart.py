@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.target import QWEN3_8B, Target
-from benchmarks.gpu.transfer import ROOT, DeviceMemory, end_peer, send, start_peer
+from benchmarks.gpu.transfer import ROOT, DeviceMemory, end_peer, engine_of, send, start_peer
 from transfer_backends.contract import TransferConfig
-from transfer_backends.engines.registry import make_engine
 from transfer_backends.prefill.manager import PrefillManager
 
 NUM_SEND = 512
@@ -50,12 +49,12 @@ def _in_a_process(target: Target, cache: str, *, num_pages: int, page_bytes: int
 
 def _kill_and_watch(device: torch.device, *, num_pages: int, page_bytes: int) -> dict[str, Any]:
     memory = DeviceMemory(num_pages=num_pages, page_bytes=page_bytes, device=device)
-    manager = PrefillManager(memory.args, make_engine("nixl", device=memory.args.kv.device), TransferConfig())
+    manager = PrefillManager(memory.args, engine_of("nixl", memory), TransferConfig())
     changed = threading.Event()
     manager.set_wakeup(changed.set)
     manager.start()
     before = _free_bytes(device)
-    peer = start_peer(manager, memory, device)
+    peer = start_peer(manager, memory, device, backend="nixl")
     try:
         send(manager, memory, peer, changed, room=1, num_send=NUM_SEND)
         peer.kill()

@@ -1,8 +1,9 @@
-"""KV pages from one process to another on the same GPU, through both managers and NIXL, beside a copy within the device.
+"""KV pages from one process to another on the same GPU, through both managers and an engine, beside a copy within the device.
 
 Two processes, as a prefill and a decode worker are; without MPS they take turns on the GPU, so figures of other work
-beside them would mean nothing. NIXL moves the GPU's memory by UCX's cuda_ipc, where its wheel and
-this machine allow. What arrives is compared with what was sent. At the small size the same goes over host memory.
+beside them would mean nothing. NIXL moves the GPU's memory by UCX's cuda_ipc, where its wheel and this machine allow; Mooncake by
+its transport `nvlink_intra`, and the metadata row crosses the control plane. What arrives is compared with what was sent. At the
+small size the same goes over host memory.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from transfer_backends.contract import KVArgs, Region, Route, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import make_engine
 from transfer_backends.kvpoll import KVPoll
+from transfer_backends.ports import Engine
 from transfer_backends.prefill.manager import PrefillManager
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,47 +39,61 @@ class DeviceMemory:
 
     def __init__(self, *, num_pages: int, page_bytes: int, device: torch.device) -> None:
         self.pool = torch.zeros((num_pages, page_bytes), dtype=torch.uint8, device=device)
-        self._aux = np.zeros(AUX_BYTES, np.uint8)
+        self.row = np.zeros(AUX_BYTES, np.uint8)
         if device.type == "cuda":
             torch.cuda.synchronize()  # zeroed on a stream; a peer's write knows no stream
         ordinal = device.index or 0 if device.type == "cuda" else None
         self.args = KVArgs(
             Region(self.pool.data_ptr(), num_pages, page_bytes, ordinal),
-            Region(self._aux.ctypes.data, 1, AUX_BYTES, None),
+            Region(self.row.ctypes.data, 1, AUX_BYTES, None),
             signature="gpu-check",
             page_size=PAGE_SIZE,
             dtype="uint8",
         )
 
     def digest(self, pages: list[int]) -> int:
-        """Depends on every byte of `pages` and on where it lies in a page."""
+        """Depends on every byte of `pages` and on where it lies in a page, and on the metadata row."""
         rows = self.pool[torch.tensor(pages, device=self.pool.device)].view(torch.int32).to(torch.int64)
         weights = torch.arange(1, rows.shape[1] + 1, device=rows.device) % 8191
-        return int((rows * weights).sum(1).cumsum(0).sum())
+        return int((rows * weights).sum(1).cumsum(0).sum()) + int(self.row @ np.arange(len(self.row)))
 
 
-def measure(target: Target) -> dict[str, Any]:
+def engine_of(backend: str, memory: DeviceMemory) -> Engine:
+    device = memory.args.kv.device
+    protocol = "auto" if device is None else "nvlink_intra"
+    return make_engine(backend, device=device, mooncake_protocol=protocol)
+
+
+def measure_mooncake(target: Target) -> dict[str, Any]:
+    return measure(target, backend="mooncake", sizes=(8192,))
+
+
+def measure(target: Target, *, backend: str = "nixl", sizes: tuple[int, ...] = (1024, 8192, 32768)) -> dict[str, Any]:
+    """`sizes`: tokens of a prompt, where the target is no small one."""
     shape = QWEN3_8B
     page_bytes = target.pick(shape.layers * 2 * shape.kv_heads * shape.head_dim * 2 * PAGE_SIZE, 4096)
     found: dict[str, Any] = {"page_bytes": page_bytes, "rows": []}
-    for tokens in target.pick((1024, 8192, 32768), (64,)):
-        found["rows"].append(_row(target, num_send=tokens // PAGE_SIZE, page_bytes=page_bytes))
+    for tokens in target.pick(sizes, (64,)):
+        found["rows"].append(_row(target, backend, num_send=tokens // PAGE_SIZE, page_bytes=page_bytes))
         print(json.dumps(found["rows"][-1]), flush=True)
-    found["tcp_or_host"] = "a rate far under the copy's says that UCX goes by way of the host: cuda_ipc is not there"
+    found["tcp_or_host"] = (
+        "a rate far under the copy's says that the engine goes by way of the host: CUDA IPC is not there"
+    )
     return found
 
 
-def _row(target: Target, *, num_send: int, page_bytes: int) -> dict[str, Any]:
+def _row(target: Target, backend: str, *, num_send: int, page_bytes: int) -> dict[str, Any]:
     num_pages = 2 * num_send + 2
     memory = DeviceMemory(num_pages=num_pages, page_bytes=page_bytes, device=target.device)
     memory.pool.random_(0, 255)
+    memory.row[:] = np.arange(AUX_BYTES) % 251
     target.sync()
     copy_ms = _copy_ms(target, memory, num_send)
-    manager = PrefillManager(memory.args, make_engine("nixl", device=memory.args.kv.device), TransferConfig())
+    manager = PrefillManager(memory.args, engine_of(backend, memory), TransferConfig())
     changed = threading.Event()
     manager.set_wakeup(changed.set)
     manager.start()
-    child = start_peer(manager, memory, target.device)
+    child = start_peer(manager, memory, target.device, backend=backend)
     try:
         times = [
             send(manager, memory, child, changed, room=room, num_send=num_send)
@@ -103,7 +119,9 @@ def _row(target: Target, *, num_send: int, page_bytes: int) -> dict[str, Any]:
     }
 
 
-def start_peer(manager: PrefillManager, memory: DeviceMemory, device: torch.device) -> "subprocess.Popen[str]":
+def start_peer(
+    manager: PrefillManager, memory: DeviceMemory, device: torch.device, *, backend: str
+) -> "subprocess.Popen[str]":
     """Start the decode process, with a pool of the same size."""
     num_pages, page_bytes = memory.pool.shape
     argv = [
@@ -116,6 +134,7 @@ def start_peer(manager: PrefillManager, memory: DeviceMemory, device: torch.devi
         str(page_bytes),
     ]
     argv += ["--control", manager.control_address, "--incarnation", manager.incarnation, "--device", str(device)]
+    argv += ["--backend", backend]
     return subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -188,16 +207,14 @@ def end_peer(child: "subprocess.Popen[str]") -> None:
 def main() -> None:
     """Run the decode process: receive what stdin names, until it ends."""
     parser = argparse.ArgumentParser()
-    for name in ("--control", "--incarnation", "--device"):
+    for name in ("--control", "--incarnation", "--device", "--backend"):
         parser.add_argument(name, required=True)
     for name in ("--num-pages", "--page-bytes"):
         parser.add_argument(name, required=True, type=int)
     args = parser.parse_args()
     memory = DeviceMemory(num_pages=args.num_pages, page_bytes=args.page_bytes, device=torch.device(args.device))
     route = Route(control=args.control, incarnation=args.incarnation)
-    manager = DecodeManager(
-        memory.args, make_engine("nixl", device=memory.args.kv.device), TransferConfig(), lookup=lambda *_: route
-    )
+    manager = DecodeManager(memory.args, engine_of(args.backend, memory), TransferConfig(), lookup=lambda *_: route)
     manager.start()
     changed = threading.Event()
     manager.set_wakeup(changed.set)
