@@ -1,12 +1,15 @@
 """Metadata rows over the control plane, for an engine without host memory: last, once, and only where they belong. Pure cores."""
 
+import msgspec
 import pytest
 
-from tests.transfer.cores import ARGS, KEY, PAGES, SRC, JoinedCores
+from tests.transfer.cores import ARGS, KEY, MARK, PAGES, SRC, JoinedCores
+from transfer_backends.contract import Route, Work
 from transfer_backends.kvpoll import KVPoll, PeerProtocolError
+from transfer_backends.liveness import Liveness
 from transfer_backends.prefill.paths import FencePeer
 from transfer_backends.prefill.posts import Post
-from transfer_backends.wire import MAX_ROW_BYTES, MalformedFrame, Status, decode, encode
+from transfer_backends.wire import MAX_ROW_BYTES, MalformedFrame, Registered, Status, decode, encode
 
 ROW = bytes(range(ARGS.aux.item_bytes))
 LANDED = [(1, ROW, KVPoll.Transferring)]
@@ -111,6 +114,27 @@ def test_a_row_lost_with_its_connection() -> None:
     pair.decode.on_link_closed(1, 1.0)
     room = pair.decode.rooms[KEY]
     assert (room.state, room.exposed, pair.landed) == (KVPoll.Failed, True, [])
+    pair.decode.proofs.on_proof("p", Liveness.DEAD, 1.0)
+    for tenth in range(11, 31):
+        pair.decode.tick(tenth / 10)
+    assert room.drained and pair.landed == []
+    pair.decode.rooms.close(room)
+    pair.decode.check()
+
+
+def test_a_new_attempt_gets_a_row_of_its_own() -> None:
+    """Decode asks another prefill worker to compute the room again, after the first one died before the row was out."""
+    pair = JoinedCores(row=ROW, sends=False)
+    pair.decode.on_link_closed(1, 1.0)
+    again = pair.decode.open(KEY[0], 1, "b", 2.0)
+    pair.decode.finder.on_route("b", KEY[0], Route("q:1", "q"), 2.0)
+    pair.decode.on_message(2, Registered("q", "d", MARK), 2.0)
+    pair.decode.rooms.provide(again, PAGES, 3, 2.0, work=Work(tokens=[1, 2, 3]))
+    old, new = status(KVPoll.Success), status(KVPoll.Success, attempt=1)
+    for message in (old, msgspec.structs.replace(old, src="q"), msgspec.structs.replace(new, src="q")):
+        assert again.state is KVPoll.WaitingForInput and pair.landed == []
+        pair.decode.on_message(2 if message.src == "q" else 1, message, 3.0)
+    assert again.state is KVPoll.Success and [landed[:2] for landed in pair.landed] == [(3, ROW)]
 
 
 @pytest.mark.parametrize("row", [ROW[1:], ROW + b"x"])
