@@ -41,13 +41,9 @@ PROBE_BYTES = 8
 PENDING, DONE, FAILED, OVERDUE = 0, 1, -1, -2  # of transfer_check_status; OVERDUE is still pending
 
 
-class _Descriptor(msgspec.Struct, frozen=True, array_like=True):
-    session: str
-    trial: Region
+class MooncakePeer(msgspec.Struct, frozen=True, array_like=True):
+    """What an engine says of itself, and its handle at a peer."""
 
-
-@dataclass(eq=False)
-class MooncakePeer:
     session: str
     trial: Region
 
@@ -64,17 +60,13 @@ def import_mooncake() -> Any:
     try:
         return importlib.import_module("mooncake.engine")
     except (ImportError, OSError) as error:
-        raise BackendUnavailable(cannot_import(error, torch=installed_torch())) from None
-
-
-def cannot_import(error: Exception, *, torch: str | None) -> str:
-    """Return the error's text: the wheel for the CUDA of `torch` (its version), which a wheel for another CUDA cannot replace."""
-    providers = "" if torch_cuda_major(torch) is None else " ibverbs-providers"
-    return (
-        "transfer backend mooncake: its library cannot be imported; install it with: "
-        f"pip install {wheel_of(MOONCAKE, torch)} (for torch {torch}) and "
-        f"apt-get install libibverbs1 libnuma1 libcurl4{providers} ({error})"
-    )
+        torch = installed_torch()  # a wheel for another CUDA than its cannot be imported
+        providers = "" if torch_cuda_major(torch) is None else " ibverbs-providers"
+        raise BackendUnavailable(
+            "transfer backend mooncake: its library cannot be imported; install it with: "
+            f"pip install {wheel_of(MOONCAKE, torch)} (for torch {torch}) and "
+            f"apt-get install libibverbs1 libnuma1 libcurl4{providers} ({error})"
+        ) from None
 
 
 def protocol_here(asked: str, *, device: int | None) -> str:
@@ -133,7 +125,7 @@ class MooncakeEngine:
 
     def descriptor(self) -> bytes:
         session = f"{self._host}:{self._engine.get_rpc_port()}"
-        return msgspec.msgpack.encode(_Descriptor(session, self._trial.region))
+        return msgspec.msgpack.encode(MooncakePeer(session, self._trial.region))
 
     def _enter(self) -> None:
         if self._context is not None:
@@ -141,10 +133,9 @@ class MooncakeEngine:
 
     def connect(self, incarnation: str, descriptor: bytes) -> MooncakePeer:
         try:
-            known = msgspec.msgpack.decode(descriptor, type=_Descriptor)
+            return msgspec.msgpack.decode(descriptor, type=MooncakePeer)
         except msgspec.MsgspecError as error:
             raise EngineError(f"not a Mooncake descriptor: {error}") from None
-        return MooncakePeer(known.session, known.trial)
 
     def disconnect(self, peer: MooncakePeer) -> None:
         """Do nothing: the engine drops broken connections by itself."""

@@ -16,7 +16,6 @@ from transfer_backends.prefill.core import PrefillCore
 from transfer_backends.prefill.driver import EngineDriver
 from transfer_backends.prefill.posts import Chunk
 from transfer_backends.prefill.room import PrefillRoom
-from transfer_backends.prefill.rooms import PrefillRooms
 from transfer_backends.prefill.trials import Trials
 
 
@@ -42,7 +41,7 @@ class PrefillManager:
             incarnation=self.incarnation, mark=mark, kv_args=kv_args, caps=engine.caps, config=config
         )
         port = environment.listen(config.control_host, config.control_port, secret=config.secret)
-        self._read_row = None if engine.caps.carries_host_memory else partial(environment.read_item, kv_args.aux)
+        self._read_row = partial(environment.read_item, kv_args.aux)
         self.control_address: str = port.address  # "host:port" for decode workers
         self.control = ControlThread(self.core, port, name="prefill", clock=clock, on_turn=self._wake_driver)
         self.driver = EngineDriver(
@@ -67,11 +66,15 @@ class PrefillManager:
             return FakeTransfer()
         with self.control.locked() as now_s:
             opened = self.core.rooms.open(room, room_attempt, now_s)
-        return Sender(self.core.rooms, self.control, self.driver, opened, read_row=self._read_row)
+        return Sender(self, opened)
 
     def wake_sender(self) -> None:
         """Look for something to post. Cheap; from any thread."""
         self.driver.wake()
+
+    def row_to_send(self, row: int) -> bytes | None:
+        """Return the bytes of a metadata row that crosses the control plane; None: the engine carries it."""
+        return None if self._engine.caps.carries_host_memory else self._read_row(row)
 
     def take_recompute_requests(self) -> list[RecomputeRequest]:
         """Each needs a `sender` of its room and attempt."""
@@ -116,20 +119,10 @@ class PrefillManager:
 class Sender:
     """`KVSender` of a real transfer."""
 
-    def __init__(
-        self,
-        rooms: PrefillRooms,
-        control: ControlThread,
-        driver: EngineDriver,
-        room: PrefillRoom,
-        *,
-        read_row: Callable[[int], bytes] | None,
-    ) -> None:
-        """`read_row`: of the metadata rows, if they cross the control plane."""
-        self._read_row = read_row
-        self._rooms = rooms
-        self._control = control
-        self._driver = driver
+    def __init__(self, manager: PrefillManager, room: PrefillRoom) -> None:
+        self._manager = manager
+        self._rooms = manager.core.rooms
+        self._control = manager.control
         self._room = room
 
     @property
@@ -146,11 +139,11 @@ class Sender:
     def send(
         self, src_pages: Sequence[int], *, start: int, metadata_row: int | None = None, gate: Gate | None = None
     ) -> None:
-        row = None if self._read_row is None or metadata_row is None else self._read_row(metadata_row)
+        row = None if metadata_row is None else self._manager.row_to_send(metadata_row)
         chunk = Chunk(np.asarray(src_pages, dtype=np.int64), start, metadata_row, gate, row)
         with self._control.locked() as now_s:
             self._rooms.send(self._room, chunk, now_s)
-            self._driver.wake()  # before the control thread: bytes first, messages can wait
+            self._manager.wake_sender()  # before the control thread: bytes first, messages can wait
 
     def abort(self, reason: str) -> None:
         with self._control.locked():
