@@ -31,7 +31,7 @@ from router.http.any_worker import AnyWorkerApi
 from router.http.fan_out import FanOutApi
 from router.http.health_api import HealthApi
 from router.http.loads_api import LoadsApi
-from router.http.pages import Pages
+from router.http.pages import FILES
 from router.http.responses_api import ResponsesApi
 from router.http.traces_api import TracesApi
 from router.http.worker_calls import WorkerCalls
@@ -50,7 +50,9 @@ from router.roles.auto import AutoRoles
 from router.roles.switch import Switch
 from service.flags import ConfigError
 from service.http.guard import make_guard
+from service.http.home import Home
 from service.http.invocations import INVOCATIONS
+from service.http.pages import Pages
 from service.http.routes import Handler, Routes
 from service.http.server import RequestLimits
 from service.responses.book import LocalBook
@@ -210,13 +212,19 @@ class Router:
                 *fan_out.routes(),
                 *any_worker.routes(),
                 *LoadsApi(calls).routes(),
-                *Pages().routes(),
                 *ResponsesApi(self.book, peers=peers).routes(),
+                *Pages(FILES).routes(),
+                *self._home().routes(),
                 *dashboard.routes(),
                 *traces.routes(),
                 *self.auto_roles.routes(),
             ]
         )
+
+    def _home(self) -> Home:
+        pages = {"/chat": "talk to the model", "/dashboard": "what router and workers do right now"}
+        links = {path: what for path, what in pages.items() if path in FILES}
+        return Home(server="router", models=lambda: self.table.models.names, links=links)
 
     def _on_gone(self, worker: Worker) -> None:
         self.feed.on_gone(worker)

@@ -10,6 +10,8 @@ from engine.frontend.routes import OPENAPI_PATH, ROUTES, make_document, need_of
 from engine.frontend.services import SERVICES, Services
 from service.http.errors import ApiError
 from service.http.guard import CLIENT_GONE, make_guard
+from service.http.home import Home
+from service.http.pages import Pages
 from service.http.routes import Handler, Routes
 from service.http.stream import REQUEST_ID
 from service.telemetry.logs import about
@@ -21,7 +23,7 @@ QUIET_PATHS = frozenset((OPENAPI_PATH, *(route.path for route in ROUTES if route
 
 def make_handle(services: Services, *, max_open: int = 1 << 16) -> Handler:
     """`max_open`: requests with a body in progress; one more is 503 before its body is read."""
-    routes = Routes(_routes(_bound(max_open)))
+    routes = Routes([*_routes(_bound(max_open)), *Pages().routes(), *_home(services).routes()])
     guard = make_guard(routes, gate=services.gate, need_of=lambda method, path: need_of(path), browser=services.browser)
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
@@ -50,6 +52,11 @@ def _routes(bounded: Callable[[Handler], Handler]) -> Iterator[web.RouteDef]:
     for route in ROUTES:
         handler = route.handler if route.method == "GET" else bounded(route.handler)
         yield web.route(route.method, route.path, handler)
+
+
+def _home(services: Services) -> Home:
+    server = "worker" if services.spec.mode == "null" else f"{services.spec.mode} worker"
+    return Home(server=server, models=lambda: (services.model.served_name, *services.scheduler.adapters), links={})
 
 
 def _log(request: web.BaseRequest, status: int, taken_s: float) -> None:

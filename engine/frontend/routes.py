@@ -24,7 +24,9 @@ from engine.frontend.apis.responses.body import ResponseBody
 from engine.frontend.apis.responses.create import create_response
 from service.http import openapi
 from service.http.error_shapes import shape_of
+from service.http.home import HOME
 from service.http.invocations import INVOCATIONS, InvocationBody, invoked_path
+from service.http.pages import SHARED
 from service.http.routes import Handler
 from service.http.stream import EVENTS_TYPE
 from service.security.keys import Access
@@ -119,7 +121,12 @@ ROUTES = (
     *(replace(r, path=alias, is_alias=True) for alias, path in _ALIASES.items() for r in _ROUTES if r.path == path),
 )
 _HANDLERS = {(route.method, route.path): route.handler for route in ROUTES}
-_NEEDS = {OPENAPI_PATH: Access.NONE, **{route.path: route.need for route in ROUTES}}
+_NEEDS = {
+    OPENAPI_PATH: Access.NONE,
+    HOME: Access.NONE,
+    **dict.fromkeys(SHARED, Access.NONE),
+    **{route.path: route.need for route in ROUTES},
+}
 ADMIN_PATHS = frozenset(path for path, need in _NEEDS.items() if need is Access.ADMIN)
 
 

@@ -13,10 +13,12 @@ from router.http.pages import FILES
 from router.http.traces_api import TRACES
 from router.metrics import RouterMetrics
 from service.http.errors import ApiError
+from service.http.home import HOME
 from service.security.keys import Access
 
 _OPEN_PATHS = (
-    frozenset(("/health", "/liveness", "/readiness", "/metrics", "/openapi.json", "/ping", "/version")) | FILES.keys()
+    frozenset(("/health", "/liveness", "/readiness", HOME, "/metrics", "/openapi.json", "/ping", "/version"))
+    | FILES.keys()
 )
 # What changes workers, or the pool, for all clients. A route named nowhere here needs an API key.
 _ADMIN_ROUTES = frozenset((("POST", "/workers"), ("DELETE", "/workers")))

@@ -118,6 +118,7 @@ class DummyWorker:
     info: dict[str, Any] = field(default_factory=dict)
     load: dict[str, Any] | None = None
     loads: dict[str, Any] | None = None  # of /v1/loads
+    openapi: dict[str, Any] | None = None
     seen: list[Seen] = field(default_factory=list)
     calls: list[tuple[str, str]] = field(default_factory=list)
     models: list[dict[str, Any]] | None = None  # of /v1/models; None: one of its own name
@@ -155,6 +156,8 @@ class DummyWorker:
             return web.json_response({"disaggregation_mode": self.mode, **self.info})
         if request.path == "/get_load" and self.load is not None:
             return web.json_response(self.load)
+        if request.path == "/openapi.json" and self.openapi is not None:
+            return web.json_response(self.openapi)
         if request.path == "/v1/loads" and self.loads is not None:
             return web.json_response(self.loads)
         if request.path in ("/v1/models", "/flush_cache", "/abort_request", "/get_model_info", "/health_generate"):

@@ -1,0 +1,1 @@
+"""What the pages of every server share, for browsers: style, icon, and the page at /docs. No code."""
