@@ -10,4 +10,4 @@ from transfer_backends.engines.fabric_memory import FabricMemory
 def fabric_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
     """Allocate [size_bytes] uint8, zero, until the process ends. Raises BackendUnavailable."""
     memory = FabricMemory(CudaContext(device.index or 0))
-    return tensor_at(memory.allocate(size_bytes), size_bytes, device).zero_()
+    return tensor_at(memory.allocate(size_bytes), size_bytes).zero_()

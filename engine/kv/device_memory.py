@@ -15,6 +15,6 @@ class DeviceBytes:
         }
 
 
-def tensor_at(address: int, size_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return the memory as [size_bytes] uint8, which it stays for as long as the process lives."""
-    return torch.as_tensor(DeviceBytes(address, size_bytes), device=device)
+def tensor_at(address: int, size_bytes: int) -> torch.Tensor:
+    """Return the memory as [size_bytes] uint8 on its own device; it has to stay for as long as the tensor."""
+    return torch.as_tensor(DeviceBytes(address, size_bytes))  # no copy: torch asks CUDA what device the address is on

@@ -118,7 +118,7 @@ void mc_allocator_free(void *at, ssize_t size, int device, void *stream) {}
 """
 CODE = """
 import json, sys
-from transfer_backends.contract import BackendUnavailable, KVArgs, Region
+from transfer_backends.contract import BackendUnavailable, EngineError, KVArgs, Region
 from transfer_backends.engines.registry import make_engine
 
 args = KVArgs(Region(1 << 40, 8, 4096, 0), Region(1 << 20, 8, 64, None), "m", 16, "bf16")
@@ -130,8 +130,14 @@ engine.register(engine.caps.carried(args))
 peer = engine.connect("d", engine.descriptor())
 from mooncake.engine import seen
 done = engine.poll(engine.probe(peer)).name
+engine.connect("d", engine.descriptor())
+try:
+    engine.connect("its successor", engine.descriptor())
+    said = ""
+except EngineError as error:
+    said = str(error)
 caps = [engine.caps.name, engine.caps.carries_host_memory, engine.caps.inside_machine, engine.caps.resend_s]
-print(json.dumps({**seen, "probe": done, "caps": caps}))
+print(json.dumps({**seen, "probe": done, "caps": caps, "successor": said}))
 engine.close()
 """
 KV_BYTES, TRIAL_BYTES, CUDA_MALLOC, FABRIC = 8 * 4096, 64 << 20, 0x7F0000000000, 0x7A0000000000
@@ -187,6 +193,8 @@ def test_an_engine_for_a_gpu_s_pages(
     assert seen["registered"] == [[1 << 40, KV_BYTES, "cuda:0"], *rows, [trial, TRIAL_BYTES, "cuda:0"]]
     assert seen["written"] == [["127.0.0.1:15000", trial, trial, 8]] and seen["probe"] == "DONE"
     assert seen["caps"] == caps
+    stale = "127.0.0.1:15000 was an earlier worker's, whose memory is still mapped; start this worker again"
+    assert seen["successor"] == ("" if protocol == "tcp" else stale)
 
 
 def test_without_a_fabric_the_start_fails(stand_ins: Path) -> None:

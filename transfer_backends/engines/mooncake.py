@@ -107,6 +107,7 @@ class MooncakeEngine:
         fabric = FabricMemory(self._context) if self._context is not None and taken == NEEDS_FABRIC else None
         self._trial = TrialMemory(device, fabric or self._context)
         self._addresses: list[int] = []
+        self._mapped: dict[str, str] = {}  # incarnation by session, of every peer that there was
         with quiet(1, 2):
             self._engine: Any = module.TransferEngine()
             status = self._engine.initialize(host, "P2PHANDSHAKE", "tcp", "")
@@ -133,12 +134,18 @@ class MooncakeEngine:
 
     def connect(self, incarnation: str, descriptor: bytes) -> MooncakePeer:
         try:
-            return msgspec.msgpack.decode(descriptor, type=MooncakePeer)
+            peer = msgspec.msgpack.decode(descriptor, type=MooncakePeer)
         except msgspec.MsgspecError as error:
             raise EngineError(f"not a Mooncake descriptor: {error}") from None
+        # Over NVLink the engine maps memory by session and address, for good: a successor's bytes would land in the dead worker's.
+        if not self.caps.carries_host_memory and self._mapped.setdefault(peer.session, incarnation) != incarnation:
+            raise EngineError(
+                f"{peer.session} was an earlier worker's, whose memory is still mapped; start this worker again"
+            )
+        return peer
 
     def disconnect(self, peer: MooncakePeer) -> None:
-        """Do nothing: the engine drops broken connections by itself."""
+        """Do nothing: the engine drops broken connections by itself, and over NVLink maps a peer's memory until it ends."""
 
     def post(self, peer: MooncakePeer, pieces: Pieces) -> MooncakeOp:
         self._enter()
