@@ -19,7 +19,7 @@ from disagg.children import OPERATING_ERROR
 from disagg.config import DisaggConfig, SchedulerSpec, read_secret, role_name
 from disagg.transfer_machine import check_flags, check_transfer_machine
 from engine.config import EngineConfig
-from engine.grammar.compiler import make_compiler
+from engine.grammar.compiler import JsonStyle, make_compiler
 from engine.grammar.queue import GrammarQueue
 from engine.grammar.reasoning import ReasoningGates
 from engine.ipc import IpcPaths
@@ -226,7 +226,11 @@ def make_grammar_queue(
         tokenizer,
         vocab_size=model.vocab_size,
         eos_ids=model.eos_token_ids,
-        any_whitespace=not config.constrained_json_disable_any_whitespace,
+        style=JsonStyle(
+            any_whitespace=not config.constrained_json_disable_any_whitespace,
+            max_whitespace=config.constrained_json_max_whitespace or None,
+            closes_objects=not config.constrained_json_allow_additional_properties,
+        ),
     )
     return GrammarQueue(
         compiler,

@@ -223,6 +223,12 @@ class EngineConfig(FlagSet):
     constrained_json_disable_any_whitespace: bool = flag(
         False, "generate constrained JSON without whitespace between its parts: fewer tokens"
     )
+    constrained_json_max_whitespace: int = flag(
+        16, "whitespace characters in a row between the parts of constrained JSON", least=0, special={0: "no limit"}
+    )
+    constrained_json_allow_additional_properties: bool = flag(
+        False, "objects of constrained JSON may hold properties that their schema does not list, unless it forbids them"
+    )
     tool_call_parser: str | None = flag(
         None, "format of the model's tool calls; default: tool calls stay plain text", choices=TOOL_CALL_PARSERS
     )

@@ -1,12 +1,16 @@
 """The interface of grammar backends, and the choice of one (`--grammar-backend`), which imports no other library."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from engine.core.hooks import Grammar
+from engine.grammar.json_schema import with_additional
 from engine.sampling_params import GrammarSpec
 from engine.text.tokenizer import Tokenizer
 from service.flags import ConfigError
+
+MAX_WHITESPACE = 16  # a line break and a usual indentation
 
 
 class GrammarInvalid(ValueError):
@@ -15,6 +19,21 @@ class GrammarInvalid(ValueError):
 
 # A compiled grammar, which all its requests share: makes a new state before the first token. Cheap.
 StartGrammar = Callable[[], Grammar]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonStyle:
+    """How constrained JSON may look. `any_whitespace`: it has spaces between its parts, `max_whitespace` in a row (None: any).
+
+    `closes_objects`: objects hold no other properties than the schema lists, unless it says so (json_schema.py).
+    """
+
+    any_whitespace: bool = True
+    max_whitespace: int | None = MAX_WHITESPACE
+    closes_objects: bool = True
+
+    def schema(self, schema: Any) -> Any:
+        return with_additional(schema, not self.closes_objects)
 
 
 class Compiler(Protocol):
@@ -28,7 +47,7 @@ class Compiler(Protocol):
 
 
 def make_compiler(
-    backend: str, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int], any_whitespace: bool = True
+    backend: str, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int], style: JsonStyle | None = None
 ) -> Compiler | None:
     """`backend`: "llguidance" | "xgrammar" | "none". Raises ConfigError when its library is missing."""
     if backend == "none":
@@ -43,4 +62,4 @@ def make_compiler(
         raise ConfigError(
             f"--grammar-backend {backend}: {error}; install it (pip install {backend}) or choose another"
         ) from error
-    return make(tokenizer, vocab_size=vocab_size, eos_ids=eos_ids, any_whitespace=any_whitespace)
+    return make(tokenizer, vocab_size=vocab_size, eos_ids=eos_ids, style=style or JsonStyle())

@@ -6,14 +6,18 @@ It receives the exact bytes of every token from our own tokenizer, so every toke
 import json
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from engine.grammar.compiler import GrammarInvalid, StartGrammar
+from engine.grammar.compiler import GrammarInvalid, JsonStyle, StartGrammar
 from engine.grammar.structural import structural_lark
 from engine.sampling_params import GrammarSpec
 from engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 SILENT = 0
 SEVERAL = '{"grammars":'  # how llguidance begins a grammar that it made from a regex
@@ -24,15 +28,13 @@ _CONVERTER_ERRORS = (ValueError, TypeError, LookupError, RecursionError, Asserti
 
 
 class LlguidanceCompiler:
-    """`vocab_size`: rows of the model's logits. `any_whitespace`: JSON may have spaces between its parts."""
+    """`vocab_size`: rows of the model's logits."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int], any_whitespace: bool = True
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int], style: JsonStyle) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
-        self._any_whitespace = any_whitespace
+        self._style = style
 
     @cached_property
     def _vocabulary(self) -> tuple[LLTokenizer, bool]:
@@ -67,17 +69,29 @@ class LlguidanceCompiler:
     def _source(self, spec: GrammarSpec) -> str:
         match spec.kind:
             case "json_schema":
-                return LLMatcher.grammar_from_json_schema(
-                    spec.source, overrides={"whitespace_flexible": self._any_whitespace}
-                )
+                schema = self._style.schema(json.loads(spec.source))
+                return LLMatcher.grammar_from_json_schema(schema, overrides=_options(self._style))
             case "regex":
                 return LLMatcher.grammar_from_regex(spec.source)
             case "ebnf":
                 return LLMatcher.grammar_from_lark(any_to_lark(spec.source))
             case "structural_tag":
                 special = {self._tokenizer.token_text(i): i for i in sorted(self._tokenizer.special_ids)}
-                return LLMatcher.grammar_from_lark(structural_lark(spec.source, special_tokens=special))
+                return LLMatcher.grammar_from_lark(
+                    structural_lark(spec.source, special_tokens=special, schema_of=self._tag_schema)
+                )
         raise GrammarInvalid(f"{spec.kind} is no kind of grammar")
+
+    def _tag_schema(self, schema: Any) -> Any:
+        schema = {} if schema is True else self._style.schema(schema)
+        return {**schema, "x-guidance": _options(self._style)} if isinstance(schema, dict) else schema
+
+
+def _options(style: JsonStyle) -> "JsonCompileOptions":
+    """llguidance's names for the style."""
+    if not style.any_whitespace or style.max_whitespace is None:
+        return {"whitespace_flexible": style.any_whitespace}
+    return {"whitespace_pattern": rf"[ \t\n\r]{{1,{style.max_whitespace}}}"}
 
 
 class LlguidanceState:

@@ -6,7 +6,7 @@ The JSON is SGLang's: {"triggers": ["<f"], "structures": [{"begin": "<f=a>", "sc
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -47,11 +47,19 @@ def read_structural_tag(source: str) -> StructuralTag:
     return tag
 
 
-def structural_lark(source: str, *, special_tokens: Mapping[str, int]) -> str:
-    """The Lark grammar. The name of a special token stands for that token (`special_tokens`: their ids). Raises GrammarInvalid."""
+def structural_lark(
+    source: str, *, special_tokens: Mapping[str, int], schema_of: Callable[[Any], Any] = lambda schema: schema
+) -> str:
+    """The Lark grammar. The name of a special token stands for that token (`special_tokens`: their ids). Raises GrammarInvalid.
+
+    `schema_of`: what to compile for a structure's schema.
+    """
     tag = read_structural_tag(source)
     names = [f"tag_{i}" for i in range(len(tag.structures))]
-    rules = [_rule(n, s, tag.triggers, special_tokens) for n, s in zip(names, tag.structures, strict=True)]
+    rules = [
+        _rule(name, structure, tag.triggers, special_tokens, schema=schema_of(structure.schema))
+        for name, structure in zip(names, tag.structures, strict=True)
+    ]
     return HEAD.replace("TAGS", " | ".join(names), 1) + "\n".join(rules)
 
 
@@ -61,10 +69,12 @@ def special_in(tag: StructuralTag, special_tokens: Collection[str]) -> str | Non
     return next((token for text in texts for token, _ in _pieces(text, special_tokens) if token), None)
 
 
-def _rule(name: str, structure: Structure, triggers: list[str], special_tokens: Mapping[str, int]) -> str:
+def _rule(
+    name: str, structure: Structure, triggers: list[str], special_tokens: Mapping[str, int], *, schema: Any
+) -> str:
     trigger = max((t for t in triggers if structure.begin.startswith(t)), key=len)
-    rest, schema = structure.begin[len(trigger) :], json.dumps(structure.schema)
-    body = f"{_text(rest, special_tokens)} %json {schema} {_text(structure.end, special_tokens)}"
+    rest = structure.begin[len(trigger) :]
+    body = f"{_text(rest, special_tokens)} %json {json.dumps(schema)} {_text(structure.end, special_tokens)}"
     if trigger in special_tokens:
         return f"{name}: TAG_TEXT {_text(trigger, special_tokens)} {body}\n"
     return f"{name}_trigger[lazy]: TAG_TEXT {_text(trigger, {})}\n{name}: {name}_trigger {body}\n"

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import xgrammar as xg
 
-from engine.grammar.compiler import GrammarInvalid, StartGrammar
+from engine.grammar.compiler import GrammarInvalid, JsonStyle, StartGrammar
 from engine.grammar.structural import read_structural_tag, special_in
 from engine.sampling_params import GrammarSpec
 from engine.text.tokenizer import Tokenizer
@@ -24,15 +24,13 @@ NO_TOKEN = "no token of the vocabulary can follow"
 
 
 class XgrammarCompiler:
-    """`vocab_size`: rows of the model's logits. `any_whitespace`: JSON may have spaces between its parts."""
+    """`vocab_size`: rows of the model's logits."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int], any_whitespace: bool = True
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int], style: JsonStyle) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
-        self._any_whitespace = any_whitespace
+        self._style = style
 
     @cached_property
     def _compiler(self) -> xg.GrammarCompiler:
@@ -61,12 +59,15 @@ class XgrammarCompiler:
     def _compiled(self, compiler: xg.GrammarCompiler, spec: GrammarSpec) -> xg.CompiledGrammar:
         match spec.kind:
             case "json_schema":
-                _check_schema(msgspec.json.decode(spec.source))
+                schema = msgspec.json.decode(spec.source)
+                _check_schema(schema)
+                spaced = self._style.any_whitespace
                 return compiler.compile_json_schema(
-                    spec.source,
-                    any_whitespace=self._any_whitespace,
-                    separators=None if self._any_whitespace else (",", ":"),
+                    json.dumps(self._style.schema(schema)),
+                    any_whitespace=spaced,
+                    separators=None if spaced else (",", ":"),
                     strict_mode=False,
+                    max_whitespace_cnt=self._max_whitespace,
                 )
             case "regex":
                 return compiler.compile_regex(spec.source)
@@ -83,8 +84,21 @@ class XgrammarCompiler:
             raise GrammarInvalid(
                 f"xgrammar cannot write the special token {token!r}; start the server with --grammar-backend llguidance"
             )
-        items = [xg.StructuralTagItem(begin=s.begin, schema=json.dumps(s.schema), end=s.end) for s in tag.structures]
-        return xg.StructuralTag.from_legacy_structural_tag(items, tag.triggers)
+        tags = [
+            xg.structural_tag.TagFormat(
+                begin=s.begin,
+                content=xg.structural_tag.JSONSchemaFormat(
+                    json_schema=self._style.schema(s.schema), max_whitespace_cnt=self._max_whitespace
+                ),
+                end=s.end,
+            )
+            for s in tag.structures
+        ]
+        return xg.StructuralTag(format=xg.structural_tag.TriggeredTagsFormat(triggers=tag.triggers, tags=tags))
+
+    @property
+    def _max_whitespace(self) -> int | None:
+        return self._style.max_whitespace if self._style.any_whitespace else None
 
     def _vocabulary(self) -> xg.TokenizerInfo:
         """Special tokens have no text: no grammar holds them, and an end token stands for the end."""

@@ -60,6 +60,17 @@ def test_chat_stream_with_multibyte_text_and_usage(client: openai.OpenAI) -> Non
     assert len({c.id for c in chunks}) == 1
 
 
+def test_answers_name_the_weights(worker: Worker) -> None:
+    """As SGLang's do; a stream's chunks do not."""
+    version = worker.http.get("/model_info").json()["weight_version"]
+    for path, prompt in (
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ):
+        answer = worker.post(path, {**prompt, "max_tokens": 1}).json()
+        assert answer["metadata"] == {"weight_version": version}
+
+
 def test_continuous_usage(worker: Worker) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "abc", "max_tokens": 4, "stream": True, "stream_options": options}

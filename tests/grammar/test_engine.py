@@ -11,7 +11,7 @@ from engine.core.plan import Plan
 from engine.executor.executor import Launch
 from engine.executor.forward import Forward
 from engine.executor.sample_pass import StepOutput
-from engine.grammar.compiler import Compiler, make_compiler
+from engine.grammar.compiler import Compiler, JsonStyle, make_compiler
 from engine.sampling_params import GrammarSpec
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.engine.engine_in_process import EngineInProcess
@@ -43,7 +43,9 @@ def tokenizer(checkpoint: str) -> Tokenizer:
 
 @pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
 def compiler(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Compiler:
-    compiler = make_compiler(request.param, tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS], any_whitespace=False)
+    compiler = make_compiler(
+        request.param, tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS], style=JsonStyle(any_whitespace=False)
+    )
     assert compiler is not None
     return compiler
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.config import GRAMMAR_BACKENDS
-from engine.grammar.compiler import Compiler, GrammarInvalid, make_compiler
+from engine.grammar.compiler import Compiler, GrammarInvalid, JsonStyle, make_compiler
 from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from engine.sampler.token_mask import token_mask, unpacked_on_device
 from engine.sampling_params import GrammarSpec
@@ -227,8 +227,36 @@ def test_forced_text_is_written_with_tokens_that_say_just_that(shipped: tuple[Co
 
 def test_whitespace_between_the_parts_of_json_is_a_choice(tokenizer: Tokenizer, backend: str) -> None:
     spec = GrammarSpec("json_schema", '{"type": "object"}')
-    dense = compiler_of(backend, tokenizer, any_whitespace=False)
+    dense = compiler_of(backend, tokenizer, style=JsonStyle(any_whitespace=False))
     assert accepts(dense, tokenizer, spec, '{"a":1}') and not accepts(dense, tokenizer, spec, '{"a": 1}')
+
+
+PARAMETERS = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+TAG = json.dumps(
+    {"triggers": ["<f>"], "structures": [{"begin": "<f>", "schema": json.loads(PARAMETERS), "end": "</f>"}]}
+)
+PLACES = {"schema": ("json_schema", PARAMETERS, "OBJECT"), "tag": ("structural_tag", TAG, "<f>OBJECT</f>")}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_whitespace_in_a_row_is_bounded(tokenizer: Tokenizer, backend: str, place: str) -> None:
+    kind, source, text = PLACES[place]
+    spec = GrammarSpec(kind, source)
+    for most, num, fits in ((16, 16, True), (16, 17, False), (3, 4, False), (None, 99, True)):
+        compiler = compiler_of(backend, tokenizer, style=JsonStyle(max_whitespace=most))
+        assert accepts(compiler, tokenizer, spec, text.replace("OBJECT", "{" + num * " " + '"a": 1}')) == fits
+    assert accepts(compiler_of(backend, tokenizer), tokenizer, spec, text.replace("OBJECT", '{\n  "a":\n  1\n}'))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_objects_are_closed_unless_the_server_says_otherwise(tokenizer: Tokenizer, backend: str, place: str) -> None:
+    kind, source, text = PLACES[place]
+    more = text.replace("OBJECT", '{"a": 1, "b": 2}')
+    assert not accepts(compiler_of(backend, tokenizer), tokenizer, GrammarSpec(kind, source), more)
+    letter = compiler_of(backend, tokenizer, style=JsonStyle(closes_objects=False))
+    assert accepts(letter, tokenizer, GrammarSpec(kind, source), more)
+    says = source.replace('"required"', '"additionalProperties": true, "required"')
+    assert accepts(compiler_of(backend, tokenizer), tokenizer, GrammarSpec(kind, says), more)
 
 
 @pytest.mark.parametrize("backend", GRAMMAR_BACKENDS)

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from engine.frontend.apis.shared.constraints import Constraint
+from engine.frontend.apis.shared.constraints import Constraint, closed_schema
 from engine.sampling_params import GrammarSpec
 from engine.text.call_formats import CallFormat
 from service.http.errors import bad_field
@@ -100,7 +100,7 @@ def strict_calls(tools: list[Tool], format: CallFormat) -> Constraint | None:
         "structures": [
             {
                 "begin": format.begin.replace("NAME", tool.function.name),
-                "schema": (tool.function.parameters if tool.function.strict else None) or {"type": "object"},
+                "schema": _parameters(tool.function) if tool.function.strict else {"type": "object"},
                 "end": format.end,
             }
             for tool in tools
@@ -110,7 +110,7 @@ def strict_calls(tools: list[Tool], format: CallFormat) -> Constraint | None:
 
 
 def _call_schema(function: ToolFunction) -> dict[str, Any]:
-    parameters = {k: v for k, v in (function.parameters or {"type": "object"}).items() if k != "$defs"}
+    parameters = {k: v for k, v in _parameters(function).items() if k != "$defs"}
     return {
         "type": "object",
         "properties": {"name": {"enum": [function.name]}, "parameters": parameters},
@@ -119,11 +119,16 @@ def _call_schema(function: ToolFunction) -> dict[str, Any]:
     }
 
 
+def _parameters(function: ToolFunction) -> dict[str, Any]:
+    schema: dict[str, Any] = function.parameters or {"type": "object"}
+    return closed_schema(schema, field="tools") if function.strict else schema
+
+
 def _definitions(tools: list[Tool]) -> dict[str, Any]:
     """`#/$defs/X` is looked up at the root: the functions' definitions move there."""
     found: dict[str, Any] = {}
     for i, tool in enumerate(tools):
-        definitions = (tool.function.parameters or {}).get("$defs", {})
+        definitions = _parameters(tool.function).get("$defs", {})
         for name, value in definitions.items() if isinstance(definitions, dict) else ():
             if found.setdefault(name, value) != value:
                 raise bad_field(f"tools[{i}].function.parameters", f"another function defines $defs/{name} otherwise")

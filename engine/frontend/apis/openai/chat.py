@@ -21,5 +21,6 @@ async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
         reader=plan.reader,
         mint_id=lambda: s.mint_id("call_"),
         prompts=[plan.input_ids] * plan.sampling.n,
+        weight_version=lambda: s.weight_version,
     )
     return await answer_chat(request, body, plan, id_prefix="chatcmpl-", view=view)

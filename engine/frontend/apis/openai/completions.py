@@ -39,7 +39,13 @@ async def completions(request: web.BaseRequest) -> web.StreamResponse:
         model=model,
         field="prompt",
         cut=body.max_tokens is None,
-        view=partial(CompletionView, body, echoes=echoes, prompts=[p for p in ids for _ in range(params.n)]),
+        view=partial(
+            CompletionView,
+            body,
+            echoes=echoes,
+            prompts=[p for p in ids for _ in range(params.n)],
+            weight_version=lambda: s.weight_version,
+        ),
     )
 
 

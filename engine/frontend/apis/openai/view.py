@@ -1,6 +1,6 @@
 """OpenAI's answers: chunks, bodies, usage; a completion's text and logprobs. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.frontend.apis.openai.bodies import CompletionBody
@@ -33,6 +33,7 @@ class OpenAIView:
         self,
         body: RequestFields,
         *,
+        weight_version: Callable[[], str],
         id: str,
         model: str,
         created: int,
@@ -42,6 +43,7 @@ class OpenAIView:
         self._request = body
         wanted = body.return_token_ids or body.return_hidden_states
         self._extras = Extras(body, prompts) if wanted else None
+        self._weight_version = weight_version
         self._head = {"id": id, "created": created, "model": model}
         self._usage = usage
 
@@ -53,7 +55,13 @@ class OpenAIView:
             for choice, output in zip(choices, answers, strict=True):
                 self._extras.add(choice["index"], output)
                 choice |= self._extras.take(choice["index"], finished=True)
-        return {**self._head, "object": self.object, "choices": choices, "usage": usage_of(self._usage.total())}
+        return {
+            **self._head,
+            "object": self.object,
+            "choices": choices,
+            "usage": usage_of(self._usage.total()),
+            "metadata": {"weight_version": self._weight_version()},
+        }
 
     def chunks(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
         self._usage.add(index, output)

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from engine.grammar.json_schema import closed
 from engine.sampling_params import GRAMMAR_KINDS, GrammarSpec
 from service.http.errors import bad_field
 
@@ -31,7 +32,7 @@ class GrammarFields(msgspec.Struct, kw_only=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
-    """`strict` counts as true: what can be enforced is enforced."""
+    """A schema is enforced, `strict` or not; a strict one has closed objects on every server."""
 
     schema: dict[str, Any] | bool | None = None
     name: str | None = None
@@ -71,7 +72,18 @@ def format_constraint(format: ResponseFormat | None) -> Constraint | None:
         return Constraint(GrammarSpec("structural_tag", as_text(tag)), "response_format")
     if format.json_schema is None or format.json_schema.schema is None:
         raise bad_field("response_format.json_schema.schema", "is missing")
-    return Constraint(GrammarSpec("json_schema", as_text(format.json_schema.schema)), "response_format")
+    schema = format.json_schema.schema
+    if format.json_schema.strict:
+        schema = closed_schema(schema, field="response_format.json_schema.schema")
+    return Constraint(GrammarSpec("json_schema", as_text(schema)), "response_format")
+
+
+def closed_schema(schema: Any, *, field: str) -> Any:
+    """A strict schema: closed, whatever the server's default for silent schemas is. Raises ApiError(400)."""
+    try:
+        return closed(schema)
+    except RecursionError:
+        raise bad_field(field, "is nested too deeply") from None
 
 
 def only_one(*constraints: Constraint | None) -> Constraint | None:
