@@ -7,10 +7,13 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall
 
+from engine.frontend.apis.responses.body import Item
+from engine.frontend.apis.responses.items import messages_of
 from tests.frontend.conftest import Worker, start_worker, wait_for
 
 PATH = "/v1/responses"
@@ -22,6 +25,13 @@ STOP = {"stop": "<|assistant|>"}
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     with start_worker(tmp_path_factory.mktemp("qwen"), engine={"tool_call_parser": "qwen25"}) as w:
+        yield w
+
+
+@pytest.fixture(scope="module")
+def r1(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    engine = {"reasoning_parser": "deepseek-r1", "tool_call_parser": "qwen25"}
+    with start_worker(tmp_path_factory.mktemp("r1"), engine=engine) as w:
         yield w
 
 
@@ -182,6 +192,55 @@ def test_logprobs_are_those_of_chat(worker: Worker, client: openai.OpenAI) -> No
     assert deltas == [lp.to_dict() for lp in content]  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("more", [{}, {"stream": True}])
+def test_reasoning_is_an_item_of_its_own(r1: Worker, more: dict[str, Any]) -> None:
+    """Its tokens are counted, and logprobs are those of the text alone."""
+    body = {
+        "input": f"Hm.</think>\n\nFive.{CALL}",
+        "tools": [TOOL],
+        "include": ["message.output_text.logprobs"],
+        **STOP,
+    }
+    events = events_of(r1, body) if more else []
+    answer = events[-1]["response"] if more else r1.post(PATH, body).json()
+    reasoning, message, call = answer["output"]
+    assert reasoning["type"] == "reasoning" and reasoning["summary"] == [] and reasoning["id"].startswith("rs_")
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "<|user|>Hm."}]
+    (text,) = message["content"]
+    assert text["text"] == "Five." and call["name"] == "add"
+    shown = "".join(logprob["token"] for logprob in text["logprobs"])
+    assert "Five." in shown and len(shown) <= len("Five.") + 12, shown  # the call's marker, held back, may come with it
+    usage = answer["usage"]
+    assert usage["output_tokens_details"]["reasoning_tokens"] == len("<|user|>Hm.</think>")
+    kinds = [e["type"].removeprefix("response.") for e in events if "text" in e["type"] and e["type"].endswith("done")]
+    assert kinds == (["reasoning_text.done", "output_text.done"] if more else [])
+
+
+def test_reasoning_goes_back_to_the_model_with_its_turn() -> None:
+    """One message for one turn, as chat templates want it."""
+    texts = [{"type": "reasoning_text", "text": "hm"}]
+    call = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"}
+    items = [
+        {"role": "user", "content": "a"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": texts},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
+        call,
+        {**call, "call_id": "c2"},
+        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "1"}]},
+        {"type": "function_call_output", "call_id": "c2", "output": "2"},
+        {"type": "reasoning", "id": "rs_2", "summary": [], "encrypted_content": "xyz"},
+        {"type": "message", "role": "assistant", "content": "c"},
+        {"type": "reasoning", "id": "rs_3", "summary": [{"type": "summary_text", "text": "so"}]},
+        {"type": "message", "role": "assistant", "content": "d"},
+    ]
+    messages = messages_of(msgspec.convert(items, list[Item]), field="input")
+    assert [m.role for m in messages] == ["user", "assistant", "tool", "tool", "assistant", "assistant"]
+    first, third, last = messages[1], messages[4], messages[5]
+    assert first.reasoning_content == "hm" and [call["id"] for call in first.tool_calls or []] == ["c1", "c2"]
+    assert (third.content, third.reasoning_content) == ("c", None)
+    assert (last.content, last.reasoning_content) == ("d", "so")
+
+
 def test_a_conversation_goes_on_from_its_last_response(worker: Worker, client: openai.OpenAI) -> None:
     first = client.responses.create(model="tiny", input="one", instructions="I", extra_body=STOP)
     assert first.output_text == "<|system|>I<|user|>one"
@@ -330,11 +389,13 @@ TEXT_FORMAT = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
     ("more", "message"),
     [
         ({"tools": [{"type": "web_search"}]}, "'web_search' is not supported: this server runs no tools of its own"),
-        ({"background": True}, "background: is not supported"),
+        (
+            {"background": True},
+            "background: is not supported by this server; leave it out; the answer comes while the client waits",
+        ),
         ({"max_tokens": 5}, "use max_output_tokens"),
         ({"max_output_tokens": 100_000}, "in the input"),
         ({"tools": [{"type": "function", "name": "no space"}]}, r"tools[0].name: must be 1 to 64"),
-        ({"text": {"format": {"type": "json_schema", "schema": {}}}, "regex": "a"}, "text.format"),
     ],
 )
 def test_a_refusal_speaks_of_the_bodys_own_fields(worker: Worker, more: dict[str, Any], message: str) -> None:

@@ -43,6 +43,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("background", {"background": True}),
     ("conversation", {"conversation": "conv_1"}),
     ("prompt", {"prompt": {"id": "p"}}),
+    ("return_token_ids", {"return_token_ids": True}),
+    ("use_beam_search", {"use_beam_search": True}),
     ("previous_response_id", {"previous_response_id": 5}),
     ("previous_response_id", {"previous_response_id": "resp_x"}),
     ("temperature", {"temperature": -1}),

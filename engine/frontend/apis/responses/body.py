@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from engine.frontend.apis.chat.body import MAX_TOP_LOGPROBS
-from engine.frontend.apis.shared.fields import refuse
+from engine.frontend.apis.shared.body_reader import BodyReader, Unserved, strict
+from engine.frontend.apis.shared.refused import CHAT
 from engine.frontend.apis.shared.request import RequestFields, check_range
 from service.http.errors import bad_field
 
@@ -25,13 +26,22 @@ SUMMARIES = ("auto", "concise", "detailed")
 VERBOSITIES = ("low", "medium", "high")
 MODES = ("auto", "required")
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
-# Fields of other APIs, and what this one calls them.
+# Fields that a chat has, and what this API has instead.
 _MOVED = {
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "rid": "the id in the answer",
+    "max_tokens": "use max_output_tokens",
+    "response_format": "use text.format",
+    "rid": "the answer's id is the request's",
+    "return_token_ids": "ask /v1/chat/completions",
+    "return_hidden_states": "ask /v1/chat/completions",
 }
-_UNSUPPORTED = ("background", "conversation", "prompt", "context_management", "moderation")
+_REFUSED = {
+    **CHAT,
+    "background": Unserved("leave it out; the answer comes while the client waits"),
+    "conversation": Unserved("use previous_response_id, or send all items"),
+    "context_management": Unserved("shorten the input, or set truncation to auto"),
+    "moderation": Unserved("leave it out"),
+    "prompt": Unserved("write the prompt's text into instructions and input"),
+}
 
 
 class Part(msgspec.Struct, kw_only=True):
@@ -115,23 +125,21 @@ class ResponseBody(RequestFields, kw_only=True):
     prompt_cache_key: str | None = None
     service_tier: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    background: bool | None = None
-    conversation: Any = None
-    prompt: Any = None
-    context_management: Any = None
-    moderation: Any = None
+    thinking_token_budget: int | None = None
 
     @property
     def wants_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
 
 
+READER = BodyReader(body=ResponseBody, strict=strict(ResponseBody), refused=_REFUSED)
+
+
 def check_response(body: ResponseBody) -> None:
     """Raises ApiError(400)."""
-    refuse(body, _UNSUPPORTED)
     for name, remedy in _MOVED.items():
         if getattr(body, name) is not None:
-            raise bad_field(name, f"is no field of this API; use {remedy}", code="unsupported_parameter")
+            raise bad_field(name, f"is no field of this API; {remedy}", code="unsupported_parameter")
     if body.n not in (None, 1):
         raise bad_field("n", "a response is one answer; leave it out", code="unsupported_parameter")
     _one_of("truncation", body.truncation, TRUNCATIONS)

@@ -1,7 +1,5 @@
 """A response's body as a chat's: one chat does everything that either API can. Pure."""
 
-import re
-
 from engine.frontend.apis.chat.body import ChatBody, ChatMessage
 from engine.frontend.apis.chat.tools import ChosenFunction, Tool, ToolChoice, ToolFunction
 from engine.frontend.apis.responses.body import (
@@ -16,22 +14,19 @@ from engine.frontend.apis.responses.body import (
 from engine.frontend.apis.responses.items import check_calls, messages_of
 from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFormat
 from engine.frontend.apis.shared.request import RequestFields
-from service.http.errors import ApiError, bad_field
+from service.http.errors import bad_field
 
 _NOT_SHARED = frozenset(("response_format", "stream_options", "max_tokens", "rid", "n"))
 _SHARED = tuple(name for name in RequestFields.__struct_fields__ if name not in _NOT_SHARED)
 # What a chat's errors name, and what this API calls it.
-_NAMES = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
+NAMES = {
+    ".function.": ".",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
-    ".function.": ".",
 }
-_A_NAME = re.compile(
-    r"\b(?:messages|max_completion_tokens|response_format(?:\.json_schema)?|reasoning_effort)\b|\.function\."
-)
 
 
 def to_chat(body: ResponseBody) -> ChatBody:
@@ -48,22 +43,12 @@ def to_chat(body: ResponseBody) -> ChatBody:
         top_logprobs=body.top_logprobs if body.wants_logprobs else None,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
         chat_template_kwargs=body.chat_template_kwargs,
+        thinking_token_budget=body.thinking_token_budget,
         tools=tools or None,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_format(body.text.format if body.text else None),
     )
-
-
-def in_own_words(error: ApiError) -> ApiError:
-    """A chat's error with this API's names of the fields."""
-    field = None if error.field is None else _own(error.field)
-    message = _own(error.message)
-    return ApiError(error.status, message, field=field, code=error.code, retry_after_s=error.retry_after_s)
-
-
-def _own(text: str) -> str:
-    return _A_NAME.sub(lambda match: _NAMES[match[0]], text)
 
 
 def _messages(body: ResponseBody) -> list[ChatMessage]:

@@ -9,13 +9,14 @@ from aiohttp import web
 
 from engine.frontend.apis.chat.body import ChatBody, ChatMessage
 from engine.frontend.apis.chat.plan import ChatPlan, answer_chat, plan_chat
-from engine.frontend.apis.responses.body import Item, ResponseBody
-from engine.frontend.apis.responses.chat import in_own_words, to_chat
+from engine.frontend.apis.responses.body import READER, Item, ResponseBody
+from engine.frontend.apis.responses.chat import NAMES, to_chat
 from engine.frontend.apis.responses.truncation import truncated, turns_of
 from engine.frontend.apis.responses.view import ResponseView
+from engine.frontend.apis.shared.other_apis import in_words_of
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
-from service.http.errors import ApiError, bad_field, decode_body
+from service.http.errors import bad_field, decode_body
 from service.http.stream import typed_event
 from service.responses.api import caller_of
 from service.responses.book import LocalBook
@@ -28,14 +29,11 @@ _items = msgspec.json.Decoder(list[Item])
 
 
 async def create_response(request: web.BaseRequest) -> web.StreamResponse:
-    s, data = request[SERVICES], await request.read()
-    body = decode_body(data, ResponseBody)
-    keeper = await _keeper(request, s, body, data)
+    s, body = request[SERVICES], await READER.read(request)
+    keeper = await _keeper(request, s, body)
     chat = to_chat(body)
-    try:
+    with in_words_of(NAMES):
         return await _answer(request, s, body, chat, keeper)
-    except ApiError as error:
-        raise in_own_words(error) from None
 
 
 class _Keeper:
@@ -56,14 +54,15 @@ class _Keeper:
         self._client.abort(id)
 
 
-async def _keeper(request: web.BaseRequest, s: Services, body: ResponseBody, data: bytes) -> _Keeper | None:
+async def _keeper(request: web.BaseRequest, s: Services, body: ResponseBody) -> _Keeper | None:
     """Open the conversation that the body continues. None: the answer is not stored here. Raises ApiError(400)."""
     if body.history is not None:  # a router keeps it
         return None
     if s.responses is None:
         _refuse_stored(body, s.spec.mode)
         return None
-    fields, owner = decode_body(data, StoreFields), caller_of(request)
+    data, owner = await request.read(), caller_of(request)
+    fields = decode_body(data, StoreFields)
     conversation = await open_conversation(fields, partial(s.responses.find, owner=owner))
     if body.previous_response_id is not None:
         body.history = _items.decode(conversation.history)

@@ -65,8 +65,7 @@ def _add_message(messages: list[ChatMessage], item: Item, field: str) -> None:
         raise bad_field(f"{field}.role", f"{item.role!r} is not one of {', '.join(ROLES)}")
     content = _content(item.content, f"{field}.content")
     if item.role == "assistant":
-        turn = _turn(messages, new=lambda turn: turn.content is not None or bool(turn.tool_calls))
-        turn.content = content
+        _begun_turn(messages).content = content
     else:
         messages.append(ChatMessage(role=item.role, content=content))
 
@@ -76,13 +75,21 @@ def _add_reasoning(messages: list[ChatMessage], item: Item, field: str) -> None:
     parts = item.content or item.summary or []
     text = parts if isinstance(parts, str) else "".join(p.text or "" for p in parts)
     if text:
-        turn = _turn(messages, new=lambda turn: turn.content is not None or bool(turn.tool_calls))
+        turn = _begun_turn(messages)
         turn.reasoning_content = (turn.reasoning_content or "") + text
 
 
-def _turn(messages: list[ChatMessage], *, new: Any = lambda turn: False) -> ChatMessage:
-    """The assistant's message that the next item belongs to. `new(last)`: whether that item begins another one."""
-    if not messages or messages[-1].role != "assistant" or new(messages[-1]):
+def _begun_turn(messages: list[ChatMessage]) -> ChatMessage:
+    """The assistant's message for reasoning or text: one that has neither text nor calls."""
+    last = messages[-1] if messages else None
+    if last is None or last.role != "assistant" or last.content is not None or last.tool_calls:
+        messages.append(ChatMessage(role="assistant"))
+    return messages[-1]
+
+
+def _turn(messages: list[ChatMessage]) -> ChatMessage:
+    """The assistant's message for a call: the last one, whatever it has."""
+    if not messages or messages[-1].role != "assistant":
         messages.append(ChatMessage(role="assistant"))
     return messages[-1]
 

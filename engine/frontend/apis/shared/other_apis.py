@@ -52,5 +52,5 @@ def _renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     field = error.field
     for ours, theirs in names.items():
         field = field.replace(ours, theirs)
-    message = error.message.replace(error.field, field, 1)
+    message = error.message.replace(error.field, field)
     return ApiError(error.status, message, field=field, code=error.code, retry_after_s=error.retry_after_s)
