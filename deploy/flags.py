@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
+from deploy.foreign.translate import CannotFollow, ForeignFlags, translate
 from service.flags import FlagSpec, option_of, shown, spec_of
 
 Config = TypeVar("Config")
@@ -79,9 +80,13 @@ def given_argv(args: argparse.Namespace, config_class: type, *, skip: Collection
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser without abbreviations, whose errors are one line that names the flag."""
+    """An argparse parser without abbreviations, whose errors are one line that names the flag.
 
-    def __init__(self, **keywords: Any) -> None:
+    `foreign`: flags of other servers that it takes as well (`parse_strict`).
+    """
+
+    def __init__(self, *, foreign: ForeignFlags | None = None, **keywords: Any) -> None:
+        self._foreign = foreign
         keywords.setdefault("formatter_class", _HelpFormatter)
         keywords.setdefault("usage", "%(prog)s [FLAGS]")
         super().__init__(allow_abbrev=False, **keywords)
@@ -93,10 +98,21 @@ class Parser(argparse.ArgumentParser):
 
     def parse_strict(self, argv: Sequence[str]) -> argparse.Namespace:
         """Like `parse_args`, but the error for an unknown flag suggests the nearest known one."""
-        args, unknown = self.parse_known_args(argv)
+        args, unknown = self.parse_known_args(self._ours(argv))
         if unknown:
             self.error(_unknown_flag_message(unknown[0], list(self._option_string_actions)))
         return args
+
+    def _ours(self, argv: Sequence[str]) -> Sequence[str]:
+        if self._foreign is None:
+            return argv
+        try:
+            translated = translate(argv, known=self._option_string_actions, foreign=self._foreign)
+        except CannotFollow as error:
+            self.error(str(error))
+        for warning in translated.warnings:
+            print(f"{self.prog}: warning: {warning}", file=sys.stderr)
+        return translated.argv
 
 
 class _HelpFormatter(argparse.HelpFormatter):

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from deploy.flags import Parser, add_flags, config_from
+from deploy.foreign.router import ROUTER
 from router.config import RouterConfig
 
 
@@ -18,6 +19,7 @@ def run(argv: Sequence[str]) -> int:
 def build_parser() -> Parser:
     parser = Parser(
         prog="tandem router",
+        foreign=ROUTER,
         description="Route requests to pairs of prefill and decode workers (or to unified workers).",
     )
     add_flags(parser, RouterConfig, title="router")

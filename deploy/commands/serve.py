@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from deploy.flags import Parser, add_flags, config_from
+from deploy.foreign.worker import WORKER
 from disagg.config import DisaggConfig
 from engine.config import EngineConfig, ServerConfig
 
@@ -20,6 +21,7 @@ def run(argv: Sequence[str]) -> int:
 def build_parser() -> Parser:
     parser = Parser(
         prog="tandem serve",
+        foreign=WORKER,
         description="Run one worker: HTTP server, scheduler and model. Alone (null) it is a complete server.",
     )
     add_flags(parser, ServerConfig, title="HTTP server")

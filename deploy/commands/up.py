@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.flags import Parser, add_flags, config_from, given_argv
+from deploy.foreign.worker import WORKER
 from deploy.launcher import summary
 from deploy.launcher.config import ClusterConfig
 from deploy.launcher.display import make_display
@@ -88,6 +89,7 @@ def run(argv: Sequence[str]) -> int:
 def build_parser() -> Parser:
     parser = Parser(
         prog="tandem up",
+        foreign=WORKER,
         description="Start a cluster on this machine: a router, prefill and decode workers. Ctrl-C ends all of it, SIGTERM drains it first.",
     )
     add_flags(parser, ClusterConfig, title="cluster")

@@ -62,7 +62,7 @@ def test_commands_parse(page: Path) -> None:
     runs = re.findall(r"^ *make run ARGS=\"(.*)\"", text, re.MULTILINE)
     lines = [*re.findall(r"^ *(?:\.venv/bin/)?tandem (.*)$", text, re.MULTILINE), *(f"up {args}" for args in runs)]
     for line in lines:
-        command, *argv = [word for word in shlex.split(line, comments=True) if word != "..."]
+        command, *argv = [word for word in shlex.split(line, comments=True) if word not in ("...", "&")]
         importlib.import_module(COMMANDS[command].module).build_parser().parse_strict(argv)
 
 

@@ -27,6 +27,12 @@ def two_commands(text: str) -> tuple[str, str]:
     return _find(r"^(make run) ", text), _find(r"^(make test) ", text)
 
 
+def by_hand(text: str) -> list[str]:
+    """The commands that start a prefill worker, a decode worker and a router, without the `&` at their ends."""
+    block = _find(r"```\n((?:\.venv/bin/tandem [^\n]+ &\n){3})```", text)
+    return [line.removesuffix(" &") for line in block.splitlines()]
+
+
 def printed_line(output: str) -> str:
     """The request that `make run` prints to paste."""
     return _find(r"^ *(curl -s .*\\\n.*)$", output)

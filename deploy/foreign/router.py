@@ -1,0 +1,71 @@
+"""Flags of SGLang's router (SMG) and vLLM's that `tandem router` does not have."""
+
+from deploy.foreign.translate import Entry, Fixed, ForeignFlags, Ignored, Missing, Renamed, Values
+from deploy.foreign.worker import TLS
+
+ONE, MANY = Values.ONE, Values.MANY
+AT_WORKERS = "workers read texts and calls; give it to `tandem serve`"
+ANY_TIME = "workers may come at any time; until then requests wait for --retry-wait"
+LEAST_USED = "the least recently used prefixes go, by --max-tree-size"
+BACKOFF = "give --retry-backoff, in seconds; it doubles with each retry"
+IN_MEMORY = "answers of /v1/responses are kept in memory"
+KEYS = "give --api-key-file and --admin-api-key-file"
+
+_FLAGS: dict[str, Entry] = {
+    "--max-payload-size": Renamed(("--max-body-bytes",), ONE),
+    "--shutdown-grace-period-secs": Renamed(("--drain-timeout",), ONE),
+    "--cors-allowed-origins": Renamed(("--allowed-origins",), MANY),
+    "--disable-retries": Renamed(("--retry-max=0",)),
+    "--vllm-pd-disaggregation": Renamed(("--pd-disaggregation",)),
+    **{
+        name: Ignored(AT_WORKERS, ONE)
+        for name in ("--model-path", "--tokenizer-path", "--chat-template", "--reasoning-parser", "--tool-call-parser")
+    },
+    "--worker-startup-timeout-secs": Ignored(ANY_TIME, ONE),
+    "--worker-startup-check-interval": Ignored(ANY_TIME, ONE),
+    "--eviction-interval-secs": Ignored(LEAST_USED, ONE),
+    "--max-idle-secs": Ignored(LEAST_USED, ONE),
+    "--bucket-adjust-interval-secs": Ignored("it belongs to the policy `bucket`", ONE),
+    "--enable-igw": Ignored("models are always told apart"),
+    "--mini-lb": Ignored("there is one router"),
+    "--tokenizer-cache-enable-l0": Ignored(AT_WORKERS),
+    "--tokenizer-cache-enable-l1": Ignored(AT_WORKERS),
+    "--tokenizer-cache-l0-max-entries": Ignored(AT_WORKERS, ONE),
+    "--tokenizer-cache-l1-max-memory": Ignored(AT_WORKERS, ONE),
+    "--backend": Fixed(("sglang",), "workers are Tandem's or SGLang's"),
+    "--history-backend": Fixed(("memory",), IN_MEMORY),
+    "--health-check-endpoint": Fixed(("/health",), "workers are asked at /health"),
+    "--retry-backoff-multiplier": Fixed(("2", "2.0"), BACKOFF),
+    "--intra-node-data-parallel-size": Fixed(("1",), "a worker is one process with one GPU"),
+    "--retry-initial-backoff-ms": Missing(BACKOFF),
+    "--retry-max-backoff-ms": Missing(BACKOFF),
+    "--retry-jitter-factor": Missing(BACKOFF),
+    "--retry-max-retries": Missing("give --retry-max, which does not count the first try"),
+    "--rate-limit-tokens-per-second": Missing("give --rate-limit-requests-per-second and --rate-limit-burst"),
+    "--disable-health-check": Missing(
+        "workers that do not answer are found by health checks; see --health-check-interval-secs"
+    ),
+    "--assignment-mode": Missing("it belongs to the policy `manual`; consistent_hashing keeps sessions together"),
+    "--dp-aware": Missing("a worker is one process with one GPU"),
+    "--log-dir": Missing("the log goes to stderr; redirect it"),
+    "--prometheus-port": Missing("/metrics is at --port"),
+    "--prometheus-host": Missing("/metrics is at --host"),
+    "--prometheus-duration-buckets": Missing("buckets are fixed (docs/observability.md)"),
+    "--request-id-headers": Missing("X-Request-Id is read and passed on"),
+    "--mcp-config-path": Missing("the router calls no tools"),
+    "--client-cert-path": Missing(TLS),
+    "--client-key-path": Missing(TLS),
+    "--ca-cert-paths": Missing(TLS),
+    "--control-plane-api-keys": Missing(KEYS),
+    "--control-plane-audit-enabled": Missing("--log-requests and the log name each call"),
+}
+ROUTER = ForeignFlags(
+    flags=_FLAGS,
+    families={
+        "--tls-": TLS,
+        "--jwt-": KEYS,
+        "--oracle-": IN_MEMORY,
+        "--postgres-": IN_MEMORY,
+        "--redis-": IN_MEMORY,
+    },
+)

@@ -1,0 +1,118 @@
+"""Turns the flags of SGLang's and vLLM's users into ours, before argparse sees them. Pure.
+
+A flag that `known` has is ours, whatever the tables say. One that neither side has passes: argparse names the nearest.
+"""
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Values(Enum):
+    """How many words follow a flag."""
+
+    NONE = 0
+    ONE = 1
+    MANY = 2
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """It changes nothing here. `why`: the rest of the warning."""
+
+    why: str
+    values: Values = Values.NONE
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """`to`: words of ours, which the values follow."""
+
+    to: tuple[str, ...]
+    values: Values = Values.NONE
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """One value. `same`: what this server does; any other is refused. `why`: the rest of the error."""
+
+    same: tuple[str, ...]
+    why: str
+    values: Values = Values.ONE
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Refused, with any value. `why`: the rest of the error."""
+
+    why: str
+
+
+Entry = Ignored | Renamed | Fixed | Missing
+
+
+@dataclass(frozen=True)
+class ForeignFlags:
+    """`families`: why flags that begin like this and are not in `flags` are refused."""
+
+    flags: Mapping[str, Entry]
+    families: Mapping[str, str]
+
+    def find(self, name: str) -> Entry | None:
+        if name in self.flags:
+            return self.flags[name]
+        bare = name.replace("--no-", "--", 1)
+        return next((Missing(why) for start, why in self.families.items() if bare.startswith(start)), None)
+
+
+@dataclass(frozen=True)
+class Translated:
+    argv: list[str]
+    warnings: list[str]
+
+
+class CannotFollow(ValueError):
+    """A flag that is not served. The text names it and says why."""
+
+
+def translate(argv: Sequence[str], *, known: Collection[str], foreign: ForeignFlags) -> Translated:
+    """Raises CannotFollow."""
+    words, done = deque(argv), Translated([], [])
+    while words:
+        word = words.popleft()
+        name, equals, value = word.partition("=")
+        dashed = name.replace("_", "-")
+        entry = None if name in known or not name.startswith("-") else foreign.find(dashed)
+        if dashed in known and name.startswith("--"):
+            done.argv.append(dashed + equals + value)
+        elif entry is None:
+            done.argv.append(word)
+        else:
+            _follow(dashed, entry, [value] if equals else _values(dashed, entry, words), done)
+    return done
+
+
+def _follow(name: str, entry: Entry, values: list[str], done: Translated) -> None:
+    match entry:
+        case Ignored(why):
+            done.warnings.append(f"{name} is ignored: {why}")
+        case Renamed(to):
+            done.argv.extend([*to, *values])
+        case Fixed(same, why):
+            if values[0].lower() not in same:
+                raise CannotFollow(
+                    f"{name}: {why}; got {values[0]!r}, and {' or '.join(same)} is what this server does"
+                )
+        case Missing(why):
+            raise CannotFollow(f"{name}: {why}")
+
+
+def _values(name: str, entry: Entry, words: deque[str]) -> list[str]:
+    count = Values.NONE if isinstance(entry, Missing) else entry.values
+    taken: list[str] = []
+    while words and not words[0].startswith("--") and (count is Values.MANY or len(taken) < count.value):
+        taken.append(words.popleft())
+    if not taken and count is not Values.NONE:
+        raise CannotFollow(f"{name}: expected one argument")
+    return taken
