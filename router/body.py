@@ -13,6 +13,7 @@ import msgspec
 
 from service.http.errors import ApiError
 from service.http.json_depth import JSON_ERRORS, MAX_DEPTH, decode_or_none, deeper_than
+from service.model_names import untagged
 from service.responses.items import inner_text
 
 BYTES_PER_TOKEN = 4  # of text; a guess good enough to balance by
@@ -40,7 +41,6 @@ class Api(StrEnum):
 # The worker writes their one prompt.
 CHATS = frozenset((Api.CHAT, Api.MESSAGES, Api.RESPONSES, Api.OLLAMA_CHAT, Api.OLLAMA_GENERATE))
 OLLAMA = frozenset((Api.OLLAMA_CHAT, Api.OLLAMA_GENERATE))  # they stream unless the body says no
-_ANY_TAG = ":latest"  # after a model's name, to clients of Ollama
 # In the order in which a prompt holds them.
 _PROMPT_FIELDS = {
     Api.CHAT: ("messages",),
@@ -156,7 +156,7 @@ def write_body(parsed: ParsedBody) -> bytes:
 
 def named_model(parsed: ParsedBody) -> str:
     name = decode_or_none(_raw(parsed.fields, "model"), str) or ""
-    return name.removesuffix(_ANY_TAG) if parsed.api in OLLAMA else name
+    return untagged(name) if parsed.api in OLLAMA else name
 
 
 def named_priority(parsed: ParsedBody) -> int | None:

@@ -15,6 +15,9 @@ from engine.frontend.apis.chat.body import ChatBody
 from engine.frontend.apis.control import engine, role_switch
 from engine.frontend.apis.native.body import GenerateBody
 from engine.frontend.apis.native.generate import generate
+from engine.frontend.apis.ollama import answers as ollama
+from engine.frontend.apis.ollama import models as ollama_models
+from engine.frontend.apis.ollama.body import OllamaChatBody, OllamaGenerateBody, ShowBody
 from engine.frontend.apis.openai.bodies import CompletionBody
 from engine.frontend.apis.openai.chat import chat_completions
 from engine.frontend.apis.openai.completions import completions
@@ -28,7 +31,7 @@ from service.http.home import HOME
 from service.http.invocations import INVOCATIONS, InvocationBody, invoked_path
 from service.http.pages import SHARED
 from service.http.routes import Handler
-from service.http.stream import EVENTS_TYPE
+from service.http.stream import EVENTS_TYPE, LINES_TYPE
 from service.security.keys import Access
 from service.telemetry.records import TracesQuery
 
@@ -94,6 +97,12 @@ _ROUTES = (
     ApiRoute("POST", "/v1/messages", messages, MessagesBody, streams=EVENTS_TYPE),
     ApiRoute("POST", "/v1/messages/count_tokens", count_tokens, CountTokensBody),
     ApiRoute("POST", INVOCATIONS, invocations, InvocationBody, streams=EVENTS_TYPE),
+    ApiRoute("POST", "/api/chat", ollama.chat, OllamaChatBody, streams=LINES_TYPE),
+    ApiRoute("POST", "/api/generate", ollama.generate, OllamaGenerateBody, streams=LINES_TYPE),
+    ApiRoute("POST", "/api/show", ollama_models.show, ShowBody),
+    ApiRoute("GET", "/api/tags", ollama_models.tags),
+    ApiRoute("GET", "/api/ps", ollama_models.ps),
+    ApiRoute("GET", "/api/version", ollama_models.version),
     ApiRoute("POST", "/abort_request", engine.abort_request, engine.AbortBody, empty=True, body_required=False),
     ApiRoute("POST", "/tokenize", tokens.tokenize, tokens.TokenizeBody),
     ApiRoute("POST", "/detokenize", tokens.detokenize, tokens.DetokenizeBody),

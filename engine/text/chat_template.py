@@ -36,6 +36,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+        self.source = source
         self._template = environment.from_string(source)
         self._special_tokens = special_tokens or {}
 

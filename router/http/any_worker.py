@@ -1,14 +1,32 @@
-"""Routes beside generation that one worker answers for all that serve the model: what a prompt would cost, what a model is."""
+"""Routes beside generation that one worker answers for all that serve the model: models, tokens, what a prompt costs.
 
+With several models their lists are joined, of one worker for each.
+"""
+
+import asyncio
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 from aiohttp import web
 
+from router.client.session import call_worker
 from router.http.worker_calls import WorkerCalls
-from service.http.json_depth import object_of
+from router.pool.models import join_models
+from router.pool.worker import Worker
+from service.http.json_depth import decode_or_none, object_of
+from service.http.stream import json_response
+from service.model_names import untagged
+from service.security.keys import authorization_of
 
-ASKED = ("/v1/messages/count_tokens", "/tokenize", "/detokenize")  # POST, with the model in the body
+_MODEL = "/v1/models/"
+ASKED = ("/v1/messages/count_tokens", "/tokenize", "/detokenize", "/api/show")  # POST, with the model in the body
 _ALIASES = ("/v1/tokenize", "/v1/detokenize")
+DESCRIBED = ("/get_model_info", "/model_info", "/api/version")
+LISTS = {  # where the rows are, and in them the names
+    "/v1/models": ("data", "id"),
+    "/api/tags": ("models", "name"),
+    "/api/ps": ("models", "name"),
+}
 
 
 @dataclass(eq=False)
@@ -16,11 +34,37 @@ class AnyWorkerApi:
     calls: WorkerCalls
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.post(path, self.ask) for path in (*ASKED, *_ALIASES)]
+        return [
+            *(web.post(path, self.ask) for path in (*ASKED, *_ALIASES)),
+            *(web.get(path, self.calls.call_one) for path in DESCRIBED),
+            *(web.get(path, self.list_models) for path in LISTS),
+            web.get(_MODEL + "{model}", self.get_model),
+        ]
 
     async def ask(self, request: web.BaseRequest) -> web.Response:
-        """Pass it to the first worker that answers; what is no model's name is for the worker to refuse."""
-        model = object_of(await request.read()).get("model")
-        return await self.calls.call_one(
-            request, model=self.calls.table.models.meant(model if isinstance(model, str) else "")
-        )
+        """What is no model's name is for the worker to refuse."""
+        body = object_of(await request.read())
+        name = body.get("model", body.get("name"))
+        return await self._call_for(request, untagged(name) if isinstance(name, str) else "")
+
+    async def get_model(self, request: web.BaseRequest) -> web.Response:
+        return await self._call_for(request, unquote(request.path.removeprefix(_MODEL)))
+
+    async def list_models(self, request: web.BaseRequest) -> web.Response:
+        if not self.calls.table.models.several:
+            return await self.calls.call_one(request)
+        field, key = LISTS[request.path]
+        models = join_models(await self._lists(request), field=field, key=key)
+        return json_response({"object": "list", field: models} if field == "data" else {field: models})
+
+    async def _lists(self, request: web.BaseRequest) -> list[object]:
+        headers = self.calls.credentials.for_client(authorization_of(request.headers))
+        speakers: dict[str, Worker] = {}
+        for role in reversed(self.calls.roles):
+            for worker in self.calls.table.alive(role):
+                speakers.setdefault(next(iter(worker.models), ""), worker)
+        calls = (call_worker(self.calls.session, "GET", w.url + request.path, headers) for w in speakers.values())
+        return [decode_or_none(answer.body) for answer in await asyncio.gather(*calls)]
+
+    async def _call_for(self, request: web.BaseRequest, name: str) -> web.Response:
+        return await self.calls.call_one(request, model=self.calls.table.models.meant(name))

@@ -6,7 +6,7 @@ While no worker is alive these bodies are objects. Fields that the router overwr
 from typing import Any
 
 from router.body import BOOTSTRAP_FIELDS, HISTORY_FIELD, OLLAMA, Api
-from router.http.any_worker import ASKED
+from router.http.any_worker import ASKED, DESCRIBED, LISTS
 from router.http.fan_out import LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER
 from service.http.error_shapes import shape_of
 from service.http.invocations import INVOCATIONS
@@ -32,7 +32,7 @@ _OWN: dict[str, dict[str, Any]] = {
         path: {"get": None}
         for path in ("/liveness", "/health", "/readiness", "/health_generate", "/metrics", "/version")
     },
-    **{path: {"get": None} for path in ("/v1/models", "/get_model_info", "/model_info")},
+    **{path: {"get": None} for path in (*LISTS, *DESCRIBED)},
     **{path: {"get": None} for path in ("/get_server_info", "/server_info", "/get_loads", "/get_load", "/v1/loads")},
     "/ping": {"get": None, "post": None},
     **{path: {"get": None} for path in ("/auto_roles", "/dashboard/state")},

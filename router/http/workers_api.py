@@ -1,10 +1,8 @@
-"""Routes about workers: list, add, remove, switch roles; settings and models, as workers describe them."""
+"""Routes about workers: list, add, remove, switch roles; settings; the document of all routes."""
 
-import asyncio
 import time
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
-from urllib.parse import unquote
 
 import msgspec
 from aiohttp import web
@@ -16,7 +14,6 @@ from router.http.openapi import make_document
 from router.http.worker_calls import WorkerCalls
 from router.pool.discovery import Discovery
 from router.pool.health import HealthMonitor
-from router.pool.models import join_models
 from router.pool.worker import Role, Worker
 from router.roles.switch import Switch
 from service.flags import ConfigError
@@ -25,7 +22,6 @@ from service.http.json_depth import decode_or_none
 from service.http.stream import json_response
 from service.security.keys import authorization_of
 
-_MODEL = "/v1/models/"
 _ROLE_WORDS = {"regular": "unified", "null": "unified"}  # SGLang's router calls a unified worker regular
 
 
@@ -72,10 +68,6 @@ class WorkersApi:
             web.get("/get_loads", self.get_loads),
             web.get("/get_server_info", self.server_info),
             web.get("/server_info", self.server_info),
-            web.get("/v1/models", self.list_models),
-            web.get("/v1/models/{model}", self.get_model),
-            web.get("/get_model_info", self.calls.call_one),
-            web.get("/model_info", self.calls.call_one),
             web.get("/openapi.json", self.openapi),
         ]
 
@@ -125,23 +117,6 @@ class WorkersApi:
                 "workers": [describe(w) for w in self.calls.table.workers()],
             }
         )
-
-    async def list_models(self, request: web.BaseRequest) -> web.Response:
-        """All models: of one worker if all serve the same, else of one worker for each model, joined."""
-        if not self.calls.table.models.several:
-            return await self.calls.call_one(request)
-        headers = self.calls.credentials.for_client(authorization_of(request.headers))
-        speakers: dict[str, Worker] = {}
-        for role in reversed(self.calls.roles):
-            for worker in self.calls.table.alive(role):
-                speakers.setdefault(next(iter(worker.models), ""), worker)
-        calls = (call_worker(self.calls.session, "GET", w.url + request.path, headers) for w in speakers.values())
-        models = join_models(decode_or_none(answer.body) for answer in await asyncio.gather(*calls))
-        return json_response({"object": "list", "data": models})
-
-    async def get_model(self, request: web.BaseRequest) -> web.Response:
-        name = unquote(request.path.removeprefix(_MODEL))
-        return await self.calls.call_one(request, model=self.calls.table.models.meant(name))
 
     async def openapi(self, request: web.BaseRequest) -> web.Response:
         """The router's own routes, and generation as the first live worker describes it (decode before prefill)."""

@@ -105,13 +105,18 @@ def says_models(listed: object) -> bool:
     return isinstance(listed, dict) and isinstance(listed.get("data"), list)
 
 
-def join_models(answers: Iterable[object]) -> list[dict[str, Any]]:
+def join_models(answers: Iterable[object], *, field: str = "data", key: str = "id") -> list[dict[str, Any]]:
+    """The rows of several lists of models, each name once. `field`: where a list has its rows; `key`: their names."""
     rows: dict[str, dict[str, Any]] = {}
-    for row in chain.from_iterable(map(_rows, answers)):
-        rows.setdefault(row["id"], row)
+    for row in chain.from_iterable(_rows(answer, field, key) for answer in answers):
+        rows.setdefault(row[key], row)
     return list(rows.values())
 
 
-def _rows(listed: object) -> list[dict[str, Any]]:
-    rows = listed["data"] if isinstance(listed, dict) and says_models(listed) else []
-    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("id"), str)]
+def _rows(listed: object, field: str = "data", key: str = "id") -> list[dict[str, Any]]:
+    rows = listed.get(field) if isinstance(listed, dict) else None
+    return (
+        [row for row in rows if isinstance(row, dict) and isinstance(row.get(key), str)]
+        if isinstance(rows, list)
+        else []
+    )

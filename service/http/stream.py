@@ -17,6 +17,7 @@ REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 EXTRA_HEADERS: web.RequestKey[dict[str, str]] = web.RequestKey("extra_headers", dict)  # of every answer
 STREAMING: web.RequestKey[bool] = web.RequestKey("streaming", bool)  # headers are out: no other answer is possible
 
+_LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
 _encode = msgspec.json.Encoder().encode
 
 
@@ -49,4 +50,8 @@ def typed_event(value: dict[str, Any]) -> bytes:
 
 
 def line(value: Any) -> bytes:
-    return _encode(value) + b"\n"
+    """A line of JSON. Some readers end lines also where Unicode does, which JSON permits inside text."""
+    text = _encode(value)
+    for end, escape in _LINE_ENDS.items():
+        text = text.replace(end, escape)
+    return text + b"\n"

@@ -120,6 +120,8 @@ def names_field(answer: Answer, field: str) -> bool:
         return False
     said = json.loads(answer.body)
     error = said["error"]
+    if isinstance(error, str):
+        return field in error
     if said.get("type") == "error":
         return error["type"] == "invalid_request_error" and field in error["message"]
     in_shape = set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"

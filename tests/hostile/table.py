@@ -11,7 +11,7 @@ import msgspec
 JSON = b"application/json"
 GENERATE, COMPLETE, CHAT, EMBED = "/generate", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 RESPOND, MESSAGES = "/v1/responses", "/v1/messages"
-GENERATION = (GENERATE, COMPLETE, CHAT, EMBED, RESPOND, MESSAGES)
+GENERATION = (GENERATE, COMPLETE, CHAT, EMBED, RESPOND, MESSAGES, "/api/chat", "/api/generate")
 PROMPT = {"text": "k17 v42 k17"}
 USER = {"messages": [{"role": "user", "content": "k17"}]}
 
@@ -164,6 +164,8 @@ SURROGATES: dict[str, tuple[str, dict[str, Any]]] = {
     "reference": (RESPOND, {"input": [{"type": "item_reference", "id": LONE}]}),
     "metadata": (RESPOND, {"input": "a", "metadata": {LONE: LONE}}),
     "message": (MESSAGES, {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": LONE}]}]}),
+    "option": ("/api/generate", {"model": "m", "prompt": "a", "options": {LONE: 1}}),
+    "called": ("/api/chat", {"model": LONE, "messages": []}),
     "bias": (CHAT, {**USER, "logit_bias": {LONE: 1}}),
 }
 

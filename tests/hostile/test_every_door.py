@@ -34,6 +34,7 @@ from tests.hostile.doors import (
 from tests.hostile.table import Call, post
 from tests.hostile.wrong_fields import WRONG_FIELDS, wrong_values
 from tests.hostile.wrong_messages import WRONG_MESSAGES
+from tests.hostile.wrong_ollama import WRONG_OLLAMA
 
 BESIDE_EVERY_S, BESIDE_TOKENS = 0.3, 50
 # Routes that every case of `RAW_BODIES` is wrong for.
@@ -43,7 +44,7 @@ JSON_ROUTES = {
     "worker": (*ANYWHERE, "/switch_role"),
     "bootstrap": ("/rooms",),
 }
-ALL_WRONG_FIELDS = [*WRONG_FIELDS, *WRONG_MESSAGES]
+ALL_WRONG_FIELDS = [*WRONG_FIELDS, *WRONG_MESSAGES, *WRONG_OLLAMA]
 # HTTP itself is wrong then: it is answered before any handler, or the connection is closed.
 OF_THE_LIBRARY = ("Content-Length", "Transfer-Encoding", "Upgrade", "Connection")
 

@@ -163,6 +163,10 @@ class DummyWorker:
         if request.path in ("/v1/models", "/flush_cache", "/abort_request", "/get_model_info", "/health_generate"):
             self.calls.append((request.path, await request.text()))
             return web.json_response({"data": self.models or [{"id": self.name}]})
+        if request.path in ("/api/tags", "/api/ps"):
+            return web.json_response({"models": [{"name": self.name}]})
+        if request.path == "/api/version":
+            return web.json_response({"version": self.name})
         if request.path.startswith("/v1/models/"):
             return web.json_response({"id": request.path.removeprefix("/v1/models/"), "from": self.name})
         if request.method not in ("POST", "PUT"):

@@ -142,6 +142,22 @@ async def test_one_worker_counts_tokens_for_all() -> None:
         assert (await c.post(COUNT, {"messages": 5}))[0] == 400
 
 
+async def test_one_worker_describes_a_model_and_several_models_are_joined() -> None:
+    async with cluster(unified=2) as c:
+        assert (await c.get("/api/tags"))[1] == {"models": [{"name": "null-0"}]}
+        assert (await c.get("/api/version"))[1] == {"version": "null-0"}
+        for worker in c.decodes:
+            worker.info["served_model_name"] = worker.name
+        await until(lambda: c.router.table.models.several)
+        for path in ("/api/tags", "/api/ps"):
+            assert (await c.get(path))[1] == {"models": [{"name": "null-0"}, {"name": "null-1"}]}
+        for body in ({"model": "null-1:latest"}, {"name": "null-1"}):
+            assert (await c.post("/api/show", body))[0] == 200
+        assert [len(w.seen) for w in c.decodes] == [0, 2]
+        status, _, answer = await c.post("/api/show", {"model": "other"})
+        assert status == 404 and "not served here" in in_shape("/api/show", answer)["message"]
+
+
 async def test_metrics_name_the_paths() -> None:
     async with cluster() as c:
         for path, body in BODIES.items():

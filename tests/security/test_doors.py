@@ -67,6 +67,7 @@ def test_every_route_that_changes_a_worker_is_an_admin_s() -> None:
     user = {f"{v1}/{name}" for v1 in ("", "/v1") for name in ("tokenize", "detokenize")}
     user |= {"/v1/models", "/v1/models/{model}", "/model_info", "/get_model_info", "/server_info", "/get_server_info"}
     user |= {"/get_load", "/v1/loads", "/abort_request", "/invocations", "/v1/messages/count_tokens", *GENERATION}
+    user |= {f"/api/{name}" for name in ("show", "tags", "ps", "version")}
     user |= {f"/v1/responses{rest}" for rest in ("", "/{id}", "/{id}/cancel", "/{id}/input_items")}
     open_to_all = {"/health", "/health_generate", "/liveness", "/metrics", "/ping", "/version"}
     assert {route.path for route in ROUTES} - ADMIN_PATHS - user == open_to_all

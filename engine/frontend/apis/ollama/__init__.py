@@ -1,0 +1,1 @@
+"""Ollama's API: chats, prompts, and what its clients ask about models."""

@@ -1,0 +1,91 @@
+"""POST /api/chat and /api/generate: body -> chat or completion -> view. Both stream unless told not to."""
+
+import time
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from engine.frontend.apis.chat.body import ChatBody
+from engine.frontend.apis.chat.plan import answer_chat, plan_chat
+from engine.frontend.apis.ollama.body import OllamaChatBody, OllamaFields, OllamaGenerateBody
+from engine.frontend.apis.ollama.translate import NAMES, chat_of, completion_of, prompted_chat_of
+from engine.frontend.apis.ollama.view import (
+    OllamaShape,
+    OllamaView,
+    Show,
+    chat_message,
+    loaded,
+    response_text,
+)
+from engine.frontend.apis.shared.fields import prompt_ids
+from engine.frontend.apis.shared.models import choose_model
+from engine.frontend.apis.shared.other_apis import in_words_of
+from engine.frontend.apis.shared.samples import answer_samples, body_constraint, sampling_of
+from engine.frontend.apis.shared.stream import Framing
+from engine.frontend.services import SERVICES, Services
+from engine.text.parts import WholeAnswer
+from service.http.errors import decode_body
+from service.http.stream import LINES_HEADERS, json_response, line
+from service.model_names import untagged
+
+LINES = Framing(headers=LINES_HEADERS, encode=line)
+
+
+async def chat(request: web.BaseRequest) -> web.StreamResponse:
+    start_ns = time.monotonic_ns()
+    body = decode_body(await request.read(), OllamaChatBody)
+    with in_words_of(NAMES):
+        if not body.messages:
+            return _loaded(request[SERVICES], body, chat_message)
+        return await _answer_chat(request, body, chat_of(body), show=chat_message, start_ns=start_ns)
+
+
+async def generate(request: web.BaseRequest) -> web.StreamResponse:
+    """Without a chat template every prompt is raw."""
+    start_ns, s = time.monotonic_ns(), request[SERVICES]
+    body = decode_body(await request.read(), OllamaGenerateBody)
+    with in_words_of(NAMES):
+        if not body.prompt:
+            return _loaded(s, body, response_text)
+        if body.raw or s.model.template is None:
+            return await _complete(request, body, body.prompt, start_ns=start_ns)
+        return await _answer_chat(request, body, prompted_chat_of(body), show=response_text, start_ns=start_ns)
+
+
+async def _answer_chat(
+    request: web.BaseRequest, body: OllamaFields, chat: ChatBody, *, show: Show, start_ns: int
+) -> web.StreamResponse:
+    plan = await plan_chat(request[SERVICES], chat)
+    shape = OllamaShape(model=body.model, start_ns=start_ns, show=show, reader=plan.reader)
+    return await answer_chat(
+        request, chat, plan, id_prefix="chat-", view=partial(OllamaView, shape), framing=LINES, cut=True
+    )
+
+
+async def _complete(
+    request: web.BaseRequest, body: OllamaGenerateBody, prompt: str, *, start_ns: int
+) -> web.StreamResponse:
+    s, fields = request[SERVICES], completion_of(body)
+    model, constraint = choose_model(s, fields.model, fields.lora_path), body_constraint(fields)
+    shape = OllamaShape(model=body.model, start_ns=start_ns, show=response_text, reader=None)
+    return await answer_samples(
+        request,
+        fields,
+        id_prefix="gen-",
+        prompts=[await prompt_ids(s, prompt, field="prompt")],
+        params=sampling_of(s, fields, max_tokens=fields.max_tokens, name="max_tokens", constraint=constraint),
+        logprobs=None,
+        constraint=constraint,
+        model=model,
+        field="prompt",
+        view=partial(OllamaView, shape),
+        framing=LINES,
+        cut=True,
+    )
+
+
+def _loaded(s: Services, body: OllamaFields, show: Show) -> web.Response:
+    choose_model(s, untagged(body.model), body.lora_path)
+    shown: dict[str, Any] = show(WholeAnswer())
+    return json_response(loaded(body.model, shown))

@@ -1,0 +1,96 @@
+"""Bodies of /api/chat, /api/generate and /api/show. Pure. Source: https://github.com/ollama/ollama/blob/main/docs/api.md"""
+
+from typing import Any
+
+import msgspec
+
+from engine.frontend.apis.chat.tools import Tool
+from engine.frontend.apis.shared.other_apis import OwnFields
+
+
+class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """First those that sample, then other ways to sample, which are refused unless they are off; the rest says how Ollama's runner
+    uses a machine, or has no counterpart here: ignored."""
+
+    num_predict: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+    mirostat: int | None = None
+    tfs_z: float | None = None
+    typical_p: float | None = None
+
+    draft_num_predict: Any = None
+    embedding_only: Any = None
+    f16_kv: Any = None
+    logits_all: Any = None
+    low_vram: Any = None
+    main_gpu: Any = None
+    mirostat_eta: Any = None
+    mirostat_tau: Any = None
+    num_batch: Any = None
+    num_ctx: Any = None
+    num_gpu: Any = None
+    num_keep: Any = None
+    num_thread: Any = None
+    numa: Any = None
+    penalize_newline: Any = None
+    repeat_last_n: Any = None
+    use_mlock: Any = None
+    use_mmap: Any = None
+    vocab_only: Any = None
+
+
+class OllamaFields(OwnFields, kw_only=True):
+    """`format`: "json" or a JSON schema. `think`: whether to reason, or how much. `keep_alive` is ignored: the model stays."""
+
+    model: str
+    stream: bool | None = None
+    format: str | dict[str, Any] | None = None
+    options: Options | None = None
+    think: bool | str | None = None
+    keep_alive: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class OllamaMessage(msgspec.Struct, kw_only=True):
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaChatBody(OllamaFields, kw_only=True):
+    messages: list[OllamaMessage] | None = None
+    tools: list[Tool] | None = None
+
+
+class OllamaGenerateBody(OllamaFields, kw_only=True):
+    """`raw`: the prompt is text for the model, not a message of the user."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    suffix: str | None = None
+    images: list[Any] | None = None
+    template: str | None = None
+    context: list[int] | None = None
+
+
+class ShowBody(msgspec.Struct, kw_only=True):
+    """`name`: as older clients call it."""
+
+    model: str | None = None
+    name: str | None = None
+    verbose: bool | None = None
