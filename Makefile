@@ -32,7 +32,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tools.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run chat test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins pins triton-versions house k8s-drill fault-matrix death-notice churn-soak plan-error gpu-check lint format clean
+.PHONY: help setup run chat test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins pins triton-versions house api-table k8s-drill fault-matrix death-notice churn-soak plan-error gpu-check lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine; Ctrl-C ends it"
@@ -64,6 +64,7 @@ help:
 	@echo "make sim [SEED=7 NODES=8]  simulate one cluster with faults"
 	@echo "make sim-mutants       plant bugs in whole clusters; fixed seeds and scenarios must find each"
 	@echo "make manifests         render deploy/kubernetes for the tests (after a change there; needs kubectl)"
+	@echo "make api-table         write docs/api.md (after a change of routes or fields)"
 	@echo "make image-pins        pin what the images install to the versions of $(VENV)"
 
 setup: $(STAMP)
@@ -168,6 +169,10 @@ $(TRITON_VENV)/bin/python: | $(STAMP)
 
 triton-versions: $(STAMP) $(TRITON_VENV)/bin/python
 	$(BIN)/python -m tools.triton_versions --python $(TRITON_VENV)/bin/python
+
+# After a change of routes or bodies; a test compares the page.
+api-table: $(STAMP)
+	$(BIN)/python -m tools.api_table.page
 
 house: $(STAMP)
 	$(BIN)/python -m tools.house

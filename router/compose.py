@@ -146,7 +146,7 @@ class Router:
         config, share = self.config, 1 if self.slot is None else self.config.workers
         limiter = make_limiter(config.rate_limit_requests_per_second / share, -(-config.rate_limit_burst // share))
         return make_guard(
-            self._routes(),
+            self.routes(),
             gate=self.gate,
             need_of=need_of,
             browser=_browser_rule(config, self.gate),
@@ -183,7 +183,7 @@ class Router:
             responses=Responses(book=self.book),
         )
 
-    def _routes(self) -> Routes:
+    def routes(self) -> Routes:
         config, peers, calls = self.config, self.peers, self.calls
         health = HealthApi(calls, live=self.live, metrics=self.metrics, peers=peers)
         workers = WorkersApi(

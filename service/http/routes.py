@@ -46,6 +46,15 @@ class Routes:
         route = methods.get(method)
         return route if route is not None else _not_allowed(method, methods)
 
+    def paths(self) -> dict[str, set[str]]:
+        """Paths as registered, and their methods; HEAD is where GET is."""
+        found: dict[str, set[str]] = {}
+        for methods in (*self._exact.values(), *(below for _, below in self._below)):
+            for method, route in methods.items():
+                if method != "HEAD":
+                    found.setdefault(route.path, set()).add(method)
+        return found
+
     def of(self, request: web.BaseRequest) -> HttpRoute:
         """The route of a request, looked up once."""
         route = request.get(ROUTE)

@@ -6,6 +6,7 @@ from pathlib import Path
 from benchmarks import auto_roles, plan_error
 from benchmarks.report import ELSEWHERE, KEPT, SECTIONS
 from tests.packages import ROOT
+from tools.api_table import page as api_table
 from tools.faults import report as faults
 from tools.fuzz.report import HEAD
 
@@ -25,6 +26,11 @@ def test_auto_roles() -> None:
 def test_plan_error() -> None:
     report = json.loads((REPORTS / "plan_error.json").read_text())
     assert plan_error.page(report) == (REPORTS / "plan_error.md").read_text()
+
+
+def test_routes_and_fields() -> None:
+    """After a change of routes or bodies: make api-table."""
+    assert api_table.page() == api_table.PAGE.read_text()
 
 
 def test_fuzz_begins_as_its_writer_says() -> None:

@@ -22,6 +22,7 @@ from engine.frontend.apis.shared.other_apis import own_fields
 from service.http.errors import ApiError, bad_field
 
 ROLES = ("user", "assistant", "system")
+UNSUPPORTED = ("container", "mcp_servers")
 # type -> the fields that it needs. What Anthropic has encrypted (redacted_thinking) says nothing to another model.
 _TEXT: dict[str, tuple[str, ...]] = {"text": ("text",)}
 _BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -45,7 +46,7 @@ NAMES = {
 
 def chat_of(body: PromptFields) -> ChatBody:
     """Raises ApiError(400) that names the field, as do the checks of the chat (`in_words_of(NAMES)`)."""
-    refuse(body, ("container", "mcp_servers"))
+    refuse(body, UNSUPPORTED)
     return ChatBody(
         messages=[*_system(body.system), *_messages(body.messages)],
         model=body.model,

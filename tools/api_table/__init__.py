@@ -1,0 +1,1 @@
+"""docs/api.md: routes and fields beside those of SGLang and vLLM."""
