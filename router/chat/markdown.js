@@ -83,7 +83,7 @@ const MAKERS = {
   list: listOf,
   heading: ({ level, text }) => el("h3", level < 3 ? "major" : "", ...inline(text)),
   quote: ({ text }) => el("blockquote", "", ...inline(text)),
-  paragraph: ({ text }) => el("p", "", ...inline(text)),
+  paragraph: ({ text }) => el("p", "", ...inline(text.trim())),
 };
 
 /** Draws a text that grows: blocks that have not changed stay, and with them a selection. */

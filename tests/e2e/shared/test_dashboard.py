@@ -1,4 +1,4 @@
-"""The dashboard in front of real workers: what they report is on the page, and a request's time line has its stages."""
+"""The pages in front of real workers: what they report is on the dashboard, and a request's time line has its stages there and in a chat."""
 
 import asyncio
 from collections.abc import Iterator
@@ -60,6 +60,31 @@ async def test_a_real_cluster_is_on_the_page(nixl: Cluster, devtools: str) -> No
             assert all(any(line.startswith(f"{stage} {where} ") for line in entries) for stage in stages), entries
         assert page.complaints == []
         assert all(url.startswith(nixl.router + "/") for url in page.asked)
+
+
+async def test_a_chat_shows_the_stages_of_both_workers(nixl: Cluster, devtools: str) -> None:
+    """What the chat page shows below an answer, from workers that really report it."""
+    async with tab(devtools) as page:
+        await page.open(nixl.router + "/chat")
+        await page.until("document.getElementById('model').value === 'recall'")
+        await page.type("k17 v42 k03 v91 k17")
+        await page.press("Enter")
+        last = "document.querySelector('.exchange:last-child')"
+        await page.until(f"{last}?.querySelector('.answer .said').innerText.startsWith('v42')")
+        await page.until(f"{last}.querySelector('.figures').innerText.includes('token')")
+        await page.until(f"!{last}.querySelector('.crossed').hidden")
+        lines = f"[...{last}.querySelectorAll('.timeline .inner')].map((n) => n.innerText.replace(/\\s+/g, ' '))"
+        async with asyncio.timeout(MOVED_S):
+            while (
+                len(entries := await page.js(lines)) < 8
+            ):  # the workers may report a little later: opened anew it asks again
+                await page.js(f"{last}.querySelector('.crossed').click()")
+                await asyncio.sleep(0.2)
+        for role, stages in (("prefill", ("bootstrap", "queue", "prefill", "transfer")), ("decode", ("decode",))):
+            where = nixl.of(role)[0].url.removeprefix("http://")
+            assert where in await page.js(f"{last}.querySelector('.crossed').innerText")
+            assert all(any(line.startswith(f"{stage} {where} ") for line in entries) for stage in stages), entries
+        assert page.complaints == []
 
 
 MOVED_S = 60.0
