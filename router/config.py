@@ -164,7 +164,7 @@ class RouterConfig(
     max_stored_responses: int = flag(
         1000, "most answers of /v1/responses kept for previous_response_id", least=0, special={0: "none"}
     )
-    max_stored_response_bytes: int = flag(64 << 20, "most bytes of these answers", unit="bytes", least=0)
+    max_stored_response_bytes: int = flag(64 << 20, "most bytes of these answers", unit="bytes", least=1)
     header_timeout_s: float = _seconds(10.0, "longest time for a client to send the head of a request", above=0)
     sse_keep_alive_interval_s: float = _seconds(
         15.0, "longest silence of a stream; then a comment keeps proxies from cutting it", zero="none"

@@ -134,7 +134,8 @@ class ResponseKeeper:
     """Stores one answer before its client has all of it, so that the next request may name it."""
 
     def __init__(self, book: SharedBook, conversation: Conversation, *, owner: str, request: RequestContext) -> None:
-        self._book, self._conversation, self._owner, self._request = book, conversation, owner, request
+        self._book, self._owner, self._request = book, owner, request
+        self._conversation = conversation.to_keep()
         self._running = ExitStack()
         self._has_begun = False
 

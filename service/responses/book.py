@@ -44,8 +44,9 @@ class LocalBook:
         try:
             yield
         finally:
-            del self._live[id]
             live.ended.set()
+            if self._live.get(id) is live:  # else a worker has given the same id twice
+                del self._live[id]
 
     async def find(self, id: str, owner: str) -> list[StoredResponse]:
         return self.store.conversation(id, owner=owner)

@@ -29,6 +29,10 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     history: bytes
     input: bytes
 
+    def to_keep(self) -> "Conversation":
+        """What is needed of it while the answer is generated: not the history, which may be long."""
+        return msgspec.structs.replace(self, history=b"")
+
 
 class _Answer(msgspec.Struct):
     id: str

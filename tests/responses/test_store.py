@@ -9,6 +9,7 @@ import pytest
 
 from service.http.errors import ApiError
 from service.responses.api import page_of
+from service.responses.book import LocalBook
 from service.responses.conversation import StoreFields, open_conversation, to_store
 from service.responses.items import history_of, inner_text, input_items, item_id, references, resolved, response_of
 from service.responses.store import OVERHEAD_BYTES, ResponseStore, StoredResponse
@@ -195,6 +196,20 @@ def test_an_answer_without_an_id_is_not_stored() -> None:
     assert to_store(opened, owner="a", answer=b'{"error":{}}') is None
     kept = to_store(opened, owner="a", answer=b'{"id":"resp_1","output":[]}')
     assert kept is not None and (kept.id, kept.previous) == ("resp_1", "")
+
+
+def test_one_id_twice_confuses_nothing() -> None:
+    """Only a worker that is broken gives it."""
+    book = LocalBook(ResponseStore(max_count=9, max_bytes=1 << 20))
+
+    async def abort(id: str) -> None: ...
+
+    first, second = book.running("resp_1", "a", abort=abort), book.running("resp_1", "b", abort=abort)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert asyncio.run(book.cancel("resp_1", "b")) is False
 
 
 async def _nothing(id: str) -> list[StoredResponse]:

@@ -144,6 +144,17 @@ async def test_a_key_finds_only_its_own() -> None:
             assert (await c.get(f"{PATH}/{first['id']}", **good))[0] == 200
 
 
+async def test_the_routers_own_keys_are_kept_apart(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice\nbob\n")
+    async with cluster(unified=1, api_key_file=str(keys)) as c:
+        answering(c)
+        first = await ask(c, "one", key="alice")
+        path = f"{PATH}/{first['id']}"
+        statuses = [(await c.get(path, Authorization=f"Bearer {key}"))[0] for key in ("alice", "bob", "eve")]
+        assert statuses == [200, 404, 401] and (await c.get(path))[0] == 401
+
+
 async def test_references_arrive_as_items() -> None:
     async with cluster() as c:
         answering(c)

@@ -40,7 +40,8 @@ class _Keeper:
     """Stores one response for its owner."""
 
     def __init__(self, s: Services, book: LocalBook, conversation: Conversation, owner: str) -> None:
-        self._client, self._book, self._conversation, self._owner = s.client, book, conversation, owner
+        self._client, self._book, self._owner = s.client, book, owner
+        self._conversation = conversation.to_keep()
 
     def put(self, response: dict[str, Any]) -> None:
         stored = to_store(self._conversation, owner=self._owner, answer=msgspec.json.encode(response))
