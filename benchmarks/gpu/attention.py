@@ -41,7 +41,7 @@ def decode_bandwidth(target: Target) -> dict[str, Any]:
     slots = torch.arange(batch, device=target.device)
 
     def run(tiles: DecodeTiles, pool: KVPool = pool, table: torch.Tensor = table) -> float:
-        splits = split_list(kv_lens, tiles=tiles)
+        splits = split_list(kv_lens, kv_heads=shape.kv_heads, tiles=tiles)
         layers = cycle(range(pool.num_layers))
 
         def work() -> torch.Tensor:

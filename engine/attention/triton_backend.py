@@ -11,7 +11,7 @@ import torch
 
 from engine.attention.flashinfer_prompts import FlashInferPrompts
 from engine.kernels.extend_plan import plan_extend
-from engine.kernels.triton_decode import DecodeTiles, decode, decode_tiles, split_list
+from engine.kernels.triton_decode import DecodeTiles, SplitList, decode, decode_tiles, split_list
 from engine.kernels.triton_extend import ExtendTiles, ExtendWork, any_whole, extend, extend_tiles, lists_of, work_of
 from engine.kernels.triton_turn_write import turn_write
 from engine.kv.kv_pool import KVPool
@@ -24,10 +24,10 @@ ALIGNED = 4  # int32 in 16 bytes
 
 @dataclass(frozen=True, slots=True)
 class _Decode:
-    """A step of single tokens. `splits`: by the tiles of a layer, which all layers of one shape share."""
+    """A step of single tokens. `splits`: by the shape of a layer."""
 
     kv_lens: torch.Tensor
-    splits: dict[DecodeTiles, torch.Tensor]
+    splits: "dict[_Shape, SplitList]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class TritonBackend:
         return out.flatten(1).to(q.dtype)
 
     def _decode(self, layer: int, rows: torch.Tensor, now: _Decode, slots: torch.Tensor) -> torch.Tensor:
-        tiles = self._shapes[layer].decode
+        shape = self._shapes[layer]
         return decode(
             rows,
             self._pool.k(layer),
@@ -133,8 +133,8 @@ class TritonBackend:
             page_table=self._page_table,
             slots=slots,
             kv_lens=now.kv_lens,
-            splits=now.splits[tiles],
-            tiles=tiles,
+            splits=now.splits[shape],
+            tiles=shape.decode,
         )
 
     def _take(self, step: StepBatch | DeviceStep | DeviceExtend) -> None:
@@ -143,8 +143,11 @@ class TritonBackend:
         assert self._page_table.dtype == torch.int32 and self._page_table.stride(1) == 1, self._page_table.dtype
 
     def _decode_of(self, kv_lens: torch.Tensor) -> _Decode:
-        tiles = dict.fromkeys(shape.decode for shape in self._shapes)
-        return _Decode(kv_lens, {each: split_list(kv_lens, tiles=each) for each in tiles})
+        splits = {
+            shape: split_list(kv_lens, kv_heads=shape.kv_heads, tiles=shape.decode)
+            for shape in dict.fromkeys(self._shapes)
+        }
+        return _Decode(kv_lens, splits)
 
     def _extend_of(self, step: StepBatch) -> _Extend:
         riders = step.riders or ()

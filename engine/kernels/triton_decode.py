@@ -1,8 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Paged decode attention for GPUs (never run on one yet): partial softmax over splits of a request's tokens, then a merge.
+"""Paged decode attention for GPUs (never run on one yet): partial softmax over splits of a request's tokens, merged.
 
 Flash-Decoding (Dao et al. 2023); one tile holds all query heads of a kv head, so K and V are read once. The splits of a
-request depend on its length alone: its result is the same in any batch.
+request depend on its length alone, and are merged in their order: its result is the same in any batch.
+
+The program that ends the last split of a request and kv head merges them, so no launch follows. Splits are counted: a
+barrier orders the stores of all threads before one thread's atomic, which releases them to the GPU and acquires those of
+the splits before (PTX ISA, "Memory Consistency Model"). The last one sets the count back to zero for the next layer. No
+program waits for another, and each merges behind its loop over splits, which needs the registers.
 
 Lengths are read on the device: `split_list` lists all splits once a step, and each of n programs takes every n-th. So one
 captured graph serves every length, and a long context costs a short request nothing. For the same reason numbers that
@@ -20,6 +25,7 @@ import triton.language as tl
 MIN_TILE_HEADS = 16  # what tl.dot takes at least
 LOG2_E = 1.4426950408889634
 LIST_TILE = 256  # requests that a program of the split list reads at a time
+MERGED_AT_ONCE, MERGED_ELEMENTS = 8, 4096  # splits in flight, and what of them registers hold without spills
 INTERPRETED_PROGRAMS = 3  # no device to ask: few, so that each has several splits
 
 
@@ -60,13 +66,16 @@ def split_tokens(kv_len, MIN_SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: t
 def split_list_kernel(
     kv_lens_ptr,  # [B] int32
     list_ptr,  # [B * SPLITS + 1] int32
+    done_ptr,  # [B, KV_HEADS] int32
     batch,
+    KV_HEADS: tl.constexpr,
+    TILE_KV_HEADS: tl.constexpr,
     TILE_BATCH: tl.constexpr,
     BLOCK: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Program (request): its splits, behind those of the requests before it."""
+    """Program (request): its splits, behind those of the requests before it; none of them is done."""
     request = tl.program_id(0)
     before = tl.zeros([TILE_BATCH], tl.int32)
     for start in range(0, request, TILE_BATCH):
@@ -80,6 +89,51 @@ def split_list_kernel(
     tl.store(list_ptr + first + split, request * SPLITS + split, mask=split < count)
     if request == batch - 1:
         tl.store(list_ptr + batch * SPLITS, first + count)
+    kv_head = tl.arange(0, TILE_KV_HEADS)
+    tl.store(done_ptr + request * KV_HEADS + kv_head, tl.zeros([TILE_KV_HEADS], tl.int32), mask=kv_head < KV_HEADS)
+
+
+@triton.jit
+def merge_splits(
+    part_ptr,
+    lse_ptr,
+    out_ptr,
+    request,
+    kv_head,
+    used,  # splits of the request
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE_GROUP: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """The heads of a kv head: their parts, weighed by their sums, AT_ONCE splits after another."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    in_group, dims = tl.arange(0, TILE_GROUP), tl.arange(0, TILE_DIM)
+    mask_h = in_group < GROUP
+    mask = mask_h[:, None] & (dims < DIM)[None, :]
+    row = request.to(tl.int64) * HEADS + kv_head * GROUP + in_group
+    first_part = row + request.to(tl.int64) * ((SPLITS - 1) * HEADS)
+    all_splits = tl.arange(0, SPLITS)
+    mask_all = (all_splits < used)[:, None] & mask_h[None, :]
+    all_lse = tl.load(lse_ptr + first_part[None, :] + all_splits[:, None] * HEADS, mask=mask_all, other=float("-inf"))
+    best = tl.max(all_lse, 0)
+    total = tl.zeros([TILE_GROUP], tl.float32)
+    acc = tl.zeros([TILE_GROUP, TILE_DIM], tl.float32)
+    for first in range(0, used, AT_ONCE):
+        split = first + tl.arange(0, AT_ONCE)
+        mask_s = split < used
+        part = first_part[None, :] + split[:, None] * HEADS
+        lse = tl.load(lse_ptr + part, mask=mask_s[:, None] & mask_h[None, :], other=float("-inf"))
+        weights = tl.exp2(lse - best[None, :])
+        at = part[:, :, None] * DIM + dims[None, None, :]
+        parts = tl.load(part_ptr + at, mask=mask_s[:, None, None] & mask[None, :, :], other=0.0)
+        total += tl.sum(weights, 0)
+        acc += tl.sum(parts * weights[:, :, None], 0)
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row[:, None] * DIM + dims[None, :], out, mask=mask)
 
 
 @triton.jit(do_not_specialize=["batch", "table_stride"])
@@ -87,9 +141,12 @@ def decode_split_kernel(
     q_ptr,  # [B, heads, dim]; heads of a row are dense
     k_ptr,  # page 0 of this layer's K; rows of a token are dense
     v_ptr,
+    out_ptr,  # [B, heads, dim] dense
     part_ptr,  # [B, splits, heads, dim] fp32: normalised output of each split
     lse_ptr,  # [B, splits, heads] fp32: log2 of each split's sum of weights
     list_ptr,  # [B * splits + 1] int32: request * splits + split of each; the last is how many there are
+    done_ptr,  # [B, kv_heads] int32: splits that are done, 0 before and after
+    merges_ptr,  # [B * splits * kv_heads] int32: request * kv_heads + kv head; program i of n has every n-th from the i-th on
     table_ptr,  # [slots, table_stride] int32
     slots_ptr,  # [B] int64
     kv_lens_ptr,  # [B] int32
@@ -103,13 +160,15 @@ def decode_split_kernel(
     DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE_HEADS: tl.constexpr,
+    TILE_GROUP: tl.constexpr,
     TILE_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program i of n: every n-th (split, kv head) of the list, from the i-th on."""
+    """Program i of n: every n-th (split, kv head) of the list, from the i-th on; then the merges it is the last for."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     in_group = tl.arange(0, TILE_HEADS)
     dims = tl.arange(0, TILE_DIM)
@@ -117,6 +176,7 @@ def decode_split_kernel(
     mask_d = dims < DIM
     mask_hd = mask_h[:, None] & mask_d[None, :]
     total_work = tl.load(list_ptr + batch * SPLITS) * KV_HEADS
+    num_merges = 0
     for work in range(tl.program_id(0), total_work, tl.num_programs(0)):
         unit = tl.load(list_ptr + work // KV_HEADS)
         kv_head = work % KV_HEADS
@@ -146,38 +206,32 @@ def decode_split_kernel(
             acc = acc * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
             total = total * factor + tl.sum(weights, 1)
             best = best_now
-        part = unit.to(tl.int64) * HEADS + kv_head * GROUP
-        at_part = part * DIM + (in_group[:, None] * DIM + dims[None, :])
-        tl.store(part_ptr + at_part, acc / total[:, None], mask=mask_hd)
-        tl.store(lse_ptr + part + in_group, best + tl.log2(total), mask=mask_h)
-
-
-@triton.jit
-def decode_merge_kernel(
-    part_ptr,
-    lse_ptr,
-    out_ptr,  # [B, heads, dim] dense
-    kv_lens_ptr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """Program (request, head): the parts, weighed by their sums."""
-    request, head = tl.program_id(0), tl.program_id(1)
-    kv_len = tl.load(kv_lens_ptr + request)
-    used = tl.cdiv(kv_len, split_tokens(kv_len, MIN_SPLIT, SPLITS, BLOCK))
-    split, dims = tl.arange(0, SPLITS), tl.arange(0, TILE_DIM)
-    part = (request.to(tl.int64) * SPLITS + split) * HEADS + head
-    lse = tl.load(lse_ptr + part, mask=split < used, other=float("-inf"))
-    weights = tl.exp2(lse - tl.max(lse, 0))
-    mask = (split < used)[:, None] & (dims < DIM)[None, :]
-    parts = tl.load(part_ptr + part[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
-    merged = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
-    row = request.to(tl.int64) * HEADS + head
-    tl.store(out_ptr + row * DIM + dims, merged.to(out_ptr.dtype.element_ty), mask=dims < DIM)
+        acc = acc / total[:, None]
+        in_heads = in_group[:, None] * DIM + dims[None, :]
+        used = tl.cdiv(kv_len, per_split)
+        if used == 1:
+            row = request.to(tl.int64) * HEADS + kv_head * GROUP
+            tl.store(out_ptr + row * DIM + in_heads, acc.to(out_ptr.dtype.element_ty), mask=mask_hd)
+        else:
+            part = unit.to(tl.int64) * HEADS + kv_head * GROUP
+            tl.store(part_ptr + part * DIM + in_heads, acc, mask=mask_hd)
+            tl.store(lse_ptr + part + in_group, best + tl.log2(total), mask=mask_h)
+            group = request * KV_HEADS + kv_head
+            tl.debug_barrier()  # or one thread counts before another has stored
+            if tl.atomic_add(done_ptr + group, 1, sem="acq_rel", scope="gpu") == used - 1:
+                tl.store(done_ptr + group, 0)
+                tl.store(merges_ptr + tl.program_id(0) + num_merges * tl.num_programs(0), group)
+                num_merges += 1
+    tl.debug_barrier()  # one thread has stored what all load
+    for i in range(0, num_merges):
+        group = tl.load(merges_ptr + tl.program_id(0) + i * tl.num_programs(0))
+        request, kv_head = group // KV_HEADS, group % KV_HEADS
+        kv_len = tl.load(kv_lens_ptr + request)
+        used = tl.cdiv(kv_len, split_tokens(kv_len, MIN_SPLIT, SPLITS, BLOCK))
+        merge_splits(
+            part_ptr, lse_ptr, out_ptr, request, kv_head, used,
+            HEADS, KV_HEADS, DIM, TILE_GROUP, TILE_DIM, SPLITS, AT_ONCE,
+        )  # fmt: skip
 
 
 def cache_constants(*, heads: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -193,12 +247,15 @@ def cache_constants(*, heads: int, kv_heads: int, dim: int, page_size: int, dtyp
 
 
 def split_constants(cache: dict[str, Any], tiles: DecodeTiles) -> dict[str, Any]:
-    tile_heads = max(MIN_TILE_HEADS, triton.next_power_of_2(cache["HEADS"] // cache["KV_HEADS"]))
-    return {**cache, "TILE_HEADS": tile_heads, **split_rule(tiles)}
+    group = triton.next_power_of_2(cache["HEADS"] // cache["KV_HEADS"])
+    at_once = max(1, min(MERGED_AT_ONCE, MERGED_ELEMENTS // (group * cache["TILE_DIM"])))
+    heads = {"TILE_HEADS": max(MIN_TILE_HEADS, group), "TILE_GROUP": group}
+    return {**cache, **heads, "AT_ONCE": at_once, **split_rule(tiles)}
 
 
-def merge_constants(*, heads: int, dim: int, tiles: DecodeTiles) -> dict[str, Any]:
-    return {"HEADS": heads, "DIM": dim, "TILE_DIM": tile_dim(dim), **split_rule(tiles)}
+def list_constants(*, kv_heads: int, tiles: DecodeTiles) -> dict[str, Any]:
+    heads = {"KV_HEADS": kv_heads, "TILE_KV_HEADS": triton.next_power_of_2(kv_heads)}
+    return {**heads, "TILE_BATCH": LIST_TILE, **split_rule(tiles)}
 
 
 def tile_dim(dim: int) -> int:
@@ -216,12 +273,23 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def split_list(kv_lens: torch.Tensor, *, tiles: DecodeTiles) -> torch.Tensor:
-    """[B * splits + 1] int32: the splits of requests of `kv_lens` [B] int32, for `decode`; once a step, for all layers."""
+@dataclass(frozen=True, slots=True)
+class SplitList:
+    """units [B * splits + 1] int32: request * splits + split of each; the last is how many there are. done [B, kv_heads]
+    int32: how many of a request are done, 0 between layers."""
+
+    units: torch.Tensor
+    done: torch.Tensor
+
+
+def split_list(kv_lens: torch.Tensor, *, kv_heads: int, tiles: DecodeTiles) -> SplitList:
+    """The splits of requests of `kv_lens` [B] int32, for `decode`; once a step, for all layers, one after another."""
     batch = len(kv_lens)
-    found = torch.empty((batch * tiles.splits + 1,), dtype=torch.int32, device=kv_lens.device)
-    split_list_kernel[(batch,)](kv_lens, found, batch, TILE_BATCH=LIST_TILE, **split_rule(tiles), num_warps=1)
-    return found
+    units = torch.empty((batch * tiles.splits + 1,), dtype=torch.int32, device=kv_lens.device)
+    done = torch.empty((batch, kv_heads), dtype=torch.int32, device=kv_lens.device)
+    constants = list_constants(kv_heads=kv_heads, tiles=tiles)
+    split_list_kernel[(batch,)](kv_lens, units, done, batch, **constants, num_warps=1)
+    return SplitList(units, done)
 
 
 def decode(
@@ -232,11 +300,11 @@ def decode(
     page_table: torch.Tensor,
     slots: torch.Tensor,
     kv_lens: torch.Tensor,
-    splits: torch.Tensor,
+    splits: SplitList,
     tiles: DecodeTiles,
 ) -> torch.Tensor:
     """[B, heads, dim] dense. q [B, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k; page_table
-    [slots, pages] int32; slots [B] int64; kv_lens [B] int32, at least 1; `splits`: `split_list` of these lengths and tiles.
+    [slots, pages] int32; slots [B] int64; kv_lens [B] int32, at least 1; `splits`: `split_list` of these lengths, kv heads and tiles.
     """
     batch, heads, dim = q.shape
     page_size, kv_heads = k_cache.shape[1:3]
@@ -244,14 +312,18 @@ def decode(
     parts = torch.empty((batch, tiles.splits, heads, dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((batch, tiles.splits, heads), dtype=torch.float32, device=q.device)
     out = torch.empty((batch, heads, dim), dtype=q.dtype, device=q.device)
+    merges = torch.empty((batch * tiles.splits * kv_heads,), dtype=torch.int32, device=q.device)
     programs = min(multiprocessors(q.device) * tiles.per_sm, batch * kv_heads * tiles.splits)
     decode_split_kernel[(programs,)](
         q,
         k_cache,
         v_cache,
+        out,
         parts,
         lse,
-        splits,
+        splits.units,
+        splits.done,
+        merges,
         page_table,
         slots,
         kv_lens,
@@ -263,8 +335,5 @@ def decode(
         **split_constants(cache, tiles),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-    )
-    decode_merge_kernel[(batch, heads)](
-        parts, lse, out, kv_lens, **merge_constants(heads=heads, dim=dim, tiles=tiles), num_warps=4
     )
     return out

@@ -45,7 +45,6 @@ MOST_TOKENS, MOST_REQUESTS, PAGE_SIZE = 4000, 40, 16
 VARIANTS = {
     "split_list_kernel": 1,
     "decode_split_kernel": 1,
-    "decode_merge_kernel": 1,
     "extend_kernel": 2,  # whole, and split over the context
     "extend_merge_kernel": 1,
     "rms_norm_kernel": 2,  # alone, and of a sum

@@ -4,9 +4,12 @@ Each case checks the Triton backend against float64, with guard rows around the 
 notice a store out of bounds.
 """
 
+import math
 import sys
 
 import torch
+import triton
+import triton.language as tl
 
 from engine.attention import triton_backend
 from engine.attention.flashinfer_prompts import FlashInferPrompts
@@ -19,6 +22,7 @@ from tests.attention.attention_cases import (
     by_no_angle,
     fill,
     filled_pool,
+    make_pool,
     make_sequences,
     make_step,
     poisoned_pool,
@@ -171,11 +175,73 @@ def check_split_list() -> None:
     tiles = triton_decode.DecodeTiles(min_split=16, splits=4, block=16)
     kv_lens = [1, 16, 17, 40, 200, 3, 64, 65, 33]
     setattr(triton_decode, "LIST_TILE", 4)  # noqa: B010
-    found = triton_decode.split_list(torch.tensor(kv_lens, dtype=torch.int32), tiles=tiles).tolist()
+    splits = triton_decode.split_list(torch.tensor(kv_lens, dtype=torch.int32), kv_heads=3, tiles=tiles)
+    found = splits.units.tolist()
     counts = [1, 1, 2, 3, 4, 1, 4, 3, 3]  # of 16 tokens each; of 64 and of 32 where four of 16 are too few
     expected = [4 * i + j for i, count in enumerate(counts) for j in range(count)]
     assert found[: len(expected)] == expected and found[-1] == len(expected), found
+    assert not splits.done.any()
     guarded.check()
+
+
+@triton.jit
+def merge_kernel(
+    part_ptr, lse_ptr, out_ptr, used_ptr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE_GROUP: tl.constexpr, TILE_DIM: tl.constexpr,
+    SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Program (request, kv head)."""
+    request, kv_head = tl.program_id(0), tl.program_id(1)
+    triton_decode.merge_splits(
+        part_ptr, lse_ptr, out_ptr, request, kv_head, tl.load(used_ptr + request),
+        HEADS, KV_HEADS, DIM, TILE_GROUP, TILE_DIM, SPLITS, AT_ONCE,
+    )  # fmt: skip
+
+
+def check_merge() -> None:
+    """The last split of a request is followed by one merge, with the bits of a launch of its own, in any order of programs."""
+    tiles = triton_decode.DecodeTiles(min_split=16, splits=16, block=16, per_sm=1)
+    heads, kv_lens, used = Heads(q=6, kv=2, dim=24), [300, 40, 17, 1, 16, 256], torch.tensor([10, 3, 2, 1, 1, 16])
+    pool = make_pool(heads, num_pages=20, page_size=16)
+    pool.buffer.view(torch.float32).normal_(generator=torch.Generator().manual_seed(1))
+    q = torch.randn(6, heads.q, heads.dim, generator=torch.Generator().manual_seed(2))
+    lens = torch.tensor(kv_lens, dtype=torch.int32)
+    step = {
+        "page_table": torch.arange(6 * 20, dtype=torch.int32).view(6, 20) % 20 + 1,
+        "slots": torch.arange(6),
+        "kv_lens": lens,
+        "splits": triton_decode.split_list(lens, kv_heads=heads.kv, tiles=tiles),
+    }
+    merged = (used[:, None].expand(-1, heads.kv) > 1).flatten().nonzero().flatten()
+    assert GUARD not in merged
+    outs = []
+    for programs in (1, 3, 7, 1000):
+        setattr(triton_decode, "INTERPRETED_PROGRAMS", programs)  # noqa: B010
+        triton_decode.multiprocessors.cache_clear()
+        for layer in range(2):
+            outs.append(triton_decode.decode(q, pool.k(layer), pool.v(layer), tiles=tiles, **step))
+            assert not step["splits"].done.any(), "the next layer would count on"
+            part, lse, out, merges = (made[GUARD_ROWS:-GUARD_ROWS] for made in guarded.made[-4:])
+            assert merges[merges != GUARD].sort().values.tolist() == merged.tolist()
+            assert torch.equal(merged_apart(part, lse, used, heads, tiles), out[used > 1])
+    assert all(torch.equal(out, outs[i % 2]) for i, out in enumerate(outs))
+    guarded.check()
+
+
+def merged_apart(
+    part: torch.Tensor, lse: torch.Tensor, used: torch.Tensor, heads: Heads, tiles: triton_decode.DecodeTiles
+) -> torch.Tensor:
+    """By a launch of its own, and near the formula: of requests of several splits."""
+    shape = {"heads": heads.q, "kv_heads": heads.kv, "dim": heads.dim}
+    cache = triton_decode.cache_constants(**shape, page_size=16, dtype=torch.float32)
+    constants = triton_decode.split_constants(cache, tiles)
+    names = ["HEADS", "KV_HEADS", "DIM", "TILE_GROUP", "TILE_DIM", "SPLITS", "AT_ONCE"]
+    out = torch.empty(len(used), heads.q, heads.dim)
+    merge_kernel[(len(used), heads.kv)](part, lse, out, used, **{name: constants[name] for name in names})
+    for request, count in enumerate(used.tolist()):
+        weights = torch.softmax(lse[request, :count] * math.log(2), 0)
+        torch.testing.assert_close(out[request], (part[request, :count] * weights[..., None]).sum(0))
+    return out[used > 1]
 
 
 def main() -> None:
@@ -195,6 +261,7 @@ def main() -> None:
     check_library()
     check_riders()
     check_split_list()
+    check_merge()
     check_alone_and_together()
     check_lengths_on_the_device()
     check_elementwise(guarded.check)

@@ -215,7 +215,6 @@ LAYER = {
     "aten.linear.default": 4,
     "turn_write_kernel": 1,
     "decode_split_kernel": 1,
-    "decode_merge_kernel": 1,
     "silu_mul_kernel": 1,
 }
 
