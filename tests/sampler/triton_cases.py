@@ -14,6 +14,7 @@ from torch import Tensor
 
 import tests.interpreter  # noqa: F401 (before kernels run)
 from engine.core.plan import SlotOpen
+from engine.grammar.token_rules import rules_of
 from engine.kernels import triton_noise, triton_sample
 from engine.sampler.gumbel import noise_of
 from engine.sampler.logprobs import log_norms
@@ -21,6 +22,7 @@ from engine.sampler.make import NOT_SAMPLED
 from engine.sampler.sampler import Sampler
 from engine.sampler.token_mask import TokenMask, token_mask
 from engine.sampler.triton_sampler import TritonSampler
+from engine.sampling_params import SamplingParams
 from tests.sampler.sampler_cases import slot_open
 from tests.sampler.test_noise import extreme_bits, random_bits
 from tests.sampler.test_sample_kernel import many_logits
@@ -113,6 +115,35 @@ def check_masks() -> None:
     assert all(tokens[row] in allowed[row] for row in allowed) and tokens[4] == 8, tokens
 
 
+def check_token_rules() -> None:
+    """Rules of tokens over steps, beside penalties, biases and a minimum: kept by both, which sample the same."""
+    params = [
+        SamplingParams(seed=1, allowed_token_ids=tuple(range(5, 12))),
+        SamplingParams(seed=2, bad_token_ids=((7,), (8, 9), (5, 5, 5)), logit_bias={5: 40.0, 8: 39.0}),
+        SamplingParams(temperature=0.0, bad_token_ids=((7,), (8, 9)), repetition_penalty=1.4, min_new_tokens=6),
+        SamplingParams(seed=4, allowed_token_ids=(3, 4), bad_token_ids=((3, 3), (4, 4)), top_p=0.6),
+    ]
+    rules = [rules_of(p, None, vocab_size=VOCAB) for p in params]
+    both = Both([SlotOpen(i, p, [1, 2], [], (3,)) for i, p in enumerate(params)], VOCAB)
+    answers: list[list[int]] = [[] for _ in params]
+    for step in range(8):
+        logits = torch.randn(len(params), VOCAB, generator=torch.Generator().manual_seed(step)) * 3
+        logits[:, 7] += 30.0
+        masks = {row: rule.bitmask() for row, rule in enumerate(rules) if rule is not None}
+        rows = list(range(len(params)))
+        for row, token in enumerate(
+            both.check(logits, rows, [step] * len(rows), token_mask(masks, device=CPU)).tolist()
+        ):
+            answers[row].append(token)
+            rule = rules[row]
+            assert rule is not None and rule.accept(token)
+    for answer, p in zip(answers, params, strict=True):
+        assert not p.allowed_token_ids or set(answer) <= set(p.allowed_token_ids), answer
+        for word in p.bad_token_ids:
+            assert not any(tuple(answer[i : i + len(word)]) == word for i in range(len(answer))), (answer, word)
+    assert answers[1].count(5) > 3 and answers[3][:2] in ([3, 4], [4, 3]), answers
+
+
 def _bits(tokens: "range | tuple[int, ...]") -> bytes:
     words = bytearray(-(-VOCAB // 32) * 4)
     for t in tokens:
@@ -147,6 +178,7 @@ def main() -> None:
     check_filters()
     check_mixed_batches()
     check_masks()
+    check_token_rules()
     check_rows_that_are_not_sampled()
     check_logprobs()
 
