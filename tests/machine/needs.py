@@ -18,6 +18,7 @@ BROWSER = (
     "router/test_chat_page.py",
     "router/test_cross_origin.py",
     "router/test_dashboard.py",
+    "router/test_home.py",
 )
 MOONCAKE = ("deploy", "e2e", "faults", "machine", "security", "transfer")
 # Which tests need a package. A package that is not here is needed by all.
