@@ -7,11 +7,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.frontend.apis.chat.body import ChatBody, ChatMessage, template_messages
 from engine.frontend.apis.chat.plan import chat_constraint
+from engine.frontend.apis.chat.reading import reading_of
 from engine.frontend.apis.chat.tools import (
+    AllowedTools,
     ChosenFunction,
     Tool,
     ToolChoice,
@@ -142,6 +145,93 @@ def test_definitions_of_functions_move_to_the_root() -> None:
     schema = schema_of(forced_calls([Tool(function=ToolFunction(name="f", parameters=parameters))], only_one=True))
     assert schema["$defs"] == {"A": {"type": "integer"}}
     assert schema["items"]["anyOf"][0]["properties"]["parameters"] == {"properties": {"a": {"$ref": "#/$defs/A"}}}
+
+
+def test_allowed_tools_leave_the_others_to_the_template() -> None:
+    tools = [Tool(function=ToolFunction(name=name)) for name in ("f", "g")]
+    for mode, is_forced in (("required", True), ("auto", False)):
+        choice = ToolChoice(
+            type="allowed_tools",
+            allowed_tools=AllowedTools(mode=mode, tools=[ToolChoice(function=ChosenFunction(name="g"))]),
+        )
+        body = chat(tools=tools, tool_choice=choice)
+        assert list(reading_of(body, reasoning=None, tool_parser="qwen25").functions) == ["g"]
+        constraint = chat_constraint(body, QWEN25)
+        assert (constraint is not None) == is_forced
+        if is_forced:
+            assert names_in(schema_of(constraint)) == ["g"] and "maxItems" not in schema_of(constraint)
+
+
+CUSTOM: dict[str, Any] = {"type": "custom", "custom": {"name": "run", "description": "Runs code."}}
+RUN = '<tool_call>\n{"name": "run", "arguments": {"input": "a\\n\\"b\\""}}\n</tool_call>'
+
+
+def test_a_custom_tool_receives_a_text(qwen: Worker) -> None:
+    more = {"messages": [{"role": "user", "content": RUN}], "tools": [CUSTOM, TOOL], "max_tokens": 200}
+    answer = qwen.post(CHAT, body(stop="<|assistant|>", **more)).json()["choices"][0]
+    (call,) = answer["message"]["tool_calls"]
+    assert call["type"] == "custom" and call["custom"] == {"name": "run", "input": 'a\n"b"'}
+    assert answer["finish_reason"] == "tool_calls"
+    events = qwen.events(CHAT, body(stop="<|assistant|>", stream=True, **more))
+    parts = [part for e in events for c in e["choices"] for part in c["delta"].get("tool_calls", [])]
+    assert [p["custom"].get("name") for p in parts] == ["run", None] and parts[0]["type"] == "custom"
+    assert "".join(p["custom"]["input"] for p in parts) == 'a\n"b"'
+
+
+def test_an_input_that_length_cuts_is_shown_as_far_as_it_came(qwen: Worker) -> None:
+    cut = len("<|user|>") + RUN.index("\\n")
+    more = {"messages": [{"role": "user", "content": RUN}], "tools": [CUSTOM], "max_tokens": cut}
+    (call,) = qwen.post(CHAT, body(**more)).json()["choices"][0]["message"]["tool_calls"]
+    assert call["custom"]["input"] == "a"
+
+
+def test_what_a_custom_tool_is_for_the_model() -> None:
+    grammar = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[a-z]+|x"}}
+    free = msgspec.convert(CUSTOM, Tool)
+    bound = msgspec.convert({"type": "custom", "custom": {"name": "sql", "format": grammar}}, Tool)
+    (shown,) = template_tools([free]) or []
+    assert shown["type"] == "function" and shown["function"]["description"] == "Runs code."
+    assert shown["function"]["parameters"]["properties"] == {"input": {"type": "string"}}
+    choice = msgspec.convert({"type": "custom", "custom": {"name": "sql"}}, ToolChoice)
+    schema = schema_of(chat_constraint(chat(tools=[free, bound], tool_choice=choice), None))
+    assert names_in(schema) == ["sql"] and schema["maxItems"] == 1
+    parameters = schema["items"]["anyOf"][0]["properties"]["parameters"]
+    assert parameters["properties"]["input"]["pattern"] == "^(?:[a-z]+|x)$"
+    said = [{"id": "1", "type": "custom", "custom": {"name": "run", "input": "ls"}}]
+    (message,) = template_messages([ChatMessage(role="assistant", tool_calls=said)])
+    assert message["tool_calls"] == [
+        {"id": "1", "type": "function", "function": {"name": "run", "arguments": {"input": "ls"}}}
+    ]
+
+
+LARK = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /a/"}}
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"tools": [{"type": "custom"}]}, "tools[0].custom.name: must be 1 to 64"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function.name: must be 1 to 64"),
+        ({"tools": [{"type": "search", "function": {"name": "x"}}]}, "tools[0].type: only function and custom"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a b"}}]}, "tools[0].custom.name: must be"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a", "format": LARK}}]}, "format.grammar.syntax: only regex"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a", "format": {"type": "x"}}}]}, "custom.format: must be"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools: is missing"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+            "tool_choice.allowed_tools.tools: must not be empty",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "all", "tools": []}}},
+            "tool_choice.allowed_tools.mode: must be auto or required",
+        ),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "no"}}}, "tool_choice: 'no' is not among tools"),
+        ({"tool_choice": {"type": "x", "function": {"name": "add"}}}, "tool_choice.type: 'x' is not one of"),
+    ],
+)
+def test_a_wrong_tool_or_choice_is_named(worker: Worker, more: dict[str, Any], says: str) -> None:
+    answer = worker.post(CHAT, body(**more))
+    assert answer.status_code == 400 and says in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("format", [QWEN25, LLAMA3])

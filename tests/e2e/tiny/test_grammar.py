@@ -113,6 +113,33 @@ def test_a_forced_tool_call(client: openai.OpenAI, choice: Any) -> None:
     assert names == ["greet"] and arguments == call.function.arguments and reasons == ["tool_calls"]
 
 
+def test_a_forced_custom_tool(client: openai.OpenAI) -> None:
+    """Its input is a text in the tool's own regex."""
+    grammar = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[a-c]{4,8}"}}
+    tool: Any = {"type": "custom", "custom": {"name": "spell", "format": grammar}}
+    choice: Any = {"type": "custom", "custom": {"name": "spell"}}
+    answer = client.chat.completions.create(
+        model="default", messages=USER, max_tokens=120, tools=[tool, TOOL], tool_choice=choice, seed=4
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "custom" and call.custom.name == "spell" and re.fullmatch("[a-c]{4,8}", call.custom.input)
+
+
+def test_allowed_tools(client: openai.OpenAI) -> None:
+    other: Any = {"type": "function", "function": {"name": "other"}}
+    allowed: Any = {"mode": "required", "tools": [{"type": "function", "function": {"name": "greet"}}]}
+    answer = client.chat.completions.create(
+        model="default",
+        messages=USER,
+        max_tokens=120,
+        tools=[other, TOOL],
+        tool_choice={"type": "allowed_tools", "allowed_tools": allowed},
+        parallel_tool_calls=False,
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function" and call.function.name == "greet"
+
+
 async def test_grammar_metrics(way: Cluster) -> None:
     body = {"text": "x", "sampling_params": {"regex": "[d-f]{5}"}}
     for _ in range(2):

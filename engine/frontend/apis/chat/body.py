@@ -11,6 +11,7 @@ from engine.frontend.apis.chat.tools import Tool, ToolChoice, check_tools
 from engine.frontend.apis.shared.body_reader import BodyReader, strict
 from engine.frontend.apis.shared.refused import CHAT
 from engine.frontend.apis.shared.request import RequestFields, check_range, check_request
+from engine.text.custom_calls import INPUT
 from service.http.errors import bad_field
 
 MAX_TOP_LOGPROBS = 20
@@ -82,7 +83,11 @@ def _template_message(m: ChatMessage) -> dict[str, Any]:
 
 
 def _template_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Templates write the arguments themselves: they want the object, clients send its JSON text."""
+    """Templates write the arguments themselves: they want the object, clients send its JSON text. A custom call is a function's."""
+    custom = call.get("custom")
+    if isinstance(custom, dict):
+        seen = {"name": custom.get("name"), "arguments": {INPUT: custom.get("input")}}
+        return {"id": call.get("id"), "type": "function", "function": seen}
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

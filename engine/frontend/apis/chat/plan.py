@@ -10,7 +10,7 @@ from aiohttp import web
 
 from engine.frontend.apis.chat.body import ChatBody, check_chat, template_messages
 from engine.frontend.apis.chat.reading import Reading, reading_of
-from engine.frontend.apis.chat.tools import forced, forced_calls, strict_calls, template_tools, usable
+from engine.frontend.apis.chat.tools import forced, forced_calls, names_one, strict_calls, template_tools, usable
 from engine.frontend.apis.shared.constraints import Constraint, only_one
 from engine.frontend.apis.shared.fields import prompt_ids
 from engine.frontend.apis.shared.models import Chosen, choose_model
@@ -182,6 +182,6 @@ def chat_constraint(body: ChatBody, format: CallFormat | None) -> Constraint | N
     """A forced call is a constraint like any other. Strict functions count only where nothing else constrains the answer."""
     tools, plain = usable(body.tools, body.tool_choice), body_constraint(body)
     if forced(body.tool_choice):
-        only = body.tool_choice != "required" or body.parallel_tool_calls is False
+        only = names_one(body.tool_choice) or body.parallel_tool_calls is False
         return only_one(forced_calls(tools, only_one=only), plain)
     return plain or (strict_calls(tools, format) if format is not None else None)

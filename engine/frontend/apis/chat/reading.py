@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from engine.frontend.apis.chat.body import ChatBody
 from engine.frontend.apis.chat.tools import forced, usable
 from engine.text.call_formats import ARRAY, CALL_FORMATS, CallFormat
+from engine.text.custom_calls import CustomInputs
 from engine.text.harmony import HarmonyReader
 from engine.text.parts import FirstCall, PartReader, PlainReader
 from engine.text.reasoning import HARMONY, Opening, ReasoningFormat, ReasoningReader
@@ -19,7 +20,7 @@ GPT_OSS = ("gpt-oss", "openai")  # its channels hold reasoning and calls: one re
 class Reading:
     """`reasoning`: the model's format, whether or not it is shown apart (`separates`). `calls`: None: no call is read.
 
-    `calls_in_channels`: harmony's. `functions`: those that may be called, with their parameters' schemas. `only_one`: later
+    `customs`: those of them whose input is a text. `calls_in_channels`: harmony's. `functions`: those that may be called, with their parameters' schemas. `only_one`: later
     calls are left out.
     """
 
@@ -29,6 +30,7 @@ class Reading:
     calls: CallFormat | None
     calls_in_channels: bool
     functions: Schemas
+    customs: frozenset[str]
     only_one: bool
 
     @property
@@ -46,7 +48,13 @@ class Reading:
     def reader(self, opening: Opening) -> Callable[[], PartReader] | None:
         """Makes readers of an answer that begins as `opening` says; None: its text is the answer."""
         make = self._maker(opening)
-        return (lambda: FirstCall(make())) if make is not None and self.only_one else make
+        if make is None or not (self.only_one or self.customs):
+            return make
+        return lambda: self._wrapped(make())
+
+    def _wrapped(self, reader: PartReader) -> PartReader:
+        reader = CustomInputs(reader, self.customs) if self.customs else reader
+        return FirstCall(reader) if self.only_one else reader
 
     def _maker(self, opening: Opening) -> Callable[[], PartReader] | None:
         if self.in_channels:
@@ -85,5 +93,6 @@ def reading_of(body: ChatBody, *, reasoning: ReasoningFormat | None, tool_parser
         calls=calls,
         calls_in_channels=tool_parser in GPT_OSS and bool(tools) and not is_forced,
         functions={tool.function.name: tool.function.parameters for tool in tools},
+        customs=frozenset(tool.function.name for tool in tools if tool.type == "custom"),
         only_one=bool(tools) and body.parallel_tool_calls is False,
     )

@@ -13,6 +13,7 @@ import msgspec
 from engine.frontend.apis.shared.constraints import Constraint, closed_schema
 from engine.sampling_params import GrammarSpec
 from engine.text.call_formats import CallFormat
+from engine.text.custom_calls import INPUT
 from service.http.errors import bad_field
 
 MAX_TOOLS = 128
@@ -29,18 +30,63 @@ class ToolFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
     strict: bool | None = None
 
 
+class CustomGrammar(msgspec.Struct, kw_only=True):
+    syntax: str
+    definition: str
+
+
+class CustomFormat(msgspec.Struct, kw_only=True):
+    type: str = "text"
+    grammar: CustomGrammar | None = None
+
+
+class CustomTool(msgspec.Struct, kw_only=True):
+    """Its input is a text, not JSON arguments."""
+
+    name: str
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
 class Tool(msgspec.Struct, kw_only=True):
-    function: ToolFunction
+    """`function`: for type custom, how the model sees `custom` (a function of one text)."""
+
+    function: ToolFunction = msgspec.field(default_factory=lambda: ToolFunction(name=""))
     type: str = "function"
+    custom: CustomTool | None = None
+
+    def __post_init__(self) -> None:
+        if self.custom is not None and self.type == "custom":
+            self.function = _as_function(self.custom)
 
 
 class ChosenFunction(msgspec.Struct, kw_only=True):
     name: str
 
 
+class AllowedTools(msgspec.Struct, kw_only=True):
+    """The template shows all tools; only these may be called."""
+
+    mode: str
+    tools: "list[ToolChoice]"
+
+
 class ToolChoice(msgspec.Struct, kw_only=True):
-    function: ChosenFunction
+    """`type`: function, custom (its name is then `function`'s too) or allowed_tools."""
+
+    function: ChosenFunction = msgspec.field(default_factory=lambda: ChosenFunction(name=""))
     type: str = "function"
+    custom: ChosenFunction | None = None
+    allowed_tools: AllowedTools | None = None
+
+    def __post_init__(self) -> None:
+        if self.custom is not None and self.type == "custom":
+            self.function = self.custom
+
+    @property
+    def names(self) -> list[str]:
+        chosen = [self] if self.allowed_tools is None else self.allowed_tools.tools
+        return [choice.function.name for choice in chosen]
 
 
 def check_tools(tools: list[Tool] | None, choice: str | ToolChoice | None) -> None:
@@ -48,10 +94,7 @@ def check_tools(tools: list[Tool] | None, choice: str | ToolChoice | None) -> No
     if len(tools) > MAX_TOOLS:
         raise bad_field("tools", f"at most {MAX_TOOLS}, got {len(tools)}")
     for i, tool in enumerate(tools):
-        if tool.type != "function":
-            raise bad_field(f"tools[{i}].type", f"only function is supported, got {tool.type!r}")
-        if not NAME.fullmatch(tool.function.name):
-            raise bad_field(f"tools[{i}].function.name", "must be 1 to 64 letters, digits, dots, dashes or underscores")
+        _check_tool(tool, f"tools[{i}]")
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise bad_field("tools", "two functions have the same name")
@@ -59,24 +102,66 @@ def check_tools(tools: list[Tool] | None, choice: str | ToolChoice | None) -> No
         raise bad_field("tool_choice", f"{choice!r} is not one of {', '.join(CHOICES)}, nor a function of tools")
     if choice == "required" and not tools:
         raise bad_field("tool_choice", "needs tools")
-    if isinstance(choice, ToolChoice) and choice.function.name not in names:
-        raise bad_field("tool_choice", f"{choice.function.name!r} is not among tools")
+    if isinstance(choice, ToolChoice):
+        _check_choice(choice, names)
+
+
+def _check_tool(tool: Tool, field: str) -> None:
+    if tool.type not in ("function", "custom"):
+        raise bad_field(f"{field}.type", f"only function and custom are supported, got {tool.type!r}")
+    if not NAME.fullmatch(tool.function.name):
+        raise bad_field(f"{field}.{tool.type}.name", "must be 1 to 64 letters, digits, dots, dashes or underscores")
+    format = tool.custom.format if tool.custom is not None else None
+    if format is None or format.type == "text":
+        return
+    if format.type != "grammar" or format.grammar is None:
+        raise bad_field(f"{field}.custom.format", "must be of type text, or of type grammar with a grammar")
+    if format.grammar.syntax != "regex":
+        problem = (
+            f"only regex is supported, got {format.grammar.syntax!r}; write the grammar as a regex, or leave it out"
+        )
+        raise bad_field(f"{field}.custom.format.grammar.syntax", problem)
+
+
+def _check_choice(choice: ToolChoice, names: list[str]) -> None:
+    if choice.type not in ("function", "custom", "allowed_tools"):
+        raise bad_field("tool_choice.type", f"{choice.type!r} is not one of function, custom, allowed_tools")
+    if choice.type == "allowed_tools" and choice.allowed_tools is None:
+        raise bad_field("tool_choice.allowed_tools", "is missing")
+    if choice.type != "allowed_tools" and not choice.function.name:
+        raise bad_field(f"tool_choice.{choice.type}", "is missing, or has no name")
+    if choice.allowed_tools is not None and choice.allowed_tools.mode not in ("auto", "required"):
+        raise bad_field(
+            "tool_choice.allowed_tools.mode", f"must be auto or required, got {choice.allowed_tools.mode!r}"
+        )
+    if not choice.names:
+        raise bad_field("tool_choice.allowed_tools.tools", "must not be empty")
+    if unknown := [name for name in choice.names if name not in names]:
+        raise bad_field("tool_choice", f"{unknown[0]!r} is not among tools")
 
 
 def usable(tools: list[Tool] | None, choice: str | ToolChoice | None) -> list[Tool]:
     if choice == "none":
         return []
     if isinstance(choice, ToolChoice):
-        return [tool for tool in tools or [] if tool.function.name == choice.function.name]
+        return [tool for tool in tools or [] if tool.function.name in choice.names]
     return tools or []
 
 
 def forced(choice: str | ToolChoice | None) -> bool:
+    if isinstance(choice, ToolChoice) and choice.allowed_tools is not None:
+        return choice.allowed_tools.mode == "required"
     return choice == "required" or isinstance(choice, ToolChoice)
 
 
+def names_one(choice: str | ToolChoice | None) -> bool:
+    """Whether one call to one tool is the answer."""
+    return isinstance(choice, ToolChoice) and choice.allowed_tools is None
+
+
 def template_tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
-    return [msgspec.to_builtins(tool) for tool in tools] or None
+    """As transformers' templates expect them; a custom tool is a function there."""
+    return [{"type": "function", "function": msgspec.to_builtins(tool.function)} for tool in tools] or None
 
 
 def forced_calls(tools: list[Tool], *, only_one: bool) -> Constraint:
@@ -133,3 +218,12 @@ def _definitions(tools: list[Tool]) -> dict[str, Any]:
             if found.setdefault(name, value) != value:
                 raise bad_field(f"tools[{i}].function.parameters", f"another function defines $defs/{name} otherwise")
     return found
+
+
+def _as_function(tool: CustomTool) -> ToolFunction:
+    grammar = None if tool.format is None else tool.format.grammar
+    text = {"type": "string"} if grammar is None else {"type": "string", "pattern": f"^(?:{grammar.definition})$"}
+    schema = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
+    return ToolFunction(
+        name=tool.name, description=tool.description, parameters=schema, strict=None if grammar is None else True
+    )

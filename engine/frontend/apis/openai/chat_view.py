@@ -33,6 +33,8 @@ class ChatView(OpenAIView):
         self._readers = None if reader is None else AnswerReaders(reader)
         self._mint_id = mint_id
         self._begun: set[int] = set()
+        self._customs = {tool.function.name for tool in body.tools or () if tool.type == "custom"}
+        self._custom_calls: set[tuple[int, int]] = set()  # begun in a stream: (sample, call)
 
     def _choice(self, index: int, output: TextOutput) -> dict[str, Any]:
         message: dict[str, Any] = {
@@ -72,18 +74,21 @@ class ChatView(OpenAIView):
     def _news(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
         if self._readers is None:
             return [{"content": output.text}] if output.text else []
-        return [self._new(part) for part in self._readers.read(index, output)]
+        return [self._new(index, part) for part in self._readers.read(index, output)]
 
-    def _new(self, part: Part) -> dict[str, Any]:
+    def _new(self, sample: int, part: Part) -> dict[str, Any]:
         match part:
             case PlainText(text):
                 return {"content": text}
             case ReasoningText(text):
                 return {"reasoning_content": text}
             case CallBegins(call, name, id):
+                if name in self._customs:
+                    self._custom_calls.add((sample, call))
                 return {"tool_calls": [{"index": call, **self._call(ToolCall(name, id))}]}
             case Arguments(call, text):
-                return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
+                more = {"custom": {"input": text}} if (sample, call) in self._custom_calls else _arguments(text)
+                return {"tool_calls": [{"index": call, **more}]}
 
     def _whole(self, parts: list[Part]) -> dict[str, Any]:
         whole = joined(parts)
@@ -95,8 +100,10 @@ class ChatView(OpenAIView):
         }
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
-        function = {"name": call.name, "arguments": call.arguments}
-        return {"id": call.id or self._mint_id(), "type": "function", "function": function}
+        id = call.id or self._mint_id()
+        if call.name in self._customs:
+            return {"id": id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
+        return {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
     def _ending(self, index: int, output: TextOutput) -> dict[str, Any]:
         ending = ending_of(output)
@@ -118,3 +125,7 @@ class ChatView(OpenAIView):
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "matched_stop": None}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    return {"function": {"arguments": text}}
