@@ -42,6 +42,7 @@ MAX_FRAMES = 120
 MAX_PEERS = 8
 GOOD, EVIL = "good", "evil"
 LAST = 424242
+LAST_TRY = 255  # a frame may have named any
 
 
 class Target:
@@ -133,7 +134,8 @@ class Target:
             receiver.abort("fuzz")
             # One that has hung up meanwhile is told nothing: its pages are safe by the proof that we are dead.
             until(
-                lambda: self._told(door, link, Drained(life, ends.dst, room, 0)) and receiver.drained(), timeout_s=20.0
+                lambda: self._told(door, link, Drained(life, ends.dst, room, 0, LAST_TRY)) and receiver.drained(),
+                timeout_s=20.0,
             )
             receiver.close()
         del self._routes[EVIL + life]
