@@ -184,7 +184,8 @@ class Registrar:
 
     def _complain(self, error: str) -> None:
         if error != self.error:
-            log.warning("bootstrap server %s: %s (trying again)", self._server, error)
+            remedy = "trying again; --disaggregation-bootstrap-server of prefill workers names it"
+            log.warning("bootstrap server %s: %s (%s)", self._server, error, remedy)
         self.error = error
 
     def _request(self, method: str, path: str, value: Any) -> bytes:

@@ -8,14 +8,23 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from router.client.credentials import Credentials
+from router.client.session import call_worker
 from router.config import HealthFlags
 from router.pool.active_calls import give_up_vain_calls
 from router.pool.models import has_adapters, parse_models, says_models
 from router.pool.probe import FAILURES, Prober
-from router.pool.reports import parse_bootstrap, parse_health, parse_load, parse_mode, says_draining
+from router.pool.reports import (
+    is_bootstrap_server,
+    parse_bootstrap,
+    parse_health,
+    parse_load,
+    parse_mode,
+    says_draining,
+)
 from router.pool.states import Check, Health
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
+from service.http.listening import url_of
 from service.waiter import end_tasks, loop_time_s
 
 log = logging.getLogger(__name__)
@@ -126,6 +135,8 @@ class HealthMonitor:
         is_new = worker.health is not Health.UP or worker.incarnation != known
         if result is Check.OK and (is_new or now_s >= watch.info_due_s):
             error = await self._read_info(watch)
+            if error and error != worker.last_error and worker.health is not Health.UP:  # its state does not change
+                log.warning("%s worker %s gets no request: %s", worker.role, worker.url, error)
             result = Check.FAILED if error else Check.OK
             watch.info_due_s = now_s + BOOTSTRAP_REFRESH_S
         self._note(worker, result, error)
@@ -166,11 +177,33 @@ class HealthMonitor:
         error = error or await self._read_models(worker, info) or self._read_role(worker, parse_mode(info))
         if error:
             return error
-        if info is not None and worker.role is Role.PREFILL and worker.given_bootstrap_port is None:
-            worker.bootstrap_host, worker.bootstrap_port = parse_bootstrap(info, url_host=worker.url_host)
+        if info is not None and worker.role is Role.PREFILL:
+            error = await self._read_bootstrap(worker, info)
+            if error:
+                return error
         if not watch.retired:
             self.on_info(worker, info)
         return ""
+
+    async def _read_bootstrap(self, worker: Worker, info: object) -> str:
+        """Take the bootstrap address that a worker reports. Another port may be given; returns what is wrong with that one.
+
+        It is right if a bootstrap server answers there: ports may be mapped. Else each of its requests would fail, one by one.
+        """
+        host, port = parse_bootstrap(info, url_host=worker.url_host)
+        given = worker.given_bootstrap_port
+        if given is None:
+            worker.bootstrap_host, worker.bootstrap_port = host, port
+        if given in (None, port) or port is None:
+            return ""
+        url = f"{url_of(worker.bootstrap_host, given)}/health"
+        answer = await call_worker(self.session, "GET", url, {}, timeout_s=self.config.health_check_timeout_s)
+        if is_bootstrap_server(answer.status, answer.body):
+            return ""
+        return (
+            f"its bootstrap port was given as {given}, where no bootstrap server answers; it says {port}: leave the port "
+            f"out (--prefill, bootstrap_port, the pod's annotation), or give {port}"
+        )
 
     def _read_role(self, worker: Worker, mode: str | None) -> str:
         """Take the role that a worker reports; returns what is wrong. It may change between prefill and decode."""

@@ -95,6 +95,11 @@ def parse_bootstrap(info: object, *, url_host: str) -> tuple[str, int | None]:
     return url_host, _port(info.get("disaggregation_bootstrap_port"))
 
 
+def is_bootstrap_server(status: int, body: bytes) -> bool:
+    """Whether an answer of /health is a bootstrap server's: ours, or SGLang's."""
+    return status == 200 and (body == b"OK" or "rooms" in object_of(body))
+
+
 def says_draining(body: bytes) -> bool:
     """Whether a 503 is that of a worker that drains: on /health by `status`, else by the error's code."""
     answer = object_of(body)

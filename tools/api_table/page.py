@@ -32,7 +32,7 @@ READERS: Mapping[str, BodyReader[Any]] = {
     "/v1/responses": responses.READER,
     "/generate": native.READER,
 }
-REFUSED = {"/v1/messages": translate.UNSUPPORTED}
+REFUSED: Mapping[str, Iterable[str]] = {"/v1/messages": translate.UNSUPPORTED, "/v1/responses": responses.MOVED}
 HEAD = """# Routes and fields
 
 Written by `make api-table`; do not edit. What a worker and a router serve, beside SGLang {sglang} and vLLM {vllm}, read from the sources
@@ -81,8 +81,8 @@ def own_fields() -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for route in ROUTES:
         if route.body is not None and not route.is_alias and route.path not in found:
-            refused = READERS[route.path].refused if route.path in READERS else REFUSED.get(route.path, ())
-            found[route.path] = _told(route.body, refused)
+            by_reader = READERS[route.path].refused if route.path in READERS else ()
+            found[route.path] = _told(route.body, [*by_reader, *REFUSED.get(route.path, ())])
     inside = native.READER.inside
     assert inside is not None
     found[INSIDE] = _told(inside.type, inside.refused)

@@ -27,7 +27,7 @@ VERBOSITIES = ("low", "medium", "high")
 MODES = ("auto", "required")
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 # Fields that a chat has, and what this API has instead.
-_MOVED = {
+MOVED = {
     "max_tokens": "use max_output_tokens",
     "response_format": "use text.format",
     "rid": "the answer's id is the request's",
@@ -137,7 +137,7 @@ READER = BodyReader(body=ResponseBody, strict=strict(ResponseBody), refused=_REF
 
 def check_response(body: ResponseBody) -> None:
     """Raises ApiError(400)."""
-    for name, remedy in _MOVED.items():
+    for name, remedy in MOVED.items():
         if getattr(body, name) is not None:
             raise bad_field(name, f"is no field of this API; {remedy}", code="unsupported_parameter")
     if body.n not in (None, 1):

@@ -1,0 +1,110 @@
+"""A wrong bootstrap port of a prefill worker is said when the worker joins, with the remedy; not by each of its requests."""
+
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from bootstrap_server.app import make_handle
+from bootstrap_server.config import BootstrapConfig
+from bootstrap_server.registry import Registry
+from router.config import RouterConfig
+from router.pool.reports import is_bootstrap_server
+from router.pool.worker import Worker
+from router.server import start_router
+from service.http.listening import open_port
+from service.http.routes import Handler
+from service.http.server import RequestLimits, serving
+from tests.router.dummies import CHAT, cluster, until, workers
+
+SAID = 8998
+
+
+async def ok(request: web.BaseRequest) -> web.StreamResponse:
+    return web.Response(text="OK")
+
+
+@asynccontextmanager
+async def bootstrap(handle: Handler) -> AsyncIterator[int]:
+    with open_port("127.0.0.1", 0) as port:
+        async with serving(port, handle, RequestLimits(max_body_bytes=1 << 10), shutdown_timeout_s=0.1):
+            yield port.port
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@asynccontextmanager
+async def joined(port: int | None) -> AsyncIterator[Worker]:
+    """The prefill worker, which says `SAID`, once it was checked. None: its own HTTP port is given."""
+    async with workers(1, mode="prefill") as (prefill,), workers(1, mode="decode") as (decode,):
+        prefill.info["disaggregation_bootstrap_port"] = SAID
+        given = prefill.port if port is None else port
+        flags = {"pd_disaggregation": True, "prefill": ((prefill.url, given),), "decode": (decode.url,)}
+        async with start_router(RouterConfig(port=0, health_check_interval_s=0.05, **flags)) as router:
+            worker = router.table.find(prefill.url)
+            await until(lambda: worker.last_check is not None)
+            yield worker
+
+
+@pytest.mark.parametrize("port", ["closed", "the worker's own"])
+async def test_a_wrong_port_keeps_a_worker_out_and_the_remedy_is_named(
+    port: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        async with joined(free_port() if port == "closed" else None) as worker:
+            assert not worker.answers and worker.last_error is not None
+            assert f"given as {worker.given_bootstrap_port}" in worker.last_error
+            assert (
+                f"leave the port out (--prefill, bootstrap_port, the pod's annotation), or give {SAID}"
+                in worker.last_error
+            )
+    assert f"{worker.url} gets no request: {worker.last_error}" in caplog.text
+
+
+async def test_a_request_is_told_why_there_is_no_worker() -> None:
+    async with cluster() as c, workers(1, mode="prefill") as (late,):
+        c.prefills[0].info["disaggregation_bootstrap_port"] = late.info["disaggregation_bootstrap_port"] = SAID
+        async with c.client.delete(c.url + "/workers", json={"url": c.prefills[0].url}) as response:
+            assert response.status == 200
+        added = {"url": late.url, "role": "prefill", "bootstrap_port": free_port()}
+        assert (await c.post("/workers", added))[0] == 201
+        await until(lambda: c.router.table.find(late.url).last_check)
+        status, _, answer = await c.post("/v1/chat/completions", CHAT)
+        assert status == 503 and f"it says {SAID}" in json.loads(answer)["error"]["message"]
+        shown = (await c.get("/workers"))[1]["workers"]
+        assert [f"or give {SAID}" in (worker["last_error"] or "") for worker in shown] == [False, True]
+
+
+@pytest.mark.parametrize("whose", ["ours", "SGLang's", "as it says"])
+async def test_a_mapped_port_is_right_where_a_bootstrap_server_answers(whose: str) -> None:
+    config = BootstrapConfig()
+    handle = ok if whose == "SGLang's" else make_handle(Registry(config, shared=False), config=config)
+    async with bootstrap(handle) as port, joined(SAID if whose == "as it says" else port) as worker:
+        await until(lambda: worker.answers)
+        assert worker.bootstrap_port == (SAID if whose == "as it says" else port)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "is_one"),
+    [
+        (200, b'{"workers": 1, "rooms": 0, "refused": 0}', True),
+        (200, b"OK", True),
+        (200, b'{"status": "ok", "incarnation": "a"}', False),
+        (200, b"", False),
+        (200, b"[" * 100_000, False),
+        (200, b"\xff", False),
+        (200, b'["rooms"]', False),
+        (404, b"OK", False),
+        (0, b"OK", False),
+    ],
+)
+def test_what_answers_as_a_bootstrap_server(status: int, body: bytes, is_one: bool) -> None:
+    assert is_bootstrap_server(status, body) is is_one
