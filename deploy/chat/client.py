@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -106,10 +106,16 @@ class ChatClient:
         url, timeout = f"{self.url}/traces/{answer.request_id}", aiohttp.ClientTimeout(total=TRACE_S)
         try:
             async with self._session.get(url, timeout=timeout) as reply:
-                attempt = (await reply.json(content_type=None))["record"]["attempts"][-1]
+                attempt = answering_of((await reply.json(content_type=None))["record"]["attempts"])
                 return " → ".join(urlsplit(u).netloc for u in (attempt["prefill"], attempt["answering"]) if u)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, LookupError, TypeError):
             return ""
+
+
+def answering_of(attempts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of the attempts in a router's record the one that answers, or may yet: none that failed, or was ended for the other of two."""
+    going = [attempt for attempt in attempts if attempt["failure"] == "" and attempt["cancelled_s"] is None]
+    return (going or attempts)[-1]
 
 
 def open_session(key: str | None) -> aiohttp.ClientSession:
@@ -122,17 +128,18 @@ def open_session(key: str | None) -> aiohttp.ClientSession:
 
 
 def _noted(event: StreamChunk, answer: Answer) -> list[Piece]:
-    if event.usage is not None and event.usage.completion_tokens:
-        answer.tokens = event.usage.completion_tokens
-    pieces = []
+    pieces: list[Piece] = []
     for delta in (choice.delta for choice in event.choices if choice.delta is not None):
         pieces += [Piece(delta.reasoning_content, is_thought=True)] if delta.reasoning_content else []
         pieces += [Piece(delta.content)] if delta.content else []
     if pieces:
         answer.last_s = time.perf_counter()
         answer.first_s = answer.last_s if answer.first_s is None else answer.first_s
-        answer.tokens += 1
         answer.text += "".join(piece.text for piece in pieces if not piece.is_thought)
+    if event.usage is not None and event.usage.completion_tokens:
+        answer.tokens = event.usage.completion_tokens
+    else:
+        answer.tokens += bool(pieces)
     return pieces
 
 

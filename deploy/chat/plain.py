@@ -1,5 +1,6 @@
 """Without a terminal: standard input is one message, standard output receives its answer."""
 
+import os
 import sys
 from contextlib import aclosing
 
@@ -8,20 +9,26 @@ from deploy.chat.conversation import ChatHistory, printable
 
 
 async def answer_once(client: ChatClient, conversation: ChatHistory) -> int:
-    """Return the exit status: 1 if no whole answer came."""
-    question = sys.stdin.read().strip()
+    """Return the exit status: 1 if no whole answer came, or its reader went away."""
+    question = sys.stdin.buffer.read().decode(errors="replace").strip()
     if not question:
         print("tandem chat: error: standard input holds no message", file=sys.stderr)
         return 1
-    shown = printable if sys.stdout.isatty() else str
-    answer = client.begin()
     try:
-        async with aclosing(client.pieces(conversation.with_question(question), answer)) as pieces:
-            async for piece in pieces:
-                if not piece.is_thought:
-                    print(shown(piece.text), end="", flush=True)
+        await _print_answer(client, conversation, question)
     except ChatFailed as error:
         print(f"\ntandem chat: error: {error}", file=sys.stderr)
         return 1
-    print()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at the end, to nothing
+        return 1
     return 0
+
+
+async def _print_answer(client: ChatClient, conversation: ChatHistory, question: str) -> None:
+    shown = printable if sys.stdout.isatty() else str
+    async with aclosing(client.pieces(conversation.with_question(question), client.begin())) as pieces:
+        async for piece in pieces:
+            if not piece.is_thought:
+                print(shown(piece.text), end="", flush=True)
+    print(flush=True)

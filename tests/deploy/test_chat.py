@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from deploy.chat.client import answering_of
 from deploy.chat.conversation import ChatCommand, ChatHistory, command_of, printable
 from tests.deploy.terminal import Terminal, terminal
 from tests.router.dummies import Behaviour, Cluster, DummyWorker, always, cluster, stream, until
@@ -87,6 +88,14 @@ def test_a_line_is_a_command_or_for_the_model(line: str, meant: ChatCommand | st
 def test_what_commands_a_terminal_is_not_printed() -> None:
     assert printable("a\tb\r\nc") == "a\tb\nc"
     assert printable("\x1b]0;title\x07\x9b2J\r\x08\x00") == "\ufffd]0;title\ufffd\ufffd2J\ufffd\ufffd\ufffd"
+
+
+def test_of_several_attempts_the_one_that_answers_is_named() -> None:
+    failed = {"failure": "HTTP 500", "cancelled_s": None}
+    lost = {"failure": "", "cancelled_s": 1.0}
+    won = {"failure": "", "cancelled_s": None}
+    assert answering_of([failed, won, lost]) is won
+    assert answering_of([failed, lost]) is lost
 
 
 def test_a_question_without_an_answer_leaves_the_conversation_as_it_was() -> None:
@@ -220,6 +229,15 @@ async def test_a_pipe_is_one_message_and_its_answer() -> None:
         assert status == 1 and err.strip() == f"tandem chat: error: HTTP 400: {CONTEXT}"
     status, out, err = await piped("hello", "--url", c.url)
     assert (status, out) == (1, "") and "no answer from /v1/models" in err and err.count("\n") == 1
+
+
+async def test_bytes_that_are_no_text_are_sent_and_a_reader_may_leave() -> None:
+    async with cluster() as c:
+        answer_with(c, says("It is ", "Paris." * 50_000))
+        command = f"printf 'caf\\351' | {sys.executable} -m deploy chat --url {c.url} | head -c 5"
+        process = await asyncio.create_subprocess_shell(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert await process.communicate() == (b"It is", b"")
+        assert bodies(c)[0]["messages"][0]["content"] == "caf\ufffd"
 
 
 def test_a_terminal_whose_output_is_a_pipe_is_told_what_to_do() -> None:
