@@ -98,7 +98,8 @@ class Router:
         self.admission = Admission(config, peers=peer_load, chooser=self.chooser)
         self.table = _table(config, peer_load)
         self.table.on_gone = self._on_gone
-        self.metrics = RouterMetrics(self.table, feed=self.feed, admission=self.admission)
+        self.responses = _responses(config)
+        self.metrics = RouterMetrics(self.table, feed=self.feed, admission=self.admission, responses=self.responses)
 
     async def connect(self, stack: AsyncExitStack) -> None:
         """Build what sends requests to workers. The first goes out with `monitor.watch` or `discovery.start`."""
@@ -137,7 +138,9 @@ class Router:
         )
         stack.push_async_callback(self.auto_roles.close)
         self.calls = WorkerCalls(self.session, table=table, credentials=credentials, roles=roles_of(config))
-        self.book = _book(config, self.peers, self.calls)
+        self.book = None
+        if self.responses is not None:
+            self.book = SharedBook(LocalBook(self.responses), self.peers, self.calls.abort)
         self.dispatcher = self._dispatcher()
         stack.callback(self.dispatcher.launcher.close)
 
@@ -273,13 +276,12 @@ def _browser_rule(config: RouterConfig, gate: KeyGate) -> BrowserRule:
     )
 
 
-def _book(config: RouterConfig, peers: PeerProcesses, calls: WorkerCalls) -> SharedBook | None:
+def _responses(config: RouterConfig) -> ResponseStore | None:
     """Each process keeps its share of what the flags allow."""
     if config.max_stored_responses == 0:
         return None
     max_count = -(-config.max_stored_responses // config.workers)
-    store = ResponseStore(max_count=max_count, max_bytes=config.max_stored_response_bytes // config.workers)
-    return SharedBook(LocalBook(store), peers, calls.abort)
+    return ResponseStore(max_count=max_count, max_bytes=config.max_stored_response_bytes // config.workers)
 
 
 def _table(config: RouterConfig, peers: SharedLoad | None) -> WorkerTable:

@@ -26,6 +26,7 @@ from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from service.http.guard import CLIENT_GONE, answer_of
 from service.http.routes import Handler
+from service.responses.store import ResponseStore
 
 CIRCUITS = {State.CLOSED: 0, State.OPEN: 1, State.HALF_OPEN: 2}
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -41,9 +42,15 @@ class RouterMetrics(Collector):
     """
 
     def __init__(
-        self, table: WorkerTable, *, feed: KVEventFeed | None = None, admission: Admission | None = None
+        self,
+        table: WorkerTable,
+        *,
+        feed: KVEventFeed | None = None,
+        admission: Admission | None = None,
+        responses: ResponseStore | None = None,
     ) -> None:
         self._table = table
+        self._responses = responses
         self._feed = feed
         self._admission = admission
         self._inflight = 0
@@ -108,6 +115,8 @@ class RouterMetrics(Collector):
         yield from _of_workers(workers, self._feed)
         if self._admission is not None:
             yield from _of_admission(workers, self._admission)
+        if self._responses is not None:
+            yield from _of_responses(self._responses)
         yield from self._sglang_names(workers)
 
     def _sglang_names(self, workers: Sequence[Worker]) -> Iterator[Metric]:
@@ -192,6 +201,12 @@ def _of_workers(workers: Sequence[Worker], feed: KVEventFeed | None) -> Iterator
         yield _by_worker(workers, "prefix_blocks", "Prefixes of prompts known to be there", feed.num_prefixes)
         yield _by_worker(views, "kv_event_tokens", "Tokens it caches, by KV events", lambda w: views[w].num_tokens)
         yield _by_worker(views, "kv_event_gaps", "Times that KV events were lost", lambda w: views[w].num_gaps)
+
+
+def _of_responses(store: ResponseStore) -> Iterator[Metric]:
+    yield GaugeMetricFamily("tandem_router_stored_responses", "Stored answers of /v1/responses", value=len(store))
+    text = "Bytes of stored answers of /v1/responses, with their inputs"
+    yield GaugeMetricFamily("tandem_router_stored_response_bytes", text, value=store.num_bytes)
 
 
 def _of_admission(workers: Sequence[Worker], admission: Admission) -> Iterator[Metric]:

@@ -25,6 +25,7 @@ TIMEOUT_S = 5.0
 _SUMMED = (
     *("_total", "_bucket", "_count", "_sum"),
     *("_inflight_requests", "_inflight_tokens", "_waiting_requests", "_assigned", "_active"),
+    *("_stored_responses", "_stored_response_bytes"),
 )
 
 

@@ -440,13 +440,15 @@ def test_fields_of_chat_reach_the_engine(worker: Worker) -> None:
     assert answer["temperature"] == 0.5 and answer["text"]["format"]["name"] == "x"
 
 
-def test_a_conversation_may_lose_its_oldest_turns(worker: Worker) -> None:
-    turns = [{"role": role, "content": f"{n}" * 50} for n in range(5) for role in ("user", "assistant")]
+@pytest.mark.parametrize("num_turns", [4, 5, 9])
+def test_a_conversation_may_lose_its_oldest_turns(worker: Worker, num_turns: int) -> None:
+    """As few as fit: three are left."""
+    turns = [{"role": role, "content": f"{n}" * 50} for n in range(num_turns) for role in ("user", "assistant")]
     body = {"instructions": "S", "input": [*turns, {"role": "user", "content": "now"}], "max_output_tokens": 100}
     assert worker.post(PATH, body).json()["error"]["code"] == "context_length_exceeded"
     answer = worker.post(PATH, {**body, "truncation": "auto"}).json()
     assert answer["truncation"] == "auto" and answer["usage"]["input_tokens"] <= 412
-    kept = "".join(f"<|user|>{n * 50}<|assistant|>{n * 50}" for n in "234")
+    kept = "".join(f"<|user|>{n * 50}<|assistant|>{n * 50}" for n in "012")
     assert answer["usage"]["input_tokens"] == len(f"<|system|>S{kept}<|user|>now<|assistant|>")
     alone = {"instructions": "S", "input": "x" * 600, "truncation": "auto"}
     assert worker.post(PATH, alone).json()["error"]["code"] == "context_length_exceeded"

@@ -206,6 +206,7 @@ async def test_bounds_hold() -> None:
         assert [(await c.get(f"{PATH}/{id}"))[0] for id in ids] == [404, 200, 200]
         assert c.router.book is not None
         c.router.book.local.store.check()
+        assert "tandem_router_stored_responses 2.0" in await c.metrics()
 
 
 async def test_strangers_cannot_ask_as_a_peer() -> None:
