@@ -29,10 +29,13 @@ class TokenRules:
         self._inner = inner
         self._num_bytes = 4 * -(-vocab_size // WORD_BITS)
         every = (1 << vocab_size) - 1
-        banned = _bits(word[0] for word in bad_words if len(word) == 1)
-        self._always = (_bits(allowed) if allowed else every) & ~banned
-        self._words = [word for word in bad_words if len(word) > 1]
-        self._tail: deque[int] = deque(maxlen=max((len(word) - 1 for word in self._words), default=0))
+        banned = self._bits(word[0] for word in bad_words if len(word) == 1)
+        self._always = (self._bits(allowed) if allowed else every) & ~banned
+        self._words: dict[int, list[tuple[int, ...]]] = {}  # by the last token but one
+        for word in bad_words:
+            if len(word) > 1:
+                self._words.setdefault(word[-2], []).append(word)
+        self._tail: deque[int] = deque(maxlen=max(map(len, bad_words), default=0))
 
     @property
     def ended(self) -> bool:
@@ -56,7 +59,15 @@ class TokenRules:
 
     def _left(self) -> int:
         tail = tuple(self._tail)
-        return self._always & ~_bits(word[-1] for word in self._words if tail[1 - len(word) :] == word[:-1])
+        words = self._words.get(tail[-1], ()) if tail else ()
+        ends = [word[-1] for word in words if tail[1 - len(word) :] == word[:-1]]
+        return self._always & ~self._bits(ends) if ends else self._always
+
+    def _bits(self, tokens: Iterable[int]) -> int:
+        bits = bytearray(self._num_bytes)
+        for token in tokens:
+            bits[token // 8] |= 1 << token % 8
+        return int.from_bytes(bits, "little")
 
 
 def rules_of(sampling: SamplingParams, inner: Grammar | None, *, vocab_size: int) -> Grammar | None:
@@ -66,10 +77,3 @@ def rules_of(sampling: SamplingParams, inner: Grammar | None, *, vocab_size: int
     return TokenRules(
         inner, allowed=sampling.allowed_token_ids, bad_words=sampling.bad_token_ids, vocab_size=vocab_size
     )
-
-
-def _bits(tokens: Iterable[int]) -> int:
-    bits = 0
-    for token in tokens:
-        bits |= 1 << token
-    return bits

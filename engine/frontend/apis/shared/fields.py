@@ -21,7 +21,7 @@ from service.http.errors import ApiError, bad_field
 MAX_SAMPLES = 4096  # of one request
 MAX_STREAM_INTERVAL = 1 << 20
 MAX_PRIORITY = 2**31 - 1
-MAX_BAD_WORD_CHARS = 256
+MAX_BAD_WORD_CHARS = 8192  # of all: they are tokenized at once
 
 
 class SamplingFields(GrammarFields, kw_only=True):
@@ -104,9 +104,11 @@ def _bad_ids(s: Services, fields: SamplingFields) -> tuple[tuple[int, ...], ...]
     found: dict[tuple[int, ...], None] = {}
     if fields.bad_words and len(fields.bad_words) > MAX_BAD_WORDS:
         raise bad_field("bad_words", f"at most {MAX_BAD_WORDS} words, got {len(fields.bad_words)}")
+    if sum(map(len, fields.bad_words or ())) > MAX_BAD_WORD_CHARS:
+        raise bad_field("bad_words", f"words must have at most {MAX_BAD_WORD_CHARS} characters together")
     for word in fields.bad_words or ():
-        if not 0 < len(word.strip()) <= MAX_BAD_WORD_CHARS:
-            raise bad_field("bad_words", f"words must have 1 to {MAX_BAD_WORD_CHARS} characters, and not only spaces")
+        if not word.strip():
+            raise bad_field("bad_words", "words must not be empty, nor only spaces")
         try:
             for text in (word.lstrip(), " " + word.lstrip()):
                 found[tuple(s.model.tokenizer.encode(text, add_special_tokens=False))] = None
