@@ -84,11 +84,14 @@ def opening_of(format: ReasoningFormat, prompt: str, *, prefix: str = "") -> Ope
 
 
 class ReasoningTokens:
-    """Counts the tokens of a growing answer up to the end of its reasoning, markers included."""
+    """Counts the tokens of a growing answer up to the end of its reasoning, markers included. `ends`: any of them ends it."""
 
-    def __init__(self, *, start: str, end: str, opening: Opening, token_text: Callable[[int], str]) -> None:
+    def __init__(
+        self, *, start: str, ends: tuple[str, ...], opening: Opening, token_text: Callable[[int], str]
+    ) -> None:
         self._start = start
-        self._end = end
+        self._ends = ends
+        self._longest = max(map(len, ends))
         self._token_text = token_text
         self.opening = opening
         self._text = ""  # what may belong to a marker
@@ -114,9 +117,9 @@ class ReasoningTokens:
             self.opening, self._num = Opening.CLOSED, 0
 
     def _look_for_end(self) -> None:
-        if self._end in self._text:
+        if any(end in self._text for end in self._ends):
             self.opening = Opening.CLOSED
-        self._text = self._text[-len(self._end) :]
+        self._text = self._text[-self._longest :]
 
 
 _LOOK = {Opening.UNDECIDED: ReasoningTokens._look_for_start, Opening.OPEN: ReasoningTokens._look_for_end}

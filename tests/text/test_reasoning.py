@@ -115,6 +115,7 @@ def test_what_a_prompt_says(name: str, prompt: str, prefix: str, opening: Openin
         ("<think>one two three", UNDECIDED, "<think>one two three"),
         ("one two three</think>", UNDECIDED, ""),
         ("one two three</think>", CLOSED, ""),
+        ("one two <tool_call>{}</think>", OPEN, "one two <tool_call>"),
     ],
 )
 def test_tokens_count_up_to_the_end_of_the_reasoning(seed: int, text: str, opening: Opening, ends_at: str) -> None:
@@ -122,7 +123,9 @@ def test_tokens_count_up_to_the_end_of_the_reasoning(seed: int, text: str, openi
     *_, tokens = splits(text, seeds=seed + 1)
     starts = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
     for chunk in (1, 3, len(tokens)):
-        counter = ReasoningTokens(start="<think>", end="</think>", opening=opening, token_text=tokens.__getitem__)
+        counter = ReasoningTokens(
+            start="<think>", ends=("</think>", "<tool_call>"), opening=opening, token_text=tokens.__getitem__
+        )
         for at in range(0, len(tokens), chunk):
             counter.add(range(at, min(at + chunk, len(tokens))))
         assert counter.num == sum(start < len(ends_at) for start in starts)
@@ -173,6 +176,8 @@ def test_an_unknown_function_of_harmony_is_no_call() -> None:
 
 def test_tokens_of_harmony_count_its_analysis() -> None:
     tokens = ["<|channel|>", "analysis", "<|message|>", "Hm", "<|end|>", "<|start|>", "assistant"]
-    counter = ReasoningTokens(start=HARMONY.start, end=HARMONY.end, opening=UNDECIDED, token_text=lambda i: tokens[i])
+    counter = ReasoningTokens(
+        start=HARMONY.start, ends=(HARMONY.end,), opening=UNDECIDED, token_text=lambda i: tokens[i]
+    )
     counter.add(range(len(tokens)))
     assert counter.num == 5

@@ -71,7 +71,7 @@ async def plan_chat(s: Services, body: ChatBody) -> ChatPlan:
         logprobs=LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None,
         model=model,
         reader=reading.reader(opening),
-        count_reasoning=None if reasoning is None else partial(_counter, reasoning, opening, s.model.tokenizer),
+        count_reasoning=None if reasoning is None else partial(_counter, reading, opening, s.model.tokenizer),
     )
 
 
@@ -122,8 +122,10 @@ def gate_of(body: ChatBody, format: ReasoningFormat, opening: Opening, *, is_con
     )
 
 
-def _counter(format: ReasoningFormat, opening: Opening, tokenizer: Tokenizer) -> ReasoningTokens:
-    return ReasoningTokens(start=format.start, end=format.end, opening=opening, token_text=tokenizer.token_text)
+def _counter(reading: Reading, opening: Opening, tokenizer: Tokenizer) -> ReasoningTokens:
+    assert reading.reasoning is not None
+    ends = tuple(marker for marker in (reading.reasoning.end, reading.interrupts) if marker)
+    return ReasoningTokens(start=reading.reasoning.start, ends=ends, opening=opening, token_text=tokenizer.token_text)
 
 
 async def answer_chat(

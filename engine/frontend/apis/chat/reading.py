@@ -45,6 +45,12 @@ class Reading:
         shown = [self.reasoning.start, self.reasoning.end] if self.separates and self.reasoning is not None else []
         return shown + ([self.calls.marker] if self.calls is not None else [])
 
+    @property
+    def interrupts(self) -> str:
+        """The marker of a tool call, where that ends the reasoning too."""
+        ends = self.reasoning is not None and self.reasoning.calls_end_it
+        return self.calls.marker if ends and self.calls is not None else ""
+
     def reader(self, opening: Opening) -> Callable[[], PartReader] | None:
         """Makes readers of an answer that begins as `opening` says; None: its text is the answer."""
         make = self._maker(opening)
@@ -69,13 +75,12 @@ class Reading:
 
     def _reasoning(self, opening: Opening) -> PartReader:
         assert self.reasoning is not None
-        ends = self.calls is not None and self.reasoning.calls_end_it
         return ReasoningReader(
             self.reasoning,
             opening,
             after=self._after(),
             streams=self.streams,
-            interrupts=self.calls.marker if ends and self.calls is not None else "",
+            interrupts=self.interrupts,
         )
 
     def _after(self) -> PartReader:
