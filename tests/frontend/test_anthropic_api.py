@@ -7,10 +7,10 @@ from typing import Any
 import anthropic
 import pytest
 
-from engine.frontend.apis.anthropic.body import MessagesBody
+from engine.frontend.apis.anthropic.body import MESSAGES
 from engine.frontend.apis.anthropic.translate import sampled_chat_of
 from engine.frontend.apis.chat.body import template_messages
-from service.http.errors import ApiError, decode_body
+from service.http.errors import ApiError
 from tests.frontend.conftest import CONTEXT, TEMPLATE, Worker, byte_tokenizer, start_worker, wait_for, write_checkpoint
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -95,6 +95,14 @@ def test_a_stop_sequence_ends_the_answer_and_is_named(client: anthropic.Anthropi
             assert (delta.stop_reason, delta.stop_sequence) == ("max_tokens", None)
     answer = ask(client, "hello", stop_sequences=["lo"], max_tokens=99)
     assert (answer.content[0].text, answer.stop_reason, answer.stop_sequence) == ("<|user|>hel", "stop_sequence", "lo")
+
+
+def test_an_unknown_field_is_ignored_by_name(worker: Worker) -> None:
+    asked = {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        answer = worker.post(path, {**asked, "a_beta": {"x": 1}, "session_id": "s"})
+        ignored = answer.headers["X-Tandem-Ignored-Fields"].split(", ")
+        assert answer.status_code == 200 and "a_beta" in ignored and "session_id" not in ignored
 
 
 def test_the_answer_continues_a_last_message_of_the_assistant(client: anthropic.Anthropic, worker: Worker) -> None:
@@ -258,7 +266,8 @@ def test_a_client_that_leaves_ends_its_request(client: anthropic.Anthropic, work
 
 
 def translated(**more: Any) -> Any:
-    body = decode_body(json.dumps({"max_tokens": 1, "messages": [], **more}).encode(), MessagesBody)
+    body, ignored = MESSAGES.decode(json.dumps({"max_tokens": 1, "messages": [], **more}).encode())
+    assert ignored == []
     return sampled_chat_of(body, reasons=True)
 
 
@@ -306,6 +315,10 @@ def test_choices_thinking_and_formats() -> None:
     for kind, on in (("enabled", True), ("adaptive", True), ("disabled", False)):
         assert translated(thinking={"type": kind}).chat_template_kwargs == {"enable_thinking": on, "thinking": on}
     assert translated().chat_template_kwargs is None
+    assert translated(chat_template_kwargs={"thinking": True}, thinking={"type": "disabled"}).chat_template_kwargs == {
+        "enable_thinking": False,
+        "thinking": True,
+    }
     shaped = translated(
         output_config={"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}}
     )
@@ -350,6 +363,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"container": "c"}, "container"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"n": 2}, "n"),
+        ({"regex": "a"}, "regex"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"max_tokens": None}, "max_tokens"),
     ],
 )

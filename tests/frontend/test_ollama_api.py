@@ -8,9 +8,9 @@ import ollama
 import pytest
 
 from engine.frontend.apis.chat.body import template_messages
-from engine.frontend.apis.ollama.body import OllamaChatBody, OllamaGenerateBody
-from engine.frontend.apis.ollama.translate import chat_of, completion_of, prompted_chat_of
-from service.http.errors import ApiError, decode_body
+from engine.frontend.apis.ollama.body import CHAT, GENERATE
+from engine.frontend.apis.ollama.translate import chat_of, completion_of
+from service.http.errors import ApiError
 from tests.frontend.conftest import CONTEXT, TEMPLATE, Worker, byte_tokenizer, start_worker, wait_for, write_checkpoint
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -181,7 +181,9 @@ def test_a_client_that_leaves_ends_its_request(client: ollama.Client, worker: Wo
 
 
 def chat(**more: Any) -> Any:
-    return chat_of(decode_body(json.dumps({"model": "m", **more}).encode(), OllamaChatBody))
+    body, ignored = CHAT.decode(json.dumps({"model": "m", **more}).encode())
+    assert ignored == []
+    return chat_of(body)
 
 
 def test_messages_become_those_of_a_chat() -> None:
@@ -213,7 +215,8 @@ def test_messages_become_those_of_a_chat() -> None:
         ({"options": {"typical_p": 0.5}}, "options.typical_p"),
         ({"options": {"temprature": 1}}, "options.temprature"),
         ({"logprobs": True}, "logprobs"),
-        ({"prompt": "a"}, "prompt"),
+        ({"temperature": 0.5}, "temperature"),
+        ({"n": 2}, "n"),
         ({"options": {"num_predict": "many"}}, "options.num_predict"),
     ],
 )
@@ -225,10 +228,12 @@ def test_what_cannot_be_translated_is_named(more: dict[str, Any], field: str) ->
 
 @pytest.mark.parametrize("more", [{"suffix": "b"}, {"images": ["x"]}, {"template": "t"}, {"context": [1]}])
 def test_what_a_prompt_cannot_have_is_named(more: dict[str, Any]) -> None:
-    body = decode_body(json.dumps({"model": "m", "prompt": "a", **more}).encode(), OllamaGenerateBody)
-    for translate in (prompted_chat_of, completion_of):
-        with pytest.raises(ApiError) as refused:
-            translate(body)
-        assert refused.value.field in more
+    with pytest.raises(ApiError) as refused:
+        GENERATE.decode(json.dumps({"model": "m", "prompt": "a", **more}).encode())
+    assert refused.value.field in more
+
+
+def test_a_raw_prompt_has_no_system_prompt() -> None:
+    body, _ = GENERATE.decode(b'{"model": "m", "prompt": "a", "system": "s"}')
     with pytest.raises(ApiError, match="system: needs a chat template"):
-        completion_of(decode_body(b'{"model": "m", "prompt": "a", "system": "s"}', OllamaGenerateBody))
+        completion_of(body)

@@ -41,7 +41,7 @@ _OF_A_PROMPT: list[tuple[str, Any, str]] = [
     ("container", "c", "container"),
     ("mcp_servers", [{"url": "x"}], "mcp_servers"),
     ("n", 2, "n"),
-    ("prompt", "x", "prompt"),
+    ("min_p", 0.5, "min_p"),
 ]
 _OF_SAMPLING: list[tuple[str, Any, str]] = [
     *(("max_tokens", value, "max_tokens") for value in (None, -1, "5", 1.5, True)),
@@ -61,7 +61,6 @@ WRONG_MESSAGES: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"max_tokens": 1}, "messages"),
     (MESSAGES, {"messages": USER}, "max_tokens"),
     *((COUNT, {"messages": USER, name: value}, field) for name, value, field in _OF_A_PROMPT),
-    (COUNT, {"messages": USER, "max_tokens": 1}, "max_tokens"),
     *(
         (MESSAGES, {"messages": USER, "max_tokens": 1, name: value}, field)
         for name, value, field in (*_OF_A_PROMPT, *_OF_SAMPLING)

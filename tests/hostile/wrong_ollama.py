@@ -46,7 +46,7 @@ _OF_A_CHAT: list[tuple[str, Any, str]] = [
     ("tools", [TOOL, TOOL], "tools"),
     ("tools", [{"type": "function", "function": {"name": "f g"}}], "tools[0].function.name"),
     ("tools", [{"function": {"name": "f", "parameters": []}}], "tools[0].function.parameters"),
-    ("prompt", "x", "prompt"),
+    ("temperature", 0.5, "temperature"),
 ]
 _OF_A_PROMPT: list[tuple[str, Any, str]] = [
     ("prompt", 5, "prompt"),

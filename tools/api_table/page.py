@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
-from engine.frontend.apis.anthropic import translate
+from engine.frontend.apis.anthropic import body as anthropic
 from engine.frontend.apis.chat import body as chat
 from engine.frontend.apis.native import body as native
+from engine.frontend.apis.ollama import body as ollama
 from engine.frontend.apis.openai import bodies, embeddings
 from engine.frontend.apis.responses import body as responses
 from engine.frontend.apis.shared.body_reader import BodyReader
@@ -30,9 +31,13 @@ READERS: Mapping[str, BodyReader[Any]] = {
     "/v1/completions": bodies.READER,
     "/v1/embeddings": embeddings.READER,
     "/v1/responses": responses.READER,
+    "/v1/messages": anthropic.MESSAGES,
+    "/v1/messages/count_tokens": anthropic.COUNT_TOKENS,
+    "/api/chat": ollama.CHAT,
+    "/api/generate": ollama.GENERATE,
     "/generate": native.READER,
 }
-REFUSED: Mapping[str, Iterable[str]] = {"/v1/messages": translate.UNSUPPORTED, "/v1/responses": responses.MOVED}
+REFUSED: Mapping[str, Iterable[str]] = {"/v1/responses": responses.MOVED}
 HEAD = """# Routes and fields
 
 Written by `make api-table`; do not edit. What a worker and a router serve, beside SGLang {sglang} and vLLM {vllm}, read from the sources

@@ -4,7 +4,9 @@ from typing import Any
 
 import msgspec
 
-from engine.frontend.apis.shared.other_apis import OwnFields
+from engine.frontend.apis.chat.body import READER as CHAT
+from engine.frontend.apis.shared.body_reader import BodyReader, Unserved, strict
+from engine.frontend.apis.shared.other_apis import OwnFields, missing_in
 
 
 class Block(msgspec.Struct, kw_only=True):
@@ -68,8 +70,7 @@ class PromptFields(OwnFields, kw_only=True):
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    container: Any = None
-    mcp_servers: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     cache_control: Any = None
     context_management: Any = None
     diagnostics: Any = None
@@ -92,3 +93,12 @@ class MessagesBody(PromptFields, kw_only=True):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+
+
+_REFUSED = {
+    **missing_in(MessagesBody, CHAT, "ask /v1/chat/completions, which has it"),
+    "container": Unserved("leave it out; this server runs no tools"),
+    "mcp_servers": Unserved("call them yourself, as tools"),
+}
+MESSAGES = BodyReader(body=MessagesBody, strict=strict(MessagesBody), refused=_REFUSED)
+COUNT_TOKENS = BodyReader(body=CountTokensBody, strict=strict(CountTokensBody), refused=_REFUSED)

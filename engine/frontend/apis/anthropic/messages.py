@@ -4,14 +4,13 @@ from functools import partial
 
 from aiohttp import web
 
-from engine.frontend.apis.anthropic.body import CountTokensBody, MessagesBody
+from engine.frontend.apis.anthropic.body import COUNT_TOKENS, MESSAGES, MessagesBody
 from engine.frontend.apis.anthropic.translate import NAMES, chat_of, sampled_chat_of
 from engine.frontend.apis.anthropic.view import MessageShape, MessageView
 from engine.frontend.apis.chat.plan import ChatPlan, answer_chat, plan_chat
 from engine.frontend.apis.shared.other_apis import in_words_of
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
-from service.http.errors import decode_body
 from service.http.stream import json_response, typed_event
 
 TYPED = Framing(encode=typed_event)
@@ -19,7 +18,7 @@ TYPED = Framing(encode=typed_event)
 
 async def messages(request: web.BaseRequest) -> web.StreamResponse:
     s = request[SERVICES]
-    body = decode_body(await request.read(), MessagesBody)
+    body = await MESSAGES.read(request)
     with in_words_of(NAMES):
         chat = sampled_chat_of(body, reasons=bool(s.spec.engine.reasoning_parser))
         plan = await plan_chat(s, chat)
@@ -29,7 +28,7 @@ async def messages(request: web.BaseRequest) -> web.StreamResponse:
 
 async def count_tokens(request: web.BaseRequest) -> web.StreamResponse:
     """The prompt's tokens, as /v1/messages would compute them."""
-    body = decode_body(await request.read(), CountTokensBody)
+    body = await COUNT_TOKENS.read(request)
     with in_words_of(NAMES):
         plan = await plan_chat(request[SERVICES], chat_of(body))
     return json_response({"input_tokens": len(plan.input_ids)})

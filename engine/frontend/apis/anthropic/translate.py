@@ -17,12 +17,10 @@ from engine.frontend.apis.chat.body import ChatBody, ChatMessage, ContentPart
 from engine.frontend.apis.chat.plan import TOGGLES
 from engine.frontend.apis.chat.tools import ChosenFunction, Tool, ToolChoice, ToolFunction
 from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFormat
-from engine.frontend.apis.shared.fields import refuse
 from engine.frontend.apis.shared.other_apis import own_fields
 from service.http.errors import ApiError, bad_field
 
 ROLES = ("user", "assistant", "system")
-UNSUPPORTED = ("container", "mcp_servers")
 # type -> the fields that it needs. What Anthropic has encrypted (redacted_thinking) says nothing to another model.
 _TEXT: dict[str, tuple[str, ...]] = {"text": ("text",)}
 _BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -46,7 +44,6 @@ NAMES = {
 
 def chat_of(body: PromptFields) -> ChatBody:
     """Raises ApiError(400) that names the field, as do the checks of the chat (`in_words_of(NAMES)`)."""
-    refuse(body, UNSUPPORTED)
     return ChatBody(
         messages=[*_system(body.system), *_messages(body.messages)],
         model=body.model,
@@ -56,7 +53,7 @@ def chat_of(body: PromptFields) -> ChatBody:
         continue_final_message=_continues(body.messages),
         **own_fields(body),
         **_output(body.output_config),
-        **_thinking(body.thinking),
+        chat_template_kwargs={**_thinking(body.thinking), **(body.chat_template_kwargs or {})} or None,
     )
 
 
@@ -212,12 +209,12 @@ def _output(config: OutputConfig | None) -> dict[str, Any]:
     return {**effort, "response_format": schema}
 
 
-def _thinking(thinking: Thinking | None) -> dict[str, Any]:
+def _thinking(thinking: Thinking | None) -> dict[str, bool]:
     if thinking is None:
         return {}
     if thinking.type not in _THINKS:
         raise bad_field("thinking.type", f"{thinking.type!r} is not one of {', '.join(_THINKS)}")
-    return {"chat_template_kwargs": dict.fromkeys(TOGGLES, _THINKS[thinking.type])}
+    return dict.fromkeys(TOGGLES, _THINKS[thinking.type])
 
 
 def _unknown(field: str, message: str) -> ApiError:

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from engine.frontend.apis.chat.body import ChatBody
 from engine.frontend.apis.chat.plan import answer_chat, plan_chat
-from engine.frontend.apis.ollama.body import OllamaChatBody, OllamaFields, OllamaGenerateBody
+from engine.frontend.apis.ollama.body import CHAT, GENERATE, OllamaFields, OllamaGenerateBody
 from engine.frontend.apis.ollama.translate import NAMES, chat_of, completion_of, prompted_chat_of
 from engine.frontend.apis.ollama.view import (
     OllamaShape,
@@ -25,7 +25,6 @@ from engine.frontend.apis.shared.samples import answer_samples, body_constraint,
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
 from engine.text.parts import WholeAnswer
-from service.http.errors import decode_body
 from service.http.stream import LINES_HEADERS, json_response, line
 from service.model_names import untagged
 
@@ -34,7 +33,7 @@ LINES = Framing(headers=LINES_HEADERS, encode=line)
 
 async def chat(request: web.BaseRequest) -> web.StreamResponse:
     start_ns = time.monotonic_ns()
-    body = decode_body(await request.read(), OllamaChatBody)
+    body = await CHAT.read(request)
     with in_words_of(NAMES):
         if not body.messages:
             return _loaded(request[SERVICES], body, chat_message)
@@ -44,7 +43,7 @@ async def chat(request: web.BaseRequest) -> web.StreamResponse:
 async def generate(request: web.BaseRequest) -> web.StreamResponse:
     """Without a chat template every prompt is raw."""
     start_ns, s = time.monotonic_ns(), request[SERVICES]
-    body = decode_body(await request.read(), OllamaGenerateBody)
+    body = await GENERATE.read(request)
     with in_words_of(NAMES):
         if not body.prompt:
             return _loaded(s, body, response_text)

@@ -4,8 +4,10 @@ from typing import Any
 
 import msgspec
 
+from engine.frontend.apis.chat.body import READER
 from engine.frontend.apis.chat.tools import Tool
-from engine.frontend.apis.shared.other_apis import OwnFields
+from engine.frontend.apis.shared.body_reader import BodyReader, Inside, Unserved, strict
+from engine.frontend.apis.shared.other_apis import OwnFields, missing_in
 
 
 class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -57,8 +59,6 @@ class OllamaFields(OwnFields, kw_only=True):
     options: Options | None = None
     think: bool | str | None = None
     keep_alive: Any = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
 
 
 class OllamaMessage(msgspec.Struct, kw_only=True):
@@ -82,10 +82,6 @@ class OllamaGenerateBody(OllamaFields, kw_only=True):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
-    suffix: str | None = None
-    images: list[Any] | None = None
-    template: str | None = None
-    context: list[int] | None = None
 
 
 class ShowBody(msgspec.Struct, kw_only=True):
@@ -94,3 +90,20 @@ class ShowBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     name: str | None = None
     verbose: bool | None = None
+
+
+_INSIDE = Inside(field="options", type=Options, refused={})
+_REFUSED = missing_in(OllamaChatBody, READER, "put it into options if it is there, or ask /v1/chat/completions")
+CHAT = BodyReader(body=OllamaChatBody, strict=strict(OllamaChatBody), refused=_REFUSED, inside=_INSIDE)
+GENERATE = BodyReader(
+    body=OllamaGenerateBody,
+    strict=strict(OllamaGenerateBody),
+    refused={
+        **missing_in(OllamaGenerateBody, CHAT, "ask /api/chat"),
+        "context": Unserved("send the conversation to /api/chat"),
+        "images": Unserved("leave it out; this server takes text"),
+        "suffix": Unserved("leave it out; this server completes at the end alone"),
+        "template": Unserved("render the prompt yourself and send it raw"),
+    },
+    inside=_INSIDE,
+)

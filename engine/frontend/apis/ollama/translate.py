@@ -20,7 +20,6 @@ from service.model_names import untagged
 
 ROLES = ("system", "user", "assistant", "tool")
 EFFORTS = ("low", "medium", "high")
-_REFUSED = ("logprobs", "top_logprobs")
 _OFF = {"mirostat": 0, "tfs_z": 1, "typical_p": 1}  # what these options are when they change nothing
 _SAMPLED = ("temperature", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty")
 # Our names -> Ollama's, in errors.
@@ -49,25 +48,18 @@ def chat_of(body: OllamaChatBody) -> ChatBody:
 
 def prompted_chat_of(body: OllamaGenerateBody) -> ChatBody:
     """A prompt that the chat template writes."""
-    check_prompt(body)
     system = [ChatMessage(role="system", content=body.system)] if body.system else []
     messages = [*system, ChatMessage(role="user", content=body.prompt)]
     return ChatBody(messages=messages, **_thinking(body.think), **_shared(body))
 
 
 def completion_of(body: OllamaGenerateBody) -> RequestFields:
-    check_prompt(body)
     if body.system:
         raise bad_field("system", "needs a chat template; this prompt has none (raw, or the model has no template)")
     return RequestFields(**_shared(body))
 
 
-def check_prompt(body: OllamaGenerateBody) -> None:
-    refuse(body, ("suffix", "images", "template", "context"))
-
-
 def _shared(body: OllamaFields) -> dict[str, Any]:
-    refuse(body, _REFUSED)
     return {
         **own_fields(body),
         **_sampling(body.options or Options()),

@@ -6,13 +6,14 @@ from typing import Any
 
 import msgspec
 
+from engine.frontend.apis.shared.body_reader import EMPTY, BodyReader, Unserved
 from engine.frontend.apis.shared.namespaces import PerPrompt
 from engine.frontend.bootstraps import Host, Port, Room
 from service.http.errors import ApiError
 
 
-class OwnFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of ours that any body may hold. Another unknown field is a 400."""
+class OwnFields(msgspec.Struct, kw_only=True):
+    """Fields of ours that any body may hold."""
 
     rid: str | None = None
     priority: int | None = None
@@ -23,18 +24,20 @@ class OwnFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bootstrap_port: Port = None
     bootstrap_room: Room = None
     user: str | None = None
-    session_id: Any = None
-    session_params: Any = None
-    routing_key: Any = None
-
-
-_OF_THE_ROUTER = ("session_id", "session_params", "routing_key")
-_PASSED = tuple(name for name in OwnFields.__struct_fields__ if name not in _OF_THE_ROUTER)
 
 
 def own_fields(body: OwnFields) -> dict[str, Any]:
     """For the ChatBody that the body is written into."""
-    return {name: getattr(body, name) for name in _PASSED}
+    return {name: getattr(body, name) for name in OwnFields.__struct_fields__}
+
+
+def missing_in(body: type[msgspec.Struct], chat: BodyReader[Any], remedy: str) -> dict[str, Unserved]:
+    """Fields that a chat has, or refuses, and that `body` has not: no wish is dropped in silence."""
+    only_there = {
+        name: Unserved(remedy, (*EMPTY, 1) if name == "n" else EMPTY) for name in sorted(chat.body.__struct_fields__)
+    }
+    known = body.__struct_fields__
+    return {name: refused for name, refused in {**only_there, **chat.refused}.items() if name not in known}
 
 
 @contextmanager
