@@ -49,6 +49,7 @@ class DashboardRequest(msgspec.Struct):
     status: int = 0
     failure: str = ""
     caller: str = ""  # the name of the key that sent it
+    rooms: list[int] = []  # of all its attempts
 
 
 class DashboardSnapshot(msgspec.Struct):

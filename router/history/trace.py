@@ -118,6 +118,7 @@ class RequestTrace:
         self.attempts[attempt] = shown
         self.outcome.attempts.append(shown)
         self.rooms = attempt.rooms[:MAX_ROOMS]
+        self.outcome.rooms += self.rooms
 
     def end(self, status: int, now_s: float) -> None:
         outcome, request = self.shown(), self._request

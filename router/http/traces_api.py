@@ -23,6 +23,7 @@ from service.telemetry.records import Record, Records, TracesQuery, last_ids, qu
 from service.telemetry.tracer import Tracer
 
 TRACES = "/traces"
+ROOM_ATTRIBUTE = "tandem.bootstrap_room"
 TIMEOUT_S = 10.0
 
 
@@ -60,14 +61,15 @@ class TracesApi:
 
         A client sees its own requests, by the key that sent them; an admin sees all.
         """
-        request_id = request.path.removeprefix(TRACES + "/")
-        record = last_of((await self.memory()).records, request_id, request[CALLER])
+        request_id, caller = request.path.removeprefix(TRACES + "/"), request[CALLER]
+        record = last_of((await self.memory()).records, request_id, caller)
         if record is None:
             raise ApiError(404, f"no request {request_id} of this key is remembered", code="not_found")
         urls = {url for attempt in record.attempts for url in (attempt.prefill, attempt.answering)}
         workers = [worker for worker in self.calls.table.workers() if worker.url in urls]
         parts = await self._worker_records(workers, [request_id], self.calls.credentials.own_admin())
-        status = {"now_s": time.monotonic(), "wall_s": time.time(), "record": record, "workers": parts}
+        shown = [part for part in parts if may_see(part, record, caller)]
+        status = {"now_s": time.monotonic(), "wall_s": time.time(), "record": record, "workers": shown}
         return json_response(status, headers={"Cache-Control": "no-store"})
 
     async def _worker_records(
@@ -82,6 +84,12 @@ class TracesApi:
             if found is not None:
                 records += [msgspec.structs.replace(record, url=worker.url) for record in found.records]
         return records
+
+
+def may_see(part: Record, record: DashboardRequest, caller: Caller) -> bool:
+    """Whether a worker's part belongs to the record: others may have sent the same id. Without a room only an admin knows."""
+    room = part.attributes.get(ROOM_ATTRIBUTE)
+    return str(room) in map(str, record.rooms) if room is not None else caller.access >= Access.ADMIN
 
 
 def last_of(records: Collection[DashboardRequest], request_id: str, caller: Caller) -> DashboardRequest | None:

@@ -13,15 +13,17 @@ PATH = "/v1/chat/completions"
 
 
 def keeps(process: str) -> Behaviour:
-    """Answers, and tells the times of one request."""
+    """Answers, and keeps the times of its first request."""
 
     async def behave(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if request.path != "/traces":
             return await answer_ok(worker, request, body)
         now_s = time.time()
+        room = str(worker.seen[0].body["bootstrap_room"])
         span = {"name": process, "start_s": now_s, "end_s": now_s + 0.5}
         record = {"request_id": body["ids"][0], "process": process, "operation": "chat", "spans": [span]}
-        return web.json_response({"records": [{**record, "start_s": now_s, "end_s": now_s + 1}]})
+        record |= {"start_s": now_s, "end_s": now_s + 1, "attributes": {"tandem.bootstrap_room": room}}
+        return web.json_response({"records": [record]})
 
     return behave
 
@@ -72,6 +74,18 @@ async def test_of_one_name_the_caller_s_last_is_meant(tmp_path: Any) -> None:
         _, second, third = [record.key for record in c.router.recorder.snapshot().records]
         for key, meant in (("alice", second), ("bob", third), ("admin", third)):
             assert (await c.get("/traces/same", **bearer(key)))[1]["record"]["key"] == meant
+
+
+async def test_what_a_worker_kept_of_another_client_s_request_of_that_name_stays_there(tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice\nbob\n")
+    async with cluster(api_key_file=str(keys), admin_api_key="admin") as c:
+        for worker in (*c.prefills, *c.decodes):
+            worker.behave = keeps(worker.mode)
+        await send(c, "same", "alice")
+        assert len((await c.get("/traces/same", **bearer("alice")))[1]["workers"]) == 2
+        await send(c, "same", "bob")
+        assert (await c.get("/traces/same", **bearer("bob")))[1]["workers"] == []
 
 
 async def test_a_long_name_is_found_too() -> None:
