@@ -114,7 +114,7 @@ async def test_what_the_router_says_of_itself() -> None:
         assert [w["role"] for w in info["workers"]] == ["prefill", "decode", "decode"]
         assert (await get("/workers"))[1]["total"] == 3 and len((await get("/get_loads"))[1]["workers"]) == 3
         assert (await get("/health_generate"))[1]["success"] is True
-        status, error = await get("/v1/responses")
+        status, error = await get("/v1/nowhere")
         assert status == 404 and error["error"]["type"] == "invalid_request_error"
         status, error = await get("/generate")
         assert status == 405 and "does not take GET" in error["error"]["message"]
