@@ -14,7 +14,7 @@ from openai.types.responses import Response, ResponseFunctionToolCall
 
 from engine.frontend.apis.responses.body import Item
 from engine.frontend.apis.responses.items import messages_of
-from tests.frontend.conftest import Worker, start_worker, wait_for
+from tests.frontend.conftest import Worker, start_worker
 
 PATH = "/v1/responses"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -460,8 +460,3 @@ def test_allowed_tools_are_the_only_ones(qwen: Worker) -> None:
     body = {"input": CALL, "tools": [TOOL, other], "tool_choice": choice, "stop": "<|assistant|>"}
     answer = Response.model_validate(qwen.post(PATH, body).json())
     assert [item.type for item in answer.output] == ["message"]
-
-
-def test_a_worker_waits_for_nothing_after_the_tests(worker: Worker) -> None:
-    worker.wait_idle()
-    wait_for(lambda: worker.scheduler.num_running == 0)
