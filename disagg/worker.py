@@ -131,6 +131,7 @@ class _Worker:
             extra_info=values_by_name(plan.disagg),
             default_bootstrap_port=plan.disagg.disaggregation_bootstrap_port,
             bootstrap_allowlist=plan.bootstrap_allowlist,
+            warms_up=not plan.server.skip_server_warmup,
             switch=RoleSwitch(check=lambda to: check_next_session(plan, to), last=last) if can_switch else None,
         )
         return await run_frontend(

@@ -320,6 +320,7 @@ class ServerConfig(FlagSet):
         1000, "most answers of /v1/responses kept for previous_response_id", least=0, special={0: "none"}
     )
     max_stored_response_bytes: int = flag(64 << 20, "most bytes of these answers", unit="bytes", least=1)
+    skip_server_warmup: bool = flag(False, "compute no request before the worker says that it is ready")
     ready_file: str | None = flag(None, "file to write, as JSON, once the server is healthy")
     enable_early_rejection: bool = flag(
         False,

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.frontend.app import make_handle
-from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.scheduler_link import ENGINE_DEAD, SchedulerLink
 from engine.frontend.draining import drain
 from engine.frontend.errors import draining
+from engine.frontend.first_tokens import compute_tokens
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
-from engine.frontend.services import FrontendSpec
+from engine.frontend.services import FrontendSpec, Services
 from engine.frontend.setup import make_services
 from engine.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
 from engine.messages import GetStep, Shutdown, ToFrontend, ToScheduler
@@ -22,6 +22,7 @@ from service.http.server import RequestLimits, serving
 from service.process.collector import spare_what_lives
 from service.process.stop_signals import StopSignals
 from service.security.keys import KeyGate
+from service.waiter import end_tasks
 
 WATCH_INTERVAL_S = 0.1
 HTTP_CLOSE_S = 1.0  # for answers that are being written when the server ends
@@ -66,7 +67,7 @@ async def run_frontend(
         async with serving(port, handle, limits, shutdown_timeout_s=HTTP_CLOSE_S):
             try:
                 end = _SessionEnd(signals, spec.switch)
-                await _until_over(client, end, processes.dead, on_ready=on_ready)
+                await _until_over(services, end, on_ready=on_ready)
                 await drain(
                     client,
                     signals=signals,
@@ -131,18 +132,31 @@ class _SessionEnd:
         return default_s if self.switch.timeout_s is None else self.switch.timeout_s
 
 
-async def _until_over(
-    client: EngineClient, end: _SessionEnd, dead: Callable[[], str | None], *, on_ready: Callable[[], None]
-) -> None:
-    was_ready = False
-    while not end.is_requested:
-        reason = dead()
-        if reason is not None:
-            client.fail_all(ApiError(503, reason, code=ENGINE_DEAD, retry_after_s=1))
-            raise WorkerDied(reason)
-        if client.scheduler.ready.is_set() and not was_ready:
-            was_ready = True
-            on_ready()
-            spare_what_lives()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(end.signals.requested.wait(), WATCH_INTERVAL_S)
+async def _until_over(s: Services, end: _SessionEnd, *, on_ready: Callable[[], None]) -> None:
+    starting = asyncio.create_task(_warm_up(s))
+    try:
+        while not end.is_requested:
+            reason = s.dead()
+            if reason is not None:
+                s.client.fail_all(ApiError(503, reason, code=ENGINE_DEAD, retry_after_s=1))
+                raise WorkerDied(reason)
+            if starting.done() and not s.warm.is_set():
+                starting.result()
+                s.warm.set()
+                on_ready()
+                spare_what_lives()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(end.signals.requested.wait(), WATCH_INTERVAL_S)
+    finally:
+        await end_tasks([starting])
+
+
+async def _warm_up(s: Services) -> None:
+    """Wait for the scheduler, then compute a prompt and a token behind it. Raises WorkerDied where that fails."""
+    await s.scheduler.ready.wait()
+    if not s.spec.warms_up:
+        return
+    try:
+        await compute_tokens(s, 2, name="warm-up-", timeout_s=None)  # the watchdog ends a step that hangs
+    except ApiError as error:
+        raise WorkerDied(f"the warm-up request failed ({error}); --skip-server-warmup leaves it out") from None

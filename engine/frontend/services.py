@@ -37,7 +37,10 @@ INLINE_CHARS = 2000  # the event loop tokenizes shorter texts: that costs less t
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendSpec:
-    """What one role session serves. `extra_info`: for /server_info, no secrets. `switch`: None for a fixed role."""
+    """What one role session serves. `extra_info`: for /server_info, no secrets. `switch`: None for a fixed role.
+
+    `warms_up`: a first request is computed before the worker is ready.
+    """
 
     server: ServerConfig
     engine: EngineConfig
@@ -47,6 +50,7 @@ class FrontendSpec:
     bootstrap_allowlist: BootstrapAllowlist = field(default_factory=BootstrapAllowlist)
     switch: RoleSwitch | None = None
     health_timeout_s: float = HEALTH_TIMEOUT_S
+    warms_up: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,7 @@ class Services:
     responses: LocalBook | None
     tokenizer_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
     started_unix_s: int = field(default_factory=lambda: int(time.time()))
+    warm: asyncio.Event = field(default_factory=asyncio.Event)  # ready, and warmed up
     ignored: IgnoredFields = field(default_factory=IgnoredFields)
     incarnation: str = field(default_factory=lambda: secrets.token_hex(16))
 

@@ -116,6 +116,7 @@ def start_worker(
     engine: dict[str, Any] | None = None,
     allowed: list[str] | None = None,
     process: bool = False,
+    warms_up: bool = False,
 ) -> Iterator[Worker]:
     """`process`: a process of its own, else a thread. Raises what a thread's start raises."""
     checkpoint = folder / "tiny"
@@ -127,6 +128,7 @@ def start_worker(
         "ipc_dir": ipc.dir,
         "mode": mode,
         "allowed": allowed,
+        "warms_up": warms_up,
         "server": {"port": 0, "drain_timeout_s": drain_s, **(server or {})},
         "engine": {"model_path": str(checkpoint), **(engine or {})},
     }

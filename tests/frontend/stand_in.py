@@ -56,6 +56,7 @@ class StandIn:
         self.num_states = 0  # times that it was asked how it is
         self.prealloc = 2  # requests that its state shows in that queue
         self.silent = False  # answers nothing at all
+        self.refuses = False  # fails every request, as REFUSE does
         self.busy = False  # in a long step: the heartbeat alone answers, and says `doing`
         self.doing = StepReply(call_id="", busy_s=None)
         self.was_told_to_drain = False
@@ -139,7 +140,7 @@ class StandIn:
         if self._stuck(r):
             return None
         m = r.request
-        if "REFUSE" in r.text:
+        if self.refuses or "REFUSE" in r.text:
             return self._end(r, [], FinishReason(kind="abort", status=503, message="no memory for this request"))
         if "BREAK" in r.text and len(r.output) == 2:
             return self._end(r, [], FinishReason(kind="abort", status=500, message="the transfer broke"))

@@ -15,7 +15,7 @@ from engine.frontend.client.forecast import MIN_STARTED
 from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.errors import draining
 from engine.frontend.metrics.worker import Metrics
-from engine.messages import StepInfo, StepReply
+from engine.messages import FAKE_BOOTSTRAP_HOST, StepInfo, StepReply
 from engine.text.sample import SampleText
 from service.flags import ConfigError
 from service.http.errors import ApiError
@@ -42,6 +42,31 @@ def test_health_is_503_until_ready_and_when_the_scheduler_is_silent(tmp_path: Pa
         assert w.http.get("/health_generate").status_code == 503
         w.scheduler.silent = False
         assert w.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("mode", ["null", "prefill", "decode"])
+def test_a_worker_is_ready_once_its_first_request_is_computed(tmp_path: Path, mode: str) -> None:
+    with start_worker(tmp_path, mode=mode, ready=False, warms_up=True) as w:
+        w.scheduler.busy = True
+        w.scheduler.say_ready()
+        wait_for(lambda: "the warm-up request is being computed" in w.http.get("/health").text)
+        assert w.http.get("/health").status_code == 503 and not (tmp_path / "ready").exists()
+        w.scheduler.busy = False
+        wait_for(lambda: w.http.get("/health").status_code == 200)
+        wait_for(lambda: (tmp_path / "ready").exists())
+        (first,) = w.scheduler.seen
+        assert (first.bootstrap is None) == (mode == "null")
+        assert first.bootstrap is None or first.bootstrap.host == FAKE_BOOTSTRAP_HOST
+
+
+def test_a_worker_whose_first_request_fails_ends_and_names_the_remedy(tmp_path: Path) -> None:
+    with start_worker(tmp_path, ready=False, warms_up=True) as w:
+        w.scheduler.refuses = True
+        w.scheduler.say_ready()
+        assert w.process.wait(60) == 1
+        assert isinstance(w.process, WorkerThread)
+        text = "the warm-up request failed (no memory for this request); --skip-server-warmup leaves it out"
+        assert str(w.process.error) == text
 
 
 def test_a_busy_scheduler_is_healthy_and_a_stalled_or_silent_one_is_not(tmp_path: Path) -> None:

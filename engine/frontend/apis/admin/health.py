@@ -1,14 +1,12 @@
 """Health of a worker: of its process, its scheduler, and its model; reports of a scheduler that is up."""
 
-import asyncio
-
 from aiohttp import web
 
 from engine.frontend.apis.admin.load import step_summary
 from engine.frontend.errors import not_ready
+from engine.frontend.first_tokens import compute_tokens
 from engine.frontend.services import SERVICES, Services
-from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, GenerateRequest, StateReply, StepReply
-from engine.sampling_params import SamplingParams
+from engine.messages import StateReply, StepReply
 from service.http.errors import DRAINING, ApiError
 from service.http.stream import json_response
 
@@ -54,18 +52,8 @@ async def health_generate(request: web.BaseRequest) -> web.Response:
     """200 after one real token through model and frontend (disaggregated: without a transfer)."""
     s = request[SERVICES]
     check_up(s)
-    bootstrap = (
-        None
-        if s.spec.mode == "null"
-        else Bootstrap(host=FAKE_BOOTSTRAP_HOST, port=s.spec.default_bootstrap_port, room=s.mint_room())
-    )
-    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=0, ignore_eos=True)
-    probe = GenerateRequest(
-        rid=s.mint_id("health-"), input_ids=[0], sampling=sampling, bootstrap=bootstrap, skip_cache_insert=True
-    )
     try:
-        with s.client.generate([probe]) as generation:
-            await asyncio.wait_for(generation.next(), s.spec.health_timeout_s)
+        await compute_tokens(s, 1, name="health-", timeout_s=s.spec.health_timeout_s)
     except TimeoutError:
         raise not_ready(f"no token came within {s.spec.health_timeout_s:g} s") from None
     return json_response({"status": "ok"})
@@ -75,6 +63,8 @@ def check_up(s: Services) -> None:
     check_dead(s)
     if not s.scheduler.ready.is_set():
         raise not_ready("the model is still loading")
+    if not s.warm.is_set():
+        raise not_ready("the warm-up request is being computed")
 
 
 def check_dead(s: Services) -> None:
