@@ -136,9 +136,6 @@ def check_sampling_params(p: SamplingParams, *, vocab_size: int) -> None:
     for t, bias in p.logit_bias.items():
         _require(0 <= t < vocab_size, "logit_bias", f"{t} is not a token id (0 to {vocab_size - 1})")
         _in_range("logit_bias", bias, -100.0, 100.0)
-    if p.reasoning is not None and p.reasoning.budget is not None:
-        budget = p.reasoning.budget
-        _require(budget >= 0, "thinking_token_budget", f"must be at least 0, got {budget}")
     for t in p.allowed_token_ids:
         _require(0 <= t < vocab_size, "allowed_token_ids", f"{t} is not a token id (0 to {vocab_size - 1})")
     count = len(p.bad_token_ids)

@@ -56,6 +56,23 @@ class PlainReader:
         return []
 
 
+class WithoutReasoning:
+    """What `reader` reads, without the reasoning."""
+
+    def __init__(self, reader: PartReader) -> None:
+        self._reader = reader
+
+    @property
+    def num_calls(self) -> int:
+        return self._reader.num_calls
+
+    def feed(self, text: str) -> list[Part]:
+        return [part for part in self._reader.feed(text) if not isinstance(part, ReasoningText)]
+
+    def end(self) -> list[Part]:
+        return [part for part in self._reader.end() if not isinstance(part, ReasoningText)]
+
+
 class FirstCall:
     """What `reader` reads, without the calls after the first."""
 

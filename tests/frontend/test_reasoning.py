@@ -102,6 +102,33 @@ def test_what_the_engine_receives(r1: Worker) -> None:
     assert r1.scheduler.seen[-1].sampling.reasoning is None
 
 
+def test_reasoning_is_left_out_on_request(r1: Worker) -> None:
+    for more in ({}, {"separate_reasoning": False}):
+        message = r1.post(CHAT, body(include_reasoning=False, **more)).json()["choices"][0]["message"]
+        assert message["content"] == "Five." and message["reasoning_content"] is None
+    events = r1.events(CHAT, body(include_reasoning=False, stream=True))
+    assert "".join(c["delta"].get("content") or "" for e in events for c in e["choices"]) == "Five."
+    assert not any("reasoning_content" in c["delta"] for e in events for c in e["choices"])
+
+
+def test_generate_follows_reasoning_on_request(r1: Worker, worker: Worker) -> None:
+    sampling = {"max_new_tokens": 1, "regex": "a"}
+    for more, expected in (
+        ({}, None),
+        ({"require_reasoning": True}, ("open", None)),
+        ({"max_thinking_tokens": 4}, ("open", 4)),
+        ({"text": "x</think>", "max_thinking_tokens": 4}, None),
+    ):
+        assert r1.post("/generate", {"text": "x", "sampling_params": sampling, **more}).status_code == 200
+        gate = r1.scheduler.seen[-1].sampling.reasoning
+        assert (None if gate is None else (gate.opening, gate.budget)) == expected
+    wrong = r1.post("/generate", {"text": "x", "max_thinking_tokens": -1})
+    assert wrong.status_code == 400 and "max_thinking_tokens: must be at least 0" in wrong.text
+    for name, value in (("require_reasoning", True), ("max_thinking_tokens", 3)):
+        wrong = worker.post("/generate", {"text": "x", name: value})
+        assert wrong.status_code == 400 and f"{name}: this server was started without --reasoning-parser" in wrong.text
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [

@@ -40,6 +40,7 @@ class ChatBody(RequestFields, kw_only=True):
     reasoning_effort: str | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
+    include_reasoning: bool | None = None
     thinking_token_budget: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

@@ -14,6 +14,7 @@ from engine.frontend.apis.chat.tools import forced, forced_calls, names_one, str
 from engine.frontend.apis.shared.constraints import Constraint, only_one
 from engine.frontend.apis.shared.fields import prompt_ids
 from engine.frontend.apis.shared.models import Chosen, choose_model
+from engine.frontend.apis.shared.reasoning import check_budget, gate_of, reasoning_format
 from engine.frontend.apis.shared.samples import answer_samples, body_constraint, sampling_of
 from engine.frontend.apis.shared.stream import EVENTS, Framing, View
 from engine.frontend.services import Services
@@ -22,7 +23,7 @@ from engine.sampling_params import ReasoningGate, SamplingParams
 from engine.text.call_formats import CallFormat
 from engine.text.chat_template import TemplateRefused
 from engine.text.parts import PartReader
-from engine.text.reasoning import HARMONY, REASONING_FORMATS, Opening, ReasoningFormat, ReasoningTokens, opening_of
+from engine.text.reasoning import HARMONY, Opening, ReasoningFormat, ReasoningTokens, opening_of
 from engine.text.tokenizer import Tokenizer
 from service.http.errors import bad_field
 
@@ -52,7 +53,7 @@ async def plan_chat(s: Services, body: ChatBody) -> ChatPlan:
     """Raises ApiError."""
     model = choose_model(s, body.model, body.lora_path)
     check_chat(body)
-    reasoning = REASONING_FORMATS.get(s.spec.engine.reasoning_parser or "")
+    reasoning = reasoning_format(s)
     check_reasoning(s, body, reasoning)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -63,9 +64,15 @@ async def plan_chat(s: Services, body: ChatBody) -> ChatPlan:
         body.skip_special_tokens = False  # the reader must see its markers
     prompt, prefix = render_chat(s, body)
     opening = Opening.CLOSED if reasoning is None else opening_of(reasoning, prompt, prefix=prefix)
-    gate = None if reasoning is None else gate_of(body, reasoning, opening, is_constrained=constraint is not None)
     return ChatPlan(
-        sampling=sampling_of(s, body, max_tokens=limit, name=name, constraint=constraint, reasoning=gate),
+        sampling=sampling_of(
+            s,
+            body,
+            max_tokens=limit,
+            name=name,
+            constraint=constraint,
+            reasoning=_gate(body, reasoning, opening, constraint),
+        ),
         input_ids=await prompt_ids(s, prompt + prefix, field="messages", add_special_tokens=False),
         constraint=constraint,
         logprobs=LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None,
@@ -93,33 +100,15 @@ def warn_of_unread_calls() -> None:
 def check_reasoning(s: Services, body: ChatBody, format: ReasoningFormat | None) -> None:
     if body.reasoning_effort == "none" and format is HARMONY:
         raise bad_field("reasoning_effort", "this model always reasons; use low, medium or high")
-    if body.thinking_token_budget is None:
-        return
+    check_budget(s, body.thinking_token_budget, field="thinking_token_budget")
+
+
+def _gate(
+    body: ChatBody, format: ReasoningFormat | None, opening: Opening, constraint: Constraint | None
+) -> ReasoningGate | None:
     if format is None:
-        raise bad_field(
-            "thinking_token_budget", "this server was started without --reasoning-parser", code="unsupported_parameter"
-        )
-    ids = s.model.tokenizer.encode(format.way_out, add_special_tokens=False)
-    if format.before_answer not in s.model.tokenizer.decode(ids, skip_special_tokens=False):
-        raise bad_field(
-            "thinking_token_budget",
-            f"this model's tokenizer cannot write {format.way_out!r}; start the server with another --reasoning-parser",
-        )
-
-
-def gate_of(body: ChatBody, format: ReasoningFormat, opening: Opening, *, is_constrained: bool) -> ReasoningGate | None:
-    """Where the engine must follow the reasoning: before a constraint, or up to a budget."""
-    if opening is Opening.CLOSED or not (is_constrained or body.thinking_token_budget is not None):
         return None
-    if format.answer:  # the marker of the answer comes, reasoning or not
-        opening = Opening.OPEN
-    return ReasoningGate(
-        start=format.start,
-        end=format.before_answer,
-        forced=format.way_out,
-        opening=opening.value,
-        budget=body.thinking_token_budget,
-    )
+    return gate_of(format, opening, budget=body.thinking_token_budget, is_constrained=constraint is not None)
 
 
 def _counter(reading: Reading, opening: Opening, tokenizer: Tokenizer) -> ReasoningTokens:

@@ -8,7 +8,7 @@ from engine.frontend.apis.chat.tools import forced, usable
 from engine.text.call_formats import ARRAY, CALL_FORMATS, CallFormat
 from engine.text.custom_calls import CustomInputs
 from engine.text.harmony import HarmonyReader
-from engine.text.parts import FirstCall, PartReader, PlainReader
+from engine.text.parts import FirstCall, PartReader, PlainReader, WithoutReasoning
 from engine.text.reasoning import HARMONY, Opening, ReasoningFormat, ReasoningReader
 from engine.text.tagged_call import Schemas
 from engine.text.tool_calls import ToolCalls
@@ -18,7 +18,7 @@ GPT_OSS = ("gpt-oss", "openai")  # its channels hold reasoning and calls: one re
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """`reasoning`: the model's format, whether or not it is shown apart (`separates`). `calls`: None: no call is read.
+    """`reasoning`: the model's format, whether or not it is shown apart (`separates`) or not at all (`leaves_out`). `calls`: None: no call is read.
 
     `customs`: those of them whose input is a text. `calls_in_channels`: harmony's. `functions`: those that may be called, with their parameters' schemas. `only_one`: later
     calls are left out.
@@ -26,6 +26,7 @@ class Reading:
 
     reasoning: ReasoningFormat | None
     separates: bool
+    leaves_out: bool
     streams: bool
     calls: CallFormat | None
     calls_in_channels: bool
@@ -54,12 +55,13 @@ class Reading:
     def reader(self, opening: Opening) -> Callable[[], PartReader] | None:
         """Makes readers of an answer that begins as `opening` says; None: its text is the answer."""
         make = self._maker(opening)
-        if make is None or not (self.only_one or self.customs):
+        if make is None or not (self.only_one or self.customs or self.leaves_out):
             return make
         return lambda: self._wrapped(make())
 
     def _wrapped(self, reader: PartReader) -> PartReader:
         reader = CustomInputs(reader, self.customs) if self.customs else reader
+        reader = WithoutReasoning(reader) if self.leaves_out else reader
         return FirstCall(reader) if self.only_one else reader
 
     def _maker(self, opening: Opening) -> Callable[[], PartReader] | None:
@@ -89,11 +91,12 @@ class Reading:
 
 def reading_of(body: ChatBody, *, reasoning: ReasoningFormat | None, tool_parser: str | None) -> Reading:
     tools = usable(body.tools, body.tool_choice)
-    is_forced = forced(body.tool_choice)
+    is_forced, leaves_out = forced(body.tool_choice), body.include_reasoning is False
     calls = ARRAY if is_forced else CALL_FORMATS.get(tool_parser or "") if tools else None
     return Reading(
         reasoning=reasoning,
-        separates=reasoning is not None and body.separate_reasoning is not False,
+        separates=reasoning is not None and (body.separate_reasoning is not False or leaves_out),
+        leaves_out=leaves_out,
         streams=body.stream_reasoning is not False,
         calls=calls,
         calls_in_channels=tool_parser in GPT_OSS and bool(tools) and not is_forced,

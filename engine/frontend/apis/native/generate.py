@@ -19,13 +19,16 @@ from engine.frontend.apis.shared.fields import (
 )
 from engine.frontend.apis.shared.models import check_lora_path
 from engine.frontend.apis.shared.namespaces import namespaces_of
+from engine.frontend.apis.shared.reasoning import check_budget, gate_of, needed_format
 from engine.frontend.apis.shared.stream import answer
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
+from engine.text.reasoning import Opening, opening_of
 from service.http.errors import bad_field
 
 DEFAULT_NEW_TOKENS = 128
+PROMPT_TAIL_TOKENS = 32  # that may hold the beginning of the reasoning
 INSIDE = "sampling_params."
 
 
@@ -50,6 +53,8 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
         )
         for p, ids, one in zip(params, prompts, given, strict=True)
     ]
+    if body.require_reasoning or body.max_thinking_tokens is not None:
+        fitted = [_after_reasoning(s, body, p, ids) for p, ids in zip(fitted, prompts, strict=True)]
     requests, groups = _requests(request, body, prompts=prompts, given=given, params=fitted, n=n)
     generation = s.client.generate(requests, groups=groups, timeout_s=timeout_s)
     view = NativeView(
@@ -87,6 +92,16 @@ def _params(s: Services, p: SamplingBody) -> SamplingParams:
         names=names,
         constraint=plain_constraint(p, inside=INSIDE),
     )
+
+
+def _after_reasoning(s: Services, body: GenerateBody, params: SamplingParams, prompt: list[int]) -> SamplingParams:
+    """The constraint begins behind the reasoning, and its tokens are bounded. Raises ApiError(400)."""
+    format = needed_format(s, field="require_reasoning" if body.require_reasoning else "max_thinking_tokens")
+    check_budget(s, body.max_thinking_tokens, field="max_thinking_tokens")
+    tail = s.model.tokenizer.decode(prompt[-PROMPT_TAIL_TOKENS:], skip_special_tokens=False)
+    opening = Opening.OPEN if body.require_reasoning else opening_of(format, tail)
+    gate = gate_of(format, opening, budget=body.max_thinking_tokens, is_constrained=params.grammar is not None)
+    return msgspec.structs.replace(params, reasoning=gate)
 
 
 def _requests(

@@ -1,0 +1,46 @@
+"""Reasoning that the engine must follow: up to the constraint behind it, or up to a budget."""
+
+from engine.frontend.services import Services
+from engine.sampling_params import ReasoningGate
+from engine.text.reasoning import REASONING_FORMATS, Opening, ReasoningFormat
+from service.http.errors import bad_field
+
+
+def reasoning_format(s: Services) -> ReasoningFormat | None:
+    return REASONING_FORMATS.get(s.spec.engine.reasoning_parser or "")
+
+
+def needed_format(s: Services, *, field: str) -> ReasoningFormat:
+    """For a field that needs one. Raises ApiError(400)."""
+    format = reasoning_format(s)
+    if format is None:
+        raise bad_field(field, "this server was started without --reasoning-parser", code="unsupported_parameter")
+    return format
+
+
+def check_budget(s: Services, budget: int | None, *, field: str) -> None:
+    """Raises ApiError(400)."""
+    if budget is None:
+        return
+    format, tokenizer = needed_format(s, field=field), s.model.tokenizer
+    if budget < 0:
+        raise bad_field(field, f"must be at least 0, got {budget}")
+    ids = tokenizer.encode(format.way_out, add_special_tokens=False)
+    if format.before_answer not in tokenizer.decode(ids, skip_special_tokens=False):
+        raise bad_field(
+            field,
+            f"this model's tokenizer cannot write {format.way_out!r}; start the server with another --reasoning-parser",
+        )
+
+
+def gate_of(
+    format: ReasoningFormat, opening: Opening, *, budget: int | None, is_constrained: bool
+) -> ReasoningGate | None:
+    """None where the engine need not look."""
+    if opening is Opening.CLOSED or not (is_constrained or budget is not None):
+        return None
+    if format.answer:  # the marker of the answer comes, reasoning or not
+        opening = Opening.OPEN
+    return ReasoningGate(
+        start=format.start, end=format.before_answer, forced=format.way_out, opening=opening.value, budget=budget
+    )
