@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -253,6 +254,18 @@ def test_errors_are_those_of_the_clients_api(client: anthropic.Anthropic, worker
     assert refused.value.status_code == 503 and refused.value.body["error"]["type"] == "overloaded_error"
     with pytest.raises(anthropic.APIStatusError, match="the transfer broke"):
         list(ask(client, "BREAK", stream=True))
+
+
+def test_the_key_of_the_client_is_a_key(tmp_path: Path) -> None:
+    """It comes as `x-api-key`."""
+    with start_worker(tmp_path, server={"api_key": "right"}) as w:
+        with anthropic.Anthropic(base_url=w.url, api_key="wrong", max_retries=0) as client:
+            with pytest.raises(anthropic.AuthenticationError) as refused:
+                ask(client)
+            assert refused.value.body["error"]["type"] == "authentication_error"
+        with anthropic.Anthropic(base_url=w.url, api_key="right", max_retries=0) as client:
+            assert ask(client).stop_reason == "max_tokens"
+            assert client.messages.count_tokens(model="tiny", messages=[{"role": "user", "content": "a"}]).input_tokens
 
 
 def test_a_client_that_leaves_ends_its_request(client: anthropic.Anthropic, worker: Worker) -> None:
