@@ -112,11 +112,11 @@ class EngineConfig(FlagSet):
     clip_max_new_tokens_estimation: int = flag(4096, "most tokens by which a request is expected to grow", least=0)
     in_batch_prefix_caching_deprioritize_threshold: int = flag(
         32,
-        "with lpm or dfs-weight: a prompt that shares so many uncached tokens with an earlier one goes behind it",
+        "with lpm or dfs-weight: a prompt that shares at least this many uncached tokens with an earlier one goes behind it",
         least=1,
     )
     in_batch_prefix_caching_wait_threshold: int = flag(
-        128, "a prompt waits a step for another one that computes so many of its tokens", least=1
+        128, "a prompt waits a step for another one that computes at least this many of its tokens", least=1
     )
     enable_priority_scheduling: bool = flag(False, "schedule requests with a higher `priority` first")
     schedule_low_priority_values_first: bool = flag(

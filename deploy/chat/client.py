@@ -68,7 +68,7 @@ class ChatClient:
     async def pieces(self, messages: Sequence[Message], answer: Answer) -> AsyncGenerator[Piece, None]:
         """Yield the parts of the answer as they come, and note them in `answer`. Raises ChatFailed.
 
-        Whoever stops reading and closes this generator closes the connection: the server takes the request back.
+        Closing this generator closes the connection, and the server aborts the request.
         """
         try:
             async with aclosing(self._events(messages, answer.request_id)) as events:

@@ -17,10 +17,10 @@ class Limits:
     `wait_between_prefills`: the second of two prefill steps in a row has depth 1, so that first tokens leave before it.
     `max_loras_per_batch`: adapters in one step. `lora_drain_wait_s`: wait after which a request's adapter goes first.
     `resume_elsewhere`: the role decides where the KV of retracted requests comes from (`HeldRequests.take_retracted`).
-    `sibling_tokens`: a cache-aware policy puts a prompt that shares so many uncached tokens with an earlier one behind it;
-    `min_shared_tokens`: a prompt waits a step for another one that computes so many of its tokens.
+    `sibling_tokens`: a cache-aware policy puts a prompt that shares this many uncached tokens with an earlier one behind it;
+    `min_shared_tokens`: a prompt waits a step for another one that computes this many of its tokens.
     `reserve_floor`: tokens that decode expects each request to grow by, at least. `vocab_size`: only ids below it are
-    tokens; None: all are. `test_retract`: a running request is retracted each time that so many steps have decoded; 0: none is.
+    tokens; None: all are. `test_retract`: decode steps between two forced retractions; 0: none is forced.
     """
 
     page_size: int

@@ -14,7 +14,7 @@ export class ApiError extends Error {
   }
 }
 
-/** An id that nobody can guess: it names the request to its trace. */
+/** An unguessable id: it names the request to its trace. */
 export function newId() {
   return [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 }

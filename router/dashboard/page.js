@@ -1,4 +1,4 @@
-// Asks the router for its state every second while somebody looks, and hands it to what draws.
+// Asks the router for its state every second while the page is visible, and passes it to the parts that draw.
 
 import { makeFlow } from "/dashboard/flow.js";
 import { makeTiles } from "/dashboard/charts.js";

@@ -33,7 +33,7 @@ export function spansOf(record) {
   return spans;
 }
 
-/** The workers' own stages, from POST /traces (what `tandem trace` writes), on the clock of `record`; none if nobody kept them.
+/** The workers' own stages, from POST /traces (what `tandem trace` writes), on the clock of `record`; none where no worker kept them.
 
 Times there are of the Unix epoch; a worker on another machine may have another clock, so its part is moved to where it was
 sent to should it begin outside of that. */

@@ -25,7 +25,7 @@ class KeepAlive:
     """Writes into the stream of `request` whenever it would be silent for longer than `interval_s` (0: never); opens it, if need be.
 
     Use as a context manager. Until the first beat nothing is sent, so that an error can have its status; `stream` is None then.
-    One timer a stream, which reads how many bytes have left: who writes has nothing to note.
+    One timer a stream, which reads how many bytes have been sent: writers note nothing.
     """
 
     def __init__(self, request: web.BaseRequest, *, interval_s: float) -> None:

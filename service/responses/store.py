@@ -1,6 +1,6 @@
 """A bounded store of responses: the least recently used goes first, and a conversation from its end. Pure.
 
-    resp_1 <- resp_2 <- resp_3       previous_response_id; whoever reads resp_3 reads all three
+    resp_1 <- resp_2 <- resp_3       previous_response_id; to read resp_3 is to read all three
                      <- resp_4
 
 Reading a response makes its ancestors the most recently used. So none is evicted before its descendants, and no stored response loses
