@@ -1,5 +1,6 @@
 """Allowed tokens and bad words: kept, and the same tokens through two workers at depth 2 as through one, greedy and sampled."""
 
+import json
 import random
 from typing import Any
 
@@ -98,7 +99,20 @@ async def test_hidden_states_and_token_ids_of_openais_routes(unified: Cluster, p
             assert status == 200 and choice["token_ids"] == expected["output_ids"]
             assert choice["prompt_token_ids"] == prompt
             assert choice["hidden_states"] == pytest.approx(expected["meta_info"]["hidden_states"][-1], abs=1e-4)
+            async with http.post(f"{c.router}/v1/completions", json={**body, **wanted, "stream": True}) as stream:
+                choices = [
+                    json.loads(line[6:])["choices"][0] async for line in stream.content if line.startswith(b"data: {")
+                ]
+            assert [t for chunk in choices for t in chunk["token_ids"]] == expected["output_ids"]
+            assert [chunk.get("hidden_states") for chunk in choices][:-1] == [None] * (len(choices) - 1)
+            assert choices[-1]["hidden_states"] == pytest.approx(choice["hidden_states"], abs=1e-4)
             chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, **wanted}
             status, answer = await post(http, f"{c.router}/v1/chat/completions", chat)
             assert status == 200 and answer["choices"][0]["hidden_states"] == []
+            longer = {**chat, "max_tokens": 3, "ignore_eos": True, "stream": True}
+            async with http.post(f"{c.router}/v1/chat/completions", json=longer) as stream:
+                choices = [
+                    json.loads(line[6:])["choices"][0] async for line in stream.content if line.startswith(b"data: {")
+                ]
+            assert len(choices[-1]["delta"]["hidden_states"]) == len(choice["hidden_states"])
     await assert_all_back(pd)
