@@ -106,6 +106,25 @@ def test_an_unknown_field_is_ignored_by_name(worker: Worker) -> None:
         assert answer.status_code == 200 and "a_beta" in ignored and "session_id" not in ignored
 
 
+def test_a_coding_agent_s_request(client: anthropic.Anthropic, worker: Worker) -> None:
+    """With betas in headers and the query, a system prompt in blocks, and what Anthropic's service alone reads."""
+    ephemeral: Any = {"type": "ephemeral"}
+    answer = client.beta.messages.create(
+        model="tiny",
+        max_tokens=20_000,
+        system=[{"type": "text", "text": "S"}, {"type": "text", "text": "T", "cache_control": ephemeral}],
+        messages=[{"role": "user", "content": [{"type": "text", "text": "hello", "cache_control": ephemeral}]}],
+        tools=[TOOL],
+        metadata={"user_id": "u"},
+        thinking={"type": "adaptive"},
+        output_config={"effort": "high"},
+        betas=["interleaved-thinking-2025-05-14", "context-management-2025-06-27"],
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    )
+    assert prompt_of(worker) == "<|system|>S\nT<|user|>hello<|assistant|>"
+    assert answer.stop_reason == "model_context_window_exceeded"
+
+
 def test_the_answer_continues_a_last_message_of_the_assistant(client: anthropic.Anthropic, worker: Worker) -> None:
     ask(client, messages=[{"role": "user", "content": "q"}, {"role": "assistant", "content": "so:"}])
     assert prompt_of(worker) == "<|user|>q<|assistant|>so:"

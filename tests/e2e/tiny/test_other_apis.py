@@ -166,6 +166,12 @@ def test_a_format_is_followed(llama: ollama.Client) -> None:
     assert answer.done_reason == "stop"
 
 
+def test_a_request_without_a_prompt_loads_nothing_and_holds_nothing(way: Cluster, llama: ollama.Client) -> None:
+    assert llama.generate("default").done_reason == llama.chat("default").done_reason == "load"
+    assert [part.done_reason for part in llama.generate("default", stream=True)] == ["load"]
+    asyncio.run(assert_all_back(way))
+
+
 def test_the_router_lists_the_model(way: Cluster, llama: ollama.Client) -> None:
     names = [model.model for model in llama.list().models]
     shown = llama.show(f"{names[0]}:latest")
