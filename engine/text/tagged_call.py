@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.text.parts import overlap
+
 Schemas = Mapping[str, dict[str, Any] | None]
+_LONGEST = 16  # characters of the longest marker
 _PYTHON = {"True": True, "False": False, "None": None}
 
 
@@ -52,7 +55,7 @@ QWEN_TAGS = Tags(
 
 
 class TaggedCall:
-    """`schemas`: parameters of the functions. An argument comes out whole. `broken`: this is no call."""
+    """`schemas`: parameters of the functions. Texts come out as they come, other arguments whole. `broken`: this is no call."""
 
     def __init__(self, tags: Tags, schemas: Schemas) -> None:
         self.name: str | None = None
@@ -63,6 +66,9 @@ class TaggedCall:
         self._schemas = schemas
         self._rest = ""  # not read yet
         self._key: str | None = None  # of the value that is being read
+        self._is_text = False  # the value is a text, given out as it comes
+        self._at_start = True  # of the value
+        self._searched = 0  # characters of the rest that hold no end of the value
         self._num_arguments = 0
         self._new = ""
 
@@ -103,7 +109,8 @@ class TaggedCall:
             return False
         found = self._tags.key.match(rest)
         if found is not None:
-            self._key, self._rest = found[1].strip(), rest[found.end() :]
+            self._rest = rest[found.end() :]
+            self._open(found[1].strip())
             return True
         begins = self._tags.key_begins
         if not (rest.startswith(begins) or begins.startswith(rest) or self._tags.end.startswith(rest)):
@@ -111,24 +118,50 @@ class TaggedCall:
         return False
 
     def _read_value(self, key: str) -> bool:
-        found = _first(self._rest, self._tags.value_ends)
+        found = _first(self._rest, self._tags.value_ends, start=self._searched)
         if found is None:
+            self._searched = max(0, len(self._rest) - _LONGEST)
+            if self._is_text:
+                self._give_text()
             return False
         at, end = found
-        value = self._rest[:at]
-        if self._tags.lines:
-            value = value.removeprefix("\n").removesuffix("\n")
-        self._add(key, value)
-        self._rest = self._rest[at + len(end) * (end == self._tags.value_ends[0]) :]
+        value, self._rest = self._rest[:at], self._rest[at + len(end) * (end == self._tags.value_ends[0]) :]
+        self._searched = 0
+        if self._is_text:
+            self._new += _escaped(self._without_breaks(value, ends=True)) + '"'
+        else:
+            self._new += json.dumps(
+                value_of(self._without_breaks(value, ends=True), self._schema(key)), ensure_ascii=False
+            )
+        self._key = None
         return True
 
-    def _add(self, key: str, value: str) -> None:
-        parameters = self._schemas.get(self.name or "") or {}
-        schema = (parameters.get("properties") or {}).get(key) if isinstance(parameters, dict) else None
-        head = ", " if self._num_arguments else "{"
-        self._new += head + f"{json.dumps(key)}: {json.dumps(value_of(value, schema), ensure_ascii=False)}"
+    def _open(self, key: str) -> None:
+        """A key came, and its value begins."""
+        self._key, self._at_start = key, True
+        self._is_text = _types_of(self._schema(key)) == {"string"}
+        self._new += (", " if self._num_arguments else "{") + json.dumps(key) + ": " + '"' * self._is_text
         self._num_arguments += 1
-        self._key = None
+
+    def _give_text(self) -> None:
+        """What is surely of the value: neither a marker that may have begun nor a line break that may end it."""
+        held = max(overlap(self._rest, marker) for marker in self._tags.value_ends)
+        text = self._rest[: len(self._rest) - held]
+        text = text[:-1] if self._tags.lines and text.endswith("\n") else text
+        if text:
+            self._rest, self._searched = self._rest[len(text) :], 0
+            self._new += _escaped(self._without_breaks(text, ends=False))
+
+    def _without_breaks(self, text: str, *, ends: bool) -> str:
+        if not self._tags.lines:
+            return text
+        text = text.removeprefix("\n") if self._at_start else text
+        self._at_start = False
+        return text.removesuffix("\n") if ends else text
+
+    def _schema(self, key: str) -> Any:
+        parameters = self._schemas.get(self.name or "") or {}
+        return (parameters.get("properties") or {}).get(key) if isinstance(parameters, dict) else None
 
     def _end(self, rest: str | None) -> None:
         self.done = True
@@ -146,6 +179,10 @@ def value_of(text: str, schema: Any) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return _PYTHON.get(text.strip(), text)
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _types_of(schema: Any) -> set[str]:

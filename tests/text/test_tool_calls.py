@@ -145,7 +145,7 @@ CASES: list[tuple[CallFormat, str, Read]] = [
     (GLM45, "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", ("", [("add", '{"a": 1}')])),
     (GLM45, "<tool_call>add</tool_call> done", ("done", [("add", "{}")])),
     (GLM45, "<tool_call>rm\n</tool_call>", ("<tool_call>rm\n</tool_call>", [])),
-    (GLM45, "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1", ("", [("add", "")])),
+    (GLM45, "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1", ("", [("add", '{"a": ')])),
     (GLM45, "<tool_call>add\n<arg_x", ("<arg_x", [("add", "{}")])),
     (
         QWEN3_CODER,
@@ -163,6 +163,15 @@ CASES: list[tuple[CallFormat, str, Read]] = [
 def test_calls_and_text_whatever_the_chunks(format: CallFormat, text: str, expected: Read) -> None:
     for pieces in chunks.splits(text):
         assert read(format, pieces) == expected
+
+
+def test_texts_in_tags_stream_before_they_end() -> None:
+    reader = ToolCalls(QWEN3_CODER, FUNCTIONS)
+    reader.feed("<tool_call>\n<function=look_up>\n<parameter=q>\n")
+    assert reader.feed('one "two"\n') == [Arguments(0, 'one \\"two\\"')]
+    assert reader.feed("three\n</para") == [Arguments(0, "\\nthree")]
+    assert reader.feed("meter>\n") == [Arguments(0, '"')]
+    assert reader.feed("</function>") == [Arguments(0, "}")]
 
 
 def test_every_format_has_a_case() -> None:
