@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from service.http.error_shapes import OPENAI
+from service.http.api_shapes import OPENAI
 from service.http.errors import ApiError
 from service.http.routes import Handler
 from service.security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Verdict, Verifier

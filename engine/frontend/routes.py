@@ -26,7 +26,7 @@ from engine.frontend.apis.responses import stored
 from engine.frontend.apis.responses.body import ResponseBody
 from engine.frontend.apis.responses.create import create_response
 from service.http import openapi
-from service.http.error_shapes import shape_of
+from service.http.api_shapes import shape_of
 from service.http.home import HOME
 from service.http.invocations import INVOCATIONS, InvocationBody, invoked_path
 from service.http.pages import SHARED

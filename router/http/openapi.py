@@ -8,7 +8,7 @@ from typing import Any
 from router.body import BOOTSTRAP_FIELDS, HISTORY_FIELD, OLLAMA, Api
 from router.http.any_worker import ASKED, DESCRIBED, LISTS
 from router.http.fan_out import LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER
-from service.http.error_shapes import shape_of
+from service.http.api_shapes import shape_of
 from service.http.invocations import INVOCATIONS
 from service.http.openapi import FAILURES, TEXT, answer, document, failures_of, operation
 from service.http.stream import EVENTS_TYPE, LINES_TYPE

@@ -107,7 +107,7 @@ def says_draining(body: bytes) -> bool:
 
 
 def parse_error(body: bytes) -> str | None:
-    """The message of an error in a shape that we know (service/http/error_shapes.py); None for any other answer."""
+    """The message of an error in a shape that we know (service/http/api_shapes.py); None for any other answer."""
     answer = object_of(body)
     message = _error(answer).get("message", answer.get("error"))
     return message if isinstance(message, str) else None

@@ -1,4 +1,4 @@
-"""Errors of every server: an HTTP status, a message, and `Retry-After` where a retry may succeed. Their JSON: error_shapes.py."""
+"""Errors of every server: an HTTP status, a message, and `Retry-After` where a retry may succeed. Their JSON: api_shapes.py."""
 
 import re
 from typing import TypeVar

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from service.http.error_shapes import ErrorShape
+from service.http.api_shapes import ApiShape
 from service.http.errors import ApiError
 from service.http.routes import Handler, HttpRoute, Routes, errors_of
 from service.http.stream import EXTRA_HEADERS, REQUEST_ID, REQUEST_ID_HEADER, STREAMING
@@ -119,7 +119,7 @@ async def answer_of(handler: Handler, request: web.BaseRequest) -> web.StreamRes
         return errors.response(ApiError(500, message, code="internal_error"))
 
 
-def _of_http(error: web.HTTPException, request: web.BaseRequest, errors: ErrorShape) -> web.Response:
+def _of_http(error: web.HTTPException, request: web.BaseRequest, errors: ApiShape) -> web.Response:
     if error.status == 404:
         return errors.response(ApiError(404, f"there is no {request.path} here", code="not_found"))
     if error.status == 405:

@@ -6,19 +6,11 @@ from contextlib import suppress
 
 from aiohttp import web
 
-from service.http.stream import SSE_HEADERS, CoalescedResponse, open_stream, typed_event
+from service.http.api_shapes import shape_of
+from service.http.stream import SSE_HEADERS, CoalescedResponse, open_stream
 
-COMMENT = b": keep-alive\n\n"  # which readers of server-sent events skip
-PING = typed_event({"type": "ping"})  # Anthropic's own
 # A router that keeps its clients' streams open has its workers write none: their first byte is then an output.
 NO_BEATS_HEADER = "x-tandem-no-keep-alive"
-
-_BEATS = (("/v1/messages", PING), ("/api/", b""))  # Ollama's lines have no comments
-
-
-def beat_of(path: str) -> bytes:
-    """What keeps a stream of this route open; empty: nothing can."""
-    return next((beat for prefix, beat in _BEATS if path.startswith(prefix)), COMMENT)
 
 
 class KeepAlive:
@@ -31,7 +23,7 @@ class KeepAlive:
     def __init__(self, request: web.BaseRequest, *, interval_s: float) -> None:
         self.stream: CoalescedResponse | None = None
         self._request = request
-        self._beat = beat_of(request.path)
+        self._beat = shape_of(request.path).beat
         self._interval_s = interval_s
         self._num_bytes = 0  # that had left at the last look
         self._has_beaten = False  # and nothing else has been written since

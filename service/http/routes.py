@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from service.http.error_shapes import OPENAI, ErrorShape, shape_of
+from service.http.api_shapes import OPENAI, ApiShape, shape_of
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -16,7 +16,7 @@ class HttpRoute:
 
     path: str
     handler: Handler
-    errors: ErrorShape
+    errors: ApiShape
 
 
 ROUTE: web.RequestKey[HttpRoute] = web.RequestKey("route", HttpRoute)
@@ -69,7 +69,7 @@ class Routes:
         return None
 
 
-def errors_of(request: web.BaseRequest) -> ErrorShape:
+def errors_of(request: web.BaseRequest) -> ApiShape:
     """How errors of this request look; OpenAI's shape before its route is known."""
     route = request.get(ROUTE)
     return OPENAI if route is None else route.errors

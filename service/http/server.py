@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from service.http.error_shapes import OPENAI
+from service.http.api_shapes import OPENAI
 from service.http.errors import ApiError
 from service.http.listening import ListeningPort
 from service.http.routes import Handler

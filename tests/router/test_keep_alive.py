@@ -11,7 +11,8 @@ import openai
 import pytest
 from aiohttp import web
 
-from service.http.keep_alive import COMMENT, NO_BEATS_HEADER, PING, beat_of
+from service.http.api_shapes import COMMENT, PING, shape_of
+from service.http.keep_alive import NO_BEATS_HEADER
 from tests.router.dummies import (
     CHAT,
     STREAM,
@@ -167,5 +168,6 @@ async def test_openai_s_client_reads_over_comments_and_raises_the_last_event() -
 
 
 def test_what_keeps_a_stream_open() -> None:
-    assert beat_of("/v1/messages") is PING and beat_of("/api/chat") == b"" and beat_of("/generate") is COMMENT
+    beats = {path: shape_of(path).beat for path in ("/v1/messages", "/api/chat", "/generate")}
+    assert beats == {"/v1/messages": PING, "/api/chat": b"", "/generate": COMMENT}
     assert PING == b'event: ping\ndata: {"type":"ping"}\n\n'

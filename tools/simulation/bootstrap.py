@@ -12,7 +12,7 @@ import msgspec
 from bootstrap_server.client import BootstrapError, Registrar, _read, _refusal
 from bootstrap_server.protocol import Registration, RegistrationReply, RoomBatch, RouteReply
 from bootstrap_server.registry import Registry
-from service.http.error_shapes import OPENAI
+from service.http.api_shapes import OPENAI
 from service.http.errors import ApiError
 from tools.simulation.world import Process, Violation
 from transfer_backends.contract import KVArgs, LookupFailed, Route

@@ -19,7 +19,7 @@ from engine.frontend.services import request_timeout_s
 from engine.messages import Bootstrap, GenerateRequest, GetStep, SchedulerReady, ToFrontend, TokenOutput, ToScheduler
 from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput
-from service.http.error_shapes import OPENAI
+from service.http.api_shapes import OPENAI
 from service.http.errors import DRAINING, ApiError, bad_field, decode_body
 from service.process.stop_signals import StopSignals
 from tools.simulation.aio import VirtualLoop

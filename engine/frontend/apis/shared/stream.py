@@ -27,7 +27,7 @@ class View(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Framing:
-    """How an API writes a stream. `encode`: one chunk of its view; `done`: after the last. Errors: service/http/error_shapes.py."""
+    """How an API writes a stream. `encode`: one chunk of its view; `done`: after the last. Errors: service/http/api_shapes.py."""
 
     headers: Mapping[str, str] = field(default_factory=lambda: SSE_HEADERS)
     encode: Callable[[Any], bytes] = event

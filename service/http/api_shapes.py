@@ -1,6 +1,6 @@
-"""How errors look: one shape for each API that we speak, by the path of the route. Pure, apart from the HTTP answer.
+"""How the APIs that we speak differ on the wire, by the path of the route: errors, and what keeps a silent stream open.
 
-An error is an `ApiError`; nothing else knows what its JSON looks like, before an answer or inside a stream.
+Pure, apart from the HTTP answer. An error is an `ApiError`; nothing else knows what its JSON looks like, before an answer or inside a stream.
 """
 
 from collections.abc import Callable
@@ -13,17 +13,24 @@ from aiohttp import web
 from service.http.errors import ApiError
 from service.http.stream import event, line, typed_event
 
+COMMENT = b": keep-alive\n\n"  # of server-sent events
+PING = typed_event({"type": "ping"})  # Anthropic's own
+
 _TEXT = {"type": "string"}
 _CODE = {"type": ["string", "integer", "null"]}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ErrorShape:
-    """`body`: the JSON of an error; `event`: how a stream carries it. `schema`: of `body`, for OpenAPI."""
+class ApiShape:
+    """`body`: the JSON of an error; `event`: how a stream carries it. `schema`: of `body`, for OpenAPI.
+
+    `beat`: bytes that readers of a stream skip; empty: there are none.
+    """
 
     body: Callable[[ApiError], dict[str, Any]]
     event: Callable[[dict[str, Any]], bytes]
     schema: dict[str, Any]
+    beat: bytes = COMMENT
 
     def response(self, error: ApiError) -> web.Response:
         headers = None if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
@@ -85,24 +92,25 @@ def _code_of(error: ApiError) -> dict[str, str]:
     return {} if error.code is None else {"code": error.code}
 
 
-OPENAI = ErrorShape(
+OPENAI = ApiShape(
     _openai_body,
     event,
     _object(
         {"error": _object({"message": _TEXT, "type": _TEXT, "param": {"type": ["string", "null"]}, "code": _CODE})}
     ),
 )
-ANTHROPIC = ErrorShape(
+ANTHROPIC = ApiShape(
     _anthropic_body,
     typed_event,
     _object({"type": _TEXT, "error": _object({"type": _TEXT, "message": _TEXT}, code=_TEXT)}),
+    beat=PING,
 )
-RESPONSES = ErrorShape(_openai_body, _responses_event, OPENAI.schema)
-OLLAMA = ErrorShape(_ollama_body, line, _object({"error": _TEXT}, code=_TEXT))
+RESPONSES = ApiShape(_openai_body, _responses_event, OPENAI.schema)
+OLLAMA = ApiShape(_ollama_body, line, _object({"error": _TEXT}, code=_TEXT), beat=b"")  # lines have no comments
 
 _BY_PREFIX = (("/v1/messages", ANTHROPIC), ("/v1/responses", RESPONSES), ("/api/", OLLAMA))
 
 
-def shape_of(path: str) -> ErrorShape:
+def shape_of(path: str) -> ApiShape:
     """Also for paths that do not exist: their clients read only their API's shape."""
     return next((shape for prefix, shape in _BY_PREFIX if path.startswith(prefix)), OPENAI)

@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from router.pool.reports import parse_error, says_draining
-from service.http.error_shapes import ANTHROPIC, OLLAMA, OPENAI, ErrorShape, shape_of
+from service.http.api_shapes import ANTHROPIC, OLLAMA, OPENAI, ApiShape, shape_of
 from service.http.errors import ApiError
 from service.http.routes import Handler, Routes
 
@@ -15,7 +15,7 @@ REFUSED = ApiError(400, 'n: "0" is\nwrong', field="n")
 TOO_LONG = ApiError(400, "it is", code="context_length_exceeded")
 DRAINING = ApiError(503, "it drains", code="draining", retry_after_s=1)
 
-BODIES: list[tuple[ErrorShape, ApiError, dict[str, Any]]] = [
+BODIES: list[tuple[ApiShape, ApiError, dict[str, Any]]] = [
     (OPENAI, REFUSED, {"message": REFUSED.message, "type": "invalid_request_error", "param": "n", "code": 400}),
     (OPENAI, DRAINING, {"message": "it drains", "type": "server_error", "param": None, "code": "draining"}),
     (ANTHROPIC, REFUSED, {"type": "invalid_request_error", "message": REFUSED.message}),
@@ -29,7 +29,7 @@ BODIES: list[tuple[ErrorShape, ApiError, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("shape", "error", "inside"), BODIES)
-def test_bodies(shape: ErrorShape, error: ApiError, inside: dict[str, Any]) -> None:
+def test_bodies(shape: ApiShape, error: ApiError, inside: dict[str, Any]) -> None:
     around = {"type": "error"} if shape is ANTHROPIC else {}
     assert shape.body(error) == {**around, "error": inside}
 
@@ -63,7 +63,7 @@ def test_anthropics_types(status: int, kind: str) -> None:
     ("shape", "head", "end"),
     [(OPENAI, b"data: ", b"\n\n"), (ANTHROPIC, b"event: error\ndata: ", b"\n\n"), (OLLAMA, b"", b"\n")],
 )
-def test_the_last_event_is_one_whole_event(shape: ErrorShape, head: bytes, end: bytes) -> None:
+def test_the_last_event_is_one_whole_event(shape: ApiShape, head: bytes, end: bytes) -> None:
     event = shape.last_event(REFUSED)
     assert event.startswith(head) and event.endswith(end)
     text = event.removeprefix(head).removesuffix(end)
@@ -71,7 +71,7 @@ def test_the_last_event_is_one_whole_event(shape: ErrorShape, head: bytes, end: 
 
 
 @pytest.mark.parametrize("shape", [OPENAI, ANTHROPIC, OLLAMA])
-def test_a_router_reads_every_shape(shape: ErrorShape) -> None:
+def test_a_router_reads_every_shape(shape: ApiShape) -> None:
     body = shape.response(DRAINING)
     assert isinstance(body.body, bytes) and says_draining(body.body) and parse_error(body.body) == "it drains"
     assert body.status == 503 and body.headers["Retry-After"] == "1"
@@ -92,7 +92,7 @@ def test_a_router_reads_every_shape(shape: ErrorShape) -> None:
         ("/nowhere", OPENAI),
     ],
 )
-def test_the_route_says_the_shape(path: str, shape: ErrorShape) -> None:
+def test_the_route_says_the_shape(path: str, shape: ApiShape) -> None:
     async def handler(request: web.BaseRequest) -> web.StreamResponse:
         return web.Response()
 
