@@ -34,18 +34,16 @@ def test_only_the_missing_suffix_is_sent(layers: str) -> None:
     assert sent == {False: [sum(pages), 0], True: [sum(pages) - kept, kept]}
 
 
-@pytest.mark.parametrize("policy", ["least_load", "cache_aware"])
-async def test_the_router_finds_the_decode_worker_that_has_the_conversation(tmp_path: Path, policy: str) -> None:
-    """Two conversations on two decode workers; their second turns come in the other order."""
+async def test_the_router_finds_the_decode_worker_that_has_the_conversation(tmp_path: Path) -> None:
+    """Two conversations on two decode workers; their second turns come in the other order, in which least_load swaps them."""
     first = [recall_prompt(random.Random(seed), 100) for seed in (1, 2)]
     second = [[*prompt, *continuation(prompt, NEW, ignore_eos=True)] for prompt in first]
-    with cluster(tmp_path, "--decode=2", "--decode-policy", policy, *SHIPPED) as pd:
+    with cluster(tmp_path, "--decode=2", "--decode-policy", "cache_aware", *SHIPPED) as pd:
         async with session() as http:
             for prompt in (*first, *reversed(second)):
                 sampling = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
                 answer = await generate(http, pd.router, {"input_ids": prompt, "sampling_params": sampling})
                 assert answer["output_ids"] == continuation(prompt, NEW, ignore_eos=True)
             (prefill,) = pd.of("prefill")
-            counters = (await state_of(prefill.url))["counters"]
-            assert (counters["kv_skipped_bytes"] > 0) == (policy == "cache_aware")
+            assert (await state_of(prefill.url))["counters"]["kv_skipped_bytes"] > 0
         await assert_all_back(pd)

@@ -68,7 +68,7 @@ class WorkerInProcess(EngineInProcess):
         **flags: object,
     ) -> None:
         own = DisaggConfig(disaggregation_mode=mode, num_reserved_decode_tokens=0, **disagg)
-        super().__init__(model_path, use=_engine_use(own), **flags)
+        super().__init__(model_path, use=_engine_use(own, None), **flags)
         spec = SchedulerSpec(
             engine=self.parts.config,
             disagg=own,

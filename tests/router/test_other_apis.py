@@ -113,6 +113,7 @@ async def test_an_unknown_model_is_a_404_in_the_shape_of_the_api() -> None:
     async with cluster(unified=2) as c:
         for worker in c.decodes:
             worker.info["served_model_name"] = worker.name
+        c.router.monitor.refresh()
         await until(lambda: c.router.table.models.several)
         for path, body in BODIES.items():
             status, _, answer = await c.post(path, {**body, "model": "other"})
@@ -148,6 +149,7 @@ async def test_one_worker_describes_a_model_and_several_models_are_joined() -> N
         assert (await c.get("/api/version"))[1] == {"version": "null-0"}
         for worker in c.decodes:
             worker.info["served_model_name"] = worker.name
+        c.router.monitor.refresh()
         await until(lambda: c.router.table.models.several)
         for path in ("/api/tags", "/api/ps"):
             assert (await c.get(path))[1] == {"models": [{"name": "null-0"}, {"name": "null-1"}]}
