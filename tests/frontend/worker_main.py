@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,13 @@ class WorkerThread:
         self._thread.start()
 
     def send_signal(self, number: int) -> None:
-        """As if the process got it."""
+        """As if the process got it; one that is just ending does not."""
         assert self._loop is not None
         handler = {signal.SIGTERM: self._signals.on_sigterm, signal.SIGINT: self._signals.on_sigint}[
             signal.Signals(number)
         ]
-        self._loop.call_soon_threadsafe(handler)
+        with suppress(RuntimeError):  # its loop is closed
+            self._loop.call_soon_threadsafe(handler)
 
     def poll(self) -> int | None:
         return None if self._thread.is_alive() else 0 if self.error is None else 1
