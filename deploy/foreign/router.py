@@ -26,7 +26,7 @@ _FLAGS: dict[str, Entry] = {
     "--eviction-interval-secs": Ignored(LEAST_USED, ONE),
     "--max-idle-secs": Ignored(LEAST_USED, ONE),
     "--bucket-adjust-interval-secs": Ignored("it belongs to the policy `bucket`", ONE),
-    "--enable-igw": Ignored("models are always told apart"),
+    "--enable-igw": Ignored("requests always go to workers of the model they name"),
     "--mini-lb": Ignored("there is one router"),
     "--tokenizer-cache-enable-l0": Ignored(AT_WORKERS),
     "--tokenizer-cache-enable-l1": Ignored(AT_WORKERS),

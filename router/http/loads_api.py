@@ -40,8 +40,8 @@ def join_rows(answers: Iterable[tuple[str, str, dict[str, Any]]]) -> list[dict[s
     """The rows of (url, role, answer) with ranks that count on, and `worker` and `role` in each."""
     rows: list[dict[str, Any]] = []
     for url, role, answer in answers:
-        told = answer.get("loads")
-        for row in told if isinstance(told, list) else []:
+        loads = answer.get("loads")
+        for row in loads if isinstance(loads, list) else []:
             if isinstance(row, dict):
                 rows.append({**row, "dp_rank": len(rows), "worker": url, "role": role})
     return rows

@@ -65,8 +65,8 @@ class Home:
             body = self._page(models, links)
             headers = {**PAGE_HEADERS, "Vary": "Accept"}
             return web.Response(text=body, content_type="text/html", charset="utf-8", headers=headers)
-        told = {"name": "tandem", "server": self.server, "version": installed_version(), "links": links}
-        return json_response(told if models is None else {**told, "models": models}, headers={"Vary": "Accept"})
+        facts = {"name": "tandem", "server": self.server, "version": installed_version(), "links": links}
+        return json_response(facts if models is None else {**facts, "models": models}, headers={"Vary": "Accept"})
 
     def _page(self, models: Sequence[str] | None, links: Mapping[str, str]) -> str:
         shown = "Model names need a key" if models is None else f"Serves {', '.join(models) or 'no model yet'}"

@@ -1,4 +1,4 @@
-"""SageMaker's POST /invocations: one path for every API, told apart by the body. Pure."""
+"""SageMaker's POST /invocations: one path for every API; the body decides which. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ INVOCATIONS = "/invocations"
 
 
 class InvocationBody(msgspec.Struct, kw_only=True):
-    """The fields by which a body is told. The first that is there counts; as in vLLM, `input` is that of an embedding."""
+    """The fields that name the API of a body. The first that is there counts; as in vLLM, `input` is that of an embedding."""
 
     messages: Any = None
     prompt: Any = None

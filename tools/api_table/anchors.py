@@ -47,11 +47,11 @@ BODIES: Mapping[str, Mapping[str, str]] = {
 
 
 def main(wheels: list[str]) -> None:
-    told = {}
+    anchors = {}
     for wheel in wheels:
         name, version, *_ = Path(wheel).name.split("-")
-        told[name] = {"version": version, **read(name, zipfile.ZipFile(wheel))}
-    ANCHORS.write_text(json.dumps(told, indent=1, sort_keys=True) + "\n")
+        anchors[name] = {"version": version, **read(name, zipfile.ZipFile(wheel))}
+    ANCHORS.write_text(json.dumps(anchors, indent=1, sort_keys=True) + "\n")
 
 
 def read(name: str, wheel: zipfile.ZipFile) -> dict[str, object]:

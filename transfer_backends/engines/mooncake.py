@@ -201,7 +201,7 @@ class MooncakeEngine:
 
 
 def _of_nvlink(caps: Caps, protocol: str) -> Caps:
-    """Copies of the GPU: no network holds bytes back. A peer with another transport cannot be reached, and is told by the name."""
+    """Copies of the GPU: no network holds bytes back. A peer with another transport cannot be reached; the backend's name says which transport it has."""
     name = f"{caps.name}_{protocol}"
     return replace(of_gpu(caps, inside_machine=NVLINK), name=name, resend_s=0.0, carries_host_memory=False)
 

@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate: body -> chat or completion -> view. Both stream unless told not to."""
+"""POST /api/chat and /api/generate: body -> chat or completion -> view. Both stream by default."""
 
 import time
 from functools import partial
