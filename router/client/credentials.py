@@ -47,7 +47,8 @@ class Credentials:
         return {"Authorization": authorization} if known else bearer(self._admin.first)
 
     def _refresh(self) -> None:
+        """Look at every file, each time: a worker may have read the new key a moment ago, and refuses the old one."""
         if self._from_files:
             now_s = time.monotonic()
             for ring in self._from_files:
-                ring.refresh(now_s)
+                ring.refresh(now_s, every_s=0.0)

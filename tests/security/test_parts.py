@@ -151,6 +151,10 @@ def test_a_router_passes_on_a_key_that_workers_have(tmp_path: Path) -> None:
     assert credentials.for_client("Bearer client") == credentials.for_client("") == bearer("old")
     assert credentials.for_admin("Bearer second") == bearer("second")
     assert credentials.for_admin("Bearer client") == bearer("root")
+    for path, text in ((file, "new\n"), (admin, "second\n")):
+        path.write_text(text)
+    assert credentials.for_client("Bearer client") == credentials.own() == bearer("new")  # workers may know it already
+    assert credentials.for_admin("Bearer client") == credentials.own_admin() == bearer("second")
 
 
 @pytest.mark.parametrize(
