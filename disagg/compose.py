@@ -129,6 +129,7 @@ def _engine(spec: SchedulerSpec, parts: EngineParts) -> Engine:
         host=spec.control_host,
         device=_device(parts),
         mooncake_protocol=disagg.disaggregation_mooncake_protocol,
+        ib_device=disagg.disaggregation_ib_device,
         fake_delay_s=disagg.fake_transfer_delay_s,
         fake_failure_rate=disagg.fake_transfer_failure_rate,
         seed=spec.engine.random_seed or 0,

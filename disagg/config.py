@@ -25,6 +25,9 @@ class DisaggConfig(FlagSet):
         "device, else tcp; nvlink_intra: between the GPUs of one machine; nvlink: across an NVLink fabric (NVL72)",
         choices=("auto", "tcp", "rdma", "nvlink_intra", "nvlink"),  # SGLang's names
     )
+    disaggregation_ib_device: str | None = flag(
+        None, "RDMA devices that carry the KV, like mlx5_0,mlx5_1; default: those that the transfer engine chooses"
+    )
     disaggregation_bootstrap_port: int = flag(
         8998, "port of the bootstrap server in a prefill worker", least=0, most=MAX_PORT, special={0: "a free one"}
     )

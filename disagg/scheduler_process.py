@@ -130,7 +130,7 @@ def _check_transfers(spec: SchedulerSpec) -> str | None:
     import torch
 
     on_gpu = spec.engine.device == "cuda" or (spec.engine.device == "auto" and torch.cuda.is_available())
-    check_transfer_machine(os.environ, on_gpu=on_gpu)
+    check_transfer_machine(disagg, os.environ, on_gpu=on_gpu)
     if disagg.disaggregation_transfer_backend != "mooncake":
         return None
     return protocol_here(disagg.disaggregation_mooncake_protocol, device=0 if on_gpu else None)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from disagg.config import DisaggConfig
 from service.flags import ConfigError
+from transfer_backends.engines.rdma_devices import FLAG as IB_FLAG
+from transfer_backends.engines.rdma_devices import devices_here, named_devices, ucx_settings
 
 CAP_IPC_LOCK = 14  # linux/capability.h
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -15,8 +17,13 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 log = logging.getLogger(__name__)
 
 
-def check_transfer_machine(env: Mapping[str, str], *, on_gpu: bool) -> None:
-    """Raises ConfigError for an allocator whose KV memory peers cannot map; warns where RDMA cannot pin memory."""
+def check_transfer_machine(disagg: DisaggConfig, env: Mapping[str, str], *, on_gpu: bool) -> None:
+    """Raises ConfigError for an allocator whose KV memory peers cannot map, BackendUnavailable for RDMA devices that are not here;
+    warns where RDMA cannot pin memory.
+    """
+    devices = named_devices(disagg.disaggregation_ib_device, here=devices_here())
+    if disagg.disaggregation_transfer_backend == "nixl":
+        ucx_settings(devices, env)
     if on_gpu:
         check_allocator(env)
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -33,6 +40,10 @@ def check_flags(disagg: DisaggConfig) -> None:
         raise ConfigError(
             f"--disaggregation-mooncake-protocol: {protocol} is a transport of Mooncake, and --disaggregation-transfer-backend is "
             f"{backend}; take mooncake there, or leave the protocol out"
+        )
+    if disagg.disaggregation_ib_device is not None and protocol not in ("auto", "rdma"):
+        raise ConfigError(
+            f"{IB_FLAG}: --disaggregation-mooncake-protocol {protocol} uses no RDMA device; take rdma, or leave one of the two out"
         )
 
 

@@ -65,6 +65,23 @@ def test_a_transport_of_mooncake_for_another_backend_is_refused(backend: str) ->
         check_flags(DisaggConfig(disaggregation_transfer_backend=backend, disaggregation_mooncake_protocol="tcp"))
 
 
+def test_rdma_devices_for_a_transport_without_them_are_refused() -> None:
+    for protocol in ("auto", "rdma"):
+        check_flags(mooncake_config(protocol))
+    with pytest.raises(
+        ConfigError, match=r"--disaggregation-ib-device: .* nvlink uses no RDMA device; take rdma, or leave"
+    ):
+        check_flags(mooncake_config("nvlink"))
+
+
+def mooncake_config(protocol: str) -> DisaggConfig:
+    return DisaggConfig(
+        disaggregation_transfer_backend="mooncake",
+        disaggregation_mooncake_protocol=protocol,
+        disaggregation_ib_device="mlx5_0",
+    )
+
+
 MOONCAKE = "--disaggregation-transfer-backend=mooncake"
 OVER_NVLINK = "--disaggregation-mooncake-protocol=nvlink_intra"
 
@@ -87,6 +104,11 @@ OVER_NVLINK = "--disaggregation-mooncake-protocol=nvlink_intra"
             ["--device=cpu", OVER_NVLINK],
             {},
             "--disaggregation-mooncake-protocol: nvlink_intra is a transport of Mooncake",
+        ),
+        (
+            ["--device=cpu", "--disaggregation-ib-device=tandem_9"],
+            {},
+            "--disaggregation-ib-device: there is no 'tandem_9'; /sys/class/infiniband",
         ),
     ],
 )

@@ -45,14 +45,16 @@ class Seen:
 class Told:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
+    aborted: dict[str, str] = field(default_factory=dict)  # why
 
     def hear(self, outputs: Sequence[TokenOutput]) -> None:
         for output in outputs:
             assert output.rid not in self.ended
             self.tokens.setdefault(output.rid, []).extend(output.new_ids)
             if output.finish is not None:
-                assert output.finish.kind != "abort", output.finish
                 self.ended.add(output.rid)
+                if output.finish.kind == "abort":
+                    self.aborted[output.rid] = output.finish.message
 
 
 class WorkerInProcess(EngineInProcess):
@@ -219,4 +221,5 @@ def run(
             system.submit(rid, prompt, new=new)
     for worker in system.workers:
         worker.check()
+        assert not worker.told.aborted
     return system.workers[-1].told.tokens

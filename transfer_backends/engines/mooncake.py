@@ -13,7 +13,6 @@ import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,6 +23,7 @@ from transfer_backends.engines.environment import quiet, set_defaults
 from transfer_backends.engines.fabric_memory import FabricMemory
 from transfer_backends.engines.gpu_window import of_gpu
 from transfer_backends.engines.mooncake_protocols import NEEDS_FABRIC, Machine, choose, settings
+from transfer_backends.engines.rdma_devices import devices_here, named_devices
 from transfer_backends.engines.trial_memory import TrialMemory, trial_pieces
 from transfer_backends.engines.wheels import MOONCAKE, installed_torch, torch_cuda_major, wheel_of
 from transfer_backends.transports import NVLINK
@@ -74,7 +74,7 @@ def protocol_here(asked: str, *, device: int | None) -> str:
     set_defaults(SETTINGS)
     module = import_mooncake()
     machine = Machine(
-        has_hca="MC_FORCE_HCA" in os.environ or any(Path("/sys/class/infiniband").glob("*")),
+        has_hca="MC_FORCE_HCA" in os.environ or bool(devices_here()),
         on_gpu=device is not None,
         built_in=lambda name: bool(getattr(module, name, False)),
         has_fabric=lambda: device is not None and FabricMemory(CudaContext(device)).is_there(),
@@ -83,8 +83,11 @@ def protocol_here(asked: str, *, device: int | None) -> str:
 
 
 class MooncakeEngine:
-    def __init__(self, *, host: str, device: int | None = None, protocol: str = "auto") -> None:
+    def __init__(
+        self, *, host: str, device: int | None = None, protocol: str = "auto", ib_device: str | None = None
+    ) -> None:
         """`host`: this machine's address for peers. `device`: the GPU of the pages, None: the host. `protocol`: as FLAG says."""
+        devices = named_devices(ib_device, here=devices_here())
         self.caps = Caps(
             name="mooncake",
             max_inflight=256,
@@ -110,7 +113,7 @@ class MooncakeEngine:
         self._mapped: dict[str, str] = {}  # incarnation by session, of every peer that there was
         with quiet(1, 2):
             self._engine: Any = module.TransferEngine()
-            status = self._engine.initialize(host, "P2PHANDSHAKE", "tcp", "")
+            status = self._engine.initialize(host, "P2PHANDSHAKE", "tcp", ",".join(devices))
         if status != 0:
             raise BackendUnavailable(
                 f"transfer backend mooncake: the engine cannot start on {host} (status {status}); is the address this machine's?"

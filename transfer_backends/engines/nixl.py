@@ -27,6 +27,7 @@ from transfer_backends.contract import TCP_RESEND_S, BackendUnavailable, Caps, E
 from transfer_backends.engines.cuda_context import CudaContext
 from transfer_backends.engines.environment import quiet, set_defaults
 from transfer_backends.engines.gpu_window import of_gpu
+from transfer_backends.engines.rdma_devices import devices_here, named_devices, ucx_settings
 from transfer_backends.engines.trial_memory import TrialMemory, trial_pieces
 from transfer_backends.engines.wheels import NIXL, installed_torch, wheel_of
 from transfer_backends.transports import CMA, CUDA_IPC, UNKNOWN
@@ -101,8 +102,9 @@ def leave_without_destructors() -> None:
 
 
 class NixlEngine:
-    def __init__(self, *, host: str, device: int | None = None) -> None:
-        """`host`: this machine's address for peers. UCX listens on every network device, unless the address is loopback.
+    def __init__(self, *, host: str, device: int | None = None, ib_device: str | None = None) -> None:
+        """`host`: this machine's address for peers. UCX listens on every network device, unless the address is loopback or
+        `ib_device` names some.
 
         `device`: the GPU of the pages, None: the host. UCX reads its settings once, here, before the first peer is known.
         """
@@ -118,6 +120,7 @@ class NixlEngine:
             resend_s=TCP_RESEND_S,
             inside_machine=UNKNOWN if any(map(os.path.exists, KERNEL_COPIERS)) else CMA,
         )
+        set_defaults(ucx_settings(named_devices(ib_device, here=devices_here()), os.environ))
         if is_loopback(host):
             set_defaults(LOCAL)
         self._device = device

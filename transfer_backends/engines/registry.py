@@ -18,11 +18,12 @@ def make_engine(
     host: str = "127.0.0.1",
     device: int | None = None,
     mooncake_protocol: str = "auto",
+    ib_device: str | None = None,
     fake_delay_s: float = 0.0,
     fake_failure_rate: float = 0.0,
     seed: int = 0,
 ) -> Engine:
-    """`host`: this worker's address for peers. `device`: the GPU of its pages, None: the host.
+    """`host`: this worker's address for peers. `device`: the GPU of its pages, None: the host. `ib_device`: as rdma_devices.py says.
 
     Raises `BackendUnavailable` (one line: what is missing, how to install it).
     """
@@ -32,11 +33,11 @@ def make_engine(
         case "nixl":
             from transfer_backends.engines.nixl import NixlEngine
 
-            return NixlEngine(host=host, device=device)
+            return NixlEngine(host=host, device=device, ib_device=ib_device)
         case "mooncake":
             from transfer_backends.engines.mooncake import MooncakeEngine
 
-            return MooncakeEngine(host=host, device=device, protocol=mooncake_protocol)
+            return MooncakeEngine(host=host, device=device, protocol=mooncake_protocol, ib_device=ib_device)
         case "fake":
             return FakeEngine(delay_s=fake_delay_s, failure_rate=fake_failure_rate, seed=seed)
     raise BackendUnavailable(f"transfer backend {name!r} is not one of {', '.join(BACKENDS)}")

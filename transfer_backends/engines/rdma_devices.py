@@ -1,0 +1,39 @@
+"""Which RDMA devices an engine may use, by SGLang's flag. Pure but for `devices_here`. Never run beside RDMA."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from transfer_backends.contract import BackendUnavailable
+
+FLAG = "--disaggregation-ib-device"
+UCX_VARIABLE = "UCX_NET_DEVICES"
+PORT = 1  # of a device: UCX names ports, Mooncake takes the first one that is up
+
+
+def devices_here() -> list[str]:
+    return sorted(found.name for found in Path("/sys/class/infiniband").glob("*"))
+
+
+def named_devices(text: str | None, *, here: Collection[str]) -> tuple[str, ...]:
+    """Return the devices in a list like mlx5_0,mlx5_1; () for None: the engine chooses. Raises BackendUnavailable for an absent one."""
+    if text is None:
+        return ()
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in here:
+            what = f"there is no {name!r}" if name else f"{text!r} holds an empty name"
+            there = f"has {', '.join(here)}" if here else "is empty or absent"
+            raise BackendUnavailable(f"{FLAG}: {what}; /sys/class/infiniband {there}")
+    return names
+
+
+def ucx_settings(devices: Collection[str], env: Mapping[str, str]) -> dict[str, str]:
+    """Return what has UCX use `devices` alone. Raises BackendUnavailable if `env` names other ones."""
+    if not devices:
+        return {}
+    wanted = ",".join(f"{name}:{PORT}" for name in devices)
+    if env.get(UCX_VARIABLE, wanted) != wanted:
+        raise BackendUnavailable(
+            f"{FLAG}: {','.join(devices)} contradicts {UCX_VARIABLE}={env[UCX_VARIABLE]}; unset one"
+        )
+    return {UCX_VARIABLE: wanted}
