@@ -23,7 +23,7 @@ from pathlib import Path
 
 from router.config import RouterConfig
 from service.flags import ConfigError
-from service.http.listening import ListeningPort, open_port
+from service.http.listening import open_shared_ports
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class ProcessSlot:
 def run_fleet(config: RouterConfig, serve: Target, *, on_ready: Callable[[str], None]) -> None:
     """Run `config.workers` processes of `serve` until SIGTERM or SIGINT has ended all. `on_ready(url)`: all listen."""
     shared = tempfile.TemporaryDirectory(prefix="tandem-router-", ignore_cleanup_errors=True)
-    with _held_port(config.host, config.port) as port, shared as name:
+    with open_shared_ports(config.host, config.port, count=1) as (port,), shared as name:
         key, folder = secrets.token_hex(16), Path(name)
         config = replace(config, port=port.port, ready_file=None)
         slots = [ProcessSlot(row=i, num_rows=config.workers, folder=folder, key=key) for i in range(config.workers)]
@@ -175,12 +175,3 @@ class _Fleet:
                 if member.process.exitcode is not None and not self._stopping:
                     log.error("router process %d died (status %d)", member.slot.row, member.process.exitcode)
                     member.start_again()
-
-
-@contextmanager
-def _held_port(host: str, port: int) -> Iterator[ListeningPort]:
-    """Hold the port, without listening, until the block ends. `ConfigError` if it is taken."""
-    with open_port(host, port) as free:  # not shared: another router must not share it by accident
-        number = free.port
-    with open_port(host, number, shared=True) as held:
-        yield held

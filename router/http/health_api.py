@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from router.fleet.peer_processes import PeerProcesses, merge_expositions
+from router.fleet.peer_processes import SUMMED_GAUGES, PeerProcesses
 from router.http.worker_calls import WorkerCalls
 from router.metrics import RouterMetrics
 from router.pool.worker import Worker
@@ -14,6 +14,7 @@ from router.requests.live import LiveRequests
 from router.requests.replies import no_worker
 from service.http.errors import DRAINING, ApiError
 from service.http.stream import json_response
+from service.telemetry.expositions import merge_expositions
 from service.version import installed_version
 
 PROBES = ("/liveness", "/health", "/readiness", "/ping")
@@ -69,5 +70,5 @@ class HealthApi:
     async def get_metrics(self, request: web.BaseRequest) -> web.Response:
         body = self.metrics.exposition()
         if not self.peers.is_peer(request) and (others := await self.peers.request("GET", "/metrics")):
-            body = merge_expositions([body, *others])
+            body = merge_expositions([body, *others], summed=SUMMED_GAUGES)
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})

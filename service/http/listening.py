@@ -3,7 +3,7 @@
 import errno
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from aiohttp import web
@@ -52,6 +52,18 @@ def open_port(host: str, port: int, *, flag: str = "--port", shared: bool = Fals
     finally:
         for sock in sockets:
             sock.close()
+
+
+@contextmanager
+def open_shared_ports(host: str, port: int, *, count: int) -> Iterator[tuple[ListeningPort, ...]]:
+    """Hold one port `count` times until the block ends: the kernel distributes connections over those that listen.
+
+    Raises ConfigError if it is taken, also by a server that would share it.
+    """
+    with open_port(host, port) as free:  # not shared: another server must not share it by accident
+        number = free.port
+    with ExitStack() as stack:
+        yield tuple(stack.enter_context(open_port(host, number, shared=True)) for _ in range(count))
 
 
 def require_free(host: str, port: int, *, flag: str) -> None:

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 import router.pool.shared_load
 from router.config import BreakerFlags
-from router.fleet.peer_processes import merge_expositions
+from router.fleet.peer_processes import SUMMED_GAUGES
 from router.pool.breaker import Event, State
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
+from service.telemetry.expositions import merge_expositions
 
 
 def rows(path: Path, count: int) -> list[SharedLoad]:
@@ -97,7 +98,7 @@ def test_any_order_of_joining_and_leaving(tmp_path_factory: pytest.TempPathFacto
 
 
 def merged(texts: list[str]) -> list[str]:
-    return merge_expositions(text.encode() for text in texts).decode().splitlines()
+    return merge_expositions((text.encode() for text in texts), summed=SUMMED_GAUGES).decode().splitlines()
 
 
 def test_counts_are_added_and_states_are_not() -> None:
