@@ -236,6 +236,7 @@ def make_grammar_queue(
         compiler,
         gates=ReasoningGates(tokenizer, vocab_size=model.vocab_size),
         vocab_size=model.vocab_size,
+        eos_ids=model.eos_token_ids,
         wakeup=wakeup,
         timeout_s=config.grammar_compile_timeout_s,
         max_cached=config.grammar_cache_size,

@@ -148,9 +148,6 @@ def _check_token_rules(p: SamplingParams) -> None:
     banned = {ids[0] for ids in p.bad_token_ids if len(ids) == 1}
     left = not p.allowed_token_ids or not banned.issuperset(p.allowed_token_ids)
     _require(left, "bad_words", "ban every token of allowed_token_ids")
-    if p.has_token_rules and (grammar := p.grammar) is not None:
-        field = "allowed_token_ids" if p.allowed_token_ids else "bad_words"
-        _require(False, field, f"cannot be followed together with {grammar.kind}")
 
 
 def _check_grammar(p: SamplingParams) -> None:

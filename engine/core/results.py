@@ -81,7 +81,8 @@ class Results:
                 if result.logprob is not None:
                     request.unsent.logprobs.append(result.logprob)
                 if request.grammar is not None and not result.bad and not request.grammar.accept(token):
-                    request.abort = refusal(f"grammar: {request.grammar.problem}", status=500)
+                    # Its mask left only this token, so the client's own grammar is at its end: no fault of the worker.
+                    request.abort = refusal(f"grammar: {request.grammar.problem}", status=400)
         reason = check_finish(request, bad=result.bad, tail_texts=self._tail_texts, vocab_size=self._vocab_size)
         if reason is None:
             return output_of(request, new_ids)

@@ -7,7 +7,7 @@ Owns the waiting requests and the LRU cache of compiled grammars, failed ones in
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,7 +38,7 @@ class _Waiting:
 
 
 class GrammarQueue:
-    """`compiler=None`: grammars are off. `gates`: of the model's reasoning, needed by requests that name it. `vocab_size`: rows of its logits. `wakeup` is called from a thread when a grammar is compiled."""
+    """`compiler=None`: grammars are off. `gates`: of the model's reasoning, needed by requests that name it. `vocab_size`: rows of its logits; `eos_ids`: its end tokens. `wakeup` is called from a thread when a grammar is compiled."""
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class GrammarQueue:
         *,
         gates: ReasoningGates | None = None,
         vocab_size: int = 0,
+        eos_ids: Sequence[int] = (),
         wakeup: Callable[[], None] = lambda: None,
         timeout_s: float = 10.0,
         max_cached: int = 256,
@@ -55,6 +56,7 @@ class GrammarQueue:
         assert max_cached >= 1 and num_threads >= 1
         self._gates = gates
         self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
         self._timeout_s = timeout_s
         self._max_cached = max_cached
         self._max_waiting = max_waiting
@@ -106,8 +108,11 @@ class GrammarQueue:
                 self._counters["grammar_failed"] += 1
                 outputs.append(_refused(waiting.request, waiting.field, str(compiled)))
             elif compiled is not None:
-                waiting.request.grammar = self.state_of(waiting.request, compiled())
-                ready.append(waiting.request)
+                grammar = waiting.request.grammar = self.state_of(waiting.request, compiled())
+                if grammar is not None and waiting.request.sampling.has_token_rules and grammar.problem:
+                    outputs.append(_refused(waiting.request, waiting.field, grammar.problem))
+                else:
+                    ready.append(waiting.request)
             elif now_s >= waiting.deadline_s:
                 self._counters["grammar_timeouts"] += 1
                 late = f"did not compile within {self._timeout_s:g} s (--grammar-compile-timeout); simplify it"
@@ -120,12 +125,15 @@ class GrammarQueue:
         return ready, outputs
 
     def state_of(self, request: Request, grammar: Grammar | None) -> Grammar | None:
-        """`grammar` (None: the answer is free) behind the reasoning and under the token rules that the request has."""
-        gate = request.sampling.reasoning
-        if gate is not None:
-            assert self._gates is not None
-            grammar = self._gates.behind(gate, grammar)
-        return rules_of(request.sampling, grammar, vocab_size=self._vocab_size)
+        """`grammar` (None: the answer is free) under the token rules and behind the reasoning that the request has."""
+        sampling, gate = request.sampling, request.sampling.reasoning
+        rules = partial(rules_of, sampling, vocab_size=self._vocab_size, eos_ids=self._eos_ids)
+        if grammar is not None or gate is None:
+            grammar = rules(grammar)
+        if gate is None:
+            return grammar
+        assert self._gates is not None
+        return rules(self._gates.behind(gate, grammar), yields=True)
 
     def abort(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         waiting = self._waiting.get(rid)

@@ -10,12 +10,14 @@ from engine.core.hooks import Grammar
 from engine.sampling_params import SamplingParams
 
 WORD_BITS = 32
+NO_TOKEN = "allowed_token_ids and bad_words leave no token that can follow in the grammar"
 
 
 class TokenRules:
     """`allowed`: empty: every token. `bad_words`: token sequences that the answer must not hold.
 
-    `inner`: what the answer follows besides; its tokens are the only ones where the rules leave none of them.
+    `inner`: what the answer follows besides. Where the rules leave none of its tokens, the answer ends if one of `eos_ids`
+    may follow, and is refused if none may; unless `yields`: then its tokens stand (it is the forced end of the reasoning).
     """
 
     def __init__(
@@ -25,37 +27,63 @@ class TokenRules:
         allowed: Sequence[int],
         bad_words: Sequence[tuple[int, ...]],
         vocab_size: int,
+        eos_ids: Sequence[int] = (),
+        yields: bool = False,
     ) -> None:
         self._inner = inner
+        self._yields = yields
         self._num_bytes = 4 * -(-vocab_size // WORD_BITS)
         every = (1 << vocab_size) - 1
         banned = self._bits(word[0] for word in bad_words if len(word) == 1)
         self._always = (self._bits(allowed) if allowed else every) & ~banned
+        self._ends = self._bits(eos_ids)
         self._words: dict[int, list[tuple[int, ...]]] = {}  # by the last token but one
         for word in bad_words:
             if len(word) > 1:
                 self._words.setdefault(word[-2], []).append(word)
         self._tail: deque[int] = deque(maxlen=max(map(len, bad_words), default=0))
+        self._masks: tuple[int, int] | None = None  # of the present state, once computed
 
     @property
     def ended(self) -> bool:
         """Also where no token is left."""
-        return self._left() == 0 if self._inner is None else self._inner.ended
+        if self._inner is None:
+            return self._left() == 0
+        if self._yields or self._inner.ended:
+            return self._inner.ended
+        inner, both = self._both()
+        return both == 0 and inner & self._ends != 0
 
     @property
     def problem(self) -> str:
-        return "" if self._inner is None else self._inner.problem
+        if self._inner is None:
+            return ""
+        return self._inner.problem or (NO_TOKEN if self._is_stuck() else "")
 
     def accept(self, token: int) -> bool:
+        if self._is_stuck():
+            return False
+        self._masks = None
         self._tail.append(token)
         return self._inner is None or self._inner.accept(token)
 
     def bitmask(self) -> bytes:
-        left = self._left()
-        if self._inner is not None:
+        if self._inner is None:
+            return self._left().to_bytes(self._num_bytes, "little")
+        inner, both = self._both()
+        return (both or inner).to_bytes(self._num_bytes, "little")
+
+    def _is_stuck(self) -> bool:
+        """No token may follow. The mask is that of `inner` then, so that a token comes and is refused."""
+        return self._inner is not None and not self._yields and not self.ended and self._both()[1] == 0
+
+    def _both(self) -> tuple[int, int]:
+        """The tokens of `inner`, and those of them that the rules leave."""
+        assert self._inner is not None
+        if self._masks is None:
             inner = int.from_bytes(self._inner.bitmask(), "little")
-            left = inner & left or inner
-        return left.to_bytes(self._num_bytes, "little")
+            self._masks = inner, inner & self._left()
+        return self._masks
 
     def _left(self) -> int:
         tail = tuple(self._tail)
@@ -70,10 +98,22 @@ class TokenRules:
         return int.from_bytes(bits, "little")
 
 
-def rules_of(sampling: SamplingParams, inner: Grammar | None, *, vocab_size: int) -> Grammar | None:
+def rules_of(
+    sampling: SamplingParams,
+    inner: Grammar | None,
+    *,
+    vocab_size: int,
+    eos_ids: Sequence[int] = (),
+    yields: bool = False,
+) -> Grammar | None:
     """`inner` under the rules of the request, if it has any."""
     if not sampling.has_token_rules:
         return inner
     return TokenRules(
-        inner, allowed=sampling.allowed_token_ids, bad_words=sampling.bad_token_ids, vocab_size=vocab_size
+        inner,
+        allowed=sampling.allowed_token_ids,
+        bad_words=sampling.bad_token_ids,
+        vocab_size=vocab_size,
+        eos_ids=eos_ids,
+        yields=yields,
     )

@@ -52,7 +52,7 @@ class XgrammarCompiler:
         def start() -> XgrammarState:
             return XgrammarState(xg.GrammarMatcher(compiled), not_end)
 
-        if not any(start().bitmask()):
+        if not start().mask().any():
             raise GrammarInvalid(f"no answer of this model can begin so ({NO_TOKEN})")
         return start
 
@@ -124,19 +124,21 @@ class XgrammarState:
             return False
         if self._matcher.is_terminated():
             return True
-        return self._matcher.is_completed() and not bool((self._mask() & self._not_end).any())
+        return self._matcher.is_completed() and not bool((self.mask() & self._not_end).any())
 
     def accept(self, token: int) -> bool:
         fits = not self.problem and not self._matcher.is_terminated() and self._matcher.accept_token(token)
         if not fits and not self.problem:
-            self.problem = f"token {token} does not fit" if self._mask().any() else NO_TOKEN
+            self.problem = f"token {token} does not fit" if self.mask().any() else NO_TOKEN
         self._bits = None
         return fits
 
     def bitmask(self) -> bytes:
-        return self._mask().tobytes()
+        """Where no token may follow: all of them, so that one comes and is refused."""
+        mask = self.mask()
+        return mask.tobytes() if mask.any() else b"\xff" * mask.nbytes
 
-    def _mask(self) -> np.ndarray:
+    def mask(self) -> np.ndarray:
         """Mask of the present state; after the end only an end token may follow."""
         if self._bits is None:
             bits = np.full((1, len(self._not_end)), -1, dtype=np.int32)

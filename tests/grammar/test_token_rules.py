@@ -1,15 +1,24 @@
 """Token rules against their words: what a mask allows, by every answer of a small vocabulary."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.grammar.token_rules import TokenRules, rules_of
-from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
+from engine.core.hooks import Grammar
+from engine.grammar.compiler import Compiler, make_compiler
+from engine.grammar.queue import GrammarQueue
+from engine.grammar.reasoning import ReasoningGates
+from engine.grammar.token_rules import NO_TOKEN, TokenRules, rules_of
+from engine.sampling_params import InvalidParam, ReasoningGate, SamplingParams, check_sampling_params
+from tests.core.engine_in_a_test import request_of
 from tests.core.proof.cycle_grammar import CycleGrammar
+from tests.e2e.cluster import wait_until
+from tests.frontend.conftest import byte_tokenizer
 
+EOS = 256
 VOCAB = 37  # not a multiple of a word
 
 
@@ -41,14 +50,109 @@ def test_an_answer_is_possible_where_no_word_of_it_is_bad(allowed: set[int], bad
             assert it.accept(token)
 
 
-def test_rules_leave_a_grammar_its_last_word() -> None:
-    """`inner` may be the forced end of the reasoning: it comes, whatever the rules say."""
+def test_rules_yield_to_the_forced_end_of_the_reasoning() -> None:
     inner = CycleGrammar(turn=0, length=2)
-    both = TokenRules(inner, allowed=(0, 1), bad_words=(), vocab_size=VOCAB)
+    both = TokenRules(inner, allowed=(0, 1), bad_words=(), vocab_size=VOCAB, yields=True)
     assert tokens_of(both.bitmask()) == {1}
-    both = TokenRules(inner, allowed=(0, 3), bad_words=(), vocab_size=VOCAB)
-    assert tokens_of(both.bitmask()) == tokens_of(inner.bitmask()) and not both.ended
+    both = TokenRules(inner, allowed=(0, 3), bad_words=(), vocab_size=VOCAB, yields=True)
+    assert tokens_of(both.bitmask()) == tokens_of(inner.bitmask()) and not both.ended and not both.problem
     assert not both.accept(0) and both.problem == inner.problem != ""
+
+
+@pytest.fixture(params=["llguidance", "xgrammar"])
+def compiler(request: pytest.FixtureRequest) -> Compiler:
+    compiler = make_compiler(request.param, byte_tokenizer(), vocab_size=260, eos_ids=[EOS])
+    assert compiler is not None
+    return compiler
+
+
+def ruled(
+    compiler: Compiler,
+    regex: str,
+    *,
+    allowed: str = "",
+    bad: tuple[str, ...] = (),
+    reasoning: ReasoningGate | None = None,
+) -> tuple[Grammar | None, str]:
+    """The state that a request gets, or the message of its refusal."""
+    gates = ReasoningGates(byte_tokenizer(), vocab_size=260)
+    queue = GrammarQueue(compiler, gates=gates, vocab_size=260, eos_ids=[EOS])
+    request = request_of(
+        [1],
+        regex=regex,
+        reasoning=reasoning,
+        allowed_token_ids=ids_of(allowed),
+        bad_token_ids=tuple(map(ids_of, bad)),
+    )
+    assert queue.add(request, field="regex", now_s=0.0) == []
+
+    def is_decided() -> bool:
+        _, outputs = queue.poll(0.0)
+        refusals.extend(output.finish.message for output in outputs if output.finish is not None)
+        return not queue.rids()
+
+    refusals: list[str] = []
+    wait_until(is_decided, within_s=60, what="the grammar")
+    queue.close()
+    return request.grammar, "".join(refusals)
+
+
+def state_of(compiler: Compiler, regex: str, **rule: Any) -> Grammar:
+    grammar, refusal = ruled(compiler, regex, **rule)
+    assert grammar is not None and not refusal
+    return grammar
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(byte_tokenizer().encode(text, add_special_tokens=False))
+
+
+def next_of(grammar: Grammar) -> str:
+    mask = grammar.bitmask()
+    ids = [t for t in range(260) if mask[t // 8] >> t % 8 & 1]
+    return "".join(sorted(byte_tokenizer().decode(ids, skip_special_tokens=False)))
+
+
+def say(grammar: Grammar, text: str) -> bool:
+    return all(map(grammar.accept, ids_of(text)))
+
+
+def test_a_grammar_and_rules_leave_what_both_allow(compiler: Compiler) -> None:
+    grammar = state_of(compiler, "[a-f]+;", allowed="abx;", bad=("ab",))
+    assert next_of(grammar) == "ab" and say(grammar, "a")
+    assert next_of(grammar) == ";a" and not grammar.ended and say(grammar, ";")
+    assert grammar.ended and not grammar.problem
+
+
+def test_an_answer_ends_where_the_grammar_may_end_and_the_rules_leave_nothing_else(compiler: Compiler) -> None:
+    grammar = state_of(compiler, "ab*", allowed="a")
+    assert not grammar.ended and say(grammar, "a")
+    assert grammar.ended and not grammar.problem
+    grammar = state_of(compiler, "ab*", allowed="ab")
+    assert say(grammar, "a") and next_of(grammar) == "b"
+
+
+def test_an_answer_is_refused_where_grammar_and_rules_leave_nothing(compiler: Compiler) -> None:
+    grammar = state_of(compiler, "abc", allowed="ac")
+    assert say(grammar, "a") and not grammar.ended
+    assert next_of(grammar) == "b"  # a token comes
+    assert not say(grammar, "b") and "bad_words leave no token" in grammar.problem
+    _, refusal = ruled(compiler, "abc", bad=("a",))
+    assert refusal == f"regex: {NO_TOKEN}"
+
+
+def test_rules_hold_in_the_reasoning_and_in_the_constrained_answer_behind_it(compiler: Compiler) -> None:
+    end = "</think>"
+    gate = ReasoningGate(start="<think>", end=end, forced=end, opening="open", budget=2)
+    grammar = state_of(compiler, "[a-f]c", bad=("z", "<", "b", "bc"), reasoning=gate)
+    assert "z" not in next_of(grammar) and say(grammar, "x") and say(grammar, "y")
+    for character in end:
+        assert next_of(grammar) == character and say(grammar, character)
+    assert next_of(grammar) == "acdef" and say(grammar, "a")
+    assert next_of(grammar) == "c" and say(grammar, "c") and grammar.ended
+    grammar = state_of(compiler, "[a-f]z", bad=("z",), reasoning=gate)
+    assert say(grammar, "xy" + end + "a")
+    assert not grammar.ended and not say(grammar, "z") and grammar.problem == NO_TOKEN
 
 
 def test_a_request_without_rules_has_none() -> None:
@@ -60,8 +164,6 @@ def test_a_request_without_rules_has_none() -> None:
     ("params", "field"),
     [
         (SamplingParams(allowed_token_ids=(1, VOCAB)), "allowed_token_ids"),
-        (SamplingParams(allowed_token_ids=(1,), regex="a"), "allowed_token_ids"),
-        (SamplingParams(bad_token_ids=((1,),), json_schema="{}"), "bad_words"),
         (SamplingParams(allowed_token_ids=(1, 2), bad_token_ids=((1,), (2,))), "bad_words"),
         (SamplingParams(bad_token_ids=((1,),) * 2049), "bad_words"),
     ],

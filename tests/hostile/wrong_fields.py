@@ -111,7 +111,6 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": USER, "response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
     (CHAT, {"messages": USER, "json_schema": "{}", "ebnf": "start: a"}, "ebnf"),
     (CHAT, {"messages": USER, "regex": "a", "guided_regex": "a"}, "guided_regex"),
-    (CHAT, {"messages": USER, "regex": "a", "bad_words": ["b"]}, "bad_words"),
     (CHAT, {"messages": USER, "structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
     (CHAT, {"messages": USER, "structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
     (CHAT, {"messages": USER, "structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -72,6 +73,46 @@ async def test_bad_words(unified: Cluster, pd: Cluster) -> None:
     for answer, bad, plain in zip(one, spelled, free, strict=True):
         assert not any(answer[i : i + len(ids)] == ids for ids in bad for i in range(len(answer)))
         assert not bad or answer != plain["output_ids"]
+    await assert_all_back(pd)
+
+
+async def test_rules_beside_a_grammar(unified: Cluster, pd: Cluster) -> None:
+    """Answers keep both; where a state leaves no token, the request is refused and its workers stay in use."""
+    async with session() as http:
+        letters = {
+            char: (await post(http, f"{unified.router}/tokenize", {"prompt": char}))[1]["tokens"][-1]
+            for char in "abcd,"
+        }
+        few = [letters[char] for char in "abd,"]
+        rules: list[dict[str, Any]] = [
+            {"regex": "([a-f]{1,3},){2,6};?", "allowed_token_ids": few, "bad_words": ["ba"]},
+            {
+                "json_schema": {"type": "array", "items": {"enum": ["ab", "c"]}, "minItems": 2, "maxItems": 9},
+                "bad_words": ["c"],
+            },
+        ]
+        asked = [
+            {"text": "say something " * (1 + 9 * seed), "sampling_params": {"max_new_tokens": 40, **way, **rule}}
+            for rule in rules
+            for seed, way in enumerate(({"temperature": 0}, {"temperature": 1.0, "sampling_seed": 3}))
+        ]
+        one, two = [await generate_all(c.router, asked) for c in (unified, pd)]
+        assert [a["output_ids"] for a in one] == [a["output_ids"] for a in two]
+        for answer in one[:2]:
+            assert re.fullmatch("([abd]{1,3},){2,6}", answer["text"]) and "ba" not in answer["text"]
+            assert set(answer["output_ids"]) <= set(few)
+        assert all(set(json.loads(answer["text"])) == {"ab"} for answer in one[2:] if answer["text"].endswith("]"))
+        dead_end = {"text": "x", "sampling_params": {"regex": "aac", "allowed_token_ids": [letters["a"]]}}
+        for c in (unified, pd):
+            for body, message in (
+                (dead_end, "grammar: allowed_token_ids and bad_words leave no token"),
+                (
+                    {"text": "x", "sampling_params": {"regex": "c", "allowed_token_ids": few}},
+                    "regex: allowed_token_ids",
+                ),
+            ):
+                status, refusal = await post(http, f"{c.router}/generate", body)
+                assert status == 400 and message in refusal["error"]["message"]
     await assert_all_back(pd)
 
 
