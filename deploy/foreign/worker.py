@@ -10,6 +10,7 @@ NO_VLM = "models of this server take text"
 NO_MOE = "mixtures of experts are not supported"
 NO_SPECULATION = "speculative decoding is not supported"
 NO_RELEASE = "a worker keeps its memory until it ends"
+SHARE_BY_TIME = "`tandem up --share-gpus` has a prefill and a decode worker share a GPU by time"
 TLS = "put a proxy that ends TLS in front"
 ALWAYS = "this is always so"
 CHECKPOINT = "the checkpoint decides; change its files"
@@ -254,6 +255,9 @@ _MISSING: dict[str, Entry] = {
     "--return-tokens-as-token-ids": Missing("send return_token_ids"),
     "--enable-lmcache": Missing("give --enable-hierarchical-cache and --hicache-storage-backend file"),
     "--enable-two-batch-overlap": Missing(NO_MOE),
+    "--enable-pdmux": Missing(SHARE_BY_TIME),
+    "--pdmux-config-path": Missing(SHARE_BY_TIME),
+    "--sm-group-num": Missing(SHARE_BY_TIME),
     "--enable-eplb": Missing(NO_MOE),
     "--lora-target-modules": Missing("adapters may change any projection that PEFT names"),
 }
