@@ -165,9 +165,10 @@ class HashModel:
             value = step_hash(value, token)
             self.kv[self._at(pages, position)] = Slot(value, token)
 
-    def verify(self, pages: list[int], tokens: list[int]) -> None:
+    def verify(self, pages: list[int], tokens: list[int], *, adapter: int = 0) -> None:
         """Every slot of `pages` holds the prefix hash of `tokens`."""
-        assert self.read(pages, len(tokens)) == prefix_hash(tokens, self.weights), "the KV of another prompt"
+        found = self.read(pages, len(tokens), adapter=adapter)
+        assert found == prefix_hash(tokens, self.weights + adapter), "the KV of another prompt"
 
 
 def _input_logprobs(item: PlanItem, tokens: list[int], values: list[int]) -> list[TokenLogprob]:

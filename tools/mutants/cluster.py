@@ -11,8 +11,10 @@ from disagg.handover import DecodeHandover, HandoverStage
 from disagg.metadata import verify
 from disagg.page_sender import PageSender
 from disagg.prefill_role import PrefillRole
+from disagg.recompute import request_for
 from engine.core.memory import Memory
 from engine.core.page_allocator import PageAllocator
+from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.stages import Stages
 from engine.frontend import draining
@@ -269,6 +271,29 @@ def _(original, pages, handover):
 CLUSTER.skip(
     "do not verify the checksum", verify, "Decode computes with a damaged page.", called_by=DecodeHandover.read_row
 )
+
+# ---- namespaces of the prefix cache
+
+
+@CLUSTER.bug(
+    "share prefixes across namespaces",
+    Request.branch,
+    "A request finds the prefixes of every namespace.",
+)
+def _(original, request):
+    return original(request)._replace(namespace=())
+
+
+@CLUSTER.bug(
+    "compute a retracted request again outside its namespace",
+    request_for,
+    "Prefill computes again with the KV of the common namespace.",
+)
+def _(original, wanted, now_s):
+    request = original(wanted, now_s)
+    request.namespace = ()
+    return request
+
 
 # ---- the core
 

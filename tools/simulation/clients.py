@@ -14,7 +14,9 @@ import msgspec
 
 from router.requests.hedging import HEDGE_HEADER
 from service.http.deadline import TIMEOUT_HEADER
+from service.kv_events import namespace_of
 from tests.core.hash_model import expected_tokens, hidden_of, prefix_hash
+from tools.simulation.executor import adapter_of
 from tools.simulation.http import Call, Head, Request, call
 from tools.simulation.network import Network
 from tools.simulation.options import Options
@@ -39,6 +41,7 @@ class Asked:
     must_succeed: bool
     timeout_s: float | None = None  # told to the workers
     priority: int = 0
+    extra_key: str = ""
     embed: bool = False
     retry_after: str = ""
     tries: int = 0
@@ -50,6 +53,10 @@ class Asked:
     said_error: bool = False
     call: Call | None = None
 
+    def right_answer(self) -> list[int]:
+        adapter = adapter_of(namespace_of(None, self.extra_key))
+        return expected_tokens(self.prompt, self.new, eos=EOS, adapter=adapter)
+
 
 class Clients:
     def __init__(self, *, network: Network, process: Process, router: str, options: Options) -> None:
@@ -59,6 +66,7 @@ class Clients:
         self._options = options
         self._draw: random.Random = network.world.rng("clients")
         self._kinds: random.Random = network.world.rng("clients/kinds")
+        self._tenants: random.Random = network.world.rng("clients/tenants")
         self._num = 0
         self.live: dict[int, Asked] = {}
         self.outcomes: Counter[str] = Counter()
@@ -93,6 +101,8 @@ class Clients:
             asked.timeout_s = kinds.choice(TIMEOUTS_S)
         if options.priorities:
             asked.priority = kinds.choice([0, 0, 1, 5])
+        if options.num_tenants and (tenant := self._tenants.randint(0, options.num_tenants)):
+            asked.extra_key = f"tenant-{tenant}"
         if options.embeddings and kinds.random() < 0.2:
             asked.embed, asked.stream = True, False
 
@@ -167,7 +177,7 @@ class Clients:
         for event in bytes(asked.body).split(b"\n\n"):
             if event.startswith(b"data: "):
                 self._take_event(asked, msgspec.json.decode(event[6:]))
-        want = expected_tokens(asked.prompt, asked.new, eos=EOS)
+        want = asked.right_answer()
         if asked.got != want[: len(asked.got)]:
             raise Violation(f"client {asked.number}: tokens {asked.got}, must begin {want}")
 
@@ -201,7 +211,7 @@ class Clients:
             self._succeed(asked, [sample["tokens"] for sample in samples])
 
     def _succeed(self, asked: Asked, answers: list[list[int]]) -> None:
-        want = expected_tokens(asked.prompt, asked.new, eos=EOS)
+        want = asked.right_answer()
         if answers != [want] * asked.num_samples:
             raise Violation(f"client {asked.number}: answers {answers}, must be {want} x {asked.num_samples}")
         self.recent.append([*asked.prompt, *want])
@@ -255,5 +265,6 @@ def _request(asked: Asked) -> Request:
         "sampling_params": {"max_new_tokens": asked.new, "n": asked.num_samples, "temperature": 0},
         "stream": asked.stream,
         "priority": asked.priority,
+        **({"extra_key": asked.extra_key} if asked.extra_key else {}),
     }
     return Request("POST", "/generate", msgspec.json.encode(body), headers)

@@ -3,19 +3,26 @@
 A step is computed at some moment between its launch and its collection, in stream order, as a device would. So writes
 of peers fall before, between and after steps. With `layers` it is computed in stages, and what lies in its slots is new in
 the layers that are done, and old in the others: whoever sends too early sends that.
+
+A namespace of the prefix cache counts as an adapter: the same tokens have other KV there, so a page that crosses to another
+namespace is wrong KV.
 """
 
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.core.plan import Plan, StepResult
-from tests.core.hash_model import HashModel, Slot, step_hash
+from tests.core.hash_model import HashModel, Slot, prefix_hash, step_hash
 from tools.simulation.world import Violation
 from transfer_backends.contract import NOTHING_YET, Progress
 
 NOTHING = Slot(-1, -1)  # never written
+
+
+def adapter_of(namespace: Sequence[str]) -> int:
+    return prefix_hash(list("\0".join(namespace).encode()))
 
 
 class CheckedModel(HashModel):
@@ -34,7 +41,7 @@ class CheckedModel(HashModel):
         for opened in plan.opens:
             hashes: list[int] = []
             for token in [*opened.prompt_ids, *opened.output_ids]:
-                hashes.append(step_hash(hashes[-1] if hashes else 0, token))
+                hashes.append(step_hash(hashes[-1] if hashes else opened.adapter, token))
             self._expected[opened.slot] = hashes
         result = super().run(plan)
         for item, sampled in zip(plan.items, result.items, strict=True):
@@ -86,7 +93,7 @@ class CheckedModel(HashModel):
                     f" holds {found}, must hold {expected[position]}"
                 )
         self.num_checked += end
-        return expected[end - 1] if end else 0
+        return expected[end - 1] if end else adapter
 
     def forget(self) -> None:
         """Whatever is cached belongs to other weights."""
@@ -131,8 +138,12 @@ class SimExecutor:
 
     ticking = False
 
-    def __init__(self, model: CheckedModel, *, layers: int = 1) -> None:
+    def __init__(
+        self, model: CheckedModel, *, layers: int = 1, namespace_of: Callable[[int], Sequence[str]] = lambda slot: ()
+    ) -> None:
+        """`namespace_of(slot)`: of the request that a plan opens there."""
         self.model = model
+        self._namespace_of = namespace_of
         self.layers = layers
         self.wake: Callable[[], None] = lambda: None
         self._launched: deque[SimLaunch] = deque()
@@ -147,7 +158,8 @@ class SimExecutor:
         return 1 if self.layers == 1 else 1 + self.layers
 
     def launch(self, plan: Plan) -> SimLaunch:
-        launch = SimLaunch(plan)
+        opens = [replace(opened, adapter=adapter_of(self._namespace_of(opened.slot))) for opened in plan.opens]
+        launch = SimLaunch(replace(plan, opens=opens))
         self._launched.append(launch)
         return launch
 

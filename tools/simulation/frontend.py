@@ -21,6 +21,7 @@ from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput
 from service.http.api_shapes import OPENAI
 from service.http.errors import DRAINING, ApiError, bad_field, decode_body
+from service.kv_events import namespace_of
 from service.process.stop_signals import StopSignals
 from tools.simulation.aio import VirtualLoop
 from tools.simulation.http import Reply, Request
@@ -46,6 +47,7 @@ class GenerateBody(msgspec.Struct):
     bootstrap_port: int | list[int]
     stream: bool = False
     priority: int = 0
+    extra_key: str = ""
 
 
 class EmbeddingBody(msgspec.Struct):
@@ -205,6 +207,7 @@ class Frontend:
                 bootstrap=Bootstrap(host, port, room),
                 stream=body.stream,
                 priority=body.priority,
+                namespace=namespace_of(None, body.extra_key),
             )
             for room, host, port in zip(rooms, hosts, ports, strict=True)
         ]

@@ -1,5 +1,7 @@
 """What a worker must look like at rest: nothing open, all memory back, the dead forgotten, right KV in the cache."""
 
+from engine.core.radix_node import TRUNK
+from tools.simulation.executor import adapter_of
 from tools.simulation.worker import Worker
 
 
@@ -31,12 +33,14 @@ def _dead_peers(worker: Worker) -> list[str]:
 
 
 def check_cached(worker: Worker) -> None:
-    """Every page that others may find holds the KV of its prefix."""
-    stack = [(node, list(node.key), list(node.pages)) for node in worker.scheduler.memory.cache.root.children.values()]
-    while stack:
-        node, tokens, pages = stack.pop()
-        worker.model.verify(pages, tokens)
-        stack += [(c, [*tokens, *c.key], [*pages, *c.pages]) for c in node.children.values()]
+    """Every page that others may find holds the KV of its prefix, in its namespace."""
+    cache = worker.scheduler.memory.cache
+    for branch, top in [(TRUNK, cache.root), *cache._tops.items()]:
+        stack = [(node, list(node.key), list(node.pages)) for node in top.children.values()]
+        while stack:
+            node, tokens, pages = stack.pop()
+            worker.model.verify(pages, tokens, adapter=adapter_of(branch.namespace))
+            stack += [(c, [*tokens, *c.key], [*pages, *c.pages]) for c in node.children.values()]
 
 
 def counted(worker: Worker) -> dict[str, int]:

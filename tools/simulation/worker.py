@@ -59,7 +59,9 @@ class Worker:
         options, is_prefill = around.options, role_name == "prefill"
         self.model = CheckedModel(page_size=options.page_size, name=process.name)
         self.metadata = MetadataBuffers(options.rows)
-        self.executor = SimExecutor(self.model, layers=options.layers if is_prefill else 1)
+        self.executor = SimExecutor(
+            self.model, layers=options.layers if is_prefill else 1, namespace_of=self._namespace_of
+        )
         num_pages = options.pages[0 if is_prefill else 1]
         self.kv_args = kv_args_of(options, num_pages=num_pages)
         self.exposed: dict[str, Counter[int]] = {"kv": Counter(), "aux": Counter()}
@@ -235,6 +237,9 @@ class Worker:
         )
         address = f"{self.process.node}:{HTTP_PORT}"
         serve(self.around.network, self.process, address, self.frontend.handle)
+
+    def _namespace_of(self, slot: int) -> tuple[str, ...]:
+        return next(r.namespace for r in self.scheduler.stages.live.values() if r.slot == slot)
 
     # ---- threads
 
