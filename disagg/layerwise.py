@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from engine.executor.layer_marks import LayerMarks
+from engine.kv.layer_groups import equal_groups
 from transfer_backends.contract import LayerGroup, Progress
 
 MAX_GROUPS = 8  # more would hide little more of the transfer, and cost as many operations
@@ -21,7 +22,7 @@ def group_layers(layer_ends: Sequence[int], *, min_piece_bytes: int) -> tuple[La
     """Byte of a page where each layer ends -> groups of about equal size, one at least."""
     num, page_bytes = len(layer_ends), layer_ends[-1]
     count = max(1, min(MAX_GROUPS, num, page_bytes // min_piece_bytes))
-    return tuple(LayerGroup(end, layer_ends[end - 1]) for end in (num * (i + 1) // count for i in range(count)))
+    return tuple(LayerGroup(end, layer_ends[end - 1]) for end in equal_groups(num, count))
 
 
 class StepClock:

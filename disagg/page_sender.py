@@ -6,7 +6,7 @@ metadata row   last: nothing passes for complete before all of it is
 """
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from disagg.handover import HandoverStage, PrefillHandover
 from disagg.metadata import Checksum, FirstToken, MetadataBuffers
@@ -77,16 +77,22 @@ class PageSender:
         """Layer by layer: hand over what the step will write."""
         if not self.layerwise:
             return
+        loaded = {copy.page for copy in plan.from_host}
         for item in plan.items:
             handover = handovers.get(item.rid)
             if item.extend and handover is not None and handover.stage is HandoverStage.COMPUTING:
-                self._send_launched(handover, item, plan.seq)
+                self._send_launched(handover, item, plan.seq, loaded)
 
-    def _send_launched(self, handover: PrefillHandover, item: PlanItem, step: int) -> None:
-        """Pages that `item` completes leave while it computes; cached ones once it has begun: their copy may be on its way."""
+    def _send_launched(self, handover: PrefillHandover, item: PlanItem, step: int, loaded: Set[int]) -> None:
+        """Pages that `item` completes leave while it computes, and so do those `loaded` from the host in this step.
+
+        Other cached pages leave once the step has begun, which follows the loads of all steps before.
+        """
         size, request = self._page_size, handover.request
         end = len(request.pages) if item.kv_len >= len(request.input_ids) else item.kv_len // size
-        for until, by_layer in ((min(item.start // size, end), False), (end, True)):
+        cached = min(item.start // size, end)
+        there = next((i for i in range(handover.sent_pages, cached) if request.pages[i] in loaded), cached)
+        for until, by_layer in ((there, False), (end, True)):
             if until > handover.sent_pages:
                 pages, gate = request.pages[handover.sent_pages : until], Gate(step, by_layer)
                 handover.sender.send(pages, start=handover.sent_pages, gate=gate)

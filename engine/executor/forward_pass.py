@@ -13,6 +13,7 @@ from engine.executor.forward import Forward
 from engine.executor.future_map import FutureMap
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.prefill_graphs import PrefillGraphs
+from engine.kv.arrival import Arrival
 from engine.kv.page_table import PageTable
 from engine.kv.step_batch import StepBatch
 from engine.kv.upload import upload
@@ -73,8 +74,11 @@ class ForwardPass:
         if self._adapters is not None:
             self._adapters.open(opened)
 
-    def run(self, model: DenseDecoder, plan: Plan) -> Forward:
-        """Compute the hidden states [T, hidden] of all new tokens, item after item; a graph of a decode step samples, too."""
+    def run(self, model: DenseDecoder, plan: Plan, arrival: Arrival) -> Forward:
+        """Compute the hidden states [T, hidden] of all new tokens, item after item; a graph of a decode step samples, too.
+
+        What is recorded waits for all of `arrival`, anything else for a layer of it just before that layer's attention.
+        """
         items = plan.items
         self._page_table.update(items)
         graphs = self._graphs if self._graphs is not None and self._graphs.takes(plan) else None
@@ -86,14 +90,16 @@ class ForwardPass:
             if self._adapters.active and not self._adapters.records:
                 graphs = None
         if graphs is not None:
+            arrival.hold_all()
             return graphs.run(plan, adapted=self._adapted())
-        return Forward(self._hidden(model, plan))
+        return Forward(self._hidden(model, plan, arrival))
 
-    def _hidden(self, model: DenseDecoder, plan: Plan) -> Tensor:
+    def _hidden(self, model: DenseDecoder, plan: Plan, arrival: Arrival) -> Tensor:
         """As `run`, of a step that no decode graph takes."""
         items = plan.items
         prompts = self._prefill_graphs
         if prompts is not None and prompts.takes(plan) and not self._adapted():
+            arrival.hold_all()
             return self._layers.whole(plan.seq, lambda: prompts.run(items))
         q_lens = [item.q_len for item in items]
         flat = self._ids([t for item in items for t in item.tokens])
@@ -115,8 +121,9 @@ class ForwardPass:
         self._backend.begin(step)
         input_ids = self._future_map.resolve(flat)
         if self._tapes is not None and not plan.extend and self._tapes.takes(len(items)) and self._plain():
+            arrival.hold_all()
             return self._tapes.forward(model, input_ids, positions, self._backend.attend)
-        attend = self._layers.attend(plan.seq, self._backend.attend)
+        attend = self._layers.attend(plan.seq, self._backend.attend, arrival)
         return model.forward(input_ids, positions, attend)
 
     def _plain(self) -> bool:

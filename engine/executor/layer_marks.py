@@ -1,6 +1,6 @@
-"""How far the stream has come with the KV of its steps, layer by layer: marked by the runner, read by another thread.
+"""The KV of steps, layer by layer: what the stream waits for before a layer, and how far it has come.
 
-Marking never waits: on CUDA it is an event behind the kernels, elsewhere a tuple.
+Marks are set by the runner and read by another thread. Marking never waits: on CUDA it is an event behind the kernels, elsewhere a tuple.
 """
 
 from collections import deque
@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
+from engine.kv.arrival import Arrival
 from engine.layers.rope import Unturned
 from engine.models.decoder import Attend
 
@@ -31,13 +32,14 @@ class LayerMarks:
     def watched(self) -> bool:
         return bool(self._ends)
 
-    def attend(self, step: int, attend: Attend) -> Attend:
-        """Wrap `attend` so that it marks layers. Call it once a step, just before the forward."""
+    def attend(self, step: int, attend: Attend, arrival: Arrival) -> Attend:
+        """Wrap `attend` so that it waits for a layer of `arrival` and marks it. Call it once a step, just before the forward."""
         if not self._ends:
-            return attend
+            return attend if arrival.is_held else _waiting(attend, arrival)
         self._mark((step, 0))
 
         def marked(layer: int, new: Unturned) -> Tensor:
+            arrival.hold(layer)
             out = attend(layer, new)
             if layer + 1 in self._ends:
                 self._mark((step, layer + 1))
@@ -73,3 +75,11 @@ class LayerMarks:
     def ahead(self) -> bool:
         """Whether the device has still to reach marks; it wakes no thread then."""
         return bool(self._ahead)
+
+
+def _waiting(attend: Attend, arrival: Arrival) -> Attend:
+    def waiting(layer: int, new: Unturned) -> Tensor:
+        arrival.hold(layer)
+        return attend(layer, new)
+
+    return waiting

@@ -12,6 +12,7 @@ from engine.core.plan import Plan
 from engine.executor.forward import Forward
 from engine.executor.forward_pass import ForwardPass
 from engine.executor.sample_pass import SamplePass, StepOutput, nothing_sampled
+from engine.kv.arrival import Arrival
 from engine.kv.host_pool import HostPool
 from engine.kv.page_backup import PageBackup
 from engine.models.decoder import DenseDecoder
@@ -58,7 +59,7 @@ class ModelRunner:
 
         Raises DeviceOutOfMemory. A torch.OutOfMemoryError of copies or slots is not one: later steps rely on them.
         """
-        self._copy_pages(plan)
+        arrival = self._copy_pages(plan)
         for slot in plan.closes:
             self._sample_pass.sampler.close(slot)
         for opened in plan.opens:
@@ -66,18 +67,20 @@ class ModelRunner:
             self._forward_pass.open(opened)
         if not plan.items:
             return None
-        return _compute(lambda: self._forward_pass.run(self._model, plan))
+        return _compute(lambda: self._forward_pass.run(self._model, plan, arrival))
 
-    def _copy_pages(self, plan: Plan) -> None:
+    def _copy_pages(self, plan: Plan) -> Arrival:
+        """Return what the forward must wait for, layer by layer."""
         if self._host_pool is None:
             assert not plan.to_host and not plan.from_host, "a plan copies to a host tier, and there is none"
+            arrival = Arrival()
         else:
-            self._host_pool.copy(plan.seq, out=plan.to_host, back=plan.from_host)
-            self._host_pool.guard(plan.items)
+            arrival = self._host_pool.begin(plan)
         if self._backup is None:
             assert not plan.saves, "a plan keeps copies of pages, and there is no room for them"
         else:
             self._backup.run(plan)
+        return arrival
 
     def wait_for_copies(self, seq: int) -> None:
         """Block until the host pages of every step up to `seq` hold what left the device."""

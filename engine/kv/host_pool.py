@@ -1,15 +1,21 @@
 """Pages in host memory: their bytes, and copies of KV pages into them and back, as plans say."""
 
 import sys
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from engine.core.plan import PageCopy, PlanItem
+from engine.core.plan import PageCopy, Plan, PlanItem
+from engine.kv.arrival import Arrival
 from engine.kv.kv_pool import KVPool, zeroed_bytes
+from engine.kv.layer_groups import word_cuts
 from engine.kv.page_copies import DirectCopies, PageCopies, StagedCopies
 from engine.kv.pinned import CudaRegistrar, PinnedBytes
+from engine.kv.rows_by_cuda import CudaRows
 from engine.kv.side_stream import CudaSideStream
+
+WORD_BYTES = 8
 
 
 class HostPool:
@@ -29,7 +35,11 @@ class HostPool:
             self._pinned = PinnedBytes(size_bytes, registrar=CudaRegistrar(), threads=threads)
             buffer = self._pinned.tensor
             self._copies = StagedCopies(
-                device_pages, _words(buffer, num_pages), make_stream=lambda: CudaSideStream.on(device)
+                device_pages,
+                _words(buffer, num_pages),
+                layer_cuts=word_cuts(pool.layer_ends(), WORD_BYTES),
+                make_stream=lambda: CudaSideStream.on(device),
+                copy_rows=CudaRows().copy,
             )
         self._bytes = buffer.numpy().data
 
@@ -38,15 +48,27 @@ class HostPool:
         return self._bytes[host_page * self.page_bytes : (host_page + 1) * self.page_bytes]
 
     def copy(self, seq: int, *, out: list[PageCopy], back: list[PageCopy]) -> None:
-        """Copy out, then back, in the order of steps: a page may go both ways in step `seq`."""
-        self._copies.run(seq, out=out, back=back)
+        """Copy out, then back, in the order of steps: a page may go both ways in step `seq`. What follows waits for all of it."""
+        self._copies.save(seq, out)
+        self._copies.load(seq, back, by_layer=False).hold_all()
 
-    def guard(self, items: list[PlanItem]) -> None:
-        """Call it before the forward of `items`: pages that they are the first to write may still be on their way out."""
-        size = self._page_size
-        self._copies.guard(
-            page for item in items for page in item.new_pages[max(0, item.start // size - item.page_start) :]
-        )
+    def begin(self, plan: Plan) -> Arrival:
+        """Copy what `plan` says between the tiers. Call it before the forward, which waits by layer for what arrives.
+
+        What earlier steps have loaded without reading it, this one waits for as a whole. What no item of this one reads, it
+        does not wait for.
+        """
+        self._copies.await_loads(page for item in plan.items for page in item.new_pages)
+        self._copies.save(plan.seq, plan.to_host)
+        arrival = self._load(plan) if plan.from_host else Arrival()
+        self._copies.guard(_first_written(plan.items, self._page_size))
+        return arrival
+
+    def _load(self, plan: Plan) -> Arrival:
+        touched = {page for item in plan.items for page in item.new_pages}
+        arrival = self._copies.load(plan.seq, [c for c in plan.from_host if c.page in touched], by_layer=True)
+        self._copies.load(plan.seq, [c for c in plan.from_host if c.page not in touched], by_layer=False)
+        return arrival
 
     def wait(self, seq: int) -> None:
         """Block until the copies of every step up to `seq` have landed. The end of its forward does not say so."""
@@ -57,6 +79,12 @@ class HostPool:
         self._copies.wait(sys.maxsize)
         if self._pinned is not None:
             self._pinned.close()
+
+
+def _first_written(items: list[PlanItem], page_size: int) -> Iterator[int]:
+    """Yield the pages that a step of `items` is the first to write: they may still be on their way out."""
+    for item in items:
+        yield from item.new_pages[max(0, item.start // page_size - item.page_start) :]
 
 
 def _words(buffer: Tensor, num_pages: int) -> Tensor:

@@ -7,30 +7,43 @@ StagedCopies   on streams of their own beside the forward (a GPU; never run on o
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from engine.core.plan import PageCopy
+from engine.kv.arrival import Arrival, Group
+from engine.kv.layer_groups import equal_groups
 from engine.kv.side_stream import Mark, SideStream
 from engine.kv.upload import upload
 
 STAGING_BYTES = 32 << 20  # of device memory that a lane takes beside the pool
 LANES = 2  # of a direction: one gathers or scatters while the other crosses the bus
+LEAST_GROUP_BYTES = 1 << 20  # of a load by layers: less crosses the bus sooner than the host launches its copy
+MOST_TRANSFERS = 1024  # of such a load: launching them takes the host some milliseconds
+
+CopyRows = Callable[[Tensor, Tensor], None]  # (target, source) [rows, words]: enqueue a copy on the current stream
 
 
 class PageCopies(Protocol):
-    """Pages are rows of words: [pages, page_bytes / 8] int64."""
+    """Pages are rows of words: [pages, page_bytes / 8] int64. A page may leave and be loaded in one step: save first."""
 
-    def run(self, seq: int, *, out: list[PageCopy], back: list[PageCopy]) -> None:
-        """Copy out, then back, for step `seq`: a page may go both ways. What main does next sees what came back."""
+    def save(self, seq: int, copies: list[PageCopy]) -> None:
+        """Copy to the host what main has written by now, for step `seq`."""
+
+    def load(self, seq: int, copies: list[PageCopy], *, by_layer: bool) -> Arrival:
+        """Copy from the host for step `seq`. Main must hold what comes back before it touches the pages."""
+
+    def await_loads(self, pages: Iterable[int]) -> None:
+        """Let main touch device `pages` only after all loads into them so far."""
 
     def guard(self, pages: Iterable[int]) -> None:
         """Let main overwrite device `pages` only after the copies out of them."""
 
     def wait(self, seq: int) -> None:
-        """Block until the copies out of every step up to `seq` have landed."""
+        """Block until the copies of every step up to `seq` have landed."""
 
 
 class DirectCopies:
@@ -38,11 +51,17 @@ class DirectCopies:
         self._device_pages = device_pages
         self._host_pages = host_pages
 
-    def run(self, seq: int, *, out: list[PageCopy], back: list[PageCopy]) -> None:
-        for copy in out:
+    def save(self, seq: int, copies: list[PageCopy]) -> None:
+        for copy in copies:
             self._host_pages[copy.host_page].copy_(self._device_pages[copy.page])
-        for copy in back:
+
+    def load(self, seq: int, copies: list[PageCopy], *, by_layer: bool) -> Arrival:
+        for copy in copies:
             self._device_pages[copy.page].copy_(self._host_pages[copy.host_page])
+        return Arrival()
+
+    def await_loads(self, pages: Iterable[int]) -> None:
+        """Nothing is under way."""
 
     def guard(self, pages: Iterable[int]) -> None:
         """Nothing is under way."""
@@ -52,13 +71,22 @@ class DirectCopies:
 
 
 @dataclass(frozen=True, slots=True)
-class _Leaving:
-    """Copies out of a step that may still run."""
+class _UnderWay:
+    """Copies of a step in one direction. `marks`: behind all of them. `arrival`: what main holds of a load."""
 
     seq: int
     pages: frozenset[int]
     host_pages: frozenset[int]
-    marks: list[Mark]
+    marks: Sequence[Mark]
+    arrival: Arrival
+
+    @classmethod
+    def of(cls, seq: int, copies: Sequence[PageCopy], marks: Sequence[Mark], arrival: Arrival) -> Self:
+        pages, host_pages = frozenset(c.page for c in copies), frozenset(c.host_page for c in copies)
+        return cls(seq, pages, host_pages, marks, arrival)
+
+    def touches(self, copies: Iterable[PageCopy]) -> bool:
+        return any(c.page in self.pages or c.host_page in self.host_pages for c in copies)
 
 
 class StagedCopies:
@@ -66,33 +94,82 @@ class StagedCopies:
 
     Two directions, so that loads never queue behind write-through. What orders them:
 
-    out     after all that main had when it was planned: pages are written before they leave
-    main    after the loads of its step; before it overwrites a page that leaves, after that copy (`guard`)
+    out     after all that main had when it was planned, and after loads that touch the same page
+    main    after what it holds of a load (Arrival); before it overwrites a page that leaves, after that copy (`guard`)
     back    after the copies out that touch the same page; nothing else, since a free page has no step in flight
     a batch after the batch before it in its direction
 
-    A host page must not change until its step is collected, and that waits for `wait`.
+    A load by layers crosses in groups of layers, the first layers first: each transfer is a column of host pages. A host page must
+    not change until its step is collected, and that waits for `wait`.
     """
 
-    def __init__(self, device_pages: Tensor, host_pages: Tensor, *, make_stream: Callable[[], SideStream]) -> None:
+    def __init__(
+        self,
+        device_pages: Tensor,
+        host_pages: Tensor,
+        *,
+        layer_cuts: Sequence[int],
+        make_stream: Callable[[], SideStream],
+        copy_rows: CopyRows,
+    ) -> None:
+        """`layer_cuts`: where layers begin in a page, and its end, in words. `copy_rows`: from host to device."""
         self._device_pages = device_pages
         self._host_pages = host_pages
+        self._layer_cuts = list(layer_cuts)
+        self._copy_rows = copy_rows
+        self._page_words = device_pages.shape[1]
         self._out = _Direction(device_pages, make_stream)
         self._back = _Direction(device_pages, make_stream)
-        self._leaving: deque[_Leaving] = deque()
+        self._leaving: deque[_UnderWay] = deque()
+        self._coming: deque[_UnderWay] = deque()
 
-    def run(self, seq: int, *, out: list[PageCopy], back: list[PageCopy]) -> None:
-        if out:
-            self._out.follow_main()
-            marks = self._out.run(out, self._copy_out)
-            pages, host_pages = frozenset(c.page for c in out), frozenset(c.host_page for c in out)
-            self._leaving.append(_Leaving(seq, pages, host_pages, marks))
-        if back:
-            for leaving in self._leaving:
-                if any(c.page in leaving.pages or c.host_page in leaving.host_pages for c in back):
-                    self._back.follow(leaving.marks)
-            for mark in self._back.run(back, self._copy_back):
-                mark.hold_main()
+    def save(self, seq: int, copies: list[PageCopy]) -> None:
+        if not copies:
+            return
+        self._out.follow_main()
+        for coming in self._coming:
+            if coming.touches(copies):
+                self._out.follow(coming.marks)
+        self._out.begin()
+        self._out.run(copies, self._page_words, self._copy_out)
+        self._leaving.append(_UnderWay.of(seq, copies, self._out.end(), Arrival()))
+
+    def load(self, seq: int, copies: list[PageCopy], *, by_layer: bool) -> Arrival:
+        if not copies:
+            return Arrival()
+        # The host forgets chains from their ends, so the pages of the next chain are neighbours backwards.
+        copies = sorted(copies, key=lambda c: c.host_page)
+        for leaving in self._leaving:
+            if leaving.touches(copies):
+                self._back.follow(leaving.marks)
+        self._back.begin()
+        arrival = Arrival(list(self._groups(copies, self._num_groups(copies) if by_layer else 1)))
+        self._coming.append(_UnderWay.of(seq, copies, self._back.end(), arrival))
+        return arrival
+
+    def _num_groups(self, copies: list[PageCopy]) -> int:
+        size_bytes = len(copies) * self._page_words * self._device_pages.element_size()
+        num_runs = sum(1 for _ in runs([c.host_page for c in copies]))
+        num_layers = len(self._layer_cuts) - 1
+        return max(1, min(num_layers, size_bytes // LEAST_GROUP_BYTES, MOST_TRANSFERS // num_runs))
+
+    def _groups(self, copies: list[PageCopy], count: int) -> Iterator[Group]:
+        """Enqueue a load in `count` groups of layers; yield each with its marks."""
+        first = 0
+        for end in equal_groups(len(self._layer_cuts) - 1, count):
+            begin_word, end_word = self._layer_cuts[first], self._layer_cuts[end]
+            work = partial(self._copy_back, words=slice(begin_word, end_word))
+            yield first, self._back.run(copies, end_word - begin_word, work)
+            first = end
+
+    def await_loads(self, pages: Iterable[int]) -> None:
+        ahead = [coming for coming in self._coming if not coming.arrival.is_held]
+        if not ahead:
+            return
+        touched = frozenset(pages)
+        for coming in ahead:
+            if not touched.isdisjoint(coming.pages):
+                coming.arrival.hold_all()
 
     def guard(self, pages: Iterable[int]) -> None:
         if not self._leaving:
@@ -104,54 +181,74 @@ class StagedCopies:
                     mark.hold_main()
 
     def wait(self, seq: int) -> None:
-        while self._leaving and self._leaving[0].seq <= seq:
-            for mark in self._leaving.popleft().marks:
-                mark.wait()
+        for under_way in (self._leaving, self._coming):
+            while under_way and under_way[0].seq <= seq:
+                for mark in under_way.popleft().marks:
+                    mark.wait()
 
     def _copy_out(self, copies: list[PageCopy], staging: Tensor) -> None:
         torch.index_select(self._device_pages, 0, self._index(copies), out=staging)
         for at, host_page, n in runs([c.host_page for c in copies]):
             self._host_pages[host_page : host_page + n].copy_(staging[at : at + n], non_blocking=True)
 
-    def _copy_back(self, copies: list[PageCopy], staging: Tensor) -> None:
+    def _copy_back(self, copies: list[PageCopy], staging: Tensor, *, words: slice) -> None:
         for at, host_page, n in runs([c.host_page for c in copies]):
-            staging[at : at + n].copy_(self._host_pages[host_page : host_page + n], non_blocking=True)
-        self._device_pages[self._index(copies)] = staging
+            self._copy_rows(staging[at : at + n], self._host_pages[host_page : host_page + n, words])
+        self._device_pages[:, words][self._index(copies)] = staging
 
     def _index(self, copies: list[PageCopy]) -> Tensor:
         return upload(torch.tensor([c.page for c in copies], dtype=torch.int64), self._device_pages.device)
+
+
+Work = Callable[[list[PageCopy], Tensor], None]  # (copies, staging [copies, words])
 
 
 class _Direction:
     """Lanes that take turns: each is a stream and its staging buffer, which the stream's order protects."""
 
     def __init__(self, pages: Tensor, make_stream: Callable[[], SideStream]) -> None:
-        self._per_piece = max(1, STAGING_BYTES // (pages.shape[1] * pages.element_size()))
-        self._lanes = [(make_stream(), pages.new_empty(self._per_piece, pages.shape[1])) for _ in range(LANES)]
-        self._last: list[Mark] = []  # of the batch before
+        words = max(pages.shape[1], STAGING_BYTES // pages.element_size())
+        self._lanes = [(make_stream(), pages.new_empty(words)) for _ in range(LANES)]
+        self._turn = 0
+        self._last: dict[int, Mark] = {}  # of the batch before, by lane
+        self._now: dict[int, Mark] = {}
 
-    def follow(self, marks: Sequence[Mark]) -> None:
-        for stream, _ in self._lanes:
-            for mark in marks:
+    def follow(self, marks: Iterable[Mark]) -> None:
+        for mark in marks:
+            for stream, _ in self._lanes:
                 stream.follow(mark)
 
     def follow_main(self) -> None:
         for stream, _ in self._lanes:
             stream.follow_main()
 
-    def run(self, copies: list[PageCopy], work: Callable[[list[PageCopy], Tensor], None]) -> list[Mark]:
-        """Enqueue `work` for each piece of `copies`. Return marks behind all of it."""
-        self.follow(self._last)
-        for turn, at in enumerate(range(0, len(copies), self._per_piece)):
-            piece = copies[at : at + self._per_piece]
-            stream, staging = self._lanes[turn % LANES]
-            stream.run(_bind(work, piece, staging[: len(piece)]))
-        self._last = [stream.mark() for stream, _ in self._lanes[: -(-len(copies) // self._per_piece)]]
-        return self._last
+    def begin(self) -> None:
+        """Begin a batch, which runs after the batch before."""
+        self.follow(self._last.values())
+        self._turn, self._now = 0, {}
 
+    def run(self, copies: list[PageCopy], num_words: int, work: Work) -> list[Mark]:
+        """Enqueue `work` for each piece of `copies`, with `num_words` of staging for each copy; return marks behind all of it."""
+        used: dict[int, SideStream] = {}
+        for piece, lane in self._pieces(copies, num_words):
+            stream, staging = self._lanes[lane]
+            stream.run(partial(work, piece, staging[: len(piece) * num_words].view(-1, num_words)))
+            used[lane] = stream
+        marks = {lane: stream.mark() for lane, stream in used.items()}
+        self._now |= marks
+        return list(marks.values())
 
-def _bind(work: Callable[[list[PageCopy], Tensor], None], piece: list[PageCopy], staging: Tensor) -> Callable[[], None]:
-    return lambda: work(piece, staging)
+    def end(self) -> list[Mark]:
+        """End the batch; return marks behind all of it."""
+        self._last = self._now
+        return list(self._last.values())
+
+    def _pieces(self, copies: list[PageCopy], num_words: int) -> Iterator[tuple[list[PageCopy], int]]:
+        """Yield each piece that fits into a staging buffer, and its lane."""
+        per_piece = self._lanes[0][1].numel() // num_words
+        for at in range(0, len(copies), per_piece):
+            yield copies[at : at + per_piece], self._turn
+            self._turn = (self._turn + 1) % LANES
 
 
 def runs(pages: list[int]) -> Iterator[tuple[int, int, int]]:

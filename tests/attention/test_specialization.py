@@ -22,6 +22,7 @@ from engine.executor.future_map import FutureMap
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.prefill_graphs import PrefillGraphs
 from engine.kernels.triton_elementwise import TritonElementwise
+from engine.kv.arrival import Arrival
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_table import PageTable
 from engine.model_files.model_config import load_model_config
@@ -148,7 +149,7 @@ class Day:
             self._item(slot, prompt=kind == "prompts" or (kind == "mixed" and i == 0)) for i, slot in enumerate(slots)
         ]
         forward = self._rng.choice([self._eager, self._recorded])
-        forward.run(self._model, Plan(self._seq, kind != "decode", items))
+        forward.run(self._model, Plan(self._seq, kind != "decode", items), Arrival())
 
     def _item(self, slot: int, *, prompt: bool) -> PlanItem:
         most = self._rng.choice([1, 16, 17, 512, MOST_TOKENS])

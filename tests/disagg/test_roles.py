@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from engine.core.host_cache import HostCache
 from tests.core.hash_model import Slot, expected_tokens
+from tests.core.tiers_in_a_test import identity
 from tests.disagg.two_role_stories import TwoRoleStory, play, two_role_stories
 from tests.disagg.two_roles import Cluster, crowded, run_retracted_first
 from transfer_backends.contract import Gate
@@ -59,6 +61,27 @@ def test_pages_are_handed_over_when_their_step_is_launched(depth: int) -> None:
     assert [gate and gate.by_layer for *_, gate, _ in second] == [False, True, True, True, None]
     assert cluster.decode.tokens == {f"r{room}": expected_tokens(list(range(n)), 3) for room, n in ((1, 12), (2, 30))}
     cluster.assert_all_back()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_pages_from_the_host_leave_by_layers(depth: int) -> None:
+    """They come back behind the compute: when their step begins they are not there yet. What was on the device is."""
+    host = HostCache(num_pages=100, identity=identity())
+    cluster = Cluster(pages=(16, 60), chunk=16, depth=depth, layerwise=True, prefill={"host": host})
+    prompt, rng = list(range(40)), random.Random(depth)
+    for room, length in ((1, 40), (2, 16), (3, 40)):
+        if room == 2:
+            cluster.prefill.scheduler.memory.cache.flush()
+        cluster.submit(f"r{room}", prompt[:length], room, new=2)
+        if room == 3:
+            sent: list[Sent] = []
+            record(cluster, "r3", sent)
+        cluster.run(rng)
+        assert cluster.decode.scheduler.flush_cache()
+    cached, loaded, row = sent
+    assert [(start, num) for start, num, *_ in (cached, loaded, row)] == [(0, 4), (4, 6), (10, 0)]
+    assert [gate and gate.by_layer for *_, gate, _ in sent] == [False, True, None]
+    assert cluster.decode.tokens["r3"] == expected_tokens(prompt, 2)
 
 
 def test_a_role_waits_for_outside_only_while_it_has_requests() -> None:

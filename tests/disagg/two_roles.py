@@ -64,7 +64,7 @@ class RoleEngine(EngineInATest):
 
 
 class Cluster:
-    """`places`: adapters in a batch of either engine; `both`: what else both are given; `decode`: what decode alone is."""
+    """`places`: adapters in a batch of either engine; `both`: what else both are given; `prefill`, `decode`: one alone."""
 
     def __init__(
         self,
@@ -78,11 +78,12 @@ class Cluster:
         layerwise: bool = False,
         least_bytes: int = 0,
         both: Mapping[str, object] = MappingProxyType({}),
+        prefill: Mapping[str, object] = MappingProxyType({}),
         **decode: object,
     ) -> None:
         make = {"page_size": page_size, "chunk": chunk, "depth": depth, "max_running": 4, "max_loras_per_batch": places}
         make |= both
-        self.prefill = RoleEngine(num_pages=pages[0], **make)  # type: ignore[arg-type]
+        self.prefill = RoleEngine(num_pages=pages[0], **{**make, **prefill})  # type: ignore[arg-type]
         self.decode = RoleEngine(num_pages=pages[1], **{**make, **decode})  # type: ignore[arg-type]
         rows_p, rows_d = MetadataBuffers(rows), MetadataBuffers(rows)
         self.wire = Wire(prefill=self.prefill.model, decode=self.decode.model, rows=(rows_p, rows_d))

@@ -19,6 +19,7 @@ from engine.executor.forward import Forward
 from engine.kernels import triton_sample
 from engine.models.load import load_model
 from tests.engine.engine_in_process import EngineInProcess
+from tests.engine.late_copies import copy_late
 from tests.engine.three_requests import PROMPTS, run, two_models
 
 LENGTHS = {"a": 5, "b": 2, "c": 4}  # the batch shrinks from 3 to 1
@@ -32,6 +33,7 @@ def main() -> None:
         models = two_models(Path(folder), layers=1, hidden=64, intermediate=64)
         check(*models)
         check_prompts(models[0])
+        check_loads(models[0])
 
 
 class EveryThird:
@@ -131,6 +133,22 @@ def check_prompts(folder: str) -> None:
     assert (pool.k(0)[0, 0] != 7.0).all(), "nothing was padded"
     for used in (engine, plain):
         used.close()
+
+
+def check_loads(folder: str) -> None:
+    """A recorded prompt whose prefix comes from the host, on streams that run as late as they may."""
+    flags = {"dtype": "float32", "max_running_requests": 2, "max_total_tokens": 64, "enable_hierarchical_cache": True}
+    capture, prompt = CountingCapture(), list(range(20, 45))
+    with EngineInProcess(
+        folder, attention_backend="triton", capture=lambda: capture, use=EngineUse(decodes=False), page_size=8, **flags
+    ) as engine:
+        copy_late(engine)
+        for rid, asked in (("first", prompt), ("other", list(range(60, 120))), ("again", prompt)):
+            engine.add(rid, asked, max_new_tokens=1)
+            engine.run()
+        assert engine.cached == {"first": 0, "other": 0, "again": 24}, engine.cached
+        assert engine.tokens["again"] == engine.tokens["first"], "a graph was replayed before its prefix was there"
+        assert capture.replays == 3, capture.replays
 
 
 if __name__ == "__main__":

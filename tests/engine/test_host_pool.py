@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.core.plan import PageCopy, PlanItem
+from engine.core.plan import PageCopy, Plan, PlanItem
 from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import CacheSpec, KVPool
 
@@ -43,7 +43,7 @@ def test_a_step_guards_the_pages_that_it_is_the_first_to_write(
     """Pages of 4 tokens: what lies before `start` is read only."""
     host, seen = HostPool(small_pool(), num_pages=1), list[int]()
     monkeypatch.setattr(host._copies, "guard", seen.extend)
-    host.guard([item(start=start, page_start=page_start, new_pages=[5, 6, 7])])
+    host.begin(Plan(1, extend=True, items=[item(start=start, page_start=page_start, new_pages=[5, 6, 7])]))
     assert seen == guarded
 
 

@@ -14,6 +14,7 @@ from engine.model_files.model_config import load_model_config
 from engine.resolve import backup_pages, host_pages, resolve
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess
+from tests.engine.late_copies import copy_late
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 TINY = {"page_size": 4, "max_total_tokens": 160, "chunked_prefill_size": 32}
@@ -83,11 +84,14 @@ def bytes_in(path: Path) -> int:
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
-@pytest.mark.parametrize("stream", ["inline", "threaded"])
+@pytest.mark.parametrize("stream", ["inline", "threaded", "late copies"])
 def test_tokens_are_the_same_when_prefixes_come_back_from_the_host(
     policy: str, stream: str, start: Start, expected: list[list[int]]
 ) -> None:
-    engine = start(hicache_write_policy=policy, stream=stream, hicache_ratio=4.0)
+    late = stream == "late copies"
+    engine = start(hicache_write_policy=policy, stream="inline" if late else stream, hicache_ratio=4.0)
+    if late:
+        copy_late(engine)
     assert answers(engine) == answers(engine) == expected
     assert counters(engine)["hicache_host_hit_tokens"] >= 5 * 68, "prefixes came back"
     assert sum(engine.cached.values()) == sum(

@@ -71,3 +71,43 @@ class StreamsInATest:
         for _ in range(self._random.randrange(6)):
             if any(stream.can_run for stream in self._all):
                 self.run_one()
+
+
+class LateStream:
+    """Beside a main that runs at once: what is enqueued runs when main, or the host, must wait for it, and not before."""
+
+    def __init__(self) -> None:
+        self._ahead: deque[Callable[[], None]] = deque()
+
+    def run(self, work: Callable[[], None]) -> None:
+        self._ahead.append(work)
+
+    def mark(self) -> "LateMark":
+        mark = LateMark(self)
+        self._ahead.append(mark.reach)
+        return mark
+
+    def follow(self, mark: "LateMark") -> None:
+        self._ahead.append(mark.wait)
+
+    def follow_main(self) -> None:
+        """Main has run all that it has."""
+
+    def run_one(self) -> None:
+        self._ahead.popleft()()
+
+
+class LateMark:
+    def __init__(self, stream: LateStream) -> None:
+        self._stream = stream
+        self._reached = False
+
+    def reach(self) -> None:
+        self._reached = True
+
+    def hold_main(self) -> None:
+        self.wait()
+
+    def wait(self) -> None:
+        while not self._reached:
+            self._stream.run_one()

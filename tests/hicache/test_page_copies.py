@@ -2,22 +2,30 @@
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.core.plan import PageCopy
 from engine.kv import page_copies
 from engine.kv.page_copies import StagedCopies, runs
-from tests.hicache.streams_in_a_test import MarkInATest, StreamsInATest
+from tests.hicache.streams_in_a_test import LateStream, MarkInATest, StreamsInATest
 
 NUM_PAGES = 10  # on the device, and as many on the host
 WORDS = 4
+CUTS = (0, 1, 3, WORDS)  # of three layers
+LAYERS = range(len(CUTS) - 1)
 
 
 def test_runs_of_neighbours_are_found() -> None:
     assert list(runs([4, 5, 6, 2, 9, 10])) == [(0, 4, 3), (3, 2, 1), (4, 9, 2)]
     assert list(runs([])) == []
+
+
+def staged(device: Tensor, host: Tensor, streams: StreamsInATest) -> StagedCopies:
+    return StagedCopies(device, host, layer_cuts=CUTS, make_stream=streams.make, copy_rows=Tensor.copy_)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -26,6 +34,7 @@ class Step:
     touched: set[int] = field(default_factory=set)  # device pages that its forward reads or writes
     pinned: set[int] = field(default_factory=set)  # host pages
     landed: dict[int, int] = field(default_factory=dict)  # host page -> what it must hold once collected
+    loaded: dict[int, int] = field(default_factory=dict)  # device page -> likewise, unless it has another owner then
     end: MarkInATest | None = None
 
 
@@ -37,12 +46,12 @@ class Story:
         self.streams = StreamsInATest(seed)
         self.device = torch.zeros(NUM_PAGES, WORDS, dtype=torch.int64)
         self.host = torch.zeros(NUM_PAGES, WORDS, dtype=torch.int64)
-        self.copies = StagedCopies(self.device, self.host, make_stream=self.streams.make)  # type: ignore[arg-type]
+        self.copies = staged(self.device, self.host, self.streams)
         self.on_device = [0] * NUM_PAGES  # by the order of plans
         self.on_host = [0] * NUM_PAGES
         self.launched: list[Step] = []
         self.number = 0
-        self.num_loads = self.num_overwritten = 0
+        self.num_loads = self.num_overwritten = self.num_late = 0
 
     def launch(self, seq: int) -> None:
         step = Step(seq)
@@ -60,17 +69,25 @@ class Story:
         for copy in out:
             self.on_host[copy.host_page] = step.landed[copy.host_page] = self.on_device[copy.page]
         for copy in back:
-            self.on_device[copy.page] = self.on_host[copy.host_page]
+            self.on_device[copy.page] = step.loaded[copy.page] = self.on_host[copy.host_page]
         used = [c.page for c in back if self.random.random() < 0.7]  # the others' requests end before a step of theirs
-        reads = {p: self.on_device[p] for p in [*used, self.random.randrange(NUM_PAGES)]}
+        rest = [c for c in back if c.page not in used]
+        self.num_late += len(rest)
+        others = [p for p in range(NUM_PAGES) if p not in {*written, *(c.page for c in rest)}]
+        reads = {p: self.on_device[p] for p in [*used, self.random.choice(others)]}
         writes = {}
         for page in written:
             self.number += 1
             writes[page] = self.on_device[page] = self.number
         step.touched = {*reads, *writes}
-        self.copies.run(seq, out=out, back=back)
+        self.copies.await_loads([*reads, *writes])
+        self.copies.save(seq, out)
+        arrival = self.copies.load(seq, [c for c in back if c.page in used], by_layer=True)
+        self.copies.load(seq, rest, by_layer=False)
         self.copies.guard(written)
-        self.streams.main.run(lambda: self.forward({p: n for p, n in reads.items() if p not in writes}, writes))
+        for layer in LAYERS:
+            arrival.hold(layer)
+            self.streams.main.run(partial(self.forward, layer, reads, writes))
         step.end = self.streams.main.mark()
         self.launched.append(step)
 
@@ -84,11 +101,12 @@ class Story:
     def some(self, most: int) -> int:
         return self.random.choice([0, 0, self.random.randint(0, min(most, 5))])
 
-    def forward(self, reads: dict[int, int], writes: dict[int, int]) -> None:
+    def forward(self, layer: int, reads: dict[int, int], writes: dict[int, int]) -> None:
+        words = slice(CUTS[layer], CUTS[layer + 1])
         for page, number in reads.items():
-            assert self.device[page].tolist() == [number] * WORDS, "read before it was there"
+            assert self.device[page, words].unique().tolist() == [number], "read before it was there"
         for page, number in writes.items():
-            self.device[page] = number
+            self.device[page, words] = number
 
     def collect(self) -> None:
         step = self.launched.pop(0)
@@ -97,11 +115,15 @@ class Story:
         self.copies.wait(step.seq)
         for host_page, number in step.landed.items():
             assert self.host[host_page].tolist() == [number] * WORDS, "lost before it was saved"
+        for page, number in step.loaded.items():
+            if self.on_device[page] == number:
+                assert self.device[page].tolist() == [number] * WORDS, "collected before it was there"
 
 
 def test_no_order_that_the_streams_allow_mixes_pages_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_copies, "STAGING_BYTES", 2 * WORDS * 8)
-    overwritten = loads = 0
+    monkeypatch.setattr(page_copies, "LEAST_GROUP_BYTES", WORDS * 8)
+    overwritten = loads = late = 0
     for seed in range(150):
         story = Story(seed)
         for seq in range(25):
@@ -112,20 +134,22 @@ def test_no_order_that_the_streams_allow_mixes_pages_up(monkeypatch: pytest.Monk
         while story.launched:
             story.collect()
         overwritten, loads = overwritten + story.num_overwritten, loads + story.num_loads
-    assert overwritten > 300 and loads > 1000  # pages with a new owner while they leave, or nothing was tested
+        late += story.num_late
+    # Pages with a new owner while they leave, and loads that no step has waited for, or nothing was tested.
+    assert overwritten > 300 and loads > 1000 and late > 300
 
 
-def test_each_lane_has_a_staging_buffer_of_its_own() -> None:
+def test_each_lane_has_a_staging_buffer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A transfer reads it while the next piece is gathered."""
     words = torch.zeros(4, WORDS, dtype=torch.int64)
-    copies = StagedCopies(words, words.clone(), make_stream=StreamsInATest(0).make)  # type: ignore[arg-type]
+    monkeypatch.setattr(page_copies, "STAGING_BYTES", 0)  # a page at a time
+    copies = staged(words, words.clone(), StreamsInATest(0))
     used = list[int]()
     for direction in (copies._out, copies._back):
-        lanes = direction._lanes
-        direction._per_piece = 1
-        for stream, _ in lanes:
+        for stream, _ in direction._lanes:
             stream.run = lambda work: work()  # type: ignore[method-assign]
-        direction.run([PageCopy(0, 0), PageCopy(1, 1)], lambda _, staging: used.append(staging.data_ptr()))
+        direction.begin()
+        direction.run([PageCopy(0, 0), PageCopy(1, 1)], WORDS, lambda _, staging: used.append(staging.data_ptr()))
     assert len(set(used)) == len(used) == 4
 
 
@@ -133,11 +157,47 @@ def test_loads_do_not_queue_behind_what_leaves() -> None:
     """The forward waits for its own pages, and not for write-through of others."""
     streams = StreamsInATest(0)
     device = torch.arange(4 * WORDS).view(4, WORDS)
-    copies = StagedCopies(device, torch.zeros(4, WORDS, dtype=torch.int64), make_stream=streams.make)  # type: ignore[arg-type]
+    copies = staged(device, torch.zeros(4, WORDS, dtype=torch.int64), streams)
     never = MarkInATest(streams)
     for stream, _ in copies._out._lanes:
         stream.follow(never)
-    copies.run(1, out=[PageCopy(1, 1)], back=[PageCopy(2, 0)])
+    copies.save(1, [PageCopy(1, 1)])
+    copies.load(1, [PageCopy(2, 0)], by_layer=True).hold_all()
     copies.guard([3])
     streams.main.mark().wait()
     assert device[2].tolist() == [0] * WORDS
+
+
+def test_what_leaves_follows_a_load_that_no_step_has_waited_for() -> None:
+    for seed in range(20):
+        host = torch.zeros(4, WORDS, dtype=torch.int64)
+        host[0] = 7
+        copies = staged(torch.zeros(4, WORDS, dtype=torch.int64), host, StreamsInATest(seed))
+        copies.load(1, [PageCopy(2, 0)], by_layer=False)
+        copies.save(2, [PageCopy(2, 1)])
+        copies._leaving[0].marks[0].wait()
+        assert host[1].tolist() == [7] * WORDS
+
+
+@pytest.mark.parametrize(
+    ("pages", "layers", "groups"),
+    [([0, 1, 2, 3], 3, 3), ([3, 2, 1, 0], 3, 3), ([0, 1], 3, 2), ([0], 3, 1), ([0, 2], 3, 1), ([0, 1, 2, 3], 1, 1)],
+)
+def test_a_load_is_cut_by_layers_where_the_bus_takes_longer_than_the_host(
+    pages: list[int], layers: int, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not into groups below a least size, nor into more transfers than a bound; backwards neighbours go together."""
+    monkeypatch.setattr(page_copies, "LEAST_GROUP_BYTES", WORDS * 8)
+    monkeypatch.setattr(page_copies, "MOST_TRANSFERS", 3)
+    sizes = list[int]()
+    words = torch.zeros(5, WORDS, dtype=torch.int64)
+    copies = StagedCopies(
+        words,
+        words.clone(),
+        layer_cuts=CUTS if layers > 1 else (0, WORDS),
+        make_stream=LateStream,  # type: ignore[arg-type]
+        copy_rows=lambda target, source: sizes.append(source.shape[1]),
+    )
+    copies.load(1, [PageCopy(1 + i, host_page) for i, host_page in enumerate(pages)], by_layer=True).hold_all()
+    num_runs = len(list(runs(sorted(pages))))
+    assert sum(sizes) == WORDS * num_runs and len(sizes) == groups * num_runs

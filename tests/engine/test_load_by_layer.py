@@ -1,0 +1,175 @@
+"""A prefix comes back from the host layer by layer behind the compute: a layer waits for its own part, and for no more.
+
+Copies run as late as the order allows: what a layer reads without waiting for it is not there, and what is there before the
+layer was waited for too early.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.core.plan import Plan
+from engine.executor.layer_marks import LayerMarks
+from engine.kernels.tape import Tape
+from engine.kv import page_copies
+from engine.kv.arrival import Arrival
+from engine.layers.rope import Unturned
+from tests.engine.engine_in_process import EngineInProcess, prompt_of
+from tests.engine.late_copies import copy_late
+from tests.engine.three_requests import two_models
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
+
+LAYERS = 4
+PROMPT = prompt_of(41, seed=1)
+TINY = {"page_size": 4, "max_total_tokens": 64, "enable_hierarchical_cache": True, "hicache_ratio": 8.0}
+Log = list[tuple[str, int]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture
+def engine(checkpoint: str) -> Iterator[EngineInProcess]:
+    with EngineInProcess(checkpoint, **TINY) as engine:  # type: ignore[arg-type]
+        yield engine
+
+
+def forward_pass(engine: EngineInProcess) -> Any:
+    return engine.parts.device.executor.runner._forward_pass
+
+
+def push_out(engine: EngineInProcess) -> None:
+    engine.add("other", prompt_of(60, seed=2), max_new_tokens=1)
+    engine.run()
+
+
+@pytest.fixture
+def log(engine: EngineInProcess, monkeypatch: pytest.MonkeyPatch) -> Log:
+    """What happens from now on: ("copied", first layer of a group), ("attends", layer)."""
+    happened: Log = []
+    monkeypatch.setattr(page_copies, "LEAST_GROUP_BYTES", 1)
+    copy_late(engine, on_load=lambda layer: happened.append(("copied", layer)))
+    backend = forward_pass(engine)._backend
+    attend = backend.attend
+
+    def logged(layer: int, new: Unturned) -> Tensor:
+        happened.append(("attends", layer))
+        return attend(layer, new)
+
+    monkeypatch.setattr(backend, "attend", logged)
+    return happened
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_each_layer_waits_for_its_own_part_alone(engine: EngineInProcess, log: Log, watched: bool) -> None:
+    """`watched`: layers are marked as well, for a transfer."""
+    if watched:
+        engine.parts.device.layers.watch(range(1, LAYERS + 1), lambda: None)
+    engine.add("first", PROMPT, max_new_tokens=3)
+    engine.run()
+    push_out(engine)
+    log.clear()
+    engine.add("again", PROMPT, max_new_tokens=3)
+    engine.turn()
+    by_layer = [("copied", layer) for layer in range(LAYERS)], [("attends", layer) for layer in range(LAYERS)]
+    assert log[: 2 * LAYERS] == [event for pair in zip(*by_layer, strict=True) for event in pair]
+    engine.run()
+    assert engine.tokens["again"] == engine.tokens["first"] and engine.cached["again"] == 40
+
+
+def test_a_prompt_in_parts_waits_in_its_first_step(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with EngineInProcess(checkpoint, **TINY, chunked_prefill_size=8) as engine:  # type: ignore[arg-type]
+        copied = list[int]()
+        monkeypatch.setattr(page_copies, "LEAST_GROUP_BYTES", 1)
+        copy_late(engine, on_load=copied.append)
+        engine.add("first", PROMPT[:20], max_new_tokens=1)
+        engine.run()
+        push_out(engine)
+        engine.add("longer", PROMPT, max_new_tokens=3)
+        engine.turn()
+        assert copied == list(range(LAYERS))
+        engine.run()
+        assert engine.cached["longer"] == 20 and copied == list(range(LAYERS))
+        engine.add("again", PROMPT, max_new_tokens=3)
+        engine.run()
+        assert engine.tokens["again"] == engine.tokens["longer"]
+
+
+class MarkOnHold:
+    """Notes when main has to wait for it."""
+
+    def __init__(self, log: Log, layer: int) -> None:
+        self._log, self._layer = log, layer
+
+    def hold_main(self) -> None:
+        self._log.append(("held", self._layer))
+
+    def wait(self) -> None:
+        """It is reached."""
+
+
+def arrival(log: Log) -> Arrival:
+    return Arrival([(layer, [MarkOnHold(log, layer)]) for layer in range(LAYERS)])
+
+
+def test_a_recorded_step_waits_for_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tape computes all layers in one call."""
+    path, _ = two_models(tmp_path, layers=LAYERS, hidden=64, intermediate=96)
+    log: Log = []
+    play = Tape.play
+
+    def noted(tape: Tape) -> None:
+        log.append(("plays", 0))
+        play(tape)
+
+    monkeypatch.setattr(Tape, "play", noted)
+    with EngineInProcess(path, dtype="bfloat16") as engine:
+        run = forward_pass(engine).run
+        monkeypatch.setattr(forward_pass(engine), "run", lambda model, plan, _: run(model, plan, arrival(log)))
+        engine.add("r", PROMPT, max_new_tokens=4)
+        engine.run()
+        plays = [("plays", 0)] * (engine.parts.device.tapes is not None)
+    assert log[-LAYERS - len(plays) :] == [*(("held", layer) for layer in range(LAYERS)), *plays]
+
+
+def test_a_layer_waits_for_every_group_up_to_it() -> None:
+    log: Log = []
+    groups = Arrival([(0, [MarkOnHold(log, 0)]), (2, [MarkOnHold(log, 2)])])
+    attend = LayerMarks(torch.device("cpu")).attend(1, lambda layer, new: log.append(("attends", layer)), groups)  # type: ignore[arg-type, func-returns-value]
+    for layer in range(3):
+        attend(layer, None)  # type: ignore[arg-type]
+    assert log == [("held", 0), ("attends", 0), ("attends", 1), ("held", 2), ("attends", 2)]
+
+
+def test_a_step_that_reads_nothing_of_a_load_does_not_wait_for_it(
+    engine: EngineInProcess, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step that does waits for all of it first; so does a collect, since the host page is free then."""
+    engine.add("first", PROMPT, max_new_tokens=1)
+    engine.run()
+    push_out(engine)
+    from_host = list[Any]()
+    begin = engine.parts.device.executor.runner._host_pool.begin  # type: ignore[union-attr]
+
+    def unread(plan: Plan) -> Arrival:
+        from_host.extend(plan.from_host)
+        items, plan.items = plan.items, []
+        early = begin(plan)
+        plan.items, plan.from_host = items, []
+        assert log == [], "a load that no item reads was waited for"
+        assert early.is_held
+        begin(plan)
+        assert log == [("copied", 0)], "it comes as a whole"
+        return early
+
+    log.clear()
+    engine.add("again", PROMPT, max_new_tokens=1)
+    monkeypatch.setattr(engine.parts.device.executor.runner._host_pool, "begin", unread)
+    engine.run()
+    assert from_host and engine.tokens["again"] == engine.tokens["first"]
