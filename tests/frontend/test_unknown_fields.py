@@ -3,8 +3,10 @@
 import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 
+from engine.frontend.apis.chat.body import READER
 from engine.frontend.apis.shared import refused
 from engine.frontend.ignored_fields import IGNORED_HEADER, MAX_NOTED, IgnoredFields, shown
 from tests.frontend.conftest import Worker
@@ -28,6 +30,97 @@ def test_an_unknown_field_is_ignored_and_named(worker: Worker, path: str, body: 
     assert IGNORED_HEADER not in worker.post(path, {**body, "stream": stream}).headers
     told = [line for line in worker.log.read_text().splitlines() if f"{path}: " in line and "temprature" in line]
     assert len(told) == 1
+
+
+SCHEMA = {"type": "object", "odd": 1, "properties": {"a": {"type": "string", "odd": 2}}}
+INNER: list[tuple[str, dict[str, Any], list[str]]] = [
+    (
+        "/v1/chat/completions",
+        {
+            **CHAT,
+            "stream": True,
+            "stream_options": {"include_usage": True, "odd": 1},
+            "tools": [{"type": "function", "odd": 1, "function": {"name": "f", "odd": 2, "parameters": SCHEMA}}] * 2,
+            "tool_choice": {"type": "function", "odd": 1, "function": {"name": "f"}},
+        },
+        ["stream_options.odd", "tools[].odd", "tools[].function.odd", "tool_choice.odd"],
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            **CHAT,
+            "response_format": {
+                "type": "json_schema",
+                "odd": 1,
+                "json_schema": {"schema": SCHEMA, "name": "n", "odd": 2},
+            },
+        },
+        ["response_format.odd", "response_format.json_schema.odd"],
+    ),
+    (
+        "/v1/completions",
+        {**COMPLETE, "odd": 1, "stream": True, "stream_options": {"include_obfuscation": False}},
+        ["odd", "stream_options.include_obfuscation"],
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": "x",
+            "max_output_tokens": 1,
+            "store": False,
+            "tools": [{"type": "function", "name": "f", "parameters": SCHEMA, "odd": 1}],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": "f", "odd": 1}],
+            },
+            "text": {"format": {"type": "text", "odd": 1}},
+        },
+        ["tools[].odd", "tool_choice.tools[].odd", "text.format.odd"],
+    ),
+    (
+        "/v1/messages",
+        {
+            **CHAT,
+            "tools": [{"name": "f", "input_schema": SCHEMA, "odd": 1, "cache_control": {"type": "ephemeral"}}],
+            "tool_choice": {"type": "auto", "odd": 1},
+        },
+        ["tools[].odd", "tool_choice.odd"],
+    ),
+    (
+        "/api/chat",
+        {
+            "model": "tiny",
+            "messages": CHAT["messages"],
+            "tools": [{"type": "function", "odd": 1, "function": {"name": "f"}}],
+        },
+        ["tools[].odd"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "names"), INNER)
+def test_an_unknown_field_inside_is_named_by_its_path_and_schemas_are_free(
+    worker: Worker, path: str, body: dict[str, Any], names: list[str]
+) -> None:
+    answer = worker.post(path, body)
+    assert set(answer.headers[IGNORED_HEADER].split(", ")) == set(names), answer.text
+    log = worker.log.read_text()
+    assert all(f"{path}: a request has the unknown field {name}," in log for name in names)
+
+
+def test_a_body_of_known_fields_is_decoded_once() -> None:
+    """An answer is the same by the strict types: what a field holds where a request leaves it out."""
+    tools = [
+        {"type": "custom", "custom": {"name": "a"}},
+        {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
+    ]
+    sent = {**CHAT, "tools": tools, "tool_choice": {"type": "custom", "custom": {"name": "a"}}}
+    strictly, ignored = READER.decode(msgspec.json.encode(sent))
+    loosely, named = READER.decode(msgspec.json.encode({**sent, "odd": 1}))
+    assert type(strictly) is READER.strict and ignored == [] and named == ["odd"]
+    assert msgspec.to_builtins(strictly) == msgspec.to_builtins(loosely)
+    assert strictly.tools is not None and strictly.tools[0].function.name == "a"
 
 
 def test_an_error_names_ignored_fields_too(worker: Worker) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from engine.frontend.apis.chat.body import READER as CHAT
-from engine.frontend.apis.shared.body_reader import BodyReader, Unserved, strict
+from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
 from engine.frontend.apis.shared.other_apis import OwnFields, missing_in
 
 
@@ -28,7 +28,7 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 class ToolDefinition(msgspec.Struct, kw_only=True):
-    """`type` None or "custom": a function of the client's."""
+    """`type` None or "custom": a function of the client's. The last two do not change an answer."""
 
     name: str
     type: str | None = None
@@ -36,6 +36,8 @@ class ToolDefinition(msgspec.Struct, kw_only=True):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
+    cache_control: Any = None
+    eager_input_streaming: Any = None
 
 
 class MessageToolChoice(msgspec.Struct, kw_only=True):
@@ -100,5 +102,6 @@ _REFUSED = {
     "container": Unserved("leave it out; this server runs no tools"),
     "mcp_servers": Unserved("call them yourself, as tools"),
 }
-MESSAGES = BodyReader(body=MessagesBody, strict=strict(MessagesBody), refused=_REFUSED)
-COUNT_TOKENS = BodyReader(body=CountTokensBody, strict=strict(CountTokensBody), refused=_REFUSED)
+_LOOKED_INTO = ("tools", "tool_choice", "thinking", "output_config")
+MESSAGES = BodyReader(body=MessagesBody, refused=_REFUSED, looked_into=_LOOKED_INTO)
+COUNT_TOKENS = BodyReader(body=CountTokensBody, refused=_REFUSED, looked_into=_LOOKED_INTO)

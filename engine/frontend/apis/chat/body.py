@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from engine.frontend.apis.chat.tools import Tool, ToolChoice, check_tools
-from engine.frontend.apis.shared.body_reader import BodyReader, strict
+from engine.frontend.apis.shared.body_reader import BodyReader
 from engine.frontend.apis.shared.refused import CHAT
 from engine.frontend.apis.shared.request import RequestFields, check_range, check_request
 from engine.text.custom_calls import INPUT
@@ -52,7 +52,9 @@ class ChatBody(RequestFields, kw_only=True):
     modalities: list[str] | None = None
 
 
-READER = BodyReader(body=ChatBody, strict=strict(ChatBody), refused=CHAT)
+READER = BodyReader(
+    body=ChatBody, refused=CHAT, looked_into=("tools", "tool_choice", "stream_options", "response_format")
+)
 
 
 def check_chat(body: ChatBody) -> None:

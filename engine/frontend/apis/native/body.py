@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from engine.frontend.apis.shared.body_reader import BodyReader, Inside, strict
+from engine.frontend.apis.shared.body_reader import BodyReader, Inside
 from engine.frontend.apis.shared.fields import SamplingFields, check_token_ids, each, id_lists
 from engine.frontend.apis.shared.namespaces import PerPrompt
 from engine.frontend.apis.shared.refused import GENERATE, SAMPLING
@@ -47,10 +47,8 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     bootstrap_room: Room = None
 
 
-_STRICT_SAMPLING = strict(SamplingBody)
 READER = BodyReader(
     body=GenerateBody,
-    strict=strict(GenerateBody, sampling_params=_STRICT_SAMPLING | list[_STRICT_SAMPLING]),  # type: ignore[valid-type]
     refused=GENERATE,
     inside=Inside(field="sampling_params", type=SamplingBody, refused=SAMPLING),
 )

@@ -6,7 +6,7 @@ import msgspec
 
 from engine.frontend.apis.chat.body import READER
 from engine.frontend.apis.chat.tools import Tool
-from engine.frontend.apis.shared.body_reader import BodyReader, Inside, Unserved, strict
+from engine.frontend.apis.shared.body_reader import BodyReader, Inside, Unserved
 from engine.frontend.apis.shared.other_apis import OwnFields, missing_in
 
 
@@ -94,10 +94,9 @@ class ShowBody(msgspec.Struct, kw_only=True):
 
 _INSIDE = Inside(field="options", type=Options, refused={})
 _REFUSED = missing_in(OllamaChatBody, READER, "put it into options if it is there, or ask /v1/chat/completions")
-CHAT = BodyReader(body=OllamaChatBody, strict=strict(OllamaChatBody), refused=_REFUSED, inside=_INSIDE)
+CHAT = BodyReader(body=OllamaChatBody, refused=_REFUSED, looked_into=("tools",), inside=_INSIDE)
 GENERATE = BodyReader(
     body=OllamaGenerateBody,
-    strict=strict(OllamaGenerateBody),
     refused={
         **missing_in(OllamaGenerateBody, CHAT, "ask /api/chat"),
         "context": Unserved("send the conversation to /api/chat"),

@@ -1,6 +1,6 @@
 """Body of /v1/completions, and the checks of its fields. Pure."""
 
-from engine.frontend.apis.shared.body_reader import BodyReader, strict
+from engine.frontend.apis.shared.body_reader import BodyReader
 from engine.frontend.apis.shared.refused import COMPLETION
 from engine.frontend.apis.shared.request import RequestFields, check_range, check_request
 from service.http.errors import bad_field
@@ -16,7 +16,7 @@ class CompletionBody(RequestFields, kw_only=True):
     best_of: int | None = None
 
 
-READER = BodyReader(body=CompletionBody, strict=strict(CompletionBody), refused=COMPLETION)
+READER = BodyReader(body=CompletionBody, refused=COMPLETION, looked_into=("stream_options", "response_format"))
 
 
 def check_completion(body: CompletionBody) -> None:

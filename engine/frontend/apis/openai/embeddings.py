@@ -7,7 +7,7 @@ import sys
 import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.shared.body_reader import BodyReader, strict
+from engine.frontend.apis.shared.body_reader import BodyReader
 from engine.frontend.apis.shared.fields import check_num_samples, prompt_ids, prompts_of, too_long
 from engine.frontend.apis.shared.models import choose_model
 from engine.frontend.apis.shared.namespaces import PerPrompt, namespaces_of
@@ -33,7 +33,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     extra_key: PerPrompt = None
 
 
-READER = BodyReader(body=EmbeddingBody, strict=strict(EmbeddingBody), refused=EMBEDDING)
+READER = BodyReader(body=EmbeddingBody, refused=EMBEDDING)
 
 
 async def embeddings(request: web.BaseRequest) -> web.Response:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from engine.frontend.apis.chat.body import MAX_TOP_LOGPROBS
-from engine.frontend.apis.shared.body_reader import BodyReader, Unserved, strict
+from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
 from engine.frontend.apis.shared.refused import CHAT
 from engine.frontend.apis.shared.request import RequestFields, check_range
 from service.http.errors import bad_field
@@ -132,7 +132,11 @@ class ResponseBody(RequestFields, kw_only=True):
         return LOGPROBS in (self.include or ())
 
 
-READER = BodyReader(body=ResponseBody, strict=strict(ResponseBody), refused=_REFUSED)
+READER = BodyReader(
+    body=ResponseBody,
+    refused=_REFUSED,
+    looked_into=("tools", "tool_choice", "stream_options", "text", "reasoning"),
+)
 
 
 def check_response(body: ResponseBody) -> None:

@@ -1,6 +1,7 @@
 """Reads bodies: each field is known, or refused because it changes answers in a way that is not served here, or ignored by name.
 
-A body of known fields alone is decoded once, by a type that forbids others; the names of one that is not are looked at.
+A body of known fields alone is decoded once, by a type that forbids others; the names of one that is not are looked at. So are
+the objects in some of its fields, such as `tools` (inner_fields.py).
 """
 
 import difflib
@@ -11,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from aiohttp import web
 
+from engine.frontend.apis.shared.inner_fields import strict, unknown_inside
 from engine.frontend.ignored_fields import IGNORED_HEADER, shown
 from engine.frontend.services import SERVICES
 from service.http.errors import ApiError, bad_field, decode_body
@@ -31,25 +33,27 @@ class Unserved:
     harmless: tuple[Any, ...] = EMPTY
 
 
-def strict(body: type[T], **replaced: Any) -> type[T]:
-    """`body`, but unknown fields are errors. `replaced`: other types of fields, which may be null or missing."""
-    fields = [(name, type_ | None, None) for name, type_ in replaced.items()]
-    made = msgspec.defstruct(f"Strict{body.__name__}", fields, bases=(body,), kw_only=True, forbid_unknown_fields=True)
-    return made  # type: ignore[return-value]
-
-
 @dataclass(frozen=True, kw_only=True)
 class BodyReader(Generic[T]):
-    """`inside`: a field that holds an object or a list of them, whose fields must all be known; its type and refused fields."""
+    """`looked_into`: fields whose objects may have unknown fields, which are ignored by their paths.
+
+    `inside`: a field that holds an object or a list of them, whose fields must all be known; its type and refused fields.
+    """
 
     body: type[T]
-    strict: type[T]
     refused: Mapping[str, Unserved]
+    looked_into: tuple[str, ...] = ()
     inside: "Inside | None" = None
+    strict: type[T] = field(init=False)
     names: frozenset[str] = field(init=False)
+    inner: Mapping[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
+        types = {f.name: f.type for f in msgspec.structs.fields(self.body)}
+        inside = () if self.inside is None else (self.inside.field,)
+        object.__setattr__(self, "strict", strict(self.body, (*self.looked_into, *inside)))
         object.__setattr__(self, "names", _names(self.body) | FOR_THE_ROUTER)
+        object.__setattr__(self, "inner", {name: types[name] for name in self.looked_into})
 
     async def read(self, request: web.BaseRequest) -> T:
         """Raises ApiError(400)."""
@@ -79,6 +83,8 @@ class BodyReader(Generic[T]):
                 _check_unserved(self.refused[name], name, raw)
             elif name not in self.names:
                 yield name
+            elif name in self.inner:
+                yield from unknown_inside(raw, self.inner[name], name)
 
 
 @dataclass(frozen=True, kw_only=True)
