@@ -63,8 +63,8 @@ class DecodeRole:
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
         bootstrap = request.bootstrap
-        if request.pooling:
-            return [refused(request, refusal("input: a decode worker makes no embeddings", status=400))]
+        if request.alone:
+            return [refused(request, refusal("input: a decode worker computes no prompts", status=400))]
         if bootstrap is None:
             return [refused(request, refusal("bootstrap_room: a decode worker needs one", status=400))]
         if error := self._scheduler.refusal(request):

@@ -49,7 +49,7 @@ class PrefillRole:
         self._closed_to_peers: str | None = None
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
-        if request.pooling:  # an embedding ends here: no decode worker, no transfer
+        if request.alone:  # an embedding or a score ends here: no decode worker, no transfer
             return self._scheduler.add(request)
         if request.bootstrap is None:
             return [refused(request, refusal("bootstrap_room: a prefill worker needs one", status=400))]
@@ -102,7 +102,7 @@ class PrefillRole:
 
     def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
         for request in effects.progressed:
-            if not request.pooling and not self._pages.layerwise:
+            if not request.alone and not self._pages.layerwise:
                 self._pages.send_whole_pages(self._handovers[request.rid])
         for request, output, first in effects.prefilled:
             request.times.computed_s = now_s

@@ -32,6 +32,8 @@ class Api(StrEnum):
     COMPLETIONS = "/v1/completions"
     GENERATE = "/generate"
     EMBEDDINGS = "/v1/embeddings"
+    ENCODE = "/encode"
+    SCORE = "/v1/score"
     MESSAGES = "/v1/messages"
     RESPONSES = "/v1/responses"
     OLLAMA_CHAT = "/api/chat"
@@ -40,12 +42,17 @@ class Api(StrEnum):
 
 # The worker writes their one prompt.
 CHATS = frozenset((Api.CHAT, Api.MESSAGES, Api.RESPONSES, Api.OLLAMA_CHAT, Api.OLLAMA_GENERATE))
+# The worker that computes prompts answers them alone.
+ALONE = frozenset((Api.EMBEDDINGS, Api.ENCODE, Api.SCORE))
+PUTS = (Api.GENERATE, Api.ENCODE)  # as in SGLang
 OLLAMA = frozenset((Api.OLLAMA_CHAT, Api.OLLAMA_GENERATE))  # they stream unless the body says no
 # In the order in which a prompt holds them.
 _PROMPT_FIELDS = {
     Api.CHAT: ("messages",),
     Api.COMPLETIONS: ("prompt",),
     Api.EMBEDDINGS: ("input",),
+    Api.ENCODE: ("text",),
+    Api.SCORE: ("query", "items"),
     Api.GENERATE: ("text",),
     Api.MESSAGES: ("system", "messages"),
     Api.RESPONSES: ("instructions", HISTORY_FIELD, "input"),
@@ -171,7 +178,7 @@ def prompt_of(api: Api, fields: Mapping[str, msgspec.Raw]) -> bytes:
     if api is Api.RESPONSES:  # one list of items, so that each turn of a conversation begins as the one before
         return b",".join([texts[0], *filter(None, map(inner_text, texts[1:]))])
     text = b"".join(texts)
-    return _raw(fields, "input_ids") if api is Api.GENERATE and not text else text
+    return _raw(fields, "input_ids") if api in (Api.GENERATE, Api.ENCODE) and not text else text
 
 
 def _prompt_shape(api: Api, raw: bytes) -> tuple[int, int]:
@@ -223,7 +230,7 @@ _SAMPLINGS: Mapping[Api, Callable[[dict[str, msgspec.Raw]], list[_Sampling]]] = 
 
 
 def _wants_input_logprobs(api: Api, fields: dict[str, msgspec.Raw]) -> bool:
-    if api in CHATS or api is Api.EMBEDDINGS:
+    if api in CHATS or api in ALONE:
         return False
     if api is Api.COMPLETIONS:
         return _raw(fields, "echo") == b"true" and _raw(fields, "logprobs") not in (b"", b"false")

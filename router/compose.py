@@ -14,7 +14,7 @@ from aiohttp import web
 from router.admission.admission import Admission
 from router.admission.rate_limit import make_limiter
 from router.attempts.pair_attempt import AttemptLauncher, RoomMinter
-from router.body import Api
+from router.body import PUTS, Api
 from router.choice.chooser import make_chooser
 from router.choice.kv_feed import KVEventFeed
 from router.client.credentials import Credentials
@@ -55,6 +55,7 @@ from service.http.invocations import INVOCATIONS
 from service.http.pages import Pages
 from service.http.routes import Handler, Routes
 from service.http.server import RequestLimits
+from service.http.unserved_routes import unserved_routes
 from service.responses.book import LocalBook
 from service.responses.store import ResponseStore
 from service.security.addresses import require_secret
@@ -208,7 +209,7 @@ class Router:
         return Routes(
             [
                 *(web.post(api.value, generate) for api in Api),
-                web.put(Api.GENERATE.value, generate),
+                *(web.put(api.value, generate) for api in PUTS),
                 web.post(INVOCATIONS, counted(self.dispatcher.invoke, self.metrics)),
                 *health.routes(),
                 *workers.routes(),
@@ -218,6 +219,7 @@ class Router:
                 *ResponsesApi(self.book, peers=peers).routes(),
                 *Pages(FILES).routes(),
                 *self._home().routes(),
+                *unserved_routes(),
                 *dashboard.routes(),
                 *traces.routes(),
                 *self.auto_roles.routes(),

@@ -14,7 +14,9 @@ from engine.frontend.apis.anthropic.messages import count_tokens, messages
 from engine.frontend.apis.chat.body import ChatBody
 from engine.frontend.apis.control import engine, role_switch
 from engine.frontend.apis.native.body import GenerateBody
+from engine.frontend.apis.native.encode import EncodeBody, encode
 from engine.frontend.apis.native.generate import generate
+from engine.frontend.apis.native.score import ScoreBody, score
 from engine.frontend.apis.ollama import answers as ollama
 from engine.frontend.apis.ollama import models as ollama_models
 from engine.frontend.apis.ollama.body import OllamaChatBody, OllamaGenerateBody, ShowBody
@@ -32,6 +34,7 @@ from service.http.invocations import INVOCATIONS, InvocationBody, invoked_path
 from service.http.pages import SHARED
 from service.http.routes import Handler
 from service.http.stream import EVENTS_TYPE, LINES_TYPE
+from service.http.unserved_routes import UNSERVED, refuse
 from service.security.keys import Access
 from service.telemetry.records import TracesQuery
 
@@ -94,6 +97,9 @@ _ROUTES = (
     ApiRoute("POST", "/generate", generate, GenerateBody, streams=EVENTS_TYPE),
     ApiRoute("PUT", "/generate", generate, GenerateBody, streams=EVENTS_TYPE),
     ApiRoute("POST", "/v1/embeddings", embeddings, EmbeddingBody),
+    ApiRoute("POST", "/encode", encode, EncodeBody),
+    ApiRoute("PUT", "/encode", encode, EncodeBody),
+    ApiRoute("POST", "/v1/score", score, ScoreBody),
     ApiRoute("POST", "/v1/messages", messages, MessagesBody, streams=EVENTS_TYPE),
     ApiRoute("POST", "/v1/messages/count_tokens", count_tokens, CountTokensBody),
     ApiRoute("POST", INVOCATIONS, invocations, InvocationBody, streams=EVENTS_TYPE),
@@ -127,6 +133,7 @@ _ALIASES = {
 OPENAPI_PATH = "/openapi.json"
 ROUTES = (
     *_ROUTES,
+    *(ApiRoute("POST", path, refuse, is_alias=True) for path in UNSERVED),
     *(replace(r, path=alias, is_alias=True) for alias, path in _ALIASES.items() for r in _ROUTES if r.path == path),
 )
 _HANDLERS = {(route.method, route.path): route.handler for route in ROUTES}

@@ -5,7 +5,7 @@ While no worker is alive these bodies are objects. Fields that the router overwr
 
 from typing import Any
 
-from router.body import BOOTSTRAP_FIELDS, HISTORY_FIELD, OLLAMA, Api
+from router.body import ALONE, BOOTSTRAP_FIELDS, HISTORY_FIELD, OLLAMA, PUTS, Api
 from router.http.any_worker import ASKED, DESCRIBED, LISTS
 from router.http.fan_out import LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER
 from service.http.api_shapes import shape_of
@@ -16,9 +16,7 @@ from service.http.stream import EVENTS_TYPE, LINES_TYPE
 _OVERWRITTEN = (*BOOTSTRAP_FIELDS, HISTORY_FIELD)
 _URL = {"url": TEXT}
 _WORKER = {**_URL, "role": TEXT, "bootstrap_port": {"type": ["integer", "null"], "minimum": 1, "maximum": 65535}}
-_STREAMS: dict[str, str] = {
-    api: LINES_TYPE if api in OLLAMA else EVENTS_TYPE for api in Api if api is not Api.EMBEDDINGS
-}
+_STREAMS: dict[str, str] = {api: LINES_TYPE if api in OLLAMA else EVENTS_TYPE for api in Api if api not in ALONE}
 _FAILURES = {
     **FAILURES,
     "408": "the body did not come in time",
@@ -75,7 +73,8 @@ def make_document(worker: Any) -> dict[str, Any]:
     paths = {path: {m: _operation(path, body) for m, body in methods.items()} for path, methods in _OWN.items()}
     for path in (*(str(api) for api in Api), INVOCATIONS, *_PASSED):
         paths[path] = {"post": _operation(path, _worker_body(worker, path))}
-    paths[Api.GENERATE]["put"] = paths[Api.GENERATE]["post"]  # SGLang takes both
+    for path in PUTS:  # SGLang takes both
+        paths[path]["put"] = paths[path]["post"]
     schemas = _inside(worker, "components", "schemas") or {}
     schemas = {name: _without_own(schema) for name, schema in schemas.items()}
     return document("Tandem router", paths=paths, schemas=schemas)

@@ -14,7 +14,7 @@ from router.attempts.failed_workers import FailedWorkers
 from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, time_given
 from router.attempts.upstream_call import CallFailed
-from router.body import Api, parse_body
+from router.body import ALONE, Api, parse_body
 from router.choice.chooser import Chooser
 from router.choice.policies import RoutingHints
 from router.client.credentials import Credentials
@@ -45,7 +45,7 @@ _PASSED_HEADERS = ("traceparent", "tracestate", TIMEOUT_HEADER, ENVOY_HEADER, PR
 
 @dataclass(eq=False, kw_only=True)
 class Dispatcher:
-    """Answers POST of the paths of `Api`; of /v1/embeddings with a prefill worker alone.
+    """Answers POST of the paths of `Api`; of embeddings and scores with a prefill worker alone.
 
     `retry_max` further attempts, after pauses that double from `retry_backoff_s`. `keep_alive_s`: longest silence of a stream; 0: any.
     Parts that no flag turns on are None.
@@ -127,7 +127,7 @@ class Dispatcher:
         if parsed.api is Api.RESPONSES:
             await self.responses.open(request)
             parsed = request.parsed
-        request.roles = self.roles[:1] if parsed.api is Api.EMBEDDINGS else self.roles  # the first computes prompts
+        request.roles = self.roles[:1] if parsed.api in ALONE else self.roles  # the first computes prompts
         request.model = self.picker.model_of(parsed, request.roles)
         if self.chooser is not None:
             request.hints = self.chooser.hints_of(parsed, http.headers)

@@ -57,6 +57,8 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/generate": "text_completion",
     "/v1/embeddings": "embeddings",
+    "/encode": "embeddings",
+    "/v1/score": "text_completion",
     "/v1/messages": "chat",
     "/api/chat": "chat",
     "/api/generate": "text_completion",

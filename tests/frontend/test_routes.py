@@ -1,10 +1,13 @@
 """Routes of a worker beside its APIs: SageMaker's, the version; slashes, HEAD, unknown paths; pages of allowed origins."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from engine.frontend.apis.native.score import probabilities, shares
+from service.http.unserved_routes import UNSERVED
 from tests.frontend.conftest import Worker, start_worker
 
 PAGE = "http://page.example"
@@ -35,6 +38,30 @@ def test_an_invocation_of_no_api_is_refused(worker: Worker) -> None:
         assert refused.status_code == 400 and refused.json()["error"]["type"] == "invalid_request_error"
     wrong = worker.post("/invocations", {"messages": [], "prompt": "a"})  # it is a chat
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "messages"
+
+
+def test_a_route_that_needs_another_model_says_which_and_what_is_here(worker: Worker) -> None:
+    for path, head in UNSERVED.items():
+        for end in ("", "/"):
+            refused = worker.post(path + end, {"model": "m", "query": "a", "documents": ["b"]})
+            error = refused.json()["error"]
+            assert refused.status_code == 404 and error["code"] == "model_has_no_head"
+            assert error["message"].startswith(f"{path} needs a ") and head.instead in error["message"]
+        assert worker.http.get(path).status_code == 405
+    assert not UNSERVED.keys() & worker.http.get("/openapi.json").json()["paths"].keys()
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "chances", "softmax"),
+    [
+        ([math.log(0.5), math.log(0.25)], [0.5, 0.25], [2 / 3, 1 / 3]),
+        ([-math.inf, math.log(0.25)], [0.0, 0.25], [0.0, 1.0]),
+        ([-math.inf, -math.inf], [0.0, 0.0], [0.5, 0.5]),
+        ([-2000.0, -2000.0 + math.log(3)], [0.0, 0.0], [0.25, 0.75]),
+    ],
+)
+def test_scores(logprobs: list[float], chances: list[float], softmax: list[float]) -> None:
+    assert probabilities(logprobs) == pytest.approx(chances) and shares(logprobs) == pytest.approx(softmax)
 
 
 def test_ping_and_version(worker: Worker) -> None:

@@ -11,7 +11,8 @@ import msgspec
 JSON = b"application/json"
 GENERATE, COMPLETE, CHAT, EMBED = "/generate", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 RESPOND, MESSAGES = "/v1/responses", "/v1/messages"
-GENERATION = (GENERATE, COMPLETE, CHAT, EMBED, RESPOND, MESSAGES, "/api/chat", "/api/generate")
+ENCODE, SCORE = "/encode", "/v1/score"
+GENERATION = (GENERATE, COMPLETE, CHAT, EMBED, ENCODE, SCORE, RESPOND, MESSAGES, "/api/chat", "/api/generate")
 PROMPT = {"text": "k17 v42 k17"}
 USER = {"messages": [{"role": "user", "content": "k17"}]}
 

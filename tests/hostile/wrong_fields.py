@@ -242,6 +242,24 @@ EMBEDDINGS: list[tuple[str, dict[str, Any]]] = [
     ("dimensions", {"input": "a", "dimensions": 8}),
     ("cache_salt", {"input": "a", "cache_salt": ["s", "t"]}),
 ]
+ENCODED: list[tuple[str, dict[str, Any]]] = [
+    *(("text", {"text": given}) for given in ("", [], [""], 5)),
+    *(("input_ids", {"input_ids": given}) for given in ([], [[]], [[1], 2], [-1], [600])),
+    *(("text", body) for body in ({}, {"text": "a", "input_ids": [1]})),
+    ("image_data", {"text": "a", "image_data": "x"}),
+]
+PAIR = {"query": "a", "items": ["b"], "label_token_ids": [5]}
+SCORED: list[tuple[str, dict[str, Any]]] = [
+    *((field, {**PAIR, field: None}) for field in PAIR),
+    *(("label_token_ids", {**PAIR, "label_token_ids": given}) for given in ([], [-1], [600], [HUGE], [5] * 1025, "a")),
+    *(("items", {**PAIR, "items": given}) for given in ("", [], [""], [[1]], ["a", [1]], {}, ["b"] * 5000)),
+    *(("items", {**PAIR, "query": [7], "items": given}) for given in (["a"], [600], [[]])),
+    *(("items", {**PAIR, "items": given}) for given in (["k17 " * 40_000],)),
+    ("apply_softmax", {**PAIR, "apply_softmax": "yes"}),
+    ("priority", {**PAIR, "priority": HUGE}),
+    ("documents", {"query": "a", "documents": ["b"]}),
+    ("text_1", {"text_1": "a", "text_2": "b"}),
+]
 DEEP_SCHEMA = b'{"text": "k17", "sampling_params": {"json_schema": ' + b'{"a":' * 3000 + b"1" + b"}" * 3000 + b"}}"
 RAW: list[tuple[str, bytes, str]] = [
     (GENERATE, b'{"text": "k17", "sampling_params": {"temperature": -Infinity}}', ""),
@@ -255,6 +273,8 @@ def wrong_values() -> list[tuple[str, bytes, str]]:
     bodies = [(GENERATE, body, field) for body, field in [*native, *NATIVE]]
     bodies += [(CHAT, {**table.USER, field: value}, field) for field, values in CHATS for value in values]
     bodies += [(table.EMBED, body, field) for field, body in EMBEDDINGS]
+    bodies += [(table.ENCODE, body, field) for field, body in ENCODED]
+    bodies += [(table.SCORE, body, field) for field, body in SCORED]
     bodies.append((CHAT, {**table.USER, "tools": [TOOL], "tool_choice": 5}, "tool_choice"))
     no_schema = {"function": {"name": "f", "parameters": {"type": 5}}}
     bodies += [

@@ -9,6 +9,7 @@ from aiohttp import web
 from router.http.loads_api import join_rows, old_row
 from service.http.errors import ApiError
 from service.http.invocations import invoked_path
+from service.http.unserved_routes import UNSERVED
 from tests.router.dummies import CHAT, DummyWorker, cluster, events_of
 
 
@@ -60,6 +61,25 @@ async def test_an_invocation_goes_where_its_body_belongs(body: dict[str, Any], p
             status, _, answer = await c.post("/invocations/", {**body, "stream": True})
             assert status == 200 and events_of(answer)[-1] == "[DONE]"
         assert invoked_path(json.dumps(body).encode()) == path
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/encode", {"text": "a"}),
+        ("/encode", {"input_ids": [[1], [2]]}),
+        ("/v1/score", {"query": "a", "items": ["b", "c"], "label_token_ids": [1]}),
+    ],
+)
+async def test_what_ends_with_its_prompt_goes_to_a_prefill_worker_alone(path: str, body: dict[str, Any]) -> None:
+    async with cluster() as c:
+        assert (await c.post(path, body))[0] == 200
+        (seen,) = c.prefills[0].seen
+        assert (seen.path, seen.body) == (path, body) and not c.decodes[0].seen
+        for unserved in UNSERVED:
+            status, _, answer = await c.post(unserved, body)
+            assert status == 404 and json.loads(answer)["error"]["code"] == "model_has_no_head"
+        assert len(c.prefills[0].seen) == 1
 
 
 @pytest.mark.parametrize(

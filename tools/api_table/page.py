@@ -12,6 +12,7 @@ import msgspec
 from engine.frontend.apis.anthropic import body as anthropic
 from engine.frontend.apis.chat import body as chat
 from engine.frontend.apis.native import body as native
+from engine.frontend.apis.native import encode, score
 from engine.frontend.apis.ollama import body as ollama
 from engine.frontend.apis.openai import bodies, embeddings
 from engine.frontend.apis.responses import body as responses
@@ -21,6 +22,7 @@ from router.compose import Router
 from router.config import RouterConfig
 from service.http.home import HOME
 from service.http.pages import SHARED
+from service.http.unserved_routes import UNSERVED
 from tests.packages import ROOT
 from tools.api_table.anchors import ANCHORS
 
@@ -36,6 +38,8 @@ READERS: Mapping[str, BodyReader[Any]] = {
     "/api/chat": ollama.CHAT,
     "/api/generate": ollama.GENERATE,
     "/generate": native.READER,
+    "/encode": encode.READER,
+    "/v1/score": score.READER,
 }
 REFUSED: Mapping[str, Iterable[str]] = {"/v1/responses": responses.MOVED}
 HEAD = """# Routes and fields
@@ -64,6 +68,8 @@ def page() -> str:
 def worker_routes() -> dict[str, set[str]]:
     routes: dict[str, set[str]] = {path: {"GET"} for path in (OPENAPI_PATH, HOME, *_shown(SHARED))}
     for route in ROUTES:
+        if route.path in UNSERVED:
+            continue
         routes.setdefault(route.path, set()).add(route.method)
     return routes
 
@@ -77,8 +83,8 @@ async def router_routes() -> dict[str, set[str]]:
 
 
 def _shown(paths: Iterable[str]) -> list[str]:
-    """Without the files of pages."""
-    return [path for path in paths if not re.search(r"\.(css|js|svg)$", path)]
+    """Without the files of pages, and what only says that it is not there."""
+    return [path for path in paths if path not in UNSERVED and not re.search(r"\.(css|js|svg)$", path)]
 
 
 def own_fields() -> dict[str, dict[str, str]]:

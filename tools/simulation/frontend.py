@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from engine.frontend.apis.admin.load import v1_loads_entry
-from engine.frontend.apis.openai.embeddings import NOTHING_NEW, _vector
+from engine.frontend.apis.shared.alone import NOTHING_NEW, vector_of
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.generation import Generation
 from engine.frontend.client.scheduler_link import SchedulerLink
@@ -163,12 +163,17 @@ class Frontend:
         body = decode_body(request.body, EmbeddingBody)
         requests = [
             GenerateRequest(
-                rid=self._new_rid(), input_ids=ids, sampling=NOTHING_NEW, skip_cache_insert=True, pooling="mean"
+                rid=self._new_rid(),
+                input_ids=ids,
+                sampling=NOTHING_NEW,
+                skip_cache_insert=True,
+                alone=True,
+                pooling="mean",
             )
             for ids in body.input
         ]
         with self._begin(requests, request) as generation:
-            vectors = [_vector(output).tolist() for output in await generation.collect()]
+            vectors = [vector_of(output).tolist() for output in await generation.collect()]
         reply.whole(200, msgspec.json.encode({"vectors": vectors}))
 
     def _begin(self, requests: list[GenerateRequest], request: Request) -> Generation:

@@ -1,12 +1,14 @@
 """Logprobs of chosen ids, hidden states and embeddings: the same through two workers as through one."""
 
 import asyncio
+import math
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
-from tests.e2e.client import assert_all_back, generate_all
+from tests.e2e.client import assert_all_back, generate_all, post, session
 from tests.e2e.cluster import Cluster
 from tests.engine.engine_in_process import prompt_of
 
@@ -57,3 +59,49 @@ def test_embeddings_by_the_openai_client(unified: Cluster, pd: Cluster) -> None:
     for got, expected in zip(vectors[1], vectors[0], strict=True):
         assert got == pytest.approx(expected, abs=MAX_ERROR)
     asyncio.run(assert_all_back(pd))
+
+
+async def test_encode_is_sglangs_shape_of_an_embedding(unified: Cluster, pd: Cluster) -> None:
+    async with session() as http:
+        for c in (unified, pd):
+            _, plain = await post(http, f"{c.router}/v1/embeddings", {"input": "hello"})
+            status, one = await post(http, f"{c.router}/encode", {"text": "hello"})
+            assert status == 200 and one["embedding"] == pytest.approx(plain["data"][0]["embedding"], abs=MAX_ERROR)
+            assert one["meta_info"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] and one["meta_info"]["id"]
+            async with http.put(f"{c.router}/encode", json={"text": ["hello"]}) as answer:
+                (listed,) = await answer.json()
+            assert listed["embedding"] == pytest.approx(one["embedding"], abs=MAX_ERROR)
+            _, ids = await post(http, f"{c.router}/encode", {"input_ids": prompt_of(90, 5)})
+            _, two = await post(http, f"{c.router}/encode", {"input_ids": [prompt_of(90, 5), [20]], "rid": "mine"})
+            assert two[0]["embedding"] == pytest.approx(ids["embedding"], abs=MAX_ERROR)
+            assert [row["meta_info"]["id"] for row in two] == ["mine-0", "mine-1"]
+    await assert_all_back(pd)
+
+
+LABELS = [270, 20, 33]
+
+
+async def scores(http: aiohttp.ClientSession, c: Cluster, **body: Any) -> list[list[float]]:
+    status, answer = await post(http, f"{c.router}/v1/score", {"label_token_ids": LABELS, **body})
+    assert status == 200 and answer["object"] == "scoring", answer
+    return answer["scores"]  # type: ignore[no-any-return]
+
+
+async def test_scores_are_the_probabilities_that_generate_reports(unified: Cluster, pd: Cluster) -> None:
+    query, items = prompt_of(70, 3), [prompt_of(9, 4), prompt_of(80, 5)]
+    asked = {"sampling_params": {"max_new_tokens": 1}, "return_logprob": True, "token_ids_logprob": LABELS}
+    prompts = [*(query + item for item in items), *(item + query for item in items)]
+    answers = await generate_all(unified.router, [{"input_ids": ids, **asked} for ids in prompts])
+    rows = [[e[0] for e in a["meta_info"]["output_token_ids_logprobs"][0]] for a in answers]
+    expected = [[math.exp(logprob) for logprob in row] for row in rows]
+    async with session() as http:
+        for c in (unified, pd):
+            got = await scores(http, c, query=query, items=items)
+            got += await scores(http, c, query=query, items=items, item_first=True)
+            assert all(one == pytest.approx(row, rel=1e-3) for one, row in zip(got, expected, strict=True))
+            softmax = await scores(http, c, query=query, items=items, apply_softmax=True)
+            for one, row in zip(softmax, expected, strict=False):
+                assert sum(one) == pytest.approx(1) and one == pytest.approx([p / sum(row) for p in row], rel=1e-3)
+            (one,) = await scores(http, c, query="a b", items=" c")
+            assert one == pytest.approx((await scores(http, c, query="a b", items=[" d", " c"]))[1], rel=1e-3)
+    await assert_all_back(pd)

@@ -53,7 +53,7 @@ class NativeView:
         t, sample, request = output.tokens, self._samples[index], self._requests[index]
         meta: dict[str, Any] = {
             "id": sample.name,
-            "finish_reason": _finish_reason(t.finish, len(t.new_ids)),
+            "finish_reason": shown_finish(t.finish, len(t.new_ids)),
             "prompt_tokens": sample.num_prompt_tokens,
             "completion_tokens": len(t.new_ids),
             "cached_tokens": t.cached_tokens,
@@ -109,7 +109,7 @@ class NativeView:
         return [[finite(p), i, t if self._texts else None] for (p, i), t in zip(pairs, texts, strict=False)]
 
 
-def _finish_reason(finish: FinishReason | None, num_tokens: int) -> dict[str, Any] | None:
+def shown_finish(finish: FinishReason | None, num_tokens: int) -> dict[str, Any] | None:
     if finish is None:
         return None
     if finish.kind == "length":

@@ -1,0 +1,74 @@
+"""SGLang's POST /encode: the vectors of /v1/embeddings, one prompt or several. Its shape: `EmbeddingReqInput` in srt/managers/io_struct.py."""
+
+import time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from engine.frontend.apis.native.view import shown_finish
+from engine.frontend.apis.shared.alone import Prompts, check_computes_prompts, embed, fitting_ids, vector_of
+from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
+from engine.frontend.apis.shared.fields import check_num_samples, prompts_of
+from engine.frontend.apis.shared.models import choose_model
+from engine.frontend.apis.shared.namespaces import PerPrompt, namespaces_of
+from engine.frontend.apis.shared.refused import EMBEDDING, TEXT_ONLY
+from engine.frontend.services import SERVICES
+from engine.text.sample import TextOutput
+from service.http.errors import bad_field
+from service.http.stream import json_response
+
+
+class EncodeBody(msgspec.Struct, kw_only=True):
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    model: str | None = None
+    rid: str | None = None
+    lora_path: str | None = None
+    cache_salt: PerPrompt = None
+    extra_key: PerPrompt = None
+
+
+READER = BodyReader(
+    body=EncodeBody,
+    refused={
+        **{name: entry for name, entry in EMBEDDING.items() if name != "messages"},
+        **dict.fromkeys(("audio_data", "image_data", "input_embeds", "video_data"), Unserved(TEXT_ONLY)),
+    },
+)
+
+
+async def encode(request: web.BaseRequest) -> web.Response:
+    s = request[SERVICES]
+    started_s = time.monotonic()
+    body = await READER.read(request)
+    check_computes_prompts(s)
+    model = choose_model(s, body.model, body.lora_path)
+    if (body.text is None) == (body.input_ids is None):
+        raise bad_field("text", "give either text or input_ids")
+    field, given = ("text", body.text) if body.text is not None else ("input_ids", body.input_ids)
+    assert given is not None
+    several = prompts_of(given, field=field)  # type: ignore[arg-type]
+    check_num_samples(len(several), 1, field=field)
+    prompts = Prompts(
+        ids=[await fitting_ids(s, one, field=field) for one in several],
+        name=body.rid or s.mint_id("encode-"),
+        lora=model.lora,
+        namespaces=namespaces_of(body, len(several)),
+    )
+    answers = await embed(request, prompts)
+    is_list = isinstance(given, list) and not isinstance(given[0], int)
+
+    def shown(rid: str, ids: list[int], answer: TextOutput) -> dict[str, Any]:
+        meta_info = {
+            "id": rid,
+            "finish_reason": shown_finish(answer.tokens.finish, 0),
+            "prompt_tokens": len(ids),
+            "cached_tokens": answer.tokens.cached_tokens,
+            "weight_version": s.weight_version,
+            "e2e_latency": time.monotonic() - started_s,
+        }
+        return {"embedding": vector_of(answer).tolist(), "meta_info": meta_info}
+
+    rows = list(map(shown, prompts.rids, prompts.ids, answers))
+    return json_response(rows if is_list else rows[0])

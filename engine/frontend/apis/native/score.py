@@ -1,0 +1,103 @@
+"""SGLang's POST /v1/score: how probable each label token is behind a query and an item. Any model serves it; nothing is generated.
+
+The shape is SGLang's `ScoringRequest` (srt/entrypoints/openai/protocol.py). A query and its item are one text, as there.
+"""
+
+import math
+
+import msgspec
+from aiohttp import web
+
+from engine.frontend.apis.shared.alone import Prompts, check_computes_prompts, fitting_ids, next_logprobs
+from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
+from engine.frontend.apis.shared.fields import check_num_samples, check_priority, check_token_ids, prompts_of
+from engine.frontend.apis.shared.models import choose_model
+from engine.frontend.apis.shared.namespaces import PerPrompt, namespaces_of
+from engine.frontend.services import SERVICES
+from engine.messages import MAX_ASKED_TOKEN_IDS
+from service.http.errors import bad_field
+from service.http.stream import json_response
+
+
+class ScoreBody(msgspec.Struct, kw_only=True):
+    """`query` and `items`: texts, or token ids both. `apply_softmax`: the labels of an item sum to 1."""
+
+    label_token_ids: list[int] | None = None
+    query: str | list[int] | None = None
+    items: str | list[str | int | list[int]] | None = None
+    apply_softmax: bool | None = None
+    item_first: bool | None = None
+    model: str | None = None
+    rid: str | None = None
+    priority: int | None = None
+    user: str | None = None
+    lora_path: str | None = None
+    cache_salt: PerPrompt = None
+    extra_key: PerPrompt = None
+
+
+_PAIRS = Unserved("send query, items and label_token_ids; a score is the probability of a label token behind them")
+READER = BodyReader(
+    body=ScoreBody,
+    refused=dict.fromkeys(("data_1", "data_2", "documents", "queries", "text_1", "text_2"), _PAIRS),
+)
+
+
+async def score(request: web.BaseRequest) -> web.Response:
+    s = request[SERVICES]
+    body = await READER.read(request)
+    check_computes_prompts(s)
+    model = choose_model(s, body.model, body.lora_path)
+    labels = _labels(body, vocab_size=s.model.vocab_size)
+    joined = _joined(body)
+    check_num_samples(len(joined), 1, field="items")
+    prompts = Prompts(
+        ids=[await fitting_ids(s, one, field="items", room=1) for one in joined],
+        name=body.rid or s.mint_id("score-"),
+        lora=model.lora,
+        namespaces=namespaces_of(body, len(joined)),
+    )
+    logprobs = await next_logprobs(request, prompts, token_ids=labels, priority=check_priority(body.priority))
+    shown = shares if body.apply_softmax else probabilities
+    return json_response(
+        {
+            "object": "scoring",
+            "scores": [shown(row) for row in logprobs],
+            "model": model.shown,
+            "usage": {"prompt_tokens": prompts.num_tokens, "total_tokens": prompts.num_tokens},
+        }
+    )
+
+
+def probabilities(logprobs: list[float]) -> list[float]:
+    return [math.exp(logprob) for logprob in logprobs]
+
+
+def shares(logprobs: list[float]) -> list[float]:
+    """Their softmax; equal shares where all are impossible."""
+    top = max(logprobs)
+    weights = [1.0 if logprob == top else math.exp(logprob - top) for logprob in logprobs]
+    return [weight / sum(weights) for weight in weights]
+
+
+def _labels(body: ScoreBody, *, vocab_size: int) -> tuple[int, ...]:
+    labels = body.label_token_ids
+    if not labels:
+        raise bad_field("label_token_ids", "must have at least one token id")
+    if len(labels) > MAX_ASKED_TOKEN_IDS:
+        raise bad_field("label_token_ids", f"at most {MAX_ASKED_TOKEN_IDS} token ids, got {len(labels)}")
+    check_token_ids(labels, field="label_token_ids", vocab_size=vocab_size)
+    return tuple(labels)
+
+
+def _joined(body: ScoreBody) -> list[str | list[int]]:
+    """The prompts: the query before each item, or behind it."""
+    query, given = body.query, body.items
+    if query is None:
+        raise bad_field("query", "is missing")
+    if given is None:
+        raise bad_field("items", "is missing")
+    items = prompts_of(given, field="items")
+    if {type(item) for item in items} != {type(query)}:
+        raise bad_field("items", "must be texts if query is one, and lists of token ids if query is one")
+    return [item + query if body.item_first else query + item for item in items]  # type: ignore[operator]

@@ -1,0 +1,106 @@
+"""Prompts that the worker of prompts answers alone: embeddings and scores. No decode worker takes part, nothing is transferred."""
+
+import array
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from engine.frontend.apis.shared.fields import prompt_ids, too_long
+from engine.frontend.services import SERVICES, Services
+from engine.messages import GenerateRequest, LogprobOptions
+from engine.sampling_params import SamplingParams
+from engine.text.sample import TextOutput
+from service.http.errors import ApiError
+
+NOTHING_NEW = SamplingParams(max_new_tokens=0, temperature=0.0, seed=0)
+ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, seed=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """`name`: of the whole request; `namespaces`: of each prompt."""
+
+    ids: list[list[int]]
+    name: str
+    lora: str
+    namespaces: list[tuple[str, ...]]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.ids))
+
+    @property
+    def rids(self) -> list[str]:
+        return [self.name] if len(self.ids) == 1 else [f"{self.name}-{i}" for i in range(len(self.ids))]
+
+
+def check_computes_prompts(s: Services) -> None:
+    if s.spec.mode == "decode":
+        raise ApiError(400, "a decode worker computes no prompts; send it to a prefill worker or to the router")
+
+
+async def fitting_ids(s: Services, prompt: str | list[int], *, field: str, room: int = 0) -> list[int]:
+    """Token ids that the context holds, with `room` more. Raises ApiError(400)."""
+    ids = await prompt_ids(s, prompt, field=field)
+    if len(ids) + room > s.context_length:
+        raise too_long(field, f"a text has {len(ids)} tokens", context_length=s.context_length)
+    return ids
+
+
+async def embed(request: web.BaseRequest, prompts: Prompts) -> list[TextOutput]:
+    """Answers for `vector_of`."""
+    s = request[SERVICES]
+    requests = [
+        GenerateRequest(
+            rid=rid,
+            input_ids=ids,
+            sampling=NOTHING_NEW,
+            skip_cache_insert=True,
+            alone=True,
+            pooling=s.spec.engine.embedding_pooling,
+            lora=prompts.lora,
+            namespace=namespace,
+        )
+        for rid, ids, namespace in zip(prompts.rids, prompts.ids, prompts.namespaces, strict=True)
+    ]
+    return await _answers(request, prompts, requests)
+
+
+def vector_of(answer: TextOutput) -> "array.array[float]":
+    return array.array("f", _whole(answer, bool(answer.tokens.hidden)).tokens.hidden[-1])
+
+
+async def next_logprobs(
+    request: web.BaseRequest, prompts: Prompts, *, token_ids: tuple[int, ...], priority: int
+) -> list[list[float]]:
+    """For each prompt, the logprobs of these tokens as its next one."""
+    requests = [
+        GenerateRequest(
+            rid=rid,
+            input_ids=ids,
+            sampling=ONE_TOKEN,
+            logprobs=LogprobOptions(token_ids=token_ids),
+            alone=True,
+            priority=priority,
+            lora=prompts.lora,
+            namespace=namespace,
+        )
+        for rid, ids, namespace in zip(prompts.rids, prompts.ids, prompts.namespaces, strict=True)
+    ]
+    answers = await _answers(request, prompts, requests)
+    whole = [_whole(answer, bool(answer.tokens.logprobs)) for answer in answers]
+    return [[logprob for logprob, _ in answer.tokens.logprobs[0].requested] for answer in whole]
+
+
+async def _answers(request: web.BaseRequest, prompts: Prompts, requests: list[GenerateRequest]) -> list[TextOutput]:
+    s = request[SERVICES]
+    groups = [prompts.name] * len(requests)
+    with s.client.generate(requests, groups=groups, timeout_s=s.timeout_of(request)) as generation:
+        return await generation.collect()
+
+
+def _whole(answer: TextOutput, is_there: bool) -> TextOutput:
+    finish = answer.tokens.finish
+    if not is_there or (finish is not None and finish.kind == "abort"):
+        raise ApiError(499, "the request was aborted", code="aborted")
+    return answer

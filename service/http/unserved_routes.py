@@ -1,0 +1,47 @@
+"""Routes that need a model with a head of its own, which no model here has: what they need, and what is here instead.
+
+A client that asks receives a 404 which says so: OpenAI's SDK would repeat a 501.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from service.http.errors import ApiError
+
+EMBEDDINGS = "/v1/embeddings makes vectors to compare"
+SCORES = "/v1/score gives the probability of each of label_token_ids behind query and item"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """`needs`: the kind of model. `instead`: what any model does."""
+
+    needs: str
+    instead: str
+
+
+_PAIRS = Head("a cross-encoder, a model that scores a pair of texts", f"{SCORES}; {EMBEDDINGS}")
+_CLASSES = Head("a model with a classification head", f"{SCORES}; a chat with structured_outputs.choice names a class")
+_POOLING = Head("a model with a pooling head", f"{EMBEDDINGS}, and so does /encode")
+UNSERVED: Mapping[str, Head] = {
+    "/rerank": _PAIRS,
+    "/v1/rerank": _PAIRS,
+    "/v2/rerank": _PAIRS,
+    "/score": _PAIRS,
+    "/classify": _CLASSES,
+    "/v1/classify": _CLASSES,
+    "/pooling": _POOLING,
+}
+
+
+async def refuse(request: web.BaseRequest) -> web.StreamResponse:
+    path = request.path.rstrip("/")
+    head = UNSERVED[path]
+    message = f"{path} needs {head.needs}; the models here generate text. Instead: {head.instead}"
+    raise ApiError(404, message, code="model_has_no_head")
+
+
+def unserved_routes() -> list[web.RouteDef]:
+    return [web.post(path, refuse) for path in UNSERVED]
