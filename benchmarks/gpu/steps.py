@@ -91,7 +91,7 @@ def gap(target: Target) -> dict[str, Any]:
     that are not launched yet, which the sampler's are one by one) count as the step's.
     """
     shape, prompt_len = target.pick((QWEN3_8B, 64), (TINY, 4))
-    batches, num_steps = target.pick(((1, 8, 32, 128), 60), ((2,), 3 * SETTLED))
+    batches, num_steps = target.pick(((1, 8, 32, 128), 60), ((2,), 2 * SETTLED + 2))
     flags = {"max_running_requests": max(batches), "max_total_tokens": max(batches) * (prompt_len + 2 * num_steps + 32)}
     parts = make_engine(target, shape, context=1024, **flags)
     timed = TimedRunner(parts.pool.device)

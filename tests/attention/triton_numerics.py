@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+import benchmarks.gpu.interpreter  # noqa: F401 (before kernels run)
 from engine.attention import triton_backend
 from engine.attention.flashinfer_prompts import FlashInferPrompts
 from engine.attention.triton_backend import TritonBackend
@@ -215,7 +216,7 @@ def check_merge() -> None:
     merged = (used[:, None].expand(-1, heads.kv) > 1).flatten().nonzero().flatten()
     assert GUARD not in merged
     outs = []
-    for programs in (1, 3, 7, 1000):
+    for programs in (1, 3, 7, 100):  # the last are more than there are splits
         setattr(triton_decode, "INTERPRETED_PROGRAMS", programs)  # noqa: B010
         triton_decode.multiprocessors.cache_clear()
         for layer in range(2):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import tests.interpreter  # noqa: F401 (before kernels run)
+import benchmarks.gpu.interpreter  # noqa: F401 (before kernels run)
 from benchmarks import random_model
 from engine.build import EngineUse
 from engine.executor.decode_graphs import T

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import tests.interpreter  # noqa: F401 (before kernels run)
+import benchmarks.gpu.interpreter  # noqa: F401 (before kernels run)
 from engine.executor.decode_graphs import Work
 from engine.kernels import triton_lora, triton_sample
 from engine.layers.linear import SiteShape

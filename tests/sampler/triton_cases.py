@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-import tests.interpreter  # noqa: F401 (before kernels run)
+import benchmarks.gpu.interpreter  # noqa: F401 (before kernels run)
 from engine.core.plan import SlotOpen
 from engine.grammar.token_rules import rules_of
 from engine.kernels import triton_noise, triton_sample
