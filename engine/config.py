@@ -180,6 +180,13 @@ class EngineConfig(FlagSet):
     hicache_storage_prefetch_timeout_s: float = flag(
         1.0, "longest wait for prefix files with the prefetch policy `timeout`", unit="s", least=0
     )
+    hicache_load_ahead_mb: int | None = flag(
+        None,
+        "most bytes that a step loads from host memory for requests that wait, in units of 10^6; default: 64 on cuda, 0 on cpu",
+        unit="MB",
+        least=0,
+        special={0: "prefixes are loaded when their requests are admitted"},
+    )
     kv_events_config: str | None = flag(
         None, 'publish the events of the prefix cache over ZMQ; JSON such as {"endpoint": "tcp://127.0.0.1:5557"}'
     )

@@ -2,7 +2,7 @@
 
         device page                    host page                     file
     on_cached, on_read, on_evict --> copied out (plan.to_host) --> written
-    admission <------------------ copied back (plan.from_host) <-- read while the request waits
+    admission, load_ahead <------ copied back (plan.from_host) <-- read while the request waits
 
 Pages are found by their chained keys (engine/core/page_keys.py). Copies run in the stream in the order of plans, so a device
 page may have a new owner as soon as its copy is planned: every owner writes pages through the same stream. (On decode workers
@@ -19,7 +19,7 @@ from engine.core.host_pages import HostPages
 from engine.core.page_keys import KVIdentity, RequestKeys
 from engine.core.plan import PageCopy, Plan
 from engine.core.radix_node import Node
-from engine.core.request import Request
+from engine.core.request import LoadedAhead, Request
 
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
@@ -28,7 +28,7 @@ TIERS = ("device", "host", "disk")
 
 
 class HostCache:
-    """Policies as the flags of these names. `run_id`: of RequestKeys."""
+    """Policies as the flags of these names. `run_id`: of RequestKeys. `ahead_pages`: that a step loads for requests that wait."""
 
     def __init__(
         self,
@@ -40,6 +40,7 @@ class HostCache:
         disk: DiskIndex | None = None,
         prefetch_policy: str = "best_effort",
         prefetch_timeout_s: float = 1.0,
+        ahead_pages: int = 0,
     ) -> None:
         assert write_policy in WRITE_POLICIES and prefetch_policy in PREFETCH_POLICIES
         self.pages = HostPages(num_pages)
@@ -49,6 +50,7 @@ class HostCache:
         self._uses_to_write = USES_TO_WRITE.get(write_policy)
         self._out: list[PageCopy] = []  # requested since the last plan
         self._in: list[PageCopy] = []
+        self._ahead_pages = self.pages_ahead_left = ahead_pages
         self.disk: DiskTier | None = None
         if disk is not None:
             self.disk = DiskTier(
@@ -135,17 +137,36 @@ class HostCache:
 
     def load(self, request: Request, host_pages: list[int], *, start: int) -> None:
         """Copy what `find` returned into the request's pages `start`..; count the hits of each tier at its admission."""
-        copies = zip(request.pages[start : start + len(host_pages)], host_pages, strict=True)
-        self._in += [PageCopy(page=page, host_page=host_page) for page, host_page in copies]
-        self._touch(self.keys.of(request, start + len(host_pages)))
-        num_read = 0 if self.disk is None else self.disk.take_read(host_pages)
-        self.counters["hicache_loaded_pages"] += len(host_pages)
+        num_read = self._load(request, request.pages[start : start + len(host_pages)], host_pages, start=start)
+        ahead, request.lower_tiers.ahead = request.lower_tiers.ahead, LoadedAhead()
         if not request.admitted:
             size = self.keys.identity.page_size
-            split = (start, len(host_pages) - num_read, num_read)
+            num_ahead = max(0, min(start, ahead.end) - ahead.begin)  # of the `start` pages on the device
+            num_read += min(ahead.num_read, num_ahead)
+            split = (start - num_ahead, len(host_pages) + num_ahead - num_read, num_read)
             request.cached_by_tier = [pages * size for pages in split]
             for tier, tokens in zip(TIERS, request.cached_by_tier, strict=True):
                 self.counters[f"hicache_{tier}_hit_tokens"] += tokens
+
+    def holds(self, request: Request, index: int) -> bool:
+        """Whether page `index` of the request is on the host."""
+        return self.pages.get(self.keys.of(request, index + 1)[index]) is not None
+
+    def load_ahead(self, request: Request, pages: list[int], host_pages: list[int], *, start: int) -> None:
+        """Copy what `find` returned into `pages`, which are pages `start`.. of a request that waits."""
+        num_read = self._load(request, pages, host_pages, start=start)
+        self.pages_ahead_left -= len(pages)
+        self.counters["hicache_loaded_ahead_pages"] += len(pages)
+        ahead, end = request.lower_tiers.ahead, start + len(pages)
+        begin = ahead.begin if ahead.end == start else start
+        request.lower_tiers.ahead = LoadedAhead(begin, end, ahead.num_read + num_read)
+
+    def _load(self, request: Request, pages: list[int], host_pages: list[int], *, start: int) -> int:
+        """Request the copies; return how many of the pages were read from files and not used since."""
+        self._in += [PageCopy(page, host_page) for page, host_page in zip(pages, host_pages, strict=True)]
+        self._touch(self.keys.of(request, start + len(host_pages)))
+        self.counters["hicache_loaded_pages"] += len(host_pages)
+        return 0 if self.disk is None else self.disk.take_read(host_pages)
 
     # ---- steps
 
@@ -157,6 +178,7 @@ class HostCache:
         """Put every copy requested since the last plan into this one."""
         plan.to_host, self._out = self._out, []
         plan.from_host, self._in = self._in, []
+        self.pages_ahead_left = self._ahead_pages
 
     def on_collected(self, plan: Plan) -> None:
         """Unpin the copies of a collected step, and write the pages that have reached the host to disk."""

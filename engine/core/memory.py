@@ -81,6 +81,34 @@ class Memory:
             end = match_limit(request) // self.allocator.page_size
             self.host.prefetch(request, start=len(self.match_prefix(request).pages), end=end)
 
+    def load_ahead(self, request: Request, *, earlier: Sequence[Request], most: int) -> None:
+        """Load up to `most` pages that continue the cached prefix of a waiting request, as evictable pages of the tree.
+
+        Whatever is evicted for them, it is nothing that `earlier` requests would find. What was loaded ahead before and is
+        gone already stays so.
+        """
+        assert self.host is not None
+        match = self.match_prefix(request)
+        start, end = len(match.pages), match_limit(request) // self.allocator.page_size
+        loads = request.keep_kv and request.lower_tiers.ahead.end <= start < end and self.host.holds(request, start)
+        if most < 1 or not loads:
+            return
+        kept = [match.node, *(self.match_prefix(other).node for other in earlier)]
+        for node in kept:
+            self.cache.lock(node)
+        below = self.host.find(request, start=start, end=min(end, start + min(most, self.available)))
+        if below:
+            self._insert_ahead(request, match.pages, below)
+        for node in kept:
+            self.cache.unlock(node)
+
+    def _insert_ahead(self, request: Request, cached: list[int], host_pages: list[int]) -> None:
+        assert self.host is not None
+        pages, num_pages = self._take(len(host_pages)), len(cached) + len(host_pages)
+        self.host.load_ahead(request, pages, host_pages, start=len(cached))
+        tokens, keys = request.tokens(0, num_pages * self.allocator.page_size), self.host.keys.of(request, num_pages)
+        self.cache.insert(tokens, cached + pages, keys, branch=request.branch, priority=self._rank(request))
+
     def awaits(self, request: Request, now_s: float) -> bool:
         """Whether `request` waits for its prefix to be read from disk."""
         disk = self.host.disk if self.host is not None else None

@@ -68,6 +68,10 @@ class PrefillPlanner:
             shared.add(request)
         return items, opens
 
+    def in_order(self, now_s: float) -> list[Request]:
+        """Return the waiting requests in the order in which the next step would consider them."""
+        return list(self._in_order(self._stages.adapter_budget(self._limits, now_s=now_s), now_s))
+
     def _adder(self) -> PrefillAdder:
         riders = sum(r.samples_left > 0 for r in self._stages.running) if self._limits.mixed_chunk else 0
         return PrefillAdder(

@@ -28,6 +28,19 @@ class Unsent:
     hidden: list[bytes] = field(default_factory=list)
 
 
+@dataclass(slots=True, frozen=True)
+class LoadedAhead:
+    """Pages `begin`..`end` - 1 of a waiting request came from the host before its turn; `num_read` of them were read from files."""
+
+    begin: int = 0
+    end: int = 0
+    num_read: int = 0
+
+    @property
+    def num_pages(self) -> int:
+        return self.end - self.begin
+
+
 @dataclass(slots=True, eq=False)
 class LowerTiers:
     """The host cache's own state of a request.
@@ -40,6 +53,7 @@ class LowerTiers:
     seed: bytes = b""
     prefetching: list[bytes] = field(default_factory=list)
     prefetch_until_s: float | None = None
+    ahead: LoadedAhead = LoadedAhead()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -3,6 +3,7 @@
     add, abort       --->  Stages        live requests, and the stage of each
     held.adopt ...   --->  HeldRequests  requests whose KV comes from, or goes to, another worker
     schedule         --->  PrefillPlanner, DecodePlanner      the next step (`Plan`)
+                           LoadAhead     what it loads for requests that wait
     collect          --->  Results       what a finished step means (`StepEffects`)
                            Departures    how requests leave the batch, used by all of them
 
@@ -18,6 +19,7 @@ from engine.core.decode_planning import DecodePlanner
 from engine.core.departures import Departures
 from engine.core.finish import TailTexts
 from engine.core.held import HeldRequests
+from engine.core.load_ahead import LoadAhead
 from engine.core.outputs import StepEffects, refused
 from engine.core.plan import Plan, PlanItem, SlotOpen, StepResult
 from engine.core.policy import Uniform
@@ -55,6 +57,7 @@ class Scheduler:
         preemption = Preemption(state, self._departures)
         self._prefill = PrefillPlanner(state, preemption, uniform=uniform, budget=step_budget)
         self._decode = DecodePlanner(state, self._departures, preemption)
+        self._ahead = LoadAhead(state, in_order=self._prefill.in_order)
         self._results = Results(state, self._departures, tail_texts=tail_texts)
         self.held = HeldRequests(state, self._departures, self._results, preemption)
         self._seq = 0
@@ -69,6 +72,7 @@ class Scheduler:
         items, opens = self._draft(now_s)
         if not items and counters.retractions > retractions:  # their memory is free now
             items, opens = self._draft(now_s)
+        self._ahead.plan(now_s)
         if not items and not backups.asks_for_a_step and (host is None or not host.asks_for_a_step):
             return None
         extend = any(item.extend for item in items)

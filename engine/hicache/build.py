@@ -15,7 +15,7 @@ from engine.kv.host_memory import available_bytes
 from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import KVPool
 from engine.local_defaults import usable_cores
-from engine.resolve import host_pages
+from engine.resolve import ahead_pages, host_pages
 from service.flags import ConfigError
 
 
@@ -42,6 +42,7 @@ def build_host_tier(
         disk=index,
         prefetch_policy=config.hicache_storage_prefetch_policy,
         prefetch_timeout_s=config.hicache_storage_prefetch_timeout_s,
+        ahead_pages=ahead_pages(config, page_bytes=pool.page_bytes),
     )
     disk = None
     if folder is not None and cache.disk is not None:

@@ -280,6 +280,8 @@ DISK_DOES = st.lists(st.integers(0, 3), min_size=1, max_size=8)
             write_policy=st.sampled_from(["write_through", "write_through_selective", "write_back"]),
             prefetch_policy=st.sampled_from(["best_effort", "wait_complete", "timeout"]),
             chunk=st.sampled_from([4, 16]),
+            max_running=st.sampled_from([1, 2, 8]),
+            ahead_pages=st.sampled_from([0, 1, 3, 100]),
         )
     ),
 )

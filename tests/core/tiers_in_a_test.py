@@ -28,6 +28,7 @@ class TieredEngine(EngineInATest):
         write_policy: str = "write_through",
         prefetch_policy: str = "best_effort",
         timeout_s: float = 1.0,
+        ahead_pages: int = 0,
         disk_pages: int = 0,
         files: dict[bytes, list[int]] | None = None,
         **engine: object,
@@ -45,6 +46,7 @@ class TieredEngine(EngineInATest):
             write_policy=write_policy,
             prefetch_policy=prefetch_policy,
             prefetch_timeout_s=timeout_s,
+            ahead_pages=ahead_pages,
             disk=index,
         )
         super().__init__(**{"page_size": PAGE, "host": self.host, "lag": True, **engine})  # type: ignore[arg-type]

@@ -94,6 +94,9 @@ COUNTERS = {
     "hicache_disk_hit_tokens": Figure("tandem_hicache_disk_hit_tokens", "prompt tokens that came from files"),
     "hicache_saved_pages": Figure("tandem_hicache_saved_pages", "pages copied to host memory"),
     "hicache_loaded_pages": Figure("tandem_hicache_loaded_pages", "pages copied back from host memory"),
+    "hicache_loaded_ahead_pages": Figure(
+        "tandem_hicache_loaded_ahead_pages", "of them, those copied back while their requests waited"
+    ),
     "hicache_written_pages": Figure("tandem_hicache_written_pages", "pages written to files"),
     "hicache_read_pages": Figure("tandem_hicache_read_pages", "pages read from files"),
     "hicache_skipped_pages": Figure("tandem_hicache_skipped_pages", "pages not copied: all of host memory was in use"),
