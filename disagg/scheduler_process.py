@@ -25,6 +25,7 @@ from engine.grammar.reasoning import ReasoningGates
 from engine.ipc import IpcPaths
 from engine.kv_events_config import parse_kv_events_config
 from engine.loop.adapter_control import AdapterControl
+from engine.loop.decode_skipper import TurnWeights
 from engine.loop.heartbeat import HeartbeatResponder
 from engine.loop.kv_events import ZmqPublisher
 from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
@@ -178,6 +179,11 @@ def _loop_settings(parts: "EngineParts", disagg: DisaggConfig) -> LoopSettings:
         eos_ids=frozenset(parts.model.eos_token_ids),
         stream_interval=parts.config.stream_interval,
         recv_interval=parts.config.scheduler_recv_interval,
+        recv_weights=TurnWeights(
+            decode=parts.config.scheduler_recv_weight_decode,
+            default=parts.config.scheduler_recv_weight_default,
+            none=parts.config.scheduler_recv_weight_none,
+        ),
         poll_interval=disagg.disaggregation_decode_polling_interval if disagg.disaggregation_mode == "decode" else 1,
         log_interval=parts.config.decode_log_interval,
     )

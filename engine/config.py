@@ -250,6 +250,13 @@ class EngineConfig(FlagSet):
     )
     stream_interval: int = flag(1, "tokens between two messages of a stream; a request may set its own", least=1)
     scheduler_recv_interval: int = flag(1, "decode steps between two polls for new requests", least=1)
+    scheduler_recv_weight_decode: int = flag(1, "how much of --scheduler-recv-interval a decode step counts", least=1)
+    scheduler_recv_weight_default: int | None = flag(
+        None, "how much of it a step with prompts counts (unset: new requests are polled after each)", least=1
+    )
+    scheduler_recv_weight_none: int | None = flag(
+        None, "how much of it a turn without a step counts (unset: new requests are polled after each)", least=1
+    )
     decode_log_interval: int = flag(40, "steps between two log lines about prefill, decode and memory", least=1)
     watchdog_timeout_s: float = flag(
         300.0,

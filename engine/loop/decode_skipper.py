@@ -1,22 +1,44 @@
 """What a turn may skip while it only decodes: to read the inbox, to ask the role. Under heavy decode it costs more than it gains.
 
-Flags: --scheduler-recv-interval, --disaggregation-decode-polling-interval.
+Flags: --scheduler-recv-interval with --scheduler-recv-weight-*, --disaggregation-decode-polling-interval. The weights are those
+of SGLang's SchedulerRecvSkipper, without a verify step, which no turn here has.
 """
+
+from dataclasses import dataclass
 
 from engine.core.plan import Plan
 
 
-class DecodeSkipper:
-    """`interval`: pure decode steps from one time to the next. It is due in any other turn."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnWeights:
+    """How much a turn counts towards the interval, by what it launched; None: the interval ends with it.
 
-    def __init__(self, *, interval: int) -> None:
+    `default`: a step with prompts; `none`: nothing.
+    """
+
+    decode: int | None = 1
+    default: int | None = None
+    none: int | None = None
+
+    def of(self, last: Plan | None) -> int | None:
+        if last is None:
+            return self.none
+        return self.default if last.extend else self.decode
+
+
+class DecodeSkipper:
+    """`interval`: weight of the turns from one time to the next; of decode steps their number, unless `weights` says otherwise."""
+
+    def __init__(self, *, interval: int, weights: TurnWeights | None = None) -> None:
         self._interval = interval
-        self._decodes = 0
+        self._weights = weights or TurnWeights()
+        self._sum = 0
 
     def due(self, last: Plan | None) -> bool:
         """`last`: what the turn before launched, if anything. Call it once a turn."""
-        self._decodes = 0 if last is None or last.extend else self._decodes + 1
-        if self._decodes % self._interval == 0:
-            self._decodes = 0
-            return True
-        return False
+        weight = self._weights.of(last)
+        self._sum += self._interval if weight is None else weight
+        if self._sum < self._interval:
+            return False
+        self._sum = 0
+        return True

@@ -22,7 +22,7 @@ from engine.hicache.disk import Disk
 from engine.loop.adapter_control import AdapterControl
 from engine.loop.control import EngineControl, Weights
 from engine.loop.deadlines import Deadlines
-from engine.loop.decode_skipper import DecodeSkipper
+from engine.loop.decode_skipper import DecodeSkipper, TurnWeights
 from engine.loop.interval_log import IntervalLog
 from engine.loop.kv_events import ZmqPublisher
 from engine.loop.listener import LoopListener
@@ -93,6 +93,7 @@ class LoopSettings:
     eos_ids: frozenset[int]
     stream_interval: int = 1
     recv_interval: int = 1
+    recv_weights: TurnWeights = field(default_factory=TurnWeights)
     poll_interval: int = 1
     log_interval: int = 40
 
@@ -135,7 +136,7 @@ class EngineLoop:
         self._events = services.events
         self._adapters = services.adapters
         self._pipeline = Pipeline(scheduler=scheduler, executor=executor, depth=settings.depth, on_step=self._on_step)
-        self._reads = DecodeSkipper(interval=settings.recv_interval)
+        self._reads = DecodeSkipper(interval=settings.recv_interval, weights=settings.recv_weights)
         self._polls = DecodeSkipper(interval=settings.poll_interval)
         self._gate = StreamGate(interval=settings.stream_interval)
         self._deadlines = Deadlines()
