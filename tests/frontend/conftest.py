@@ -134,9 +134,9 @@ def start_worker(
     }
     with ExitStack() as stack:
         stack.callback(ipc.remove)
+        scheduler = stack.enter_context(StandIn(ipc, byte_tokenizer()))  # ends last: a draining worker asks for its state
         running = _start_process(args, stack) if process else WorkerThread(args)
         stack.callback(_end, running)
-        scheduler = stack.enter_context(StandIn(ipc, byte_tokenizer()))
         url = wait_for(lambda: _url_of(folder) or running.poll() is not None)
         http = stack.enter_context(httpx.Client(base_url=url, timeout=30))
         wait_for(lambda: running.poll() is not None or _listens(http))

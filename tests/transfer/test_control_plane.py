@@ -165,7 +165,7 @@ def test_stale_route_is_looked_up_again(short_pairs: Any) -> None:
 
 @pytest.mark.parametrize("secrets", [(b"s", b"t"), (b"s", None), (None, b"s")])
 def test_another_secret_or_none_is_refused_and_counted(short_pairs: Any, secrets: Any) -> None:
-    pair = short_pairs(handshake_timeout_s=5.0, sides=[{"secret": secret} for secret in secrets])
+    pair = short_pairs(handshake_timeout_s=2.0, sides=[{"secret": secret} for secret in secrets])
     receiver = pair.decode.receiver(1, bootstrap="b")
     until(lambda: receiver.poll() is KVPoll.Failed)
     assert "--cluster-secret-file" in receiver.failure()
