@@ -38,7 +38,7 @@ from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.text.incremental import tail_texts
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from service.flags import ConfigError
-from service.process.collector import spare_what_lives
+from service.process.collector import no_collections, spare_what_lives
 from service.telemetry.logs import set_up_logging
 from transfer_backends.contract import BackendUnavailable, EngineError
 from transfer_backends.engines.mooncake import protocol_here
@@ -62,8 +62,9 @@ def run(spec: SchedulerSpec) -> None:
 
 
 def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
-    from disagg.compose import make_role  # torch comes in here, after the flags have been read
-    from engine.build import build_engine
+    with no_collections():
+        from disagg.compose import make_role  # torch comes in here, after the flags have been read
+        from engine.build import build_engine
 
     protocol = _check_transfers(spec)
     started_s = time.monotonic()

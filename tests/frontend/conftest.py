@@ -134,7 +134,9 @@ def start_worker(
     }
     with ExitStack() as stack:
         stack.callback(ipc.remove)
-        scheduler = stack.enter_context(StandIn(ipc, byte_tokenizer()))  # ends last: a draining worker asks for its state
+        scheduler = stack.enter_context(
+            StandIn(ipc, byte_tokenizer())
+        )  # ends last: a draining worker asks for its state
         running = _start_process(args, stack) if process else WorkerThread(args)
         stack.callback(_end, running)
         url = wait_for(lambda: _url_of(folder) or running.poll() is not None)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.process.collector import spare_what_lives
+from service.process.collector import no_collections, spare_what_lives
 
 
 class Circle:
@@ -33,3 +33,10 @@ def test_the_second_time_drops_what_has_died_since_the_first() -> None:
     assert gone() is not None  # it was spared
     spare_what_lives()
     assert gone() is None and gc.get_freeze_count() > 0
+
+
+def test_nothing_is_collected_inside_the_block_however_it_ends() -> None:
+    with pytest.raises(ImportError), no_collections():
+        inside = gc.isenabled()
+        raise ImportError
+    assert not inside and gc.isenabled()
