@@ -1,10 +1,11 @@
-"""The child processes of a worker (its scheduler)."""
+"""The child processes of a worker: its scheduler, and the frontends beside its main one."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from service.process.start import die_with_parent
@@ -20,16 +21,37 @@ SPINS = "20000"
 @dataclass
 class Children:
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _hangup_takers: list[str] = field(default_factory=list)
 
-    def start(self, name: str, module: str, args: Sequence[str], *, num_threads: int) -> None:
-        """Run `python -m module args`. OpenMP must know its threads before torch is imported (docs/tuning.md, "CPU workers")."""
+    def start(
+        self,
+        name: str,
+        module: str,
+        args: Sequence[str],
+        *,
+        num_threads: int,
+        descriptors: Sequence[int] = (),
+        takes_hangup: bool = False,
+    ) -> None:
+        """Run `python -m module args`. OpenMP must know its threads before torch is imported (docs/tuning.md, "CPU workers").
+
+        `descriptors`: that it inherits. `takes_hangup`: `hang_up` sends it SIGHUP, which it ignores until it handles it.
+        """
         threads = str(num_threads)
         env = {"GOMP_SPINCOUNT": SPINS, **os.environ}
         env |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
         command = [sys.executable, "-m", module, *args]
+        prepare = die_with_parent()
+        if takes_hangup:
+            self._hangup_takers.append(name)
+            prepare = _ignoring_hangup(prepare)
         self._processes[name] = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent()
+            command, env=env, stdin=subprocess.DEVNULL, preexec_fn=prepare, pass_fds=descriptors
         )
+
+    def hang_up(self) -> None:
+        for name in self._hangup_takers:
+            self._processes[name].send_signal(signal.SIGHUP)
 
     def dead(self) -> str | None:
         for name, process in self._processes.items():
@@ -52,3 +74,11 @@ class Children:
             if process.poll() is None:
                 process.kill()
             process.wait()
+
+
+def _ignoring_hangup(prepare: Callable[[], None]) -> Callable[[], None]:
+    def prepare_both() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        prepare()
+
+    return prepare_both

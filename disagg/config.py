@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.config import MAX_PORT, EngineConfig
+from engine.config import MAX_PORT, EngineConfig, ServerConfig
 from service.flags import FlagSet, flag
 from service.security.secret import read_secret_file
 
@@ -114,6 +114,17 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     log_format: str = "text"
     progress: bool = False
+    num_frontends: int = 1
+
+
+class OtherFrontendSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker sends its other frontend processes, in a file: it may hold keys."""
+
+    engine: EngineConfig
+    server: ServerConfig
+    disagg: DisaggConfig
+    ipc_dir: str
+    control_host: str
 
 
 def role_name(config: DisaggConfig) -> str:

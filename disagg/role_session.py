@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ import msgspec
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.server import BootstrapServer
 from disagg.children import Children
-from disagg.config import DisaggConfig, SchedulerSpec, read_secret
+from disagg.config import DisaggConfig, OtherFrontendSpec, SchedulerSpec, read_secret
 from disagg.exposure import check_events_exposure, check_exposure, make_allowlist
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist
@@ -22,7 +22,7 @@ from engine.lora.names import named_paths
 from engine.model_files.model_config import load_model_config
 from engine.text.tokenizer import load_tokenizer
 from service.flags import ConfigError
-from service.http.listening import require_free
+from service.http.listening import ListeningPort, require_free
 
 BOOTSTRAP_PORT_FLAG = "--disaggregation-bootstrap-port"
 ANY_ADDRESS = ("0.0.0.0", "::", "")
@@ -50,6 +50,10 @@ class SessionPlan:
 
 def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> SessionPlan:
     """Check files, flags and rules. Raises ConfigError."""
+    if server.tokenizer_worker_num > 1 and server.enable_early_rejection:
+        raise ConfigError(
+            "--enable-early-rejection: needs --tokenizer-worker-num 1, which sees the queue of all requests"
+        )
     load_model_config(engine.model_path)
     control_host = _control_host(server, disagg)
     check_exposure(server, disagg, control_host=control_host)
@@ -104,8 +108,8 @@ class RoleSession:
 
 
 @contextmanager
-def started(plan: SessionPlan) -> Iterator[RoleSession]:
-    """Start a session's processes; end them with the block. Raises ConfigError."""
+def started(plan: SessionPlan, other_ports: Sequence[ListeningPort] = ()) -> Iterator[RoleSession]:
+    """Start a session's processes; end them with the block. `other_ports`: of its other frontends. Raises ConfigError."""
     bootstrap = _embedded_bootstrap_server(plan)
     session = RoleSession(plan=plan, ipc=IpcPaths.create())
     try:
@@ -113,7 +117,9 @@ def started(plan: SessionPlan) -> Iterator[RoleSession]:
             bootstrap.start()
             disagg = replace(plan.disagg, disaggregation_bootstrap_port=bootstrap.port)
             session.plan = replace(plan, disagg=disagg)
-        _start(session)
+        _start(session, num_frontends=1 + len(other_ports))
+        for row, port in enumerate(other_ports, start=1):
+            _start_frontend(session, row, port)
         yield session
     finally:
         session.children.end()
@@ -122,7 +128,7 @@ def started(plan: SessionPlan) -> Iterator[RoleSession]:
             bootstrap.close()
 
 
-def _start(session: RoleSession) -> None:
+def _start(session: RoleSession, *, num_frontends: int) -> None:
     plan = session.plan
     engine, server, disagg = plan.engine, plan.server, plan.disagg
     own = f"{plan.control_host}:{disagg.disaggregation_bootstrap_port}"
@@ -135,6 +141,7 @@ def _start(session: RoleSession) -> None:
         log_level=server.log_level,
         log_format=server.log_format,
         progress=sys.stderr.isatty() or PROGRESS_ENV in os.environ,
+        num_frontends=num_frontends,
     )
     threads = engine.num_threads
     assert threads is not None, "prepared (disagg/worker.py)"
@@ -143,6 +150,26 @@ def _start(session: RoleSession) -> None:
         "disagg.scheduler_process",
         ["--spec-json", msgspec.json.encode(spec).decode()],
         num_threads=threads,
+    )
+
+
+def _start_frontend(session: RoleSession, row: int, port: ListeningPort) -> None:
+    plan, file = session.plan, session.ipc.frontend_spec
+    spec = OtherFrontendSpec(
+        engine=plan.engine,
+        server=plan.server,
+        disagg=plan.disagg,
+        ipc_dir=session.ipc.dir,
+        control_host=plan.control_host,
+    )
+    file.write_bytes(msgspec.json.encode(spec))  # the folder is private; a command line is not, and keys may be in it
+    session.children.start(
+        f"frontend {row}",
+        "disagg.frontend_process",
+        ["--spec", str(file), "--row", str(row), "--sockets", *map(str, port.descriptors)],
+        num_threads=1,
+        descriptors=port.descriptors,
+        takes_hangup=True,
     )
 
 

@@ -70,7 +70,7 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
     started_s = time.monotonic()
     model = load_model_config(spec.engine.model_path)
     tokenizer = load_tokenizer(spec.engine.model_path)
-    ports = ZmqPorts(IpcPaths(spec.ipc_dir))
+    ports = ZmqPorts(IpcPaths(spec.ipc_dir), num_frontends=spec.num_frontends)
     parts = build_engine(
         spec.engine,
         model,

@@ -11,23 +11,24 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import uvloop
 
 from disagg.config import DisaggConfig, role_name
+from disagg.frontend_spec import frontend_spec
 from disagg.role_session import RoleSession, SessionPlan, check_next_session, next_session, plan_session, started
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.server import WorkerDied, run_frontend
-from engine.frontend.services import FrontendSpec
 from engine.frontend.setup import open_worker_gate
 from engine.local_defaults import with_random_seed, with_threads
 from engine.model_files.source import with_local_model
-from service.flags import ConfigError, values_by_name
-from service.http.listening import ListeningPort, open_port
+from service.flags import ConfigError
+from service.http.listening import ListeningPort, open_port, open_shared_ports
 from service.process.ready_file import write_ready_file
 from service.process.stop_signals import StopSignals
 from service.security.keys import KeyGate
@@ -48,10 +49,21 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
     signal.signal(signal.SIGINT, _leave)
     try:
         runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-        with open_port(server.host, server.port) as port, runner:
-            return runner.run(_live(plan, gate, port))
+        with _open_ports(server) as ports, runner:
+            return runner.run(_live(plan, gate, ports))
     finally:
         _ignore_signals()
+
+
+@contextmanager
+def _open_ports(server: ServerConfig) -> Iterator[tuple[ListeningPort, ...]]:
+    """One port, held once for each frontend. Held here, connections that wait survive a role switch."""
+    if server.tokenizer_worker_num == 1:
+        with open_port(server.host, server.port) as port:
+            yield (port,)
+    else:
+        with open_shared_ports(server.host, server.port, count=server.tokenizer_worker_num) as ports:
+            yield ports
 
 
 def _leave(signum: int, frame: object) -> None:
@@ -64,9 +76,9 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-async def _live(plan: SessionPlan, gate: KeyGate, port: ListeningPort) -> int:
-    worker = _Worker(gate, port, StopSignals())
-    with worker.signals.caught(on_hangup=lambda: gate.reload(time.monotonic())):
+async def _live(plan: SessionPlan, gate: KeyGate, ports: tuple[ListeningPort, ...]) -> int:
+    worker = _Worker(gate, ports, StopSignals())
+    with worker.signals.caught(on_hangup=worker.on_hangup):
         return await worker.live(plan)
 
 
@@ -80,11 +92,19 @@ class _End:
     was_ready: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Worker:
+    """`ports`: the main frontend's, then those of the others."""
+
     gate: KeyGate
-    port: ListeningPort
+    ports: tuple[ListeningPort, ...]
     signals: StopSignals
+    session: RoleSession | None = None
+
+    def on_hangup(self) -> None:
+        self.gate.reload(time.monotonic())
+        if self.session is not None:
+            self.session.children.hang_up()
 
     async def live(self, plan: SessionPlan) -> int:
         """Run one session after another; return the exit status. Raises the error of a first session that cannot start."""
@@ -109,29 +129,29 @@ class _Worker:
             return _End()
         session: RoleSession | None = None
         try:
-            with started(plan) as session:
+            with started(plan, self.ports[1:]) as session:
+                self.session = session
                 return _End(to=await self._serve(session, last))
         except (WorkerDied, ConfigError) as error:
             if session is None:
                 return _End(error=error)
             return _End(error=error, is_reported=session.children.has_reported(), was_ready=session.was_ready)
+        finally:
+            self.session = None
 
     async def _serve(self, session: RoleSession, last: Mapping[str, Any] | None) -> RoleSwitchState | None:
         plan = session.plan
 
         def on_ready() -> None:
             session.was_ready = True
-            _report_ready(self.port.url, plan)
+            _report_ready(self.ports[0].url, plan)
 
         can_switch = plan.role != "null"
-        spec = FrontendSpec(
-            server=plan.server,
-            engine=plan.engine,
-            mode=plan.role,
-            extra_info=values_by_name(plan.disagg),
-            default_bootstrap_port=plan.disagg.disaggregation_bootstrap_port,
-            bootstrap_allowlist=plan.bootstrap_allowlist,
-            warms_up=not plan.server.skip_server_warmup,
+        spec = frontend_spec(
+            plan.engine,
+            plan.server,
+            plan.disagg,
+            plan.bootstrap_allowlist,
             switch=RoleSwitch(check=lambda to: check_next_session(plan, to), last=last) if can_switch else None,
         )
         return await run_frontend(
@@ -140,7 +160,7 @@ class _Worker:
             processes=session.children,
             signals=self.signals,
             gate=self.gate,
-            port=self.port,
+            port=self.ports[0],
             on_ready=on_ready,
         )
 

@@ -336,6 +336,12 @@ class ServerConfig(FlagSet):
     max_stored_response_bytes: int = flag(64 << 20, "most bytes of these answers", unit="bytes", least=1)
     skip_server_warmup: bool = flag(False, "compute no request before the worker says that it is ready")
     ready_file: str | None = flag(None, "file to write, as JSON, once the server is healthy")
+    tokenizer_worker_num: int = flag(
+        1,
+        "frontend processes, which share the port: HTTP, templates, tokenization and detokenization",
+        least=1,
+        most=64,
+    )
     enable_early_rejection: bool = flag(
         False,
         "answer 503 at once if the first token is expected after the request's x-request-timeout (or "

@@ -25,6 +25,18 @@ MAX_QUEUED_MESSAGES = 100_000  # in one pipe; a receiver this far behind is stuc
 MAX_MESSAGE_BYTES = 1 << 30
 LINGER_MS = 500  # of a closing sender
 RECV_BURST = 256  # messages before the event loop serves something else
+MAIN_FRONTEND = 0  # row of the frontend that every worker has
+
+
+def addressed(rid: str, row: int) -> str:
+    """A request's name on the wire ("NAME:NUMBER"), marked with the frontend that answers go to. The main one needs no mark."""
+    return f"{rid}@{row}" if row else rid
+
+
+def row_of(rid: str) -> int:
+    """The frontend that sent the request of this name on the wire."""
+    mark = rid.rpartition(":")[2].partition("@")[2]
+    return int(mark) if mark else MAIN_FRONTEND
 
 
 class PeerStalled(RuntimeError):
@@ -56,7 +68,18 @@ class IpcPaths:
 
     @property
     def to_frontend(self) -> str:
-        return f"ipc://{self.dir}/frontend"
+        return self.to_frontend_of(MAIN_FRONTEND)
+
+    def to_frontend_of(self, row: int) -> str:
+        return f"ipc://{self.dir}/{addressed('frontend', row)}"
+
+    def http_socket(self, row: int) -> Path:
+        """Where a frontend answers the other frontends of its worker."""
+        return Path(self.dir, f"http{row}")
+
+    @property
+    def frontend_spec(self) -> Path:
+        return Path(self.dir, "frontend.json")
 
     def remove(self) -> None:
         shutil.rmtree(self.dir, ignore_errors=True)

@@ -18,6 +18,8 @@ from service.telemetry.logs import about
 
 log = logging.getLogger(__name__)
 
+HTTP_CLOSE_S = 1.0  # for answers that are being written when the server ends
+SPARE_REQUESTS = 1024  # HTTP requests in progress beyond the samples that may be live
 QUIET_PATHS = frozenset((OPENAPI_PATH, *(route.path for route in ROUTES if route.is_polled)))
 
 

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 
 from engine.frontend.client.engine_client import EngineClient
+from engine.frontend.client.other_frontends import OtherFrontends
 from engine.frontend.errors import draining
 from engine.messages import StateReply
 from service.http.errors import ApiError
@@ -26,12 +27,16 @@ async def drain(
     timeout_s: float,
     dead: Callable[[], str | None],
     switch_timeout_s: float | None = None,
+    others: OtherFrontends | None = None,
 ) -> None:
-    """Return when every request has ended or was handed back. `dead`: what died, or None.
+    """Return when every request, also of the `others`, has ended or was handed back. `dead`: what died, or None.
 
     `timeout_s` counts from the first stop signal; without one, `switch_timeout_s` counts from now.
     """
-    client.close(draining("the server is draining: it takes no new requests"))
+    closed = draining("the server is draining: it takes no new requests")
+    client.close(closed)
+    if others is not None:
+        await others.close_to_requests(closed, fails_live=False)
     client.scheduler.announce_drain()
     loop = asyncio.get_running_loop()
     patience = Patience(timeout_s, switch_timeout_s)
@@ -44,7 +49,7 @@ async def drain(
         log.info("draining: %d requests run", client.num_live)
     await wait_while(lambda: client.num_live > 0 and may_wait(), at_once=signals.at_once)
     if client.num_live:
-        await _hand_back(client, dead() or "not ended in time")
+        await _hand_back(client, others, dead() or "not ended in time")
     elif client.scheduler.ready.is_set():
         await _until_at_rest(client, signals=signals, may_wait=may_wait)
 
@@ -65,9 +70,12 @@ class Patience:
         return now_s < self._deadline_s
 
 
-async def _hand_back(client: EngineClient, why: str) -> None:
+async def _hand_back(client: EngineClient, others: OtherFrontends | None, why: str) -> None:
     log.warning("draining: %d requests are handed back: %s", client.num_live, why)
-    client.fail_all(draining(f"the server is draining and hands this request back ({why}); try another one"))
+    error = draining(f"the server is draining and hands this request back ({why}); try another one")
+    client.fail_all(error)
+    if others is not None:
+        await others.close_to_requests(error, fails_live=True)
     await asyncio.sleep(0)
 
 

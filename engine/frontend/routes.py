@@ -43,7 +43,8 @@ SCHEMAS = "#/components/schemas/{name}"
 
 @dataclass(frozen=True)
 class ApiRoute:
-    """`need`: the caller's key. `is_polled`: its good answers are not logged.
+    """`need`: the caller's key. `is_polled`: its good answers are not logged. `anywhere`: any frontend process answers
+    the path; the rest is for the main one.
 
     For the document: `is_alias` (left out), `body` (None: no body), `streams` (JSON, or a stream of this type), `plain_text` or `empty`
     answers, and `starts`: the work goes on after a 202.
@@ -56,6 +57,7 @@ class ApiRoute:
     body_required: bool = True
     need: Access = Access.USER
     is_polled: bool = False
+    anywhere: bool = False
     is_alias: bool = False
     streams: str = ""
     plain_text: bool = False
@@ -69,11 +71,12 @@ async def invocations(request: web.BaseRequest) -> web.StreamResponse:
 
 
 _open = partial(ApiRoute, "GET", need=Access.NONE, is_polled=True)  # health for probes, metrics: no contents
+_tokens = partial(ApiRoute, "POST", anywhere=True)
 _admin = partial(ApiRoute, "POST", need=Access.ADMIN)  # changes the server for every client, uses its disk, or stops it
 
 _ROUTES = (
     _open("/health", health.health),
-    _open("/liveness", health.liveness),
+    _open("/liveness", health.liveness, anywhere=True),
     _open("/health_generate", health.health_generate),
     _open("/metrics", info.metrics, plain_text=True),
     _open("/ping", health.health),
@@ -87,31 +90,31 @@ _ROUTES = (
     ApiRoute("GET", "/get_load", info.old_load, is_polled=True),
     ApiRoute("GET", "/check", info.check, need=Access.ADMIN),
     ApiRoute("GET", "/flush_cache", engine.flush_cache, need=Access.ADMIN, plain_text=True),
-    ApiRoute("POST", "/v1/completions", completions, CompletionBody, streams=EVENTS_TYPE),
-    ApiRoute("POST", "/v1/chat/completions", chat_completions, ChatBody, streams=EVENTS_TYPE),
+    _tokens("/v1/completions", completions, CompletionBody, streams=EVENTS_TYPE),
+    _tokens("/v1/chat/completions", chat_completions, ChatBody, streams=EVENTS_TYPE),
     ApiRoute("POST", "/v1/responses", create_response, ResponseBody, streams=EVENTS_TYPE),
     ApiRoute("GET", "/v1/responses/{id}", stored.get_response),
     ApiRoute("DELETE", "/v1/responses/{id}", stored.delete_response),
     ApiRoute("POST", "/v1/responses/{id}/cancel", stored.cancel_response),
     ApiRoute("GET", "/v1/responses/{id}/input_items", stored.list_input_items),
-    ApiRoute("POST", "/generate", generate, GenerateBody, streams=EVENTS_TYPE),
-    ApiRoute("PUT", "/generate", generate, GenerateBody, streams=EVENTS_TYPE),
-    ApiRoute("POST", "/v1/embeddings", embeddings, EmbeddingBody),
-    ApiRoute("POST", "/encode", encode, EncodeBody),
-    ApiRoute("PUT", "/encode", encode, EncodeBody),
-    ApiRoute("POST", "/v1/score", score, ScoreBody),
-    ApiRoute("POST", "/v1/messages", messages, MessagesBody, streams=EVENTS_TYPE),
-    ApiRoute("POST", "/v1/messages/count_tokens", count_tokens, CountTokensBody),
-    ApiRoute("POST", INVOCATIONS, invocations, InvocationBody, streams=EVENTS_TYPE),
-    ApiRoute("POST", "/api/chat", ollama.chat, OllamaChatBody, streams=LINES_TYPE),
-    ApiRoute("POST", "/api/generate", ollama.generate, OllamaGenerateBody, streams=LINES_TYPE),
+    _tokens("/generate", generate, GenerateBody, streams=EVENTS_TYPE),
+    ApiRoute("PUT", "/generate", generate, GenerateBody, streams=EVENTS_TYPE, anywhere=True),
+    _tokens("/v1/embeddings", embeddings, EmbeddingBody),
+    _tokens("/encode", encode, EncodeBody),
+    ApiRoute("PUT", "/encode", encode, EncodeBody, anywhere=True),
+    _tokens("/v1/score", score, ScoreBody),
+    _tokens("/v1/messages", messages, MessagesBody, streams=EVENTS_TYPE),
+    _tokens("/v1/messages/count_tokens", count_tokens, CountTokensBody),
+    _tokens(INVOCATIONS, invocations, InvocationBody, streams=EVENTS_TYPE),
+    _tokens("/api/chat", ollama.chat, OllamaChatBody, streams=LINES_TYPE),
+    _tokens("/api/generate", ollama.generate, OllamaGenerateBody, streams=LINES_TYPE),
     ApiRoute("POST", "/api/show", ollama_models.show, ShowBody),
     ApiRoute("GET", "/api/tags", ollama_models.tags),
     ApiRoute("GET", "/api/ps", ollama_models.ps),
     ApiRoute("GET", "/api/version", ollama_models.version),
     ApiRoute("POST", "/abort_request", engine.abort_request, engine.AbortBody, empty=True, body_required=False),
-    ApiRoute("POST", "/tokenize", tokens.tokenize, tokens.TokenizeBody),
-    ApiRoute("POST", "/detokenize", tokens.detokenize, tokens.DetokenizeBody),
+    _tokens("/tokenize", tokens.tokenize, tokens.TokenizeBody),
+    _tokens("/detokenize", tokens.detokenize, tokens.DetokenizeBody),
     _admin("/flush_cache", engine.flush_cache, plain_text=True),
     _admin("/traces", info.traces, TracesQuery),
     _admin("/pause_generation", engine.pause_generation, engine.PauseBody, body_required=False),

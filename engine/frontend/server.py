@@ -1,32 +1,32 @@
 """The main process of a worker: serves HTTP, talks to the scheduler process, and ends in good order."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.frontend.app import make_handle
+from engine.frontend.app import HTTP_CLOSE_S, SPARE_REQUESTS, make_handle
+from engine.frontend.client.other_frontends import OtherFrontends
 from engine.frontend.client.scheduler_link import ENGINE_DEAD, SchedulerLink
+from engine.frontend.client.shared_requests import SharedRequests
+from engine.frontend.client.sockets import open_sockets
 from engine.frontend.draining import drain
 from engine.frontend.errors import draining
 from engine.frontend.first_tokens import compute_tokens
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import FrontendSpec, Services
-from engine.frontend.setup import make_services
-from engine.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
-from engine.messages import GetStep, Shutdown, ToFrontend, ToScheduler
+from engine.frontend.setup import ALONE, FrontendSlot, limits_of, make_services
+from engine.ipc import MAIN_FRONTEND, IpcPaths
 from service.http.errors import ApiError
 from service.http.listening import ListeningPort
-from service.http.server import RequestLimits, serving
+from service.http.server import serving, serving_unix
 from service.process.collector import spare_what_lives
 from service.process.stop_signals import StopSignals
 from service.security.keys import KeyGate
 from service.waiter import end_tasks
 
 WATCH_INTERVAL_S = 0.1
-HTTP_CLOSE_S = 1.0  # for answers that are being written when the server ends
-SPARE_REQUESTS = 1024  # HTTP requests in progress beyond the samples that may be live
 
 
 class WorkerDied(RuntimeError):
@@ -57,14 +57,21 @@ async def run_frontend(
     Raises ConfigError for a checkpoint that cannot be used, WorkerDied.
     """
     loop = asyncio.get_running_loop()
-    with _sockets(ipc) as (push, heartbeat, pull):
-        scheduler = SchedulerLink(_sender(push, heartbeat), loop.time)
-        services = make_services(spec, scheduler=scheduler, gate=gate, dead=processes.dead)
+    async with AsyncExitStack() as stack:
+        send, pull = stack.enter_context(open_sockets(ipc))
+        scheduler = SchedulerLink(send, loop.time)
+        slot = await _slot(spec, ipc, stack)
+        dead = _dead(processes, slot.others)
+        services = make_services(spec, scheduler=scheduler, gate=gate, dead=dead, slot=slot)
         client = services.client
-        pull.attach(loop, client.on_message)
+        pull.attach(loop, client.on_message if slot.others is None else slot.others.informed(client.on_message))
         handle = make_handle(services, max_open=client.max_live + SPARE_REQUESTS)
-        limits = RequestLimits(max_body_bytes=spec.server.max_body_bytes, size_flag="--max-body-bytes")
-        async with serving(port, handle, limits, shutdown_timeout_s=HTTP_CLOSE_S):
+        if slot.others is not None:
+            forwarded = serving_unix(
+                ipc.http_socket(MAIN_FRONTEND), handle, limits_of(spec.server), shutdown_timeout_s=HTTP_CLOSE_S
+            )
+            await stack.enter_async_context(forwarded)
+        async with serving(port, handle, limits_of(spec.server), shutdown_timeout_s=HTTP_CLOSE_S):
             try:
                 end = _SessionEnd(signals, spec.switch)
                 await _until_over(services, end, on_ready=on_ready)
@@ -72,10 +79,11 @@ async def run_frontend(
                     client,
                     signals=signals,
                     timeout_s=spec.server.drain_timeout_s,
-                    dead=processes.dead,
+                    dead=dead,
                     switch_timeout_s=end.switch_timeout_s(spec.server.drain_timeout_s),
+                    others=slot.others,
                 )
-                if (reason := processes.dead()) is not None:
+                if (reason := dead()) is not None:
                     raise WorkerDied(reason)
                 if end.next_session() is None:
                     return None
@@ -87,28 +95,20 @@ async def run_frontend(
                 services.tracer.close()
 
 
-@contextmanager
-def _sockets(ipc: IpcPaths) -> Iterator[tuple[PushSocket, PushSocket, PullSocket[ToFrontend]]]:
-    """To the scheduler (which receives `Shutdown` at the end), to its heartbeat, and from both."""
-    push, heartbeat = PushSocket(ipc.to_scheduler), PushSocket(ipc.to_heartbeat)
-    pull: PullSocket[ToFrontend] = PullSocket(ipc.to_frontend, ToFrontend)
-    try:
-        yield push, heartbeat, pull
-    finally:
-        with suppress(PeerStalled):
-            push.send(Shutdown())
-        for socket in (push, heartbeat, pull):
-            socket.close()
+async def _slot(spec: FrontendSpec, ipc: IpcPaths, stack: AsyncExitStack) -> FrontendSlot:
+    """Of the main frontend; what it opens ends with the stack."""
+    num_rows = spec.server.tokenizer_worker_num
+    if num_rows == 1:
+        return ALONE
+    shared = SharedRequests(ipc.dir, row=MAIN_FRONTEND, num_rows=num_rows)
+    stack.callback(shared.close)
+    others = OtherFrontends([ipc.http_socket(row) for row in range(num_rows) if row != MAIN_FRONTEND])
+    stack.push_async_callback(others.close)
+    return FrontendSlot(shared=shared, others=others)
 
 
-def _sender(push: PushSocket, heartbeat: PushSocket) -> Callable[[ToScheduler | GetStep], None]:
-    def send(message: ToScheduler | GetStep) -> None:
-        try:
-            (heartbeat if isinstance(message, GetStep) else push).send(message)
-        except PeerStalled as e:
-            raise ApiError(503, str(e), code="engine_stalled", retry_after_s=1) from None
-
-    return send
+def _dead(processes: EngineProcesses, others: OtherFrontends | None) -> Callable[[], str | None]:
+    return processes.dead if others is None else lambda: processes.dead() or others.lost
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,10 @@ async def _until_over(s: Services, end: _SessionEnd, *, on_ready: Callable[[], N
         while not end.is_requested:
             reason = s.dead()
             if reason is not None:
-                s.client.fail_all(ApiError(503, reason, code=ENGINE_DEAD, retry_after_s=1))
+                error = ApiError(503, reason, code=ENGINE_DEAD, retry_after_s=1)
+                s.client.fail_all(error)
+                if s.others is not None:
+                    await s.others.close_to_requests(error, fails_live=True)
                 raise WorkerDied(reason)
             if starting.done() and not s.warm.is_set():
                 starting.result()
@@ -154,6 +157,8 @@ async def _until_over(s: Services, end: _SessionEnd, *, on_ready: Callable[[], N
 async def _warm_up(s: Services) -> None:
     """Wait for the scheduler, then compute a prompt and a token behind it. Raises WorkerDied where that fails."""
     await s.scheduler.ready.wait()
+    if s.others is not None:
+        await s.others.until_ready()
     if not s.spec.warms_up:
         return
     try:

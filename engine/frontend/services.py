@@ -15,6 +15,7 @@ from aiohttp import web
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist, BootstrapFields, build_bootstraps
 from engine.frontend.client.engine_client import EngineClient
+from engine.frontend.client.other_frontends import OtherFrontends
 from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.ignored_fields import IgnoredFields
 from engine.frontend.metrics.worker import Metrics
@@ -55,7 +56,10 @@ class FrontendSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """`server_info`: flat, no secrets. `dead`: why the engine cannot serve, or None. `responses`: None: it stores none."""
+    """`server_info`: flat, no secrets. `dead`: why the engine cannot serve, or None. `responses`: None: it stores none.
+
+    `others`: the frontends beside this one, if there are any and this is the main one.
+    """
 
     spec: FrontendSpec
     model: ServedModel
@@ -68,6 +72,7 @@ class Services:
     browser: BrowserRule
     prng: random.Random
     responses: LocalBook | None
+    others: OtherFrontends | None = None
     tokenizer_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
     started_unix_s: int = field(default_factory=lambda: int(time.time()))
     warm: asyncio.Event = field(default_factory=asyncio.Event)  # ready, and warmed up

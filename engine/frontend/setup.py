@@ -2,19 +2,24 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from engine.config import ServerConfig
 from engine.frontend.client.engine_client import EngineClient
+from engine.frontend.client.other_frontends import OtherFrontends
 from engine.frontend.client.scheduler_link import SchedulerLink
+from engine.frontend.client.shared_requests import SharedRequests
 from engine.frontend.client.tracing import Traces
 from engine.frontend.metrics.worker import Metrics
 from engine.frontend.served_model import load_served_model
 from engine.frontend.services import FrontendSpec, Services
+from engine.ipc import MAIN_FRONTEND
 from engine.lora.names import named_paths
 from engine.text.sample import SampleText
 from service.flags import ConfigError, values_by_name
+from service.http.server import RequestLimits
 from service.responses.book import LocalBook
 from service.responses.store import ResponseStore
 from service.security.browser import BrowserRule
@@ -23,8 +28,25 @@ from service.telemetry.otlp import open_exporter
 from service.telemetry.tracer import Tracer
 
 
+@dataclass(frozen=True, kw_only=True)
+class FrontendSlot:
+    """A frontend's place among those of its worker. `others`: of the main one."""
+
+    row: int = MAIN_FRONTEND
+    shared: SharedRequests | None = None
+    others: OtherFrontends | None = None
+
+
+ALONE = FrontendSlot()
+
+
 def make_services(
-    spec: FrontendSpec, *, scheduler: SchedulerLink, gate: KeyGate, dead: Callable[[], str | None]
+    spec: FrontendSpec,
+    *,
+    scheduler: SchedulerLink,
+    gate: KeyGate,
+    dead: Callable[[], str | None],
+    slot: FrontendSlot = ALONE,
 ) -> Services:
     """Load the checkpoint's tokenizer and template. Raises ConfigError."""
     server, engine = spec.server, spec.engine
@@ -44,6 +66,7 @@ def make_services(
         max_queued=engine.max_queued_requests,
         early_rejection=server.enable_early_rejection and spec.mode != "decode",  # there the wait is for prefill
         traces=Traces(tracer, process=process, model=model.served_name),
+        shared=slot.shared,
     )
     return Services(
         spec=spec,
@@ -60,8 +83,9 @@ def make_services(
             allowed_hosts=server.allowed_hosts,
             allowed_origins=server.allowed_origins,
         ),
-        prng=random.Random(engine.random_seed),
-        responses=_responses(spec),
+        prng=random.Random(engine.random_seed if slot.row == MAIN_FRONTEND else f"{engine.random_seed}/{slot.row}"),
+        responses=_responses(spec) if slot.row == MAIN_FRONTEND else None,
+        others=slot.others,
     )
 
 
@@ -71,6 +95,10 @@ def _responses(spec: FrontendSpec) -> LocalBook | None:
     if spec.mode != "null" or server.max_stored_responses == 0:
         return None
     return LocalBook(ResponseStore(max_count=server.max_stored_responses, max_bytes=server.max_stored_response_bytes))
+
+
+def limits_of(server: ServerConfig) -> RequestLimits:
+    return RequestLimits(max_body_bytes=server.max_body_bytes, size_flag="--max-body-bytes")
 
 
 def open_worker_gate(server: ServerConfig) -> KeyGate:

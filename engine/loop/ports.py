@@ -1,21 +1,26 @@
-"""The loop's sockets: ZMQ to the other processes of the worker, and a pipe by which threads call for attention."""
+"""The loop's sockets: ZMQ to the other processes of the worker, and a pipe by which threads call for attention.
+
+Of several frontends each receives the outputs of its own requests. The main one receives all replies: others make no calls.
+"""
 
 import os
+from collections import defaultdict
 from contextlib import suppress
 
 import zmq
 
-from engine.ipc import IpcPaths, PullSocket, PushSocket
-from engine.messages import ToFrontend, ToScheduler
+from engine.ipc import MAIN_FRONTEND, IpcPaths, PullSocket, PushSocket, row_of
+from engine.messages import SchedulerReady, ToFrontend, TokenBatch, TokenOutput, ToScheduler
 
 EVENTFD_ONE = 1
 CLOSED = -1
 
 
 class ZmqPorts:
-    def __init__(self, ipc: IpcPaths) -> None:
+    def __init__(self, ipc: IpcPaths, *, num_frontends: int = 1) -> None:
         self._inbox: PullSocket[ToScheduler] = PullSocket(ipc.to_scheduler, ToScheduler)
-        self._frontend = PushSocket(ipc.to_frontend)
+        self._frontends = [PushSocket(ipc.to_frontend_of(row)) for row in range(num_frontends)]
+        self._main = self._frontends[MAIN_FRONTEND]
         self._attention = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
@@ -36,10 +41,24 @@ class ZmqPorts:
                 os.eventfd_write(attention, EVENTFD_ONE)
 
     def to_frontend(self, message: ToFrontend) -> None:
-        self._frontend.send(message)
+        if len(self._frontends) > 1 and isinstance(message, TokenBatch):
+            self._send_each_its_own(message)
+        elif isinstance(message, SchedulerReady):
+            for frontend in self._frontends:
+                frontend.send(message)
+        else:
+            self._main.send(message)
+
+    def _send_each_its_own(self, batch: TokenBatch) -> None:
+        parts: defaultdict[int, list[TokenOutput]] = defaultdict(list)
+        for output in batch.outputs:
+            parts[row_of(output.rid)].append(output)
+        for row, outputs in parts.items():
+            self._frontends[row].send(TokenBatch(outputs))
 
     def close(self) -> None:
-        for socket in (self._inbox, self._frontend):
-            socket.close()
+        self._inbox.close()
+        for frontend in self._frontends:
+            frontend.close()
         attention, self._attention = self._attention, CLOSED
         os.close(attention)

@@ -2,7 +2,7 @@
 
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -19,6 +19,17 @@ class ListeningPort:
     def __init__(self, host: str, port: int, sockets: list[socket.socket]) -> None:
         self.host, self.port = host, port
         self._sockets = sockets
+
+    @classmethod
+    def inherited(cls, host: str, descriptors: Iterable[int]) -> "ListeningPort":
+        """A port that the parent process holds."""
+        sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        return cls(host, sockets[0].getsockname()[1], sockets)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """For a child process that serves this port (`inherited`)."""
+        return tuple(sock.fileno() for sock in self._sockets)
 
     @property
     def url(self) -> str:

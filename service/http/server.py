@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from aiohttp import HttpVersion11, web
@@ -16,7 +17,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from service.http.api_shapes import OPENAI
 from service.http.errors import ApiError
-from service.http.listening import ListeningPort
+from service.http.listening import BACKLOG, ListeningPort
 from service.http.routes import Handler
 
 # A kept connection between two requests. Also the bound for a second head that began before the first request's answer.
@@ -78,6 +79,20 @@ async def serving(
     await runner.setup()
     try:
         await port.serve(runner)
+        yield
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def serving_unix(
+    path: Path, handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: float
+) -> AsyncIterator[None]:
+    """Answer at a unix socket with `handle` until the block ends."""
+    runner = make_runner(handle, limits, shutdown_timeout_s=shutdown_timeout_s)
+    await runner.setup()
+    try:
+        await web.UnixSite(runner, str(path), backlog=BACKLOG).start()
         yield
     finally:
         await runner.cleanup()

@@ -81,3 +81,9 @@ def test_a_drain_for_a_switch_has_its_own_time_until_the_worker_is_to_end() -> N
     assert not Patience(30.0, 0.0).lasts(0.0, ends=False)
     only_end = Patience(30.0, None)
     assert only_end.lasts(0.0, ends=True) and not only_end.lasts(30.0, ends=True)
+
+
+def test_a_forecast_of_the_queue_needs_one_frontend() -> None:
+    """Each would see its own requests alone."""
+    with pytest.raises(ConfigError, match="--enable-early-rejection: needs --tokenizer-worker-num 1"):
+        plan(server=ServerConfig(tokenizer_worker_num=2, enable_early_rejection=True))

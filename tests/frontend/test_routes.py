@@ -7,9 +7,32 @@ from typing import Any
 import pytest
 
 from engine.frontend.apis.native.score import probabilities, shares
+from engine.frontend.routes import ROUTES
 from service.http.unserved_routes import UNSERVED
 from tests.frontend.conftest import Worker, start_worker
 
+ANYWHERE = {
+    *(
+        "/generate",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/embeddings",
+        "/encode",
+        "/v1/score",
+        "/v1/messages",
+        "/api/chat",
+        "/api/generate",
+    ),
+    *(
+        "/invocations",
+        "/v1/messages/count_tokens",
+        "/tokenize",
+        "/v1/tokenize",
+        "/detokenize",
+        "/v1/detokenize",
+        "/liveness",
+    ),
+}
 PAGE = "http://page.example"
 ASKS = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
 
@@ -109,3 +132,10 @@ def test_a_page_of_an_allowed_origin_reads_answers_streams_and_errors(shared: Wo
     refused = shared.http.request("OPTIONS", "/generate", headers=foreign | ASKS)
     assert refused.status_code == 403 and "access-control-allow-origin" not in refused.headers
     assert shared.post("/generate", body, headers=foreign | key).status_code == 403
+
+
+def test_a_path_belongs_to_any_frontend_or_to_the_main_one_with_all_its_methods() -> None:
+    """A frontend beside the main one forwards by path: it must not forward requests for tokens."""
+    answered = {(route.path, route.anywhere) for route in ROUTES}
+    assert len(answered) == len({path for path, _ in answered})
+    assert {path for path, anywhere in answered if anywhere} == ANYWHERE

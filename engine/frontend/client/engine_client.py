@@ -13,6 +13,7 @@ from engine.config import MAX_RUNNING_OF
 from engine.frontend.client.forecast import PrefillForecast
 from engine.frontend.client.generation import Generation, Sample, SampleObserver
 from engine.frontend.client.scheduler_link import CALL_TIMEOUT_S, ENGINE_DEAD, SchedulerLink
+from engine.frontend.client.shared_requests import SharedRequests
 from engine.frontend.client.tracing import NO_TRACES, SampleTrace, Traces
 from engine.frontend.errors import not_ready, too_late
 from engine.messages import (
@@ -52,6 +53,7 @@ class EngineClient:
     `open_text` begins the text of a sample.
 
     `early_rejection`: refuse a request with 503 if its first token would come after its own timeout.
+    `shared`: with the other frontends of the worker; None: there are none.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class EngineClient:
         max_queued: int,
         early_rejection: bool = False,
         traces: Traces = NO_TRACES,
+        shared: SharedRequests | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.observer = observer
@@ -74,6 +77,7 @@ class EngineClient:
         self._now_s = scheduler.now_s
         self._open_text = open_text
         self._traces = traces
+        self._shared = shared
         self._live: dict[str, _Live] = {}
         self._names: dict[str, list[str]] = {}  # user's name -> wire rids, of live samples
 
@@ -89,7 +93,8 @@ class EngineClient:
 
     @property
     def num_live(self) -> int:
-        return len(self._live)
+        """Of all frontends of the worker."""
+        return len(self._live) if self._shared is None else self._shared.num_live
 
     @property
     def is_draining(self) -> bool:
@@ -112,7 +117,7 @@ class EngineClient:
         samples = [
             Sample(
                 name=name,
-                wire_rid=f"{name}:{next(self.scheduler.numbers):x}",
+                wire_rid=self.scheduler.mint_wire_rid(name),
                 num_prompt_tokens=len(r.input_ids),
                 is_empty=r.sampling.max_new_tokens == 0 and not r.pooling,
                 trace=SampleTrace(self._traces, r, name, context),
@@ -122,6 +127,8 @@ class EngineClient:
         generation = Generation(
             samples, groups or [], observer=self.observer, now_s=self._now_s, on_leave=self._on_leave
         )
+        if self._shared is not None:
+            self._claim(self._shared, {*names, *(groups or [])}, num_samples=len(samples))
         for i, (sample, group) in enumerate(zip(samples, groups or names, strict=True)):
             self._live[sample.wire_rid] = _Live(generation, i, texts[i])
             for name in {sample.name, group}:
@@ -214,6 +221,10 @@ class EngineClient:
                 self._names[name] = left
             else:
                 self._names.pop(name, None)
+                if self._shared is not None:
+                    self._shared.release(name)
+        if self._shared is not None:
+            self._shared.publish(len(self._live))
         for sample in generation.unfinished:
             self.scheduler.abort(sample.wire_rid)
 
@@ -225,8 +236,8 @@ class EngineClient:
         if num_samples > self.max_live:
             text = f"{num_samples} samples in one request are more than this server ever queues ({self.max_live})"
             raise ApiError(400, text)
-        if len(self._live) + num_samples > self.max_live:
-            text = f"the queue is full ({len(self._live)} requests); try again later"
+        if self.num_live + num_samples > self.max_live:
+            text = f"the queue is full ({self.num_live} requests); try again later"
             raise ApiError(503, text, code="queue_full", retry_after_s=1)
 
     def _check_timeout(self, requests: list[GenerateRequest], timeout_s: float | None) -> None:
@@ -244,4 +255,19 @@ class EngineClient:
             if not 0 < len(name) <= MAX_RID_CHARS:
                 raise bad_field("rid", f"must have 1 to {MAX_RID_CHARS} characters")
             if name in self._names:
-                raise bad_field("rid", f"a request with id {name!r} is running")
+                raise _in_use(name)
+
+    def _claim(self, shared: SharedRequests, names: set[str], *, num_samples: int) -> None:
+        """Take the names from all frontends, or none of them. Raises ApiError(400)."""
+        claimed: list[str] = []
+        for name in names:
+            if not shared.claim(name):
+                for taken in claimed:
+                    shared.release(taken)
+                raise _in_use(name)
+            claimed.append(name)
+        shared.publish(len(self._live) + num_samples)
+
+
+def _in_use(name: str) -> ApiError:
+    return bad_field("rid", f"a request with id {name!r} is running")

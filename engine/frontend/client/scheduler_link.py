@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from engine.frontend.errors import not_ready, refused
+from engine.ipc import MAIN_FRONTEND, addressed
 from engine.messages import (
     AbortRequest,
     ContinueGeneration,
@@ -42,10 +43,24 @@ FIRST_STATE = "s0"
 CALL_TIMEOUT_S = 20.0  # a scheduler that is in a long step answers after it
 
 
-class SchedulerLink:
-    """`send` queues one message for the scheduler process, or raises ApiError(503)."""
+def concerns_requests(reply: ControlReply) -> bool:
+    """Whether later requests are answered by what the reply says: by other weights or adapters."""
+    return "weight_version" in reply.values or reply.adapters is not None
 
-    def __init__(self, send: Callable[[ToScheduler | GetStep], None], now_s: Callable[[], float]) -> None:
+
+class SchedulerLink:
+    """`send` queues one message for the scheduler process, or raises ApiError(503). `row`: this frontend's among several.
+
+    Replies go to the main frontend, so only that one makes calls.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[ToScheduler | GetStep], None],
+        now_s: Callable[[], float],
+        *,
+        row: int = MAIN_FRONTEND,
+    ) -> None:
         self.now_s = now_s
         self.info: dict[str, int | float | str | bool | None] = {}
         self.ready = asyncio.Event()
@@ -53,21 +68,22 @@ class SchedulerLink:
         self.last_state: StateReply | None = None
         self.updated: dict[str, int | str] = {}  # model_path and weight_version, since the weights were changed
         self.adapters: dict[str, str] = {}  # name -> path of those that requests may name
-        self.numbers = itertools.count(1)  # make names on the wire unique
+        self._numbers = itertools.count(1)  # make names on the wire unique
+        self._row = row
         self.gone: ApiError | None = None  # why no call can be answered any more
         self._send = send
         self._calls: dict[str, asyncio.Future[Reply]] = {}
 
     async def state(self, *, check: bool = False, timeout_s: float = CALL_TIMEOUT_S) -> StateReply:
         """Raises ApiError(503) when the scheduler does not answer in time."""
-        return await self._call(GetState(call_id=f"s{next(self.numbers)}", check=check), StateReply, timeout_s)
+        return await self._call(GetState(call_id=f"s{next(self._numbers)}", check=check), StateReply, timeout_s)
 
     async def step(self, *, timeout_s: float = CALL_TIMEOUT_S) -> StepReply:
         """What the scheduler computes now; its heartbeat thread answers. Raises ApiError(503) if it is frozen or ended."""
-        return await self._call(GetStep(call_id=f"b{next(self.numbers)}"), StepReply, timeout_s)
+        return await self._call(GetStep(call_id=f"b{next(self._numbers)}"), StepReply, timeout_s)
 
     async def flush_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ControlReply:
-        return await self._call(FlushCache(call_id=f"f{next(self.numbers)}"), ControlReply, timeout_s)
+        return await self._call(FlushCache(call_id=f"f{next(self._numbers)}"), ControlReply, timeout_s)
 
     async def control(self, message: ControlMessage, *, timeout_s: float = CALL_TIMEOUT_S) -> ControlReply:
         """Raises ApiError: the scheduler's refusal, or 503 when it does not answer in time."""
@@ -77,7 +93,11 @@ class SchedulerLink:
         return reply
 
     def mint_call_id(self) -> str:
-        return f"c{next(self.numbers)}"
+        return f"c{next(self._numbers)}"
+
+    def mint_wire_rid(self, name: str) -> str:
+        """Unique in this worker, and answers to it come to this frontend."""
+        return addressed(f"{name}:{next(self._numbers):x}", self._row)
 
     def send(self, message: GenerateRequest | GenerateBatch | AbortRequest) -> None:
         """Raises ApiError(503) when the scheduler takes no messages."""
@@ -106,6 +126,8 @@ class SchedulerLink:
         if isinstance(message, SchedulerReady):
             self.info = message.info
             self.ready.set()
+            if self._row != MAIN_FRONTEND:
+                return
             with suppress(ApiError):  # before any request: the first long step needs a `last_state`
                 self._send(GetState(call_id=FIRST_STATE))
             return

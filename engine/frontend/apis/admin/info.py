@@ -12,9 +12,11 @@ from engine.frontend.apis.shared.models import choose_model
 from engine.frontend.services import SERVICES, Services
 from service.http.errors import DRAINING, ApiError, decode_body
 from service.http.stream import json_response
+from service.telemetry.expositions import merge_expositions
 from service.telemetry.records import Records, TracesQuery, query_error
 from service.version import installed_version
 
+SUMMED_GAUGES = ("_active",)  # over the frontends of the worker
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -91,6 +93,8 @@ async def old_load(request: web.BaseRequest) -> web.Response:
 async def metrics(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
     body = s.metrics.exposition(await state_if_up(s), await step_if_up(s))
+    if s.others is not None:
+        body = merge_expositions([body, *await s.others.expositions()], summed=SUMMED_GAUGES)
     return web.Response(body=body, headers={"Content-Type": METRICS_CONTENT_TYPE})
 
 
@@ -105,4 +109,6 @@ async def traces(request: web.BaseRequest) -> web.Response:
     query = decode_body(await request.read(), TracesQuery)
     if (wrong := query_error(query)) is not None:
         raise ApiError(400, wrong, field=wrong.partition(":")[0])
-    return json_response(Records(records=request[SERVICES].tracer.ring.find(query)))
+    s = request[SERVICES]
+    found = s.tracer.ring.find(query)
+    return json_response(Records(records=found if s.others is None else await s.others.with_records(found, query)))

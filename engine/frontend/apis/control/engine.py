@@ -83,7 +83,8 @@ async def abort_request(request: web.BaseRequest) -> web.Response:
             raise refusal
         s.client.abort_all()
     elif body.rid:
-        s.client.abort(body.rid)
+        if not s.client.abort(body.rid) and s.others is not None:
+            await s.others.abort(body.rid)
     else:
         raise bad_field("rid", "name a request, or set abort_all")
     return web.Response()

@@ -1,0 +1,97 @@
+"""What the main frontend of a worker sends the others, over their unix sockets (engine/frontend/other answers)."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from engine.frontend.client.scheduler_link import concerns_requests
+from engine.messages import ControlReply, ToFrontend
+from service.http.errors import ApiError
+from service.http.unix_peers import UnixPeers
+from service.telemetry.records import Record, Records, TracesQuery, last_ids
+from service.waiter import end_tasks
+
+READY, METRICS, TRACES, ABORT, REPLY, CLOSE = "/ready", "/metrics", "/traces", "/abort", "/reply", "/close"
+READY_POLL_S = 0.02
+CHANGE_TIMEOUT_S = 20.0
+CLOSE_TIMEOUT_S = 2.0  # the worker ends: one that is frozen must not hold it
+
+
+class AbortName(msgspec.Struct, frozen=True):
+    name: str
+
+
+class CloseFrontend(msgspec.Struct, frozen=True, kw_only=True):
+    """No request is accepted any more, with this error; `fails_live`: and those that run fail with it."""
+
+    status: int
+    message: str
+    code: str | None
+    retry_after_s: int | None
+    fails_live: bool
+
+
+class OtherFrontends:
+    """`lost`: why one of them cannot serve any more."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self.lost: str | None = None
+        self._peers = UnixPeers(paths, headers={})
+        self._one_change = asyncio.Lock()
+        self._changes: set[asyncio.Task[None]] = set()
+
+    async def until_ready(self) -> None:
+        """Wait until all listen and know the scheduler. One that dies ends the worker."""
+        while len(await self._peers.request("GET", READY)) < self._peers.num:
+            await asyncio.sleep(READY_POLL_S)
+
+    def informed(self, handle: Callable[[ToFrontend], None]) -> Callable[[ToFrontend], None]:
+        """`handle`, which receives a change of adapters or weights after all other frontends: its caller finds it everywhere."""
+
+        def on_message(message: ToFrontend) -> None:
+            if isinstance(message, ControlReply) and concerns_requests(message):
+                task = asyncio.create_task(self._inform(message, handle))
+                self._changes.add(task)
+                task.add_done_callback(self._changes.discard)
+            else:
+                handle(message)
+
+        return on_message
+
+    async def abort(self, name: str) -> None:
+        await self._peers.request("POST", ABORT, AbortName(name))
+
+    async def close_to_requests(self, error: ApiError, *, fails_live: bool) -> None:
+        body = CloseFrontend(
+            status=error.status,
+            message=error.message,
+            code=error.code,
+            retry_after_s=error.retry_after_s,
+            fails_live=fails_live,
+        )
+        await self._peers.request("POST", CLOSE, body, timeout_s=CLOSE_TIMEOUT_S)
+
+    async def expositions(self) -> list[bytes]:
+        return await self._peers.request("GET", METRICS)
+
+    async def with_records(self, mine: list[Record], query: TracesQuery) -> list[Record]:
+        """The records of all frontends."""
+        answers = await self._peers.request("POST", TRACES, query)
+        found = mine + [record for body in answers for record in msgspec.json.decode(body, type=Records).records]
+        if query.last is None:
+            return found
+        ids = frozenset(last_ids(found, query.last))
+        return [record for record in found if record.request_id in ids]
+
+    async def close(self) -> None:
+        await end_tasks(self._changes)
+        await self._peers.close()
+
+    async def _inform(self, reply: ControlReply, handle: Callable[[ToFrontend], None]) -> None:
+        async with self._one_change:
+            answers = await self._peers.request("POST", REPLY, reply, timeout_s=CHANGE_TIMEOUT_S)
+            if len(answers) < self._peers.num:
+                self.lost = f"a frontend process did not take a change of adapters or weights in {CHANGE_TIMEOUT_S:g} s"
+            handle(reply)

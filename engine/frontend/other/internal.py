@@ -1,0 +1,67 @@
+"""What a frontend answers the main one, at a unix socket in the worker's private directory."""
+
+from aiohttp import web
+
+from engine.frontend.client.other_frontends import (
+    ABORT,
+    CLOSE,
+    METRICS,
+    READY,
+    REPLY,
+    TRACES,
+    AbortName,
+    CloseFrontend,
+)
+from engine.frontend.errors import not_ready
+from engine.frontend.services import Services
+from engine.messages import ControlReply
+from service.http.errors import ApiError, decode_body
+from service.http.guard import answer_of
+from service.http.routes import Handler, Routes
+from service.http.stream import json_response
+from service.telemetry.records import Records, TracesQuery
+
+
+def make_internal_handle(s: Services) -> Handler:
+    async def ready(request: web.BaseRequest) -> web.Response:
+        if not s.scheduler.ready.is_set():
+            raise not_ready("the model is still loading")
+        return web.Response()
+
+    async def metrics(request: web.BaseRequest) -> web.Response:
+        """Without the scheduler's, which the main frontend has."""
+        return web.Response(body=s.metrics.exposition(None))
+
+    async def traces(request: web.BaseRequest) -> web.Response:
+        query = decode_body(await request.read(), TracesQuery)
+        return json_response(Records(records=s.tracer.ring.find(query)))
+
+    async def abort(request: web.BaseRequest) -> web.Response:
+        s.client.abort(decode_body(await request.read(), AbortName).name)
+        return web.Response()
+
+    async def reply(request: web.BaseRequest) -> web.Response:
+        s.scheduler.on_message(decode_body(await request.read(), ControlReply))
+        return web.Response()
+
+    async def close(request: web.BaseRequest) -> web.Response:
+        body = decode_body(await request.read(), CloseFrontend)
+        error = ApiError(body.status, body.message, code=body.code, retry_after_s=body.retry_after_s)
+        (s.client.fail_all if body.fails_live else s.client.close)(error)
+        return web.Response()
+
+    routes = Routes(
+        [
+            web.get(READY, ready),
+            web.get(METRICS, metrics),
+            web.post(TRACES, traces),
+            web.post(ABORT, abort),
+            web.post(REPLY, reply),
+            web.post(CLOSE, close),
+        ]
+    )
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        return await answer_of(routes.of(request).handler, request)
+
+    return handle

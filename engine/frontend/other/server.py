@@ -1,0 +1,68 @@
+"""Runs a frontend process beside the main one, at the same port, until the main one ends it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from engine.frontend.app import HTTP_CLOSE_S, SPARE_REQUESTS, make_handle
+from engine.frontend.client.scheduler_link import SchedulerLink
+from engine.frontend.client.shared_requests import SharedRequests
+from engine.frontend.client.sockets import open_sockets
+from engine.frontend.other.forward import forwarding_to
+from engine.frontend.other.internal import make_internal_handle
+from engine.frontend.routes import ROUTES
+from engine.frontend.services import FrontendSpec, Services
+from engine.frontend.setup import FrontendSlot, limits_of, make_services
+from engine.ipc import MAIN_FRONTEND, IpcPaths
+from service.http.listening import ListeningPort
+from service.http.routes import Handler, Routes
+from service.http.server import serving, serving_unix
+from service.process.collector import spare_what_lives
+from service.security.keys import KeyGate
+from service.waiter import end_tasks
+
+
+async def run_other_frontend(
+    spec: FrontendSpec, *, row: int, ipc: IpcPaths, gate: KeyGate, port: ListeningPort, ended: asyncio.Event
+) -> None:
+    """Serve until `ended`. Raises ConfigError for a checkpoint that cannot be used."""
+    loop, limits = asyncio.get_running_loop(), limits_of(spec.server)
+    shared = SharedRequests(ipc.dir, row=row, num_rows=spec.server.tokenizer_worker_num)
+    with open_sockets(ipc, row=row) as (send, pull):
+        scheduler = SchedulerLink(send, loop.time, row=row)
+        slot = FrontendSlot(row=row, shared=shared)
+        s = make_services(spec, scheduler=scheduler, gate=gate, dead=lambda: None, slot=slot)
+        pull.attach(loop, s.client.on_message)
+        async with _handling(s, ipc) as handle:
+            internal = make_internal_handle(s)
+            async with (
+                serving_unix(ipc.http_socket(row), internal, limits, shutdown_timeout_s=HTTP_CLOSE_S),
+                serving(port, handle, limits, shutdown_timeout_s=HTTP_CLOSE_S),
+            ):
+                settling = asyncio.create_task(_settle(s))
+                await ended.wait()
+                await end_tasks([settling])
+        s.tokenizer_pool.shutdown(wait=False, cancel_futures=True)
+        s.tracer.close()
+        shared.close()
+
+
+@asynccontextmanager
+async def _handling(s: Services, ipc: IpcPaths) -> AsyncIterator[Handler]:
+    """Only what the main frontend must answer is forwarded."""
+    own = make_handle(s, max_open=s.client.max_live + SPARE_REQUESTS)
+    of_main = Routes(web.route(route.method, route.path, route.handler) for route in ROUTES if not route.anywhere)
+    async with forwarding_to(ipc.http_socket(MAIN_FRONTEND)) as forward:
+
+        async def handle(request: web.BaseRequest) -> web.StreamResponse:
+            is_of_main = of_main.find(request.method, request.path).path != ""
+            return await (forward if is_of_main else own)(request)
+
+        yield handle
+
+
+async def _settle(s: Services) -> None:
+    await s.scheduler.ready.wait()
+    spare_what_lives()
