@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from aiohttp import web
 
@@ -11,7 +12,7 @@ from engine.frontend.services import SERVICES, Services
 from service.http.errors import ApiError
 from service.http.guard import CLIENT_GONE, make_guard
 from service.http.home import Home
-from service.http.pages import Pages
+from service.http.pages import CHAT, SHARED, Pages
 from service.http.routes import Handler, Routes
 from service.http.stream import REQUEST_ID
 from service.telemetry.logs import about
@@ -25,7 +26,7 @@ QUIET_PATHS = frozenset((OPENAPI_PATH, *(route.path for route in ROUTES if route
 
 def make_handle(services: Services, *, max_open: int = 1 << 16) -> Handler:
     """`max_open`: requests with a body in progress; one more is 503 before its body is read."""
-    routes = Routes([*_routes(_bound(max_open)), *Pages().routes(), *_home(services).routes()])
+    routes = Routes([*_routes(_bound(max_open)), *Pages(_files(services)).routes(), *_home(services).routes()])
     guard = make_guard(routes, gate=services.gate, need_of=lambda method, path: need_of(path), browser=services.browser)
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
@@ -56,9 +57,15 @@ def _routes(bounded: Callable[[Handler], Handler]) -> Iterator[web.RouteDef]:
         yield web.route(route.method, route.path, handler)
 
 
+def _files(services: Services) -> Mapping[str, Path]:
+    """A worker of a pair answers no chat by itself."""
+    return SHARED | CHAT if services.spec.mode == "null" else SHARED
+
+
 def _home(services: Services) -> Home:
     server = "worker" if services.spec.mode == "null" else f"{services.spec.mode} worker"
-    return Home(server=server, models=lambda: (services.model.served_name, *services.scheduler.adapters), links={})
+    links = {"/chat": "talk to the model"} if "/chat" in _files(services) else {}
+    return Home(server=server, models=lambda: (services.model.served_name, *services.scheduler.adapters), links=links)
 
 
 def _log(request: web.BaseRequest, status: int, taken_s: float) -> None:

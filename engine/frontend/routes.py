@@ -31,7 +31,7 @@ from service.http import openapi
 from service.http.api_shapes import shape_of
 from service.http.home import HOME
 from service.http.invocations import INVOCATIONS, InvocationBody, invoked_path
-from service.http.pages import SHARED
+from service.http.pages import CHAT, SHARED
 from service.http.routes import Handler
 from service.http.stream import EVENTS_TYPE, LINES_TYPE
 from service.http.unserved_routes import UNSERVED, refuse
@@ -143,7 +143,7 @@ _HANDLERS = {(route.method, route.path): route.handler for route in ROUTES}
 _NEEDS = {
     OPENAPI_PATH: Access.NONE,
     HOME: Access.NONE,
-    **dict.fromkeys(SHARED, Access.NONE),
+    **dict.fromkeys(SHARED | CHAT, Access.NONE),
     **{route.path: route.need for route in ROUTES},
 }
 ADMIN_PATHS = frozenset(path for path, need in _NEEDS.items() if need is Access.ADMIN)

@@ -1,10 +1,5 @@
 """The files of the router's pages."""
 
-from service.http.pages import SHARED, files_of
+from service.http.pages import CHAT, SHARED, files_of
 
-FILES = (
-    SHARED
-    | files_of("router.web", "/web")
-    | files_of("router.dashboard", "/dashboard")
-    | files_of("router.chat", "/chat")
-)
+FILES = SHARED | CHAT | files_of("router.dashboard", "/dashboard")

@@ -34,6 +34,7 @@ def _shared() -> dict[str, Path]:
 
 
 SHARED = _shared()  # of every server
+CHAT = files_of("service.chat", "/chat")  # of those that answer chats by themselves
 
 
 class Pages:

@@ -1,1 +1,1 @@
-"""What the pages of every server share, for browsers: style, icon, and the page at /docs. No code."""
+"""What pages share: style, colours, elements, icon, key, theme, time line; and the page at /docs. Files for browsers; no Python."""

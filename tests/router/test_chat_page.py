@@ -6,11 +6,13 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from tests.frontend.conftest import start_worker
 from tests.router.browser import Page, chromium, tab
 from tests.router.dummies import Behaviour, Cluster, DummyWorker, always, cluster, resets, stream, until
 
@@ -455,3 +457,29 @@ async def test_no_width_scrolls_sideways(devtools: str, width: int) -> None:
         )
         assert await page.js(wide) == []  # nor is anything cut off
         assert await page.js("Math.max(document.documentElement.scrollWidth, innerWidth)") == width
+
+
+# A worker that serves alone
+
+
+async def test_a_worker_that_serves_alone_has_the_page_and_nothing_of_a_router(devtools: str, tmp_path: Path) -> None:
+    with start_worker(tmp_path, process=True, server={"api_key": "k"}) as worker:
+        async with tab(devtools) as page:
+            await page.open(worker.url + "/chat")
+            await page.until("document.getElementById('key').open")
+            await page.type("k")
+            await page.press("Enter")
+            await page.until("document.getElementById('model').value !== ''")
+            await page.until("document.querySelectorAll('.of-router:not([hidden])').length === 0")
+            await set_field(page, "max-tokens", "5")
+            await ask(page, "hello")
+            assert "5 tokens" in await page.js(f"{LAST}.querySelector('.figures').innerText")
+            assert await page.js(f"{LAST}.querySelector('.crossed').hidden") is True
+            assert all(url.startswith(worker.url + "/") and "/traces" not in url for url in page.asked), page.asked
+            assert [said for said in page.complaints if "401" not in said] == []
+
+
+def test_a_worker_of_a_pair_has_no_chat_page(tmp_path: Path) -> None:
+    with start_worker(tmp_path, mode="decode") as worker:
+        assert worker.http.get("/chat").status_code == 404 and "/chat" not in worker.http.get("/").json()["links"]
+        assert worker.http.get("/web/base.css").status_code == 200

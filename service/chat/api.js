@@ -1,8 +1,8 @@
-// The router's API as this page uses it: models, a streamed answer, the trace of a request.
+// The server's API as this page uses it: models, a streamed answer, the trace of a request.
 
 import { keyHeaders } from "/web/key.js";
 
-/** What the router refused, or that it could not be reached (status 0). */
+/** What the server refused, or that it could not be reached (status 0). */
 export class ApiError extends Error {
   constructor(status, message) {
     super(message);
@@ -25,7 +25,7 @@ async function send(path, options = {}) {
     answer = await fetch(path, { ...options, headers: { ...options.headers, ...keyHeaders() }, cache: "no-store", credentials: "omit" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(0, "The router does not answer. It may be starting, or gone.");
+    throw new ApiError(0, "The server does not answer. It may be starting, or gone.");
   }
   if (answer.ok) return answer;
   throw new ApiError(answer.status, await messageOf(answer));
@@ -43,6 +43,18 @@ async function messageOf(answer) {
 /** [{id, parent}]: models, and adapters with the name of theirs. */
 export async function listModels() {
   return (await (await send("/v1/models")).json()).data ?? [];
+}
+
+let pages = null; // path -> what is there
+
+/** Whether this page comes from a router, which has a dashboard and time lines; a worker that serves alone has neither. */
+export async function isRouter() {
+  try {
+    pages ??= (await (await send("/")).json()).links;
+  } catch {
+    return true; // what cannot be read says so itself
+  }
+  return "/dashboard" in pages;
 }
 
 /** {record, workers, now_s, wall_s}: see GET /traces/ID of the router. */
@@ -82,6 +94,6 @@ async function readFrom(reader) {
     return await reader.read();
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(0, "The connection to the router broke.");
+    throw new ApiError(0, "The connection to the server broke.");
   }
 }

@@ -1,6 +1,6 @@
 // Owns the conversation and the message that is written. Both end with the page: nothing is stored.
 
-import { listModels } from "/chat/api.js";
+import { isRouter, listModels } from "/chat/api.js";
 import { Exchange } from "/chat/exchange.js";
 import { keyHeaders, makeKeyDialog } from "/web/key.js";
 import { el, put } from "/web/show.js";
@@ -18,7 +18,7 @@ const $ = (id) => document.getElementById(id);
 const exchanges = [];
 let editing = null; // the exchange whose question is written anew
 let following = true;
-const dialog = makeKeyDialog("Use this key", "Give an API key of this router.", () => { if (keyHeaders().Authorization) showModels(); $("message").focus(); });
+const dialog = makeKeyDialog("Use this key", "Give an API key of this server.", () => { if (keyHeaders().Authorization) showModels(); $("message").focus(); });
 
 const running = () => exchanges.find((exchange) => exchange.isRunning) ?? null;
 
@@ -30,7 +30,7 @@ async function showModels() {
     const before = $("model").value;
     $("model").replaceChildren(...models.map(({ id, parent }) => new Option(parent ? `${id} (adapter of ${parent})` : id, id)));
     if (models.some(({ id }) => id === before)) $("model").value = before;
-    setStatus(models.length ? "" : "the router has no model yet");
+    setStatus(models.length ? "" : "no model is here yet");
   } catch (error) {
     onError(error);
   }
@@ -182,6 +182,7 @@ document.querySelector(".beginnings").append(...BEGINNINGS.map((text) => {
   button.addEventListener("click", () => { ask(text); $("message").focus(); });
   return button;
 }));
+isRouter().then((is) => { for (const node of document.querySelectorAll(".of-router")) node.hidden = !is; });
 setUpTheme($("theme"));
 showState();
 showModels();

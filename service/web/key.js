@@ -16,7 +16,7 @@ class KeyDialog {
     this.why = el("p", "note");
     this.input = el("input");
     this.send = el("button", "pill", action);
-    this.node = el("dialog", "", el("h2", "", "This router wants a key"), this.why, this.input, this.send,
+    this.node = el("dialog", "", el("h2", "", "This server wants a key"), this.why, this.input, this.send,
       el("p", "note", "It stays in this tab and is forgotten with it."));
     Object.assign(this.node, { id: "key", ariaLabel: "API key" });
     Object.assign(this.why, { id: "key-why", role: "alert" });
@@ -30,7 +30,7 @@ class KeyDialog {
     return this.node.open;
   }
 
-  /** Forget the key, and ask for another. `why`: what the router says of the one before. */
+  /** Forget the key, and ask for another. `why`: what the server says of the one before. */
   ask(why) {
     const had = sessionStorage.getItem(KEY) !== null;
     sessionStorage.removeItem(KEY);

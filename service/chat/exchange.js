@@ -1,7 +1,7 @@
 // One question and its answer: its text, its times, where it went; and the elements that show them.
 
 import { copyText, Rendered } from "/chat/markdown.js";
-import { newId, streamChat, traceOf } from "/chat/api.js";
+import { isRouter, newId, streamChat, traceOf } from "/chat/api.js";
 import { el, nameOf, put, said, time } from "/web/show.js";
 import { answeringOf, spansOf, timeLine, workerSpans } from "/web/timeline.js";
 
@@ -75,7 +75,7 @@ export class Exchange {
     this.findTrace();
   }
 
-  /** The router takes the request back from its workers as soon as the connection closes. */
+  /** The server takes the request back from its workers as soon as the connection closes. */
   stop() {
     this.control?.abort();
   }
@@ -123,9 +123,10 @@ export class Exchange {
     return words.join(" · ");
   }
 
-  /** The two workers, if the router (or the server that this page came from) knows them. */
+  /** The two workers, if the router knows them. */
   async findTrace() {
     const id = this.id;
+    if (!(await isRouter())) return;
     try {
       const trace = await traceOf(id);
       if (id === this.id) this.trace = trace;
