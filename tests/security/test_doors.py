@@ -20,6 +20,7 @@ from router.config import RouterConfig
 from router.http.access import need_of
 from service.flags import ConfigError
 from service.http.errors import ApiError
+from service.http.unserved_routes import UNSERVED
 from service.security.addresses import is_loopback
 from service.security.keys import Access, bearer
 from service.security.secret import VOUCHER_HEADER, is_vouched
@@ -66,7 +67,15 @@ def test_every_route_that_changes_a_worker_is_an_admin_s() -> None:
     """A new route has to be put on one side or the other."""
     user = {f"{v1}/{name}" for v1 in ("", "/v1") for name in ("tokenize", "detokenize")}
     user |= {"/v1/models", "/v1/models/{model}", "/model_info", "/get_model_info", "/server_info", "/get_server_info"}
-    user |= {"/get_load", "/v1/loads", "/abort_request", "/invocations", "/v1/messages/count_tokens", *GENERATION}
+    user |= {
+        "/get_load",
+        "/v1/loads",
+        "/abort_request",
+        "/invocations",
+        "/v1/messages/count_tokens",
+        *GENERATION,
+        *UNSERVED,
+    }
     user |= {f"/api/{name}" for name in ("show", "tags", "ps", "version")}
     user |= {f"/v1/responses{rest}" for rest in ("", "/{id}", "/{id}/cancel", "/{id}/input_items")}
     open_to_all = {"/health", "/health_generate", "/liveness", "/metrics", "/ping", "/version"}
