@@ -54,7 +54,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
 
 
 def _load_ahead_mb(wanted: int | None, device: str) -> int:
-    """On a CPU a load runs in the step itself: done earlier, it delays those that compute."""
+    """On a CPU a load runs in the step itself: an earlier one ends nothing sooner."""
     return LOAD_AHEAD_MB[device] if wanted is None else wanted
 
 
