@@ -10,7 +10,8 @@ from deploy.launcher.summary import Member, summary_text
 from tools.fresh import readme
 from tools.fresh.__main__ import CANNOT, main
 from tools.fresh.bare_root import TREE
-from tools.fresh.inside import CheckFailedError, closing_line
+from tools.fresh.inside import closing_line
+from tools.fresh.session import CheckFailedError, Session
 
 README = (TREE / "README.md").read_text()
 
@@ -20,6 +21,34 @@ def test_readme_says_what_the_check_types():
     assert readme.packages_line(README).startswith("apt-get install ")
     assert readme.pasted_line(README).startswith("curl -s http://127.0.0.1:8000/v1/chat/completions")
     assert readme.answer(README) == "v42"
+    assert readme.chat_command(README) == "make chat"
+    assert readme.question(README).startswith("What is the capital of France?")
+
+
+IN_A_TERMINAL = """
+import os, sys
+from prompt_toolkit import prompt
+assert sys.stdin.isatty() and sys.stdout.isatty() and os.get_terminal_size().columns > 80
+said = prompt("> ")
+print("heard", said.upper())
+sys.exit(3)
+"""
+
+
+def test_what_is_typed_into_a_terminal_is_heard_and_what_comes_back_is_plain():
+    session = Session(["/usr/bin/env", "TERM=xterm", sys.executable, "-c", IN_A_TERMINAL], "talk", in_terminal=True)
+    session.until_said(">", 60)
+    session.type("hello")
+    assert session.until_said(r"heard \w+", 60)[0] == "heard HELLO"
+    assert session.wait(60) == 3 and "\x1b" not in session.output() and "CPR" not in session.output()
+    with pytest.raises(CheckFailedError, match="`talk` ended before it said 'more'"):
+        session.until_said("more", 60)
+
+
+def test_a_command_without_a_terminal_has_none(capsys: pytest.CaptureFixture[str]):
+    session = Session([sys.executable, "-c", "import sys; print(sys.stdin.isatty(), sys.stdin.read())"], "plain")
+    assert session.wait(60) == 0 and session.output().split() == ["False"]
+    assert "  | False" in capsys.readouterr().out
 
 
 def test_a_readme_without_the_commands_is_refused():

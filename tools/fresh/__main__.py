@@ -1,4 +1,4 @@
-"""README's two commands on a bare Debian root. Short: `make run` answers and all that tests need is there; long: the suite.
+"""README's commands on a bare Debian root. Short: `make run` and `make chat` answer and all that tests need is there; long: the suite.
 
 Status 0: README holds; 1: it does not; 3: this machine cannot make a bare root (the message says why).
 """

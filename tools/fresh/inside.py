@@ -6,10 +6,8 @@ Usage: python -m tools.fresh.inside ROOT LONG(0|1) REPORT. All mounts and proces
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,21 +15,18 @@ from typing import TypeVar
 
 from tools.fresh import readme
 from tools.fresh.bare_root import CLONE, bindings, environment
+from tools.fresh.session import CheckFailedError, Session
 
 T = TypeVar("T")
 SETUP_LIMIT_S = 3600
 CURL_LIMIT_S = 120
 STOP_LIMIT_S = 60
 TEST_LIMIT_S = 3 * 3600
-BEAT_S = 30
+CHAT_LIMIT_S = 300
 SHORT_TESTS = "tests/machine"
 KERNELS = "root/.cache/tandem/kernels"
 BF16_FLAG, CPU_LACKS = "avx512_bf16", "This CPU lacks AVX512-BF16"
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-
-
-class CheckFailedError(Exception):
-    """README did not hold; the message says where."""
 
 
 def main(argv: list[str]) -> int:
@@ -62,10 +57,12 @@ def _check(root: Path, *, long: bool) -> dict[str, object]:
         return result
 
     timed(packages, lambda: bare.must(f"apt-get update -qq && DEBIAN_FRONTEND=noninteractive {packages} -y -qq"))
-    cluster = Session(bare, run)
+    cluster = bare.session(run)
     printed = timed(f"{run}, until it answers", lambda: _run_answers(bare, cluster, text))
     timed("Ctrl-C", lambda: _ends(bare, cluster))
     kernels = _kernels_used(root, cluster.output())
+    chat = readme.chat_command(text)
+    talked = timed(f"{chat}, a question, /exit", lambda: _talks(bare, chat, readme.question(text)))
     command = test if long else f"{test} TESTS={SHORT_TESTS}"
     output = timed(command, lambda: bare.must(command, limit_s=TEST_LIMIT_S))
     _nothing_left(bare)
@@ -74,6 +71,7 @@ def _check(root: Path, *, long: bool) -> dict[str, object]:
         "durations_s": durations,
         "printed": _from_tandem_on(printed),
         "kernels_built": kernels,
+        "chat": talked,
         "pytest": closing_line(output),
     }
 
@@ -85,68 +83,17 @@ class BareMachine:
         self._enter = ["chroot", str(root), "/usr/bin/env", "-i"]
         self._enter += [f"{name}={value}" for name, value in environment(root).items()]
 
-    def start(self, command: str) -> "subprocess.Popen[str]":
-        script = f"cd /{CLONE} && {command}"
-        return subprocess.Popen(
-            [*self._enter, "/bin/bash", "-c", script],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+    def session(self, command: str, *, in_terminal: bool = False) -> Session:
+        argv = [*self._enter, "/bin/bash", "-c", f"cd /{CLONE} && {command}"]
+        return Session(argv, command, in_terminal=in_terminal)
 
     def must(self, command: str, *, limit_s: float = SETUP_LIMIT_S) -> str:
         """Its output, shown as it comes. Raises CheckFailedError if it fails or takes too long."""
-        session = Session(self, command)
+        session = self.session(command)
         status = session.wait(limit_s)
         if status:
             raise CheckFailedError(f"`{command}` ended with status {status}")
         return session.output()
-
-
-class Session:
-    """One command, in a process group of its own as a terminal gives it; shows its lines as they come."""
-
-    def __init__(self, bare: BareMachine, command: str) -> None:
-        self.command = command
-        self._lines: list[str] = []
-        self._process = bare.start(command)
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def output(self) -> str:
-        return "".join(self._lines)
-
-    def wait(self, limit_s: float) -> int:
-        self.until(lambda: self._process.poll() is not None and not self._reader.is_alive(), limit_s)
-        return self._process.wait()
-
-    def until(self, done: Callable[[], bool], limit_s: float) -> None:
-        """Wait for `done`, with a sign of life now and then. Raises CheckFailedError."""
-        begun = beat = time.monotonic()
-        while not done():
-            now = time.monotonic()
-            if now - begun > limit_s:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                raise CheckFailedError(f"`{self.command}` took more than {limit_s:.0f} s")
-            if now - beat > BEAT_S:
-                beat = now
-                print(f"fresh-check: `{self.command}` runs, {now - begun:.0f} s", flush=True)
-            time.sleep(0.1)
-
-    def ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def press_ctrl_c(self) -> None:
-        os.killpg(self._process.pid, signal.SIGINT)
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.append(line)
-            print("  |", line.rstrip("\n"), flush=True)
 
 
 def _run_answers(bare: BareMachine, cluster: Session, text: str) -> list[str]:
@@ -167,6 +114,24 @@ def _ends(bare: BareMachine, cluster: Session) -> None:
     cluster.press_ctrl_c()
     cluster.wait(STOP_LIMIT_S)
     _nothing_left(bare)
+
+
+def _talks(bare: BareMachine, command: str, question: str) -> str:
+    """What the model answers in a terminal, and its figures. The chat's end takes its cluster along."""
+    chat = bare.session(f"TERM=xterm {command}", in_terminal=True)
+    chat.until_said("/help shows", CHAT_LIMIT_S)
+    asked = len(chat.output())
+    chat.type(question)
+    figures = chat.until_said(r"first token [^\n]*", CHAT_LIMIT_S, after=asked)
+    answer = chat.output()[asked : figures.start()].rpartition(question)[2].strip()
+    if not re.search(r"\w", answer):
+        raise CheckFailedError(f"`{command}` answered {question!r} with no word")
+    chat.type("/exit")
+    if status := chat.wait(STOP_LIMIT_S):
+        raise CheckFailedError(f"`{command}` ended with status {status}")
+    _nothing_left(bare)
+    print(f"  | > {question}\n  | {answer}\n  | {figures[0]}", flush=True)
+    return f"{answer}\n{figures[0]}"
 
 
 def _nothing_left(bare: BareMachine) -> None:

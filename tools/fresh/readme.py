@@ -27,6 +27,15 @@ def two_commands(text: str) -> tuple[str, str]:
     return _find(r"^(make run) ", text), _find(r"^(make test) ", text)
 
 
+def chat_command(text: str) -> str:
+    return _find(r"^(make chat) ", text)
+
+
+def question(text: str) -> str:
+    """What README asks the model in the terminal."""
+    return _find(r"```\n> ([^\n]+)\n", text)
+
+
 def by_hand(text: str) -> list[str]:
     """The commands that start a prefill worker, a decode worker and a router, without the `&` at their ends."""
     block = _find(r"```\n((?:\.venv/bin/tandem [^\n]+ &\n){3})```", text)

@@ -1,0 +1,112 @@
+"""One command as a user has it. Its lines are shown as they come; in a terminal, which redraws them, it can be typed to."""
+
+import codecs
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import termios
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+BEAT_S = 30
+ROWS, COLUMNS = 24, 100
+WHERE_IS_THE_CURSOR, HERE = "\x1b[6n", b"\x1b[1;1R"  # line editors ask; a terminal answers
+_CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()=>][0-9A-B]?|\r(?!\n)")
+
+
+class CheckFailedError(Exception):
+    """README did not hold; the message says where."""
+
+
+class Session:
+    """`argv` runs `command`, in a process group of its own as a terminal gives it. `in_terminal`: and with a terminal."""
+
+    def __init__(self, argv: Sequence[str], command: str, *, in_terminal: bool = False) -> None:
+        self.command = command
+        self._text = ""
+        self._keyboard: int | None = None
+        if in_terminal:
+            self._keyboard, follower = pty.openpty()
+            fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+            ends, source = (follower, follower), self._keyboard
+        else:
+            source, follower = os.pipe()
+            ends = (subprocess.DEVNULL, follower)
+        self._process = subprocess.Popen(
+            argv, stdin=ends[0], stdout=ends[1], stderr=subprocess.STDOUT, start_new_session=True
+        )
+        os.close(follower)
+        self._reader = threading.Thread(target=self._read, args=[source], daemon=True)
+        self._reader.start()
+
+    def output(self) -> str:
+        return self._text
+
+    def type(self, line: str) -> None:
+        assert self._keyboard is not None, "it has no terminal"
+        os.write(self._keyboard, f"{line}\r".encode())
+
+    def wait(self, limit_s: float) -> int:
+        self.until(lambda: self._process.poll() is not None and not self._reader.is_alive(), limit_s)
+        return self._process.wait()
+
+    def until_said(self, pattern: str, limit_s: float, *, after: int = 0) -> "re.Match[str]":
+        """The first match behind `after` characters. Raises CheckFailedError if the command ends before."""
+        found: list[re.Match[str] | None] = [None]
+
+        def is_there() -> bool:
+            over = not self._reader.is_alive()
+            found[0] = re.compile(pattern).search(self._text, after)
+            return found[0] is not None or over
+
+        self.until(is_there, limit_s)
+        if found[0] is None:
+            raise CheckFailedError(f"`{self.command}` ended before it said {pattern!r}")
+        return found[0]
+
+    def until(self, done: Callable[[], bool], limit_s: float) -> None:
+        """Wait for `done`, with a sign of life now and then. Raises CheckFailedError."""
+        begun = beat = time.monotonic()
+        while not done():
+            now = time.monotonic()
+            if now - begun > limit_s:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+                raise CheckFailedError(f"`{self.command}` took more than {limit_s:.0f} s")
+            if now - beat > BEAT_S:
+                beat = now
+                print(f"fresh-check: `{self.command}` runs, {now - begun:.0f} s", flush=True)
+            time.sleep(0.1)
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def press_ctrl_c(self) -> None:
+        os.killpg(self._process.pid, signal.SIGINT)
+
+    def _read(self, source: int) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        shown = 0
+        while data := _read_some(source):
+            text = decoder.decode(data)
+            if WHERE_IS_THE_CURSOR in text and self._keyboard is not None:
+                os.write(self._keyboard, HERE)
+            self._text += _CONTROLS.sub("", text).replace("\r\n", "\n")
+            lines = self._text[shown:].split("\n")[:-1]
+            for line in lines if self._keyboard is None else ():
+                shown += len(line) + 1
+                print("  |", line, flush=True)
+        os.close(source)
+
+
+def _read_some(source: int) -> bytes:
+    """Empty at the end; that of a terminal is an error."""
+    try:
+        return os.read(source, 65536)
+    except OSError:
+        return b""
