@@ -93,6 +93,7 @@ class Memory:
         loads = request.keep_kv and request.lower_tiers.ahead.end <= start < end and self.host.holds(request, start)
         if most < 1 or not loads:
             return
+        available = self.available
         kept = [match.node, *(self.match_prefix(other).node for other in earlier)]
         for node in kept:
             self.cache.lock(node)
@@ -101,6 +102,7 @@ class Memory:
             self._insert_ahead(request, match.pages, below)
         for node in kept:
             self.cache.unlock(node)
+        assert self.available == available, "a load ahead takes nothing from admission and growth"
 
     def _insert_ahead(self, request: Request, cached: list[int], host_pages: list[int]) -> None:
         assert self.host is not None

@@ -326,6 +326,8 @@ def test_any_load_reads_right_kv_from_any_tier(
             host_pages=st.integers(1, 16),
             disk_pages=st.sampled_from([5, 40]),
             write_policy=st.sampled_from(["write_through", "write_back"]),
+            max_running=st.sampled_from([1, 8]),
+            ahead_pages=st.sampled_from([0, 2, 100]),
         )
     ),
 )
