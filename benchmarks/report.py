@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    frontends,
     gpu_check,
     interference,
     layerwise,
@@ -50,6 +51,7 @@ QUICK: dict[str, list[str]] = {
     "router_path": ["--seconds", "0.5"],
     "start_time": ["--rounds", "1"],
     "token_path": ["--seconds", "1", "--rounds", "1"],
+    "frontends": ["--seconds", "1", "--rounds", "1"],
 }
 SECTIONS = {
     "peers": (
@@ -122,6 +124,12 @@ SECTIONS = {
         "are not counted, but they share the cores. The aim: 40 us. With few streams most of the cost is a process "
         "that wakes up for one token.",
         token_path.render,
+    ),
+    "frontends": (
+        "Several frontends",
+        "Real frontends of one worker (`--tokenizer-worker-num`) over a stand-in for the scheduler that answers at once, in turns within "
+        "one run; answers are not streamed. Client and stand-in share the cores: a second frontend has what they leave.",
+        frontends.render,
     ),
     "start_time": (
         "Start",

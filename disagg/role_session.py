@@ -119,7 +119,7 @@ def started(plan: SessionPlan, other_ports: Sequence[ListeningPort] = ()) -> Ite
             session.plan = replace(plan, disagg=disagg)
         _start(session, num_frontends=1 + len(other_ports))
         for row, port in enumerate(other_ports, start=1):
-            _start_frontend(session, row, port)
+            start_frontend(session, row, port)
         yield session
     finally:
         session.children.end()
@@ -153,7 +153,8 @@ def _start(session: RoleSession, *, num_frontends: int) -> None:
     )
 
 
-def _start_frontend(session: RoleSession, row: int, port: ListeningPort) -> None:
+def start_frontend(session: RoleSession, row: int, port: ListeningPort) -> None:
+    """Start one beside the main frontend."""
     plan, file = session.plan, session.ipc.frontend_spec
     spec = OtherFrontendSpec(
         engine=plan.engine,
