@@ -17,7 +17,7 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 SHARED = ("e2e/shared", "e2e/tiny", "hostile")  # folders whose files share servers
-LONG = (*SHARED, "e2e", "faults")
+LONG = (*SHARED, "e2e", "faults", "transfer/test_contract.py", "attention/test_triton.py", "simulation")
 
 gc.disable()  # while a million objects are imported and collected, which then live to the end
 
@@ -28,12 +28,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order whole clusters first: at the end, one process would be left alone with files of a minute each."""
-    items.sort(
-        key=lambda item: next(
-            (i for i, folder in enumerate(LONG) if item.nodeid.startswith(f"tests/{folder}/")), len(LONG)
-        )
-    )
+    """Order whole clusters and long files first: at the end, one process would be left alone with files of a minute each."""
+    starts = [(f"tests/{place}/", f"tests/{place}::") for place in LONG]
+    items.sort(key=lambda item: next((i for i, start in enumerate(starts) if item.nodeid.startswith(start)), len(LONG)))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -78,9 +78,11 @@ async def _one(url: str, i: int, new_tokens: int, begun: asyncio.Event) -> str:
     try:
         async with session() as http, http.post(f"{url}/generate", json={**body, "stream": bool(i % 2)}) as response:
             if response.status != 200:
+                print(f"request {i}: {response.status}: {await response.text()}")  # pytest shows it where a test fails
                 return "error" if (await response.json())["error"]["message"] else "wrong"
             return await _read(response, body, new_tokens, begun)
-    except (aiohttp.ClientError, ConnectionError):
+    except (aiohttp.ClientError, ConnectionError) as error:
+        print(f"request {i}: {error!r}")
         return "cut"
 
 
@@ -90,6 +92,7 @@ async def _read(response: aiohttp.ClientResponse, body: dict[str, Any], new_toke
         begun.set()
         whole += chunk
     if b'"error"' in whole:
+        print(f"a stream ended so: {whole[-1000:]!r}")
         return "error"
     last = whole.decode().strip().removesuffix("data: [DONE]").strip().rpartition("data: ")[2]
     ids = json.loads(last)["output_ids"]
