@@ -21,9 +21,10 @@ TAG_TEXT: /(.|\\n)*/
 
 
 class Structure(msgspec.Struct, kw_only=True):
-    """`schema`: of the JSON between `begin` and `end`."""
+    """`schema`: of the JSON between `begin` and `end`. `after_number`: if set, a whole number and this text follow `begin`."""
 
     begin: str
+    after_number: str = ""
     schema: dict[str, Any] | bool = {}
     end: str = ""
 
@@ -65,7 +66,7 @@ def structural_lark(
 
 def special_in(tag: StructuralTag, special_tokens: Collection[str]) -> str | None:
     """A special token that a tag's text names."""
-    texts = [text for s in tag.structures for text in (s.begin, s.end)]
+    texts = [text for s in tag.structures for text in (s.begin, s.after_number, s.end)]
     return next((token for text in texts for token, _ in _pieces(text, special_tokens) if token), None)
 
 
@@ -74,7 +75,9 @@ def _rule(
 ) -> str:
     trigger = max((t for t in triggers if structure.begin.startswith(t)), key=len)
     rest = structure.begin[len(trigger) :]
-    body = f"{_text(rest, special_tokens)} %json {json.dumps(schema)} {_text(structure.end, special_tokens)}"
+    number = f"/[0-9]+/ {_text(structure.after_number, special_tokens)}" if structure.after_number else ""
+    end = _text(structure.end, special_tokens)
+    body = f"{_text(rest, special_tokens)} {number} %json {json.dumps(schema)} {end}"
     if trigger in special_tokens:
         return f"{name}: TAG_TEXT {_text(trigger, special_tokens)} {body}\n"
     return f"{name}_trigger[lazy]: TAG_TEXT {_text(trigger, {})}\n{name}: {name}_trigger {body}\n"

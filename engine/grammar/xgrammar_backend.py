@@ -13,7 +13,7 @@ import numpy as np
 import xgrammar as xg
 
 from engine.grammar.compiler import GrammarInvalid, JsonStyle, StartGrammar
-from engine.grammar.structural import read_structural_tag, special_in
+from engine.grammar.structural import Structure, read_structural_tag, special_in
 from engine.sampling_params import GrammarSpec
 from engine.text.tokenizer import Tokenizer
 
@@ -87,14 +87,22 @@ class XgrammarCompiler:
         tags = [
             xg.structural_tag.TagFormat(
                 begin=s.begin,
-                content=xg.structural_tag.JSONSchemaFormat(
-                    json_schema=self._style.schema(s.schema), max_whitespace_cnt=self._max_whitespace
-                ),
+                content=self._content(s),
                 end=s.end,
             )
             for s in tag.structures
         ]
         return xg.StructuralTag(format=xg.structural_tag.TriggeredTagsFormat(triggers=tag.triggers, tags=tags))
+
+    def _content(self, s: Structure) -> xg.structural_tag.Format:
+        value = xg.structural_tag.JSONSchemaFormat(
+            json_schema=self._style.schema(s.schema), max_whitespace_cnt=self._max_whitespace
+        )
+        if not s.after_number:
+            return value
+        number = xg.structural_tag.RegexFormat(pattern="[0-9]+")
+        then = xg.structural_tag.ConstStringFormat(value=s.after_number)
+        return xg.structural_tag.SequenceFormat(elements=[number, then, value])
 
     @property
     def _max_whitespace(self) -> int | None:

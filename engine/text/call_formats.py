@@ -44,8 +44,8 @@ class CallFormat:
     """`marker`: text before calls. `bare`: a text that begins with it is calls. `bracket`: may stand before the first call.
 
     `opener`: how a call begins. `separator`: before the next; "": its opener is enough. `fillers`: may follow a call.
-    `closer`: after the last. `trigger`, `begin`, `end`: the format as a structural tag, with NAME for the function's;
-    "": strict schemas cannot be held.
+    `closer`: after the last. `trigger`, `begin`, `after_number`, `end`: the format as a structural tag, with NAME for the
+    function's; "": strict schemas cannot be held.
     """
 
     scanner: Callable[[Schemas], CallScanner] = lambda _: JsonCall()
@@ -58,6 +58,7 @@ class CallFormat:
     closer: str = ""
     trigger: str = ""
     begin: str = ""
+    after_number: str = ""
     end: str = ""
 
 
@@ -164,6 +165,10 @@ KIMI_K2 = CallFormat(
     opener="<|tool_call_begin|>",
     fillers=("<|tool_call_end|>",),
     closer="<|tool_calls_section_end|>",
+    trigger="<|tool_call_begin|>",
+    begin="<|tool_call_begin|>functions.NAME:",
+    after_number="<|tool_call_argument_begin|>",
+    end="<|tool_call_end|>",
 )
 GLM45 = CallFormat(scanner=lambda schemas: TaggedCall(GLM_TAGS, schemas), marker="<tool_call>", opener="")
 QWEN3_CODER = CallFormat(

@@ -16,6 +16,9 @@ from engine.frontend.apis.chat.reading import reading_of
 from engine.frontend.apis.chat.tools import (
     AllowedTools,
     ChosenFunction,
+    CustomFormat,
+    CustomGrammar,
+    CustomTool,
     Tool,
     ToolChoice,
     ToolFunction,
@@ -23,7 +26,8 @@ from engine.frontend.apis.chat.tools import (
     template_tools,
 )
 from engine.frontend.apis.shared.constraints import Constraint
-from engine.text.call_formats import LLAMA3, QWEN25
+from engine.text.call_formats import GLM45, KIMI_K2, LLAMA3, LLAMA4, PYTHONIC, QWEN3_CODER, QWEN25
+from service.http.errors import ApiError
 from tests.frontend.conftest import Worker, start_worker
 
 CHAT = "/v1/chat/completions"
@@ -204,6 +208,7 @@ def test_what_a_custom_tool_is_for_the_model() -> None:
     ]
 
 
+REGEX = CustomFormat(type="grammar", grammar=CustomGrammar(syntax="regex", definition="a+"))
 LARK = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /a/"}}
 
 
@@ -243,6 +248,40 @@ def test_strict_functions_constrain_the_calls_of_a_free_answer(format: Any) -> N
     assert tag["structures"][0]["begin"].startswith(tag["triggers"][0]) and '"f"' in tag["structures"][0]["begin"]
     assert chat_constraint(chat(tools=tools), None) is None
     assert chat_constraint(chat(tools=tools, tool_choice="none"), None) is None
+
+
+def test_a_kimi_call_has_its_number_before_the_arguments() -> None:
+    tools = [Tool(function=ToolFunction(name="f", strict=True, parameters={"type": "object"}))]
+    constraint = chat_constraint(chat(tools=tools), KIMI_K2)
+    assert constraint is not None
+    (structure,) = json.loads(constraint.spec.source)["structures"]
+    text = f"{structure['begin']}12{structure['after_number']}{{}}{structure['end']}"
+    assert text == "<|tool_call_begin|>functions.f:12<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    call = KIMI_K2.scanner({})
+    call.feed(text)
+    assert (call.name, call.id, call.done, call.new_arguments()) == ("f", "functions.f:12", True, "{}")
+
+
+@pytest.mark.parametrize(
+    ("format", "in_channels"), [(GLM45, False), (QWEN3_CODER, False), (PYTHONIC, False), (LLAMA4, False), (None, True)]
+)
+def test_a_strict_function_of_a_format_that_no_schema_holds_is_refused(format: Any, in_channels: bool) -> None:
+    strict = Tool(function=ToolFunction(name="f", strict=True))
+    free = Tool(function=ToolFunction(name="g"))
+    for choice in (None, "auto"):
+        with pytest.raises(ApiError, match=r"'f' is strict, and .* leave strict out, or force the call") as refused:
+            chat_constraint(chat(tools=[free, strict], tool_choice=choice), format, in_channels=in_channels)
+        assert (refused.value.status, refused.value.field) == (400, "tools")
+    served: list[dict[str, Any]] = [
+        {"tools": [strict], "tool_choice": "none"},
+        {"tools": [strict], "tool_choice": "required"},
+        {"tools": [strict], "regex": "a"},
+        {"tools": [free]},
+        {"tools": [Tool(type="custom", custom=CustomTool(name="c", format=REGEX))]},
+    ]
+    for body in served:
+        constraint = chat_constraint(chat(**body), format, in_channels=in_channels)
+        assert (constraint is None) == (body.get("tool_choice") != "required" and "regex" not in body)
 
 
 def test_templates_get_tools_and_the_arguments_as_objects() -> None:

@@ -148,6 +148,15 @@ def test_structural_tags_force_what_follows_a_trigger(compiler: Compiler, tokeni
         assert not accepts(compiler, tokenizer, spec, bad), bad
 
 
+def test_a_number_of_any_length_stands_in_a_tag(compiler: Compiler, tokenizer: Tokenizer) -> None:
+    structure = {"begin": "<c>f:", "after_number": "<a>", "schema": {"type": "integer"}, "end": "</c>"}
+    spec = GrammarSpec("structural_tag", json.dumps({"triggers": ["<c>"], "structures": [structure]}))
+    for good in ("", "hi <c>f:0<a>5</c>", "<c>f:0<a>5</c><c>f:12<a>6</c>"):
+        assert accepts(compiler, tokenizer, spec, good), good
+    for bad in ("<c>f:<a>5</c>", "<c>f:x<a>5</c>", "<c>f:1<b>5</c>", '<c>f:1<a>"x"</c>', "<c>g:1<a>5</c>"):
+        assert not accepts(compiler, tokenizer, spec, bad), bad
+
+
 def test_special_tokens_stand_in_tags(tokenizer: Tokenizer, backend: str) -> None:
     """As a trigger and within its texts; a special token has no text in xgrammar, which says so."""
     compiler = compiler_of(backend, tokenizer, eos_ids=[257])

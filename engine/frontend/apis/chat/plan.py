@@ -10,7 +10,15 @@ from aiohttp import web
 
 from engine.frontend.apis.chat.body import ChatBody, check_chat, template_messages
 from engine.frontend.apis.chat.reading import Reading, reading_of
-from engine.frontend.apis.chat.tools import forced, forced_calls, names_one, strict_calls, template_tools, usable
+from engine.frontend.apis.chat.tools import (
+    forced,
+    forced_calls,
+    names_one,
+    refuse_strict,
+    strict_calls,
+    template_tools,
+    usable,
+)
 from engine.frontend.apis.shared.constraints import Constraint, only_one
 from engine.frontend.apis.shared.fields import prompt_ids
 from engine.frontend.apis.shared.models import Chosen, choose_model
@@ -59,7 +67,7 @@ async def plan_chat(s: Services, body: ChatBody) -> ChatPlan:
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     reading = reading_of(body, reasoning=reasoning, tool_parser=s.spec.engine.tool_call_parser)
     check_calls(body, reading)
-    constraint = chat_constraint(body, reading.calls)
+    constraint = chat_constraint(body, reading.calls, in_channels=reading.calls_in_channels)
     if body.skip_special_tokens is None and any(map(s.model.tokenizer.is_special, reading.markers)):
         body.skip_special_tokens = False  # the reader must see its markers
     prompt, prefix = render_chat(s, body)
@@ -169,10 +177,15 @@ def _effort(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, **dict.fromkeys(TOGGLES, effort != "none")} if effort else {}
 
 
-def chat_constraint(body: ChatBody, format: CallFormat | None) -> Constraint | None:
-    """A forced call is a constraint like any other. Strict functions count only where nothing else constrains the answer."""
+def chat_constraint(body: ChatBody, format: CallFormat | None, *, in_channels: bool = False) -> Constraint | None:
+    """A forced call is a constraint like any other. Strict functions count only where nothing else constrains the answer.
+
+    `in_channels`: calls are harmony's, which no schema holds.
+    """
     tools, plain = usable(body.tools, body.tool_choice), body_constraint(body)
     if forced(body.tool_choice):
         only = names_one(body.tool_choice) or body.parallel_tool_calls is False
         return only_one(forced_calls(tools, only_one=only), plain)
+    if plain is None and in_channels:
+        refuse_strict(tools)
     return plain or (strict_calls(tools, format) if format is not None else None)

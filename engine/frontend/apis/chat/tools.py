@@ -177,8 +177,14 @@ def forced_calls(tools: list[Tool], *, only_one: bool) -> Constraint:
 
 
 def strict_calls(tools: list[Tool], format: CallFormat) -> Constraint | None:
-    """Text in which a call, once begun, must match its function's schema; None when no function is strict or the format is no JSON."""
-    if not (format.trigger and any(tool.function.strict for tool in tools)):
+    """Text in which a call, once begun, must match its function's schema; None when no function is strict.
+
+    Raises ApiError(400) for a strict function where the format is no JSON. (A custom tool's text is not held there.)
+    """
+    if not format.trigger:
+        refuse_strict(tools)
+        return None
+    if not any(tool.function.strict for tool in tools):
         return None
     tag = {
         "triggers": [format.trigger],
@@ -186,12 +192,25 @@ def strict_calls(tools: list[Tool], format: CallFormat) -> Constraint | None:
             {
                 "begin": format.begin.replace("NAME", tool.function.name),
                 "schema": _parameters(tool.function) if tool.function.strict else {"type": "object"},
+                "after_number": format.after_number,
                 "end": format.end,
             }
             for tool in tools
         ],
     }
     return Constraint(GrammarSpec("structural_tag", json.dumps(tag, ensure_ascii=False)), "tools")
+
+
+def refuse_strict(tools: list[Tool]) -> None:
+    """Raises ApiError(400) if a function is strict, for a model whose own calls no schema can hold."""
+    for tool in tools:
+        if tool.function.strict and tool.type == "function":
+            raise bad_field(
+                "tools",
+                f"{tool.function.name!r} is strict, and the calls of this model's format are not held to a schema; "
+                "leave strict out, or force the call (tool_choice)",
+                code="unsupported_parameter",
+            )
 
 
 def _call_schema(function: ToolFunction) -> dict[str, Any]:
