@@ -65,12 +65,12 @@ def write_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def wait_for(what: Callable[[], Any], *, timeout_s: float = 60.0) -> Any:
+def wait_for(what: Callable[[], Any], *, timeout_s: float = 60.0, every_s: float = 0.005) -> Any:
     """Poll until `what` gives something true; its value."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := what()):
         assert time.monotonic() < deadline_s, "nothing came in time"
-        time.sleep(0.005)
+        time.sleep(every_s)
     return value
 
 

@@ -76,7 +76,7 @@ def test_a_busy_scheduler_is_healthy_and_a_stalled_or_silent_one_is_not(tmp_path
         wait_for(lambda: w.scheduler.num_states > 0)  # unasked, as soon as it was ready
         w.scheduler.doing = StepReply(call_id="", busy_s=90.0, step=step)
         w.scheduler.busy = True
-        wait_for(lambda: "busy_s" in w.http.get("/health").json())  # its last message is recent at first
+        wait_for(lambda: "busy_s" in w.http.get("/health").json(), every_s=0.2)  # its last message is recent at first
         said = w.http.get("/health")
         assert said.status_code == 200 and said.json()["busy_s"] == 90.0
         assert said.json()["step"] == {"seq": 7, "kind": "prefill", "num_reqs": 2, "num_tokens": 1024}
