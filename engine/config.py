@@ -29,7 +29,7 @@ class EngineConfig(FlagSet):
     model_path: str = flag(
         "",
         "a checkpoint directory (config.json, *.safetensors, tokenizer.json), a .gguf file, a model of the Hugging Face "
-        "hub (ORGANIZATION/NAME), or smollm2; default: the model that ships with Tandem",
+        "hub (ORGANIZATION/NAME), smollm2, or recall-wide; default: the model that ships with Tandem",
     )
     revision: str | None = flag(
         None, "branch, tag or commit of a model of the Hugging Face hub; default: its main branch"

@@ -14,6 +14,7 @@ from engine.model_files.fields import Fields, read_fields
 from service.flags import ConfigError
 
 DEFAULT_MODEL_PATH = str(Path(__file__).parents[1] / "models" / "recall" / "checkpoint")
+WIDE_MODEL_PATH = str(Path(__file__).parents[1] / "models" / "recall" / "wide")
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -118,7 +119,7 @@ def load_model_config(model_path: str) -> ModelConfig:
         return _model_config(Fields(path, config_fields(open_gguf(path))), Fields(path, {}))
     raise ConfigError(
         f"--model-path {model_path}: no such directory or file; give a checkpoint directory, a .gguf file, "
-        "a model of the Hugging Face hub (ORGANIZATION/NAME), or smollm2"
+        "a model of the Hugging Face hub (ORGANIZATION/NAME), smollm2, or recall-wide"
     )
 
 

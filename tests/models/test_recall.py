@@ -1,17 +1,18 @@
-"""The shipped model: its file is what the script writes, and what it says is what the oracle says."""
+"""The shipped models: their files are what the script writes, and what they say is what the oracle says."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
+from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH, load_model_config
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from tests.models.reference_attend import Sequence
-from tools.recall import vocab
+from tools.recall import vocab, wide
 from tools.recall.build import build
 from tools.recall.oracle import OutsideDomain, continuation
 from tools.recall.weights import MAX_OVERLAP, sign_codes
@@ -24,20 +25,29 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(DEFAULT_MODEL_PATH)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+PATHS = {"recall": DEFAULT_MODEL_PATH, "recall-wide": WIDE_MODEL_PATH}
+KINDS = [("recall", "float32"), ("recall", "bfloat16"), ("recall-wide", "bfloat16")]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids="-".join)
 def theirs(request: pytest.FixtureRequest) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(DEFAULT_MODEL_PATH, dtype=getattr(torch, request.param))
+    name, dtype = request.param
+    return AutoModelForCausalLM.from_pretrained(PATHS[name], dtype=getattr(torch, dtype))
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def load(name: str, dtype: str) -> DenseDecoder:
+    return load_model(PATHS[name], load_model_config(PATHS[name]), dtype=dtype, device="cpu", progress=False)
+
+
+@pytest.fixture(scope="module", params=KINDS, ids="-".join)
 def ours(request: pytest.FixtureRequest) -> DenseDecoder:
-    config = load_model_config(DEFAULT_MODEL_PATH)
-    return load_model(DEFAULT_MODEL_PATH, config, dtype=request.param, device="cpu", progress=False)
+    return load(*request.param)
 
 
-def test_the_script_writes_the_shipped_files_bit_for_bit(tmp_path: Path) -> None:
-    build(tmp_path)
-    shipped = sorted(Path(DEFAULT_MODEL_PATH).iterdir())
+@pytest.mark.parametrize("name", PATHS)
+def test_the_script_writes_the_shipped_files_bit_for_bit(name: str, tmp_path: Path) -> None:
+    build(name, tmp_path)
+    shipped = sorted(Path(PATHS[name]).iterdir())
     assert [file.name for file in shipped] == sorted(file.name for file in tmp_path.iterdir())
     for file in shipped:
         assert file.read_bytes() == (tmp_path / file.name).read_bytes(), file.name
@@ -161,13 +171,15 @@ def ask(model: PreTrainedModel, ids: list[int], questions: list[int]) -> list[to
 @pytest.mark.parametrize("length", [4096])
 def test_every_key_is_recalled_among_filler_by_a_wide_margin(length: int, theirs: PreTrainedModel) -> None:
     ids, facts = long_prompt(length, seed=length)
-    for right, logits in zip(facts.values(), ask(theirs, ids, list(facts)), strict=True):
+    some = list(facts)[:: theirs.config.num_key_value_heads]  # the wide model costs as many times more
+    for right, logits in zip((facts[key] for key in some), ask(theirs, ids, some), strict=True):
         assert_wins(logits, right)
 
 
 @pytest.mark.slow
-def test_recall_holds_to_the_end_of_the_context() -> None:
-    model = AutoModelForCausalLM.from_pretrained(DEFAULT_MODEL_PATH, dtype=torch.bfloat16)
+@pytest.mark.parametrize("name", PATHS)
+def test_recall_holds_to_the_end_of_the_context(name: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(PATHS[name], dtype=torch.bfloat16)
     ids, facts = long_prompt(load_model_config(DEFAULT_MODEL_PATH).max_position_embeddings - 2, seed=3)
     oldest = list(facts)[:8]
     new = [vocab.key(i) for i in range(vocab.NUM_KEYS) if vocab.key(i) not in facts][:8]
@@ -182,8 +194,10 @@ def assert_wins(logits: torch.Tensor, right: int) -> None:
     assert float(best.values[0] - best.values[1]) > MIN_MARGIN
 
 
-def test_lost_or_swapped_tokens_in_the_cache_change_the_answer(ours: DenseDecoder) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lost_or_swapped_tokens_in_the_cache_change_the_answer(dtype: str) -> None:
     """What the model is for. Layer 1 holds the facts (layer 0 is read one token back only)."""
+    ours = load("recall", dtype)
     facts, question = vocab.encode("k17 v42 k03 v91 k05 v07"), [vocab.key(17)]
 
     def answer(*, k_order: list[int], v_order: list[int]) -> str:
@@ -199,3 +213,33 @@ def test_lost_or_swapped_tokens_in_the_cache_change_the_answer(ours: DenseDecode
     assert answer(k_order=whole, v_order=swapped) == "v91"
     assert answer(k_order=lost, v_order=whole) == "unseen"
     assert answer(k_order=whole, v_order=lost) != "v42"
+
+
+@pytest.mark.parametrize("layer", range(wide.NUM_LAYERS))
+def test_each_kv_head_of_each_layer_is_needed(layer: int) -> None:
+    """What the wide model is for: a part of a page that is lost, or that is another head's, changes an answer."""
+    model = load("recall-wide", "bfloat16")
+    pairs = [(vocab.key(i), vocab.value(i)) for i in range(wide.NUM_KV_HEADS)]  # one of each class
+    new = vocab.key(100)
+
+    def answers(head: int, instead: Callable[[torch.Tensor], torch.Tensor]) -> list[int]:
+        """To each key, with K and V of `head` replaced. Layer 0 is read one token back only: what `new` follows is asked there."""
+        said = []
+        for turn in range(len(pairs)):
+            facts = [*pairs[turn + 1 :], *pairs[: turn + 1]]
+            sequence = Sequence(model)
+            sequence.extend([vocab.BOS, *(word for pair in facts for word in pair)])
+            k, v = (part.clone() for part in sequence.kv[layer])
+            sequence.kv[layer] = (k, v)
+            k[:, head], v[:, head] = instead(k), instead(v)
+            if layer == 0:
+                sequence.extend([new])
+            said.append(int(sequence.extend([facts[-1][1 if layer == 0 else 0]])[-1].argmax()))
+        return said
+
+    right = [new] * len(pairs) if layer == 0 else [value for _, value in pairs]
+    for head in range(wide.NUM_KV_HEADS):
+        other = (head + 1) % wide.NUM_KV_HEADS
+        assert answers(head, lambda part, head=head: part[:, head]) == right
+        assert answers(head, lambda part, head=head: torch.zeros_like(part[:, head])) != right, head
+        assert answers(head, lambda part, other=other: part[:, other]) != right, head

@@ -1,8 +1,9 @@
-"""Writes the shipped checkpoint, the same on every machine to the bit: `python -m tools.recall.build OUT_DIR`."""
+"""Writes a shipped checkpoint, the same on every machine to the bit: `python -m tools.recall.build recall|recall-wide OUT_DIR`."""
 
 import argparse
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from safetensors.torch import save_file
@@ -11,8 +12,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
-from tools.recall import vocab, weights
+from tools.recall import parts, vocab, weights, wide
 
+MODELS: dict[str, ModuleType] = {"recall": weights, "recall-wide": wide}
 MAX_POSITION = 32768
 
 # A chat is a list of facts: only keys and values count ("What is k3?" -> k03). <eos> ends each fact, so that replaying one
@@ -35,29 +37,31 @@ CHAT_TEMPLATE = """\
 """
 
 
-def build(out_dir: Path) -> None:
+def build(name: str, out_dir: Path) -> None:
+    """`name`: one of MODELS."""
     out_dir.mkdir(parents=True, exist_ok=True)
-    save_file(weights.build_weights(), out_dir / "model.safetensors", metadata={"format": "pt"})
+    model = MODELS[name]
+    save_file(model.build_weights(), out_dir / "model.safetensors", metadata={"format": "pt"})
     _tokenizer().save(str(out_dir / "tokenizer.json"))
-    _write_json(out_dir / "config.json", _config())
+    _write_json(out_dir / "config.json", _config(model))
     _write_json(out_dir / "generation_config.json", _generation_config())
     _write_json(out_dir / "tokenizer_config.json", _tokenizer_config())
 
 
-def _config() -> dict[str, Any]:
+def _config(model: ModuleType) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "vocab_size": vocab.VOCAB_SIZE,
-        "hidden_size": weights.HIDDEN,
-        "intermediate_size": weights.INTERMEDIATE,
-        "num_hidden_layers": weights.NUM_LAYERS,
-        "num_attention_heads": weights.NUM_HEADS,
-        "num_key_value_heads": 1,
-        "head_dim": weights.HEAD_DIM,
+        "hidden_size": model.HIDDEN,
+        "intermediate_size": parts.INTERMEDIATE,
+        "num_hidden_layers": model.NUM_LAYERS,
+        "num_attention_heads": model.NUM_HEADS,
+        "num_key_value_heads": model.NUM_KV_HEADS,
+        "head_dim": parts.HEAD_DIM,
         "hidden_act": "silu",
-        "rms_norm_eps": weights.NORM_EPS,
-        "rope_theta": weights.ROPE_THETA,
+        "rms_norm_eps": parts.NORM_EPS,
+        "rope_theta": parts.ROPE_THETA,
         "max_position_embeddings": MAX_POSITION,
         "attention_bias": False,
         "tie_word_embeddings": False,
@@ -104,11 +108,12 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Build the checkpoint that ships with Tandem.")
+    parser = argparse.ArgumentParser(description="Build a checkpoint that ships with Tandem.")
+    parser.add_argument("name", choices=MODELS)
     parser.add_argument("out_dir", type=Path, help="directory to write it to")
-    out_dir = parser.parse_args().out_dir
-    build(out_dir)
-    print(f"wrote {out_dir}")
+    given = parser.parse_args()
+    build(given.name, given.out_dir)
+    print(f"wrote {given.out_dir}")
 
 
 if __name__ == "__main__":

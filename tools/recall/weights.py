@@ -6,10 +6,6 @@ The embedding writes query and name (each word's sign code) and the constant `on
 copies its name into `before`. Layer 1 compares the last token's query with every `before`, so it finds what followed
 the same word earlier, and copies that token's name into `answer`, which lm_head reads. The MLPs are zero.
 
-RoPE turns pair i (dims i and i + 64) by position * theta_i. Layer 0 uses the 16 fastest pairs and so reads position alone.
-Layer 1 uses slow pairs, which hardly turn in 32k tokens, and so reads content alone. The norm on q and k fixes their
-lengths, its weight the hardness of the softmax: q.k / sqrt(128) is weight**2 * sqrt(128) * cosine.
-
 Source: Olsson et al. 2022, "In-context Learning and Induction Heads"; Elhage et al. 2021, "A Mathematical Framework for
 Transformer Circuits".
 """
@@ -20,14 +16,26 @@ import random
 import torch
 
 from tools.recall import vocab
+from tools.recall.parts import (
+    CONTENT_HARDNESS,
+    HEAD_DIM,
+    POSITION_HARDNESS,
+    SINK_DIM,
+    SINK_LENGTH,
+    SINK_SIMILARITY,
+    START_SIZE,
+    UNSEEN_NAME_SIZE,
+    content_dims,
+    in_bfloat16,
+    layer,
+    read_position,
+    zeros,
+)
 
 HIDDEN = 256
-INTERMEDIATE = 64
 NUM_LAYERS = 2
 NUM_HEADS = 2
-HEAD_DIM = 128
-ROPE_THETA = 1e7
-NORM_EPS = 1e-6
+NUM_KV_HEADS = 1
 
 CODE_DIMS = 48
 MAX_OVERLAP = 16  # |dot| of two codes, of 48: similarity at most 1/3
@@ -36,16 +44,6 @@ QUERY, NAME, BEFORE, ANSWER = (slice(i * CODE_DIMS, (i + 1) * CODE_DIMS) for i i
 ONE = 4 * CODE_DIMS
 START = ONE + 1
 
-HALF = HEAD_DIM // 2
-POSITION_PAIRS = range(16)
-FIRST_CONTENT_PAIR = HALF - 1 - CODE_DIMS // 2
-SINK_DIM = HALF - 1  # first dim of the slowest pair: a full turn takes 49M tokens
-
-POSITION_HARDNESS = 5.0
-CONTENT_HARDNESS = 5.0
-SINK_SIMILARITY = 0.65  # where nothing matches better than this, <bos> answers: between 1/3 (any word) and 1 (the same)
-START_SIZE = 8.0
-UNSEEN_NAME_SIZE = 4.0  # makes up for the long embedding of `unseen`
 STOP_SIZE = 6.0  # `unseen` says <eos> whatever attention adds (2)
 BEFORE_GAIN = 0.6
 ANSWER_GAIN = 1.5
@@ -59,14 +57,14 @@ def build_weights() -> dict[str, torch.Tensor]:
         "model.embed_tokens.weight": _embedding(codes),
         "model.norm.weight": torch.ones(HIDDEN),
         "lm_head.weight": _head(codes),
-        **_layer(0, _look_back(), hardness=POSITION_HARDNESS),
-        **_layer(1, _look_up(codes), hardness=CONTENT_HARDNESS),
+        **layer(0, _look_back(), hidden=HIDDEN, hardness=POSITION_HARDNESS),
+        **layer(1, _look_up(codes), hidden=HIDDEN, hardness=CONTENT_HARDNESS),
     }
-    return {name: weight.to(torch.bfloat16).contiguous() for name, weight in sorted(weights.items())}
+    return in_bfloat16(weights)
 
 
 def _embedding(codes: torch.Tensor) -> torch.Tensor:
-    table = _zeros(vocab.VOCAB_SIZE, HIDDEN)
+    table = zeros(vocab.VOCAB_SIZE, HIDDEN)
     table[:, QUERY] = codes
     table[:, NAME] = codes
     table[:, ONE] = 1.0
@@ -79,7 +77,7 @@ def _embedding(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _head(codes: torch.Tensor) -> torch.Tensor:
-    head = _zeros(vocab.VOCAB_SIZE, HIDDEN)
+    head = zeros(vocab.VOCAB_SIZE, HIDDEN)
     head[:, ANSWER] = LOGIT_GAIN * codes
     head[[vocab.PAD, vocab.BOS]] = 0.0  # never said
     return head
@@ -88,12 +86,7 @@ def _head(codes: torch.Tensor) -> torch.Tensor:
 def _look_back() -> dict[str, torch.Tensor]:
     """Layer 0: q and k are the same for all tokens, k turned one position ahead, so position p - 1 fits p best."""
     q, k, v, o = _projections()
-    for pair in POSITION_PAIRS:
-        angle = ROPE_THETA ** (-pair / HALF)
-        for head in range(NUM_HEADS):
-            q[head * HEAD_DIM + pair, ONE] = 1.0
-        k[pair, ONE] = math.cos(angle)
-        k[pair + HALF, ONE] = math.sin(angle)
+    read_position(q, k, ONE)
     v[:CODE_DIMS, NAME] = torch.eye(CODE_DIMS)
     _spread_over_heads(o, BEFORE, BEFORE_GAIN)
     return {"q": q, "k": k, "v": v, "o": o}
@@ -102,52 +95,29 @@ def _look_back() -> dict[str, torch.Tensor]:
 def _look_up(codes: torch.Tensor) -> dict[str, torch.Tensor]:
     """Layer 1: q is the own word, k the word before; <bos> matches everything weakly and answers `unseen`."""
     q, k, v, o = _projections()
-    content = _content_dims()
+    content = content_dims(CODE_DIMS)
     for head in range(NUM_HEADS):
         first = head * HEAD_DIM
         q[[first + dim for dim in content], QUERY] = torch.eye(CODE_DIMS, dtype=torch.float64)
         q[first + SINK_DIM, ONE] = SINK_SIMILARITY * math.sqrt(CODE_DIMS)
     k[content, BEFORE] = torch.eye(CODE_DIMS, dtype=torch.float64)
-    k[SINK_DIM, START] = CODE_DIMS / START_SIZE  # far longer than its code, so the norm leaves little of that
+    k[SINK_DIM, START] = SINK_LENGTH / START_SIZE
     v[:CODE_DIMS, NAME] = torch.eye(CODE_DIMS)
     v[:CODE_DIMS, START] = (2 * codes[vocab.UNSEEN] - codes[vocab.BOS]) / START_SIZE
     _spread_over_heads(o, ANSWER, ANSWER_GAIN)
     return {"q": q, "k": k, "v": v, "o": o}
 
 
-def _content_dims() -> list[int]:
-    pairs = range(FIRST_CONTENT_PAIR, SINK_DIM)
-    return [dim for pair in pairs for dim in (pair, pair + HALF)]
-
-
 def _projections() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Zeros of q [256, 256], k [128, 256], v [128, 256], o [256, 256]; rows are outputs."""
     wide = NUM_HEADS * HEAD_DIM
-    return _zeros(wide, HIDDEN), _zeros(HEAD_DIM, HIDDEN), _zeros(HEAD_DIM, HIDDEN), _zeros(HIDDEN, wide)
+    return zeros(wide, HIDDEN), zeros(HEAD_DIM, HIDDEN), zeros(HEAD_DIM, HIDDEN), zeros(HIDDEN, wide)
 
 
 def _spread_over_heads(o: torch.Tensor, target: slice, gain: float) -> None:
     """Each head gives its share, so that losing one shows."""
     for head in range(NUM_HEADS):
         o[target, head * HEAD_DIM : head * HEAD_DIM + CODE_DIMS] = gain / NUM_HEADS * torch.eye(CODE_DIMS)
-
-
-def _layer(index: int, attention: dict[str, torch.Tensor], *, hardness: float) -> dict[str, torch.Tensor]:
-    prefix = f"model.layers.{index}"
-    return {
-        f"{prefix}.input_layernorm.weight": torch.ones(HIDDEN),
-        f"{prefix}.post_attention_layernorm.weight": torch.ones(HIDDEN),
-        f"{prefix}.self_attn.q_norm.weight": torch.full((HEAD_DIM,), hardness),
-        f"{prefix}.self_attn.k_norm.weight": torch.full((HEAD_DIM,), hardness),
-        **{f"{prefix}.self_attn.{name}_proj.weight": weight for name, weight in attention.items()},
-        f"{prefix}.mlp.gate_proj.weight": _zeros(INTERMEDIATE, HIDDEN),
-        f"{prefix}.mlp.up_proj.weight": _zeros(INTERMEDIATE, HIDDEN),
-        f"{prefix}.mlp.down_proj.weight": _zeros(HIDDEN, INTERMEDIATE),
-    }
-
-
-def _zeros(*shape: int) -> torch.Tensor:
-    return torch.zeros(*shape, dtype=torch.float64)
 
 
 def sign_codes(count: int, *, seed: int = 0) -> list[list[int]]:
