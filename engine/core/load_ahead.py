@@ -14,7 +14,7 @@ from engine.core.request import Request
 from engine.core.state import SchedulerState
 
 MOST_REQUESTS = 8  # from the front of the queue: bounds the cost of a plan
-SHARE = 2  # of the pages that can be taken, one in so many is for those that wait
+SHARE = 2  # 1 / SHARE of the pages that can be taken is for requests that wait
 
 InOrder = Callable[[float], list[Request]]  # (time) -> those that wait, in the order of admission
 

@@ -1,4 +1,4 @@
-"""Prefixes loaded from the host while their requests wait: when, how many, and at nobody's cost."""
+"""Prefixes loaded from the host while their requests wait: when, how many, and that no other request pays for it."""
 
 import pytest
 
@@ -128,7 +128,7 @@ def test_it_evicts_nothing_that_one_before_it_would_find() -> None:
     assert loaded_ahead(engine) == 0 and cache.num_cached(OTHER) == 3
     engine.abort("early")
     engine.turn()
-    assert loaded_ahead(engine) == 1 and cache.num_cached(OTHER) == 0, "nobody waits for it any more"
+    assert loaded_ahead(engine) == 1 and cache.num_cached(OTHER) == 0, "its request is gone"
     engine.run()
     assert engine.tokens["late"] == expected_tokens(PROMPT, 1)
 

@@ -25,7 +25,7 @@ def test_a_failed_transfer_ends_its_request_and_frees_its_memory() -> None:
 
 @contextmanager
 def answered(**fake: Any) -> Iterator[Told]:
-    """What decode said of one request through a pair with these flags; all memory is back."""
+    """What decode reported of one request through a pair with these flags; all memory is back."""
     disagg = {"disaggregation_transfer_backend": "fake", **fake}
     with disaggregated(DEFAULT_MODEL_PATH, decode={}, max_total_tokens=1024, disagg=disagg) as pair:
         decode = pair.workers[-1]
