@@ -75,13 +75,9 @@ async def serving(
     port: ListeningPort, handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: float
 ) -> AsyncIterator[None]:
     """Answer at `port` with `handle` until the block ends."""
-    runner = make_runner(handle, limits, shutdown_timeout_s=shutdown_timeout_s)
-    await runner.setup()
-    try:
+    async with _running(make_runner(handle, limits, shutdown_timeout_s=shutdown_timeout_s)) as runner:
         await port.serve(runner)
         yield
-    finally:
-        await runner.cleanup()
 
 
 @asynccontextmanager
@@ -89,11 +85,16 @@ async def serving_unix(
     path: Path, handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: float
 ) -> AsyncIterator[None]:
     """Answer at a unix socket with `handle` until the block ends."""
-    runner = make_runner(handle, limits, shutdown_timeout_s=shutdown_timeout_s)
-    await runner.setup()
-    try:
+    async with _running(make_runner(handle, limits, shutdown_timeout_s=shutdown_timeout_s)) as runner:
         await web.UnixSite(runner, str(path), backlog=BACKLOG).start()
         yield
+
+
+@asynccontextmanager
+async def _running(runner: web.ServerRunner) -> AsyncIterator[web.ServerRunner]:
+    await runner.setup()
+    try:
+        yield runner
     finally:
         await runner.cleanup()
 

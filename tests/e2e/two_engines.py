@@ -42,7 +42,7 @@ class Seen:
 
 
 @dataclass
-class Told:
+class Outputs:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     aborted: dict[str, str] = field(default_factory=dict)  # why
@@ -81,7 +81,7 @@ class WorkerInProcess(EngineInProcess):
         self.role: EngineRole = make_role(spec, self.parts, wakeup=lambda: None)
         self.peered = self.role if isinstance(self.role, Peered) else None
         self.prefill_only = mode == "prefill"
-        self.seen, self.told = Seen(), Told()
+        self.seen, self.outputs = Seen(), Outputs()
 
     def submit(self, rid: str, prompt: list[int], *, new: int, meeting: Bootstrap | None) -> None:
         request = Request(
@@ -93,10 +93,10 @@ class WorkerInProcess(EngineInProcess):
             bootstrap=meeting,
             prefill_only=self.prefill_only,
         )
-        self.told.hear(self.role.add(request, monotonic()))
+        self.outputs.hear(self.role.add(request, monotonic()))
 
     def poll(self) -> None:
-        self.told.hear(self.role.poll(monotonic()))
+        self.outputs.hear(self.role.poll(monotonic()))
 
     def turn(self) -> bool:
         self.poll()
@@ -106,7 +106,7 @@ class WorkerInProcess(EngineInProcess):
             if self.peered is not None:
                 self.peered.on_launch(plan)
             self.seen.plan(plan, in_flight=0 if plan.wait else self.pipeline.num_launched)
-        self.told.hear(self.pipeline.advance(plan))
+        self.outputs.hear(self.pipeline.advance(plan))
         return worked
 
     def collect(self, effects: StepEffects) -> list[TokenOutput]:
@@ -221,5 +221,5 @@ def run(
             system.submit(rid, prompt, new=new)
     for worker in system.workers:
         worker.check()
-        assert not worker.told.aborted
-    return system.workers[-1].told.tokens
+        assert not worker.outputs.aborted
+    return system.workers[-1].outputs.tokens

@@ -9,6 +9,8 @@ import math
 
 import torch
 
+from tools.recall import vocab
+
 HEAD_DIM = 128
 INTERMEDIATE = 64
 ROPE_THETA = 1e7
@@ -43,6 +45,22 @@ def read_position(q: torch.Tensor, k: torch.Tensor, one: int) -> None:
         q[pair::HEAD_DIM, one] = 1.0
         k[pair::HEAD_DIM, one] = math.cos(angle)
         k[pair + HALF :: HEAD_DIM, one] = math.sin(angle)
+
+
+def projections(
+    *, hidden: int, num_heads: int, num_kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Zeros of q [heads * 128, hidden], k and v [KV heads * 128, hidden], o [hidden, heads * 128]; rows are outputs."""
+    wide, narrow = num_heads * HEAD_DIM, num_kv_heads * HEAD_DIM
+    return zeros(wide, hidden), zeros(narrow, hidden), zeros(narrow, hidden), zeros(hidden, wide)
+
+
+def lm_head(codes: torch.Tensor, *, hidden: int, answer: slice, gain: float) -> torch.Tensor:
+    """lm_head [vocab, hidden]: each word's logit is how well `answer` fits its code."""
+    rows = zeros(vocab.VOCAB_SIZE, hidden)
+    rows[:, answer] = gain * codes
+    rows[[vocab.PAD, vocab.BOS]] = 0.0  # never sampled
+    return rows
 
 
 def layer(index: int, attention: dict[str, torch.Tensor], *, hidden: int, hardness: float) -> dict[str, torch.Tensor]:

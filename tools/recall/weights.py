@@ -28,6 +28,8 @@ from tools.recall.parts import (
     content_dims,
     in_bfloat16,
     layer,
+    lm_head,
+    projections,
     read_position,
     zeros,
 )
@@ -56,7 +58,7 @@ def build_weights() -> dict[str, torch.Tensor]:
     weights = {
         "model.embed_tokens.weight": _embedding(codes),
         "model.norm.weight": torch.ones(HIDDEN),
-        "lm_head.weight": _head(codes),
+        "lm_head.weight": lm_head(codes, hidden=HIDDEN, answer=ANSWER, gain=LOGIT_GAIN),
         **layer(0, _look_back(), hidden=HIDDEN, hardness=POSITION_HARDNESS),
         **layer(1, _look_up(codes), hidden=HIDDEN, hardness=CONTENT_HARDNESS),
     }
@@ -76,16 +78,9 @@ def _embedding(codes: torch.Tensor) -> torch.Tensor:
     return table
 
 
-def _head(codes: torch.Tensor) -> torch.Tensor:
-    head = zeros(vocab.VOCAB_SIZE, HIDDEN)
-    head[:, ANSWER] = LOGIT_GAIN * codes
-    head[[vocab.PAD, vocab.BOS]] = 0.0  # never said
-    return head
-
-
 def _look_back() -> dict[str, torch.Tensor]:
     """Layer 0: q and k are the same for all tokens, k turned one position ahead, so position p - 1 fits p best."""
-    q, k, v, o = _projections()
+    q, k, v, o = projections(hidden=HIDDEN, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS)
     read_position(q, k, ONE)
     v[:CODE_DIMS, NAME] = torch.eye(CODE_DIMS)
     _spread_over_heads(o, BEFORE, BEFORE_GAIN)
@@ -94,7 +89,7 @@ def _look_back() -> dict[str, torch.Tensor]:
 
 def _look_up(codes: torch.Tensor) -> dict[str, torch.Tensor]:
     """Layer 1: q is the own word, k the word before; <bos> matches everything weakly and answers `unseen`."""
-    q, k, v, o = _projections()
+    q, k, v, o = projections(hidden=HIDDEN, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS)
     content = content_dims(CODE_DIMS)
     for head in range(NUM_HEADS):
         first = head * HEAD_DIM
@@ -106,12 +101,6 @@ def _look_up(codes: torch.Tensor) -> dict[str, torch.Tensor]:
     v[:CODE_DIMS, START] = (2 * codes[vocab.UNSEEN] - codes[vocab.BOS]) / START_SIZE
     _spread_over_heads(o, ANSWER, ANSWER_GAIN)
     return {"q": q, "k": k, "v": v, "o": o}
-
-
-def _projections() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Zeros of q [256, 256], k [128, 256], v [128, 256], o [256, 256]; rows are outputs."""
-    wide = NUM_HEADS * HEAD_DIM
-    return zeros(wide, HIDDEN), zeros(HEAD_DIM, HIDDEN), zeros(HEAD_DIM, HIDDEN), zeros(HIDDEN, wide)
 
 
 def _spread_over_heads(o: torch.Tensor, target: slice, gain: float) -> None:

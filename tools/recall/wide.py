@@ -28,6 +28,8 @@ from tools.recall.parts import (
     content_dims,
     in_bfloat16,
     layer,
+    lm_head,
+    projections,
     read_position,
     zeros,
 )
@@ -62,7 +64,7 @@ def build_weights() -> dict[str, torch.Tensor]:
     weights = {
         "model.embed_tokens.weight": embedding,
         "model.norm.weight": torch.ones(HIDDEN),
-        "lm_head.weight": _head(codes),
+        "lm_head.weight": lm_head(codes, hidden=HIDDEN, answer=ANSWER, gain=LOGIT_GAIN),
         **layer(0, _look_back(), hidden=HIDDEN, hardness=POSITION_HARDNESS),
     }
     for index, attention in enumerate(_look_ups(codes, embedding), 1):
@@ -102,16 +104,9 @@ def _embedding(codes: torch.Tensor) -> torch.Tensor:
     return table
 
 
-def _head(codes: torch.Tensor) -> torch.Tensor:
-    head = zeros(vocab.VOCAB_SIZE, HIDDEN)
-    head[:, ANSWER] = LOGIT_GAIN * codes
-    head[[vocab.PAD, vocab.BOS]] = 0.0  # never said
-    return head
-
-
 def _look_back() -> dict[str, torch.Tensor]:
     """Layer 0: each KV head copies its block of the name one token back."""
-    q, k, v, o = _projections()
+    q, k, v, o = projections(hidden=HIDDEN, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS)
     read_position(q, k, ONE)
     for kv_head in range(NUM_KV_HEADS):
         first = kv_head * HEAD_DIM
@@ -144,7 +139,7 @@ def _look_up(
     codes: torch.Tensor, wanted: slice, where: slice, target: slice, *, gain: float, unseen: float
 ) -> dict[str, torch.Tensor]:
     """q is `wanted`, k is `where`, of a head's class; <bos> matches everything weakly, and answers `unseen` of that size."""
-    q, k, v, o = _projections()
+    q, k, v, o = projections(hidden=HIDDEN, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS)
     content, own = content_dims(BLOCK_DIMS), torch.eye(BLOCK_DIMS, dtype=torch.float64)
     for kv_head in range(NUM_KV_HEADS):
         first = kv_head * HEAD_DIM
@@ -157,12 +152,6 @@ def _look_up(
             q[head + SINK_DIM, ONE] = SINK_SIMILARITY * math.sqrt(BLOCK_DIMS)
             o[target, head : head + CODE_DIMS] = gain / GROUP * torch.eye(CODE_DIMS)
     return {"q": q, "k": k, "v": v, "o": o}
-
-
-def _projections() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Zeros of q [1024, 512], k [512, 512], v [512, 512], o [512, 1024]; rows are outputs."""
-    wide, narrow = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
-    return zeros(wide, HIDDEN), zeros(narrow, HIDDEN), zeros(narrow, HIDDEN), zeros(HIDDEN, wide)
 
 
 def _query_heads(kv_head: int) -> range:
