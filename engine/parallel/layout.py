@@ -1,0 +1,224 @@
+"""Which part of a model each rank of a TP x PP group holds, and which sizes fit a model. Pure.
+
+    heads, KV heads, intermediate, vocabulary   cut over the TP ranks of a stage, in order
+    layers                                      cut over the stages, balanced by bytes; the first holds the embedding, the last the head
+
+Where TP ranks outnumber KV heads, each KV head is on tp_size / kv_heads ranks. So a query head is always with its KV head.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from engine.model_files.model_config import ModelConfig
+from service.flags import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A rank in its group. `partition`: layers of each stage (`--pp-layer-partition`); (): balanced by bytes."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    partition: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.tp_rank < self.tp_size and 0 <= self.pp_rank < self.pp_size, self
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether it holds the embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether it holds the final norm and the head."""
+        return self.pp_rank == self.pp_size - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What a rank holds: ranges of the model's numbers, half open."""
+
+    heads: range
+    kv_heads: range
+    intermediate: range
+    vocab: range
+    layers: range
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The rows or columns `taken` of a matrix that has `total`."""
+
+    total: int
+    taken: range
+
+    @staticmethod
+    def whole(total: int) -> "Cut":
+        return Cut(total, range(total))
+
+    def times(self, size: int) -> "Cut":
+        """The same cut, where each unit is `size` rows or columns."""
+        return Cut(self.total * size, range(self.taken.start * size, self.taken.stop * size))
+
+    def __len__(self) -> int:
+        return len(self.taken)
+
+
+def share_of(config: ModelConfig, place: Place) -> Share:
+    """Return what the rank at `place` holds. `check_layout` has accepted the sizes."""
+    rank, size = place.tp_rank, place.tp_size
+    return Share(
+        heads=_even(config.num_heads, rank, size),
+        kv_heads=_kv_heads(config.num_kv_heads, rank, size),
+        intermediate=_even(config.intermediate_size, rank, size),
+        vocab=range(config.vocab_size * rank // size, config.vocab_size * (rank + 1) // size),
+        layers=stage_layers(config, pp_size=place.pp_size, partition=place.partition)[place.pp_rank],
+    )
+
+
+def stage_layers(config: ModelConfig, *, pp_size: int, partition: Sequence[int] = ()) -> tuple[range, ...]:
+    """Return the layers of each stage. Without a `partition` the largest stage is as small as it can be, in bytes."""
+    counts = list(partition) or _balanced(config, pp_size)
+    assert len(counts) == pp_size and sum(counts) == config.num_layers and min(counts) > 0, counts
+    return tuple(range(first, end) for first, end in pairwise(accumulate(counts, initial=0)))
+
+
+def units_of(config: ModelConfig, place: Place, kv_units: int | None) -> range:
+    """Return which of the model's KV units a rank holds. `kv_units`: of the model (`--kv-units`); None: one for each rank.
+
+    Unit u holds kv_heads / kv_units neighbouring KV heads. Where ranks outnumber KV heads, a unit is one head.
+    """
+    total = model_units(config, tp_size=place.tp_size, kv_units=kv_units)
+    return _kv_heads(total, place.tp_rank, place.tp_size)
+
+
+def model_units(config: ModelConfig, *, tp_size: int, kv_units: int | None) -> int:
+    """Return how many units the KV of a token has, over all ranks."""
+    return kv_units or min(tp_size, config.num_kv_heads)
+
+
+def check_layout(
+    config: ModelConfig,
+    *,
+    tp_size: int,
+    pp_size: int,
+    partition: Sequence[int] = (),
+    kv_units: int | None = None,
+    reduce_units: int = 0,
+) -> None:
+    """Raise ConfigError naming the flag, both numbers and what would fit. `reduce_units`: 0 is off."""
+    if problem := _tp_problem(config, tp_size):
+        fitting = [size for size in range(1, config.num_heads + 1) if _tp_problem(config, size) is None]
+        raise ConfigError(f"--tp-size {tp_size}: {problem}; choose {_listed(fitting)}")
+    _check_stages(config, pp_size, partition)
+    if kv_units is not None:
+        _check_units(config, tp_size, kv_units)
+    if reduce_units:
+        _check_reduce_units(config, tp_size, reduce_units)
+
+
+def _tp_problem(config: ModelConfig, size: int) -> str | None:
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if heads % size:
+        return f"does not divide the model's {heads} attention heads"
+    if kv_heads % size and size % kv_heads:
+        return f"neither divides the model's {kv_heads} KV heads nor is a multiple of them"
+    if config.intermediate_size % size:
+        return f"does not divide the model's intermediate_size {config.intermediate_size}"
+    if config.vocab_size < size:
+        return f"exceeds the model's vocabulary of {config.vocab_size}"
+    return None
+
+
+def _check_stages(config: ModelConfig, pp_size: int, partition: Sequence[int]) -> None:
+    layers = config.num_layers
+    if pp_size > layers:
+        raise ConfigError(f"--pp-size {pp_size}: the model has {layers} layers; choose at most {layers}")
+    if not partition:
+        return
+    flag = f"--pp-layer-partition {','.join(map(str, partition))}"
+    if len(partition) != pp_size:
+        raise ConfigError(f"{flag}: names {len(partition)} stages, --pp-size is {pp_size}; give {pp_size} numbers")
+    if min(partition) < 1:
+        raise ConfigError(f"{flag}: a stage has {min(partition)} layers; give each at least 1")
+    if sum(partition) != layers:
+        raise ConfigError(f"{flag}: is {sum(partition)} layers, the model has {layers}; make the sum {layers}")
+
+
+def _check_units(config: ModelConfig, tp_size: int, kv_units: int) -> None:
+    kv_heads = config.num_kv_heads
+    fitting = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n % min(tp_size, kv_heads) == 0]
+    if kv_units in fitting:
+        return
+    if kv_units < 1 or kv_heads % kv_units:
+        problem = f"does not divide the model's {kv_heads} KV heads"
+    elif tp_size > kv_heads:
+        problem = f"--tp-size {tp_size} exceeds the model's {kv_heads} KV heads, so each head is a unit"
+    else:
+        problem = f"is not a multiple of --tp-size {tp_size}"
+    raise ConfigError(f"--kv-units {kv_units}: {problem}; choose {_listed(fitting)}")
+
+
+def _check_reduce_units(config: ModelConfig, tp_size: int, units: int) -> None:
+    def fits(n: int) -> bool:
+        return n % tp_size == 0 and not any(inputs % n for inputs in _reduced(config).values())
+
+    if tp_size & (tp_size - 1):
+        raise ConfigError(f"--reduce-units {units}: needs a power of two as --tp-size, got {tp_size}; leave it out")
+    if units > 0 and not units & (units - 1) and fits(units):
+        return
+    if units < 1 or units & (units - 1):
+        problem = "is not a power of two"
+    elif units % tp_size:
+        problem = f"is not a multiple of --tp-size {tp_size}"
+    else:
+        name, inputs = next((name, n) for name, n in _reduced(config).items() if n % units)
+        problem = f"does not divide the model's {name} {inputs}"
+    fitting = [1 << n for n in range(max(_reduced(config).values()).bit_length()) if fits(1 << n)]
+    raise ConfigError(f"--reduce-units {units}: {problem}; choose {_listed(fitting)}")
+
+
+def _reduced(config: ModelConfig) -> dict[str, int]:
+    """Inputs of the products whose sums are taken over ranks."""
+    return {
+        "num_attention_heads * head_dim": config.num_heads * config.head_dim,
+        "intermediate_size": config.intermediate_size,
+    }
+
+
+def _even(total: int, rank: int, size: int) -> range:
+    assert total % size == 0, (total, size)
+    return range(total // size * rank, total // size * (rank + 1))
+
+
+def _kv_heads(total: int, rank: int, size: int) -> range:
+    """`total` KV heads, or units of them; one of them where ranks outnumber them."""
+    if size <= total:
+        return _even(total, rank, size)
+    assert size % total == 0, (total, size)
+    return range(rank * total // size, rank * total // size + 1)
+
+
+def _balanced(config: ModelConfig, pp_size: int) -> list[int]:
+    """One layer after the other goes to the smallest stage, the first of equals: no other way makes the largest smaller."""
+    hidden, wide = config.hidden_size, config.num_heads * config.head_dim
+    layer = hidden * (2 * wide + 2 * config.num_kv_heads * config.head_dim + 3 * config.intermediate_size)
+    table = hidden * config.vocab_size
+    counts, sizes = [1] * pp_size, [layer] * pp_size
+    sizes[0] += table
+    sizes[-1] += table
+    for _ in range(config.num_layers - pp_size):
+        stage = sizes.index(min(sizes))
+        counts[stage] += 1
+        sizes[stage] += layer
+    return counts
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """ "1, 2 or 4"."""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last

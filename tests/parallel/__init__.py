@@ -1,0 +1,1 @@
+"""Ranks of one model: who holds what, and what they sum."""
