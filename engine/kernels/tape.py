@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from engine.kernels.build import load_library
+from engine.kernels.failures import failure
 
 SOURCE = Path(__file__).with_suffix(".c")
 ABI_VERSION = 1
@@ -74,13 +75,13 @@ class Tape:
         self._calls.append(_Call(ctypes.cast(kernel, ctypes.c_void_p), ctypes.addressof(copy)))
 
     def play(self) -> None:
-        """Repeat all calls; drops the GIL. Raises MemoryError."""
+        """Repeat all calls; drops the GIL. Raises MemoryError, RanksEnded."""
         library = tape_library()
         assert library is not None
         if self._array is None:
             self._array = (_Call * len(self._calls))(*self._calls)
-        if library.tandem_tape_play(self._array, len(self._array)):
-            raise MemoryError("a step's kernels found no memory")
+        if failed := library.tandem_tape_play(self._array, len(self._array)):
+            raise failure(failed)
 
 
 class _Here(threading.local):

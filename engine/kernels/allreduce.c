@@ -1,0 +1,199 @@
+/* Sums and gathers of ranks of one machine, over memory that they share. Knows words, windows and counts; who the ranks are
+ * and where the memory is from, it does not.
+ *
+ * Each rank has a line: how many windows it has written, and how many numbers those of the call hold. To add, each rank writes
+ * its window, counts it, waits until all have counted theirs, and adds all windows itself: (0+1)+(2+3), the same tree on every
+ * rank. Windows alternate between two buffers: whoever writes window i + 2 has seen that all wrote i + 1, so all have read i.
+ */
+#include <sched.h>
+#include <time.h>
+
+#include "vectors.h"
+
+#define ABI_VERSION 1
+#define MOST_RANKS 64
+#define RANKS_ENDED 2 /* engine/kernels/failures.py */
+#define OUT_OF_STEP 3
+
+#define SPINS 200                /* a rank that computes on its own core is ready within them, or nearly */
+#define YIELD_NS 100000          /* then others may need this core; then it is a long wait, which costs no core */
+#define SHORTEST_SLEEP_NS 20000
+#define LONGEST_SLEEP_NS 1000000 /* and so the longest time until an abort is seen */
+#define SLEEP_SHARE 8            /* a sleep is at most this part of the wait so far */
+
+#define WORD_LINE 8 /* int64_t in a cache line */
+
+/* A line of a rank. */
+struct line {
+    int64_t written;    /* windows; by this rank */
+    int64_t numbers[2]; /* of its last two windows */
+    int64_t unused[WORD_LINE - 3];
+};
+
+INLINE int64_t read_word(const int64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+
+INLINE void write_word(int64_t *word, int64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+
+INLINE void pause_core(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* 0 once *word >= value, or RANKS_ENDED once *abort is not 0. */
+static int wait_for(const int64_t *word, int64_t value, const int64_t *abort) {
+    for (int i = 0; i < SPINS; i++) {
+        if (read_word(word) >= value) return 0;
+        pause_core();
+    }
+    const int64_t start = now_ns();
+    for (int64_t waited = 0;; waited = now_ns() - start) {
+        if (read_word(word) >= value) return 0;
+        if (read_word(abort)) return RANKS_ENDED;
+        if (waited < YIELD_NS) {
+            sched_yield();
+            continue;
+        }
+        int64_t sleep = waited / SLEEP_SHARE;
+        if (sleep < SHORTEST_SLEEP_NS) sleep = SHORTEST_SLEEP_NS;
+        if (sleep > LONGEST_SLEEP_NS) sleep = LONGEST_SLEEP_NS;
+        const struct timespec t = {0, sleep};
+        nanosleep(&t, 0);
+    }
+}
+
+int tandem_allreduce_abi(void) { return ABI_VERSION; }
+
+/* Arguments are mirrored by allreduce.py. Each function returns 0, or a code: a tape asks (tape.c). */
+
+struct wait {
+    const int64_t *word, *abort;
+    int64_t value;
+};
+
+int tandem_wait(const struct wait *a) { return wait_for(a->word, a->value, a->abort); }
+
+/* ---- sums */
+
+struct sum {
+    const float *partial; /* [elements], of this rank */
+    void *out;            /* [elements] bf16 or float */
+    struct line *lines;   /* [ranks] */
+    float *windows;       /* [2, ranks, window], aligned to cache lines; window a multiple of 16 */
+    const int64_t *abort;
+    int64_t elements, rank, ranks, window, out_is_f32, threads;
+};
+
+/* The tree over `ranks`, the same for all counts: neighbours, then neighbours of these. An odd last one waits for its turn. */
+INLINE f16v add_all(f16v *x, const int ranks) {
+    for (int step = 1; step < ranks; step *= 2)
+        for (int i = 0; i + step < ranks; i += 2 * step) x[i] += x[i + step];
+    return x[0];
+}
+
+INLINE void add_some(const float *windows, int64_t window, void *out, int64_t begin, int64_t end, int is_f32, const int ranks) {
+    f16v x[MOST_RANKS];
+    int64_t i = begin;
+    for (; i + LANES <= end; i += LANES) {
+        for (int r = 0; r < ranks; r++) x[r] = load_f32(windows + r * window + i);
+        const f16v all = add_all(x, ranks);
+        if (is_f32) {
+            store_f32((float *)out + i, all);
+        } else { /* not store_bf16, which makes zeros of denormals: torch, which computes the same elsewhere, keeps them */
+            const h16v h = __builtin_convertvector(bf16_bits(all) >> 16, h16v);
+            memcpy((bf16 *)out + i, &h, sizeof h);
+        }
+    }
+    if (i == end) return;
+    for (int r = 0; r < ranks; r++) x[r] = load_f32(windows + r * window + i); /* within the window: its size is whole lanes */
+    const f16v all = add_all(x, ranks);
+    for (int64_t lane = 0; i + lane < end; lane++) {
+        if (is_f32) ((float *)out)[i + lane] = all[lane];
+        else ((bf16 *)out)[i + lane] = to_bf16(all[lane]);
+    }
+}
+
+static void add_windows(const float *windows, int64_t window, void *out, int64_t begin, int64_t end, int is_f32, int ranks) {
+    if (ranks == 2) add_some(windows, window, out, begin, end, is_f32, 2);
+    else if (ranks == 3) add_some(windows, window, out, begin, end, is_f32, 3);
+    else if (ranks == 4) add_some(windows, window, out, begin, end, is_f32, 4);
+    else if (ranks == 8) add_some(windows, window, out, begin, end, is_f32, 8);
+    else add_some(windows, window, out, begin, end, is_f32, ranks);
+}
+
+#define STRIP 16384 /* numbers that a thread takes at once; fewer are not worth waking threads for */
+
+static void add_in_threads(const float *windows, int64_t window, void *out, int64_t numbers, int is_f32, int ranks, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && numbers > 2 * STRIP)
+    for (int64_t begin = 0; begin < numbers; begin += STRIP) {
+        const int64_t end = begin + STRIP < numbers ? begin + STRIP : numbers;
+        add_windows(windows, window, out, begin, end, is_f32, ranks);
+    }
+}
+
+static void copy_in_threads(float *to, const float *from, int64_t numbers, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && numbers > 2 * STRIP)
+    for (int64_t begin = 0; begin < numbers; begin += STRIP) {
+        const int64_t count = begin + STRIP < numbers ? STRIP : numbers - begin;
+        memcpy(to + begin, from + begin, (size_t)count * sizeof(float));
+    }
+}
+
+/* out = the sum of all ranks' partials, rounded once. All ranks call it with the same number of elements. */
+int tandem_sum(const struct sum *a) {
+    struct line *own = a->lines + a->rank;
+    const int64_t item = a->out_is_f32 ? sizeof(float) : sizeof(bf16);
+    for (int64_t at = 0; at < a->elements; at += a->window) {
+        const int64_t numbers = a->elements - at < a->window ? a->elements - at : a->window, count = own->written;
+        float *windows = a->windows + (count & 1) * a->ranks * a->window;
+        copy_in_threads(windows + a->rank * a->window, a->partial + at, numbers, (int)a->threads);
+        own->numbers[count & 1] = a->elements - at;
+        write_word(&own->written, count + 1);
+        for (int64_t r = 0; r < a->ranks; r++) {
+            const int failed = wait_for(&a->lines[r].written, count + 1, a->abort);
+            if (failed) return failed;
+            if (a->lines[r].numbers[count & 1] != a->elements - at) return OUT_OF_STEP;
+        }
+        add_in_threads(windows, a->window, (char *)a->out + at * item, numbers, (int)a->out_is_f32, (int)a->ranks, (int)a->threads);
+    }
+    return 0;
+}
+
+/* ---- columns of one matrix */
+
+struct gather {
+    const float *part; /* [rows, columns], of this rank */
+    float *all;        /* [rows, total]; this rank's columns begin at `first` */
+    struct line *lines; /* [ranks]: how many gathers it has written; rank 0's: how many it has begun */
+    const int64_t *abort;
+    int64_t rows, columns, first, total, rank, ranks;
+};
+
+/* Rank 0 begins a gather when it no longer needs the last one, and returns when all have written. The others may be ahead. */
+int tandem_gather(const struct gather *a) {
+    struct line *own = a->lines + a->rank;
+    const int64_t count = own->numbers[0] + 1;
+    own->numbers[0] = count;
+    if (a->rank == 0) write_word(&own->written, count);
+    const int failed = wait_for(&a->lines[0].written, count, a->abort);
+    if (failed) return failed;
+    for (int64_t r = 0; r < a->rows; r++)
+        memcpy(a->all + r * a->total + a->first, a->part + r * a->columns, (size_t)a->columns * sizeof(float));
+    if (a->rank) {
+        write_word(&own->written, count);
+        return 0;
+    }
+    for (int64_t r = 1; r < a->ranks; r++) {
+        const int late = wait_for(&a->lines[r].written, count, a->abort);
+        if (late) return late;
+    }
+    return 0;
+}

@@ -1,0 +1,106 @@
+"""The memory that the ranks of one machine share: a memfd, which has no name, so that no two workers meet in it and nothing is
+left behind, however its processes end.
+
+    leader:    region = SharedRegion.create(plan); start followers with pass_fds=(region.descriptor,)
+    follower:  region = SharedRegion.open(descriptor, plan)
+"""
+
+import fcntl
+import mmap
+import os
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+from engine.kernels.allreduce import allreduce
+from engine.kernels.failures import RANKS_ENDED, failure
+from engine.parallel.region_plan import RegionPlan
+
+YIELDS = 50  # of a wait without the C kernel; then it sleeps
+LONGEST_SLEEP_S = 1e-3
+SLEEP_SHARE = 8  # a sleep is at most this part of the wait so far
+
+_fence = threading.Lock()
+
+
+class SharedRegion:
+    """One mapping of the memory. `descriptor` is None where the region was opened: it is the creator's to close.
+
+    The memory lives as long as a mapping or a descriptor does; tensors of it keep theirs.
+    """
+
+    def __init__(self, memory: mmap.mmap, plan: RegionPlan, *, descriptor: int | None) -> None:
+        self.plan = plan
+        self.descriptor = descriptor
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+        self._abort = self.word(plan.abort)
+        self._kernels = allreduce()
+
+    @classmethod
+    def create(cls, plan: RegionPlan) -> "SharedRegion":
+        """Make the memory, zeroed; pages take none before they are written."""
+        descriptor = os.memfd_create("tandem-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, plan.size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return cls(mmap.mmap(descriptor, plan.size), plan, descriptor=descriptor)
+
+    @classmethod
+    def open(cls, descriptor: int, plan: RegionPlan) -> "SharedRegion":
+        """Map the memory. The caller may close `descriptor` afterwards. Raises ValueError where it is not of this plan's size."""
+        size = os.fstat(descriptor).st_size
+        if size != plan.size:
+            raise ValueError(f"shared memory of ranks has {size} bytes; this plan's has {plan.size}: {plan}")
+        return cls(mmap.mmap(descriptor, size), plan, descriptor=None)
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Dense `shape` at a byte offset."""
+        size = dtype.itemsize
+        for extent in shape:
+            size *= extent
+        assert offset + size <= self.plan.size, (offset, shape, dtype)
+        return self._memory[offset : offset + size].view(dtype).view(shape)
+
+    def word(self, offset: int) -> Tensor:
+        return self.tensor(offset, (1,), torch.int64)
+
+    @property
+    def aborted(self) -> bool:
+        return bool(self._abort.item())
+
+    def abort(self) -> None:
+        """End every wait of every rank, now and later, with RanksEnded."""
+        self._abort[0] = 1
+
+    def wait(self, word: Tensor, value: int) -> None:
+        """Return when `word` is `value` or more; what its writer wrote before is then seen. Raises RanksEnded."""
+        if self._kernels is not None:
+            self._kernels.wait(word.data_ptr(), value, abort=self._abort.data_ptr())
+            return
+        start_s, looks = time.monotonic(), 0
+        while int(word.item()) < value:
+            if self.aborted:
+                raise failure(RANKS_ENDED)
+            looks += 1
+            waited_s = time.monotonic() - start_s
+            time.sleep(0 if looks < YIELDS else min(waited_s / SLEEP_SHARE, LONGEST_SLEEP_S))
+        _all_before()
+
+    def publish(self, word: Tensor, value: int) -> None:
+        """Let `word`, which has this one writer, be `value`, after all that was written before."""
+        _all_before()
+        word[0] = value
+
+    def close(self) -> None:
+        """Close the descriptor; the mapping stays while a tensor of it does."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+def _all_before() -> None:
+    """A fence for processors that reorder loads and stores: a lock taken twice lets none pass."""
+    for _ in range(2):
+        with _fence:
+            pass

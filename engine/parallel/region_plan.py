@@ -1,0 +1,81 @@
+"""Where things are in the memory that the ranks of one machine share. Numbers only: it travels as msgpack, without torch.
+
+| abort | tokens' count | each stage: lines of sums, lines of gathers | each link: sent, taken |   lines of 64 bytes
+| each stage: windows [2, ranks, window] float32 | logits [logits_rows, vocab] float32
+| tokens [slots] int64 | each link: slots [depth, link_rows * hidden * 4 bytes]
+"""
+
+from dataclasses import dataclass
+
+LINE_BYTES = 64
+FLOAT_BYTES = 4
+WINDOW = 65536
+MOST_RANKS = 64  # of allreduce.c
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionPlan:
+    """What the ranks of one group need to exchange. Whoever opens the region has an equal plan."""
+
+    ranks: int  # of a stage (tp_size)
+    stages: int = 1  # pp_size
+    logits_rows: int = 0  # most rows of a gather, of the last stage
+    vocab: int = 0
+    slots: int = 0  # of SharedTokens
+    hidden: int = 0  # of StageLink, with the two below
+    link_rows: int = 0
+    link_depth: int = 2
+    window: int = WINDOW  # numbers that a rank hands over at once
+
+    def __post_init__(self) -> None:
+        assert 0 < self.ranks <= MOST_RANKS and self.stages > 0 and self.link_depth > 0, self
+        assert self.window > 0 and self.window % 16 == 0, self
+
+    @property
+    def abort(self) -> int:
+        """Byte offset of the abort word; the rest likewise."""
+        return 0
+
+    @property
+    def tokens_count(self) -> int:
+        return LINE_BYTES
+
+    def sum_lines(self, stage: int) -> int:
+        return (2 + 2 * stage * self.ranks) * LINE_BYTES
+
+    def gather_lines(self, stage: int) -> int:
+        return self.sum_lines(stage) + self.ranks * LINE_BYTES
+
+    def link_lines(self, stage: int, rank: int) -> int:
+        """Two lines of the link from `stage` to the next: how many slots were sent, and how many taken."""
+        assert 0 <= stage < self.stages - 1 and 0 <= rank < self.ranks, (stage, rank)
+        return self.sum_lines(self.stages) + 2 * (stage * self.ranks + rank) * LINE_BYTES
+
+    def windows(self, stage: int) -> int:
+        lines_end = self.sum_lines(self.stages) + 2 * (self.stages - 1) * self.ranks * LINE_BYTES
+        return lines_end + stage * 2 * self.ranks * self.window * FLOAT_BYTES
+
+    @property
+    def logits(self) -> int:
+        return self.windows(self.stages)
+
+    @property
+    def tokens(self) -> int:
+        return self.logits + _whole_lines(self.logits_rows * self.vocab * FLOAT_BYTES)
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes of one slot."""
+        return _whole_lines(self.link_rows * self.hidden * FLOAT_BYTES)
+
+    def link_slots(self, stage: int, rank: int) -> int:
+        links = self.tokens + _whole_lines(self.slots * 8)
+        return links + (stage * self.ranks + rank) * self.link_depth * self.link_bytes
+
+    @property
+    def size(self) -> int:
+        return self.link_slots(self.stages - 1, 0)
+
+
+def _whole_lines(size: int) -> int:
+    return -(-size // LINE_BYTES) * LINE_BYTES

@@ -1,0 +1,42 @@
+"""Hidden states from rank i of one pipeline stage to rank i of the next: a ring of slots in shared memory."""
+
+import torch
+from torch import Tensor
+
+from engine.parallel.region import SharedRegion
+
+
+class StageLink:
+    """The link from `stage` to `stage + 1`, of one rank: one end sends, the other receives, both in the same order.
+
+    A tensor of more rows than a slot has takes several slots. At most `plan.link_depth` slots are full: then `send` waits.
+    """
+
+    def __init__(self, region: SharedRegion, *, stage: int, rank: int, dtype: torch.dtype) -> None:
+        plan = region.plan
+        self._region = region
+        self._sent, self._taken = region.tensor(plan.link_lines(stage, rank), (2, 8), torch.int64)[:, :1]
+        first = plan.link_slots(stage, rank)
+        self._slots = [
+            region.tensor(first + i * plan.link_bytes, (plan.link_rows, plan.hidden), dtype)
+            for i in range(plan.link_depth)
+        ]
+
+    def send(self, x: Tensor) -> None:
+        """Hand over x [T, hidden]; it may be written again at return. Raises RanksEnded."""
+        for rows in x.split(len(self._slots[0])):
+            sent = int(self._sent.item())
+            self._region.wait(self._taken, sent + 1 - len(self._slots))
+            self._slots[sent % len(self._slots)][: len(rows)] = rows
+            self._region.publish(self._sent, sent + 1)
+
+    def receive(self, rows: int) -> Tensor:
+        """Return the next [rows, hidden], which the other end sent as one tensor. Raises RanksEnded."""
+        first = self._slots[0]
+        out = torch.empty((rows, first.shape[1]), dtype=first.dtype)
+        for part in out.split(len(first)):
+            taken = int(self._taken.item())
+            self._region.wait(self._sent, taken + 1)
+            part.copy_(self._slots[taken % len(self._slots)][: len(part)])
+            self._region.publish(self._taken, taken + 1)
+        return out
