@@ -24,7 +24,7 @@ class StageLink:
 
     def send(self, x: Tensor) -> None:
         """Hand over x [T, hidden]; it may be written again at return. Raises RanksEnded."""
-        for rows in x.split(len(self._slots[0])):
+        for rows in _slots_of(x, len(self._slots[0])):
             sent = int(self._sent.item())
             self._region.wait(self._taken, sent + 1 - len(self._slots))
             self._slots[sent % len(self._slots)][: len(rows)] = rows
@@ -34,9 +34,13 @@ class StageLink:
         """Return the next [rows, hidden], which the other end sent as one tensor. Raises RanksEnded."""
         first = self._slots[0]
         out = torch.empty((rows, first.shape[1]), dtype=first.dtype)
-        for part in out.split(len(first)):
+        for part in _slots_of(out, len(first)):
             taken = int(self._taken.item())
             self._region.wait(self._sent, taken + 1)
             part.copy_(self._slots[taken % len(self._slots)][: len(part)])
             self._region.publish(self._taken, taken + 1)
         return out
+
+
+def _slots_of(x: Tensor, rows: int) -> list[Tensor]:
+    return [x[begin : begin + rows] for begin in range(0, len(x), rows)]
