@@ -1,4 +1,4 @@
-"""Every running request by one token, as far as rows and pages reach."""
+"""Every running request by one token, as far as rows and pages reach; with pipeline stages a share of them."""
 
 from engine.core.departures import Departures
 from engine.core.plan import PlanItem, SlotOpen
@@ -14,6 +14,7 @@ class DecodePlanner:
         self._memory = state.memory
         self._stages = state.stages
         self._table = state.table
+        self._micro_batches = state.micro_batches
         self._departures = departures
         self._preemption = preemption
         self._priorities = state.limits.priorities
@@ -21,8 +22,11 @@ class DecodePlanner:
 
     def plan(self, planned: set[str], now_s: float) -> tuple[list[PlanItem], list[SlotOpen]]:
         """Plan a token for each running request that is not in this step already (`planned`)."""
-        ready = [r for r in self._stages.running if r.samples_left > 0 and r.rid not in planned]
+        ready = self._micro_batches.ready(self._stages.running)
+        if planned:
+            ready = [r for r in ready if r.rid not in planned]
         ready = self._with_rows(ready, now_s)
+        del ready[self._micro_batches.share(len(ready), num_running=len(self._stages.running)) :]
         self._grow(ready)
         if self._state.limits.test_retract:
             self._retract_sometimes(ready)

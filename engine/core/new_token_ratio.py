@@ -31,9 +31,9 @@ class NewTokenRatio:
         self._step = (self._initial - self._floor) / rule.decay_steps
         self.value = self._initial
 
-    def decay(self) -> None:
-        """Call it after each step in which running requests sampled."""
-        self.value = max(self.value - self._step, self._floor)
+    def decay(self, share: float) -> None:
+        """Call it after each step in which `share` of the running requests sampled."""
+        self.value = max(self.value - self._step * share, self._floor)
 
     def on_retraction(self, staying: Iterable[Request]) -> None:
         requests = list(staying)

@@ -94,7 +94,7 @@ class PageCopy:
 class Plan:
     """One step, which may have no items. `extend`: some item is part of a prompt; decodes may ride along.
 
-    `wait`: the loop collects every launched step before it launches this one (depth 1).
+    `wait`: the loop launches this one without overlap (depth 1, or with pipeline stages as many as there are micro-batches).
     `masks`: by item index, the tokens that it may sample (`Grammar.bitmask`); filled in just before sampling is launched.
     `sample_deferred`: some masks follow from tokens in flight, so sampling is launched when these are collected.
 

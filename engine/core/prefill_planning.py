@@ -73,7 +73,7 @@ class PrefillPlanner:
         return list(self._in_order(self._stages.adapter_budget(self._limits, now_s=now_s), now_s))
 
     def _adder(self) -> PrefillAdder:
-        riders = sum(r.samples_left > 0 for r in self._stages.running) if self._limits.mixed_chunk else 0
+        riders = self._num_riders() if self._limits.mixed_chunk else 0
         return PrefillAdder(
             limits=self._limits,
             memory=self._memory,
@@ -82,6 +82,11 @@ class PrefillPlanner:
             decode_tokens=riders,
             budget=self._budget,
         )
+
+    def _num_riders(self) -> int:
+        """Count the decodes that ride along in this step."""
+        batches, running = self._state.micro_batches, self._stages.running
+        return batches.share(len(batches.ready(running)), num_running=len(running))
 
     def _in_order(self, adapters: AdapterBudget, now_s: float) -> Iterable[Request]:
         """Return the waiting requests whose adapter has a place in this step, in the policy's order."""

@@ -18,11 +18,13 @@ class Results:
         self._departures = departures
         self._tail_texts = tail_texts
         self._vocab_size = state.limits.vocab_size
+        self._share = 1 / state.limits.micro_batches
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
         """Take the results of the oldest launched step."""
         assert result.seq == plan.seq and len(result.items) == len(plan.items)
         effects, live, host = StepEffects(failure=result.failure), self._state.stages.live, self._state.memory.host
+        self._state.micro_batches.on_collected(plan)
         self._state.backups.on_collected(plan)
         if host is not None:
             host.on_collected(plan)
@@ -42,7 +44,7 @@ class Results:
         self._state.counters.failed_steps += bool(result.failure)
         self._departures.settle()
         if not all(item.extend for item in plan.items):
-            self._state.ratio.decay()
+            self._state.ratio.decay(self._share)
         if not live:
             self._state.ratio.reset()
         return effects

@@ -10,7 +10,8 @@
 It owns these parts and the order of their calls. What they share is `SchedulerState`.
 
 Planning does not know the depth: a second plan before the first result uses placeholders for tokens in flight
-(engine/core/plan.py). It relies only on steps running in the order of their plans.
+(engine/core/plan.py), or with pipeline stages decodes other requests (engine/core/micro_batches.py). It relies only on steps
+running in the order of their plans.
 """
 
 from collections.abc import Callable
@@ -92,6 +93,7 @@ class Scheduler:
             wait=wait,
             sample_deferred=sample_deferred,
         )
+        self._state.micro_batches.on_planned(plan)
         backups.attach(plan)
         if host is not None:
             host.attach(plan)

@@ -6,6 +6,7 @@ from engine.core.backups import Backups
 from engine.core.growth import MeasuredGrowth
 from engine.core.limits import Limits
 from engine.core.memory import Memory
+from engine.core.micro_batches import MicroBatches
 from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.outputs import refusal
 from engine.core.request import Request
@@ -54,6 +55,7 @@ class SchedulerState:
         self.ratio = ratio or NewTokenRatio()
         self.growth = growth
         self.stages = Stages()
+        self.micro_batches = MicroBatches(limits.micro_batches)
         self.table = RequestTable(limits.max_running_requests)
         self.backups = Backups(max_pages=backup_pages, page_size=limits.page_size)
         self.counters = Counters()
@@ -86,6 +88,7 @@ class SchedulerState:
         allocator = self.memory.allocator
         held = [p for r in self.stages.all() for p in r.own_pages()]
         assert len(held) == len(set(held)) == allocator.counts()["held"], "held pages and owners differ"
+        self.micro_batches.check(idle=not self.stages.live)
         adapters = {r.adapter for r in self.stages.growing()} - {0}
         assert len(adapters) <= self.limits.max_loras_per_batch, "more adapters run than a batch may hold"
         for r in self.stages.all():

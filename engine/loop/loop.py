@@ -164,7 +164,7 @@ class EngineLoop:
         budget = scheduler.step_budget
         self._listeners: tuple[LoopListener, ...] = (
             self._profiles,
-            *([] if budget is None else [StepDurations(budget.note)]),
+            *([] if budget is None else [StepDurations(budget.note, stages=scheduler.limits.pp_size)]),
             Timekeeper(self._requests),
             self._adapters,
             self._deadlines,

@@ -3,6 +3,7 @@
 depth 1                    launch N -> collect N -> launch N+1
 depth 2                    launch N -> launch N+1 -> collect N
 deferred sampling          launch N -> forward N+1 -> collect N -> masks N+1 -> sample N+1
+pipeline stages            launch N .. launch N+stages -> collect N: a stage computes while the next plan is made
 """
 
 from collections import deque
@@ -50,6 +51,7 @@ class Pipeline(Generic[L]):
         self._scheduler = scheduler
         self._executor = executor
         self._depth = depth
+        self._without_overlap = scheduler.limits.micro_batches
         self._on_step = on_step
         self._launched: deque[L] = deque()
 
@@ -72,7 +74,7 @@ class Pipeline(Generic[L]):
     def _launch(self, plan: Plan) -> list[TokenOutput]:
         if plan.sample_deferred and not plan.wait:
             return self._launch_in_two(plan)
-        outputs = self._collect_all_but(0) if plan.wait else []
+        outputs = self._collect_all_but(self._without_overlap - 1) if plan.wait else []
         self._scheduler.fill_masks(plan)
         self._launched.append(self._executor.launch(plan))
         return outputs

@@ -1,4 +1,8 @@
-"""How long launched steps take: at depth 2 a step begins when the one before it has ended."""
+"""How long launched steps take: at depth 2 a step begins when the one before it has ended.
+
+With pipeline stages it is the time of a stage, which is what the next step waits for: at most what passes between two ends, and
+at most an even part of the time from launch to end. Either is exact where the stages are full, or empty.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -9,10 +13,11 @@ from engine.loop.listener import LoopListener
 
 
 class StepDurations(LoopListener):
-    """`report` receives the plan and the seconds of each collected step, but for those that failed."""
+    """`report` receives the plan and the seconds of each collected step, but for those that failed. `stages`: of the pipeline."""
 
-    def __init__(self, report: Callable[[Plan, float], None]) -> None:
+    def __init__(self, report: Callable[[Plan, float], None], *, stages: int) -> None:
         self._report = report
+        self._stages = stages
         self._launched: deque[tuple[Plan, float]] = deque()
         self._ended_s = float("-inf")
 
@@ -21,7 +26,7 @@ class StepDurations(LoopListener):
 
     def on_step(self, effects: StepEffects, now_s: float) -> None:
         plan, launched_s = self._launched.popleft()
-        taken_s = now_s - max(launched_s, self._ended_s)
+        taken_s = min((now_s - launched_s) / self._stages, now_s - self._ended_s)
         self._ended_s = now_s
         if not effects.failure:
             self._report(plan, taken_s)

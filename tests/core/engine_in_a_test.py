@@ -137,7 +137,8 @@ class EngineInATest:
     def turn(self) -> bool:
         """One turn of the loop; False when there is nothing left to do."""
         plan = self.next_plan()
-        while plan is not None and (plan.wait or plan.sample_deferred) and self.launched:
+        at_most = self.scheduler.limits.micro_batches  # steps in flight without overlap
+        while plan is not None and (plan.wait or plan.sample_deferred) and len(self.launched) >= at_most:
             self.collect()
         if plan is not None:
             self.launch(plan)

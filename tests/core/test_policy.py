@@ -64,10 +64,10 @@ def test_the_ratio_decays_is_reestimated_and_starts_again() -> None:
     ratio = NewTokenRatio()
     assert ratio.value == pytest.approx(0.7)
     for _ in range(300):
-        ratio.decay()
+        ratio.decay(1.0)
     assert ratio.value == pytest.approx(0.7 * (1 - 0.86 / 2))
     for _ in range(400):
-        ratio.decay()
+        ratio.decay(1.0)
     assert ratio.value == pytest.approx(0.7 * 0.14)
     ratio.on_retraction([request("a", [1], new=100, out=30), request("b", [1], new=99, out=10)])
     assert ratio.value == pytest.approx((30 + 10 + 40) / 200)

@@ -25,7 +25,7 @@ LEAST |= {
     "gated": 500,
     "skipped": 20,
 }
-LEAST |= {"resumed_elsewhere": 5, "resume_failures": 5, "failed_steps": 50}
+LEAST |= {"resumed_elsewhere": 5, "resume_failures": 3, "failed_steps": 50}
 
 
 Sent = tuple[int, int, Gate | None, bool]  # start, pages, gate, last

@@ -26,7 +26,7 @@ class Event:
 @dataclass(frozen=True, kw_only=True)
 class TwoRoleStory:
     """`rows`: metadata rows of each side. `faults`: share of moves in which handshakes, or recomputes under way, fail. `failing`: of
-    steps, those that find no memory.
+    steps, those that find no memory. `stages`: of each side's pipeline, which is so much deeper.
     """
 
     page_size: int
@@ -45,6 +45,7 @@ class TwoRoleStory:
     layerwise: bool
     faults: float
     failing: float
+    stages: tuple[int, int]
     seed: int
     events: tuple[Ask | Event, ...]
 
@@ -70,6 +71,7 @@ def two_role_stories() -> st.SearchStrategy[TwoRoleStory]:
         layerwise=st.booleans(),
         faults=st.sampled_from([0.0, 0.0, 0.2, 1.0]),
         failing=st.sampled_from([0.0, 0.0, 0.0, 0.05, 0.3]),
+        stages=st.sampled_from([(1, 1), (2, 1), (1, 2), (3, 2)]),
         seed=st.integers(0, 2**32),
         events=st.lists(st.one_of(asks(), event, event), min_size=15, max_size=45).map(tuple),
     )
@@ -94,10 +96,14 @@ class _Play:
                 "clip": story.clip,
                 "priorities": story.priorities,
             },
+            prefill={"pp_size": story.stages[0]},
+            pp_size=story.stages[1],
             backup_pages=0 if story.resume_elsewhere else story.backup_pages,
             resume_elsewhere=story.resume_elsewhere,
         )
         self.cluster.decode.depth = story.decode_depth
+        for engine, stages in zip(self.engines, story.stages, strict=True):
+            engine.depth += stages - 1
         self.rng = random.Random(story.seed)
         for engine in self.engines:
             engine.model.fails = lambda plan: bool(plan.items) and self.rng.random() < story.failing

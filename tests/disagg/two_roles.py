@@ -43,7 +43,8 @@ class RoleEngine(EngineInATest):
     def turn(self) -> bool:
         self.say(self.role.poll(self.now_s))
         plan = self.scheduler.schedule()
-        while plan is not None and (plan.wait or plan.sample_deferred) and self.launched:
+        at_most = self.scheduler.limits.micro_batches  # steps in flight without overlap
+        while plan is not None and (plan.wait or plan.sample_deferred) and len(self.launched) >= at_most:
             self.collect()
         if plan is not None:
             self.role.on_launch(plan)

@@ -15,7 +15,7 @@ SECONDS_A_TOKEN = 0.25
 def test_a_step_begins_when_the_one_before_it_has_ended() -> None:
     first, second, third = (Plan(seq=n, extend=True, items=[]) for n in (1, 2, 3))
     reported: list[tuple[Plan, float]] = []
-    durations = StepDurations(lambda plan, taken_s: reported.append((plan, taken_s)))
+    durations = StepDurations(lambda plan, taken_s: reported.append((plan, taken_s)), stages=1)
     durations.on_launch(first, 10.0)
     durations.on_launch(second, 10.5)
     durations.on_step(StepEffects(), 12.0)
@@ -23,6 +23,17 @@ def test_a_step_begins_when_the_one_before_it_has_ended() -> None:
     durations.on_launch(third, 20.0)
     durations.on_step(StepEffects(), 20.5)
     assert reported == [(first, 2.0), (second, 1.0), (third, 0.5)]
+
+
+def test_with_pipeline_stages_the_time_is_that_of_one_stage() -> None:
+    """Two stages of a second each: an empty pipeline, a full one, a step that comes half a second after another."""
+    reported: list[float] = []
+    durations = StepDurations(lambda plan, taken_s: reported.append(taken_s), stages=2)
+    for launched_s in (0.0, 0.0, 0.0, 10.0, 10.5):
+        durations.on_launch(Plan(seq=1, extend=True, items=[]), launched_s)
+    for ended_s in (2.0, 3.0, 4.0, 12.0, 13.0):
+        durations.on_step(StepEffects(), ended_s)
+    assert reported == [1.0, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_the_loop_keeps_steps_within_their_time() -> None:

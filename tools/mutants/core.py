@@ -13,10 +13,12 @@ from engine.core.decode_planning import DecodePlanner
 from engine.core.departures import Departures
 from engine.core.held import HeldRequests
 from engine.core.memory import Memory, growth_pages, match_limit
+from engine.core.micro_batches import MicroBatches
 from engine.core.page_allocator import PageAllocator
 from engine.core.plan import PageLoad
 from engine.core.preemption import Preemption
 from engine.core.prefill_adder import PrefillAdder
+from engine.core.prefill_planning import PrefillPlanner
 from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
 from engine.core.request_table import RequestTable
@@ -80,6 +82,47 @@ def _(original, request):
 )
 def _(original, scheduler, item):
     return original(scheduler, item) and scheduler.stages.live[item.rid].pending > 2
+
+
+# ---- pipeline stages
+
+
+@CORE.bug("a request is planned twice in flight", MicroBatches.ready, "A stage decodes what another one samples.")
+def _(original, batches, running):
+    return [r for r in running if r.samples_left > 0]
+
+
+@CORE.bug("one stage gets all decodes", MicroBatches.share, "A plan decodes every request that is ready.")
+def _(original, batches, num_ready, *, num_running):
+    return num_ready
+
+
+@CORE.bug("a plan too many takes decodes", MicroBatches.on_planned, "Plans in flight are not counted.")
+def _(original, batches, plan):
+    before = batches._in_flight
+    original(batches, plan)
+    batches._in_flight = before
+
+
+CORE.skip("a stage's place is never free again", MicroBatches.on_collected, "A collected plan counts as in flight.")
+
+
+@CORE.bug("a chunk waits for the one before it", PrefillPlanner.plan, "One stage at a time computes a long prompt.")
+def _(original, planner, now_s):
+    chunked = planner._stages.chunked
+    return ([], []) if chunked is not None and chunked.inflight else original(planner, now_s)
+
+
+@CORE.bug(
+    "a chunk overtakes the one in flight",
+    PrefillPlanner._extend,
+    "A chunk begins a page behind the end of the last one.",
+)
+def _(original, planner, request, adder):
+    page_size = planner._limits.page_size
+    if request.inflight and request.launched_len + page_size < request.num_tokens:
+        request.launched_len += page_size
+    return original(planner, request, adder)
 
 
 # ---- the radix tree

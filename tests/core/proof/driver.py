@@ -48,6 +48,7 @@ class Driver(EngineInATest):
         )
         self.setup = setup
         self.model.gives_nan = setup.gives_nan
+        self.depth += self.scheduler.limits.micro_batches - 1
         self.lives: dict[str, Life] = {}
         self.held: list[Ask] = []  # by the control
         self.paused = False
@@ -55,6 +56,7 @@ class Driver(EngineInATest):
         self.updating = False
         self.updates = 0
         self.overlapped = 0  # steps launched before the last was collected
+        self.piped = 0  # steps with decodes, planned while all other stages had theirs
 
     def tell(self, event: Ask | Event) -> None:
         if isinstance(event, Ask):
@@ -283,13 +285,28 @@ class Driver(EngineInATest):
     def next_plan(self) -> Plan | None:
         if self.paused:
             return None
-        counters, running = self.scheduler.counters, self._with_rows()
+        counters, running, num_running = self.scheduler.counters, self._with_rows(), len(self.scheduler.stages.running)
         preemptions, out_of_memory = counters.preemptions, counters.out_of_memory
         plan = super().next_plan()
+        self._check_micro_batch(plan, num_running=num_running)
         if counters.preemptions > preemptions and counters.out_of_memory == out_of_memory:
             grown = [page for item in plan.items if not item.extend for page in item.new_pages] if plan else []
             self._check_preemption(running, set(grown))
         return plan
+
+    def _check_micro_batch(self, plan: Plan | None, *, num_running: int) -> None:
+        """Pipeline stages: each has its part of the decodes, no request is in two plans, chunks follow one another at once."""
+        num = self.scheduler.limits.micro_batches
+        if plan is None:
+            assert self.scheduler.stages.chunked is None, "a chunk waits for the one before it"
+        elif num > 1:
+            sampling = {item.rid for launched, _ in self.launched for item in launched.items if item.sample}
+            assert not sampling & {item.rid for item in plan.items}, "a request is planned twice in flight"
+            assert all(token >= 0 for item in plan.items for token in item.tokens), "a placeholder"
+            num_running += sum(item.extend and item.sample for item in plan.items)
+            decodes = sum(not item.extend for item in plan.items) - len(plan.loads)
+            assert decodes <= -(-num_running // num), f"{decodes} of {num_running} decodes in one of {num} plans"
+            self.piped += len(self.launched) >= num - 1 and decodes > 0
 
     def _with_rows(self) -> list[Request]:
         return [r for r in self.scheduler.stages.running if r.slot is not None]
@@ -353,6 +370,7 @@ class Driver(EngineInATest):
             mixed=sum(len({item.extend for item in plan.items}) == 2 for plan in plans),
             chunks=sum(not item.sample for plan in plans for item in plan.items),
             overlapped=self.overlapped,
+            piped=self.piped,
             masks=sum(len(plan.masks) for plan in plans),
         )
 

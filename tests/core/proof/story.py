@@ -16,7 +16,8 @@ ROLES = ("unified", "prefill", "decode")
 class Setup:
     """One engine. `chunk_pages` None: prompts go whole. `clip`: the estimate of growth, cut there (0: none grows).
 
-    `lag`: steps run when they are collected. `gives_nan`: the model sometimes does.
+    `lag`: steps run when they are collected. `gives_nan`: the model sometimes does. `depth`: with one pipeline stage; more
+    stages are so much deeper.
     """
 
     role: str
@@ -39,6 +40,8 @@ class Setup:
     prefill_max_requests: int | None
     max_queued: int
     gives_nan: bool
+    pp_size: int
+    pp_async_batch_depth: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,8 @@ def _setups(**fixed: st.SearchStrategy[object]) -> st.SearchStrategy[Setup]:
         prefill_max_requests=st.sampled_from([None, None, 1, 2]),
         max_queued=st.sampled_from([1000, 1000, 1000, 4]),
         gives_nan=st.booleans(),
+        pp_size=st.sampled_from([1, 1, 2, 4]),
+        pp_async_batch_depth=st.sampled_from([0, 0, 1]),
     )
     return st.builds(Setup, **{**drawn, **fixed})
 

@@ -22,6 +22,7 @@ LEAST = {
     "mixed": 50,
     "overlapped": 2000,
     "masks": 1000,
+    "piped": 300,
     "retractions": 50,
     "restored_tokens": 50,
     "wasted_samples": 50,
