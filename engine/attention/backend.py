@@ -73,4 +73,8 @@ def _on_gpu(name: str, pool: KVPool, *, num_heads: int) -> AttentionBackend:
 
 def _prompts(pool: KVPool, num_heads: int) -> FlashInferPrompts:
     check_specs(pool.specs)
+    if pool.units > 1:
+        raise ConfigError(
+            f"--attention-backend flashinfer: reads pages of one unit, not of {pool.units} units (--kv-units); choose triton"
+        )
     return FlashInferPrompts(pool, num_heads=num_heads, wrapper=import_wrapper())

@@ -1,5 +1,7 @@
 """Attention in plain torch for any dtype and device: slow, and the reference for the kernels."""
 
+from collections.abc import Callable
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -46,12 +48,17 @@ class TorchBackend:
         self, layer: int, request: "_Request", k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[kv_len, kv_heads, head_dim] each. Without a prefix the new tokens are all there is: no gather."""
-        cache_k, cache_v = self._pool.k(layer), self._pool.v(layer)
         if request.prefix_len == 0:
-            rows = slice(request.first, request.end)
+            rows, dtype = slice(request.first, request.end), self._pool.k(layer).dtype
             # through the cache's dtype: what a later chunk reads back must be what this one saw
-            return k[rows].to(cache_k.dtype).to(k.dtype), v[rows].to(cache_v.dtype).to(v.dtype)
-        return request.gather(cache_k).to(k.dtype), request.gather(cache_v).to(v.dtype)
+            return k[rows].to(dtype).to(k.dtype), v[rows].to(dtype).to(v.dtype)
+        keys, values = (self._gather(cache, layer, request) for cache in (self._pool.k, self._pool.v))
+        return keys.to(k.dtype), values.to(v.dtype)
+
+    def _gather(self, cache: Callable[[int, int], torch.Tensor], layer: int, request: "_Request") -> torch.Tensor:
+        """`cache`: of (layer, unit)."""
+        parts = [request.gather(cache(layer, unit)) for unit in range(self._pool.units)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _attend_request(
         self, request: "_Request", q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

@@ -68,6 +68,7 @@ class TritonBackend:
         self._prompts = prompts
         self._num_heads = num_heads
         self._shapes = [self._shape_of(layer) for layer in range(pool.num_layers)]
+        self._units = [pool.units_of(layer) for layer in range(pool.num_layers)]
         self._now: _Decode | _Extend | None = None
         self._page_table = torch.empty(0, dtype=torch.int32)
         self._slots = torch.empty(0, dtype=torch.int64)
@@ -102,6 +103,7 @@ class TritonBackend:
             eps=new.rope.eps,
             pages=self._token_pages,
             offsets=self._token_offsets,
+            units=self._units[layer],
         )
         rows, shape = q.to(cache_k.dtype), self._shapes[layer]
         if isinstance(now, _Decode):
@@ -117,6 +119,7 @@ class TritonBackend:
                 kv_lens=now.kv_lens,
                 work=now.work[shape],
                 tiles=shape.extend,
+                units=self._units[layer],
             )
             if now.library and self._prompts is not None:
                 self._prompts.attend(layer, rows, out)
@@ -135,6 +138,7 @@ class TritonBackend:
             kv_lens=now.kv_lens,
             splits=now.splits[shape],
             tiles=shape.decode,
+            units=self._units[layer],
         )
 
     def _take(self, step: StepBatch | DeviceStep | DeviceExtend) -> None:
@@ -181,7 +185,7 @@ class TritonBackend:
 
     def _shape_of(self, layer: int) -> _Shape:
         cache = self._pool.k(layer)
-        kv_heads, dim, dtype = cache.shape[2], cache.shape[3], cache.dtype
+        kv_heads, dim, dtype = self._pool.specs[layer].num_kv_heads, cache.shape[3], cache.dtype
         return _Shape(
             kv_heads, decode_tiles(kv_heads=kv_heads, dim=dim, dtype=dtype), extend_tiles(dim=dim, dtype=dtype)
         )

@@ -9,7 +9,8 @@ from engine.kernels import tape
 from engine.kv.kv_pool import KVPool
 
 POINTERS = ("q", "k_new", "v_new", "out", "k_cache", "v_cache")
-STRIDES = ("q_stride", "k_stride", "v_stride", "page_stride_bytes")
+STRIDES = ("q_stride", "k_stride", "v_stride", "page_stride_bytes", "unit_stride_bytes")
+HEADS = ("heads", "kv_heads", "units", "dim", "page_size")
 
 
 class Rows(NamedTuple):
@@ -39,6 +40,16 @@ class LayerCall:
         args.heads, args.kv_heads, args.dim = q.shape[1], spec.num_kv_heads, spec.head_dim
         args.scale = spec.head_dim**-0.5
         return rows
+
+
+def layout_of(pool: KVPool) -> dict[str, int]:
+    """What of `args` is the same in all layers."""
+    return {
+        "page_stride_bytes": pool.page_bytes,
+        "unit_stride_bytes": pool.unit_bytes,
+        "units": pool.units,
+        "page_size": pool.page_size,
+    }
 
 
 def check_pages(pool: KVPool, *tables: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 /* Paged decode attention: one query token a request, online softmax over the request's pages. bf16 and fp32 caches.
  *
- * A work item is (request, a run of kv heads): all query heads of a kv head are computed together, so each byte of K and V
- * is read from memory once. Tokens go in blocks of BLOCK from position 0 on, in this order whatever the batch is: a
+ * A work item is (request, a run of kv heads of one unit): all query heads of a kv head are computed together, so each byte of
+ * K and V is read from memory once. Tokens go in blocks of BLOCK from position 0 on, in this order whatever the batch is: a
  * request's result does not depend on its neighbours, on the run, nor on the number of threads. All sums are fp32.
  *
  * Memory is the limit. A block's K is passed over token by token, all heads of the run, as it lies in memory, and then its
@@ -20,7 +20,7 @@
 
 #include "vectors.h"
 
-#define ABI_VERSION 2
+#define ABI_VERSION 3
 #define BLOCK 64         /* tokens whose scores are held at once */
 #define SUB 8            /* query heads computed together */
 #define ACCUMULATORS 16  /* vectors of output held in registers */
@@ -43,11 +43,11 @@ struct step {
 /* Mirrored by _Args in paged_decode.py. Strides of q, k_new, v_new are elements from token to token; heads are dense. */
 struct args {
     void *q, *k_new, *v_new, *out; /* [B, heads, dim], [B, kv_heads, dim] x 2, [B, heads, dim] dense */
-    void *k_cache, *v_cache;       /* address of this layer's K and V in page 0 */
+    void *k_cache, *v_cache;       /* address of this layer's K and V in unit 0 of page 0 */
     const struct step *step;
     int64_t q_stride, k_stride, v_stride;
-    int64_t page_stride_bytes;
-    int64_t heads, kv_heads, dim, page_size;
+    int64_t page_stride_bytes, unit_stride_bytes;
+    int64_t heads, kv_heads, units, dim, page_size; /* each unit of a page holds kv_heads / units */
     int64_t is_bf16, threads;
     float scale;
 };
@@ -228,14 +228,21 @@ static const tokens_fn VALUES[KINDS][SUB + 1] = {NAMES(values, FP32), NAMES(valu
 
 /* ---- one request and run of kv heads */
 
+/* Byte of a page, from this layer's K or V in unit 0 on, where the row of token `offset` and kv head `head` lies. */
+INLINE int64_t in_page(const struct args *a, int64_t offset, int64_t head, int64_t row_bytes) {
+    const int64_t heads = a->kv_heads / a->units;
+    return head / heads * a->unit_stride_bytes + (offset * heads + head % heads) * row_bytes;
+}
+
 /* Rows of tokens from..from + BLOCK - 1 of `request`, as far as there are any, at kv head `head`. */
 static void locate(const struct args *a, int64_t request, int64_t from, int64_t head, int64_t row_bytes, struct block *to) {
     const int32_t *pages = a->step->page_table + request * a->step->table_width;
     const int64_t left = a->step->kv_lens[request] - from;
     to->count = left <= 0 ? 0 : left < BLOCK ? (int)left : BLOCK;
+    const int64_t first = in_page(a, 0, head, row_bytes), token_bytes = a->kv_heads / a->units * row_bytes;
     int64_t page = from / a->page_size, offset = from % a->page_size;
     for (int t = 0; t < to->count; t++) {
-        const int64_t at = pages[page] * a->page_stride_bytes + (offset * a->kv_heads + head) * row_bytes;
+        const int64_t at = pages[page] * a->page_stride_bytes + first + offset * token_bytes;
         to->k[t] = (const char *)a->k_cache + at;
         to->v[t] = (const char *)a->v_cache + at;
         if (++offset == a->page_size) offset = 0, page++;
@@ -246,7 +253,7 @@ static void locate(const struct args *a, int64_t request, int64_t from, int64_t 
 static void write_token(const struct item *it, int64_t request, int64_t head) {
     const struct args *a = it->a;
     const int64_t size = it->row_bytes / a->dim, bytes = it->heads * it->row_bytes;
-    const int64_t at = a->step->token_pages[request] * a->page_stride_bytes + (a->step->token_offsets[request] * a->kv_heads + head) * it->row_bytes;
+    const int64_t at = a->step->token_pages[request] * a->page_stride_bytes + in_page(a, a->step->token_offsets[request], head, it->row_bytes);
     memcpy((char *)a->k_cache + at, (char *)a->k_new + (request * a->k_stride + head * a->dim) * size, bytes);
     memcpy((char *)a->v_cache + at, (char *)a->v_new + (request * a->v_stride + head * a->dim) * size, bytes);
 }
@@ -328,7 +335,7 @@ static void attend(const struct args *a, int64_t number, int64_t coming, int64_t
 }
 
 /* Into how many runs the kv heads of each request are cut, so that none has too many query heads, and the longest request
- * keeps no thread busy alone. */
+ * keeps no thread busy alone; a multiple of the units, so that each run lies in one. */
 static int64_t runs_of(const struct args *a) {
     int64_t longest = 0, all = 0;
     for (int64_t i = 0; i < a->step->batch; i++) {
@@ -338,6 +345,7 @@ static int64_t runs_of(const struct args *a) {
     const int64_t least = (a->heads + MOST_HEADS - 1) / MOST_HEADS;
     int64_t runs = a->threads > 1 ? (ITEMS * a->threads * longest + all - 1) / all : 1;
     runs = runs < least ? least : runs;
+    runs = (runs + a->units - 1) / a->units * a->units;
     return runs < a->kv_heads ? runs : a->kv_heads;
 }
 

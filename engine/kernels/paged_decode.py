@@ -7,12 +7,12 @@ import torch
 
 from engine.kernels import tape
 from engine.kernels.build import fields, load_library
-from engine.kernels.layer_call import POINTERS, STRIDES, LayerCall, check_pages
+from engine.kernels.layer_call import HEADS, POINTERS, STRIDES, LayerCall, check_pages, layout_of
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 2
+ABI_VERSION = 3
 LANES = 16
 DTYPES = ("bfloat16", "float32")
 
@@ -26,9 +26,7 @@ class _Step(ctypes.Structure):
 class _Args(ctypes.Structure):
     """Mirror of `struct args` in paged_decode.c."""
 
-    _fields_ = fields(
-        (*POINTERS, "step"), (*STRIDES, "heads", "kv_heads", "dim", "page_size", "is_bf16", "threads"), ("scale",)
-    )
+    _fields_ = fields((*POINTERS, "step"), (*STRIDES, *HEADS, "is_bf16", "threads"), ("scale",))
 
 
 class PagedDecode:
@@ -40,9 +38,7 @@ class PagedDecode:
         self._pool = pool
         self._layer = LayerCall(pool)
         self._step = _Step()  # a tape's calls point here, too, and so read a new step
-        self._args = _Args(
-            step=ctypes.addressof(self._step), page_stride_bytes=pool.page_bytes, page_size=pool.page_size
-        )
+        self._args = _Args(step=ctypes.addressof(self._step), **layout_of(pool))
         self._kept: tuple[torch.Tensor, ...] = ()  # what the addresses in _step point into
 
     def begin(self, step: StepBatch) -> None:

@@ -23,7 +23,7 @@
 #include "tiles.h"
 #include "vectors.h"
 
-#define ABI_VERSION 1
+#define ABI_VERSION 2
 #define KEYS 256           /* keys of a block: S' and P' of 32 queries stay in the L1 cache */
 #define KEY_STEPS (KEYS / STEP)
 #define COLUMNS 1024       /* queries of an item, all heads counted: O' stays in the L2 cache, K and V are tiled once for them */
@@ -34,13 +34,13 @@
 struct args {
     const bf16 *q, *k_new, *v_new;              /* [T, heads, dim], [T, kv_heads, dim] x 2 */
     bf16 *out;                                  /* [T, heads, dim] dense; rows of no request attended are left alone */
-    char *k_cache, *v_cache;                    /* address of this layer's K and V in page 0 */
+    char *k_cache, *v_cache;                    /* address of this layer's K and V in unit 0 of page 0 */
     const int32_t *page_table;                  /* [requests, table_width] */
     const int64_t *first_rows, *q_lens, *kv_lens; /* [requests]; kv_lens: the new tokens included */
     const int64_t *token_pages, *token_offsets; /* [T] where each new token goes */
     int64_t q_stride, k_stride, v_stride;
-    int64_t page_stride_bytes, table_width;
-    int64_t tokens, requests, heads, kv_heads, dim, page_size;
+    int64_t page_stride_bytes, unit_stride_bytes, table_width;
+    int64_t tokens, requests, heads, kv_heads, units, dim, page_size; /* each unit of a page holds kv_heads / units */
     int64_t threads, kind;
     float scale;
 };
@@ -114,9 +114,11 @@ PART void tile_queries(const struct work *w) {
 static void find_rows(const struct work *w, const char *cache, int64_t from, int64_t count, const bf16 **rows) {
     const struct args *a = w->a;
     const int32_t *pages = a->page_table + w->at.request * a->table_width;
+    const int64_t heads = a->kv_heads / a->units; /* of a unit */
+    const char *first = cache + w->head / heads * a->unit_stride_bytes + w->head % heads * a->dim * (int64_t)sizeof(bf16);
     int64_t page = from / a->page_size, offset = from % a->page_size;
     for (int64_t i = 0; i < count; i++) {
-        rows[i] = (const bf16 *)(cache + pages[page] * a->page_stride_bytes) + (offset * a->kv_heads + w->head) * a->dim;
+        rows[i] = (const bf16 *)(first + pages[page] * a->page_stride_bytes) + offset * heads * a->dim;
         if (++offset == a->page_size) offset = 0, page++;
     }
 }
@@ -354,9 +356,12 @@ static void cut(const struct args *a, int64_t tokens, struct block *to) {
 }
 
 static void write_token(const struct args *a, int64_t t) {
-    const int64_t row = a->kv_heads * a->dim, at = a->token_pages[t] * a->page_stride_bytes + a->token_offsets[t] * row * (int64_t)sizeof(bf16);
-    memcpy(a->k_cache + at, a->k_new + t * a->k_stride, (size_t)row * sizeof(bf16));
-    memcpy(a->v_cache + at, a->v_new + t * a->v_stride, (size_t)row * sizeof(bf16));
+    const int64_t row = a->kv_heads / a->units * a->dim;
+    int64_t at = a->token_pages[t] * a->page_stride_bytes + a->token_offsets[t] * row * (int64_t)sizeof(bf16);
+    for (int64_t unit = 0; unit < a->units; unit++, at += a->unit_stride_bytes) {
+        memcpy(a->k_cache + at, a->k_new + t * a->k_stride + unit * row, (size_t)row * sizeof(bf16));
+        memcpy(a->v_cache + at, a->v_new + t * a->v_stride + unit * row, (size_t)row * sizeof(bf16));
+    }
 }
 
 /* Makes zeros of denormals, as the rounding of P' to bf16 does in any case: keys that weigh next to nothing (their

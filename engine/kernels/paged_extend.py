@@ -6,17 +6,17 @@ from pathlib import Path
 import torch
 
 from engine.kernels.build import fields, load_library
-from engine.kernels.layer_call import POINTERS, STRIDES, LayerCall, check_pages
+from engine.kernels.layer_call import HEADS, POINTERS, STRIDES, LayerCall, check_pages, layout_of
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 1
+ABI_VERSION = 2
 LANES = 16
 DTYPE = "bfloat16"
 
 _TABLES = ("page_table", "first_rows", "q_lens", "kv_lens", "token_pages", "token_offsets")
-_NUMBERS = ("tokens", "requests", "heads", "kv_heads", "dim", "page_size", "threads", "kind")
+_NUMBERS = ("tokens", "requests", *HEADS, "threads", "kind")
 
 
 class _Args(ctypes.Structure):
@@ -40,7 +40,7 @@ class PagedExtend:
         self._call.argtypes = [ctypes.POINTER(_Args)]
         self._pool = pool
         self._layer = LayerCall(pool)
-        self._args = _Args(page_stride_bytes=pool.page_bytes, page_size=pool.page_size, kind=kind)
+        self._args = _Args(kind=kind, **layout_of(pool))
         self._kept: tuple[torch.Tensor, ...] = ()  # what the addresses in _args point into
 
     def begin(self, step: StepBatch, *, skip: frozenset[int] = frozenset()) -> None:

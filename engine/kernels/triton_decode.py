@@ -22,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kv.kv_pool import ONE_UNIT, Units
+
 MIN_TILE_HEADS = 16  # what tl.dot takes at least
 LOG2_E = 1.4426950408889634
 LIST_TILE = 256  # requests that a program of the split list reads at a time
@@ -136,10 +138,19 @@ def merge_splits(
     tl.store(out_ptr + row[:, None] * DIM + dims[None, :], out, mask=mask)
 
 
+@triton.jit
+def row_in_page(token, kv_head, unit_stride, KV_HEADS: tl.constexpr, UNIT_HEADS: tl.constexpr, DIM: tl.constexpr):
+    """Element of a page, from unit 0 on, where the row of a kv head begins. `token`: of the page."""
+    row = (token * UNIT_HEADS + kv_head) * DIM
+    if UNIT_HEADS < KV_HEADS:
+        row += kv_head // UNIT_HEADS * (unit_stride - UNIT_HEADS * DIM)
+    return row
+
+
 @triton.jit(do_not_specialize=["batch", "table_stride"])
 def decode_split_kernel(
     q_ptr,  # [B, heads, dim]; heads of a row are dense
-    k_ptr,  # page 0 of this layer's K; rows of a token are dense
+    k_ptr,  # unit 0 of page 0 of this layer's K; rows of a token are dense in a unit
     v_ptr,
     out_ptr,  # [B, heads, dim] dense
     part_ptr,  # [B, splits, heads, dim] fp32: normalised output of each split
@@ -154,9 +165,11 @@ def decode_split_kernel(
     q_stride,
     table_stride,
     page_stride,  # elements; page * page_stride exceeds 32 bits
+    unit_stride,
     scale,  # times log2(e)
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    UNIT_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE_HEADS: tl.constexpr,
@@ -195,7 +208,7 @@ def decode_split_kernel(
             token = at + tl.arange(0, BLOCK)
             mask_n = token < end
             page = tl.load(table + token // PAGE_SIZE, mask=mask_n, other=0).to(tl.int64)
-            start = page * page_stride + ((token % PAGE_SIZE) * KV_HEADS + kv_head) * DIM
+            start = page * page_stride + row_in_page(token % PAGE_SIZE, kv_head, unit_stride, KV_HEADS, UNIT_HEADS, DIM)
             k = tl.load(k_ptr + start[None, :] + dims[:, None], mask=mask_n[None, :] & mask_d[:, None], other=0.0)
             scores = tl.dot(q, k, input_precision=PRECISION) * scale
             scores = tl.where(mask_n[None, :], scores, float("-inf"))
@@ -234,11 +247,14 @@ def decode_split_kernel(
         )  # fmt: skip
 
 
-def cache_constants(*, heads: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtype) -> dict[str, Any]:
+def cache_constants(
+    *, heads: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtype, units: int = 1
+) -> dict[str, Any]:
     """What kernels that read K and V know when they are compiled. `dtype`: of the cache."""
     return {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
+        "UNIT_HEADS": kv_heads // units,
         "DIM": dim,
         "PAGE_SIZE": page_size,
         "TILE_DIM": tile_dim(dim),
@@ -302,13 +318,16 @@ def decode(
     kv_lens: torch.Tensor,
     splits: SplitList,
     tiles: DecodeTiles,
+    units: Units = ONE_UNIT,
 ) -> torch.Tensor:
-    """[B, heads, dim] dense. q [B, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k; page_table
+    """[B, heads, dim] dense. q [B, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k, of unit 0; page_table
     [slots, pages] int32; slots [B] int64; kv_lens [B] int32, at least 1; `splits`: `split_list` of these lengths, kv heads and tiles.
     """
     batch, heads, dim = q.shape
-    page_size, kv_heads = k_cache.shape[1:3]
-    cache = cache_constants(heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, dtype=k_cache.dtype)
+    page_size, kv_heads = k_cache.shape[1], k_cache.shape[2] * units.count
+    cache = cache_constants(
+        heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, dtype=k_cache.dtype, units=units.count
+    )
     parts = torch.empty((batch, tiles.splits, heads, dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((batch, tiles.splits, heads), dtype=torch.float32, device=q.device)
     out = torch.empty((batch, heads, dim), dtype=q.dtype, device=q.device)
@@ -331,6 +350,7 @@ def decode(
         q.stride(0),
         page_table.stride(0),
         k_cache.stride(0),
+        units.stride,
         dim**-0.5 * LOG2_E,
         **split_constants(cache, tiles),
         num_warps=tiles.warps,

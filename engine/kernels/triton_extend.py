@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from engine.kernels.extend_plan import MOST_SPANS, ExtendPlan
-from engine.kernels.triton_decode import LOG2_E, cache_constants, tile_dim
+from engine.kernels.triton_decode import LOG2_E, cache_constants, row_in_page, tile_dim
+from engine.kv.kv_pool import ONE_UNIT, Units
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,11 @@ def extend_block(
     k_ptr,
     v_ptr,
     page_stride,
+    unit_stride,
     kv_head,
     scale,
     KV_HEADS: tl.constexpr,
+    UNIT_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE_DIM: tl.constexpr,
@@ -73,7 +76,7 @@ def extend_block(
         page = tl.load(table + token // PAGE_SIZE, mask=mask_n, other=0).to(tl.int64)
     else:
         page = tl.load(table + token // PAGE_SIZE).to(tl.int64)
-    start = page * page_stride + ((token % PAGE_SIZE) * KV_HEADS + kv_head) * DIM
+    start = page * page_stride + row_in_page(token % PAGE_SIZE, kv_head, unit_stride, KV_HEADS, UNIT_HEADS, DIM)
     at_k = k_ptr + start[None, :] + dims[:, None]
     at_v = v_ptr + start[:, None] + dims[None, :]
     if MASKED:
@@ -107,7 +110,7 @@ def extend_block(
 @triton.jit(do_not_specialize=["table_stride"])
 def extend_kernel(
     q_ptr,  # [T, heads, dim]; heads of a row are dense
-    k_ptr,  # page 0 of this layer's K; rows of a token are dense
+    k_ptr,  # unit 0 of page 0 of this layer's K; rows of a token are dense in a unit
     v_ptr,
     out_ptr,  # [T, heads, dim] dense; SPLIT: [part_rows, kv_heads, dim] fp32, normalised
     lse_ptr,  # SPLIT: [part_rows, kv_heads] fp32: log2 of each row's sum of weights
@@ -119,9 +122,11 @@ def extend_kernel(
     q_stride,
     table_stride,
     page_stride,  # elements; page * page_stride exceeds 32 bits
+    unit_stride,
     scale,  # times log2(e)
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    UNIT_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE_DIM: tl.constexpr,
@@ -168,13 +173,13 @@ def extend_kernel(
     table = table_ptr + tl.load(slots_ptr + request) * table_stride
     for at in range(begin, seen_by_all, BLOCK):
         best, total, acc = extend_block(
-            q, best, total, acc, at, end, position, table, k_ptr, v_ptr, page_stride, kv_head, scale,
-            KV_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, False, SPLIT,
+            q, best, total, acc, at, end, position, table, k_ptr, v_ptr, page_stride, unit_stride, kv_head, scale,
+            KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, False, SPLIT,
         )  # fmt: skip
     for at in range(seen_by_all, end, BLOCK):
         best, total, acc = extend_block(
-            q, best, total, acc, at, end, position, table, k_ptr, v_ptr, page_stride, kv_head, scale,
-            KV_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, True, SPLIT,
+            q, best, total, acc, at, end, position, table, k_ptr, v_ptr, page_stride, unit_stride, kv_head, scale,
+            KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, True, SPLIT,
         )  # fmt: skip
     if SPLIT:
         # of a row that sees nothing of the span: 0, and log2(0) is no weight in the merge; a NaN stays
@@ -281,24 +286,28 @@ def extend(
     kv_lens: torch.Tensor,
     work: ExtendWork,
     tiles: ExtendTiles,
+    units: Units = ONE_UNIT,
 ) -> torch.Tensor:
-    """[T, heads, dim] dense. q [T, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k; page_table
+    """[T, heads, dim] dense. q [T, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k, of unit 0; page_table
     [slots, pages] int32; slots [B] int64; starts [B + 1] int32; kv_lens [B] int32; `work`: `plan_extend` of these lengths
     and tiles.
     """
-    (_, heads, dim), (_, page_size, kv_heads, _) = q.shape, k_cache.shape
-    cache = cache_constants(heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, dtype=k_cache.dtype)
+    (_, heads, dim), (_, page_size, unit_heads, _) = q.shape, k_cache.shape
+    kv_heads = unit_heads * units.count
+    cache = cache_constants(
+        heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, dtype=k_cache.dtype, units=units.count
+    )
     out = torch.empty(tuple(q.shape), dtype=q.dtype, device=q.device)
 
-    def launch(units: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, *, split: bool) -> None:
-        grid = (len(units) // 5, kv_heads) if split else (len(units) // 2, heads)
+    def launch(programs: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, *, split: bool) -> None:
+        grid = (len(programs) // 5, kv_heads) if split else (len(programs) // 2, heads)
         extend_kernel[grid](
             q,
             k_cache,
             v_cache,
             target,
             lse,
-            units,
+            programs,
             page_table,
             slots,
             starts,
@@ -306,6 +315,7 @@ def extend(
             q.stride(0),
             page_table.stride(0),
             k_cache.stride(0),
+            units.stride,
             dim**-0.5 * LOG2_E,
             **extend_constants(cache, tiles, split=split),
             num_warps=tiles.warps,

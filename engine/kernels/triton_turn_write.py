@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kv.kv_pool import ONE_UNIT, Units
+
 HEAD_TILE = 8  # heads of a program: enough programs for one token
 
 
@@ -17,16 +19,18 @@ def turn_write_kernel(
     weight_ptr,  # [HEADS + KV_HEADS, DIM]
     cosine_ptr,  # [T, turn_stride]
     sine_ptr,
-    k_cache_ptr,  # page 0 of this layer's K; rows of a token are dense
+    k_cache_ptr,  # unit 0 of page 0 of this layer's K; rows of a token are dense in a unit
     v_cache_ptr,
     pages_ptr,  # [T] int64
     offsets_ptr,  # [T] int64
     x_stride,
     turn_stride,
     page_stride,  # elements
+    unit_stride,
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    UNIT_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     NORMS: tl.constexpr,
     TILE: tl.constexpr,  # of half a head
@@ -66,8 +70,10 @@ def turn_write_kernel(
     new_high = ((high * high_cosine).to(dtype).to(tl.float32) + low * high_sine).to(dtype)
     if is_kv:
         kept = k_cache_ptr.dtype.element_ty
-        place = tl.load(pages_ptr + token) * page_stride + tl.load(offsets_ptr + token) * (KV_HEADS * DIM)
+        place = tl.load(pages_ptr + token) * page_stride + tl.load(offsets_ptr + token) * (UNIT_HEADS * DIM)
         to = place + (at - HEADS * DIM)
+        if UNIT_HEADS < KV_HEADS:
+            to += (head - HEADS)[:, None] // UNIT_HEADS * (unit_stride - UNIT_HEADS * DIM)
         tl.store(k_cache_ptr + to, new_low.to(kept), mask=mask)
         tl.store(k_cache_ptr + to + HALF, new_high.to(kept), mask=mask)
         v = x + KV_HEADS * DIM
@@ -88,14 +94,15 @@ def turn_write(
     eps: float,
     pages: torch.Tensor,
     offsets: torch.Tensor,
+    units: Units = ONE_UNIT,
 ) -> torch.Tensor:
     """q [T, heads, dim] of qkv [T, heads + 2 * kv_heads, dim], normed and turned in place; token t's K and V go to
     (pages[t], offsets[t]).
 
-    weight [heads + kv_heads, dim]: of each head's RMS norm; None: no norm. turn: `Rope.at`. Caches as KVPool.k; pages and
-    offsets [T] int64.
+    weight [heads + kv_heads, dim]: of each head's RMS norm; None: no norm. turn: `Rope.at`. Caches as KVPool.k, of unit 0; pages
+    and offsets [T] int64.
     """
-    (rows, all_heads, dim), (cosine, sine), kv_heads = qkv.shape, turn, k_cache.shape[2]
+    (rows, all_heads, dim), (cosine, sine), kv_heads = qkv.shape, turn, k_cache.shape[2] * units.count
     heads = all_heads - 2 * kv_heads
     assert qkv.stride()[1:] == (dim, 1) and dim % 2 == 0, (qkv.shape, qkv.stride())
     assert cosine.shape == sine.shape == (rows, 1, dim), cosine.shape
@@ -116,9 +123,11 @@ def turn_write(
         qkv.stride(0),
         cosine.stride(0),
         k_cache.stride(0),
+        units.stride,
         eps,
         HEADS=heads,
         KV_HEADS=kv_heads,
+        UNIT_HEADS=k_cache.shape[2],
         DIM=dim,
         NORMS=weight is not None,
         TILE=triton.next_power_of_2(dim // 2),

@@ -38,6 +38,7 @@ class HostPool:
                 device_pages,
                 _words(buffer, num_pages),
                 layer_cuts=word_cuts(pool.layer_ends(), WORD_BYTES),
+                units=pool.units,
                 make_stream=lambda: CudaSideStream.on(device),
                 copy_rows=CudaRows().copy,
             )

@@ -1,19 +1,22 @@
 """The bytes of the KV cache: one allocation, page-major. Owns memory and layout.
 
-    base ->  | page 0 (scratch) | page 1 | ... | page num_pages |          page_bytes apart, a multiple of 64
-    page ->  | layer 0 K [page_size, kv_heads, head_dim] | layer 0 V | layer 1 K | layer 1 V | ... | pad |
+    base ->  | page 0 (scratch) | page 1 | ... | page num_pages |          page_bytes apart
+    page ->  | unit 0 | unit 1 | ... |                                     unit_bytes apart, a multiple of 64
+    unit ->  | layer 0 K [page_size, heads, head_dim] | layer 0 V | layer 1 K | layer 1 V | ... | pad |
 
-A page of all layers is one run, so a transfer of adjacent pages is one piece.
+A unit holds an equal share of the kv heads, in their order, of all layers. A page of all layers is one run, so a transfer of
+adjacent pages is one piece; a unit is one run, so workers whose ranks hold other heads exchange units (engine/kv/units.py).
 """
 
 import contextlib
 import mmap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-PAGE_ALIGN_BYTES = 64  # a cache line: what the SIMD kernels and the transfer engines like best
+UNIT_ALIGN_BYTES = 64  # a cache line: what the SIMD kernels and the transfer engines like best
 AllocateBytes = Callable[[int, torch.device], torch.Tensor]  # (bytes, device) -> [bytes] uint8, zero
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -45,8 +48,18 @@ def zeroed_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(region, dtype=torch.uint8)
 
 
+class Units(NamedTuple):
+    """Of a layer, for kernels that get the K and V of unit 0. `stride`: elements from unit to unit; of one alone it is not read."""
+
+    count: int
+    stride: int
+
+
+ONE_UNIT = Units(1, 0)
+
+
 class KVPool:
-    """`specs[i]`: of layer i. Page 0 is scratch for padding; real pages are 1..num_pages.
+    """`specs[i]`: of layer i. `units`: of a page, divides the kv heads. Page 0 is scratch for padding; real pages are 1..num_pages.
 
     New memory is zero, so a stale NaN never reaches a masked sum. On CPU it is mapped lazily.
     """
@@ -58,26 +71,29 @@ class KVPool:
         num_pages: int,
         page_size: int,
         device: str | torch.device,
+        units: int = 1,
         allocate: AllocateBytes = zeroed_bytes,
     ) -> None:
         assert num_pages >= 1 and page_size >= 1, (num_pages, page_size)
         self.specs = tuple(specs)
         self.num_pages = num_pages
         self.page_size = page_size
+        self.units = units
         self.device = torch.device(device)
-        self.page_bytes = self.page_bytes_of(specs, page_size)
+        self.page_bytes = self.page_bytes_of(specs, page_size, units=units)
+        self.unit_bytes = self.page_bytes // units
         self.buffer = allocate((1 + num_pages) * self.page_bytes, self.device)
-        offsets = _layer_offsets(self.specs, page_size)
-        self._k = [self._view(spec, at) for spec, at in zip(self.specs, offsets, strict=True)]
-        self._v = [
-            self._view(spec, at + _half_bytes(spec, page_size)) for spec, at in zip(self.specs, offsets, strict=True)
-        ]
+        self._parts = _parts(self.specs, units)
+        layers = list(zip(self._parts, _layer_offsets(self._parts, page_size), strict=True))
+        self._k = [self._views(part, at) for part, at in layers]
+        self._v = [self._views(part, at + _half_bytes(part, page_size)) for part, at in layers]
 
     @staticmethod
-    def page_bytes_of(specs: Sequence[CacheSpec], page_size: int) -> int:
+    def page_bytes_of(specs: Sequence[CacheSpec], page_size: int, *, units: int = 1) -> int:
         """Return the bytes of one page of all layers."""
-        end = _layer_offsets(specs, page_size)[-1] + 2 * _half_bytes(specs[-1], page_size)
-        return _align(end, PAGE_ALIGN_BYTES)
+        parts = _parts(specs, units)
+        end = _layer_offsets(parts, page_size)[-1] + 2 * _half_bytes(parts[-1], page_size)
+        return units * _align(end, UNIT_ALIGN_BYTES)
 
     @property
     def base_ptr(self) -> int:
@@ -89,30 +105,47 @@ class KVPool:
         return len(self.specs)
 
     def layer_ends(self) -> list[int]:
-        """Return the byte of a page where each layer ends, padding included."""
-        return [*_layer_offsets(self.specs, self.page_size)[1:], self.page_bytes]
+        """Return the byte of a unit where each layer ends, padding included."""
+        return [*_layer_offsets(self._parts, self.page_size)[1:], self.unit_bytes]
 
-    def k(self, layer: int) -> torch.Tensor:
-        """Return a [1 + num_pages, page_size, kv_heads, head_dim] view, contiguous within a page."""
-        return self._k[layer]
+    def k(self, layer: int, unit: int = 0) -> torch.Tensor:
+        """Return a [1 + num_pages, page_size, kv heads of a unit, head_dim] view, contiguous within a page.
 
-    def v(self, layer: int) -> torch.Tensor:
-        return self._v[layer]
+        That of unit u lies u * unit_bytes behind the one of unit 0.
+        """
+        return self._k[layer][unit]
+
+    def v(self, layer: int, unit: int = 0) -> torch.Tensor:
+        return self._v[layer][unit]
+
+    def units_of(self, layer: int) -> Units:
+        return ONE_UNIT if self.units == 1 else Units(self.units, self.unit_bytes // self._k[layer][0].itemsize)
 
     def write(self, layer: int, pages: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store token t at (pages[t], offsets[t]). pages, offsets: [T] int64; k, v: [T, kv_heads, head_dim]."""
-        cache = self._k[layer]
-        cache.index_put_((pages, offsets), k.to(cache.dtype))
-        self._v[layer].index_put_((pages, offsets), v.to(cache.dtype))
+        for caches, new in ((self._k[layer], k), (self._v[layer], v)):
+            parts = (new,) if self.units == 1 else new.chunk(self.units, 1)
+            for cache, part in zip(caches, parts, strict=True):
+                cache.index_put_((pages, offsets), part.to(cache.dtype))
 
-    def _view(self, spec: CacheSpec, offset_bytes: int) -> torch.Tensor:
-        dtype = DTYPES[spec.dtype]
-        row = spec.num_kv_heads * spec.head_dim
+    def _views(self, part: CacheSpec, offset_bytes: int) -> list[torch.Tensor]:
+        """Of each unit, where `part` lies `offset_bytes` behind the unit's begin."""
+        return [self._view(part, unit * self.unit_bytes + offset_bytes) for unit in range(self.units)]
+
+    def _view(self, part: CacheSpec, offset_bytes: int) -> torch.Tensor:
+        dtype = DTYPES[part.dtype]
+        row = part.num_kv_heads * part.head_dim
         return self.buffer.view(dtype).as_strided(
-            (1 + self.num_pages, self.page_size, spec.num_kv_heads, spec.head_dim),
-            (self.page_bytes // dtype.itemsize, row, spec.head_dim, 1),
+            (1 + self.num_pages, self.page_size, part.num_kv_heads, part.head_dim),
+            (self.page_bytes // dtype.itemsize, row, part.head_dim, 1),
             offset_bytes // dtype.itemsize,
         )
+
+
+def _parts(specs: Sequence[CacheSpec], units: int) -> list[CacheSpec]:
+    """Of each layer, what a unit holds."""
+    assert units >= 1 and all(spec.num_kv_heads % units == 0 for spec in specs), (units, specs)
+    return [replace(spec, num_kv_heads=spec.num_kv_heads // units) for spec in specs]
 
 
 def _half_bytes(spec: CacheSpec, page_size: int) -> int:
@@ -120,7 +153,7 @@ def _half_bytes(spec: CacheSpec, page_size: int) -> int:
 
 
 def _layer_offsets(specs: Sequence[CacheSpec], page_size: int) -> list[int]:
-    """Return the byte offset of each layer inside a page, aligned to its element."""
+    """Return the byte offset of each layer inside a unit, aligned to its element. `specs`: of a unit."""
     offsets, at = [], 0
     for spec in specs:
         at = _align(at, spec.itemsize_bytes)

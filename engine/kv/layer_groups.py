@@ -1,4 +1,4 @@
-"""Cuts the layers of a page into groups that are copied together."""
+"""Cuts the layers of a unit into groups that are copied together, in all units of a page."""
 
 from collections.abc import Sequence
 
@@ -10,5 +10,5 @@ def equal_groups(num_layers: int, count: int) -> list[int]:
 
 
 def word_cuts(layer_ends: Sequence[int], word_bytes: int) -> list[int]:
-    """Return where layers begin, and the end, in words of a page; `layer_ends` in bytes. A word of two layers is the first one's."""
+    """Return where layers begin, and the end, in words of a unit; `layer_ends` in bytes. A word of two layers is the first one's."""
     return [0, *(-(-end // word_bytes) for end in layer_ends)]

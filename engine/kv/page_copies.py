@@ -109,12 +109,15 @@ class StagedCopies:
         host_pages: Tensor,
         *,
         layer_cuts: Sequence[int],
+        units: int = 1,
         make_stream: Callable[[], SideStream],
         copy_rows: CopyRows,
     ) -> None:
-        """`layer_cuts`: where layers begin in a page, and its end, in words. `copy_rows`: from host to device."""
+        """`layer_cuts`: where layers begin in a unit, and its end, in words; `units`: of a page, alike. `copy_rows`: from host to
+        device."""
         self._device_pages = device_pages
         self._host_pages = host_pages
+        self._units = units
         self._layer_cuts = list(layer_cuts)
         self._copy_rows = copy_rows
         self._page_words = device_pages.shape[1]
@@ -159,7 +162,7 @@ class StagedCopies:
         for end in equal_groups(len(self._layer_cuts) - 1, count):
             begin_word, end_word = self._layer_cuts[first], self._layer_cuts[end]
             work = partial(self._copy_back, words=slice(begin_word, end_word))
-            yield first, self._back.run(copies, end_word - begin_word, work)
+            yield first, self._back.run(copies, self._units * (end_word - begin_word), work)
             first = end
 
     def await_loads(self, pages: Iterable[int]) -> None:
@@ -192,9 +195,14 @@ class StagedCopies:
             self._host_pages[host_page : host_page + n].copy_(staging[at : at + n], non_blocking=True)
 
     def _copy_back(self, copies: list[PageCopy], staging: Tensor, *, words: slice) -> None:
+        units = self._units
+        host, parts = self._host_pages.view(-1, self._page_words // units), staging.view(len(copies) * units, -1)
         for at, host_page, n in runs([c.host_page for c in copies]):
-            self._copy_rows(staging[at : at + n], self._host_pages[host_page : host_page + n, words])
-        self._device_pages[:, words][self._index(copies)] = staging
+            self._copy_rows(
+                parts[at * units : (at + n) * units], host[host_page * units : (host_page + n) * units, words]
+            )
+        device = self._device_pages.view(len(self._device_pages), units, -1)
+        device[:, :, words][self._index(copies)] = parts.view(len(copies), units, -1)
 
     def _index(self, copies: list[PageCopy]) -> Tensor:
         return upload(torch.tensor([c.page for c in copies], dtype=torch.int64), self._device_pages.device)

@@ -31,9 +31,11 @@ class Sequence:
     pages: list[int]
 
 
-def make_pool(heads: Heads, *, num_pages: int, page_size: int, dtype: str = "float32", layers: int = 2) -> KVPool:
+def make_pool(
+    heads: Heads, *, num_pages: int, page_size: int, dtype: str = "float32", layers: int = 2, units: int = 1
+) -> KVPool:
     spec = CacheSpec(num_kv_heads=heads.kv, head_dim=heads.dim, dtype=dtype)
-    return KVPool([spec] * layers, num_pages=num_pages, page_size=page_size, device="cpu")
+    return KVPool([spec] * layers, num_pages=num_pages, page_size=page_size, device="cpu", units=units)
 
 
 def make_sequences(heads: Heads, lengths: list[int], *, page_size: int, dtype: str, seed: int = 0) -> list[Sequence]:
@@ -124,10 +126,17 @@ def fill(pool: KVPool, sequences: list[Sequence], ends: list[int], *, layer: int
         pool.write(layer, pages, at % pool.page_size, s.k[:end], s.v[:end])
 
 
-def filled_pool(heads: Heads, sequences: list[Sequence], starts: list[int], *, page_size: int = 16) -> KVPool:
+def all_heads(pool: KVPool, layer: int) -> torch.Tensor:
+    """What a layer keeps, wherever it lies: [2, 1 + num_pages, page_size, kv_heads, head_dim], K then V."""
+    return torch.stack([torch.cat([kept(layer, unit) for unit in range(pool.units)], 2) for kept in (pool.k, pool.v)])
+
+
+def filled_pool(
+    heads: Heads, sequences: list[Sequence], starts: list[int], *, page_size: int = 16, units: int = 1
+) -> KVPool:
     """As large as these requests are, with tokens 0..start-1 of each; of their dtype."""
-    dtype = str(sequences[0].k.dtype).removeprefix("torch.")
-    pool = make_pool(heads, num_pages=sum(len(s.pages) for s in sequences), page_size=page_size, dtype=dtype)
+    num_pages, dtype = sum(len(s.pages) for s in sequences), str(sequences[0].k.dtype).removeprefix("torch.")
+    pool = make_pool(heads, num_pages=num_pages, page_size=page_size, dtype=dtype, units=units)
     fill(pool, sequences, starts)
     return pool
 

@@ -15,7 +15,7 @@ def plan_of(**copies: object) -> Plan:
 
 def test_pages_come_back_elsewhere_as_they_were_when_they_were_saved() -> None:
     specs = [CacheSpec(num_kv_heads=2, head_dim=8, dtype="float32")] * 3
-    pool = KVPool(specs, num_pages=9, page_size=4, device="cpu")
+    pool = KVPool(specs, num_pages=9, page_size=4, device="cpu", units=2)
     pages = pool.buffer.view(10, -1)
     pages.copy_(torch.randint(0, 256, pages.shape, dtype=torch.uint8))
     was, backup = pages.clone(), PageBackup(HostPool(pool, num_pages=4))

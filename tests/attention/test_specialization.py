@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[2]
 # Integers of a launch that one model never changes. All others are in `do_not_specialize`.
 CONSTANTS_OF_A_MODEL = {
     "page_stride": "bytes of a page of all layers",
+    "unit_stride": "bytes of a unit of all layers",
     "q_stride": "heads of q, k and v together",
     "x_stride": "the same, or the input of a site of adapters",
     "y_stride": "output of a site of adapters",

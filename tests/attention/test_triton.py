@@ -37,13 +37,14 @@ ROOT = Path(__file__).parents[2]
 SM_90 = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT_BYTES = 227 << 10  # of a multiprocessor
 REGISTERS = 65536
-STRIDES = ["page_stride", "q_stride"]  # multiples of 16
+STRIDES = ["page_stride", "unit_stride", "q_stride"]  # multiples of 16
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHAPES = {
     "Qwen3-0.6B": {"heads": 16, "kv_heads": 8, "dim": 128},
     "Llama-3.2-1B": {"heads": 32, "kv_heads": 8, "dim": 64},
     "Gemma-like": {"heads": 16, "kv_heads": 2, "dim": 256},
     "Qwen2.5-7B": {"heads": 28, "kv_heads": 4, "dim": 128},
+    "in units": {"heads": 16, "kv_heads": 8, "dim": 128, "units": 4},
 }
 
 
@@ -54,7 +55,9 @@ def test_numerics_by_the_interpreter():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize(("dtype", "shape"), [*product(["bf16", "fp32"], list(SHAPES)[:3]), ("bf16", "Qwen2.5-7B")])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [*product(["bf16", "fp32"], list(SHAPES)[:3]), ("bf16", "Qwen2.5-7B"), ("bf16", "in units")]
+)
 def test_decode_compiles_for_sm_90_without_spills(shape, dtype):
     signature = {
         **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr", "out_ptr"], f"*{dtype}"),
@@ -62,7 +65,7 @@ def test_decode_compiles_for_sm_90_without_spills(shape, dtype):
         **dict.fromkeys(["list_ptr", "done_ptr", "merges_ptr", "table_ptr"], "*i32"),
         **{"slots_ptr": "*i64", "kv_lens_ptr": "*i32"},
         **dict.fromkeys(["batch", "q_stride", "table_stride"], "i32"),
-        **{"page_stride": "i64", "scale": "fp32"},
+        **{"page_stride": "i64", "unit_stride": "i32", "scale": "fp32"},
     }
     heads = SHAPES[shape]
     tiles = decode_tiles(kv_heads=heads["kv_heads"], dim=heads["dim"], dtype=TORCH_DTYPES[dtype])
@@ -116,10 +119,11 @@ def test_elementwise_kernels_compile_for_sm_90_without_spills():
 def test_the_turn_compiles_for_sm_90_without_spills(norms):
     """Of Qwen3-8B, or of Llama 3: no norm."""
     names = ["x_ptr", "weight_ptr", "cosine_ptr", "sine_ptr", "k_cache_ptr", "v_cache_ptr"]
-    strides = {"x_stride": "i32", "turn_stride": "i32", "page_stride": "i64"}
+    strides = {"x_stride": "i32", "turn_stride": "i32", "page_stride": "i64", "unit_stride": "i32"}
     places = dict.fromkeys(["pages_ptr", "offsets_ptr"], "*i64")
     signature = {**dict.fromkeys(names, "*bf16"), **places, **strides, "eps": "fp32"}
-    constants = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "NORMS": norms, "TILE": 64, "TILE_HEADS": HEAD_TILE}
+    constants = {"HEADS": 32, "KV_HEADS": 8, "UNIT_HEADS": 8, "DIM": 128}
+    constants |= {"NORMS": norms, "TILE": 64, "TILE_HEADS": HEAD_TILE}
     made = check_compiled(turn_write_kernel, signature, constants, aligned=list(strides), warps=4, stages=3)
     stores = re.findall(r"st\.global\S*", made.asm["ptx"])
     assert len(stores) == 6 and all(".v4" in store or ".v2" in store for store in stores), stores
@@ -134,7 +138,8 @@ def test_extend_compiles_for_sm_90_without_spills(shape, dtype, split):
         **dict.fromkeys(["out_ptr", "lse_ptr"], "*fp32" if split else f"*{dtype}"),
         **{"units_ptr": "*i32", "table_ptr": "*i32", "slots_ptr": "*i64"},
         **dict.fromkeys(["starts_ptr", "kv_lens_ptr"], "*i32"),
-        **{"q_stride": "i32", "table_stride": "i32", "page_stride": "i64", "scale": "fp32"},
+        **{"q_stride": "i32", "table_stride": "i32", "page_stride": "i64"},
+        **{"unit_stride": "i32", "scale": "fp32"},
     }
     tiles = extend_tiles(dim=SHAPES[shape]["dim"], dtype=TORCH_DTYPES[dtype])
     constants = extend_constants(

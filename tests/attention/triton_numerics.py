@@ -20,6 +20,7 @@ from engine.kv.step_batch import DeviceStep
 from tests.attention.attention_cases import (
     TOLERANCE,
     Heads,
+    all_heads,
     by_no_angle,
     fill,
     filled_pool,
@@ -137,6 +138,24 @@ def check_split_extend() -> None:
     fill(pool, sequences, starts)
     outs = run_step(backend, sequences, starts, ends, page_size=16)
     assert [bool(out.isnan().any()) for out in outs] == [True, False, True, False]
+    guarded.check()
+
+
+def check_units() -> None:
+    """Of a page with several units: the bits of one with one, of decodes, prompts, and few rows behind a long context."""
+    heads, starts, ends = Heads(q=8, kv=4, dim=16), [0, 76, 64, 299], [20, 77, 66, 300]
+    sequences = make_sequences(heads, ends, page_size=16, dtype="float32")
+    for chosen, extend in ((slice(0, 4), True), (slice(1, 4, 2), False)):
+        mine = sequences[chosen], starts[chosen], ends[chosen]
+        outs, kept = [], []
+        for units in (1, 2, 4):
+            pool = filled_pool(heads, sequences, starts, units=units)
+            backend = TritonBackend(pool, num_heads=heads.q)
+            outs.append(torch.cat(run_step(backend, *mine, page_size=16, extend=extend)))
+            kept.append(all_heads(pool, 1))
+        assert all(torch.equal(out, outs[0]) for out in outs), extend
+        assert worst_error(list(outs[0].split([b - a for a, b in zip(*mine[1:], strict=True)])), *mine) < 2e-5
+        assert all(torch.equal(each, kept[0]) for each in kept), extend
     guarded.check()
 
 
@@ -261,6 +280,7 @@ def main() -> None:
     check_split_extend()
     check_library()
     check_riders()
+    check_units()
     check_split_list()
     check_merge()
     check_alone_and_together()

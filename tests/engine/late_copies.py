@@ -26,6 +26,7 @@ def copy_late(engine: EngineInProcess, *, on_load: Callable[[int], None] = lambd
         direct._device_pages,
         direct._host_pages,
         layer_cuts=cuts,
+        units=pool.units,
         make_stream=LateStream,  # type: ignore[arg-type]
         copy_rows=copy_rows,
     )

@@ -14,7 +14,7 @@ from engine.kv.page_copies import StagedCopies, runs
 from tests.hicache.streams_in_a_test import LateStream, MarkInATest, StreamsInATest
 
 NUM_PAGES = 10  # on the device, and as many on the host
-WORDS = 4
+WORDS = 4  # of a unit
 CUTS = (0, 1, 3, WORDS)  # of three layers
 LAYERS = range(len(CUTS) - 1)
 
@@ -24,8 +24,15 @@ def test_runs_of_neighbours_are_found() -> None:
     assert list(runs([])) == []
 
 
-def staged(device: Tensor, host: Tensor, streams: StreamsInATest) -> StagedCopies:
-    return StagedCopies(device, host, layer_cuts=CUTS, make_stream=streams.make, copy_rows=Tensor.copy_)  # type: ignore[arg-type]
+def staged(device: Tensor, host: Tensor, streams: StreamsInATest, *, units: int = 1) -> StagedCopies:
+    return StagedCopies(
+        device,
+        host,
+        layer_cuts=CUTS,
+        units=units,
+        make_stream=streams.make,
+        copy_rows=Tensor.copy_,  # type: ignore[arg-type]
+    )
 
 
 @dataclass
@@ -39,14 +46,16 @@ class Step:
 
 
 class Story:
-    """Random steps as the core plans them, at depth 2. Each page's words are one number, new at each write."""
+    """Random steps as the core plans them, at depth 2. Each page's words are one number, new at each write. Odd seeds: two
+    units a page."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.streams = StreamsInATest(seed)
-        self.device = torch.zeros(NUM_PAGES, WORDS, dtype=torch.int64)
-        self.host = torch.zeros(NUM_PAGES, WORDS, dtype=torch.int64)
-        self.copies = staged(self.device, self.host, self.streams)
+        self.units = 1 + seed % 2
+        self.device = torch.zeros(NUM_PAGES, self.units * WORDS, dtype=torch.int64)
+        self.host = torch.zeros(NUM_PAGES, self.units * WORDS, dtype=torch.int64)
+        self.copies = staged(self.device, self.host, self.streams, units=self.units)
         self.on_device = [0] * NUM_PAGES  # by the order of plans
         self.on_host = [0] * NUM_PAGES
         self.launched: list[Step] = []
@@ -102,11 +111,11 @@ class Story:
         return self.random.choice([0, 0, self.random.randint(0, min(most, 5))])
 
     def forward(self, layer: int, reads: dict[int, int], writes: dict[int, int]) -> None:
-        words = slice(CUTS[layer], CUTS[layer + 1])
+        words = self.device.view(NUM_PAGES, self.units, WORDS)[:, :, CUTS[layer] : CUTS[layer + 1]]
         for page, number in reads.items():
-            assert self.device[page, words].unique().tolist() == [number], "read before it was there"
+            assert words[page].unique().tolist() == [number], "read before it was there"
         for page, number in writes.items():
-            self.device[page, words] = number
+            words[page] = number
 
     def collect(self) -> None:
         step = self.launched.pop(0)
@@ -114,10 +123,10 @@ class Story:
         step.end.wait()
         self.copies.wait(step.seq)
         for host_page, number in step.landed.items():
-            assert self.host[host_page].tolist() == [number] * WORDS, "lost before it was saved"
+            assert self.host[host_page].unique().tolist() == [number], "lost before it was saved"
         for page, number in step.loaded.items():
             if self.on_device[page] == number:
-                assert self.device[page].tolist() == [number] * WORDS, "collected before it was there"
+                assert self.device[page].unique().tolist() == [number], "collected before it was there"
 
 
 def test_no_order_that_the_streams_allow_mixes_pages_up(monkeypatch: pytest.MonkeyPatch) -> None:
