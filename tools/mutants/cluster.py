@@ -22,6 +22,7 @@ from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.errors import from_finish
 from engine.loop.control import EngineControl
 from engine.loop.deadlines import Deadlines
+from engine.loop.pipeline import Pipeline
 from router.attempts.pair_attempt import AttemptGroup, PairAttempt, RoomMinter
 from router.attempts.request import RequestContext
 from router.pool.worker import Loads
@@ -420,3 +421,14 @@ def _(original, request, now_s):
 def _(original, attempt, why=None):
     if why is None:
         original(attempt, why)
+
+
+# ---- steps in flight
+
+
+@CLUSTER.bug("a step overtakes the one before it", Pipeline._collect, "The newest step in flight is collected first.")
+def _(original, pipeline):
+    pipeline._launched.rotate(1)
+    outputs = original(pipeline)
+    pipeline._launched.rotate(-1)
+    return outputs

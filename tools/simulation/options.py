@@ -66,6 +66,7 @@ class Options:
     hedge_after_ms: float = 0.0  # 0: the router hedges nothing
     layers: int = 1  # groups of layers that pages leave in; 1: they leave whole
     num_tenants: int = 0  # that send an `extra_key`, beside the clients that send none
+    stages: tuple[int, int] = (1, 1)  # of each role's pipeline, which is so much deeper
     host_memory: bool = True  # the engine carries it; else metadata rows cross the control plane
 
     def lines(self) -> list[str]:
@@ -128,6 +129,7 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
         hedge_after_ms=latest.choice([0.0, 0.0, 5.0, 50.0, 300.0]),
         layers=later.choice([1, 1, 2, 4]),
         num_tenants=random.Random(f"{seed}/tenants").choice([0, 0, 1, 2]),
+        stages=random.Random(f"{seed}/depth of pipelines").choice([(1, 1)] * 4 + [(2, 1), (1, 2), (2, 2)]),
         host_memory=random.Random(f"{seed}/rows").random() < 0.6,
     )
 

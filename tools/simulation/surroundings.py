@@ -67,7 +67,7 @@ def kv_args_of(options: Options, *, num_pages: int) -> KVArgs:
     )
 
 
-def make_scheduler(options: Options, *, num_pages: int, draw: random.Random, decodes: bool) -> Scheduler:
+def make_scheduler(options: Options, *, num_pages: int, draw: random.Random, decodes: bool, stages: int) -> Scheduler:
     allocator = PageAllocator(num_pages=num_pages, page_size=options.page_size)
     state = SchedulerState(
         limits=Limits(
@@ -78,6 +78,7 @@ def make_scheduler(options: Options, *, num_pages: int, draw: random.Random, dec
             max_prefill_tokens=64,
             priorities=Priorities(preempt_threshold=1, aging_s=1.0) if options.priorities else NO_PRIORITIES,
             resume_elsewhere=decodes and options.resume == "prefill",
+            pp_size=stages,
         ),
         memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=True)),
         ratio=NewTokenRatio(RatioRule(conservativeness=draw.choice([0.0, 0.0, 0.3, 1.0]))),

@@ -72,14 +72,17 @@ class Worker:
         self._arrivals: dict[str, float] = {}  # of the last message on each way
         self.wait_s = 0.0
         self.on_stopped: Callable[[], None] = lambda: None  # the loop has ended
-        self.scheduler = make_scheduler(options, num_pages=num_pages, draw=self.draw, decodes=not is_prefill)
+        stages = options.stages[0 if is_prefill else 1]
+        self.scheduler = make_scheduler(
+            options, num_pages=num_pages, draw=self.draw, decodes=not is_prefill, stages=stages
+        )
         self.threads: dict[str, Activity] = {}
         self.manager = self._prefill_manager() if is_prefill else self._decode_manager()
         self.bootstrap: SimBootstrap | None = None
         self.role = self._prefill_role() if is_prefill else self._decode_role()
         self.turns = TurnClock(limit_s=0)
         self.turns.loaded()
-        self.loop = self._loop(options.depth[0 if is_prefill else 1])
+        self.loop = self._loop(options.depth[0 if is_prefill else 1] + stages - 1)
         self._start_frontend()
         self.threads["loop"] = self._thread("loop", self._turn)
         self.threads["loop"].wake()
