@@ -15,11 +15,11 @@
 #define RANKS_ENDED 2 /* engine/kernels/failures.py */
 #define OUT_OF_STEP 3
 
-#define SPINS 200                /* a rank that computes on its own core is ready within them, or nearly */
-#define YIELD_NS 100000          /* then others may need this core; then it is a long wait, which costs no core */
+#define SPINS 40                 /* about a microsecond, what sched_yield costs, too: a longer spin only keeps a late rank off this core */
+#define YIELD_NS 500000          /* whoever needs this core has it; then it is a long wait, which costs no core */
 #define SHORTEST_SLEEP_NS 20000
-#define LONGEST_SLEEP_NS 1000000 /* and so the longest time until an abort is seen */
-#define SLEEP_SHARE 8            /* a sleep is at most this part of the wait so far */
+#define LONGEST_SLEEP_NS 4000000 /* and so the longest time until an abort is seen */
+#define SLEEP_SHARE 16           /* a sleep is at most this part of the wait so far */
 
 #define WORD_LINE 8 /* int64_t in a cache line */
 

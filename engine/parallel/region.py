@@ -19,8 +19,9 @@ from engine.kernels.failures import RANKS_ENDED, failure
 from engine.parallel.region_plan import RegionPlan
 
 YIELDS = 50  # of a wait without the C kernel; then it sleeps
-LONGEST_SLEEP_S = 1e-3
-SLEEP_SHARE = 8  # a sleep is at most this part of the wait so far
+# As in allreduce.c:
+LONGEST_SLEEP_S = 4e-3
+SLEEP_SHARE = 16  # a sleep is at most this part of the wait so far
 
 _fence = threading.Lock()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 LINE_BYTES = 64
 FLOAT_BYTES = 4
-WINDOW = 65536
+WINDOW = 131072
 MOST_RANKS = 64  # of allreduce.c
 
 
