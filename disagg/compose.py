@@ -45,7 +45,7 @@ def _prefill(
     manager = PrefillManager(kv_args, engine, config, layers=StepClock(parts.device.layers) if groups else None)
     manager.set_wakeup(wakeup)
     if groups:
-        parts.device.layers.watch([group.end_layer for group in groups], manager.wake_sender)
+        parts.device.layers.watch(kv_args.marks(), manager.wake_sender)
     manager.start()
     assert spec.bootstrap is not None, "the worker names a bootstrap server"
     registrar = registrar_of(manager, kv_args, server=spec.bootstrap, secret=config.secret)
@@ -113,6 +113,7 @@ def _kv_args(spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers)
         signature=parts.model.signature(),
         page_size=pool.page_size,
         dtype=parts.config.dtype,
+        layer_bytes=tuple(spec.bytes_per_token() * pool.page_size for spec in pool.specs),
         kv_checksum=CHECKSUM_NAME if spec.disagg.disaggregation_kv_checksum else "off",
     )
 

@@ -29,9 +29,39 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         return self.num_items * self.item_bytes
 
 
+Small = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
+
+
+class RankMemory(msgspec.Struct, frozen=True, array_like=True):
+    """KV of one rank process: of each page `num_units` of the model's units, of each unit `num_layers` of its layers.
+
+    `kv`: one item per unit, index = page id * num_units + unit - first_unit; addresses are of that process
+    `descriptor`: of the engine there; prefill needs none
+    """
+
+    kv: Region
+    first_unit: Small
+    num_units: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+    first_layer: Small
+    num_layers: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+    descriptor: Annotated[bytes, msgspec.Meta(max_length=1 << 20)] = b""
+
+    @property
+    def units(self) -> range:
+        return range(self.first_unit, self.first_unit + self.num_units)
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+    @property
+    def num_pages(self) -> int:
+        return self.kv.num_items // self.num_units
+
+
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that leave together: from the previous group up to `end_layer`, which ends at `end_byte` of a page."""
+    """Layers that leave together: from the previous group up to `end_layer`, which ends at `end_byte` of a unit with all layers."""
 
     end_layer: int
     end_byte: int
@@ -39,11 +69,16 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class KVArgs:
-    """One worker's memory for transfers, mapped while its manager lives. All but `groups` must equal the peer's.
+    """One worker's memory for transfers, mapped while its manager lives. Of its pages all but `groups` and `ranks` must equal the peer's.
 
-    kv: one item per page with all its layers, index = page id    aux: one item per metadata row
+    A page is `kv_units` units of equal size (groups of KV heads), a unit its layers one behind the other.
+
+    kv: this process's part: one item per unit (per page where there is one unit)    aux: one item per metadata row
     signature: model and layout    kv_checksum: name of the pages' checksum, or "off"
-    groups: how a page that leaves layer by layer is cut, from its first byte to its last
+    groups: how a unit that leaves layer by layer is cut, from its first byte to its last
+    layer_bytes: of each of the model's layers in a unit; (): a unit is one piece
+    ranks: what each process of the worker holds, this one first; together everything, a replica all that another one has;
+    (): this process holds all
     """
 
     kv: Region
@@ -53,6 +88,39 @@ class KVArgs:
     dtype: str
     kv_checksum: str = "off"
     groups: tuple[LayerGroup, ...] = ()
+    kv_units: int = 1
+    layer_bytes: tuple[int, ...] = ()
+    ranks: tuple[RankMemory, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.layer_bytes:
+            object.__setattr__(self, "layer_bytes", (self.kv.item_bytes,))
+        if not self.ranks:
+            alone = RankMemory(self.kv, 0, self.kv_units, 0, len(self.layer_bytes))
+            object.__setattr__(self, "ranks", (alone,))
+        assert self.ranks[0].kv == self.kv, "this process's rank is the first"
+
+    @property
+    def num_pages(self) -> int:
+        return min(rank.num_pages for rank in self.ranks)
+
+    def written(self, layers: int) -> int:
+        """Return how many of the model's layers all ranks have written once this one has written `layers` of its own.
+
+        A layer's output is a sum over the ranks, so a rank that writes layer l + 1 proves layer l of all, and its first layer
+        the stages before it. The end of the step proves the last one.
+        """
+        if len(self.ranks) == 1:
+            return layers
+        return self.ranks[0].first_layer + layers - 1 if layers else 0
+
+    def marks(self) -> list[int]:
+        """Return the numbers of own layers at which a group of `groups` may leave: the inverse of `written`."""
+        if len(self.ranks) == 1:
+            return [group.end_layer for group in self.groups]
+        own = self.ranks[0]
+        ends = (max(1, group.end_layer - own.first_layer + 1) for group in self.groups)
+        return sorted({end for end in ends if end <= own.num_layers})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,13 +201,18 @@ class PeerPath:
 
 @dataclass(frozen=True)
 class Pieces:
-    """n copies: `lengths[i]` bytes from local address `src[i]` to the peer's address `dst[i]`. All u64[n]."""
+    """n copies: `lengths[i]` bytes from local address `src[i]` to the peer's address `dst[i]`. All u64[n].
+
+    `src_rank`, `dst_rank`: whose addresses, by their places in `KVArgs.ranks` of both workers.
+    """
 
     src: U64
     dst: U64
     lengths: U64
     src_device: int | None = None
     dst_device: int | None = None
+    src_rank: int = 0
+    dst_rank: int = 0
 
     @classmethod
     def one(cls, src: int, dst: int, length: int) -> "Pieces":

@@ -2,13 +2,15 @@
 
 A closed connection proves nothing: the process may live behind a broken network. Two proofs count:
 - same machine and pid namespace: /proc does not list the process (by pid and start time), or it is a zombie;
-- elsewhere: its control port, which is bound while its manager lives, refuses connections.
+- elsewhere: its port, which is bound while its manager or its engine lives, refuses connections.
 """
 
 import os
 import socket
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -22,11 +24,15 @@ class Liveness(Enum):
 
 
 class ProcessMark(msgspec.Struct, frozen=True, array_like=True):
-    """Names one process, now and later. `host`: boot id and pid namespace, equal where pids mean the same."""
+    """Names one process, now and later. `host`: boot id and pid namespace, equal where pids mean the same.
+
+    `port`: at the control plane's host, bound for as long as the process can write; 0: the control port.
+    """
 
     host: str
     pid: int
     start_ticks: int
+    port: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0
 
 
 UNMARKED = ProcessMark(host="", pid=0, start_ticks=0)  # a process whose mark is unknown: only its port can be probed
@@ -51,7 +57,15 @@ def liveness(mark: ProcessMark, control: str, *, timeout_s: float = 1.0) -> Live
         stat = _stat(mark.pid)
         alive = stat is not None and stat[0] not in "ZX" and stat[1] == mark.start_ticks
         return Liveness.ALIVE if alive else Liveness.DEAD
-    return _probe(control, timeout_s)
+    host, _, port = control.rpartition(":")
+    return _probe(host, str(mark.port or port), timeout_s)
+
+
+def of_worker(ranks: Sequence[Liveness]) -> Liveness:
+    """Return DEAD once every process of a worker is; ALIVE while its first, which answers, is; else it may still write."""
+    if ranks[0] is Liveness.ALIVE:
+        return Liveness.ALIVE
+    return Liveness.DEAD if all(rank is Liveness.DEAD for rank in ranks) else Liveness.UNKNOWN
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
@@ -62,8 +76,7 @@ def _stat(pid: int) -> tuple[str, int] | None:
         return None
 
 
-def _probe(control: str, timeout_s: float) -> Liveness:
-    host, _, port = control.rpartition(":")
+def _probe(host: str, port: str, timeout_s: float) -> Liveness:
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s):
             return Liveness.ALIVE

@@ -36,18 +36,19 @@ def plan_pieces(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, max_pie
     return _pieces(s, d, n.astype(np.uint64) * np.uint64(src.item_bytes), src=src, dst=dst)
 
 
-def plan_strips(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, begin: int, end: int) -> Pieces:
-    """Plan pieces of bytes begin..end of each item. They do not adjoin, so none is merged or split."""
-    lengths = np.full(len(src_ids), end - begin, np.uint64)
+def plan_strips(
+    src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, begin: tuple[int, int], size_bytes: int
+) -> Pieces:
+    """Plan pieces of `size_bytes` from byte `begin` (src, dst) of each item. They do not adjoin, so none is merged or split."""
+    lengths = np.full(len(src_ids), size_bytes, np.uint64)
     return _pieces(src_ids, dst_ids, lengths, src=src, dst=dst, begin=begin)
 
 
-def _pieces(s: I64, d: I64, lengths: U64, *, src: Region, dst: Region, begin: int = 0) -> Pieces:
+def _pieces(s: I64, d: I64, lengths: U64, *, src: Region, dst: Region, begin: tuple[int, int] = (0, 0)) -> Pieces:
     """Copy `lengths` bytes from byte `begin` of items `s` to byte `begin` of items `d`."""
-    size = np.uint64(src.item_bytes)
     return Pieces(
-        src=np.uint64(src.base_ptr + begin) + s.astype(np.uint64) * size,
-        dst=np.uint64(dst.base_ptr + begin) + d.astype(np.uint64) * size,
+        src=np.uint64(src.base_ptr + begin[0]) + s.astype(np.uint64) * np.uint64(src.item_bytes),
+        dst=np.uint64(dst.base_ptr + begin[1]) + d.astype(np.uint64) * np.uint64(dst.item_bytes),
         lengths=lengths,
         src_device=src.device,
         dst_device=dst.device,
@@ -68,5 +69,7 @@ def batches(pieces: Pieces, *, max_pieces: int, max_bytes: int) -> Iterator[Piec
             lengths=pieces.lengths[begin:end],
             src_device=pieces.src_device,
             dst_device=pieces.dst_device,
+            src_rank=pieces.src_rank,
+            dst_rank=pieces.dst_rank,
         )
         begin = end

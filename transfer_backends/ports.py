@@ -46,8 +46,8 @@ class Engine(Protocol):
     def poll(self, op: Any) -> OpState:
         """Return the state. Never called again after DONE or FAILED."""
 
-    def progress(self) -> None:
-        """Drive an engine that does not drive itself (`caps.target_must_poll`)."""
+    def progress(self, *, eager: bool = False) -> None:
+        """Drive an engine that does not drive itself (`caps.target_must_poll`). `eager`: a peer waits for that; the next call is near."""
 
     def close(self) -> None: ...
 

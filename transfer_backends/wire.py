@@ -7,6 +7,7 @@ One ZMQ frame is one message: msgpack of a tagged struct out of a closed union. 
 the first one shows if it was meant for an earlier process. `retry`: the write try, from 0.
 """
 
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
@@ -14,26 +15,30 @@ import numpy as np
 import numpy.typing as npt
 
 from service.kv_events import MAX_NAMESPACE_CHARS
-from transfer_backends.contract import Count, KVArgs, Region
+from transfer_backends.contract import Count, KVArgs, RankMemory, Region
 from transfer_backends.liveness import ProcessMark
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_FRAME_BYTES = 8 << 20
 MAX_PAGES = 1 << 20  # of one transfer
 MAX_ROW_BYTES = 64 << 10
+MAX_RANKS = 1024
+MAX_LAYERS = 4096
 
 Room = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Attempt = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Retry = Annotated[int, msgspec.Meta(ge=0, le=255)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=2048)]
-Descriptor = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 Namespace = Annotated[
     tuple[Annotated[str, msgspec.Meta(max_length=MAX_NAMESPACE_CHARS)], ...], msgspec.Meta(max_length=2)
 ]
 SkipPages = Annotated[int, msgspec.Meta(ge=0, le=MAX_PAGES)]
 PageBytes = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_PAGES)]
 RowBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_ROW_BYTES)]
+
+
+UNITS_REMEDY = "give both workers one --kv-units, a multiple of each --tp-size"
 
 
 class MalformedFrame(ValueError):
@@ -56,6 +61,8 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     page_size: int
     dtype: Name
     kv_checksum: Name = "off"
+    kv_units: Count = 1
+    layer_bytes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_LAYERS)] = ()
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
@@ -69,17 +76,22 @@ NOWHERE = Origin()
 
 
 class Register(_Message, frozen=True):
+    """`ranks`: decode's processes; the first one has `aux` and this connection."""
+
     layout: Layout
-    kv: Region
+    ranks: Annotated[tuple[RankMemory, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
     aux: Region
-    descriptor: Descriptor
     origin: Origin = NOWHERE
+
+    @property
+    def num_pages(self) -> int:
+        return min(rank.num_pages for rank in self.ranks)
 
 
 class Registered(_Message, frozen=True):
-    """`mark` lets decode prove that this process is dead after its connection has closed."""
+    """`marks`, of all processes that write, let decode prove that they are dead after the connection has closed. The first has it."""
 
-    mark: ProcessMark
+    marks: Annotated[tuple[ProcessMark, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
 
 
 class Refused(_Message, frozen=True):
@@ -212,13 +224,31 @@ def unpack_ids(data: bytes) -> npt.NDArray[np.int64]:
 
 
 def layout_of(args: KVArgs, *, backend: str) -> Layout:
-    return Layout(PROTOCOL_VERSION, backend, args.signature, args.page_size, args.dtype, args.kv_checksum)
+    return Layout(
+        PROTOCOL_VERSION,
+        backend,
+        args.signature,
+        args.page_size,
+        args.dtype,
+        args.kv_checksum,
+        args.kv_units,
+        args.layer_bytes,
+    )
 
 
 def layout_conflict(mine: Layout, theirs: Layout, *, me: str, them: str) -> str | None:
-    """Return one line that names both values of the first field that differs, or None."""
-    for name in ("version", "backend", "signature", "page_size", "dtype", "kv_checksum"):
-        a, b = getattr(mine, name), getattr(theirs, name)
+    """Return one line that names both values of the first field that differs, and the remedy; or None."""
+    for name, a, b in _compared(mine, theirs):
         if a != b:
-            return f"{name} differs: {me} has {a!r}, {them} has {b!r}; start both workers with the same model and flags"
+            remedy = UNITS_REMEDY if name == "kv_units" else "start both workers with the same model and flags"
+            return f"{name} differs: {me} has {a!r}, {them} has {b!r}; {remedy}"
     return None
+
+
+def _compared(mine: Layout, theirs: Layout) -> Iterator[tuple[str, object, object]]:
+    """Yield (name, my value, theirs)."""
+    for name in ("version", "backend", "signature", "page_size", "dtype", "kv_checksum", "kv_units"):
+        yield name, getattr(mine, name), getattr(theirs, name)
+    yield "num_layers", len(mine.layer_bytes), len(theirs.layer_bytes)
+    for layer, (a, b) in enumerate(zip(mine.layer_bytes, theirs.layer_bytes, strict=False)):
+        yield f"bytes of layer {layer} in a unit of a page", a, b

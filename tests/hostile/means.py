@@ -17,7 +17,7 @@ import zmq
 
 from bootstrap_server.protocol import Registration, RouteReply
 from tests.e2e.cluster import Cluster
-from transfer_backends.contract import Region
+from transfer_backends.contract import RankMemory, Region
 from transfer_backends.wire import Layout, Register, encode
 
 ANSWER_S = 60.0
@@ -85,7 +85,8 @@ def register(worker: Registration, **changes: object) -> bytes:
     layout = Layout(worker.protocol_version, "nixl", worker.signature, worker.page_size, worker.dtype)
     theirs = {k: v for k, v in changes.items() if k in Layout.__struct_fields__}
     region = Region(4096, 16, 16384, None)
-    message = Register("stranger", worker.incarnation, msgspec.structs.replace(layout, **theirs), region, region, b"?")
+    rank = RankMemory(region, 0, 1, 0, 1, b"?")
+    message = Register("stranger", worker.incarnation, msgspec.structs.replace(layout, **theirs), (rank,), region)
     own = {k: v for k, v in changes.items() if k in Register.__struct_fields__}
     return encode(msgspec.structs.replace(message, **own))
 

@@ -221,7 +221,7 @@ def _false_frames(reply: str, said: Message, *, me: str) -> list[bytes]:
 def _false_rows(said: Message, me: str, *, odd: bool) -> list[bytes]:
     """A worker that registers as it should, and writes nothing. `odd`: rows too long, too early and too short; else a zero one."""
     if not isinstance(said, TransferInfo):
-        return [encode(Registered(me, said.src, UNMARKED))]
+        return [encode(Registered(me, said.src, (UNMARKED,)))]
     given, size = len(said.pages) // 4, ROW.itemsize
     rows = [(4, MAX_ROW_BYTES + 1), (3, size), (4, size - 1)] if odd else [(4, size)]
     return [encode(Status(me, said.src, said.room, 0, state, given, "", 0, bytes(n))) for state, n in rows]

@@ -18,7 +18,7 @@ import zmq
 from service.security.addresses import is_loopback
 from tests.transfer.pool import CANARY, Pool
 from tests.transfer.rig import ROOT, until
-from transfer_backends.contract import Region, TransferConfig
+from transfer_backends.contract import RankMemory, Region, TransferConfig
 from transfer_backends.engines.registry import make_engine
 from transfer_backends.kvpoll import FINAL, KVPoll
 from transfer_backends.liveness import ProcessMark, host_id
@@ -82,9 +82,8 @@ class Scene:
         link.setsockopt(zmq.RCVTIMEO, 10_000)
         link.connect(f"tcp://{self.prefill.control_address}")
         layout = layout_of(self.pool.args, backend=self.backend)
-        message = Register(
-            life, self.prefill.incarnation, layout, kv, aux or _wire(field.aux), field.engine.descriptor()
-        )
+        rank = RankMemory(kv, 0, 1, 0, 1, field.engine.descriptor())
+        message = Register(life, self.prefill.incarnation, layout, (rank,), aux or _wire(field.aux))
         link.send(encode(message))
         return link, answer(link, Registered, Refused)
 

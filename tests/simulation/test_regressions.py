@@ -26,7 +26,7 @@ def test_a_room_that_found_its_prefill_worker_by_another_rooms_look_up_stops_loo
     first, second = (core.open(room, 0, "b", 0.0).key for room in (1, 2))
     core.finder.on_lookup_failed("b", 1, LookupFailed("not yet"), 0.0)  # both will try again
     core.finder.on_route("b", 1, Route("p:1", "p"), 0.001)
-    core.on_message(1, Registered("p", "d", ProcessMark("h", 1, 1)), 0.002)
+    core.on_message(1, Registered("p", "d", (ProcessMark("h", 1, 1),)), 0.002)
     assert core.rooms[first].state is core.rooms[second].state is KVPoll.WaitingForInput
     core.rooms.provide(core.rooms[first], [1, 2], 0, 0.003)
     for now_s in (0.1, 1.0, CONFIG.handshake_timeout_s + 1.0):

@@ -64,17 +64,17 @@ def connected_decode_core() -> DecodeCore:
     core = decode_core()
     core.open(*KEY, "b", 0.0)
     core.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
-    core.on_message(1, Registered("p", "d", MARK), 0.0)
+    core.on_message(1, Registered("p", "d", (MARK,)), 0.0)
     return core
 
 
 def prefill_core(args: KVArgs = ARGS, *, caps: Caps = CAPS, **config: Any) -> PrefillCore:
     settings = TransferConfig(**{**TIMES, **config})
-    return PrefillCore(incarnation="p", mark=MARK, kv_args=args, caps=caps, config=settings)
+    return PrefillCore(incarnation="p", marks=(MARK,), kv_args=args, caps=caps, config=settings)
 
 
 def registration(name: str) -> Register:
-    return Register(name, "p", layout_of(ARGS, backend=CAPS.name), ARGS.kv, ARGS.aux, b"")
+    return Register(name, "p", layout_of(ARGS, backend=CAPS.name), ARGS.ranks, ARGS.aux)
 
 
 def posts_of(core: PrefillCore, now_s: float) -> list[Post]:

@@ -16,12 +16,12 @@ import zmq
 from service.security.curve import guard_connector
 from tests.hostile.means import dealer
 from tests.transfer.rig import Pair, succeed, until
-from transfer_backends.contract import RecomputeRequest, Region, Route, Work
+from transfer_backends.contract import RankMemory, RecomputeRequest, Region, Route, Work
 from transfer_backends.control_thread import TICK_S
 from transfer_backends.kvpoll import IllegalTransition, KVPoll, RoomInUse
 from transfer_backends.liveness import Liveness, liveness, own_mark
 from transfer_backends.prefill.driver import IDLE_S
-from transfer_backends.wire import PROTOCOL_VERSION, Layout, Ping, Register, encode
+from transfer_backends.wire import Ping, Register, encode, layout_of
 
 SHORT: dict[str, Any] = {"heartbeat_interval_s": 0.1, "handshake_timeout_s": 0.4}
 
@@ -192,11 +192,11 @@ def test_a_decode_key_that_is_not_the_cluster_s_is_refused(short_pairs: Any) -> 
 def test_one_connection_is_one_decode_worker(short_pairs: Any) -> None:
     """Found by fuzzing: a second incarnation that registers on a connection hid the first one, which then was never dropped."""
     pair = short_pairs()
-    layout = Layout(PROTOCOL_VERSION, "fake", "model-a", 16, "float32")
-    regions = Region(1 << 20, 64, 64, None), Region(1 << 21, 64, 512, None)
+    layout = layout_of(pair.pools[1].args, backend="fake")
+    ranks, rows = (RankMemory(Region(1 << 20, 64, 64, None), 0, 1, 0, 1),), Region(1 << 21, 64, 512, None)
     with dealer(pair.prefill.control_address) as link:
         for incarnation in ("one", "two"):
-            link.send(encode(Register(incarnation, pair.prefill.incarnation, layout, *regions, b"fake")))
+            link.send(encode(Register(incarnation, pair.prefill.incarnation, layout, ranks, rows)))
         until(lambda: pair.prefill.counters.get("refused", 0) == 1)
         assert pair.prefill.counters["peers"] == 1
         pair.prefill.check()
@@ -209,9 +209,9 @@ def test_one_connection_is_one_decode_worker(short_pairs: Any) -> None:
         ((2**63 - 1, 2**62, 64), b"address space"),
         ((0, 0, 64), b"address space"),
         ((1 << 20, 2**31 + 1, 64), b"address space"),
-        ((1 << 20, 64, 128), b"bytes of a page and of a metadata row differ"),
-        ((1 << 20, 64, 63), b"bytes of a page and of a metadata row differ"),
-        ((1 << 20, 64, 0), b"bytes of a page and of a metadata row differ"),
+        ((1 << 20, 64, 128), b"bytes of a unit of a page differ"),
+        ((1 << 20, 64, 63), b"bytes of a unit of a page differ"),
+        ((1 << 20, 64, 0), b"bytes of a unit of a page differ"),
         (((1 << 21) - 64, 2, 64), b"overlap"),
         (((1 << 21) + 64 * 512 - 1, 1, 64), b"overlap"),
     ],
@@ -220,10 +220,10 @@ def test_a_region_that_cannot_be_or_holds_the_other_is_refused(
     short_pairs: Any, region: tuple[int, int, int], text: bytes
 ) -> None:
     pair = short_pairs()
-    layout = Layout(PROTOCOL_VERSION, "fake", "model-a", 16, "float32")
+    layout = layout_of(pair.pools[1].args, backend="fake")
     with dealer(pair.prefill.control_address) as link:
-        regions = Region(*region, None), Region(1 << 21, 64, 512, None)
-        link.send(encode(Register("one", pair.prefill.incarnation, layout, *regions, b"fake")))
+        ranks, rows = (RankMemory(Region(*region, None), 0, 1, 0, 1),), Region(1 << 21, 64, 512, None)
+        link.send(encode(Register("one", pair.prefill.incarnation, layout, ranks, rows)))
         link.setsockopt(zmq.RCVTIMEO, 5000)
         assert text in link.recv()
     assert pair.prefill.counters["peers"] == 0

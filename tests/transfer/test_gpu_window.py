@@ -13,7 +13,7 @@ from transfer_backends.contract import Caps, KVArgs, OpState, Pieces, Region
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.engines.gpu_window import of_gpu
 from transfer_backends.kvpoll import KVPoll
-from transfer_backends.prefill.driver import EngineDriver
+from transfer_backends.prefill.driver import Connected, EngineDriver
 from transfer_backends.prefill.trials import Trials
 
 LINK_BYTES_A_S = 400e9
@@ -86,10 +86,10 @@ def utilisation(caps: Caps, pages: np.ndarray) -> float:
         args=KVArgs(kv, Region(1 << 50, 16, 64, None), "m", 16, "bf16"), caps=caps, pages=pages.tolist(), sends=False
     )
     engine = Link(time, caps)
-    trials = Trials(engine=engine, machine="", on_gpu=True, clock=lambda: time.now_s)
-    driver = EngineDriver(engine=engine, core=pair.core, trials=trials, locked=time.locked)
+    trials = Trials(caps=caps, machine="", on_gpu=True, clock=lambda: time.now_s)
+    driver = EngineDriver(engine=engine, of_ranks=engine, core=pair.core, trials=trials, locked=time.locked)
     driver._event = time  # type: ignore[assignment]
-    driver._peers["d"] = "d"
+    driver._peers["d"] = Connected(engine, "d")
     pair.send(pages.tolist(), row=1)
     while pair.states[0] is not KVPoll.Success:
         driver._rest(driver.step())

@@ -128,7 +128,7 @@ def test_a_new_attempt_gets_a_row_of_its_own() -> None:
     pair.decode.on_link_closed(1, 1.0)
     again = pair.decode.open(KEY[0], 1, "b", 2.0)
     pair.decode.finder.on_route("b", KEY[0], Route("q:1", "q"), 2.0)
-    pair.decode.on_message(2, Registered("q", "d", MARK), 2.0)
+    pair.decode.on_message(2, Registered("q", "d", (MARK,)), 2.0)
     pair.decode.rooms.provide(again, PAGES, 3, 2.0, work=Work(tokens=[1, 2, 3]))
     old, new = status(KVPoll.Success), status(KVPoll.Success, attempt=1)
     for message in (old, msgspec.structs.replace(old, src="q"), msgspec.structs.replace(new, src="q")):

@@ -140,7 +140,7 @@ def test_the_dead_are_not_connected_to_again() -> None:
     core.open(1, 0, "b", 0.0)
     core.finder.on_route("b", 1, Route("p:1", "p", shared=True), 0.0)
     core.on_link_closed(1, 0.0)
-    assert Prove("p", UNMARKED, "p:1") in core.effects.queue
+    assert Prove("p", (UNMARKED,), "p:1") in core.effects.queue
     core.effects.queue.clear()
     core.proofs.on_proof("p", Liveness.UNKNOWN, 0.0)
     core.tick(0.1)
@@ -171,7 +171,7 @@ def test_who_answers_is_not_dead_whatever_a_late_proof_says() -> None:
     core.on_link_closed(1, 0.0)  # starts a proof
     core.finder.on_route("b", 1, route, 0.1)
     core.proofs.on_proof("p", Liveness.DEAD, 0.2)  # while it connects anew
-    core.on_message(2, Registered("p", "d", UNMARKED), 0.3)
+    core.on_message(2, Registered("p", "d", (UNMARKED,)), 0.3)
     core.proofs.on_proof("p", Liveness.DEAD, 0.4)
     core.open(2, 0, "b", 0.5)
     core.finder.on_route("b", 2, route, 0.5)
@@ -187,7 +187,7 @@ def test_a_pending_abort_finds_its_worker_and_holds_nothing() -> None:
     core.check()
     core.effects.queue.clear()
     core.finder.on_route("b", 1, Route("p:1", "p", shared=True), 0.1)
-    core.on_message(1, Registered("p", "d", UNMARKED), 0.2)
+    core.on_message(1, Registered("p", "d", (UNMARKED,)), 0.2)
     said = [item[1] for item in core.effects.queue if isinstance(item, tuple)]
     assert [type(message) for message in said[1:]] == [Abort] and core.rooms.num_pending_aborts == 0
     assert not any(isinstance(message, TransferInfo) for message in said)

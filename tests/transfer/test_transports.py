@@ -148,7 +148,7 @@ class Tried(FakeEngine):
 
 def trials_of(engine: Tried, *, on_gpu: bool) -> Trials:
     return Trials(
-        engine=engine,
+        caps=engine.caps,
         machine="boot-1/pid:[1]",
         on_gpu=on_gpu,
         clock=lambda: engine.now_s,
@@ -166,7 +166,7 @@ def test_a_slow_way_is_a_warning_for_a_gpu_alone(caplog: pytest.LogCaptureFixtur
     for number in range(MAX_REPORTED + 3):
         command = ConnectPeer(f"life-{number}", b"", Origin("boot-1/pid:[2]", "10.0.0.7"))
         trials.before_connect(command.incarnation)
-        started = trials.start(command, "peer")
+        started = trials.start(command, engine, "peer")
         assert started is not None
         trials.end(started[0])
     assert engine.tried == MAX_REPORTED + 3 and len(trials.paths) == MAX_REPORTED

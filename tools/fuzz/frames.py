@@ -142,8 +142,17 @@ def _layout(source: Source, ends: Ends) -> Any:
     return layout
 
 
-def _mark(source: Source, ends: Ends) -> Any:
-    return list(msgspec.structs.astuple(ends.mark)) if not source.once_in(6) else odd(source)
+def _ranks(source: Source, ends: Ends) -> Any:
+    """One rank that has all; or a part of that, more than there is, several, or none."""
+    one = [_region(source, ends.kv), 0, 1, 0, 1, source.text(8)]
+    if source.once_in(6):
+        one[1 + source.below(4)] = source.pick((0, 1, 2, 2**16, 2**16 + 1, -1))
+    return source.pick(([one], [one], [one], [one, one], [], [one] * 1025))
+
+
+def _marks(source: Source, ends: Ends) -> Any:
+    mark = list(msgspec.structs.astuple(ends.mark)) if not source.once_in(6) else odd(source)
+    return source.pick(([mark], [mark], [mark, mark], []))
 
 
 def _reason(source: Source, ends: Ends) -> Any:
@@ -162,14 +171,13 @@ Field = Callable[[Source, Ends], Any]
 _FIELDS: dict[str, tuple[Field, ...]] = {
     "Register": (
         _layout,
-        lambda source, ends: _region(source, ends.kv),
+        _ranks,
         lambda source, ends: _region(source, ends.aux),
-        lambda source, ends: source.text(8),
     ),
     "TransferInfo": (_room, _attempt, pages, _row),
     "Recompute": (_room, _later_attempt, pages, _row, pages, _count, _count, _flag, _namespace),
     "Abort": (_room, _attempt, _reason),
-    "Registered": (_mark,),
+    "Registered": (_marks,),
     "Refused": (_reason, _flag),
     "Status": (_room, _attempt, lambda source, ends: source.below(7) - 1, _count, _reason, _retry, _row_bytes),
     "Nudge": (),

@@ -17,7 +17,7 @@ from tests.transfer.pool import Pool
 from tests.transfer.rig import until
 from tools.fuzz.frames import Ends, to_decode, to_prefill
 from tools.fuzz.source import Source
-from transfer_backends.contract import Region, Route, TransferConfig
+from transfer_backends.contract import RankMemory, Region, Route, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import KVPoll
@@ -86,8 +86,7 @@ class Target:
         ends = Ends(life, self.prefill.incarnation, layout, kv, aux, DEAD, lives=lives, rooms=(1, 40))
         with self._socket(zmq.DEALER) as link:
             link.connect(f"tcp://{self.prefill.control_address}")
-            regions = [kv, aux]
-            link.send(encode(Register(life, ends.dst, layout, *regions, b"fake")))
+            link.send(encode(Register(life, ends.dst, layout, (RankMemory(kv, 0, 1, 0, 1, b"fake"),), aux)))
             while not isinstance(answer := decode(link.recv()), Registered):
                 assert isinstance(answer, Ping), answer  # prefill asks all links whether they live when one is gone
             for _ in range(MAX_FRAMES):
@@ -125,7 +124,7 @@ class Target:
             receiver = self.decode.receiver(room, bootstrap=EVIL + life)
             link, first = door.recv_multipart()
             assert isinstance(decode(first), Register)
-            door.send_multipart([link, encode(Registered(life, self.decode.incarnation, DEAD))])
+            door.send_multipart([link, encode(Registered(life, self.decode.incarnation, (DEAD,)))])
             until(lambda: receiver.poll() is not KVPoll.Bootstrapping)
             receiver.provide([1, 2, 3], 0)
             kv, aux = self._pools[1].args.kv, self._pools[1].args.aux

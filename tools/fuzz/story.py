@@ -14,7 +14,7 @@ import numpy as np
 
 from tools.fuzz.frames import Ends, offer, register, to_decode, to_prefill
 from tools.fuzz.source import Source
-from transfer_backends.contract import Caps, KVArgs, Region, Route, TransferConfig
+from transfer_backends.contract import Caps, KVArgs, RankMemory, Region, Route, TransferConfig
 from transfer_backends.decode.connections import Connect
 from transfer_backends.decode.core import DecodeCore
 from transfer_backends.kvpoll import IllegalTransition, KVPoll, PeerProtocolError, RoomInUse, RoomKey
@@ -23,7 +23,7 @@ from transfer_backends.prefill.core import PrefillCore
 from transfer_backends.prefill.paths import ConnectPeer, FencePeer
 from transfer_backends.prefill.posts import Chunk
 from transfer_backends.prefill.room import PrefillRoom
-from transfer_backends.wire import PROTOCOL_VERSION, Layout, MalformedFrame, Register, decode, encode
+from transfer_backends.wire import MalformedFrame, Register, decode, encode, layout_of
 
 NUM_PAGES, NUM_ROWS, PAGE_BYTES, ROW_BYTES = 32, 8, 1024, 64
 KV, AUX = Region(1 << 40, NUM_PAGES, PAGE_BYTES, None), Region(1 << 41, NUM_ROWS, ROW_BYTES, None)
@@ -55,7 +55,7 @@ CONFIG = TransferConfig(
 )
 PREFILL, DECODES = "prefill-life", ("decode-life", "decode-two", "decode-late")
 BOOTSTRAP = "127.0.0.1:8998"
-LAYOUT = Layout(PROTOCOL_VERSION, "fuzz", "m", 16, "f32")
+LAYOUT = layout_of(ARGS, backend="fuzz")
 MARK = ProcessMark("h", 1, 1)
 TO_PREFILL = tuple(
     Ends(name, PREFILL, LAYOUT, kv, aux, MARK, lives=DECODES)
@@ -83,7 +83,7 @@ class Story:
     steps: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.prefill = PrefillCore(incarnation=PREFILL, mark=MARK, kv_args=ARGS, caps=CAPS, config=CONFIG)
+        self.prefill = PrefillCore(incarnation=PREFILL, marks=(MARK,), kv_args=ARGS, caps=CAPS, config=CONFIG)
         self.decode = DecodeCore(
             incarnation=DECODES[0],
             kv_args=ARGS,
@@ -95,8 +95,7 @@ class Story:
         self.links: set[int] = set()
         self.named: dict[str, list[Region]] = {}
         for number, ends in enumerate(TO_PREFILL[:-1]):
-            regions = [ends.kv, ends.aux]
-            message = Register(ends.src, PREFILL, LAYOUT, *regions, b"d")
+            message = Register(ends.src, PREFILL, LAYOUT, (RankMemory(ends.kv, 0, 1, 0, 1, b"d"),), ends.aux)
             self.read_at_prefill(encode(message), number)
         self.settle()
         for room in (1, 2, 3):
@@ -149,7 +148,7 @@ class Story:
                     "a room of another decode worker moved"
                 )
             if isinstance(message, Register) and self.prefill.peers.get(message.src) is not known:
-                self.named[message.src] = [message.kv, message.aux]
+                self.named[message.src] = [*(rank.kv for rank in message.ranks), message.aux]
 
     def rooms_of_others(self, incarnation: str) -> dict[RoomKey, KVPoll]:
         """Rooms at prefill that another decode worker has, and their states: what this one says must not move them."""
@@ -263,7 +262,9 @@ class Story:
             for start, stop in spans:
                 inside = any(begin <= start and stop <= end <= 2**64 for begin, end in allowed)
                 assert inside, f"{start:#x} to {stop:#x} is outside of every region of {post.incarnation}"
-        written = sorted(span for other in self.posts if other.key == post.key for span in _spans(other, "dst"))
+        same_place = (post.key, post.pieces.dst_rank)
+        others = (other for other in self.posts if (other.key, other.pieces.dst_rank) == same_place)
+        written = sorted(span for other in others for span in _spans(other, "dst"))
         assert all(a[1] <= b[0] for a, b in pairwise(written)), f"room {post.key}: two writes to the same bytes"
 
     def end(self) -> None:

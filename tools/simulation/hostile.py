@@ -6,6 +6,7 @@ have learnt by listening in: without a secret a peer that knows both is a peer.
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ from tools.simulation.surroundings import SLOT_BYTES
 from tools.simulation.transfer_engine import AUX_BASE, KV_BASE
 from tools.simulation.worker import Worker
 from tools.simulation.world import Process
-from transfer_backends.contract import Region
+from transfer_backends.contract import RankMemory, Region
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.wire import (
@@ -37,6 +38,7 @@ from transfer_backends.wire import (
     Status,
     TransferInfo,
     encode,
+    layout_of,
     pack_ids,
 )
 
@@ -98,7 +100,7 @@ class Hostile:
 
     def _register(self, name: str, worker: Worker) -> Register:
         args, draw = worker.kv_args, self._draw
-        layout = Layout(PROTOCOL_VERSION, "sim", args.signature, args.page_size, args.dtype)
+        layout = layout_of(replace(args, kv_checksum="off"), backend="sim")
         if draw.random() < 0.3:
             layout = Layout(draw.choice([0, 99, PROTOCOL_VERSION]), "sim", "another model", args.page_size, args.dtype)
         size = draw.choice([args.page_size * SLOT_BYTES, 1, 2**62])
@@ -106,7 +108,8 @@ class Hostile:
         aux = Region(AUX_BASE, draw.choice([0, 4]), ROW.itemsize, None)
         victims = sorted(self._cluster.around.directory)
         descriptor = draw.choice([b"", b"junk", draw.choice(victims)])
-        return Register(name, draw.choice(["", worker.process.name, "p0.0"]), layout, kv, aux, descriptor)
+        rank = RankMemory(kv, 0, 1, 0, len(args.layer_bytes), descriptor)
+        return Register(name, draw.choice(["", worker.process.name, "p0.0"]), layout, (rank,), aux)
 
     def _frame(self, dst: str) -> bytes:
         draw = self._draw
@@ -137,7 +140,7 @@ class Hostile:
             lambda: PollRequest(src, dst),
             lambda: Ping(src, dst, draw.choice([0, 2**62])),
             lambda: Pong(src, dst, 1),
-            lambda: Registered(src, dst, ProcessMark("h", 1, 1)),
+            lambda: Registered(src, dst, (ProcessMark("h", 1, 1),)),
             lambda: Refused(src, dst, "no", True),
             lambda: Bye(src, dst),
         ]

@@ -181,7 +181,7 @@ class SimEngine:
     def poll(self, op: Op) -> OpState:
         return op.state
 
-    def progress(self) -> None:
+    def progress(self, *, eager: bool = False) -> None:
         """It needs none."""
 
     def close(self) -> None:

@@ -19,13 +19,13 @@ EAGER_S = 0.25  # after a poll request; the next one comes sooner while it is ne
 
 @dataclass(eq=False, kw_only=True)
 class PrefillPeer(Peer):
-    """`mark`: of its process, None before it first registered us. `unsent_aborts`: rooms to abort once it is live.
+    """`marks`: of its processes, () before it first registered us. `unsent_aborts`: rooms to abort once it is live.
 
     `proof`: when to check next whether a lost peer lives. `settled_at_s`: its last bytes have landed then (running time).
     """
 
     route: Route
-    mark: ProcessMark | None = None
+    marks: tuple[ProcessMark, ...] = ()
     unsent_aborts: list[RoomKey] = field(default_factory=list)
     proof: RetryTimer = field(default_factory=lambda: RetryTimer(FIRST_PROOF_S, LONGEST_PROOF_S))
     settled_at_s: float | None = None
@@ -80,10 +80,10 @@ class Connections:
         self._next_link += 1
         self._peers.send(peer, self._register(peer.incarnation))
 
-    def on_registered(self, peer: PrefillPeer, mark: ProcessMark) -> list[RoomKey]:
+    def on_registered(self, peer: PrefillPeer, marks: tuple[ProcessMark, ...]) -> list[RoomKey]:
         """Return the rooms whose abort waited for this."""
         peer.registered = True
-        peer.mark = mark
+        peer.marks = marks
         peer.proof.reset()
         aborts, peer.unsent_aborts = peer.unsent_aborts, []
         return aborts

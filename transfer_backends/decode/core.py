@@ -12,6 +12,8 @@ It receives calls, look-up results, messages, lost links and the time, and chang
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from transfer_backends.contract import Caps, KVArgs, TransferConfig
 from transfer_backends.decode.connections import Connections, PrefillPeer
 from transfer_backends.decode.lookup import PrefillFinder
@@ -55,13 +57,14 @@ class DecodeCore:
         land_row: Callable[[int, bytes], None],
         origin: Origin = NOWHERE,
     ) -> None:
-        """`land_row(row, data)` puts a metadata row that a message brought in its place, before its room is Success."""
+        """`descriptor`: of this process's engine. `land_row(row, data)` puts a metadata row that a message brought in its place, before its room is Success."""
         layout = layout_of(kv_args, backend=caps.name)
+        ranks = (msgspec.structs.replace(kv_args.ranks[0], descriptor=descriptor), *kv_args.ranks[1:])
         line = LookUpLine()
         self.peers: PeerTable[PrefillPeer] = PeerTable(incarnation=incarnation, config=config)
         self.connections = Connections(
             self.peers,
-            register=lambda dst: Register(incarnation, dst, layout, kv_args.kv, kv_args.aux, descriptor, origin),
+            register=lambda dst: Register(incarnation, dst, layout, ranks, kv_args.aux, origin),
             handshake_timeout_s=config.handshake_timeout_s,
         )
         self.proofs = Proofs(self.peers, self.connections, settle_s=caps.settle_s, resend_s=caps.resend_s)
@@ -157,7 +160,7 @@ class DecodeCore:
         if peer.registered:
             raise PeerProtocolError("registered twice")
         self.proofs.exhume(peer.incarnation)
-        for key in self.connections.on_registered(peer, message.mark):
+        for key in self.connections.on_registered(peer, message.marks):
             self.rooms.send_abort(peer, key, "aborted before the handshake")
         for room in self.rooms.of(peer):
             if room.state is KVPoll.Bootstrapping:
@@ -167,9 +170,10 @@ class DecodeCore:
 
     def _on_refused(self, peer: PrefillPeer, message: Refused, now_s: float) -> None:
         """`stale`: the incarnation that we knew is over or forgot us; a look-up finds its successor."""
-        if peer.mark is not None or message.stale:
+        if peer.marks or message.stale:
+            alone = len(peer.marks) <= 1  # other ranks may outlive the process that had the address
             self._lose(peer, message.reason, now_s)
-            if message.src != peer.incarnation:  # its address belongs to another process: that is proof
+            if message.src != peer.incarnation and alone:  # its address belongs to another process: that is proof
                 self.proofs.on_proof(peer.incarnation, Liveness.DEAD, now_s)
             return
         self.finder.drop_routes(peer.incarnation)

@@ -16,6 +16,7 @@ from transfer_backends.decode.rooms import DecodeRooms
 from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.fake_transfer import FakeTransfer
 from transfer_backends.kvpoll import KVPoll
+from transfer_backends.liveness import of_worker
 from transfer_backends.peers import Link
 from transfer_backends.ports import Engine, KVReceiver, Lookup
 from transfer_backends.wire import Origin
@@ -113,12 +114,14 @@ class DecodeManager:
     # ---- control thread
 
     def _pause_s(self) -> float:
-        eager = self._engine.caps.target_must_poll and self.core.connections.eager(self._clock())
-        return EAGER_POLL_S if eager else TICK_S
+        return EAGER_POLL_S if self._is_eager() else TICK_S
+
+    def _is_eager(self) -> bool:
+        return self._engine.caps.target_must_poll and self.core.connections.eager(self._clock())
 
     def _poll_engine(self) -> None:
         if self._engine.caps.target_must_poll:
-            self._engine.progress()
+            self._engine.progress(eager=self._is_eager())
 
     def _execute(self, command: Command) -> Link | None:
         if isinstance(command, Connect):
@@ -147,7 +150,7 @@ class DecodeManager:
                 self.core.finder.on_route(item.bootstrap, item.room, route, now_s)
 
     def _prove(self, item: Prove) -> None:
-        proof = self._liveness(item.mark, item.control)
+        proof = of_worker([self._liveness(mark, item.control) for mark in item.marks])
         with self.control.locked() as now_s:
             self.core.proofs.on_proof(item.incarnation, proof, now_s)
 

@@ -20,10 +20,10 @@ DEAD_S = 60.0  # longer than the lease by which a bootstrap server lists a worke
 
 @dataclass(frozen=True)
 class Prove:
-    """Check off-thread whether the process lives; call `on_proof`."""
+    """Check off-thread whether any of the processes lives; call `on_proof` with `liveness.of_worker` of all."""
 
     incarnation: str
-    mark: ProcessMark
+    marks: tuple[ProcessMark, ...]
     control: str
 
 
@@ -55,9 +55,9 @@ class Proofs:
     def on_lost(self, peer: PrefillPeer, now_s: float) -> None:
         """Drop a peer that never registered us; of another, prove what became of it."""
         self._effects.counters["sessions_lost"] += 1
-        if peer.mark is None:
+        if not peer.marks:
             self._connections.drop(peer)
-            self._effects.queue.append(Prove(peer.incarnation, UNMARKED, peer.route.control))
+            self._effects.queue.append(Prove(peer.incarnation, (UNMARKED,), peer.route.control))
             return
         self._connections.disconnect(peer)
         peer.proof.plan(now_s)
@@ -89,7 +89,6 @@ class Proofs:
         if peer.settled_at_s is not None:
             return self._ran.at(now_s) >= peer.settled_at_s
         if peer.proof.due(now_s):
-            assert peer.mark is not None
             peer.proof.at_s = None
-            self._effects.queue.append(Prove(peer.incarnation, peer.mark, peer.route.control))
+            self._effects.queue.append(Prove(peer.incarnation, peer.marks, peer.route.control))
         return False

@@ -79,8 +79,8 @@ class DecodeRooms(RoomTable[DecodeRoom]):
         if state is not KVPoll.WaitingForInput or room.num_pages is not None:
             raise IllegalTransition(f"room {key}: provide in {state.name}, or twice")
         pages = np.asarray(dst_pages, dtype=np.int64)
-        if len(pages) and not (pages.min() >= 0 and pages.max() < self._args.kv.num_items):
-            raise ValueError(f"room {key}: a page is outside the pool of {self._args.kv.num_items}")
+        if len(pages) and not (pages.min() >= 0 and pages.max() < self._args.num_pages):
+            raise ValueError(f"room {key}: a page is outside the pool of {self._args.num_pages}")
         if not 0 <= metadata_row < self._args.aux.num_items:
             raise ValueError(f"room {key}: metadata_row {metadata_row} is outside 0..{self._args.aux.num_items - 1}")
         assert room.peer is not None

@@ -68,7 +68,7 @@ class FakeEngine:
     def poll(self, op: FakeOp) -> OpState:
         return op.state if self._clock() >= op.due_s else OpState.PENDING
 
-    def progress(self) -> None:
+    def progress(self, *, eager: bool = False) -> None:
         pass
 
     def close(self) -> None:

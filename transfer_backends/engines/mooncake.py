@@ -190,7 +190,7 @@ class MooncakeEngine:
             return OpState.PENDING
         return OpState.FAILED if op.failed else OpState.DONE
 
-    def progress(self) -> None:
+    def progress(self, *, eager: bool = False) -> None:
         """Do nothing: the engine has threads of its own."""
 
     def close(self) -> None:

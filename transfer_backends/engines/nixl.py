@@ -220,7 +220,7 @@ class NixlEngine:
         with contextlib.suppress(Exception):
             op.handle.release()
 
-    def progress(self) -> None:
+    def progress(self, *, eager: bool = False) -> None:
         self._enter()
         self._agent.get_new_notifs()
 

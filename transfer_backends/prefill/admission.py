@@ -1,9 +1,12 @@
 """Registration of decode workers. Pure."""
 
+from zlib import crc32
+
 from transfer_backends.contract import KVArgs, Region
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.peers import Link, PeerTable, Send
 from transfer_backends.prefill.paths import DecodePeer, Path, Paths, PathState
+from transfer_backends.shards import misfit, plan_shards
 from transfer_backends.wire import Refused, Register, Registered, clip, layout_conflict, layout_of
 
 ADDRESS_SPACE = 1 << 64
@@ -18,16 +21,16 @@ class PeerAdmission:
         peers: PeerTable[DecodePeer],
         paths: Paths,
         *,
-        mark: ProcessMark,
+        marks: tuple[ProcessMark, ...],
         kv_args: KVArgs,
         backend: str,
         handshake_timeout_s: float,
     ) -> None:
         self._peers = peers
         self._paths = paths
-        self._mark = mark
+        self._marks = marks
+        self._kv_args = kv_args
         self._layout = layout_of(kv_args, backend=backend)
-        self._items = (kv_args.kv.item_bytes, kv_args.aux.item_bytes)  # of a page and of a metadata row
         self._handshake_timeout_s = handshake_timeout_s
 
     def register(self, link: Link, message: Register, now_s: float) -> DecodePeer | None:
@@ -84,12 +87,15 @@ class PeerAdmission:
             return "this connection belongs to another decode worker"  # joining it would leave that peer without a link
         if message.layout != self._layout:
             return layout_conflict(self._layout, message.layout, me="prefill", them="decode")
-        theirs = (message.kv.item_bytes, message.aux.item_bytes)
-        if theirs != self._items:
-            return f"bytes of a page and of a metadata row differ: prefill has {self._items}, decode has {theirs}"
-        if not all(_is_mapped(region) for region in (message.kv, message.aux)):
+        mine, theirs = self._kv_args.aux.item_bytes, message.aux.item_bytes
+        if theirs != mine:
+            return f"bytes of a metadata row differ: prefill has {mine}, decode has {theirs}"
+        regions = [rank.kv for rank in message.ranks]
+        if not all(_is_mapped(region) for region in (*regions, message.aux)):
             return "a region of memory does not fit into an address space"
-        if _overlap(message.kv, message.aux):
+        if (reason := misfit(self._kv_args, message.ranks)) is not None:
+            return reason
+        if _overlap(regions[0], message.aux):
             return "the regions of pages and of metadata rows overlap"
         if self._peers.get(message.src) is None and self._peers.is_full:
             return f"prefill has {len(self._peers)} decode workers, more than it may (max_peers)"
@@ -100,14 +106,14 @@ class PeerAdmission:
             message.src,
             self._peers.heartbeat(now_s),
             deadline_s=now_s + self._handshake_timeout_s,
-            path=Path(message),
+            path=Path(message, plan_shards(self._kv_args, message.ranks, turn=crc32(message.src.encode()))),
         )
         self._peers.add(peer)
         self._peers.join(peer, link)
         self._paths.connect(peer)
 
     def _welcome(self, peer: DecodePeer) -> None:
-        self._peers.send(peer, Registered(*self._peers.address(peer), self._mark))
+        self._peers.send(peer, Registered(*self._peers.address(peer), self._marks))
 
 
 def _is_mapped(region: Region) -> bool:

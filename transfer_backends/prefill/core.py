@@ -31,14 +31,14 @@ SCAN_S_A_ROOM = 50e-6  # the more rooms, the rarer the look at their deadlines, 
 
 class PrefillCore:
     def __init__(
-        self, *, incarnation: str, mark: ProcessMark, kv_args: KVArgs, caps: Caps, config: TransferConfig
+        self, *, incarnation: str, marks: tuple[ProcessMark, ...], kv_args: KVArgs, caps: Caps, config: TransferConfig
     ) -> None:
         self.peers: PeerTable[DecodePeer] = PeerTable(incarnation=incarnation, config=config)
         self.paths = Paths(self.peers, settle_s=caps.settle_s, resend_s=caps.resend_s)
         self.admission = PeerAdmission(
             self.peers,
             self.paths,
-            mark=mark,
+            marks=marks,
             kv_args=kv_args,
             backend=caps.name,
             handshake_timeout_s=config.handshake_timeout_s,

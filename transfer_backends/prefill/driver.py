@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from transfer_backends.contract import OpState
 from transfer_backends.kvpoll import RoomKey
@@ -25,6 +25,19 @@ log = logging.getLogger(__name__)
 Task = Post | ConnectPeer | Trial | FencePeer
 
 
+class Connected(NamedTuple):
+    """`peer`: the engine's handle."""
+
+    engine: Engine
+    peer: Any
+
+
+class Running(NamedTuple):
+    task: Task
+    engine: Engine
+    op: Any
+
+
 class EngineDriver:
     """Polls often while operations end, and less and less often while none does."""
 
@@ -32,19 +45,21 @@ class EngineDriver:
         self,
         *,
         engine: Engine,
+        of_ranks: Engine,
         core: PrefillCore,
         trials: Trials,
         locked: Callable[[], AbstractContextManager[float]],
         layers: LayerClock | None = None,
     ) -> None:
-        """`locked()` locks `core` and yields the time."""
+        """`of_ranks`: the engine for peers with which several pairs of ranks exchange KV. `locked()` locks `core` and yields the time."""
         self.trials = trials
         self._layers = layers
         self._engine = engine
+        self._of_ranks = of_ranks
         self._core = core
         self._locked = locked
-        self._peers: dict[str, Any] = {}
-        self._running: list[tuple[Task, Any]] = []  # with the engine's operation
+        self._peers: dict[str, Connected] = {}
+        self._running: list[Running] = []
         self._dropping: list[str] = []
         self._event = threading.Event()
         self._stop = False
@@ -117,7 +132,7 @@ class EngineDriver:
     def _request_polls(self, now_s: float) -> None:
         """Ask peers with pending writes to poll their engine, if it needs that."""
         if self._engine.caps.target_must_poll:
-            for incarnation in {task.incarnation for task, _ in self._running}:
+            for incarnation in {running.task.incarnation for running in self._running}:
                 self._core.paths.on_pending(incarnation, now_s)
 
     def _post(self, posts: list[Post]) -> None:
@@ -143,7 +158,9 @@ class EngineDriver:
         try:
             if command.incarnation not in self._peers:
                 self.trials.before_connect(command.incarnation)
-                self._peers[command.incarnation] = self._engine.connect(command.incarnation, command.descriptor)
+                engine = self._of_ranks if command.of_ranks else self._engine
+                peer = engine.connect(command.incarnation, command.descriptor)
+                self._peers[command.incarnation] = Connected(engine, peer)
         except Exception as error:
             self._finish([(command, False)], error=f"{type(error).__name__}: {error}")
             return
@@ -152,7 +169,8 @@ class EngineDriver:
     def _start(self, task: Task) -> bool:
         """Return False if the engine refused; the core knows then."""
         try:
-            self._running.append((task, self._begin(task, self._peers[task.incarnation])))
+            engine, peer = self._peers[task.incarnation]
+            self._running.append(Running(task, engine, self._begin(task, engine, peer)))
             return True
         except KeyError:
             self._finish([(task, False)], error="the engine is not connected")
@@ -160,20 +178,20 @@ class EngineDriver:
             self._finish([(task, False)], error=f"{type(error).__name__}: {error}")
         return False
 
-    def _begin(self, task: Task, peer: Any) -> Any:
+    def _begin(self, task: Task, engine: Engine, peer: Any) -> Any:
         if isinstance(task, Post):
-            return self._engine.post(peer, task.pieces)
-        return self._engine.fence(peer) if isinstance(task, FencePeer) else self._engine.probe(peer)
+            return engine.post(peer, task.pieces)
+        return engine.fence(peer) if isinstance(task, FencePeer) else engine.probe(peer)
 
     def _poll(self) -> bool:
-        pending: list[tuple[Task, Any]] = []
+        pending: list[Running] = []
         ended: list[tuple[Task, bool]] = []
-        for task, op in self._running:
-            state = self._engine.poll(op)
+        for running in self._running:
+            state = running.engine.poll(running.op)
             if state is OpState.PENDING:
-                pending.append((task, op))
+                pending.append(running)
             else:
-                ended.append((task, state is OpState.DONE))
+                ended.append((running.task, state is OpState.DONE))
         if ended:
             self._running = pending
             results = [result for task, ok in ended if (result := self._after_probe(task, ok)) is not None]
@@ -185,17 +203,18 @@ class EngineDriver:
         if not ok or not isinstance(task, ConnectPeer):
             return task, ok
         try:
-            started = self.trials.start(task, self._peers[task.incarnation])
+            engine, peer = self._peers[task.incarnation]
+            started = self.trials.start(task, engine, peer)
             if started is None:
                 return task, True
             trial, op = started
             # at once: a copy that is over when it returns is timed without a turn of this thread
-            state = self._engine.poll(op)
+            state = engine.poll(op)
         except Exception as error:
             log.warning("decode worker %r: the trial write was refused: %s", task.origin.address, error)
             return task, False
         if state is OpState.PENDING:
-            self._running.append((trial, op))
+            self._running.append(Running(trial, engine, op))
             return None
         return trial, state is OpState.DONE
 
@@ -223,17 +242,17 @@ class EngineDriver:
     def _drop_quiet(self) -> None:
         """Disconnect dropped peers once none of their operations is pending."""
         if self._dropping:
-            busy = {task.incarnation for task, _ in self._running}
+            busy = {running.task.incarnation for running in self._running}
             for incarnation in [name for name in self._dropping if name not in busy]:
                 self._dropping.remove(incarnation)
                 self._disconnect(incarnation)
 
     def _disconnect(self, incarnation: str) -> None:
-        peer = self._peers.pop(incarnation, None)
+        connected = self._peers.pop(incarnation, None)
         self.trials.forget(incarnation)
-        if peer is not None:
+        if connected is not None:
             try:
-                self._engine.disconnect(peer)
+                connected.engine.disconnect(connected.peer)
             except Exception:
                 self.num_errors += 1
                 log.exception("sender thread: disconnecting a decode worker failed")

@@ -11,12 +11,14 @@ from transfer_backends.control_thread import CLOSE_S, ControlThread
 from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.fake_transfer import FakeTransfer
 from transfer_backends.kvpoll import KVPoll
+from transfer_backends.liveness import ProcessMark
 from transfer_backends.ports import Engine, KVSender, LayerClock
 from transfer_backends.prefill.core import PrefillCore
 from transfer_backends.prefill.driver import EngineDriver
 from transfer_backends.prefill.posts import Chunk
 from transfer_backends.prefill.room import PrefillRoom
 from transfer_backends.prefill.trials import Trials
+from transfer_backends.ranks.engines import RankEngines
 
 
 class PrefillManager:
@@ -31,14 +33,19 @@ class PrefillManager:
         *,
         environment: Environment = THIS_MACHINE,
         layers: LayerClock | None = None,
+        followers: Sequence[ProcessMark] = (),
     ) -> None:
-        """`layers`: what opens gates; its ticks call `wake_sender`."""
+        """`layers`: what opens gates; its ticks call `wake_sender`. `followers`: the other ranks' processes; `engine` is theirs, too."""
         self.incarnation = environment.incarnation()
         self._engine = engine
         engine.register(engine.caps.carried(kv_args))
         mark = environment.mark()
         self.core = PrefillCore(
-            incarnation=self.incarnation, mark=mark, kv_args=kv_args, caps=engine.caps, config=config
+            incarnation=self.incarnation,
+            marks=(mark, *followers),
+            kv_args=kv_args,
+            caps=engine.caps,
+            config=config,
         )
         port = environment.listen(config.control_host, config.control_port, secret=config.secret)
         self._read_row = partial(environment.read_item, kv_args.aux)
@@ -46,8 +53,9 @@ class PrefillManager:
         self.control = ControlThread(self.core, port, name="prefill", clock=clock, on_turn=self._wake_driver)
         self.driver = EngineDriver(
             engine=engine,
+            of_ranks=engine if isinstance(engine, RankEngines) else RankEngines((engine,)),
             core=self.core,
-            trials=Trials(engine=engine, machine=mark.host, on_gpu=kv_args.kv.device is not None, clock=clock),
+            trials=Trials(caps=engine.caps, machine=mark.host, on_gpu=kv_args.kv.device is not None, clock=clock),
             locked=self.control.locked,
             layers=layers,
         )

@@ -98,8 +98,8 @@ class Offers:
 
 def _offer_of(peer: DecodePeer, message: TransferInfo | Recompute) -> Offer:
     memory, pages = peer.path.memory, unpack_ids(message.pages)
-    if len(pages) and not (pages.min() >= 0 and pages.max() < memory.kv.num_items):
-        raise ValueError(f"room {message.room}: a page is outside decode's pool of {memory.kv.num_items}")
+    if len(pages) and not (pages.min() >= 0 and pages.max() < memory.num_pages):
+        raise ValueError(f"room {message.room}: a page is outside decode's pool of {memory.num_pages}")
     if len(np.unique(pages)) != len(pages):
         raise ValueError(f"room {message.room}: a page is given twice")
     if message.aux_idx >= memory.aux.num_items:

@@ -81,13 +81,13 @@ class Outbox:
 
     def waits_for_compute(self, room: PrefillRoom) -> bool:
         """Return True if only a step of the engine can give the room something to post."""
-        gated = room.chunks and num_open(room.chunks[0], self._progress, self._args) <= room.left_groups
+        gated = room.chunks and self._num_open(room) <= room.left_groups
         return bool(gated) and not (room.posts or room.num_ops)
 
     def _head(self, room: PrefillRoom) -> Post | None:
         while not room.posts and room.chunks:
             chunk = room.chunks[0]
-            until = num_open(chunk, self._progress, self._args)
+            until = self._num_open(room)
             if until <= room.left_groups:
                 self._gated[room.key] = room
                 return None
@@ -97,6 +97,12 @@ class Outbox:
                 room.chunks.popleft()
                 room.left_groups = 0
         return room.posts[0] if room.posts else None
+
+    def _num_open(self, room: PrefillRoom) -> int:
+        """Groups of layers of the first chunk that may leave. Of several ranks only the end of the step proves the last layer."""
+        if room.all_queued and len(self._args.ranks) > 1:
+            return num_groups(room.chunks[0], self._args)
+        return num_open(room.chunks[0], self._progress, self._args)
 
     def _plan(self, room: PrefillRoom, until: int) -> None:
         assert room.offer is not None

@@ -9,8 +9,8 @@ rooms are *landing*: decode receives no `Drained` of them, and they are not writ
 `settle_s` more are over, or as long as the outage lasted: a sender that backs off (RFC 6298, 5.5) tries again within that time.
 `resend_s` after the break the network holds nothing any more.
 
-A lost peer is dropped once its path is *quiet*: none of its operations can still write, here or there. A peer has one path, to
-one KV region.
+A lost peer is dropped once its path is *quiet*: none of its operations can still write, here or there. A peer has one path,
+between all ranks of both workers: a failure, or a fence that fails, of one pair of ranks is the path's.
 """
 
 import math
@@ -21,6 +21,7 @@ from enum import Enum
 from transfer_backends.contract import Pieces
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.peers import Peer, PeerTable
+from transfer_backends.shards import LEADERS, Shard, pack_descriptors, pairs_of
 from transfer_backends.timers import RetryTimer, RunningTime
 from transfer_backends.wire import Drained, Origin, PollRequest, Register
 
@@ -37,7 +38,7 @@ class PathState(Enum):
 
 @dataclass(eq=False)
 class Path:
-    """`memory`: as decode registered it. `num_ops`, `num_pieces`, `num_bytes`: posted and not final.
+    """`memory`: as decode registered it. `shards`: what each pair of ranks exchanges. `num_ops`, `num_pieces`, `num_bytes`: posted and not final.
     `whole_at_s`: the network took our bytes then, or had none to take.
 
     Of broken connections, in running time (inf: there are none): `read_until_s`, when they have read their last byte here;
@@ -45,6 +46,7 @@ class Path:
     """
 
     memory: Register
+    shards: tuple[Shard, ...]
     state: PathState = PathState.CONNECTING
     num_ops: int = 0
     num_pieces: int = 0
@@ -55,6 +57,27 @@ class Path:
     lands_until_s: float = math.inf
     landing: dict[RoomKey, int | None] = field(default_factory=dict)
     next_poll_request_s: float = 0.0
+
+    @property
+    def of_ranks(self) -> bool:
+        """There are more pairs of ranks than the leaders."""
+        return any(shard.pair != LEADERS for shard in self.shards)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Of a unit with all layers."""
+        return max(shard.end for shard in self.shards)
+
+    @property
+    def page_bytes(self) -> int:
+        """Written for one page, over all pairs."""
+        return sum(shard.page_bytes for shard in self.shards)
+
+    @property
+    def descriptor(self) -> bytes:
+        """What the engine connects to: of several pairs of ranks as `RankEngines` reads it."""
+        ranks = self.memory.ranks
+        return pack_descriptors(pairs_of(self.shards), ranks) if self.of_ranks else ranks[0].descriptor
 
     @property
     def open(self) -> bool:
@@ -83,11 +106,12 @@ class DecodePeer(Peer):
 
 @dataclass(frozen=True)
 class ConnectPeer:
-    """Connect the engine and probe the path; call `on_connected` or `on_connect_failed`."""
+    """Connect the engine and probe the path; call `on_connected` or `on_connect_failed`. `of_ranks`: by `RankEngines`."""
 
     incarnation: str
     descriptor: bytes
     origin: Origin
+    of_ranks: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,8 +145,8 @@ class Paths:
     def connect(self, peer: DecodePeer) -> None:
         peer.path.state = PathState.CONNECTING
         peer.path.reconnect.at_s = None
-        memory = peer.path.memory
-        self.commands.append(ConnectPeer(peer.incarnation, memory.descriptor, memory.origin))
+        path = peer.path
+        self.commands.append(ConnectPeer(peer.incarnation, path.descriptor, path.memory.origin, path.of_ranks))
 
     def on_connected(self, peer: DecodePeer, now_s: float) -> None:
         path = peer.path

@@ -1,12 +1,13 @@
 """Plan of engine operations: which bytes of a chunk go where, for one KV pool, one of metadata rows, one path. Pure."""
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 
 from transfer_backends.contract import Caps, Gate, KVArgs, Pieces, Progress
 from transfer_backends.kvpoll import RoomKey
-from transfer_backends.merge import I64, batches, plan_pieces, plan_strips
+from transfer_backends.merge import I64, batches, plan_pieces
 from transfer_backends.prefill.inbox import Offer
 
 
@@ -56,7 +57,7 @@ def num_open(chunk: Chunk, progress: Progress, args: KVArgs) -> int:
         return num_groups(chunk, args)
     if progress.step < gate.step:
         return 0
-    return sum(group.end_layer <= progress.layers for group in args.groups) if gate.by_layer else 1
+    return sum(group.end_layer <= args.written(progress.layers) for group in args.groups) if gate.by_layer else 1
 
 
 def plan_ops(
@@ -66,20 +67,24 @@ def plan_ops(
 
     Pages that decode has already are left out. A metadata row that the engine writes is an operation of its own, the last one.
     """
-    memory = offer.peer.path.memory
+    path = offer.peer.path
     src = chunk.src[max(0, offer.skip_pages - chunk.start) :]
     first = max(0, chunk.start - offer.skip_pages)
     dst = offer.pages[first : first + len(src)]
-    begin, until = groups
-    if groups == (0, num_groups(chunk, args)):
-        kv = plan_pieces(src, dst, src=args.kv, dst=memory.kv, max_piece_bytes=caps.max_piece_bytes)
-    else:
-        begin_byte = args.groups[begin - 1].end_byte if begin else 0
-        end_byte = args.groups[until - 1].end_byte
-        kv = plan_strips(src, dst, src=args.kv, dst=memory.kv, begin=begin_byte, end=end_byte)
-    parts = batches(kv, max_pieces=caps.max_post_pieces, max_bytes=caps.max_post_bytes)
+    begin, until = 0, path.unit_bytes
+    if groups != (0, num_groups(chunk, args)):
+        begin = args.groups[groups[0] - 1].end_byte if groups[0] else 0
+        until = args.groups[groups[1] - 1].end_byte if groups[1] < len(args.groups) else until
+    plans = [
+        batches(pieces, max_pieces=caps.max_post_pieces, max_bytes=caps.max_post_bytes)
+        for shard in path.shards
+        if (pieces := shard.plan(src, dst, begin=begin, end=until, max_piece_bytes=caps.max_piece_bytes)) is not None
+    ]
+    # in turn: each pair of ranks has a link of its own
+    parts = (part for turn in zip_longest(*plans) for part in turn if part is not None)
     planned = [(part, part.size_bytes) for part in parts]
     if chunk.metadata_row is not None and chunk.row is None:
         rows = np.array([chunk.metadata_row], np.int64), np.array([offer.metadata_row], np.int64)
-        planned.append((plan_pieces(*rows, src=args.aux, dst=memory.aux, max_piece_bytes=args.aux.item_bytes), 0))
+        aux = path.memory.aux
+        planned.append((plan_pieces(*rows, src=args.aux, dst=aux, max_piece_bytes=args.aux.item_bytes), 0))
     return planned

@@ -120,7 +120,7 @@ def check_chunk(room: PrefillRoom, chunk: Chunk, args: KVArgs) -> None:
         raise ValueError(f"room {room.key}: pages are to leave by layers, and nothing says where layers end")
     if chunk.start != room.queued_pages:
         raise ValueError(f"room {room.key}: start {chunk.start} leaves a gap (next is {room.queued_pages})")
-    if len(src) and not (src.min() >= 0 and src.max() < args.kv.num_items):
-        raise ValueError(f"room {room.key}: a source page is outside the pool of {args.kv.num_items}")
+    if len(src) and not (src.min() >= 0 and src.max() < args.num_pages):
+        raise ValueError(f"room {room.key}: a source page is outside the pool of {args.num_pages}")
     if row is not None and not 0 <= row < args.aux.num_items:
         raise ValueError(f"room {room.key}: metadata_row {row} is outside 0..{args.aux.num_items - 1}")

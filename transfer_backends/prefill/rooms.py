@@ -125,7 +125,7 @@ class PrefillRooms(RoomTable[PrefillRoom]):
     def _report(self, room: PrefillRoom, state: KVPoll) -> None:
         if room.peer is not None:
             reason = clip(f"prefill: {room.reason}") if room.reason else ""
-            num_pages = room.done_bytes // self._args.kv.item_bytes
+            num_pages = room.done_bytes // room.peer.path.page_bytes
             row = room.row if state is KVPoll.Success else b""
             what = (*self._peers.address(room.peer), *room.key, state, num_pages, reason, room.write_try, row)
             self._peers.send(room.peer, Status(*what))

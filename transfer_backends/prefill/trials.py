@@ -44,7 +44,7 @@ class Trials:
     def __init__(
         self,
         *,
-        engine: Engine,
+        caps: Caps,
         machine: str,
         on_gpu: bool,
         clock: Clock,
@@ -52,7 +52,7 @@ class Trials:
         rdma: Callable[[], RdmaFacts] = rdma_facts,
     ) -> None:
         """`machine`: this one's `host_id`. `on_gpu`: the pages are a GPU's."""
-        self._engine = engine
+        self._caps = caps
         self._machine = machine
         self._on_gpu = on_gpu
         self._clock = clock
@@ -71,10 +71,10 @@ class Trials:
     def before_connect(self, incarnation: str) -> None:
         self._known[incarnation] = self._sockets()
 
-    def start(self, command: ConnectPeer, peer: Any) -> tuple[Trial, Any] | None:
+    def start(self, command: ConnectPeer, engine: Engine, peer: Any) -> tuple[Trial, Any] | None:
         """Write; return the trial and the engine's operation, or None for an engine that moves no bytes."""
         before, started_s = self._sockets(), self._clock()
-        started = self._engine.trial(peer)
+        started = engine.trial(peer)
         if started is None:
             return None
         op, size_bytes = started
@@ -85,7 +85,7 @@ class Trials:
         seconds = self._clock() - trial.started_s
         new, everything = delivered(trial.known, trial.before, self._sockets())
         seen = Evidence(trial.size_bytes, seconds, new, everything)
-        caps: Caps = self._engine.caps
+        caps = self._caps
         around = surroundings_of(
             self._machine,
             trial.command.origin.machine,

@@ -1,0 +1,135 @@
+"""One engine for all ranks of a worker: it moves between pairs of ranks, and an operation over all pairs ends with the last one."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from transfer_backends.contract import Caps, EngineError, OpState, Pieces, Region
+from transfer_backends.ports import Engine
+from transfer_backends.shards import Pair, unpack_descriptors
+
+
+@dataclass(eq=False)
+class RankPeer:
+    """Handles of the engines at the peer's ranks."""
+
+    of_pairs: dict[Pair, Any]
+
+
+@dataclass(eq=False)
+class RankOp:
+    """`parts`: not known to be final, with their engines. `failed`: one has failed, or was refused beside others that run."""
+
+    parts: list[tuple[Engine, Any]]
+    failed: bool = False
+
+
+class RankEngines:
+    """Implements `ports.Engine`. `engines[0]` is this process's, and its memory alone is registered here."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = tuple(engines)
+        self.caps = combine([engine.caps for engine in engines])
+
+    def register(self, regions: Sequence[Region]) -> None:
+        self._engines[0].register(regions)
+
+    def descriptor(self) -> bytes:
+        """Return that of this process's engine; the others' come with their memory (`RankMemory`)."""
+        return self._engines[0].descriptor()
+
+    def connect(self, incarnation: str, descriptor: bytes) -> RankPeer:
+        """`descriptor`: `shards.pack_descriptors`."""
+        try:
+            wanted = unpack_descriptors(descriptor)
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"not a list of descriptors: {error}") from None
+        peer = RankPeer({})
+        try:
+            for one in wanted:
+                handle = self._engines[one.src_rank].connect(incarnation, one.descriptor)
+                peer.of_pairs[one.src_rank, one.dst_rank] = handle
+        except Exception:
+            self.disconnect(peer)
+            raise
+        return peer
+
+    def disconnect(self, peer: RankPeer) -> None:
+        for (src_rank, _), handle in peer.of_pairs.items():
+            self._engines[src_rank].disconnect(handle)
+
+    def post(self, peer: RankPeer, pieces: Pieces) -> RankOp:
+        engine = self._engines[pieces.src_rank]
+        return RankOp([(engine, engine.post(peer.of_pairs[pieces.src_rank, pieces.dst_rank], pieces))])
+
+    def probe(self, peer: RankPeer) -> RankOp:
+        return self._over_all(peer, lambda engine, handle: engine.probe(handle))
+
+    def trial(self, peer: RankPeer) -> tuple[RankOp, int] | None:
+        """Write with this process's engine alone: what another process's moves at the same time would blur what is measured."""
+        op, size_bytes, engine = RankOp([]), 0, self._engines[0]
+        for (src_rank, _), handle in peer.of_pairs.items():
+            if src_rank == 0 and (started := engine.trial(handle)) is not None:
+                op.parts.append((engine, started[0]))
+                size_bytes += started[1]
+        return (op, size_bytes) if op.parts else None
+
+    def fence(self, peer: RankPeer) -> RankOp:
+        return self._over_all(peer, lambda engine, handle: engine.fence(handle))
+
+    def poll(self, op: RankOp) -> OpState:
+        """DONE when all parts are; FAILED when all are final and one failed."""
+        pending = []
+        for engine, part in op.parts:
+            state = engine.poll(part)
+            if state is OpState.PENDING:
+                pending.append((engine, part))
+            op.failed |= state is OpState.FAILED
+        op.parts = pending
+        if pending:
+            return OpState.PENDING
+        return OpState.FAILED if op.failed else OpState.DONE
+
+    def progress(self, *, eager: bool = False) -> None:
+        for engine in self._engines:
+            engine.progress(eager=eager)
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.close()
+
+    def _over_all(self, peer: RankPeer, start: Callable[[Engine, Any], Any]) -> RankOp:
+        """Start it on each pair. What the engine of one refuses fails with the others, which have started."""
+        op = RankOp([])
+        for (src_rank, _), handle in peer.of_pairs.items():
+            engine = self._engines[src_rank]
+            try:
+                op.parts.append((engine, start(engine, handle)))
+            except EngineError:
+                if not op.parts:
+                    raise
+                op.failed = True
+                break
+        return op
+
+
+def combine(caps: Sequence[Caps]) -> Caps:
+    """Return what holds for all: the narrowest window, the longest waits for bytes under way."""
+    if len({one.name for one in caps}) > 1:
+        raise EngineError(f"ranks of one worker have different transfer engines: {[one.name for one in caps]}")
+    return replace(
+        caps[0],
+        max_inflight=min(one.max_inflight for one in caps),
+        max_inflight_bytes=min(one.max_inflight_bytes for one in caps),
+        max_post_pieces=min(one.max_post_pieces for one in caps),
+        max_post_bytes=min(one.max_post_bytes for one in caps),
+        max_piece_bytes=min(one.max_piece_bytes for one in caps),
+        target_must_poll=any(one.target_must_poll for one in caps),
+        settle_s=max(one.settle_s for one in caps),
+        resend_s=max(one.resend_s for one in caps),
+        full_window_s=min(one.full_window_s for one in caps),
+        longest_nap_s=min(one.longest_nap_s for one in caps),
+        carries_host_memory=caps[0].carries_host_memory,
+    )

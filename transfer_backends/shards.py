@@ -1,0 +1,172 @@
+"""Which rank of a prefill worker writes which bytes of which page to which rank of a decode worker. Pure.
+
+    prefill, 2 ranks                 decode, 4 ranks
+    rank 0: units 0 1   -- unit 0 -->  rank 0: unit 0
+                        -- unit 1 -->  rank 1: unit 1
+    rank 1: units 2 3   -- unit 2 -->  rank 2: unit 2     ...
+
+A pair of ranks exchanges the units and the layers that both hold: neighbours in a page on both sides, so one piece per page, and
+where both hold the same, one per run of pages.
+
+Replicas (more ranks than KV heads, a latent that all ranks hold): each decode rank has one source for a unit, so nothing is
+written twice. Sources are shared out by destination, not by page: runs of pages stay whole, there are fewer connections, and a
+second source is of no use to one destination, whose own link is the bound. `turn` differs between decode workers, so that one with
+fewer ranks than there are replicas does not always read from the first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import msgspec
+import numpy as np
+
+from transfer_backends.contract import KVArgs, Pieces, RankMemory, Region
+from transfer_backends.merge import I64, plan_pieces, plan_strips
+
+Pair = tuple[int, int]  # (prefill rank, decode rank), by their places in KVArgs.ranks
+LEADERS: Pair = (0, 0)  # the metadata row's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Of one side of a pair: its memory, its units in a page, the first of them that the pair exchanges, the byte where that begins."""
+
+    kv: Region
+    num_units: int
+    first: int
+    begin: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """What one pair exchanges of each page: `num_units` units, of each the bytes begin..end of a unit with all layers."""
+
+    pair: Pair
+    src: Held
+    dst: Held
+    num_units: int
+    begin: int
+    end: int
+
+    @property
+    def page_bytes(self) -> int:
+        return self.num_units * (self.end - self.begin)
+
+    @property
+    def whole(self) -> bool:
+        """Units leave from their first byte to their last, padding included, so that neighbours make one piece."""
+        return self.end - self.begin == self.src.kv.item_bytes == self.dst.kv.item_bytes
+
+    def plan(self, src: I64, dst: I64, *, begin: int, end: int, max_piece_bytes: int) -> Pieces | None:
+        """Plan the copies of bytes `begin`..`end` of pages i64[n] to pages i64[n]; None: the pair has none of these bytes."""
+        begin, end = max(begin, self.begin), min(end, self.end)
+        if begin >= end:
+            return None
+        src, dst = self._units(src, self.src), self._units(dst, self.dst)
+        if self.whole and end - begin == self.src.kv.item_bytes:
+            pieces = plan_pieces(src, dst, src=self.src.kv, dst=self.dst.kv, max_piece_bytes=max_piece_bytes)
+        else:
+            at = (self.src.begin + begin - self.begin, self.dst.begin + begin - self.begin)
+            pieces = plan_strips(src, dst, src=self.src.kv, dst=self.dst.kv, begin=at, size_bytes=end - begin)
+        return pieces if self.pair == LEADERS else replace(pieces, src_rank=self.pair[0], dst_rank=self.pair[1])
+
+    def _units(self, pages: I64, held: Held) -> I64:
+        """Return the items of the pair's units of `pages`, page by page."""
+        if held.num_units == 1:
+            return pages
+        units = held.first + np.arange(self.num_units)
+        return (pages[:, None] * held.num_units + units).reshape(-1)
+
+
+def plan_shards(mine: KVArgs, theirs: Sequence[RankMemory], *, turn: int = 0) -> tuple[Shard, ...]:
+    """Return what each pair exchanges, in the order of decode's ranks. Each of them gets every byte of its pages once."""
+    ends = [0, *accumulate(mine.layer_bytes)]
+    shards, num_served = [], dict.fromkeys(map(_part, mine.ranks), turn)
+    for number, theirs_one in enumerate(theirs):
+        for part in num_served:
+            copies = [i for i, rank in enumerate(mine.ranks) if _part(rank) == part]
+            source = copies[num_served[part] % len(copies)]
+            shard = _shard((source, number), mine.ranks[source], theirs_one, ends)
+            if shard is not None:
+                shards.append(shard)
+                num_served[part] += 1
+    return tuple(shards)
+
+
+def pairs_of(shards: Sequence[Shard]) -> list[Pair]:
+    """Return the pairs of ranks that need a connection: those of shards, and the leaders."""
+    return sorted({LEADERS, *(shard.pair for shard in shards)})
+
+
+class Connection(msgspec.Struct, frozen=True, array_like=True):
+    src_rank: int
+    dst_rank: int
+    descriptor: bytes
+
+
+_CONNECTIONS = msgspec.msgpack.Decoder(tuple[Connection, ...])
+
+
+def pack_descriptors(pairs: Sequence[Pair], theirs: Sequence[RankMemory]) -> bytes:
+    """Return the descriptor with which `RankEngines` connects `pairs`."""
+    return msgspec.msgpack.encode([Connection(src, dst, theirs[dst].descriptor) for src, dst in pairs])
+
+
+def unpack_descriptors(descriptor: bytes) -> tuple[Connection, ...]:
+    return _CONNECTIONS.decode(descriptor)
+
+
+def misfit(mine: KVArgs, theirs: Sequence[RankMemory]) -> str | None:
+    """Return what is wrong with the ranks that a decode worker of the same layout names, or None."""
+    num_units, num_layers = mine.kv_units, len(mine.layer_bytes)
+    ends = [0, *accumulate(mine.layer_bytes)]
+    held = np.zeros((num_units, num_layers), bool)
+    for number, rank in enumerate(theirs):
+        if rank.units.stop > num_units or rank.layers.stop > num_layers:
+            return (
+                f"decode's rank {number} has units up to {rank.units.stop} and layers up to {rank.layers.stop}, "
+                f"the model has {num_units} and {num_layers}"
+            )
+        alike = next((one for one in mine.ranks if one.layers == rank.layers), None)
+        if alike is not None and alike.kv.item_bytes != rank.kv.item_bytes:
+            return (
+                f"bytes of a unit of a page differ: prefill has {alike.kv.item_bytes}, decode has {rank.kv.item_bytes}"
+            )
+        needed = ends[rank.layers.stop] - ends[rank.layers.start]
+        if rank.kv.item_bytes < needed:
+            return f"decode's rank {number} has {rank.kv.item_bytes} bytes of a unit, its layers have {needed}"
+        if not rank.num_pages:
+            return f"decode's rank {number} has {rank.kv.num_items} units, less than a page"
+        held[rank.first_unit : rank.units.stop, rank.first_layer : rank.layers.stop] = True
+    if not held.all():
+        unit, layer = (int(at[0]) for at in np.nonzero(~held))
+        return f"none of decode's {len(theirs)} ranks has unit {unit} of layer {layer}"
+    return None
+
+
+def _part(rank: RankMemory) -> tuple[range, range]:
+    return rank.units, rank.layers
+
+
+def _shard(pair: Pair, mine: RankMemory, theirs: RankMemory, ends: Sequence[int]) -> Shard | None:
+    units, layers = _common(mine.units, theirs.units), _common(mine.layers, theirs.layers)
+    if not units or not layers:
+        return None
+    begin, end = ends[layers.start], ends[layers.stop]
+    sides = [
+        Held(
+            kv=rank.kv,
+            num_units=rank.num_units,
+            first=units.start - rank.first_unit,
+            begin=begin - ends[rank.first_layer],
+        )
+        for rank in (mine, theirs)
+    ]
+    if mine.layers == theirs.layers and mine.kv.item_bytes == theirs.kv.item_bytes:
+        end = begin + mine.kv.item_bytes  # with the padding
+    return Shard(pair=pair, src=sides[0], dst=sides[1], num_units=len(units), begin=begin, end=end)
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
