@@ -16,6 +16,7 @@ fewer ranks than there are replicas does not always read from the first.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 import msgspec
@@ -53,7 +54,7 @@ class Shard:
     def page_bytes(self) -> int:
         return self.num_units * (self.end - self.begin)
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """Units leave from their first byte to their last, padding included, so that neighbours make one piece."""
         return self.end - self.begin == self.src.kv.item_bytes == self.dst.kv.item_bytes

@@ -17,6 +17,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 from transfer_backends.contract import Pieces
 from transfer_backends.kvpoll import RoomKey
@@ -63,12 +64,12 @@ class Path:
         """There are more pairs of ranks than the leaders."""
         return any(shard.pair != LEADERS for shard in self.shards)
 
-    @property
+    @cached_property
     def unit_bytes(self) -> int:
         """Of a unit with all layers."""
         return max(shard.end for shard in self.shards)
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """Written for one page, over all pairs."""
         return sum(shard.page_bytes for shard in self.shards)

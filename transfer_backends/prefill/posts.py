@@ -81,7 +81,7 @@ def plan_ops(
         if (pieces := shard.plan(src, dst, begin=begin, end=until, max_piece_bytes=caps.max_piece_bytes)) is not None
     ]
     # in turn: each pair of ranks has a link of its own
-    parts = (part for turn in zip_longest(*plans) for part in turn if part is not None)
+    parts = plans[0] if len(plans) == 1 else (part for turn in zip_longest(*plans) for part in turn if part is not None)
     planned = [(part, part.size_bytes) for part in parts]
     if chunk.metadata_row is not None and chunk.row is None:
         rows = np.array([chunk.metadata_row], np.int64), np.array([offer.metadata_row], np.int64)
