@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Sums of mixed words of KV pages (engine/kv/page_checksum.py) in one pass over them (GPU; never run on one yet)."""
+"""Sums of mixed words of units of KV pages (engine/kv/page_checksum.py) in one pass over them (GPU; never run on one yet)."""
 
 import torch
 import triton
@@ -8,30 +8,33 @@ import triton.language as tl
 from engine.kv.splitmix import GOLDEN, MUL_1, MUL_2
 
 TILE = 2048  # words
-SPAN = 32768  # words of a page that a program reads
+SPAN = 32768  # words of a row that a program reads
 
 
 @triton.jit
 def page_sums_kernel(
-    words_ptr,  # [pages, WORDS] int64
-    pages_ptr,  # [n] int64
+    words_ptr,  # [rows, WORDS] int64
+    rows_ptr,  # [n] int64
+    keys_ptr,  # [n] int64
     sums_ptr,  # [n] int64, zero before
     WORDS: tl.constexpr,
+    COUNT: tl.constexpr,  # words of a row that count
     ODD: tl.constexpr,
     MUL_1: tl.constexpr,
     MUL_2: tl.constexpr,
     TILE: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Program (page, span): sums of 64 bits are exact in any order."""
-    page = tl.load(pages_ptr + tl.program_id(0))
+    """Program (row, span): sums of 64 bits are exact in any order."""
+    row = tl.load(rows_ptr + tl.program_id(0))
+    key = tl.load(keys_ptr + tl.program_id(0)).to(tl.uint64, bitcast=True)
     begin = tl.program_id(1) * SPAN
     total = tl.zeros([TILE], tl.uint64)
-    for at in range(begin, tl.minimum(begin + SPAN, WORDS), TILE):
+    for at in range(begin, tl.minimum(begin + SPAN, COUNT), TILE):
         i = at + tl.arange(0, TILE)
-        mask = i < WORDS
-        x = tl.load(words_ptr + page * WORDS + i, mask=mask, other=0).to(tl.uint64, bitcast=True)
-        x += (i + 1).to(tl.uint64) * ODD
+        mask = i < COUNT
+        x = tl.load(words_ptr + row * WORDS + i, mask=mask, other=0).to(tl.uint64, bitcast=True)
+        x += key + (i + 1).to(tl.uint64) * ODD
         x = (x ^ (x >> 30)) * MUL_1
         x = (x ^ (x >> 27)) * MUL_2
         x ^= x >> 31
@@ -39,17 +42,16 @@ def page_sums_kernel(
     tl.atomic_add(sums_ptr + tl.program_id(0), tl.sum(total, 0).to(tl.int64, bitcast=True), sem="relaxed")
 
 
-def page_sums(words: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """[n] int64: for each of `pages` [n] int64 the sum over i of mix(words[page, i] + (i + 1) * GOLDEN), modulo 2^64.
+def page_sums(words: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, count: int) -> torch.Tensor:
+    """[n] int64: for each of `rows` [n] int64 the sum over i < count of mix(words[row, i] + key + (i + 1) * GOLDEN), modulo 2^64.
 
-    words [pages, words of a page] int64, dense.
+    words [rows, words of a row] int64, dense; keys [n] int64.
     """
-    sums = torch.zeros(len(pages), dtype=torch.int64, device=words.device)
-    page_sums_kernel[(len(pages), triton.cdiv(words.shape[1], SPAN))](
-        words, pages, sums, **sums_constants(words.shape[1]), num_warps=8
-    )
+    sums = torch.zeros(len(rows), dtype=torch.int64, device=words.device)
+    constants = sums_constants(words.shape[1], count)
+    page_sums_kernel[(len(rows), triton.cdiv(count, SPAN))](words, rows, keys, sums, **constants, num_warps=8)
     return sums
 
 
-def sums_constants(words: int) -> dict[str, int]:
-    return {"WORDS": words, "ODD": GOLDEN, "MUL_1": MUL_1, "MUL_2": MUL_2, "TILE": TILE, "SPAN": SPAN}
+def sums_constants(words: int, count: int) -> dict[str, int]:
+    return {"WORDS": words, "COUNT": count, "ODD": GOLDEN, "MUL_1": MUL_1, "MUL_2": MUL_2, "TILE": TILE, "SPAN": SPAN}

@@ -5,22 +5,43 @@ from itertools import groupby
 from pathlib import Path
 
 from engine.core.page_keys import KVIdentity
+from engine.kv.held import HeldKV
 from engine.kv.kv_pool import KVPool
 from engine.model_files.model_config import ModelConfig
 from service.flags import ConfigError
 
-LAYOUT_VERSION = 1  # of engine/kv/kv_pool.py
+LAYOUT_VERSION = 2  # of engine/kv/kv_pool.py
 SAMPLE_BYTES, NUM_SAMPLES = 16 << 10, 64  # of each file of a checkpoint
 
 
-def kv_identity(pool: KVPool, model: ModelConfig, *, dtype: str, version: str, fingerprint: str) -> KVIdentity:
-    """`version`: name of the weights, cut if long; `fingerprint` distinguishes them."""
+def kv_identity(
+    pool: KVPool,
+    model: ModelConfig,
+    *,
+    dtype: str,
+    version: str,
+    fingerprint: str,
+    held: HeldKV | None = None,
+    tp_size: int = 1,
+    reduce_units: int = 0,
+) -> KVIdentity:
+    """`version`: name of the weights, cut if long; `fingerprint` distinguishes them.
+
+    `held`: what of the model's KV `pool` holds; None: all. `tp_size`, or `reduce_units` (0: off) in its place, decide how
+    the sums behind the KV were taken, and so its last bits.
+    """
+    held = held or pool.held
     layers = "+".join(
         f"{len(list(group))}x{kv_heads}x{head_dim}:{kind}"
         for (kv_heads, head_dim, kind), group in groupby((s.num_kv_heads, s.head_dim, s.dtype) for s in pool.specs)
     )
     return KVIdentity(
-        layout=hashed_if_long(f"v{LAYOUT_VERSION}/{pool.device.type}/{layers}"),
+        layout=hashed_if_long(
+            f"v{LAYOUT_VERSION}/{pool.device.type}/{layers}"
+            f"/units {held.units.start}-{held.units.stop} of {held.num_units}"
+            f"/layers {held.layers.start}-{held.layers.stop} of {held.num_layers}"
+            f"/sums of {f'{reduce_units} units' if reduce_units else f'{tp_size} ranks'}"
+        ),
         dtype=dtype,
         page_size=pool.page_size,
         page_bytes=pool.page_bytes,

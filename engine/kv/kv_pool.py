@@ -5,7 +5,7 @@
     unit ->  | layer 0 K [page_size, heads, head_dim] | layer 0 V | layer 1 K | layer 1 V | ... | pad |
 
 A unit holds an equal share of the kv heads, in their order, of all layers. A page of all layers is one run, so a transfer of
-adjacent pages is one piece; a unit is one run, so workers whose ranks hold other heads exchange units (engine/kv/units.py).
+adjacent pages is one piece; a unit is one run, so workers whose ranks hold other heads exchange units (engine/kv/held.py).
 """
 
 import contextlib
@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+
+from engine.kv.held import HeldKV
 
 UNIT_ALIGN_BYTES = 64  # a cache line: what the SIMD kernels and the transfer engines like best
 AllocateBytes = Callable[[int, torch.device], torch.Tensor]  # (bytes, device) -> [bytes] uint8, zero
@@ -91,9 +93,7 @@ class KVPool:
     @staticmethod
     def page_bytes_of(specs: Sequence[CacheSpec], page_size: int, *, units: int = 1) -> int:
         """Return the bytes of one page of all layers."""
-        parts = _parts(specs, units)
-        end = _layer_offsets(parts, page_size)[-1] + 2 * _half_bytes(parts[-1], page_size)
-        return units * _align(end, UNIT_ALIGN_BYTES)
+        return units * _align(_end(_parts(specs, units), page_size), UNIT_ALIGN_BYTES)
 
     @property
     def base_ptr(self) -> int:
@@ -107,6 +107,16 @@ class KVPool:
     def layer_ends(self) -> list[int]:
         """Return the byte of a unit where each layer ends, padding included."""
         return [*_layer_offsets(self._parts, self.page_size)[1:], self.unit_bytes]
+
+    @property
+    def unit_end(self) -> int:
+        """Return the byte of a unit where its last layer ends, without padding."""
+        return _end(self._parts, self.page_size)
+
+    @property
+    def held(self) -> HeldKV:
+        """Return what the pool holds if it is the model's only one."""
+        return HeldKV.whole(num_units=self.units, num_layers=self.num_layers)
 
     def k(self, layer: int, unit: int = 0) -> torch.Tensor:
         """Return a [1 + num_pages, page_size, kv heads of a unit, head_dim] view, contiguous within a page.
@@ -160,6 +170,10 @@ def _layer_offsets(specs: Sequence[CacheSpec], page_size: int) -> list[int]:
         offsets.append(at)
         at += 2 * _half_bytes(spec, page_size)
     return offsets
+
+
+def _end(parts: Sequence[CacheSpec], page_size: int) -> int:
+    return _layer_offsets(parts, page_size)[-1] + 2 * _half_bytes(parts[-1], page_size)
 
 
 def _align(n: int, to: int) -> int:

@@ -1,66 +1,103 @@
 """A 64-bit checksum of KV pages, the same on every device: a reduction on the device, so CUDA pages never visit the host.
 
-    word w at position i of page j, all of 64 bits, arithmetic modulo 2^64:
-    sum over j of mix(j + seed + sum over i of mix(w[i] + (i + 1) * ODD))
+    word i of unit u of page j, all of 64 bits, arithmetic modulo 2^64; N units a page, W words a unit without its padding:
+    sum over j, u, i of mix(w[j, u, i] + (((j * N + u) * W + i) + 1) * ODD)
+
+It is a sum over words and their places in the model's KV, so what ranks compute of their units and layers adds up (`combine`)
+to the same value, however many ranks there are.
 
 `mix` is bijective (engine/kv/splitmix.py), so a single changed word always changes the sum; other damage passes once in 2^64.
 It does not stop a forger.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from engine.background import start_in_thread
+from engine.kv.held import HeldKV
 from engine.kv.kv_pool import KVPool
 from engine.kv.splitmix import GOLDEN, mix, signed
 from engine.kv.upload import upload
 
-NAME = "splitmix64"  # peers must compute the same
+NAME = "splitmix64-units"  # peers must compute the same
 SCRATCH_BYTES = {"cpu": 1 << 18}  # stays in a core's cache; other devices:
 MORE_SCRATCH_BYTES = 1 << 26
-MOST_PAGES = 1 << 16  # of a kernel's launch
+MOST_ROWS = 1 << 16  # of a kernel's launch
 WORD_BYTES = 8
+MASK = (1 << 64) - 1
 ODD = signed(GOLDEN)
 
-PageSums = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (words [pages, n], pages [k]) -> [k], all int64
+# (words [rows, n], rows [k], keys [k], count) -> [k], all int64: of each of `rows` the sum over its first `count` words
+PageSums = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 Pending = Callable[[], int | None]  # None: the device has not come to it; ask again
+
+
+def combine(parts: Iterable[int]) -> int:
+    """Add up what ranks have computed, each unit and layer once (of ranks that hold the same, take one); signed, 64 bits."""
+    return signed(sum(parts) & MASK)
 
 
 class PageChecksum:
     """Call it once the step that wrote the pages has been collected, and then what it returns.
 
-    `page_sums`: a kernel for the inner sums (engine/kernels/page_sums.py): one pass, where torch's operators take twelve.
+    `held`: what of the model's KV `pool` holds; None: all. `page_sums`: a kernel for the inner sums
+    (engine/kernels/page_sums.py): one pass, where torch's operators take twelve.
     `wakeup` is called in a thread when a checksum is there that was not when it was asked for.
     """
 
     def __init__(
-        self, pool: KVPool, *, page_sums: PageSums | None = None, wakeup: Callable[[], None] = lambda: None
+        self,
+        pool: KVPool,
+        *,
+        held: HeldKV | None = None,
+        page_sums: PageSums | None = None,
+        wakeup: Callable[[], None] = lambda: None,
     ) -> None:
-        assert pool.page_bytes % WORD_BYTES == 0, pool.page_bytes
-        self._words = pool.buffer.view(torch.int64).view(1 + pool.num_pages, pool.page_bytes // WORD_BYTES)
-        positions = torch.arange(1, self._words.shape[1] + 1, dtype=torch.int64, device=pool.device)
-        self._offsets = positions * ODD
+        assert pool.unit_bytes % WORD_BYTES == 0, pool.unit_bytes
+        self._held = held or pool.held
+        assert len(self._held.units) == pool.units and len(self._held.layers) == pool.num_layers, self._held
+        self._words = pool.buffer.view(torch.int64).view((1 + pool.num_pages) * pool.units, -1)
+        self._count, self._begin, self._of_unit = _places(pool, self._held)
+        self._offsets = torch.arange(1, self._count + 1, dtype=torch.int64, device=pool.device) * ODD
+        self._units = torch.arange(pool.units, dtype=torch.int64)
         scratch = SCRATCH_BYTES.get(pool.device.type, MORE_SCRATCH_BYTES)
         self.pages_at_a_time = max(1, scratch // pool.page_bytes)
         self._page_sums = page_sums
         self._wakeup = wakeup
         if page_sums is not None:
-            self.pages_at_a_time = MOST_PAGES
-            page_sums(self._words, upload(torch.tensor([0]), pool.device))  # compiled before a request waits for it
+            self.pages_at_a_time = max(1, MOST_ROWS // pool.units)
+            none = upload(torch.tensor([0]), pool.device)
+            page_sums(self._words, none, none, self._count)  # compiled before a request waits for it
 
     def __call__(self, pages: Sequence[int]) -> Pending:
         """Compute the checksum of `pages`, in their order; signed, 64 bits. On CUDA beside the steps: nothing waits for it."""
         total = torch.zeros((), dtype=torch.int64, device=self._words.device)
         for at in range(0, len(pages), self.pages_at_a_time):
-            part = upload(torch.tensor(pages[at : at + self.pages_at_a_time], dtype=torch.int64), self._words.device)
-            number = torch.arange(at + 1, at + 1 + len(part), dtype=torch.int64, device=self._words.device)
+            rows, keys = upload(self._places_of(pages[at : at + self.pages_at_a_time], at), self._words.device)
             if self._page_sums is not None:
-                sums = self._page_sums(self._words, part)
+                total += self._page_sums(self._words, rows, keys, self._count).sum()
             else:
-                sums = mix(self._words[part].add_(self._offsets)).sum(dim=1)
-            total += mix(sums.add_(number * ODD)).sum()
+                words = self._words[:, : self._count][rows]
+                total += mix(words.add_(self._offsets).add_(keys[:, None])).sum()
         return _known(int(total)) if total.device.type == "cpu" else _on_its_way(total, self._wakeup)
+
+    def _places_of(self, pages: Sequence[int], first: int) -> torch.Tensor:
+        """[2, units of all pages] int64: their rows of words, and where their words begin in the model's, times ODD."""
+        held, number = self._held, torch.arange(first, first + len(pages))
+        rows = torch.tensor(pages, dtype=torch.int64)[:, None] * len(self._units) + self._units
+        units = number[:, None] * held.num_units + held.units.start + self._units
+        return torch.stack((rows.flatten(), (units.flatten() * self._of_unit + self._begin) * ODD))
+
+
+def _places(pool: KVPool, held: HeldKV) -> tuple[int, int, int]:
+    """Return (words of a unit here, how many the model's unit has before them, and in all), without padding."""
+    count = -(-pool.unit_end // WORD_BYTES)
+    if len(held.layers) == held.num_layers:
+        return count, 0, count
+    layer, rest = divmod(pool.unit_end // len(held.layers), WORD_BYTES)
+    assert len(set(pool.specs)) == 1 and rest == 0, "layers of a stage must be alike, and of whole words"
+    return count, held.layers.start * layer, held.num_layers * layer
 
 
 def _known(value: int) -> Pending:

@@ -2,13 +2,16 @@
 
 import random
 import struct
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 from engine.kernels.triton_checksum import page_sums_kernel, sums_constants
+from engine.kv.held import HeldKV
 from engine.kv.kv_pool import CacheSpec, KVPool
-from engine.kv.page_checksum import PageChecksum
+from engine.kv.page_checksum import PageChecksum, combine
 from tests.attention.test_triton import check_compiled, own_directory  # noqa: F401 (a fixture of every test here)
 from tests.sampler.sampler_cases import MASK, mix
 
@@ -16,18 +19,18 @@ ODD = 0x9E3779B97F4A7C15
 
 
 def by_formula(pages: list[bytes]) -> int:
-    total = 0
-    for number, page in enumerate(pages, 1):
-        words = struct.unpack(f"<{len(page) // 8}Q", page)
-        total += mix(sum(mix(w + i * ODD) for i, w in enumerate(words, 1)) + number * ODD)
-    return total & MASK
+    """Of whole pages without padding: their words follow one another in the model's KV."""
+    words = struct.unpack(f"<{sum(len(page) for page in pages) // 8}Q", b"".join(pages))
+    return sum(mix(w + i * ODD) for i, w in enumerate(words, 1)) & MASK
 
 
-@pytest.fixture
-def pool() -> KVPool:
-    pool = KVPool(
-        [CacheSpec(num_kv_heads=1, head_dim=4, dtype="bfloat16")] * 2, num_pages=150, page_size=4, device="cpu"
-    )
+@pytest.fixture(params=[1, 2])
+def pool(request: pytest.FixtureRequest) -> KVPool:
+    spec = CacheSpec(num_kv_heads=2, head_dim=4, dtype="bfloat16")
+    return noise(KVPool([spec] * 2, num_pages=150, page_size=4, device="cpu", units=request.param))
+
+
+def noise(pool: KVPool) -> KVPool:
     pool.buffer.copy_(torch.frombuffer(bytearray(random.Random(0).randbytes(pool.buffer.nbytes)), dtype=torch.uint8))
     return pool
 
@@ -37,7 +40,7 @@ def page(pool: KVPool, number: int) -> bytes:
     return bytes(pool.buffer[at : at + pool.page_bytes].numpy())
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 64, 65, 133])
+@pytest.mark.parametrize("count", [0, 1, 64, 65, 133])
 def test_it_is_the_formula(pool: KVPool, count: int) -> None:
     pages = random.Random(count).sample(range(1, 151), count)
     before, checksum = pool.buffer.clone(), PageChecksum(pool)
@@ -72,9 +75,29 @@ def test_swapped_pages_swapped_words_and_paired_sign_bits_are_seen(pool: KVPool)
     assert checksum([1, 2])() != right
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_ranks_compute_of_their_units_and_layers_adds_up(ranks: int, stages: int) -> None:
+    """Units of 96 bytes a layer, so their padding depends on the stage. Of ranks beyond the units each pair holds the same."""
+    spec, pages = CacheSpec(num_kv_heads=2, head_dim=6, dtype="bfloat16"), [3, 1, 4]
+    whole = noise(KVPool([spec] * 4, num_pages=4, page_size=4, device="cpu", units=2))
+    of_rank, of_stage, parts = 2 // min(ranks, 2), 4 // stages, {}
+    for rank, stage in product(range(ranks), range(stages)):
+        first = rank * 2 // ranks
+        held = HeldKV(range(first, first + of_rank), 2, range(stage * of_stage, (stage + 1) * of_stage), 4)
+        specs = [replace(spec, num_kv_heads=of_rank)] * of_stage
+        pool = noise(KVPool(specs, num_pages=4, page_size=4, device="cpu", units=of_rank))
+        for layer, unit in product(range(of_stage), range(of_rank)):
+            pool.k(layer, unit).copy_(whole.k(held.layers[layer], held.units[unit]))
+            pool.v(layer, unit).copy_(whole.v(held.layers[layer], held.units[unit]))
+        part = PageChecksum(pool, held=held)(pages)()
+        assert part is not None and parts.setdefault(held, part) == part, "replicas differ"
+    assert combine(parts.values()) == PageChecksum(whole)(pages)()
+
+
 def test_its_kernel_compiles_for_sm_90_without_spills() -> None:
     """Of Qwen3-8B's pages. Numerics: triton_numerics.py."""
-    signature = dict.fromkeys(["words_ptr", "pages_ptr", "sums_ptr"], "*i64")
-    made = check_compiled(page_sums_kernel, signature, sums_constants(294912), aligned=[], warps=8, stages=3)
+    signature = dict.fromkeys(["words_ptr", "rows_ptr", "keys_ptr", "sums_ptr"], "*i64")
+    made = check_compiled(page_sums_kernel, signature, sums_constants(294912, 294912), aligned=[], warps=8, stages=3)
     assert "ld.global.v2.b64" in made.asm["ptx"], "loads are narrow"
     assert made.usage["REG"] <= 64, made.usage

@@ -69,3 +69,43 @@ def test_flashinfer_refuses_units_by_name(monkeypatch: pytest.MonkeyPatch) -> No
     pool = make_pool(Heads(q=4, kv=2, dim=64), num_pages=1, page_size=16, dtype="bfloat16", units=2)
     with pytest.raises(ConfigError, match=r"--attention-backend flashinfer: .* 2 units.*triton"):
         make_attention_backend("flashinfer", pool, num_heads=4)
+
+
+PAGES = {5: 2, 1: 7, 3: 3}  # a prompt's on the one side, and on the other
+
+
+class Ranks:
+    """The pools of `size` ranks, which hold `num_units` units of a model of 4 kv heads together."""
+
+    def __init__(self, size: int, num_units: int) -> None:
+        self.units = num_units // size
+        spec = CacheSpec(num_kv_heads=4 // size, head_dim=6, dtype="bfloat16")
+        self.pools = [KVPool([spec] * 3, num_pages=7, page_size=4, device="cpu", units=self.units) for _ in range(size)]
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Each rank its heads."""
+        for rank, pool in enumerate(self.pools):
+            heads = slice(rank * 4 // len(self.pools), (rank + 1) * 4 // len(self.pools))
+            for layer in range(3):
+                pool.write(layer, pages, offsets, k[layer, :, heads], v[layer, :, heads])
+
+    def unit(self, page: int, number: int) -> torch.Tensor:
+        """Bytes of unit `number` of the model."""
+        rank, unit = divmod(number, self.units)
+        pool = self.pools[rank]
+        return pool.buffer.view(-1, pool.unit_bytes)[page * self.units + unit]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), list(product([1, 2, 4], repeat=2)))
+def test_units_of_any_ranks_put_together_are_the_units_of_any_other(prefill: int, decode: int) -> None:
+    num_units = max(prefill, decode)
+    ours, theirs = Ranks(prefill, num_units), Ranks(decode, num_units)
+    k, v = torch.randn(2, 3, 12, 4, 6)
+    offsets = torch.arange(12) % 4
+    ours.write(k, v, torch.tensor(list(PAGES)).repeat_interleave(4), offsets)
+    for (mine, other), unit in product(PAGES.items(), range(num_units)):
+        theirs.unit(other, unit).copy_(ours.unit(mine, unit))
+    expected = Ranks(decode, num_units)
+    expected.write(k, v, torch.tensor(list(PAGES.values())).repeat_interleave(4), offsets)
+    for found, right in zip(theirs.pools, expected.pools, strict=True):
+        assert torch.equal(found.buffer, right.buffer)
