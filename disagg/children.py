@@ -1,4 +1,4 @@
-"""The child processes of a worker: its scheduler, and the frontends beside its main one."""
+"""The child processes of a worker: the scheduler of each DP rank, and the frontends beside its main one."""
 
 import os
 import signal
@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.gpus import VISIBLE
 from service.process.start import die_with_parent
 
 TERM_S = 3.0  # what a child may take to end before it is killed
 POLL_S = 0.01
 OPERATING_ERROR = 3  # exit status of a child after an error that it has reported to the operator
 # 0.2 ms at libgomp's 100 spins a us. A step is hundreds of parallel parts some 50 us apart: threads that sleep between them make it
-# 1.7 times as long. On shared cores GOMP_SPINCOUNT=0 is far better.
-SPINS = "20000"
+# 1.7 times as long. On shared cores NO_SPINS is far better.
+SPINS, NO_SPINS = "20000", "0"
 
 
 @dataclass
@@ -32,13 +33,17 @@ class Children:
         num_threads: int,
         descriptors: Sequence[int] = (),
         takes_hangup: bool = False,
+        shares_cores: bool = False,
+        gpu: str | None = None,
     ) -> None:
         """Run `python -m module args`. OpenMP must know its threads before torch is imported (docs/tuning.md, "CPU workers").
 
-        `descriptors`: that it inherits. `takes_hangup`: `hang_up` sends it SIGHUP, which it ignores until it handles it.
+        `shares_cores`: with other children, which compute at the same time. `gpu`: the one that it sees; None: what this process
+        sees. `descriptors`: that it inherits. `takes_hangup`: `hang_up` sends it SIGHUP, which it ignores until it handles it.
         """
         threads = str(num_threads)
-        env = {"GOMP_SPINCOUNT": SPINS, **os.environ}
+        env = {"GOMP_SPINCOUNT": NO_SPINS if shares_cores else SPINS, **os.environ}
+        env |= {} if gpu is None else {VISIBLE: gpu}
         env |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
         command = [sys.executable, "-m", module, *args]
         prepare = die_with_parent()

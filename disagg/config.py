@@ -104,7 +104,7 @@ class DisaggConfig(FlagSet):
 
 
 class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker sends its scheduler process. `bootstrap`: host:port of the server to register at (prefill)."""
+    """What a worker sends the scheduler process of a DP rank. `bootstrap`: host:port of the server to register at (prefill)."""
 
     engine: EngineConfig
     disagg: DisaggConfig
@@ -115,6 +115,13 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
     log_format: str = "text"
     progress: bool = False
     num_frontends: int = 1
+    dp_rank: int = 0
+
+    @property
+    def process(self) -> str:
+        """As logs and traces name it."""
+        rank = f" dp{self.dp_rank}" if self.engine.dp_size > 1 else ""
+        return f"{role_name(self.disagg)} scheduler{rank}"
 
 
 class OtherFrontendSpec(msgspec.Struct, frozen=True, kw_only=True):

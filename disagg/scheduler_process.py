@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 def run(spec: SchedulerSpec) -> None:
     """Load, send `SchedulerReady`, serve until the end. Raises ConfigError and BackendUnavailable."""
     turns = TurnClock(limit_s=spec.engine.watchdog_timeout_s, now_s=time.monotonic())
-    heartbeat = HeartbeatResponder(IpcPaths(spec.ipc_dir), turns)
+    heartbeat = HeartbeatResponder(IpcPaths(spec.ipc_dir, spec.dp_rank), turns)
     heartbeat.start()
     try:
         _run(spec, turns)
@@ -70,7 +70,7 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
     started_s = time.monotonic()
     model = load_model_config(spec.engine.model_path)
     tokenizer = load_tokenizer(spec.engine.model_path)
-    ports = ZmqPorts(IpcPaths(spec.ipc_dir), num_frontends=spec.num_frontends)
+    ports = ZmqPorts(IpcPaths(spec.ipc_dir, spec.dp_rank), num_frontends=spec.num_frontends)
     parts = build_engine(
         spec.engine,
         model,
@@ -165,7 +165,7 @@ def _services(
     compiles = parts.compiles
     return LoopServices(
         weights=parts.weights,
-        profiler=TorchProfiler(parts.device.executor, name=role_name(spec.disagg)),
+        profiler=TorchProfiler(parts.device.executor, name=_trace_name(spec)),
         grammars=grammars,
         adapters=adapters,
         disk=parts.disk,
@@ -215,12 +215,20 @@ def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s:
     }
 
 
+def _trace_name(spec: SchedulerSpec) -> str:
+    """SGLang's: DP-1."""
+    return role_name(spec.disagg) if spec.engine.dp_size == 1 else f"{role_name(spec.disagg)}-DP-{spec.dp_rank}"
+
+
 def _publisher(spec: SchedulerSpec, parts: "EngineParts") -> ZmqPublisher | None:
     """Raises ConfigError for an address that is taken."""
     config = parse_kv_events_config(spec.engine.kv_events_config)
     if config is None:
         return None
-    return ZmqPublisher(config, events=parts.events, secret=read_secret(spec.disagg.cluster_secret_file))
+    secret = read_secret(spec.disagg.cluster_secret_file)
+    if spec.engine.dp_size == 1:
+        return ZmqPublisher(config, events=parts.events, secret=secret)
+    return ZmqPublisher(config.of_rank(spec.dp_rank), events=parts.events, secret=secret, dp_rank=spec.dp_rank)
 
 
 def make_grammar_queue(
@@ -281,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m disagg.scheduler_process", description="scheduler of one worker")
     parser.add_argument("--spec-json", required=True, help="SchedulerSpec as JSON")
     spec = msgspec.json.decode(parser.parse_args(argv).spec_json, type=SchedulerSpec)
-    set_up_logging(level=spec.log_level, format=spec.log_format, process=f"{role_name(spec.disagg)} scheduler")
+    set_up_logging(level=spec.log_level, format=spec.log_format, process=spec.process)
     try:
         run(spec)
     except (ConfigError, BackendUnavailable, EngineError) as error:

@@ -1,4 +1,4 @@
-"""One worker: serves HTTP and starts the scheduler process. It ends on a signal, or when that process dies.
+"""One worker: serves HTTP and starts the scheduler process of each DP rank. It ends on a signal, or when one of them dies.
 
 session as prefill --POST /switch_role--> session as decode --...--> ended (signal, or a child died)
      ^                                      |

@@ -16,6 +16,10 @@ from service.telemetry.logs import FORMATS as LOG_FORMATS
 
 GRAMMAR_BACKENDS = ("llguidance", "xgrammar", "none")
 TOOL_CALL_PARSERS = (*CALL_FORMATS, "gpt-oss", "openai")
+LOAD_BALANCE_METHODS = (
+    *("auto", "round_robin", "decode_round_robin", "follow_bootstrap_room"),
+    *("shortest_queue", "total_requests", "minimum_tokens", "total_tokens"),
+)
 MAX_PAGE_SIZE = 1024
 MAX_PORT = 65535
 MEM_FRACTION_OF = {"cpu": 0.2, "cuda": 0.9}  # of free memory, of the GPU's memory
@@ -272,9 +276,17 @@ class EngineConfig(FlagSet):
         special={0: "none is forced"},
     )
     weight_version: str = flag("default", "name of the weights in meta_info, until an update of the weights changes it")
+    dp_size: int = flag(
+        1,
+        "data-parallel ranks of this worker: schedulers, each with the whole model and a KV cache of its own; on a GPU each "
+        "has its own, on a CPU they divide cores and --mem-fraction-static",
+        least=1,
+        most=64,
+    )
     num_threads: int | None = flag(
         None,
-        "threads that compute on cpu; default: one per core (or OMP_NUM_THREADS), at most one per 64 MiB of weights",
+        "threads of a rank that compute on cpu; default: one per core (or OMP_NUM_THREADS) over --dp-size, at most one per "
+        "64 MiB of weights",
         least=1,
     )
     stream_delay_s: float = flag(
@@ -341,6 +353,12 @@ class ServerConfig(FlagSet):
         "frontend processes, which share the port: HTTP, templates, tokenization and detokenization",
         least=1,
         most=64,
+    )
+    load_balance_method: str = flag(
+        "auto",
+        "with --dp-size: which rank gets a request: each in turn, by bootstrap_room, with the fewest requests (shortest_queue, "
+        "total_requests) or tokens (minimum_tokens, total_tokens); auto: on prefill workers by bootstrap_room, else in turn",
+        choices=LOAD_BALANCE_METHODS,
     )
     enable_early_rejection: bool = flag(
         False,

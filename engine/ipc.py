@@ -45,9 +45,12 @@ class PeerStalled(RuntimeError):
 
 @dataclass(frozen=True)
 class IpcPaths:
-    """Endpoints of one worker. `dir` is 0700, so the file system is the access control."""
+    """Endpoints of one worker, as the scheduler of one of its DP ranks has them. `dir` is 0700: the file system is the
+    access control.
+    """
 
     dir: str
+    dp_rank: int = 0
 
     @classmethod
     def create(cls, parent: str | None = None) -> "IpcPaths":
@@ -60,18 +63,24 @@ class IpcPaths:
 
     @property
     def to_scheduler(self) -> str:
-        return f"ipc://{self.dir}/scheduler"
+        return self._endpoint("scheduler")
 
     @property
     def to_heartbeat(self) -> str:
-        return f"ipc://{self.dir}/heartbeat"
+        return self._endpoint("heartbeat")
 
     @property
     def to_frontend(self) -> str:
         return self.to_frontend_of(MAIN_FRONTEND)
 
     def to_frontend_of(self, row: int) -> str:
-        return f"ipc://{self.dir}/{addressed('frontend', row)}"
+        return self._endpoint(addressed("frontend", row))
+
+    def of_ranks(self, dp_size: int) -> "list[IpcPaths]":
+        return [IpcPaths(self.dir, rank) for rank in range(dp_size)]
+
+    def _endpoint(self, name: str) -> str:
+        return f"ipc://{self.dir}/{name}{f'.{self.dp_rank}' if self.dp_rank else ''}"
 
     def http_socket(self, row: int) -> Path:
         """Where a frontend answers the other frontends of its worker."""

@@ -25,6 +25,11 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     topic: str = ""
     enable_kv_cache_events: bool = True
 
+    def of_rank(self, dp_rank: int) -> "KVEventsConfig":
+        """Each DP rank has ports of its own, counted from those given, as in vLLM and SGLang."""
+        replay = None if self.replay_endpoint is None else _shifted(self.replay_endpoint, dp_rank)
+        return msgspec.structs.replace(self, endpoint=_shifted(self.endpoint, dp_rank), replay_endpoint=replay)
+
     def hosts(self) -> list[str]:
         """Return the addresses to bind. Raises ConfigError."""
         return [_host(e) for e in (self.endpoint, self.replay_endpoint) if e is not None]
@@ -44,6 +49,12 @@ def parse_kv_events_config(text: str | None) -> KVEventsConfig | None:
         raise ConfigError(f"{FLAG}: publisher must be zmq or null, got {config.publisher!r}")
     config.hosts()
     return config
+
+
+def _shifted(endpoint: str, by: int) -> str:
+    """A free port stays a free one."""
+    address, _, port = endpoint.rpartition(":")
+    return endpoint if port in ("*", "0") else f"{address}:{int(port) + by}"
 
 
 def _host(endpoint: str) -> str:

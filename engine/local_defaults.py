@@ -22,7 +22,8 @@ def with_threads(config: EngineConfig) -> EngineConfig:
     """Fill in `num_threads`. `config` has its model path."""
     if config.num_threads is not None:
         return config
-    return replace(config, num_threads=default_threads(config.model_path, cores=usable_cores()))
+    cores = max(1, usable_cores() // config.dp_size)
+    return replace(config, num_threads=default_threads(config.model_path, cores=cores))
 
 
 def usable_cores() -> int:

@@ -123,9 +123,9 @@ def priorities(config: EngineConfig) -> Priorities:
 
 
 def cpu_kv_bytes(config: EngineConfig, *, free_bytes: int) -> int:
-    """Return the bytes for KV on a CPU, of host memory that is free."""
+    """Return the bytes for KV of a DP rank on a CPU, of host memory that is free."""
     assert config.mem_fraction_static is not None, "resolved"
-    return min(int(free_bytes * config.mem_fraction_static), MAX_CPU_KV_BYTES)
+    return min(int(free_bytes * config.mem_fraction_static), MAX_CPU_KV_BYTES) // config.dp_size
 
 
 def num_pages(config: EngineConfig, *, page_bytes: int, kv_bytes: int) -> int:

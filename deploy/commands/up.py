@@ -13,7 +13,7 @@ from deploy.foreign.worker import WORKER
 from deploy.launcher import summary
 from deploy.launcher.config import ClusterConfig
 from deploy.launcher.display import make_display
-from deploy.launcher.gpus import VISIBLE, chosen_gpus, installed_gpus, visible_gpus
+from deploy.launcher.gpus import chosen_gpus
 from deploy.launcher.mps import mps_for
 from deploy.launcher.plan import ProcessSpec, num_ports, plan_cluster, shared_gpus, with_env
 from deploy.launcher.ports import free_ports
@@ -22,6 +22,7 @@ from deploy.launcher.process import Child
 from deploy.launcher.supervisor import Supervisor
 from disagg.config import DisaggConfig
 from engine.config import MEM_FRACTION_OF, EngineConfig, ServerConfig
+from engine.gpus import VISIBLE, installed_gpus, visible_gpus
 from engine.local_defaults import usable_cores
 from router.config import RouterConfig
 from service.flags import ConfigError

@@ -46,7 +46,7 @@ _FLAGS: dict[str, Entry] = {
         "workers that do not answer are found by health checks; see --health-check-interval-secs"
     ),
     "--assignment-mode": Missing("it belongs to the policy `manual`; consistent_hashing keeps sessions together"),
-    "--dp-aware": Missing("a worker is one process with one GPU"),
+    "--dp-aware": Missing("a worker spreads its requests over its DP ranks itself (--load-balance-method)"),
     "--log-dir": Missing("the log goes to stderr; redirect it"),
     "--prometheus-port": Missing("/metrics is at --port"),
     "--prometheus-host": Missing("/metrics is at --host"),

@@ -28,6 +28,7 @@ _RENAMED: dict[str, Entry] = {
     "--max-num-batched-tokens": Renamed(("--chunked-prefill-size",), ONE),
     "--no-enable-chunked-prefill": Renamed(("--chunked-prefill-size=-1",)),
     "--block-size": Renamed(("--page-size",), ONE),
+    **dict.fromkeys(("--dp", "--data-parallel-size", "-dp"), Renamed(("--dp-size",), ONE)),
     "--seed": Renamed(("--random-seed",), ONE),
     "--api-server-count": Renamed(("--tokenizer-worker-num",), ONE),
     "--enforce-eager": Renamed(("--disable-cuda-graph",)),
@@ -51,7 +52,7 @@ _RENAMED: dict[str, Entry] = {
 _IGNORED: dict[str, Entry] = {
     "--trust-remote-code": Ignored("no code of a checkpoint runs here"),
     "--enable-metrics": Ignored("/metrics is always there"),
-    "--enable-metrics-for-all-schedulers": Ignored("a worker has one scheduler, and /metrics shows it"),
+    "--enable-metrics-for-all-schedulers": Ignored("/metrics always shows each scheduler of a worker"),
     "--disable-log-requests": Ignored("texts of requests are never logged"),
     "--log-requests": Ignored("each request has a line in the log, without its text"),
     "--log-requests-level": Ignored("texts of requests are never logged", ONE),
@@ -143,7 +144,6 @@ _IGNORED: dict[str, Entry] = {
     "--lora-backend": Ignored(SPEED_ALONE, ONE),
     "--hicache-io-backend": Ignored(SPEED_ALONE, ONE),
     "--hicache-mem-layout": Ignored(SPEED_ALONE, ONE),
-    "--load-balance-method": Ignored(NO_GROUP, ONE),
     "--gpu-id-step": Ignored(NO_GROUP, ONE),
     "--disable-hybrid-swa-memory": Ignored(SPEED_ALONE),
     "--swa-full-tokens-ratio": Ignored(SPEED_ALONE, ONE),
@@ -152,7 +152,6 @@ _IGNORED: dict[str, Entry] = {
 _FIXED: dict[str, Entry] = {
     **dict.fromkeys(("--tp-size", "--tp", "--tensor-parallel-size", "-tp"), _SAME_AS_ONE),
     **dict.fromkeys(("--pp-size", "--pipeline-parallel-size", "-pp"), _SAME_AS_ONE),
-    **dict.fromkeys(("--dp-size", "--dp", "--data-parallel-size", "-dp"), _SAME_AS_ONE),
     **dict.fromkeys(("--ep-size", "--ep", "--expert-parallel-size"), _SAME_AS_ONE),
     **dict.fromkeys(("--nnodes", "--dcp-size", "--attn-cp-size", "--decode-context-parallel-size"), _SAME_AS_ONE),
     "--prefill-context-parallel-size": _SAME_AS_ONE,

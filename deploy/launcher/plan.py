@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from deploy.launcher.config import ClusterConfig
-from deploy.launcher.gpus import VISIBLE, Seat, seats_of
+from deploy.launcher.gpus import Seat, seats_of
+from engine.gpus import VISIBLE
 from service.http.listening import url_of
 
 LOOPBACK = "127.0.0.1"

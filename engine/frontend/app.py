@@ -65,7 +65,7 @@ def _files(services: Services) -> Mapping[str, Path]:
 def _home(services: Services) -> Home:
     server = "worker" if services.spec.mode == "null" else f"{services.spec.mode} worker"
     links = {"/chat": "talk to the model"} if "/chat" in _files(services) else {}
-    return Home(server=server, models=lambda: (services.model.served_name, *services.scheduler.adapters), links=links)
+    return Home(server=server, models=lambda: (services.model.served_name, *services.leaders.adapters), links=links)
 
 
 def _log(request: web.BaseRequest, status: int, taken_s: float) -> None:

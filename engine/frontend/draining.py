@@ -37,7 +37,7 @@ async def drain(
     client.close(closed)
     if others is not None:
         await others.close_to_requests(closed, fails_live=False)
-    client.scheduler.announce_drain()
+    client.leaders.announce_drain()
     loop = asyncio.get_running_loop()
     patience = Patience(timeout_s, switch_timeout_s)
 
@@ -50,7 +50,7 @@ async def drain(
     await wait_while(lambda: client.num_live > 0 and may_wait(), at_once=signals.at_once)
     if client.num_live:
         await _hand_back(client, others, dead() or "not ended in time")
-    elif client.scheduler.ready.is_set():
+    elif client.leaders.ready.is_set():
         await _until_at_rest(client, signals=signals, may_wait=may_wait)
 
 
@@ -83,10 +83,10 @@ async def _until_at_rest(client: EngineClient, *, signals: StopSignals, may_wait
     """Wait until the scheduler has no request: peers must see the end of transfers and of quarantined pages."""
     while may_wait():
         try:
-            state = await client.scheduler.state(timeout_s=STATE_TIMEOUT_S)
+            states = await client.leaders.states(timeout_s=STATE_TIMEOUT_S)
         except ApiError:
             return
-        if at_rest(state):
+        if all(map(at_rest, states)):
             return
         await pause(signals.at_once)
 

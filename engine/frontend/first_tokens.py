@@ -11,7 +11,11 @@ from engine.sampling_params import SamplingParams
 
 
 async def compute_tokens(s: Services, count: int, *, name: str, timeout_s: float | None) -> None:
-    """Raises ApiError, TimeoutError."""
+    """On every DP rank. Raises ApiError, TimeoutError."""
+    await asyncio.gather(*(_compute(s, count, r, name=name, timeout_s=timeout_s) for r in range(s.leaders.num_ranks)))
+
+
+async def _compute(s: Services, count: int, rank: int, *, name: str, timeout_s: float | None) -> None:
     bootstrap = None
     if s.spec.mode != "null":
         bootstrap = Bootstrap(FAKE_BOOTSTRAP_HOST, s.spec.default_bootstrap_port, s.mint_room())
@@ -22,5 +26,5 @@ async def compute_tokens(s: Services, count: int, *, name: str, timeout_s: float
         bootstrap=bootstrap,
         skip_cache_insert=True,
     )
-    with s.client.generate([request]) as generation:
+    with s.client.generate([request], dp_rank=rank) as generation:
         await asyncio.wait_for(generation.collect(), timeout_s)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.frontend.app import HTTP_CLOSE_S, SPARE_REQUESTS, make_handle
+from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.other_frontends import OtherFrontends
 from engine.frontend.client.scheduler_link import ENGINE_DEAD, SchedulerLink
 from engine.frontend.client.shared_requests import SharedRequests
@@ -18,6 +19,7 @@ from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import FrontendSpec, Services
 from engine.frontend.setup import ALONE, FrontendSlot, limits_of, make_services
 from engine.ipc import MAIN_FRONTEND, IpcPaths
+from engine.messages import ToFrontend
 from service.http.errors import ApiError
 from service.http.listening import ListeningPort
 from service.http.server import serving, serving_unix
@@ -58,13 +60,15 @@ async def run_frontend(
     """
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
-        send, pull = stack.enter_context(open_sockets(ipc))
-        scheduler = SchedulerLink(send, loop.time)
+        sockets = [stack.enter_context(open_sockets(paths)) for paths in ipc.of_ranks(spec.engine.dp_size)]
+        leaders = Leaders([SchedulerLink(send, loop.time) for send, _ in sockets])
         slot = await _slot(spec, ipc, stack)
-        dead = _dead(processes, slot.others)
-        services = make_services(spec, scheduler=scheduler, gate=gate, dead=dead, slot=slot)
+        dead = _dead(processes, leaders, slot.others)
+        services = make_services(spec, leaders=leaders, gate=gate, dead=dead, slot=slot)
         client = services.client
-        pull.attach(loop, client.on_message if slot.others is None else slot.others.informed(client.on_message))
+        on_message = client.on_message if slot.others is None else slot.others.informed(client.on_message)
+        for rank, (_, pull) in enumerate(sockets):
+            pull.attach(loop, _of_rank(on_message, rank))
         handle = make_handle(services, max_open=client.max_live + SPARE_REQUESTS)
         if slot.others is not None:
             forwarded = serving_unix(
@@ -95,20 +99,24 @@ async def run_frontend(
                 services.tracer.close()
 
 
+def _of_rank(handle: Callable[[ToFrontend, int], None], rank: int) -> Callable[[ToFrontend], None]:
+    return lambda message: handle(message, rank)
+
+
 async def _slot(spec: FrontendSpec, ipc: IpcPaths, stack: AsyncExitStack) -> FrontendSlot:
     """Of the main frontend; what it opens ends with the stack."""
     num_rows = spec.server.tokenizer_worker_num
     if num_rows == 1:
         return ALONE
-    shared = SharedRequests(ipc.dir, row=MAIN_FRONTEND, num_rows=num_rows)
+    shared = SharedRequests(ipc.dir, row=MAIN_FRONTEND, num_rows=num_rows, num_ranks=spec.engine.dp_size)
     stack.callback(shared.close)
     others = OtherFrontends([ipc.http_socket(row) for row in range(num_rows) if row != MAIN_FRONTEND])
     stack.push_async_callback(others.close)
     return FrontendSlot(shared=shared, others=others)
 
 
-def _dead(processes: EngineProcesses, others: OtherFrontends | None) -> Callable[[], str | None]:
-    return processes.dead if others is None else lambda: processes.dead() or others.lost
+def _dead(processes: EngineProcesses, leaders: Leaders, others: OtherFrontends | None) -> Callable[[], str | None]:
+    return lambda: processes.dead() or leaders.lost or (None if others is None else others.lost)
 
 
 @dataclass(frozen=True)
@@ -156,12 +164,12 @@ async def _until_over(s: Services, end: _SessionEnd, *, on_ready: Callable[[], N
 
 async def _warm_up(s: Services) -> None:
     """Wait for the scheduler, then compute a prompt and a token behind it. Raises WorkerDied where that fails."""
-    await s.scheduler.ready.wait()
+    await s.leaders.ready.wait()
     if s.others is not None:
         await s.others.until_ready()
     if not s.spec.warms_up:
         return
     try:
-        await compute_tokens(s, 2, name="warm-up-", timeout_s=None)  # the watchdog ends a step that hangs
+        await compute_tokens(s, 2, name="warm-up-", timeout_s=None)  # a watchdog ends a step that hangs
     except ApiError as error:
         raise WorkerDied(f"the warm-up request failed ({error}); --skip-server-warmup leaves it out") from None

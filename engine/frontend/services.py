@@ -15,8 +15,8 @@ from aiohttp import web
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist, BootstrapFields, build_bootstraps
 from engine.frontend.client.engine_client import EngineClient
+from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.other_frontends import OtherFrontends
-from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.ignored_fields import IgnoredFields
 from engine.frontend.metrics.worker import Metrics
 from engine.frontend.role_switch import RoleSwitch
@@ -80,18 +80,18 @@ class Services:
     incarnation: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @property
-    def scheduler(self) -> SchedulerLink:
-        return self.client.scheduler
+    def leaders(self) -> Leaders:
+        return self.client.leaders
 
     @property
     def weight_version(self) -> str:
-        return str(self.scheduler.updated.get("weight_version", self.model.info["weight_version"]))
+        return str(self.leaders.updated.get("weight_version", self.model.info["weight_version"]))
 
     @property
     def context_length(self) -> int:
         """Longest prompt plus answer: the model's context, or the KV cache if that is smaller."""
-        kv = self.scheduler.info.get("max_total_num_tokens")
-        return min(self.model.context_length, kv) if isinstance(kv, int) else self.model.context_length
+        kv = self.leaders.kv_tokens
+        return self.model.context_length if kv is None else min(self.model.context_length, kv)
 
     def timeout_of(self, request: web.BaseRequest) -> float | None:
         return request_timeout_s(request.headers, default_s=self.spec.server.default_deadline_s)

@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 from engine.config import ServerConfig
+from engine.frontend.client.dp_policy import RankPolicy, Rule, rule_of
 from engine.frontend.client.engine_client import EngineClient
+from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.other_frontends import OtherFrontends
-from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.client.shared_requests import SharedRequests
 from engine.frontend.client.tracing import Traces
 from engine.frontend.metrics.worker import Metrics
@@ -43,7 +44,7 @@ ALONE = FrontendSlot()
 def make_services(
     spec: FrontendSpec,
     *,
-    scheduler: SchedulerLink,
+    leaders: Leaders,
     gate: KeyGate,
     dead: Callable[[], str | None],
     slot: FrontendSlot = ALONE,
@@ -51,15 +52,16 @@ def make_services(
     """Load the checkpoint's tokenizer and template. Raises ConfigError."""
     server, engine = spec.server, spec.engine
     model = load_served_model(engine, mode=spec.mode)
-    scheduler.adapters = named_paths(engine.lora_paths)
-    if taken := set(model.own_names) & scheduler.adapters.keys():
+    adapters = named_paths(engine.lora_paths)
+    if taken := set(model.own_names) & adapters.keys():
         raise ConfigError(f"--lora-paths: {min(taken)!r} is a name of the model itself; choose another")
+    leaders.begin_with(model_path=model.path, weight_version=engine.weight_version, adapters=adapters)
     metrics = Metrics(model_name=model.served_name, mode=spec.mode)
     process = "unified" if spec.mode == "null" else spec.mode
     exporter = open_exporter(enable=server.enable_trace, endpoint=server.otlp_traces_endpoint, process=process)
     tracer = Tracer(ring_size=server.trace_ring, exporter=exporter)
     client = EngineClient(
-        scheduler,
+        leaders,
         open_text=partial(SampleText, model.tokenizer),
         observer=metrics,
         max_running=engine.max_running_requests,
@@ -67,6 +69,7 @@ def make_services(
         early_rejection=server.enable_early_rejection and spec.mode != "decode",  # there the wait is for prefill
         traces=Traces(tracer, process=process, model=model.served_name),
         shared=slot.shared,
+        policy=_policy(spec, first=slot.row),
     )
     return Services(
         spec=spec,
@@ -87,6 +90,13 @@ def make_services(
         responses=_responses(spec) if slot.row == MAIN_FRONTEND else None,
         others=slot.others,
     )
+
+
+def _policy(spec: FrontendSpec, *, first: int) -> RankPolicy:
+    """Frontends of one worker begin their turns at different ranks."""
+    rule = rule_of(spec.server.load_balance_method, mode=spec.mode)
+    is_fixed = rule is Rule.ROOM and spec.mode == "prefill"
+    return RankPolicy(rule, num_ranks=spec.engine.dp_size, is_fixed=is_fixed, first=first)
 
 
 def _responses(spec: FrontendSpec) -> LocalBook | None:
@@ -112,5 +122,5 @@ def open_worker_gate(server: ServerConfig) -> KeyGate:
 
 def _server_info(spec: FrontendSpec) -> dict[str, Any]:
     flags = {**values_by_name(spec.server), **values_by_name(spec.engine)}
-    info = {**flags, "tp_size": 1, "dp_size": 1, **spec.extra_info}
+    info = {**flags, "tp_size": 1, **spec.extra_info}
     return {name: value for name, value in info.items() if "api_key" not in name and "secret" not in name}

@@ -28,13 +28,22 @@ LINGER_MS = 200
 
 
 class ZmqPublisher:
-    """Binds at once and sends from a thread of its own. Raises ConfigError. `events`: None: there is no prefix cache."""
+    """Binds at once and sends from a thread of its own. Raises ConfigError. `events`: None: there is no prefix cache.
+
+    `dp_rank`: of several; batches name it.
+    """
 
     def __init__(
-        self, config: KVEventsConfig, *, events: CacheEvents | None = None, secret: bytes | None = None
+        self,
+        config: KVEventsConfig,
+        *,
+        events: CacheEvents | None = None,
+        secret: bytes | None = None,
+        dp_rank: int | None = None,
     ) -> None:
         self._config = config
         self._events = events
+        self._dp_rank = dp_rank
         self._queue: queue.Queue[tuple[int, KVEventBatch]] = queue.Queue(config.max_queue_size)
         self._next = 0
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
@@ -73,7 +82,7 @@ class ZmqPublisher:
         """Never blocks."""
         seq, self._next = self._next, self._next + 1
         try:
-            self._queue.put_nowait((seq, KVEventBatch(time.time(), events)))
+            self._queue.put_nowait((seq, KVEventBatch(time.time(), events, self._dp_rank)))
         except queue.Full:
             log.warning("%s: %d batches wait to be sent; one is dropped", FLAG, self._config.max_queue_size)
 

@@ -43,7 +43,8 @@ def parse_load(answer: object) -> LoadReport | None:
         transfer_ms=_mean(_parts(rows, "disaggregation"), "kv_transfer_latency_ms"),
         max_running_reqs=_total(rows, "max_running_requests"),
         pending_tokens=sum(_pending(row) for row in rows),
-        busy_ms_total=_total(_parts(rows, "totals"), "busy_ms"),
+        busy_ms_total=_total(_parts(rows, "totals"), "busy_ms")
+        // max(1, len(rows)),  # a worker has one second a second
     )
 
 

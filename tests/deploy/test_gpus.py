@@ -10,9 +10,10 @@ import pytest
 from deploy.commands import up
 from deploy.flags import config_from
 from deploy.launcher.config import ClusterConfig
-from deploy.launcher.gpus import VISIBLE, chosen_gpus, parse_listing, visible_gpus
+from deploy.launcher.gpus import chosen_gpus
 from deploy.launcher.mps import CONTROL, PIPE, mps_for
 from deploy.launcher.plan import ProcessSpec, num_ports, plan_cluster, shared_gpus, with_env
+from engine.gpus import VISIBLE, parse_listing, visible_gpus
 from service.flags import ConfigError
 from tests.e2e.cluster import wait_until
 

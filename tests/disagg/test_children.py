@@ -27,17 +27,21 @@ def test_a_child_does_not_outlive_a_parent_that_is_killed_at_once() -> None:
     until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
 
 
-@pytest.mark.parametrize(("asked", "found"), [(None, "20000"), ("0", "0")])
-def test_a_team_waits_awake_for_a_moment_unless_the_operator_says_otherwise(
-    asked: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("asked", "shares", "found"), [(None, False, "20000"), ("0", False, "0"), (None, True, "0"), ("9", True, "9")]
+)
+def test_a_team_waits_awake_for_a_moment_on_cores_of_its_own_unless_the_operator_says_otherwise(
+    asked: str | None, shares: bool, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     if asked is not None:
         monkeypatch.setenv("GOMP_SPINCOUNT", asked)
     children = Children()
     try:
-        children.start("child", "http.server", ["0", "--bind", "127.0.0.1"], num_threads=2)
+        children.start(
+            "child", "http.server", ["0", "--bind", "127.0.0.1"], num_threads=2, shares_cores=shares, gpu="GPU-a"
+        )
         told = Path(f"/proc/{children._processes['child'].pid}/environ").read_text().split("\0")
     finally:
         children.end()
-    assert f"GOMP_SPINCOUNT={found}" in told and "OMP_NUM_THREADS=2" in told
+    assert f"GOMP_SPINCOUNT={found}" in told and {"OMP_NUM_THREADS=2", "CUDA_VISIBLE_DEVICES=GPU-a"} <= set(told)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from disagg.config import DisaggConfig
-from disagg.role_session import SessionPlan, next_session, plan_session
+from disagg.role_session import SessionPlan, gpus_of_ranks, next_session, plan_session
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.draining import Patience
 from engine.frontend.role_switch import RoleSwitchState
@@ -25,6 +25,31 @@ def plan(*, engine: EngineConfig | None = None, server: ServerConfig | None = No
 UNCHANGED = RoleSwitchState(
     role="decode", model_path=DEFAULT_MODEL_PATH, served_name="recall", weight_version="default", adapters={}
 )
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "device", "gpus", "given"),
+    [
+        (1, "auto", ["a", "b"], [None]),
+        (2, "auto", ["a", "b", "c"], ["a", "b"]),
+        (2, "cpu", ["a"], [None, None]),
+        (3, "auto", [], [None, None, None]),
+    ],
+)
+def test_each_rank_has_a_gpu_of_its_own(dp_size: int, device: str, gpus: list[str], given: list[str | None]) -> None:
+    assert gpus_of_ranks(EngineConfig(dp_size=dp_size, device=device), gpus) == given
+
+
+def test_more_ranks_than_gpus_are_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"--dp-size 3: 3 ranks for 2 GPUs \(a, b\)"):
+        gpus_of_ranks(EngineConfig(dp_size=3), ["a", "b"])
+
+
+def test_requests_of_a_unified_worker_have_no_room() -> None:
+    server = ServerConfig(load_balance_method="follow_bootstrap_room")
+    assert plan(server=server).server is server
+    with pytest.raises(ConfigError, match="--load-balance-method follow_bootstrap_room"):
+        plan_session(engine=EngineConfig(model_path=DEFAULT_MODEL_PATH), server=server, disagg=DisaggConfig())
 
 
 def test_flags_stay_and_the_role_changes() -> None:

@@ -1,6 +1,7 @@
 """Defaults from the machine: threads by what a checkpoint is worth and the operator allows, and a seed of its own."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,8 @@ def test_a_flag_comes_before_all(checkpoint: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     config = EngineConfig(model_path=str(checkpoint))
     assert with_threads(config).num_threads == 2
+    for dp_size, threads in ((2, 1), (5, 1)):
+        assert with_threads(replace(config, dp_size=dp_size)).num_threads == threads, "ranks divide cores"
     assert with_threads(EngineConfig(model_path=str(checkpoint), num_threads=7)).num_threads == 7
 
 

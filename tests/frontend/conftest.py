@@ -76,11 +76,17 @@ def wait_for(what: Callable[[], Any], *, timeout_s: float = 60.0, every_s: float
 
 @dataclass
 class Worker:
+    """`scheduler`: of DP rank 0; `schedulers`: of all ranks."""
+
     url: str
     http: httpx.Client
-    scheduler: StandIn
+    schedulers: tuple[StandIn, ...]
     process: WorkerThread | subprocess.Popen[bytes]
     log: Path
+
+    @property
+    def scheduler(self) -> StandIn:
+        return self.schedulers[0]
 
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         return self.http.post(path, json=body, **kwargs)
@@ -102,7 +108,7 @@ class Worker:
         return [json.loads(event) for event in events]
 
     def wait_idle(self) -> None:
-        wait_for(lambda: self.scheduler.num_running == 0)
+        wait_for(lambda: not any(scheduler.num_running for scheduler in self.schedulers))
 
 
 @contextmanager
@@ -134,9 +140,8 @@ def start_worker(
     }
     with ExitStack() as stack:
         stack.callback(ipc.remove)
-        scheduler = stack.enter_context(
-            StandIn(ipc, byte_tokenizer())
-        )  # ends last: a draining worker asks for its state
+        ranks = ipc.of_ranks((engine or {}).get("dp_size", 1))  # they end last: a draining worker asks for their state
+        schedulers = tuple(stack.enter_context(StandIn(paths, byte_tokenizer())) for paths in ranks)
         running = _start_process(args, stack) if process else WorkerThread(args)
         stack.callback(_end, running)
         url = wait_for(lambda: _url_of(folder) or running.poll() is not None)
@@ -145,9 +150,10 @@ def start_worker(
         if isinstance(running, WorkerThread) and running.error is not None:
             raise running.error
         if ready:
-            scheduler.say_ready()
+            for scheduler in schedulers:
+                scheduler.say_ready()
             wait_for(lambda: (folder / "ready").exists())
-        yield Worker(url, http, scheduler, running, folder / "log")
+        yield Worker(url, http, schedulers, running, folder / "log")
 
 
 def _url_of(folder: Path) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.forecast import MIN_STARTED
+from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.errors import draining
 from engine.frontend.metrics.worker import Metrics
@@ -167,16 +168,16 @@ def test_a_switch_lets_running_requests_finish_and_sigterm_in_the_middle_ends_th
 async def test_no_call_waits_for_an_engine_that_is_being_ended() -> None:
     """Open and new calls fail at once; routers still read that the worker drains."""
     client = EngineClient(
-        SchedulerLink(lambda message: None, time.monotonic),
+        Leaders([SchedulerLink(lambda message: None, time.monotonic)]),
         open_text=partial(SampleText, byte_tokenizer()),
         observer=Metrics(model_name="m", mode="decode"),
         max_running=1,
         max_queued=0,
     )
-    waits = asyncio.create_task(client.scheduler.state(timeout_s=5.0))
+    waits = asyncio.create_task(client.leaders.states(timeout_s=5.0))
     await asyncio.sleep(0)
     client.end(draining("it changes its role"))
-    for call in (waits, client.scheduler.state(timeout_s=5.0)):
+    for call in (waits, client.leaders.states(timeout_s=5.0)):
         with pytest.raises(ApiError, match="it changes its role"):
             await call
     assert client.is_draining

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.frontend.client.dp_policy import RankLoad
 from engine.frontend.client.shared_requests import SharedRequests
 
 OTHER = """
@@ -42,6 +43,19 @@ def test_a_name_has_one_owner_until_it_is_released_or_its_owner_ends(tmp_path: P
         other.wait()
         assert mine.claim("a")
     mine.close()
+
+
+def test_loads_of_a_rank_add_up_over_frontends(tmp_path: Path) -> None:
+    first, second = (SharedRequests(str(tmp_path), row=row, num_rows=2, num_ranks=3) for row in range(2))
+    first.publish(1, rank=0, num_tokens=10)
+    first.publish(2, rank=2, num_tokens=20)
+    second.publish(4, rank=2, num_tokens=40)
+    assert first.loads() == second.loads() == [RankLoad(1, 10), RankLoad(), RankLoad(6, 60)]
+    assert first.num_live == 7
+    second.publish(0, rank=2)
+    assert first.loads()[2] == RankLoad(2, 20)
+    for shared in (first, second):
+        shared.close()
 
 
 @pytest.mark.parametrize("name", ["x" * 256, "\ud800", "\0", ""])

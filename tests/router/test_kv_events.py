@@ -128,6 +128,9 @@ def test_a_config_that_cannot_be_honoured_is_named(text: str, message: str) -> N
 
 def test_configs_that_switch_it_off() -> None:
     assert parse_kv_events_config(None) is None
+    here = KVEventsConfig(endpoint="tcp://[::1]:5557", replay_endpoint="tcp://*:6000")
+    assert here.of_rank(0) == here and KVEventsConfig(endpoint="tcp://*:*").of_rank(3).endpoint == "tcp://*:*"
+    assert (here.of_rank(2).endpoint, here.of_rank(2).replay_endpoint) == ("tcp://[::1]:5559", "tcp://*:6002")
     assert parse_kv_events_config('{"publisher": "null"}') is None
     assert parse_kv_events_config('{"enable_kv_cache_events": false}') is None
     assert parse_kv_events_config("{}") == KVEventsConfig()

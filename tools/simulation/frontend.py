@@ -14,6 +14,7 @@ from engine.frontend.apis.admin.load import v1_loads_entry
 from engine.frontend.apis.shared.alone import NOTHING_NEW, vector_of
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.generation import Generation
+from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.services import request_timeout_s
 from engine.messages import Bootstrap, GenerateRequest, GetStep, SchedulerReady, ToFrontend, TokenOutput, ToScheduler
@@ -69,7 +70,7 @@ class Frontend:
         self.signals = StopSignals()
         self.on_post: Callable[[Request], None] = lambda request: None
         self.client = EngineClient(
-            SchedulerLink(send, self.aio.time),
+            Leaders([SchedulerLink(send, self.aio.time)]),
             open_text=lambda request: _NoText(),
             observer=_Figures(process),
             max_running=options.max_running,
@@ -135,15 +136,15 @@ class Frontend:
         if self.client.is_draining:
             reply.whole(503, msgspec.json.encode({"status": DRAINING}), retry_after="1")
             return
-        if self.aio.time() - self.client.scheduler.last_message_s > HEARD_RECENTLY_S:
-            await self.client.scheduler.step(timeout_s=HEALTH_TIMEOUT_S)
+        if self.aio.time() - self.client.leaders.last_message_s > HEARD_RECENTLY_S:
+            await self.client.leaders.steps(timeout_s=HEALTH_TIMEOUT_S)
         reply.whole(200, b"{}")
 
     async def _server_info(self, request: Request, reply: Reply) -> None:
-        reply.whole(200, msgspec.json.encode({**self._info, **self.client.scheduler.updated}))
+        reply.whole(200, msgspec.json.encode({**self._info, **self.client.leaders.updated}))
 
     async def _loads(self, request: Request, reply: Reply) -> None:
-        state = await self.client.recent_state(timeout_s=HEALTH_TIMEOUT_S)
+        (state,) = await self.client.recent_states(timeout_s=HEALTH_TIMEOUT_S)
         entry = v1_loads_entry(
             state, mode=self._role, max_running_requests=self._max_running, num_live=self.client.num_live
         )
@@ -179,7 +180,7 @@ class Frontend:
     def _begin(self, requests: list[GenerateRequest], request: Request) -> Generation:
         """Who would come too late for its deadline must not get past here."""
         timeout_s = request_timeout_s(request.headers, default_s=None)
-        forecast = self.client.forecast
+        forecast = next(iter(self.client.forecasts), None)
         num_tokens = sum(len(r.input_ids) for r in requests)
         wait_s = None if forecast is None else forecast.wait_s(num_tokens, self.aio.time())
         generation = self.client.generate(requests, timeout_s=timeout_s)

@@ -10,9 +10,12 @@ from typing import Protocol
 import msgspec
 
 from engine.config import MAX_RUNNING_OF
+from engine.frontend.client.dp_policy import RankPolicy, Rule
 from engine.frontend.client.forecast import PrefillForecast
 from engine.frontend.client.generation import Generation, Sample, SampleObserver
-from engine.frontend.client.scheduler_link import CALL_TIMEOUT_S, ENGINE_DEAD, SchedulerLink
+from engine.frontend.client.leaders import Leaders
+from engine.frontend.client.rank_loads import RankLoads
+from engine.frontend.client.scheduler_link import CALL_TIMEOUT_S, ENGINE_DEAD
 from engine.frontend.client.shared_requests import SharedRequests
 from engine.frontend.client.tracing import NO_TRACES, SampleTrace, Traces
 from engine.frontend.errors import not_ready, too_late
@@ -31,8 +34,6 @@ from service.http.errors import DRAINING, ApiError, bad_field
 from service.telemetry.context import CURRENT
 
 MAX_RID_CHARS = 256
-# A scheduler that takes longer to answer is in a long step: its last report counts. Below --health-silence.
-PATIENCE_S = 0.5
 
 
 class TextReader(Protocol):
@@ -41,16 +42,20 @@ class TextReader(Protocol):
     def read(self, output: TokenOutput) -> TextOutput: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Live:
+    """`tokens`: of the prompt, and of the answer so far."""
+
     generation: Generation
     index: int
     text: TextReader
+    rank: int
+    tokens: int
 
 
 class EngineClient:
-    """`max_running`, `max_queued`: samples that may run or wait, as the flags of these names; more are refused with 503.
-    `open_text` begins the text of a sample.
+    """`max_running`, `max_queued`: samples that may run or wait at one DP rank, as the flags of these names; more than all
+    ranks may have are refused with 503. `open_text` begins the text of a sample. `policy` chooses the rank.
 
     `early_rejection`: refuse a request with 503 if its first token would come after its own timeout.
     `shared`: with the other frontends of the worker; None: there are none.
@@ -58,7 +63,7 @@ class EngineClient:
 
     def __init__(
         self,
-        scheduler: SchedulerLink,
+        leaders: Leaders,
         *,
         open_text: Callable[[GenerateRequest], TextReader],
         observer: SampleObserver,
@@ -67,14 +72,17 @@ class EngineClient:
         early_rejection: bool = False,
         traces: Traces = NO_TRACES,
         shared: SharedRequests | None = None,
+        policy: RankPolicy | None = None,
     ) -> None:
-        self.scheduler = scheduler
+        self.leaders = leaders
+        self.loads = RankLoads(leaders.num_ranks, shared)
         self.observer = observer
         self._max_running = max_running
         self._max_queued = max_queued
-        self.forecast = PrefillForecast() if early_rejection else None
+        self.forecasts = tuple(PrefillForecast() for _ in leaders.links) if early_rejection else ()  # by rank
         self.closed: ApiError | None = None  # why no request is accepted any more
-        self._now_s = scheduler.now_s
+        self._now_s = leaders.now_s
+        self._policy = policy or RankPolicy(Rule.ROUND_ROBIN, num_ranks=leaders.num_ranks)
         self._open_text = open_text
         self._traces = traces
         self._shared = shared
@@ -83,18 +91,18 @@ class EngineClient:
 
     @property
     def max_running(self) -> int:
-        """By default the device decides, which the scheduler names when it is ready; until then, the most of any."""
-        default = self.scheduler.info.get("max_running_requests") or max(MAX_RUNNING_OF.values())
+        """Of one rank. By default the device decides, which the scheduler names when it is ready; until then, the most of any."""
+        default = self.leaders.info.get("max_running_requests") or max(MAX_RUNNING_OF.values())
         return self._max_running or int(default)
 
     @property
     def max_live(self) -> int:
-        return self.max_running + self._max_queued
+        return self.leaders.num_ranks * (self.max_running + self._max_queued)
 
     @property
     def num_live(self) -> int:
         """Of all frontends of the worker."""
-        return len(self._live) if self._shared is None else self._shared.num_live
+        return self.loads.num_live
 
     @property
     def is_draining(self) -> bool:
@@ -102,22 +110,29 @@ class EngineClient:
         return self.closed is not None and self.closed.code == DRAINING
 
     def generate(
-        self, requests: list[GenerateRequest], *, groups: list[str] | None = None, timeout_s: float | None = None
+        self,
+        requests: list[GenerateRequest],
+        *,
+        groups: list[str] | None = None,
+        timeout_s: float | None = None,
+        dp_rank: int | None = None,
     ) -> Generation:
         """Send the samples. `requests[i].rid` is the user's name of sample i; `groups[i]` another name to abort it by.
+        `dp_rank`: which the client names.
 
         The engine ends them after `timeout_s`. Raises ApiError: 503 while starting, ending, full, or too busy for the
-        timeout, 400 for a name that is in use.
+        timeout, 400 for a name that is in use, or a rank that is not there.
         """
         self._check_open(len(requests))
-        self._check_timeout(requests, timeout_s)
+        ranks = self._policy.place(requests, self.loads.of_all(), routed=dp_rank)
+        self._check_timeout(requests, ranks, timeout_s)
         names, texts = [r.rid for r in requests], [self._open_text(r) for r in requests]
         self._check_names({*names, *(groups or [])}, names)
         context = CURRENT.get()
         samples = [
             Sample(
                 name=name,
-                wire_rid=self.scheduler.mint_wire_rid(name),
+                wire_rid=self.leaders.mint_wire_rid(name),
                 num_prompt_tokens=len(r.input_ids),
                 is_empty=r.sampling.max_new_tokens == 0 and not r.pooling,
                 trace=SampleTrace(self._traces, r, name, context),
@@ -128,13 +143,14 @@ class EngineClient:
             samples, groups or [], observer=self.observer, now_s=self._now_s, on_leave=self._on_leave
         )
         if self._shared is not None:
-            self._claim(self._shared, {*names, *(groups or [])}, num_samples=len(samples))
+            self._claim(self._shared, {*names, *(groups or [])})
         for i, (sample, group) in enumerate(zip(samples, groups or names, strict=True)):
-            self._live[sample.wire_rid] = _Live(generation, i, texts[i])
+            self._live[sample.wire_rid] = _Live(generation, i, texts[i], ranks[i], sample.num_prompt_tokens)
+            self.loads.change(ranks[i], requests=1, tokens=sample.num_prompt_tokens)
             for name in {sample.name, group}:
                 self._names.setdefault(name, []).append(sample.wire_rid)
         try:
-            self._send(requests, samples, request_id=context.request_id, timeout_s=timeout_s)
+            self._send(requests, samples, ranks, request_id=context.request_id, timeout_s=timeout_s)
         except BaseException:
             generation.__exit__(None, None, None)
             raise
@@ -144,23 +160,16 @@ class EngineClient:
         """Abort the live samples of this name (a sample or a group); False when there are none."""
         wire_rids = self._names.get(name, [])
         for rid in wire_rids:
-            self.scheduler.send(AbortRequest(rid=rid))
+            self.leaders.links[self._live[rid].rank].send(AbortRequest(rid=rid))
         return bool(wire_rids)
 
     def abort_all(self) -> None:
-        self.scheduler.send(AbortRequest(rid="", all=True))
+        for link in self.leaders.links:
+            link.send(AbortRequest(rid="", all=True))
 
-    async def recent_state(self, *, timeout_s: float = CALL_TIMEOUT_S) -> StateReply:
-        """The scheduler's state, in a long step the one before it. Raises ApiError(503) when it is silent or stalled."""
-        scheduler = self.scheduler
-        try:
-            return await scheduler.state(timeout_s=PATIENCE_S)
-        except ApiError:
-            if self.closed is not None or scheduler.last_state is None:
-                return await scheduler.state(timeout_s=timeout_s)
-            if (await scheduler.step(timeout_s=timeout_s)).stalled:
-                raise
-            return scheduler.last_state
+    async def recent_states(self, *, timeout_s: float = CALL_TIMEOUT_S) -> list[StateReply]:
+        """By rank; of a scheduler in a long step the state before it. Raises ApiError(503) when one is silent or stalled."""
+        return await self.leaders.recent_states(timeout_s=timeout_s, closed=self.closed is not None)
 
     def close(self, error: ApiError) -> None:
         """Accept nothing more; live samples go on."""
@@ -169,29 +178,39 @@ class EngineClient:
     def end(self, error: ApiError) -> None:
         """The engine ends in good order: present and later calls fail with `error`."""
         self.fail_all(error)
-        self.scheduler.fail_calls(error, gone=True)
+        self.leaders.fail_calls(error, gone=True)
 
     def fail_all(self, error: ApiError) -> None:
         self.closed = error
         for live in list(self._live.values()):
             live.generation.fail(error)
-        self.scheduler.fail_calls(error, gone=error.code == ENGINE_DEAD)
+        self.leaders.fail_calls(error, gone=error.code == ENGINE_DEAD)
 
-    def on_message(self, message: ToFrontend) -> None:
+    def on_message(self, message: ToFrontend, rank: int = 0) -> None:
+        """`rank`: of the scheduler that sent it."""
         now_s = self._now_s()
         if not isinstance(message, StepReply):  # the heartbeat's thread sends it, not the loop's
-            self.scheduler.last_message_s = now_s
+            self.leaders.links[rank].last_message_s = now_s
         if not isinstance(message, TokenBatch):
-            return self.scheduler.on_message(message)
+            return self.leaders.on_message(message, rank)
         for output in message.outputs:
             live = self._live.get(output.rid)
             if live is not None:
-                if self.forecast is not None:
-                    self.forecast.start(output.rid, now_s)
+                if self.forecasts:
+                    self.forecasts[live.rank].start(output.rid, now_s)
+                if self.leaders.num_ranks > 1 and output.new_ids:
+                    live.tokens += len(output.new_ids)
+                    self.loads.change(live.rank, tokens=len(output.new_ids))
                 live.generation.feed(live.index, live.text.read(output), now_s)
 
     def _send(
-        self, requests: list[GenerateRequest], samples: list[Sample], *, request_id: str, timeout_s: float | None
+        self,
+        requests: list[GenerateRequest],
+        samples: list[Sample],
+        ranks: list[int],
+        *,
+        request_id: str,
+        timeout_s: float | None,
     ) -> None:
         sent = [
             msgspec.structs.replace(
@@ -203,35 +222,39 @@ class EngineClient:
             )
             for r, sample in zip(requests, samples, strict=True)
         ]
-        self.scheduler.send(sent[0] if len(sent) == 1 else GenerateBatch(sent))
-        for sample in samples:
+        for rank in dict.fromkeys(ranks):
+            part = [one for one, owner in zip(sent, ranks, strict=True) if owner == rank]
+            self.leaders.links[rank].send(part[0] if len(part) == 1 else GenerateBatch(part))
+        for sample, rank in zip(samples, ranks, strict=True):
             self.observer.on_start(sample.num_prompt_tokens)
-            if self.forecast is not None:
-                self.forecast.add(sample.wire_rid, sample.num_prompt_tokens, self._now_s())
+            if self.forecasts:
+                self.forecasts[rank].add(sample.wire_rid, sample.num_prompt_tokens, self._now_s())
 
     def _on_leave(self, generation: Generation) -> None:
-        gone = {sample.wire_rid for sample in generation.samples}
+        ranks: dict[str, int] = {}
         for sample in generation.samples:
-            self._live.pop(sample.wire_rid, None)
-            if self.forecast is not None:
-                self.forecast.drop(sample.wire_rid, self._now_s())
+            if (live := self._live.pop(sample.wire_rid, None)) is None:
+                continue
+            ranks[sample.wire_rid] = live.rank
+            self.loads.change(live.rank, requests=-1, tokens=-live.tokens)
+            if self.forecasts:
+                self.forecasts[live.rank].drop(sample.wire_rid, self._now_s())
         for name in (*generation.names, *generation.groups):
-            left = [r for r in self._names.get(name, []) if r not in gone]
+            left = [r for r in self._names.get(name, []) if r not in ranks]
             if left:
                 self._names[name] = left
             else:
                 self._names.pop(name, None)
                 if self._shared is not None:
                     self._shared.release(name)
-        if self._shared is not None:
-            self._shared.publish(len(self._live))
         for sample in generation.unfinished:
-            self.scheduler.abort(sample.wire_rid)
+            if (rank := ranks.get(sample.wire_rid)) is not None:
+                self.leaders.links[rank].abort(sample.wire_rid)
 
     def _check_open(self, num_samples: int) -> None:
         if self.closed is not None:
             raise self.closed
-        if not self.scheduler.ready.is_set():
+        if not self.leaders.ready.is_set():
             raise not_ready("the model is still loading; try again soon")
         if num_samples > self.max_live:
             text = f"{num_samples} samples in one request are more than this server ever queues ({self.max_live})"
@@ -240,13 +263,15 @@ class EngineClient:
             text = f"the queue is full ({self.num_live} requests); try again later"
             raise ApiError(503, text, code="queue_full", retry_after_s=1)
 
-    def _check_timeout(self, requests: list[GenerateRequest], timeout_s: float | None) -> None:
-        if timeout_s is None or self.forecast is None:
+    def _check_timeout(self, requests: list[GenerateRequest], ranks: list[int], timeout_s: float | None) -> None:
+        if timeout_s is None or not self.forecasts:
             return
-        wait_s = self.forecast.wait_s(sum(len(r.input_ids) for r in requests), self._now_s())
-        if wait_s is not None and wait_s > timeout_s:
-            self.observer.on_reject()
-            raise too_late(wait_s, timeout_s)
+        for rank in dict.fromkeys(ranks):
+            num_tokens = sum(len(r.input_ids) for r, owner in zip(requests, ranks, strict=True) if owner == rank)
+            wait_s = self.forecasts[rank].wait_s(num_tokens, self._now_s())
+            if wait_s is not None and wait_s > timeout_s:
+                self.observer.on_reject()
+                raise too_late(wait_s, timeout_s)
 
     def _check_names(self, all_names: set[str], names: list[str]) -> None:
         if len(set(names)) < len(names):
@@ -257,7 +282,7 @@ class EngineClient:
             if name in self._names:
                 raise _in_use(name)
 
-    def _claim(self, shared: SharedRequests, names: set[str], *, num_samples: int) -> None:
+    def _claim(self, shared: SharedRequests, names: set[str]) -> None:
         """Take the names from all frontends, or none of them. Raises ApiError(400)."""
         claimed: list[str] = []
         for name in names:
@@ -266,7 +291,6 @@ class EngineClient:
                     shared.release(taken)
                 raise _in_use(name)
             claimed.append(name)
-        shared.publish(len(self._live) + num_samples)
 
 
 def _in_use(name: str) -> ApiError:

@@ -23,6 +23,13 @@ class AbortName(msgspec.Struct, frozen=True):
     name: str
 
 
+class RankReply(msgspec.Struct, frozen=True):
+    """What the scheduler of a DP rank answered the main frontend."""
+
+    rank: int
+    reply: ControlReply
+
+
 class CloseFrontend(msgspec.Struct, frozen=True, kw_only=True):
     """No request is accepted any more, with this error; `fails_live`: and those that run fail with it."""
 
@@ -47,16 +54,16 @@ class OtherFrontends:
         while len(await self._peers.request("GET", READY)) < self._peers.num:
             await asyncio.sleep(READY_POLL_S)
 
-    def informed(self, handle: Callable[[ToFrontend], None]) -> Callable[[ToFrontend], None]:
+    def informed(self, handle: Callable[[ToFrontend, int], None]) -> Callable[[ToFrontend, int], None]:
         """`handle`, which receives a change of adapters or weights after all other frontends: its caller finds it everywhere."""
 
-        def on_message(message: ToFrontend) -> None:
+        def on_message(message: ToFrontend, rank: int) -> None:
             if isinstance(message, ControlReply) and concerns_requests(message):
-                task = asyncio.create_task(self._inform(message, handle))
+                task = asyncio.create_task(self._inform(RankReply(rank, message), handle))
                 self._changes.add(task)
                 task.add_done_callback(self._changes.discard)
             else:
-                handle(message)
+                handle(message, rank)
 
         return on_message
 
@@ -89,9 +96,9 @@ class OtherFrontends:
         await end_tasks(self._changes)
         await self._peers.close()
 
-    async def _inform(self, reply: ControlReply, handle: Callable[[ToFrontend], None]) -> None:
+    async def _inform(self, told: RankReply, handle: Callable[[ToFrontend, int], None]) -> None:
         async with self._one_change:
-            answers = await self._peers.request("POST", REPLY, reply, timeout_s=CHANGE_TIMEOUT_S)
+            answers = await self._peers.request("POST", REPLY, told, timeout_s=CHANGE_TIMEOUT_S)
             if len(answers) < self._peers.num:
                 self.lost = f"a frontend process did not take a change of adapters or weights in {CHANGE_TIMEOUT_S:g} s"
-            handle(reply)
+            handle(told.reply, told.rank)

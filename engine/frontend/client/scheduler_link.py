@@ -41,6 +41,7 @@ ENGINE_DEAD = "engine_dead"  # error code
 MAX_CALLS = 1024  # open at a time
 FIRST_STATE = "s0"
 CALL_TIMEOUT_S = 20.0  # a scheduler that is in a long step answers after it
+PATIENCE_S = 0.5  # then its last report counts; below --health-silence
 
 
 def concerns_requests(reply: ControlReply) -> bool:
@@ -82,11 +83,22 @@ class SchedulerLink:
         """What the scheduler computes now; its heartbeat thread answers. Raises ApiError(503) if it is frozen or ended."""
         return await self._call(GetStep(call_id=f"b{next(self._numbers)}"), StepReply, timeout_s)
 
+    async def recent_state(self, *, timeout_s: float = CALL_TIMEOUT_S, closed: bool = False) -> StateReply:
+        """The scheduler's state, in a long step the one before it. Raises ApiError(503) when it is silent or stalled."""
+        try:
+            return await self.state(timeout_s=PATIENCE_S)
+        except ApiError:
+            if closed or self.last_state is None:
+                return await self.state(timeout_s=timeout_s)
+            if (await self.step(timeout_s=timeout_s)).stalled:
+                raise
+            return self.last_state
+
     async def flush_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ControlReply:
         return await self._call(FlushCache(call_id=f"f{next(self._numbers)}"), ControlReply, timeout_s)
 
-    async def control(self, message: ControlMessage, *, timeout_s: float = CALL_TIMEOUT_S) -> ControlReply:
-        """Raises ApiError: the scheduler's refusal, or 503 when it does not answer in time."""
+    async def control(self, message: ControlMessage, *, timeout_s: float | None = CALL_TIMEOUT_S) -> ControlReply:
+        """Raises ApiError: the scheduler's refusal, or 503 when it does not answer in time (None: until the worker ends)."""
         reply = await self._call(message, ControlReply, timeout_s)
         if not reply.ok:
             raise refused(reply)
@@ -142,7 +154,7 @@ class SchedulerLink:
             call.set_result(message)
 
     async def _call(
-        self, message: GetState | GetStep | FlushCache | ControlMessage, reply: type[R], timeout_s: float
+        self, message: GetState | GetStep | FlushCache | ControlMessage, reply: type[R], timeout_s: float | None
     ) -> R:
         if self.gone is not None:
             raise self.gone
@@ -155,7 +167,7 @@ class SchedulerLink:
             self._send(message)
             answer = await asyncio.wait_for(call, timeout_s)
         except TimeoutError:
-            raise not_ready(f"the scheduler did not answer within {timeout_s:g} s") from None
+            raise not_ready(f"the scheduler did not answer within {timeout_s or 0:g} s") from None
         finally:
             del self._calls[message.call_id]
         assert isinstance(answer, reply)

@@ -1,6 +1,6 @@
-"""What the frontends of one worker know of each other's live requests: how many there are, and their names.
+"""What the frontends of one worker know of each other's live requests: how many each DP rank has, their tokens, their names.
 
-A count is a cell of shared memory with one writer. A name is a locked byte of a file, at the name's hash: the kernel gives it to one
+A figure is a cell of shared memory with one writer. A name is a locked byte of a file, at the name's hash: the kernel gives it to one
 process, and takes it back when that process ends.
 """
 
@@ -9,25 +9,36 @@ import hashlib
 import mmap
 import os
 
+from engine.frontend.client.dp_policy import RankLoad
+
 
 class SharedRequests:
     """Open it once in a process: a process loses its locks when it closes any descriptor of the file."""
 
-    def __init__(self, folder: str, *, row: int, num_rows: int) -> None:
+    def __init__(self, folder: str, *, row: int, num_rows: int, num_ranks: int = 1) -> None:
         self._row = row
+        self._num_ranks = num_ranks
+        size = 2 * 8 * num_rows * num_ranks
         counts = os.open(f"{folder}/live", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(counts, 8 * num_rows)
-        self._counts = memoryview(mmap.mmap(counts, 8 * num_rows)).cast("q")
+        os.ftruncate(counts, size)
+        self._counts = memoryview(mmap.mmap(counts, size)).cast("q")  # by row, then rank: requests, tokens
         os.close(counts)
         self._names = os.open(f"{folder}/names", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     @property
     def num_live(self) -> int:
         """Of all frontends. Two that begin requests at the same moment may not see each other's."""
-        return sum(self._counts)
+        return sum(self._counts[::2])
 
-    def publish(self, num_live: int) -> None:
-        self._counts[self._row] = num_live
+    def loads(self) -> list[RankLoad]:
+        """Of all frontends, by rank."""
+        counts, step = self._counts.tolist(), 2 * self._num_ranks
+        return [RankLoad(sum(counts[2 * r :: step]), sum(counts[2 * r + 1 :: step])) for r in range(self._num_ranks)]
+
+    def publish(self, num_live: int, *, rank: int = 0, num_tokens: int = 0) -> None:
+        """This frontend's, at one rank."""
+        place = 2 * (self._row * self._num_ranks + rank)
+        self._counts[place], self._counts[place + 1] = num_live, num_tokens
 
     def claim(self, name: str) -> bool:
         """Take a name; False if another frontend has it."""

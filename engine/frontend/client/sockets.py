@@ -1,4 +1,4 @@
-"""The sockets of one frontend: to the scheduler, to its heartbeat, and from both."""
+"""The sockets of one frontend: to the scheduler of a DP rank, to its heartbeat, and from both."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

@@ -1,6 +1,6 @@
 """Prometheus metrics of one worker: it counts what a client sees; load and transfers come from the scheduler."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -22,6 +22,7 @@ from engine.messages import StateReply, StepReply
 from engine.text.sample import TextOutput
 
 M = TypeVar("M", Counter, Gauge, Histogram)
+R = TypeVar("R")
 
 LABELS = ("model_name", "engine_type")
 TTFT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
@@ -37,8 +38,8 @@ class Metrics:
     def __init__(self, *, model_name: str, mode: str) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._label_values = (model_name, "unified" if mode == "null" else mode)
-        self._scheduler = _SchedulerCollector(self._label_values)
-        self.registry.register(self._scheduler)
+        self._schedulers = _SchedulersCollector(self._label_values)
+        self.registry.register(self._schedulers)
         self._prompt_tokens = self._one(Counter, "sglang:prompt_tokens", "prompt tokens of accepted requests")
         self._generation_tokens = self._one(Counter, "sglang:generation_tokens", "generated tokens")
         self._cached_tokens = self._one(Counter, "sglang:cached_tokens", "prompt tokens whose KV was reused")
@@ -107,9 +108,9 @@ class Metrics:
         if "queue_time" in times:
             self._queue.observe(times["queue_time"])
 
-    def exposition(self, state: StateReply | None, step: StepReply | None = None) -> bytes:
-        """The text format. `state`, `step`: the scheduler's reports, if it is up."""
-        self._scheduler.state, self._scheduler.step = state, step
+    def exposition(self, states: Sequence[StateReply] = (), steps: Sequence[StepReply] = ()) -> bytes:
+        """The text format. `states`, `steps`: the reports of the schedulers, by DP rank; empty: they are not up."""
+        self._schedulers.states, self._schedulers.steps = states, steps
         return generate_latest(self.registry)
 
     def _family(self, kind: type[M], name: str, help: str, *labels: str, **options: Any) -> M:
@@ -148,17 +149,43 @@ class _Alias(Collector):
             yield alias
 
 
-class _SchedulerCollector(Collector):
+class _SchedulersCollector(Collector):
+    """Of several ranks each figure has the label `dp_rank`, as in SGLang."""
+
     def __init__(self, label_values: tuple[str, str]) -> None:
-        self.state: StateReply | None = None
-        self.step: StepReply | None = None
+        self.states: Sequence[StateReply] = ()
+        self.steps: Sequence[StepReply] = ()
         self._label_values = label_values
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        s = self.state
-        if self.step is not None:
+    def collect(self) -> Iterable[Metric]:
+        found: dict[str, Metric] = {}
+        num_ranks = max(len(self.states), len(self.steps))
+        for rank in range(num_ranks):
+            labels = {} if num_ranks == 1 else {"dp_rank": str(rank)}
+            figures = _Figures(self._label_values, labels)
+            for family in figures.of(_at(self.states, rank), _at(self.steps, rank)):
+                if family.name in found:
+                    found[family.name].samples += family.samples
+                else:
+                    found[family.name] = family
+        return found.values()
+
+
+def _at(reports: Sequence[R], rank: int) -> R | None:
+    return reports[rank] if rank < len(reports) else None
+
+
+class _Figures:
+    """Of one scheduler. `labels`: beside those of all figures."""
+
+    def __init__(self, label_values: tuple[str, str], labels: Mapping[str, str]) -> None:
+        self._names = (*LABELS, *labels)
+        self._values = (*label_values, *labels.values())
+
+    def of(self, s: StateReply | None, step: StepReply | None) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        if step is not None:
             text = "seconds that the scheduler's present step has taken; 0: it rests"
-            yield self._gauge(Figure("tandem_step_age_seconds", text), self.step.busy_s or 0.0)
+            yield self._gauge(Figure("tandem_step_age_seconds", text), step.busy_s or 0.0)
         if s is None:
             return
         yield from self._load(s)
@@ -188,19 +215,19 @@ class _SchedulerCollector(Collector):
 
     def _cache_config(self, s: StateReply) -> GaugeMetricFamily:
         """vLLM's block is our page."""
-        labels = (*LABELS, "block_size", "num_gpu_blocks")
+        labels = (*self._names, "block_size", "num_gpu_blocks")
         family = GaugeMetricFamily("vllm:cache_config_info", "shape of the KV cache; always 1", labels=labels)
-        family.add_metric((*self._label_values, str(s.page_size), str(s.num_pages)), 1)
+        family.add_metric((*self._values, str(s.page_size), str(s.num_pages)), 1)
         return family
 
     def _gauge(self, figure: Figure, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(figure.name, figure.help, labels=LABELS)
-        family.add_metric(self._label_values, value)
+        family = GaugeMetricFamily(figure.name, figure.help, labels=self._names)
+        family.add_metric(self._values, value)
         return family
 
     def _counter(self, figure: Figure, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(figure.name, figure.help, labels=LABELS)
-        family.add_metric(self._label_values, value)
+        family = CounterMetricFamily(figure.name, figure.help, labels=self._names)
+        family.add_metric(self._values, value)
         return family
 
 

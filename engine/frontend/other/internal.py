@@ -11,10 +11,10 @@ from engine.frontend.client.other_frontends import (
     TRACES,
     AbortName,
     CloseFrontend,
+    RankReply,
 )
 from engine.frontend.errors import not_ready
 from engine.frontend.services import Services
-from engine.messages import ControlReply
 from service.http.errors import ApiError, decode_body
 from service.http.guard import answer_of
 from service.http.routes import Handler, Routes
@@ -24,13 +24,13 @@ from service.telemetry.records import Records, TracesQuery
 
 def make_internal_handle(s: Services) -> Handler:
     async def ready(request: web.BaseRequest) -> web.Response:
-        if not s.scheduler.ready.is_set():
+        if not s.leaders.ready.is_set():
             raise not_ready("the model is still loading")
         return web.Response()
 
     async def metrics(request: web.BaseRequest) -> web.Response:
         """Without the scheduler's, which the main frontend has."""
-        return web.Response(body=s.metrics.exposition(None))
+        return web.Response(body=s.metrics.exposition())
 
     async def traces(request: web.BaseRequest) -> web.Response:
         query = decode_body(await request.read(), TracesQuery)
@@ -41,7 +41,8 @@ def make_internal_handle(s: Services) -> Handler:
         return web.Response()
 
     async def reply(request: web.BaseRequest) -> web.Response:
-        s.scheduler.on_message(decode_body(await request.read(), ControlReply))
+        told = decode_body(await request.read(), RankReply)
+        s.leaders.on_message(told.reply, told.rank)
         return web.Response()
 
     async def close(request: web.BaseRequest) -> web.Response:

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 
 from aiohttp import web
 
 from engine.frontend.app import HTTP_CLOSE_S, SPARE_REQUESTS, make_handle
+from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.client.shared_requests import SharedRequests
 from engine.frontend.client.sockets import open_sockets
@@ -29,12 +31,15 @@ async def run_other_frontend(
 ) -> None:
     """Serve until `ended`. Raises ConfigError for a checkpoint that cannot be used."""
     loop, limits = asyncio.get_running_loop(), limits_of(spec.server)
-    shared = SharedRequests(ipc.dir, row=row, num_rows=spec.server.tokenizer_worker_num)
-    with open_sockets(ipc, row=row) as (send, pull):
-        scheduler = SchedulerLink(send, loop.time, row=row)
+    num_rows, dp_size = spec.server.tokenizer_worker_num, spec.engine.dp_size
+    shared = SharedRequests(ipc.dir, row=row, num_rows=num_rows, num_ranks=dp_size)
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(open_sockets(paths, row=row)) for paths in ipc.of_ranks(dp_size)]
+        leaders = Leaders([SchedulerLink(send, loop.time, row=row) for send, _ in sockets])
         slot = FrontendSlot(row=row, shared=shared)
-        s = make_services(spec, scheduler=scheduler, gate=gate, dead=lambda: None, slot=slot)
-        pull.attach(loop, s.client.on_message)
+        s = make_services(spec, leaders=leaders, gate=gate, dead=lambda: None, slot=slot)
+        for rank, (_, pull) in enumerate(sockets):
+            pull.attach(loop, partial(s.client.on_message, rank=rank))
         async with _handling(s, ipc) as handle:
             internal = make_internal_handle(s)
             async with (
@@ -64,5 +69,5 @@ async def _handling(s: Services, ipc: IpcPaths) -> AsyncIterator[Handler]:
 
 
 async def _settle(s: Services) -> None:
-    await s.scheduler.ready.wait()
+    await s.leaders.ready.wait()
     spare_what_lives()

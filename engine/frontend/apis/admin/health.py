@@ -3,6 +3,7 @@
 from aiohttp import web
 
 from engine.frontend.apis.admin.load import step_summary
+from engine.frontend.client.dp_reports import longest_of
 from engine.frontend.errors import not_ready
 from engine.frontend.first_tokens import compute_tokens
 from engine.frontend.services import SERVICES, Services
@@ -29,15 +30,15 @@ async def health(request: web.BaseRequest) -> web.Response:
         answer.headers["Retry-After"] = "1"
         return answer
     check_dead(s)
-    if not s.scheduler.ready.is_set():
+    if not s.leaders.ready.is_set():
         loading = await step_if_up(s)
         if loading is not None and loading.loading:
             raise not_ready(f"the model has been loading for {loading.busy_s:.0f} s")
     check_up(s)
     body = {"status": "ok", "incarnation": s.incarnation}
-    if s.scheduler.now_s() - s.scheduler.last_message_s <= RECENT_S:
+    if s.leaders.now_s() - s.leaders.last_message_s <= RECENT_S:
         return json_response(body)
-    now = await s.scheduler.step(timeout_s=s.spec.health_timeout_s)
+    now = longest_of(await s.leaders.steps(timeout_s=s.spec.health_timeout_s))
     if now.stalled:
         raise not_ready(f"one step has taken {now.busy_s:.0f} s, longer than --watchdog-timeout")
     return json_response({**body, **step_summary(now)})
@@ -61,7 +62,7 @@ async def health_generate(request: web.BaseRequest) -> web.Response:
 
 def check_up(s: Services) -> None:
     check_dead(s)
-    if not s.scheduler.ready.is_set():
+    if not s.leaders.ready.is_set():
         raise not_ready("the model is still loading")
     if not s.warm.is_set():
         raise not_ready("the warm-up request is being computed")
@@ -76,18 +77,26 @@ def check_dead(s: Services) -> None:
 
 
 async def step_if_up(s: Services) -> StepReply | None:
+    """Of the rank whose step has taken longest."""
+    steps = await steps_if_up(s)
+    return longest_of(steps) if steps else None
+
+
+async def steps_if_up(s: Services) -> list[StepReply]:
+    """By rank; empty: one does not answer."""
     try:
         if not s.client.is_draining:
             check_dead(s)
-        return await s.scheduler.step(timeout_s=min(LOADING_TIMEOUT_S, s.spec.health_timeout_s))
+        return await s.leaders.steps(timeout_s=min(LOADING_TIMEOUT_S, s.spec.health_timeout_s))
     except ApiError:
-        return None
+        return []
 
 
-async def state_if_up(s: Services) -> StateReply | None:
+async def states_if_up(s: Services) -> list[StateReply]:
+    """By rank; empty: one does not answer."""
     try:
         if not s.client.is_draining:
             check_up(s)
-        return await s.client.recent_state(timeout_s=INFO_TIMEOUT_S)
+        return await s.client.recent_states(timeout_s=INFO_TIMEOUT_S)
     except ApiError:
-        return None
+        return []

@@ -6,10 +6,12 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.admin.health import state_if_up, step_if_up
+from engine.frontend.apis.admin.health import states_if_up, step_if_up, steps_if_up
 from engine.frontend.apis.admin.load import get_load, load_summary, step_summary, transfer_paths, v1_loads_entry
 from engine.frontend.apis.shared.models import choose_model
+from engine.frontend.client.dp_reports import total_of
 from engine.frontend.services import SERVICES, Services
+from engine.messages import StateReply
 from service.http.errors import DRAINING, ApiError, decode_body
 from service.http.stream import json_response
 from service.telemetry.expositions import merge_expositions
@@ -40,7 +42,7 @@ def _model_cards(s: Services) -> list[dict[str, Any]]:
         "parent": None,
         "max_model_len": s.context_length,
     }
-    adapters = s.scheduler.adapters.items()
+    adapters = s.leaders.adapters.items()
     return [base, *({**base, "id": name, "root": path, "parent": base["id"]} for name, path in adapters)]
 
 
@@ -50,58 +52,75 @@ async def version(request: web.BaseRequest) -> web.Response:
 
 async def model_info(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
-    return json_response({**s.model.info, **s.scheduler.updated, "max_model_len": s.context_length})
+    return json_response({**s.model.info, **s.leaders.updated, "max_model_len": s.context_length})
 
 
 async def server_info(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
-    state, now, switch = await state_if_up(s), await step_if_up(s), s.spec.switch
-    load = {} if state is None else load_summary(state)
+    states, now, switch = await states_if_up(s), await step_if_up(s), s.spec.switch
+    load = load_summary(total_of(states)) if states else {}
     return json_response(
         {
             **s.server_info,
-            **s.scheduler.info,
+            **_engine_info(s),
             "model_path": s.model.path,
-            **s.scheduler.updated,
+            **s.leaders.updated,
             "served_model_name": s.model.served_name,
             "disaggregation_mode": s.spec.mode,
             **({} if switch is None else {"switching_to": switch.to_role, "last_switch": switch.last}),
             "status": DRAINING if s.client.is_draining else "ready" if load else "starting",
             **load,
-            **({} if state is None else transfer_paths(state, mode=s.spec.mode)),
-            "internal_states": [load] if load else [],
+            **(transfer_paths(total_of(states), mode=s.spec.mode) if states else {}),
+            "internal_states": _internal_states(s, states),
             **({} if now is None else step_summary(now)),
         }
     )
 
 
+def _engine_info(s: Services) -> dict[str, Any]:
+    """Events of several ranks are at several addresses, in `internal_states`: no index may take them for one cache's."""
+    return s.leaders.info if s.leaders.num_ranks == 1 else {**s.leaders.info, "kv_events_config": None}
+
+
+def _internal_states(s: Services, states: list[StateReply]) -> list[dict[str, Any]]:
+    """The load of each DP rank, as in SGLang."""
+    if len(states) < 2:
+        return [load_summary(state) for state in states]
+    return [
+        {"dp_rank": rank, **load_summary(state), "kv_events_config": link.info.get("kv_events_config")}
+        for rank, (state, link) in enumerate(zip(states, s.leaders.links, strict=True))
+    ]
+
+
 async def loads(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
-    entry = v1_loads_entry(
-        await s.client.recent_state(),
-        mode=s.spec.mode,
-        max_running_requests=s.client.max_running,
-        num_live=s.client.num_live,
-    )
-    return json_response({"timestamp": time.time(), "version": installed_version(), "loads": [entry]})
+    entries = [
+        v1_loads_entry(
+            state, rank=rank, mode=s.spec.mode, max_running_requests=s.client.max_running, num_live=live.requests
+        )
+        for rank, (state, live) in enumerate(zip(await s.client.recent_states(), s.client.loads.of_all(), strict=True))
+    ]
+    return json_response({"timestamp": time.time(), "version": installed_version(), "loads": entries})
 
 
 async def old_load(request: web.BaseRequest) -> web.Response:
-    return json_response(get_load(await request[SERVICES].client.recent_state()))
+    return json_response(get_load(await request[SERVICES].client.recent_states()))
 
 
 async def metrics(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
-    body = s.metrics.exposition(await state_if_up(s), await step_if_up(s))
+    body = s.metrics.exposition(await states_if_up(s), await steps_if_up(s))
     if s.others is not None:
         body = merge_expositions([body, *await s.others.expositions()], summed=SUMMED_GAUGES)
     return web.Response(body=body, headers={"Content-Type": METRICS_CONTENT_TYPE})
 
 
 async def check(request: web.BaseRequest) -> web.Response:
-    """Let every owner of the scheduler check its invariants; `ok`: no problem was found."""
-    state = await request[SERVICES].scheduler.state(check=True)
-    return json_response({"ok": not state.problems, **msgspec.structs.asdict(state), "problems": state.problems})
+    """Let every owner of each scheduler check its invariants; `ok`: no problem was found. `ranks`: each alone."""
+    states = await request[SERVICES].leaders.states(check=True)
+    total = total_of(states)
+    ranks = {"ranks": [msgspec.structs.asdict(state) for state in states]} if len(states) > 1 else {}
+    return json_response({"ok": not total.problems, **msgspec.structs.asdict(total), **ranks})
 
 
 async def traces(request: web.BaseRequest) -> web.Response:

@@ -1,5 +1,6 @@
-"""A worker's load, for routers and dashboards, from one `StateReply`. Pure."""
+"""A worker's load, for routers and dashboards, from the `StateReply` of each DP rank. Pure."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -57,17 +58,23 @@ def step_summary(now: StepReply) -> dict[str, Any]:
     return busy if now.step is None else {**busy, "step": msgspec.structs.asdict(now.step)}
 
 
-def get_load(s: StateReply) -> list[dict[str, Any]]:
+def get_load(states: Sequence[StateReply]) -> list[dict[str, Any]]:
     """GET /get_load, which older routers poll: one entry for each data-parallel rank."""
+    return [_old_entry(rank, state) for rank, state in enumerate(states)]
+
+
+def _old_entry(rank: int, s: StateReply) -> dict[str, Any]:
     queued = sum(s.queues.values())
-    return [{"dp_rank": 0, "num_reqs": s.running + queued, "num_waiting_reqs": queued, "num_tokens": used_tokens(s)}]
+    return {"dp_rank": rank, "num_reqs": s.running + queued, "num_waiting_reqs": queued, "num_tokens": used_tokens(s)}
 
 
-def v1_loads_entry(s: StateReply, *, mode: str, max_running_requests: int, num_live: int) -> dict[str, Any]:
+def v1_loads_entry(
+    s: StateReply, *, rank: int = 0, mode: str, max_running_requests: int, num_live: int
+) -> dict[str, Any]:
     summary = load_summary(s)
     pages = summary.pop("pages")
     return {
-        "dp_rank": 0,
+        "dp_rank": rank,
         **summary,
         "num_live_reqs": num_live,
         "num_active_tokens": summary["num_used_tokens"],

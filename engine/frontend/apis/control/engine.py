@@ -68,7 +68,7 @@ class StartProfileBody(msgspec.Struct, kw_only=True):
 
 
 async def flush_cache(request: web.BaseRequest) -> web.Response:
-    reply = await request[SERVICES].scheduler.flush_cache()
+    reply = await request[SERVICES].leaders.flush_cache()
     if not reply.ok:
         raise ApiError(400, reply.message or "the cache cannot be flushed while requests run", code="not_idle")
     return web.Response(text=(reply.message or "Cache flushed.") + "\n")
@@ -96,20 +96,20 @@ async def pause_generation(request: web.BaseRequest) -> web.Response:
     mode = body.mode or "abort"
     if mode not in MODES:
         raise bad_field("mode", f"must be one of {', '.join(MODES)}, got {mode!r}")
-    scheduler = request[SERVICES].scheduler
-    reply = await scheduler.control(PauseGeneration(scheduler.mint_call_id(), mode))
+    leaders = request[SERVICES].leaders
+    reply = await leaders.control(PauseGeneration(leaders.mint_call_id(), mode))
     return json_response({"message": reply.message, "status": "ok", **reply.values})
 
 
 async def continue_generation(request: web.BaseRequest) -> web.Response:
-    scheduler = request[SERVICES].scheduler
-    reply = await scheduler.control(ContinueGeneration(scheduler.mint_call_id()))
+    leaders = request[SERVICES].leaders
+    reply = await leaders.control(ContinueGeneration(leaders.mint_call_id()))
     return json_response({"message": reply.message, "status": "ok"})
 
 
 async def update_weights_from_disk(request: web.BaseRequest) -> web.Response:
     """200 once every later token comes from the new weights. 400 for a checkpoint that does not fit; then nothing changes."""
-    scheduler = request[SERVICES].scheduler
+    leaders = request[SERVICES].leaders
     body = decode_body(await request.read(), UpdateWeightsBody)
     if not body.model_path:
         raise bad_field("model_path", "must name a checkpoint directory on the worker's disk")
@@ -118,12 +118,12 @@ async def update_weights_from_disk(request: web.BaseRequest) -> web.Response:
     if body.weight_version is not None and not 0 < len(body.weight_version) <= MAX_VERSION_CHARS:
         raise bad_field("weight_version", f"must have 1 to {MAX_VERSION_CHARS} characters")
     message = UpdateWeights(
-        scheduler.mint_call_id(),
+        leaders.mint_call_id(),
         body.model_path,
         weight_version=body.weight_version,
         abort_all=bool(body.abort_all_requests),
     )
-    reply = await scheduler.control(message, timeout_s=UPDATE_TIMEOUT_S)
+    reply = await leaders.control(message, timeout_s=UPDATE_TIMEOUT_S)
     return _done(reply, num_paused_requests=0, **reply.values)
 
 
@@ -137,8 +137,8 @@ async def load_lora_adapter(request: web.BaseRequest) -> web.Response:
         raise bad_field("lora_name", f"{body.lora_name!r} is a name of the model itself; choose another")
     if not body.lora_path:
         raise bad_field("lora_path", "must name an adapter's directory on the worker's disk")
-    message = LoadAdapter(s.scheduler.mint_call_id(), body.lora_name, body.lora_path)
-    reply = await s.scheduler.control(message, timeout_s=UPDATE_TIMEOUT_S)
+    message = LoadAdapter(s.leaders.mint_call_id(), body.lora_name, body.lora_path)
+    reply = await s.leaders.control(message, timeout_s=UPDATE_TIMEOUT_S)
     return _done(reply, loaded_adapters=reply.adapters or {})
 
 
@@ -146,30 +146,30 @@ async def unload_lora_adapter(request: web.BaseRequest) -> web.Response:
     """200 once its requests have ended; new ones are refused at once."""
     s = request[SERVICES]
     body = decode_body(await request.read(), UnloadBody)
-    message = UnloadAdapter(s.scheduler.mint_call_id(), body.lora_name)
-    reply = await s.scheduler.control(message, timeout_s=UPDATE_TIMEOUT_S)
+    message = UnloadAdapter(s.leaders.mint_call_id(), body.lora_name)
+    reply = await s.leaders.control(message, timeout_s=UPDATE_TIMEOUT_S)
     return _done(reply, loaded_adapters=reply.adapters or {})
 
 
 async def start_profile(request: web.BaseRequest) -> web.Response:
     """The answer names the trace file that /stop_profile (or the end of `num_steps`) writes."""
-    scheduler = request[SERVICES].scheduler
+    leaders = request[SERVICES].leaders
     body = decode_body(await request.read() or b"{}", StartProfileBody)
     message = StartProfile(
-        scheduler.mint_call_id(),
+        leaders.mint_call_id(),
         output_dir=body.output_dir or "",
         num_steps=body.num_steps,
         activities=tuple(body.activities or ()),
         with_stack=bool(body.with_stack),
         record_shapes=bool(body.record_shapes),
     )
-    reply = await scheduler.control(message, timeout_s=PROFILE_TIMEOUT_S)
+    reply = await leaders.control(message, timeout_s=PROFILE_TIMEOUT_S)
     return _done(reply, **reply.values)
 
 
 async def stop_profile(request: web.BaseRequest) -> web.Response:
-    scheduler = request[SERVICES].scheduler
-    reply = await scheduler.control(StopProfile(scheduler.mint_call_id()), timeout_s=PROFILE_TIMEOUT_S)
+    leaders = request[SERVICES].leaders
+    reply = await leaders.control(StopProfile(leaders.mint_call_id()), timeout_s=PROFILE_TIMEOUT_S)
     return _done(reply, **reply.values)
 
 

@@ -55,13 +55,13 @@ async def switch_role(request: web.BaseRequest) -> web.Response:
 def _open_switch(s: Services) -> RoleSwitch:
     if s.spec.switch is None:
         raise bad_field("role", UNIFIED)
-    restarts = s.spec.switch.last is not None and not s.scheduler.ready.is_set()
+    restarts = s.spec.switch.last is not None and not s.leaders.ready.is_set()
     if s.spec.switch.to is not None or restarts:
         role = s.spec.switch.to_role or s.spec.mode
         raise ApiError(409, f"a switch to {role} is under way", code="switching", retry_after_s=1)
     if s.client.closed is not None:
         raise s.client.closed
-    if not s.scheduler.ready.is_set():
+    if not s.leaders.ready.is_set():
         raise not_ready("the model is still loading")
     return s.spec.switch
 
@@ -69,8 +69,8 @@ def _open_switch(s: Services) -> RoleSwitch:
 def _state_for(s: Services, role: str) -> RoleSwitchState:
     return RoleSwitchState(
         role=role,
-        model_path=str(s.scheduler.updated.get("model_path", s.model.path)),
+        model_path=str(s.leaders.updated.get("model_path", s.model.path)),
         served_name=s.model.served_name,
         weight_version=s.weight_version,
-        adapters=dict(s.scheduler.adapters),
+        adapters=dict(s.leaders.adapters),
     )

@@ -45,6 +45,8 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     bootstrap_host: Host = None
     bootstrap_port: Port = None
     bootstrap_room: Room = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
 
 
 READER = BodyReader(

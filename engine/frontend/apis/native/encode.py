@@ -13,6 +13,7 @@ from engine.frontend.apis.shared.fields import check_num_samples, prompts_of
 from engine.frontend.apis.shared.models import choose_model
 from engine.frontend.apis.shared.namespaces import PerPrompt, namespaces_of
 from engine.frontend.apis.shared.refused import EMBEDDING, TEXT_ONLY
+from engine.frontend.apis.shared.routed import routed_rank
 from engine.frontend.services import SERVICES
 from engine.text.sample import TextOutput
 from service.http.errors import bad_field
@@ -27,6 +28,8 @@ class EncodeBody(msgspec.Struct, kw_only=True):
     lora_path: str | None = None
     cache_salt: PerPrompt = None
     extra_key: PerPrompt = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
 
 
 READER = BodyReader(
@@ -55,6 +58,7 @@ async def encode(request: web.BaseRequest) -> web.Response:
         name=body.rid or s.mint_id("encode-"),
         lora=model.lora,
         namespaces=namespaces_of(body, len(several)),
+        dp_rank=routed_rank(body),
     )
     answers = await embed(request, prompts)
     is_list = isinstance(given, list) and not isinstance(given[0], int)

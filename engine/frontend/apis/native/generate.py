@@ -20,6 +20,7 @@ from engine.frontend.apis.shared.fields import (
 from engine.frontend.apis.shared.models import check_lora_path
 from engine.frontend.apis.shared.namespaces import namespaces_of
 from engine.frontend.apis.shared.reasoning import check_budget, gate_of, needed_format
+from engine.frontend.apis.shared.routed import routed_rank
 from engine.frontend.apis.shared.stream import answer
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest
@@ -56,7 +57,7 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
     if body.require_reasoning or body.max_thinking_tokens is not None:
         fitted = [_after_reasoning(s, body, p, ids) for p, ids in zip(fitted, prompts, strict=True)]
     requests, groups = _requests(request, body, prompts=prompts, given=given, params=fitted, n=n)
-    generation = s.client.generate(requests, groups=groups, timeout_s=timeout_s)
+    generation = s.client.generate(requests, groups=groups, timeout_s=timeout_s, dp_rank=routed_rank(body))
     view = NativeView(
         generation,
         requests,

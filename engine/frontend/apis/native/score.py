@@ -13,6 +13,7 @@ from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
 from engine.frontend.apis.shared.fields import check_num_samples, check_priority, check_token_ids, prompts_of
 from engine.frontend.apis.shared.models import choose_model
 from engine.frontend.apis.shared.namespaces import PerPrompt, namespaces_of
+from engine.frontend.apis.shared.routed import routed_rank
 from engine.frontend.services import SERVICES
 from engine.messages import MAX_ASKED_TOKEN_IDS
 from service.http.errors import bad_field
@@ -34,6 +35,8 @@ class ScoreBody(msgspec.Struct, kw_only=True):
     lora_path: str | None = None
     cache_salt: PerPrompt = None
     extra_key: PerPrompt = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
 
 
 _PAIRS = Unserved("send query, items and label_token_ids; a score is the probability of a label token behind them")
@@ -56,6 +59,7 @@ async def score(request: web.BaseRequest) -> web.Response:
         name=body.rid or s.mint_id("score-"),
         lora=model.lora,
         namespaces=namespaces_of(body, len(joined)),
+        dp_rank=routed_rank(body),
     )
     logprobs = await next_logprobs(request, prompts, token_ids=labels, priority=check_priority(body.priority))
     shown = shares if body.apply_softmax else probabilities

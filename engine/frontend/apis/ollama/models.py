@@ -60,7 +60,7 @@ async def show(request: web.BaseRequest) -> web.Response:
 
 
 def _cards(s: Services) -> Iterator[dict[str, Any]]:
-    names = {s.model.served_name: s.model.path, **s.scheduler.adapters}
+    names = {s.model.served_name: s.model.path, **s.leaders.adapters}
     for name, path in names.items():
         version = f"{name}\0{path}\0{s.weight_version}"
         yield {

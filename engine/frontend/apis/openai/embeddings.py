@@ -13,6 +13,7 @@ from engine.frontend.apis.shared.fields import check_num_samples, prompts_of
 from engine.frontend.apis.shared.models import choose_model
 from engine.frontend.apis.shared.namespaces import PerPrompt, namespaces_of
 from engine.frontend.apis.shared.refused import EMBEDDING
+from engine.frontend.apis.shared.routed import routed_rank
 from engine.frontend.services import SERVICES, Services
 from service.http.errors import bad_field
 from service.http.stream import json_response
@@ -27,6 +28,8 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     lora_path: str | None = None
     cache_salt: PerPrompt = None
     extra_key: PerPrompt = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
 
 
 READER = BodyReader(body=EmbeddingBody, refused=EMBEDDING)
@@ -44,6 +47,7 @@ async def embeddings(request: web.BaseRequest) -> web.Response:
         name=body.rid or s.mint_id("embd-"),
         lora=model.lora,
         namespaces=namespaces_of(body, len(several)),
+        dp_rank=routed_rank(body),
     )
     answers = await embed(request, prompts)
     vectors = [_shown(vector_of(answer), body.encoding_format) for answer in answers]

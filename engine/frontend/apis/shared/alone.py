@@ -18,12 +18,13 @@ ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, seed=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """`name`: of the whole request; `namespaces`: of each prompt."""
+    """`name`: of the whole request; `namespaces`: of each prompt. `dp_rank`: that the client names."""
 
     ids: list[list[int]]
     name: str
     lora: str
     namespaces: list[tuple[str, ...]]
+    dp_rank: int | None
 
     @property
     def num_tokens(self) -> int:
@@ -95,7 +96,8 @@ async def next_logprobs(
 async def _answers(request: web.BaseRequest, prompts: Prompts, requests: list[GenerateRequest]) -> list[TextOutput]:
     s = request[SERVICES]
     groups = [prompts.name] * len(requests)
-    with s.client.generate(requests, groups=groups, timeout_s=s.timeout_of(request)) as generation:
+    timeout_s = s.timeout_of(request)
+    with s.client.generate(requests, groups=groups, timeout_s=timeout_s, dp_rank=prompts.dp_rank) as generation:
         return await generation.collect()
 
 

@@ -35,9 +35,9 @@ def _adapter_in(s: Services, model: str | None) -> str:
     if model is None or model in own:
         return ""
     for name in (model, *(model[len(base) + 1 :] for base in own if base and model.startswith(f"{base}:"))):
-        if name in s.scheduler.adapters:
+        if name in s.leaders.adapters:
             return name
-    more = f", with the adapters {', '.join(s.scheduler.adapters)}" if s.scheduler.adapters else ""
+    more = f", with the adapters {', '.join(s.leaders.adapters)}" if s.leaders.adapters else ""
     raise ApiError(
         404,
         f"the model {model!r} does not exist; this server has {s.model.served_name!r}{more}",

@@ -23,6 +23,8 @@ class OwnFields(msgspec.Struct, kw_only=True):
     bootstrap_host: Host = None
     bootstrap_port: Port = None
     bootstrap_room: Room = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
     user: str | None = None
 
 

@@ -16,6 +16,7 @@ from engine.frontend.apis.shared.fields import (
 from engine.frontend.apis.shared.models import Chosen
 from engine.frontend.apis.shared.namespaces import namespaces_of
 from engine.frontend.apis.shared.request import RequestFields
+from engine.frontend.apis.shared.routed import routed_rank
 from engine.frontend.apis.shared.stream import EVENTS, Framing, View, answer
 from engine.frontend.apis.shared.structured_outputs import structured_constraint
 from engine.frontend.apis.shared.usage import Usage
@@ -102,7 +103,9 @@ async def answer_samples(
         )
         for i, sampling in enumerate(samplings)
     ]
-    generation = s.client.generate(requests, groups=[id] * len(requests), timeout_s=s.timeout_of(request))
+    generation = s.client.generate(
+        requests, groups=[id] * len(requests), timeout_s=s.timeout_of(request), dp_rank=routed_rank(body)
+    )
     usage = Usage([len(ids) for ids in prompts], n=n, count_reasoning=count_reasoning)
     shown = view(id=id, model=model.shown, created=int(time.time()), usage=usage)
     return await answer(request, generation, view=shown, stream=bool(body.stream), framing=framing)

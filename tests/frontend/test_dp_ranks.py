@@ -1,0 +1,122 @@
+"""A worker's frontend over the schedulers of two DP ranks: real sockets and HTTP, stand-ins for the schedulers."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.frontend.conftest import Worker, start_worker, wait_for
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    engine = {"dp_size": 2, "max_running_requests": 3, "max_queued_requests": 2}
+    with start_worker(tmp_path_factory.mktemp("two"), engine=engine) as w:
+        yield w
+
+
+def num_seen(w: Worker) -> list[int]:
+    return [len(scheduler.seen) for scheduler in w.schedulers]
+
+
+def test_requests_take_turns_and_a_named_rank_wins(two: Worker) -> None:
+    before = num_seen(two)
+    for _ in range(4):
+        assert two.post("/generate", {"text": "hello"}).status_code == 200
+    assert [now - was for now, was in zip(num_seen(two), before, strict=True)] == [2, 2]
+    for path, body in (
+        ("/generate", {"text": "hello", "routed_dp_rank": 1}),
+        ("/v1/completions", {"model": "tiny", "prompt": "hello", "data_parallel_rank": 1, "n": 2}),
+    ):
+        before = num_seen(two)
+        assert two.post(path, body).status_code == 200
+        after = num_seen(two)
+        assert after[0] == before[0] and after[1] > before[1], path
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/embeddings", "/v1/messages"])
+def test_a_rank_that_is_not_there_is_a_400_that_names_the_field(two: Worker, path: str) -> None:
+    prompt = {
+        "text": "a",
+        "input": "a",
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 3,
+        "model": "tiny",
+    }
+    known = {"/generate": ("text",), "/v1/embeddings": ("input",)}.get(path, ("messages", "max_tokens", "model"))
+    answer = two.post(path, {**{name: prompt[name] for name in known}, "routed_dp_rank": 2})
+    assert answer.status_code == 400, answer.text
+    assert "routed_dp_rank: must be between 0 and 1" in answer.json()["error"]["message"]
+
+
+def test_an_abort_goes_to_the_rank_that_has_the_request(two: Worker) -> None:
+    with two.stream("SLOW", rid="slow", routed_dp_rank=1) as last_event:
+        before = [len(scheduler.aborted) for scheduler in two.schedulers]
+        assert two.post("/abort_request", {"rid": "slow"}).status_code == 200
+        assert last_event()["meta_info"]["finish_reason"]["type"] == "abort"
+    assert [len(s.aborted) for s in two.schedulers] == [before[0], before[1] + 1]
+    two.wait_idle()
+
+
+def test_a_flush_needs_every_rank_and_names_the_one_that_is_busy(two: Worker) -> None:
+    assert two.post("/flush_cache", None).status_code == 200
+    with two.stream("SLOW", routed_dp_rank=1):
+        answer = two.post("/flush_cache", None)
+        assert answer.status_code == 400 and "DP rank 1 of 2: requests are running" in answer.text
+    two.wait_idle()
+
+
+def test_reports_show_the_ranks_and_the_worker_is_their_sum(two: Worker) -> None:
+    with two.stream("SLOW", routed_dp_rank=1):
+        rows = two.http.get("/v1/loads").json()["loads"]
+        assert [(row["dp_rank"], row["num_running_reqs"], row["num_live_reqs"]) for row in rows] == [
+            (0, 0, 0),
+            (1, 1, 1),
+        ]
+        assert [row["dp_rank"] for row in two.http.get("/get_load").json()] == [0, 1]
+        info = two.http.get("/server_info").json()
+        assert (info["dp_size"], info["num_running_reqs"], info["max_total_num_tokens"]) == (2, 1, 2 * 1600)
+        assert [(s["dp_rank"], s["num_running_reqs"]) for s in info["internal_states"]] == [(0, 0), (1, 1)]
+        assert info["kv_events_config"] is None
+        metrics = two.http.get("/metrics").text.splitlines()
+        (_family,) = [line for line in metrics if line.startswith("# TYPE sglang:num_running_reqs ")]
+        figures = [line for line in metrics if line.startswith("sglang:num_running_reqs{")]
+        assert [(f'dp_rank="{r}"' in line, line.split()[-1]) for r, line in enumerate(figures)] == [
+            (True, "0.0"),
+            (True, "1.0"),
+        ]
+        check = two.http.get("/check").json()
+        assert check["running"] == 1 and [rank["running"] for rank in check["ranks"]] == [0, 1]
+    two.wait_idle()
+
+
+def test_the_worker_takes_as_many_as_all_ranks_may(two: Worker) -> None:
+    sampling = {"max_new_tokens": 9, "n": 10}
+    with two.stream("SLOW", rid="many", sampling_params=sampling):
+        answer = two.post("/generate", {"text": "more"})
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "queue_full"
+    two.wait_idle()
+    assert two.post("/generate", {"text": "more"}).status_code == 200
+    assert two.post("/generate", {"text": "x", "sampling_params": {"n": 11}}).status_code == 400
+
+
+def test_health_is_that_of_the_worst_rank(two: Worker) -> None:
+    wait_for(lambda: two.http.get("/health").status_code == 200)
+    two.schedulers[1].silent = True
+    try:
+        wait_for(lambda: two.http.get("/health").status_code == 503)
+    finally:
+        two.schedulers[1].silent = False
+    before = num_seen(two)
+    assert two.http.get("/health_generate").status_code == 200
+    assert num_seen(two) == [before[0] + 1, before[1] + 1], "every rank computes a token"
+
+
+def test_a_worker_is_ready_when_every_rank_is_and_drains_when_all_have_drained(tmp_path: object) -> None:
+    with start_worker(tmp_path, ready=False, engine={"dp_size": 2}, warms_up=True) as w:  # type: ignore[arg-type]
+        w.schedulers[1].say_ready()
+        wait_for(lambda: w.http.get("/health").status_code == 503)
+        assert w.post("/generate", {"text": "a"}).status_code == 503
+        w.schedulers[0].say_ready()
+        wait_for(lambda: w.http.get("/health").status_code == 200)
+        assert num_seen(w) == [1, 1], "the warm-up computed on both"
+    assert all(scheduler.was_told_to_drain for scheduler in w.schedulers)
