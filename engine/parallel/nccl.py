@@ -1,0 +1,120 @@
+"""Collectives of GPUs. Nothing here has run on a GPU yet: its arithmetic and its order are tested over gloo, on CPUs.
+
+NCCL only carries bytes; torch adds. NCCL's own sum cuts the buffer among ranks, so a row's bits would depend on its place in the
+batch, and those of the one-shot sum of symmetric memory on how large the message is: both ways here add in `tree_sum`'s order.
+
+    small   each rank's partial in symmetric memory, which all ranks read: no NCCL, about as fast as a kernel starts
+    large   each rank gets its slice of all partials, adds, rounds, and all get all slices: fewer bytes than a float32 all-reduce
+"""
+
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.parallel.collectives import tree_sum
+
+SMALL_NUMBERS = 1 << 18  # 1 MiB of float32
+JOIN_S = 300.0
+
+
+class PeerMemory(Protocol):
+    """A float32 buffer of each rank that all ranks read."""
+
+    peers: list[Tensor]  # [SMALL_NUMBERS] each, by rank
+
+    def barrier(self) -> None:
+        """What ranks wrote before is seen, and what they read was read, in stream order."""
+        ...
+
+
+class SymmetricMemory:
+    """Torch's symmetric memory of a group's GPUs. Raises RuntimeError where GPUs cannot reach one another."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        from torch.distributed import _symmetric_memory
+
+        own = _symmetric_memory.empty(SMALL_NUMBERS, dtype=torch.float32, device=device)
+        self._handle = _symmetric_memory.rendezvous(own, group)
+        ranks = range(group.size())
+        self.peers = [self._handle.get_buffer(rank, [SMALL_NUMBERS], torch.float32) for rank in ranks]
+
+    def barrier(self) -> None:
+        self._handle.barrier()
+
+
+class NcclCollectives:
+    """`Collectives` over a process group of torch. A stuck call does not look at an abort word: whoever ends the group kills its
+    processes."""
+
+    def __init__(self, group: dist.ProcessGroup, *, memory: PeerMemory | None) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self._group = group
+        self._memory = memory
+
+    @classmethod
+    def join(cls, *, host: str, port: int, rank: int, size: int, device: torch.device) -> "NcclCollectives":
+        """Meet the other ranks of a stage at rank 0's store (host, port). Once in a process. On a CPU gloo carries the bytes."""
+        is_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if is_gpu else "gloo",
+            init_method=f"tcp://{host}:{port}",
+            rank=rank,
+            world_size=size,
+            device_id=device if is_gpu else None,
+            timeout=timedelta(seconds=JOIN_S),
+        )
+        group = dist.group.WORLD
+        assert group is not None
+        try:
+            memory = SymmetricMemory(group, device)
+        except RuntimeError:  # another node, or no peer access: NCCL carries small ones, too
+            memory = None
+        return cls(group, memory=memory)
+
+    def sum(self, partial: Tensor, *, dtype: torch.dtype) -> Tensor:
+        assert partial.dtype == torch.float32 and partial.is_contiguous(), (partial.dtype, partial.stride())
+        flat = partial.view(-1)
+        small = self._memory is not None and len(flat) <= SMALL_NUMBERS
+        return (self._sum_small(flat, dtype) if small else self._sum_slices(flat, dtype)).view(partial.shape)
+
+    def gather_columns(self, part: Tensor, *, columns: range, total: int) -> Tensor | None:
+        """The ranks' columns divide `total` as engine/parallel/layout.py divides a vocabulary."""
+        assert columns == _columns(self.rank, self.size, total), (columns, self.rank, self.size, total)
+        widest = -(-total // self.size)
+        padded = torch.nn.functional.pad(part, (0, widest - part.shape[1]))
+        parts = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 else []
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        self._group.gather([parts] if parts else [], [padded], options).wait()
+        if self.rank:
+            return None
+        return torch.cat([x[:, : len(_columns(r, self.size, total))] for r, x in enumerate(parts)], 1)
+
+    def close(self) -> None:
+        if dist.is_initialized() and self._group is dist.group.WORLD:
+            dist.destroy_process_group()
+
+    def _sum_small(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
+        assert self._memory is not None
+        self._memory.peers[self.rank][: len(flat)].copy_(flat)
+        self._memory.barrier()
+        total = tree_sum([peer[: len(flat)] for peer in self._memory.peers]).to(dtype)
+        self._memory.barrier()  # all have read: the next sum may write
+        return total
+
+    def _sum_slices(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
+        slice_len = -(-len(flat) // self.size)
+        padded = torch.nn.functional.pad(flat, (0, slice_len * self.size - len(flat)))
+        slices = padded.new_empty((self.size, slice_len))
+        self._group.alltoall_base(slices.view(-1), padded, [], []).wait()
+        mine = tree_sum(list(slices)).to(dtype)
+        whole = mine.new_empty(self.size * slice_len)
+        self._group._allgather_base(whole, mine).wait()
+        return whole[: len(flat)]
+
+
+def _columns(rank: int, size: int, total: int) -> range:
+    return range(total * rank // size, total * (rank + 1) // size)
