@@ -82,7 +82,8 @@ class NcclCollectives:
 
     def gather_columns(self, part: Tensor, *, columns: range, total: int) -> Tensor | None:
         """The ranks' columns divide `total` as engine/parallel/layout.py divides a vocabulary."""
-        assert columns == _columns(self.rank, self.size, total), (columns, self.rank, self.size, total)
+        mine = _columns(self.rank, self.size, total)
+        assert columns == mine, (columns, mine)
         widest = -(-total // self.size)
         padded = torch.nn.functional.pad(part, (0, widest - part.shape[1]))
         parts = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 else []
