@@ -8,7 +8,9 @@
  * a panel has 16 outputs of each, so that one sum can be gated by the other before it is written.
  *
  * An output is one sum over the inputs in ascending order, 32 at a time, whatever the number of rows, its place among
- * them and the number of threads: the bits of a row depend on the row alone.
+ * them and the number of threads: the bits of a row depend on the row alone. Of an input cut into segments (a power of two
+ * of them) each is such a sum, and these are added in a binary tree, neighbours first. So ranks that have a part of the
+ * segments each, and add what they get in the same tree, give the bits of one rank that has all.
  *
  * Many rows by AMX. 64 cycles multiply 2 x 2 tiles, and in those the L2 cache gives hardly more than 2 KiB. So the weights
  * at hand (DEPTH steps of a panel) stay in L1, x passes by without a place in it, and sums leave their registers after
@@ -25,7 +27,7 @@
 #include "rows.h"
 #include "tiles.h"
 
-#define ABI_VERSION 2
+#define ABI_VERSION 3
 #define FEW (4 * PANEL)         /* rows up to which a panel is passed over once for every 32 of them */
 #define CHUNK 256               /* rows that share one reading of the weights */
 #define PACKED (2 * CHUNK)      /* rows that lie packed at a time */
@@ -34,17 +36,19 @@
 #define ITEMS_A_THREAD 2        /* at least, with groups of 2 panels or more */
 #define AHEAD_BYTES 1024        /* few rows: weights are fetched this long before their use; longer is slower */
 
+enum form { BF16 = 0, ROUNDED_F32 = 1, F32 = 2 }; /* of y; the second: the values of the first */
+
 /* Mirrored by _Args in linear.py. x [rows, inputs] with rows x_stride elements apart, y [rows, outputs] dense. What is
  * multiplied is x; or, with `norm` [inputs], x's RMS norm times it, after x += delta where there is one [rows, inputs]
  * (inputs: a multiple of 16). With `interleaved` weights (outputs: a multiple of 32) y may be `gated`: [rows, outputs / 2],
- * silu of the first half's outputs times those of the second. */
+ * silu of the first half's outputs times those of the second. The bias belongs to the first of the `segments`. */
 struct args {
     bf16 *x;
     const char *weight;
     const bf16 *bias; /* [outputs] or NULL */
-    void *y;          /* bf16, or the same rounded values as fp32; gated: bf16 */
+    void *y;          /* of `form`; gated: bf16 */
     const bf16 *norm, *delta;
-    int64_t rows, inputs, outputs, x_stride, y_is_f32, interleaved, gated, threads, kind;
+    int64_t rows, inputs, outputs, segments, x_stride, form, interleaved, gated, threads, kind;
     float eps;
 };
 
@@ -55,7 +59,8 @@ struct work {
     const struct args *a;
     char *x;
     int64_t first, rows;                /* of a->x, those that lie packed */
-    int64_t steps, panels, chunk, group; /* an item: `group` panels of at most `chunk` rows */
+    int64_t each, steps;                /* of a segment, of all */
+    int64_t panels, chunk, group;       /* an item: `group` panels of at most `chunk` rows */
     int many;
 };
 
@@ -77,14 +82,16 @@ INLINE char *tile_of(const struct work *w, int64_t r) {
 
 PART void pack_rows(const struct work *w, int64_t from, int64_t to) {
     const struct args *a = w->a;
-    const int64_t whole = a->inputs / STEP, apart = w->many ? STEP_BYTES : TILE_BYTES;
-    const __mmask32 rest = (__mmask32)((1ull << (a->inputs % STEP)) - 1);
+    const int64_t segment = a->inputs / a->segments, whole = segment / STEP, apart = w->many ? STEP_BYTES : TILE_BYTES;
+    const __mmask32 rest = (__mmask32)((1ull << (segment % STEP)) - 1);
     bf16 own[a->inputs];
     for (int64_t r = from; r < to; r++) {
         const bf16 *x = ready(a, w->first + r, own);
         char *line = tile_of(w, r) + r % TILE * LINE_BYTES;
-        for (int64_t k = 0; k < whole; k++) _mm512_store_si512(line + k * apart, _mm512_loadu_si512(x + k * STEP));
-        if (rest) _mm512_store_si512(line + whole * apart, _mm512_maskz_loadu_epi16(rest, x + whole * STEP));
+        for (int64_t s = 0; s < a->segments; s++, x += segment, line += w->each * apart) {
+            for (int64_t k = 0; k < whole; k++) _mm512_store_si512(line + k * apart, _mm512_loadu_si512(x + k * STEP));
+            if (rest) _mm512_store_si512(line + whole * apart, _mm512_maskz_loadu_epi16(rest, x + whole * STEP));
+        }
     }
 }
 
@@ -105,7 +112,7 @@ INLINE __m512 bias_of(const struct args *a, int64_t column) { return a->bias ? w
 INLINE void write_half(const struct args *a, __m512 sum, int64_t row, int64_t column) {
     const __m256i halves = (__m256i)_mm512_cvtneps_pbh(sum);
     const int64_t at = row * a->outputs + column;
-    if (a->y_is_f32) _mm512_mask_storeu_ps((float *)a->y + at, there(a, column), widened(halves));
+    if (a->form != BF16) _mm512_mask_storeu_ps((float *)a->y + at, there(a, column), a->form == F32 ? sum : widened(halves));
     else _mm256_mask_storeu_epi16((bf16 *)a->y + at, there(a, column), halves);
 }
 
@@ -114,7 +121,7 @@ INLINE void write_line(const struct args *a, __m512 low, __m512 high, int64_t ro
     if (a->gated) {
         const f16v gate = round_bf16(silu(round_bf16((f16v)low))), up = round_bf16((f16v)high);
         store_bf16((bf16 *)a->y + row * (a->outputs / 2) + panel * TILE, gate * up);
-    } else if (a->y_is_f32 || a->interleaved || a->outputs - panel * PANEL < PANEL) {
+    } else if (a->form != BF16 || a->interleaved || a->outputs - panel * PANEL < PANEL) {
         write_half(a, low, row, column_of(a, 2 * panel));
         write_half(a, high, row, column_of(a, 2 * panel + 1));
     } else {
@@ -125,12 +132,28 @@ INLINE void write_line(const struct args *a, __m512 low, __m512 high, int64_t ro
     }
 }
 
+/* to += from: `panels` blocks of [chunk, 32] each, of which `count` rows. */
+PART void add_sums(const struct work *w, float *to, const float *from, int64_t panels, int64_t count) {
+    for (int64_t p = 0; p < panels; p++)
+        for (int64_t i = p * w->chunk * PANEL; i < (p * w->chunk + count) * PANEL; i += TILE) _mm512_store_ps(to + i, _mm512_add_ps(_mm512_load_ps(to + i), _mm512_load_ps(from + i)));
+}
+
+/* sums += bias: the same blocks, those of panels `panel`... */
+static void add_bias(const struct work *w, float *sums, int64_t panels, int64_t panel, int64_t count) {
+    for (int64_t p = 0; p < panels; p++)
+        for (int64_t half = 0; half < 2; half++) {
+            const __m512 bias = bias_of(w->a, column_of(w->a, 2 * (panel + p) + half));
+            float *to = sums + p * w->chunk * PANEL + half * TILE;
+            for (int64_t r = 0; r < count; r++, to += PANEL) _mm512_store_ps(to, _mm512_add_ps(_mm512_load_ps(to), bias));
+        }
+}
+
 /* sums: `panels` blocks of [chunk, 32], those of panels `panel`.. and rows first.. of x. */
 PART void write_rows(const struct work *w, const float *sums, int64_t panels, int64_t panel, int64_t first, int64_t count) {
     const struct args *a = w->a;
     const int around = w->many && a->outputs % PANEL == 0 && (uintptr_t)a->y % LINE_BYTES == 0;
     __m512 bias[2 * GROUP];
-    for (int64_t h = 0; h < 2 * panels; h++) bias[h] = bias_of(a, column_of(a, 2 * panel + h));
+    for (int64_t h = 0; h < 2 * panels; h++) bias[h] = a->segments == 1 ? bias_of(a, column_of(a, 2 * panel + h)) : _mm512_setzero_ps();
     for (int64_t r = 0; r < count; r++)
         for (int64_t p = 0; p < panels; p++) {
             const float *from = sums + (p * w->chunk + r) * PANEL;
@@ -143,9 +166,9 @@ PART void write_rows(const struct work *w, const float *sums, int64_t panels, in
 /* ---- AMX: sums of a block of at most 32 rows over `steps` steps of a panel */
 
 #if defined(HAVE_AMX)
-/* At most 16 rows and two panels that lie one behind the other: x is read half as often. sums, other: [rows, 32]. */
-static void amx_pair(const char *x, const char *w, float *sums, float *other, int64_t steps) {
-    const char *v = w + steps * STEP_BYTES;
+/* At most 16 rows and two panels that lie `panel_bytes` apart: x is read half as often. sums, other: [rows, 32]. */
+static void amx_pair(const char *x, const char *w, int64_t panel_bytes, float *sums, float *other, int64_t steps) {
+    const char *v = w + panel_bytes;
     const int stride = PANEL * sizeof(float);
     settle();
     _tile_zero(0);
@@ -197,11 +220,11 @@ INLINE void amx_part(const char *x, const char *w, float *sums, int64_t steps, c
  * from what lies there, and not written. */
 PART void amx_group(const struct work *w, const char *x, const char *weight, int64_t panels, float *sums, int64_t rows) {
     const int64_t steps = w->steps, share = ceil_div(STEP_BYTES / LINE_BYTES, ceil_div(rows, PANEL)) * LINE_BYTES;
-    for (int64_t k = 0; k < steps; k += DEPTH) {
-        const int64_t depth = smaller(DEPTH, steps - k);
+    for (int64_t k = 0; k < w->each; k += DEPTH) {
+        const int64_t depth = smaller(DEPTH, w->each - k);
         for (int64_t p = 0; p < panels; p++) {
             const char *own = weight + (p * steps + k) * STEP_BYTES;
-            const char *ahead = p + 1 < panels ? own + steps * STEP_BYTES : k + depth < steps ? weight + (k + depth) * STEP_BYTES : weight + panels * steps * STEP_BYTES;
+            const char *ahead = p + 1 < panels ? own + steps * STEP_BYTES : k + depth < w->each ? weight + (k + depth) * STEP_BYTES : weight + panels * steps * STEP_BYTES;
             for (int64_t r = 0; r < rows; r += PANEL, ahead += depth * share) {
                 const char *from = x + (r / PANEL * steps + k) * STEP_BYTES;
                 float *to = sums + (p * w->chunk + r) * PANEL;
@@ -212,9 +235,8 @@ PART void amx_group(const struct work *w, const char *x, const char *weight, int
     }
 }
 
-/* Few rows. x: tiles of all of them; sums: [rows, 32]. */
-static void amx_panel(const char *x, const char *w, float *sums, int64_t steps, int64_t rows) {
-    const int64_t x_block = steps * TILE_BYTES;
+/* Few rows. x: tiles of all of them, those of 16 rows x_block bytes apart; sums: [rows, 32]. */
+static void amx_panel(const char *x, int64_t x_block, const char *w, float *sums, int64_t steps, int64_t rows) {
     if (rows <= TILE) {
         amx_block(x, x_block, w, sums, steps, 0, 0, w + AHEAD_BYTES, STEP_BYTES);
     } else {
@@ -233,10 +255,9 @@ static void amx_panel(const char *x, const char *w, float *sums, int64_t steps, 
     static __attribute__((noinline)) void avx512_block_##rows(const char *x, const char *w, float *sums, int64_t steps) { avx512_block(x, w, sums, steps, rows, 0, w + AHEAD_BYTES, STEP_BYTES); }
 COPY(1) COPY(2) COPY(4) COPY(8)
 
-static void avx512_panel(const struct args *a, const char *x, const char *w, float *sums, int64_t rows) {
-    const int64_t steps = ceil_div(a->inputs, STEP);
+static void avx512_panel(const char *x, int64_t x_block, const char *w, float *sums, int64_t steps, int64_t rows) {
     for (int64_t r = 0; r < rows;) {
-        const char *block = x + (r / TILE) * steps * TILE_BYTES + (r % TILE) * LINE_BYTES;
+        const char *block = x + (r / TILE) * x_block + (r % TILE) * LINE_BYTES;
         float *to = sums + r * PANEL;
         if (rows - r >= 8) avx512_block_8(block, w, to, steps), r += 8;
         else if (rows - r >= 4) avx512_block_4(block, w, to, steps), r += 4;
@@ -247,27 +268,29 @@ static void avx512_panel(const struct args *a, const char *x, const char *w, flo
 
 /* ---- an item, and all of them */
 
-/* Sums of panels from..to-1 and `rows` packed rows, each panel into its own [chunk, 32] of `sums`. */
-static void sum_panels(const struct work *w, const char *x, int64_t from, int64_t to, float *sums, int64_t rows) {
-    const struct args *a = w->a;
-    const int64_t steps = w->steps;
-    const char *weight = a->weight + from * steps * STEP_BYTES;
+/* Sums over a segment, of panels from..to-1 and `rows` packed rows, each panel into its own [chunk, 32] of `sums`. */
+static void sum_panels(const struct work *w, int64_t segment, const char *x, int64_t from, int64_t to, float *sums, int64_t rows) {
+    const int64_t first = segment * w->each, x_block = w->steps * TILE_BYTES, panel_bytes = w->steps * STEP_BYTES;
+    const char *weight = w->a->weight + from * panel_bytes + first * STEP_BYTES;
 #if defined(HAVE_AMX)
     if (w->many) {
-        amx_group(w, x, weight, to - from, sums, rows);
+        amx_group(w, x + first * STEP_BYTES, weight, to - from, sums, rows);
         return;
     }
-    if (a->kind == AMX && rows <= TILE && to - from == 2) {
-        amx_pair(x, weight, sums, sums + w->chunk * PANEL, steps);
+    x += first * TILE_BYTES;
+    if (w->a->kind == AMX && rows <= TILE && to - from == 2) {
+        amx_pair(x, weight, panel_bytes, sums, sums + w->chunk * PANEL, w->each);
         return;
     }
+#else
+    x += first * TILE_BYTES;
 #endif
-    for (int64_t p = from; p < to; p++, weight += steps * STEP_BYTES, sums += w->chunk * PANEL) {
+    for (int64_t p = from; p < to; p++, weight += panel_bytes, sums += w->chunk * PANEL) {
 #if defined(HAVE_AMX)
-        if (a->kind == AMX) amx_panel(x, weight, sums, steps, rows);
+        if (w->a->kind == AMX) amx_panel(x, x_block, weight, sums, w->each, rows);
         else
 #endif
-            avx512_panel(a, x, weight, sums, rows);
+            avx512_panel(x, x_block, weight, sums, w->each, rows);
     }
 }
 
@@ -288,12 +311,21 @@ static void plan(struct work *w, int64_t first) {
 static void compute(const struct work *w, int64_t item, float *sums) {
     const int64_t chunks = ceil_div(w->rows, w->chunk), first = item % chunks * w->chunk, count = smaller(w->chunk, w->rows - first);
     const int64_t from = item / chunks * w->group, to = smaller(from + w->group, w->panels);
-    sum_panels(w, tile_of(w, first), from, to, sums, count);
+    const int64_t size = w->chunk * PANEL * GROUP; /* of the sums over a segment, or over several that were added */
+    float *next = sums;
+    for (int64_t s = 0; s < w->a->segments; s++, next += size) {
+        sum_panels(w, s, tile_of(w, first), from, to, next, count);
+        if (s == 0 && w->a->segments > 1) add_bias(w, next, to - from, from, count);
+        for (int64_t done = s + 1; done % 2 == 0; done /= 2, next -= size) add_sums(w, next - size, next, to - from, count);
+    }
     write_rows(w, sums, to - from, from, w->first + first, count);
 }
 
 static int multiply(const struct args *a) {
-    const int64_t steps = ceil_div(a->inputs, STEP), all = smaller(PACKED, ceil_div(a->rows, PANEL) * PANEL);
+    const int64_t each = ceil_div(a->inputs / a->segments, STEP), steps = a->segments * each;
+    const int64_t all = smaller(PACKED, ceil_div(a->rows, PANEL) * PANEL);
+    int64_t kept = 1; /* sums that wait for their neighbour, and the last one */
+    while (1 << (kept - 1) < a->segments) kept++;
     char *x = aligned_alloc(LINE_BYTES, (size_t)(all * steps * LINE_BYTES));
     int failed = 0;
     if (!x) return -1;
@@ -301,9 +333,9 @@ static int multiply(const struct args *a) {
      * they take what is next, so a thread that has lost its core for a while does not hold up the others. */
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
     {
-        struct work w = {.a = a, .x = x, .steps = steps, .panels = ceil_div(a->outputs, PANEL)};
+        struct work w = {.a = a, .x = x, .each = each, .steps = steps, .panels = ceil_div(a->outputs, PANEL)};
         plan(&w, 0);
-        float *sums = aligned_alloc(LINE_BYTES, (size_t)(w.chunk * PANEL * GROUP) * sizeof(float));
+        float *sums = aligned_alloc(LINE_BYTES, (size_t)(w.chunk * PANEL * GROUP * kept) * sizeof(float));
         if (!sums) {
 #pragma omp atomic write
             failed = 1;
@@ -332,9 +364,9 @@ static int multiply(const struct args *a) {
 
 /* ---- weights -> panels */
 
-/* A tile of the matrix [outputs, inputs] (dense) whose first output and input are given. */
-static void pack_tile(const bf16 *weight, int64_t outputs, int64_t inputs, int64_t output, int64_t input, char *to) {
-    const int64_t down = smaller(TILE, outputs - output), across = smaller(STEP, inputs - input);
+/* A tile of the matrix [outputs, inputs] (dense) whose first output and input are given; its inputs end at `end`. */
+static void pack_tile(const bf16 *weight, int64_t outputs, int64_t inputs, int64_t output, int64_t input, int64_t end, char *to) {
+    const int64_t down = smaller(TILE, outputs - output), across = smaller(STEP, end - input);
     memset(to, 0, TILE_BYTES);
     for (int64_t j = 0; j < down; j++) {
         const bf16 *row = weight + (output + j) * inputs + input;
@@ -350,16 +382,17 @@ static void pack_whole_tile(const bf16 *weight, int64_t inputs, int64_t output, 
     for (int i = 0; i < TILE; i++) _mm512_store_si512(to + i * LINE_BYTES, _mm512_i32gather_epi32(rows, from + i * 4, 1));
 }
 
-static void pack(const bf16 *weight, int64_t outputs, int64_t inputs, char *to, int64_t interleaved, int64_t threads) {
+static void pack(const bf16 *weight, int64_t outputs, int64_t inputs, int64_t segments, char *to, int64_t interleaved, int64_t threads) {
     const struct args like = {.outputs = outputs, .interleaved = interleaved};
-    const int64_t steps = ceil_div(inputs, STEP), panels = ceil_div(outputs, PANEL);
+    const int64_t segment = inputs / segments, each = ceil_div(segment, STEP), steps = segments * each, panels = ceil_div(outputs, PANEL);
 #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
     for (int64_t p = 0; p < panels; p++)
         for (int64_t t = 0; t < 2 * steps; t++) {
-            const int64_t output = column_of(&like, 2 * p + t % 2), input = t / 2 * STEP;
+            const int64_t output = column_of(&like, 2 * p + t % 2), end = (t / 2 / each + 1) * segment;
+            const int64_t input = end - segment + t / 2 % each * STEP;
             char *tile = to + (p * 2 * steps + t) * TILE_BYTES;
-            if (output + TILE <= outputs && input + STEP <= inputs) pack_whole_tile(weight, inputs, output, input, tile);
-            else pack_tile(weight, outputs, inputs, output, input, tile);
+            if (output + TILE <= outputs && input + STEP <= end) pack_whole_tile(weight, inputs, output, input, tile);
+            else pack_tile(weight, outputs, inputs, output, input, end, tile);
         }
 }
 #endif
@@ -370,10 +403,10 @@ int tandem_linear_abi(void) { return ABI_VERSION; }
 
 int tandem_linear_kind(void) { return best_kind(); }
 
-/* weight [outputs, inputs] dense -> `to`, 64-byte aligned, of ceil(outputs / 32) * ceil(inputs / 32) * 2048 bytes. */
-void tandem_linear_pack(const bf16 *weight, int64_t outputs, int64_t inputs, char *to, int64_t interleaved, int64_t threads) {
+/* weight [outputs, inputs] dense -> `to`, 64-byte aligned: segments * ceil(outputs / 32) * ceil(inputs / segments / 32) steps. */
+void tandem_linear_pack(const bf16 *weight, int64_t outputs, int64_t inputs, int64_t segments, char *to, int64_t interleaved, int64_t threads) {
 #if defined(HAVE_AVX512)
-    pack(weight, outputs, inputs, to, interleaved, threads);
+    pack(weight, outputs, inputs, segments, to, interleaved, threads);
 #endif
 }
 

@@ -12,16 +12,17 @@ from engine.kernels import tape
 from engine.kernels.build import fields, load_library
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 2
+ABI_VERSION = 3
 PANEL = 32  # outputs of a panel, and inputs of a step
 AVX512, AMX = 1, 2  # kinds of arithmetic; 0 is none
+_BF16, _ROUNDED_F32, _F32 = range(3)  # forms of the result
 
 HUGE_BYTES = 2 << 20
 LINE_BYTES = 64
 LANES = 16  # inputs are a multiple of it where rows are computed before they are multiplied
 
 _POINTERS = ("x", "weight", "bias", "y", "norm", "delta")
-_NUMBERS = ("rows", "inputs", "outputs", "x_stride", "y_is_f32", "interleaved", "gated", "threads", "kind")
+_NUMBERS = ("rows", "inputs", "outputs", "segments", "x_stride", "form", "interleaved", "gated", "threads", "kind")
 
 
 class _Args(ctypes.Structure):
@@ -33,32 +34,55 @@ class _Args(ctypes.Structure):
 class PackedMatrix:
     """`weight` [out, in] and `bias` [out] or None, bf16, in linear.c's layout: as many bytes, in huge pages.
 
-    `gates`: the first half of the outputs may gate the second; out is a multiple of PANEL. A row of the result depends on
+    `gates`: the first half of the outputs may gate the second; out is a multiple of PANEL. `segments` (a power of two that
+    divides the inputs): each is summed by itself, and these sums are added in a binary tree. A row of the result depends on
     that row of x alone, to the bit. One thread multiplies at a time and drops the GIL.
     """
 
     def __init__(
-        self, library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None, *, kind: int, gates: bool
+        self,
+        library: ctypes.CDLL,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        kind: int,
+        gates: bool,
+        segments: int = 1,
     ) -> None:
         outputs, inputs = weight.shape
         assert not gates or outputs % PANEL == 0, weight.shape
+        assert inputs % segments == 0 and segments & (segments - 1) == 0, (weight.shape, segments)
         self._call = library.tandem_linear
-        self._weight = _allocate(-(-outputs // PANEL) * -(-inputs // PANEL) * PANEL * PANEL * 2)
+        steps = segments * -(-(inputs // segments) // PANEL)
+        self._weight = _allocate(-(-outputs // PANEL) * steps * PANEL * PANEL * 2)
         self._bias = None if bias is None else bias.contiguous()
         self._shape = (outputs, inputs)
         bias_at = None if self._bias is None else self._bias.data_ptr()
         self.gates = gates
         self._args = _Args(
-            weight=self._weight.data_ptr(), bias=bias_at, inputs=inputs, outputs=outputs, interleaved=gates, kind=kind
+            weight=self._weight.data_ptr(),
+            bias=bias_at,
+            inputs=inputs,
+            outputs=outputs,
+            segments=segments,
+            interleaved=gates,
+            kind=kind,
         )
         dense = weight.contiguous()
         to, threads = self._weight.data_ptr(), torch.get_num_threads()
-        library.tandem_linear_pack(dense.data_ptr(), outputs, inputs, to, gates, threads)
+        library.tandem_linear_pack(dense.data_ptr(), outputs, inputs, segments, to, gates, threads)
 
     def times(self, x: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """[T, out] for `x` [T, in] bf16: summed in fp32, rounded to bf16, returned as `dtype`."""
+        return self._product(self._rows(x), _ROUNDED_F32 if dtype == torch.float32 else _BF16)
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, out] fp32 for `x` [T, in] bf16: the sums as they are, to be rounded with those of other ranks."""
+        return self._product(self._rows(x), _F32)
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
         assert x.shape[1:] == (self._shape[1],), (x.shape, self._shape)
-        return self._product(x if x.stride(1) == 1 else x.contiguous(), dtype)
+        return x if x.stride(1) == 1 else x.contiguous()
 
     @property
     def takes_norms(self) -> bool:
@@ -84,17 +108,17 @@ class PackedMatrix:
         args.norm, args.eps, args.delta = weight.data_ptr(), eps, None if delta is None else delta.data_ptr()
         args.gated = gated
         try:
-            return self._product(x, torch.bfloat16)
+            return self._product(x, _BF16)
         finally:
             args.norm = args.delta = None
             args.gated = 0
 
-    def _product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _product(self, x: torch.Tensor, form: int) -> torch.Tensor:
         assert x.dtype == torch.bfloat16, x.dtype
-        args = self._args
+        args, dtype = self._args, torch.bfloat16 if form == _BF16 else torch.float32
         y = tape.empty((x.shape[0], self._shape[0] // 2 if args.gated else self._shape[0]), dtype)
         args.x, args.x_stride, args.rows = x.data_ptr(), x.stride(0), x.shape[0]
-        args.y, args.y_is_f32 = y.data_ptr(), dtype == torch.float32
+        args.y, args.form = y.data_ptr(), form
         args.threads = torch.get_num_threads()
         if tape.call(self._call, args):
             raise MemoryError("linear: no memory for the rows of one product")
@@ -108,7 +132,7 @@ class LinearKernel:
         assert library.tandem_linear_abi() == ABI_VERSION
         library.tandem_linear.argtypes = [ctypes.POINTER(_Args)]
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        library.tandem_linear_pack.argtypes = [pointer, number, number, pointer, number, number]
+        library.tandem_linear_pack.argtypes = [pointer, number, number, number, pointer, number, number]
         library.tandem_linear_pack.restype = None
         best = library.tandem_linear_kind()
         self.kind = best if kind is None else kind
@@ -116,9 +140,11 @@ class LinearKernel:
             raise OSError(f"linear.c: no arithmetic of kind {self.kind} on this CPU")
         self._library = library
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gates: bool = False) -> PackedMatrix:
+    def pack(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, gates: bool = False, segments: int = 1
+    ) -> PackedMatrix:
         """The caller drops `weight`, or memory holds both."""
-        return PackedMatrix(self._library, weight, bias, kind=self.kind, gates=gates)
+        return PackedMatrix(self._library, weight, bias, kind=self.kind, gates=gates, segments=segments)
 
 
 @cache

@@ -79,6 +79,39 @@ def test_float32_results_are_the_rounded_ones(kind: int) -> None:
     assert got.dtype == torch.float32 and torch.equal(got, packed.times(x).float())
 
 
+def tree(sums: list[torch.Tensor]) -> torch.Tensor:
+    while len(sums) > 1:
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
+
+
+@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_partial_sum_is_not_rounded(kind: int, biased: bool) -> None:
+    weight, bias = drawn(100, 1500, seed=1), drawn(100, seed=2) if biased else None
+    packed, x = kernel_of(kind).pack(weight, bias), drawn(20, 1500, seed=3)
+    partial = packed.partial(x)
+    torch.testing.assert_close(partial.double(), exact(x, weight, bias), rtol=1e-6, atol=1e-4)
+    assert torch.equal(partial.bfloat16(), packed.times(x)) and not torch.equal(partial, packed.times(x).float())
+
+
+@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("shape", [(320, 256), (100, 72), (17, 1496), (64, 8)], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_segments_are_summed_apart_and_added_in_a_tree(kind: int, shape: tuple[int, int], biased: bool) -> None:
+    kernel, (outputs, inputs) = kernel_of(kind), shape
+    weight, bias = drawn(*shape, seed=1), drawn(outputs, seed=2) if biased else None
+    for segments in (2, 4, 8):
+        packed, size = kernel.pack(weight, bias, segments=segments), inputs // segments
+        spans = [slice(at, at + size) for at in range(0, inputs, size)]
+        apart = [kernel.pack(weight[:, span], bias if span.start == 0 else None) for span in spans]
+        for rows in ROWS:
+            x = drawn(rows, inputs, seed=rows)
+            expected = tree([one.partial(x[:, span]) for one, span in zip(apart, spans, strict=True)])
+            assert torch.equal(packed.partial(x), expected), (segments, rows)
+            assert torch.equal(packed.times(x), expected.bfloat16()), (segments, rows)
+
+
 @pytest.mark.parametrize("kind", kinds())
 def test_rows_of_a_wider_tensor_and_strided_columns(kind: int) -> None:
     packed = kernel_of(kind).pack(drawn(64, 48, seed=1), None)
