@@ -49,7 +49,8 @@ class GGUFTensors:
     def where(self, name: str) -> str:
         return str(self._file.path)
 
-    def open(self, name: str, shape: Sequence[int]) -> Callable[[torch.Tensor], object]:
+    def open(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Callable[[torch.Tensor], object]:
+        """What fills a tensor with the `taken` part; of rows that RoPE turns in pairs, whole heads."""
         tensor = self._tensors.get(name)
         if tensor is None:
             raise self._file.error(f"tensor {name} is missing; download the file again")
@@ -58,25 +59,27 @@ class GGUFTensors:
                 f"tensor {tensor.name} has shape {list(tensor.shape)}, its metadata asks for {list(shape)}; "
                 "convert the model again"
             )
-        return lambda out: self._fill(tensor, out)
+        return lambda out: self._fill(tensor, out, taken)
 
     def close(self) -> None:
         del self._data
 
-    def _fill(self, tensor: TensorInfo, out: torch.Tensor) -> None:
+    def _fill(self, tensor: TensorInfo, out: torch.Tensor, taken: Sequence[range]) -> None:
         stored = self._data[tensor.start : tensor.start + tensor.size_bytes]
-        place = self._place_of_rows(tensor)
+        own = slice(taken[0].start, taken[0].stop)
+        place = self._place_of_rows(tensor, taken[0])
         if len(tensor.shape) == 1:
-            _put(out, slice(None) if place is None else place, _dequantized(stored, tensor))
+            _put(out, slice(None) if place is None else place, _dequantized(stored, tensor)[own])
             return
-        stored = stored.reshape(tensor.shape[0], -1)
-        step = max(1, ELEMENTS_AT_ONCE // tensor.shape[1])
-        for begin in range(0, tensor.shape[0], step):
+        blocks, columns = _column_blocks(tensor, taken[1])
+        stored = stored.reshape(tensor.shape[0], -1)[own, blocks]
+        step = max(1, ELEMENTS_AT_ONCE // len(taken[1]))
+        for begin in range(0, len(taken[0]), step):
             rows = slice(begin, begin + step)
-            _put(out, rows if place is None else place[rows], _dequantized(stored[rows], tensor))
+            _put(out, rows if place is None else place[rows], _dequantized(stored[rows], tensor)[:, columns])
 
-    def _place_of_rows(self, tensor: TensorInfo) -> torch.Tensor | None:
-        """The row of the Hugging Face tensor for each row of the file; None: the same.
+    def _place_of_rows(self, tensor: TensorInfo, taken: range) -> torch.Tensor | None:
+        """The row of the Hugging Face tensor's `taken` part for each row of the file's; None: the same.
 
         RoPE turns neighbours (2j, 2j + 1) in ggml's Llama and halves (j, j + D/2) here, so converters permute the rows of
         q and k in each head (convert_hf_to_gguf.py: LlamaModel.permute).
@@ -85,7 +88,9 @@ class GGUFTensors:
         heads = self._permuted_heads.get(parts[2]) if len(parts) == 4 else None
         if heads is None:
             return None
-        return torch.arange(tensor.shape[0]).view(heads, 2, -1).transpose(1, 2).reshape(-1)
+        assert taken.start % (tensor.shape[0] // heads) == len(taken) % (tensor.shape[0] // heads) == 0, (heads, taken)
+        place = torch.arange(tensor.shape[0]).view(heads, 2, -1).transpose(1, 2).reshape(-1)
+        return place[taken.start : taken.stop] - taken.start
 
 
 def _permuted_heads(file: GGUFFile) -> dict[str, int]:
@@ -95,8 +100,16 @@ def _permuted_heads(file: GGUFFile) -> dict[str, int]:
     return {"attn_q": int(fields["num_attention_heads"]), "attn_k": int(fields["num_key_value_heads"])}
 
 
+def _column_blocks(tensor: TensorInfo, taken: range) -> tuple[slice, slice]:
+    """The bytes of a row whose blocks hold the columns `taken`, and where these lie in the blocks' values."""
+    elements, size_bytes = tensor.storage.elements, tensor.storage.size_bytes
+    first, end = taken.start // elements, -(-taken.stop // elements)
+    begin = first * elements
+    return slice(first * size_bytes, end * size_bytes), slice(taken.start - begin, taken.stop - begin)
+
+
 def _dequantized(stored: np.ndarray[Any, np.dtype[np.uint8]], tensor: TensorInfo) -> torch.Tensor:
-    """fp32 values of whole rows."""
+    """fp32 values of whole blocks."""
     kind = gguf.GGMLQuantizationType[tensor.storage.name]
     values = gguf.quants.dequantize(np.ascontiguousarray(stored), kind)
     return torch.from_numpy(np.array(values, dtype=np.float32, copy=None if values.flags.writeable else True))

@@ -1,4 +1,7 @@
-"""Reads the tensors of a checkpoint: memory-mapped safetensors, one file or shards, or a GGUF file. Never unpickles."""
+"""Reads the tensors of a checkpoint: memory-mapped safetensors, one file or shards, or a GGUF file. Never unpickles.
+
+Of a tensor that is cut over ranks only the own rows and columns are read.
+"""
 
 import json
 import re
@@ -13,6 +16,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from engine.gguf.file import open_gguf
 from engine.kv.kv_pool import DTYPES
+from engine.parallel.layout import Extent, cut_of
 from service.flags import ConfigError
 
 if TYPE_CHECKING:
@@ -50,22 +54,30 @@ class Checkpoint:
         self._bar.close()
         self._tensors.close()
 
-    def take(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """Tensor `name`, which must have `shape`: a new contiguous tensor."""
+    def take(self, name: str, shape: Sequence[Extent]) -> torch.Tensor:
+        """Tensor `name`, which must have `shape`, or what the cuts in it take: a new contiguous tensor."""
         return self.take_rows([name], [shape[0]], shape[1:])
 
-    def take_rows(self, names: Sequence[str], rows: Sequence[int], rest: Sequence[int]) -> torch.Tensor:
-        """[sum(rows), *rest]: the tensors `names`, of shapes [rows[i], *rest], concatenated."""
-        fills = [self._tensors.open(name, [count, *rest]) for name, count in zip(names, rows, strict=True)]
-        merged = torch.empty([sum(rows), *rest], dtype=self.dtype, device=self.device)
-        for part, fill in zip(torch.split(merged, list(rows)), fills, strict=True):
+    def take_rows(self, names: Sequence[str], rows: Sequence[Extent], rest: Sequence[Extent]) -> torch.Tensor:
+        """The tensors `names`, of shapes [rows[i], *rest], one above the other: [all rows taken, *rest]."""
+        cuts = [[cut_of(extent) for extent in (count, *rest)] for count in rows]
+        fills = [
+            self._tensors.open(name, [cut.total for cut in of_one], [cut.taken for cut in of_one])
+            for name, of_one in zip(names, cuts, strict=True)
+        ]
+        counts, sizes = [len(of_one[0]) for of_one in cuts], [len(cut) for cut in cuts[0][1:]]
+        merged = torch.empty([sum(counts), *sizes], dtype=self.dtype, device=self.device)
+        for part, fill in zip(torch.split(merged, counts), fills, strict=True):
             fill(part)
             self._bar.update()
         self._left.difference_update(names)
         return merged
 
     def ignore(self, name: str) -> None:
-        self._left.discard(name)
+        """Leave out tensor `name`; with a dot at its end, all whose names begin so."""
+        ignored = {left for left in self._left if left == name or (name.endswith(".") and left.startswith(name))}
+        self._left -= ignored
+        self._bar.update(len(ignored))
 
     def check_all_taken(self) -> None:
         """Raise `ConfigError` if a tensor is left."""
@@ -103,10 +115,10 @@ class _Safetensors:
         """The file that holds tensor `name`, for messages."""
         return str(self._file_of[name])
 
-    def open(self, name: str, shape: Sequence[int]) -> Callable[[torch.Tensor], object]:
-        """What fills a tensor of `shape` with tensor `name`. Raises `ConfigError` if it is missing or different."""
-        source = self._read(name, list(shape))
-        return lambda out: out.copy_(source)
+    def open(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Callable[[torch.Tensor], object]:
+        """What fills a tensor with the `taken` part of tensor `name`. Raises `ConfigError` if it has not this `shape`."""
+        source = self._read(name, list(shape))[tuple(slice(part.start, part.stop) for part in taken)]
+        return lambda out: out.copy_(source)  # a view of the mapped file: pages of other parts stay on the disk
 
     def close(self) -> None:
         self._files.clear()

@@ -38,6 +38,9 @@ class Place:
         return self.pp_rank == self.pp_size - 1
 
 
+ALONE = Place()  # a model on one rank
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """What a rank holds: ranges of the model's numbers, half open."""
@@ -66,6 +69,13 @@ class Cut:
 
     def __len__(self) -> int:
         return len(self.taken)
+
+
+Extent = int | Cut  # of a stored tensor's dimension: all of it, or what a rank takes
+
+
+def cut_of(extent: Extent) -> Cut:
+    return extent if isinstance(extent, Cut) else Cut.whole(extent)
 
 
 def share_of(config: ModelConfig, place: Place) -> Share:
