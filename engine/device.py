@@ -174,6 +174,7 @@ def _adapter_store(config: EngineConfig, model: DenseDecoder, bank: AdapterBank,
     return LoraStore(
         bank=bank,
         sites=[site.shape for site in model.linear_sites()],
+        elsewhere=model.other_sites(),
         dtype=DTYPES[config.dtype],
         device=torch.device(config.device),
         max_rank=config.max_lora_rank,

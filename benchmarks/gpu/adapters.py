@@ -63,9 +63,9 @@ def random_adapter(sites: Sequence[SiteShape], *, dtype: torch.dtype, device: to
     made = []
     for site in sites:
         parts, column = [], 0
-        for i, (_, size) in enumerate(site.parts):
+        for i, size in enumerate(site.rows):
             ranks = slice(i * RANK, (i + 1) * RANK)
             parts.append((slice(column, column + size), ranks, weights(RANK, size)))
             column += size
-        made.append(SiteWeights(weights(len(parts) * RANK, site.in_size), tuple(parts)))
+        made.append(SiteWeights(weights(len(parts) * RANK, site.width), tuple(parts)))
     return AdapterWeights(tuple(made), RANK)

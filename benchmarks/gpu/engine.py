@@ -15,6 +15,8 @@ from engine.executor.decode_graphs import Capture, Work
 from engine.loop.pipeline import Pipeline
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
+from engine.models.part import ModelPart
+from engine.parallel.layout import Extent, cut_of
 from engine.sampling_params import SamplingParams
 
 STD = 0.02
@@ -36,13 +38,14 @@ class RandomCheckpoint:
         self.device = torch.device(device)
         self._generator = torch.Generator(self.device).manual_seed(0)
 
-    def take(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+    def take(self, name: str, shape: Sequence[Extent]) -> torch.Tensor:
         return self.take_rows([name], [shape[0]], shape[1:])
 
-    def take_rows(self, names: Sequence[str], rows: Sequence[int], rest: Sequence[int]) -> torch.Tensor:
+    def take_rows(self, names: Sequence[str], rows: Sequence[Extent], rest: Sequence[Extent]) -> torch.Tensor:
+        shape = [sum(len(cut_of(count)) for count in rows), *(len(cut_of(size)) for size in rest)]
         if "norm" in names[0]:
-            return torch.ones([sum(rows), *rest], dtype=self.dtype, device=self.device)
-        made = torch.empty([sum(rows), *rest], dtype=self.dtype, device=self.device)
+            return torch.ones(shape, dtype=self.dtype, device=self.device)
+        made = torch.empty(shape, dtype=self.dtype, device=self.device)
         return made.normal_(0.0, STD, generator=self._generator)
 
     def ignore(self, name: str) -> None:
@@ -51,7 +54,7 @@ class RandomCheckpoint:
 
 def random_model(_model_path: str, config: ModelConfig, *, dtype: str, device: str, **_: object) -> DenseDecoder:
     with torch.inference_mode():
-        return DenseDecoder(config, RandomCheckpoint(dtype=dtype, device=device))  # type: ignore[arg-type]
+        return DenseDecoder(ModelPart(config, RandomCheckpoint(dtype=dtype, device=device)))  # type: ignore[arg-type]
 
 
 def make_engine(target: Target, shape: Shape, *, context: int, load: Any = random_model, **flags: Any) -> EngineParts:

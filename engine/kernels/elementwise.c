@@ -3,7 +3,7 @@
  */
 #include "rows.h"
 
-#define ABI_VERSION 2
+#define ABI_VERSION 3
 #define PARALLEL_ELEMENTS 32768 /* fewer are not worth waking threads for */
 
 /* A head, in place: rounded after the norm, after its weight, after the cosine and at the end. */
@@ -54,6 +54,13 @@ int tandem_rms_norm(const struct norm *a) {
         if (a->delta) add_row(a->x + r * a->width, a->delta + r * a->width, a->width);
         norm_row(a->x + r * a->width, a->weight, a->out + r * a->width, a->width, a->eps);
     }
+    return 0;
+}
+
+/* x += delta. */
+int tandem_add(const struct norm *a) {
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->rows * a->width >= PARALLEL_ELEMENTS)
+    for (int64_t r = 0; r < a->rows; r++) add_row(a->x + r * a->width, a->delta + r * a->width, a->width);
     return 0;
 }
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engine.kernels.triton_elementwise import TritonElementwise
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 2
+ABI_VERSION = 3
 LANES = 16  # widths are multiples of it
 
 
@@ -48,9 +48,11 @@ class Elementwise:
     def __init__(self, library: ctypes.CDLL) -> None:
         assert library.tandem_elementwise_abi() == ABI_VERSION
         self._rms_norm = library.tandem_rms_norm
+        self._add = library.tandem_add
         self._norm_turn = library.tandem_norm_turn
         self._silu_mul = library.tandem_silu_mul
-        for function, args in ((self._rms_norm, _Norm), (self._norm_turn, _Turn), (self._silu_mul, _Gate)):
+        mirrors = ((self._rms_norm, _Norm), (self._add, _Norm), (self._norm_turn, _Turn), (self._silu_mul, _Gate))
+        for function, args in mirrors:
             function.argtypes = [ctypes.POINTER(args)]
 
     def rms_norm(
@@ -73,6 +75,13 @@ class Elementwise:
         )
         tape.call(self._rms_norm, args)
         return out
+
+    def add(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """x [T, width], to which `delta` is added in place."""
+        (rows, width), threads = x.shape, torch.get_num_threads()
+        assert delta.shape == x.shape and width % LANES == 0, (x.shape, delta.shape)
+        tape.call(self._add, _Norm(x=_address(x), delta=_address(delta), rows=rows, width=width, threads=threads))
+        return x
 
     def norm_turn(
         self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], *, weight: torch.Tensor | None, eps: float

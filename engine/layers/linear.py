@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn import functional
 
 from engine.kernels.elementwise import LANES, elementwise_for
-from engine.kernels.linear import PANEL, PackedMatrix, linear_kernel
+from engine.kernels.linear import PANEL, LinearKernel, PackedMatrix, linear_kernel
 from engine.layers.norm import RMSNorm
+from engine.parallel.collectives import tree_sum
+from engine.parallel.layout import Extent, cut_of
 
 Delta = Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -16,12 +19,14 @@ Delta = Callable[[torch.Tensor, torch.Tensor], None]
 class Linear:
     """`weight` [out, in], `bias` [out] or None; maps [T, in] to [T, out]. One thread calls it at a time.
 
-    `gates`: the first half of the outputs gates the second (`gated_of_norm`). `delta(x, y)` changes y in place (adapters:
-    engine/lora/bank.py). The caller drops the plain weight, or memory holds it twice.
+    `gates`: the first half of the outputs gates the second (`gated_of_norm`). `segments`: as in PackedMatrix. `delta(x, y)`
+    changes y in place (adapters: engine/lora/bank.py). The caller drops the plain weight, or memory holds it twice.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gates: bool = False) -> None:
-        self._matrix = _matrix(weight, bias, gates=gates)
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gates: bool = False, segments: int = 1
+    ) -> None:
+        self._matrix = sums_matrix(weight, bias, segments=segments) if segments > 1 else _matrix(weight, bias, gates)
         self.delta: Delta | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,9 +82,47 @@ class _PlainMatrix:
         return y if dtype is None else y.to(dtype)
 
 
+class _SumsMatrix:
+    """Unrounded sums by torch, of one segment of the inputs after the other. On a CPU the weight lies there in fp32."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, segments: int) -> None:
+        self._size = weight.shape[1] // segments
+        parts = torch.split(weight if weight.is_cuda else weight.float(), self._size, dim=1)
+        self._weights = [part.t().contiguous() for part in parts]
+        self._bias = None if bias is None else bias.float()
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [part.contiguous() for part in torch.split(x, self._size, dim=1)]
+        sums = [_float32_product(part, weight) for part, weight in zip(parts, self._weights, strict=True)]
+        if self._bias is not None:
+            sums[0] += self._bias
+        return tree_sum(sums)
+
+    def times(self, x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self.partial(x).to(x.dtype).to(dtype or x.dtype)
+
+
+def _float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight, out_dtype=torch.float32)
+    return x.float() @ weight
+
+
+def sums_matrix(weight: torch.Tensor, bias: torch.Tensor | None, *, segments: int) -> PackedMatrix | _SumsMatrix:
+    """What gives unrounded sums (`partial`), segments added in a tree. The caller drops the plain weight."""
+    kernel = _kernel_for(weight)
+    return (
+        _SumsMatrix(weight, bias, segments=segments) if kernel is None else kernel.pack(weight, bias, segments=segments)
+    )
+
+
+def _kernel_for(weight: torch.Tensor) -> LinearKernel | None:
+    return linear_kernel() if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else None
+
+
 def _matrix(
-    weight: torch.Tensor, bias: torch.Tensor | None, *, gates: bool
-) -> PackedMatrix | _OneDnnMatrix | _PlainMatrix:
+    weight: torch.Tensor, bias: torch.Tensor | None, gates: bool
+) -> PackedMatrix | _SumsMatrix | _OneDnnMatrix | _PlainMatrix:
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return _PlainMatrix(weight, bias)
     kernel = linear_kernel()
@@ -90,17 +133,36 @@ def _matrix(
 
 @dataclass(frozen=True, slots=True)
 class SiteShape:
-    """`parts`: (name in the checkpoint without ".weight", rows) of a matrix [out, in_size], from the top."""
+    """`parts`: (name in the checkpoint without ".weight", rows) of a matrix [out, in_size], from the top.
 
-    in_size: int
-    parts: tuple[tuple[str, int], ...]
+    Sizes are those of the model's matrices, with what a rank has of them.
+    """
+
+    in_size: Extent
+    parts: tuple[tuple[str, Extent], ...]
+
+    @property
+    def width(self) -> int:
+        """Inputs on this rank."""
+        return len(cut_of(self.in_size))
+
+    @property
+    def rows(self) -> list[int]:
+        """Outputs of each part on this rank."""
+        return [len(cut_of(rows)) for _, rows in self.parts]
+
+
+class Adaptable(Protocol):
+    """A layer whose results adapters change; y is bf16, or a rank's unrounded sums in fp32."""
+
+    delta: Delta | None
 
 
 @dataclass(frozen=True, slots=True)
 class LinearSite:
-    """A `Linear` of a model and its matrices, which adapters change one by one."""
+    """A linear layer of a model and its matrices, which adapters change one by one."""
 
-    linear: Linear
+    linear: Adaptable
     shape: SiteShape
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from engine.kernels.elementwise import elementwise_for
+from engine.kernels.elementwise import elementwise_for, elementwise_on_cpu
 
 
 class RMSNorm:
@@ -26,3 +26,9 @@ class RMSNorm:
         if self._kernel is not None:
             return self._kernel.rms_norm(x, self.weight, eps=self.eps, delta=delta)
         return self(x.add_(delta))
+
+
+def add(x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """x + delta, which x becomes: rounded as `RMSNorm.of_sum` rounds it."""
+    kernel = elementwise_on_cpu(x)
+    return x.add_(delta) if kernel is None else kernel.add(x, delta)

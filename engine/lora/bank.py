@@ -114,7 +114,7 @@ class SlicedAdapters:
 
 
 def add_delta(weights: SiteWeights, x: Tensor, y: Tensor) -> None:
-    """Add the adapter's part for x [n, in] to y [n, out] in place. Hu et al. 2021, "LoRA"."""
-    low = x @ weights.a.t()
+    """Add the adapter's part for x [n, in] to y [n, out] in place, computed in y's type. Hu et al. 2021, "LoRA"."""
+    low = x.to(y.dtype) @ weights.a.t().to(y.dtype)
     for columns, ranks, b in weights.parts:
-        y[:, columns].addmm_(low[:, ranks], b)
+        y[:, columns].addmm_(low[:, ranks], b.to(y.dtype))

@@ -56,9 +56,9 @@ class GroupedAdapters:
     ) -> None:
         self.max_rank = max_rank
         self._sites = list(sites)
-        self._parts = [[rows for _, rows in site.parts] for site in sites]
+        self._parts = [site.rows for site in sites]
         self._constants = [
-            site_constants(width=site.in_size, rows=parts, sites=len(sites), max_rank=max_rank, dtype=dtype)
+            site_constants(width=site.width, rows=parts, sites=len(sites), max_rank=max_rank, dtype=dtype)
             for site, parts in zip(sites, self._parts, strict=True)
         ]
         self._table = torch.zeros((places, len(sites), PARTS, FIELDS), dtype=torch.int64, device=device)
@@ -74,7 +74,7 @@ class GroupedAdapters:
         """Launch every kernel that a step may launch, without a tile."""
         device = self._table.device
         for index, site in enumerate(self._sites):
-            x = torch.zeros((1, site.in_size), dtype=self._dtype, device=device)
+            x = torch.zeros((1, site.width), dtype=self._dtype, device=device)
             y = torch.zeros((1, sum(self._parts[index])), dtype=self._dtype, device=device)
             for shape in (DECODE_TILES, EXTEND_TILES):
                 self._add(index, x, y, self._upload(RowTiles([0], [NO_TILE]), shape))
@@ -128,8 +128,14 @@ class GroupedAdapters:
 
     def delta(self, index: int) -> Delta:
         def delta(x: Tensor, y: Tensor) -> None:
-            if self._step is not None:
+            if self._step is None:
+                return
+            if y.dtype == x.dtype:
                 self._add(index, x, y, self._step)
+                return
+            part = torch.zeros_like(y, dtype=x.dtype)  # y is unrounded sums; the kernels compute in one type
+            self._add(index, x, part, self._step)
+            y += part
 
         return delta
 

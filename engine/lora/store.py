@@ -16,13 +16,15 @@ from service.flags import ConfigError
 
 
 class LoraStore:
-    """`in_order` runs work in stream order and waits for it (`Executor.call`). `max_rank`: None is any."""
+    """`in_order` runs work in stream order and waits for it (`Executor.call`). `max_rank`: None is any. `elsewhere`: sites of other
+    stages, which adapters may change too."""
 
     def __init__(
         self,
         *,
         bank: AdapterBank,
         sites: Sequence[SiteShape],
+        elsewhere: Sequence[SiteShape] = (),
         dtype: torch.dtype,
         device: torch.device,
         max_rank: int | None,
@@ -30,6 +32,7 @@ class LoraStore:
     ) -> None:
         self._bank = bank
         self._sites = sites
+        self._elsewhere = elsewhere
         self._dtype = dtype
         self._device = device
         self._max_rank = max_rank
@@ -42,7 +45,14 @@ class LoraStore:
     def read(self, path: str) -> AdapterWeights:
         """Raises ConfigError."""
         try:
-            weights = read_adapter(path, self._sites, dtype=self._dtype, device=self._device, max_rank=self._max_rank)
+            weights = read_adapter(
+                path,
+                self._sites,
+                dtype=self._dtype,
+                device=self._device,
+                max_rank=self._max_rank,
+                elsewhere=self._elsewhere,
+            )
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"{path}: no memory for another adapter ({error}); unload one") from error
         if self._device.type == "cuda":

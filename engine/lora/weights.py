@@ -1,4 +1,8 @@
-"""Weights of one adapter, read from adapter_model.safetensors and checked against the model. Never unpickles anything."""
+"""Weights of one adapter, read from adapter_model.safetensors and checked against the model. Never unpickles anything.
+
+A rank takes of A and B what it has of their matrix: columns of A where it has columns, rows of B where it has rows. So the ranks'
+sums contain the adapter's once.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,6 +17,7 @@ from torch import Tensor
 from engine.kv.kv_pool import DTYPES
 from engine.layers.linear import SiteShape
 from engine.lora.peft_config import PeftConfig, read_peft_config
+from engine.parallel.layout import cut_of
 from service.flags import ConfigError
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -45,13 +50,26 @@ class AdapterWeights:
 
 
 def read_adapter(
-    path: str, sites: Sequence[SiteShape], *, dtype: torch.dtype, device: torch.device, max_rank: int | None = None
+    path: str,
+    sites: Sequence[SiteShape],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_rank: int | None = None,
+    elsewhere: Sequence[SiteShape] = (),
 ) -> AdapterWeights:
-    """Read the adapter of PEFT directory `path` for a model with `sites`. Raises ConfigError, one line."""
+    """Read the adapter of PEFT directory `path` for a model with `sites`. Raises ConfigError, one line.
+
+    `elsewhere`: sites of other stages. Their part is checked too, so that all ranks refuse the same adapters.
+    """
     folder = Path(path)
     config = read_peft_config(folder)
     file = folder / WEIGHTS_FILE
-    known = {name: (rows, site.in_size) for site in sites for name, rows in site.parts}
+    known = {
+        name: (cut_of(rows).total, cut_of(site.in_size).total)
+        for site in (*sites, *elsewhere)
+        for name, rows in site.parts
+    }
     with torch.inference_mode():
         pairs = _read_pairs(file, known, config)
         ranks = [a.shape[0] for a, _ in pairs.values()]
@@ -101,9 +119,12 @@ def _site_weights(
     device: torch.device,
 ) -> SiteWeights | None:
     parts, sides, column, rank = [], [], 0, 0
-    for name, rows in site.parts:
+    inputs = cut_of(site.in_size).taken
+    for (name, extent), rows in zip(site.parts, site.rows, strict=True):
         if name in pairs:
             a, b = pairs[name]
+            own = cut_of(extent).taken
+            a, b = a[:, inputs.start : inputs.stop], b[own.start : own.stop]
             scaled = (b.float() * config.scale_of(name)).t().to(dtype=dtype, device=device).contiguous()
             parts.append((slice(column, column + rows), slice(rank, rank + a.shape[0]), scaled))
             sides.append(a.to(dtype))

@@ -7,18 +7,34 @@ import torch
 from engine.model_files.model_config import ModelConfig
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import DenseDecoder
+from engine.models.part import ModelPart
+from engine.parallel.collectives import Collectives
+from engine.parallel.layout import ALONE, Place
 
 
 def load_model(
-    model_path: str, config: ModelConfig, *, dtype: str, device: str, progress: bool, context_length: int | None = None
+    model_path: str,
+    config: ModelConfig,
+    *,
+    dtype: str,
+    device: str,
+    progress: bool,
+    context_length: int | None = None,
+    place: Place = ALONE,
+    collectives: Collectives | None = None,
+    reduce_units: int = 0,
 ) -> DenseDecoder:
-    """The model of `model_path` with its weights in `dtype` ("bfloat16" | "float32" | "float16") on `device`.
+    """The model of `model_path`, or the part of it that the rank at `place` has, with its weights in `dtype` ("bfloat16" |
+    "float32" | "float16") on `device`.
 
-    `context_length`: positions in use (the RoPE table of a million is half a GiB). Raises `ConfigError` for files that do
-    not fit `config`.
+    `context_length`: positions in use (the RoPE table of a million is half a GiB). `collectives`: of the stage's ranks, if there
+    are several. `check_layout` has accepted the sizes. Raises `ConfigError` for files that do not fit `config`.
     """
     with torch.inference_mode(), Checkpoint(model_path, dtype=dtype, device=device, progress=progress) as checkpoint:
         positions = min(context_length or config.max_position_embeddings, config.max_position_embeddings)
-        model = DenseDecoder(replace(config, max_position_embeddings=positions), checkpoint)
+        config = replace(config, max_position_embeddings=positions)
+        model = DenseDecoder(
+            ModelPart(config, checkpoint, place=place, collectives=collectives, reduce_units=reduce_units)
+        )
         checkpoint.check_all_taken()
     return model

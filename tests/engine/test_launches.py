@@ -25,6 +25,8 @@ from engine.kv.kv_pool import KVPool
 from engine.messages import LogprobOptions
 from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.models.decoder import DenseDecoder
+from engine.models.part import ModelPart
+from engine.parallel.layout import Cut, Extent, cut_of
 from engine.resolve import resolve
 from engine.sampling_params import SamplingParams
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -46,11 +48,11 @@ class Unread:
 
     dtype_name, dtype, device = "bfloat16", torch.bfloat16, META
 
-    def take(self, name: str, shape: list[int]) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=META)
+    def take(self, name: str, shape: list[Extent]) -> Tensor:
+        return torch.empty([len(cut_of(size)) for size in shape], dtype=self.dtype, device=META)
 
-    def take_rows(self, names: list[str], rows: list[int], rest: list[int]) -> Tensor:
-        return self.take("", [sum(rows), *rest])
+    def take_rows(self, names: list[str], rows: list[Cut], rest: list[Extent]) -> Tensor:
+        return self.take("", [sum(map(len, rows)), *rest])
 
     def ignore(self, name: str) -> None:
         """It has no tensors."""
@@ -151,7 +153,7 @@ def runner(recorder: Recorder, model_config: ModelConfig) -> ModelRunner:
 def build(recorder: Recorder, model_config: ModelConfig) -> ModelRunner:
     config = EngineConfig(device="cuda", max_running_requests=BATCH, max_total_tokens=8192)
     config = replace(resolve(config, model_config, cuda=True), stream="inline")
-    model = DenseDecoder(model_config, Unread())  # type: ignore[arg-type]
+    model = DenseDecoder(ModelPart(model_config, Unread()))  # type: ignore[arg-type]
     with recorder:
         device = build_device(
             config,

@@ -1,0 +1,80 @@
+"""What a rank builds a model of: its rows and columns of the checkpoint, and linear layers that know of the other ranks."""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.layers.linear import Linear, SiteShape
+from engine.layers.row_linear import RowLinear
+from engine.model_files.model_config import ModelConfig
+from engine.models.checkpoint import Checkpoint
+from engine.parallel.collectives import Collectives
+from engine.parallel.layout import ALONE, Cut, Place, share_of
+
+
+class ModelPart:
+    """`collectives`: of the stage's ranks; None where there is one. `reduce_units`: as `--reduce-units`, 0 is off."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        *,
+        place: Place = ALONE,
+        collectives: Collectives | None = None,
+        reduce_units: int = 0,
+    ) -> None:
+        if collectives is None:
+            assert place.tp_size == 1, place
+        else:
+            assert (collectives.rank, collectives.size) == (place.tp_rank, place.tp_size), place
+        self.config = config
+        self.checkpoint = checkpoint
+        self.place = place
+        self.share = share_of(config, place)
+        self.collectives = collectives
+        self._segments = max(1, reduce_units // place.tp_size)
+        self.q = Cut(config.num_heads, self.share.heads).times(config.head_dim)
+        self.kv = Cut(config.num_kv_heads, self.share.kv_heads).times(config.head_dim)
+        self.intermediate = Cut(config.intermediate_size, self.share.intermediate)
+
+    def table(self, name: str) -> torch.Tensor:
+        """[rows of the own vocabulary, hidden] of matrix `name`."""
+        return self.checkpoint.take(name, [Cut(self.config.vocab_size, self.share.vocab), self.config.hidden_size])
+
+    def vector(self, name: str) -> torch.Tensor:
+        """[hidden] of a norm."""
+        return self.checkpoint.take(name, [self.config.hidden_size])
+
+    def columns(
+        self, names: Sequence[str], rows: Sequence[Cut], *, bias: bool = False, gates: bool = False
+    ) -> tuple[Linear, SiteShape]:
+        """The matrices `names`, [rows[i], hidden], one above the other: the own outputs of all inputs."""
+        hidden = self.config.hidden_size
+        weight = self.checkpoint.take_rows([f"{name}.weight" for name in names], rows, [hidden])
+        vector = self.checkpoint.take_rows([f"{name}.bias" for name in names], rows, []) if bias else None
+        return Linear(weight, vector, gates=gates), SiteShape(hidden, tuple(zip(names, rows, strict=True)))
+
+    def rows(self, name: str, inputs: Cut, *, bias: bool = False) -> tuple[Linear | RowLinear, SiteShape]:
+        """The matrix `name`, [hidden, inputs]: all outputs, summed over all ranks' inputs."""
+        hidden = self.config.hidden_size
+        weight = self.checkpoint.take(f"{name}.weight", [hidden, inputs])
+        vector = self.vector(f"{name}.bias") if bias else None
+        shape = SiteShape(inputs, ((name, hidden),))
+        if self.collectives is None:
+            return Linear(weight, vector, segments=self._segments), shape
+        own_bias = vector if self.place.tp_rank == 0 else None
+        return RowLinear(weight, own_bias, collectives=self.collectives, segments=self._segments), shape
+
+    def leave_the_rest(self) -> None:
+        """Ignore what other stages have, and the copy of a tied head that some exporters write."""
+        config, place = self.config, self.place
+        for index in range(config.num_layers):
+            if index not in self.share.layers:
+                self.checkpoint.ignore(f"model.layers.{index}.")
+        if not place.is_first_stage:
+            self.checkpoint.ignore("model.embed_tokens.weight")
+        if not place.is_last_stage:
+            self.checkpoint.ignore("model.norm.weight")
+        if config.tie_word_embeddings or not place.is_last_stage:
+            self.checkpoint.ignore("lm_head.weight")
