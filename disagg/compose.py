@@ -106,14 +106,15 @@ def _checksum(spec: SchedulerSpec, parts: EngineParts, wakeup: Callable[[], None
 
 def _kv_args(spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers) -> KVArgs:
     pool = parts.pool
-    region = Region(pool.base_ptr, 1 + pool.num_pages, pool.page_bytes, _device(parts))
+    region = Region(pool.base_ptr, (1 + pool.num_pages) * pool.units, pool.unit_bytes, _device(parts))
     return KVArgs(
         kv=region,
         aux=metadata.region,
         signature=parts.model.signature(),
         page_size=pool.page_size,
         dtype=parts.config.dtype,
-        layer_bytes=tuple(spec.bytes_per_token() * pool.page_size for spec in pool.specs),
+        kv_units=pool.units,
+        layer_bytes=tuple(spec.bytes_per_token() * pool.page_size // pool.units for spec in pool.specs),
         kv_checksum=CHECKSUM_NAME if spec.disagg.disaggregation_kv_checksum else "off",
     )
 

@@ -55,6 +55,12 @@ class EngineConfig(FlagSet):
         choices=("auto", "inline", "threaded", "cuda"),
     )
     page_size: int = flag(16, "tokens per KV page", least=1, most=MAX_PAGE_SIZE)
+    kv_units: int | None = flag(
+        None,
+        "parts of a KV page over all ranks, each with an equal share of the KV heads: what prefill and decode workers "
+        "exchange, so give both the same number, a multiple of each one's ranks; default: the number of ranks",
+        least=1,
+    )
     context_length: int | None = flag(None, "longest prompt plus answer, in tokens; default: the model's", least=1)
     max_total_tokens: int | None = flag(
         None, "KV cache capacity, in tokens; default: from --mem-fraction-static", least=1

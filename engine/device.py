@@ -189,7 +189,8 @@ def allocate_pool(
 
     `memory`: of the GPU; None: on a CPU, or where --max-total-tokens says all.
     """
-    page_bytes = KVPool.page_bytes_of(specs, config.page_size)
+    assert config.kv_units is not None, "resolved"
+    page_bytes = KVPool.page_bytes_of(specs, config.page_size, units=config.kv_units)
     if memory is None:
         kv_bytes = cpu_kv_bytes(config, free_bytes=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         pages = num_pages(config, page_bytes=page_bytes, kv_bytes=kv_bytes)
@@ -198,7 +199,14 @@ def allocate_pool(
         _note_capacity(config, memory, tokens=pages * config.page_size)
     device = torch.device(config.device)
     try:
-        pool = KVPool(specs, num_pages=pages, page_size=config.page_size, device=device, allocate=allocate)
+        pool = KVPool(
+            specs,
+            num_pages=pages,
+            page_size=config.page_size,
+            device=device,
+            units=config.kv_units,
+            allocate=allocate,
+        )
     except (MemoryError, OSError, torch.OutOfMemoryError, ValueError) as error:
         size = pages * page_bytes / 2**30
         raise ConfigError(

@@ -60,7 +60,10 @@ def measure(
 def _run(
     config: EngineConfig, model_config: ModelConfig, model: DenseDecoder, *, decodes: bool, progress: bool
 ) -> None:
-    pool = KVPool(model.cache_specs(), num_pages=1, page_size=config.page_size, device=config.device)
+    assert config.kv_units is not None, "resolved"
+    pool = KVPool(
+        model.cache_specs(), num_pages=1, page_size=config.page_size, device=config.device, units=config.kv_units
+    )
     device = build_device(
         replace(config, enable_lora=False),
         model_config,

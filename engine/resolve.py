@@ -10,6 +10,7 @@ from engine.core.step_budget import StepBudget
 from engine.gpu_memory import GpuMemory
 from engine.lora.names import check_lora, lora_enabled
 from engine.model_files.model_config import ModelConfig
+from engine.parallel.layout import check_layout, model_units
 from service.flags import ConfigError
 
 MAX_CPU_KV_BYTES = 4 << 30
@@ -35,11 +36,13 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
     _check_hicache(config)
     _check_cuda_graph(config, device)
     check_lora(config.lora_paths, max_loaded=config.max_loaded_loras)
+    check_layout(model, tp_size=1, pp_size=1, kv_units=config.kv_units)
     return replace(
         config,
         enable_lora=lora_enabled(config.enable_lora, config.lora_paths),
         max_lora_rank=config.max_lora_rank or (GPU_LORA_RANK if device == "cuda" else None),
         device=device,
+        kv_units=model_units(model, tp_size=1, kv_units=config.kv_units),
         mem_fraction_static=config.mem_fraction_static or MEM_FRACTION_OF[device],
         max_running_requests=config.max_running_requests or MAX_RUNNING_OF[device],
         dtype=_dtype(config.dtype, model.dtype),

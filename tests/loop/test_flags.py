@@ -5,7 +5,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.limits import Limits
 from engine.core.new_token_ratio import RatioRule
-from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
+from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH, load_model_config
 from engine.resolve import limits, ratio_rule, resolve, step_budget
 from service.flags import ConfigError
 
@@ -35,6 +35,15 @@ def test_a_time_for_steps_needs_chunks() -> None:
     config = EngineConfig(model_path=DEFAULT_MODEL_PATH, chunked_prefill_size=-1, max_step_time_s=0.1)
     with pytest.raises(ConfigError, match="--max-step-time: needs chunks; leave --chunked-prefill-size -1 out"):
         resolve(config, load_model_config(DEFAULT_MODEL_PATH), cuda=False)
+
+
+def test_units_of_a_page_share_the_kv_heads() -> None:
+    model = load_model_config(WIDE_MODEL_PATH)
+    asked = {None: 1, 2: 2, 4: 4}
+    for units, found in asked.items():
+        assert resolve(EngineConfig(kv_units=units), model, cuda=False).kv_units == found
+    with pytest.raises(ConfigError, match="--kv-units 3: does not divide the model's 4 KV heads; choose 1, 2 or 4"):
+        resolve(EngineConfig(kv_units=3), model, cuda=False)
 
 
 @pytest.mark.parametrize(
