@@ -88,7 +88,7 @@ def posts_of(core: PrefillCore, now_s: float) -> list[Post]:
 class JoinedCores:
     """A prefill core with decode's `pages` of room `KEY`. `sends`: all is handed over.
 
-    `row`: bytes of the metadata row, if the engine carries no host memory. `landed`: such rows at decode, and what the room was.
+    `connects`: prefill has reached decode's memory; else call `begin` when it has. `row`: bytes of the metadata row, if the engine carries no host memory. `landed`: such rows at decode, and what the room was.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class JoinedCores:
         caps: Caps = CAPS,
         pages: Sequence[int] = PAGES,
         row: bytes | None = None,
+        connects: bool = True,
     ) -> None:
         self.row = row
         self.landed: list[tuple[int, bytes, KVPoll]] = []
@@ -106,15 +107,21 @@ class JoinedCores:
         self.core = prefill_core(args, caps=caps)
         self.decode.open(*KEY, "b", 0.0)
         self.decode.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
+        self.pages = pages
         self.exchange()
-        assert isinstance(self.core.paths.commands.popleft(), ConnectPeer)
-        self.core.admission.on_connected("d", 0.0)
-        self.exchange()
-        self.core.rooms.open(*KEY, 0.0)
-        self.decode.rooms.provide(self.decode.rooms[KEY], pages, 1, 0.0)
-        self.exchange()
+        if connects:
+            assert isinstance(self.core.paths.commands.popleft(), ConnectPeer)
+            self.core.admission.on_connected("d", 0.0)
+            self.begin()
         if sends:
             self.send(SRC, row=1)
+
+    def begin(self) -> None:
+        """Open the room at prefill, and give it decode's pages."""
+        self.exchange()
+        self.core.rooms.open(*KEY, 0.0)
+        self.decode.rooms.provide(self.decode.rooms[KEY], self.pages, 1, 0.0)
+        self.exchange()
 
     def send(
         self, pages: list[int], *, start: int = 0, row: int | None = None, gate: Gate | None = None, now_s: float = 0.0

@@ -1,0 +1,189 @@
+"""The engine of another rank of this worker, which a follower process serves (`serve.py`): a proxy that never waits for it."""
+
+import logging
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transfer_backends.contract import Clock, EngineError, OpState, Pieces, Region
+from transfer_backends.ranks.frames import (
+    TO_LEADER,
+    Close,
+    Ended,
+    Fence,
+    FrameSocket,
+    Hello,
+    LeavePeer,
+    PollOften,
+    PostPieces,
+    Probe,
+    ReachPeer,
+    ToFollower,
+    encode,
+)
+
+POLL_OFTEN_EVERY_S = 0.1  # the follower stays awake for longer than that
+CLOSE_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class RemoteOp:
+    """`state`: as last heard of."""
+
+    number: int
+    state: OpState = OpState.PENDING
+
+
+class RemoteEngine:
+    """Implements `ports.Engine` but for `register` and `trial`. Used by one thread.
+
+    `memory`, `mark`: of the follower. `lost`: why it can do nothing any more. Then all its operations have failed: posts are
+    refused, no fence holds, and what it had started may still land until its process is proved dead.
+
+    Connections are made in its time: one that fails fails the operations that follow on it.
+    """
+
+    def __init__(self, sock: socket.socket, *, name: str, timeout_s: float, clock: Clock = time.monotonic) -> None:
+        """`sock`: SEQPACKET; owned from here on. `timeout_s`: for the follower to start. Raises `EngineError` if it does not."""
+        self.lost: str | None = None
+        self._name = name
+        self._frames = FrameSocket(sock, TO_LEADER)
+        self._clock = clock
+        self._unsent: deque[bytes] = deque()  # while the socket is full
+        self._pending: dict[int, RemoteOp] = {}
+        self._last_number = 0
+        self._poll_often_at_s = -POLL_OFTEN_EVERY_S
+        hello = self._await_hello(timeout_s)
+        self.caps, self.memory, self.mark = hello.caps, hello.memory, hello.mark
+        self._name = f"{name} (pid {hello.mark.pid})"
+
+    def _await_hello(self, timeout_s: float) -> Hello:
+        poller = select.poll()
+        poller.register(self._frames.socket, select.POLLIN)
+        if not poller.poll(timeout_s * 1000):
+            raise EngineError(f"{self._name}: its transfer engine has not started within {timeout_s:g} s")
+        hello = next(iter(self._frames.receive() or ()), None)
+        if not isinstance(hello, Hello):
+            raise EngineError(f"{self._name} ended before its transfer engine had started")
+        return hello
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """Do nothing: the follower has registered its own memory."""
+
+    def descriptor(self) -> bytes:
+        return self.memory.descriptor
+
+    def connect(self, incarnation: str, descriptor: bytes) -> int:
+        number = self._next()
+        self._send(ReachPeer(number, incarnation, descriptor))
+        return number
+
+    def disconnect(self, peer: int) -> None:
+        if self.lost is None:
+            self._send(LeavePeer(peer))
+
+    def post(self, peer: int, pieces: Pieces) -> RemoteOp:
+        op = RemoteOp(self._next())
+        return self._start(op, PostPieces.of(op.number, peer, pieces))
+
+    def probe(self, peer: int) -> RemoteOp:
+        op = RemoteOp(self._next())
+        return self._start(op, Probe(op.number, peer))
+
+    def trial(self, peer: int) -> None:
+        """Not of another process: its bytes cannot be told from those of others."""
+
+    def fence(self, peer: int) -> RemoteOp:
+        op = RemoteOp(self._next())
+        return self._start(op, Fence(op.number, peer))
+
+    def poll(self, op: RemoteOp) -> OpState:
+        if op.state is OpState.PENDING:
+            self._exchange()
+        return op.state
+
+    def progress(self, *, eager: bool = False) -> None:
+        """Let the follower poll its engine for a while; by itself it does so now and then."""
+        self._exchange()
+        now_s = self._clock()
+        if eager and self.lost is None and now_s - self._poll_often_at_s >= POLL_OFTEN_EVERY_S:
+            self._poll_often_at_s = now_s
+            self._send(PollOften())
+
+    def close(self) -> None:
+        if self.lost is None:
+            self._unsent.append(encode(Close()))
+            self._frames.socket.settimeout(CLOSE_S)
+            try:
+                while self._unsent:
+                    self._frames.send(self._unsent.popleft(), wait=True)
+            except OSError as error:
+                log.warning("%s: its transfer engine was not closed: %s", self._name, error)
+        self.lost = self.lost or f"{self._name}: its transfer engine is closed"
+        self._frames.socket.close()
+
+    # ---- inside
+
+    def _next(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
+    def _start(self, op: RemoteOp, frame: ToFollower) -> RemoteOp:
+        self._send(frame)
+        self._pending[op.number] = op
+        return op
+
+    def _send(self, frame: ToFollower) -> None:
+        """Queue it. Raises `EngineError` if the follower is gone, or can never take it."""
+        self._flush()
+        if self.lost is not None:
+            raise EngineError(self.lost)
+        data = encode(frame)
+        if len(data) > self._frames.longest_bytes:
+            raise EngineError(
+                f"{self._name}: a frame of {len(data)} bytes is longer than its socket takes ({self._frames.longest_bytes}); "
+                "raise net.core.wmem_max"
+            )
+        self._unsent.append(data)
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent and self._frames.send(self._unsent[0], wait=False):
+                self._unsent.popleft()
+        except OSError as error:
+            self._lose(str(error))
+
+    def _exchange(self) -> None:
+        """Send what waits; read which operations have ended."""
+        if self.lost is not None:
+            return
+        self._flush()
+        if self.lost is not None:
+            return
+        frames = self._frames.receive()
+        for frame in frames or ():
+            if isinstance(frame, Ended):
+                self._end(frame)
+        if frames is None:
+            self._lose("its process, or its thread, has ended")
+
+    def _end(self, ended: Ended) -> None:
+        for numbers, state in ((ended.done, OpState.DONE), (ended.failed, OpState.FAILED)):
+            for number in numbers:
+                self._pending.pop(number).state = state
+        if ended.error:
+            log.warning("%s: a write failed: %s", self._name, ended.error)
+
+    def _lose(self, why: str) -> None:
+        self.lost = f"{self._name}: its transfer engine is lost: {why}"
+        log.error("%s", self.lost)
+        self._unsent.clear()
+        for op in self._pending.values():
+            op.state = OpState.FAILED
+        self._pending.clear()
