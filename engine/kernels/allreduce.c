@@ -1,9 +1,9 @@
-/* Sums and gathers of ranks of one machine, over memory that they share. Knows words, windows and counts; who the ranks are
- * and where the memory is from, it does not.
+/* Sums and gathers of ranks of one machine, over memory that they share. Knows words, windows and counts, and nothing
+ * of processes.
  *
  * Each rank has a line: how many windows it has written, and how many numbers those of the call hold. To add, each rank writes
  * its window, counts it, waits until all have counted theirs, and adds all windows itself: (0+1)+(2+3), the same tree on every
- * rank. Windows alternate between two buffers: whoever writes window i + 2 has seen that all wrote i + 1, so all have read i.
+ * rank. Windows alternate between two buffers: a rank that writes window i + 2 has seen that all wrote i + 1, so all have read i.
  */
 #include <sched.h>
 #include <time.h>
@@ -16,7 +16,7 @@
 #define OUT_OF_STEP 3
 
 #define SPINS 40                 /* about a microsecond, what sched_yield costs, too: a longer spin only keeps a late rank off this core */
-#define YIELD_NS 500000          /* whoever needs this core has it; then it is a long wait, which costs no core */
+#define YIELD_NS 500000          /* others that need this core have it; then it is a long wait, which costs no core */
 #define SHORTEST_SLEEP_NS 20000
 #define LONGEST_SLEEP_NS 4000000 /* and so the longest time until an abort is seen */
 #define SLEEP_SHARE 16           /* a sleep is at most this part of the wait so far */

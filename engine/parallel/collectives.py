@@ -44,6 +44,11 @@ def tree_sum(partials: list[Tensor]) -> Tensor:
     return partials[0]
 
 
+def columns_of(rank: int, size: int, total: int) -> range:
+    """Where collectives need to know the other ranks' columns: those of layout.py's share of a vocabulary."""
+    return range(total * rank // size, total * (rank + 1) // size)
+
+
 class SharedMemoryCollectives:
     """Ranks of one machine on CPUs, over `region`: by allreduce.c, or without a compiler by torch, over the same words and with the
     same bits, so that ranks of both kinds may meet. One thread per rank calls it."""

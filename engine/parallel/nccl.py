@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.parallel.collectives import tree_sum
+from engine.parallel.collectives import columns_of, tree_sum
 
 SMALL_NUMBERS = 1 << 18  # 1 MiB of float32
 JOIN_S = 300.0
@@ -46,8 +46,8 @@ class SymmetricMemory:
 
 
 class NcclCollectives:
-    """`Collectives` over a process group of torch. A stuck call does not look at an abort word: whoever ends the group kills its
-    processes."""
+    """`Collectives` over a process group of torch. A stuck call does not look at an abort word: the leader ends it by killing
+    the ranks."""
 
     def __init__(self, group: dist.ProcessGroup, *, memory: PeerMemory | None) -> None:
         self.rank, self.size = group.rank(), group.size()
@@ -81,8 +81,8 @@ class NcclCollectives:
         return (self._sum_small(flat, dtype) if small else self._sum_slices(flat, dtype)).view(partial.shape)
 
     def gather_columns(self, part: Tensor, *, columns: range, total: int) -> Tensor | None:
-        """The ranks' columns divide `total` as engine/parallel/layout.py divides a vocabulary."""
-        mine = _columns(self.rank, self.size, total)
+        """The ranks' columns are those of `columns_of`."""
+        mine = columns_of(self.rank, self.size, total)
         assert columns == mine, (columns, mine)
         widest = -(-total // self.size)
         padded = torch.nn.functional.pad(part, (0, widest - part.shape[1]))
@@ -92,7 +92,7 @@ class NcclCollectives:
         self._group.gather([parts] if parts else [], [padded], options).wait()
         if self.rank:
             return None
-        return torch.cat([x[:, : len(_columns(r, self.size, total))] for r, x in enumerate(parts)], 1)
+        return torch.cat([x[:, : len(columns_of(r, self.size, total))] for r, x in enumerate(parts)], 1)
 
     def close(self) -> None:
         if dist.is_initialized() and self._group is dist.group.WORLD:
@@ -115,7 +115,3 @@ class NcclCollectives:
         whole = mine.new_empty(self.size * slice_len)
         self._group._allgather_base(whole, mine).wait()
         return whole[: len(flat)]
-
-
-def _columns(rank: int, size: int, total: int) -> range:
-    return range(total * rank // size, total * (rank + 1) // size)

@@ -15,7 +15,7 @@ MOST_RANKS = 64  # of allreduce.c
 
 @dataclass(frozen=True, kw_only=True)
 class RegionPlan:
-    """What the ranks of one group need to exchange. Whoever opens the region has an equal plan."""
+    """What the ranks of one group need to exchange. All its processes have an equal plan."""
 
     ranks: int  # of a stage (tp_size)
     stages: int = 1  # pp_size

@@ -1,0 +1,147 @@
+"""Two machines: two regions whose ranks meet over loopback. The bits are those of one machine."""
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels.failures import RanksEnded
+from engine.parallel import meeting
+from engine.parallel.collectives import columns_of
+from engine.parallel.meeting import MeetingError, dial, listen
+from engine.parallel.network import NetworkCollectives
+from engine.parallel.rank_connection import RankConnection
+from engine.parallel.region import SharedRegion
+from engine.parallel.region_plan import RegionPlan
+from tests.parallel.ranks_in_threads import opened, together
+from tests.parallel.test_sums import one_by_one, partials_of
+
+T = TypeVar("T")
+SECRET = b"a secret of the cluster"
+
+
+def meet(group: str) -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        listening = pool.submit(listen, server, secret=SECRET, group=group, within_s=60)
+        there = dial("127.0.0.1", server.getsockname()[1], secret=SECRET, group=group, within_s=60)
+        return listening.result(), there
+
+
+@contextlib.contextmanager
+def two_machines(here: int, plan: RegionPlan) -> Iterator[tuple[list[NetworkCollectives], list[SharedRegion]]]:
+    """Ranks in order, and the regions of the two machines."""
+    with opened(plan, here) as near, opened(plan, here) as far, contextlib.ExitStack() as stack:
+        ranks: list[list[NetworkCollectives]] = [[], []]
+        for i in range(here):
+            for machine, connection in enumerate(meet(f"rank {i} of {here}")):
+                region = (near, far)[machine][i]
+                other = RankConnection(connection, region)
+                ranks[machine].append(NetworkCollectives(region, local_rank=i, machine=machine, other=other))
+                stack.callback(other.close)
+        yield ranks[0] + ranks[1], [near[0], far[0]]
+
+
+def run(ranks: list[NetworkCollectives], work: Callable[[NetworkCollectives], T], region: SharedRegion) -> list[T]:
+    return together([partial(work, rank) for rank in ranks], region=region)
+
+
+@pytest.mark.parametrize("here", [1, 2])
+def test_bits_are_those_of_one_machine(here: int) -> None:
+    """Of tensors smaller than the ranks are many, and of some that no socket takes at once."""
+    sizes = [(1, 1), (3, 40), (0, 8), (300, 5000)]
+    steps = [partials_of(2 * here, *size) for size in sizes]
+    steps.append([torch.full((2, 9), -0.0)] * (2 * here))
+
+    def work(rank: NetworkCollectives) -> list[Tensor]:
+        return [rank.sum(partials[rank.rank], dtype=torch.bfloat16) for partials in steps]
+
+    with two_machines(here, RegionPlan(ranks=here)) as (ranks, regions):
+        assert [rank.rank for rank in ranks] == list(range(2 * here))
+        for seen in run(ranks, work, regions[0]):
+            for partials, total in zip(steps, seen, strict=True):
+                expected = one_by_one(partials, torch.bfloat16)
+                assert torch.equal(total.view(torch.int16), expected.view(torch.int16))
+
+
+def test_logits_of_both_machines_are_gathered() -> None:
+    steps = [torch.randn(rows, 22) for rows in (2, 3, 1)]
+
+    def work(rank: NetworkCollectives) -> list[Tensor]:
+        seen = []
+        for whole in steps:
+            mine = columns_of(rank.rank, rank.size, 22)
+            got = rank.gather_columns(whole[:, mine.start : mine.stop].contiguous(), columns=mine, total=22)
+            seen += [] if got is None else [got.clone()]
+        return seen
+
+    with two_machines(2, RegionPlan(ranks=2, logits_rows=3, vocab=22)) as (ranks, regions):
+        leader, *others = run(ranks, work, regions[0])
+    assert all(torch.equal(got, whole) for got, whole in zip(leader, steps, strict=True))
+    assert others == [[], [], []]
+
+
+def test_a_machine_that_goes_ends_the_ranks_of_the_other() -> None:
+    """Rank 3 closes; rank 1, which exchanges with it, ends the wait of rank 0, too."""
+    with two_machines(2, RegionPlan(ranks=2)) as (ranks, regions):
+
+        def work(rank: NetworkCollectives) -> None:
+            if rank.rank == 3:
+                rank.close()
+                return
+            with pytest.raises(RanksEnded):
+                rank.sum(torch.zeros(2, 2), dtype=torch.float32)
+            regions[1].abort()  # as machine 1's leader does, whose rank 3 has ended
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, ranks))
+        assert regions[0].aborted
+
+
+def test_machines_that_exchange_different_sizes_are_out_of_step() -> None:
+    with two_machines(1, RegionPlan(ranks=1)) as (ranks, regions):
+
+        def work(rank: NetworkCollectives) -> None:
+            rank.sum(torch.zeros(2 + rank.rank, 16), dtype=torch.float32)
+
+        with pytest.raises(RuntimeError, match="ranks are out of step"):
+            run(ranks, work, regions[0])
+
+
+@pytest.mark.parametrize(("secret", "group"), [(b"another secret", "g"), (SECRET, "another group")])
+def test_strangers_are_refused_and_the_one_that_is_meant_comes_in(secret: bytes, group: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        port = server.getsockname()[1]
+        listening = pool.submit(listen, server, secret=SECRET, group="g", within_s=60)
+        with pytest.raises(MeetingError, match=f"no rank of {group} answered at 127.0.0.1:{port} within"):
+            dial("127.0.0.1", port, secret=secret, group=group, within_s=0.2)
+        with socket.create_connection(("127.0.0.1", port)) as junk:
+            junk.sendall(b"GET / HTTP/1.1\r\n\r\n" * 4)
+            junk.shutdown(socket.SHUT_WR)
+        with dial("127.0.0.1", port, secret=SECRET, group="g", within_s=60), listening.result():
+            pass
+
+
+def test_a_stranger_that_says_nothing_does_not_keep_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "PROOF_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        port = server.getsockname()[1]
+        listening = pool.submit(listen, server, secret=SECRET, group="g", within_s=60)
+        with (
+            socket.create_connection(("127.0.0.1", port)),
+            dial("127.0.0.1", port, secret=SECRET, group="g", within_s=60),
+            listening.result(),
+        ):
+            pass
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        name = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(MeetingError, match=f"no rank of g came to {name} within 0 s"):
+            listen(server, secret=SECRET, group="g", within_s=0.05)
