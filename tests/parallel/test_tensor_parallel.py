@@ -16,9 +16,8 @@ from tests.parallel.rank_steps import RankSteps, answers, by_ranks
 from tools.recall import vocab
 from tools.recall.oracle import continuation
 
-needs_kernels = pytest.mark.skipif(
-    linear_kernel() is None or tape_library() is None, reason="this CPU has no bf16 kernels"
-)
+HAS_KERNELS = linear_kernel() is not None and tape_library() is not None
+needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="this CPU has no bf16 kernels")
 
 PROMPTS = {0: list(range(20, 100)), 1: [100, 30, 30, 7], 2: [200]}
 SCRIPT: list[dict[int, list[int]]] = [
@@ -64,7 +63,7 @@ def logits_of(ranks: Sequence[Answers]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_ranks_compute_what_one_rank_does(paths: dict[str, str], name: str, dtype: str) -> None:
     alone = logits_of(answers(paths[name], 1, SCRIPT, dtype=dtype))
     exact = alone if dtype == "float32" else logits_of(answers(paths[name], 1, SCRIPT, dtype="float32"))
@@ -104,23 +103,31 @@ def test_a_row_does_not_depend_on_its_batch(paths: dict[str, str]) -> None:
             assert whole is not None and own is not None and torch.equal(whole[row], own[-1]), (slot, step)
 
 
-@needs_kernels
-def test_decode_steps_of_ranks_are_played_from_tapes(paths: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    plays, play = list[Tape](), Tape.play
+@pytest.fixture
+def plays(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
+    """The tapes that were played."""
+    played, play = list[Tape](), Tape.play
 
     def noted(tape: Tape) -> None:
-        plays.append(tape)
+        played.append(tape)
         play(tape)
 
     monkeypatch.setattr(Tape, "play", noted)
-    for name in MODELS:
-        plays.clear()
-        expected = answers(paths[name], 2, SCRIPT)
-        assert not plays
-        taped = answers(paths[name], 2, SCRIPT, tapes=True)
-        assert len(plays) == 2 * 3, "of four decode steps on two ranks the first records"
-        for (hidden, _), (theirs, _) in zip(taped[0] + taped[1], expected[0] + expected[1], strict=True):
-            assert torch.equal(hidden, theirs)
+    return played
+
+
+PLAYS = 3  # of four decode steps the first records
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", MODELS)
+def test_decode_steps_of_ranks_are_played_from_tapes(paths: dict[str, str], name: str, plays: list[Tape]) -> None:
+    expected = answers(paths[name], 2, SCRIPT)
+    assert not plays
+    taped = answers(paths[name], 2, SCRIPT, tapes=True)
+    assert len(plays) == 2 * PLAYS
+    for (hidden, _), (theirs, _) in zip(taped[0] + taped[1], expected[0] + expected[1], strict=True):
+        assert torch.equal(hidden, theirs)
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])
@@ -151,7 +158,9 @@ STAGES = [(2, 1), (3, 1), (2, 2)]
 
 @pytest.mark.parametrize(("pp_size", "tp_size"), STAGES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_stages_compute_what_one_stage_does_to_the_bit(tmp_path: Path, pp_size: int, tp_size: int, dtype: str) -> None:
+def test_stages_compute_what_one_stage_does_to_the_bit(
+    tmp_path: Path, pp_size: int, tp_size: int, dtype: str, plays: list[Tape]
+) -> None:
     path = make_tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=True, **SIZES)
     expected = by_ranks(path, tp_size, lambda steps: [steps.step(new) for new in SCRIPT], dtype=dtype)
     logits = by_ranks(path, tp_size, lambda steps: steps.logits(steps.step(SCRIPT[0])), dtype=dtype)[0]
@@ -160,6 +169,7 @@ def test_stages_compute_what_one_stage_does_to_the_bit(tmp_path: Path, pp_size: 
         run = partial(run_stage, received=received, is_last=stage == pp_size - 1)
         ranks = by_ranks(path, tp_size, run, dtype=dtype, tapes=True, pp_rank=stage, pp_size=pp_size)
         received = [hidden for hidden, _ in ranks]
+    assert not HAS_KERNELS or dtype != "bfloat16" or len(plays) == pp_size * tp_size * PLAYS
     assert logits is not None and ranks[0][1] is not None and torch.equal(logits, ranks[0][1])
     for hidden, theirs in zip(received, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(hidden, theirs, strict=True))
