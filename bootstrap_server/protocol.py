@@ -9,8 +9,8 @@
     any error: 4xx or 503 with ErrorReply
     With a cluster secret all but /health is signed, both ways (service/security/signing.py).
 
-A request names the bootstrap server. The one inside a prefill worker leads every room to that worker, and decode caches the
-answer. A server on its own is *shared*: the worker that gets a request registers its room (batched, remembered for
+A request names the bootstrap server. The one inside a prefill worker leads every room to that worker: to its DP rank `room mod
+dp_size`. Decode caches the answer of each rank. A server on its own is *shared*: the worker that gets a request registers its room (batched, remembered for
 `room_ttl_s`), and decode retries a 404 until its handshake times out. After a restart its replies have a new `server` id, and
 workers register their latest rooms again. SGLang has the same for data-parallel ranks (`/register_dp_rank`).
 """
@@ -22,6 +22,7 @@ import msgspec
 MAX_BODY_BYTES = 1 << 20
 MAX_ROOMS_A_BATCH = 4096
 MAX_BUT = 64  # incarnations in one look-up
+MAX_RANKS = 64  # of a worker
 
 Room = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -29,7 +30,9 @@ Text = Annotated[str, msgspec.Meta(max_length=2048)]
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One start of a prefill worker. `control_host:control_port`: its control plane. `url`: its HTTP address, if any."""
+    """One start of a prefill worker, or of one of its `dp_size` ranks. `control_host:control_port`: its control plane. `url`:
+    its HTTP address, if any.
+    """
 
     incarnation: Name
     control_host: Name
@@ -40,6 +43,12 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Name
     url: Text = ""
     role: str = "prefill"
+    dp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
+    dp_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    def __post_init__(self) -> None:
+        if self.dp_rank >= self.dp_size:
+            raise ValueError(f"dp_rank: must be below dp_size {self.dp_size}, got {self.dp_rank}")
 
     @property
     def control(self) -> str:

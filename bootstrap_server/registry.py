@@ -1,6 +1,7 @@
 """Registered workers by incarnation, and the owner of each room. Pure.
 
-A new start at the same control address or URL replaces the old one; without sharing, every registration replaces all others.
+A new start at the same control address or URL replaces the old one; without sharing, every registration replaces all but the
+other DP ranks of its worker.
 """
 
 from bisect import bisect_left, insort
@@ -35,7 +36,11 @@ class Registry:
 
     def _replaced_by(self, worker: Registration) -> set[str]:
         if not self.shared:
-            return set(self._workers)
+            return {
+                name
+                for name, (other, _) in self._workers.items()
+                if other.dp_size != worker.dp_size or other.dp_rank == worker.dp_rank
+            }
         there = {self._at[place] for place in _places(worker) if place in self._at}
         return there | ({worker.incarnation} & self._workers.keys())
 
@@ -63,7 +68,7 @@ class Registry:
         if not self._workers:
             raise ApiError(404, "no prefill worker is registered here")
         if not self.shared:
-            return RouteReply(next(iter(self._workers.values()))[0], False)
+            return RouteReply(self._rank_of(room), False)
         owner = self._rooms.get(room)
         if owner is None:
             raise ApiError(404, f"room: no prefill worker has registered {room}", field="room")
@@ -72,8 +77,20 @@ class Registry:
             raise ApiError(404, f"room: the prefill worker that owned {room} is gone", field="room")
         return RouteReply(entry[0], True)
 
+    def _rank_of(self, room: int) -> Registration:
+        workers = [worker for worker, _ in self._workers.values()]
+        for worker in workers:
+            if worker.dp_rank == room % worker.dp_size:
+                return worker
+        size = workers[0].dp_size
+        raise ApiError(404, f"DP rank {room % size} of {size} of this prefill worker is not registered")
+
     def look_up_any(self, room: int, *, but: Collection[str]) -> RouteReply:
         """Return the worker of `room`, else another one, spread by room; none of the incarnations in `but`."""
+        if not self.shared:
+            for worker, _ in self._workers.values():
+                if worker.dp_rank == room % worker.dp_size and worker.incarnation not in but:
+                    return RouteReply(worker, False)
         owner = self._rooms.get(room)
         if owner is not None and owner[0] in self._workers and owner[0] not in but:
             return RouteReply(self._workers[owner[0]][0], self.shared)

@@ -48,7 +48,14 @@ def _prefill(
         parts.device.layers.watch(kv_args.marks(), manager.wake_sender)
     manager.start()
     assert spec.bootstrap is not None, "the worker names a bootstrap server"
-    registrar = registrar_of(manager, kv_args, server=spec.bootstrap, secret=config.secret)
+    registrar = registrar_of(
+        manager,
+        kv_args,
+        server=spec.bootstrap,
+        secret=config.secret,
+        dp_size=spec.engine.dp_size,
+        dp_rank=spec.dp_rank,
+    )
     registrar.start()
     return PrefillRole(
         scheduler=parts.scheduler,

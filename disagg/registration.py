@@ -15,7 +15,9 @@ GAP_S = 2.0  # rooms look up again every 0.5 s: such a gap ends an outage
 MAX_SERVERS = 4096
 
 
-def registrar_of(manager: PrefillManager, kv_args: KVArgs, *, server: str, secret: bytes | None) -> Registrar:
+def registrar_of(
+    manager: PrefillManager, kv_args: KVArgs, *, server: str, secret: bytes | None, dp_size: int = 1, dp_rank: int = 0
+) -> Registrar:
     """Return what keeps `manager` registered at the bootstrap server "host:port"."""
     host, _, port = manager.control_address.rpartition(":")
     worker = Registration(
@@ -26,6 +28,8 @@ def registrar_of(manager: PrefillManager, kv_args: KVArgs, *, server: str, secre
         page_size=kv_args.page_size,
         signature=kv_args.signature,
         dtype=kv_args.dtype,
+        dp_size=dp_size,
+        dp_rank=dp_rank,
     )
     return Registrar(server, worker, secret=secret)
 
@@ -73,7 +77,14 @@ class RouteFinder:
             raise self._failure(bootstrap, error) from error
         with self._lock:
             self._outages.answered(bootstrap)
-        return Route(control=reply.worker.control, incarnation=reply.worker.incarnation, shared=reply.shared)
+        worker = reply.worker
+        return Route(
+            control=worker.control,
+            incarnation=worker.incarnation,
+            shared=reply.shared,
+            dp_size=worker.dp_size,
+            dp_rank=worker.dp_rank,
+        )
 
     def _failure(self, bootstrap: str, error: BootstrapError) -> LookupFailed:
         with self._lock:

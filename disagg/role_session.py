@@ -16,7 +16,7 @@ from disagg.config import DisaggConfig, OtherFrontendSpec, SchedulerSpec, read_s
 from disagg.exposure import check_events_exposure, check_exposure, make_allowlist
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist
-from engine.frontend.client.dp_policy import rule_of
+from engine.frontend.client.dp_policy import Rule, rule_of
 from engine.frontend.role_switch import RoleSwitchState
 from engine.gpus import VISIBLE, installed_gpus, visible_gpus
 from engine.ipc import IpcPaths
@@ -211,6 +211,12 @@ def _control_host(server: ServerConfig, disagg: DisaggConfig) -> str:
     return host
 
 
+def _registers_rooms(plan: SessionPlan) -> bool:
+    """Whether a room may be at any DP rank; else its number names the rank, and decode needs no look-up for each."""
+    rule = rule_of(plan.server.load_balance_method, mode=plan.role)
+    return plan.engine.dp_size > 1 and rule is not Rule.ROOM
+
+
 def _embedded_bootstrap_server(plan: SessionPlan) -> BootstrapServer | None:
     if not plan.has_bootstrap_server:
         return None
@@ -221,7 +227,7 @@ def _embedded_bootstrap_server(plan: SessionPlan) -> BootstrapServer | None:
     )
     return BootstrapServer(
         config,
-        shared=plan.engine.dp_size > 1,
+        shared=_registers_rooms(plan),
         secret=read_secret(plan.disagg.cluster_secret_file),
         port_flag=BOOTSTRAP_PORT_FLAG,
     )

@@ -276,11 +276,19 @@ ABORTED_BY_DECODE = "aborted by decode"  # prefix of a sender's failure that is 
 
 @dataclass(frozen=True)
 class Route:
-    """Answer to a bootstrap look-up. `control`: "host:port" of prefill's control plane. `shared`: valid for this room only."""
+    """Answer to a bootstrap look-up. `control`: "host:port" of prefill's control plane. `shared`: valid for this room only; else for
+    all rooms of its DP rank, which are `dp_rank` mod `dp_size`.
+    """
 
     control: str
     incarnation: str
     shared: bool = False
+    dp_size: int = 1
+    dp_rank: int = 0
+
+    def has(self, number: int) -> bool:
+        """Whether the room of this bootstrap_room is the rank's."""
+        return number % self.dp_size == self.dp_rank
 
 
 class LookupFailed(Exception):

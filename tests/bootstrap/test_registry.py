@@ -68,6 +68,29 @@ def test_any_worker_but_those_that_are_gone() -> None:
     assert embedded.look_up_any(5, but=("y",)).worker.incarnation == "x"
 
 
+def test_a_room_of_one_worker_is_at_the_rank_that_its_number_names() -> None:
+    """Without sharing, and before all ranks have registered; the ranks of an earlier start are replaced."""
+    registry = Registry(CONFIG, shared=False)
+    registry.register(worker("old"), 0.0)
+    second = worker("b", port=1, dp_size=2, dp_rank=1)
+    registry.register(second, 1.0)
+    with pytest.raises(ApiError, match="DP rank 0 of 2 of this prefill worker is not registered") as caught:
+        registry.look_up(4)
+    assert caught.value.field is None, "the server knows rooms by their numbers, not one by one"
+    registry.register(worker("a", port=2, dp_size=2, dp_rank=0), 1.0)
+    registry.register(second, 2.0)  # renewed
+    registry.check()
+    found = [registry.look_up(room) for room in (4, 5, 6)]
+    assert [(r.worker.incarnation, r.shared) for r in found] == [("a", False), ("b", False), ("a", False)]
+    chosen = [registry.look_up_any(5, but=but).worker.incarnation for but in ((), ("b",), ("a",))]
+    assert chosen == ["b", "a", "b"]
+
+
+def test_a_rank_is_one_of_its_worker() -> None:
+    with pytest.raises(ValueError, match="dp_rank: must be below dp_size 2, got 2"):
+        worker("a", dp_size=2, dp_rank=2)
+
+
 def test_leases_and_rooms_expire() -> None:
     registry = Registry(CONFIG, shared=True)
     registry.register(worker("a", port=1), 0.0)

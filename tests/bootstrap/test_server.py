@@ -227,6 +227,8 @@ BAD_CALLS: list[tuple[str, str, Any, int, str]] = [
             "control_port": (0, "1", 70000),
             "page_size": (0,),
             "role": ("decode",),
+            "dp_rank": (-1, 1),
+            "dp_size": (0, 65),
             "surprise": (1,),
         }.items()
         for value in values

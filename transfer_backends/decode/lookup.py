@@ -1,7 +1,7 @@
 """Finding the prefill worker of a room: look-ups, the routes they found, and the search again after a failure. Pure.
 
-A bootstrap server that knows one prefill worker is looked up once; its route serves all rooms. A *shared* server knows several:
-each room has a look-up of its own.
+A bootstrap server that knows one prefill worker is looked up once for each of its DP ranks; a rank's route serves all of its rooms.
+A *shared* server knows several workers: each room has a look-up of its own.
 """
 
 from dataclasses import dataclass
@@ -47,17 +47,17 @@ class PrefillFinder:
         self._connections = connections
         self._proofs = proofs
         self._line = line
-        self._routes: dict[str, Route] = {}  # of bootstrap servers that know one prefill worker
+        self._routes: dict[str, dict[int, Route]] = {}  # by rank, of bootstrap servers that know one prefill worker
         self._shared: dict[str, None] = {}  # bootstrap servers that know several
 
     def seek(self, room: DecodeRoom, now_s: float) -> None:
         """Find the prefill worker: by a known route, a look-up under way at the same server, or a new one."""
         room.retry.at_s = None
-        route = self._routes.get(room.bootstrap)
+        route = self._known(room)
         if route is not None:
             self._attach(room, route, now_s)
             return
-        under_way = any(other.looking for other in self._seekers(room.bootstrap, None))
+        under_way = any(other.looking and self._same_rank(other, room) for other in self._seekers(room.bootstrap, None))
         room.looking = True
         if not under_way or room.bootstrap in self._shared:
             self._look_up(room)
@@ -79,8 +79,11 @@ class PrefillFinder:
         self._rooms.forget_if_closed(room)
 
     def drop_routes(self, incarnation: str) -> None:
-        for bootstrap in [b for b, route in self._routes.items() if route.incarnation == incarnation]:
-            del self._routes[bootstrap]
+        for bootstrap, routes in list(self._routes.items()):
+            for rank in [rank for rank, route in routes.items() if route.incarnation == incarnation]:
+                del routes[rank]
+            if not routes:
+                del self._routes[bootstrap]
 
     # ---- results; each look-up has one
 
@@ -113,16 +116,41 @@ class PrefillFinder:
                 self._look_up(room)
                 return
 
+    def _known(self, room: DecodeRoom) -> Route | None:
+        routes = self._routes.get(room.bootstrap, {}).values()
+        return next((route for route in routes if route.has(room.key[0])), None)
+
+    def _same_rank(self, one: DecodeRoom, other: DecodeRoom) -> bool:
+        """Whether one look-up serves both; also while nothing is known of the server."""
+        dp_size = next((route.dp_size for route in self._routes.get(one.bootstrap, {}).values()), 1)
+        return one.key[0] % dp_size == other.key[0] % dp_size
+
     def _use_route(self, bootstrap: str, number: int, route: Route, now_s: float) -> None:
         if not route.shared:
             self._shared.pop(bootstrap, None)
-            _remember(self._routes, bootstrap, route)
+            known = self._routes.get(bootstrap, {})
+            kept = {rank: other for rank, other in known.items() if other.dp_size == route.dp_size}
+            _remember(self._routes, bootstrap, {**kept, route.dp_rank: route})
+            others = []
             for room in self._seekers(bootstrap, None):
-                self._attach(room, route, now_s)
+                if route.has(room.key[0]) or room.key[0] == number:
+                    self._attach(room, route, now_s)
+                else:
+                    others.append(room)
+            if not kept:  # the ranks were not known: these rooms waited for this look-up
+                self._seek_other_ranks(others, now_s)
             return
         for room in self._seekers(bootstrap, number):
             self._attach(room, route, now_s)
         self._on_shared(bootstrap, number, now_s)
+
+    def _seek_other_ranks(self, rooms: list[DecodeRoom], now_s: float) -> None:
+        """One look-up for each rank."""
+        waiting = [room for room in rooms if room.looking]
+        for room in waiting:
+            room.looking = False
+        for room in waiting:
+            self.seek(room, now_s)
 
     def _on_shared(self, bootstrap: str, number: int, now_s: float) -> None:
         """A server that knows rooms one by one is shared: those that waited for the look-up of `number` need their own."""
