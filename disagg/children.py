@@ -35,7 +35,7 @@ class Children:
         takes_hangup: bool = False,
         shares_cores: bool = False,
         gpu: str | None = None,
-    ) -> None:
+    ) -> "subprocess.Popen[bytes]":
         """Run `python -m module args`. OpenMP must know its threads before torch is imported (docs/tuning.md, "CPU workers").
 
         `shares_cores`: with other children, which compute at the same time. `gpu`: the one that it sees; None: what this process
@@ -50,9 +50,10 @@ class Children:
         if takes_hangup:
             self._hangup_takers.append(name)
             prepare = _ignoring_hangup(prepare)
-        self._processes[name] = subprocess.Popen(
+        process = self._processes[name] = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, preexec_fn=prepare, pass_fds=descriptors
         )
+        return process
 
     def hang_up(self) -> None:
         for name in self._hangup_takers:

@@ -1,7 +1,8 @@
 """Builds a worker's role from metadata buffers, transfer engine and manager."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from disagg.config import SchedulerSpec, read_secret
 from disagg.decode_role import DecodeRole
@@ -11,16 +12,22 @@ from disagg.page_sender import PageSender
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
 from disagg.registration import RouteFinder, registrar_of
+from disagg.transfer_engine import engine_of, memory_of
 from engine.build import EngineParts
 from engine.kernels.page_sums import page_sums_for
+from engine.kv.kv_pool import PAGE_ALIGN_BYTES
 from engine.kv.page_checksum import NAME as CHECKSUM_NAME
 from engine.kv.page_checksum import PageChecksum
 from engine.loop.role import EngineRole, UnifiedRole
-from transfer_backends.contract import KVArgs, LayerGroup, Region, TransferConfig
+from engine.ranks.group import Group, GroupChecksum
+from engine.ranks.links import ranks_that_hold_all
+from transfer_backends.contract import KVArgs, LayerGroup, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
-from transfer_backends.engines.registry import make_engine
+from transfer_backends.liveness import ProcessMark
 from transfer_backends.ports import Engine
 from transfer_backends.prefill.manager import PrefillManager
+from transfer_backends.ranks.engines import RankEngines
+from transfer_backends.ranks.remote import RemoteEngine
 
 LEAST_BYTES = 4 << 20  # that leave while the next chunk computes: fewer disturb it more than they hide
 
@@ -38,11 +45,17 @@ def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], N
 def _prefill(
     spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers, wakeup: Callable[[], None]
 ) -> PrefillRole:
-    engine = _engine(spec, parts)
-    groups = _layer_groups(spec, parts)
-    kv_args = replace(_kv_args(spec, parts, metadata), groups=groups)
+    transfers = _transfers(spec, parts, metadata)
+    groups = _layer_groups(spec, transfers.args)
+    kv_args = replace(transfers.args, groups=groups)
     config = _transfer_config(spec)
-    manager = PrefillManager(kv_args, engine, config, layers=StepClock(parts.device.layers) if groups else None)
+    manager = PrefillManager(
+        kv_args,
+        transfers.engine,
+        config,
+        layers=StepClock(parts.device.layers) if groups else None,
+        followers=transfers.followers,
+    )
     manager.set_wakeup(wakeup)
     if groups:
         parts.device.layers.watch(kv_args.marks(), manager.wake_sender)
@@ -63,7 +76,7 @@ def _prefill(
         pages=PageSender(
             metadata,
             page_size=parts.pool.page_size,
-            page_bytes=parts.pool.page_bytes,
+            page_bytes=sum(kv_args.layer_bytes) * kv_args.kv_units,
             checksum=_checksum(spec, parts, wakeup),
             layerwise=bool(groups),
             least_bytes=LEAST_BYTES,
@@ -78,9 +91,10 @@ def _decode(
 ) -> DecodeRole:
     config = _transfer_config(spec)
     routes = RouteFinder(secret=config.secret, grace_s=spec.disagg.disaggregation_bootstrap_grace_s)
+    transfers = _transfers(spec, parts, metadata)
     manager = DecodeManager(
-        _kv_args(spec, parts, metadata),
-        _engine(spec, parts),
+        transfers.args,
+        transfers.engine,
         config,
         lookup=routes.find,
     )
@@ -96,8 +110,10 @@ def _decode(
     )
 
 
-def _layer_groups(spec: SchedulerSpec, parts: EngineParts) -> tuple[LayerGroup, ...]:
-    return groups_of(parts.pool.layer_ends(), mode=spec.disagg.disaggregation_layerwise_transfer)
+def _layer_groups(spec: SchedulerSpec, args: KVArgs) -> tuple[LayerGroup, ...]:
+    ends = list(accumulate(args.layer_bytes))
+    ends[-1] = -(-ends[-1] // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES  # padding leaves with the last layer
+    return groups_of(ends, mode=spec.disagg.disaggregation_layerwise_transfer)
 
 
 def _bounds(parts: EngineParts) -> Bounds:
@@ -108,41 +124,55 @@ def _bounds(parts: EngineParts) -> Bounds:
 def _checksum(spec: SchedulerSpec, parts: EngineParts, wakeup: Callable[[], None]) -> Checksum | None:
     if not spec.disagg.disaggregation_kv_checksum:
         return None
-    return PageChecksum(parts.pool, page_sums=page_sums_for(parts.pool.device), wakeup=wakeup)
+    own = PageChecksum(parts.pool, held=parts.held, page_sums=page_sums_for(parts.pool.device), wakeup=wakeup)
+    if parts.group is None:
+        return own
+    return GroupChecksum(own, parts.group.followers, ranks=ranks_that_hold_all(parts.config, parts.model))
 
 
-def _kv_args(spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers) -> KVArgs:
-    pool = parts.pool
-    region = Region(pool.base_ptr, (1 + pool.num_pages) * pool.units, pool.unit_bytes, _device(parts))
-    return KVArgs(
-        kv=region,
+@dataclass(frozen=True, slots=True)
+class _Transfers:
+    """What a manager needs: the engine of all ranks, their memory, and the followers' processes."""
+
+    engine: Engine
+    args: KVArgs
+    followers: tuple[ProcessMark, ...]
+
+
+def _transfers(spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers) -> _Transfers:
+    """Raises BackendUnavailable, and EngineError where a follower's engine does not start."""
+    own, remotes = engine_of(spec, parts.pool), _remotes(parts.group)
+    memory = memory_of(parts.pool, parts.held)
+    args = KVArgs(
+        kv=memory.kv,
         aux=metadata.region,
         signature=parts.model.signature(),
-        page_size=pool.page_size,
+        page_size=parts.pool.page_size,
         dtype=parts.config.dtype,
-        kv_units=pool.units,
-        layer_bytes=tuple(spec.bytes_per_token() * pool.page_size // pool.units for spec in pool.specs),
+        kv_units=parts.held.num_units,
+        layer_bytes=_layer_bytes(parts),
         kv_checksum=CHECKSUM_NAME if spec.disagg.disaggregation_kv_checksum else "off",
+        ranks=(memory, *(remote.memory for remote in remotes)),
     )
+    engine = RankEngines([own, *remotes]) if remotes else own
+    return _Transfers(engine, args, tuple(remote.mark for remote in remotes))
 
 
-def _device(parts: EngineParts) -> int | None:
-    device = parts.pool.device
-    return device.index or 0 if device.type == "cuda" else None
+def _remotes(group: Group | None) -> list[RemoteEngine]:
+    if group is None:
+        return []
+    return [
+        RemoteEngine(sock, name=f"rank {rank} of {group.links.num_ranks}", timeout_s=group.timeout_s)
+        for rank, sock in sorted(group.transfers.items())
+    ]
 
 
-def _engine(spec: SchedulerSpec, parts: EngineParts) -> Engine:
-    disagg = spec.disagg
-    return make_engine(
-        disagg.disaggregation_transfer_backend,
-        host=spec.control_host,
-        device=_device(parts),
-        mooncake_protocol=disagg.disaggregation_mooncake_protocol,
-        ib_device=disagg.disaggregation_ib_device,
-        fake_delay_s=disagg.fake_transfer_delay_s,
-        fake_failure_rate=disagg.fake_transfer_failure_rate,
-        seed=spec.engine.random_seed or 0,
-    )
+def _layer_bytes(parts: EngineParts) -> tuple[int, ...]:
+    """Of each layer of the model in a unit. All layers keep as much, so this rank's say it for all."""
+    pool = parts.pool
+    own = {spec.bytes_per_token() * pool.page_size // pool.units for spec in pool.specs}
+    assert len(own) == 1, own
+    return tuple(own) * parts.held.num_layers
 
 
 def _transfer_config(spec: SchedulerSpec) -> TransferConfig:

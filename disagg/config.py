@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.config import MAX_PORT, EngineConfig, ServerConfig
+from engine.parallel.region_plan import RegionPlan
 from service.flags import FlagSet, flag
 from service.security.secret import read_secret_file
 
@@ -122,6 +123,18 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
         """As logs and traces name it."""
         rank = f" dp{self.dp_rank}" if self.engine.dp_size > 1 else ""
         return f"{role_name(self.disagg)} scheduler{rank}"
+
+
+class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a leader sends a follower. `descriptors`: of the memory that the ranks share, of the channel to the leader, and
+    with a peer of the socket to its transfer engine.
+    """
+
+    scheduler: SchedulerSpec
+    rank: int
+    region: RegionPlan
+    descriptors: tuple[int, ...]
+    mooncake_protocol: str | None
 
 
 class OtherFrontendSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,9 +20,10 @@ from engine.frontend.client.dp_policy import Rule, rule_of
 from engine.frontend.role_switch import RoleSwitchState
 from engine.gpus import VISIBLE, installed_gpus, visible_gpus
 from engine.ipc import IpcPaths
-from engine.local_defaults import usable_cores
+from engine.local_defaults import shares_cores
 from engine.lora.names import named_paths
 from engine.model_files.model_config import load_model_config
+from engine.rank_rules import check_ranks
 from engine.text.tokenizer import load_tokenizer
 from service.flags import ConfigError
 from service.http.listening import ListeningPort, require_free
@@ -78,7 +79,7 @@ def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggCo
         )
     rule_of(server.load_balance_method, mode=disagg.disaggregation_mode)
     gpus_of_ranks(engine, _gpus() if engine.dp_size > 1 else ())
-    load_model_config(engine.model_path)
+    check_ranks(engine, load_model_config(engine.model_path))
     control_host = _control_host(server, disagg)
     check_exposure(server, disagg, control_host=control_host)
     check_events_exposure(server, engine, disagg)
@@ -176,7 +177,7 @@ def _start(session: RoleSession, *, num_frontends: int) -> None:
             "disagg.scheduler_process",
             ["--spec-json", msgspec.json.encode(spec).decode()],
             num_threads=threads,
-            shares_cores=engine.dp_size > 1 and engine.dp_size * threads > usable_cores(),
+            shares_cores=shares_cores(engine),
             gpu=gpu,
         )
 

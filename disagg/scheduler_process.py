@@ -42,10 +42,10 @@ from service.process.collector import no_collections, spare_what_lives
 from service.telemetry.logs import set_up_logging
 from transfer_backends.contract import BackendUnavailable, EngineError
 from transfer_backends.engines.mooncake import protocol_here
-from transfer_backends.engines.mooncake_protocols import NEEDS_FABRIC
 
 if TYPE_CHECKING:
     from engine.build import EngineParts, EngineUse
+    from engine.ranks.group import Group
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +63,22 @@ def run(spec: SchedulerSpec) -> None:
 
 def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
     with no_collections():
-        from disagg.compose import make_role  # torch comes in here, after the flags have been read
-        from engine.build import build_engine
+        from disagg.rank_group import started_group  # torch comes in here, after the flags have been read
 
     protocol = _check_transfers(spec)
-    started_s = time.monotonic()
     model = load_model_config(spec.engine.model_path)
+    with started_group(spec, model, mooncake_protocol=protocol) as group:
+        _serve(spec, turns, model, protocol, group)
+
+
+def _serve(
+    spec: SchedulerSpec, turns: TurnClock, model: ModelConfig, protocol: str | None, group: "Group | None"
+) -> None:
+    with no_collections():
+        from disagg.compose import make_role
+        from engine.build import build_engine
+
+    started_s = time.monotonic()
     tokenizer = load_tokenizer(spec.engine.model_path)
     ports = ZmqPorts(IpcPaths(spec.ipc_dir, spec.dp_rank), num_frontends=spec.num_frontends)
     parts = build_engine(
@@ -79,6 +89,7 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
         use=_engine_use(spec.disagg, protocol),
         wakeup=ports.call_attention,
         progress=spec.progress,
+        group=group,
     )
     if spec.engine.enable_hierarchical_cache and spec.disagg.disaggregation_mode == "decode":
         log.info("--enable-hierarchical-cache has no effect in the decode role: peers write pages outside stream order")
@@ -88,7 +99,7 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
     grammars = make_grammar_queue(parts.config, model, tokenizer, wakeup=ports.call_attention)
     loop = EngineLoop(
         scheduler=parts.scheduler,
-        executor=parts.device.executor,
+        executor=parts.executor,
         role=role,
         ports=ports,
         services=_services(spec, parts, adapters=adapters, grammars=grammars, publisher=publisher),
@@ -114,7 +125,7 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
         if publisher is not None:
             publisher.close()
         role.close()
-        parts.device.executor.close()
+        parts.executor.close()
         ports.close()
 
 
@@ -141,7 +152,7 @@ def _check_transfers(spec: SchedulerSpec) -> str | None:
 def _load_adapters(parts: "EngineParts", ports: ZmqPorts) -> AdapterControl:
     """Load the adapters that flags name. Raises ConfigError."""
     adapters = AdapterControl(
-        store=parts.device.adapters,
+        store=parts.adapters,
         max_loaded=parts.config.max_loaded_loras,
         forget_prefixes_of=parts.scheduler.memory.cache.forget,
         reply=ports.to_frontend,
@@ -161,11 +172,13 @@ def _services(
     publisher: ZmqPublisher | None,
 ) -> LoopServices:
     from engine.executor.profiler import TorchProfiler
+    from engine.ranks.group import GroupProfiler
 
     compiles = parts.compiles
+    profiler = TorchProfiler(parts.device.executor.call, name=_trace_name(spec))
     return LoopServices(
         weights=parts.weights,
-        profiler=TorchProfiler(parts.device.executor, name=_trace_name(spec)),
+        profiler=profiler if parts.group is None else GroupProfiler(profiler, parts.group.followers),
         grammars=grammars,
         adapters=adapters,
         disk=parts.disk,
@@ -200,6 +213,9 @@ def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s:
         "num_pages": allocator.num_pages,
         "page_bytes": parts.pool.page_bytes,
         "page_size": allocator.page_size,
+        "tp_size": config.tp_size,
+        "pp_size": config.pp_size,
+        "rank_pids": [] if parts.group is None else [pid for _, pid in sorted(parts.group.pids.items())],
         "device": config.device,
         "dtype": config.dtype,
         "stream": config.stream,
@@ -261,9 +277,8 @@ def make_grammar_queue(
 
 def _engine_use(disagg: DisaggConfig, protocol: str | None) -> "EngineUse":
     """`protocol`: Mooncake's, which may need memory of its own kind."""
-    from disagg.fabric_pool import fabric_bytes
+    from disagg.fabric_pool import kv_bytes_of
     from engine.build import EngineUse
-    from engine.kv.kv_pool import zeroed_bytes
 
     decode = disagg.disaggregation_mode == "decode"
     return EngineUse(
@@ -272,7 +287,7 @@ def _engine_use(disagg: DisaggConfig, protocol: str | None) -> "EngineUse":
         peers_write_pages=decode,
         retracted_kv=disagg.disaggregation_decode_retraction_backup if decode else "recompute",
         reserve_floor=disagg.num_reserved_decode_tokens,
-        allocate_kv=fabric_bytes if protocol == NEEDS_FABRIC else zeroed_bytes,
+        allocate_kv=kv_bytes_of(protocol),
     )
 
 

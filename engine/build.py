@@ -2,10 +2,11 @@
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -21,26 +22,36 @@ from engine.core.page_keys import KVIdentity
 from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
-from engine.device import Device, allocate_pool, build_device
+from engine.device import Device, build_device
 from engine.executor.compile_log import CompileLog
 from engine.executor.cuda_gauge import CudaGauge
+from engine.executor.executor import Executor
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.weights import WeightUpdater
 from engine.gpu_memory import GpuMemory, MemoryGauge, await_share
 from engine.graphs import MakeCapture
 from engine.hicache.build import HostTier, build_host_tier
 from engine.hicache.disk import Disk
+from engine.kv.held import HeldKV
 from engine.kv.host_memory import available_bytes
 from engine.kv.host_pool import HostPool
 from engine.kv.identity import fingerprint, kv_identity
-from engine.kv.kv_pool import AllocateBytes, KVPool, zeroed_bytes
+from engine.kv.kv_pool import AllocateBytes, CacheSpec, KVPool, zeroed_bytes
 from engine.kv.page_backup import PageBackup
 from engine.kv_events_config import parse_kv_events_config
 from engine.local_defaults import usable_cores
+from engine.lora.store import LoraStore
 from engine.measure import measure, warm
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
+from engine.parallel.layout import ALONE
+from engine.pool import allocate_pool, count_pages, held_by
+from engine.ranks.future_maps import LeaderFutureMap
+from engine.ranks.group import Group, GroupAdapters, GroupWeights
+from engine.ranks.leading_executor import LeadingExecutor
+from engine.ranks.messages import PoolSize
+from engine.ranks.stages import StageInput
 from engine.resolve import backup_pages, depth, limits, priorities, ratio_rule, resolve, step_budget
 from service.flags import ConfigError
 
@@ -68,14 +79,19 @@ class EngineUse:
 class EngineParts:
     """A ready engine. `config` is resolved. `disk`: None without files. `events`: of the prefix cache; None: they are not published.
 
-    `memory`: of the GPU, where --mem-fraction-static shares it out. `compiles`: of a GPU; its `serve` comes when the
-    worker is ready.
+    `executor`, `adapters`: of all ranks (`adapters` None: without --enable-lora); `device` is the leader's own rank.
+    `held`: what of the model's KV that has. `memory`: of the GPU, where --mem-fraction-static shares it
+    out. `compiles`: of a GPU; its `serve` comes when the worker is ready.
     """
 
     config: EngineConfig
     model: ModelConfig
     pool: KVPool
     device: Device
+    executor: Executor | LeadingExecutor
+    adapters: LoraStore | GroupAdapters | None
+    group: Group | None
+    held: HeldKV
     scheduler: Scheduler
     depth: int
     weights: WeightUpdater
@@ -97,9 +113,11 @@ def build_engine(
     capture: MakeCapture | None = None,
     gauge: MemoryGauge | None = None,
     load: Callable[..., DenseDecoder] = load_model,
+    group: Group | None = None,
 ) -> EngineParts:
     """Load the model and allocate its memory. Raises ConfigError.
 
+    `group`: of a leader, whose followers build their parts at the same time (engine/ranks/build.py).
     `num_token_ids`: ids that the tokenizer knows; a model may have meaningless rows beyond them. None: all have a meaning.
     `wakeup` is called in a thread when files of the hierarchical cache have been read or written.
     `capture`: records decode graphs in place of CUDA. `gauge`: measures memory in place of CUDA; on a CPU nothing does.
@@ -114,17 +132,36 @@ def build_engine(
     shares = gauge is not None and config.max_total_tokens is None
     if gauge is not None and shares:
         await_share(gauge, config.mem_fraction_static)
-    load_here = partial(load, dtype=config.dtype, device=config.device, context_length=config.context_length)
-    model, files = _load(config, model_config, load_here, fingerprinted=tiered, progress=progress)
+    load_here = partial(
+        load, dtype=config.dtype, device=config.device, context_length=config.context_length, **_share(config, group)
+    )
+    fingerprinted = tiered or group is not None
+    model, files = _load(config, model_config, load_here, fingerprinted=fingerprinted, progress=progress)
     measured = partial(
         measure, config, model_config, model, decodes=use.decodes, prefills=use.prefills, progress=progress
     )
     memory = measured(gauge) if gauge is not None and shares else None
-    pool = allocate_pool(config, model.cache_specs(), memory, allocate=use.allocate_kv)
-    identity = partial(kv_identity, pool, model_config, dtype=config.dtype)
+    place = group.links.place if group else ALONE
+    held = held_by(config, model_config, place)
+    units, specs = len(held.units), model.cache_specs()
+    pages = _count_pages(config, specs, memory, group, units=units, files=files)
+    pool = allocate_pool(config, specs, num_pages=pages, units=units, allocate=use.allocate_kv)
+    identity = partial(
+        kv_identity,
+        pool,
+        model_config,
+        dtype=config.dtype,
+        held=held,
+        tp_size=config.tp_size,
+        reduce_units=config.reduce_units,
+    )
     own_identity = identity(version=config.weight_version, fingerprint=files)
-    tier = build_host_tier(config, pool, own_identity, wakeup=wakeup) if tiered else None
-    backup = _page_backup(config, pool) if use.retracted_kv == "host" else None
+    sharers = group.links.num_ranks if group else 1
+    tier = build_host_tier(config, pool, own_identity, wakeup=wakeup, sharers=sharers) if tiered else None
+    backup = _page_backup(config, pool, group) if use.retracted_kv == "host" else None
+    if group is not None:
+        host_pages, backup_pages = tier.pool.num_pages if tier else 0, backup.host.num_pages if backup else 0
+        group.followers.place(PoolSize(pages, host_pages, backup_pages))
     device = build_device(
         config,
         model_config,
@@ -136,7 +173,12 @@ def build_engine(
         decodes=use.decodes,
         prefills=use.prefills,
         progress=progress,
+        place=place,
+        future_map=LeaderFutureMap(group.links.tokens) if group else None,
+        inputs=StageInput(group.links.before) if group and group.links.before else None,
     )
+    if group is not None:
+        group.followers.await_serving(timeout_s=group.timeout_s)
     if gauge is not None:
         _warm(config, model_config, device, use, positions=pool.num_pages * config.page_size, progress=progress)
     kv_memory, events = _memory(config, num_pages=pool.num_pages, host=tier.cache if tier else None)
@@ -146,6 +188,10 @@ def build_engine(
         model=model_config,
         pool=pool,
         device=device,
+        executor=LeadingExecutor(device.executor, group.followers) if group else device.executor,
+        adapters=GroupAdapters(device.adapters, group.followers) if group and device.adapters else device.adapters,
+        group=group,
+        held=held,
         scheduler=_scheduler(
             config,
             model_config,
@@ -156,7 +202,7 @@ def build_engine(
             num_token_ids=num_ids,
         ),
         depth=depth(config),
-        weights=_weights(config, model_config, device, load=load_here, tier=tier, identity=identity),
+        weights=_weights(config, model_config, device, group, load=load_here, tier=tier, identity=identity),
         disk=tier.disk if tier else None,
         events=events,
         memory=memory,
@@ -168,6 +214,7 @@ def _weights(
     config: EngineConfig,
     model: ModelConfig,
     device: Device,
+    group: Group | None,
     *,
     load: Callable[..., DenseDecoder],
     tier: HostTier | None,
@@ -177,13 +224,17 @@ def _weights(
         if tier is not None:
             tier.cache.use_identity(identity(version=version, fingerprint=files))
 
+    def install(other: DenseDecoder) -> None:
+        device.executor.call(lambda: device.executor.runner.use(other))
+
+    everywhere = None if group is None else GroupWeights(group.followers, load=load, install=install)
     return WeightUpdater(
         model_path=config.model_path,
         version=config.weight_version,
         model=model,
-        load=load,
+        load=load if everywhere is None else everywhere.load,
         on_cuda=config.device == "cuda",
-        install=lambda other: device.executor.call(lambda: device.executor.runner.use(other)),
+        install=install if everywhere is None else everywhere.install,
         taken=rename_pages,
     )
 
@@ -237,9 +288,37 @@ def _memory(config: EngineConfig, *, num_pages: int, host: HostCache | None) -> 
     return Memory(allocator=allocator, cache=cache, host=host, rank=priorities(config).rank), events
 
 
-def _page_backup(config: EngineConfig, pool: KVPool) -> PageBackup | None:
+def _share(config: EngineConfig, group: Group | None) -> dict[str, Any]:
+    """What `load_model` needs to know of ranks."""
+    if group is None:
+        return {"reduce_units": config.reduce_units} if config.reduce_units else {}
+    return {
+        "place": group.links.place,
+        "collectives": group.links.collectives,
+        "reduce_units": config.reduce_units,
+    }
+
+
+def _count_pages(
+    config: EngineConfig,
+    specs: Sequence[CacheSpec],
+    memory: GpuMemory | None,
+    group: Group | None,
+    *,
+    units: int,
+    files: str,
+) -> int:
+    """Count the KV pages: of all ranks, the least that one holds. Raises ConfigError."""
+    if group is None:
+        return count_pages(config, specs, memory, units=units)
+    pages = count_pages(config, specs, memory, units=units, sharers=group.links.num_ranks)
+    return min(pages, group.followers.await_ready(fingerprint=files, timeout_s=group.timeout_s))
+
+
+def _page_backup(config: EngineConfig, pool: KVPool, group: Group | None) -> PageBackup | None:
     """Make room for copies of retracted requests; None: there is none, so they are computed again. Raises ConfigError."""
-    pages = backup_pages(config, num_pages=pool.num_pages, page_bytes=pool.page_bytes, free_bytes=available_bytes())
+    free_bytes = available_bytes() // (group.links.num_ranks if group else 1)
+    pages = backup_pages(config, num_pages=pool.num_pages, page_bytes=pool.page_bytes, free_bytes=free_bytes)
     if pages == 0:
         log.warning("retracted requests are computed again: half of the free host memory does not hold one KV page")
         return None

@@ -54,6 +54,32 @@ class EngineConfig(FlagSet):
         "how the executor runs steps; inline and threaded are for cpu",
         choices=("auto", "inline", "threaded", "cuda"),
     )
+    tp_size: int = flag(
+        1, "ranks that share the model: each holds a part of every layer (tensor parallelism)", least=1, most=64
+    )
+    pp_size: int = flag(
+        1, "stages that share the model: each holds some of its layers (pipeline parallelism)", least=1, most=64
+    )
+    pp_async_batch_depth: int = flag(
+        0,
+        "with --pp-size: steps in flight beyond one for each stage, so that a stage has the next one at hand",
+        least=0,
+        most=16,
+    )
+    pp_layer_partition: tuple[int, ...] = flag(
+        (), "with --pp-size: layers of each stage; default: balanced by the bytes of their weights", least=1
+    )
+    reduce_units: int = flag(
+        0,
+        "parts in which layers sum their products, in one order whatever --tp-size: answers are then equal to the bit for "
+        "every --tp-size that divides it",
+        least=0,
+        most=64,
+        special={0: "one for each rank"},
+    )
+    dist_timeout_s: float = flag(
+        600.0, "longest time until every rank has loaded its part of the model", unit="s", above=0
+    )
     page_size: int = flag(16, "tokens per KV page", least=1, most=MAX_PAGE_SIZE)
     kv_units: int | None = flag(
         None,
@@ -301,6 +327,11 @@ class EngineConfig(FlagSet):
     random_seed: int | None = flag(
         None, "seed for requests that bring none; default: drawn at start and shown in /server_info"
     )
+
+    @property
+    def num_ranks(self) -> int:
+        """Count the ranks that hold the model together."""
+        return self.tp_size * self.pp_size
 
 
 @dataclass(frozen=True, kw_only=True)

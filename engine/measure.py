@@ -17,6 +17,8 @@ from engine.graphs import logits_bytes, num_graphs
 from engine.kv.kv_pool import KVPool
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
+from engine.parallel.layout import ALONE
+from engine.pool import held_by
 from engine.resolve import largest_prompt_step
 from service.flags import ConfigError
 
@@ -60,10 +62,8 @@ def measure(
 def _run(
     config: EngineConfig, model_config: ModelConfig, model: DenseDecoder, *, decodes: bool, progress: bool
 ) -> None:
-    assert config.kv_units is not None, "resolved"
-    pool = KVPool(
-        model.cache_specs(), num_pages=1, page_size=config.page_size, device=config.device, units=config.kv_units
-    )
+    units = len(held_by(config, model_config, ALONE).units)
+    pool = KVPool(model.cache_specs(), num_pages=1, page_size=config.page_size, device=config.device, units=units)
     device = build_device(
         replace(config, enable_lora=False),
         model_config,

@@ -324,7 +324,7 @@ class StepReply(_Message, frozen=True):
 class SchedulerReady(_Message, frozen=True):
     """Sent once, when the model is loaded."""
 
-    info: dict[str, int | float | str | bool | None]
+    info: dict[str, int | float | str | bool | list[int] | None]
 
 
 ToFrontend = TokenBatch | ControlReply | StateReply | StepReply | SchedulerReady

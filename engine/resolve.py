@@ -10,7 +10,8 @@ from engine.core.step_budget import StepBudget
 from engine.gpu_memory import GpuMemory
 from engine.lora.names import check_lora, lora_enabled
 from engine.model_files.model_config import ModelConfig
-from engine.parallel.layout import check_layout, model_units
+from engine.parallel.layout import model_units
+from engine.rank_rules import check_sizes
 from service.flags import ConfigError
 
 MAX_CPU_KV_BYTES = 4 << 30
@@ -36,17 +37,17 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
     _check_hicache(config)
     _check_cuda_graph(config, device)
     check_lora(config.lora_paths, max_loaded=config.max_loaded_loras)
-    check_layout(model, tp_size=1, pp_size=1, kv_units=config.kv_units)
+    check_sizes(config, model)
     return replace(
         config,
         enable_lora=lora_enabled(config.enable_lora, config.lora_paths),
         max_lora_rank=config.max_lora_rank or (GPU_LORA_RANK if device == "cuda" else None),
         device=device,
-        kv_units=model_units(model, tp_size=1, kv_units=config.kv_units),
+        kv_units=model_units(model, tp_size=config.tp_size, kv_units=config.kv_units),
         mem_fraction_static=config.mem_fraction_static or MEM_FRACTION_OF[device],
         max_running_requests=config.max_running_requests or MAX_RUNNING_OF[device],
         dtype=_dtype(config.dtype, model.dtype),
-        stream=_stream(config.stream, device),
+        stream=_stream(config.stream, device, stages=config.pp_size),
         context_length=_context_length(config.context_length, model.max_position_embeddings),
         chunked_prefill_size=_chunk(config.chunked_prefill_size, config.page_size, device),
         max_step_time_s=_max_step_time_s(config.max_step_time_s, device, chunked=config.chunked_prefill_size != -1),
@@ -62,8 +63,9 @@ def _load_ahead_mb(wanted: int | None, device: str) -> int:
 
 
 def depth(config: EngineConfig) -> int:
-    """Return the overlap depth. An inline stream has run a step when launch returns: nothing overlaps."""
-    return 1 if config.disable_overlap_schedule or config.stream == "inline" else 2
+    """Return the steps in flight. An inline stream has run a step when launch returns: nothing overlaps."""
+    overlap = not (config.disable_overlap_schedule or config.stream == "inline")
+    return limits(config).micro_batches + overlap
 
 
 def limits(config: EngineConfig) -> Limits:
@@ -84,6 +86,8 @@ def limits(config: EngineConfig) -> Limits:
         sibling_tokens=config.in_batch_prefix_caching_deprioritize_threshold,
         min_shared_tokens=config.in_batch_prefix_caching_wait_threshold,
         priorities=priorities(config),
+        pp_size=config.pp_size,
+        pp_async_batch_depth=config.pp_async_batch_depth,
     )
 
 
@@ -238,9 +242,10 @@ def _dtype(given: str, stored: str) -> str:
     return "float32" if stored == "float32" else "bfloat16"
 
 
-def _stream(given: str, device: str) -> str:
+def _stream(given: str, device: str, *, stages: int) -> str:
+    """With stages the loop plans while the leader's own stage computes."""
     if given == "auto":
-        return "cuda" if device == "cuda" else "inline"
+        return "cuda" if device == "cuda" else "inline" if stages == 1 else "threaded"
     if (given == "cuda") != (device == "cuda"):
         raise ConfigError(f"--stream {given}: the model runs on {device}; leave the flag out")
     return given

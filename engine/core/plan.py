@@ -116,6 +116,10 @@ class Plan:
     from_host: list[PageCopy] = field(default_factory=list)
     sample_deferred: bool = False
 
+    @property
+    def copies_pages(self) -> bool:
+        return bool(self.saves or self.loads or self.to_host or self.from_host)
+
 
 class ItemResult(msgspec.Struct):
     """`token`: sampled id, if any. `input_logprobs`: for positions from `logprob_from`.

@@ -1,6 +1,7 @@
 """The first half of a step: plan -> tensors -> hidden states, by a recorded step where there is one."""
 
 import logging
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,7 +11,6 @@ from engine.core.plan import Plan, SlotOpen
 from engine.executor.decode_graphs import DecodeGraphs
 from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.forward import Forward
-from engine.executor.future_map import FutureMap
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.prefill_graphs import PrefillGraphs
 from engine.kv.arrival import Arrival
@@ -23,6 +23,13 @@ from engine.models.decoder import DenseDecoder
 log = logging.getLogger(__name__)
 
 
+class StepInputs(Protocol):
+    """What a forward begins from (`DenseDecoder.begin`)."""
+
+    def resolve(self, token_ids: Tensor) -> Tensor:
+        """Return it for the [T] token ids or placeholders of a step."""
+
+
 class ForwardPass:
     """`graphs` and `tapes` are recorded decode steps, `prefill_graphs` short prompts; `adapters` change the model's layers."""
 
@@ -31,7 +38,7 @@ class ForwardPass:
         *,
         backend: AttentionBackend,
         page_table: PageTable,
-        future_map: FutureMap,
+        inputs: StepInputs,
         layers: LayerMarks,
         adapters: AdapterBank | None = None,
         graphs: DecodeGraphs | None = None,
@@ -40,7 +47,7 @@ class ForwardPass:
     ) -> None:
         self._backend = backend
         self._page_table = page_table
-        self._future_map = future_map
+        self._inputs = inputs
         self._layers = layers
         self._adapters = adapters
         self._graphs = graphs
@@ -119,12 +126,12 @@ class ForwardPass:
             riders=[i for i, item in enumerate(items) if not item.extend],
         )
         self._backend.begin(step)
-        input_ids = self._future_map.resolve(flat)
+        inputs = self._inputs.resolve(flat)
         if self._tapes is not None and not plan.extend and self._tapes.takes(len(items)) and self._plain():
             arrival.hold_all()
-            return self._tapes.forward(model, input_ids, positions, self._backend.attend)
+            return self._tapes.forward(model, inputs, positions, self._backend.attend)
         attend = self._layers.attend(plan.seq, self._backend.attend, arrival)
-        return model.forward(input_ids, positions, attend)
+        return model.forward(inputs, positions, attend)
 
     def _plain(self) -> bool:
         """Whether no adapter computes in this step and no reader follows its layers: tapes know neither."""

@@ -9,10 +9,14 @@ from torch import Tensor
 
 
 class FutureMap:
-    """Padded rows of a step store in a cell behind those of the slots."""
+    """`last` [slots + 1] int64, zero: padded rows of a step store in the cell behind those of the slots."""
 
-    def __init__(self, *, num_slots: int, device: torch.device) -> None:
-        self._last = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+    def __init__(self, last: Tensor) -> None:
+        self._last = last
+
+    @classmethod
+    def on(cls, device: torch.device, *, num_slots: int) -> "FutureMap":
+        return cls(torch.zeros(num_slots + 1, dtype=torch.int64, device=device))
 
     def resolve(self, token_ids: Tensor) -> Tensor:
         """Replace the placeholders among [T] token ids."""

@@ -9,12 +9,10 @@ from typing import TypeVar
 import torch
 
 from engine.core.plan import Plan
+from engine.executor.copies import Copies
 from engine.executor.forward import Forward
 from engine.executor.forward_pass import ForwardPass
 from engine.executor.sample_pass import SamplePass, StepOutput, nothing_sampled
-from engine.kv.arrival import Arrival
-from engine.kv.host_pool import HostPool
-from engine.kv.page_backup import PageBackup
 from engine.models.decoder import DenseDecoder
 
 T = TypeVar("T")
@@ -29,14 +27,12 @@ class ModelRunner:
         self,
         *,
         model: DenseDecoder,
-        backup: PageBackup | None,
-        host_pool: HostPool | None,
+        copies: Copies,
         forward_pass: ForwardPass,
         sample_pass: SamplePass,
     ) -> None:
         self._model = model
-        self._backup = backup
-        self._host_pool = host_pool
+        self._copies = copies
         self._forward_pass = forward_pass
         self._sample_pass = sample_pass
         forward_pass.attach(model)
@@ -59,7 +55,7 @@ class ModelRunner:
 
         Raises DeviceOutOfMemory. A torch.OutOfMemoryError of copies or slots is not one: later steps rely on them.
         """
-        arrival = self._copy_pages(plan)
+        arrival = self._copies.begin(plan)
         for slot in plan.closes:
             self._sample_pass.sampler.close(slot)
         for opened in plan.opens:
@@ -69,32 +65,13 @@ class ModelRunner:
             return None
         return _compute(lambda: self._forward_pass.run(self._model, plan, arrival))
 
-    def _copy_pages(self, plan: Plan) -> Arrival:
-        """Return what the forward must wait for, layer by layer."""
-        if self._host_pool is None:
-            assert not plan.to_host and not plan.from_host, "a plan copies to a host tier, and there is none"
-            arrival = Arrival()
-        else:
-            arrival = self._host_pool.begin(plan)
-        if self._backup is None:
-            assert not plan.saves, "a plan keeps copies of pages, and there is no room for them"
-        else:
-            self._backup.run(plan)
-        return arrival
-
     def wait_for_copies(self, seq: int) -> None:
         """Block until the host pages of every step up to `seq` hold what left the device."""
-        for pool in self._host_pools():
-            pool.wait(seq)
+        self._copies.wait(seq)
 
     def close(self) -> None:
         """Give pinned memory back. Nothing is launched any more."""
-        for pool in self._host_pools():
-            pool.close()
-
-    def _host_pools(self) -> list[HostPool]:
-        pools = [self._host_pool, None if self._backup is None else self._backup.host]
-        return [pool for pool in pools if pool is not None]
+        self._copies.close()
 
     def sample(self, plan: Plan, forward: Forward | None) -> StepOutput:
         """Sample tokens, and compute logprobs and hidden states. `forward`: what `forward` of the same plan returned.

@@ -2,12 +2,12 @@
 
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from engine.executor.executor import Executor
 from engine.messages import StartProfile
 from service.flags import ConfigError
 
@@ -15,10 +15,10 @@ ACTIVITIES = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
 
 
 class TorchProfiler:
-    """`name`: of the worker; a part of the file's name."""
+    """`in_order` runs work in stream order (`Executor.call`). `name`: of the worker; a part of the file's name."""
 
-    def __init__(self, executor: Executor, *, name: str) -> None:
-        self._executor = executor
+    def __init__(self, in_order: Callable[[Callable[[], object]], object], *, name: str) -> None:
+        self._in_order = in_order
         self._name = name
         self._running: profile | None = None
         self._file = Path()
@@ -33,7 +33,7 @@ class TorchProfiler:
             / f"{self._name}-{time.strftime('%Y%m%d-%H%M%S')}.{time.monotonic_ns()}.trace.json"
         )
         running = profile(activities=chosen, with_stack=asked.with_stack, record_shapes=asked.record_shapes)
-        self._executor.call(running.start)
+        self._in_order(running.start)
         self._running = running
         return str(self._file)
 
@@ -42,7 +42,7 @@ class TorchProfiler:
         running, self._running = self._running, None
         if running is None:
             raise ConfigError("no profile is running; start one first (/start_profile)")
-        self._executor.call(running.stop)
+        self._in_order(running.stop)
         try:
             running.export_chrome_trace(str(self._file))
         except (OSError, RuntimeError) as error:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -10,14 +9,13 @@ from torch import Tensor
 from engine.core.plan import Plan, PlanItem
 from engine.executor.forward import Forward
 from engine.executor.future_map import FutureMap
+from engine.executor.logit_rows import first_rows, prompt_parts, sampled_rows
 from engine.kv.upload import upload
 from engine.messages import LogprobOptions
 from engine.models.decoder import DenseDecoder
 from engine.sampler.logprobs import Logprobs, Packed, packed_logprobs
 from engine.sampler.make import TokenSampler
 from engine.sampler.token_mask import token_mask
-
-PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits exist at once: [rows, vocab] float32
 
 _NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
@@ -45,7 +43,7 @@ class SamplePass:
     def run(self, model: DenseDecoder, plan: Plan, forward: Forward) -> StepOutput:
         """Sample what is not sampled yet, and compute logprobs and hidden states."""
         hidden = forward.hidden
-        items, starts = plan.items, list(accumulate((item.q_len for item in plan.items), initial=0))
+        items, starts = plan.items, first_rows(plan.items)
         output = self._tokens(model, plan, starts, forward)
         for i, item in enumerate(items):
             if item.hidden_from is not None:
@@ -58,13 +56,13 @@ class SamplePass:
         items, hidden = plan.items, forward.hidden
         sampled = [i for i, item in enumerate(items) if item.sample]
         input_logprobs = {
-            i: self._input_logprobs(model, item, hidden[starts[i] : starts[i + 1]])
+            i: self._input_logprobs(model, item, hidden, starts[i])
             for i, item in enumerate(items)
             if item.logprob_from is not None
         }
         if not sampled:
             return nothing_sampled(input_logprobs)
-        logits = self._logits(model, forward, [starts[i + 1] - 1 for i in sampled])
+        logits = self._logits(model, forward, sampled_rows(items, starts))
         tokens, bad = self._sample(plan, sampled, logits, forward)
         return StepOutput(
             sampled=sampled,
@@ -92,18 +90,18 @@ class SamplePass:
         self._future_map.store(self._upload(slots), tokens)
         return tokens, bad
 
-    def _input_logprobs(self, model: DenseDecoder, item: PlanItem, hidden: Tensor) -> list[Logprobs]:
-        """Compute logprobs of prompt positions from `logprob_from` on; row i predicts position i + 1."""
+    def _input_logprobs(self, model: DenseDecoder, item: PlanItem, hidden: Tensor, first_row: int) -> list[Logprobs]:
+        """Compute logprobs of prompt positions from `logprob_from` on."""
         assert item.logprob_from is not None and item.logprobs is not None
         targets = item.tokens[item.logprob_from - item.start :]
         targets += [] if item.logprob_next is None else [item.logprob_next]
-        first_row = item.logprob_from - 1 - item.start
-        parts = []
-        for at in range(0, len(targets), PROMPT_LOGPROB_ROWS):
-            ids = targets[at : at + PROMPT_LOGPROB_ROWS]
-            logits = model.logits(hidden[first_row + at : first_row + at + len(ids)])
+        parts, at = [], 0
+        for rows in prompt_parts(item, first_row):
+            ids = targets[at : at + len(rows)]
+            logits = model.logits(hidden[rows.start : rows.stop])
             packed = self._packed(logits, self._upload(ids), [item.logprobs] * len(ids))
             parts.append(_rows(packed, 0, len(ids), item.logprobs))
+            at += len(rows)
         return parts
 
     def _logprobs(

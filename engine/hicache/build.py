@@ -27,10 +27,11 @@ class HostTier:
 
 
 def build_host_tier(
-    config: EngineConfig, pool: KVPool, identity: KVIdentity, *, wakeup: Callable[[], None]
+    config: EngineConfig, pool: KVPool, identity: KVIdentity, *, wakeup: Callable[[], None], sharers: int = 1
 ) -> HostTier:
-    """Raises ConfigError. `wakeup` is called in a disk thread whenever work has ended."""
-    pages = host_pages(config, num_pages=pool.num_pages, page_bytes=pool.page_bytes, free_bytes=available_bytes())
+    """Raises ConfigError. `wakeup` is called in a disk thread whenever work has ended. `sharers`: ranks that take as much."""
+    free_bytes = available_bytes() // sharers
+    pages = host_pages(config, num_pages=pool.num_pages, page_bytes=pool.page_bytes, free_bytes=free_bytes)
     host_pool = _allocate(pool, pages)
     folder = PageFolder.open(config.hicache_storage_dir) if config.hicache_storage_dir is not None else None
     index = None if folder is None else open_index(folder, identity, max_gb=config.hicache_storage_size_gb)

@@ -124,7 +124,7 @@ class Day:
         cpu = torch.device("cpu")
         pool = KVPool(model.cache_specs(), num_pages=20, page_size=PAGE_SIZE, device=cpu)
         table = PageTable(num_slots=64, max_pages=MOST_TOKENS // PAGE_SIZE, page_size=PAGE_SIZE, device=cpu)
-        future_map, backend = FutureMap(num_slots=64, device=cpu), TritonBackend(pool, num_heads=4)
+        future_map, backend = FutureMap.on(cpu, num_slots=64), TritonBackend(pool, num_heads=4)
         graphs = DecodeGraphs(
             sizes=[1, 2, 4, 7],
             capture=Anew,

@@ -58,6 +58,7 @@ def test_a_command_line_of_sglangs_users(capsys: Capture) -> None:
     )
     args = serve.build_parser().parse_strict(argv.split())
     assert (args.model_path, args.mem_fraction_static, args.disaggregation_mode) == ("/m", 0.8, "prefill")
+    assert args.tp_size == 1
     assert args.enable_mixed_chunk is True
     lines = capsys.readouterr().err.splitlines()
     ignored = ("--trust-remote-code", "--enable-metrics", "--log-requests-level", "--dist-init-addr")
@@ -88,10 +89,10 @@ def test_a_command_line_of_a_routers_users(capsys: Capture) -> None:
     ("argv", "said"),
     [
         (
-            ["--tp-size", "2"],
-            "--tp-size: a worker is one process with one GPU; start more workers behind the router; got '2'",
+            ["--ep-size", "2"],
+            "--ep-size: a worker is one process with one GPU; start more workers behind the router; got '2'",
         ),
-        (["--tp", "8"], "--tp: a worker is one process"),
+        (["--ep", "8"], "--ep: a worker is one process"),
         (["--quantization", "fp8"], "--quantization: weights run in --dtype"),
         (
             ["--kv-cache-dtype=fp8_e5m2"],
@@ -99,8 +100,8 @@ def test_a_command_line_of_a_routers_users(capsys: Capture) -> None:
         ),
         (["--speculative-algorithm", "EAGLE"], "--speculative-algorithm: speculative decoding is not supported"),
         (["--speculative_config", "{}"], "--speculative-config: speculative decoding"),
-        (["--tp-size"], "--tp-size: expected one argument"),
-        (["--tp-size", "--port", "1"], "--tp-size: expected one argument"),
+        (["--ep-size"], "--ep-size: expected one argument"),
+        (["--ep-size", "--port", "1"], "--ep-size: expected one argument"),
         (["--trust-remote-code", "yes"], "unknown argument 'yes'"),
         (["--max-model-len", "x"], "--context-length: must be a whole number, got 'x'"),
         (

@@ -17,6 +17,7 @@ from engine.messages import FinishReason, LogprobOptions, TokenLogprob, TokenOut
 from engine.model_files.model_config import load_model_config
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
+from engine.ranks.group import Group
 from engine.sampling_params import SamplingParams
 
 
@@ -33,6 +34,7 @@ class EngineInProcess:
         use: EngineUse | None = None,
         load: Callable[..., DenseDecoder] = load_model,
         gauge: MemoryGauge | None = None,
+        group: Group | None = None,
         **flags: object,
     ) -> None:
         config = EngineConfig(model_path=model_path, **{"max_total_tokens": 8192, **flags})  # type: ignore[arg-type]
@@ -47,10 +49,11 @@ class EngineInProcess:
             use=use or EngineUse(),
             load=load,
             gauge=gauge,
+            group=group,
         )
         self.pipeline = Pipeline(
             scheduler=self.parts.scheduler,
-            executor=self.parts.device.executor,
+            executor=self.parts.executor,
             depth=depth or self.parts.depth,
             on_step=self.collect,
         )
@@ -119,7 +122,7 @@ class EngineInProcess:
     def close(self) -> None:
         if self.parts.disk is not None:
             self.parts.disk.close()
-        self.parts.device.executor.close()
+        self.parts.executor.close()
 
 
 def tokens_of(checkpoint: str, bodies: Sequence[Mapping[str, Any]], **flags: object) -> list[list[int]]:

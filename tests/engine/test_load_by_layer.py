@@ -155,7 +155,7 @@ def test_a_step_that_reads_nothing_of_a_load_does_not_wait_for_it(
     engine.run()
     push_out(engine)
     from_host = list[Any]()
-    begin = engine.parts.device.executor.runner._host_pool.begin  # type: ignore[union-attr]
+    begin = engine.parts.device.executor.runner._copies._host_pool.begin  # type: ignore[union-attr]
 
     def unread(plan: Plan) -> Arrival:
         from_host.extend(plan.from_host)
@@ -170,7 +170,7 @@ def test_a_step_that_reads_nothing_of_a_load_does_not_wait_for_it(
 
     log.clear()
     engine.add("again", PROMPT, max_new_tokens=1)
-    monkeypatch.setattr(engine.parts.device.executor.runner._host_pool, "begin", unread)
+    monkeypatch.setattr(engine.parts.device.executor.runner._copies._host_pool, "begin", unread)
     engine.run()
     assert from_host and engine.tokens["again"] == engine.tokens["first"]
 

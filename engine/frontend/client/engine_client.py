@@ -92,8 +92,8 @@ class EngineClient:
     @property
     def max_running(self) -> int:
         """Of one rank. By default the device decides, which the scheduler names when it is ready; until then, the most of any."""
-        default = self.leaders.info.get("max_running_requests") or max(MAX_RUNNING_OF.values())
-        return self._max_running or int(default)
+        found = self.leaders.info.get("max_running_requests")
+        return self._max_running or (found if isinstance(found, int) else max(MAX_RUNNING_OF.values()))
 
     @property
     def max_live(self) -> int:

@@ -47,7 +47,7 @@ class Leaders:
         return len(self.links)
 
     @property
-    def info(self) -> dict[str, int | float | str | bool | None]:
+    def info(self) -> dict[str, int | float | str | bool | list[int] | None]:
         """Of rank 0; the others' differ in what they measured, and in their addresses."""
         return self.links[0].info
 

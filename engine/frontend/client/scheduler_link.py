@@ -63,7 +63,7 @@ class SchedulerLink:
         row: int = MAIN_FRONTEND,
     ) -> None:
         self.now_s = now_s
-        self.info: dict[str, int | float | str | bool | None] = {}
+        self.info: dict[str, int | float | str | bool | list[int] | None] = {}
         self.ready = asyncio.Event()
         self.last_message_s = float("-inf")  # when the scheduler's loop last sent anything
         self.last_state: StateReply | None = None

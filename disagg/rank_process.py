@@ -1,0 +1,147 @@
+"""A follower: the process of one rank that is not the leader's. It computes what the leader plans (engine/ranks/follower.py).
+
+Exit status: 0 when the leader has ended; OPERATING_ERROR after an error that the leader reports; anything else is a bug.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from functools import partial
+
+import msgspec
+
+from disagg.children import OPERATING_ERROR
+from disagg.config import RankSpec, role_name
+from engine.loop.turn_clock import TurnClock
+from engine.loop.watchdog import EXIT_STATUS, Watchdog
+from engine.model_files.model_config import load_model_config
+from engine.ranks.channel import Channel, ChannelClosed, follower_end
+from engine.ranks.messages import Failed, ToFollower
+from service.flags import ConfigError
+from service.process.collector import no_collections, spare_what_lives
+from service.telemetry.logs import set_up_logging
+from transfer_backends.contract import BackendUnavailable, EngineError, RankMemory
+from transfer_backends.ports import Engine
+from transfer_backends.ranks.serve import serve_engine
+
+log = logging.getLogger(__name__)
+
+
+def run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
+    """Load, serve until the leader ends. Raises ConfigError, BackendUnavailable, EngineError, and ChannelClosed."""
+    with no_collections():
+        from disagg.fabric_pool import kv_bytes_of
+        from disagg.transfer_engine import engine_of, memory_of
+        from engine.parallel.region import SharedRegion
+        from engine.ranks.build import RankUse, build_follower
+
+    config, disagg = spec.scheduler.engine, spec.scheduler.disagg
+    region = SharedRegion.open(spec.descriptors[0], spec.region)
+    os.close(spec.descriptors[0])
+    turns = TurnClock(limit_s=config.watchdog_timeout_s)
+    follower, pool, held = build_follower(
+        config,
+        load_model_config(config.model_path),
+        region=region,
+        rank=spec.rank,
+        channel=channel,
+        use=RankUse(
+            decodes=disagg.disaggregation_mode != "prefill",
+            name=f"{role_name(disagg)}-rank{spec.rank}",
+            allocate_kv=kv_bytes_of(spec.mooncake_protocol),
+        ),
+        turning=partial(_note, turns),
+    )
+    if len(spec.descriptors) > 2:
+        _serve_transfers(spec, engine_of(spec.scheduler, pool), memory_of(pool, held))
+    spare_what_lives()
+    turns.loaded()
+    watchdog = Watchdog(turns, on_stall=partial(_end_with_stacks, spec.rank, config.num_ranks))
+    watchdog.start()
+    try:
+        follower.run()
+    finally:
+        watchdog.close()
+
+
+def _serve_transfers(spec: RankSpec, engine: Engine, memory: RankMemory) -> None:
+    """In a thread of its own, until the leader has closed it."""
+    serve = partial(
+        serve_engine,
+        engine,
+        memory,
+        socket.socket(fileno=spec.descriptors[2]),
+        receives=spec.scheduler.disagg.disaggregation_mode == "decode",
+        host=spec.scheduler.control_host,
+    )
+    threading.Thread(target=serve, name="transfer engine", daemon=True).start()
+
+
+def _note(turns: TurnClock, busy: bool) -> None:
+    if busy:
+        turns.turning(time.monotonic())
+    else:
+        turns.resting()
+
+
+def _end_with_stacks(rank: int, of: int, stalled_s: float) -> None:
+    print(
+        f"rank {rank} of {of}: a step takes {stalled_s:.1f} s by now (--watchdog-timeout); stacks follow",
+        file=sys.stderr,
+    )
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    sys.stderr.flush()
+    os._exit(EXIT_STATUS)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m disagg.rank_process", description="a follower of a scheduler")
+    parser.add_argument("--spec-json", required=True, help="RankSpec as JSON")
+    spec = msgspec.json.decode(parser.parse_args(argv).spec_json, type=RankSpec)
+    scheduler = spec.scheduler
+    set_up_logging(
+        level=scheduler.log_level,
+        format=scheduler.log_format,
+        process=f"{role_name(scheduler.disagg)} rank {spec.rank}",
+    )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
+    channel = follower_end(spec.descriptors[1])
+    try:
+        run(spec, channel)
+    except ChannelClosed:
+        return 0
+    except (ConfigError, BackendUnavailable, EngineError) as error:
+        return _failed(channel, str(error), refused=True)
+    except Exception as error:
+        if _group_ended(error):
+            return 0
+        log.exception("rank %d cannot go on", spec.rank)
+        return _failed(channel, f"{type(error).__name__}: {error}", refused=False)
+    return 0
+
+
+def _group_ended(error: Exception) -> bool:
+    """Whether the rank stopped in a sum because the leader has ended the group."""
+    from engine.kernels.failures import RanksEnded
+
+    return isinstance(error, RanksEnded)
+
+
+def _failed(channel: Channel[ToFollower], text: str, *, refused: bool) -> int:
+    with contextlib.suppress(ChannelClosed):  # the leader knows why
+        channel.send(Failed(text, refused))
+    return OPERATING_ERROR
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # transfer libraries keep threads that outlive a normal exit

@@ -1,0 +1,33 @@
+"""A rank's transfer engine and its memory, as flags and pool say. Each rank of a worker has its own."""
+
+from disagg.config import SchedulerSpec
+from engine.kv.held import HeldKV
+from engine.kv.kv_pool import KVPool
+from transfer_backends.contract import RankMemory, Region
+from transfer_backends.engines.registry import make_engine
+from transfer_backends.ports import Engine
+
+
+def engine_of(spec: SchedulerSpec, pool: KVPool) -> Engine:
+    """Raises BackendUnavailable."""
+    disagg = spec.disagg
+    return make_engine(
+        disagg.disaggregation_transfer_backend,
+        host=spec.control_host,
+        device=_device(pool),
+        mooncake_protocol=disagg.disaggregation_mooncake_protocol,
+        ib_device=disagg.disaggregation_ib_device,
+        fake_delay_s=disagg.fake_transfer_delay_s,
+        fake_failure_rate=disagg.fake_transfer_failure_rate,
+        seed=spec.engine.random_seed or 0,
+    )
+
+
+def memory_of(pool: KVPool, held: HeldKV) -> RankMemory:
+    """One item per unit of each page."""
+    region = Region(pool.base_ptr, (1 + pool.num_pages) * pool.units, pool.unit_bytes, _device(pool))
+    return RankMemory(region, held.units.start, len(held.units), held.layers.start, len(held.layers))
+
+
+def _device(pool: KVPool) -> int | None:
+    return pool.device.index or 0 if pool.device.type == "cuda" else None

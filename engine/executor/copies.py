@@ -1,0 +1,41 @@
+"""A step's copies of KV pages between the device and host memory, in the order that `Plan` states."""
+
+from engine.core.plan import Plan
+from engine.kv.arrival import Arrival
+from engine.kv.host_pool import HostPool
+from engine.kv.page_backup import PageBackup
+
+
+class Copies:
+    """`backup`: of retracted requests. `host_pool`: of the host tier."""
+
+    def __init__(self, *, backup: PageBackup | None, host_pool: HostPool | None) -> None:
+        self._backup = backup
+        self._host_pool = host_pool
+
+    def begin(self, plan: Plan) -> Arrival:
+        """Return what the forward must wait for, layer by layer."""
+        if self._host_pool is None:
+            assert not plan.to_host and not plan.from_host, "a plan copies to a host tier, and there is none"
+            arrival = Arrival()
+        else:
+            arrival = self._host_pool.begin(plan)
+        if self._backup is None:
+            assert not plan.saves, "a plan keeps copies of pages, and there is no room for them"
+        else:
+            self._backup.run(plan)
+        return arrival
+
+    def wait(self, seq: int) -> None:
+        """Block until the host pages of every step up to `seq` hold what left the device."""
+        for pool in self._host_pools():
+            pool.wait(seq)
+
+    def close(self) -> None:
+        """Give pinned memory back. Nothing is launched any more."""
+        for pool in self._host_pools():
+            pool.close()
+
+    def _host_pools(self) -> list[HostPool]:
+        pools = [self._host_pool, None if self._backup is None else self._backup.host]
+        return [pool for pool in pools if pool is not None]

@@ -1,0 +1,76 @@
+"""How many KV pages an engine has, and their memory."""
+
+import logging
+import os
+from collections.abc import Sequence
+
+import torch
+
+from engine.config import EngineConfig
+from engine.gpu_memory import GpuMemory
+from engine.kv.held import HeldKV
+from engine.kv.kv_pool import AllocateBytes, CacheSpec, KVPool
+from engine.model_files.model_config import ModelConfig
+from engine.parallel.layout import Place, model_units, share_of, units_of
+from engine.resolve import cpu_kv_bytes, gpu_pages, num_pages
+from service.flags import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+def held_by(config: EngineConfig, model: ModelConfig, place: Place) -> HeldKV:
+    """What of the model's KV the rank at `place` holds. `config` is resolved."""
+    return HeldKV(
+        units_of(model, place, config.kv_units),
+        model_units(model, tp_size=place.tp_size, kv_units=config.kv_units),
+        share_of(model, place).layers,
+        model.num_layers,
+    )
+
+
+def count_pages(
+    config: EngineConfig, specs: Sequence[CacheSpec], memory: GpuMemory | None, *, units: int, sharers: int = 1
+) -> int:
+    """Count the KV pages that --max-total-tokens or --mem-fraction-static asks for. Raises ConfigError.
+
+    `memory`: of the GPU; None: on a CPU, or where --max-total-tokens says all. `units`: of
+    this rank's part of a page. `sharers`: ranks that share a CPU's memory.
+    """
+    page_bytes = KVPool.page_bytes_of(specs, config.page_size, units=units)
+    if memory is None:
+        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        kv_bytes = cpu_kv_bytes(config, free_bytes=free_bytes) // sharers
+        return num_pages(config, page_bytes=page_bytes, kv_bytes=kv_bytes)
+    pages = gpu_pages(config, memory, page_bytes=page_bytes)
+    _note_capacity(config, memory, tokens=pages * config.page_size)
+    return pages
+
+
+def allocate_pool(
+    config: EngineConfig, specs: Sequence[CacheSpec], *, num_pages: int, units: int, allocate: AllocateBytes
+) -> KVPool:
+    """`units`: of this rank's part of a page. Raises ConfigError."""
+    device = torch.device(config.device)
+    try:
+        pool = KVPool(
+            specs, num_pages=num_pages, page_size=config.page_size, device=device, units=units, allocate=allocate
+        )
+    except (MemoryError, OSError, torch.OutOfMemoryError, ValueError) as error:
+        size = num_pages * KVPool.page_bytes_of(specs, config.page_size, units=units) / 2**30
+        raise ConfigError(
+            f"--max-total-tokens: no memory for a KV cache of {size:.1f} GiB ({error}); lower it"
+        ) from error
+    if config.prefault_kv and device.type == "cpu":
+        pool.buffer.zero_()
+    return pool
+
+
+def _note_capacity(config: EngineConfig, memory: GpuMemory, *, tokens: int) -> None:
+    assert config.context_length is not None, "resolved"
+    log.info("GPU memory: %s GiB, a KV cache of %d tokens", memory, tokens)
+    if tokens < config.context_length:
+        log.warning(
+            "the KV cache holds %d tokens, the model's context %d: longer requests are refused (--context-length)",
+            tokens,
+            config.context_length,
+        )

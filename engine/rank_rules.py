@@ -1,0 +1,51 @@
+"""Which sizes and features a group of ranks may have: what does not work is refused at start, by name. Never torch.
+
+Works with ranks, beside plain generation: LoRA, grammars, logprobs, hidden states, embeddings, penalties, updates of weights,
+pauses, profiles (a file for each rank), retraction in all three ways, the hierarchical cache in host memory, role switches.
+"""
+
+import logging
+
+from engine.config import EngineConfig
+from engine.local_defaults import usable_cores
+from engine.model_files.model_config import ModelConfig
+from engine.parallel.layout import check_layout
+from service.flags import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+def check_sizes(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ConfigError for sizes that do not divide the model."""
+    check_layout(
+        model,
+        tp_size=config.tp_size,
+        pp_size=config.pp_size,
+        partition=config.pp_layer_partition,
+        kv_units=config.kv_units,
+        reduce_units=config.reduce_units,
+    )
+
+
+def check_ranks(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ConfigError. Warns where ranks share cores."""
+    check_sizes(config, model)
+    if config.num_ranks == 1:
+        return
+    if config.pp_size > 1 and config.stream == "inline":
+        raise ConfigError(
+            f"--stream inline: --pp-size {config.pp_size} computes several steps at once; leave the flag out"
+        )
+    if config.hicache_storage_backend is not None:
+        raise ConfigError(
+            f"--hicache-storage-backend: files hold whole pages, and each of {config.num_ranks} ranks has a part; "
+            "leave the storage out, host memory works"
+        )
+    if config.dp_size * config.num_ranks > (cores := usable_cores()):
+        log.warning(
+            "--tp-size %d, --pp-size %d, --dp-size %d: more ranks than the %d usable cores, which they share",
+            config.tp_size,
+            config.pp_size,
+            config.dp_size,
+            cores,
+        )

@@ -1,0 +1,129 @@
+"""Builds a follower: its share of the weights, its KV pool, and what computes its part of each step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from engine.config import EngineConfig
+from engine.device import ForwardParts, adapter_store, build_forward
+from engine.executor.copies import Copies
+from engine.executor.profiler import TorchProfiler
+from engine.kernels.page_sums import page_sums_for
+from engine.kv.held import HeldKV
+from engine.kv.host_pool import HostPool
+from engine.kv.identity import fingerprint
+from engine.kv.kv_pool import AllocateBytes, KVPool
+from engine.kv.page_backup import PageBackup
+from engine.kv.page_checksum import PageChecksum
+from engine.messages import StartProfile
+from engine.model_files.model_config import ModelConfig, load_model_config
+from engine.models.decoder import DenseDecoder
+from engine.models.load import load_model
+from engine.parallel.layout import share_of
+from engine.parallel.region import SharedRegion
+from engine.pool import allocate_pool, count_pages, held_by
+from engine.ranks.channel import Channel
+from engine.ranks.follower import Action, Follower, Reader
+from engine.ranks.future_maps import FollowerFutureMap
+from engine.ranks.links import links_of
+from engine.ranks.messages import PoolSize, Ready, Serving, ToFollower
+from engine.ranks.rank_runner import RankRunner
+from engine.ranks.stages import StageInput
+from engine.resolve import resolve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankUse:
+    """What a follower's worker needs of it. `decodes`: decode steps are recorded. `name`: of the rank, in files."""
+
+    decodes: bool
+    name: str
+    allocate_kv: AllocateBytes
+
+
+def build_follower(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    *,
+    region: SharedRegion,
+    rank: int,
+    channel: Channel[ToFollower],
+    use: RankUse,
+    turning: Callable[[bool], None],
+) -> tuple[Follower, KVPool, HeldKV]:
+    """Build rank `rank` in step with its leader (`build_engine`). Raises ConfigError, and ChannelClosed where the leader ends."""
+    config = resolve(config, model_config, cuda=torch.cuda.is_available())
+    assert config.num_threads is not None, "resolved"
+    torch.set_num_threads(config.num_threads)
+    links = links_of(region, rank, config)
+    load = partial(
+        load_model,
+        dtype=config.dtype,
+        device=config.device,
+        progress=False,
+        context_length=config.context_length,
+        place=links.place,
+        collectives=links.collectives,
+        reduce_units=config.reduce_units,
+    )
+    model = load(config.model_path, model_config)
+    held, specs = held_by(config, model_config, links.place), model.cache_specs()
+    units = len(held.units)
+    pages = count_pages(config, specs, None, units=units, sharers=links.num_ranks)
+    channel.send(Ready(pages, fingerprint(config.model_path)))
+    agreed = channel.receive()
+    assert isinstance(agreed, PoolSize), agreed
+    pool = allocate_pool(config, specs, num_pages=agreed.num_pages, units=units, allocate=use.allocate_kv)
+    parts = build_forward(
+        config, model, pool, num_heads=len(share_of(model_config, links.place).heads), tapes=use.decodes
+    )
+    future_map = FollowerFutureMap(links.tokens)
+    inputs = future_map if links.before is None else StageInput(links.before)
+    runner = RankRunner(
+        model=model,
+        copies=_copies(pool, agreed),
+        forward_pass=parts.forward_pass(inputs),
+        future_map=future_map,
+        after=links.after,
+    )
+    readers: dict[str, Reader] = {"weights": lambda path: load(path, load_model_config(path))}
+    actions: dict[str, Action] = {"use_weights": runner.use, "forget": lambda _: None}
+    _add_adapters(config, model, parts, readers, actions)
+    _add_profiles(TorchProfiler(_now, name=use.name), actions)
+    checksum = PageChecksum(pool, held=held, page_sums=page_sums_for(pool.device))
+    actions["checksum"] = lambda pages: checksum(pages)()
+    channel.send(Serving())
+    return Follower(channel, runner, readers=readers, actions=actions, turning=turning), pool, held
+
+
+def _copies(pool: KVPool, agreed: PoolSize) -> Copies:
+    backup = PageBackup(HostPool(pool, num_pages=agreed.backup_pages)) if agreed.backup_pages else None
+    host_pool = HostPool(pool, num_pages=agreed.host_pages) if agreed.host_pages else None
+    return Copies(backup=backup, host_pool=host_pool)
+
+
+def _add_adapters(
+    config: EngineConfig,
+    model: DenseDecoder,
+    parts: ForwardParts,
+    readers: dict[str, Reader],
+    actions: dict[str, Action],
+) -> None:
+    if parts.adapters is None:
+        return
+    store = adapter_store(config, model, parts.adapters, in_order=_now)
+    readers["adapter"] = store.read
+    actions["add_adapter"] = lambda weights, adapter: store.install(adapter, weights)
+    actions["remove_adapter"] = lambda adapter: store.remove(adapter)
+
+
+def _add_profiles(profiler: TorchProfiler, actions: dict[str, Action]) -> None:
+    actions["start_profile"] = lambda asked: profiler.start(StartProfile(**asked))
+    actions["stop_profile"] = profiler.stop
+
+
+def _now(work: Callable[[], object]) -> object:
+    """A follower runs each message when it comes, behind all steps before it."""
+    return work()

@@ -1,0 +1,78 @@
+"""The loop of a follower: one message after another, in the leader's order. It decides nothing and reads no clock."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from engine.background import start_in_thread
+from engine.ranks.channel import Channel, ChannelClosed
+from engine.ranks.messages import Apply, Done, Prepare, Step, ToFollower, plan_of
+from engine.ranks.rank_runner import RankRunner
+from service.flags import ConfigError
+
+log = logging.getLogger(__name__)
+
+Reader = Callable[..., Any]  # raises ConfigError; runs in a thread of its own
+Action = Callable[..., Any]  # gets what a reader returned first, if it was prepared; its value is the answer
+
+
+class Follower:
+    """`readers`, `actions`: by the names of Prepare and Apply. `turning(busy)` is called as work begins and ends."""
+
+    def __init__(
+        self,
+        channel: Channel[ToFollower],
+        runner: RankRunner,
+        *,
+        readers: dict[str, Reader],
+        actions: dict[str, Action],
+        turning: Callable[[bool], None],
+    ) -> None:
+        self._channel = channel
+        self._runner = runner
+        self._readers = readers
+        self._actions = actions
+        self._turning = turning
+        self._prepared: dict[int, Any] = {}
+
+    def run(self) -> None:
+        """Serve until the leader ends."""
+        try:
+            while True:
+                message = self._channel.receive()
+                self._turning(True)
+                self._handle(message)
+                self._turning(False)
+        except ChannelClosed:
+            log.debug("the leader has ended")
+
+    def _handle(self, message: ToFollower) -> None:
+        match message:
+            case Step():
+                self._runner.run(plan_of(message))
+                if message.answer:
+                    self._channel.send(Done(message.answer))
+            case Prepare():
+                start_in_thread(lambda: self._prepare(message), name=message.name, when_done=lambda: None)
+            case Apply():
+                self._apply(message)
+            case _:
+                raise AssertionError(f"{type(message).__name__} after the start")
+
+    def _prepare(self, message: Prepare) -> None:
+        try:
+            self._prepared[message.number] = self._readers[message.name](**message.args)
+        except ConfigError as error:
+            self._channel.send(Done(message.number, error=str(error)))
+        else:
+            self._channel.send(Done(message.number))
+
+    def _apply(self, message: Apply) -> None:
+        args = dict(message.args)
+        prepared = [self._prepared.pop(args.pop("prepared"), None)] if "prepared" in args else []
+        try:
+            value = self._actions[message.name](*prepared, **args)
+        except ConfigError as error:
+            self._channel.send(Done(message.number, error=str(error)))
+        else:
+            self._channel.send(Done(message.number, value=value))

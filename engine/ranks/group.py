@@ -1,0 +1,151 @@
+"""What a leader has of its group, and its engine parts as the group shares them: weights, adapters and profiles go to every rank."""
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from engine.background import start_in_thread
+from engine.executor.profiler import TorchProfiler
+from engine.kv.page_checksum import PageChecksum, Pending, combine
+from engine.lora.store import LoraStore
+from engine.messages import StartProfile
+from engine.model_files.model_config import ModelConfig
+from engine.models.decoder import DenseDecoder
+from engine.ranks.followers import Followers
+from engine.ranks.links import RankLinks
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """`links`: the leader's own. `pids`: of all ranks. `transfers`: sockets to the followers' transfer engines, by rank; none in a
+    unified worker. `timeout_s`: for what the followers do at start.
+    """
+
+    links: RankLinks
+    pids: Mapping[int, int]
+    followers: Followers
+    transfers: Mapping[int, socket.socket]
+    timeout_s: float
+
+
+class GroupWeights:
+    """Other weights for all ranks. `load` reads the leader's own share, `install` makes the leader's rank use it."""
+
+    def __init__(
+        self, followers: Followers, *, load: Callable[..., DenseDecoder], install: Callable[[DenseDecoder], None]
+    ) -> None:
+        self._followers = followers
+        self._load = load
+        self._install = install
+        self._prepared = 0
+
+    def load(self, model_path: str, config: ModelConfig, *, progress: bool) -> DenseDecoder:
+        """Read every rank's share. Raises ConfigError; then no rank keeps any."""
+
+        model: DenseDecoder
+        model, self._prepared = _on_all_ranks(
+            self._followers, "weights", model_path, lambda: self._load(model_path, config, progress=progress)
+        )
+        return model
+
+    def install(self, model: DenseDecoder) -> None:
+        applied = self._followers.apply("use_weights", number=self._prepared)
+        self._install(model)
+        applied.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupAdapter:
+    own: Any
+    prepared: int
+
+
+class GroupAdapters:
+    """As `LoraStore`, for all ranks."""
+
+    def __init__(self, own: LoraStore, followers: Followers) -> None:
+        self._own = own
+        self._followers = followers
+
+    def start_reading(self, path: str, *, when_done: Callable[[], None]) -> Future[_GroupAdapter]:
+        return start_in_thread(lambda: self.read(path), name="lora", when_done=when_done)
+
+    def read(self, path: str) -> _GroupAdapter:
+        """Raises ConfigError."""
+        return _GroupAdapter(*_on_all_ranks(self._followers, "adapter", path, lambda: self._own.read(path)))
+
+    def install(self, number: int, weights: _GroupAdapter) -> None:
+        applied = self._followers.apply("add_adapter", number=weights.prepared, adapter=number)
+        self._own.install(number, weights.own)
+        applied.wait()
+
+    def remove(self, number: int) -> None:
+        applied = self._followers.apply("remove_adapter", adapter=number)
+        self._own.remove(number)
+        applied.wait()
+
+
+class GroupChecksum:
+    """As `PageChecksum`, of what all ranks hold. `ranks`: hold everything once, with the leader."""
+
+    def __init__(self, own: PageChecksum, followers: Followers, *, ranks: Sequence[int]) -> None:
+        self._own = own
+        self._followers = followers
+        self._ranks = frozenset(ranks)
+
+    def __call__(self, pages: Sequence[int]) -> Pending:
+        theirs, own = self._followers.apply("checksum", pages=list(pages)), self._own(pages)
+        parts: list[int] = []
+
+        def value() -> int | None:
+            mine = own()
+            if mine is None or not (parts or theirs.there()):
+                return None
+            if not parts:
+                parts.extend(part for rank, part in theirs.wait().items() if rank in self._ranks)
+            return combine([mine, *parts])
+
+        return value
+
+
+class GroupProfiler:
+    """A profile of every rank, each in a file of its own beside the leader's."""
+
+    def __init__(self, own: TorchProfiler, followers: Followers) -> None:
+        self._own = own
+        self._followers = followers
+
+    def start(self, asked: StartProfile) -> str:
+        """Return the leader's file. Raises ConfigError."""
+        path = self._own.start(asked)
+        asked = replace(asked, output_dir=str(Path(path).parent))
+        self._followers.apply("start_profile", asked=msgspec.to_builtins(asked)).wait()
+        return path
+
+    def stop(self) -> str:
+        stopped = self._followers.apply("stop_profile")
+        path = self._own.stop()
+        stopped.wait()
+        return path
+
+
+def _on_all_ranks(followers: Followers, name: str, path: str, read: Callable[[], Any]) -> tuple[Any, int]:
+    """Read `path` on every rank at once; return the leader's own and the number of the followers'. Raises ConfigError."""
+    prepared = followers.prepare(name, path=path)
+    try:
+        try:
+            own = read()
+        finally:
+            prepared.wait()
+    except BaseException:
+        followers.apply("forget", number=prepared.number).wait()
+        raise
+    return own, prepared.number

@@ -1,0 +1,56 @@
+"""The executor of a leader: every step goes to the followers, too, just before the leader's own rank runs it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from engine.core.plan import Plan, StepResult
+from engine.executor.executor import Executor, Launch
+from engine.ranks.followers import Followers, Pending
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class GroupLaunch:
+    """A step of all ranks. `answer`: of the followers, where no result says that they have run it."""
+
+    own: Launch
+    answer: Pending | None
+
+    @property
+    def plan(self) -> Plan:
+        return self.own.plan
+
+
+class LeadingExecutor:
+    """Sampling stays here: the followers get the sampled tokens through the future map."""
+
+    def __init__(self, own: Executor, followers: Followers) -> None:
+        self._own = own
+        self.runner = own.runner
+        self.followers = followers
+
+    def launch(self, plan: Plan) -> GroupLaunch:
+        answer = self.followers.step(plan)
+        return GroupLaunch(self._own.launch(plan), answer)
+
+    def launch_forward(self, plan: Plan) -> GroupLaunch:
+        answer = self.followers.step(plan)
+        return GroupLaunch(self._own.launch_forward(plan), answer)
+
+    def launch_sampling(self, launch: GroupLaunch) -> None:
+        self._own.launch_sampling(launch.own)
+
+    def collect(self, launch: GroupLaunch) -> StepResult:
+        if launch.answer is not None:
+            launch.answer.wait()
+        return self._own.collect(launch.own)
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Run `work` on the leader's own rank behind every launched step."""
+        return self._own.call(work)
+
+    def close(self) -> None:
+        self.followers.close()
+        self._own.close()

@@ -1,0 +1,175 @@
+"""What a leader and its followers send each other: msgpack of tagged arrays, one message a frame (engine/ranks/channel.py).
+
+    leader   -> follower: PoolSize, Step, Prepare, Apply
+    follower -> leader:   Ready, Serving, Done, Failed
+
+A `Step` is a view of a plan: what a forward needs, in columns. No names of requests, prompts, sampling parameters or masks: only the
+leader samples. A step of 256 decodes takes 3 KB.
+"""
+
+from typing import Any
+
+import msgspec
+
+from engine.core.plan import PageCopy, PageLoad, PageSave, Plan, PlanItem, SlotOpen
+from engine.messages import LogprobOptions
+from engine.sampling_params import SamplingParams
+
+
+class _Frame(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class Ready(_Frame, frozen=True):
+    """The rank has its weights. `num_pages`: KV pages that its memory holds. `fingerprint`: of the files of its weights."""
+
+    num_pages: int
+    fingerprint: str
+
+
+class PoolSize(_Frame, frozen=True):
+    """What every rank allocates: the least of all. `host_pages`, `backup_pages`: of the host tier, of retracted requests."""
+
+    num_pages: int
+    host_pages: int = 0
+    backup_pages: int = 0
+
+
+class Serving(_Frame, frozen=True):
+    """The rank has its memory, and takes steps from now on."""
+
+
+class Step(_Frame, frozen=True):
+    """One plan. Columns by item: `slots`, `lens` (new tokens; empty: 1 each), `tokens` (flat), `starts`.
+
+    `pages`: (item, first index of its row, page ids) where an item gets pages. `decodes`: items of an extend step that decode.
+    `unsampled`: items that sample nothing. `logprobs`: (item, first position, whether the token after it is known) of prompts.
+    `answer`: number of the `Done` that the follower sends when it has run the step; 0: none.
+    """
+
+    seq: int
+    extend: bool
+    slots: list[int]
+    lens: list[int]
+    tokens: list[int]
+    starts: list[int]
+    pages: list[tuple[int, int, list[int]]]
+    decodes: list[int]
+    unsampled: list[int]
+    logprobs: list[tuple[int, int, bool]]
+    opens: list[tuple[int, int]] = []  # (slot, adapter)
+    saves: list[tuple[int, list[int]]] = []
+    loads: list[tuple[int, int, list[int]]] = []
+    drops: list[int] = []
+    to_host: list[tuple[int, int]] = []
+    from_host: list[tuple[int, int]] = []
+    answer: int = 0
+
+
+class Prepare(_Frame, frozen=True):
+    """Read what a later `Apply` of the same number uses, beside the steps; answered by `Done`."""
+
+    number: int
+    name: str
+    args: dict[str, Any]
+
+
+class Apply(_Frame, frozen=True):
+    """Do what `name` says after every step before it. Answered by `Done`."""
+
+    number: int
+    name: str
+    args: dict[str, Any]
+
+
+class Done(_Frame, frozen=True):
+    """The answer to a step, Prepare or Apply. `error`: what was refused, for the operator; nothing has changed then."""
+
+    number: int
+    error: str = ""
+    value: Any = None
+
+
+class Failed(_Frame, frozen=True):
+    """The rank ends. `refused`: the operator gave it a wrong flag or file."""
+
+    text: str
+    refused: bool
+
+
+ToFollower = PoolSize | Step | Prepare | Apply
+ToLeader = Ready | Serving | Done | Failed
+
+_NO_SAMPLING = SamplingParams()
+_ANY_LOGPROBS = LogprobOptions()
+
+
+def step_of(plan: Plan, *, answer: int = 0) -> Step:
+    items = plan.items
+    return Step(
+        seq=plan.seq,
+        extend=plan.extend,
+        slots=[item.slot for item in items],
+        lens=[item.q_len for item in items] if plan.extend else [],
+        tokens=[token for item in items for token in item.tokens],
+        starts=[item.start for item in items],
+        pages=[(i, item.page_start, item.new_pages) for i, item in enumerate(items) if item.new_pages],
+        decodes=[i for i, item in enumerate(items) if not item.extend] if plan.extend else [],
+        unsampled=[i for i, item in enumerate(items) if not item.sample],
+        logprobs=[
+            (i, item.logprob_from, item.logprob_next is not None)
+            for i, item in enumerate(items)
+            if item.logprob_from is not None
+        ],
+        opens=[(opened.slot, opened.adapter) for opened in plan.opens],
+        saves=[(save.key, save.pages) for save in plan.saves],
+        loads=[(load.key, load.start, load.pages) for load in plan.loads],
+        drops=plan.drops,
+        to_host=[(copy.page, copy.host_page) for copy in plan.to_host],
+        from_host=[(copy.page, copy.host_page) for copy in plan.from_host],
+        answer=answer,
+    )
+
+
+def plan_of(step: Step) -> Plan:
+    """The plan as a follower needs it: without names, sampling, masks and logprob options."""
+    return Plan(
+        seq=step.seq,
+        extend=step.extend,
+        items=_items(step),
+        opens=[SlotOpen(slot, _NO_SAMPLING, [], [], (), adapter) for slot, adapter in step.opens],
+        saves=[PageSave(key, pages) for key, pages in step.saves],
+        loads=[PageLoad(key, start, pages) for key, start, pages in step.loads],
+        drops=step.drops,
+        to_host=[PageCopy(page, host_page) for page, host_page in step.to_host],
+        from_host=[PageCopy(page, host_page) for page, host_page in step.from_host],
+    )
+
+
+def _items(step: Step) -> list[PlanItem]:
+    pages = {i: (first, ids) for i, first, ids in step.pages}
+    wanted = {i: (first, more) for i, first, more in step.logprobs}
+    decodes, unsampled = frozenset(step.decodes), frozenset(step.unsampled)
+    items, at = [], 0
+    for i, (slot, start) in enumerate(zip(step.slots, step.starts, strict=True)):
+        length = step.lens[i] if step.extend else 1
+        first, ids = pages.get(i, (0, []))
+        logprob_from, more = wanted.get(i, (None, False))
+        items.append(
+            PlanItem(
+                rid="",
+                slot=slot,
+                tokens=step.tokens[at : at + length],
+                start=start,
+                page_start=first,
+                new_pages=ids,
+                sample=i not in unsampled,
+                output_len=0,
+                extend=step.extend and i not in decodes,
+                logprobs=None if logprob_from is None else _ANY_LOGPROBS,
+                logprob_from=logprob_from,
+                logprob_next=0 if more else None,
+            )
+        )
+        at += length
+    return items

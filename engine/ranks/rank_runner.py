@@ -1,0 +1,55 @@
+"""A follower's part of a step: copies, page rows, forward, then hidden states for the next stage, or its columns of the logits."""
+
+from engine.core.plan import Plan
+from engine.executor.copies import Copies
+from engine.executor.forward_pass import ForwardPass
+from engine.executor.logit_rows import logit_calls
+from engine.models.decoder import DenseDecoder
+from engine.parallel.stage_link import StageLink
+from engine.ranks.future_maps import FollowerFutureMap
+
+
+class RankRunner:
+    """`after`: link to the next stage; None: this is the last one, whose ranks compute logits together."""
+
+    def __init__(
+        self,
+        *,
+        model: DenseDecoder,
+        copies: Copies,
+        forward_pass: ForwardPass,
+        future_map: FollowerFutureMap,
+        after: StageLink | None,
+    ) -> None:
+        self._model = model
+        self._copies = copies
+        self._forward_pass = forward_pass
+        self._future_map = future_map
+        self._after = after
+        forward_pass.attach(model)
+
+    def use(self, model: DenseDecoder) -> None:
+        """Run another model of the same shape from the next step on."""
+        self._model = model
+        self._forward_pass.attach(model)
+
+    def run(self, plan: Plan) -> None:
+        """Return once nothing of the step reads the pages of this rank any more."""
+        arrival = self._copies.begin(plan)
+        for opened in plan.opens:
+            self._forward_pass.open(opened)
+        if not plan.items:
+            self._copies.wait(plan.seq)
+            return
+        hidden = self._forward_pass.run(self._model, plan, arrival).hidden
+        if self._after is not None:
+            self._after.send(hidden)
+        else:
+            for rows in logit_calls(plan.items):
+                self._model.logits(hidden[rows])
+        self._copies.wait(plan.seq)
+        if any(item.sample for item in plan.items):
+            self._future_map.on_sampled()
+
+    def close(self) -> None:
+        self._copies.close()

@@ -1,0 +1,103 @@
+"""A group of ranks in one process: the leader's engine here, each follower in a thread, over real sockets and shared memory."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.config import EngineConfig
+from engine.kv.kv_pool import KVPool, zeroed_bytes
+from engine.model_files.model_config import load_model_config
+from engine.parallel.region import SharedRegion
+from engine.ranks.build import RankUse, build_follower
+from engine.ranks.channel import channel_pair, follower_end, leader_end
+from engine.ranks.followers import Followers
+from engine.ranks.group import Group
+from engine.ranks.links import leader_of, links_of, region_plan
+from engine.resolve import resolve
+from tests.engine.engine_in_process import EngineInProcess
+
+START_S = 60.0
+END_S = 20.0
+
+
+@dataclass
+class Ranks:
+    """`pools`: of the followers, by rank, once they are placed."""
+
+    engine: EngineInProcess
+    pools: dict[int, KVPool]
+
+
+@contextmanager
+def ranks(model_path: str, *, tp_size: int = 1, pp_size: int = 1, **flags: Any) -> Iterator[Ranks]:
+    """An engine of `tp_size` times `pp_size` ranks. A follower's error ends the waits of all, and is raised at the end."""
+    flags = {"max_total_tokens": 8192, "tp_size": tp_size, "pp_size": pp_size, **flags}
+    given, model = EngineConfig(model_path=model_path, **flags), load_model_config(model_path)
+    config = resolve(given, model, cuda=False)
+    region = SharedRegion.create(region_plan(config, model))
+    errors: list[BaseException] = []
+    pools: dict[int, KVPool] = {}
+
+    def follow(rank: int, descriptor: int) -> None:
+        channel = follower_end(descriptor)
+        try:
+            assert region.descriptor is not None
+            mine = SharedRegion.open(region.descriptor, region.plan)
+            with torch.inference_mode():
+                follower, pools[rank], _ = build_follower(
+                    given,
+                    model,
+                    region=mine,
+                    rank=rank,
+                    channel=channel,
+                    use=RankUse(decodes=True, name=f"rank{rank}", allocate_kv=zeroed_bytes),
+                    turning=lambda _: None,
+                )
+                follower.run()
+        except BaseException as error:
+            errors.append(error)
+            region.abort()
+        finally:
+            channel.close()
+
+    members, threads = {}, []
+    for rank in range(config.num_ranks):
+        if rank == leader_of(config):
+            continue
+        own, theirs = channel_pair()
+        members[rank] = (leader_end(own), _Thread(rank))
+        threads.append(threading.Thread(target=follow, args=(rank, theirs.detach()), name=f"rank {rank}"))
+    group = Group(
+        links=links_of(region, leader_of(config), config),
+        pids={},
+        transfers={},
+        followers=Followers(members, on_end=lambda text, refused: region.abort()),
+        timeout_s=START_S,
+    )
+    for thread in threads:
+        thread.start()
+    try:
+        with EngineInProcess(model_path, group=group, **flags) as engine:
+            yield Ranks(engine, pools)
+    finally:
+        for thread in threads:
+            thread.join(END_S)
+        region.close()
+        assert not errors, errors
+        assert not any(thread.is_alive() for thread in threads)
+
+
+@dataclass
+class _Thread:
+    rank: int
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank}"
+
+    def ended(self) -> str:
+        return "ended"

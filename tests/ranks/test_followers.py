@@ -1,0 +1,168 @@
+"""A leader's view of its followers, over real sockets; the followers here are the other ends of these."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import pytest
+
+from engine.core.plan import PageCopy, Plan
+from engine.ranks.channel import PART_BYTES, Channel, ChannelClosed, ChannelFull, channel_pair, follower_end, leader_end
+from engine.ranks.followers import Followers, GroupEnded, Process
+from engine.ranks.messages import Apply, Done, Failed, PoolSize, Prepare, Ready, Serving, Step, ToFollower, ToLeader
+from service.flags import ConfigError
+
+SOON_S = 10.0
+
+
+@dataclass
+class Named:
+    rank: int
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} of 3 (pid 47{self.rank})"
+
+    def ended(self) -> str:
+        return "ended: SIGKILL"
+
+
+@dataclass
+class Group:
+    """`there`: the followers' ends by rank. `ends`: what `on_end` got."""
+
+    followers: Followers
+    there: dict[int, Channel[ToFollower]]
+    ends: list[tuple[str, bool]] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def on_end(self, text: str, refused: bool) -> None:
+        self.ends.append((text, refused))
+        self.ended.set()
+
+    def answer(self, *messages: ToLeader) -> None:
+        for channel in self.there.values():
+            for message in messages:
+                channel.send(message)
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    members: dict[int, tuple[Channel[ToLeader], Process]] = {}
+    there = {}
+    for rank in (1, 2):
+        own, theirs = channel_pair()
+        members[rank] = (leader_end(own), Named(rank))
+        there[rank] = follower_end(theirs.detach())
+    made: list[Group] = []
+    followers = Followers(members, on_end=lambda text, refused: made[0].on_end(text, refused))
+    made.append(Group(followers, there))
+    with closing(followers):
+        yield made[0]
+    for channel in there.values():
+        channel.close()
+
+
+def test_the_group_has_the_least_pages_of_any_rank(group: Group) -> None:
+    group.there[1].send(Ready(900, "f"))
+    group.there[2].send(Ready(700, "f"))
+    assert group.followers.await_ready(fingerprint="f", timeout_s=SOON_S) == 700
+    group.followers.place(PoolSize(700, 10))
+    assert [channel.receive() for channel in group.there.values()] == [PoolSize(700, 10)] * 2
+    group.answer(Serving())
+    group.followers.await_serving(timeout_s=SOON_S)
+
+
+def test_other_weights_are_refused_by_rank(group: Group) -> None:
+    group.there[1].send(Ready(900, "mine"))
+    group.there[2].send(Ready(900, "theirs"))
+    with pytest.raises(ConfigError, match=r"--model-path: rank 2 of 3 .* reads other files .*theirs and mine"):
+        group.followers.await_ready(fingerprint="mine", timeout_s=SOON_S)
+
+
+def test_a_rank_that_is_late_is_named(group: Group) -> None:
+    group.there[2].send(Ready(900, "f"))
+    with pytest.raises(ConfigError, match=r"--dist-timeout: rank 1 of 3 \(pid 471\) has not loaded its weights"):
+        group.followers.await_ready(fingerprint="f", timeout_s=0.05)
+
+
+def test_only_a_step_of_copies_alone_is_answered(group: Group) -> None:
+    """The result of a step with items proves that every rank ran it."""
+    copies = Plan(seq=1, extend=False, items=[], to_host=[PageCopy(1, 2)])
+    pending = group.followers.step(copies)
+    assert pending is not None
+    for channel in group.there.values():
+        step = channel.receive()
+        assert isinstance(step, Step)
+        channel.send(Done(step.answer))
+    pending.wait()
+    assert group.followers.step(Plan(seq=2, extend=False, items=[])) is None
+
+
+def test_values_come_by_rank_and_a_refusal_names_its_rank(group: Group) -> None:
+    pending = group.followers.apply("checksum", pages=[1])
+    for rank, channel in reversed(group.there.items()):
+        applied = channel.receive()
+        assert isinstance(applied, Apply) and applied.args == {"pages": [1]}
+        channel.send(Done(applied.number, value=rank * 10))
+    assert pending.wait() == {1: 10, 2: 20}
+
+    prepared = group.followers.prepare("adapter", path="x")
+    for rank, channel in group.there.items():
+        asked = channel.receive()
+        assert isinstance(asked, Prepare)
+        channel.send(Done(asked.number, error="x: no such directory" if rank == 2 else ""))
+    with pytest.raises(ConfigError, match=r"rank 2 of 3 \(pid 472\): x: no such directory"):
+        prepared.wait()
+
+
+@pytest.mark.parametrize(
+    ("end", "text", "refused"),
+    [
+        (lambda channel: channel.close(), "rank 1 of 3 (pid 471) ended: SIGKILL", False),
+        (lambda channel: channel.send(Failed("no memory", True)), "rank 1 of 3 (pid 471): no memory", True),
+    ],
+)
+def test_the_end_of_one_ends_the_group_once_by_name(
+    group: Group, end: Callable[[Channel[ToFollower]], None], text: str, refused: bool
+) -> None:
+    end(group.there[1])
+    assert group.ended.wait(SOON_S)
+    assert group.ends == [(text, refused)]
+    group.followers.step(Plan(seq=1, extend=False, items=[]))  # sends to the rest; raises nothing
+    with pytest.raises(GroupEnded, match="rank 1 of 3"):
+        group.followers.await_serving(timeout_s=SOON_S)
+
+
+def test_a_follower_that_reads_nothing_is_named_and_the_leader_never_waits(group: Group) -> None:
+    copies = Plan(seq=1, extend=False, items=[], closes=list(range(100)), drops=list(range(5000)))
+    for _ in range(100_000):
+        group.followers.step(copies)
+        if group.ends:
+            break
+    assert group.ends[0][0].startswith("rank 1 of 3 (pid 471) reads no steps")
+
+
+def test_the_leaders_orderly_end_is_an_end_of_file(group: Group) -> None:
+    group.followers.close()
+    with pytest.raises(ChannelClosed):
+        group.there[1].receive()
+    assert group.ends == []
+
+
+def test_long_messages_go_in_parts() -> None:
+    own, theirs = channel_pair()
+    leader, follower = leader_end(own), follower_end(theirs.detach())
+    with closing(leader), closing(follower):
+        drops = list(range(100_000, 100_000 + PART_BYTES))  # 5 bytes each
+        leader.send(Step(1, False, [], [], [], [], [], [], [], [], drops=drops))
+        step = follower.receive()
+        assert isinstance(step, Step) and step.drops == drops
+
+
+def test_a_full_socket_is_an_error_and_not_a_wait() -> None:
+    own, theirs = channel_pair()
+    with closing(leader_end(own)) as leader, theirs, pytest.raises(ChannelFull):
+        for _ in range(100_000):
+            leader.send(PoolSize(1))

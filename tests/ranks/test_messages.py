@@ -1,0 +1,73 @@
+"""A follower computes from a view of the plan: all that a forward reads, and nothing else."""
+
+import msgspec
+import pytest
+
+from engine.core.plan import PageCopy, PageLoad, PageSave, Plan, PlanItem, SlotOpen
+from engine.executor.logit_rows import logit_calls
+from engine.messages import LogprobOptions
+from engine.ranks.messages import Step, ToFollower, plan_of, step_of
+from engine.sampling_params import SamplingParams
+
+
+def item(slot: int, tokens: list[int], start: int, **more: object) -> PlanItem:
+    fields = {"page_start": 0, "new_pages": [], "sample": True, "output_len": 3, "extend": True}
+    return PlanItem(rid=f"r{slot}", slot=slot, tokens=tokens, start=start, **{**fields, **more})  # type: ignore[arg-type]
+
+
+def through_the_wire(plan: Plan) -> Plan:
+    frame = msgspec.msgpack.encode(step_of(plan, answer=7))
+    step = msgspec.msgpack.decode(frame, type=ToFollower)  # type: ignore[call-overload]
+    assert isinstance(step, Step) and step.answer == 7
+    return plan_of(step)
+
+
+def mixed_plan() -> Plan:
+    return Plan(
+        seq=9,
+        extend=True,
+        items=[
+            item(4, [11, 12, 13], 16, page_start=1, new_pages=[5, 6], sample=False),
+            item(2, [-3], 40, extend=False),
+            item(7, [1, 2], 0, new_pages=[8], logprobs=LogprobOptions(start_len=1), logprob_from=1, logprob_next=99),
+        ],
+        opens=[SlotOpen(4, SamplingParams(temperature=0.0), [1, 2], [3], (0,), adapter=5)],
+        closes=[1],
+        masks={1: b"\xff"},
+        saves=[PageSave(3, [1, 2])],
+        loads=[PageLoad(2, 1, [9])],
+        drops=[6],
+        to_host=[PageCopy(1, 2)],
+        from_host=[PageCopy(3, 4)],
+    )
+
+
+def test_what_the_forward_reads_arrives() -> None:
+    plan, arrived = mixed_plan(), through_the_wire(mixed_plan())
+    for name in ("slot", "tokens", "start", "page_start", "new_pages", "sample", "extend", "logprob_from"):
+        assert [getattr(i, name) for i in arrived.items] == [getattr(i, name) for i in plan.items], name
+    for name in ("seq", "extend", "saves", "loads", "drops", "to_host", "from_host"):
+        assert getattr(arrived, name) == getattr(plan, name), name
+    assert [(opened.slot, opened.adapter) for opened in arrived.opens] == [(4, 5)]
+    assert [list(rows) for rows in logit_calls(arrived.items)] == [list(rows) for rows in logit_calls(plan.items)]
+
+
+def test_what_only_the_leader_needs_stays() -> None:
+    data = msgspec.msgpack.encode(step_of(mixed_plan()))
+    assert b"r4" not in data, "the name of a request"
+    arrived = through_the_wire(mixed_plan())
+    assert not arrived.masks and not arrived.closes
+    assert arrived.opens[0].prompt_ids == [] and arrived.items[2].logprob_next != 99
+
+
+@pytest.mark.parametrize("size", [1, 256])
+def test_a_decode_step_is_small(size: int) -> None:
+    """A plan as a map takes 44 KB for 256 requests."""
+    items = [item(slot, [-(slot + 1)], 3000 + slot, extend=False) for slot in range(size)]
+    frame = msgspec.msgpack.encode(step_of(Plan(seq=10_000, extend=False, items=items)))
+    assert len(frame) < 40 + 12 * size
+
+
+def test_rows_of_logits_follow_the_prompt_positions_and_the_samples() -> None:
+    items = [item(0, [1] * 600, 0, logprobs=LogprobOptions(start_len=1), logprob_from=1), item(1, [5], 8)]
+    assert list(logit_calls(items)) == [*map(list, (range(256), range(256, 512), range(512, 599))), [599, 600]]
