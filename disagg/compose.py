@@ -15,7 +15,7 @@ from disagg.registration import RouteFinder, registrar_of
 from disagg.transfer_engine import engine_of, memory_of
 from engine.build import EngineParts
 from engine.kernels.page_sums import page_sums_for
-from engine.kv.kv_pool import PAGE_ALIGN_BYTES
+from engine.kv.kv_pool import UNIT_ALIGN_BYTES
 from engine.kv.page_checksum import NAME as CHECKSUM_NAME
 from engine.kv.page_checksum import PageChecksum
 from engine.loop.role import EngineRole, UnifiedRole
@@ -112,7 +112,7 @@ def _decode(
 
 def _layer_groups(spec: SchedulerSpec, args: KVArgs) -> tuple[LayerGroup, ...]:
     ends = list(accumulate(args.layer_bytes))
-    ends[-1] = -(-ends[-1] // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES  # padding leaves with the last layer
+    ends[-1] = -(-ends[-1] // UNIT_ALIGN_BYTES) * UNIT_ALIGN_BYTES  # padding leaves with the last layer
     return groups_of(ends, mode=spec.disagg.disaggregation_layerwise_transfer)
 
 
