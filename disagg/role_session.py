@@ -14,11 +14,11 @@ from bootstrap_server.server import BootstrapServer
 from disagg.children import Children
 from disagg.config import DisaggConfig, OtherFrontendSpec, SchedulerSpec, read_secret
 from disagg.exposure import check_events_exposure, check_exposure, make_allowlist
+from disagg.rank_gpus import gpus_of_ranks, visible_here
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.frontend.client.dp_policy import Rule, rule_of
 from engine.frontend.role_switch import RoleSwitchState
-from engine.gpus import VISIBLE, installed_gpus, visible_gpus
 from engine.ipc import IpcPaths
 from engine.local_defaults import shares_cores
 from engine.lora.names import named_paths
@@ -52,25 +52,6 @@ class SessionPlan:
         return self.role == "prefill" and self.disagg.disaggregation_bootstrap_server is None
 
 
-def gpus_of_ranks(engine: EngineConfig, gpus: Sequence[str]) -> list[str | None]:
-    """Give each DP rank a GPU of those that this process sees. Raises ConfigError for more ranks than GPUs.
-
-    None: it takes what it sees, as without ranks.
-    """
-    if engine.dp_size == 1 or engine.device == "cpu" or not gpus:
-        return [None] * engine.dp_size
-    if engine.dp_size > len(gpus):
-        raise ConfigError(
-            f"--dp-size {engine.dp_size}: {engine.dp_size} ranks for {len(gpus)} GPU{'s' * (len(gpus) > 1)} "
-            f"({', '.join(gpus)}); lower it, make more visible (CUDA_VISIBLE_DEVICES), or give --device cpu"
-        )
-    return list(gpus[: engine.dp_size])
-
-
-def _gpus() -> list[str]:
-    return visible_gpus(os.environ.get(VISIBLE), installed_gpus)
-
-
 def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> SessionPlan:
     """Check files, flags and rules. Raises ConfigError."""
     if server.tokenizer_worker_num > 1 and server.enable_early_rejection:
@@ -78,7 +59,7 @@ def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggCo
             "--enable-early-rejection: needs --tokenizer-worker-num 1, which sees the queue of all requests"
         )
     rule_of(server.load_balance_method, mode=disagg.disaggregation_mode)
-    gpus_of_ranks(engine, _gpus() if engine.dp_size > 1 else ())
+    gpus_of_ranks(engine, visible_here)
     check_ranks(engine, load_model_config(engine.model_path))
     control_host = _control_host(server, disagg)
     check_exposure(server, disagg, control_host=control_host)
@@ -170,7 +151,7 @@ def _start(session: RoleSession, *, num_frontends: int) -> None:
     )
     threads = engine.num_threads
     assert threads is not None, "prepared (disagg/worker.py)"
-    for rank, gpu in enumerate(gpus_of_ranks(engine, _gpus() if engine.dp_size > 1 else ())):
+    for rank, gpu in enumerate(gpus_of_ranks(engine, visible_here)):
         spec = msgspec.structs.replace(first, dp_rank=rank, progress=first.progress and rank == 0)
         session.children.start(
             "scheduler" if engine.dp_size == 1 else f"DP rank {rank} scheduler",

@@ -122,5 +122,5 @@ def open_worker_gate(server: ServerConfig) -> KeyGate:
 
 def _server_info(spec: FrontendSpec) -> dict[str, Any]:
     flags = {**values_by_name(spec.server), **values_by_name(spec.engine)}
-    info = {**flags, "tp_size": 1, **spec.extra_info}
+    info = {**flags, **spec.extra_info}
     return {name: value for name, value in info.items() if "api_key" not in name and "secret" not in name}

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from disagg.config import DisaggConfig
-from disagg.role_session import SessionPlan, gpus_of_ranks, next_session, plan_session
+from disagg.rank_gpus import gpus_of_ranks
+from disagg.role_session import SessionPlan, next_session, plan_session
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.draining import Patience
 from engine.frontend.role_switch import RoleSwitchState
@@ -37,12 +38,12 @@ UNCHANGED = RoleSwitchState(
     ],
 )
 def test_each_rank_has_a_gpu_of_its_own(dp_size: int, device: str, gpus: list[str], given: list[str | None]) -> None:
-    assert gpus_of_ranks(EngineConfig(dp_size=dp_size, device=device), gpus) == given
+    assert gpus_of_ranks(EngineConfig(dp_size=dp_size, device=device), lambda: gpus) == given
 
 
 def test_more_ranks_than_gpus_are_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match=r"--dp-size 3: 3 ranks for 2 GPUs \(a, b\)"):
-        gpus_of_ranks(EngineConfig(dp_size=3), ["a", "b"])
+        gpus_of_ranks(EngineConfig(dp_size=3), lambda: ["a", "b"])
 
 
 def test_requests_of_a_unified_worker_have_no_room() -> None:

@@ -27,7 +27,7 @@ ENDED_S = 30.0
 def started(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Cluster]]:
     """A unified worker, and a pair. The last tests end them."""
     folder = tmp_path_factory.mktemp("dp")
-    ways = {"unified": ("--unified",), "pd": ("--transfer-backend", "nixl", *RETRACTED)}
+    ways = {"unified": ("--unified", "--tokenizer-worker-num", "2"), "pd": ("--transfer-backend", "nixl", *RETRACTED)}
     with ExitStack() as stack, ThreadPoolExecutor() as threads:
         found = {
             name: threads.submit(
