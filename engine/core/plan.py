@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from engine.core.dp_step import AgreedStep
 from engine.messages import LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
 
@@ -97,6 +98,7 @@ class Plan:
     `wait`: the loop launches this one without overlap (depth 1, or with pipeline stages as many as there are micro-batches).
     `masks`: by item index, the tokens that it may sample (`Grammar.bitmask`); filled in just before sampling is launched.
     `sample_deferred`: some masks follow from tokens in flight, so sampling is launched when these are collected.
+    `agreed`: with DP attention, the step as all ranks compute it, filled in before launch; None: it has none of their layers.
 
     Order that the executor owes: `to_host`, `from_host`, `drops` (copies to forget), `loads`, `saves`, `closes`, `opens`,
     page rows of `items`, forward, sampling.
@@ -115,6 +117,7 @@ class Plan:
     to_host: list[PageCopy] = field(default_factory=list)
     from_host: list[PageCopy] = field(default_factory=list)
     sample_deferred: bool = False
+    agreed: AgreedStep | None = None
 
     @property
     def copies_pages(self) -> bool:

@@ -35,12 +35,18 @@ class PrefillPlanner:
         self._uniform = uniform
         self._budget = budget
 
-    def plan(self, now_s: float) -> tuple[list[PlanItem], list[SlotOpen]]:
-        """Plan the prompts of a step: its items, and the rows that they open."""
+    @property
+    def prefillable(self) -> bool:
+        """Whether the next step may compute a part of a prompt."""
+        stages = self._stages
+        return stages.chunked is not None or (bool(stages.waiting) and not stages.batch_is_full)
+
+    def plan(self, now_s: float, *, admits: bool) -> tuple[list[PlanItem], list[SlotOpen]]:
+        """Plan the prompts of a step: its items, and the rows that they open. `admits`: waiting ones may enter."""
         items: list[PlanItem] = []
         opens: list[SlotOpen] = []
         stages = self._stages
-        if stages.chunked is None and (stages.batch_is_full or not stages.waiting):
+        if not self.prefillable or (stages.chunked is None and not admits):
             return items, opens
         adder, adapters = self._adder(), stages.adapter_budget(self._limits, now_s=now_s)
         computing = chain(stages.running, stages.held)
@@ -50,7 +56,7 @@ class PrefillPlanner:
             items.append(self._extend(chunked, adder))
             shared.add(chunked)
         for request in self._in_order(adapters, now_s):
-            if stages.chunked is not None or adder.exhausted or shared.exhausted:
+            if stages.chunked is not None or not admits or adder.exhausted or shared.exhausted:
                 break
             waits = self._memory.awaits(request, now_s) or not adapters.has_place(request)
             if waits or shared.passes_over(request):

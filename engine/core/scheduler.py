@@ -66,13 +66,13 @@ class Scheduler:
 
     # ---- steps
 
-    def schedule(self, now_s: float = 0.0) -> Plan | None:
-        """Plan the next step; None: there is nothing to do before a collect, or at all."""
+    def schedule(self, now_s: float = 0.0, *, admits: bool = True) -> Plan | None:
+        """Plan the next step; None: there is nothing to do before a collect, or at all. `admits`: waiting prompts may enter."""
         counters, backups, host = self.counters, self.backups, self.memory.host
         retractions = counters.retractions
-        items, opens = self._draft(now_s)
+        items, opens = self._draft(now_s, admits=admits)
         if not items and counters.retractions > retractions:  # their memory is free now
-            items, opens = self._draft(now_s)
+            items, opens = self._draft(now_s, admits=admits)
         self._ahead.plan(now_s)
         if not items and not backups.asks_for_a_step and (host is None or not host.asks_for_a_step):
             return None
@@ -99,9 +99,14 @@ class Scheduler:
             host.attach(plan)
         return plan
 
-    def _draft(self, now_s: float) -> tuple[list[PlanItem], list[SlotOpen]]:
+    def join(self) -> Plan:
+        """Return a plan without items: of a step that only other ranks of DP attention have something for."""
+        self._seq += 1
+        return Plan(seq=self._seq, extend=False, items=[])
+
+    def _draft(self, now_s: float, *, admits: bool) -> tuple[list[PlanItem], list[SlotOpen]]:
         """Plan prefill first, else every running request by one token, or both."""
-        items, opens = self._prefill.plan(now_s)
+        items, opens = self._prefill.plan(now_s, admits=admits)
         if self.limits.mixed_chunk or not any(item.extend for item in items):
             decodes, opened = self._decode.plan({item.rid for item in items}, now_s)
             items, opens = items + decodes, opens + opened
@@ -118,7 +123,8 @@ class Scheduler:
         for i, item in enumerate(plan.items):
             request = live[item.rid]
             if item.sample and request.grammar is not None and request.finish is None:
-                assert request.pending == 1, f"{request.rid}: a mask before the token it follows from"
+                known = len(request.output_ids)
+                assert item.output_len == known, f"{request.rid}: a mask before the token it follows from"
                 plan.masks[i] = request.grammar.bitmask()
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
@@ -194,6 +200,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self.stages.waiting)
+
+    @property
+    def prefillable(self) -> bool:
+        """Whether the next step may compute a part of a prompt."""
+        return self._prefill.prefillable
 
     @property
     def waiting_tokens(self) -> int:

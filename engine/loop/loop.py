@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from engine.core.dp_agreement import Agreement
 from engine.core.outputs import StepEffects, refusal
 from engine.core.plan import Plan
 from engine.core.request import Request
@@ -28,6 +29,7 @@ from engine.loop.kv_events import ZmqPublisher
 from engine.loop.listener import LoopListener
 from engine.loop.pipeline import Pipeline, StepLauncher
 from engine.loop.profile_control import ProfileControl, Profiler
+from engine.loop.rank_pipeline import RankPipeline, WatchedSteps
 from engine.loop.reporter import Reporter
 from engine.loop.retraction_log import RetractionLog
 from engine.loop.role import EngineRole, Peered
@@ -100,7 +102,10 @@ class LoopSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopServices:
-    """What the loop serves besides requests and steps. `late_compiles`: kernels that were compiled while serving."""
+    """What the loop serves besides requests and steps. `late_compiles`: kernels that were compiled while serving.
+
+    `watched`: the executor of a worker with pipeline stages or DP attention, `agreement`: of the latter.
+    """
 
     weights: Weights
     profiler: Profiler
@@ -109,6 +114,8 @@ class LoopServices:
     disk: Disk | None = None
     events: ZmqPublisher | None = None
     late_compiles: Callable[[], int] = int
+    watched: WatchedSteps[Any] | None = None
+    agreement: Agreement | None = None
 
 
 class EngineLoop:
@@ -135,7 +142,21 @@ class EngineLoop:
         self._disk = services.disk
         self._events = services.events
         self._adapters = services.adapters
-        self._pipeline = Pipeline(scheduler=scheduler, executor=executor, depth=settings.depth, on_step=self._on_step)
+        self._pipeline: Pipeline[Any] | RankPipeline[Any]
+        if services.watched is None:
+            assert services.agreement is None and scheduler.limits.pp_size == 1, "their steps are watched"
+            self._pipeline = Pipeline(
+                scheduler=scheduler, executor=executor, depth=settings.depth, on_step=self._on_step
+            )
+        else:
+            self._pipeline = RankPipeline(
+                scheduler=scheduler,
+                executor=executor,
+                watched=services.watched,
+                depth=settings.depth,
+                on_step=self._on_step,
+                agreement=services.agreement,
+            )
         self._reads = DecodeSkipper(interval=settings.recv_interval, weights=settings.recv_weights)
         self._polls = DecodeSkipper(interval=settings.poll_interval)
         self._gate = StreamGate(interval=settings.stream_interval)
@@ -143,6 +164,7 @@ class EngineLoop:
         self._requests = OpenRequests()
         self._profiles = ProfileControl(services.profiler, reply=ports.to_frontend)
         self._draining = False
+        self._awaits_step = False  # the last turn found steps in flight, and nothing to do
         intervals = IntervalLog(scheduler, steps=settings.log_interval, write=partial(log.info, "%s"))
         self._control = EngineControl(
             scheduler=scheduler,
@@ -179,7 +201,8 @@ class EngineLoop:
         """Turn until a `Shutdown` arrives, or a signal handler sets `stopped`."""
         try:
             while not self.stopped:
-                self._turns.turning(self._clock())
+                if not self._awaits_step:
+                    self._turns.turning(self._clock())
                 if not self.turn():
                     self._rest()
         finally:
@@ -205,8 +228,7 @@ class EngineLoop:
             outputs += self._role.poll(now_s)
         if self._disk is not None:
             self._disk.turn()
-        plan = None if self._control.paused else self._scheduler.schedule(now_s)
-        worked = plan is not None or self._pipeline.num_launched > 0
+        plan = self._pipeline.next_plan(now_s, paused=self._control.paused)
         for listener in self._listeners:
             listener.on_planned(now_s)
         if plan is not None:
@@ -216,11 +238,15 @@ class EngineLoop:
         self._send(self._pipeline.advance(plan))
         if self._events is not None:
             self._events.turn()
-        if worked:
-            taken_s = self._clock() - now_s
-            for listener in self._listeners:
-                listener.on_worked(taken_s)
-        return worked
+        self._awaits_step = not self._pipeline.worked and self._pipeline.num_launched > 0
+        if self._pipeline.worked:
+            self._note_work(now_s)
+        return self._pipeline.worked
+
+    def _note_work(self, since_s: float) -> None:
+        taken_s = self._clock() - since_s
+        for listener in self._listeners:
+            listener.on_worked(taken_s)
 
     def _on_launch(self, plan: Plan, now_s: float) -> None:
         for listener in self._listeners:
@@ -254,12 +280,17 @@ class EngineLoop:
         waits_for_outside = self._peered is not None and self._peered.waits_for_outside()
         waiting = waits_for_outside or bool(self._grammars.rids()) or (self._disk is not None and self._disk.busy)
         now_s = self._clock()
+        timeout_s = self._deadlines.shorten(OUTSIDE_WAIT_S if waiting else IDLE_WAIT_S, now_s)
+        if self._awaits_step:  # its end, or a row of another rank, calls for attention
+            self._ports.wait(timeout_s)
+            self._note_work(now_s)
+            return
         for listener in self._listeners:
             listener.on_rest(now_s)
         if not waiting:
             self._reporter.check_when_due(now_s)
         self._turns.resting()
-        self._ports.wait(self._deadlines.shorten(OUTSIDE_WAIT_S if waiting else IDLE_WAIT_S, now_s))
+        self._ports.wait(timeout_s)
 
     def _handle(self, message: ToScheduler, now_s: float) -> list[TokenOutput]:
         match message:

@@ -3,7 +3,6 @@
 depth 1                    launch N -> collect N -> launch N+1
 depth 2                    launch N -> launch N+1 -> collect N
 deferred sampling          launch N -> forward N+1 -> collect N -> masks N+1 -> sample N+1
-pipeline stages            launch N .. launch N+stages -> collect N: a stage computes while the next plan is made
 """
 
 from collections import deque
@@ -51,9 +50,9 @@ class Pipeline(Generic[L]):
         self._scheduler = scheduler
         self._executor = executor
         self._depth = depth
-        self._without_overlap = scheduler.limits.micro_batches
         self._on_step = on_step
         self._launched: deque[L] = deque()
+        self.worked = False
 
     @property
     def num_launched(self) -> int:
@@ -64,8 +63,12 @@ class Pipeline(Generic[L]):
         """Return the plan launched last, if its step is not collected."""
         return self._launched[-1].plan if self._launched else None
 
+    def next_plan(self, now_s: float, *, paused: bool) -> Plan | None:
+        return None if paused else self._scheduler.schedule(now_s)
+
     def advance(self, plan: Plan | None) -> list[TokenOutput]:
-        """Launch `plan`; collect the oldest step if the depth is reached or there is no plan."""
+        """Launch `plan`; collect the oldest step if the depth is reached or there is no plan. `worked`: any of it."""
+        self.worked = plan is not None or bool(self._launched)
         outputs = [] if plan is None else self._launch(plan)
         if self._launched and (plan is None or len(self._launched) >= self._depth):
             outputs += self._collect()
@@ -74,7 +77,7 @@ class Pipeline(Generic[L]):
     def _launch(self, plan: Plan) -> list[TokenOutput]:
         if plan.sample_deferred and not plan.wait:
             return self._launch_in_two(plan)
-        outputs = self._collect_all_but(self._without_overlap - 1) if plan.wait else []
+        outputs = self._collect_all_but(0) if plan.wait else []
         self._scheduler.fill_masks(plan)
         self._launched.append(self._executor.launch(plan))
         return outputs

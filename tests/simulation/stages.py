@@ -57,7 +57,7 @@ class StagedEngine:
         page_size = self.engine.scheduler.limits.page_size
         self.stages = [Stage(HashModel(page_size=page_size)) for _ in range(stages)]
         self.now_s = 0.0
-        self.inbox: list[Any] = []
+        self.inbox: list[tuple[float, GenerateRequest]] = []  # each with the time of its arrival
         self.in_flight: deque[Step] = deque()
         self.first_s: dict[str, float] = {}
         self._plan_s = plan_s
@@ -67,24 +67,26 @@ class StagedEngine:
             executor=self,
             role=UnifiedRole(self.engine.scheduler),
             ports=self,
-            services=LoopServices(weights=FakeWeights(), profiler=FakeProfiler()),
+            services=LoopServices(weights=FakeWeights(), profiler=FakeProfiler(), watched=self if stages > 1 else None),
             turns=TurnClock(limit_s=0),
             settings=LoopSettings(depth=self.engine.scheduler.limits.micro_batches + overlap, eos_ids=frozenset()),
             clock=lambda: self.now_s,
         )
 
-    def ask(self, rid: str, prompt: list[int], *, new: int) -> None:
+    def ask(self, rid: str, prompt: list[int], *, new: int, at_s: float = 0.0) -> None:
         sampling = SamplingParams(max_new_tokens=new, temperature=0.0)
-        self.inbox.append(GenerateRequest(rid=rid, input_ids=prompt, sampling=sampling, stream=True))
+        self.inbox.append((at_s, GenerateRequest(rid=rid, input_ids=prompt, sampling=sampling, stream=True)))
 
     def turn(self) -> bool:
         worked = self.loop.turn()
         self.engine.scheduler.check()
+        if not worked:
+            self.loop._rest()
         return worked
 
     def run(self) -> dict[str, list[int]]:
         """Until nothing is left; the tokens of each request."""
-        while self.turn():
+        while self.turn() or self.in_flight or self.inbox:
             pass
         return self.engine.tokens
 
@@ -126,14 +128,20 @@ class StagedEngine:
         self.now_s = max(self.now_s, launched.ends_s)
         return launched.result
 
+    def ended(self, launched: Step) -> bool:
+        return launched.ends_s <= self.now_s
+
     # ports
 
     def receive(self) -> list[Any]:
-        messages, self.inbox = self.inbox, []
-        return messages
+        here = [message for at_s, message in self.inbox if at_s <= self.now_s]
+        self.inbox = [(at_s, message) for at_s, message in self.inbox if at_s > self.now_s]
+        return here
 
     def wait(self, timeout_s: float) -> None:
-        self.now_s += timeout_s
+        """Until a step ends, a request arrives, or the time is over."""
+        events = [*(step.ends_s for step in self.in_flight), *(at_s for at_s, _ in self.inbox)]
+        self.now_s = min([self.now_s + timeout_s, *(at_s for at_s in events if at_s > self.now_s)])
 
     def to_frontend(self, message: Any) -> None:
         assert isinstance(message, TokenBatch)

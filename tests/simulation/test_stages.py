@@ -88,6 +88,16 @@ def test_riders_of_chunks_keep_every_stage_busy_and_decode_goes_on() -> None:
     assert len(rig.engine.tokens["r0"]) - before >= 3
 
 
+def test_a_prompt_that_arrives_gets_the_stage_that_is_free() -> None:
+    """The loop does not wait for the step of another: its first token comes when it would come alone, behind the first stage."""
+    rig = StagedEngine(stages=4, plan_s=0.0, chunk=CHUNK, max_prefill_tokens=4096)
+    rig.ask("first", LONG[:CHUNK], new=1)
+    rig.ask("second", LONG[1 : CHUNK + 1], new=1, at_s=0.03)
+    rig.run()
+    step_s = WEIGHTS_S + CHUNK * TOKEN_S
+    assert rig.first_s == {"first": pytest.approx(step_s), "second": pytest.approx(0.03 + step_s)}
+
+
 def test_the_time_of_a_step_is_that_of_a_stage() -> None:
     """Chunks fill `max_step_s` of each stage: two stages take twice the tokens."""
     largest = []

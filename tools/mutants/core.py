@@ -11,6 +11,8 @@ from engine.core import finish, hidden
 from engine.core.backups import Backups
 from engine.core.decode_planning import DecodePlanner
 from engine.core.departures import Departures
+from engine.core.dp_agreement import Agreement
+from engine.core.dp_step import Row, agree
 from engine.core.held import HeldRequests
 from engine.core.memory import Memory, growth_pages, match_limit
 from engine.core.micro_batches import MicroBatches
@@ -25,6 +27,7 @@ from engine.core.request_table import RequestTable
 from engine.core.results import Results
 from engine.core.scheduler import Scheduler
 from engine.core.stages import Stages
+from engine.loop.rank_pipeline import RankPipeline
 from tools.mutants.planting import Bugs
 
 CORE = Bugs()
@@ -108,9 +111,9 @@ CORE.skip("a stage's place is never free again", MicroBatches.on_collected, "A c
 
 
 @CORE.bug("a chunk waits for the one before it", PrefillPlanner.plan, "One stage at a time computes a long prompt.")
-def _(original, planner, now_s):
+def _(original, planner, now_s, *, admits):
     chunked = planner._stages.chunked
-    return ([], []) if chunked is not None and chunked.inflight else original(planner, now_s)
+    return ([], []) if chunked is not None and chunked.inflight else original(planner, now_s, admits=admits)
 
 
 @CORE.bug(
@@ -123,6 +126,32 @@ def _(original, planner, request, adder):
     if request.inflight and request.launched_len + page_size < request.num_tokens:
         request.launched_len += page_size
     return original(planner, request, adder)
+
+
+# ---- ranks of DP attention
+
+
+@CORE.bug("a rank without work leaves out a step", Agreement.asked, "It posts no row, and the others wait for it.")
+def _(original, agreement):
+    return False
+
+
+@CORE.bug("a step begins before the last row is there", Agreement.agreed, "A rank without a row counts as idle.")
+def _(original, agreement, step):
+    board = agreement._board
+    return agree([board.row(rank, step) or Row(step=step, idle=True) for rank in range(board.num_ranks)], attn_tp=1)
+
+
+@CORE.bug("a paused rank takes part in no step", RankPipeline.next_plan, "The other ranks wait until it goes on.")
+def _(original, pipeline, now_s, *, paused):
+    return None if paused else original(pipeline, now_s, paused=paused)
+
+
+@CORE.bug(
+    "a prompt that is delayed asks for no step", Agreement.row_of, "Where nothing else runs its delay never ends."
+)
+def _(original, agreement, plan, scheduler, *, prefillable, delays):
+    return original(agreement, plan, scheduler, prefillable=prefillable, delays=False)
 
 
 # ---- the radix tree

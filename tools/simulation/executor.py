@@ -146,6 +146,7 @@ class SimExecutor:
         self._namespace_of = namespace_of
         self.layers = layers
         self.wake: Callable[[], None] = lambda: None
+        self.on_ended: Callable[[], None] = lambda: None
         self._launched: deque[SimLaunch] = deque()
         self._progress = NOTHING_YET
 
@@ -185,10 +186,14 @@ class SimExecutor:
             launch.result = launch.computed if self._progress.layers == self.layers else None
         if launch.result is not None:
             self._launched.popleft()
+            self.on_ended()
 
     def _note(self, progress: Progress) -> None:
         self._progress = progress
         self.wake()
+
+    def ended(self, launch: SimLaunch) -> bool:
+        return launch.result is not None
 
     def collect(self, launch: SimLaunch) -> StepResult:
         while launch.result is None:

@@ -82,7 +82,9 @@ class Worker:
         self.role = self._prefill_role() if is_prefill else self._decode_role()
         self.turns = TurnClock(limit_s=0)
         self.turns.loaded()
-        self.loop = self._loop(options.depth[0 if is_prefill else 1] + stages - 1)
+        if stages > 1:
+            self.executor.on_ended = self._wake_loop
+        self.loop = self._loop(options.depth[0 if is_prefill else 1] + stages - 1, watched=stages > 1)
         self._start_frontend()
         self.threads["loop"] = self._thread("loop", self._turn)
         self.threads["loop"].wake()
@@ -218,14 +220,15 @@ class Worker:
     def _checksum(self) -> Checksum | None:
         return self.model.checksum if self.around.options.checksum else None
 
-    def _loop(self, depth: int) -> EngineLoop:
+    def _loop(self, depth: int, *, watched: bool) -> EngineLoop:
         idle: Any = SimpleNamespace()
+        weights = SimWeights(self.process, self.model, self.draw)
         return EngineLoop(
             scheduler=self.scheduler,
             executor=self.executor,
             role=self.role,
             ports=_Ports(self),
-            services=LoopServices(weights=SimWeights(self.process, self.model, self.draw), profiler=idle),
+            services=LoopServices(weights=weights, profiler=idle, watched=self.executor if watched else None),
             turns=self.turns,
             settings=LoopSettings(depth=depth, eos_ids=frozenset({EOS})),
             clock=self.process.clock,

@@ -1,0 +1,230 @@
+"""DP attention: ranks that agree on each step, whatever arrives where and whoever is late. Real loops in one thread."""
+
+import random
+
+import pytest
+
+from engine.core.dp_step import Padding, Row, agree, padding_of
+from engine.core.prefill_gate import PrefillDelayer, PrefillPolicy, ScheduleEnhancer
+from engine.messages import AbortRequest, ContinueGeneration, GenerateRequest, PauseGeneration
+from engine.sampling_params import SamplingParams
+from tests.core.hash_model import expected_tokens
+from tests.loop.dp_ranks import CONSTRAINED, LANDS, Group, Rank
+
+
+def ask(rid: str, prompt: list[int], *, new: int, kind: str = "") -> GenerateRequest:
+    sampling = SamplingParams(max_new_tokens=new, temperature=0.0)
+    return GenerateRequest(rid=rid, input_ids=prompt, sampling=sampling, stream=True, request_id=kind)
+
+
+def group(
+    num_ranks: int, *, seed: int = 1, depth: int = 2, policies: tuple[PrefillPolicy, ...] = (), **engine: object
+) -> Group:
+    return Group(num_ranks, draw=random.Random(seed), depth=depth, policies=policies, **engine)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_rank_without_requests_takes_part_in_each_step_of_another_and_in_no_more(depth: int) -> None:
+    ranks = group(3, depth=depth)
+    ranks.rest()
+    assert ranks.steps == 0 and ranks.board.last_step(0) == -1  # nothing is posted for nothing
+    ranks.ranks[1].tell(ask("r", [1, 2, 3], new=5))
+    ranks.rest()
+    assert ranks.ranks[1].engine.tokens["r"] == expected_tokens([1, 2, 3], 5)
+    assert ranks.steps == 5 and {ranks.board.last_step(rank) for rank in range(3)} == {4}
+    turns = [rank.turns for rank in ranks.ranks]
+    ranks.rest()
+    assert [rank.turns for rank in ranks.ranks] == turns
+
+
+def test_at_depth_2_a_step_is_offered_while_the_one_before_it_is_computed() -> None:
+    """Then no rank waits for rows: they are there when the step ends."""
+    ranks = group(2)
+    for rank in ranks.ranks:
+        rank.tell(ask("r", [rank.rank, 2, 3], new=30))
+    for _ in range(60):  # whoever can turns before any step is computed
+        while any(rank.awake for rank in ranks.ranks):
+            for rank in ranks.ranks:
+                rank.turn()
+        assert [len(rank.launched) for rank in ranks.ranks] in ([2, 2], [1, 1], [0, 0])
+        if ranks.steps < 30:
+            assert [len(rank.launched) for rank in ranks.ranks] == [2, 2]
+        for rank in ranks.ranks:
+            rank.compute()
+    assert ranks.steps == 30
+
+
+def test_a_paused_rank_takes_part_and_its_pause_ends() -> None:
+    ranks = group(2)
+    paused, other = ranks.ranks
+    paused.tell(ask("p", [1, 2, 3], new=20))
+    other.tell(ask("o", [4, 5, 6], new=60))
+    while len(paused.engine.tokens.get("p", [])) < 5:
+        ranks.move()
+    paused.tell(PauseGeneration("c", "retract"))
+    while "o" not in other.engine.finish:
+        ranks.move()
+    assert paused.engine.scheduler.counters.retractions == 1 and "p" not in paused.engine.finish
+    paused.tell(ContinueGeneration("d"))
+    ranks.rest()
+    assert paused.engine.tokens["p"] == expected_tokens([1, 2, 3], 20)
+
+
+def test_prompts_wait_for_each_other_at_most_so_many_steps() -> None:
+    """Rank 0 decodes alone: the prompt of rank 1 waits. Rank 0's next prompt lets both in."""
+    starts = {}
+    for passes in (1, 8, 1000):
+        ranks = group(2, policies=(PrefillDelayer(max_delay_passes=passes),), radix=False)
+        first, second = ranks.ranks
+        first.tell(ask("r", [1, 2, 3], new=80))
+        while len(first.engine.tokens.get("r", [])) < 5:
+            ranks.move()
+        began = ranks.steps
+        second.tell(ask("late", [4, 5, 6], new=2))
+        ranks_of_first = False
+        while "late" not in second.engine.finish:
+            if ranks.steps > began + 40 and not ranks_of_first:
+                first.tell(ask("mate", [7, 8, 9], new=2))
+                ranks_of_first = True
+            ranks.move()
+        starts[passes] = ranks.steps - began
+        ranks.rest()
+    assert starts[1] <= 8 < starts[8] <= 24 and 40 < starts[1000] <= 60, starts
+
+
+def test_a_prompt_alone_does_not_wait() -> None:
+    """Nothing runs that it could slow, and no step would come that ends the delay."""
+    ranks = group(2, policies=(PrefillDelayer(max_delay_passes=1000), ScheduleEnhancer(max_running=4)))
+    for i in range(3):
+        ranks.ranks[i % 2].tell(ask(f"r{i}", [i, 1, 2], new=4))
+        ranks.rest()
+        assert ranks.ranks[i % 2].engine.tokens[f"r{i}"] == expected_tokens([i, 1, 2], 4)
+
+
+def test_anything_on_any_rank_ends_right() -> None:
+    """From fixed seeds; `make soak-core` draws others."""
+    seen = sum(fuzz(seed, steps=250) for seed in range(5))
+    assert seen >= 1250
+
+
+def fuzz(seed: int, *, steps: int) -> int:
+    """Requests of all kinds, aborts and pauses on some ranks, then rest: every answer is right, and no rank is left behind."""
+    draw = random.Random(seed)
+    policies: tuple[PrefillPolicy, ...] = ()
+    if draw.random() < 0.7:
+        policies = (PrefillDelayer(max_delay_passes=draw.choice([2, 30]), low_watermark=draw.choice([None, 0.2])),)
+    if draw.random() < 0.5:
+        policies += (ScheduleEnhancer(max_running=4),)
+    ranks = Group(
+        draw.choice([2, 3, 4]),
+        draw=draw,
+        depth=draw.choice([1, 2, 2, 3]),
+        policies=policies,
+        num_pages=draw.choice([24, 200]),
+        chunk=draw.choice([4, 8, 16]),
+        mixed_chunk=draw.random() < 0.5,
+        wait_between_prefills=draw.random() < 0.3,
+        backup_pages=draw.choice([0, 1000]),
+        lag=False,
+        clip=0,
+    )
+    asked: list[tuple[Rank, str, list[int], int]] = []
+    while ranks.steps < steps:
+        moved = ranks.move()
+        assert moved or all(rank.paused or rank.engine.scheduler.idle for rank in ranks.ranks), (
+            "all sleep, and one has work"
+        )
+        if not moved or draw.random() < 0.05:
+            _happen(ranks, draw, asked)
+    for rank in ranks.ranks:
+        rank.tell(ContinueGeneration("end"))
+        rank.paused = False
+    ranks.rest()
+    for rank in ranks.ranks:
+        assert rank.engine.scheduler.idle and not rank.launched and rank.loop._pipeline.num_launched == 0
+        assert ranks.board.last_step(rank.rank) == ranks.steps - 1
+        rank.engine.scheduler.check()
+        assert rank.engine.scheduler.memory.allocator.counts()["held"] == 0
+    for rank, rid, prompt, new in asked:
+        tokens, right = rank.engine.tokens[rid], expected_tokens(prompt, new)
+        aborted = rank.engine.finish[rid].kind == "abort"
+        assert tokens == (right[: len(tokens)] if aborted else right)
+    return ranks.steps
+
+
+def _happen(ranks: Group, draw: random.Random, asked: list[tuple[Rank, str, list[int], int]]) -> None:
+    rank = draw.choice(ranks.ranks)
+    what = draw.choice(["ask"] * 8 + ["abort", "pause", "continue", "continue"])
+    if what == "ask":
+        rid, new = f"r{len(asked)}", draw.randint(1, 20)
+        prompt = [draw.randrange(3), *range(draw.randint(1, 30))]
+        asked.append((rank, rid, prompt, new))
+        rank.tell(ask(rid, prompt, new=new, kind=draw.choice(["", "", LANDS, CONSTRAINED])))
+    elif what == "abort" and asked:
+        victim, rid, _, _ = draw.choice(asked[-8:])
+        victim.tell(AbortRequest(rid))
+    elif what == "pause" and not rank.paused:
+        rank.paused = True
+        rank.tell(PauseGeneration("p", draw.choice(["retract", "in_place"])))
+    elif what == "continue":
+        rank.paused = False
+        rank.tell(ContinueGeneration("c"))
+
+
+# ---- by literals
+
+
+def row(tokens: int, *, step: int = 7, **fields: object) -> Row:
+    return Row(step=step, idle=tokens == 0, tokens=tokens, logprob_tokens=tokens, **{"running": tokens, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "extend", "padding"),
+    [
+        ([8, 8], False, Padding.MAX_LEN),
+        ([8, 1], False, Padding.MAX_LEN),
+        ([8, 0], False, Padding.SUM_LEN),  # 16 is not more than 16
+        ([8, 0, 0, 9], False, Padding.SUM_LEN),
+        ([8, 2, 0, 9], False, Padding.MAX_LEN),
+        ([8, 8], True, Padding.SUM_LEN),
+    ],
+)
+def test_padding_is_what_moves_fewer_bytes(tokens: list[int], extend: bool, padding: Padding) -> None:
+    assert padding_of(tokens, extend=extend) is padding
+
+
+def test_a_step_is_the_same_for_all_ranks() -> None:
+    decode = agree([row(5), row(3)], attn_tp=4)
+    assert (decode.tokens, decode.logprob_tokens, decode.graph) == ((8, 8), (5, 5), True)
+    mixed = agree([row(5, extend=True, can_graph=False), row(0)], attn_tp=4)
+    assert (mixed.tokens, mixed.logprob_tokens, mixed.extend, mixed.graph) == ((8, 0), (5, 0), True, False)
+    assert not agree([row(5), row(3, can_graph=False)], attn_tp=1).graph
+    for rows in ([row(0), row(0)], [row(1), row(1, step=8)]):
+        with pytest.raises(AssertionError):
+            agree(rows, attn_tp=1)
+
+
+def test_the_delayer_waits_for_the_last_rank_or_its_limit() -> None:
+    some, all_, none = [row(1, prefillable=True), row(1)], [row(1, prefillable=True)] * 2, [row(1)] * 2
+    delayer = PrefillDelayer(max_delay_passes=4)
+    assert [delayer.allows(some) for _ in range(8)] == [False, False, False, True] * 2
+    assert [delayer.allows(rows) for rows in (some, some, all_, some, none)] == [False, False, True, False, False]
+    assert [delayer.allows(some) for _ in range(4)] == [False, False, False, True]  # counted anew
+
+
+def test_the_delayer_keeps_no_prompt_where_nothing_runs() -> None:
+    assert PrefillDelayer().allows([row(0, prefillable=True), row(0, prefillable=True), row(0)])
+
+
+def test_the_delayer_lets_a_rank_with_much_room_begin() -> None:
+    delayer = PrefillDelayer(low_watermark=0.5)
+    used = [row(1, prefillable=True, token_usage=0.5), row(1, token_usage=0.1)]
+    assert not delayer.allows(used)
+    assert delayer.allows([row(1, prefillable=True, token_usage=0.4), *used])
+
+
+def test_the_enhancer_holds_prompts_while_one_rank_is_full_and_another_is_not() -> None:
+    enhancer = ScheduleEnhancer(max_running=8)
+    full, room = row(1, running=8), row(1, running=7)
+    assert [enhancer.allows([full, room]) for _ in range(32)] == [False] * 30 + [True, False]
+    assert enhancer.allows([full, full]) and enhancer.allows([room, room])
