@@ -14,6 +14,7 @@ from engine.frontend.client.dp_policy import RankPolicy, Rule
 from engine.frontend.client.forecast import PrefillForecast
 from engine.frontend.client.generation import Generation, Sample, SampleObserver
 from engine.frontend.client.leaders import Leaders
+from engine.frontend.client.live_names import LiveNames
 from engine.frontend.client.rank_loads import RankLoads
 from engine.frontend.client.scheduler_link import CALL_TIMEOUT_S, ENGINE_DEAD
 from engine.frontend.client.shared_requests import SharedRequests
@@ -30,10 +31,8 @@ from engine.messages import (
     TokenOutput,
 )
 from engine.text.sample import TextOutput
-from service.http.errors import DRAINING, ApiError, bad_field
+from service.http.errors import DRAINING, ApiError
 from service.telemetry.context import CURRENT
-
-MAX_RID_CHARS = 256
 
 
 class TextReader(Protocol):
@@ -85,9 +84,8 @@ class EngineClient:
         self._policy = policy or RankPolicy(Rule.ROUND_ROBIN, num_ranks=leaders.num_ranks)
         self._open_text = open_text
         self._traces = traces
-        self._shared = shared
         self._live: dict[str, _Live] = {}
-        self._names: dict[str, list[str]] = {}  # user's name -> wire rids, of live samples
+        self._names = LiveNames(shared)
 
     @property
     def max_running(self) -> int:
@@ -127,7 +125,7 @@ class EngineClient:
         ranks = self._policy.place(requests, self.loads.of_all(), routed=dp_rank)
         self._check_timeout(requests, ranks, timeout_s)
         names, texts = [r.rid for r in requests], [self._open_text(r) for r in requests]
-        self._check_names({*names, *(groups or [])}, names)
+        self._names.check(names, groups or [])
         context = CURRENT.get()
         samples = [
             Sample(
@@ -142,13 +140,12 @@ class EngineClient:
         generation = Generation(
             samples, groups or [], observer=self.observer, now_s=self._now_s, on_leave=self._on_leave
         )
-        if self._shared is not None:
-            self._claim(self._shared, {*names, *(groups or [])})
+        self._names.claim([*names, *(groups or [])])
         for i, (sample, group) in enumerate(zip(samples, groups or names, strict=True)):
             self._live[sample.wire_rid] = _Live(generation, i, texts[i], ranks[i], sample.num_prompt_tokens)
             self.loads.change(ranks[i], requests=1, tokens=sample.num_prompt_tokens)
             for name in {sample.name, group}:
-                self._names.setdefault(name, []).append(sample.wire_rid)
+                self._names.add(name, sample.wire_rid)
         try:
             self._send(requests, samples, ranks, request_id=context.request_id, timeout_s=timeout_s)
         except BaseException:
@@ -158,7 +155,7 @@ class EngineClient:
 
     def abort(self, name: str) -> bool:
         """Abort the live samples of this name (a sample or a group); False when there are none."""
-        wire_rids = self._names.get(name, [])
+        wire_rids = self._names.of(name)
         for rid in wire_rids:
             self.leaders.links[self._live[rid].rank].send(AbortRequest(rid=rid))
         return bool(wire_rids)
@@ -240,13 +237,7 @@ class EngineClient:
             if self.forecasts:
                 self.forecasts[live.rank].drop(sample.wire_rid, self._now_s())
         for name in (*generation.names, *generation.groups):
-            left = [r for r in self._names.get(name, []) if r not in ranks]
-            if left:
-                self._names[name] = left
-            else:
-                self._names.pop(name, None)
-                if self._shared is not None:
-                    self._shared.release(name)
+            self._names.leave(name, ranks)
         for sample in generation.unfinished:
             if (rank := ranks.get(sample.wire_rid)) is not None:
                 self.leaders.links[rank].abort(sample.wire_rid)
@@ -272,26 +263,3 @@ class EngineClient:
             if wait_s is not None and wait_s > timeout_s:
                 self.observer.on_reject()
                 raise too_late(wait_s, timeout_s)
-
-    def _check_names(self, all_names: set[str], names: list[str]) -> None:
-        if len(set(names)) < len(names):
-            raise bad_field("rid", "the same id is given twice")
-        for name in sorted(all_names):
-            if not 0 < len(name) <= MAX_RID_CHARS:
-                raise bad_field("rid", f"must have 1 to {MAX_RID_CHARS} characters")
-            if name in self._names:
-                raise _in_use(name)
-
-    def _claim(self, shared: SharedRequests, names: set[str]) -> None:
-        """Take the names from all frontends, or none of them. Raises ApiError(400)."""
-        claimed: list[str] = []
-        for name in names:
-            if not shared.claim(name):
-                for taken in claimed:
-                    shared.release(taken)
-                raise _in_use(name)
-            claimed.append(name)
-
-
-def _in_use(name: str) -> ApiError:
-    return bad_field("rid", f"a request with id {name!r} is running")
