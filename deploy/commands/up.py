@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.flags import Parser, add_flags, config_from, given_argv
-from deploy.foreign.worker import WORKER
+from deploy.commands.up_flags import build_parser, flags_by_role, router_args
+from deploy.flags import config_from
 from deploy.launcher import summary
 from deploy.launcher.config import ClusterConfig
 from deploy.launcher.display import make_display
@@ -20,11 +20,9 @@ from deploy.launcher.ports import free_ports
 from deploy.launcher.probe import get_json
 from deploy.launcher.process import Child
 from deploy.launcher.supervisor import Supervisor
-from disagg.config import DisaggConfig
 from engine.config import MEM_FRACTION_OF, EngineConfig, ServerConfig
 from engine.gpus import VISIBLE, installed_gpus, visible_gpus
 from engine.local_defaults import usable_cores
-from router.config import RouterConfig
 from service.flags import ConfigError
 from service.http.listening import require_free, url_of
 from service.process.ready_file import write_ready_file
@@ -33,40 +31,6 @@ from transfer_backends.engines.wheels import installed_torch, torch_cuda_major
 
 INFO_TIMEOUT_S = 5.0
 
-# The cluster decides these for its members.
-_SERVER_SKIP = ("host", "port", "ready_file")
-_DISAGG_SKIP = (
-    "disaggregation_mode",
-    "disaggregation_transfer_backend",
-    "disaggregation_bootstrap_port",
-    "disaggregation_bootstrap_server",
-    "disaggregation_control_host",
-)
-_ROUTER_SKIP = ("host", "port", "ready_file", "pd_disaggregation")
-_WORKER_KEYS = (
-    "api_key",
-    "api_key_file",
-    "admin_api_key",
-    "admin_api_key_file",
-)  # the router sends them to the workers
-# One flag for workers and router.
-_SHARED = (
-    *_WORKER_KEYS,
-    "allow_insecure",
-    "allowed_hosts",
-    "allowed_origins",
-    "cluster_secret_file",
-    "drain_timeout_s",
-    "enable_trace",
-    "log_format",
-    "log_level",
-    "max_body_bytes",
-    "max_stored_response_bytes",
-    "max_stored_responses",
-    "otlp_traces_endpoint",
-    "sse_keep_alive_interval_s",
-    "trace_ring",
-)
 _MODEL_FLAGS = ("model_path", "revision", "served_model_name")
 
 
@@ -87,20 +51,6 @@ def run(argv: Sequence[str]) -> int:
         return asyncio.run(_supervise(config, vars(args), specs=specs, front=front, log_dir=log_dir, notes=notes))
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="tandem up",
-        foreign=WORKER,
-        description="Start a cluster on this machine: a router, prefill and decode workers. Ctrl-C ends all of it, SIGTERM drains it first.",
-    )
-    add_flags(parser, ClusterConfig, title="cluster")
-    add_flags(parser, EngineConfig, title="every worker's model, memory and scheduling", only_given=True)
-    add_flags(parser, ServerConfig, title="every worker's HTTP side", skip=_SERVER_SKIP, only_given=True)
-    add_flags(parser, DisaggConfig, title="hand-over of KV", skip=_DISAGG_SKIP, only_given=True)
-    add_flags(parser, RouterConfig, title="router", skip=(*_ROUTER_SKIP, *_SHARED), only_given=True)
-    return parser
-
-
 def gpus_for(config: ClusterConfig, args: argparse.Namespace, *, torch: str | None) -> list[str]:
     """Return the GPUs for the engines; none where they run on CPUs. Raises ConfigError for --gpu-ids that cannot be had.
 
@@ -116,25 +66,15 @@ def gpus_for(config: ClusterConfig, args: argparse.Namespace, *, torch: str | No
 
 def plan(config: ClusterConfig, args: argparse.Namespace, *, gpus: Sequence[str] = ()) -> tuple[list[ProcessSpec], str]:
     front, *free = [config.port, *free_ports(num_ports(config))] if config.port else free_ports(num_ports(config) + 1)
-    worker_args = [
-        *given_argv(args, EngineConfig),
-        *given_argv(args, ServerConfig, skip=_SERVER_SKIP),
-        *given_argv(args, DisaggConfig, skip=_DISAGG_SKIP),
-    ]
-    router_args = given_argv(args, RouterConfig, skip=_ROUTER_SKIP)
-    given = vars(args)
-    for name in _WORKER_KEYS:
-        if name in given and f"worker_{name}" not in given:
-            router_args.append(f"--worker-{name.replace('_', '-')}={given[name]}")
     specs = plan_cluster(
         config,
         front=front,
         free=free,
         cores=usable_cores(),
         gpus=gpus,
-        mem_fraction=given.get("mem_fraction_static", MEM_FRACTION_OF["cuda"]),
-        worker_args=worker_args,
-        router_args=router_args,
+        mem_fraction=getattr(args, "mem_fraction_static", MEM_FRACTION_OF["cuda"]),
+        flags=flags_by_role(config, args),
+        router_args=router_args(args),
     )
     return specs, url_of(config.host, front)
 

@@ -1,10 +1,15 @@
 """Flags of `tandem up` that are about the cluster; everything else goes on to the workers and the router."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from service.flags import FlagSet, flag
 
 MAX_WORKERS_PER_ROLE = 64
+
+
+def _size(role: str, name: str) -> Any:
+    return flag(None, f"--{name} of {role} workers; default: --{name}", least=1, most=64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +19,12 @@ class ClusterConfig(FlagSet):
     prefill: int = flag(1, "number of prefill workers", least=1, most=MAX_WORKERS_PER_ROLE)
     decode: int = flag(1, "number of decode workers", least=1, most=MAX_WORKERS_PER_ROLE)
     transfer_backend: str = flag("nixl", "engine that moves the KV cache", choices=("nixl", "mooncake", "fake"))
+    prefill_tp_size: int | None = _size("prefill", "tp-size")
+    prefill_pp_size: int | None = _size("prefill", "pp-size")
+    prefill_dp_size: int | None = _size("prefill", "dp-size")
+    decode_tp_size: int | None = _size("decode", "tp-size")
+    decode_pp_size: int | None = _size("decode", "pp-size")
+    decode_dp_size: int | None = _size("decode", "dp-size")
     unified: bool = flag(False, "start one unified worker instead, without router and transfers")
     host: str = flag("127.0.0.1", "address that the router listens on (with --unified: the worker)")
     port: int = flag(
@@ -28,7 +39,7 @@ class ClusterConfig(FlagSet):
     )
     gpu_ids: tuple[str, ...] = flag(
         (),
-        "GPUs for the engines, one each in turn: places among those that CUDA_VISIBLE_DEVICES shows, or UUIDs; default: all",
+        "GPUs for the engines, in turn, one for each rank: places among those that CUDA_VISIBLE_DEVICES shows, or UUIDs; default: all",
     )
     share_gpus: bool = flag(
         False,

@@ -1,6 +1,8 @@
 """Which GPU each engine of a local cluster gets. Pure."""
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from service.flags import ConfigError
@@ -8,21 +10,28 @@ from service.flags import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """An engine's place. `gpu`: what CUDA_VISIBLE_DEVICES names. `engines`: how many share that GPU."""
+    """An engine's place. `gpus`: what CUDA_VISIBLE_DEVICES names, one for each rank. `engines`: the most that share one."""
 
-    gpu: str
+    gpus: tuple[str, ...]
     engines: int
 
 
-def seats_of(names: Sequence[str], gpus: Sequence[str], *, share: bool) -> dict[str, Seat]:
-    """Give each engine a GPU, in turn. Raises ConfigError for more engines than GPUs, unless they may share."""
-    if len(names) > len(gpus) and not share:
+def seats_of(ranks: Mapping[str, int], gpus: Sequence[str], *, share: bool) -> dict[str, Seat]:
+    """Give each engine GPUs, in turn. `ranks`: engine to its ranks.
+
+    Raises ConfigError for more ranks than GPUs, unless engines may share. An engine never has one GPU twice.
+    """
+    total = sum(ranks.values())
+    if total > len(gpus) and not share:
+        several = f", which have {total} ranks," if total > len(ranks) else ""
         raise ConfigError(
-            f"--share-gpus: {len(names)} engines for {len(gpus)} GPU{'s' * (len(gpus) != 1)} ({', '.join(gpus)}); "
+            f"--share-gpus: {len(ranks)} engines{several} for {len(gpus)} GPU{'s' * (len(gpus) != 1)} ({', '.join(gpus)}); "
             "start fewer (--prefill, --decode), or give --share-gpus to put several on one GPU"
         )
-    load = [len(range(i, len(names), len(gpus))) for i in range(len(gpus))]
-    return {name: Seat(gpu=gpus[i % len(gpus)], engines=load[i % len(gpus)]) for i, name in enumerate(names)}
+    turns = itertools.cycle(gpus)
+    taken = {name: tuple(itertools.islice(turns, min(count, len(gpus)))) for name, count in ranks.items()}
+    load = Counter(gpu for places in taken.values() for gpu in places)
+    return {name: Seat(gpus=places, engines=max(load[gpu] for gpu in places)) for name, places in taken.items()}
 
 
 def chosen_gpus(visible: Sequence[str], wanted: Sequence[str]) -> list[str]:

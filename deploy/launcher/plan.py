@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, replace
 
 from deploy.launcher.config import ClusterConfig
 from deploy.launcher.gpus import Seat, seats_of
+from deploy.launcher.roles import RoleFlags
 from engine.gpus import VISIBLE
 from service.http.listening import url_of
 
 LOOPBACK = "127.0.0.1"
+NO_FLAGS: Mapping[str, RoleFlags] = {}
 MEM_FRACTION = "--mem-fraction-static"
 
 # OpenMP's waiting threads must not spin against those of others (facts: a spinning team turned 3 ms steps into 756 ms).
@@ -25,7 +27,7 @@ WORKER_ENV = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpec:
-    """One process to start. It is healthy once GET `url` + `health_path` answers 200."""
+    """One process to start. It is healthy once GET `url` + `health_path` answers 200. `ranks`: those of a worker."""
 
     name: str
     role: str  # "router", "prefill", "decode" or "unified"
@@ -33,6 +35,7 @@ class ProcessSpec:
     url: str
     health_path: str = "/health"
     env: dict[str, str] = field(default_factory=dict)
+    ranks: int = 0
 
 
 def num_ports(config: ClusterConfig) -> int:
@@ -48,27 +51,27 @@ def plan_cluster(
     cores: int,
     gpus: Sequence[str] = (),
     mem_fraction: float = 0.0,
-    worker_args: Sequence[str] = (),
+    flags: Mapping[str, RoleFlags] = NO_FLAGS,
     router_args: Sequence[str] = (),
 ) -> list[ProcessSpec]:
     """Return the processes in start order: workers, then the router. Raises ConfigError for too few GPUs.
 
-    `front`: the port that clients use. `free`: `num_ports` others. `*_args`: flags passed on as they are. `cores`: of this
-    machine, for all engines together. `gpus`: for the engines in turn; none on a CPU. `mem_fraction`: --mem-fraction-static
+    `front`: the port that clients use. `free`: `num_ports` others. `flags`: of workers, by role. `router_args`: passed on as
+    they are. `cores`: of this machine, for all ranks together. `gpus`: for the ranks in turn; none on a CPU. `mem_fraction`: --mem-fraction-static
     of an engine that has a GPU alone; those that share one divide it.
     """
     if config.unified:
-        unified = [_worker("unified-0", "unified", config.host, front, worker_args, WORKER_ENV)]
+        alone = flags.get("unified", RoleFlags())
+        unified = [_worker("unified-0", "unified", config.host, front, alone.args, WORKER_ENV, alone.ranks)]
         return _seated(unified, gpus, share=False, mem_fraction=mem_fraction) if gpus else unified
     pairs = list(zip(free[::2], free[1::2], strict=True))
     prefill, decode = pairs[: config.prefill], pairs[config.prefill :]
-    common = (f"--disaggregation-transfer-backend={config.transfer_backend}", *worker_args)
-    env = _sharing(cores // (config.prefill + config.decode))
     workers = [
-        _worker(f"{role}-{i}", role, LOOPBACK, http, [f"--disaggregation-bootstrap-port={bootstrap}", *common], env)
-        for role, ports in (("prefill", prefill), ("decode", decode))
-        for i, (http, bootstrap) in enumerate(ports)
+        _member(f"{role}-{i}", role, ports, config.transfer_backend, flags.get(role, RoleFlags()))
+        for role, members in (("prefill", prefill), ("decode", decode))
+        for i, ports in enumerate(members)
     ]
+    workers = _sharing(workers, cores)
     if gpus:
         workers = _seated(workers, gpus, share=config.share_gpus, mem_fraction=mem_fraction)
     argv = [f"--host={config.host}", f"--port={front}", "--pd-disaggregation"]
@@ -86,20 +89,27 @@ def plan_cluster(
     return [*workers, router]
 
 
-def _sharing(cores: int) -> dict[str, str]:
-    """Return the environment of an engine that shares the machine with others: `cores` is its share.
+def _sharing(workers: Sequence[ProcessSpec], cores: int) -> list[ProcessSpec]:
+    """Divide `cores` over the ranks of all workers.
 
-    Its OpenMP threads sleep at once when they wait, instead of after the moment that a lone worker's do (disagg/children.py).
+    Their OpenMP threads sleep at once when they wait, instead of after the moment that a lone worker's do (disagg/children.py).
     """
-    return WORKER_ENV | {"OMP_NUM_THREADS": str(max(1, cores)), "GOMP_SPINCOUNT": "0"}
+    total = sum(worker.ranks for worker in workers)
+    return [
+        replace(
+            worker,
+            env=WORKER_ENV | {"OMP_NUM_THREADS": str(max(1, cores * worker.ranks // total)), "GOMP_SPINCOUNT": "0"},
+        )
+        for worker in workers
+    ]
 
 
 def shared_gpus(specs: Sequence[ProcessSpec]) -> dict[str, list[str]]:
     """Return GPU to names of its engines, for each GPU that has several."""
     engines: dict[str, list[str]] = {}
     for spec in specs:
-        if VISIBLE in spec.env:
-            engines.setdefault(spec.env[VISIBLE], []).append(spec.name)
+        for gpu in spec.env[VISIBLE].split(",") if VISIBLE in spec.env else ():
+            engines.setdefault(gpu, []).append(spec.name)
     return {gpu: names for gpu, names in engines.items() if len(names) > 1}
 
 
@@ -111,7 +121,7 @@ def with_env(specs: Sequence[ProcessSpec], names: Collection[str], env: Mapping[
 def _seated(
     workers: Sequence[ProcessSpec], gpus: Sequence[str], *, share: bool, mem_fraction: float
 ) -> list[ProcessSpec]:
-    seats = seats_of([worker.name for worker in workers], gpus, share=share)
+    seats = seats_of({worker.name: worker.ranks for worker in workers}, gpus, share=share)
     return [_on_gpu(worker, seats[worker.name], mem_fraction) for worker in workers]
 
 
@@ -120,13 +130,22 @@ def _on_gpu(worker: ProcessSpec, seat: Seat, mem_fraction: float) -> ProcessSpec
     if seat.engines > 1:
         others = [arg for arg in argv if not arg.startswith(f"{MEM_FRACTION}=")]
         argv = (*others, f"{MEM_FRACTION}={mem_fraction / seat.engines:.4g}")
-    return replace(worker, argv=argv, env={**worker.env, VISIBLE: seat.gpu})
+    return replace(worker, argv=argv, env={**worker.env, VISIBLE: ",".join(seat.gpus)})
 
 
-def _worker(name: str, role: str, host: str, port: int, args: Sequence[str], env: dict[str, str]) -> ProcessSpec:
+def _member(name: str, role: str, ports: tuple[int, int], backend: str, flags: RoleFlags) -> ProcessSpec:
+    """A worker of a pair."""
+    http, bootstrap = ports
+    own = (f"--disaggregation-bootstrap-port={bootstrap}", f"--disaggregation-transfer-backend={backend}")
+    return _worker(name, role, LOOPBACK, http, (*own, *flags.args), WORKER_ENV, flags.ranks)
+
+
+def _worker(
+    name: str, role: str, host: str, port: int, args: Sequence[str], env: dict[str, str], ranks: int
+) -> ProcessSpec:
     mode = "null" if role == "unified" else role
     argv = _tandem("serve", f"--disaggregation-mode={mode}", f"--host={host}", f"--port={port}", *args)
-    return ProcessSpec(name=name, role=role, argv=argv, url=url_of(host, port), env=env)
+    return ProcessSpec(name=name, role=role, argv=argv, url=url_of(host, port), env=env, ranks=ranks)
 
 
 def _tandem(*args: str) -> tuple[str, ...]:

@@ -60,7 +60,13 @@ def _lacking(members: Sequence[Member]) -> list[str]:
 
 def _capacity(member: Member) -> str:
     tokens = member.info.get("max_total_num_tokens")
-    return f"KV {tokens:,} tokens" if tokens else ""
+    return ", ".join([*([f"KV {tokens:,} tokens"] if tokens else []), *_sizes(member)])
+
+
+def _sizes(member: Member) -> list[str]:
+    """ "TP 2" and the like."""
+    found = {name: member.info.get(f"{name.lower()}_size", 1) for name in ("TP", "PP", "DP")}
+    return [f"{name} {size}" for name, size in found.items() if size > 1]
 
 
 def _try_it(front: str, model: str, shipped: bool, auth: bool) -> list[str]:

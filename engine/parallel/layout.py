@@ -6,6 +6,7 @@
 Where TP ranks outnumber KV heads, each KV head is on tp_size / kv_heads ranks. So a query head is always with its KV head.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -109,6 +110,14 @@ def units_of(config: ModelConfig, place: Place, kv_units: int | None) -> range:
 def model_units(config: ModelConfig, *, tp_size: int, kv_units: int | None) -> int:
     """Return how many units the KV of a token has, over all ranks."""
     return kv_units or min(tp_size, config.num_kv_heads)
+
+
+def common_units(config: ModelConfig, *, tp_sizes: Sequence[int]) -> int:
+    """Return the fewest units of a token's KV in which workers of all these sizes can exchange it (`--kv-units`).
+
+    `check_layout` has accepted the sizes.
+    """
+    return math.lcm(*(model_units(config, tp_size=size, kv_units=None) for size in tp_sizes))
 
 
 def check_layout(

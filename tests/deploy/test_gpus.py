@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from deploy.commands import up
+from deploy.commands import up, up_flags
 from deploy.flags import config_from
 from deploy.launcher.config import ClusterConfig
 from deploy.launcher.gpus import chosen_gpus
 from deploy.launcher.mps import CONTROL, PIPE, mps_for
 from deploy.launcher.plan import ProcessSpec, num_ports, plan_cluster, shared_gpus, with_env
+from deploy.launcher.roles import RoleFlags
 from engine.gpus import VISIBLE, parse_listing, visible_gpus
 from service.flags import ConfigError
 from tests.e2e.cluster import wait_until
@@ -41,10 +42,14 @@ else:
 """
 
 
-def cluster_of(prefill: int, decode: int, gpus: list[str], *args: str, **flags: bool) -> list[ProcessSpec]:
+def cluster_of(
+    prefill: int, decode: int, gpus: list[str], *args: str, ranks: int = 1, **flags: bool
+) -> list[ProcessSpec]:
+    """`ranks`: of each prefill worker; decode workers have one."""
     config = ClusterConfig(prefill=prefill, decode=decode, **flags)
     free = range(100, 100 + num_ports(config))
-    *workers, _ = plan_cluster(config, front=9, free=free, cores=8, gpus=gpus, mem_fraction=0.8, worker_args=args)
+    roles = {"prefill": RoleFlags(args=args, ranks=ranks), "decode": RoleFlags(args=args)}
+    *workers, _ = plan_cluster(config, front=9, free=free, cores=8, gpus=gpus, mem_fraction=0.8, flags=roles)
     return workers
 
 
@@ -66,6 +71,21 @@ def test_more_engines_than_gpus_are_one_clear_error_unless_they_may_share() -> N
     assert shared_gpus(workers) == {"0": ["prefill-0", "decode-1"]}
     env = with_env(workers, ["decode-1"], {PIPE: "/run"})
     assert [worker.env.get(PIPE) for worker in env] == [None, None, "/run"]
+
+
+def test_each_rank_gets_a_gpu_and_no_engine_has_one_twice() -> None:
+    workers = cluster_of(1, 2, ["0", "1", "2", "3"], ranks=2)
+    assert [worker.env[VISIBLE] for worker in workers] == ["0,1", "2", "3"]
+    with pytest.raises(ConfigError, match=r"--share-gpus: 3 engines, which have 4 ranks, for 3 GPUs \(0, 1, 2\)"):
+        cluster_of(1, 2, ["0", "1", "2"], ranks=2)
+    workers = cluster_of(1, 2, ["0", "1", "2"], ranks=2, share_gpus=True)
+    assert [worker.env[VISIBLE] for worker in workers] == ["0,1", "2", "0"]
+    assert [worker.argv[-1] for worker in workers if worker.argv[-1].startswith("--mem")] == [
+        "--mem-fraction-static=0.4"
+    ] * 2
+    assert shared_gpus(workers) == {"0": ["prefill-0", "decode-1"]}
+    (alone, _) = cluster_of(1, 1, ["0"], ranks=2, share_gpus=True)
+    assert alone.env[VISIBLE] == "0"  # the worker itself refuses, and names its flag
 
 
 def test_a_unified_worker_takes_the_first() -> None:
@@ -109,7 +129,7 @@ def test_a_listing_names_uuids_and_the_parts_of_a_cut_gpu() -> None:
 
 
 def gpus_for(*argv: str, torch: str | None = "2.13.0+cpu") -> list[str]:
-    args = up.build_parser().parse_strict(argv)
+    args = up_flags.build_parser().parse_strict(argv)
     return up.gpus_for(config_from(args, ClusterConfig), args, torch=torch)
 
 

@@ -10,6 +10,7 @@ from deploy.launcher.config import ClusterConfig
 from deploy.launcher.display import PlainDisplay, ProcessProgress, render
 from deploy.launcher.guard import watch
 from deploy.launcher.plan import ProcessSpec, num_ports, plan_cluster
+from deploy.launcher.roles import RoleFlags
 from service.flags import ConfigError
 from service.http.listening import require_free
 
@@ -24,7 +25,12 @@ def test_two_prefill_one_decode_and_a_router_that_knows_them() -> None:
     config = ClusterConfig(prefill=2, decode=1, transfer_backend="mooncake")
     specs = by_name(
         plan_cluster(
-            config, front=8000, free=FREE, cores=7, worker_args=["--page-size=1"], router_args=["--policy=random"]
+            config,
+            front=8000,
+            free=FREE,
+            cores=7,
+            flags={"prefill": RoleFlags(args=["--page-size=1"])},
+            router_args=["--policy=random"],
         )
     )
     assert list(specs) == ["prefill-0", "prefill-1", "decode-0", "router"]
@@ -90,7 +96,13 @@ def test_plain_display_says_each_thing_once() -> None:
 
 
 MEMBERS = [
-    summary.Member(name="prefill-0", role="prefill", url="http://p", pid=5, info={"max_total_num_tokens": 12345}),
+    summary.Member(
+        name="prefill-0",
+        role="prefill",
+        url="http://p",
+        pid=5,
+        info={"max_total_num_tokens": 12345, "tp_size": 2, "dp_size": 1},
+    ),
     summary.Member(name="router", role="router", url="http://r", pid=6, info={}),
 ]
 
@@ -99,6 +111,6 @@ def test_summary_has_capacity_logs_and_a_curl_line_to_paste() -> None:
     text = summary.summary_text(
         MEMBERS, front="http://r", backend="nixl", log_dir=Path("/logs"), model="recall", shipped=True, auth=True
     )
-    assert "KV 12,345 tokens" in text and "/logs" in text and "nixl" in text
+    assert "KV 12,345 tokens, TP 2\n" in text and "/logs" in text and "nixl" in text
     assert "curl -s http://r/v1/chat/completions -H 'Authorization: Bearer KEY'" in text
     assert '"content": "k17 v42 k03 v91 k17"' in text and "v42" in text

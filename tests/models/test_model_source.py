@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from deploy.commands.up import build_parser, set_local_model
+from deploy.commands.up import set_local_model
+from deploy.commands.up_flags import build_parser
 from deploy.flags import given_argv
 from engine.config import EngineConfig
 from engine.model_files import source

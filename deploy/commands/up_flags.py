@@ -1,0 +1,93 @@
+"""The flags of `tandem up`: its own, and those that go on to the workers of each role and to the router."""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from deploy.flags import Parser, add_flags, given_argv
+from deploy.foreign.worker import WORKER
+from deploy.launcher.config import ClusterConfig
+from deploy.launcher.roles import RoleFlags, check_role, num_ranks, units_between, values_by_role
+from disagg.config import DisaggConfig
+from engine.config import EngineConfig, ServerConfig
+from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
+from router.config import RouterConfig
+
+# The cluster decides these for its members.
+_SERVER_SKIP = ("host", "port", "ready_file")
+_DISAGG_SKIP = (
+    "disaggregation_mode",
+    "disaggregation_transfer_backend",
+    "disaggregation_bootstrap_port",
+    "disaggregation_bootstrap_server",
+    "disaggregation_control_host",
+)
+_ROUTER_SKIP = ("host", "port", "ready_file", "pd_disaggregation")
+_WORKER_KEYS = (
+    "api_key",
+    "api_key_file",
+    "admin_api_key",
+    "admin_api_key_file",
+)  # the router sends them to the workers
+# One flag for workers and router.
+_SHARED = (
+    *_WORKER_KEYS,
+    "allow_insecure",
+    "allowed_hosts",
+    "allowed_origins",
+    "cluster_secret_file",
+    "drain_timeout_s",
+    "enable_trace",
+    "log_format",
+    "log_level",
+    "max_body_bytes",
+    "max_stored_response_bytes",
+    "max_stored_responses",
+    "otlp_traces_endpoint",
+    "sse_keep_alive_interval_s",
+    "trace_ring",
+)
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="tandem up",
+        foreign=WORKER,
+        description="Start a cluster on this machine: a router, prefill and decode workers. Ctrl-C ends all of it, SIGTERM drains it first.",
+    )
+    add_flags(parser, ClusterConfig, title="cluster")
+    add_flags(parser, EngineConfig, title="every worker's model, memory and scheduling", only_given=True)
+    add_flags(parser, ServerConfig, title="every worker's HTTP side", skip=_SERVER_SKIP, only_given=True)
+    add_flags(parser, DisaggConfig, title="hand-over of KV", skip=_DISAGG_SKIP, only_given=True)
+    add_flags(parser, RouterConfig, title="router", skip=(*_ROUTER_SKIP, *_SHARED), only_given=True)
+    return parser
+
+
+def flags_by_role(config: ClusterConfig, args: argparse.Namespace) -> dict[str, RoleFlags]:
+    """Return what workers get. Reads the model's config for several ranks. Raises ConfigError for sizes that do not fit it."""
+    by_role = values_by_role(config, vars(args))
+    if any(num_ranks(values) > 1 for values in by_role.values()):
+        model = load_model_config(getattr(args, "model_path", "") or DEFAULT_MODEL_PATH)
+        for role, values in by_role.items():
+            check_role(config, role, values, model)
+        if (units := units_between(model, by_role)) is not None:
+            by_role = {role: {**values, "kv_units": units} for role, values in by_role.items()}
+    return {role: RoleFlags(args=_worker_args(values), ranks=num_ranks(values)) for role, values in by_role.items()}
+
+
+def _worker_args(values: Mapping[str, Any]) -> list[str]:
+    args = argparse.Namespace(**values)
+    return [
+        *given_argv(args, EngineConfig),
+        *given_argv(args, ServerConfig, skip=_SERVER_SKIP),
+        *given_argv(args, DisaggConfig, skip=_DISAGG_SKIP),
+    ]
+
+
+def router_args(args: argparse.Namespace) -> list[str]:
+    given = vars(args)
+    found = given_argv(args, RouterConfig, skip=_ROUTER_SKIP)
+    for name in _WORKER_KEYS:
+        if name in given and f"worker_{name}" not in given:
+            found.append(f"--worker-{name.replace('_', '-')}={given[name]}")
+    return found

@@ -1,0 +1,84 @@
+"""The flags of each role's workers: what all have, and what --prefill-... and --decode-... change of it. Pure."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.launcher.config import ClusterConfig
+from engine.model_files.model_config import ModelConfig
+from engine.parallel.layout import check_layout, common_units
+from service.flags import ConfigError
+
+SIZES = ("tp_size", "pp_size", "dp_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleFlags:
+    """`args`: of `tandem serve`, for each worker of the role. `ranks`: its processes that compute."""
+
+    args: Sequence[str] = ()
+    ranks: int = 1
+
+
+def roles_of(config: ClusterConfig) -> tuple[str, ...]:
+    return ("unified",) if config.unified else ("prefill", "decode")
+
+
+def values_by_role(config: ClusterConfig, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return role to flags of its workers, by field. `given`: what the user typed for all workers. Raises ConfigError.
+
+    A role without stages gets no --pp-layer-partition, if the other has stages.
+    """
+    own = {role: _own_sizes(config, role) for role in ("prefill", "decode")}
+    if config.unified:
+        for role, name, size in ((role, name, size) for role, sizes in own.items() for name, size in sizes.items()):
+            raise ConfigError(f"--{role}-{_option(name)} {size}: --unified has no such worker; give --{_option(name)}")
+        return {"unified": dict(given)}
+    found = {role: {**given, **sizes} for role, sizes in own.items()}
+    stages = {role: values.get("pp_size", 1) for role, values in found.items()}
+    for role, values in found.items():
+        if stages[role] == 1 < max(stages.values()):
+            values.pop("pp_layer_partition", None)
+    return found
+
+
+def num_ranks(values: Mapping[str, Any]) -> int:
+    """Count the processes of a worker that compute."""
+    tp, pp, dp = (values.get(name, 1) for name in SIZES)
+    return int(tp * pp * dp)
+
+
+def units_between(model: ModelConfig, by_role: Mapping[str, Mapping[str, Any]]) -> int | None:
+    """Return the --kv-units of all workers, if roles cut KV heads differently and the user gave none; else None."""
+    sizes = {values.get("tp_size", 1) for values in by_role.values()}
+    given = any(values.get("kv_units") is not None for values in by_role.values())
+    return None if given or len(sizes) == 1 else common_units(model, tp_sizes=sorted(sizes))
+
+
+def check_role(config: ClusterConfig, role: str, values: Mapping[str, Any], model: ModelConfig) -> None:
+    """Raise ConfigError for sizes that do not fit the model, by the flags that gave them."""
+    try:
+        check_layout(
+            model,
+            tp_size=values.get("tp_size", 1),
+            pp_size=values.get("pp_size", 1),
+            partition=values.get("pp_layer_partition", ()),
+            kv_units=values.get("kv_units"),
+            reduce_units=values.get("reduce_units", 0),
+        )
+    except ConfigError as error:
+        own = _own_sizes(config, role)
+        text = re.sub(
+            r"--([tp]p)-size", lambda m: f"--{role}-{m[1]}-size" if f"{m[1]}_size" in own else m[0], str(error)
+        )
+        raise ConfigError(text) from None
+
+
+def _own_sizes(config: ClusterConfig, role: str) -> dict[str, int]:
+    found = {name: getattr(config, f"{role}_{name}") for name in SIZES}
+    return {name: size for name, size in found.items() if size is not None}
+
+
+def _option(name: str) -> str:
+    return name.replace("_", "-")
