@@ -12,10 +12,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks.rank_parts import allreduce
+from benchmarks.rank_parts import allreduce, engines, plan_channel
 from deploy.bench import environment
 
-PARTS: dict[str, ModuleType] = {"allreduce": allreduce}
+PARTS: dict[str, ModuleType] = {"allreduce": allreduce, "plan_channel": plan_channel, "engines": engines}
 
 
 def page(report: dict[str, Any]) -> str:
