@@ -12,10 +12,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks.rank_parts import allreduce, engines, plan_channel
+from benchmarks.rank_parts import allreduce, engines, plan_channel, transfers
 from deploy.bench import environment
 
-PARTS: dict[str, ModuleType] = {"allreduce": allreduce, "plan_channel": plan_channel, "engines": engines}
+PARTS: dict[str, ModuleType] = {
+    "allreduce": allreduce,
+    "plan_channel": plan_channel,
+    "transfers": transfers,
+    "engines": engines,
+}
 
 
 def page(report: dict[str, Any]) -> str:
