@@ -173,6 +173,7 @@ def _services(
 ) -> LoopServices:
     from engine.executor.profiler import TorchProfiler
     from engine.ranks.group import GroupProfiler
+    from engine.ranks.leading_executor import LeadingExecutor
 
     compiles = parts.compiles
     profiler = TorchProfiler(parts.device.executor.call, name=_trace_name(spec))
@@ -184,6 +185,7 @@ def _services(
         disk=parts.disk,
         events=publisher,
         late_compiles=lambda: 0 if compiles is None else compiles.num_late,
+        watched=parts.executor if isinstance(parts.executor, LeadingExecutor) and parts.config.pp_size > 1 else None,
     )
 
 

@@ -188,7 +188,7 @@ def build_engine(
         model=model_config,
         pool=pool,
         device=device,
-        executor=LeadingExecutor(device.executor, group.followers) if group else device.executor,
+        executor=_leading(config, device, group, wakeup) if group else device.executor,
         adapters=GroupAdapters(device.adapters, group.followers) if group and device.adapters else device.adapters,
         group=group,
         held=held,
@@ -286,6 +286,11 @@ def _memory(config: EngineConfig, *, num_pages: int, host: HostCache | None) -> 
         listener=events,
     )
     return Memory(allocator=allocator, cache=cache, host=host, rank=priorities(config).rank), events
+
+
+def _leading(config: EngineConfig, device: Device, group: Group, wakeup: Callable[[], None]) -> LeadingExecutor:
+    """With stages the loop does not wait for a step: it plans the next one."""
+    return LeadingExecutor(device.executor, group.followers, attention=wakeup if config.pp_size > 1 else None)
 
 
 def _share(config: EngineConfig, group: Group | None) -> dict[str, Any]:

@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from engine.background import run_into
+from engine.background import run_into, start_in_thread
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -24,6 +24,12 @@ T_co = TypeVar("T_co", covariant=True)
 class StreamTask(Protocol[T_co]):
     def result(self) -> T_co:
         """Wait, and return or raise the outcome of the work."""
+
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+
+    def add_done_callback(self, call: Callable[[Any], object], /) -> None:
+        """Call it with the outcome once that is there, in any thread."""
 
 
 class Stream(Protocol):
@@ -81,6 +87,12 @@ class _CudaTask(Generic[T]):
     def result(self) -> T:
         self._event.synchronize()
         return self._future.result()
+
+    def done(self) -> bool:
+        return self._event.query()
+
+    def add_done_callback(self, call: Callable[[Any], object]) -> None:
+        start_in_thread(self._event.synchronize, name="step end", when_done=lambda: call(self))
 
 
 class CudaStream:

@@ -41,6 +41,7 @@ class Followers:
         self._processes = {rank: process for rank, (_, process) in members.items()}
         self._on_end = on_end
         self._answers: dict[object, dict[int, Any]] = {}  # by what is answered: rank -> answer
+        self._calls: dict[object, Callable[[], None]] = {}  # when all have answered
         self._changed = threading.Condition()
         self._ended: str | None = None
         self._closing = False
@@ -157,7 +158,18 @@ class Followers:
     def _note(self, key: object, rank: int, answer: Any) -> None:
         with self._changed:
             self._answers.setdefault(key, {})[rank] = answer
+            call = self._calls.pop(key, None) if self._has_all(key) else None
             self._changed.notify_all()
+        if call is not None:
+            call()
+
+    def _call_when_all(self, key: object, call: Callable[[], None]) -> None:
+        with self._changed:
+            there = self._has_all(key)
+            if not there:
+                self._calls[key] = call
+        if there:
+            call()
 
     def _end(self, text: str, *, refused: bool) -> None:
         with self._changed:
@@ -186,3 +198,7 @@ class Pending:
     def there(self) -> bool:
         """Whether `wait` returns at once."""
         return self._followers._has_all(self.number)
+
+    def when_there(self, call: Callable[[], None]) -> None:
+        """Call it once `there`, in any thread."""
+        self._followers._call_when_all(self.number, call)

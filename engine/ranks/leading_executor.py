@@ -26,14 +26,18 @@ class GroupLaunch:
 class LeadingExecutor:
     """Sampling stays here: the followers get the sampled tokens through the future map."""
 
-    def __init__(self, own: Executor, followers: Followers) -> None:
+    def __init__(self, own: Executor, followers: Followers, *, attention: Callable[[], None] | None = None) -> None:
+        """`attention` is called in any thread when a step has ended; None: the caller waits in `collect`."""
         self._own = own
+        self._attention = attention
         self.runner = own.runner
         self.followers = followers
 
     def launch(self, plan: Plan) -> GroupLaunch:
         answer = self.followers.step(plan)
-        return GroupLaunch(self._own.launch(plan), answer)
+        launch = GroupLaunch(self._own.launch(plan), answer)
+        self._watch(launch)
+        return launch
 
     def launch_forward(self, plan: Plan) -> GroupLaunch:
         answer = self.followers.step(plan)
@@ -41,6 +45,21 @@ class LeadingExecutor:
 
     def launch_sampling(self, launch: GroupLaunch) -> None:
         self._own.launch_sampling(launch.own)
+        self._watch(launch)
+
+    def ended(self, launch: GroupLaunch) -> bool:
+        """Whether `collect` returns at once."""
+        sampling = launch.own.sampling
+        return sampling is not None and sampling.done() and (launch.answer is None or launch.answer.there())
+
+    def _watch(self, launch: GroupLaunch) -> None:
+        attention, sampling = self._attention, launch.own.sampling
+        if attention is None:
+            return
+        assert sampling is not None
+        sampling.add_done_callback(lambda _: attention())
+        if launch.answer is not None:
+            launch.answer.when_there(attention)
 
     def collect(self, launch: GroupLaunch) -> StepResult:
         if launch.answer is not None:

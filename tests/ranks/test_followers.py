@@ -100,6 +100,21 @@ def test_only_a_step_of_copies_alone_is_answered(group: Group) -> None:
     assert group.followers.step(Plan(seq=2, extend=False, items=[])) is None
 
 
+def test_an_answer_calls_once_all_have_given_it(group: Group) -> None:
+    called = threading.Event()
+    pending = group.followers.apply("anything")
+    pending.when_there(called.set)
+    for channel in group.there.values():
+        assert not called.is_set() and not pending.there()
+        applied = channel.receive()
+        assert isinstance(applied, Apply)
+        channel.send(Done(applied.number))
+    assert called.wait(SOON_S) and pending.there()
+    late = threading.Event()
+    pending.when_there(late.set)
+    assert late.is_set()
+
+
 def test_values_come_by_rank_and_a_refusal_names_its_rank(group: Group) -> None:
     pending = group.followers.apply("checksum", pages=[1])
     for rank, channel in reversed(group.there.items()):
