@@ -6,6 +6,7 @@ the residual stream are the same on all of them.
 
 import re
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -120,7 +121,7 @@ class _Layer:
         self._attention_norm = RMSNorm(part.vector(f"{prefix}input_layernorm.weight"), eps=eps)
         self._attention = _Attention(part, f"{prefix}self_attn.", place=place)
         self._mlp_norm = RMSNorm(part.vector(f"{prefix}post_attention_layernorm.weight"), eps=eps)
-        self._mlp = _MLP(part, f"{prefix}mlp.")
+        self._mlp: FeedForward = _MLP(part, f"{prefix}mlp.")
         self.sites = [*self._attention.sites, *self._mlp.sites]
 
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
@@ -156,6 +157,17 @@ class _Attention:
         heads, kv_heads = self._heads, self._kv_heads
         qkv = self._qkv.of_norm(norm, x, delta).view(-1, heads + 2 * kv_heads, self._dim)
         return self._out(attend(self._place, Unturned(qkv, kv_heads, self._rope, turn)))
+
+
+class FeedForward(Protocol):
+    """What a layer computes behind attention, on all ranks of its stage at once: of every token, or of those that a router of
+    experts dispatches to a rank.
+    """
+
+    sites: list[LinearSite]
+
+    def of_norm(self, norm: RMSNorm, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """[T, hidden] of norm(x + delta), which x becomes before the norm; the same on all ranks."""
 
 
 class _MLP:
