@@ -36,6 +36,7 @@ class ProcessMark(msgspec.Struct, frozen=True, array_like=True):
 
 
 UNMARKED = ProcessMark(host="", pid=0, start_ticks=0)  # a process whose mark is unknown: only its port can be probed
+GONE = ProcessMark(host="", pid=-1, start_ticks=0)  # a process that is proved dead
 
 
 def host_id() -> str:
@@ -53,6 +54,8 @@ def own_mark() -> ProcessMark:
 
 
 def liveness(mark: ProcessMark, control: str, *, timeout_s: float = 1.0) -> Liveness:
+    if mark == GONE:
+        return Liveness.DEAD
     if mark.host and mark.host == host_id() and mark.start_ticks:
         stat = _stat(mark.pid)
         alive = stat is not None and stat[0] not in "ZX" and stat[1] == mark.start_ticks

@@ -44,6 +44,7 @@ CASES = [
     ("nixl", MODEL, Side(1, 2), Side(1), 1),
     ("nixl", MODEL, Side(1), Side(2, 2), 2),
     ("nixl", ONE_HEAD, Side(4), Side(2), 1),
+    ("nixl", ONE_HEAD, Side(2), Side(1), 1),
     *(("mooncake", MODEL, Side(p), Side(d), max(p, d)) for p, d in ((1, 2), (2, 1))),
 ]
 

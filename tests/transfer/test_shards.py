@@ -49,7 +49,7 @@ def planned(
 
 def offer_of(prefill: KVArgs, decode: KVArgs, pages: I64) -> Offer:
     message = Register("d", "p", layout_of(decode, backend="sim"), decode.ranks, decode.aux)
-    path = Path(message, plan_shards(prefill, decode.ranks))
+    path = Path.to(message, prefill)
     return Offer(DecodePeer("d", PeerTable(incarnation="p", config=CONFIG).heartbeat(0.0), 0.0, path=path), pages, 0)
 
 
@@ -167,11 +167,21 @@ def test_the_leaders_are_connected_for_the_metadata_row() -> None:
     shards = plan_shards(mine, theirs.ranks, turn=1)
     assert [shard.pair for shard in shards] == [(1, 0)] and pairs_of(shards) == [LEADERS, (1, 0)]
     described = tuple(msgspec.structs.replace(rank, descriptor=b"d") for rank in theirs.ranks)
-    path = Path(Register("d", "p", layout_of(theirs, backend="sim"), described, theirs.aux), shards)
+    path = Path.to(Register("d", "p", layout_of(theirs, backend="sim"), described, theirs.aux), mine, turn=1)
+    assert path.of_ranks and path.shards == shards
     assert [(c.src_rank, c.dst_rank, c.descriptor) for c in unpack_descriptors(path.descriptor)] == [
         (0, 0, b"d"),
         (1, 0, b"d"),
     ]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), list(product((1, 2), (1, 2))))
+def test_an_engine_of_several_ranks_is_given_descriptors_by_pair(prefill: int, decode: int) -> None:
+    """Also where all of a replica's bytes come from the leader: its engine is the one of all ranks."""
+    mine, theirs = (args_of(Model(heads=1, layers=2), Side(tp), 1, num_pages=16) for tp in (prefill, decode))
+    path = Path.to(Register("d", "p", layout_of(theirs, backend="sim"), theirs.ranks, theirs.aux), mine)
+    assert path.of_ranks == (prefill > 1 or decode > 1)
+    assert not path.of_ranks or unpack_descriptors(path.descriptor)[0].src_rank == 0
 
 
 # ---- gates: what the leader's marks prove of the others

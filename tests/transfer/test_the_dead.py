@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.transfer.cores import CONFIG, decode_core
+from tests.transfer.cores import CONFIG, KEY, MARK, decode_core
 from tests.transfer.pool import Pool
 from tests.transfer.rig import join, succeed, until
 from transfer_backends.contract import LookupFailed, Route, TransferConfig
@@ -20,11 +20,12 @@ from transfer_backends.decode.proof import DEAD_S, MAX_DEAD, Prove
 from transfer_backends.decode.rooms import MAX_PENDING_ABORTS
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import KVPoll
-from transfer_backends.liveness import UNMARKED, Liveness
+from transfer_backends.liveness import GONE, UNMARKED, Liveness, ProcessMark, liveness, of_worker
 from transfer_backends.ports import Lookup
 from transfer_backends.prefill.manager import PrefillManager
-from transfer_backends.wire import Abort, Registered, TransferInfo
+from transfer_backends.wire import Abort, Refused, Registered, TransferInfo
 
+FOLLOWER = ProcessMark("host", 2, 1, 7)
 PATIENT = TransferConfig(handshake_timeout_s=60.0, heartbeat_interval_s=0.1)  # a wait for it fails the test
 
 
@@ -204,3 +205,44 @@ def test_pending_aborts_are_bounded_and_expire() -> None:
     core.finder.on_lookup_failed("b", 1, LookupFailed("no worker is registered"), CONFIG.handshake_timeout_s)
     core.tick(CONFIG.handshake_timeout_s)
     assert core.rooms.num_pending_aborts == len(core.rooms) == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "worker"),
+    [
+        ([Liveness.DEAD], Liveness.DEAD),
+        ([Liveness.DEAD, Liveness.ALIVE], Liveness.UNKNOWN),  # nobody answers there, and bytes may come
+        ([Liveness.DEAD, Liveness.UNKNOWN], Liveness.UNKNOWN),
+        ([Liveness.UNKNOWN, Liveness.DEAD], Liveness.UNKNOWN),
+        ([Liveness.ALIVE, Liveness.DEAD], Liveness.ALIVE),
+        ([Liveness.DEAD, Liveness.DEAD], Liveness.DEAD),
+    ],
+)
+def test_a_worker_is_dead_when_all_its_processes_are(ranks: list[Liveness], worker: Liveness) -> None:
+    assert of_worker(ranks) is worker
+
+
+def test_a_successor_proves_the_death_of_one_process_alone() -> None:
+    """It has the leader's address; a follower may still write. One that was alone is dead."""
+    for followers in ((), (FOLLOWER,)):
+        core = decode_core()
+        room = core.open(*KEY, "b", 0.0)
+        core.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
+        core.on_message(1, Registered("p", "d", (MARK, *followers)), 0.0)
+        core.rooms.provide(room, [1, 2], 1, 0.0)
+        core.on_link_closed(1, 1.0)
+        core.proofs.on_proof("p", Liveness.ALIVE, 1.0)  # its port answers, and it connects again
+        core.effects.queue.clear()
+        core.on_message(2, Refused("successor", "d", "the prefill worker was restarted", True), 1.1)
+        peer = core.peers.get("p")
+        assert peer is not None and (peer.settled_at_s is None) == bool(followers)
+        core.tick(1.2)
+        core.tick(1.4)
+        if followers:
+            asked = [item.marks for item in core.effects.queue if isinstance(item, Prove)]
+            assert asked == [(GONE, FOLLOWER)] and room.exposed
+            assert liveness(GONE, "p:1") is Liveness.DEAD
+            core.proofs.on_proof("p", Liveness.DEAD, 1.4)
+        for step in range(20):
+            core.tick(1.4 + 0.1 * step)
+        assert room.drained

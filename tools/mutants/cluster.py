@@ -29,19 +29,23 @@ from router.pool.worker import Loads
 from router.requests.live import LiveRequests
 from tools.mutants.core import CORE
 from tools.mutants.planting import Bugs
+from transfer_backends.contract import KVArgs, OpState
 from transfer_backends.decode.core import DecodeCore
 from transfer_backends.decode.lookup import PrefillFinder
 from transfer_backends.decode.proof import Proofs
 from transfer_backends.decode.room import DecodeRoom
 from transfer_backends.decode.rooms import DecodeRooms
 from transfer_backends.kvpoll import KVPoll
+from transfer_backends.liveness import of_worker
 from transfer_backends.prefill.admission import PeerAdmission
 from transfer_backends.prefill.completions import Completions
 from transfer_backends.prefill.offers import Offers
-from transfer_backends.prefill.paths import FencePeer, Paths
+from transfer_backends.prefill.paths import FencePeer, Path, Paths
 from transfer_backends.prefill.posts import num_open, plan_ops
 from transfer_backends.prefill.room import PrefillRoom
 from transfer_backends.prefill.rooms import PrefillRooms
+from transfer_backends.ranks.engines import RankEngines
+from transfer_backends.shards import Shard, plan_shards
 
 CLUSTER = Bugs()
 
@@ -194,6 +198,73 @@ def _(original, chunk, offer, *args, **kwargs):
 )
 def _(original, completions, room, post, now_s):
     original(completions, room, replace(post, write_try=max(post.write_try, room.write_try)), now_s)
+
+
+# ---- ranks
+
+
+@CLUSTER.bug(
+    "report Success when the leader's part is written",
+    RankEngines.poll,
+    "A write of another rank counts as landed at once.",
+)
+def _(original, ranks, op):
+    own = any(engine is ranks._engines[0] for engine, _ in op.parts)
+    return original(ranks, op) if own or not op.parts else OpState.DONE
+
+
+@CLUSTER.bug("fence one pair of ranks", RankEngines.fence, "A fence of the leaders counts for all pairs of ranks.")
+def _(original, ranks, peer):
+    pair = next(iter(peer.of_pairs))
+    return original(ranks, replace(peer, of_pairs={pair: peer.of_pairs[pair]}))
+
+
+@CLUSTER.bug(
+    "poll the leader's engine alone", RankEngines.progress, "Decode's other ranks do not poll when prefill asks for it."
+)
+def _(original, ranks, *, eager=False):
+    ranks._engines[0].progress(eager=eager)
+
+
+@CLUSTER.bug(
+    "take the leader's death for the death of all its ranks",
+    of_worker,
+    "Pages are free while a follower of a dead leader writes.",
+)
+def _(original, ranks):
+    return original(ranks[:1])
+
+
+@CLUSTER.bug(
+    "take a successor for the death of all ranks",
+    Proofs.on_successor,
+    "A new process at the leader's address proves that its followers are dead.",
+)
+def _(original, proofs, peer, now_s):
+    peer.marks = peer.marks[:1]
+    original(proofs, peer, now_s)
+
+
+@CLUSTER.bug(
+    "write a replica from two ranks", plan_shards, "Each rank that holds a unit writes it.", called_by=Path.to.__func__
+)
+def _(original, mine, theirs, *, turn=0):
+    both = [original(mine, theirs, turn=turn) for turn in range(len(mine.ranks))]
+    return tuple(dict.fromkeys(shard for shards in both for shard in shards))
+
+
+@CLUSTER.bug(
+    "let the leader's layer prove that of all ranks",
+    KVArgs.written,
+    "A follower's layer leaves as soon as the leader has written its own.",
+)
+def _(original, args, layers):
+    return layers
+
+
+@CLUSTER.bug("read the first rank's unit for all", Shard._units, "Every rank exchanges its first unit.")
+def _(original, shard, pages, held):
+    return original(shard, pages, replace(held, first=0))
 
 
 # ---- what the two sides tell one another

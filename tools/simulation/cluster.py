@@ -63,6 +63,7 @@ class Cluster:
             options=options,
             config=self._config(),
             directory={},
+            followers={},
             find=self.find,
             bootstrap_of=self.bootstrap_of,
             shared_bootstrap=ALONE if options.shared_bootstrap else None,

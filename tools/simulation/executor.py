@@ -64,21 +64,26 @@ class CheckedModel(HashModel):
         if self._layers_done == num_layers:
             self._old.clear()
 
-    def layer_of(self, at: tuple[int, int], layer: int) -> Slot:
-        """What lies in a layer of a slot."""
-        hidden = layer >= self._layers_done and at in self._old
+    def layer_of(self, at: tuple[int, int], layer: int, *, lag: int = 0) -> Slot:
+        """What lies in a layer of a slot at a rank that is `lag` layers behind, while the step computes."""
+        hidden = layer >= self._layers_done - lag and at in self._old
         return self._old[at] if hidden else self.kv.get(at, NOTHING)
 
-    def land(self, other: "CheckedModel", src: int, dst: int, layers: range, *, of: int) -> None:
-        """`layers` of page `src` of `other` come to `dst`. A slot is whole when all its layers are of one time."""
+    def land(
+        self, other: "CheckedModel", src: int, dst: int, layers: range, *, of: int, at: int = 0, lag: int = 0
+    ) -> None:
+        """`layers` of a unit of page `src` of `other`, whose rank is `lag` behind, come to `dst`.
+
+        `of`: parts of a page, over all its units and layers; `at`: the unit's first. A slot is whole when all are of one time.
+        """
         for offset in range(self.page_size):
-            there, at = (src, offset), (dst, offset)
-            before = self.kv.get(at, NOTHING)
-            parts = self._parts.setdefault(at, [before] * of)
+            there, here = (src, offset), (dst, offset)
+            before = self.kv.get(here, NOTHING)
+            parts = self._parts.setdefault(here, [before] * of)
             if _whole(parts) != before:  # something else has written since
                 parts[:] = [before] * of
-            parts[layers.start : layers.stop] = [other.layer_of(there, layer) for layer in layers]
-            self.kv[at] = _whole(parts)
+            parts[at + layers.start : at + layers.stop] = [other.layer_of(there, layer, lag=lag) for layer in layers]
+            self.kv[here] = _whole(parts)
 
     def read(self, row: list[int], end: int, *, adapter: int = 0) -> int:
         slot = next((slot for slot, mine in self.rows.items() if mine is row), None)

@@ -74,7 +74,7 @@ class Faults:
             self._thaw(node)
             self._restart(node)
         for worker in self._cluster.workers():
-            worker.engine.faulty = False
+            worker.stop_engine_faults()
             worker._to_scheduler(ContinueGeneration("sim"))
         self._sender.kill()
 
@@ -151,7 +151,7 @@ class Faults:
         if not node.alive:
             self._cluster.start(node)
             if not self._active and isinstance(node.part, Worker):
-                node.part.engine.faulty = False
+                node.part.stop_engine_faults()
 
     def _drain(self, kind: str) -> None:
         """SIGTERM, and now and then a second one; who has ended comes back later."""

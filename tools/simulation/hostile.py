@@ -15,7 +15,6 @@ from disagg.metadata import ROW
 from tools.simulation.cluster import Cluster
 from tools.simulation.http import Call, Request, call
 from tools.simulation.network import End
-from tools.simulation.surroundings import SLOT_BYTES
 from tools.simulation.transfer_engine import AUX_BASE, KV_BASE
 from tools.simulation.worker import Worker
 from tools.simulation.world import Process
@@ -103,12 +102,12 @@ class Hostile:
         layout = layout_of(replace(args, kv_checksum="off"), backend="sim")
         if draw.random() < 0.3:
             layout = Layout(draw.choice([0, 99, PROTOCOL_VERSION]), "sim", "another model", args.page_size, args.dtype)
-        size = draw.choice([args.page_size * SLOT_BYTES, 1, 2**62])
+        size = draw.choice([args.kv.item_bytes, 1, 2**62])
         kv = Region(KV_BASE, draw.choice([0, 10, 2**62]), size, None)
         aux = Region(AUX_BASE, draw.choice([0, 4]), ROW.itemsize, None)
         victims = sorted(self._cluster.around.directory)
         descriptor = draw.choice([b"", b"junk", draw.choice(victims)])
-        rank = RankMemory(kv, 0, 1, 0, len(args.layer_bytes), descriptor)
+        rank = RankMemory(kv, 0, args.kv_units, 0, len(args.layer_bytes), descriptor)
         return Register(name, draw.choice(["", worker.process.name, "p0.0"]), layout, (rank,), aux)
 
     def _frame(self, dst: str) -> bytes:

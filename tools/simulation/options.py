@@ -68,6 +68,9 @@ class Options:
     num_tenants: int = 0  # that send an `extra_key`, beside the clients that send none
     stages: tuple[int, int] = (1, 1)  # of each role's pipeline, which is so much deeper
     host_memory: bool = True  # the engine carries it; else metadata rows cross the control plane
+    ranks: tuple[int, int] = (1, 1)  # of a prefill and of a decode worker
+    kv_units: int = 1  # of a page; fewer than ranks: all ranks hold replicas
+    must_poll: bool = False  # writes land while decode polls its engines
 
     def lines(self) -> list[str]:
         return [f"  {name:18} {value}" for name, value in asdict(self).items()]
@@ -85,6 +88,8 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
     drawn += tuple(kind for kind in LATER_FAULTS if later.random() < 0.4)
     checksum, flip_rate = later.random() < 0.5, later.choice([0.0, 0.002, 0.02])
     latest = random.Random(f"{seed}/latest options")
+    of_ranks = random.Random(f"{seed}/ranks")
+    has_ranks = of_ranks.random() < 0.4
     chosen = drawn if faults is None else faults
     page_size = draw.choice([1, 2, 4])
     tight = draw.random() < 0.5
@@ -131,6 +136,9 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
         num_tenants=random.Random(f"{seed}/tenants").choice([0, 0, 1, 2]),
         stages=random.Random(f"{seed}/depth of pipelines").choice([(1, 1)] * 4 + [(2, 1), (1, 2), (2, 2)]),
         host_memory=random.Random(f"{seed}/rows").random() < 0.6,
+        ranks=of_ranks.choice([(1, 2), (2, 1), (2, 2)]) if has_ranks else (1, 1),
+        kv_units=of_ranks.choice([1, 2, 2]) if has_ranks else 1,
+        must_poll=has_ranks and of_ranks.random() < 0.5,
     )
 
 

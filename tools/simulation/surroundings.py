@@ -1,7 +1,7 @@
 """What surrounds a simulated worker and what it is built of: shared things, memory layout, scheduler, thread pools."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,25 +18,27 @@ from engine.core.state import SchedulerState
 from tools.simulation.bootstrap import SimBootstrap
 from tools.simulation.network import Network
 from tools.simulation.options import Options
-from tools.simulation.transfer_engine import AUX_BASE, KV_BASE
+from tools.simulation.transfer_engine import AUX_BASE, KV_BASE, descriptor_of
 from tools.simulation.world import Process, World
-from transfer_backends.contract import KVArgs, LayerGroup, Region, TransferConfig
+from transfer_backends.contract import KVArgs, LayerGroup, RankMemory, Region, TransferConfig
 from transfer_backends.decode.lookup import LookUp
-from transfer_backends.liveness import Liveness, ProcessMark
+from transfer_backends.liveness import GONE, Liveness, ProcessMark
 
 SLOT_BYTES = 8
+RANK_BYTES = 1 << 36  # between the pools of two ranks
 ONE_HOST = "one-host"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What all workers of a cluster share. `find(name)`: the living process `node.life`."""
+    """What all workers of a cluster share. `find(name)`: the living process `node.life`. `followers`: by node and pid."""
 
     world: World
     network: Network
     options: Options
     config: TransferConfig
     directory: dict[bytes, Any]
+    followers: dict[tuple[str, int], Process]
     find: Callable[[str], Process | None]
     bootstrap_of: Callable[[str], SimBootstrap | None]
     shared_bootstrap: str | None
@@ -46,24 +48,45 @@ class Surroundings:
 
     def liveness(self, node: str, mark: ProcessMark, control: str) -> Liveness:
         """As transfer_backends/liveness.py, asked on `node`: by one process table, or by knocking at the control port."""
+        there = control.partition(":")[0]
+        if mark == GONE:
+            return Liveness.DEAD
         if mark.host == ONE_HOST:
-            there = control.partition(":")[0]
-            return Liveness.ALIVE if self.find(f"{there}.{mark.pid}") else Liveness.DEAD
+            process = self.followers.get((there, mark.pid)) or self.find(f"{there}.{mark.pid}")
+            return Liveness.ALIVE if process is not None and process.alive else Liveness.DEAD
         if not self.reach(node, control):
             return Liveness.UNKNOWN
-        return Liveness.ALIVE if control in self.network.listeners else Liveness.DEAD
+        address = f"{there}:{mark.port}" if mark.port else control
+        return Liveness.ALIVE if address in self.network.listeners else Liveness.DEAD
 
 
-def kv_args_of(options: Options, *, num_pages: int) -> KVArgs:
-    size = options.page_size
+def kv_args_of(options: Options, *, num_pages: int, names: Sequence[str]) -> KVArgs:
+    """`names`: of the ranks' processes. Where there are fewer units than ranks, all hold the same."""
+    units, num_ranks = options.kv_units, len(names)
+    unit_bytes, held = options.page_size * SLOT_BYTES // units, max(1, units // num_ranks)
+    ranks = [
+        RankMemory(
+            Region(KV_BASE + rank * RANK_BYTES, (1 + num_pages) * held, unit_bytes, None),
+            rank * units // num_ranks,
+            held,
+            0,
+            options.layers,
+            b"" if rank == 0 else descriptor_of(name),
+        )
+        for rank, name in enumerate(names)
+    ]
+    plain = options.ranks == (1, 1) and units == 1
     return KVArgs(
-        kv=Region(KV_BASE, 1 + num_pages, size * SLOT_BYTES, None),
+        kv=ranks[0].kv,
         aux=Region(AUX_BASE, options.rows, ROW.itemsize, None),
         signature="simulated",
-        page_size=size,
+        page_size=options.page_size,
         dtype="hash",
         kv_checksum="simulated" if options.checksum else "off",
-        groups=tuple(LayerGroup(i, i * size * SLOT_BYTES // options.layers) for i in range(1, 1 + options.layers)),
+        groups=tuple(LayerGroup(i, i * unit_bytes // options.layers) for i in range(1, 1 + options.layers)),
+        kv_units=units,
+        layer_bytes=() if plain else (unit_bytes // options.layers,) * options.layers,
+        ranks=() if plain else tuple(ranks),
     )
 
 

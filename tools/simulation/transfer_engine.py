@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 from tools.simulation.network import Network
 from tools.simulation.world import Process, Violation, World
-from transfer_backends.contract import Caps, EngineError, KVArgs, OpState, Pieces, Region
+from transfer_backends.contract import Caps, EngineError, OpState, Pieces, Region
 
 KV_BASE, AUX_BASE = 1 << 40, 1 << 20
 AGAIN_S = 0.25
+POLLED_S = 0.5  # what arrives later after the last poll of the target waits for the next one
 RESEND_S = 6.0
 
 
@@ -42,15 +43,23 @@ class EngineBehaviour:
 
 
 class Memory(Protocol):
-    """The memory of one life of a worker that takes part in transfers."""
+    """The memory of one rank of a worker's life that takes part in transfers.
+
+    `polled_s`: when its engine was driven last. `ends_s`: of a follower, once its leader is dead.
+    """
 
     process: Process
-    kv_args: KVArgs
+    polled_s: float
 
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def ends_s(self) -> float | None: ...
+    def region(self, kind: str) -> Region: ...
     def write_allowed(self, kind: str, idx: int) -> bool: ...
     def read_allowed(self, kind: str, idx: int) -> bool: ...
-    def copy_from(self, other: "Memory", kind: str, src: int, dst: int, part: range) -> None: ...
-    def damage(self, page: int, offset: int) -> None: ...
+    def copy_from(self, other: Any, kind: str, src: int, dst: int, part: range) -> None: ...
+    def damage(self, item: int, offset: int) -> None: ...
 
 
 @dataclass(eq=False)
@@ -71,7 +80,7 @@ class Copy:
     dst: int
     part: range
     over: bool = False  # landed or dropped
-    orphaned: bool = False  # its writer has died
+    orphaned: bool = False  # its writer, or that one's leader, has died
     blocked_s: float | None = None  # when it first found no way
 
 
@@ -84,7 +93,7 @@ class Op:
     posted_s: float = 0.0
 
 
-def make_caps(draw: random.Random, settle_s: float, *, host_memory: bool) -> Caps:
+def make_caps(draw: random.Random, settle_s: float, *, host_memory: bool, must_poll: bool) -> Caps:
     return Caps(
         name="sim",
         max_inflight=draw.choice([1, 4, 64]),
@@ -92,15 +101,20 @@ def make_caps(draw: random.Random, settle_s: float, *, host_memory: bool) -> Cap
         max_post_pieces=draw.choice([1, 3, 64]),
         max_post_bytes=1 << 20,
         max_piece_bytes=draw.choice([1, 256, 1 << 20]),
-        target_must_poll=False,
+        target_must_poll=must_poll,
         settle_s=settle_s,
         resend_s=RESEND_S,
         carries_host_memory=host_memory,
     )
 
 
+def descriptor_of(name: str) -> bytes:
+    """Of the engine of process `name`."""
+    return f"sim:{name}".encode()
+
+
 class SimEngine:
-    """Implements transfer_backends.contract.Engine for one worker life. `on_progress`: an operation may be final."""
+    """Implements transfer_backends.ports.Engine for one rank of a worker's life. `on_progress`: an operation may be final."""
 
     def __init__(
         self,
@@ -132,7 +146,7 @@ class SimEngine:
         self._directory[self.descriptor()] = self._memory
 
     def descriptor(self) -> bytes:
-        return f"sim:{self._process.name}".encode()
+        return descriptor_of(self._process.name)
 
     def connect(self, incarnation: str, descriptor: bytes) -> Peer:
         target = self._directory.get(bytes(descriptor))
@@ -182,7 +196,7 @@ class SimEngine:
         return op.state
 
     def progress(self, *, eager: bool = False) -> None:
-        """It needs none."""
+        self._memory.polled_s = self._world.now_s
 
     def close(self) -> None:
         """Nothing to end."""
@@ -227,7 +241,7 @@ class SimEngine:
         kind = "kv" if src >= KV_BASE else "aux"
         if kind == "aux" and not self.caps.carries_host_memory:
             raise Violation(f"{self._process.name} writes host memory")
-        mine, theirs = (getattr(m.kv_args, kind) for m in (self._memory, op.peer.target))
+        mine, theirs = (m.region(kind) for m in (self._memory, op.peer.target))
         size = mine.item_bytes
         (first, begin), (target, there) = divmod(src - mine.base_ptr, size), divmod(dst - theirs.base_ptr, size)
         if not (target >= 0 and dst + length <= theirs.base_ptr + theirs.size_bytes):
@@ -251,10 +265,17 @@ class SimEngine:
         if not self._process.alive and not copy.orphaned:
             self._outlive(copy)
             return
+        if self._process.alive and self._memory.ends_s is not None and not copy.orphaned:
+            copy.orphaned = True  # it goes on at any time until its process ends
+            self._land_in(self._draw.uniform(0, max(0.0, self._memory.ends_s - self._world.now_s)), copy)
+            return
         if not self._way_is_free(op):
             if self._process.alive and self._world.now_s - op.posted_s > self._behaviour.gives_up_s:
                 self._fail(op)
             self._send_again(copy)
+            return
+        if self.caps.target_must_poll and self._world.now_s - target.polled_s > POLLED_S:
+            self._land_in(AGAIN_S, copy)
             return
         self._write(copy, target)
 
@@ -292,7 +313,7 @@ class SimEngine:
             raise Violation(f"a write reads memory that prefill gave up: {what}")
         target.copy_from(self._memory, copy.kind, copy.src, copy.dst, copy.part)
         if copy.kind == "kv" and self._hit("damaged page", self._behaviour.flip_rate):
-            target.damage(copy.dst, self._draw.randrange(target.kv_args.page_size))
+            target.damage(copy.dst, self._draw.randrange(target.page_size))
         self._world.seen["late writes" if op.state is OpState.FAILED else "writes"] += 1
         self._drop(copy)
         if op.state is OpState.PENDING and not op.left and not op.will_fail:

@@ -33,7 +33,8 @@ from tools.simulation.control_ports import SimConnectPort, SimListenPort
 from tools.simulation.executor import CheckedModel, SimExecutor
 from tools.simulation.frontend import Frontend
 from tools.simulation.http import serve
-from tools.simulation.surroundings import ONE_HOST, SimPool, Surroundings, kv_args_of, make_scheduler
+from tools.simulation.ranks import Follower, RankView
+from tools.simulation.surroundings import ONE_HOST, SLOT_BYTES, SimPool, Surroundings, kv_args_of, make_scheduler
 from tools.simulation.transfer_engine import SimEngine, make_caps
 from tools.simulation.watched import WatchedReceivers
 from tools.simulation.weights import SimWeights
@@ -42,7 +43,9 @@ from transfer_backends.contract import Caps, Region, Route
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.environment import Environment
 from transfer_backends.liveness import ProcessMark
+from transfer_backends.ports import Engine
 from transfer_backends.prefill.manager import PrefillManager
+from transfer_backends.ranks.engines import RankEngines
 
 EOS = 7
 SECRET = b"a secret of the simulated cluster"
@@ -51,7 +54,7 @@ HTTP_PORT, BOOTSTRAP_PORT = 80, 8998
 
 
 class Worker:
-    """`role_name`: "prefill" | "decode". Implements transfer_engine.Memory."""
+    """`role_name`: "prefill" | "decode"."""
 
     def __init__(self, around: Surroundings, process: Process, role_name: str) -> None:
         self.around, self.process, self.role_name = around, process, role_name
@@ -63,7 +66,10 @@ class Worker:
             self.model, layers=options.layers if is_prefill else 1, namespace_of=self._namespace_of
         )
         num_pages = options.pages[0 if is_prefill else 1]
-        self.kv_args = kv_args_of(options, num_pages=num_pages)
+        self.followers = self._start_followers(options.ranks[0 if is_prefill else 1] - 1)
+        ranks = [process, *self.followers]
+        self.kv_args = kv_args_of(options, num_pages=num_pages, names=[rank.name for rank in ranks])
+        self.views = [RankView(self, i, rank, layers=options.layers) for i, rank in enumerate(ranks)]
         self.exposed: dict[str, Counter[int]] = {"kv": Counter(), "aux": Counter()}
         self.said: dict[str, int] = {}
         self.most_quarantined = 0
@@ -92,6 +98,16 @@ class Worker:
 
     # ---- parts
 
+    def _start_followers(self, count: int) -> list[Follower]:
+        world, process = self.around.world, self.process
+        draw = world.rng(f"followers/{process.name}")
+        followers = [Follower(world, process, rank, draw) for rank in range(1, 1 + count)]
+        for follower in followers:
+            mark = follower.mark("")
+            self.around.followers[process.node, mark.pid] = follower
+            self.around.network.listen(f"{process.node}:{mark.port}", follower, lambda end: None)
+        return followers
+
     def _thread(self, label: str, act: Callable[[], float | None]) -> Activity:
         return Activity(self.process, label, act, lag_s=self._lag_s)
 
@@ -100,7 +116,6 @@ class Worker:
 
     def _environment(self) -> Environment:
         around, process = self.around, self.process
-        host = ONE_HOST if around.options.same_host else process.node
 
         def listen(host: str, port: int, *, secret: bytes | None) -> SimListenPort:
             number = 9000 if around.options.fixed_control_port else 9000 + process.life
@@ -110,7 +125,7 @@ class Worker:
 
         return Environment(
             incarnation=lambda: process.name,
-            mark=lambda: ProcessMark(host, process.life, 1),
+            mark=lambda: ProcessMark(self._host, process.life, 1),
             listen=listen,
             connect=lambda *, secret: SimConnectPort(around.network, process, self._wake_control),
             pool=lambda num_threads, name: SimPool(around, process, self.draw),
@@ -119,6 +134,10 @@ class Worker:
             write_item=self._write_row,
         )
 
+    @property
+    def _host(self) -> str:
+        return ONE_HOST if self.around.options.same_host else self.process.node
+
     def _wake_control(self) -> None:
         if "control" not in self.threads:
             self.threads["control"] = self._thread("control", self._control)
@@ -126,20 +145,31 @@ class Worker:
 
     def _caps(self) -> Caps:
         options = self.around.options
-        return make_caps(self.draw, options.engine.settle_s, host_memory=options.host_memory)
-
-    def _engine(self, on_progress: Callable[[], None]) -> SimEngine:
-        around = self.around
-        self.engine = SimEngine(
-            world=around.world,
-            network=around.network,
-            memory=self,
-            caps=self._caps(),
-            behaviour=around.options.engine,
-            directory=around.directory,
-            on_progress=on_progress,
+        return make_caps(
+            self.draw, options.engine.settle_s, host_memory=options.host_memory, must_poll=options.must_poll
         )
-        return self.engine
+
+    def _engine(self, on_progress: Callable[[], None]) -> Engine:
+        around, caps = self.around, self._caps()
+        self._engines = [
+            SimEngine(
+                world=around.world,
+                network=around.network,
+                memory=view,
+                caps=caps,
+                behaviour=around.options.engine,
+                directory=around.directory,
+                on_progress=on_progress,
+            )
+            for view in self.views
+        ]
+        for follower in self._engines[1:]:
+            follower.register([])
+        return RankEngines(self._engines) if self.followers else self._engines[0]
+
+    def stop_engine_faults(self) -> None:
+        for engine in self._engines:
+            engine.faulty = False
 
     def _prefill_manager(self) -> PrefillManager:
         self.threads["driver"] = self._thread("driver", self._drive)
@@ -151,6 +181,7 @@ class Worker:
             self.process.clock,
             environment=self._environment(),
             layers=self.executor if self.executor.layers > 1 else None,
+            followers=[follower.mark(self._host) for follower in self.followers],
         )
         self.executor.wake = manager.wake_sender
         manager.driver._event = Flag(self.threads["driver"].wake)  # type: ignore[assignment]
@@ -198,7 +229,7 @@ class Worker:
             pages=PageSender(
                 self.metadata,
                 page_size=self.kv_args.page_size,
-                page_bytes=self.kv_args.kv.item_bytes,
+                page_bytes=self.kv_args.page_size * SLOT_BYTES,
                 checksum=self._checksum(),
                 layerwise=self.executor.layers > 1,
             ),
@@ -336,7 +367,7 @@ class Worker:
             return self.manager.driver.busy
         return self.manager.core.rooms.num_exposed > 0
 
-    # ---- memory, for the transfer engine
+    # ---- memory, for the views of its ranks
 
     def write_allowed(self, kind: str, idx: int) -> bool:
         return self.exposed[kind][idx] > 0
@@ -346,14 +377,8 @@ class Worker:
             return self.scheduler.memory.allocator.state_of(idx) in ("held", "cached")
         return idx not in self.metadata._free
 
-    def copy_from(self, other: Any, kind: str, src: int, dst: int, part: range) -> None:
-        if kind == "aux":
-            self.metadata._rows[dst] = np.array(other.metadata._rows[src])
-            return
-        num, size = self.around.options.layers, self.kv_args.kv.item_bytes
-        layers = range(part.start * num // size, part.stop * num // size)
-        self.around.world.seen["writes of some layers"] += len(layers) < num
-        self.model.land(other.model, src, dst, layers, of=num)
+    def copy_row(self, other: Any, src: int, dst: int) -> None:
+        self.metadata._rows[dst] = np.array(other.metadata._rows[src])
 
     def _read_row(self, region: Region, row: int) -> bytes:
         if not self.read_allowed("aux", row):
@@ -365,9 +390,6 @@ class Worker:
             raise Violation(f"a message writes metadata row {row} of {self.process.name}, which moved on")
         self.metadata._rows[row] = np.frombuffer(data, ROW)[0]
         self.around.world.seen["rows by message"] += 1
-
-    def damage(self, page: int, offset: int) -> None:
-        self.model.damage(page, offset)
 
     # ---- checks
 

@@ -23,7 +23,6 @@ from transfer_backends.decode.room import DecodeRoom
 from transfer_backends.decode.rooms import DecodeRooms
 from transfer_backends.decode.statuses import Statuses
 from transfer_backends.kvpoll import KVPoll, PeerProtocolError
-from transfer_backends.liveness import Liveness
 from transfer_backends.peers import Link, PeerTable
 from transfer_backends.wire import (
     NOWHERE,
@@ -171,10 +170,9 @@ class DecodeCore:
     def _on_refused(self, peer: PrefillPeer, message: Refused, now_s: float) -> None:
         """`stale`: the incarnation that we knew is over or forgot us; a look-up finds its successor."""
         if peer.marks or message.stale:
-            alone = len(peer.marks) <= 1  # other ranks may outlive the process that had the address
             self._lose(peer, message.reason, now_s)
-            if message.src != peer.incarnation and alone:  # its address belongs to another process: that is proof
-                self.proofs.on_proof(peer.incarnation, Liveness.DEAD, now_s)
+            if message.src != peer.incarnation:
+                self.proofs.on_successor(peer, now_s)
             return
         self.finder.drop_routes(peer.incarnation)
         self.connections.drop(peer)

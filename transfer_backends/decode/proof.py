@@ -10,7 +10,7 @@ Decode does not connect again to an incarnation that died or sent `Bye`, though 
 from dataclasses import dataclass
 
 from transfer_backends.decode.connections import Connections, PrefillPeer
-from transfer_backends.liveness import UNMARKED, Liveness, ProcessMark
+from transfer_backends.liveness import GONE, UNMARKED, Liveness, ProcessMark
 from transfer_backends.peers import PeerTable
 from transfer_backends.timers import RunningTime
 
@@ -76,6 +76,14 @@ class Proofs:
             self._connections.connect(peer, now_s)
         else:
             peer.proof.plan(now_s)
+
+    def on_successor(self, peer: PrefillPeer, now_s: float) -> None:
+        """Another incarnation answers at the address of a lost peer: its first process is dead, and others may still write."""
+        if len(peer.marks) > 1:
+            peer.marks = (GONE, *peer.marks[1:])
+            self.bury(peer.incarnation, now_s)
+        else:
+            self.on_proof(peer.incarnation, Liveness.DEAD, now_s)
 
     def tick(self, now_s: float) -> list[PrefillPeer]:
         """Request the proofs that are due; drop and return the dead peers whose bytes have settled."""

@@ -6,7 +6,7 @@ from transfer_backends.contract import KVArgs, Region
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.peers import Link, PeerTable, Send
 from transfer_backends.prefill.paths import DecodePeer, Path, Paths, PathState
-from transfer_backends.shards import misfit, plan_shards
+from transfer_backends.shards import misfit
 from transfer_backends.wire import Refused, Register, Registered, clip, layout_conflict, layout_of
 
 ADDRESS_SPACE = 1 << 64
@@ -106,7 +106,7 @@ class PeerAdmission:
             message.src,
             self._peers.heartbeat(now_s),
             deadline_s=now_s + self._handshake_timeout_s,
-            path=Path(message, plan_shards(self._kv_args, message.ranks, turn=crc32(message.src.encode()))),
+            path=Path.to(message, self._kv_args, turn=crc32(message.src.encode())),
         )
         self._peers.add(peer)
         self._peers.join(peer, link)

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
-from transfer_backends.contract import Pieces
+from transfer_backends.contract import KVArgs, Pieces
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.peers import Peer, PeerTable
-from transfer_backends.shards import LEADERS, Shard, pack_descriptors, pairs_of
+from transfer_backends.shards import LEADERS, Shard, pack_descriptors, pairs_of, plan_shards
 from transfer_backends.timers import RetryTimer, RunningTime
 from transfer_backends.wire import Drained, Origin, PollRequest, Register
 
@@ -39,7 +39,7 @@ class PathState(Enum):
 
 @dataclass(eq=False)
 class Path:
-    """`memory`: as decode registered it. `shards`: what each pair of ranks exchanges. `num_ops`, `num_pieces`, `num_bytes`: posted and not final.
+    """`memory`: as decode registered it. `shards`: what each pair of ranks exchanges; `of_ranks`: one side has several. `num_ops`, `num_pieces`, `num_bytes`: posted and not final.
     `whole_at_s`: the network took our bytes then, or had none to take.
 
     Of broken connections, in running time (inf: there are none): `read_until_s`, when they have read their last byte here;
@@ -48,6 +48,7 @@ class Path:
 
     memory: Register
     shards: tuple[Shard, ...]
+    of_ranks: bool
     state: PathState = PathState.CONNECTING
     num_ops: int = 0
     num_pieces: int = 0
@@ -59,10 +60,11 @@ class Path:
     landing: dict[RoomKey, int | None] = field(default_factory=dict)
     next_poll_request_s: float = 0.0
 
-    @property
-    def of_ranks(self) -> bool:
-        """There are more pairs of ranks than the leaders."""
-        return any(shard.pair != LEADERS for shard in self.shards)
+    @classmethod
+    def to(cls, memory: Register, mine: KVArgs, *, turn: int = 0) -> "Path":
+        """`turn`: `plan_shards`'s."""
+        shards = plan_shards(mine, memory.ranks, turn=turn)
+        return cls(memory, shards, of_ranks=len(mine.ranks) > 1 or pairs_of(shards) != [LEADERS])
 
     @cached_property
     def unit_bytes(self) -> int:
