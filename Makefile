@@ -32,7 +32,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tools.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run chat test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins pins triton-versions house api-table k8s-drill fault-matrix death-notice churn-soak plan-error gpu-check lint format clean
+.PHONY: help setup run chat test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins pins triton-versions house api-table k8s-drill fault-matrix death-notice churn-soak rank-faults rank-shapes rank-soak plan-error gpu-check lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine; Ctrl-C ends it"
@@ -50,6 +50,8 @@ help:
 	@echo "                       (the rows unplug need root and iproute2: network namespaces)"
 	@echo "make death-notice      reliability.md: how soon the router notices a frozen or cut worker"
 	@echo "make churn-soak [MINUTES=10] [BACKENDS='nixl mooncake']  reliability.md: 20,000 requests while workers die and return"
+	@echo "make rank-faults | rank-shapes | rank-soak [MINUTES=10]  rank_faults.json: every rank dies in every phase, workers of unlike ranks"
+	@echo "                       share KV, ranks under requests, pauses, weights and adapters"
 	@echo "make sim-soak [MINUTES=10]            simulation.md: simulate clusters with faults, from fresh seeds"
 	@echo "make fuzz [ARGS=...]   fuzz.md: 100,000 fuzzed inputs at every door"
 	@echo "make soak-core [STEPS=1000000] [SEED=...]  soak_core.json: drive the scheduler with fresh stories"
@@ -116,6 +118,16 @@ death-notice: $(STAMP)
 
 churn-soak: $(STAMP)
 	$(BIN)/python -m tools.faults.soak --minutes $(MINUTES) --backends $(BACKENDS)
+
+# Run them alone on the machine: up to 40 processes.
+rank-faults: $(STAMP)
+	$(BIN)/python -m tools.faults.ranks.matrix $(if $(CELLS),--cells '$(CELLS)')
+
+rank-shapes: $(STAMP)
+	$(BIN)/python -m tools.faults.ranks.shapes --backends $(BACKENDS)
+
+rank-soak: $(STAMP)
+	$(BIN)/python -m tools.faults.ranks.soak --minutes $(MINUTES)
 
 plan-error: $(STAMP)
 	$(BIN)/python -m benchmarks.plan_error --report docs/reports/plan_error.json $(ARGS)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
@@ -17,6 +18,7 @@ from disagg.config import RankSpec, SchedulerSpec
 from engine.config import EngineConfig
 from engine.local_defaults import shares_cores
 from engine.model_files.model_config import ModelConfig
+from engine.parallel.late import late_ranks
 from engine.parallel.region import SharedRegion
 from engine.ranks.channel import channel_pair, leader_end
 from engine.ranks.followers import Followers
@@ -90,6 +92,7 @@ def _start(
         followers=Followers(members, on_end=_end_worker),
         transfers=transfers,
         timeout_s=config.dist_timeout_s,
+        late=partial(late_ranks, region),
     )
 
 

@@ -33,6 +33,8 @@ from transfer_backends.ranks.serve import serve_engine
 
 log = logging.getLogger(__name__)
 
+LATER = 1.5  # a rank that waits for a late one ends after its leader, which names the late one
+
 
 def run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
     """Load, serve until the leader ends. Raises ConfigError, BackendUnavailable, EngineError, and ChannelClosed."""
@@ -45,7 +47,7 @@ def run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
     config, disagg = spec.scheduler.engine, spec.scheduler.disagg
     region = SharedRegion.open(spec.descriptors[0], spec.region)
     os.close(spec.descriptors[0])
-    turns = TurnClock(limit_s=config.watchdog_timeout_s)
+    turns = TurnClock(limit_s=LATER * config.watchdog_timeout_s)
     follower, pool, held = build_follower(
         config,
         load_model_config(config.model_path),

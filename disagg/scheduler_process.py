@@ -31,7 +31,7 @@ from engine.loop.kv_events import ZmqPublisher
 from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
 from engine.loop.ports import ZmqPorts
 from engine.loop.turn_clock import TurnClock
-from engine.loop.watchdog import Watchdog
+from engine.loop.watchdog import Watchdog, end_with_stacks
 from engine.lora.names import named_paths
 from engine.messages import SchedulerReady
 from engine.model_files.model_config import ModelConfig, load_model_config
@@ -107,7 +107,7 @@ def _serve(
         settings=_loop_settings(parts, spec.disagg),
         clock=time.monotonic,
     )
-    watchdog = Watchdog(turns)
+    watchdog = Watchdog(turns) if group is None else Watchdog(turns, on_stall=partial(_end_with_late_ranks, group))
     _end_on_signals(loop, ports.call_attention)
     spare_what_lives()
     if parts.compiles is not None:
@@ -291,6 +291,10 @@ def _engine_use(disagg: DisaggConfig, protocol: str | None) -> "EngineUse":
         reserve_floor=disagg.num_reserved_decode_tokens,
         allocate_kv=kv_bytes_of(protocol),
     )
+
+
+def _end_with_late_ranks(group: "Group", stalled_s: float) -> None:
+    end_with_stacks(stalled_s, found=f"waits for {group.late_text()}")
 
 
 def _end_on_signals(loop: EngineLoop, attention: Callable[[], None]) -> None:

@@ -17,11 +17,10 @@ CHECKS_PER_TIMEOUT = 20
 LONGEST_CHECK_S = 1.0
 
 
-def end_with_stacks(stalled_s: float) -> None:
-    """Write every thread's stack to stderr and end the process at once."""
-    print(
-        f"scheduler: the loop has not turned for {stalled_s:.1f} s (--watchdog-timeout); stacks follow", file=sys.stderr
-    )
+def end_with_stacks(stalled_s: float, *, found: str = "") -> None:
+    """Write every thread's stack to stderr and end the process at once. `found`: what the loop waits for."""
+    why = f"--watchdog-timeout; it {found}" if found else "--watchdog-timeout"
+    print(f"scheduler: the loop has not turned for {stalled_s:.1f} s ({why}); stacks follow", file=sys.stderr)
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     sys.stderr.flush()
     os._exit(EXIT_STATUS)

@@ -26,7 +26,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """`links`: the leader's own. `pids`: of all ranks. `transfers`: sockets to the followers' transfer engines, by rank; none in a
-    unified worker. `timeout_s`: for what the followers do at start.
+    unified worker. `timeout_s`: for what the followers do at start. `late`: the ranks that the others wait for.
     """
 
     links: RankLinks
@@ -34,6 +34,12 @@ class Group:
     followers: Followers
     transfers: Mapping[int, socket.socket]
     timeout_s: float
+    late: Callable[[], Sequence[int]]
+
+    def late_text(self) -> str:
+        """Name the late ranks, such as "rank 1 of 2 (pid 4711)"."""
+        names = (f"rank {rank} of {self.links.num_ranks} (pid {self.pids.get(rank, '?')})" for rank in self.late())
+        return ", ".join(names)
 
 
 class GroupWeights:

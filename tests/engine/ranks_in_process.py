@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from engine.config import EngineConfig
 from engine.kv.kv_pool import KVPool, zeroed_bytes
 from engine.model_files.model_config import load_model_config
+from engine.parallel.late import late_ranks
 from engine.parallel.region import SharedRegion
 from engine.ranks.build import RankUse, build_follower
 from engine.ranks.channel import channel_pair, follower_end, leader_end
@@ -77,6 +79,7 @@ def ranks(model_path: str, *, tp_size: int = 1, pp_size: int = 1, **flags: Any) 
         transfers={},
         followers=Followers(members, on_end=lambda text, refused: region.abort()),
         timeout_s=START_S,
+        late=partial(late_ranks, region),
     )
     for thread in threads:
         thread.start()

@@ -13,6 +13,7 @@ import torch
 from engine.kernels.allreduce import allreduce
 from engine.kernels.failures import RanksEnded
 from engine.parallel.collectives import SharedMemoryCollectives
+from engine.parallel.late import late_ranks
 from engine.parallel.region import SharedRegion
 from engine.parallel.region_plan import RegionPlan
 from engine.parallel.shared_tokens import SharedTokens
@@ -175,3 +176,33 @@ def until(done: Callable[[], bool]) -> None:
     while not done():
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
+
+
+def test_who_is_late_is_read_off_the_memory(regions: list[SharedRegion]) -> None:
+    """Ranks 0 and 1 are a stage, 2 and 3 the next."""
+    sums = [SharedMemoryCollectives(regions[rank], rank=rank % 2, stage=rank // 2) for rank in range(4)]
+    x = torch.ones(1, 16)
+
+    def late_in(*works: Callable[[], object], until: list[int]) -> None:
+        """`works` wait for the late ones until the group ends."""
+        threads = [threading.Thread(target=_until_ended, args=(work,)) for work in works]
+        for thread in threads:
+            thread.start()
+        deadline_s = time.monotonic() + 10.0
+        while (found := late_ranks(regions[0])) != until:
+            assert time.monotonic() < deadline_s, found
+        regions[0].abort()
+        for thread in threads:
+            thread.join()
+
+    assert late_ranks(regions[0]) == [0, 1], "the first stage has not begun, and the second has all of it"
+    together([partial(one.sum, x, dtype=torch.float32) for one in sums[:2]], region=regions[0])
+    for rank in range(2):
+        link(regions[rank], rank=rank).send(torch.ones(1, 16, dtype=torch.bfloat16))
+    assert late_ranks(regions[0]) == [2, 3], "has not taken what was sent"
+    late_in(partial(sums[3].sum, x, dtype=torch.float32), until=[2])
+
+
+def _until_ended(work: Callable[[], object]) -> None:
+    with contextlib.suppress(RanksEnded):
+        work()

@@ -69,8 +69,8 @@ async def run_cell(rig: Rig, cell: Cell, *, seed: int, fault_s: float = FAULT_S)
 
 
 async def _run(rig: Rig, cell: Cell, result: Result, *, seed: int, fault_s: float) -> None:
-    async with _held(rig, cell.phase, seed):
-        load = await _entered(rig, cell.phase, seed=seed)
+    async with held(rig, cell.phase, seed):
+        load = await entered(rig, cell.phase, seed=seed)
         rig.household.note_segments()
         at_s = time.monotonic()
         _begin(rig, cell, load, seed=seed)
@@ -80,20 +80,20 @@ async def _run(rig: Rig, cell: Cell, result: Result, *, seed: int, fault_s: floa
     await fault
     if cell.fault is Fault.FREEZE and rig.parts[cell.part].alive:
         rig.kill(cell.victim)  # as a supervisor would; before that it may wake and write, so pages wait for it
-        await _until(lambda: not rig.parts[cell.part].alive, SETTLE_S, f"{cell.part} has ended")
+        await until(lambda: not rig.parts[cell.part].alive, SETTLE_S, f"{cell.part} has ended")
     if cell.fault in (*AWAY, Fault.UNPLUG_FOR_GOOD):
         survivors = [name for name in WORKERS if name != cell.part]
-        await _until_clean(rig, survivors, result, may_write=cell.fault is Fault.UNPLUG_FOR_GOOD)
+        await until_clean(rig, survivors, result, may_write=cell.fault is Fault.UNPLUG_FOR_GOOD)
         result.settled_s = time.monotonic() - at_s
         _bring_back(rig, cell, result)
     if cell.fault is Fault.ERROR_ALWAYS:
         rig.switch("fail", None)
     if cell.fault in DIES:
         back_s = time.monotonic()
-        await _until(lambda: rig.parts[cell.part].is_ready(), SETTLE_S, f"{cell.part} is back")
+        await until(lambda: rig.parts[cell.part].is_ready(), SETTLE_S, f"{cell.part} is back")
         result.down_s = time.monotonic() - back_s
-    await _until_serves(rig, result, seed=seed)
-    await _until_clean(rig, list(WORKERS), result)
+    await until_serves(rig, result, seed=seed)
+    await until_clean(rig, list(WORKERS), result)
     if not result.settled_s:
         result.settled_s = time.monotonic() - at_s
     result.problems += [f"left behind: {what}" for what in rig.household.left_behind()]
@@ -108,7 +108,7 @@ def _bring_back(rig: Rig, cell: Cell, result: Result) -> None:
     rig.begin(cell.part)
 
 
-async def _entered(rig: Rig, phase: Phase, *, seed: int) -> Load:
+async def entered(rig: Rig, phase: Phase, *, seed: int) -> Load:
     """Requests that are in the phase. Nothing holds "decoding" but its length: when it was over before anybody looked (a
     loaded machine), others are sent."""
     for attempt in range(ENTER_TRIES):
@@ -121,14 +121,14 @@ async def _entered(rig: Rig, phase: Phase, *, seed: int) -> Load:
             seen[0] = _is_in_phase(rig, phase, load, asked)
             return seen[0] or load.is_over
 
-        await _until(entered, PHASE_S, f"requests are {phase}")
+        await until(entered, PHASE_S, f"requests are {phase}")
         if seen[0]:
             return load
     raise AssertionError(f"{ENTER_TRIES} times requests were not seen {phase}")
 
 
 @contextlib.asynccontextmanager
-async def _held(rig: Rig, phase: Phase, seed: int) -> AsyncIterator[None]:
+async def held(rig: Rig, phase: Phase, seed: int) -> AsyncIterator[None]:
     if phase is Phase.BOOTSTRAPPING:
         rig.lookup.clog()
         try:
@@ -192,7 +192,7 @@ async def _end(rig: Rig, cell: Cell, at_s: float) -> None:
     answer its clients, so its supervisor ends it."""
     match cell.fault:
         case Fault.KILL | Fault.RESTART:
-            await _until(lambda: not rig.parts[cell.part].alive, SETTLE_S, f"{cell.part} has ended")
+            await until(lambda: not rig.parts[cell.part].alive, SETTLE_S, f"{cell.part} has ended")
             if cell.fault is Fault.RESTART:
                 rig.begin(cell.part)
         case Fault.STOP:
@@ -202,7 +202,7 @@ async def _end(rig: Rig, cell: Cell, at_s: float) -> None:
             await asyncio.sleep(at_s - time.monotonic())
             rig.heal(cell.victim)
         case Fault.DRAIN:
-            await _until(lambda: not rig.parts[cell.part].alive, DRAIN_S, f"{cell.part} has drained and ended")
+            await until(lambda: not rig.parts[cell.part].alive, DRAIN_S, f"{cell.part} has drained and ended")
         case Fault.FREEZE if cell.victim is Victim.ROUTER:
             await asyncio.sleep(at_s - time.monotonic())
             rig.kill(cell.victim)
@@ -222,7 +222,7 @@ def _note(result: Result, cell: Cell, outcomes: list[Outcome], at_s: float) -> N
             result.problems.append(f"a request ended {outcome.end}: {outcome.detail}")
 
 
-async def _until_clean(rig: Rig, workers: list[str], result: Result, *, may_write: bool = False) -> None:
+async def until_clean(rig: Rig, workers: list[str], result: Result, *, may_write: bool = False) -> None:
     """`may_write`: a peer that cannot be reached may be alive. Pages that it may write stay quarantined, and no others."""
     for name in workers:
         last: list[str | None] = [None]
@@ -233,7 +233,7 @@ async def _until_clean(rig: Rig, workers: list[str], result: Result, *, may_writ
             return last[0] is None
 
         try:
-            await _until(clean, SETTLE_S, name)
+            await until(clean, SETTLE_S, name)
         except AssertionError:
             result.problems.append(f"{name} is not clean: {last[0]}: {str(rig.state(name))[:400]}")
 
@@ -244,7 +244,7 @@ def _without_quarantine(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "queues": queues, "pages": {**state["pages"], "quarantined": 0}, "counters": counters}
 
 
-async def _until_serves(rig: Rig, result: Result, *, seed: int) -> None:
+async def until_serves(rig: Rig, result: Result, *, seed: int) -> None:
     """Right answers again, by the same router; how often it took a try is not held against it, wrong answers are."""
     began_s = time.monotonic()
     while True:
@@ -258,7 +258,7 @@ async def _until_serves(rig: Rig, result: Result, *, seed: int) -> None:
     result.serves_s = time.monotonic() - began_s
 
 
-async def _until(is_so: Callable[[], bool], within_s: float, what: str) -> None:
+async def until(is_so: Callable[[], bool], within_s: float, what: str) -> None:
     deadline_s = time.monotonic() + within_s
     while not await asyncio.to_thread(is_so):
         assert time.monotonic() < deadline_s, f"not within {within_s:g} s: {what}"

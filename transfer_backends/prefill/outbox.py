@@ -127,5 +127,7 @@ class Outbox:
         self.num_inflight += len(post.pieces)
         self._num_inflight_bytes += post.pieces.size_bytes
         self._counters["posts"] += 1
+        if post.pieces.src_rank:
+            self._counters["posts_of_followers"] += 1
         if room.num_ops == 1:
             room.progress_at_s = now_s

@@ -1,4 +1,4 @@
-"""Test-only: puts a switch around the transfer engine of a prefill worker's scheduler process.
+"""Test-only: puts a switch around the transfer engine of each rank of a prefill worker.
 
 Python imports a module of this name at start when its folder is on PYTHONPATH, which only the fault tests put there; no
 production code knows of it. Switches are files in $TANDEM_FAULTS_DIR:
@@ -6,21 +6,23 @@ production code knows of it. Switches are files in $TANDEM_FAULTS_DIR:
     hold    while it exists, writes of KV are accepted but not begun: they wait as behind a link that does not move
     fail    holds a number: that many of the next writes end as FAILED without having begun
     steps   while it exists, a step lasts: the scheduler's thread waits inside it, without Python's lock, as in a kernel
+    rank-steps  while it exists, a follower's part of a step does not begin: the leader waits for it in the first sum
+    orphans     a follower that starts while it exists does not end with its leader's process
+    unreadable, other-weights, never-loads   what happens to a follower that starts while it exists
 
 Handshakes and fences (`probe`, `fence`) go to the engine as they are, so what follows a failure is its real recovery.
 """
 
 import os
 import sys
+from pathlib import Path
 
 
-def _install(folder: str) -> None:
-    from pathlib import Path
-
+def _install_engine(folder: Path) -> None:
     from transfer_backends.contract import OpState
     from transfer_backends.engines import registry
 
-    hold, fail = Path(folder) / "hold", Path(folder) / "fail"
+    hold, fail = folder / "hold", folder / "fail"
     make_engine = registry.make_engine
 
     def to_fail() -> bool:
@@ -60,7 +62,6 @@ def _install(folder: str) -> None:
             return self._engine.poll(op.inner)
 
     registry.make_engine = lambda name, **options: Switched(make_engine(name, **options))
-    _install_steps(Path(folder) / "steps")
 
 
 def _install_steps(hold) -> None:
@@ -78,5 +79,41 @@ def _install_steps(hold) -> None:
     Pipeline.advance = held
 
 
-if "disagg.scheduler_process" in sys.orig_argv and "TANDEM_FAULTS_DIR" in os.environ:
-    _install(os.environ["TANDEM_FAULTS_DIR"])
+def _install_rank(folder: Path) -> None:
+    import ctypes
+    import time
+
+    from service.process.start import PR_SET_PDEATHSIG
+
+    if (folder / "orphans").exists():
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+    from engine.ranks import build
+    from engine.ranks.rank_runner import RankRunner
+
+    def refuse(*args, **more):
+        raise PermissionError(13, "Permission denied", "model.safetensors")
+
+    if (folder / "unreadable").exists():
+        build.load_model = refuse
+    if (folder / "other-weights").exists():
+        build.fingerprint = lambda path: "others"
+    if (folder / "never-loads").exists():
+        build.load_model = lambda *args, **more: time.sleep(3600)
+    run = RankRunner.run
+
+    def held(self, plan):
+        while plan.items and (folder / "rank-steps").exists():
+            time.sleep(0.01)
+        run(self, plan)
+
+    RankRunner.run = held
+
+
+if "TANDEM_FAULTS_DIR" in os.environ:
+    folder = Path(os.environ["TANDEM_FAULTS_DIR"])
+    if "disagg.scheduler_process" in sys.orig_argv:
+        _install_engine(folder)
+        _install_steps(folder / "steps")
+    elif "disagg.rank_process" in sys.orig_argv:
+        _install_engine(folder)
+        _install_rank(folder)

@@ -1,0 +1,225 @@
+"""`make rank-shapes`: prefill workers of one shape to decode workers of another, over real transfer engines; docs/reports/rank_faults.json.
+
+usage: python -m tools.faults.ranks.shapes [--backends nixl mooncake] [--report FILE]
+
+All workers of a backend run at once, and each prefill worker serves each decode worker. A cell's answers are the oracle's, and
+counters show that the KV came from prefill's ranks: all checksums agree, decode computed no prompt, prefill no token twice.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+
+from deploy.launcher.ports import free_ports
+from tests.e2e.client import generate, left_over, session
+from tests.e2e.cluster import READY_S, wait_until
+from tests.e2e.workload import recall_prompt
+from tools.faults.cells import BACKENDS
+from tools.faults.household import Household
+from tools.faults.ranks.report import REPORT, begun, keep
+from tools.recall.oracle import continuation
+
+PROMPTS, PAIRS, NEW = 4, 60, 24
+TIGHT = 640  # tokens: what begins does not fit to its end
+TIGHT_NEW = 120
+START_S = 3 * READY_S
+SETTLE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`units`: --kv-units; None: the default. `tight`: decode retracts, and prefill computes again."""
+
+    tp: int = 1
+    pp: int = 1
+    model: str = "recall-wide"
+    units: int | None = 4
+    layerwise: bool = True
+    tight: bool = False
+
+    @property
+    def name(self) -> str:
+        words = [f"tp{self.tp}", *([f"pp{self.pp}"] if self.pp > 1 else [])]
+        words += ["shipped"] if self.model != "recall-wide" else []
+        words += ["own-units"] if self.units is None and self.model == "recall-wide" else []
+        return "-".join([*words, *(["whole"] if not self.layerwise else []), *(["tight"] if self.tight else [])])
+
+    def fits(self, other: "Shape") -> bool:
+        return (self.model, self.units) == (other.model, other.units) and (
+            self.units or self.tp == other.tp or _is_shipped(self)
+        )
+
+
+def _is_shipped(shape: Shape) -> bool:
+    return shape.model == "recall"
+
+
+SHIPPED = [Shape(tp, model="recall", units=None) for tp in (1, 2)]
+PREFILLS = [*(Shape(tp) for tp in (1, 2, 4)), Shape(pp=2), Shape(2, layerwise=False), Shape(2, units=None), *SHIPPED]
+DECODES = [*(Shape(tp) for tp in (1, 2, 4)), Shape(pp=2), Shape(2, tight=True), Shape(2, units=None), *SHIPPED]
+
+
+class Fleet:
+    """`close()` must be called."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.household = Household()
+        self.bootstraps: dict[str, int] = {}
+
+    def begin(self, role: str, shape: Shape) -> None:
+        port, bootstrap = free_ports(2)
+        name = f"{role}-{shape.name}"
+        flags = [
+            *("--disaggregation-mode", role, "--disaggregation-transfer-backend", self.backend),
+            *("--tp-size", str(shape.tp), "--pp-size", str(shape.pp), "--port", str(port)),
+            *("--disaggregation-kv-checksum", "--chunked-prefill-size", "64", "--log-level", "warning"),
+            *("--max-total-tokens", str(TIGHT if shape.tight else 8192), "--dist-timeout", str(START_S)),
+        ]
+        flags += ["--model-path", shape.model] if shape.model != "recall" else []
+        flags += ["--kv-units", str(shape.units)] if shape.units is not None else []
+        if role == "prefill":
+            self.bootstraps[name] = bootstrap
+            flags += ["--disaggregation-bootstrap-port", str(bootstrap)]
+            flags += ["--disaggregation-layerwise-transfer", "on" if shape.layerwise else "off"]
+        if shape.tight:
+            flags += ["--disaggregation-decode-retraction-backup", "prefill", "--num-reserved-decode-tokens", "0"]
+            flags += ["--schedule-conservativeness", "0"]
+        self.household.begin(name, ["serve", *flags], url=f"http://127.0.0.1:{port}")
+
+    def await_all(self) -> None:
+        for part in self.household.parts.values():
+            wait_until(part.is_ready, within_s=START_S, what=lambda part=part: f"{part.name}: {part.log.read_text()}")  # type: ignore[misc]
+
+    def state(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(httpx.get(f"{self.household.parts[name].url}/check", timeout=20.0).text)
+        return found
+
+    async def cell(self, prefill: Shape, decode: Shape, *, room: int) -> dict[str, Any]:
+        """One pair: what was asked and how it went; `problems` is empty when all holds."""
+        p, d = f"prefill-{prefill.name}", f"decode-{decode.name}"
+        before = {name: self.state(name)["counters"] for name in (p, d)}
+        rng, new = random.Random(room), TIGHT_NEW if decode.tight else NEW
+        prompts = [recall_prompt(rng, PAIRS) for _ in range(PROMPTS)]
+        async with session() as http:
+            answers = await asyncio.gather(
+                *(self._ask(http, p, d, ids, new, room + i) for i, ids in enumerate(prompts))
+            )
+        problems = [
+            f"prompt {i}: wrong answer {found[:8]}"
+            for i, (ids, found) in enumerate(zip(prompts, answers, strict=True))
+            if found != continuation(ids, new, ignore_eos=True)
+        ]
+        problems += await self._left(p) + await self._left(d)
+        counts = {name: _grown(before[name], self.state(name)["counters"]) for name in (p, d)}
+        return {
+            "prefill": counts[p],
+            "decode": counts[d],
+            "problems": problems + _unlike(counts[p], counts[d], prefill, decode),
+        }
+
+    async def _ask(self, http: Any, p: str, d: str, ids: list[int], new: int, room: int) -> list[int]:
+        sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstraps[p], "bootstrap_room": room}
+        body = {"input_ids": ids, "sampling_params": sampling, **where}
+        urls = [self.household.parts[name].url for name in (p, d)]
+        _, answer = await asyncio.gather(*(generate(http, url, body) for url in urls))
+        return list(answer["output_ids"])
+
+    async def _left(self, name: str) -> list[str]:
+        for _ in range(int(SETTLE_S / 0.1)):
+            if (left := left_over(self.state(name))) is None:
+                return []
+            await asyncio.sleep(0.1)
+        return [f"{name}: {left}"]
+
+
+COUNTED = (
+    "prompt_tokens",
+    "cached_tokens",
+    "prefill_steps",
+    "steps",
+    "retractions",
+    "kv_transfers",
+    "kv_sent_bytes",
+    "posts",
+)
+COUNTED += (
+    "posts_of_followers",
+    "kv_checksum_verified",
+    "resumed_computed",
+    "resumed_through_prefill",
+    "recomputed",
+    "retried",
+)
+
+
+def _grown(before: dict[str, float], after: dict[str, float]) -> dict[str, int]:
+    grown = {name: int(after.get(name, 0) - before.get(name, 0)) for name in COUNTED if name in after}
+    return {name: count for name, count in grown.items() if count}
+
+
+def _unlike(p: dict[str, int], d: dict[str, int], prefill: Shape, decode: Shape) -> list[str]:
+    """What the counters say against the cell."""
+    through = d.get("resumed_through_prefill", 0)
+    wanted = {
+        "every prompt's KV came from prefill": p.get("kv_transfers", 0) == PROMPTS + through,
+        "checksums of all transfers agree": d.get("kv_checksum_verified", 0) == PROMPTS + through,
+        "decode computed no prompt": not d.get("prefill_steps", 0) and not d.get("resumed_computed", 0),
+        "retracted, and through prefill, if tight": (through > 0) == decode.tight == (d.get("retractions", 0) > 0),
+        "nothing was sent twice": not d.get("retried", 0),
+        "followers wrote": (p.get("posts_of_followers", 0) > 0)
+        == (prefill.tp * prefill.pp > 1 and not _one_source(prefill, decode)),
+    }
+    return [text for text, holds in wanted.items() if not holds]
+
+
+def _one_source(prefill: Shape, decode: Shape) -> bool:
+    """One KV head, which the leader has, too, and one decode rank, which takes it from one rank."""
+    return prefill.model == "recall" and decode.tp == 1
+
+
+def run(backend: str, report: dict[str, Any], path: Path) -> int:
+    """Every pair that fits; return how many failed."""
+    fleet, failed, room = Fleet(backend), 0, 1000
+    try:
+        for role, shapes in (("prefill", PREFILLS), ("decode", DECODES)):
+            for shape in shapes:
+                fleet.begin(role, shape)
+        fleet.await_all()
+        for prefill in PREFILLS:
+            for decode in (shape for shape in DECODES if prefill.fits(shape)):
+                found = asyncio.run(fleet.cell(prefill, decode, room=room))
+                room += PROMPTS
+                name = f"{prefill.name} -> {decode.name}, {backend}"
+                failed += bool(found["problems"])
+                print(f"{'FAILED' if found['problems'] else 'ok    '} {name} {found}", flush=True)
+                report["shapes"][name] = found
+                keep(report, path)
+        for part in fleet.household.parts.values():
+            if text := part.log.read_text():
+                print(f"---- {part.name}\n{text[-2000:]}", file=sys.stderr)
+    finally:
+        if left := fleet.household.close():
+            print(f"left behind: {left}", file=sys.stderr)
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.faults.ranks.shapes", description="pairs of shapes")
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
+    parser.add_argument("--report", type=Path, default=REPORT)
+    args = parser.parse_args()
+    report = begun(args.report, "shapes")
+    return 1 if sum(run(backend, report, args.report) for backend in args.backends) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
