@@ -86,6 +86,19 @@ def test_a_rank_s_load_is_its_prompts_and_answers_until_they_end() -> None:
     assert aborted == [[long.samples[0].wire_rid, third.samples[0].wire_rid], []], "each to its own rank, once"
 
 
+def test_a_name_is_free_when_its_sample_has_ended_whoever_still_writes_the_answer() -> None:
+    two = Two(Rule.ROUND_ROBIN)
+    with two.client.generate([request("name", 3)], groups=["group"]) as first:
+        with pytest.raises(ApiError, match="'name' is running"):
+            two.client.generate([request("name", 3)])
+        two.output(0, first.samples[0].wire_rid, tokens=1, ends=True)
+        assert not two.client.abort("name") and two.client.num_live == 1
+        second = two.client.generate([request("name", 3)], groups=["group"])
+    assert two.client.abort("group"), "the end of the first leaves the names to the second"
+    second.__exit__(None, None, None)
+    assert not two.client.abort("group")
+
+
 def test_prompts_of_one_request_go_to_their_ranks_in_one_message_each() -> None:
     two = Two(Rule.ROUND_ROBIN)
     with two.client.generate([request(str(i), 3) for i in range(3)]):

@@ -138,7 +138,12 @@ class EngineClient:
             for r, name in zip(requests, names, strict=True)
         ]
         generation = Generation(
-            samples, groups or [], observer=self.observer, now_s=self._now_s, on_leave=self._on_leave
+            samples,
+            groups or [],
+            observer=self.observer,
+            now_s=self._now_s,
+            on_done=self._free_names,
+            on_leave=self._on_leave,
         )
         self._names.claim([*names, *(groups or [])])
         for i, (sample, group) in enumerate(zip(samples, groups or names, strict=True)):
@@ -227,6 +232,12 @@ class EngineClient:
             if self.forecasts:
                 self.forecasts[rank].add(sample.wire_rid, sample.num_prompt_tokens, self._now_s())
 
+    def _free_names(self, generation: Generation) -> None:
+        """Before the end of the answer is written: a client that has read it may use its name again, at any frontend."""
+        gone = {sample.wire_rid for sample in generation.samples}
+        for name in (*generation.names, *generation.groups):
+            self._names.leave(name, gone)
+
     def _on_leave(self, generation: Generation) -> None:
         ranks: dict[str, int] = {}
         for sample in generation.samples:
@@ -236,8 +247,7 @@ class EngineClient:
             self.loads.change(live.rank, requests=-1, tokens=-live.tokens)
             if self.forecasts:
                 self.forecasts[live.rank].drop(sample.wire_rid, self._now_s())
-        for name in (*generation.names, *generation.groups):
-            self._names.leave(name, ranks)
+        self._free_names(generation)
         for sample in generation.unfinished:
             if (rank := ranks.get(sample.wire_rid)) is not None:
                 self.leaders.links[rank].abort(sample.wire_rid)

@@ -44,12 +44,14 @@ class Generation:
         *,
         observer: SampleObserver,
         now_s: Callable[[], float],
+        on_done: Callable[["Generation"], None],
         on_leave: Callable[["Generation"], None],
     ) -> None:
         self.samples = samples
         self.groups = groups
         self._observer = observer
         self._now_s = now_s
+        self._on_done = on_done
         self._on_leave = on_leave
         self._unfinished = set(range(len(samples)))
         self._pending: dict[int, TextOutput] = {}
@@ -101,6 +103,8 @@ class Generation:
         self._observe(sample, len(output.tokens.new_ids), now_s)
         if finish is not None:
             self._unfinished.discard(index)
+            if not self._unfinished:
+                self._on_done(self)
             self._observer.on_end(output, elapsed_s=now_s - self._start_s)
             sample.trace.end(output.tokens)
         if finish is not None and finish.kind == "abort" and finish.status:
