@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import msgspec
 
+from engine.model_files.model_config import ModelConfig
 from planner.config import PlanConfig
 from planner.fit import HandoverTime
 from planner.gpus import GPUS, Gpu
 from planner.profile import Profile, fit_profile, read_profile, save_profile
-from planner.shape import Shape
+from planner.shape import Shape, shape_of
 from planner.step_time import Efficiency, Roofline, StepTime
 from service.flags import ConfigError
 
@@ -36,8 +37,9 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     assumed: str
 
 
-def hardware_of(config: PlanConfig, shape: Shape, *, tps: Sequence[int], profile: Profile | None) -> Hardware:
+def hardware_of(config: PlanConfig, model: ModelConfig, *, tps: Sequence[int], profile: Profile | None) -> Hardware:
     """Decide what workers over each of `tps` GPUs run on. Raises `ConfigError` for a value that is missing."""
+    shape = shape_of(model)
     profile = profile or Profile()
     gpu = GPUS[config.gpu] if config.gpu else profile.gpu
     memory_gb = config.gpu_memory_gb or (gpu.memory_gb if gpu else None)
@@ -55,7 +57,7 @@ def hardware_of(config: PlanConfig, shape: Shape, *, tps: Sequence[int], profile
     else:
         assert gpu is not None, "checked"
         efficiency = _efficiency(config, profile, assumed, several_gpus=max(tps) > 1)
-        step_times = {tp: Roofline(gpu=gpu, shape=shape, efficiency=efficiency, tp=tp) for tp in tps}
+        step_times = {tp: Roofline(gpu=gpu, shape=shape_of(model, tp), efficiency=efficiency, tp=tp) for tp in tps}
         text = f"{gpu.name}, by its data sheet"
     if config.transfer_gb_s is None and profile.handover is None:
         assumed.notes.append(f"transfers at {link_bytes_per_s / GB:g} GB/s a GPU")

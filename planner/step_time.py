@@ -9,7 +9,10 @@ from typing import Protocol
 
 from engine.core.plan import Plan
 from planner.gpus import Gpu
-from planner.shape import Shape, kv_copies
+from planner.shape import Shape
+
+SMALL_SUM = 1 << 18  # numbers: engine/parallel/nccl.py adds these in one pass
+PARTIAL_BYTES = 4  # what ranks add is float32
 
 
 @dataclass(slots=True)
@@ -65,9 +68,8 @@ class Efficiency:
 class Roofline:
     """The slower of arithmetic and memory, separately for the linear layers and for attention (Williams et al. 2009).
 
-    Each of `tp` GPUs has its share of the weights, the heads with their KV, and the arithmetic. A KV head is not divided:
-    if there are more GPUs than KV heads, they hold copies. Each layer sums the hidden states twice, after attention and
-    after the MLP (Shoeybi et al. 2019), by a ring: 2 (tp - 1) / tp of the bytes leave each GPU.
+    `shape`: of each of `tp` GPUs. The embedding and each layer, after attention and after the MLP (Shoeybi et al. 2019), sum
+    hidden states as engine/parallel/nccl.py does; logits of samples go to one GPU.
     """
 
     gpu: Gpu
@@ -78,22 +80,32 @@ class Roofline:
     def seconds(self, load: StepLoad) -> float:
         if not load.samples and not load.prefill_tokens:
             return 0.0
-        flops_s = self.tp * self.gpu.tflops * 1e12 * self.efficiency.compute
-        bytes_s = self.tp * self.gpu.memory_gb_s * 1e9 * self.efficiency.memory
+        flops_s = self.gpu.tflops * 1e12 * self.efficiency.compute
+        bytes_s = self.gpu.memory_gb_s * 1e9 * self.efficiency.memory
         shape, tokens = self.shape, load.prefill_tokens + load.decodes
         read = (shape.layer_params + shape.head_params) * shape.element_bytes
         linear = 2 * (shape.layer_params * tokens + shape.head_params * load.samples)
-        kv_bytes = shape.kv_bytes * kv_copies(shape, self.tp)
-        prefill = max(load.prefill_pairs * shape.pair_flops / flops_s, load.prefill_context * kv_bytes / bytes_s)
-        decode = load.decode_context * kv_bytes / bytes_s
-        return self.efficiency.step_s + max(linear / flops_s, read / bytes_s) + prefill + decode + self._sums_s(tokens)
+        prefill_read = load.prefill_context * shape.kv_bytes
+        prefill = max(load.prefill_pairs * shape.pair_flops / flops_s, prefill_read / bytes_s)
+        decode = load.decode_context * shape.kv_bytes / bytes_s
+        ranks_s = 0.0 if self.tp == 1 else self._sums_s(tokens) + self._gather_s(load.samples)
+        return self.efficiency.step_s + max(linear / flops_s, read / bytes_s) + prefill + decode + ranks_s
 
     def _sums_s(self, tokens: int) -> float:
-        if self.tp == 1:
-            return 0.0
-        moved = 2 * (self.tp - 1) / self.tp * tokens * self.shape.hidden_bytes
-        once_s = moved / (self.gpu.peer_gb_s * 1e9 * self.efficiency.memory) + self.efficiency.reduce_s
-        return 2 * self.shape.layers * once_s
+        """Small sums read all partials of the others; large ones a slice of each, and then the others' rounded slices."""
+        numbers, others = tokens * self.shape.hidden, self.tp - 1
+        if numbers <= SMALL_SUM:
+            moved = others * PARTIAL_BYTES * numbers
+        else:
+            moved = others * (PARTIAL_BYTES + self.shape.element_bytes) * numbers // self.tp
+        return (2 * self.shape.layers + 1) * self._meeting_s(moved)
+
+    def _gather_s(self, samples: int) -> float:
+        return self._meeting_s(samples * PARTIAL_BYTES * (self.shape.vocab - self.shape.vocab // self.tp))
+
+    def _meeting_s(self, moved: float) -> float:
+        """Time of a collective: `moved` bytes reach a GPU."""
+        return moved / (self.gpu.peer_gb_s * 1e9 * self.efficiency.memory) + self.efficiency.reduce_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

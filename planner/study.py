@@ -12,6 +12,7 @@ from statistics import mean
 from deploy.bench.stats import RequestRecord
 from engine.config import EngineConfig
 from engine.model_files.model_config import load_model_config
+from engine.parallel.layout import check_layout
 from engine.resolve import resolve
 from planner.cluster import ClusterCosts, PlannedCluster
 from planner.config import PlanConfig
@@ -30,7 +31,7 @@ GUESSED_LOAD = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """`history`: requests before `requests`, for warm caches. `num_pages`: of a worker, by its number of GPUs."""
+    """`shape`: of the whole model. `history`: requests before `requests`, for warm caches. `num_pages`: of a worker, by its number of GPUs."""
 
     config: PlanConfig
     model: str
@@ -52,13 +53,14 @@ def study_of(config: PlanConfig) -> Study:
     """Read the files that `config` names. Raises `ConfigError` if model, memory and flags do not fit each other."""
     path = Path(config.model_path)
     model = load_model_config(str(path.parent if path.name == "config.json" else path))
-    shape = shape_of(model)
     profile = profile_of(config)
     layouts = _layouts(
         config.layouts, num_workers=config.num_workers, tps=config.tp_size or ((profile.tp_size,) if profile else (1,))
     )
     tps = sorted({layout.tp for layout in layouts})
-    hardware = hardware_of(config, shape, tps=tps, profile=profile)
+    for tp in tps:
+        check_layout(model, tp_size=tp, pp_size=1)
+    hardware = hardware_of(config, model, tps=tps, profile=profile)
     history, requests = workload_of(config)
     engine = resolve(_engine(config), model, cuda=True)
     longest = max(request.input_len + request.output_len for request in requests)
@@ -71,7 +73,7 @@ def study_of(config: PlanConfig) -> Study:
         config=config,
         model=model.architecture,
         engine=engine,
-        shape=shape,
+        shape=shape_of(model),
         hardware=hardware,
         slo=SloTargets(
             ttft_s=config.slo_ttft_s,
@@ -93,7 +95,7 @@ def study_of(config: PlanConfig) -> Study:
         num_pages={
             tp: kv_pages(
                 engine,
-                shape,
+                model,
                 tp=tp,
                 memory_bytes=hardware.memory_bytes,
                 gpu=hardware.gpu_flag,

@@ -8,10 +8,13 @@ import msgspec
 import pytest
 
 from deploy.cli import main
-from engine.model_files.model_config import DEFAULT_MODEL_PATH
+from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH, load_model_config
+from engine.parallel.layout import check_layout
 from planner.config import PlanConfig
 from planner.fit import Report, ReportTarget
+from planner.layout import ClusterLayout
 from planner.study import planned_cluster, study_of, try_rate
+from service.flags import ConfigError
 from tests.planner.planned import LINK, STEP_TIME
 from tests.planner.test_fit import one_after_another, together
 
@@ -97,6 +100,24 @@ def test_a_model_larger_than_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture
     small, large = json.loads(output.read_bytes())["layouts"]
     assert (small["gpus"], large["gpus"]) == (8, 16) and large["kv_tokens"] > 2 * small["kv_tokens"]
     assert large["points"][0]["ttft_p50_s"] < small["points"][0]["ttft_p50_s"]
+
+
+def test_a_plan_takes_and_refuses_the_sizes_that_serving_does() -> None:
+    model, refused = load_model_config(WIDE_MODEL_PATH), 0
+    for tp in range(1, 33):
+        config = PlanConfig(
+            model_path=WIDE_MODEL_PATH, gpu="L4", layouts=("1U",), tp_size=(tp,), num_requests=10, input_len=100
+        )
+        try:
+            check_layout(model, tp_size=tp, pp_size=1)
+        except ConfigError as error:
+            with pytest.raises(ConfigError) as caught:
+                study_of(config)
+            assert str(caught.value) == str(error)
+            refused += 1
+        else:
+            assert study_of(config).kv_tokens(ClusterLayout(unified=1, tp=tp)) > 0
+    assert refused == 28  # all but 1, 2, 4 and 8
 
 
 def test_a_gpu_of_no_table_and_what_is_assumed_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

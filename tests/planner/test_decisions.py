@@ -8,14 +8,16 @@ import pytest
 from deploy.bench.stats import RequestRecord
 from deploy.bench.trace import TraceEntry
 from engine.core.plan import Plan
+from engine.parallel.nccl import SMALL_NUMBERS
 from planner.goodput import NEAR, Grid, Point, Search, SloTargets, point_of
 from planner.gpus import GPUS, Gpu
 from planner.layout import ClusterLayout, candidates, parse_layout
-from planner.shape import Shape
-from planner.step_time import Efficiency, Fitted, Roofline, StepLoad, load_of
+from planner.shape import Shape, shape_of
+from planner.step_time import SMALL_SUM, Efficiency, Fitted, Roofline, StepLoad, load_of
 from planner.workload import FIRST_OWN, Lengths, from_lengths, from_trace
 from service.flags import ConfigError
 from tests.core.engine_in_a_test import plan_item
+from tests.parallel.some_config import some_config
 
 SLO = SloTargets(ttft_s=1.0, tpot_s=0.1, itl_s=None, share=0.9)
 
@@ -46,9 +48,8 @@ SHAPE = Shape(
     pair_flops=10**6,
     element_bytes=2,
     layers=10,
-    heads=32,
-    kv_heads=2,
-    hidden_bytes=2000,
+    hidden=1000,
+    vocab=10**5,
 )
 GPU = Gpu(name="x", tflops=2, memory_gb=1, memory_gb_s=100, link_gb_s=1, peer_gb_s=10)
 DECODES = StepLoad(decodes=4, decode_context=1000, samples=4)
@@ -56,14 +57,27 @@ PROMPT = StepLoad(prefill_tokens=1000, prefill_pairs=500_500, prefill_context=10
 
 
 def test_roofline_over_several_gpus_adds_up_hidden_states() -> None:
-    """Four GPUs: a fourth of weights and arithmetic each; two KV heads are held twice; 20 ring sums of 3/2 of 1000 tokens."""
+    """21 sums: of 4 tokens, three partials of 1000 float32 come in; of 1000, 3/4 in float32 and 3/4 rounded. A gather besides."""
     efficiency = Efficiency(compute=0.5, memory=0.5, step_s=0.001, reduce_s=1e-5)
     time = Roofline(gpu=GPU, shape=SHAPE, efficiency=efficiency, tp=4)
-    sums_s = 20 * (1.5 * 4 * 2000 / 5e9 + 1e-5)
-    assert time.seconds(DECODES) == pytest.approx(0.001 + 1.1e9 * 2 / 200e9 + 1000 * 2 * 1e5 / 200e9 + sums_s)
-    assert time.seconds(PROMPT) == pytest.approx(
-        0.001 + (1e9 * 1000 + 1e8) * 2 / 4e12 + 500_500 * 1e6 / 4e12 + 20 * (1.5 * 1000 * 2000 / 5e9 + 1e-5)
-    )
+    alone = Roofline(gpu=GPU, shape=SHAPE, efficiency=efficiency)
+    small_s, large_s = 3 * 4 * 4 * 1000 / 5e9 + 1e-5, 0.75 * 6 * 1000 * 1000 / 5e9 + 1e-5
+    for load, sum_s, samples in ((DECODES, small_s, 4), (PROMPT, large_s, 1)):
+        gather_s = samples * 4 * 75_000 / 5e9 + 1e-5
+        assert time.seconds(load) == pytest.approx(alone.seconds(load) + 21 * sum_s + gather_s)
+    assert SMALL_SUM == SMALL_NUMBERS
+
+
+def test_a_gpu_holds_its_share_and_a_kv_head_more_often_than_there_are() -> None:
+    """8 heads, 4 KV heads of 16, hidden 64, intermediate 96, 4 layers, 272 words; two tables."""
+    model = some_config()
+    shapes = {tp: shape_of(model, tp) for tp in (1, 2, 4, 8)}
+    assert [shape.kv_bytes for shape in shapes.values()] == [2 * 4 * 16 * heads * 2 for heads in (4, 2, 1, 1)]
+    assert [shape.pair_flops for shape in shapes.values()] == [4 * 4 * 16 * heads for heads in (8, 4, 2, 1)]
+    by_hand = 4 * 64 * (2 * 16 + 2 * 16 + 3 * 12)  # one head, one KV head, an eighth of the MLP
+    assert shapes[8].layer_params == by_hand and shapes[8].head_params == 34 * 64
+    assert shapes[8].weight_bytes == 2 * (by_hand + 2 * 34 * 64)
+    assert shapes[1].layer_params == 2 * shapes[2].layer_params == 4 * shapes[4].layer_params < 8 * by_hand
 
 
 def test_roofline_is_bound_by_memory_or_by_arithmetic() -> None:
