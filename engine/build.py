@@ -236,6 +236,7 @@ def _weights(
         on_cuda=config.device == "cuda",
         install=install if everywhere is None else everywhere.install,
         taken=rename_pages,
+        discard=everywhere.discard if everywhere else lambda: None,
     )
 
 

@@ -22,7 +22,7 @@ FREE_FIELDS = ("dtype",)  # how weights are stored; they are converted to the en
 class WeightUpdater:
     """`model` describes the running model; `install` makes the executor use another from the next step on.
 
-    `load(model_path, config, progress=...)` reads a model. `taken` is called with (version, fingerprint of the files) when other weights are in place.
+    `load(model_path, config, progress=...)` reads a model, `discard` forgets what other ranks have read of it. `taken` is called with (version, fingerprint of the files) when other weights are in place.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class WeightUpdater:
         on_cuda: bool,
         install: Callable[[DenseDecoder], None],
         taken: Callable[[str, str], None],
+        discard: Callable[[], None] = lambda: None,
     ) -> None:
         self.model_path = model_path
         self.version = version
@@ -43,6 +44,7 @@ class WeightUpdater:
         self._on_cuda = on_cuda
         self._install = install
         self._taken = taken
+        self._discard = discard
         self._fingerprint = ""  # of the checkpoint that was read last
 
     def read(self, model_path: str, *, when_done: Callable[[], None]) -> Future[DenseDecoder]:
@@ -56,6 +58,10 @@ class WeightUpdater:
         self.version = self.version if version is None else version
         self._taken(self.version, self._fingerprint)
 
+    def discard(self, model: DenseDecoder) -> None:
+        """Forget a model that was read and is not taken."""
+        self._discard()
+
     def _read(self, model_path: str) -> DenseDecoder:
         found = load_model_config(model_path)
         check_fits(self._model, found)
@@ -68,6 +74,7 @@ class WeightUpdater:
             ) from error
         self._fingerprint = fingerprint(model_path)
         if self._fingerprint != before:
+            self._discard()
             raise ConfigError(f"{model_path}: its files changed while they were read; try again when they are complete")
         if self._on_cuda:
             torch.cuda.synchronize()  # the copies were enqueued on this thread's stream

@@ -40,6 +40,8 @@ class Weights(Protocol):
 
     def take(self, model: Any, *, model_path: str, version: str | None) -> None: ...
 
+    def discard(self, model: Any) -> None: ...
+
 
 class EngineControl:
     """`wakeup` ends the loop's rest, from any thread."""
@@ -181,6 +183,7 @@ class EngineControl:
         elif self.paused:
             text = "requests whose KV is being transferred hold memory, and the engine is paused; continue it first"
             self._refuse(self._update.call_id, text, status=409)
+            self._weights.discard(self._model)
             self._update = self._model = None
 
     def _take(self, update: UpdateWeights, model: Any) -> None:

@@ -35,6 +35,11 @@ class Follower:
         self._turning = turning
         self._prepared: dict[int, Any] = {}
 
+    @property
+    def num_prepared(self) -> int:
+        """What was read and waits to be applied or forgotten."""
+        return len(self._prepared)
+
     def run(self) -> None:
         """Serve until the leader ends."""
         try:

@@ -62,6 +62,10 @@ class GroupWeights:
         )
         return model
 
+    def discard(self) -> None:
+        """Let every follower forget what `load` has read."""
+        self._followers.apply("forget", number=self._prepared).wait()
+
     def install(self, model: DenseDecoder) -> None:
         applied = self._followers.apply("use_weights", number=self._prepared)
         self._install(model)

@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Self
 
 from engine.build import EngineParts, EngineUse, build_engine
@@ -60,6 +61,7 @@ class EngineInProcess:
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprob]] = {}
         self.input_logprobs: dict[str, list[TokenLogprob]] = {}
+        self.hidden: dict[str, list[bytes]] = {}
         self.finish: dict[str, FinishReason] = {}
         self.cached: dict[str, int] = {}
 
@@ -71,8 +73,10 @@ class EngineInProcess:
         logprobs: LogprobOptions | None = None,
         grammar: Grammar | None = None,
         adapter: int = 0,
+        wanted: Mapping[str, Any] = MappingProxyType({}),
         **sampling: object,
     ) -> None:
+        """`wanted`: other fields of the request."""
         values = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling}
         request = Request(
             rid=rid,
@@ -83,6 +87,7 @@ class EngineInProcess:
             logprobs=logprobs,
             grammar=grammar,
             adapter=adapter,
+            **wanted,
         )
         assert self.parts.scheduler.add(request) == []
 
@@ -108,6 +113,7 @@ class EngineInProcess:
             self.tokens.setdefault(output.rid, []).extend(output.new_ids)
             self.logprobs.setdefault(output.rid, []).extend(output.logprobs)
             self.input_logprobs.setdefault(output.rid, []).extend(output.input_logprobs)
+            self.hidden.setdefault(output.rid, []).extend([output.input_hidden, *output.hidden])
             self.cached[output.rid] = output.cached_tokens
             if output.finish is not None:
                 self.finish[output.rid] = output.finish

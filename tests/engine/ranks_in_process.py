@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from engine.build import EngineUse
 from engine.config import EngineConfig
 from engine.kv.kv_pool import KVPool, zeroed_bytes
 from engine.model_files.model_config import load_model_config
@@ -16,6 +17,7 @@ from engine.parallel.late import late_ranks
 from engine.parallel.region import SharedRegion
 from engine.ranks.build import RankUse, build_follower
 from engine.ranks.channel import channel_pair, follower_end, leader_end
+from engine.ranks.follower import Follower
 from engine.ranks.followers import Followers
 from engine.ranks.group import Group
 from engine.ranks.links import leader_of, links_of, region_plan
@@ -28,14 +30,17 @@ END_S = 20.0
 
 @dataclass
 class Ranks:
-    """`pools`: of the followers, by rank, once they are placed."""
+    """`pools`, `followers`: by rank, once they are placed."""
 
     engine: EngineInProcess
     pools: dict[int, KVPool]
+    followers: dict[int, Follower]
 
 
 @contextmanager
-def ranks(model_path: str, *, tp_size: int = 1, pp_size: int = 1, **flags: Any) -> Iterator[Ranks]:
+def ranks(
+    model_path: str, *, tp_size: int = 1, pp_size: int = 1, use: EngineUse | None = None, **flags: Any
+) -> Iterator[Ranks]:
     """An engine of `tp_size` times `pp_size` ranks. A follower's error ends the waits of all, and is raised at the end."""
     flags = {"max_total_tokens": 8192, "tp_size": tp_size, "pp_size": pp_size, **flags}
     given, model = EngineConfig(model_path=model_path, **flags), load_model_config(model_path)
@@ -43,6 +48,7 @@ def ranks(model_path: str, *, tp_size: int = 1, pp_size: int = 1, **flags: Any) 
     region = SharedRegion.create(region_plan(config, model))
     errors: list[BaseException] = []
     pools: dict[int, KVPool] = {}
+    followers: dict[int, Follower] = {}
 
     def follow(rank: int, descriptor: int) -> None:
         channel = follower_end(descriptor)
@@ -50,7 +56,7 @@ def ranks(model_path: str, *, tp_size: int = 1, pp_size: int = 1, **flags: Any) 
             assert region.descriptor is not None
             mine = SharedRegion.open(region.descriptor, region.plan)
             with torch.inference_mode():
-                follower, pools[rank], _ = build_follower(
+                followers[rank], pools[rank], _ = build_follower(
                     given,
                     model,
                     region=mine,
@@ -59,7 +65,7 @@ def ranks(model_path: str, *, tp_size: int = 1, pp_size: int = 1, **flags: Any) 
                     use=RankUse(decodes=True, name=f"rank{rank}", allocate_kv=zeroed_bytes),
                     turning=lambda _: None,
                 )
-                follower.run()
+                followers[rank].run()
         except BaseException as error:
             errors.append(error)
             region.abort()
@@ -84,8 +90,8 @@ def ranks(model_path: str, *, tp_size: int = 1, pp_size: int = 1, **flags: Any) 
     for thread in threads:
         thread.start()
     try:
-        with EngineInProcess(model_path, group=group, **flags) as engine:
-            yield Ranks(engine, pools)
+        with EngineInProcess(model_path, group=group, use=use, **flags) as engine:
+            yield Ranks(engine, pools, followers)
     finally:
         for thread in threads:
             thread.join(END_S)

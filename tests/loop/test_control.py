@@ -31,6 +31,7 @@ class FakeWeights:
     def __init__(self) -> None:
         self.future: Future[Any] = Future()
         self.taken: list[object] = []
+        self.discarded: list[object] = []
 
     def read(self, model_path: str, *, when_done: Callable[[], None]) -> "Future[Any]":
         self.future = Future()
@@ -39,6 +40,9 @@ class FakeWeights:
     def take(self, model: object, *, model_path: str, version: str | None) -> None:
         self.taken.append(model)
         self.model_path, self.version = model_path, version or self.version
+
+    def discard(self, model: object) -> None:
+        self.discarded.append(model)
 
 
 class FakeProfiler:
@@ -188,7 +192,7 @@ def test_kv_on_its_way_to_a_peer_is_no_ground_for_new_weights() -> None:
     rig.tell(UpdateWeights("u", "new"))
     rig.weights.future.set_result("model")
     rig.turns(4)
-    assert rig.replies["u"].status == 409 and not rig.weights.taken
+    assert rig.replies["u"].status == 409 and not rig.weights.taken and len(rig.weights.discarded) == 1
     rig.tell(ContinueGeneration("go"))
     assert not rig.control.blocks_input
 
