@@ -89,7 +89,7 @@ def _start(
     return Group(
         links=links_of(region, leader, config),
         pids=pids,
-        followers=Followers(members, on_end=_end_worker),
+        followers=Followers(members, on_end=_end_worker, limit_s=config.watchdog_timeout_s),
         transfers=transfers,
         timeout_s=config.dist_timeout_s,
         late=partial(late_ranks, region),

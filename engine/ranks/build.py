@@ -89,7 +89,7 @@ def build_follower(
         after=links.after,
     )
     readers: dict[str, Reader] = {"weights": lambda path: load(path, load_model_config(path))}
-    actions: dict[str, Action] = {"use_weights": runner.use, "forget": lambda _: None}
+    actions: dict[str, Action] = {"use_weights": runner.use, "forget": lambda _: None, "answer": lambda: None}
     _add_adapters(config, model, parts, readers, actions)
     _add_profiles(TorchProfiler(_now, name=use.name), actions)
     checksum = PageChecksum(pool, held=held, page_sums=page_sums_for(pool.device))

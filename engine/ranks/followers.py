@@ -3,14 +3,17 @@
 One thread reads all answers. A follower that ends, fails or reads no messages is reported once, by name; the group cannot go on then.
 """
 
+import contextlib
 import selectors
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from engine.core.plan import Plan
 from engine.ranks.channel import Channel, ChannelClosed, ChannelFull
 from engine.ranks.messages import Apply, Done, Failed, PoolSize, Prepare, Ready, Serving, ToFollower, ToLeader, step_of
+from engine.ranks.roll_call import RollCall
 from service.flags import ConfigError
 
 
@@ -34,9 +37,14 @@ OnEnd = Callable[[str, bool], None]
 
 
 class Followers:
-    """`members`: channel and process of every follower, by rank. `on_end` is called once, and ends the process or its loop."""
+    """`members`: channel and process of every follower, by rank. `on_end` is called once, and ends the process or its loop.
 
-    def __init__(self, members: Mapping[int, tuple[Channel[ToLeader], Process]], *, on_end: OnEnd) -> None:
+    `limit_s`: longest step; followers that serve and answer nothing for about twice as long have ended, too. 0: no limit.
+    """
+
+    def __init__(
+        self, members: Mapping[int, tuple[Channel[ToLeader], Process]], *, on_end: OnEnd, limit_s: float = 0.0
+    ) -> None:
         self._channels = {rank: channel for rank, (channel, _) in members.items()}
         self._processes = {rank: process for rank, (_, process) in members.items()}
         self._on_end = on_end
@@ -46,6 +54,9 @@ class Followers:
         self._ended: str | None = None
         self._closing = False
         self._number = 0
+        self._serving = False
+        self._roll_call = RollCall(limit_s)
+        self._asked: Pending | None = None
         self._thread = threading.Thread(target=self._read_all, name="followers", daemon=True)
         self._thread.start()
 
@@ -68,6 +79,7 @@ class Followers:
 
     def await_serving(self, *, timeout_s: float) -> None:
         self._await(Serving, timeout_s=timeout_s, doing="has no KV cache yet")
+        self._serving = True
 
     def step(self, plan: Plan) -> "Pending | None":
         """Send a step. Return its answer to come, if no result of the step proves that the followers have run it.
@@ -138,8 +150,24 @@ class Followers:
             for rank, channel in self._channels.items():
                 selector.register(channel, selectors.EVENT_READ, rank)
             while not self._closing and self._ended is None:
-                for key, _ in selector.select():
+                for key, _ in selector.select(self._roll_call.every_s):
                     self._read(key.data)
+                if self._serving:
+                    with contextlib.suppress(GroupEnded):
+                        self._ask(time.monotonic())
+
+    def _ask(self, now_s: float) -> None:
+        """Ask whether all take messages, from time to time. In the reading thread."""
+        if self._asked is not None and self._asked.there():
+            self._asked.wait()
+            self._asked = None
+            self._roll_call.answered()
+        if (late_s := self._roll_call.late_s(now_s)) is not None:
+            answers = self._answers.get(self._asked.number, {}) if self._asked is not None else {}
+            missing = [self._processes[rank].name for rank in self._channels if rank not in answers]
+            self._end(f"{', '.join(missing)}: takes no messages for {late_s:.1f} s (--watchdog-timeout)", refused=False)
+        elif self._roll_call.due(now_s):
+            self._asked = self.apply("answer")
 
     def _read(self, rank: int) -> None:
         try:

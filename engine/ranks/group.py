@@ -113,14 +113,15 @@ class GroupChecksum:
 
     def __call__(self, pages: Sequence[int]) -> Pending:
         theirs, own = self._followers.apply("checksum", pages=list(pages)), self._own(pages)
-        parts: list[int] = []
+        parts: list[int] | None = None  # known; none of them where the leader holds all
 
         def value() -> int | None:
+            nonlocal parts
             mine = own()
-            if mine is None or not (parts or theirs.there()):
+            if mine is None or not (parts is not None or theirs.there()):
                 return None
-            if not parts:
-                parts.extend(part for rank, part in theirs.wait().items() if rank in self._ranks)
+            if parts is None:
+                parts = [part for rank, part in theirs.wait().items() if rank in self._ranks]
             return combine([mine, *parts])
 
         return value

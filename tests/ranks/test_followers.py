@@ -10,6 +10,7 @@ import pytest
 from engine.core.plan import PageCopy, Plan
 from engine.ranks.channel import PART_BYTES, Channel, ChannelClosed, ChannelFull, channel_pair, follower_end, leader_end
 from engine.ranks.followers import Followers, GroupEnded, Process
+from engine.ranks.group import GroupChecksum
 from engine.ranks.messages import Apply, Done, Failed, PoolSize, Prepare, Ready, Serving, Step, ToFollower, ToLeader
 from service.flags import ConfigError
 
@@ -48,7 +49,8 @@ class Group:
 
 
 @pytest.fixture
-def group() -> Iterator[Group]:
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    """Of a limit (`indirect`), or without one."""
     members: dict[int, tuple[Channel[ToLeader], Process]] = {}
     there = {}
     for rank in (1, 2):
@@ -56,7 +58,8 @@ def group() -> Iterator[Group]:
         members[rank] = (leader_end(own), Named(rank))
         there[rank] = follower_end(theirs.detach())
     made: list[Group] = []
-    followers = Followers(members, on_end=lambda text, refused: made[0].on_end(text, refused))
+    limit_s = getattr(request, "param", 0.0)
+    followers = Followers(members, on_end=lambda text, refused: made[0].on_end(text, refused), limit_s=limit_s)
     made.append(Group(followers, there))
     with closing(followers):
         yield made[0]
@@ -132,6 +135,23 @@ def test_values_come_by_rank_and_a_refusal_names_its_rank(group: Group) -> None:
         prepared.wait()
 
 
+@pytest.mark.parametrize(("holders", "total"), [([0], 5), ([0, 2], 25)])
+def test_a_checksum_may_be_asked_for_again_also_where_the_leader_holds_all(
+    group: Group, holders: list[int], total: int
+) -> None:
+    value = GroupChecksum(lambda _: lambda: 5, group.followers, ranks=holders)([1])  # type: ignore[arg-type]
+    assert value() is None
+    answered = threading.Event()
+    for rank, channel in group.there.items():
+        applied = channel.receive()
+        assert isinstance(applied, Apply)
+        channel.send(Done(applied.number, value=rank * 10))
+    late = group.followers.apply("anything")  # the reading thread takes answers in order
+    late.when_there(answered.set)
+    group.answer(Done(late.number))
+    assert answered.wait(SOON_S) and [value(), value()] == [total, total]
+
+
 @pytest.mark.parametrize(
     ("end", "text", "refused"),
     [
@@ -157,6 +177,18 @@ def test_a_follower_that_reads_nothing_is_named_and_the_leader_never_waits(group
         if group.ends:
             break
     assert group.ends[0][0].startswith("rank 1 of 3 (pid 471) reads no steps")
+
+
+@pytest.mark.parametrize("group", [0.02], indirect=True)
+def test_a_follower_that_answers_nothing_is_named_though_no_step_needs_it(group: Group) -> None:
+    group.answer(Serving())
+    group.followers.await_serving(timeout_s=SOON_S)
+    while not group.ended.wait(0.0):
+        asked = group.there[1].receive()
+        assert asked == Apply(asked.number, "answer", {})  # type: ignore[union-attr]
+        group.there[1].send(Done(asked.number))
+        group.ended.wait(SOON_S)
+    assert group.ends[0][0].startswith("rank 2 of 3 (pid 472): takes no messages for ")
 
 
 def test_the_leaders_orderly_end_is_an_end_of_file(group: Group) -> None:

@@ -27,8 +27,8 @@ from tools.faults.ranks.report import REPORT, begun, keep
 from tools.recall.oracle import continuation
 
 PROMPTS, PAIRS, NEW = 4, 60, 24
-TIGHT = 640  # tokens: what begins does not fit to its end
-TIGHT_NEW = 120
+TIGHT = 560  # tokens: what begins does not fit to its end
+TIGHT_NEW = 300
 START_S = 3 * READY_S
 SETTLE_S = 30.0
 
