@@ -217,7 +217,7 @@ def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s:
         "page_size": allocator.page_size,
         "tp_size": config.tp_size,
         "pp_size": config.pp_size,
-        "rank_pids": [] if parts.group is None else [pid for _, pid in sorted(parts.group.pids.items())],
+        "rank_pids": [os.getpid()] if parts.group is None else [pid for _, pid in sorted(parts.group.pids.items())],
         "device": config.device,
         "dtype": config.dtype,
         "stream": config.stream,

@@ -14,6 +14,7 @@ const STAGES = {
   decode: [["prealloc", "prealloc"], ["transfer", "transfer"], ["running", "running"]],
   unified: [["waiting", "waiting"], ["running", "running"]],
 };
+const SIZES = ["tp", "pp", "dp"]; // of ranks
 const LATE = ["retracted", "retracted"]; // shown where there are any
 
 class Card {
@@ -22,10 +23,11 @@ class Card {
     this.name = el("span", "name", nameOf(worker.url));
     this.health = el("span", "health");
     this.bar = el("span", "bar");
+    this.sizes = el("span", "usage sizes");
     this.usage = el("span", "usage");
     this.counts = el("p", "note counts");
     this.dock = el("div", "dock");
-    this.node = el("article", "card", el("p", "head", this.health, this.name, this.usage), el("span", "track", this.bar),
+    this.node = el("article", "card", el("p", "head", this.health, this.name, this.sizes, this.usage), el("span", "track", this.bar),
       this.counts, this.dock);
     this.node.dataset.url = worker.url;
   }
@@ -34,7 +36,11 @@ class Card {
     const { report, switching_to: next } = worker;
     const health = next ? "switching" : worker.health;
     this.node.dataset.health = health;
-    this.node.title = worker.error ? `${worker.url}\n${worker.error}` : worker.url;
+    const { ranks } = worker;
+    const several = SIZES.filter((name) => ranks[name] > 1);
+    put(this.sizes, several.map((name) => `${name.toUpperCase()} ${ranks[name]}`).join(" · "));
+    const pids = several.length && ranks.pids.length ? `ranks: pid ${ranks.pids.join(", ")}` : "";
+    this.node.title = [worker.url, worker.error, pids].filter((text) => text).join("\n");
     const share = report && report.capacity_tokens ? report.used_tokens / report.capacity_tokens : null;
     put(this.usage, next ? `→ ${next}` : health !== "up" ? health : share === null ? "" : `KV ${(share * 100).toFixed(share < 0.1 ? 1 : 0)}%`);
     this.bar.style.width = `${Math.min(1, share ?? 0) * 100}%`;

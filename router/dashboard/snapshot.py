@@ -60,6 +60,7 @@ def show_worker(worker: Worker, *, switching_to: str | None = None) -> dict[str,
         "inflight_requests": worker.requests_everywhere,
         "inflight_tokens": worker.tokens_everywhere,
         "report": worker.report,
+        "ranks": worker.ranks,
     }
 
 

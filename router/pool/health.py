@@ -19,6 +19,7 @@ from router.pool.reports import (
     parse_health,
     parse_load,
     parse_mode,
+    parse_ranks,
     says_draining,
 )
 from router.pool.states import Check, Health
@@ -181,6 +182,7 @@ class HealthMonitor:
             error = await self._read_bootstrap(worker, info)
             if error:
                 return error
+        worker.ranks = parse_ranks(info)
         if not watch.retired:
             self.on_info(worker, info)
         return ""

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from router.pool.worker import LoadReport
+from router.pool.worker import LoadReport, RankSizes
 from service.http.errors import DRAINING
 from service.http.json_depth import decode_or_none, object_of
 
 MAX_INCARNATION_CHARS = 128
 MAX_BUSY_S = 1e9
+MAX_PIDS = 64
 _USED = ("num_used_tokens", "num_tokens")
 # The stages in the order of a request's way, and where SGLang's /v1/loads names them: inside `disaggregation`, or beside it.
 _STAGE_NAMES = {
@@ -132,6 +133,15 @@ def parse_health(body: bytes) -> tuple[str, float | None]:
 def parse_mode(info: object) -> str | None:
     mode = info.get("disaggregation_mode") if isinstance(info, dict) else None
     return mode if isinstance(mode, str) else None
+
+
+def parse_ranks(info: object) -> RankSizes:
+    """From `/server_info`: sizes, as in SGLang, and the processes' numbers."""
+    told = info if isinstance(info, dict) else {}
+    tp, pp, dp = (max(1, count_of(told.get(f"{name}_size"))) for name in ("tp", "pp", "dp"))
+    listed = told.get("rank_pids")
+    pids = [count_of(pid) for pid in listed[:MAX_PIDS]] if isinstance(listed, list) else []
+    return RankSizes(tp=tp, pp=pp, dp=dp, pids=tuple(pid for pid in pids if pid))
 
 
 @dataclass(frozen=True, slots=True)

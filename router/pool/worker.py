@@ -53,9 +53,23 @@ class LoadReport:
     busy_ms_total: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSizes:
+    """The ranks of a worker. `pids`: their processes, as far as it names them."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    pids: tuple[int, ...] = ()
+
+
+ONE_RANK = RankSizes()
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Worker:
-    """`WorkerTable` and `Loads` change it; `HealthMonitor` sets `bootstrap_*` (where decode finds a prefill worker) and `busy_s`."""
+    """`WorkerTable` and `Loads` change it; `HealthMonitor` sets `bootstrap_*` (where decode finds a prefill worker), `busy_s` and
+    `ranks`."""
 
     worker_id: int
     url: str
@@ -84,6 +98,7 @@ class Worker:
     last_resort: bool = False  # it does, while no other worker of its role is up
     silent: bool = False  # it answers no probe: it gets requests only if all others are silent, too
     busy_s: float | None = None  # duration of its present step at its last check
+    ranks: RankSizes = ONE_RANK
     switching_to: Role | None = None  # the role that this router requested of it
     discovered: bool = False  # each process of this router finds it by itself
     models: tuple[str, ...] = ()  # names that it serves, its own first; none: unknown

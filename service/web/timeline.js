@@ -45,8 +45,10 @@ export function workerSpans(record, told, wall) {
     const { started_s } = sent.get(part.url);
     const begins = part.start_s - wall;
     const shift = begins < started_s || begins > (record.ended_s ?? Infinity) ? started_s - begins : 0;
+    const rank = part.attributes?.["tandem.dp_rank"];
+    const lane = rank === undefined ? nameOf(part.url) : `${nameOf(part.url)} DP ${rank}`;
     return (part.spans ?? []).map((span) => ({
-      lane: nameOf(part.url), name: span.name.replaceAll("_", " "), from: span.start_s - wall + shift, to: span.end_s - wall + shift,
+      lane, name: span.name.replaceAll("_", " "), from: span.start_s - wall + shift, to: span.end_s - wall + shift,
       tone: part.process === "prefill" ? "prefill" : "decode", inner: true,
     }));
   });

@@ -57,6 +57,14 @@ def test_an_abort_goes_to_the_rank_that_has_the_request(two: Worker) -> None:
     two.wait_idle()
 
 
+def test_a_record_names_the_rank_that_computed_it(two: Worker) -> None:
+    for rank in (1, 0):
+        body = {"text": "abc", "sampling_params": {"max_new_tokens": 1}, "routed_dp_rank": rank}
+        assert two.post("/generate", body, headers={"X-Request-Id": f"at {rank}"}).status_code == 200
+        (record,) = two.post("/traces", {"ids": [f"at {rank}"]}).json()["records"]
+        assert record["attributes"]["tandem.dp_rank"] == rank
+
+
 def test_a_flush_needs_every_rank_and_names_the_one_that_is_busy(two: Worker) -> None:
     assert two.post("/flush_cache", None).status_code == 200
     with two.stream("SLOW", routed_dp_rank=1):
@@ -76,7 +84,7 @@ def test_reports_show_the_ranks_and_the_worker_is_their_sum(two: Worker) -> None
         info = two.http.get("/server_info").json()
         assert (info["dp_size"], info["num_running_reqs"], info["max_total_num_tokens"]) == (2, 1, 2 * 1600)
         assert [(s["dp_rank"], s["num_running_reqs"]) for s in info["internal_states"]] == [(0, 0), (1, 1)]
-        assert info["kv_events_config"] is None
+        assert info["kv_events_config"] is None and info["rank_pids"] == []
         metrics = two.http.get("/metrics").text.splitlines()
         (_family,) = [line for line in metrics if line.startswith("# TYPE sglang:num_running_reqs ")]
         figures = [line for line in metrics if line.startswith("sglang:num_running_reqs{")]

@@ -18,6 +18,7 @@ def test_each_sample_has_its_record(worker: Worker) -> None:
     assert len(found) == 2 and len({record["attributes"]["gen_ai.response.id"] for record in found}) == 2
     for record in found:
         assert record["process"] == "unified" and record["operation"] == "chat" and record["model"] == "tiny"
+        assert "tandem.dp_rank" not in record["attributes"]
         assert record["attributes"]["gen_ai.usage.output_tokens"] == 3 and "error" not in record
         assert record["attributes"]["gen_ai.response.finish_reasons"] == ["length"]
         assert 1e9 < record["start_s"] <= record["end_s"], "seconds of the Unix epoch"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from tests.router.browser import Page, chromium, tab
 from tests.router.dummies import (
     CHAT,
     STREAM,
+    Behaviour,
     Cluster,
     DummyWorker,
     always,
@@ -141,6 +143,11 @@ async def test_it_follows_traffic_and_survives_a_dead_worker(devtools: str) -> N
         await page.until(f"{card(c.prefills[0])}.innerText.includes('KV 25%')")
         await page.until(f"{card(c.prefills[0])}.innerText.includes('1 running · 2 inflight')")
         await page.until("document.querySelector('#prefill [data-stage=inflight] b').textContent === '2'")
+        c.prefills[0].info = {"tp_size": 2, "dp_size": 3, "pp_size": "x", "rank_pids": [11, 12, "y"]}
+        c.prefills[0].incarnation = "of several ranks"
+        await page.until(f"{card(c.prefills[0])}.querySelector('.sizes').innerText === 'TP 2 · DP 3'")
+        assert "ranks: pid 11, 12" in await page.js(f"{card(c.prefills[0])}.title")
+        assert await page.js(f"{card(c.prefills[1])}.querySelector('.sizes').innerText") == ""
         links = await page.js("document.querySelectorAll('#links path').length")
         assert links == 2 + 4 + 2  # to each prefill worker, from each to each decode worker, and out
         for _ in range(3):
@@ -187,9 +194,25 @@ async def test_a_worker_that_changes_its_role_shows_so_and_why(devtools: str) ->
         assert page.complaints == []
 
 
+def of_rank(dp_rank: int) -> Behaviour:
+    """Answers, and has times of a DP rank for any request."""
+
+    async def behave(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if request.path != "/traces":
+            return await answer_ok(worker, request, body)
+        now_s = time.time()
+        record = {"request_id": body["ids"][0], "process": worker.mode, "operation": "chat", "start_s": now_s}
+        span = {"name": "decode_forward", "start_s": now_s, "end_s": now_s + 0.1}
+        rest = {"end_s": now_s + 1, "attributes": {"tandem.dp_rank": dp_rank}, "spans": [span]}
+        return web.json_response({"records": [{**record, **rest}]})
+
+    return behave
+
+
 async def test_a_click_opens_the_time_line(devtools: str) -> None:
     async with shown(devtools) as (c, page):
         c.decodes[0].behave = always(500, {"error": {"message": "no memory"}})
+        c.decodes[1].behave = of_rank(7)
         while not c.decodes[0].seen:
             assert (await c.post(PATH, STREAM))[0] == 200
         tried = next(r for r in (await state_of(c))["requests"] if len(r["attempts"]) == 2)
@@ -197,6 +220,7 @@ async def test_a_click_opens_the_time_line(devtools: str) -> None:
         await page.until(f"{row} !== null")
         await page.js(f"{row}.querySelector('button').click()")
         await page.until(f"{row}.querySelectorAll('.timeline .line').length >= 5")
+        await page.until(f"{row}.querySelector('.line.inner .where')?.innerText.endsWith(' DP 7')")
         text = await page.js(f"{row}.querySelector('.detail').innerText")
         assert "first token (try 2)" in text and "HTTP 500" in text and tried["request_id"] in text
         assert await page.js(f"{row}.querySelectorAll('.timeline .span.bad').length") == 2

@@ -133,9 +133,9 @@ class EngineClient:
                 wire_rid=self.leaders.mint_wire_rid(name),
                 num_prompt_tokens=len(r.input_ids),
                 is_empty=r.sampling.max_new_tokens == 0 and not r.pooling,
-                trace=SampleTrace(self._traces, r, name, context),
+                trace=SampleTrace(self._traces, r, name, context, rank if self.leaders.num_ranks > 1 else None),
             )
-            for r, name in zip(requests, names, strict=True)
+            for r, name, rank in zip(requests, names, ranks, strict=True)
         ]
         generation = Generation(
             samples,

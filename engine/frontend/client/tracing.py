@@ -20,10 +20,14 @@ class Traces(NamedTuple):
 class SampleTrace:
     """A running sample, `rid` to its client. Keeps what the record needs, not the prompt. Health probes are no requests."""
 
-    def __init__(self, owner: Traces, request: GenerateRequest, rid: str, context: TraceContext) -> None:
+    def __init__(
+        self, owner: Traces, request: GenerateRequest, rid: str, context: TraceContext, dp_rank: int | None = None
+    ) -> None:
+        """`dp_rank`: that computes it; None: there is one."""
         room = 0 if request.bootstrap is None else request.bootstrap.room
         self._owner = owner
         self._request = (rid, room, len(request.input_ids), request.sampling.max_new_tokens or 0, request.lora)
+        self._dp_rank = dp_rank
         self._context = context
         self._start_s = self._end_s = time.monotonic()
         self._offset_s = 0.0
@@ -76,6 +80,8 @@ class SampleTrace:
         }
         if room:
             attributes["tandem.bootstrap_room"] = str(room)  # above 2**53: no number in JSON
+        if self._dp_rank is not None:
+            attributes["tandem.dp_rank"] = self._dp_rank
         if lora:
             attributes["tandem.lora"] = lora
         if self._first_token_s is not None:

@@ -10,6 +10,7 @@ from engine.frontend.apis.admin.health import states_if_up, step_if_up, steps_if
 from engine.frontend.apis.admin.load import get_load, load_summary, step_summary, transfer_paths, v1_loads_entry
 from engine.frontend.apis.shared.models import choose_model
 from engine.frontend.client.dp_reports import total_of
+from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.services import SERVICES, Services
 from engine.messages import StateReply
 from service.http.errors import DRAINING, ApiError, decode_body
@@ -79,7 +80,18 @@ async def server_info(request: web.BaseRequest) -> web.Response:
 
 def _engine_info(s: Services) -> dict[str, Any]:
     """Events of several ranks are at several addresses, in `internal_states`: no index may take them for one cache's."""
-    return s.leaders.info if s.leaders.num_ranks == 1 else {**s.leaders.info, "kv_events_config": None}
+    if s.leaders.num_ranks == 1:
+        return s.leaders.info
+    return {
+        **s.leaders.info,
+        "kv_events_config": None,
+        "rank_pids": [pid for link in s.leaders.links for pid in _pids(link)],
+    }
+
+
+def _pids(link: SchedulerLink) -> list[int]:
+    found = link.info.get("rank_pids")
+    return found if isinstance(found, list) else []
 
 
 def _internal_states(s: Services, states: list[StateReply]) -> list[dict[str, Any]]:
@@ -87,7 +99,12 @@ def _internal_states(s: Services, states: list[StateReply]) -> list[dict[str, An
     if len(states) < 2:
         return [load_summary(state) for state in states]
     return [
-        {"dp_rank": rank, **load_summary(state), "kv_events_config": link.info.get("kv_events_config")}
+        {
+            "dp_rank": rank,
+            **load_summary(state),
+            "rank_pids": _pids(link),
+            "kv_events_config": link.info.get("kv_events_config"),
+        }
         for rank, (state, link) in enumerate(zip(states, s.leaders.links, strict=True))
     ]
 
