@@ -19,7 +19,8 @@ from engine.kv.kv_pool import UNIT_ALIGN_BYTES
 from engine.kv.page_checksum import NAME as CHECKSUM_NAME
 from engine.kv.page_checksum import PageChecksum
 from engine.loop.role import EngineRole, UnifiedRole
-from engine.ranks.group import Group, GroupChecksum
+from engine.ranks.group import Group
+from engine.ranks.group_checksum import GroupChecksum
 from engine.ranks.links import ranks_that_hold_all
 from transfer_backends.contract import KVArgs, LayerGroup, TransferConfig
 from transfer_backends.decode.manager import DecodeManager

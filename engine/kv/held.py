@@ -1,5 +1,6 @@
-"""What of the model's KV a rank's pool holds. Pure."""
+"""What of the model's KV a rank's pool holds, and what ranks hold together. Pure."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -19,3 +20,17 @@ class HeldKV:
     @staticmethod
     def whole(*, num_units: int, num_layers: int) -> "HeldKV":
         return HeldKV(range(num_units), num_units, range(num_layers), num_layers)
+
+
+def holding_all(held: Mapping[int, HeldKV]) -> list[int]:
+    """Ranks that together hold all that `held` names, each part once: of ranks that hold the same, the first."""
+    chosen: dict[HeldKV, int] = {}
+    for rank, part in held.items():
+        chosen.setdefault(part, rank)
+    return list(chosen.values())
+
+
+def combine(parts: Iterable[int]) -> int:
+    """Add up the checksums of ranks that hold each unit and layer once (engine/kv/page_checksum.py); signed, 64 bits."""
+    total = sum(parts) & ((1 << 64) - 1)
+    return total - (1 << 64) if total >> 63 else total

@@ -3,14 +3,14 @@
     word i of unit u of page j, all of 64 bits, arithmetic modulo 2^64; N units a page, W words a unit without its padding:
     sum over j, u, i of mix(w[j, u, i] + (((j * N + u) * W + i) + 1) * ODD)
 
-It is a sum over words and their places in the model's KV, so what ranks compute of their units and layers adds up (`combine`)
+It is a sum over words and their places in the model's KV, so what ranks compute of their units and layers adds up (`combine` in held.py)
 to the same value, however many ranks there are.
 
 `mix` is bijective (engine/kv/splitmix.py), so a single changed word always changes the sum; other damage passes once in 2^64.
 It does not stop a forger.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,17 +25,11 @@ SCRATCH_BYTES = {"cpu": 1 << 18}  # stays in a core's cache; other devices:
 MORE_SCRATCH_BYTES = 1 << 26
 MOST_ROWS = 1 << 16  # of a kernel's launch
 WORD_BYTES = 8
-MASK = (1 << 64) - 1
 ODD = signed(GOLDEN)
 
 # (words [rows, n], rows [k], keys [k], count) -> [k], all int64: of each of `rows` the sum over its first `count` words
 PageSums = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 Pending = Callable[[], int | None]  # None: the device has not come to it; ask again
-
-
-def combine(parts: Iterable[int]) -> int:
-    """Add up what ranks have computed, each unit and layer once (of ranks that hold the same, take one); signed, 64 bits."""
-    return signed(sum(parts) & MASK)
 
 
 class PageChecksum:

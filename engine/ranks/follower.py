@@ -16,6 +16,10 @@ Reader = Callable[..., Any]  # raises ConfigError; runs in a thread of its own
 Action = Callable[..., Any]  # gets what a reader returned first, if it was prepared; its value is the answer
 
 
+class LostStep(RuntimeError):
+    """The steps that came are not the leader's: what this rank holds is unknown."""
+
+
 class Follower:
     """`readers`, `actions`: by the names of Prepare and Apply. `turning(busy)` is called as work begins and ends."""
 
@@ -34,6 +38,7 @@ class Follower:
         self._actions = actions
         self._turning = turning
         self._prepared: dict[int, Any] = {}
+        self._last_seq = 0
 
     @property
     def num_prepared(self) -> int:
@@ -46,14 +51,16 @@ class Follower:
             while True:
                 message = self._channel.receive()
                 self._turning(True)
-                self._handle(message)
+                self.handle(message)
                 self._turning(False)
         except ChannelClosed:
             log.debug("the leader has ended")
 
-    def _handle(self, message: ToFollower) -> None:
+    def handle(self, message: ToFollower) -> None:
+        """Do what `message` says and answer it. Raises LostStep."""
         match message:
             case Step():
+                self._count(message.seq)
                 self._runner.run(plan_of(message))
                 if message.answer:
                     self._channel.send(Done(message.answer))
@@ -63,6 +70,11 @@ class Follower:
                 self._apply(message)
             case _:
                 raise AssertionError(f"{type(message).__name__} after the start")
+
+    def _count(self, seq: int) -> None:
+        if seq != self._last_seq + 1:
+            raise LostStep(f"step {seq} comes after step {self._last_seq}: a step is lost, repeated or out of order")
+        self._last_seq = seq
 
     def _prepare(self, message: Prepare) -> None:
         try:

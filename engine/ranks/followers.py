@@ -1,18 +1,20 @@
-"""The leader's side of its followers: what they are sent, what they answered, and the end of any of them.
+"""The leader's side of its followers: what they are sent, and when it waits for what they answer.
 
-One thread reads all answers. A follower that ends, fails or reads no messages is reported once, by name; the group cannot go on then.
+A follower that ends, fails or reads no messages is reported once, by name; the group cannot go on then.
 """
 
 import contextlib
-import selectors
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from engine.core.plan import Plan
+from engine.ranks.answers import Answers, is_proven
 from engine.ranks.channel import Channel, ChannelClosed, ChannelFull
-from engine.ranks.messages import Apply, Done, Failed, PoolSize, Prepare, Ready, Serving, ToFollower, ToLeader, step_of
+from engine.ranks.mail import Mail, MailThread
+from engine.ranks.messages import Apply, PoolSize, Prepare, Ready, Serving, ToFollower, ToLeader, step_of
 from engine.ranks.roll_call import RollCall
 from service.flags import ConfigError
 
@@ -40,25 +42,28 @@ class Followers:
     """`members`: channel and process of every follower, by rank. `on_end` is called once, and ends the process or its loop.
 
     `limit_s`: longest step; followers that serve and answer nothing for about twice as long have ended, too. 0: no limit.
+    `mail`: delivers what they send; None: a thread does.
     """
 
     def __init__(
-        self, members: Mapping[int, tuple[Channel[ToLeader], Process]], *, on_end: OnEnd, limit_s: float = 0.0
+        self,
+        members: Mapping[int, tuple[Channel[ToLeader], Process]],
+        *,
+        on_end: OnEnd,
+        limit_s: float = 0.0,
+        mail: Mail | None = None,
     ) -> None:
         self._channels = {rank: channel for rank, (channel, _) in members.items()}
         self._processes = {rank: process for rank, (_, process) in members.items()}
+        self.answers = Answers({rank: process.name for rank, process in self._processes.items()})
         self._on_end = on_end
-        self._answers: dict[object, dict[int, Any]] = {}  # by what is answered: rank -> answer
-        self._calls: dict[object, Callable[[], None]] = {}  # when all have answered
-        self._changed = threading.Condition()
-        self._ended: str | None = None
+        self._lock = threading.Lock()
         self._closing = False
-        self._number = 0
         self._serving = False
         self._roll_call = RollCall(limit_s)
         self._asked: Pending | None = None
-        self._thread = threading.Thread(target=self._read_all, name="followers", daemon=True)
-        self._thread.start()
+        self._mail = MailThread(self._channels, every_s=self._roll_call.every_s) if mail is None else mail
+        self._mail.start(self._take, self._ask)
 
     def await_ready(self, *, fingerprint: str, timeout_s: float) -> int:
         """Wait until every follower has its weights; return the least KV pages that one of them holds.
@@ -69,7 +74,7 @@ class Followers:
         for rank, answer in sorted(ready.items()):
             if answer.fingerprint != fingerprint:
                 raise ConfigError(
-                    f"--model-path: {self._processes[rank].name} reads other files than rank 0 (fingerprints "
+                    f"--model-path: {self.answers.names[rank]} reads other files than rank 0 (fingerprints "
                     f"{answer.fingerprint} and {fingerprint}); give all ranks the same checkpoint"
                 )
         return min(answer.num_pages for answer in ready.values())
@@ -82,14 +87,10 @@ class Followers:
         self._serving = True
 
     def step(self, plan: Plan) -> "Pending | None":
-        """Send a step. Return its answer to come, if no result of the step proves that the followers have run it.
-
-        Every sum of a forward needs all ranks, so the result of a step with items does.
-        """
-        proven = bool(plan.items) or not plan.copies_pages
-        number = 0 if proven else self._next_number()
+        """Send a step. Return its answer to come, if no result proves that the followers have run it (`is_proven`)."""
+        number = 0 if is_proven(plan) else self._next_number()
         self._send_all(step_of(plan, answer=number))
-        return None if proven else Pending(self, number)
+        return Pending(self, number) if number else None
 
     def prepare(self, name: str, **args: Any) -> "Pending":
         """Let every follower read something beside its steps, for an `apply` of the same number."""
@@ -110,102 +111,76 @@ class Followers:
         self._closing = True
         for channel in self._channels.values():
             channel.shut()
-        self._thread.join()
+        self._mail.close()
         for channel in self._channels.values():
             channel.close()
 
     def _next_number(self) -> int:
-        with self._changed:
-            self._number += 1
-            return self._number
+        with self._lock:
+            return self.answers.next_number()
 
     def _send_all(self, message: ToFollower) -> None:
         for rank, channel in self._channels.items():
             try:
                 channel.send(message)
             except ChannelFull as error:
-                self._end(f"{self._processes[rank].name} reads no steps: {error}", refused=False)
+                text = f"{self.answers.names[rank]} reads no steps: {error}"
+                self._note(partial(self.answers.note_end, text))
             except ChannelClosed:
                 pass  # the reading thread reports it, with its reason
 
     def _await(self, key: object, *, timeout_s: float | None = None, doing: str = "") -> Mapping[int, Any]:
         """The answers of all followers to `key`, which are forgotten. Raises ConfigError after `timeout_s`, and GroupEnded."""
-        with self._changed:
-            there = self._changed.wait_for(lambda: self._ended is not None or self._has_all(key), timeout_s)
-            if self._ended is not None:
-                raise GroupEnded(self._ended)
-            answers = self._answers.pop(key, {})
-            if not there:
-                missing = [self._processes[rank].name for rank in self._channels if rank not in answers]
-                raise ConfigError(
-                    f"--dist-timeout: {', '.join(missing)} {doing} after {timeout_s:.0f} s; look at its log, or raise it"
-                )
-            return answers
+        answers = self.answers
+        there = self._mail.wait_for(lambda: answers.end is not None or answers.has_all(key), timeout_s)
+        if answers.end is not None:
+            raise GroupEnded(answers.end.text)
+        missing = answers.missing(key)
+        with self._lock:
+            found = answers.pop(key)
+        if not there:
+            raise ConfigError(
+                f"--dist-timeout: {missing} {doing} after {timeout_s:.0f} s; look at its log, or raise it"
+            )
+        return found
 
-    def _has_all(self, key: object) -> bool:
-        return len(self._answers.get(key, ())) == len(self._channels)
+    def _take(self, rank: int, message: ToLeader | None) -> bool:
+        if message is not None:
+            self._note(partial(self.answers.take, rank, message))
+        elif not self._closing:
+            self._note(partial(self.answers.note_end, f"{self.answers.names[rank]} {self._processes[rank].ended()}"))
+        return self.answers.end is None
 
-    def _read_all(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for rank, channel in self._channels.items():
-                selector.register(channel, selectors.EVENT_READ, rank)
-            while not self._closing and self._ended is None:
-                for key, _ in selector.select(self._roll_call.every_s):
-                    self._read(key.data)
-                if self._serving:
-                    with contextlib.suppress(GroupEnded):
-                        self._ask(time.monotonic())
+    def _ask(self) -> None:
+        """Ask whether all take messages, from time to time. In the thread that delivers."""
+        if self._serving and self.answers.end is None:
+            with contextlib.suppress(GroupEnded):
+                self._ask_at(time.monotonic())
 
-    def _ask(self, now_s: float) -> None:
-        """Ask whether all take messages, from time to time. In the reading thread."""
+    def _ask_at(self, now_s: float) -> None:
         if self._asked is not None and self._asked.there():
             self._asked.wait()
             self._asked = None
             self._roll_call.answered()
         if (late_s := self._roll_call.late_s(now_s)) is not None:
-            answers = self._answers.get(self._asked.number, {}) if self._asked is not None else {}
-            missing = [self._processes[rank].name for rank in self._channels if rank not in answers]
-            self._end(f"{', '.join(missing)}: takes no messages for {late_s:.1f} s (--watchdog-timeout)", refused=False)
+            missing = self.answers.missing(self._asked.number if self._asked is not None else None)
+            self._note(
+                partial(self.answers.note_end, f"{missing}: takes no messages for {late_s:.1f} s (--watchdog-timeout)")
+            )
         elif self._roll_call.due(now_s):
             self._asked = self.apply("answer")
 
-    def _read(self, rank: int) -> None:
-        try:
-            message = self._channels[rank].receive()
-        except ChannelClosed:
-            self._end(f"{self._processes[rank].name} {self._processes[rank].ended()}", refused=False)
-            return
-        match message:
-            case Failed(text=text, refused=refused):
-                self._end(f"{self._processes[rank].name}: {text}", refused=refused)
-            case Done(number=number):
-                self._note(number, rank, message)
-            case Ready() | Serving():
-                self._note(type(message), rank, message)
-
-    def _note(self, key: object, rank: int, answer: Any) -> None:
-        with self._changed:
-            self._answers.setdefault(key, {})[rank] = answer
-            call = self._calls.pop(key, None) if self._has_all(key) else None
-            self._changed.notify_all()
-        if call is not None:
+    def _note(self, note: Callable[[], None]) -> None:
+        """Change the answers; call those that wait for them, and report the end of the group if this is it."""
+        with self._lock:
+            before = self.answers.end
+            note()
+            end, calls = self.answers.end, self.answers.take_calls()
+        for call in calls:
             call()
-
-    def _call_when_all(self, key: object, call: Callable[[], None]) -> None:
-        with self._changed:
-            there = self._has_all(key)
-            if not there:
-                self._calls[key] = call
-        if there:
-            call()
-
-    def _end(self, text: str, *, refused: bool) -> None:
-        with self._changed:
-            if self._ended is not None or self._closing:
-                return
-            self._ended = text
-            self._changed.notify_all()
-        self._on_end(text, refused)
+        if end is not None and before is None and not self._closing:
+            self._mail.notify()
+            self._on_end(*end)
 
 
 class Pending:
@@ -220,13 +195,13 @@ class Pending:
         answers = self._followers._await(self.number)
         for rank, answer in sorted(answers.items()):
             if answer.error:
-                raise ConfigError(f"{self._followers._processes[rank].name}: {answer.error}")
+                raise ConfigError(f"{self._followers.answers.names[rank]}: {answer.error}")
         return {rank: answer.value for rank, answer in answers.items()}
 
     def there(self) -> bool:
         """Whether `wait` returns at once."""
-        return self._followers._has_all(self.number)
+        return self._followers.answers.has_all(self.number)
 
     def when_there(self, call: Callable[[], None]) -> None:
         """Call it once `there`, in any thread."""
-        self._followers._call_when_all(self.number, call)
+        self._followers._note(partial(self._followers.answers.when_all, self.number, call))

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from engine.background import start_in_thread
 from engine.executor.profiler import TorchProfiler
-from engine.kv.page_checksum import PageChecksum, Pending, combine
 from engine.lora.store import LoraStore
 from engine.messages import StartProfile
 from engine.model_files.model_config import ModelConfig
@@ -101,30 +100,6 @@ class GroupAdapters:
         applied = self._followers.apply("remove_adapter", adapter=number)
         self._own.remove(number)
         applied.wait()
-
-
-class GroupChecksum:
-    """As `PageChecksum`, of what all ranks hold. `ranks`: hold everything once, with the leader."""
-
-    def __init__(self, own: PageChecksum, followers: Followers, *, ranks: Sequence[int]) -> None:
-        self._own = own
-        self._followers = followers
-        self._ranks = frozenset(ranks)
-
-    def __call__(self, pages: Sequence[int]) -> Pending:
-        theirs, own = self._followers.apply("checksum", pages=list(pages)), self._own(pages)
-        parts: list[int] | None = None  # known; none of them where the leader holds all
-
-        def value() -> int | None:
-            nonlocal parts
-            mine = own()
-            if mine is None or not (parts is not None or theirs.there()):
-                return None
-            if parts is None:
-                parts = [part for rank, part in theirs.wait().items() if rank in self._ranks]
-            return combine([mine, *parts])
-
-        return value
 
 
 class GroupProfiler:

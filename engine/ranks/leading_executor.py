@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from engine.core.plan import Plan, StepResult
-from engine.executor.executor import Executor, Launch
 from engine.ranks.followers import Followers, Pending
+
+if TYPE_CHECKING:  # it imports torch, which a group of simulated ranks does without
+    from engine.executor.executor import Executor, Launch
 
 T = TypeVar("T")
 
@@ -15,7 +17,7 @@ T = TypeVar("T")
 class GroupLaunch:
     """A step of all ranks. `answer`: of the followers, where no result says that they have run it."""
 
-    own: Launch
+    own: "Launch"
     answer: Pending | None
 
     @property
@@ -26,7 +28,7 @@ class GroupLaunch:
 class LeadingExecutor:
     """Sampling stays here: the followers get the sampled tokens through the future map."""
 
-    def __init__(self, own: Executor, followers: Followers, *, attention: Callable[[], None] | None = None) -> None:
+    def __init__(self, own: "Executor", followers: Followers, *, attention: Callable[[], None] | None = None) -> None:
         """`attention` is called in any thread when a step has ended; None: the caller waits in `collect`."""
         self._own = own
         self._attention = attention

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.executor.logit_rows import PROMPT_LOGPROB_ROWS
-from engine.kv.held import HeldKV
+from engine.kv.held import holding_all
 from engine.kv.kv_pool import DTYPES
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.collectives import Collectives, SharedMemoryCollectives
@@ -53,10 +53,7 @@ def place_of(rank: int, config: EngineConfig) -> Place:
 def ranks_that_hold_all(config: EngineConfig, model: ModelConfig) -> list[int]:
     """Ranks that together hold every unit of every layer once, the leader among them. `config` is resolved."""
     ranks = [leader_of(config), *(rank for rank in range(config.num_ranks) if rank != leader_of(config))]
-    chosen: dict[HeldKV, int] = {}
-    for rank in ranks:
-        chosen.setdefault(held_by(config, model, place_of(rank, config)), rank)
-    return list(chosen.values())
+    return holding_all({rank: held_by(config, model, place_of(rank, config)) for rank in ranks})
 
 
 def region_plan(config: EngineConfig, model: ModelConfig) -> RegionPlan:

@@ -1,12 +1,16 @@
 """A follower's part of a step: copies, page rows, forward, then hidden states for the next stage, or its columns of the logits."""
 
+from typing import TYPE_CHECKING
+
 from engine.core.plan import Plan
-from engine.executor.copies import Copies
-from engine.executor.forward_pass import ForwardPass
 from engine.executor.logit_rows import logit_calls
-from engine.models.decoder import DenseDecoder
-from engine.parallel.stage_link import StageLink
-from engine.ranks.future_maps import FollowerFutureMap
+
+if TYPE_CHECKING:  # they import torch, which a simulated rank does without
+    from engine.executor.copies import Copies
+    from engine.executor.forward_pass import ForwardPass
+    from engine.models.decoder import DenseDecoder
+    from engine.parallel.stage_link import StageLink
+    from engine.ranks.future_maps import FollowerFutureMap
 
 
 class RankRunner:
@@ -15,11 +19,11 @@ class RankRunner:
     def __init__(
         self,
         *,
-        model: DenseDecoder,
-        copies: Copies,
-        forward_pass: ForwardPass,
-        future_map: FollowerFutureMap,
-        after: StageLink | None,
+        model: "DenseDecoder",
+        copies: "Copies",
+        forward_pass: "ForwardPass",
+        future_map: "FollowerFutureMap",
+        after: "StageLink | None",
     ) -> None:
         self._model = model
         self._copies = copies
@@ -28,7 +32,7 @@ class RankRunner:
         self._after = after
         forward_pass.attach(model)
 
-    def use(self, model: DenseDecoder) -> None:
+    def use(self, model: "DenseDecoder") -> None:
         """Run another model of the same shape from the next step on."""
         self._model = model
         self._forward_pass.attach(model)

@@ -10,7 +10,7 @@ import pytest
 from engine.core.plan import PageCopy, Plan
 from engine.ranks.channel import PART_BYTES, Channel, ChannelClosed, ChannelFull, channel_pair, follower_end, leader_end
 from engine.ranks.followers import Followers, GroupEnded, Process
-from engine.ranks.group import GroupChecksum
+from engine.ranks.group_checksum import GroupChecksum
 from engine.ranks.messages import Apply, Done, Failed, PoolSize, Prepare, Ready, Serving, Step, ToFollower, ToLeader
 from service.flags import ConfigError
 
@@ -139,7 +139,7 @@ def test_values_come_by_rank_and_a_refusal_names_its_rank(group: Group) -> None:
 def test_a_checksum_may_be_asked_for_again_also_where_the_leader_holds_all(
     group: Group, holders: list[int], total: int
 ) -> None:
-    value = GroupChecksum(lambda _: lambda: 5, group.followers, ranks=holders)([1])  # type: ignore[arg-type]
+    value = GroupChecksum(lambda _: lambda: 5, group.followers, ranks=holders)([1])
     assert value() is None
     answered = threading.Event()
     for rank, channel in group.there.items():

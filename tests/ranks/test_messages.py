@@ -1,13 +1,18 @@
 """A follower computes from a view of the plan: all that a forward reads, and nothing else."""
 
+from typing import Any
+
 import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
 
 from engine.core.plan import PageCopy, PageLoad, PageSave, Plan, PlanItem, SlotOpen
 from engine.executor.logit_rows import logit_calls
 from engine.messages import LogprobOptions
 from engine.ranks.messages import Step, ToFollower, plan_of, step_of
 from engine.sampling_params import SamplingParams
+from tests.core.proof.driver import play
+from tests.core.proof.story import Story, stories
 
 
 def item(slot: int, tokens: list[int], start: int, **more: object) -> PlanItem:
@@ -50,6 +55,33 @@ def test_what_the_forward_reads_arrives() -> None:
         assert getattr(arrived, name) == getattr(plan, name), name
     assert [(opened.slot, opened.adapter) for opened in arrived.opens] == [(4, 5)]
     assert [list(rows) for rows in logit_calls(arrived.items)] == [list(rows) for rows in logit_calls(plan.items)]
+
+
+def forward_inputs(plan: Plan) -> dict[str, Any]:
+    """All that a rank's part of a step depends on: its batch, page rows, rows of logits, adapters and copies."""
+    items = plan.items
+    return {
+        "tokens": [token for item in items for token in item.tokens],
+        "positions": [(item.start, item.q_len, item.kv_len) for item in items],
+        "slots": [item.slot for item in items],
+        "page rows": [(item.slot, item.page_start, item.new_pages) for item in items if item.new_pages],
+        "riders": [i for i, item in enumerate(items) if not item.extend] if plan.extend else [],
+        "rows of logits": list(logit_calls(items)),
+        "samples": any(item.sample for item in items),
+        "adapters": [(opened.slot, opened.adapter) for opened in plan.opens],
+        "copies": (plan.saves, plan.loads, plan.drops, plan.to_host, plan.from_host),
+        "step": (plan.seq, plan.extend),
+    }
+
+
+@settings(max_examples=40, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+@given(story=stories())
+def test_any_plan_of_the_scheduler_computes_the_same_on_a_follower(story: Story) -> None:
+    """And its steps count up by one, which is how a follower knows that none is lost."""
+    plans = play(story).plans
+    assert [plan.seq for plan in plans] == list(range(1, 1 + len(plans)))
+    for plan in plans:
+        assert forward_inputs(through_the_wire(plan)) == forward_inputs(plan)
 
 
 def test_what_only_the_leader_needs_stays() -> None:

@@ -1,0 +1,76 @@
+"""How a leader hears its followers: a thread reads all sockets, and any other thread waits for what it has read."""
+
+import selectors
+import threading
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from engine.ranks.channel import Channel, ChannelClosed
+from engine.ranks.messages import ToLeader
+
+# (rank, its message; None: it has ended) -> whether anything more is wanted
+Take = Callable[[int, ToLeader | None], bool]
+
+
+class Mail(Protocol):
+    """Delivers what followers send, each one's in its order."""
+
+    def start(self, take: Take, tick: Callable[[], None]) -> None:
+        """Begin to deliver. `tick` is called now and then, also while nothing comes."""
+
+    def wait_for(self, there: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Wait until `there` is true; False after `timeout_s`."""
+
+    def notify(self) -> None:
+        """Let those that wait look again: something else has changed."""
+
+    def close(self) -> None:
+        """Deliver nothing more. Every channel is shut by then."""
+
+
+class MailThread:
+    """`channels`: to the followers, by rank. `every_s`: the longest time between two ticks; None: none without a message."""
+
+    def __init__(self, channels: Mapping[int, Channel[ToLeader]], *, every_s: float | None) -> None:
+        self._channels = channels
+        self._every_s = every_s
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def start(self, take: Take, tick: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=self._read_all, args=(take, tick), name="followers", daemon=True)
+        self._thread.start()
+
+    def wait_for(self, there: Callable[[], bool], timeout_s: float | None) -> bool:
+        with self._changed:
+            return self._changed.wait_for(there, timeout_s)
+
+    def notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        self._closed = True
+        if self._thread is not None:
+            self._thread.join()
+
+    def _read_all(self, take: Take, tick: Callable[[], None]) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank, channel in self._channels.items():
+                selector.register(channel, selectors.EVENT_READ, rank)
+            while not self._closed:
+                for key, _ in selector.select(self._every_s):
+                    if not self._read(key.data, take):
+                        return
+                tick()
+
+    def _read(self, rank: int, take: Take) -> bool:
+        message: ToLeader | None
+        try:
+            message = self._channels[rank].receive()
+        except ChannelClosed:
+            message = None
+        wanted = take(rank, message)
+        self.notify()
+        return wanted
