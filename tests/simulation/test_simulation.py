@@ -33,15 +33,15 @@ LEAST_INJECTED: dict[int, str] = {
         kill router, slow restart; transfer connect error""",
     10: """client disconnect; drain decode; drain prefill; drain router; duplicate request; kill decode, fast restart;
         kill decode, slow restart; kill prefill, fast restart; kill prefill, slow restart; late completion;
-        memory pressure; update weights""",
+        memory pressure; update weights; kill rank""",
     20: "clock jump; clogged link; connection reset; one-way partition; partition; pause generation; slow transfer",
     50: "transfer error; write after the failure",
 }
 LEAST_SEEN: dict[int, str] = {
     1: "resumed through prefill",
     2: "damaged pages found; early rejections",
-    5: "weights taken",
-    10: "copies restored, tokens; hedges won; retractions; workers with quarantined pages",
+    5: "weights taken; workers that lost a rank",
+    10: "pages from the host tier; copies restored, tokens; hedges won; retractions; workers with quarantined pages",
     20: "late writes",
     50: "hedges lost; late messages; notices in time; writes of followers",
     100: "checksums verified",

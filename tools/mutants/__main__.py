@@ -20,10 +20,11 @@ from tests.packages import ROOT
 from tools.mutants.cluster import CLUSTER
 from tools.mutants.core import CORE
 from tools.mutants.planting import BROKEN
+from tools.mutants.ranks import RANKS
 from tools.simulation.__main__ import first_failure
 from tools.soak_core import drive_round
 
-TABLES = {"core": CORE, "cluster": CLUSTER}
+TABLES = {"core": CORE, "cluster": {**CLUSTER, **RANKS}}
 FOUND = 1
 SEEDS, STEPS = (1, 2, 3), 60_000  # of the core's stories
 LIMIT_S = 720.0  # a bug may also show by a run that does not end

@@ -11,9 +11,11 @@ namespace is wrong KV.
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from engine.core.plan import Plan, StepResult
+from engine.core.plan import Plan, PlanItem, StepResult
 from tests.core.hash_model import HashModel, Slot, prefix_hash, step_hash
 from tools.simulation.world import Violation
 from transfer_backends.contract import NOTHING_YET, Progress
@@ -25,6 +27,19 @@ def adapter_of(namespace: Sequence[str]) -> int:
     return prefix_hash(list("\0".join(namespace).encode()))
 
 
+class Ranks(Protocol):
+    """The other ranks of a worker (group.py), where it has any."""
+
+    def join(self, plan: Plan) -> None:
+        """Before the leader's part of a step with items."""
+
+    def add_up(self, plan: Plan, result: StepResult) -> None:
+        """Behind it: the tokens are those of all ranks together."""
+
+    def end_layer(self, num_layers: int) -> None:
+        """A layer of the step has ended."""
+
+
 class CheckedModel(HashModel):
     """Knows by itself what each slot's KV must be, from the tokens that the plans name."""
 
@@ -32,6 +47,8 @@ class CheckedModel(HashModel):
         super().__init__(page_size=page_size)
         self.name = name
         self.num_checked = 0
+        self.num_forgotten = 0  # other weights so often
+        self.ranks: Ranks | None = None
         self._old: dict[tuple[int, int], Slot] = {}  # what was in the slots that the step under way writes
         self._layers_done = 0
         self._parts: dict[tuple[int, int], list[Slot]] = {}  # by layer, of slots that landed layer by layer
@@ -43,7 +60,11 @@ class CheckedModel(HashModel):
             for token in [*opened.prompt_ids, *opened.output_ids]:
                 hashes.append(step_hash(hashes[-1] if hashes else opened.adapter, token))
             self._expected[opened.slot] = hashes
+        if self.ranks is not None and plan.items:
+            self.ranks.join(plan)
         result = super().run(plan)
+        if self.ranks is not None and plan.items:
+            self.ranks.add_up(plan, result)
         for item, sampled in zip(plan.items, result.items, strict=True):
             if sampled.token is not None:
                 hashes = self._expected[item.slot]
@@ -59,7 +80,13 @@ class CheckedModel(HashModel):
                 self._old[at] = self.kv.get(at, NOTHING)
         return self.run(plan)
 
+    def value_behind(self, item: PlanItem) -> int:
+        """The hash of the prefix that ends with `item`."""
+        return self.kv[self._at(self.rows[item.slot], item.kv_len - 1)].value
+
     def end_layer(self, num_layers: int) -> None:
+        if self.ranks is not None:
+            self.ranks.end_layer(num_layers)
         self._layers_done += 1
         if self._layers_done == num_layers:
             self._old.clear()
@@ -102,6 +129,7 @@ class CheckedModel(HashModel):
 
     def forget(self) -> None:
         """Whatever is cached belongs to other weights."""
+        self.num_forgotten += 1
         self.kv.clear()
         for key, pages in self.copies.items():
             self.copies[key] = [[None] * self.page_size for _ in pages]
@@ -133,6 +161,7 @@ class SimLaunch:
     plan: Plan
     computed: StepResult | None = None
     result: StepResult | None = None
+    sampling: "Future[StepResult] | None" = None  # of a group, which watches it
 
 
 class SimExecutor:
@@ -142,6 +171,7 @@ class SimExecutor:
     """
 
     ticking = False
+    runner = None
 
     def __init__(
         self, model: CheckedModel, *, layers: int = 1, namespace_of: Callable[[int], Sequence[str]] = lambda slot: ()
@@ -151,7 +181,6 @@ class SimExecutor:
         self._namespace_of = namespace_of
         self.layers = layers
         self.wake: Callable[[], None] = lambda: None
-        self.on_ended: Callable[[], None] = lambda: None
         self._launched: deque[SimLaunch] = deque()
         self._progress = NOTHING_YET
 
@@ -163,9 +192,13 @@ class SimExecutor:
         """Calls of `compute_one` that a step takes."""
         return 1 if self.layers == 1 else 1 + self.layers
 
-    def launch(self, plan: Plan) -> SimLaunch:
+    def named(self, plan: Plan) -> Plan:
+        """`plan` with the adapter of each request that it opens."""
         opens = [replace(opened, adapter=adapter_of(self._namespace_of(opened.slot))) for opened in plan.opens]
-        launch = SimLaunch(replace(plan, opens=opens))
+        return replace(plan, opens=opens)
+
+    def launch(self, plan: Plan) -> SimLaunch:
+        launch = SimLaunch(self.named(plan), sampling=None if self.model.ranks is None else Future())
         self._launched.append(launch)
         return launch
 
@@ -191,7 +224,8 @@ class SimExecutor:
             launch.result = launch.computed if self._progress.layers == self.layers else None
         if launch.result is not None:
             self._launched.popleft()
-            self.on_ended()
+            if launch.sampling is not None:
+                launch.sampling.set_result(launch.result)
 
     def _note(self, progress: Progress) -> None:
         self._progress = progress

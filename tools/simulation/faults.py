@@ -10,6 +10,7 @@ from tools.simulation.cluster import Cluster, Node
 from tools.simulation.ending import ending_of
 from tools.simulation.hostile import Hostile
 from tools.simulation.http import Call, call
+from tools.simulation.options import RANK_FAULT
 from tools.simulation.weights import BROKEN
 from tools.simulation.worker import Worker
 from tools.simulation.world import Process
@@ -47,6 +48,7 @@ class Faults:
             "drain decode": lambda: self._drain("decode"),
             "drain router": lambda: self._drain("router"),
             "update weights": self._update,
+            RANK_FAULT: self._kill_rank,
         }
 
     def begin(self) -> None:
@@ -146,6 +148,18 @@ class Faults:
         self._cluster.kill(node)
         self._for(*(FAST_RESTART_S if fast else SLOW_RESTART_S), lambda: self._restart(node), f"restart {node.name}")
         self._count(f"kill {kind}, {'fast' if fast else 'slow'} restart")
+
+    def _kill_rank(self) -> None:
+        """A follower dies, and its worker with it; they come back together."""
+        kind = self._draw.choice(["prefill", "decode"])
+        node = self._busy(kind) or self._some(kind)
+        if node is None or node.process is None or not isinstance(node.part, Worker) or not node.part.followers:
+            return
+        node.process.on_death.append(
+            lambda: self._for(*SLOW_RESTART_S, lambda: self._restart(node), f"restart {node.name}")
+        )
+        self._draw.choice(node.part.followers).kill()
+        self._count(RANK_FAULT)
 
     def _restart(self, node: Node) -> None:
         if not node.alive:

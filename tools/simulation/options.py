@@ -23,7 +23,8 @@ EARLIER_FAULTS = (
     "pause generation",
 )
 LATER_FAULTS = ("drain prefill", "drain decode", "drain router", "update weights")
-FAULTS = (*EARLIER_FAULTS, *LATER_FAULTS)
+RANK_FAULT = "kill rank"  # in clusters that have followers
+FAULTS = (*EARLIER_FAULTS, *LATER_FAULTS, RANK_FAULT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,7 @@ class Options:
     host_memory: bool = True  # the engine carries it; else metadata rows cross the control plane
     ranks: tuple[int, int] = (1, 1)  # of a prefill and of a decode worker
     kv_units: int = 1  # of a page; fewer than ranks: all ranks hold replicas
+    host_pages: int = 0  # of the host tier of prefill workers that have followers
     must_poll: bool = False  # writes land while decode polls its engines
 
     def lines(self) -> list[str]:
@@ -90,6 +92,9 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
     latest = random.Random(f"{seed}/latest options")
     of_ranks = random.Random(f"{seed}/ranks")
     has_ranks = of_ranks.random() < 0.4
+    stages = random.Random(f"{seed}/depth of pipelines").choice([(1, 1)] * 4 + [(2, 1), (1, 2), (2, 2)])
+    if (has_ranks or stages != (1, 1)) and random.Random(f"{seed}/rank fault").random() < 0.5:
+        drawn += (RANK_FAULT,)
     chosen = drawn if faults is None else faults
     page_size = draw.choice([1, 2, 4])
     tight = draw.random() < 0.5
@@ -134,11 +139,12 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
         hedge_after_ms=latest.choice([0.0, 0.0, 5.0, 50.0, 300.0]),
         layers=later.choice([1, 1, 2, 4]),
         num_tenants=random.Random(f"{seed}/tenants").choice([0, 0, 1, 2]),
-        stages=random.Random(f"{seed}/depth of pipelines").choice([(1, 1)] * 4 + [(2, 1), (1, 2), (2, 2)]),
+        stages=stages,
         host_memory=random.Random(f"{seed}/rows").random() < 0.6,
         ranks=of_ranks.choice([(1, 2), (2, 1), (2, 2)]) if has_ranks else (1, 1),
         kv_units=of_ranks.choice([1, 2, 2]) if has_ranks else 1,
         must_poll=has_ranks and of_ranks.random() < 0.5,
+        host_pages=random.Random(f"{seed}/host tier").choice([0, 20, 200]) if has_ranks or stages[0] > 1 else 0,
     )
 
 

@@ -1,7 +1,7 @@
 """The ranks of a simulated worker: which units of a page each holds, and the process that reads and writes them for transfers.
 
-A worker computes in one place: ranks hold slices of what the leader's plans say, so one model stands for all of them. While a
-step computes, a follower is up to a layer behind its leader. It outlives a leader that dies by a moment, in which its writes go on.
+Each rank has KV of its own (rank_models.py); stages before the leader's get what the rank with the same units gets. While a step
+computes, a follower is up to a layer behind its leader. It outlives a leader that dies by a moment, in which its writes go on.
 """
 
 import random
@@ -35,6 +35,11 @@ class Follower(Process):
     def name(self) -> str:
         return f"{self.node}.{self.life}/{self._rank}"
 
+    def kill(self) -> None:
+        """A no-op the second time: it may die before its leader."""
+        if self.alive:
+            super().kill()
+
     def mark(self, host: str) -> ProcessMark:
         number = 100 * self.life + self._rank
         return ProcessMark(host, FIRST_PID + number, 1, FIRST_PORT + number)
@@ -44,9 +49,9 @@ class Whole(Protocol):
     """One life of a worker, with all its ranks."""
 
     process: Process
-    model: CheckedModel
     kv_args: KVArgs
 
+    def models_of(self, tp_rank: int) -> list[CheckedModel]: ...
     def write_allowed(self, kind: str, idx: int) -> bool: ...
     def read_allowed(self, kind: str, idx: int) -> bool: ...
     def copy_row(self, other: Any, src: int, dst: int) -> None: ...
@@ -83,7 +88,11 @@ class RankView:
         return self.whole.read_allowed(kind, self._place(kind, idx)[0])
 
     def damage(self, item: int, offset: int) -> None:
-        self.whole.model.damage(self._place("kv", item)[0], offset)
+        args = self.whole.kv_args
+        if self.rank and args.kv_units < len(args.ranks):
+            return  # a replica: a checksum covers each part of the KV once
+        models = self.whole.models_of(self.rank)
+        models[item % len(models)].damage(self._place("kv", item)[0], offset)
 
     def copy_from(self, other: "RankView", kind: str, src: int, dst: int, part: range) -> None:
         if kind == "aux":
@@ -99,11 +108,10 @@ class RankView:
         seen = self.process.world.seen
         seen["writes of some layers"] += len(layers) < num
         seen["writes of followers"] += bool(self.rank or other.rank)
-        ranks = self.whole.kv_args.ranks
-        before = sum(rank.num_units for rank in ranks[: self.rank]) + unit - self.memory.first_unit
-        of = sum(rank.num_units for rank in ranks) * num
-        lag = min(1, other.rank)
-        self.whole.model.land(other.whole.model, src_page, dst_page, layers, at=before * num, of=of, lag=lag)
+        at, of = (unit - self.memory.first_unit) * num, self.memory.num_units * num
+        sources = other.whole.models_of(other.rank)
+        for i, model in enumerate(self.whole.models_of(self.rank)):
+            model.land(sources[i % len(sources)], src_page, dst_page, layers, at=at, of=of, lag=min(1, other.rank))
 
     def _place(self, kind: str, item: int) -> tuple[int, int]:
         """Return (page, unit of the model), or (row, 0)."""

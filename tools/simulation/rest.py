@@ -22,6 +22,7 @@ def leftovers(worker: Worker) -> list[str]:
         "pending updates of weights": int(worker.loop._control._update is not None),
         "end under way": int(worker.frontend.signals.requested.is_set()),
         "dead peers": len(_dead_peers(worker)),
+        "ranks with other copies": sum(model.copies.keys() != worker.model.copies.keys() for model in worker.models),
     }
     return [f"{worker.process.name}: {count} {what}" for what, count in open_things.items() if count]
 
@@ -39,13 +40,14 @@ def check_cached(worker: Worker) -> None:
         stack = [(node, list(node.key), list(node.pages)) for node in top.children.values()]
         while stack:
             node, tokens, pages = stack.pop()
-            worker.model.verify(pages, tokens, adapter=adapter_of(branch.namespace))
+            for model in worker.models:
+                model.verify(pages, tokens, adapter=adapter_of(branch.namespace))
             stack += [(c, [*tokens, *c.key], [*pages, *c.pages]) for c in node.children.values()]
 
 
 def counted(worker: Worker) -> dict[str, int]:
     """What happened in this life, beyond plain service: says whether a run tested anything."""
-    roles, manager = worker.role.counters(), worker.manager.counters
+    roles, manager, host = worker.role.counters(), worker.manager.counters, worker.scheduler.memory.host
     return {
         "slots verified": worker.model.num_checked,
         "retractions": worker.scheduler.counters.retractions,
@@ -54,6 +56,7 @@ def counted(worker: Worker) -> dict[str, int]:
         "recomputes that failed": int(roles.get("recompute_failed", 0)),
         "transfers failed": int(manager.get("failed", 0)),
         "late messages": int(manager.get("late_messages", 0)),
+        "pages from the host tier": host.counters["hicache_loaded_pages"] if host is not None else 0,
         "preemptions": worker.scheduler.counters.preemptions,
         "damaged pages found": int(roles.get("kv_checksum_failed", 0)),
         "checksums verified": int(roles.get("kv_checksum_verified", 0)),

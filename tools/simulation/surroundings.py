@@ -7,10 +7,12 @@ from typing import Any
 
 from disagg.metadata import ROW
 from engine.core.growth import MeasuredGrowth
+from engine.core.host_cache import HostCache
 from engine.core.limits import Limits
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio, RatioRule
 from engine.core.page_allocator import PageAllocator
+from engine.core.page_keys import KVIdentity
 from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
@@ -92,6 +94,7 @@ def kv_args_of(options: Options, *, num_pages: int, names: Sequence[str]) -> KVA
 
 def make_scheduler(options: Options, *, num_pages: int, draw: random.Random, decodes: bool, stages: int) -> Scheduler:
     allocator = PageAllocator(num_pages=num_pages, page_size=options.page_size)
+    host = None if decodes or not options.host_pages else _host_tier(options)
     state = SchedulerState(
         limits=Limits(
             page_size=options.page_size,
@@ -103,12 +106,21 @@ def make_scheduler(options: Options, *, num_pages: int, draw: random.Random, dec
             resume_elsewhere=decodes and options.resume == "prefill",
             pp_size=stages,
         ),
-        memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=True)),
+        memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=True, below=host), host=host),
         ratio=NewTokenRatio(RatioRule(conservativeness=draw.choice([0.0, 0.0, 0.3, 1.0]))),
         growth=MeasuredGrowth(),
         backup_pages=options.backup_pages if decodes and options.resume == "host" else 0,
     )
     return Scheduler(state, tail_texts=lambda ids, skip: (), uniform=draw.random)
+
+
+def _host_tier(options: Options) -> HostCache:
+    """Its pages have other names after an update of the weights: these are forgotten."""
+    size = options.page_size
+    identity = KVIdentity(
+        layout="simulated", dtype="hash", page_size=size, page_bytes=size * SLOT_BYTES, model="hash", weights="w0"
+    )
+    return HostCache(num_pages=options.host_pages, identity=identity, ahead_pages=options.host_pages // 4)
 
 
 class SimPool:

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from typing import Any
 
 from service.flags import ConfigError
-from tools.simulation.executor import CheckedModel
 from tools.simulation.world import Process
 
 READ_S = (0.001, 0.5)
@@ -19,11 +18,11 @@ BROKEN = "broken"  # a checkpoint that cannot be read
 class SimWeights:
     """engine/loop/control.py's `Weights`."""
 
-    def __init__(self, process: Process, model: CheckedModel, draw: random.Random) -> None:
+    def __init__(self, process: Process, forget: Callable[[], None], draw: random.Random) -> None:
         self.model_path = "simulated"
         self.version = "default"
         self._process = process
-        self._model = model
+        self._forget = forget
         self._draw = draw
 
     def read(self, model_path: str, *, when_done: Callable[[], None]) -> "Future[Any]":
@@ -41,5 +40,5 @@ class SimWeights:
 
     def take(self, model: Any, *, model_path: str, version: str | None) -> None:
         self.model_path, self.version = model_path, version or self.version
-        self._model.forget()
+        self._forget()
         self._process.world.seen["weights taken"] += 1

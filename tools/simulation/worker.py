@@ -3,6 +3,7 @@
 Its threads are activities: scheduler loop, heartbeat (it answers with each message), control thread, sender thread (prefill), registrar (prefill), HTTP frontend.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -26,13 +27,16 @@ from engine.messages import (
     TokenOutput,
     ToScheduler,
 )
+from engine.ranks.followers import GroupEnded
 from tests.core.hash_model import VOCAB
 from tools.simulation.activity import Activity, Flag
 from tools.simulation.bootstrap import SimBootstrap, SimRegistrar, look_up_in
 from tools.simulation.control_ports import SimConnectPort, SimListenPort
 from tools.simulation.executor import CheckedModel, SimExecutor
 from tools.simulation.frontend import Frontend
+from tools.simulation.group import GroupExecutor, Shape, SimGroup, SimRank, own_checksum
 from tools.simulation.http import serve
+from tools.simulation.rank_models import RankModel
 from tools.simulation.ranks import Follower, RankView
 from tools.simulation.surroundings import ONE_HOST, SLOT_BYTES, SimPool, Surroundings, kv_args_of, make_scheduler
 from tools.simulation.transfer_engine import SimEngine, make_caps
@@ -66,8 +70,14 @@ class Worker:
             self.model, layers=options.layers if is_prefill else 1, namespace_of=self._namespace_of
         )
         num_pages = options.pages[0 if is_prefill else 1]
-        self.followers = self._start_followers(options.ranks[0 if is_prefill else 1] - 1)
-        ranks = [process, *self.followers]
+        stages = options.stages[0 if is_prefill else 1]
+        self.shape = Shape(options.ranks[0 if is_prefill else 1], stages, options.kv_units)
+        self.followers = self._start_followers(self.shape.tp * self.shape.pp - 1)
+        self.group: SimGroup | None = None
+        if self.followers:
+            self.group = self.model.ranks = self._start_group(num_pages)
+            num_pages = self.group.agree(num_pages + self.draw_of_group.randint(0, 20))
+        ranks = [process, *self.followers[: self.shape.tp - 1]]
         self.kv_args = kv_args_of(options, num_pages=num_pages, names=[rank.name for rank in ranks])
         self.views = [RankView(self, i, rank, layers=options.layers) for i, rank in enumerate(ranks)]
         self.exposed: dict[str, Counter[int]] = {"kv": Counter(), "aux": Counter()}
@@ -78,7 +88,6 @@ class Worker:
         self._arrivals: dict[str, float] = {}  # of the last message on each way
         self.wait_s = 0.0
         self.on_stopped: Callable[[], None] = lambda: None  # the loop has ended
-        stages = options.stages[0 if is_prefill else 1]
         self.scheduler = make_scheduler(
             options, num_pages=num_pages, draw=self.draw, decodes=not is_prefill, stages=stages
         )
@@ -88,8 +97,6 @@ class Worker:
         self.role = self._prefill_role() if is_prefill else self._decode_role()
         self.turns = TurnClock(limit_s=0)
         self.turns.loaded()
-        if stages > 1:
-            self.executor.on_ended = self._wake_loop
         self.loop = self._loop(options.depth[0 if is_prefill else 1] + stages - 1, watched=stages > 1)
         self._start_frontend()
         self.threads["loop"] = self._thread("loop", self._turn)
@@ -107,6 +114,43 @@ class Worker:
             self.around.followers[process.node, mark.pid] = follower
             self.around.network.listen(f"{process.node}:{mark.port}", follower, lambda end: None)
         return followers
+
+    def _start_group(self, num_pages: int) -> SimGroup:
+        """Behind the followers of the leader's own stage come those of the stages before it."""
+        process, shape = self.process, self.shape
+        draw = self.draw_of_group = self.around.world.rng(f"group/{process.name}")
+        numbers = [*range(shape.leader + 1, shape.leader + shape.tp), *range(shape.leader)]
+        least = draw.choice(numbers)
+        ranks = {}
+        for number, follower in zip(numbers, self.followers, strict=True):
+            of_stage = number > shape.leader
+            by_layer = of_stage and self.executor.layers > 1
+            ranks[number] = SimRank(
+                follower,
+                RankModel(page_size=self.model.page_size, name=follower.name, by_layer=by_layer),
+                held=shape.held(number),
+                ahead=not by_layer and (not of_stage or draw.random() < 0.5),
+                pages=num_pages + (0 if number == least else draw.randint(0, 20)),
+                draw=draw,
+            )
+        return SimGroup(process, self.model, ranks, shape=shape, on_end=self._lose_group, draw=draw)
+
+    def _lose_group(self) -> None:
+        """As a leader's process ends with its group."""
+        self.around.world.seen["workers that lost a rank"] += 1
+        self.process.kill()
+
+    @property
+    def models(self) -> list[CheckedModel]:
+        """Of all ranks."""
+        return [model for rank in range(self.shape.tp) for model in self.models_of(rank)]
+
+    def models_of(self, tp_rank: int) -> list[CheckedModel]:
+        """Of a rank and those with the same units at the stages before."""
+        if self.group is None:
+            return [self.model]
+        numbers = range(tp_rank, self.shape.tp * self.shape.pp, self.shape.tp)
+        return [self.group.ranks[n].model if n != self.shape.leader else self.model for n in reversed(numbers)]
 
     def _thread(self, label: str, act: Callable[[], float | None]) -> Activity:
         return Activity(self.process, label, act, lag_s=self._lag_s)
@@ -165,7 +209,7 @@ class Worker:
         ]
         for follower in self._engines[1:]:
             follower.register([])
-        return RankEngines(self._engines) if self.followers else self._engines[0]
+        return RankEngines(self._engines) if len(self._engines) > 1 else self._engines[0]
 
     def stop_engine_faults(self) -> None:
         for engine in self._engines:
@@ -249,21 +293,34 @@ class Worker:
         )
 
     def _checksum(self) -> Checksum | None:
-        return self.model.checksum if self.around.options.checksum else None
+        if not self.around.options.checksum:
+            return None
+        if self.group is not None:
+            return self.group.checksum()
+        return own_checksum(self.model, self.shape.held(0))
 
     def _loop(self, depth: int, *, watched: bool) -> EngineLoop:
         idle: Any = SimpleNamespace()
-        weights = SimWeights(self.process, self.model, self.draw)
+        forget = self.model.forget if self.group is None else self._forget_everywhere
+        weights = SimWeights(self.process, forget, self.draw)
+        executor: Any = self.executor
+        if self.group is not None:
+            executor = GroupExecutor(executor, self.group, attention=self._wake_loop if watched else None)
         return EngineLoop(
             scheduler=self.scheduler,
-            executor=self.executor,
+            executor=executor,
             role=self.role,
             ports=_Ports(self),
-            services=LoopServices(weights=weights, profiler=idle, watched=self.executor if watched else None),
+            services=LoopServices(weights=weights, profiler=idle, watched=executor if watched else None),
             turns=self.turns,
             settings=LoopSettings(depth=depth, eos_ids=frozenset({EOS})),
             clock=self.process.clock,
         )
+
+    def _forget_everywhere(self) -> None:
+        assert self.group is not None
+        self.group.forget()
+        self.model.forget()
 
     def _start_frontend(self) -> None:
         info: dict[str, Any] = {"disaggregation_mode": self.role_name, "disaggregation_bootstrap_port": BOOTSTRAP_PORT}
@@ -302,7 +359,10 @@ class Worker:
         self._wake_loop()
 
     def _turn(self) -> float | None:
-        worked = self.loop.turn()
+        try:
+            worked = self.loop.turn()
+        except GroupEnded:
+            return None
         if self.loop.stopped:
             self.turns.end()
             self.check()
@@ -317,8 +377,12 @@ class Worker:
             return max(self.wait_s, 0.05)
         pause_s = self.draw.uniform(clock_s, 4 * clock_s)
         for _ in range(self.executor.stages):
-            self.process.after(self.draw.uniform(0, pause_s), "compute", self.executor.compute_one)
+            self.process.after(self.draw.uniform(0, pause_s), "compute", self._compute)
         return pause_s
+
+    def _compute(self) -> None:
+        with contextlib.suppress(GroupEnded):
+            self.executor.compute_one()
 
     def _control(self) -> float:
         self.manager.control.turn(0)
