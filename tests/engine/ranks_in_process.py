@@ -1,7 +1,8 @@
 """A group of ranks in one process: the leader's engine here, each follower in a thread, over real sockets and shared memory."""
 
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 
 from engine.build import EngineUse
 from engine.config import EngineConfig
+from engine.kv.held import HeldKV
 from engine.kv.kv_pool import KVPool, zeroed_bytes
 from engine.model_files.model_config import load_model_config
 from engine.parallel.late import late_ranks
@@ -37,11 +39,25 @@ class Ranks:
     followers: dict[int, Follower]
 
 
+# A follower's transfer engine in a thread: its memory, and the socket of the leader.
+Serve = Callable[[KVPool, HeldKV, socket.socket], object]
+
+
 @contextmanager
 def ranks(
-    model_path: str, *, tp_size: int = 1, pp_size: int = 1, use: EngineUse | None = None, **flags: Any
+    model_path: str,
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    use: EngineUse | None = None,
+    make: Callable[..., EngineInProcess] = EngineInProcess,
+    serve: Serve | None = None,
+    **flags: Any,
 ) -> Iterator[Ranks]:
-    """An engine of `tp_size` times `pp_size` ranks. A follower's error ends the waits of all, and is raised at the end."""
+    """An engine of `tp_size` times `pp_size` ranks. A follower's error ends the waits of all, and is raised at the end.
+
+    `make`, `serve`: of a worker with a peer.
+    """
     flags = {"max_total_tokens": 8192, "tp_size": tp_size, "pp_size": pp_size, **flags}
     given, model = EngineConfig(model_path=model_path, **flags), load_model_config(model_path)
     config = resolve(given, model, cuda=False)
@@ -56,7 +72,7 @@ def ranks(
             assert region.descriptor is not None
             mine = SharedRegion.open(region.descriptor, region.plan)
             with torch.inference_mode():
-                followers[rank], pools[rank], _ = build_follower(
+                followers[rank], pools[rank], held = build_follower(
                     given,
                     model,
                     region=mine,
@@ -65,6 +81,9 @@ def ranks(
                     use=RankUse(decodes=True, name=f"rank{rank}", allocate_kv=zeroed_bytes),
                     turning=lambda _: None,
                 )
+                if serve is not None:
+                    engine = partial(serve, pools[rank], held, theirs_of[rank])
+                    threading.Thread(target=engine, name=f"transfer engine of rank {rank}").start()
                 followers[rank].run()
         except BaseException as error:
             errors.append(error)
@@ -73,16 +92,20 @@ def ranks(
             channel.close()
 
     members, threads = {}, []
+    transfers: dict[int, socket.socket] = {}
+    theirs_of: dict[int, socket.socket] = {}
     for rank in range(config.num_ranks):
         if rank == leader_of(config):
             continue
         own, theirs = channel_pair()
         members[rank] = (leader_end(own), _Thread(rank))
+        if serve is not None:
+            transfers[rank], theirs_of[rank] = channel_pair()
         threads.append(threading.Thread(target=follow, args=(rank, theirs.detach()), name=f"rank {rank}"))
     group = Group(
         links=links_of(region, leader_of(config), config),
         pids={},
-        transfers={},
+        transfers=transfers,
         followers=Followers(members, on_end=lambda text, refused: region.abort()),
         timeout_s=START_S,
         late=partial(late_ranks, region),
@@ -90,7 +113,7 @@ def ranks(
     for thread in threads:
         thread.start()
     try:
-        with EngineInProcess(model_path, group=group, use=use, **flags) as engine:
+        with make(model_path, group=group, **({} if use is None else {"use": use}), **flags) as engine:
             yield Ranks(engine, pools, followers)
     finally:
         for thread in threads:

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,11 @@ from tools.faults.matrix import lanes
 from tools.faults.memory import Curve, trend
 from tools.faults.network import Link, Network
 from tools.faults.progress import progress
+from tools.faults.ranks.cells import RankFault, RankPhase, rank_cells
+from tools.faults.ranks.rig import FOLLOWER, LEADER
+from tools.faults.ranks.shapes import DECODES, PREFILLS
 from tools.faults.report import write_page
+from tools.faults.rig import WORKERS
 from tools.faults.soak_report import verdict
 
 ANSWER_S = 60.0
@@ -42,6 +47,19 @@ def test_what_must_be_right() -> None:
     assert must_be_right(Cell(Fault.KILL, Victim.PREFILL, Phase.DECODING))
     assert must_be_right(Cell(Fault.KILL, Victim.PREFILL_SCHEDULER, Phase.DECODING))
     assert not must_be_right(Cell(Fault.KILL, Victim.DECODE, Phase.DECODING))
+
+
+def test_ranks_have_every_phase_and_pairs_every_shape() -> None:
+    cells = list(rank_cells())
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert {(c.part, c.rank, c.phase) for c in cells if c.fault is RankFault.KILL} >= {
+        (part, rank, phase)
+        for part, rank, phase in product(WORKERS, (LEADER, FOLLOWER), RankPhase)
+        if (part, phase) != ("decode", RankPhase.FORWARD)
+    }
+    pairs = {(p.name, d.name) for p in PREFILLS for d in DECODES if p.fits(d)}
+    assert pairs >= set(product(("tp1", "tp2", "tp4", "tp1-pp2"), repeat=2))
+    assert ("tp2-shipped", "tp1-shipped") in pairs and ("tp2-own-units", "tp2") not in pairs
 
 
 # ---- the network
