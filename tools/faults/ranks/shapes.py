@@ -45,6 +45,10 @@ class Shape:
     tight: bool = False
 
     @property
+    def ranks(self) -> int:
+        return self.tp * self.pp
+
+    @property
     def name(self) -> str:
         words = [f"tp{self.tp}", *([f"pp{self.pp}"] if self.pp > 1 else [])]
         words += ["shipped"] if self.model != "recall-wide" else []
@@ -175,14 +179,13 @@ def _unlike(p: dict[str, int], d: dict[str, int], prefill: Shape, decode: Shape)
         "decode computed no prompt": not d.get("prefill_steps", 0) and not d.get("resumed_computed", 0),
         "retracted, and through prefill, if tight": (through > 0) == decode.tight == (d.get("retractions", 0) > 0),
         "nothing was sent twice": not d.get("retried", 0),
-        "followers wrote": (p.get("posts_of_followers", 0) > 0)
-        == (prefill.tp * prefill.pp > 1 and not _one_source(prefill, decode)),
+        "followers wrote": _one_source(prefill, decode) or (p.get("posts_of_followers", 0) > 0) == (prefill.ranks > 1),
     }
     return [text for text, holds in wanted.items() if not holds]
 
 
 def _one_source(prefill: Shape, decode: Shape) -> bool:
-    """One KV head, which the leader has, too, and one decode rank, which takes it from one rank."""
+    """One KV head, which all ranks have, and one decode rank, which takes it from the leader or from the follower."""
     return prefill.model == "recall" and decode.tp == 1
 
 
