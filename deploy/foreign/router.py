@@ -36,7 +36,7 @@ _FLAGS: dict[str, Entry] = {
     "--history-backend": Fixed(("memory",), IN_MEMORY),
     "--health-check-endpoint": Fixed(("/health",), "workers are asked at /health"),
     "--retry-backoff-multiplier": Fixed(("2", "2.0"), BACKOFF),
-    "--intra-node-data-parallel-size": Fixed(("1",), "a worker is one process with one GPU"),
+    "--intra-node-data-parallel-size": Fixed(("1",), "a worker spreads its requests over its DP ranks itself"),
     "--retry-initial-backoff-ms": Missing(BACKOFF),
     "--retry-max-backoff-ms": Missing(BACKOFF),
     "--retry-jitter-factor": Missing(BACKOFF),

@@ -3,8 +3,8 @@
 from deploy.foreign.translate import Entry, Fixed, ForeignFlags, Ignored, Missing, Renamed, Values
 
 ONE, MANY = Values.ONE, Values.MANY
-ONE_RANK = "a worker is one process with one GPU; start more workers behind the router"
-NO_GROUP = "a worker is one process: there is no group to set up"
+ONE_RANK = "a worker has the ranks of --tp-size, --pp-size and --dp-size; start more workers behind the router"
+NO_GROUP = "the ranks of a worker find one another by themselves"
 SPEED_ALONE = "it changes speed alone, and this engine has no such choice"
 NO_VLM = "models of this server take text"
 NO_MOE = "mixtures of experts are not supported"
@@ -32,7 +32,7 @@ _RENAMED: dict[str, Entry] = {
     "--seed": Renamed(("--random-seed",), ONE),
     "--api-server-count": Renamed(("--tokenizer-worker-num",), ONE),
     **dict.fromkeys(("--tp", "--tensor-parallel-size", "-tp"), Renamed(("--tp-size",), ONE)),
-    **dict.fromkeys(("--pipeline-parallel-size", "-pp"), Renamed(("--pp-size",), ONE)),
+    **dict.fromkeys(("--pp", "--pipeline-parallel-size", "-pp"), Renamed(("--pp-size",), ONE)),
     "--distributed-timeout-seconds": Renamed(("--dist-timeout",), ONE),
     "--enforce-eager": Renamed(("--disable-cuda-graph",)),
     "--disable-decode-cuda-graph": Renamed(("--disable-cuda-graph",)),
@@ -80,16 +80,17 @@ _IGNORED: dict[str, Entry] = {
     "--watchdog-config": Ignored("--watchdog-timeout bounds a turn of the scheduler", ONE),
     "--soft-watchdog-timeout": Ignored("--watchdog-timeout bounds a turn of the scheduler", ONE),
     "--swap-space": Ignored("retracted requests are computed again", ONE),
+    "--pp-max-micro-batch-size": Ignored("a step has its share of the running requests, one for each stage", ONE),
     "--nccl-port": Ignored(NO_GROUP, ONE),
     "--nccl-init-addr": Ignored(NO_GROUP, ONE),
     "--dist-init-addr": Ignored(NO_GROUP, ONE),
     "--master-addr": Ignored(NO_GROUP, ONE),
     "--master-port": Ignored(NO_GROUP, ONE),
-    "--disable-custom-all-reduce": Ignored(NO_GROUP),
-    "--enable-p2p-check": Ignored(NO_GROUP),
-    "--enable-nccl-nvls": Ignored(NO_GROUP),
-    "--enable-symm-mem": Ignored(NO_GROUP),
-    "--enable-mscclpp": Ignored(NO_GROUP),
+    "--disable-custom-all-reduce": Ignored(SPEED_ALONE),
+    "--enable-p2p-check": Ignored(SPEED_ALONE),
+    "--enable-nccl-nvls": Ignored(SPEED_ALONE),
+    "--enable-symm-mem": Ignored(SPEED_ALONE),
+    "--enable-mscclpp": Ignored(SPEED_ALONE),
     "--pre-warm-nccl": Ignored(NO_GROUP),
     "--ray-workers-use-nsight": Ignored(NO_GROUP),
     "--disable-cascade-attn": Ignored(SPEED_ALONE),
@@ -130,8 +131,8 @@ _IGNORED: dict[str, Entry] = {
     "--prefix-caching-hash-algo": Ignored("prefixes below the device are found by SHA-256", ONE),
     "--h11-max-incomplete-event-size": Ignored("the bounds of HTTP heads are fixed", ONE),
     "--h11-max-header-count": Ignored("the bounds of HTTP heads are fixed", ONE),
-    "--all2all-backend": Ignored(NO_GROUP, ONE),
-    "--fully-sharded-loras": Ignored(NO_GROUP),
+    "--all2all-backend": Ignored(NO_MOE, ONE),
+    "--fully-sharded-loras": Ignored("adapters are cut as the layers that they change"),
     "--disable-hybrid-kv-cache-manager": Ignored(SPEED_ALONE),
     "--enable-flashinfer-autotune": Ignored(SPEED_ALONE),
     "--kernel-config": Ignored(SPEED_ALONE, ONE),
@@ -151,7 +152,7 @@ _IGNORED: dict[str, Entry] = {
     "--crash-dump-folder": Ignored("errors and stacks are in the log", ONE),
 }
 _FIXED: dict[str, Entry] = {
-    **dict.fromkeys(("--ep-size", "--ep", "--expert-parallel-size"), _SAME_AS_ONE),
+    **dict.fromkeys(("--ep-size", "--ep", "--expert-parallel-size"), Fixed(("1",), NO_MOE)),
     **dict.fromkeys(("--nnodes", "--dcp-size", "--attn-cp-size", "--decode-context-parallel-size"), _SAME_AS_ONE),
     "--prefill-context-parallel-size": _SAME_AS_ONE,
     "--convert": Fixed(("auto", "none"), "a model is served as it is"),
@@ -214,7 +215,7 @@ _MISSING: dict[str, Entry] = {
     "--decode-attention-backend": Missing("--attention-backend is for prompts and decodes"),
     "--prefill-attention-backend": Missing("--attention-backend is for prompts and decodes"),
     "--enable-dp-attention": Missing(ONE_RANK),
-    "--enable-expert-parallel": Missing(NO_MOE),
+    **dict.fromkeys(("--enable-expert-parallel", "-ep"), Missing(NO_MOE)),
     "--enable-memory-saver": Missing(NO_RELEASE),
     "--enable-sleep-mode": Missing(NO_RELEASE),
     "--kv-transfer-config": Missing("--disaggregation-mode prefill or decode says what a worker is"),

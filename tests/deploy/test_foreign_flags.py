@@ -59,6 +59,13 @@ def test_a_command_line_of_sglangs_users(capsys: Capture) -> None:
     args = serve.build_parser().parse_strict(argv.split())
     assert (args.model_path, args.mem_fraction_static, args.disaggregation_mode) == ("/m", 0.8, "prefill")
     assert args.tp_size == 1
+    for words, field in (
+        ("--tp 2", "tp_size"),
+        ("--pp 2", "pp_size"),
+        ("--pipeline_parallel_size=2", "pp_size"),
+        ("-dp 2", "dp_size"),
+    ):
+        assert getattr(serve.build_parser().parse_strict(words.split()), field) == 2
     assert args.enable_mixed_chunk is True
     lines = capsys.readouterr().err.splitlines()
     ignored = ("--trust-remote-code", "--enable-metrics", "--log-requests-level", "--dist-init-addr")
@@ -90,9 +97,9 @@ def test_a_command_line_of_a_routers_users(capsys: Capture) -> None:
     [
         (
             ["--ep-size", "2"],
-            "--ep-size: a worker is one process with one GPU; start more workers behind the router; got '2'",
+            "--ep-size: mixtures of experts are not supported; got '2', and 1 is what this server does",
         ),
-        (["--ep", "8"], "--ep: a worker is one process"),
+        (["--dcp-size", "8"], "--dcp-size: a worker has the ranks of --tp-size, --pp-size and --dp-size"),
         (["--quantization", "fp8"], "--quantization: weights run in --dtype"),
         (
             ["--kv-cache-dtype=fp8_e5m2"],
