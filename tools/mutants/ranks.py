@@ -119,16 +119,6 @@ def _(original, step):
     return replace(plan, saves=[replace(save, pages=[page - 1 for page in save.pages]) for save in plan.saves])
 
 
-@RANKS.bug(
-    "do not count the samples of prompts",
-    plan_of,
-    "A follower takes the token that a slot had before its prompt was sampled.",
-)
-def _(original, step):
-    plan = original(step)
-    return replace(plan, items=[_with(item, sample=item.sample and not item.extend) for item in plan.items])
-
-
 # ---- numbers and calls of all ranks
 
 

@@ -126,7 +126,7 @@ class SimRank:
         """The next message."""
         message = _to_follower.decode(self.inbox.popleft())
         if isinstance(message, PoolSize):
-            self.model.num_pages = message.num_pages
+            self.model.num_pages = min(message.num_pages, self._pages)
             self._serve()
             return
         assert self._follower is not None
@@ -250,7 +250,7 @@ class SimGroup:
             own = self._own.value_behind(item) + self._own.num_forgotten
             theirs = [partial[i] for partial in partials]
             if sampled.token is not None and any(value != own for value in theirs):
-                sampled.token = self._own.last[item.slot] = next_token((own + sum(theirs)) >> 1)
+                sampled.token = self._own.last[item.slot] = next_token(own + sum(theirs))
         if any(item.sample for item in plan.items):
             self._tokens.publish(self._own.last)
         for rank in self.ranks.values():
