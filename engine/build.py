@@ -32,6 +32,7 @@ from engine.gpu_memory import GpuMemory, MemoryGauge, await_share
 from engine.graphs import MakeCapture
 from engine.hicache.build import HostTier, build_host_tier
 from engine.hicache.disk import Disk
+from engine.kernels.linear import linear_kernel
 from engine.kv.held import HeldKV
 from engine.kv.host_memory import available_bytes
 from engine.kv.host_pool import HostPool
@@ -51,6 +52,7 @@ from engine.ranks.future_maps import LeaderFutureMap
 from engine.ranks.group import Group, GroupAdapters, GroupWeights
 from engine.ranks.leading_executor import LeadingExecutor
 from engine.ranks.messages import PoolSize
+from engine.ranks.same_kernels import check_same_kernels, kernels_here
 from engine.ranks.stages import StageInput
 from engine.resolve import backup_pages, depth, limits, priorities, ratio_rule, resolve, step_budget
 from service.flags import ConfigError
@@ -125,6 +127,7 @@ def build_engine(
     config = resolve(config, model_config, cuda=torch.cuda.is_available())
     assert config.num_threads is not None and config.mem_fraction_static is not None, "resolved"
     torch.set_num_threads(config.num_threads)
+    _check_sums(config)
     tiered = config.enable_hierarchical_cache and not use.peers_write_pages
     compiles = CompileLog() if config.device == "cuda" and find_spec("triton") else None
     if gauge is None and config.device == "cuda":
@@ -179,6 +182,7 @@ def build_engine(
     )
     if group is not None:
         group.followers.await_serving(timeout_s=group.timeout_s)
+        check_same_kernels(kernels_here(), group.followers.apply("kernels").wait())
     if gauge is not None:
         _warm(config, model_config, device, use, positions=pool.num_pages * config.page_size, progress=progress)
     kv_memory, events = _memory(config, num_pages=pool.num_pages, host=tier.cache if tier else None)
@@ -292,6 +296,22 @@ def _memory(config: EngineConfig, *, num_pages: int, host: HostCache | None) -> 
 def _leading(config: EngineConfig, device: Device, group: Group, wakeup: Callable[[], None]) -> LeadingExecutor:
     """With stages the loop does not wait for a step: it plans the next one."""
     return LeadingExecutor(device.executor, group.followers, attention=wakeup if config.pp_size > 1 else None)
+
+
+def _check_sums(config: EngineConfig) -> None:
+    """Raises ConfigError where --reduce-units cannot give what it is for: equal bits for every --tp-size."""
+    if not config.reduce_units or config.device != "cpu":
+        return
+    if config.dtype != "bfloat16":
+        raise ConfigError(
+            f"--reduce-units {config.reduce_units}: only bf16 products have the same bits on any number of ranks; give "
+            f"--dtype bfloat16 in place of {config.dtype}, or leave it out"
+        )
+    if linear_kernel() is None:
+        raise ConfigError(
+            f"--reduce-units {config.reduce_units}: needs the C kernel of bf16 products, which this machine cannot build or "
+            "whose arithmetic (AVX512-BF16) its CPU lacks; leave it out"
+        )
 
 
 def _share(config: EngineConfig, group: Group | None) -> dict[str, Any]:

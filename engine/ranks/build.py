@@ -30,8 +30,10 @@ from engine.ranks.future_maps import FollowerFutureMap
 from engine.ranks.links import links_of
 from engine.ranks.messages import PoolSize, Ready, Serving, ToFollower
 from engine.ranks.rank_runner import RankRunner
+from engine.ranks.same_kernels import kernels_here
 from engine.ranks.stages import StageInput
 from engine.resolve import resolve
+from service.flags import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,12 @@ def build_follower(
         after=links.after,
     )
     readers: dict[str, Reader] = {"weights": lambda path: load(path, load_model_config(path))}
-    actions: dict[str, Action] = {"use_weights": runner.use, "forget": lambda _: None, "answer": lambda: None}
+    actions: dict[str, Action] = {
+        "use_weights": runner.use,
+        "forget": lambda _: None,
+        "answer": lambda: None,
+        "kernels": kernels_here,
+    }
     _add_adapters(config, model, parts, readers, actions)
     _add_profiles(TorchProfiler(_now, name=use.name), actions)
     checksum = PageChecksum(pool, held=held, page_sums=page_sums_for(pool.device))
@@ -99,9 +106,20 @@ def build_follower(
 
 
 def _copies(pool: KVPool, agreed: PoolSize) -> Copies:
-    backup = PageBackup(HostPool(pool, num_pages=agreed.backup_pages)) if agreed.backup_pages else None
-    host_pool = HostPool(pool, num_pages=agreed.host_pages) if agreed.host_pages else None
-    return Copies(backup=backup, host_pool=host_pool)
+    """Raises ConfigError."""
+    backup = _host_pool(pool, agreed.backup_pages, flag="--disaggregation-decode-retraction-backup host")
+    host_pool = _host_pool(pool, agreed.host_pages, flag="--enable-hierarchical-cache")
+    return Copies(backup=None if backup is None else PageBackup(backup), host_pool=host_pool)
+
+
+def _host_pool(pool: KVPool, num_pages: int, *, flag: str) -> HostPool | None:
+    if num_pages == 0:
+        return None
+    try:
+        return HostPool(pool, num_pages=num_pages)
+    except (MemoryError, OSError, RuntimeError, ValueError) as error:
+        size = num_pages * pool.page_bytes / 1e9
+        raise ConfigError(f"{flag}: no host memory for {size:.1f} GB of this rank ({error}); leave it out") from error
 
 
 def _add_adapters(

@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.ranks.followers import Followers
 from engine.ranks.links import RankLinks
+from service.flags import ConfigError
 
 T = TypeVar("T")
 
@@ -118,7 +120,12 @@ class GroupProfiler:
 
     def stop(self) -> str:
         stopped = self._followers.apply("stop_profile")
-        path = self._own.stop()
+        try:
+            path = self._own.stop()
+        except ConfigError:
+            with suppress(ConfigError):  # the same
+                stopped.wait()
+            raise
         stopped.wait()
         return path
 

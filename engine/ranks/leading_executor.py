@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from engine.core.plan import Plan, StepResult
-from engine.ranks.followers import Followers, Pending
+from engine.ranks.followers import Followers, GroupEnded, Pending
 
 if TYPE_CHECKING:  # it imports torch, which a group of simulated ranks does without
     from engine.executor.executor import Executor, Launch
@@ -64,9 +64,15 @@ class LeadingExecutor:
             launch.answer.when_there(attention)
 
     def collect(self, launch: GroupLaunch) -> StepResult:
+        """As `Executor.collect`. Raises GroupEnded for a step without results: other ranks have computed it."""
         if launch.answer is not None:
             launch.answer.wait()
-        return self._own.collect(launch.own)
+        result = self._own.collect(launch.own)
+        if result.failure:
+            raise GroupEnded(
+                f"step {result.seq}: the other ranks are ahead of this one, which failed: {result.failure}"
+            )
+        return result
 
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` on the leader's own rank behind every launched step."""

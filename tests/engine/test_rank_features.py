@@ -3,6 +3,7 @@
 `--reduce-units 4` makes the sums of 1, 2 and 4 ranks equal. Each feature says how often it was at work (`Answers.used`).
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,10 @@ import pytest
 
 from engine.build import EngineUse
 from engine.kernels.linear import linear_kernel
+from engine.kv.page_checksum import PageChecksum
 from engine.messages import FinishReason, LogprobOptions
+from engine.ranks.group_checksum import GroupChecksum
+from engine.ranks.links import ranks_that_hold_all
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks_in_process import ranks
@@ -285,6 +289,22 @@ def mixed_chunks(engine: EngineInProcess, paths: Paths) -> Answers:
     return answers
 
 
+def checksums(engine: EngineInProcess, paths: Paths) -> Answers:
+    """Of the KV of one prompt: what all ranks hold is what one would."""
+    run(engine, prompts={"a": PROMPTS["a"]})
+    parts, kept = engine.parts, engine.parts.scheduler.memory.allocator.counts()["cached"]
+    own = PageChecksum(parts.pool, held=parts.held)
+    pages = range(1, 1 + kept)
+    if parts.group is None:
+        return Answers(own(pages)(), {"pages": kept})
+    ranks_asked = ranks_that_hold_all(parts.config, parts.model)
+    value = GroupChecksum(own, parts.group.followers, ranks=ranks_asked)(pages)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while (found := value()) is None:
+        assert time.monotonic() < deadline_s
+    return Answers(found, {"pages": kept})
+
+
 @dataclass(frozen=True)
 class Feature:
     drive: Callable[[EngineInProcess, Paths], Answers]
@@ -320,6 +340,7 @@ FEATURES = {
             "stream": "threaded",
         },
     ),
+    "checksum": Feature(checksums),
     "no prefix cache": Feature(prefixes, {"disable_radix_cache": True}),
     "prefix cache": Feature(prefixes),
     "priorities": Feature(

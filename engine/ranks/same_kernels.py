@@ -1,0 +1,33 @@
+"""All ranks compute by the same C kernels: a tape computes its first two steps twice, and other arithmetic rounds otherwise."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from engine.kernels.allreduce import allreduce
+from engine.kernels.linear import linear_kernel
+from engine.kernels.tape import tape_library
+from service.flags import ConfigError
+
+_KERNELS: Mapping[str, Callable[[], object]] = {
+    "linear.c": linear_kernel,
+    "allreduce.c": allreduce,
+    "tape.c": tape_library,
+}
+
+
+def kernels_here() -> list[str]:
+    """The kernels of this rank; none where there is no compiler, or arithmetic that they need."""
+    return [name for name, find in _KERNELS.items() if find() is not None]
+
+
+def check_same_kernels(own: Sequence[str], of_followers: Mapping[int, Sequence[str]]) -> None:
+    """`of_followers`: by rank. Raises ConfigError naming the first rank that has others than the leader."""
+    for rank, theirs in sorted(of_followers.items()):
+        if list(theirs) != list(own):
+            raise ConfigError(
+                f"rank {rank} has {_said(theirs)}, the leader {_said(own)}, so their steps would differ; see in the log of that "
+                "rank what is missing, or set TANDEM_NO_C_KERNELS=1 for all"
+            )
+
+
+def _said(names: Sequence[str]) -> str:
+    return f"the C kernels {', '.join(names)}" if names else "no C kernels"
