@@ -42,3 +42,6 @@ class SimWeights:
         self.model_path, self.version = model_path, version or self.version
         self._forget()
         self._process.world.seen["weights taken"] += 1
+
+    def discard(self, model: Any) -> None:
+        """What was read is not taken: nothing is kept of it here."""
