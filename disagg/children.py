@@ -60,10 +60,12 @@ class Children:
             self._processes[name].send_signal(signal.SIGHUP)
 
     def dead(self) -> str | None:
-        for name, process in self._processes.items():
-            if (status := process.poll()) is not None:
-                return f"the {name} process ended (status {status})"
-        return None
+        if (found := self.first_dead()) is None:
+            return None
+        return f"the {found[0]} process ended (status {found[1].poll()})"
+
+    def first_dead(self) -> "tuple[str, subprocess.Popen[bytes]] | None":
+        return next((item for item in self._processes.items() if item[1].poll() is not None), None)
 
     def has_reported(self) -> bool:
         """Return True if a child has reported to the operator why it ended."""

@@ -127,7 +127,8 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a leader sends a follower. `descriptors`: of the memory that the ranks share, of the channel to the leader, and
-    with a peer of the socket to its transfer engine.
+    with a peer of the socket to its transfer engine. `wires`: descriptors of its connections to another machine's ranks, by its
+    end of them (engine/nodes.py).
     """
 
     scheduler: SchedulerSpec
@@ -135,6 +136,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     region: RegionPlan
     descriptors: tuple[int, ...]
     mooncake_protocol: str | None
+    wires: dict[str, int] = {}
 
 
 class OtherFrontendSpec(msgspec.Struct, frozen=True, kw_only=True):

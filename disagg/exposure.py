@@ -6,6 +6,7 @@ from disagg.config import DisaggConfig, read_secret
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.kv_events_config import FLAG, parse_kv_events_config
+from engine.nodes import address_of
 from service.flags import ConfigError
 from service.security.addresses import AllowedAddresses, is_loopback, require_secret
 
@@ -50,6 +51,22 @@ def check_events_exposure(server: ServerConfig, engine: EngineConfig, disagg: Di
     if not server.allow_insecure:
         raise ConfigError(f"{what}; give --cluster-secret-file, or say --allow-insecure")
     log.warning("INSECURE: %s (--allow-insecure)", what)
+
+
+def check_nodes_exposure(server: ServerConfig, engine: EngineConfig, disagg: DisaggConfig) -> None:
+    """Raises `ConfigError`, or warns (--allow-insecure), where a stranger could take the place of a rank on another machine."""
+    if engine.nnodes == 1:
+        return
+    warning = require_secret(
+        address_of(engine)[0],
+        flag="--dist-init-addr",
+        what="the group of ranks",
+        remedy="--cluster-secret-file",
+        has_secret=disagg.cluster_secret_file is not None,
+        allow_insecure=server.allow_insecure,
+    )
+    if warning is not None:
+        log.warning(warning)
 
 
 def _control_addresses(server: ServerConfig, disagg: DisaggConfig, control_host: str) -> list[tuple[str, str]]:

@@ -1,33 +1,32 @@
-"""Starts the followers of a leader, and ends them."""
+"""Starts the followers of a leader, on this machine and by --nnodes on another, and ends them."""
 
 import os
-import signal
+import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
 import torch
 
-from disagg.children import OPERATING_ERROR, POLL_S, Children
-from disagg.config import RankSpec, SchedulerSpec
+from disagg.children import OPERATING_ERROR, Children
+from disagg.config import RankSpec, SchedulerSpec, read_secret
+from disagg.node_meeting import Bye, Met, gathered
+from disagg.rank_start import how_ended, start_rank
 from engine.config import EngineConfig
-from engine.local_defaults import shares_cores
 from engine.model_files.model_config import ModelConfig
+from engine.nodes import leader_of, ranks_of
 from engine.parallel.late import late_ranks
 from engine.parallel.region import SharedRegion
+from engine.rank_rules import check_device
 from engine.ranks.channel import channel_pair, leader_end
-from engine.ranks.followers import Followers
+from engine.ranks.ends import ChannelClosed, ChannelFull
+from engine.ranks.followers import Followers, Member
 from engine.ranks.group import Group
-from engine.ranks.links import leader_of, links_of, region_plan
+from engine.ranks.links import links_of, region_plan
 from engine.resolve import resolve
-from service.flags import ConfigError
-
-STATUS_WAIT_S = 0.3  # a process that has closed its socket ends at once, unless it hangs
 
 
 @contextmanager
@@ -37,29 +36,38 @@ def started_group(spec: SchedulerSpec, model: ModelConfig, *, mooncake_protocol:
     if config.num_ranks == 1:
         yield None
         return
-    if config.device == "cuda":
-        raise ConfigError(
-            f"--tp-size {config.tp_size}, --pp-size {config.pp_size}: ranks are for CPUs yet; on GPUs start more workers "
-            "behind the router, or give --device cpu"
-        )
-    region = SharedRegion.create(region_plan(config, model))
+    check_device(config)
+    plan = region_plan(config, model)
     children = Children()
     with ExitStack() as undo:
+        met = None
+        if config.nnodes > 1:
+            secret = read_secret(spec.disagg.cluster_secret_file) or b""
+            met = undo.enter_context(gathered(spec.engine, plan, secret=secret))
+        region = SharedRegion.create(plan)
         undo.callback(region.close)
         undo.callback(children.end)
         undo.callback(region.abort)
-        group = _start(spec, config, region, children, mooncake_protocol)
+        group = _start(spec, config, region, children, mooncake_protocol, met)
         undo.callback(group.followers.close)  # first: from now on the end of a follower is no news
         yield group
+        if met is not None:
+            _say_bye(met)
 
 
 def _start(
-    spec: SchedulerSpec, config: EngineConfig, region: SharedRegion, children: Children, mooncake_protocol: str | None
+    spec: SchedulerSpec,
+    config: EngineConfig,
+    region: SharedRegion,
+    children: Children,
+    mooncake_protocol: str | None,
+    met: Met | None,
 ) -> Group:
-    assert region.descriptor is not None and config.num_threads is not None
+    assert region.descriptor is not None
     leader = leader_of(config)
-    members, transfers, pids = {}, {}, {leader: os.getpid()}
-    for rank in range(config.num_ranks):
+    members: dict[int, Member] = {}
+    transfers, pids = {}, {leader: os.getpid()}
+    for rank in ranks_of(0, config):
         if rank == leader:
             continue
         own, theirs = channel_pair()
@@ -69,31 +77,33 @@ def _start(
             if spec.disagg.disaggregation_mode != "null":
                 transfers[rank], engines = channel_pair()
                 descriptors.append(passed.enter_context(engines).fileno())
+            wires = {end: passed.enter_context(sock).fileno() for end, sock in _wires(met, rank).items()}
             rank_spec = RankSpec(
                 scheduler=spec,
                 rank=rank,
                 region=region.plan,
                 descriptors=tuple(descriptors),
                 mooncake_protocol=mooncake_protocol,
+                wires=wires,
             )
-            process = children.start(
-                f"rank {rank}",
-                "disagg.rank_process",
-                ["--spec-json", msgspec.json.encode(rank_spec).decode()],
-                num_threads=config.num_threads,
-                descriptors=rank_spec.descriptors,
-                shares_cores=shares_cores(config),
-            )
+            process = start_rank(children, rank_spec)
         members[rank] = (leader_end(own), _RankProcess(process, rank=rank, of=config.num_ranks))
         pids[rank] = process.pid
+    if met is not None:
+        for rank in ranks_of(1, config):
+            members[rank] = (leader_end(met.plan_of(rank)), _RemoteRank(rank, config.num_ranks, met.control.peer))
     return Group(
-        links=links_of(region, leader, config),
+        links=links_of(region, leader, config, _wires(met, leader)),
         pids=pids,
         followers=Followers(members, on_end=_end_worker, limit_s=config.watchdog_timeout_s),
         transfers=transfers,
         timeout_s=config.dist_timeout_s,
         late=partial(late_ranks, region),
     )
+
+
+def _wires(met: Met | None, rank: int) -> dict[str, socket.socket]:
+    return {} if met is None else met.of_rank(rank, 0)
 
 
 @dataclass
@@ -107,12 +117,26 @@ class _RankProcess:
         return f"rank {self.rank} of {self.of} (pid {self.process.pid})"
 
     def ended(self) -> str:
-        deadline_s = time.monotonic() + STATUS_WAIT_S
-        while (status := self.process.poll()) is None and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
-        if status is None:
-            return "closed its socket"
-        return f"ended: {signal.Signals(-status).name}" if status < 0 else f"ended: status {status}"
+        return how_ended(self.process)
+
+
+@dataclass
+class _RemoteRank:
+    rank: int
+    of: int
+    address: str
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} of {self.of} (node 1, {self.address})"
+
+    def ended(self) -> str:
+        return "is gone: its process has ended, or its machine; the log of node 1 may say why"
+
+
+def _say_bye(met: Met) -> None:
+    with suppress(ChannelClosed, ChannelFull):
+        met.control.send(Bye())
 
 
 def _end_worker(text: str, refused: bool) -> None:

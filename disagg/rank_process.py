@@ -8,6 +8,7 @@ import contextlib
 import faulthandler
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -22,7 +23,9 @@ from disagg.config import RankSpec, role_name
 from engine.loop.turn_clock import TurnClock
 from engine.loop.watchdog import EXIT_STATUS, Watchdog
 from engine.model_files.model_config import load_model_config
-from engine.ranks.channel import Channel, ChannelClosed, follower_end
+from engine.parallel.meeting import LOST_S
+from engine.ranks.channel import Channel, follower_end
+from engine.ranks.ends import ChannelClosed
 from engine.ranks.messages import Failed, ToFollower
 from service.flags import ConfigError
 from service.process.collector import no_collections, spare_what_lives
@@ -60,6 +63,7 @@ def run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
             allocate_kv=kv_bytes_of(spec.mooncake_protocol),
         ),
         turning=partial(_note, turns),
+        wires={end: socket.socket(fileno=descriptor) for end, descriptor in spec.wires.items()},
     )
     if len(spec.descriptors) > 2:
         _serve_transfers(spec, engine_of(spec.scheduler, pool), memory_of(pool, held))
@@ -123,7 +127,9 @@ def main(argv: list[str] | None = None) -> int:
         return _failed(channel, str(error), refused=True)
     except Exception as error:
         if _group_ended(error):
-            return 0
+            if _leader_ends(channel):
+                return 0
+            return _failed(channel, "its connection to another machine's rank broke", refused=False)
         log.exception("rank %d cannot go on", spec.rank)
         return _failed(channel, f"{type(error).__name__}: {error}", refused=False)
     return 0
@@ -134,6 +140,16 @@ def _group_ended(error: Exception) -> bool:
     from engine.kernels.failures import RanksEnded
 
     return isinstance(error, RanksEnded)
+
+
+def _leader_ends(channel: Channel[ToFollower]) -> bool:
+    """Whether it ends the group, for what it knows of it: a rank of another machine may have been the first to end."""
+    deadline_s = time.monotonic() + 2 * LOST_S
+    with contextlib.suppress(ChannelClosed):
+        while select.select([channel], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+            channel.receive()
+        return False
+    return True
 
 
 def _failed(channel: Channel[ToFollower], text: str, *, refused: bool) -> int:

@@ -13,7 +13,7 @@ from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.server import BootstrapServer
 from disagg.children import Children
 from disagg.config import DisaggConfig, OtherFrontendSpec, SchedulerSpec, read_secret
-from disagg.exposure import check_events_exposure, check_exposure, make_allowlist
+from disagg.exposure import check_events_exposure, check_exposure, check_nodes_exposure, make_allowlist
 from disagg.rank_gpus import gpus_of_ranks, visible_here
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist
@@ -61,9 +61,15 @@ def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggCo
     rule_of(server.load_balance_method, mode=disagg.disaggregation_mode)
     gpus_of_ranks(engine, visible_here)
     check_ranks(engine, load_model_config(engine.model_path))
+    if engine.nnodes > 1 and disagg.disaggregation_mode != "null":
+        raise ConfigError(
+            f"--nnodes {engine.nnodes}: not with --disaggregation-mode {disagg.disaggregation_mode}, whose ranks are on one "
+            "machine; start more workers behind the router"
+        )
     control_host = _control_host(server, disagg)
     check_exposure(server, disagg, control_host=control_host)
     check_events_exposure(server, engine, disagg)
+    check_nodes_exposure(server, engine, disagg)
     bootstrap_allowlist = make_allowlist(server, disagg, control_host=control_host)
     return SessionPlan(
         engine=engine, server=server, disagg=disagg, control_host=control_host, bootstrap_allowlist=bootstrap_allowlist

@@ -35,6 +35,7 @@ from engine.loop.watchdog import Watchdog, end_with_stacks
 from engine.lora.names import named_paths
 from engine.messages import SchedulerReady
 from engine.model_files.model_config import ModelConfig, load_model_config
+from engine.parallel.meeting import LOST_S
 from engine.text.incremental import tail_texts
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from service.flags import ConfigError
@@ -77,6 +78,7 @@ def _serve(
     with no_collections():
         from disagg.compose import make_role
         from engine.build import build_engine
+        from engine.kernels.failures import RanksEnded
 
     started_s = time.monotonic()
     tokenizer = load_tokenizer(spec.engine.model_path)
@@ -117,6 +119,10 @@ def _serve(
     watchdog.start()
     try:
         loop.run()
+    except RanksEnded:
+        if parts.group is not None:
+            parts.group.followers.await_end(2 * LOST_S)
+        raise
     finally:
         grammars.close()
         watchdog.close()

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ import uvloop
 
 from disagg.config import DisaggConfig, role_name
 from disagg.frontend_spec import frontend_spec
+from disagg.node import run_node
 from disagg.role_session import RoleSession, SessionPlan, check_next_session, next_session, plan_session, started
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
@@ -42,15 +43,26 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
     set_up_logging(level=server.log_level, format=server.log_format, process=role_name(disagg))
     seeded = with_random_seed(engine)
     plan = plan_session(engine=with_threads(with_local_model(seeded)), server=server, disagg=disagg)
+    if engine.node_rank > 0:
+        return _undone_in_order(lambda: run_node(plan))
     gate = open_worker_gate(server)
     if seeded is not engine:
         log.info("--random-seed %d: drawn at start; give it to get the same samples again", seeded.random_seed)
-    signal.signal(signal.SIGTERM, _leave)  # until the loop catches signals: what is started is undone in order
-    signal.signal(signal.SIGINT, _leave)
-    try:
+
+    def serve() -> int:
         runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         with _open_ports(server) as ports, runner:
             return runner.run(_live(plan, gate, ports))
+
+    return _undone_in_order(serve)  # on signals that come before the loop catches them
+
+
+def _undone_in_order(run: Callable[[], int]) -> int:
+    """Let signals end `run` by an exception: what it has started is undone."""
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, _leave)
+    try:
+        return run()
     finally:
         _ignore_signals()
 

@@ -159,7 +159,7 @@ def build_engine(
         reduce_units=config.reduce_units,
     )
     own_identity = identity(version=config.weight_version, fingerprint=files)
-    sharers = group.links.num_ranks if group else 1
+    sharers = config.ranks_here
     tier = build_host_tier(config, pool, own_identity, wakeup=wakeup, sharers=sharers) if tiered else None
     backup = _page_backup(config, pool, group) if use.retracted_kv == "host" else None
     if group is not None:
@@ -337,13 +337,13 @@ def _count_pages(
     """Count the KV pages: of all ranks, the least that one holds. Raises ConfigError."""
     if group is None:
         return count_pages(config, specs, memory, units=units)
-    pages = count_pages(config, specs, memory, units=units, sharers=group.links.num_ranks)
+    pages = count_pages(config, specs, memory, units=units, sharers=config.ranks_here)
     return min(pages, group.followers.await_ready(fingerprint=files, timeout_s=group.timeout_s))
 
 
 def _page_backup(config: EngineConfig, pool: KVPool, group: Group | None) -> PageBackup | None:
     """Make room for copies of retracted requests; None: there is none, so they are computed again. Raises ConfigError."""
-    free_bytes = available_bytes() // (group.links.num_ranks if group else 1)
+    free_bytes = available_bytes() // config.ranks_here
     pages = backup_pages(config, num_pages=pool.num_pages, page_bytes=pool.page_bytes, free_bytes=free_bytes)
     if pages == 0:
         log.warning("retracted requests are computed again: half of the free host memory does not hold one KV page")

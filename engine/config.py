@@ -78,7 +78,22 @@ class EngineConfig(FlagSet):
         special={0: "one for each rank"},
     )
     dist_timeout_s: float = flag(
-        600.0, "longest time until every rank has loaded its part of the model", unit="s", above=0
+        600.0,
+        "longest time until every rank is there, and then until it has loaded its part of the model",
+        unit="s",
+        above=0,
+    )
+    nnodes: int = flag(
+        1, "machines that hold the ranks of --tp-size and --pp-size, as many each (on cpu)", least=1, most=2
+    )
+    node_rank: int = flag(
+        0,
+        "number of this machine. Node 0 schedules and serves HTTP; node 1 gets the same other flags and computes",
+        least=0,
+        most=1,
+    )
+    dist_init_addr: str | None = flag(
+        None, "with --nnodes: HOST:PORT of node 0 at which the machines meet; node 0 listens there"
     )
     page_size: int = flag(16, "tokens per KV page", least=1, most=MAX_PAGE_SIZE)
     kv_units: int | None = flag(
@@ -332,6 +347,16 @@ class EngineConfig(FlagSet):
     def num_ranks(self) -> int:
         """Count the ranks that hold the model together."""
         return self.tp_size * self.pp_size
+
+    @property
+    def ranks_here(self) -> int:
+        """Count those of them on this machine; every machine has as many."""
+        return max(1, self.num_ranks // self.nnodes)
+
+    @property
+    def sums_span_nodes(self) -> bool:
+        """Whether a stage has ranks on several machines."""
+        return self.ranks_here < self.tp_size
 
 
 @dataclass(frozen=True, kw_only=True)

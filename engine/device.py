@@ -168,7 +168,8 @@ def build_device(
 def _can_tape(config: EngineConfig, backend: AttentionBackend) -> bool:
     """Whether decode steps are calls of C kernels alone."""
     by_c_kernels = config.dtype == "bfloat16" and isinstance(backend, CpuBackend) and backend.has_kernel
-    return by_c_kernels and not config.disable_cuda_graph and linear_kernel() is not None and tape_library() is not None
+    recordable = by_c_kernels and not config.sums_span_nodes  # between machines Python moves the bytes of a sum
+    return recordable and not config.disable_cuda_graph and linear_kernel() is not None and tape_library() is not None
 
 
 def _stream(config: EngineConfig, device: torch.device) -> Stream:

@@ -22,14 +22,14 @@ def with_threads(config: EngineConfig) -> EngineConfig:
     """Fill in `num_threads`. `config` has its model path."""
     if config.num_threads is not None:
         return config
-    cores = max(1, usable_cores() // (config.dp_size * config.num_ranks))
+    cores = max(1, usable_cores() // (config.dp_size * config.ranks_here))
     return replace(config, num_threads=default_threads(config.model_path, cores=cores))
 
 
 def shares_cores(config: EngineConfig) -> bool:
     """Whether the processes that compute have more threads than there are cores."""
     assert config.num_threads is not None, "prepared"
-    ranks = config.dp_size * config.num_ranks
+    ranks = config.dp_size * config.ranks_here
     return ranks > 1 and ranks * config.num_threads > usable_cores()
 
 

@@ -9,6 +9,7 @@ import logging
 from engine.config import EngineConfig
 from engine.local_defaults import usable_cores
 from engine.model_files.model_config import ModelConfig
+from engine.nodes import check_nodes
 from engine.parallel.layout import check_layout
 from service.flags import ConfigError
 
@@ -29,6 +30,7 @@ def check_sizes(config: EngineConfig, model: ModelConfig) -> None:
 
 def check_ranks(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ConfigError. Warns where ranks share cores."""
+    check_nodes(config)
     check_sizes(config, model)
     if config.num_ranks == 1:
         return
@@ -41,11 +43,20 @@ def check_ranks(config: EngineConfig, model: ModelConfig) -> None:
             f"--hicache-storage-backend: files hold whole pages, and each of {config.num_ranks} ranks has a part; "
             "leave the storage out, host memory works"
         )
-    if config.dp_size * config.num_ranks > (cores := usable_cores()):
+    if config.dp_size * config.ranks_here > (cores := usable_cores()):
         log.warning(
             "--tp-size %d, --pp-size %d, --dp-size %d: more ranks than the %d usable cores, which they share",
             config.tp_size,
             config.pp_size,
             config.dp_size,
             cores,
+        )
+
+
+def check_device(config: EngineConfig) -> None:
+    """`config` is resolved. Raises ConfigError."""
+    if config.num_ranks > 1 and config.device == "cuda":
+        raise ConfigError(
+            f"--tp-size {config.tp_size}, --pp-size {config.pp_size}: ranks are for CPUs yet; on GPUs start more workers "
+            "behind the router, or give --device cpu"
         )

@@ -16,7 +16,6 @@ ALWAYS = "this is always so"
 CHECKPOINT = "the checkpoint decides; change its files"
 
 _SAME_AS_ONE = Fixed(("1",), ONE_RANK)
-_FIRST = Fixed(("0",), NO_GROUP)
 
 _RENAMED: dict[str, Entry] = {
     "--model": Renamed(("--model-path",), ONE),
@@ -33,6 +32,7 @@ _RENAMED: dict[str, Entry] = {
     "--api-server-count": Renamed(("--tokenizer-worker-num",), ONE),
     **dict.fromkeys(("--tp", "--tensor-parallel-size", "-tp"), Renamed(("--tp-size",), ONE)),
     **dict.fromkeys(("--pp", "--pipeline-parallel-size", "-pp"), Renamed(("--pp-size",), ONE)),
+    "--nccl-init-addr": Renamed(("--dist-init-addr",), ONE),
     "--distributed-timeout-seconds": Renamed(("--dist-timeout",), ONE),
     "--enforce-eager": Renamed(("--disable-cuda-graph",)),
     "--disable-decode-cuda-graph": Renamed(("--disable-cuda-graph",)),
@@ -82,10 +82,7 @@ _IGNORED: dict[str, Entry] = {
     "--swap-space": Ignored("retracted requests are computed again", ONE),
     "--pp-max-micro-batch-size": Ignored("a step has its share of the running requests, one for each stage", ONE),
     "--nccl-port": Ignored(NO_GROUP, ONE),
-    "--nccl-init-addr": Ignored(NO_GROUP, ONE),
-    "--dist-init-addr": Ignored(NO_GROUP, ONE),
-    "--master-addr": Ignored(NO_GROUP, ONE),
-    "--master-port": Ignored(NO_GROUP, ONE),
+    **dict.fromkeys(("--master-addr", "--master-port"), Ignored("machines meet at --dist-init-addr HOST:PORT", ONE)),
     "--disable-custom-all-reduce": Ignored(SPEED_ALONE),
     "--enable-p2p-check": Ignored(SPEED_ALONE),
     "--enable-nccl-nvls": Ignored(SPEED_ALONE),
@@ -153,10 +150,9 @@ _IGNORED: dict[str, Entry] = {
 }
 _FIXED: dict[str, Entry] = {
     **dict.fromkeys(("--ep-size", "--ep", "--expert-parallel-size"), Fixed(("1",), NO_MOE)),
-    **dict.fromkeys(("--nnodes", "--dcp-size", "--attn-cp-size", "--decode-context-parallel-size"), _SAME_AS_ONE),
+    **dict.fromkeys(("--dcp-size", "--attn-cp-size", "--decode-context-parallel-size"), _SAME_AS_ONE),
     "--prefill-context-parallel-size": _SAME_AS_ONE,
     "--convert": Fixed(("auto", "none"), "a model is served as it is"),
-    "--node-rank": _FIRST,
     "--base-gpu-id": Fixed(("0",), "CUDA_VISIBLE_DEVICES chooses the GPU"),
     **dict.fromkeys(
         ("--quantization", "-q"),

@@ -16,6 +16,8 @@ from service.security.secret import derive
 NONCE_BYTES = 32
 PROOF_S = 5.0
 RETRY_S = 0.05
+LOST_S = 15  # after which a machine that answers nothing is gone; the kernel asks it every so often
+ASK_S = 3
 
 
 class MeetingError(Exception):
@@ -24,7 +26,7 @@ class MeetingError(Exception):
 
 def listen(server: socket.socket, *, secret: bytes, group: str, within_s: float) -> socket.socket:
     """The connection of the one rank that knows the secret and names the same `group` (job, sizes, this rank)."""
-    deadline_s = time.monotonic() + within_s
+    deadline_s, refused = time.monotonic() + within_s, 0
     while (left_s := deadline_s - time.monotonic()) > 0:
         server.settimeout(left_s)
         try:
@@ -34,12 +36,14 @@ def listen(server: socket.socket, *, secret: bytes, group: str, within_s: float)
         if _is_proven(connection, secret, group, side=b"listener", other=b"dialer"):
             return connection
         connection.close()
-    raise MeetingError(f"no rank of {group} came to {_name(server.getsockname())} within {within_s:.0f} s")
+        refused += 1
+    strangers = f"; of {refused} that came none proved the cluster's secret (--cluster-secret-file)" if refused else ""
+    raise MeetingError(f"no rank of {group} came to {_name(server.getsockname())} within {within_s:.0f} s{strangers}")
 
 
 def dial(host: str, port: int, *, secret: bytes, group: str, within_s: float) -> socket.socket:
     """The connection to the rank that listens, or will soon."""
-    deadline_s = time.monotonic() + within_s
+    deadline_s, refused = time.monotonic() + within_s, False
     while (left_s := deadline_s - time.monotonic()) > 0:
         try:
             connection = socket.create_connection((host, port), timeout=left_s)
@@ -49,8 +53,10 @@ def dial(host: str, port: int, *, secret: bytes, group: str, within_s: float) ->
         if _is_proven(connection, secret, group, side=b"dialer", other=b"listener"):
             return connection
         connection.close()
+        refused = True
         time.sleep(min(RETRY_S, left_s))
-    raise MeetingError(f"no rank of {group} answered at {_name((host, port))} within {within_s:.0f} s")
+    stranger = "; what listens there did not prove the cluster's secret (--cluster-secret-file)" if refused else ""
+    raise MeetingError(f"no rank of {group} answered at {_name((host, port))} within {within_s:.0f} s{stranger}")
 
 
 def _is_proven(connection: socket.socket, secret: bytes, group: str, *, side: bytes, other: bytes) -> bool:
@@ -63,7 +69,20 @@ def _is_proven(connection: socket.socket, secret: bytes, group: str, *, side: by
         proof = _exactly(connection, hashlib.sha256().digest_size)
     except OSError:
         return False
-    return hmac.compare_digest(proof, _proof(secret, other, theirs, own, group))
+    if not hmac.compare_digest(proof, _proof(secret, other, theirs, own, group)):
+        return False
+    _end_with_its_machine(connection)
+    return True
+
+
+def _end_with_its_machine(connection: socket.socket) -> None:
+    """Let the connection break when the other machine is gone without a word."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ASK_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASK_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, LOST_S // ASK_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_S * 1000)
 
 
 def _proof(secret: bytes, side: bytes, own: bytes, theirs: bytes, group: str) -> bytes:

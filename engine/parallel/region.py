@@ -5,7 +5,6 @@ left behind, however its processes end.
     follower:  region = SharedRegion.open(descriptor, plan)
 """
 
-import fcntl
 import mmap
 import os
 import threading
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from engine.kernels.allreduce import allreduce
 from engine.kernels.failures import RANKS_ENDED, failure
+from engine.parallel.region_memory import new_memory
 from engine.parallel.region_plan import RegionPlan
 
 YIELDS = 50  # of a wait without the C kernel; then it sleeps
@@ -42,9 +42,7 @@ class SharedRegion:
     @classmethod
     def create(cls, plan: RegionPlan) -> "SharedRegion":
         """Make the memory, zeroed; pages take none before they are written."""
-        descriptor = os.memfd_create("tandem-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, plan.size)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        descriptor = new_memory(plan)
         return cls(mmap.mmap(descriptor, plan.size), plan, descriptor=descriptor)
 
     @classmethod

@@ -1,9 +1,19 @@
 """Hidden states from rank i of one pipeline stage to rank i of the next: a ring of slots in shared memory."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from engine.parallel.region import SharedRegion
+
+
+class HiddenStates(Protocol):
+    """From one rank to its neighbour's: one end sends, the other receives, both in the same order."""
+
+    def send(self, x: Tensor) -> None: ...
+
+    def receive(self, rows: int) -> Tensor: ...
 
 
 class StageLink:

@@ -1,6 +1,7 @@
 """Builds a follower: its share of the weights, its KV pool, and what computes its part of each step."""
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +25,7 @@ from engine.models.load import load_model
 from engine.parallel.layout import share_of
 from engine.parallel.region import SharedRegion
 from engine.pool import allocate_pool, count_pages, held_by
+from engine.rank_rules import check_device
 from engine.ranks.channel import Channel
 from engine.ranks.follower import Action, Follower, Reader
 from engine.ranks.future_maps import FollowerFutureMap
@@ -54,12 +56,14 @@ def build_follower(
     channel: Channel[ToFollower],
     use: RankUse,
     turning: Callable[[bool], None],
+    wires: Mapping[str, socket.socket] | None = None,
 ) -> tuple[Follower, KVPool, HeldKV]:
-    """Build rank `rank` in step with its leader (`build_engine`). Raises ConfigError, and ChannelClosed where the leader ends."""
+    """Build rank `rank` in step with its leader (`build_engine`). `wires`: as `links_of` takes them. Raises ConfigError, and ChannelClosed where the leader ends."""
     config = resolve(config, model_config, cuda=torch.cuda.is_available())
+    check_device(config)
     assert config.num_threads is not None, "resolved"
     torch.set_num_threads(config.num_threads)
-    links = links_of(region, rank, config)
+    links = links_of(region, rank, config, wires)
     load = partial(
         load_model,
         dtype=config.dtype,
@@ -73,7 +77,7 @@ def build_follower(
     model = load(config.model_path, model_config)
     held, specs = held_by(config, model_config, links.place), model.cache_specs()
     units = len(held.units)
-    pages = count_pages(config, specs, None, units=units, sharers=links.num_ranks)
+    pages = count_pages(config, specs, None, units=units, sharers=config.ranks_here)
     channel.send(Ready(pages, fingerprint(config.model_path)))
     agreed = channel.receive()
     assert isinstance(agreed, PoolSize), agreed

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from engine.core.plan import Plan
 from engine.ranks.answers import Answers, is_proven
-from engine.ranks.channel import Channel, ChannelClosed, ChannelFull
+from engine.ranks.channel import Channel
+from engine.ranks.ends import ChannelClosed, ChannelFull
 from engine.ranks.mail import Mail, MailThread
 from engine.ranks.messages import Apply, PoolSize, Prepare, Ready, Serving, ToFollower, ToLeader, step_of
 from engine.ranks.roll_call import RollCall
@@ -28,6 +29,9 @@ class Process(Protocol):
 
     def ended(self) -> str:
         """How it ended, such as "ended: SIGKILL"."""
+
+
+Member = tuple[Channel[ToLeader], Process]
 
 
 class GroupEnded(RuntimeError):
@@ -47,7 +51,7 @@ class Followers:
 
     def __init__(
         self,
-        members: Mapping[int, tuple[Channel[ToLeader], Process]],
+        members: Mapping[int, Member],
         *,
         on_end: OnEnd,
         limit_s: float = 0.0,
@@ -114,6 +118,12 @@ class Followers:
         self._mail.close()
         for channel in self._channels.values():
             channel.close()
+
+    def await_end(self, within_s: float) -> None:
+        """Return when the end of a follower has been reported; report one that cannot be named after `within_s`."""
+        self._mail.wait_for(lambda: self.answers.end is not None, within_s)
+        text = "a connection between ranks of two machines broke; the logs of the ranks may say why"
+        self._note(partial(self.answers.note_end, text))
 
     def _next_number(self) -> int:
         with self._lock:

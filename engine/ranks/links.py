@@ -1,5 +1,7 @@
 """What one rank shares with the others of its group, and its place among them."""
 
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
@@ -7,12 +9,16 @@ from engine.executor.logit_rows import PROMPT_LOGPROB_ROWS
 from engine.kv.held import holding_all
 from engine.kv.kv_pool import DTYPES
 from engine.model_files.model_config import ModelConfig
+from engine.nodes import leader_of
 from engine.parallel.collectives import Collectives, SharedMemoryCollectives
 from engine.parallel.layout import Place
+from engine.parallel.network import NetworkCollectives
+from engine.parallel.network_link import NetworkStageLink
+from engine.parallel.rank_connection import RankConnection
 from engine.parallel.region import SharedRegion
 from engine.parallel.region_plan import RegionPlan
 from engine.parallel.shared_tokens import SharedTokens
-from engine.parallel.stage_link import StageLink
+from engine.parallel.stage_link import HiddenStates, StageLink
 from engine.pool import held_by
 from engine.resolve import largest_prompt_step, limits
 
@@ -30,13 +36,8 @@ class RankLinks:
     num_ranks: int
     collectives: Collectives | None
     tokens: SharedTokens
-    before: StageLink | None
-    after: StageLink | None
-
-
-def leader_of(config: EngineConfig) -> int:
-    """The rank whose process schedules: the first of the last stage, which has the logits."""
-    return config.tp_size * (config.pp_size - 1)
+    before: HiddenStates | None
+    after: HiddenStates | None
 
 
 def place_of(rank: int, config: EngineConfig) -> Place:
@@ -57,10 +58,10 @@ def ranks_that_hold_all(config: EngineConfig, model: ModelConfig) -> list[int]:
 
 
 def region_plan(config: EngineConfig, model: ModelConfig) -> RegionPlan:
-    """What the ranks of `config`, which is resolved, need to share."""
+    """What the ranks of one machine need to share. `config` is resolved. Stages elsewhere keep their place in it, unused."""
     assert config.max_running_requests is not None, "resolved"
     return RegionPlan(
-        ranks=config.tp_size,
+        ranks=min(config.tp_size, config.ranks_here),
         stages=config.pp_size,
         logits_rows=max(config.max_running_requests, PROMPT_LOGPROB_ROWS),
         vocab=model.vocab_size,
@@ -71,19 +72,35 @@ def region_plan(config: EngineConfig, model: ModelConfig) -> RegionPlan:
     )
 
 
-def links_of(region: SharedRegion, rank: int, config: EngineConfig) -> RankLinks:
-    """`config` is resolved."""
+def links_of(
+    region: SharedRegion, rank: int, config: EngineConfig, wires: Mapping[str, socket.socket] | None = None
+) -> RankLinks:
+    """`config` is resolved. `wires`: connections of this rank to one of another machine, by its end of them: sum, before, after (engine/nodes.py)."""
     place = place_of(rank, config)
+    others = {end: RankConnection(wire, region) for end, wire in (wires or {}).items()}
 
-    def link(stage: int) -> StageLink:
-        return StageLink(region, stage=stage, rank=place.tp_rank, dtype=DTYPES[config.dtype])
+    def link(stage: int, end: str) -> HiddenStates:
+        dtype = DTYPES[config.dtype]
+        if end in others:
+            return NetworkStageLink(others[end], hidden=region.plan.hidden, dtype=dtype)
+        return StageLink(region, stage=stage, rank=place.tp_rank, dtype=dtype)
 
-    shared = SharedMemoryCollectives(region, rank=place.tp_rank, stage=place.pp_rank) if place.tp_size > 1 else None
     return RankLinks(
         place=place,
         num_ranks=config.num_ranks,
-        collectives=shared,
+        collectives=_collectives(region, place, config, others.get("sum")),
         tokens=SharedTokens(region),
-        before=None if place.is_first_stage else link(place.pp_rank - 1),
-        after=None if place.is_last_stage else link(place.pp_rank),
+        before=None if place.is_first_stage else link(place.pp_rank - 1, "before"),
+        after=None if place.is_last_stage else link(place.pp_rank, "after"),
     )
+
+
+def _collectives(
+    region: SharedRegion, place: Place, config: EngineConfig, other: RankConnection | None
+) -> Collectives | None:
+    if place.tp_size == 1:
+        return None
+    if other is None:
+        return SharedMemoryCollectives(region, rank=place.tp_rank, stage=place.pp_rank)
+    here = config.ranks_here
+    return NetworkCollectives(region, local_rank=place.tp_rank % here, machine=place.tp_rank // here, other=other)

@@ -5,7 +5,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from engine.ranks.channel import Channel, ChannelClosed
+from engine.ranks.channel import Channel
+from engine.ranks.ends import ChannelClosed
 from engine.ranks.messages import ToLeader
 
 # (rank, its message; None: it has ended) -> whether anything more is wanted

@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # they import torch, which a simulated rank does without
     from engine.executor.copies import Copies
     from engine.executor.forward_pass import ForwardPass
     from engine.models.decoder import DenseDecoder
-    from engine.parallel.stage_link import StageLink
+    from engine.parallel.stage_link import HiddenStates
     from engine.ranks.future_maps import FollowerFutureMap
 
 
@@ -23,7 +23,7 @@ class RankRunner:
         copies: "Copies",
         forward_pass: "ForwardPass",
         future_map: "FollowerFutureMap",
-        after: "StageLink | None",
+        after: "HiddenStates | None",
     ) -> None:
         self._model = model
         self._copies = copies

@@ -2,13 +2,13 @@
 
 from torch import Tensor
 
-from engine.parallel.stage_link import StageLink
+from engine.parallel.stage_link import HiddenStates
 
 
 class StageInput:
     """The hidden states that the stage before has computed for the same step, in the place of its tokens."""
 
-    def __init__(self, link: StageLink) -> None:
+    def __init__(self, link: HiddenStates) -> None:
         self._link = link
 
     def resolve(self, token_ids: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.kv.held import HeldKV
 from engine.kv.kv_pool import KVPool, zeroed_bytes
 from engine.model_files.model_config import load_model_config
+from engine.nodes import leader_of
 from engine.parallel.late import late_ranks
 from engine.parallel.region import SharedRegion
 from engine.ranks.build import RankUse, build_follower
@@ -22,7 +23,7 @@ from engine.ranks.channel import channel_pair, follower_end, leader_end
 from engine.ranks.follower import Follower
 from engine.ranks.followers import Followers
 from engine.ranks.group import Group
-from engine.ranks.links import leader_of, links_of, region_plan
+from engine.ranks.links import links_of, region_plan
 from engine.resolve import resolve
 from tests.engine.engine_in_process import EngineInProcess
 

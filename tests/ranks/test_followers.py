@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from engine.core.plan import PageCopy, Plan
-from engine.ranks.channel import PART_BYTES, Channel, ChannelClosed, ChannelFull, channel_pair, follower_end, leader_end
+from engine.ranks.channel import PART_BYTES, Channel, channel_pair, follower_end, leader_end
+from engine.ranks.ends import ChannelClosed, ChannelFull
 from engine.ranks.followers import Followers, GroupEnded, Process
 from engine.ranks.group_checksum import GroupChecksum
 from engine.ranks.messages import Apply, Done, Failed, PoolSize, Prepare, Ready, Serving, Step, ToFollower, ToLeader

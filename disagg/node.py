@@ -1,0 +1,97 @@
+"""The worker's part on node 1 (--node-rank 1): starts the followers of this machine, and ends with node 0. It serves no HTTP."""
+
+import logging
+import os
+import select
+import sys
+from contextlib import ExitStack
+
+from disagg.children import Children
+from disagg.config import RankSpec, SchedulerSpec, read_secret
+from disagg.node_meeting import Bye, Control, Met, joined
+from disagg.rank_start import how_ended, start_rank
+from disagg.role_session import SessionPlan
+from engine.nodes import named, ranks_of
+from engine.parallel.region_memory import new_memory
+from engine.ranks.ends import ChannelClosed
+from service.process.ready_file import write_ready_file
+
+LOOK_S = 0.1  # between two looks at the ranks
+WORD_S = 2.0  # for node 0's last word, where ranks have read the end of its connections
+
+log = logging.getLogger(__name__)
+
+
+def run_node(plan: SessionPlan) -> int:
+    """Join, compute until node 0 or a rank ends; return the exit status. Raises ConfigError where the machines do not meet."""
+    engine = plan.engine
+    children = Children()
+    with ExitStack() as undo:
+        met = undo.enter_context(joined(engine, secret=read_secret(plan.disagg.cluster_secret_file) or b""))
+        undo.callback(children.end)
+        _start(plan, met, children)
+        ranks = named(ranks_of(engine.node_rank, engine))
+        log.info("%s of %d on this machine; node 0 serves (%s)", ranks, engine.num_ranks, engine.dist_init_addr)
+        write_ready_file(plan.server.ready_file, {"node_rank": engine.node_rank, "pid": os.getpid()})
+        return _watch(plan, met.control, children)
+
+
+def _start(plan: SessionPlan, met: Met, children: Children) -> None:
+    engine, server = plan.engine, plan.server
+    scheduler = SchedulerSpec(
+        engine=engine,
+        disagg=plan.disagg,
+        ipc_dir="",
+        control_host=plan.control_host,
+        bootstrap=None,
+        log_level=server.log_level,
+        log_format=server.log_format,
+    )
+    memory = new_memory(met.region)
+    try:
+        for rank in ranks_of(engine.node_rank, engine):
+            wires = {end: sock.fileno() for end, sock in met.of_rank(rank, engine.node_rank).items()}
+            channel = met.plan_of(rank)
+            spec = RankSpec(
+                scheduler=scheduler,
+                rank=rank,
+                region=met.region,
+                descriptors=(memory, channel.fileno()),
+                mooncake_protocol=None,
+                wires=wires,
+            )
+            start_rank(children, spec)
+            for sock in (channel, *met.of_rank(rank, engine.node_rank).values()):
+                sock.close()  # the rank's alone from now on: its end is then the connection's
+    finally:
+        os.close(memory)
+
+
+def _watch(plan: SessionPlan, control: Control, children: Children) -> int:
+    while (dead := children.first_dead()) is None:
+        if _is_there(control, LOOK_S):
+            return _end_of(plan, control)
+    name, process = dead
+    if process.poll() == 0 and _is_there(control, WORD_S):
+        return _end_of(plan, control)
+    return _failed(f"{name} of {plan.engine.num_ranks} (pid {process.pid}) {how_ended(process)}; node 0 ends, too")
+
+
+def _is_there(control: Control, within_s: float) -> bool:
+    return bool(select.select([control], [], [], within_s)[0])
+
+
+def _end_of(plan: SessionPlan, control: Control) -> int:
+    address = plan.engine.dist_init_addr
+    try:
+        if isinstance(control.receive(within_s=WORD_S), Bye):
+            log.info("node 0 (%s) has ended", address)
+            return 0
+    except ChannelClosed as error:
+        return _failed(f"node 0 (--dist-init-addr {address}) is gone ({error}); its log may say why")
+    return _failed(f"node 0 (--dist-init-addr {address}) sent what no node sends")
+
+
+def _failed(text: str) -> int:
+    print(f"tandem serve: error: {text}", file=sys.stderr, flush=True)
+    return 1

@@ -1,0 +1,36 @@
+"""Starts the process of a follower, and says how it ended. Never torch."""
+
+import signal
+import subprocess
+import time
+
+import msgspec
+
+from disagg.children import POLL_S, Children
+from disagg.config import RankSpec
+from engine.local_defaults import shares_cores
+
+STATUS_WAIT_S = 0.3  # a process that has closed its socket ends at once, unless it hangs
+
+
+def start_rank(children: Children, spec: RankSpec) -> "subprocess.Popen[bytes]":
+    """It inherits the descriptors that `spec` names."""
+    engine = spec.scheduler.engine
+    return children.start(
+        f"rank {spec.rank}",
+        "disagg.rank_process",
+        ["--spec-json", msgspec.json.encode(spec).decode()],
+        num_threads=engine.num_threads or 1,
+        descriptors=(*spec.descriptors, *spec.wires.values()),
+        shares_cores=engine.num_threads is not None and shares_cores(engine),
+    )
+
+
+def how_ended(process: "subprocess.Popen[bytes]") -> str:
+    """Such as "ended: SIGKILL"."""
+    deadline_s = time.monotonic() + STATUS_WAIT_S
+    while (status := process.poll()) is None and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+    if status is None:
+        return "closed its socket"
+    return f"ended: {signal.Signals(-status).name}" if status < 0 else f"ended: status {status}"
