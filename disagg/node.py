@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 from disagg.children import Children
 from disagg.config import RankSpec, SchedulerSpec, read_secret
-from disagg.node_meeting import Bye, Control, Met, joined
+from disagg.node_meeting import Control, Met, NodeBye, joined
 from disagg.rank_start import how_ended, start_rank
 from disagg.role_session import SessionPlan
 from engine.nodes import named, ranks_of
@@ -84,7 +84,7 @@ def _is_there(control: Control, within_s: float) -> bool:
 def _end_of(plan: SessionPlan, control: Control) -> int:
     address = plan.engine.dist_init_addr
     try:
-        if isinstance(control.receive(within_s=WORD_S), Bye):
+        if isinstance(control.receive(within_s=WORD_S), NodeBye):
             log.info("node 0 (%s) has ended", address)
             return 0
     except ChannelClosed as error:

@@ -1,10 +1,10 @@
 """How the two machines of a group meet at --dist-init-addr: node 0 listens, node 1 dials, once for each connection that they need.
 
-    node 1 --control--> node 0:   Hello (version, flags)
-    node 0 --control--> node 1:   Welcome, or Refused; then node 1 dials for each of `wires` (engine/nodes.py); Bye at the end
+    node 1 --control--> node 0:   NodeHello (version, flags)
+    node 0 --control--> node 1:   NodeWelcome, or NodeRefused; then node 1 dials for each of `wires` (engine/nodes.py); NodeBye at the end
 
 Each connection begins with a proof of the cluster's secret (engine/parallel/meeting.py). The control connection stays: its end of
-file without a Bye says that the other machine's part has ended.
+file without a NodeBye says that the other machine's part has ended.
 """
 
 import socket
@@ -33,30 +33,30 @@ class _Frame(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Hello(_Frame, frozen=True):
+class NodeHello(_Frame, frozen=True):
     """Of node 1. `flags`: of its `EngineConfig`."""
 
     version: str
     flags: dict[str, Any]
 
 
-class Welcome(_Frame, frozen=True):
+class NodeWelcome(_Frame, frozen=True):
     """`region`: what the ranks of a machine share."""
 
     region: RegionPlan
 
 
-class Refused(_Frame, frozen=True):
+class NodeRefused(_Frame, frozen=True):
     """`text`: for the operator, as node 0 says it."""
 
     text: str
 
 
-class Bye(_Frame, frozen=True):
+class NodeBye(_Frame, frozen=True):
     """Node 0 has ended in order."""
 
 
-_DECODER = msgspec.json.Decoder(Hello | Welcome | Refused | Bye)
+_DECODER = msgspec.json.Decoder(NodeHello | NodeWelcome | NodeRefused | NodeBye)
 
 
 class Control:
@@ -74,11 +74,11 @@ class Control:
         """Raises ChannelClosed."""
         self._end.put(msgspec.json.encode(frame))
 
-    def receive(self, *, within_s: float | None = None) -> Hello | Welcome | Refused | Bye:
+    def receive(self, *, within_s: float | None = None) -> NodeHello | NodeWelcome | NodeRefused | NodeBye:
         """Raises ChannelClosed, also when nothing has come in time."""
         self._connection.settimeout(within_s)
         try:
-            frame: Hello | Welcome | Refused | Bye = _DECODER.decode(self._end.get())
+            frame: NodeHello | NodeWelcome | NodeRefused | NodeBye = _DECODER.decode(self._end.get())
             return frame
         except msgspec.MsgspecError as error:
             raise ChannelClosed(f"no message of this version ({error})") from None
@@ -137,7 +137,7 @@ def gathered(config: EngineConfig, region: RegionPlan, *, secret: bytes) -> Iter
 def _admit(config: EngineConfig, control: Control, region: RegionPlan, *, within_s: float) -> None:
     """Raises ConfigError for other flags on node 1, which gets the same text, and ChannelClosed."""
     hello = control.receive(within_s=within_s)
-    if not isinstance(hello, Hello):
+    if not isinstance(hello, NodeHello):
         raise ChannelClosed(f"{type(hello).__name__} from node 1")
     try:
         if hello.version != (own := _version()):
@@ -146,9 +146,9 @@ def _admit(config: EngineConfig, control: Control, region: RegionPlan, *, within
             )
         check_same(_flags(config), hello.flags, ranks=ranks_of(1, config))
     except ConfigError as error:
-        control.send(Refused(str(error)))
+        control.send(NodeRefused(str(error)))
         raise
-    control.send(Welcome(region))
+    control.send(NodeWelcome(region))
 
 
 @contextmanager
@@ -164,11 +164,11 @@ def joined(config: EngineConfig, *, secret: bytes) -> Iterator[Met]:
 
         try:
             control = Control(meet(CONTROL))
-            control.send(Hello(_version(), _flags(config)))
+            control.send(NodeHello(_version(), _flags(config)))
             answer = control.receive(within_s=max(0.1, deadline_s - time.monotonic()))
-            if isinstance(answer, Refused):
+            if isinstance(answer, NodeRefused):
                 raise ConfigError(answer.text)
-            if not isinstance(answer, Welcome):
+            if not isinstance(answer, NodeWelcome):
                 raise ChannelClosed(f"{type(answer).__name__} from node 0")
             found = {wire: meet(wire.name) for wire in wires(config)}
         except (MeetingError, ChannelClosed) as error:

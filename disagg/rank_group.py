@@ -13,7 +13,7 @@ import torch
 
 from disagg.children import OPERATING_ERROR, Children
 from disagg.config import RankSpec, SchedulerSpec, read_secret
-from disagg.node_meeting import Bye, Met, gathered
+from disagg.node_meeting import Met, NodeBye, gathered
 from disagg.rank_start import how_ended, start_rank
 from engine.config import EngineConfig
 from engine.model_files.model_config import ModelConfig
@@ -98,12 +98,18 @@ def _start(
         followers=Followers(members, on_end=_end_worker, limit_s=config.watchdog_timeout_s),
         transfers=transfers,
         timeout_s=config.dist_timeout_s,
-        late=partial(late_ranks, region),
+        late=partial(_late, region, config),
     )
 
 
 def _wires(met: Met | None, rank: int) -> dict[str, socket.socket]:
     return {} if met is None else met.of_rank(rank, 0)
+
+
+def _late(region: SharedRegion, config: EngineConfig) -> list[int]:
+    """As `late_ranks`. Where a sum needs another machine, whose words are not here, it may be any rank."""
+    late = late_ranks(region)
+    return list(range(config.num_ranks)) if config.sums_span_nodes and len(late) == config.ranks_here else late
 
 
 @dataclass
@@ -136,7 +142,7 @@ class _RemoteRank:
 
 def _say_bye(met: Met) -> None:
     with suppress(ChannelClosed, ChannelFull):
-        met.control.send(Bye())
+        met.control.send(NodeBye())
 
 
 def _end_worker(text: str, refused: bool) -> None:

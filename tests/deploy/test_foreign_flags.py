@@ -68,7 +68,7 @@ def test_a_command_line_of_sglangs_users(capsys: Capture) -> None:
         assert getattr(serve.build_parser().parse_strict(words.split()), field) == 2
     assert args.enable_mixed_chunk is True
     lines = capsys.readouterr().err.splitlines()
-    ignored = ("--trust-remote-code", "--enable-metrics", "--log-requests-level", "--dist-init-addr")
+    ignored = ("--trust-remote-code", "--enable-metrics", "--log-requests-level")
     assert [line.split(" is ignored: ")[0] for line in lines] == [f"tandem serve: warning: {name}" for name in ignored]
 
 

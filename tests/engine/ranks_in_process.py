@@ -1,9 +1,12 @@
-"""A group of ranks in one process: the leader's engine here, each follower in a thread, over real sockets and shared memory."""
+"""A group of ranks in one process: the leader's engine here, each follower in a thread, over real sockets and shared memory.
+
+With `nnodes=2` each machine has memory of its own, and TCP connections join their ranks.
+"""
 
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +18,7 @@ from engine.config import EngineConfig
 from engine.kv.held import HeldKV
 from engine.kv.kv_pool import KVPool, zeroed_bytes
 from engine.model_files.model_config import load_model_config
-from engine.nodes import leader_of
+from engine.nodes import Wire, leader_of, ranks_of, wires
 from engine.parallel.late import late_ranks
 from engine.parallel.region import SharedRegion
 from engine.ranks.build import RankUse, build_follower
@@ -62,13 +65,22 @@ def ranks(
     flags = {"max_total_tokens": 8192, "tp_size": tp_size, "pp_size": pp_size, **flags}
     given, model = EngineConfig(model_path=model_path, **flags), load_model_config(model_path)
     config = resolve(given, model, cuda=False)
-    region = SharedRegion.create(region_plan(config, model))
+    regions = [SharedRegion.create(region_plan(config, model)) for _ in range(config.nnodes)]
+    connected, undo = {wire: tcp_pair() for wire in wires(config)}, ExitStack()
+    for sock in (sock for pair in connected.values() for sock in pair):
+        undo.enter_context(sock)
     errors: list[BaseException] = []
     pools: dict[int, KVPool] = {}
     followers: dict[int, Follower] = {}
 
+    def abort() -> None:
+        for region in regions:
+            region.abort()
+
     def follow(rank: int, descriptor: int) -> None:
         channel = follower_end(descriptor)
+        node = int(rank not in ranks_of(0, config))
+        region = regions[node]
         try:
             assert region.descriptor is not None
             mine = SharedRegion.open(region.descriptor, region.plan)
@@ -81,6 +93,7 @@ def ranks(
                     channel=channel,
                     use=RankUse(decodes=True, name=f"rank{rank}", allocate_kv=zeroed_bytes),
                     turning=lambda _: None,
+                    wires=ends_of(connected, rank, node),
                 )
                 if serve is not None:
                     engine = partial(serve, pools[rank], held, theirs_of[rank])
@@ -88,7 +101,7 @@ def ranks(
                 followers[rank].run()
         except BaseException as error:
             errors.append(error)
-            region.abort()
+            abort()
         finally:
             channel.close()
 
@@ -98,18 +111,18 @@ def ranks(
     for rank in range(config.num_ranks):
         if rank == leader_of(config):
             continue
-        own, theirs = channel_pair()
+        own, theirs = plan_pair(connected, rank) or channel_pair()
         members[rank] = (leader_end(own), _Thread(rank))
         if serve is not None:
             transfers[rank], theirs_of[rank] = channel_pair()
         threads.append(threading.Thread(target=follow, args=(rank, theirs.detach()), name=f"rank {rank}"))
     group = Group(
-        links=links_of(region, leader_of(config), config),
+        links=links_of(regions[0], leader_of(config), config, ends_of(connected, leader_of(config), 0)),
         pids={},
         transfers=transfers,
-        followers=Followers(members, on_end=lambda text, refused: region.abort()),
+        followers=Followers(members, on_end=lambda text, refused: abort()),
         timeout_s=START_S,
-        late=partial(late_ranks, region),
+        late=partial(late_ranks, regions[0]),
     )
     for thread in threads:
         thread.start()
@@ -119,9 +132,30 @@ def ranks(
     finally:
         for thread in threads:
             thread.join(END_S)
-        region.close()
+        for region in regions:
+            region.close()
+        undo.close()
         assert not errors, errors
         assert not any(thread.is_alive() for thread in threads)
+
+
+Pairs = dict[Wire, tuple[socket.socket, socket.socket]]
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = socket.create_connection(server.getsockname())
+        return server.accept()[0], there
+
+
+def ends_of(connected: Pairs, rank: int, node: int) -> dict[str, socket.socket]:
+    ends = ((wire.at(node), pair[node]) for wire, pair in connected.items() if wire.kind != "plan")
+    return {end: sock for (owner, end), sock in ends if owner == rank}
+
+
+def plan_pair(connected: Pairs, rank: int) -> tuple[socket.socket, socket.socket] | None:
+    """Of a follower on node 1."""
+    return next((pair for wire, pair in connected.items() if (wire.kind, wire.on_node_1) == ("plan", rank)), None)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.protocol import Registration
 from deploy import cli
 from disagg.config import DisaggConfig
-from disagg.exposure import check_events_exposure, check_exposure, make_allowlist
+from disagg.exposure import check_events_exposure, check_exposure, check_nodes_exposure, make_allowlist
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.routes import ADMIN_PATHS, ROUTES
 from engine.messages import Bootstrap
@@ -276,6 +276,18 @@ def test_prompts_are_not_told_to_strangers_by_kv_events(
     engine, disagg = EngineConfig(kv_events_config=config), DisaggConfig(cluster_secret_file=secret)
     check = partial(check_events_exposure, engine=engine, disagg=disagg)
     check_start(check, ServerConfig, r"--kv-events-config .*--cluster-secret-file" if refused else None, caplog)
+
+
+@pytest.mark.parametrize(
+    ("address", "secret", "refused"),
+    [("127.0.0.1:5000", None, False), ("10.0.0.1:5000", None, True), ("10.0.0.1:5000", "file", False)],
+)
+def test_no_stranger_joins_the_ranks_of_two_machines(
+    address: str, secret: str | None, refused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = EngineConfig(tp_size=2, nnodes=2, dist_init_addr=address)
+    check = partial(check_nodes_exposure, engine=engine, disagg=DisaggConfig(cluster_secret_file=secret))
+    check_start(check, ServerConfig, "--dist-init-addr .*--cluster-secret-file" if refused else None, caplog)
 
 
 def test_a_registration_holds_no_secret() -> None:
