@@ -22,7 +22,7 @@ SEND_BUFFER_BYTES = 4 << 20  # asked for; Linux gives at most net.core.wmem_max
 MORE, LAST = b"\x01", b"\x00"
 
 
-class End(Protocol):
+class ChannelEnd(Protocol):
     """One end of the connection, for whole messages. Raises ChannelClosed, and `put`, which never blocks, ChannelFull."""
 
     def fileno(self) -> int: ...
@@ -40,7 +40,7 @@ class Channel(Generic[M]):
     """Sends come from any thread, `receive` from one. `receives`: the type of the messages that arrive."""
 
     def __init__(self, end: socket.socket, receives: type[M]) -> None:
-        self._end: End = StreamEnd(end) if end.type == socket.SOCK_STREAM else _PacketEnd(end)
+        self._end: ChannelEnd = StreamEnd(end) if end.type == socket.SOCK_STREAM else _PacketEnd(end)
         self._decoder = msgspec.msgpack.Decoder(receives)
 
     def fileno(self) -> int:
