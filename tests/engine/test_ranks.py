@@ -86,14 +86,12 @@ def alone_in_units() -> Answers:
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(4, 1), (2, 2)])
-def test_two_machines_answer_as_one_does(
-    alone: tuple[dict[str, list[int]], dict[str, list[float]]], tp_size: int, pp_size: int
-) -> None:
+def test_two_machines_answer_as_one_does(alone: Answers, tp_size: int, pp_size: int) -> None:
     """Sums of two ranks here and two there, and states that go from one machine to the other."""
     meeting = {"nnodes": 2, "dist_init_addr": "127.0.0.1:1"}
-    tokens, logprobs = answers(tp_size, pp_size, **meeting)
-    assert (tokens, logprobs) == answers(tp_size, pp_size)
-    assert tokens == alone[0]
+    here, there = answers(tp_size, pp_size), answers(tp_size, pp_size, **meeting)
+    assert (there.tokens, there.logprobs) == (here.tokens, here.logprobs)
+    assert there.tokens == alone.tokens
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), SHAPES)
