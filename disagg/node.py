@@ -70,7 +70,11 @@ def _start(plan: SessionPlan, met: Met, children: Children) -> None:
 def _watch(plan: SessionPlan, control: Control, children: Children) -> int:
     while (dead := children.first_dead()) is None:
         if _is_there(control, LOOK_S):
-            return _end_of(plan, control)
+            dead = children.first_dead()  # node 0 may have heard of it before
+            if dead is None or dead[1].poll() == 0:
+                return _end_of(plan, control)
+            break
+    assert dead is not None, "the loop ends with one"
     name, process = dead
     if process.poll() == 0 and _is_there(control, WORD_S):
         return _end_of(plan, control)
