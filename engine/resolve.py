@@ -110,7 +110,7 @@ def step_budget(config: EngineConfig, model: ModelConfig) -> StepBudget | None:
     attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
     token_flops = 2 * model.num_layers * (attention + 3 * model.hidden_size * model.intermediate_size)
     pair_flops = 4 * model.num_layers * model.num_heads * model.head_dim
-    threads = config.num_threads if config.device == "cpu" else 1
+    threads = config.num_ranks * (config.num_threads if config.device == "cpu" else 1)
     return StepBudget(
         max_step_s=config.max_step_time_s,
         page_size=config.page_size,
