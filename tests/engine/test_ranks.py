@@ -34,7 +34,7 @@ WAYS: dict[str, tuple[dict[str, Any], Callable[[Any], int]]] = {  # flags, and w
     "retraction": ({"test_retract": 3}, lambda counters: counters.retractions),
     "mixed": ({"chunked_prefill_size": 32, "enable_mixed_chunk": True}, lambda counters: counters.mixed_steps),
     "all": (
-        {"chunked_prefill_size": 32, "enable_mixed_chunk": True, "test_retract": 2},
+        {"chunked_prefill_size": 32, "enable_mixed_chunk": True, "test_retract": 1},
         lambda counters: min(counters.mixed_steps, counters.retractions),
     ),
 }
