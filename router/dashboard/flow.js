@@ -23,7 +23,7 @@ class Card {
     this.name = el("span", "name", nameOf(worker.url));
     this.health = el("span", "health");
     this.bar = el("span", "bar");
-    this.sizes = el("span", "usage sizes");
+    this.sizes = el("span", "sizes");
     this.usage = el("span", "usage");
     this.counts = el("p", "note counts");
     this.dock = el("div", "dock");

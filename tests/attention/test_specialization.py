@@ -134,7 +134,7 @@ class Day:
             sampler=TritonSampler(num_slots=64, vocab_size=VOCAB_SIZE, device=cpu),
             device=cpu,
         )
-        make = partial(ForwardPass, backend=backend, page_table=table, future_map=future_map, layers=LayerMarks(cpu))
+        make = partial(ForwardPass, backend=backend, page_table=table, inputs=future_map, layers=LayerMarks(cpu))
         prompts = PrefillGraphs(
             sizes=[16, 64, 300], capture=Anew, backend=backend, page_table=table, future_map=future_map
         )
