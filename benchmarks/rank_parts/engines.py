@@ -26,7 +26,7 @@ WAYS = {
     "--pp-size 2": ("--pp-size", "2", "--num-threads", "1"),
 }
 FLAGS = ("--unified", "--max-total-tokens", "32768", "--disable-radix-cache", "--log-level", "warning")
-SHORT, LONG = 64, 6000  # tokens of a prompt; the long one is six chunks
+SHORT, LONG = 64, 4096  # tokens of a prompt; the long one is four chunks
 OUTPUT = 24
 BATCH = 8
 
