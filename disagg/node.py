@@ -70,7 +70,7 @@ def _start(plan: SessionPlan, met: Met, children: Children) -> None:
 def _watch(plan: SessionPlan, control: Control, children: Children) -> int:
     while (dead := children.first_dead()) is None:
         if _is_there(control, LOOK_S):
-            dead = children.first_dead()  # node 0 may have heard of it before
+            dead = children.first_dead()  # node 0 may have noticed it before
             if dead is None or dead[1].poll() == 0:
                 return _end_of(plan, control)
             break

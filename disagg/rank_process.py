@@ -5,7 +5,6 @@ Exit status: 0 when the leader has ended; OPERATING_ERROR after an error that th
 
 import argparse
 import contextlib
-import faulthandler
 import logging
 import os
 import select
@@ -21,7 +20,7 @@ import msgspec
 from disagg.children import OPERATING_ERROR
 from disagg.config import RankSpec, role_name
 from engine.loop.turn_clock import TurnClock
-from engine.loop.watchdog import EXIT_STATUS, Watchdog
+from engine.loop.watchdog import Watchdog, end_process
 from engine.model_files.model_config import load_model_config
 from engine.parallel.meeting import LOST_S
 from engine.ranks.channel import Channel, follower_end
@@ -98,13 +97,7 @@ def _note(turns: TurnClock, busy: bool) -> None:
 
 
 def _end_with_stacks(rank: int, of: int, stalled_s: float) -> None:
-    print(
-        f"rank {rank} of {of}: a step takes {stalled_s:.1f} s by now (--watchdog-timeout); stacks follow",
-        file=sys.stderr,
-    )
-    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-    sys.stderr.flush()
-    os._exit(EXIT_STATUS)
+    end_process(f"rank {rank} of {of}: a step takes {stalled_s:.1f} s by now (--watchdog-timeout)")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,9 +18,14 @@ LONGEST_CHECK_S = 1.0
 
 
 def end_with_stacks(stalled_s: float, *, found: str = "") -> None:
-    """Write every thread's stack to stderr and end the process at once. `found`: what the loop waits for."""
+    """End the process of a loop that hangs. `found`: what it waits for."""
     why = f"--watchdog-timeout; it {found}" if found else "--watchdog-timeout"
-    print(f"scheduler: the loop has not turned for {stalled_s:.1f} s ({why}); stacks follow", file=sys.stderr)
+    end_process(f"scheduler: the loop has not turned for {stalled_s:.1f} s ({why})")
+
+
+def end_process(why: str) -> None:
+    """Write `why` and every thread's stack to stderr, and end the process at once."""
+    print(f"{why}; stacks follow", file=sys.stderr)
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     sys.stderr.flush()
     os._exit(EXIT_STATUS)

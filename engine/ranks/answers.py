@@ -17,7 +17,7 @@ class EndOfGroup(NamedTuple):
 def is_proven(plan: Plan) -> bool:
     """Whether the result of `plan`, or what follows it, proves that every rank has run it.
 
-    Each sum of a forward needs all ranks, so the result of a step with items does. Copies alone are nobody's input: a transfer
+    Each sum of a forward needs all ranks, so the result of a step with items does. No sum needs copies alone, and a transfer
     peer may write the pages next, so the followers answer such a step.
     """
     return bool(plan.items) or not plan.copies_pages

@@ -54,6 +54,3 @@ class RankRunner:
         self._copies.wait(plan.seq)
         if any(item.sample for item in plan.items):
             self._future_map.on_sampled()
-
-    def close(self) -> None:
-        self._copies.close()

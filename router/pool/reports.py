@@ -137,9 +137,9 @@ def parse_mode(info: object) -> str | None:
 
 def parse_ranks(info: object) -> RankSizes:
     """From `/server_info`: sizes, as in SGLang, and the processes' numbers."""
-    told = info if isinstance(info, dict) else {}
-    tp, pp, dp = (max(1, count_of(told.get(f"{name}_size"))) for name in ("tp", "pp", "dp"))
-    listed = told.get("rank_pids")
+    facts = info if isinstance(info, dict) else {}
+    tp, pp, dp = (max(1, count_of(facts.get(f"{name}_size"))) for name in ("tp", "pp", "dp"))
+    listed = facts.get("rank_pids")
     pids = [count_of(pid) for pid in listed[:MAX_PIDS]] if isinstance(listed, list) else []
     return RankSizes(tp=tp, pp=pp, dp=dp, pids=tuple(pid for pid in pids if pid))
 

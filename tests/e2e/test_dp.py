@@ -1,4 +1,4 @@
-"""Workers of two DP ranks (--dp-size 2): one worker for who sees it, tokens of one rank, and an end in which nothing is left."""
+"""Workers of two DP ranks (--dp-size 2): one worker for its clients, the tokens of one rank, and an end that leaves nothing."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.client import assert_all_back, generate, generate_all, post, session, state_of
+from tests.e2e.client import assert_all_back, generate, generate_all, post, session, state_of, wait_for_state
 from tests.e2e.cluster import Cluster, Worker, cluster, wait_until
 from tests.e2e.workload import mixed_bodies
 from tests.engine.engine_in_process import tokens_of
@@ -80,7 +80,7 @@ async def test_control_reaches_every_rank(started: dict[str, Cluster], qwen3: st
             asyncio.create_task(generate(http, url, {**long, "routed_dp_rank": rank, "rid": f"long-{rank}"}))
             for rank in range(2)
         ]
-        await _until_running(url, [1, 1])
+        await wait_for_state(url, lambda state: _running(state) == [1, 1])
         assert (await post(http, f"{url}/pause_generation", {"mode": "in_place"}))[0] == 200
         paused = await state_of(url)
         assert [rank["gauges"]["paused"] for rank in paused["ranks"]] == [1.0, 1.0]
@@ -90,7 +90,7 @@ async def test_control_reaches_every_rank(started: dict[str, Cluster], qwen3: st
         assert (await post(http, f"{url}/continue_generation", {}))[0] == 200
         await post(http, f"{url}/abort_request", {"rid": "long-1"})
         assert (await tasks[1])["meta_info"]["finish_reason"]["type"] == "abort"
-        await _until_running(url, [1, 0])
+        await wait_for_state(url, lambda state: _running(state) == [1, 0])
         await post(http, f"{url}/abort_request", {"rid": "long-0"})
         assert (await tasks[0])["meta_info"]["finish_reason"]["type"] == "abort"
         (tmp_path / "config.json").write_text("{}")
@@ -115,9 +115,8 @@ async def test_a_room_has_its_rank_at_prefill(started: dict[str, Cluster]) -> No
         assert status == 400 and "bootstrap_room 6 belongs to DP rank 0" in answer["error"]["message"]
 
 
-async def _until_running(url: str, counts: list[int]) -> None:
-    while [rank["running"] for rank in (await state_of(url))["ranks"]] != counts:
-        await asyncio.sleep(0.02)
+def _running(state: dict[str, Any]) -> list[int]:
+    return [rank["running"] for rank in state["ranks"]]
 
 
 @pytest.mark.parametrize("way", ["unified", "pd"])

@@ -1,1 +1,1 @@
-"""Ranks of one model: who holds what, and what they sum."""
+"""Ranks of one model: what each holds, and what they sum."""

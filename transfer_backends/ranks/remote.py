@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class RemoteOp:
-    """`state`: as last heard of."""
+    """`state`: as last received."""
 
     number: int
     state: OpState = OpState.PENDING

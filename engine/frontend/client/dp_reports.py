@@ -1,4 +1,4 @@
-"""Reports of several DP ranks as one: sums for who sees one worker. Pure."""
+"""Reports of several DP ranks as one: sums for clients, which see one worker. Pure."""
 
 from collections.abc import Sequence
 

@@ -96,9 +96,9 @@ class OtherFrontends:
         await end_tasks(self._changes)
         await self._peers.close()
 
-    async def _inform(self, told: RankReply, handle: Callable[[ToFrontend, int], None]) -> None:
+    async def _inform(self, change: RankReply, handle: Callable[[ToFrontend, int], None]) -> None:
         async with self._one_change:
-            answers = await self._peers.request("POST", REPLY, told, timeout_s=CHANGE_TIMEOUT_S)
+            answers = await self._peers.request("POST", REPLY, change, timeout_s=CHANGE_TIMEOUT_S)
             if len(answers) < self._peers.num:
                 self.lost = f"a frontend process did not take a change of adapters or weights in {CHANGE_TIMEOUT_S:g} s"
-            handle(told.reply, told.rank)
+            handle(change.reply, change.rank)

@@ -41,8 +41,8 @@ def make_internal_handle(s: Services) -> Handler:
         return web.Response()
 
     async def reply(request: web.BaseRequest) -> web.Response:
-        told = decode_body(await request.read(), RankReply)
-        s.leaders.on_message(told.reply, told.rank)
+        change = decode_body(await request.read(), RankReply)
+        s.leaders.on_message(change.reply, change.rank)
         return web.Response()
 
     async def close(request: web.BaseRequest) -> web.Response:
