@@ -10,7 +10,7 @@
 
 #include "vectors.h"
 
-#define ABI_VERSION 1
+#define ABI_VERSION 2
 #define MOST_RANKS 64
 #define RANKS_ENDED 2 /* engine/kernels/failures.py */
 #define OUT_OF_STEP 3
@@ -85,11 +85,11 @@ int tandem_wait(const struct wait *a) { return wait_for(a->word, a->value, a->ab
 
 struct sum {
     const float *partial; /* [elements], of this rank */
-    void *out;            /* [elements] bf16 or float */
+    void *out;            /* [end - begin] bf16 or float */
     struct line *lines;   /* [ranks] */
     float *windows;       /* [2, ranks, window], aligned to cache lines; window a multiple of 16 */
     const int64_t *abort;
-    int64_t elements, rank, ranks, window, out_is_f32, threads;
+    int64_t elements, begin, end, rank, ranks, window, out_is_f32, threads; /* from `begin` to `end` are wanted here */
 };
 
 /* The tree over `ranks`, the same for all counts: neighbours, then neighbours of these. An odd last one waits for its turn. */
@@ -113,7 +113,10 @@ INLINE void add_some(const float *windows, int64_t window, void *out, int64_t be
         }
     }
     if (i == end) return;
-    for (int r = 0; r < ranks; r++) x[r] = load_f32(windows + r * window + i); /* within the window: its size is whole lanes */
+    for (int r = 0; r < ranks; r++) {
+        x[r] = (f16v){0};
+        memcpy(&x[r], windows + r * window + i, (size_t)(end - i) * sizeof(float)); /* more may lie beyond the memory */
+    }
     const f16v all = add_all(x, ranks);
     for (int64_t lane = 0; i + lane < end; lane++) {
         if (is_f32) ((float *)out)[i + lane] = all[lane];
@@ -147,7 +150,7 @@ static void copy_in_threads(float *to, const float *from, int64_t numbers, int t
     }
 }
 
-/* out = the sum of all ranks' partials, rounded once. All ranks call it with the same number of elements. */
+/* out = the elements begin..end of the sum of all ranks' partials, rounded once. All ranks call it with the same `elements`. */
 int tandem_sum(const struct sum *a) {
     struct line *own = a->lines + a->rank;
     const int64_t item = a->out_is_f32 ? sizeof(float) : sizeof(bf16);
@@ -162,7 +165,41 @@ int tandem_sum(const struct sum *a) {
             if (failed) return failed;
             if (a->lines[r].numbers[count & 1] != a->elements - at) return OUT_OF_STEP;
         }
-        add_in_threads(windows, a->window, (char *)a->out + at * item, numbers, (int)a->out_is_f32, (int)a->ranks, (int)a->threads);
+        const int64_t from = a->begin > at ? a->begin : at, to = a->end < at + numbers ? a->end : at + numbers;
+        if (from < to)
+            add_in_threads(windows + from - at, a->window, (char *)a->out + (from - a->begin) * item, to - from, (int)a->out_is_f32,
+                           (int)a->ranks, (int)a->threads);
+    }
+    return 0;
+}
+
+/* ---- rows of one matrix: windows between the sums', in the same order on all ranks */
+
+struct rows {
+    const char *part;   /* [size] bytes, of this rank, which are those from `begin` */
+    char *out;          /* [bytes] */
+    struct line *lines; /* as of sums, with the rest */
+    char *windows;      /* [2, window] bytes */
+    const int64_t *abort;
+    int64_t bytes, begin, size, rank, ranks, window;
+};
+
+/* out = what all ranks brought, each to its place. Bytes that none brings are of any content. */
+int tandem_rows(const struct rows *a) {
+    struct line *own = a->lines + a->rank;
+    for (int64_t at = 0; at < a->bytes; at += a->window) {
+        const int64_t count = own->written, end = a->bytes < at + a->window ? a->bytes : at + a->window;
+        const int64_t from = a->begin > at ? a->begin : at, to = a->begin + a->size < end ? a->begin + a->size : end;
+        char *window = a->windows + (count & 1) * a->window;
+        if (from < to) memcpy(window + from - at, a->part + from - a->begin, (size_t)(to - from));
+        own->numbers[count & 1] = at - a->bytes; /* below 0: no sum */
+        write_word(&own->written, count + 1);
+        for (int64_t r = 0; r < a->ranks; r++) {
+            const int failed = wait_for(&a->lines[r].written, count + 1, a->abort);
+            if (failed) return failed;
+            if (a->lines[r].numbers[count & 1] != at - a->bytes) return OUT_OF_STEP;
+        }
+        memcpy(a->out + at, window, (size_t)(end - at));
     }
     return 0;
 }

@@ -15,7 +15,7 @@ from engine.kernels.build import fields, load_library
 from engine.kernels.failures import failure
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 
 class _Wait(ctypes.Structure):
@@ -29,7 +29,15 @@ class _Sum(ctypes.Structure):
 
     _fields_ = fields(
         ("partial", "out", "lines", "windows", "abort"),
-        ("elements", "rank", "ranks", "window", "out_is_f32", "threads"),
+        ("elements", "begin", "end", "rank", "ranks", "window", "out_is_f32", "threads"),
+    )
+
+
+class _Rows(ctypes.Structure):
+    """Mirror of `struct rows`."""
+
+    _fields_ = fields(
+        ("part", "out", "lines", "windows", "abort"), ("bytes", "begin", "size", "rank", "ranks", "window")
     )
 
 
@@ -55,8 +63,10 @@ class Allreduce:
         assert library.tandem_allreduce_abi() == ABI_VERSION
         self._wait = library.tandem_wait
         self._sum = library.tandem_sum
+        self._rows = library.tandem_rows
         self._gather = library.tandem_gather
-        for function, args in ((self._wait, _Wait), (self._sum, _Sum), (self._gather, _Gather)):
+        kernels = ((self._wait, _Wait), (self._sum, _Sum), (self._rows, _Rows), (self._gather, _Gather))
+        for function, args in kernels:
             function.argtypes = [ctypes.POINTER(args)]
 
     def wait(self, word: int, value: int, *, abort: int) -> None:
@@ -65,11 +75,16 @@ class Allreduce:
             raise failure(failed)
 
     def sum(
-        self, at: SharedLines, partial: torch.Tensor, *, windows: int, window: int, dtype: torch.dtype
+        self, at: SharedLines, partial: torch.Tensor, *, rows: range, windows: int, window: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """[T, n] of `dtype`, float32 or bfloat16, for `partial` [T, n] float32. `windows`: address of [2, ranks, window]."""
+        """[len(rows), n] of `dtype`, float32 or bfloat16, for `partial` [T, n] float32, whose `rows` are wanted here.
+
+        `windows`: address of [2, ranks, window].
+        """
         assert dtype in (torch.float32, torch.bfloat16), dtype
-        out = tape.empty(partial.shape, dtype)
+        total, width = partial.shape
+        assert 0 <= rows.start <= rows.stop <= total and rows.step == 1, (rows, partial.shape)
+        out = tape.empty((len(rows), width), dtype)
         args = _Sum(
             partial=_address(partial),
             out=out.data_ptr(),
@@ -77,6 +92,8 @@ class Allreduce:
             windows=windows,
             abort=at.abort,
             elements=partial.numel(),
+            begin=rows.start * width,
+            end=rows.stop * width,
             rank=at.rank,
             ranks=at.ranks,
             window=window,
@@ -84,6 +101,34 @@ class Allreduce:
             threads=torch.get_num_threads(),
         )
         if failed := tape.call(self._sum, args):
+            raise failure(failed)
+        return out
+
+    def rows(
+        self, at: SharedLines, part: torch.Tensor, *, first: int, total: int, windows: int, window: int
+    ) -> torch.Tensor:
+        """[total, n] of all ranks' `part` [T, n], dense; this one's rows begin at `first`.
+
+        `windows`: address of 2 x `window` bytes. Rows that no rank brings are of any content.
+        """
+        count, width = part.shape
+        assert part.is_contiguous() and 0 <= first <= first + count <= total, (part.shape, part.stride(), first, total)
+        out = tape.empty((total, width), part.dtype)
+        row_bytes = width * part.element_size()
+        args = _Rows(
+            part=part.data_ptr(),
+            out=out.data_ptr(),
+            lines=at.lines,
+            windows=windows,
+            abort=at.abort,
+            bytes=total * row_bytes,
+            begin=first * row_bytes,
+            size=count * row_bytes,
+            rank=at.rank,
+            ranks=at.ranks,
+            window=window,
+        )
+        if failed := tape.call(self._rows, args):
             raise failure(failed)
         return out
 

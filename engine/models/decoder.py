@@ -1,7 +1,7 @@
 """The dense decoder of Llama, Mistral, Qwen2 and Qwen3; they differ in biases and in the norm on q and k.
 
 A rank has its stage's layers, and of each layer some heads and a part of the MLP: two sums over the stage's ranks a layer. Norms and
-the residual stream are the same on all of them.
+the residual stream are the same on all of them. With DP attention the MLPs are those of all DP ranks (engine/models/shared_mlp.py).
 """
 
 import re
@@ -16,6 +16,7 @@ from engine.layers.linear import Linear, LinearSite, SiteShape
 from engine.layers.norm import RMSNorm, add
 from engine.layers.rope import NormedRope, Rope, Turn, Unturned
 from engine.models.part import ModelPart
+from engine.models.shared_mlp import SharedMLP
 
 # (layer of the stage, new tokens) -> [T, Hq * D]: norms and turns q and k, writes k and v into the KV pool, then attends with scale
 # D ** -0.5.
@@ -95,6 +96,12 @@ class DenseDecoder:
         assert delta is not None, "a stage has a layer"
         return add(x, delta)
 
+    def join(self) -> None:
+        """Compute this rank's part of what all DP ranks compute together, in a step that only others have tokens in."""
+        for layer in self._layers:
+            assert layer.shared is not None, "without DP attention no rank computes for others"
+            layer.shared.join()
+
     def logits(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor | None:
         """[n, vocab] float32 for `hidden` [n, hidden], rows from `forward`; in `out` if given.
 
@@ -121,7 +128,8 @@ class _Layer:
         self._attention_norm = RMSNorm(part.vector(f"{prefix}input_layernorm.weight"), eps=eps)
         self._attention = _Attention(part, f"{prefix}self_attn.", place=place)
         self._mlp_norm = RMSNorm(part.vector(f"{prefix}post_attention_layernorm.weight"), eps=eps)
-        self._mlp: FeedForward = _MLP(part, f"{prefix}mlp.")
+        self.shared = SharedMLP(part, f"{prefix}mlp.", exchange=part.exchange) if part.exchange else None
+        self._mlp: FeedForward = self.shared or _MLP(part, f"{prefix}mlp.")
         self.sites = [*self._attention.sites, *self._mlp.sites]
 
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:

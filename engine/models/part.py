@@ -10,10 +10,14 @@ from engine.model_files.model_config import ModelConfig
 from engine.models.checkpoint import Checkpoint
 from engine.parallel.collectives import Collectives
 from engine.parallel.layout import ALONE, Cut, Place, share_of
+from engine.parallel.row_exchange import RowExchange
 
 
 class ModelPart:
-    """`collectives`: of the stage's ranks; None where there is one. `reduce_units`: as `--reduce-units`, 0 is off."""
+    """`collectives`: of the stage's ranks; None where there is one. `exchange`: with DP attention, of all ranks.
+
+    `reduce_units`: as `--reduce-units`, 0 is off.
+    """
 
     def __init__(
         self,
@@ -22,18 +26,22 @@ class ModelPart:
         *,
         place: Place = ALONE,
         collectives: Collectives | None = None,
+        exchange: RowExchange | None = None,
         reduce_units: int = 0,
     ) -> None:
         if collectives is None:
             assert place.tp_size == 1, place
         else:
             assert (collectives.rank, collectives.size) == (place.tp_rank, place.tp_size), place
+        assert (exchange is None) == (place.dp_size == 1), place
         self.config = config
         self.checkpoint = checkpoint
         self.place = place
         self.share = share_of(config, place)
         self.collectives = collectives
+        self.exchange = exchange
         self._segments = max(1, reduce_units // place.tp_size)
+        self.mlp_segments = max(1, reduce_units // place.mlp_size)
         self.q = Cut(config.num_heads, self.share.heads).times(config.head_dim)
         self.kv = Cut(config.num_kv_heads, self.share.kv_heads).times(config.head_dim)
         self.intermediate = Cut(config.intermediate_size, self.share.intermediate)

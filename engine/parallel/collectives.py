@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.kernels.allreduce import SharedLines, allreduce
 from engine.kernels.failures import OUT_OF_STEP, failure
 from engine.parallel.region import SharedRegion
+from engine.parallel.region_plan import FLOAT_BYTES
 
 
 class Collectives(Protocol):
@@ -72,11 +73,27 @@ class SharedMemoryCollectives:
         )
 
     def sum(self, partial: Tensor, *, dtype: torch.dtype) -> Tensor:
+        return self.sum_rows(partial, rows=range(len(partial)), dtype=dtype)
+
+    def sum_rows(self, partial: Tensor, *, rows: range, dtype: torch.dtype) -> Tensor:
+        """`rows` of `sum`: each rank may want others."""
         if self._kernels is not None:
+            windows = self._windows.data_ptr()
             return self._kernels.sum(
-                self._to_sum, partial, windows=self._windows.data_ptr(), window=self._window, dtype=dtype
+                self._to_sum, partial, rows=rows, windows=windows, window=self._window, dtype=dtype
             )
-        return self._sum_by_torch(partial, dtype)
+        return self._sum_by_torch(partial, dtype)[rows.start : rows.stop]
+
+    def gather_rows(self, part: Tensor, *, first: int, total: int) -> Tensor:
+        """[total, n] of all ranks' `part` [T, n], dense; this one's rows begin at `first`. The same on all ranks.
+
+        Ranks may bring none. Rows that no rank brings are of any content.
+        """
+        if self._kernels is not None:
+            window = self._windows[0].numel() * FLOAT_BYTES
+            windows = self._windows.data_ptr()
+            return self._kernels.rows(self._to_sum, part, first=first, total=total, windows=windows, window=window)
+        return self._gather_rows_by_torch(part, first, total)
 
     def gather_columns(self, part: Tensor, *, columns: range, total: int) -> Tensor | None:
         rows = len(part)
@@ -95,20 +112,46 @@ class SharedMemoryCollectives:
 
     def _sum_by_torch(self, partial: Tensor, dtype: torch.dtype) -> Tensor:
         assert partial.dtype == torch.float32 and partial.is_contiguous(), (partial.dtype, partial.stride())
-        flat, own = partial.view(-1), self._sum_lines[self.rank]
+        flat = partial.view(-1)
         out = torch.empty(len(flat), dtype=dtype)
         for at in range(0, len(flat), self._window):
-            piece, count = flat[at : at + self._window], int(own[0].item())
-            windows = self._windows[count % 2, :, : len(piece)]
+            piece = flat[at : at + self._window]
+            windows = self._windows[self._written % 2, :, : len(piece)]
             windows[self.rank] = piece
-            own[1 + count % 2] = len(flat) - at
-            self._region.publish(own[:1], count + 1)
-            for line in self._sum_lines:
-                self._region.wait(line[:1], count + 1)
-                if line[1 + count % 2] != len(flat) - at:
-                    raise failure(OUT_OF_STEP)
+            self._meet(len(flat) - at)
             out[at : at + len(piece)] = tree_sum(list(windows))
         return out.view(partial.shape)
+
+    def _gather_rows_by_torch(self, part: Tensor, first: int, total: int) -> Tensor:
+        width = part.shape[1]
+        out = torch.empty((total, width), dtype=part.dtype)
+        flat, brought = out.view(-1).view(torch.uint8), part.contiguous().view(-1).view(torch.uint8)
+        begin = first * width * part.element_size()
+        size = self._windows[0].numel() * FLOAT_BYTES
+        for at in range(0, len(flat), size):
+            piece = flat[at : at + size]
+            window = self._windows[self._written % 2].view(-1).view(torch.uint8)[: len(piece)]
+            start, stop = max(begin, at), min(begin + len(brought), at + len(piece))
+            if start < stop:
+                window[start - at : stop - at] = brought[start - begin : stop - begin]
+            self._meet(at - len(flat))  # below 0: no sum
+            piece.copy_(window)
+        return out
+
+    @property
+    def _written(self) -> int:
+        """Count the windows that this rank has written."""
+        return int(self._sum_lines[self.rank][0].item())
+
+    def _meet(self, numbers: int) -> None:
+        """Count the window as written, with its `numbers`, and wait until all have written theirs."""
+        own, count = self._sum_lines[self.rank], self._written
+        own[1 + count % 2] = numbers
+        self._region.publish(own[:1], count + 1)
+        for line in self._sum_lines:
+            self._region.wait(line[:1], count + 1)
+            if line[1 + count % 2] != numbers:
+                raise failure(OUT_OF_STEP)
 
     def _gather_by_torch(self, part: Tensor, place: Tensor) -> None:
         own, leader = self._gather_lines[self.rank], self._gather_lines[0]

@@ -1,6 +1,7 @@
 """Which part of a model each rank of a TP x PP group holds, and which sizes fit a model. Pure.
 
     heads, KV heads, intermediate, vocabulary   cut over the TP ranks of a stage, in order
+                                                with DP attention the intermediate over those of all DP ranks
     layers                                      cut over the stages, balanced by bytes; the first holds the embedding, the last the head
 
 Where TP ranks outnumber KV heads, each KV head is on tp_size / kv_heads ranks. So a query head is always with its KV head.
@@ -17,16 +18,31 @@ from service.flags import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A rank in its group. `partition`: layers of each stage (`--pp-layer-partition`); (): balanced by bytes."""
+    """A rank in its group. `partition`: layers of each stage (`--pp-layer-partition`); (): balanced by bytes.
+
+    `dp_rank`, `dp_size`: with DP attention, which group of `tp_size` ranks it is in, of those that share the MLPs.
+    """
 
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
     partition: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert 0 <= self.tp_rank < self.tp_size and 0 <= self.pp_rank < self.pp_size, self
+        assert 0 <= self.dp_rank < self.dp_size and (self.dp_size == 1 or self.pp_size == 1), self
+
+    @property
+    def mlp_rank(self) -> int:
+        """Its number among the ranks that share an MLP."""
+        return self.dp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def mlp_size(self) -> int:
+        return self.dp_size * self.tp_size
 
     @property
     def is_first_stage(self) -> bool:
@@ -85,7 +101,7 @@ def share_of(config: ModelConfig, place: Place) -> Share:
     return Share(
         heads=_even(config.num_heads, rank, size),
         kv_heads=_kv_heads(config.num_kv_heads, rank, size),
-        intermediate=_even(config.intermediate_size, rank, size),
+        intermediate=_even(config.intermediate_size, place.mlp_rank, place.mlp_size),
         vocab=range(config.vocab_size * rank // size, config.vocab_size * (rank + 1) // size),
         layers=stage_layers(config, pp_size=place.pp_size, partition=place.partition)[place.pp_rank],
     )
@@ -125,31 +141,41 @@ def check_layout(
     *,
     tp_size: int,
     pp_size: int,
+    dp_size: int = 1,
     partition: Sequence[int] = (),
     kv_units: int | None = None,
     reduce_units: int = 0,
 ) -> None:
-    """Raise ConfigError naming the flag, both numbers and what would fit. `reduce_units`: 0 is off."""
-    if problem := _tp_problem(config, tp_size):
-        fitting = [size for size in range(1, config.num_heads + 1) if _tp_problem(config, size) is None]
-        raise ConfigError(f"--tp-size {tp_size}: {problem}; choose {_listed(fitting)}")
+    """Raise ConfigError naming the flag, both numbers and what would fit.
+
+    `dp_size`: of DP attention, whose ranks `tp_size` counts all. `reduce_units`: 0 is off.
+    """
+    if problem := _tp_problem(config, tp_size, dp_size):
+        most = config.num_heads * dp_size
+        fitting = [size for size in range(1, most + 1) if _tp_problem(config, size, dp_size) is None]
+        others = f" with --dp-size {dp_size}" if dp_size > 1 else ""
+        remedy = f"choose {_listed(fitting)}" if fitting else "choose another --dp-size"
+        raise ConfigError(f"--tp-size {tp_size}{others}: {problem}; {remedy}")
     _check_stages(config, pp_size, partition)
     if kv_units is not None:
-        _check_units(config, tp_size, kv_units)
+        _check_units(config, tp_size, dp_size, kv_units)
     if reduce_units:
         _check_reduce_units(config, tp_size, reduce_units)
 
 
-def _tp_problem(config: ModelConfig, size: int) -> str | None:
-    heads, kv_heads = config.num_heads, config.num_kv_heads
+def _tp_problem(config: ModelConfig, tp_size: int, dp_size: int) -> str | None:
+    if tp_size % dp_size:
+        return "DP attention needs as many ranks in each DP rank"
+    heads, kv_heads, size = config.num_heads, config.num_kv_heads, tp_size // dp_size
+    each = f"a DP rank's {size} " if dp_size > 1 else ""
     if heads % size:
-        return f"does not divide the model's {heads} attention heads"
+        return f"{each}does not divide the model's {heads} attention heads"
     if kv_heads % size and size % kv_heads:
-        return f"neither divides the model's {kv_heads} KV heads nor is a multiple of them"
-    if config.intermediate_size % size:
+        return f"{each}neither divides the model's {kv_heads} KV heads nor is a multiple of them"
+    if config.intermediate_size % tp_size:
         return f"does not divide the model's intermediate_size {config.intermediate_size}"
     if config.vocab_size < size:
-        return f"exceeds the model's vocabulary of {config.vocab_size}"
+        return f"{each}exceeds the model's vocabulary of {config.vocab_size}"
     return None
 
 
@@ -168,17 +194,18 @@ def _check_stages(config: ModelConfig, pp_size: int, partition: Sequence[int]) -
         raise ConfigError(f"{flag}: is {sum(partition)} layers, the model has {layers}; make the sum {layers}")
 
 
-def _check_units(config: ModelConfig, tp_size: int, kv_units: int) -> None:
-    kv_heads = config.num_kv_heads
-    fitting = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n % min(tp_size, kv_heads) == 0]
+def _check_units(config: ModelConfig, tp_size: int, dp_size: int, kv_units: int) -> None:
+    kv_heads, size = config.num_kv_heads, tp_size // dp_size
+    given = f"--tp-size {tp_size}" if dp_size == 1 else f"--tp-size {tp_size} over --dp-size {dp_size}"
+    fitting = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n % min(size, kv_heads) == 0]
     if kv_units in fitting:
         return
     if kv_units < 1 or kv_heads % kv_units:
         problem = f"does not divide the model's {kv_heads} KV heads"
-    elif tp_size > kv_heads:
-        problem = f"--tp-size {tp_size} exceeds the model's {kv_heads} KV heads, so each head is a unit"
+    elif size > kv_heads:
+        problem = f"{given} exceeds the model's {kv_heads} KV heads, so each head is a unit"
     else:
-        problem = f"is not a multiple of --tp-size {tp_size}"
+        problem = f"is not a multiple of {given}"
     raise ConfigError(f"--kv-units {kv_units}: {problem}; choose {_listed(fitting)}")
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TypeVar
 
 from engine.kernels.failures import RanksEnded
-from engine.parallel.collectives import Collectives, SharedMemoryCollectives
+from engine.parallel.collectives import SharedMemoryCollectives
 from engine.parallel.region import SharedRegion
 from engine.parallel.region_plan import RegionPlan
 
@@ -40,7 +40,7 @@ def together(works: Sequence[Callable[[], T]], *, region: SharedRegion) -> list[
     return [future.result() for future in futures]
 
 
-def run_ranks(plan: RegionPlan, work: Callable[[Collectives], T]) -> list[T]:
+def run_ranks(plan: RegionPlan, work: Callable[[SharedMemoryCollectives], T]) -> list[T]:
     """`work` of each rank of one stage."""
     with opened(plan, plan.ranks) as regions:
         ranks = [SharedMemoryCollectives(region, rank=rank) for rank, region in enumerate(regions)]

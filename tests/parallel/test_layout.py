@@ -23,9 +23,9 @@ def accepted() -> Iterator[tuple[ModelConfig, int]]:
             yield config, tp
 
 
-def fits(config: ModelConfig, tp_size: int) -> bool:
+def fits(config: ModelConfig, tp_size: int, *, dp_size: int = 1) -> bool:
     try:
-        check_layout(config, tp_size=tp_size, pp_size=1)
+        check_layout(config, tp_size=tp_size, pp_size=1, dp_size=dp_size)
     except ConfigError:
         return False
     return True
@@ -132,7 +132,47 @@ def test_a_rank_alone_holds_everything() -> None:
     assert Place().is_first_stage and Place().is_last_stage
 
 
+def test_with_dp_attention_each_dp_rank_has_all_heads_and_all_ranks_together_the_mlp_once() -> None:
+    cases = 0
+    for config, attention in accepted():
+        for dp in (2, 3, 4):
+            if not fits(config, attention * dp, dp_size=dp):
+                assert config.intermediate_size % (attention * dp)
+                continue
+            cases += 1
+            places = [
+                Place(tp_rank=rank % attention, tp_size=attention, dp_rank=rank // attention, dp_size=dp)
+                for rank in range(attention * dp)
+            ]
+            assert [(place.mlp_rank, place.mlp_size) for place in places] == [
+                (r, len(places)) for r in range(len(places))
+            ]
+            ranks = [share_of(config, place) for place in places]
+            assert joined(share.intermediate for share in ranks) == list(range(config.intermediate_size))
+            for first in range(0, len(ranks), attention):
+                group = ranks[first : first + attention]
+                for share, alone in zip(group, shares(config, attention), strict=True):
+                    assert (share.heads, share.kv_heads, share.vocab) == (alone.heads, alone.kv_heads, alone.vocab)
+    assert cases > 50
+
+
 REFUSED = [
+    (
+        {"tp_size": 6, "dp_size": 4},
+        "--tp-size 6 with --dp-size 4: DP attention needs as many ranks in each DP rank; choose 4, 8, 16 or 32",
+    ),
+    (
+        {"tp_size": 6, "dp_size": 2},
+        "--tp-size 6 with --dp-size 2: a DP rank's 3 does not divide the model's 8 attention heads; choose 2, 4, 8 or 16",
+    ),
+    (
+        {"tp_size": 10, "dp_size": 10},
+        "--tp-size 10 with --dp-size 10: does not divide the model's intermediate_size 96; choose another --dp-size",
+    ),
+    (
+        {"tp_size": 8, "dp_size": 2, "kv_units": 2},
+        "--kv-units 2: is not a multiple of --tp-size 8 over --dp-size 2; choose 4",
+    ),
     ({"tp_size": 3}, "--tp-size 3: does not divide the model's 8 attention heads; choose 1, 2, 4 or 8"),
     (
         {"tp_size": 4, "num_heads": 12, "num_kv_heads": 6},
@@ -181,7 +221,9 @@ REFUSED = [
 @pytest.mark.parametrize(("sizes", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
 def test_what_does_not_fit_is_refused_with_what_would(sizes: dict[str, int], message: str) -> None:
     flags = {
-        name: sizes[name] for name in ("tp_size", "pp_size", "partition", "kv_units", "reduce_units") if name in sizes
+        name: sizes[name]
+        for name in ("tp_size", "pp_size", "dp_size", "partition", "kv_units", "reduce_units")
+        if name in sizes
     }
     config = some_config(**{name: value for name, value in sizes.items() if name not in flags})
     with pytest.raises(ConfigError) as refused:

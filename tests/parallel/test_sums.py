@@ -87,6 +87,48 @@ def test_any_shape_in_any_windows(ranks: int, rows: int, columns: int, window: i
         assert all(torch.equal(got, expected) for got in summed(partials, dtype, window=window))
 
 
+@given(
+    counts=st.lists(st.integers(0, 5), min_size=2, max_size=5).filter(any),
+    padded=st.booleans(),
+    columns=st.integers(1, 70),
+    window=st.sampled_from([16, 48, 4096]),
+    by_c=st.sampled_from(KINDS),
+)
+@settings(max_examples=60)
+def test_each_rank_brings_rows_and_takes_the_sums_of_its_own(
+    counts: list[int], padded: bool, columns: int, window: int, by_c: str
+) -> None:
+    """End to end, or each in an equal part, whose other rows are nobody's."""
+    parts = [max(counts)] * len(counts) if padded else counts
+    firsts, total = [sum(parts[:rank]) for rank in range(len(parts))], sum(parts)
+    brought = [torch.randn(n, columns).to(torch.bfloat16) for n in counts]
+    partials = partials_of(len(counts), total, columns)
+    sums = one_by_one(partials, torch.bfloat16)
+
+    def work(rank: SharedMemoryCollectives) -> tuple[Tensor, Tensor]:
+        first, count = firsts[rank.rank], counts[rank.rank]
+        rows = rank.gather_rows(brought[rank.rank], first=first, total=total)
+        own = rank.sum_rows(partials[rank.rank], rows=range(first, first + count), dtype=torch.bfloat16)
+        return rows, own
+
+    with without_c() if by_c == "torch" else contextlib.nullcontext():
+        answers = run_ranks(RegionPlan(ranks=len(counts), window=window), work)
+    for rank, (rows, own) in enumerate(answers):
+        assert torch.equal(own, sums[firsts[rank] : firsts[rank] + counts[rank]])
+        for first, part in zip(firsts, brought, strict=True):
+            assert torch.equal(rows[first : first + len(part)], part)
+
+
+def test_a_rank_that_adds_while_others_gather_is_out_of_step(kind: str) -> None:
+    def work(rank: SharedMemoryCollectives) -> Tensor:
+        if rank.rank:
+            return rank.sum(torch.zeros(2, 16), dtype=torch.float32)
+        return rank.gather_rows(torch.zeros(2, 16), first=0, total=2)
+
+    with pytest.raises(RuntimeError, match="ranks are out of step"):
+        run_ranks(RegionPlan(ranks=2), work)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_row_has_the_same_bits_at_every_place_of_a_batch(kind: str, ranks: int) -> None:
     rows = partials_of(ranks, 1, 96)

@@ -1,0 +1,35 @@
+"""The MLP of a layer that all DP ranks compute together (DP attention): each rank has a part of it, and computes it for all rows."""
+
+import torch
+
+from engine.layers.linear import LinearSite, silu_mul, sums_matrix
+from engine.layers.norm import RMSNorm
+from engine.models.part import ModelPart
+from engine.parallel.row_exchange import RowExchange
+
+
+class SharedMLP:
+    """As `FeedForward`. It has no sites for adapters: a row's adapter is known to its own DP rank alone."""
+
+    def __init__(self, part: ModelPart, prefix: str, *, exchange: RowExchange) -> None:
+        names = [f"{prefix}gate_proj", f"{prefix}up_proj"]
+        self._gate_up, _ = part.columns(names, [part.intermediate, part.intermediate])
+        down = part.checkpoint.take(f"{prefix}down_proj.weight", [part.config.hidden_size, part.intermediate])
+        self._down = sums_matrix(down, None, segments=part.mlp_segments)
+        self._exchange = exchange
+        self._nothing = torch.empty(
+            (0, part.config.hidden_size), dtype=part.checkpoint.dtype, device=part.checkpoint.device
+        )
+        self.sites: list[LinearSite] = []
+
+    def of_norm(self, norm: RMSNorm, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """The MLP of norm(x + delta), which x becomes before the norm."""
+        return self._of(norm.of_sum(x, delta))
+
+    def join(self) -> None:
+        """Compute this rank's part for the rows of the others, without rows of its own."""
+        self._of(self._nothing)
+
+    def _of(self, own: torch.Tensor) -> torch.Tensor:
+        partial = self._down.partial(silu_mul(self._gate_up(self._exchange.gather(own))))
+        return self._exchange.sum(partial, own_rows=len(own), dtype=own.dtype)
