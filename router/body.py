@@ -172,6 +172,13 @@ def named_priority(parsed: ParsedBody) -> int | None:
     return value if isinstance(value, int) else None
 
 
+def named_dp_rank(parsed: ParsedBody) -> int | None:
+    """The DP rank of its workers that the request names; None for none, or for what is no integer."""
+    names = ("routed_dp_rank", "data_parallel_rank")
+    found = (_small(raw) for name in names if (raw := _raw(parsed.fields, name)))
+    return next((value for value in found if isinstance(value, int)), None)
+
+
 def prompt_of(api: Api, fields: Mapping[str, msgspec.Raw]) -> bytes:
     """The JSON text of the prompt."""
     texts = [_raw(fields, name) for name in _PROMPT_FIELDS[api]]

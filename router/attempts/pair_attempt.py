@@ -44,10 +44,16 @@ class RoomMinter:
     def mint(self, count: int) -> tuple[int, ...]:
         return tuple([self._mint_one() for _ in range(count)])
 
-    def _mint_one(self) -> int:
+    def mint_at(self, rank: int, num_ranks: int, count: int) -> tuple[int, ...]:
+        """Mint rooms of one DP rank of a prefill worker: those that leave `rank` when divided by `num_ranks`."""
+        assert 0 <= rank < num_ranks, (rank, num_ranks)
+        return tuple([self._mint_one(rank, num_ranks) for _ in range(count)])
+
+    def _mint_one(self, rank: int = 0, num_ranks: int = 1) -> int:
         room = 0
-        while room == 0 or room in self._live:
+        while room == 0 or room in self._live or room >> ROOM_BITS:
             room = self._draw(ROOM_BITS)
+            room += rank - room % num_ranks
         self._live.add(room)
         return room
 
@@ -259,7 +265,7 @@ class AttemptLauncher:
             answering = self._call(placements[0].worker, request.path, headers, request.body, stream=True)
         else:
             compute, answer_by = placements[0].worker, placements[1].worker
-            rooms = self.rooms.mint(parsed.num_samples)
+            rooms = self._rooms(request, compute)
             host, port = compute.bootstrap_host, compute.bootstrap_port
             prefill_body, decode_body = write_bodies(parsed, host=host, port=port, rooms=rooms)
             leases = self._charge(request, placements, now_s)
@@ -298,6 +304,13 @@ class AttemptLauncher:
         for notify in self.events.on_prefill_ended:
             notify(attempt, now_s)
         self.rooms.release(attempt.rooms)
+
+    def _rooms(self, request: RequestContext, prefill: Worker) -> tuple[int, ...]:
+        """Rooms of the DP rank that the request names: a prefill worker finds a room's rank by its number."""
+        rank, num_ranks, count = request.dp_rank, prefill.ranks.dp, request.parsed.num_samples
+        if rank is None or not 0 <= rank < num_ranks:
+            return self.rooms.mint(count)
+        return self.rooms.mint_at(rank, num_ranks, count)
 
     def _charge(self, request: RequestContext, placements: Sequence[Placement], now_s: float) -> list[Lease]:
         hints, charge = request.hints, self.table.loads.charge

@@ -52,6 +52,7 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     slo: Slo | None = None  # None: no objectives
     hedge_after_s: float | None = None  # silence after which a second attempt begins; None: never
     roles: tuple[Role, ...] = ()
+    dp_rank: int | None = None  # of both workers that is to serve it; None: any
     model: str = ""  # that its workers must serve; "": any
     traceparent: str = ""  # sent to workers; "": the client's
     headers: Mapping[str, str] = {}  # sent to workers

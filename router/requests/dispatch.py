@@ -14,7 +14,7 @@ from router.attempts.failed_workers import FailedWorkers
 from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, time_given
 from router.attempts.upstream_call import CallFailed
-from router.body import ALONE, Api, parse_body
+from router.body import ALONE, Api, named_dp_rank, parse_body
 from router.choice.chooser import Chooser
 from router.choice.policies import RoutingHints
 from router.client.credentials import Credentials
@@ -29,6 +29,7 @@ from router.requests.relay import StreamSplitter, answer_headers, open_answer, r
 from router.requests.replies import HANDED_BACK, draining, failure_error, failure_response, no_worker
 from router.requests.responses import KeptStream, Responses
 from service.http.deadline import ENVOY_HEADER, TIMEOUT_HEADER
+from service.http.dp_rank import RANK_HEADER, rank_in
 from service.http.errors import ApiError
 from service.http.guard import CALLER, CLIENT_GONE
 from service.http.invocations import invoked_path
@@ -40,7 +41,16 @@ from service.security.keys import authorization_of
 MAX_BACKOFF_S = 1.0
 RETRY_AFTER_S = 1
 
-_PASSED_HEADERS = ("traceparent", "tracestate", TIMEOUT_HEADER, ENVOY_HEADER, PRIORITY_HEADER, TTFT_HEADER, ITL_HEADER)
+_PASSED_HEADERS = (
+    "traceparent",
+    "tracestate",
+    TIMEOUT_HEADER,
+    ENVOY_HEADER,
+    PRIORITY_HEADER,
+    TTFT_HEADER,
+    ITL_HEADER,
+    RANK_HEADER,
+)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -133,6 +143,8 @@ class Dispatcher:
             request.hints = self.chooser.hints_of(parsed, http.headers)
         else:
             request.hints = RoutingHints(prompt_tokens=parsed.prompt_tokens, output_tokens=parsed.output_tokens)
+        named = rank_in(http.headers)
+        request.dp_rank = named_dp_rank(parsed) if named is None else named
         request.slo = self.admission.slo_of(http)
         if self.hedging is not None:
             request.hedge_after_s = self.hedging.after_s(http.headers, streams=parsed.streams)

@@ -115,6 +115,16 @@ async def test_a_room_has_its_rank_at_prefill(started: dict[str, Cluster]) -> No
         assert status == 400 and "bootstrap_room 6 belongs to DP rank 0" in answer["error"]["message"]
 
 
+async def test_a_rank_that_a_client_names_at_the_router_serves_at_both_workers(started: dict[str, Cluster]) -> None:
+    before = [await state_of(worker.url) for worker in started["pd"].workers]
+    body = {"input_ids": list(range(20, 60)), "sampling_params": SEEDED, "routed_dp_rank": 1}
+    await generate_all(started["pd"].router, [body] * 3)
+    for worker, was in zip(started["pd"].workers, before, strict=True):
+        ranks = zip((await state_of(worker.url))["ranks"], was["ranks"], strict=True)
+        more = [now["counters"]["prompt_tokens"] - then["counters"]["prompt_tokens"] for now, then in ranks]
+        assert more[0] == 0 and more[1] > 0, (worker.role, more)
+
+
 def _running(state: dict[str, Any]) -> list[int]:
     return [rank["running"] for rank in state["ranks"]]
 

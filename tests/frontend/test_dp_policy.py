@@ -89,11 +89,11 @@ def test_a_rank_that_is_not_there_is_refused_by_field(rank: int) -> None:
 
 
 def test_both_names_of_the_field_say_the_same() -> None:
-    assert routed_rank(RequestFields()) is None
-    assert routed_rank(RequestFields(data_parallel_rank=1)) == 1
-    assert routed_rank(RequestFields(data_parallel_rank=1, routed_dp_rank=1)) == 1
+    assert routed_rank(RequestFields(), {}) is None
+    assert routed_rank(RequestFields(data_parallel_rank=1), {}) == 1
+    assert routed_rank(RequestFields(data_parallel_rank=1, routed_dp_rank=1), {}) == 1
     with pytest.raises(ApiError, match="data_parallel_rank: is 1, and routed_dp_rank is 0"):
-        routed_rank(RequestFields(data_parallel_rank=1, routed_dp_rank=0))
+        routed_rank(RequestFields(data_parallel_rank=1, routed_dp_rank=0), {})
 
 
 def test_every_method_of_sglang_is_a_rule() -> None:

@@ -33,6 +33,22 @@ def test_requests_take_turns_and_a_named_rank_wins(two: Worker) -> None:
         assert after[0] == before[0] and after[1] > before[1], path
 
 
+def test_a_header_names_a_rank_and_may_not_contradict_the_body(two: Worker) -> None:
+    named = {"X-data-parallel-rank": "1"}
+    before = num_seen(two)
+    for body in ({"text": "hello"}, {"text": "hello", "routed_dp_rank": 1}):
+        assert two.post("/generate", body, headers=named).status_code == 200
+    assert num_seen(two) == [before[0], before[1] + 2]
+    for headers, body, said in (
+        (named, {"routed_dp_rank": 0}, "routed_dp_rank: is 0, and the header x-data-parallel-rank is 1; give one"),
+        (named, {"data_parallel_rank": 0}, "data_parallel_rank: is 0, and the header x-data-parallel-rank is 1"),
+        ({"X-data-parallel-rank": "-1"}, {}, "x-data-parallel-rank: must be the number of a DP rank, got '-1'"),
+        ({"X-data-parallel-rank": "2"}, {}, "routed_dp_rank: must be between 0 and 1"),
+    ):
+        answer = two.post("/generate", {"text": "hello", **body}, headers=headers)
+        assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
+
+
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/embeddings", "/v1/messages"])
 def test_a_rank_that_is_not_there_is_a_400_that_names_the_field(two: Worker, path: str) -> None:
     prompt = {

@@ -92,6 +92,14 @@ def test_rooms_are_never_zero_and_never_live_twice() -> None:
     assert minter.num_live == 2
 
 
+def test_rooms_of_a_dp_rank_leave_it_when_divided() -> None:
+    draws = iter([2**63 - 1, 0, 5, 3, 4, 9])
+    minter = RoomMinter(lambda bits: next(draws))
+    assert minter.mint_at(2, 3, 1) == (2,)  # 2**63 - 1 is moved out of the range, and drawn again
+    assert minter.mint_at(2, 3, 2) == (5, 11)  # 3 and 4 are moved to 5, too
+    minter.check()
+
+
 OF_ONE = {
     "num_running_reqs": 1,
     "disaggregation": {"prefill_inflight_queue_reqs": 2, "kv_transfer_speed_gb_s": 1.5},

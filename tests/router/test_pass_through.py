@@ -49,6 +49,25 @@ async def test_both_legs_get_the_body_and_the_client_gets_decodes_answer() -> No
         await c.settled()
 
 
+async def test_a_request_that_names_a_dp_rank_gets_a_room_of_it() -> None:
+    named: list[tuple[dict[str, Any], dict[str, str]]] = [
+        ({"routed_dp_rank": 2}, {}),
+        ({"data_parallel_rank": 2}, {}),
+        ({}, {"X-data-parallel-rank": "2"}),
+    ]
+    async with cluster(info={"disaggregation_bootstrap_port": 8998, "dp_size": 3}) as c:
+        for fields, headers in named:
+            sampling = {"sampling_params": {"n": 4}}
+            status, _, _ = await c.post("/generate", {"text": "a", **sampling, **fields}, headers=headers)
+            seen = c.prefills[0].seen[-1]
+            assert status == 200 and [room % 3 for room in seen.body["bootstrap_room"]] == [2] * 4
+            assert seen.headers.get("x-data-parallel-rank") == headers.get("X-data-parallel-rank")
+        status, _, answer = await c.post("/generate", {"text": "a"}, headers={"X-data-parallel-rank": "one"})
+        assert status == 400 and "x-data-parallel-rank: must be the number of a DP rank, got 'one'" in answer.decode()
+        assert (await c.post("/generate", {"text": "a", "routed_dp_rank": 7}))[0] == 200  # the worker refuses it
+        await c.settled()
+
+
 async def test_a_request_id_is_minted_and_the_workers_key_replaces_the_clients() -> None:
     async with cluster(worker_api_key="wk", api_key="ck") as c:
         status, _, answer = await c.post("/generate", {"text": "a"})

@@ -452,7 +452,7 @@ def _(original, finish):
 
 
 @CLUSTER.bug("reuse a room", RoomMinter._mint_one, "Two live requests share a room.")
-def _(original, minter):
+def _(original, minter, *at):
     room = 0
     while room == 0:
         room = minter._draw(2)

@@ -58,7 +58,7 @@ async def encode(request: web.BaseRequest) -> web.Response:
         name=body.rid or s.mint_id("encode-"),
         lora=model.lora,
         namespaces=namespaces_of(body, len(several)),
-        dp_rank=routed_rank(body),
+        dp_rank=routed_rank(body, request.headers),
     )
     answers = await embed(request, prompts)
     is_list = isinstance(given, list) and not isinstance(given[0], int)

@@ -57,7 +57,9 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
     if body.require_reasoning or body.max_thinking_tokens is not None:
         fitted = [_after_reasoning(s, body, p, ids) for p, ids in zip(fitted, prompts, strict=True)]
     requests, groups = _requests(request, body, prompts=prompts, given=given, params=fitted, n=n)
-    generation = s.client.generate(requests, groups=groups, timeout_s=timeout_s, dp_rank=routed_rank(body))
+    generation = s.client.generate(
+        requests, groups=groups, timeout_s=timeout_s, dp_rank=routed_rank(body, request.headers)
+    )
     view = NativeView(
         generation,
         requests,

@@ -59,7 +59,7 @@ async def score(request: web.BaseRequest) -> web.Response:
         name=body.rid or s.mint_id("score-"),
         lora=model.lora,
         namespaces=namespaces_of(body, len(joined)),
-        dp_rank=routed_rank(body),
+        dp_rank=routed_rank(body, request.headers),
     )
     logprobs = await next_logprobs(request, prompts, token_ids=labels, priority=check_priority(body.priority))
     shown = shares if body.apply_softmax else probabilities

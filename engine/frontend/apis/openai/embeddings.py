@@ -47,7 +47,7 @@ async def embeddings(request: web.BaseRequest) -> web.Response:
         name=body.rid or s.mint_id("embd-"),
         lora=model.lora,
         namespaces=namespaces_of(body, len(several)),
-        dp_rank=routed_rank(body),
+        dp_rank=routed_rank(body, request.headers),
     )
     answers = await embed(request, prompts)
     vectors = [_shown(vector_of(answer), body.encoding_format) for answer in answers]

@@ -104,7 +104,10 @@ async def answer_samples(
         for i, sampling in enumerate(samplings)
     ]
     generation = s.client.generate(
-        requests, groups=[id] * len(requests), timeout_s=s.timeout_of(request), dp_rank=routed_rank(body)
+        requests,
+        groups=[id] * len(requests),
+        timeout_s=s.timeout_of(request),
+        dp_rank=routed_rank(body, request.headers),
     )
     usage = Usage([len(ids) for ids in prompts], n=n, count_reasoning=count_reasoning)
     shown = view(id=id, model=model.shown, created=int(time.time()), usage=usage)
