@@ -19,9 +19,10 @@ from engine.kv.kv_pool import UNIT_ALIGN_BYTES
 from engine.kv.page_checksum import NAME as CHECKSUM_NAME
 from engine.kv.page_checksum import PageChecksum
 from engine.loop.role import EngineRole, UnifiedRole
+from engine.nodes import leader_of
 from engine.ranks.group import Group
 from engine.ranks.group_checksum import GroupChecksum
-from engine.ranks.links import ranks_that_hold_all
+from engine.ranks.links import kv_copies
 from transfer_backends.contract import KVArgs, LayerGroup, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.liveness import ProcessMark
@@ -128,7 +129,8 @@ def _checksum(spec: SchedulerSpec, parts: EngineParts, wakeup: Callable[[], None
     own = PageChecksum(parts.pool, held=parts.held, page_sums=page_sums_for(parts.pool.device), wakeup=wakeup)
     if parts.group is None:
         return own
-    return GroupChecksum(own, parts.group.followers, ranks=ranks_that_hold_all(parts.config, parts.model))
+    leader, copies = leader_of(parts.config), kv_copies(parts.config, parts.model)
+    return GroupChecksum(own, parts.group.followers, leader=leader, copies=copies)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,12 @@ class HeldKV:
         return HeldKV(range(num_units), num_units, range(num_layers), num_layers)
 
 
-def holding_all(held: Mapping[int, HeldKV]) -> list[int]:
-    """Ranks that together hold all that `held` names, each part once: of ranks that hold the same, the first."""
-    chosen: dict[HeldKV, int] = {}
+def copies_of(held: Mapping[int, HeldKV]) -> list[list[int]]:
+    """Ranks that hold the same, for each part; of all parts, everything that `held` names."""
+    ranks: dict[HeldKV, list[int]] = {}
     for rank, part in held.items():
-        chosen.setdefault(part, rank)
-    return list(chosen.values())
+        ranks.setdefault(part, []).append(rank)
+    return list(ranks.values())
 
 
 def combine(parts: Iterable[int]) -> int:

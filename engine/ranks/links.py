@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.executor.logit_rows import PROMPT_LOGPROB_ROWS
-from engine.kv.held import holding_all
+from engine.kv.held import copies_of
 from engine.kv.kv_pool import DTYPES
 from engine.model_files.model_config import ModelConfig
-from engine.nodes import leader_of
 from engine.parallel.collectives import Collectives, SharedMemoryCollectives
 from engine.parallel.layout import Place
 from engine.parallel.network import NetworkCollectives
@@ -51,10 +50,9 @@ def place_of(rank: int, config: EngineConfig) -> Place:
     )
 
 
-def ranks_that_hold_all(config: EngineConfig, model: ModelConfig) -> list[int]:
-    """Ranks that together hold every unit of every layer once, the leader among them. `config` is resolved."""
-    ranks = [leader_of(config), *(rank for rank in range(config.num_ranks) if rank != leader_of(config))]
-    return holding_all({rank: held_by(config, model, place_of(rank, config)) for rank in ranks})
+def kv_copies(config: EngineConfig, model: ModelConfig) -> list[list[int]]:
+    """Ranks that hold the same units and layers; together everything. `config` is resolved."""
+    return copies_of({rank: held_by(config, model, place_of(rank, config)) for rank in range(config.num_ranks)})
 
 
 def region_plan(config: EngineConfig, model: ModelConfig) -> RegionPlan:

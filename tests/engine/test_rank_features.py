@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.build import EngineUse
 from engine.kernels.linear import linear_kernel
+from engine.kv.kv_pool import KVPool
 from engine.kv.page_checksum import PageChecksum
 from engine.messages import FinishReason, LogprobOptions
+from engine.nodes import leader_of
 from engine.ranks.group_checksum import GroupChecksum
-from engine.ranks.links import ranks_that_hold_all
+from engine.ranks.links import kv_copies
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks_in_process import ranks
@@ -292,17 +295,25 @@ def mixed_chunks(engine: EngineInProcess, paths: Paths) -> Answers:
 def checksums(engine: EngineInProcess, paths: Paths) -> Answers:
     """Of the KV of one prompt: what all ranks hold is what one would."""
     run(engine, prompts={"a": PROMPTS["a"]})
-    parts, kept = engine.parts, engine.parts.scheduler.memory.allocator.counts()["cached"]
+    kept = engine.parts.scheduler.memory.allocator.counts()["cached"]
+    return Answers(checksum_of(engine), {"pages": kept})
+
+
+def checksum_of(engine: EngineInProcess) -> int:
+    """Of the KV that the prefix cache keeps, over all ranks."""
+    parts = engine.parts
     own = PageChecksum(parts.pool, held=parts.held)
-    pages = range(1, 1 + kept)
+    pages = range(1, 1 + parts.scheduler.memory.allocator.counts()["cached"])
     if parts.group is None:
-        return Answers(own(pages)(), {"pages": kept})
-    ranks_asked = ranks_that_hold_all(parts.config, parts.model)
-    value = GroupChecksum(own, parts.group.followers, ranks=ranks_asked)(pages)
+        alone = own(pages)()
+        assert alone is not None
+        return alone
+    copies = kv_copies(parts.config, parts.model)
+    value = GroupChecksum(own, parts.group.followers, leader=leader_of(parts.config), copies=copies)(pages)
     deadline_s = time.monotonic() + DEADLINE_S
     while (found := value()) is None:
         assert time.monotonic() < deadline_s
-    return Answers(found, {"pages": kept})
+    return found
 
 
 @dataclass(frozen=True)
@@ -371,3 +382,24 @@ def test_it_is_the_same_on_several_ranks(name: str, paths: Paths) -> None:
     alone = answers(FEATURES[name], paths, 1, 1)
     for tp_size, pp_size in FEATURES[name].shapes:
         assert answers(FEATURES[name], paths, tp_size, pp_size).values == alone.values, (tp_size, pp_size)
+
+
+def damage(pool: KVPool) -> None:
+    """Turn a bit of page 1; the second time turn it back."""
+    with torch.inference_mode():
+        pool.buffer[pool.page_bytes] ^= 1
+
+
+def test_a_checksum_looks_at_every_copy_of_a_head(tmp_path: Path) -> None:
+    """Ranks outnumber KV heads: a byte that is wrong on either rank alone is noticed."""
+    one_head = {**SIZES, "num_key_value_heads": 1}
+    path = make_tiny_checkpoint(tmp_path, "qwen3", dtype="bfloat16", **one_head)
+    with ranks(path, tp_size=2, **{**FLAGS, "kv_units": 1, "reduce_units": 0}) as group:
+        parts = group.engine.parts
+        run(group.engine, prompts={"b": PROMPTS["b"]})
+        sound = checksum_of(group.engine)
+        for pool in (parts.pool, group.pools[1]):
+            damage(pool)
+            assert checksum_of(group.engine) != sound
+            damage(pool)
+        assert checksum_of(group.engine) == sound

@@ -136,21 +136,45 @@ def test_values_come_by_rank_and_a_refusal_names_its_rank(group: Group) -> None:
         prepared.wait()
 
 
-@pytest.mark.parametrize(("holders", "total"), [([0], 5), ([0, 2], 25)])
-def test_a_checksum_may_be_asked_for_again_also_where_the_leader_holds_all(
-    group: Group, holders: list[int], total: int
-) -> None:
-    value = GroupChecksum(lambda _: lambda: 5, group.followers, ranks=holders)([1])
+def checksum(group: Group, copies: list[list[int]], values: dict[int, int]) -> int | None:
+    """Of one page, when rank r of `copies` has computed `values[r]`."""
+    value = GroupChecksum(lambda _: lambda: values[0], group.followers, leader=0, copies=copies)([1])
     assert value() is None
-    answered = threading.Event()
     for rank, channel in group.there.items():
         applied = channel.receive()
         assert isinstance(applied, Apply)
-        channel.send(Done(applied.number, value=rank * 10))
+        channel.send(Done(applied.number, value=values[rank]))
+    answered = threading.Event()
     late = group.followers.apply("anything")  # the reading thread takes answers in order
     late.when_there(answered.set)
+    for channel in group.there.values():
+        channel.receive()
     group.answer(Done(late.number))
-    assert answered.wait(SOON_S) and [value(), value()] == [total, total]
+    assert answered.wait(SOON_S)
+    found = value()
+    assert value() == found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("copies", "values", "total"),
+    [
+        ([[0], [1], [2]], {0: 5, 1: 10, 2: 20}, 35),
+        ([[0], [1, 2]], {0: 5, 1: 10, 2: 10}, 15),
+        ([[0, 2], [1]], {0: 5, 1: 10, 2: 5}, 15),
+        ([[0, 1, 2]], {0: 5, 1: 5, 2: 5}, 5),
+    ],
+)
+def test_a_checksum_counts_each_part_once_and_looks_at_every_copy(
+    group: Group, copies: list[list[int]], values: dict[int, int], total: int
+) -> None:
+    """Where copies differ no peer has its value, nor one in which the same copy is damaged."""
+    assert checksum(group, copies, values) == total
+    for replicas in copies:
+        if len(replicas) > 1:
+            damaged = [{**values, rank: values[rank] + 1} for rank in (*replicas, *replicas)]
+            found = {checksum(group, copies, those) for those in damaged}
+            assert len(found - {total}) == len(damaged)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from engine.core.plan import Plan, StepResult
-from engine.kv.held import HeldKV, holding_all
+from engine.kv.held import HeldKV, copies_of
 from engine.ranks.follower import Follower, LostStep
 from engine.ranks.followers import Followers, GroupEnded
 from engine.ranks.group_checksum import GroupChecksum, RankChecksum
@@ -223,7 +223,8 @@ class SimGroup:
         """As disagg/compose.py."""
         leader = self._shape.leader
         held = {rank: self._shape.held(rank) for rank in (leader, *self.ranks)}
-        return GroupChecksum(own_checksum(self._own, held[leader]), self.followers, ranks=holding_all(held))
+        own = own_checksum(self._own, held[leader])
+        return GroupChecksum(own, self.followers, leader=leader, copies=copies_of(held))
 
     def forget(self) -> None:
         """Other weights on every rank: what was cached before is gone."""
