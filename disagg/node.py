@@ -13,7 +13,7 @@ from disagg.rank_start import how_ended, start_rank
 from disagg.role_session import SessionPlan
 from engine.nodes import named, ranks_of
 from engine.parallel.region_memory import new_memory
-from engine.ranks.ends import ChannelClosed
+from service.process.message_stream import ChannelClosed
 from service.process.ready_file import write_ready_file
 
 LOOK_S = 0.1  # between two looks at the ranks

@@ -21,9 +21,8 @@ from engine.config import EngineConfig
 from engine.nodes import Wire, address_of, check_same, named, ranks_of, wires
 from engine.parallel.meeting import MeetingError, dial, listen
 from engine.parallel.region_plan import RegionPlan
-from engine.ranks.ends import ChannelClosed
-from engine.ranks.stream import StreamEnd
 from service.flags import ConfigError
+from service.process.message_stream import ChannelClosed, MessageStream
 
 CONTROL = "nodes 0 and 1"
 FLAG = "--dist-init-addr"
@@ -64,8 +63,7 @@ class Control:
 
     def __init__(self, connection: socket.socket) -> None:
         self.peer: str = connection.getpeername()[0]
-        self._connection = connection
-        self._end = StreamEnd(connection)
+        self._end = MessageStream(connection)
 
     def fileno(self) -> int:
         return self._end.fileno()
@@ -76,14 +74,11 @@ class Control:
 
     def receive(self, *, within_s: float | None = None) -> NodeHello | NodeWelcome | NodeRefused | NodeBye:
         """Raises ChannelClosed, also when nothing has come in time."""
-        self._connection.settimeout(within_s)
         try:
-            frame: NodeHello | NodeWelcome | NodeRefused | NodeBye = _DECODER.decode(self._end.get())
+            frame: NodeHello | NodeWelcome | NodeRefused | NodeBye = _DECODER.decode(self._end.get(within_s=within_s))
             return frame
         except msgspec.MsgspecError as error:
             raise ChannelClosed(f"no message of this version ({error})") from None
-        finally:
-            self._connection.settimeout(None)
 
     def close(self) -> None:
         self._end.close()

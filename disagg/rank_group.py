@@ -21,12 +21,12 @@ from engine.nodes import leader_of, ranks_of
 from engine.parallel.late import late_ranks
 from engine.parallel.region import SharedRegion
 from engine.rank_rules import check_device
-from engine.ranks.channel import channel_pair, leader_end
-from engine.ranks.ends import ChannelClosed, ChannelFull
+from engine.ranks.channel import leader_end
 from engine.ranks.followers import Followers, Member
 from engine.ranks.group import Group
 from engine.ranks.links import links_of, region_plan
 from engine.resolve import resolve
+from service.process.message_stream import ChannelClosed, ChannelFull, socket_pair
 
 
 @contextmanager
@@ -70,12 +70,12 @@ def _start(
     for rank in ranks_of(0, config):
         if rank == leader:
             continue
-        own, theirs = channel_pair()
+        own, theirs = socket_pair()
         with ExitStack() as passed:
             passed.enter_context(theirs)
             descriptors = [region.descriptor, theirs.fileno()]
             if spec.disagg.disaggregation_mode != "null":
-                transfers[rank], engines = channel_pair()
+                transfers[rank], engines = socket_pair()
                 descriptors.append(passed.enter_context(engines).fileno())
             wires = {end: passed.enter_context(sock).fileno() for end, sock in _wires(met, rank).items()}
             rank_spec = RankSpec(

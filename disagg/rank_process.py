@@ -24,10 +24,10 @@ from engine.loop.watchdog import Watchdog, end_process
 from engine.model_files.model_config import load_model_config
 from engine.parallel.meeting import LOST_S
 from engine.ranks.channel import Channel, follower_end
-from engine.ranks.ends import ChannelClosed
 from engine.ranks.messages import Failed, ToFollower
 from service.flags import ConfigError
 from service.process.collector import no_collections, spare_what_lives
+from service.process.message_stream import ChannelClosed
 from service.telemetry.logs import set_up_logging
 from transfer_backends.contract import BackendUnavailable, EngineError, RankMemory
 from transfer_backends.ports import Engine
@@ -77,15 +77,14 @@ def run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
 
 
 def _serve_transfers(spec: RankSpec, engine: Engine, memory: RankMemory) -> None:
-    """In a thread of its own, until the leader has closed it."""
-    serve = partial(
-        serve_engine,
-        engine,
-        memory,
-        socket.socket(fileno=spec.descriptors[2]),
-        receives=spec.scheduler.disagg.disaggregation_mode == "decode",
-        host=spec.scheduler.control_host,
-    )
+    """In a thread of its own, until the leader has closed it; this process ends where the leader has not."""
+
+    def serve() -> None:
+        receives = spec.scheduler.disagg.disaggregation_mode == "decode"
+        sock = socket.socket(fileno=spec.descriptors[2])
+        if not serve_engine(engine, memory, sock, receives=receives, host=spec.scheduler.control_host):
+            os._exit(0)
+
     threading.Thread(target=serve, name="transfer engine", daemon=True).start()
 
 

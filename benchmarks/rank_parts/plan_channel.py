@@ -12,15 +12,16 @@ import msgspec
 
 from deploy.bench.report import table
 from engine.core.plan import Plan, PlanItem
-from engine.ranks.channel import Channel, ChannelClosed, channel_pair, follower_end, leader_end
+from engine.ranks.channel import Channel, follower_end, leader_end
 from engine.ranks.messages import Done, Step, ToLeader, plan_of, step_of
+from service.process.message_stream import ChannelClosed, socket_pair
 from service.process.start import die_with_parent
 
 TITLE = "The plan of a step"
 TEXT = (
     "A leader sends every plan to its followers once, as a view of what a forward needs (engine/ranks/messages.py). `leader`: until the"
     " message is on its way, which is all that a step waits for; `there and back`: until a follower has read it, made a plan of it and"
-    " answered. Messages are of one follower; the socket is a SEQPACKET pair."
+    " answered. Messages are of one follower, over a socket pair."
 )
 
 DECODES = (1, 8, 64, 256)
@@ -30,7 +31,7 @@ WARM_UP = 20
 
 
 def measure(*, rounds: int) -> list[dict[str, Any]]:
-    own, theirs = channel_pair()
+    own, theirs = socket_pair()
     with theirs, closing(leader_end(own)) as leader:
         command = [sys.executable, "-m", __name__, "--descriptor", str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], preexec_fn=die_with_parent())

@@ -18,6 +18,7 @@ import numpy as np
 
 from benchmarks.transfer_rate import receive, say, until
 from deploy.bench.report import table
+from service.process.message_stream import socket_pair
 from service.process.start import die_with_parent
 from transfer_backends.contract import KVArgs, RankMemory, Region, Route, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
@@ -176,7 +177,7 @@ def _engine(backend: str, remotes: Sequence[RemoteEngine]) -> Engine:
 
 
 def _follower(stack: ExitStack, backend: str, rank: int, of: int, *, receives: bool) -> RemoteEngine:
-    own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own, theirs = socket_pair()
     with theirs:
         args = ["--follower", str(rank), "--of", str(of), "--backend", backend, "--descriptor", str(theirs.fileno())]
         child = _start([*args, *(["--receives"] if receives else [])], pass_fds=[theirs.fileno()])

@@ -6,10 +6,10 @@ from typing import Any
 
 from engine.background import start_in_thread
 from engine.ranks.channel import Channel
-from engine.ranks.ends import ChannelClosed
 from engine.ranks.messages import Apply, Done, Prepare, Step, ToFollower, plan_of
 from engine.ranks.rank_runner import RankRunner
 from service.flags import ConfigError
+from service.process.message_stream import ChannelClosed
 
 log = logging.getLogger(__name__)
 

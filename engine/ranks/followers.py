@@ -13,11 +13,11 @@ from typing import Any, Protocol
 from engine.core.plan import Plan
 from engine.ranks.answers import Answers, is_proven
 from engine.ranks.channel import Channel
-from engine.ranks.ends import ChannelClosed, ChannelFull
 from engine.ranks.mail import Mail, MailThread
 from engine.ranks.messages import Apply, PoolSize, Prepare, Ready, Serving, ToFollower, ToLeader, step_of
 from engine.ranks.roll_call import RollCall
 from service.flags import ConfigError
+from service.process.message_stream import ChannelClosed, ChannelFull
 
 
 class Process(Protocol):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from engine.ranks.channel import Channel
-from engine.ranks.ends import ChannelClosed
 from engine.ranks.messages import ToLeader
+from service.process.message_stream import ChannelClosed
 
 # (rank, its message; None: it has ended) -> whether anything more is wanted
 Take = Callable[[int, ToLeader | None], bool]

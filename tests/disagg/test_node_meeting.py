@@ -11,8 +11,8 @@ from engine.config import EngineConfig
 from engine.nodes import wires
 from engine.parallel.meeting import LOST_S, dial
 from engine.parallel.region_plan import RegionPlan
-from engine.ranks.ends import ChannelClosed
 from service.flags import ConfigError
+from service.process.message_stream import ChannelClosed
 
 SECRET = b"a secret of the cluster"
 REGION = RegionPlan(ranks=2, stages=2, vocab=10)

@@ -22,12 +22,13 @@ from engine.nodes import Wire, leader_of, ranks_of, wires
 from engine.parallel.late import late_ranks
 from engine.parallel.region import SharedRegion
 from engine.ranks.build import RankUse, build_follower
-from engine.ranks.channel import channel_pair, follower_end, leader_end
+from engine.ranks.channel import follower_end, leader_end
 from engine.ranks.follower import Follower
 from engine.ranks.followers import Followers
 from engine.ranks.group import Group
 from engine.ranks.links import links_of, region_plan
 from engine.resolve import resolve
+from service.process.message_stream import socket_pair
 from tests.engine.engine_in_process import EngineInProcess
 
 START_S = 60.0
@@ -111,10 +112,10 @@ def ranks(
     for rank in range(config.num_ranks):
         if rank == leader_of(config):
             continue
-        own, theirs = plan_pair(connected, rank) or channel_pair()
+        own, theirs = plan_pair(connected, rank) or socket_pair()
         members[rank] = (leader_end(own), _Thread(rank))
         if serve is not None:
-            transfers[rank], theirs_of[rank] = channel_pair()
+            transfers[rank], theirs_of[rank] = socket_pair()
         threads.append(threading.Thread(target=follow, args=(rank, theirs.detach()), name=f"rank {rank}"))
     group = Group(
         links=links_of(regions[0], leader_of(config), config, ends_of(connected, leader_of(config), 0)),

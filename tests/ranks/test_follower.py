@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from engine.core.plan import PageCopy, Plan
-from engine.ranks.channel import channel_pair, follower_end, leader_end
+from engine.ranks.channel import follower_end, leader_end
 from engine.ranks.follower import Follower, LostStep
 from engine.ranks.messages import Done, step_of
+from service.process.message_stream import socket_pair
 
 
 @dataclass
@@ -32,7 +33,7 @@ def steps(*seqs: int) -> list[Any]:
     ids=["lost", "lost at the start", "doubled", "late"],
 )
 def test_a_step_that_is_missing_ends_the_rank_by_number(seqs: tuple[int, ...], before: int, after: int) -> None:
-    own, theirs = channel_pair()
+    own, theirs = socket_pair()
     runner: Any = Ran()
     with closing(leader_end(own)), closing(follower_end(theirs.detach())) as channel:
         follower = Follower(channel, runner, readers={}, actions={}, turning=lambda _: None)
@@ -45,7 +46,7 @@ def test_a_step_that_is_missing_ends_the_rank_by_number(seqs: tuple[int, ...], b
 
 
 def test_copies_alone_are_answered_once_they_are_made() -> None:
-    own, theirs = channel_pair()
+    own, theirs = socket_pair()
     runner: Any = Ran()
     with closing(leader_end(own)) as leader, closing(follower_end(theirs.detach())) as channel:
         follower = Follower(channel, runner, readers={}, actions={}, turning=lambda _: None)

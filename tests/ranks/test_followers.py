@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import pytest
 
 from engine.core.plan import PageCopy, Plan
-from engine.ranks.channel import PART_BYTES, Channel, channel_pair, follower_end, leader_end
-from engine.ranks.ends import ChannelClosed, ChannelFull
+from engine.ranks.channel import Channel, follower_end, leader_end
 from engine.ranks.followers import Followers, GroupEnded, Process
 from engine.ranks.group_checksum import GroupChecksum
 from engine.ranks.messages import Apply, Done, Failed, PoolSize, Prepare, Ready, Serving, Step, ToFollower, ToLeader
 from service.flags import ConfigError
+from service.process.message_stream import ChannelClosed, socket_pair
 
 SOON_S = 10.0
 
@@ -55,7 +55,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     members: dict[int, tuple[Channel[ToLeader], Process]] = {}
     there = {}
     for rank in (1, 2):
-        own, theirs = channel_pair()
+        own, theirs = socket_pair()
         members[rank] = (leader_end(own), Named(rank))
         there[rank] = follower_end(theirs.detach())
     made: list[Group] = []
@@ -221,20 +221,3 @@ def test_the_leaders_orderly_end_is_an_end_of_file(group: Group) -> None:
     with pytest.raises(ChannelClosed):
         group.there[1].receive()
     assert group.ends == []
-
-
-def test_long_messages_go_in_parts() -> None:
-    own, theirs = channel_pair()
-    leader, follower = leader_end(own), follower_end(theirs.detach())
-    with closing(leader), closing(follower):
-        drops = list(range(100_000, 100_000 + PART_BYTES))  # 5 bytes each
-        leader.send(Step(1, False, [], [], [], [], [], [], [], [], drops=drops))
-        step = follower.receive()
-        assert isinstance(step, Step) and step.drops == drops
-
-
-def test_a_full_socket_is_an_error_and_not_a_wait() -> None:
-    own, theirs = channel_pair()
-    with closing(leader_end(own)) as leader, theirs, pytest.raises(ChannelFull):
-        for _ in range(100_000):
-            leader.send(PoolSize(1))

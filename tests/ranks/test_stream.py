@@ -1,26 +1,31 @@
-"""The channel of two machines: TCP connections here, of one process."""
+"""The channel of a leader and a follower: a socket pair, and TCP as between two machines."""
 
+import socket
 import threading
+from collections.abc import Callable
 from contextlib import closing
 
 import pytest
 
-from engine.ranks import stream
 from engine.ranks.channel import follower_end, leader_end
-from engine.ranks.ends import ChannelClosed, ChannelFull
 from engine.ranks.messages import PoolSize, Ready, Step
+from service.process import message_stream
+from service.process.message_stream import ChannelClosed, ChannelFull, socket_pair
 from tests.engine.ranks_in_process import tcp_pair
 
 SOON_S = 10.0
+Make = Callable[[], tuple[socket.socket, socket.socket]]
+ways = pytest.mark.parametrize("pair", [socket_pair, tcp_pair])
 
 
 def step(number: int, drops: int) -> Step:
     return Step(number, False, [], [], [], [], [], [], [], [], drops=list(range(100_000, 100_000 + drops)))
 
 
-def test_messages_that_the_socket_does_not_take_wait_and_come_in_order() -> None:
+@ways
+def test_messages_that_the_socket_does_not_take_wait_and_come_in_order(pair: Make) -> None:
     """Far more bytes than a socket holds, while the other end reads nothing yet; none of them waits in `send`."""
-    own, theirs = tcp_pair()
+    own, theirs = pair()
     steps = [step(number, 500_000) for number in range(1, 3)] + [step(number, 3) for number in range(3, 50)]
     with closing(leader_end(own)) as leader, closing(follower_end(theirs.detach())) as follower:
         for message in steps:
@@ -30,16 +35,18 @@ def test_messages_that_the_socket_does_not_take_wait_and_come_in_order() -> None
         assert leader.receive() == Ready(7, "f")
 
 
-def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "MOST_UNSENT_BYTES", 1 << 16)
-    own, theirs = tcp_pair()
+@ways
+def test_what_waits_is_bounded(pair: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message_stream, "MOST_UNSENT_BYTES", 1 << 16)
+    own, theirs = pair()
     with closing(leader_end(own)) as leader, theirs, pytest.raises(ChannelFull):
         for _ in range(10_000):
             leader.send(step(1, 1000))
 
 
-def test_the_end_of_either_side_is_the_channels() -> None:
-    own, theirs = tcp_pair()
+@ways
+def test_the_end_of_either_side_is_the_channels(pair: Make) -> None:
+    own, theirs = pair()
     with closing(leader_end(own)) as leader, closing(follower_end(theirs.detach())) as follower:
 
         def wait() -> None:
@@ -58,8 +65,9 @@ def test_the_end_of_either_side_is_the_channels() -> None:
                 follower.send(PoolSize(1))
 
 
-def test_a_length_that_no_message_has_closes_the_channel() -> None:
-    own, theirs = tcp_pair()
+@ways
+def test_a_length_that_no_message_has_closes_the_channel(pair: Make) -> None:
+    own, theirs = pair()
     with closing(leader_end(own)) as leader, theirs:
         theirs.sendall(b"\xff\xff\xff\xff")
         with pytest.raises(ChannelClosed, match="a message of 4294967295 bytes"):

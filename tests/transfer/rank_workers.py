@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from service.process.message_stream import socket_pair
 from tests.transfer.rank_child import NUM_ROWS, ROW_BYTES, START_S, Bytes, kv_args
 from tests.transfer.rank_memory import Model, Side
 from tests.transfer.rig import ROOT
@@ -110,7 +111,7 @@ def connect(
     process: RankProcess, model: Model, side: Side, units: int, number: int, backend: str, seed: int | None
 ) -> socket.socket:
     """Let `process` serve rank `number`; return the leader's end."""
-    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine, theirs = socket_pair()
     process.call([theirs], **spec_of(model, side, units, number, backend, seed))
     return mine
 

@@ -1,14 +1,18 @@
 """The engine of another rank by way of its socket: results come back, nothing blocks, and a lost follower fails what it had."""
 
+import gc
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
+from service.process.message_stream import ChannelClosed, MessageStream, socket_pair
 from tests.transfer.hand_engine import HandEngine
 from tests.transfer.rig import until
 from transfer_backends.contract import EngineError, OpState, Pieces, RankMemory, Region
@@ -18,7 +22,6 @@ from transfer_backends.ranks.frames import (
     Close,
     Ended,
     Fence,
-    FrameSocket,
     Hello,
     LeavePeer,
     PollOften,
@@ -44,7 +47,7 @@ DONE, FAILED, PENDING = OpState.DONE, OpState.FAILED, OpState.PENDING
 
 
 def two_ends(stack: ExitStack) -> tuple[socket.socket, socket.socket]:
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ends = socket_pair()
     for end in ends:
         stack.callback(end.close)
     return ends
@@ -124,11 +127,12 @@ def test_a_lost_follower_fails_all_it_had_and_refuses_the_rest(
 ) -> None:
     """No fence holds any more: what it had started may still land."""
     mine, theirs = two_ends(stack)
-    theirs.send(encode(Hello(HandEngine().caps, MEMORY, own_mark())))
+    follower = MessageStream(theirs)
+    follower.put(encode(Hello(HandEngine().caps, MEMORY, own_mark())))
     remote = RemoteEngine(mine, name="rank 3", timeout_s=10.0)
     peer = remote.connect("d", b"")
     ops = [remote.post(peer, ONE), remote.fence(peer)]
-    theirs.send(encode(Ended((ops[0].number,), ())))  # what it said before its end counts
+    follower.put(encode(Ended((ops[0].number,), ())))  # what it said before its end counts
     theirs.close()
     until(lambda: remote.poll(ops[1]) is FAILED)
     assert remote.poll(ops[0]) is DONE
@@ -142,35 +146,49 @@ def test_a_lost_follower_fails_all_it_had_and_refuses_the_rest(
 
 
 def test_a_leader_that_is_gone_ends_the_thread_and_closes_nothing(stack: ExitStack) -> None:
-    """Writes may still run: the process has to end."""
+    """Writes may still run: the process has to end, and until then its port is bound."""
     follower = Follower(HandEngine(), stack)
+    mark = replace(follower.remote.mark, host="another machine")
     op = follower.remote.post(follower.remote.connect("d", b""), ONE)
     until(lambda: follower.engine.ops)
-    follower.remote._frames.socket.close()
+    follower.remote._follower.close()
     follower.thread.join(10.0)
     assert follower.ends == [False] and not follower.engine.closed and op.state is PENDING
+    gc.collect()
+    assert liveness(mark, "127.0.0.1:1") is Liveness.ALIVE
     follower.remote.lost = "closed by the test"
 
 
 def test_posts_do_not_wait_for_a_follower_that_does_not_read(stack: ExitStack) -> None:
     """More than its socket holds; all arrive, in order, once it reads."""
     mine, theirs = two_ends(stack)
-    theirs.send(encode(Hello(HandEngine().caps, MEMORY, own_mark())))
+    follower, came = MessageStream(theirs), list[Any]()
+    follower.put(encode(Hello(HandEngine().caps, MEMORY, own_mark())))
     remote = RemoteEngine(mine, name="rank 1", timeout_s=10.0)
-    many = Pieces(*(np.arange(1024, dtype=np.uint64) for _ in range(3)))
+    many = Pieces(*[np.arange(1024, dtype=np.uint64)] * 3)
     peer = remote.connect("d", b"")
-    ops = [remote.post(peer, many)]
-    while not remote._unsent:
-        ops.append(remote.post(peer, many))
-    follower, came = FrameSocket(theirs, TO_FOLLOWER), []
+    ops = [remote.post(peer, many) for _ in range(100)]
     while len(came) < 1 + len(ops):
-        came += follower.receive() or []
+        came.append(TO_FOLLOWER.decode(follower.get()))
         assert remote.poll(ops[0]) is PENDING
     assert [frame.op for frame in came[1:]] == [op.number for op in ops]
     assert (came[-1].pieces.dst == many.dst).all() and len(came[-1].pieces) == 1024
-    with pytest.raises(EngineError, match=r"longer than its socket takes \(\d+\); raise net\.core\.wmem_max"):
-        remote.connect("d", bytes(8 << 20))
     remote.close()
+
+
+def test_a_follower_that_never_reads_is_lost_and_has_to_end(stack: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+    mine, theirs = two_ends(stack)
+    follower = MessageStream(theirs)
+    follower.put(encode(Hello(HandEngine().caps, MEMORY, own_mark())))
+    remote = RemoteEngine(mine, name="rank 1", timeout_s=10.0)
+    first = remote.fence(remote.connect("d", b""))
+    with pytest.raises(EngineError, match="its transfer engine is lost: its messages pile up"):
+        for _ in range(1000):
+            remote.connect("d", bytes(1 << 16))
+    assert remote.poll(first) is FAILED and "pile up" in caplog.text
+    with pytest.raises(ChannelClosed):
+        while True:
+            follower.get()
 
 
 def test_a_follower_that_does_not_start_is_named(stack: ExitStack) -> None:
@@ -186,7 +204,7 @@ def test_a_port_is_bound_for_as_long_as_a_writing_follower_serves(stack: ExitSta
     """For decode workers on other machines; those on this one look at its process."""
     writer = Follower(HandEngine(), stack)
     mark = writer.remote.mark
-    elsewhere = type(mark)("another machine", mark.pid, mark.start_ticks, mark.port)
+    elsewhere = replace(mark, host="another machine")
     assert liveness(elsewhere, "127.0.0.1:1") is Liveness.ALIVE
     writer.end()
     assert liveness(elsewhere, "127.0.0.1:1") is Liveness.DEAD

@@ -1,4 +1,4 @@
-"""Frames between a leader's `RemoteEngine` and the follower that serves its engine: one SEQPACKET message each.
+"""Frames between a leader's `RemoteEngine` and the follower that serves its engine: a message each (service/process/message_stream.py).
 
     follower -> leader: Hello (once), Ended
     leader -> follower: ReachPeer, LeavePeer, Post, Probe, Fence, PollOften, Close
@@ -6,18 +6,11 @@
 Numbers of peers and operations are the leader's.
 """
 
-import socket
-from typing import Any
-
 import msgspec
 import numpy as np
 
 from transfer_backends.contract import Caps, Pieces, RankMemory
 from transfer_backends.liveness import ProcessMark
-
-SEND_BUFFER_BYTES = 4 << 20  # asked for; the kernel gives up to net.core.wmem_max
-MAX_FRAME_BYTES = 4 << 20
-OVERHEAD_BYTES = 32  # of a message, that Linux keeps free in a send buffer (unix_dgram_sendmsg)
 
 
 class _Frame(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
@@ -99,41 +92,3 @@ TO_LEADER = msgspec.msgpack.Decoder(ToLeader)
 
 def encode(frame: ToFollower | ToLeader) -> bytes:
     return _ENCODER.encode(frame)
-
-
-class FrameSocket:
-    """One end of the connection, used by one thread. Owns the socket."""
-
-    def __init__(self, sock: socket.socket, decoder: Any) -> None:
-        """`decoder`: of the frames that come."""
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        sock.setblocking(True)
-        self.socket = sock
-        given_bytes = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-        self.longest_bytes = min(MAX_FRAME_BYTES, given_bytes - OVERHEAD_BYTES)
-        self._decoder = decoder
-        self._buffer = memoryview(bytearray(MAX_FRAME_BYTES))
-
-    def send(self, data: bytes, *, wait: bool) -> bool:
-        """Return False if the socket is full. Raises `OSError` if the other end is gone."""
-        try:
-            self.socket.send(data, socket.MSG_NOSIGNAL | (0 if wait else socket.MSG_DONTWAIT))
-        except BlockingIOError:
-            return False
-        return True
-
-    def receive(self) -> list[Any] | None:
-        """Return the frames that are there, without waiting; None: the other end is gone."""
-        frames: list[Any] = []
-        while True:
-            try:
-                size = self.socket.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return frames
-            except ConnectionResetError:  # it has left frames of ours unread; its own come behind this error
-                continue
-            except OSError:
-                size = 0
-            if not size:
-                return frames or None  # what came before the end counts; the next call finds the end
-            frames.append(self._decoder.decode(self._buffer[:size]))

@@ -4,17 +4,16 @@ import logging
 import select
 import socket
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from service.process.message_stream import ChannelClosed, ChannelFull, MessageStream
 from transfer_backends.contract import Clock, EngineError, OpState, Pieces, Region
 from transfer_backends.ranks.frames import (
     TO_LEADER,
     Close,
     Ended,
     Fence,
-    FrameSocket,
     Hello,
     LeavePeer,
     PollOften,
@@ -26,7 +25,6 @@ from transfer_backends.ranks.frames import (
 )
 
 POLL_OFTEN_EVERY_S = 0.1  # the follower stays awake for longer than that
-CLOSE_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +47,11 @@ class RemoteEngine:
     """
 
     def __init__(self, sock: socket.socket, *, name: str, timeout_s: float, clock: Clock = time.monotonic) -> None:
-        """`sock`: SEQPACKET; owned from here on. `timeout_s`: for the follower to start. Raises `EngineError` if it does not."""
+        """`sock`: a stream; owned from here on. `timeout_s`: for the follower to start. Raises `EngineError` if it does not."""
         self.lost: str | None = None
         self._name = name
-        self._frames = FrameSocket(sock, TO_LEADER)
+        self._follower = MessageStream(sock)
         self._clock = clock
-        self._unsent: deque[bytes] = deque()  # while the socket is full
         self._pending: dict[int, RemoteOp] = {}
         self._last_number = 0
         self._poll_often_at_s = -POLL_OFTEN_EVERY_S
@@ -64,12 +61,14 @@ class RemoteEngine:
 
     def _await_hello(self, timeout_s: float) -> Hello:
         poller = select.poll()
-        poller.register(self._frames.socket, select.POLLIN)
+        poller.register(self._follower, select.POLLIN)
         if not poller.poll(timeout_s * 1000):
             raise EngineError(f"{self._name}: its transfer engine has not started within {timeout_s:g} s")
-        hello = next(iter(self._frames.receive() or ()), None)
-        if not isinstance(hello, Hello):
-            raise EngineError(f"{self._name} ended before its transfer engine had started")
+        try:
+            hello = TO_LEADER.decode(self._follower.get(within_s=timeout_s))
+        except ChannelClosed as error:
+            raise EngineError(f"{self._name} ended before its transfer engine had started ({error})") from None
+        assert isinstance(hello, Hello), "a follower begins with it"
         return hello
 
     def register(self, regions: Sequence[Region]) -> None:
@@ -84,8 +83,7 @@ class RemoteEngine:
         return number
 
     def disconnect(self, peer: int) -> None:
-        if self.lost is None:
-            self._send(LeavePeer(peer))
+        self._put(LeavePeer(peer))
 
     def post(self, peer: int, pieces: Pieces) -> RemoteOp:
         op = RemoteOp(self._next())
@@ -111,21 +109,18 @@ class RemoteEngine:
         """Let the follower poll its engine for a while; by itself it does so now and then."""
         self._exchange()
         now_s = self._clock()
-        if eager and self.lost is None and now_s - self._poll_often_at_s >= POLL_OFTEN_EVERY_S:
+        if eager and now_s - self._poll_often_at_s >= POLL_OFTEN_EVERY_S:
             self._poll_often_at_s = now_s
-            self._send(PollOften())
+            self._put(PollOften())
 
     def close(self) -> None:
         if self.lost is None:
-            self._unsent.append(encode(Close()))
-            self._frames.socket.settimeout(CLOSE_S)
             try:
-                while self._unsent:
-                    self._frames.send(self._unsent.popleft(), wait=True)
-            except OSError as error:
+                self._follower.put(encode(Close()))
+            except (ChannelClosed, ChannelFull) as error:
                 log.warning("%s: its transfer engine was not closed: %s", self._name, error)
         self.lost = self.lost or f"{self._name}: its transfer engine is closed"
-        self._frames.socket.close()
+        self._follower.close()
 
     # ---- inside
 
@@ -139,38 +134,31 @@ class RemoteEngine:
         return op
 
     def _send(self, frame: ToFollower) -> None:
-        """Queue it. Raises `EngineError` if the follower is gone, or can never take it."""
-        self._flush()
+        """Raises `EngineError` if the follower is gone, or reads nothing."""
+        self._put(frame)
         if self.lost is not None:
             raise EngineError(self.lost)
-        data = encode(frame)
-        if len(data) > self._frames.longest_bytes:
-            raise EngineError(
-                f"{self._name}: a frame of {len(data)} bytes is longer than its socket takes ({self._frames.longest_bytes}); "
-                "raise net.core.wmem_max"
-            )
-        self._unsent.append(data)
-        self._flush()
 
-    def _flush(self) -> None:
+    def _put(self, frame: ToFollower) -> None:
+        """Send it soon, without a wait."""
+        if self.lost is not None:
+            return
         try:
-            while self._unsent and self._frames.send(self._unsent[0], wait=False):
-                self._unsent.popleft()
-        except OSError as error:
+            self._follower.put(encode(frame))
+        except (ChannelClosed, ChannelFull) as error:
+            self._exchange()  # what it sent before its end counts
             self._lose(str(error))
 
     def _exchange(self) -> None:
-        """Send what waits; read which operations have ended."""
+        """Read which operations have ended."""
         if self.lost is not None:
             return
-        self._flush()
-        if self.lost is not None:
-            return
-        frames = self._frames.receive()
-        for frame in frames or ():
-            if isinstance(frame, Ended):
-                self._end(frame)
-        if frames is None:
+        try:
+            for data in self._follower.arrived():
+                frame = TO_LEADER.decode(data)
+                if isinstance(frame, Ended):
+                    self._end(frame)
+        except ChannelClosed:
             self._lose("its process, or its thread, has ended")
 
     def _end(self, ended: Ended) -> None:
@@ -181,9 +169,11 @@ class RemoteEngine:
             log.warning("%s: a write failed: %s", self._name, ended.error)
 
     def _lose(self, why: str) -> None:
+        if self.lost is not None:
+            return
         self.lost = f"{self._name}: its transfer engine is lost: {why}"
         log.error("%s", self.lost)
-        self._unsent.clear()
+        self._follower.shut()  # its process ends
         for op in self._pending.values():
             op.state = OpState.FAILED
         self._pending.clear()

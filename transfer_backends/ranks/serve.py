@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from service.process.message_stream import ChannelClosed, ChannelFull, MessageStream
 from transfer_backends.contract import Clock, OpState, RankMemory
 from transfer_backends.liveness import own_mark
 from transfer_backends.ports import Engine
@@ -18,7 +19,6 @@ from transfer_backends.ranks.frames import (
     Close,
     Ended,
     Fence,
-    FrameSocket,
     Hello,
     LeavePeer,
     PollOften,
@@ -42,40 +42,37 @@ log = logging.getLogger(__name__)
 def serve_engine(engine: Engine, memory: RankMemory, sock: socket.socket, *, receives: bool, host: str) -> bool:
     """Register `memory` and serve until the leader closes the engine (True) or is gone (False: end this process, and soon).
 
-    `receives`: peers write to `memory` (a decode worker's). Else this process writes, and while it does a port of its own at
+    `receives`: peers write to `memory` (a decode worker's). Else this process writes, and until its end a port of its own at
     `host` is bound: when that refuses, a decode worker elsewhere knows that this process is dead.
     """
-    frames = FrameSocket(sock, TO_FOLLOWER)
+    leader = MessageStream(sock)
     engine.register([memory.kv])
     described = msgspec.structs.replace(memory, descriptor=engine.descriptor())
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(sock)
+    with sock, contextlib.ExitStack() as at_end:
         mark = own_mark()
         if not receives:
-            alive = stack.enter_context(socket.create_server((host, 0)))
+            alive = at_end.enter_context(socket.create_server((host, 0)))
             mark = msgspec.structs.replace(mark, port=alive.getsockname()[1])
         try:
-            frames.send(encode(Hello(engine.caps, described, mark)), wait=True)
-            orderly = _serve(EngineServer(engine, receives=receives), frames)
-        except OSError as error:  # the leader is gone
+            leader.put(encode(Hello(engine.caps, described, mark)))
+            _serve(EngineServer(engine, receives=receives), leader)
+        except (ChannelClosed, ChannelFull) as error:
             log.warning("transfer engine: the leader cannot be reached: %s", error)
+            if not receives:
+                alive.detach()  # bound until the process ends: what the engine has begun may still be written
             return False
-        if orderly:
-            engine.close()
-        return orderly
+        engine.close()
+        return True
 
 
-def _serve(server: "EngineServer", frames: FrameSocket) -> bool:
+def _serve(server: "EngineServer", leader: MessageStream) -> None:
+    """Until it is closed. Raises ChannelClosed and ChannelFull."""
     poller = select.poll()
-    poller.register(frames.socket, select.POLLIN)
+    poller.register(leader, select.POLLIN)
     while not server.closed:
         _rest(poller, server.nap_s)
-        came = frames.receive()
-        if came is None:
-            return False
-        if (ended := server.turn(came)) is not None:
-            frames.send(encode(ended), wait=True)
-    return True
+        if (ended := server.turn([TO_FOLLOWER.decode(data) for data in leader.arrived()])) is not None:
+            leader.put(encode(ended))
 
 
 def _rest(poller: "select.poll", nap_s: float | None) -> None:
