@@ -30,6 +30,7 @@ from engine.local_defaults import with_random_seed, with_threads
 from engine.model_files.source import with_local_model
 from service.flags import ConfigError
 from service.http.listening import ListeningPort, open_port, open_shared_ports
+from service.process.collector import spare_what_lives
 from service.process.ready_file import write_ready_file
 from service.process.stop_signals import StopSignals
 from service.security.keys import KeyGate
@@ -157,6 +158,7 @@ class _Worker:
         def on_ready() -> None:
             session.was_ready = True
             _report_ready(self.ports[0].url, plan)
+            spare_what_lives()
 
         can_switch = plan.role != "null"
         spec = frontend_spec(

@@ -48,6 +48,7 @@ async def run_router(
         obey_parent(on_drain=signals.requested.set, on_end=signals.on_sigint)
     async with start_router(config, slot=slot) as router:
         with signals.caught(on_hangup=lambda: router.gate.reload(time.monotonic()), only_hangup=slot is not None):
+            spare_what_lives()
             _report_ready(config, router.url, on_ready)
             await signals.requested.wait()
             await router.live.drain(timeout_s=config.drain_timeout_s, at_once=signals.at_once)
@@ -75,7 +76,6 @@ async def start_router(config: RouterConfig, *, slot: ProcessSlot | None = None)
         if router.discovery is not None:
             router.discovery.start()
         router.auto_roles.start()
-        spare_what_lives()
         yield router
 
 

@@ -23,7 +23,6 @@ from engine.messages import ToFrontend
 from service.http.errors import ApiError
 from service.http.listening import ListeningPort
 from service.http.server import serving, serving_unix
-from service.process.collector import spare_what_lives
 from service.process.stop_signals import StopSignals
 from service.security.keys import KeyGate
 from service.waiter import end_tasks
@@ -55,7 +54,7 @@ async def run_frontend(
 ) -> RoleSwitchState | None:
     """Serve until a stop signal (then None) or a role switch (then its state; call again with the same `port`).
 
-    SIGTERM and a switch drain; SIGINT or a second signal end at once. `on_ready`: called after `SchedulerReady`.
+    SIGTERM and a switch drain; SIGINT or a second signal end at once. `on_ready`: called when the worker can answer.
     Raises ConfigError for a checkpoint that cannot be used, WorkerDied.
     """
     loop = asyncio.get_running_loop()
@@ -155,7 +154,6 @@ async def _until_over(s: Services, end: _SessionEnd, *, on_ready: Callable[[], N
                 starting.result()
                 s.warm.set()
                 on_ready()
-                spare_what_lives()
             with suppress(TimeoutError):
                 await asyncio.wait_for(end.signals.requested.wait(), WATCH_INTERVAL_S)
     finally:

@@ -1,7 +1,6 @@
 """`run_frontend` for tests: in a thread of the test's process, or as a process of its own where a test sends signals."""
 
 import asyncio
-import gc
 import json
 import logging
 import signal
@@ -106,7 +105,6 @@ class WorkerThread:
         except (ConfigError, WorkerDied) as error:
             self.error = error
         finally:
-            gc.unfreeze()  # what the worker froze is the whole test process
             logging.getLogger().removeHandler(log)
             log.close()
 

@@ -1,4 +1,7 @@
-"""What lives when a process begins to serve is left alone by the collector; what it has left behind later is not."""
+"""What lives when a process begins to serve is left alone by the collector; what it has left behind later is not.
+
+That is for a process to do. A server that only lives in one (as in tests) would have it collect all that the process holds.
+"""
 
 import gc
 import weakref
@@ -7,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from service.process.collector import no_collections, spare_what_lives
+from tests.router.dummies import cluster
 
 
 class Circle:
@@ -33,6 +37,11 @@ def test_the_second_time_drops_what_has_died_since_the_first() -> None:
     assert gone() is not None  # it was spared
     spare_what_lives()
     assert gone() is None and gc.get_freeze_count() > 0
+
+
+async def test_a_router_inside_another_process_leaves_its_collector_alone() -> None:
+    async with cluster():
+        assert gc.get_freeze_count() == 0
 
 
 def test_nothing_is_collected_inside_the_block_however_it_ends() -> None:
