@@ -124,6 +124,11 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
         rank = f" dp{self.dp_rank}" if self.engine.dp_size > 1 else ""
         return f"{role_name(self.disagg)} scheduler{rank}"
 
+    def trace_name(self, rank: int) -> str:
+        """Of a rank, in the names of its traces; of a DP rank as in SGLang: DP-1."""
+        dp = f"-DP-{self.dp_rank}" if self.engine.dp_size > 1 else ""
+        return f"{role_name(self.disagg)}{dp}" + (f"-rank{rank}" if self.engine.num_ranks > 1 else "")
+
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a leader sends a follower. `descriptors`: of the memory that the ranks share, of the channel to the leader, and

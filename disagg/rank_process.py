@@ -58,7 +58,7 @@ def run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
         channel=channel,
         use=RankUse(
             decodes=disagg.disaggregation_mode != "prefill",
-            name=f"{role_name(disagg)}-rank{spec.rank}",
+            name=spec.scheduler.trace_name(spec.rank),
             allocate_kv=kv_bytes_of(spec.mooncake_protocol),
         ),
         turning=partial(_note, turns),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from disagg.children import OPERATING_ERROR
-from disagg.config import DisaggConfig, SchedulerSpec, read_secret, role_name
+from disagg.config import DisaggConfig, SchedulerSpec, read_secret
 from disagg.transfer_machine import check_flags, check_transfer_machine
 from engine.config import EngineConfig
 from engine.grammar.compiler import JsonStyle, make_compiler
@@ -35,6 +35,7 @@ from engine.loop.watchdog import Watchdog, end_with_stacks
 from engine.lora.names import named_paths
 from engine.messages import SchedulerReady
 from engine.model_files.model_config import ModelConfig, load_model_config
+from engine.nodes import leader_of
 from engine.parallel.meeting import LOST_S
 from engine.text.incremental import tail_texts
 from engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -182,7 +183,7 @@ def _services(
     from engine.ranks.leading_executor import LeadingExecutor
 
     compiles = parts.compiles
-    profiler = TorchProfiler(parts.device.executor.call, name=_trace_name(spec))
+    profiler = TorchProfiler(parts.device.executor.call, name=spec.trace_name(leader_of(spec.engine)))
     return LoopServices(
         weights=parts.weights,
         profiler=profiler if parts.group is None else GroupProfiler(profiler, parts.group.followers),
@@ -237,11 +238,6 @@ def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s:
         "kv_events_config": None if publisher is None else publisher.describe(),
         **machine_facts(config.device, config.dtype),
     }
-
-
-def _trace_name(spec: SchedulerSpec) -> str:
-    """SGLang's: DP-1."""
-    return role_name(spec.disagg) if spec.engine.dp_size == 1 else f"{role_name(spec.disagg)}-DP-{spec.dp_rank}"
 
 
 def _publisher(spec: SchedulerSpec, parts: "EngineParts") -> ZmqPublisher | None:

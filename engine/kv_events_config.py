@@ -7,6 +7,7 @@ import msgspec
 from service.flags import ConfigError
 
 FLAG = "--kv-events-config"
+FREE_PORTS = ("*", "0")  # any port that is free
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,10 +52,26 @@ def parse_kv_events_config(text: str | None) -> KVEventsConfig | None:
     return config
 
 
+def check_ports(text: str | None, *, dp_size: int) -> None:
+    """Raise ConfigError where the addresses of one DP rank are another's."""
+    config = parse_kv_events_config(text)
+    if config is None or config.replay_endpoint is None or dp_size == 1:
+        return
+    ports = [endpoint.rpartition(":")[2] for endpoint in (config.endpoint, config.replay_endpoint)]
+    if any(port in FREE_PORTS for port in ports):
+        return
+    apart = abs(int(ports[0]) - int(ports[1]))
+    if apart < dp_size:
+        raise ConfigError(
+            f"{FLAG}: each of {dp_size} DP ranks (--dp-size) has ports of its own, counted from {ports[0]} and {ports[1]}; "
+            f"choose ports that are {dp_size} or more apart"
+        )
+
+
 def _shifted(endpoint: str, by: int) -> str:
     """A free port stays a free one."""
     address, _, port = endpoint.rpartition(":")
-    return endpoint if port in ("*", "0") else f"{address}:{int(port) + by}"
+    return endpoint if port in FREE_PORTS else f"{address}:{int(port) + by}"
 
 
 def _host(endpoint: str) -> str:

@@ -7,6 +7,7 @@ pauses, profiles (a file for each rank), retraction in all three ways, the hiera
 import logging
 
 from engine.config import EngineConfig
+from engine.kv_events_config import check_ports
 from engine.local_defaults import usable_cores
 from engine.model_files.model_config import ModelConfig
 from engine.nodes import check_nodes
@@ -32,6 +33,7 @@ def check_ranks(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ConfigError. Warns where ranks share cores."""
     check_nodes(config)
     check_sizes(config, model)
+    check_ports(config.kv_events_config, dp_size=config.dp_size)
     if config.num_ranks == 1:
         return
     if config.pp_size > 1 and config.stream == "inline":

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import torch
 
 from engine.config import EngineConfig
@@ -142,7 +143,7 @@ def _add_adapters(
 
 
 def _add_profiles(profiler: TorchProfiler, actions: dict[str, Action]) -> None:
-    actions["start_profile"] = lambda asked: profiler.start(StartProfile(**asked))
+    actions["start_profile"] = lambda asked: profiler.start(msgspec.convert(asked, StartProfile))
     actions["stop_profile"] = profiler.stop
 
 

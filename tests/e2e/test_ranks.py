@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.client import generate_all, state_of, text_of
-from tests.e2e.cluster import Started, cluster, tandem, wait_until
+from tests.e2e.client import generate_all, text_of
+from tests.e2e.cluster import Started, tandem, wait_until
 from tools.recall import vocab
 from tools.recall.oracle import continuation
 
@@ -49,25 +49,6 @@ async def test_it_answers_and_ends_with_any_of_its_ranks(tmp_path: Path) -> None
         _, left = psutil.wait_procs(family, timeout=WITHIN_S)
         assert not left, left
         assert f"rank 1 of 4 (pid {pids[1]}) ended: SIGKILL" in worker.log.read_text()
-
-
-async def test_a_cluster_whose_roles_have_different_sizes_works_out_of_the_box(tmp_path: Path) -> None:
-    """Two ranks prefill, one decodes: units are chosen for both, and what the follower computed comes from the follower."""
-    prompts = [prompt_of(size, seed) for seed, size in enumerate((3, 90, 40, 12))]
-    sizes = ("--prefill-tp-size", "2", "--decode-tp-size", "1", "--disaggregation-kv-checksum")
-    with cluster(tmp_path, *sizes, *FLAGS[: FLAGS.index("--port")]) as up:
-        bodies = [{"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 16}} for ids in prompts]
-        answers = await generate_all(up.router, bodies)
-        assert [answer["output_ids"] for answer in answers] == [continuation(ids, 16) for ids in prompts]
-
-        (prefill,), (decode,) = up.of("prefill"), up.of("decode")
-        here, there = [json.loads(await text_of(f"{worker.url}/server_info")) for worker in (prefill, decode)]
-        assert (here["tp_size"], there["tp_size"], here["kv_units"], there["kv_units"]) == (2, 1, 2, 2)
-        sent, received = (await state_of(prefill.url))["counters"], (await state_of(decode.url))["counters"]
-        pages = sum(-(-len(ids) // here["page_size"]) for ids in prompts)
-        assert there["page_bytes"] == 2 * here["page_bytes"]  # the leader has a half of a page
-        assert sent["bytes"] >= pages * there["page_bytes"]
-        assert received["kv_checksum_verified"] == len(prompts)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from engine.nodes import leader_of
 from engine.ranks.group_checksum import GroupChecksum
 from engine.ranks.links import kv_copies
 from service.flags import ConfigError
+from service.kv_events import BlockStored
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks_in_process import ranks
 from tests.lora.tiny_adapters import make_tiny_adapter
@@ -316,6 +317,17 @@ def checksum_of(engine: EngineInProcess) -> int:
     return found
 
 
+def kv_events(engine: EngineInProcess, paths: Paths) -> Answers:
+    """What a worker publishes: the pages of its prefix cache, each once."""
+    run(engine)
+    parts = engine.parts
+    assert parts.events is not None
+    stored = [event for event in parts.events.take() if isinstance(event, BlockStored)]
+    names = [name for event in stored for name in event.block_hashes]
+    assert len(set(names)) == len(names) == parts.scheduler.memory.allocator.counts()["cached"]
+    return Answers(sorted(event.token_ids for event in stored), {"pages": len(names)})
+
+
 @dataclass(frozen=True)
 class Feature:
     drive: Callable[[EngineInProcess, Paths], Answers]
@@ -352,6 +364,7 @@ FEATURES = {
         },
     ),
     "checksum": Feature(checksums),
+    "KV events": Feature(kv_events, {"kv_events_config": "{}", "stream": "threaded"}),
     "no prefix cache": Feature(prefixes, {"disable_radix_cache": True}),
     "prefix cache": Feature(prefixes),
     "priorities": Feature(

@@ -1,0 +1,32 @@
+"""What a worker of several ranks refuses at start, by name. What works: test_rank_features.py."""
+
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
+from engine.rank_rules import check_ranks
+from service.flags import ConfigError
+
+EVENTS = '{"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5558"}'
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tp_size": 3}, "--tp-size 3: does not divide the model's 8 attention heads; choose 1, 2, 4 or 8"),
+    ({"pp_size": 2, "stream": "inline"}, "--stream inline: --pp-size 2 computes several steps at once"),
+    (
+        {"dp_size": 2, "kv_events_config": EVENTS},
+        "--kv-events-config: each of 2 DP ranks .* counted from 5557 and 5558; choose ports that are 2 or more apart",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), REFUSED)
+def test_what_does_not_work_is_refused_by_name(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_ranks(EngineConfig(model_path=WIDE_MODEL_PATH, **flags), load_model_config(WIDE_MODEL_PATH))
+
+
+def test_ports_of_events_that_are_free_or_apart_are_taken() -> None:
+    for events in (EVENTS.replace("5558", "5559"), EVENTS.replace("5558", "*"), EVENTS.replace("5557", "0")):
+        config = EngineConfig(model_path=WIDE_MODEL_PATH, dp_size=2, kv_events_config=events)
+        check_ranks(config, load_model_config(WIDE_MODEL_PATH))
