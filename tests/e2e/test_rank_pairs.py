@@ -1,9 +1,12 @@
-"""A worker of two ranks and one of one rank share KV, in both directions; all shapes over real processes: `make rank-shapes`."""
+"""Workers of different shapes share KV, whole or layer by layer, and get back what was retracted; all shapes over real processes:
+`make rank-shapes`."""
 
+import math
 import random
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,37 +26,80 @@ from tests.engine.ranks_in_process import ranks
 from tools.recall.oracle import continuation
 from transfer_backends.ranks.serve import serve_engine
 
-FLAGS: dict[str, Any] = {"max_total_tokens": 4096, "kv_units": 2, "chunked_prefill_size": 32, "num_threads": 1}
+FLAGS: dict[str, Any] = {
+    "chunked_prefill_size": 32,
+    "kv_units": 4,
+    "num_threads": 1,
+    "schedule_conservativeness": 0.0,
+    "max_total_tokens": 4096,
+}
+TIGHT = {"max_total_tokens": 464}  # of decode: what runs is retracted
+Shape = tuple[int, int]  # --tp-size, --pp-size
 
 
-@pytest.mark.parametrize(("backend", "prefill", "decode"), [("nixl", 2, 1), ("mooncake", 1, 2)])
-def test_each_rank_gets_its_units(backend: str, prefill: int, decode: int) -> None:
-    rng = random.Random(5)
-    asked = [(f"r{i}", recall_prompt(rng, 40), 12) for i in range(4)]
-    with _pair(backend, prefill, decode) as pair:
-        assert run(pair, asked, turns_between=3) == {
+@dataclass(frozen=True)
+class Cell:
+    """`backup`: where the KV of a retracted request comes from."""
+
+    backend: str
+    prefill: Shape
+    decode: Shape
+    layerwise: str
+    backup: str
+
+
+# How decode computes it by itself: tests/engine/test_ranks.py
+CELLS = {
+    "TP 2 to TP 2": Cell("nixl", (2, 1), (2, 1), "on", "prefill"),
+    "one to TP 2": Cell("mooncake", (1, 1), (2, 1), "off", "host"),
+    "PP 2 to PP 2": Cell("nixl", (1, 2), (1, 2), "on", "prefill"),
+    "TP 2 to PP 2": Cell("mooncake", (2, 1), (1, 2), "on", "host"),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_kv_crosses_between_all_ranks_and_comes_back(name: str) -> None:
+    cell, rng = CELLS[name], random.Random(4)
+    asked = [(f"r{i}", recall_prompt(rng, 40), 44 - 4 * i) for i in range(4)]
+    with _pair(cell) as pair:
+        assert run(pair, asked, turns_between=6) == {
             rid: continuation(prompt, new, ignore_eos=True) for rid, prompt, new in asked
         }
         sent, received = (worker.peered.counters() for worker in pair.workers if worker.peered is not None)
-    assert received["kv_checksum_verified"] == sent["kv_transfers"] == len(asked)
-    assert (sent.get("posts_of_followers", 0) > 0) == (prefill > 1)
+        prefill, decode = (worker.parts for worker in pair.workers)
+        layers = prefill.device.layers.watched
+    again = received.get("resumed_through_prefill", 0)
+    back = again if cell.backup == "prefill" else decode.scheduler.counters.resumed_restored
+    assert back > 0 and decode.scheduler.counters.resumed_computed == 0
+    assert received["kv_checksum_verified"] == sent["kv_transfers"] == len(asked) + again
+    assert (sent.get("posts_of_followers", 0) > 0) == (cell.prefill != (1, 1))
+    assert layers == (cell.layerwise == "on")
+    whole = sent["kv_transfers"] * max(map(math.prod, (cell.prefill, cell.decode)))  # one each between ranks of a pair
+    assert (sent["posts"] > 2 * whole) == layers, (sent["posts"], whole)
 
 
 @contextmanager
-def _pair(backend: str, prefill: int, decode: int) -> Iterator[Pair]:
-    disagg: dict[str, Any] = {"disaggregation_transfer_backend": backend, "disaggregation_kv_checksum": True}
+def _pair(cell: Cell) -> Iterator[Pair]:
+    disagg: dict[str, Any] = {
+        "disaggregation_transfer_backend": cell.backend,
+        "disaggregation_kv_checksum": True,
+        "disaggregation_layerwise_transfer": cell.layerwise,
+        "disaggregation_decode_retraction_backup": cell.backup,
+    }
     with ExitStack() as stack:
         server = BootstrapServer(BootstrapConfig(port=0), shared=False, secret=None)
         server.start()
         stack.callback(server.close)
         workers = []
-        for mode, tp_size in (("prefill", prefill), ("decode", decode)):
+        for mode, shape, more in (("prefill", cell.prefill, {}), ("decode", cell.decode, TIGHT)):
             make = partial(WorkerInProcess, mode=mode, bootstrap=server.port, disagg=disagg)
-            if tp_size == 1:
-                workers.append(stack.enter_context(make(WIDE_MODEL_PATH, **FLAGS)))
+            flags = {**FLAGS, **more}
+            if shape == (1, 1):
+                workers.append(stack.enter_context(make(WIDE_MODEL_PATH, **flags)))
                 continue
-            own = DisaggConfig(disaggregation_mode=mode, **disagg)
-            group = ranks(WIDE_MODEL_PATH, tp_size=tp_size, make=make, serve=partial(_serve, own), **FLAGS)
+            own, (tp_size, pp_size) = DisaggConfig(disaggregation_mode=mode, **disagg), shape
+            serve = partial(_serve, own)
+            group = ranks(WIDE_MODEL_PATH, tp_size=tp_size, pp_size=pp_size, make=make, serve=serve, **flags)
             worker = stack.enter_context(group).engine
             assert isinstance(worker, WorkerInProcess)
             workers.append(worker)
