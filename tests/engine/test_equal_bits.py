@@ -1,0 +1,75 @@
+"""In bf16 on a CPU the way to a token changes no bit of any logprob, as long as decode's KV stays what decode wrote.
+
+What an answer's tokens have in KV is computed by the kernel for single tokens; computed again, as a prompt, it has other last
+bits. So recomputation is compared by tokens whose logits are far apart: test_ranks.py, tests/e2e/test_identity_matrix.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.build import EngineUse
+from engine.kernels.linear import linear_kernel
+from engine.messages import LogprobOptions
+from tests.engine.engine_in_process import EngineInProcess, prompt_of
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
+
+PROMPTS = {"a": prompt_of(150, 1), "b": prompt_of(9, 2), "c": prompt_of(70, 3)}
+FLAGS: dict[str, Any] = {"chunked_prefill_size": -1, "page_size": 4, "max_total_tokens": 2048}
+HOST = EngineUse(retracted_kv="host")
+
+pytestmark = pytest.mark.skipif(linear_kernel() is None, reason="products of torch depend on the batch")
+
+# Flags, use, and how often it was at work.
+WAYS: dict[str, tuple[dict[str, Any], EngineUse | None, Callable[[EngineInProcess], float]]] = {
+    "chunked": ({"chunked_prefill_size": 32}, None, lambda e: e.parts.scheduler.counters.prefill_steps - 3),
+    "overlap": ({"stream": "threaded", "stream_delay_s": 0.001}, None, lambda e: e.parts.depth - 1),
+    "mixed": (
+        {"chunked_prefill_size": 32, "enable_mixed_chunk": True},
+        None,
+        lambda e: e.parts.scheduler.counters.mixed_steps,
+    ),
+    "cached prompts": ({}, None, lambda e: e.cached["again"]),
+    "restored from the host": ({"test_retract": 3}, HOST, lambda e: e.parts.scheduler.counters.resumed_restored),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_checkpoint(
+        tmp_path_factory.mktemp("bits") / "model",
+        "qwen3",
+        dtype="bfloat16",
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        hidden_size=128,
+        intermediate_size=128,
+    )
+
+
+def answers(engine: EngineInProcess, names: dict[str, list[int]]) -> dict[str, Any]:
+    for seed, (name, prompt) in enumerate(names.items()):
+        engine.add(name, prompt, temperature=0.9, seed=seed, max_new_tokens=24, logprobs=LogprobOptions(-1, 2))
+    engine.run()
+    return {
+        name: (engine.tokens[name], [(e.token_id, e.logprob, e.top) for e in engine.logprobs[name]]) for name in names
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(path: str) -> dict[str, Any]:
+    with EngineInProcess(path, **FLAGS) as engine:
+        return answers(engine, PROMPTS)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_way_changes_no_bit(way: str, path: str, plain: dict[str, Any]) -> None:
+    flags, use, times = WAYS[way]
+    with EngineInProcess(path, use=use, **{**FLAGS, **flags}) as engine:
+        got = answers(engine, PROMPTS)
+        assert got == plain
+        if way == "cached prompts":
+            assert answers(engine, {"again": PROMPTS["a"]})["again"] == plain["a"]
+        assert times(engine) > 0, "not at work"
