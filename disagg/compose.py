@@ -99,6 +99,7 @@ def _decode(
         transfers.engine,
         config,
         lookup=routes.find,
+        is_apart=spec.engine.nnodes > 1,
     )
     manager.set_wakeup(wakeup)
     manager.start()

@@ -1,4 +1,4 @@
-"""The worker's part on node 1 (--node-rank 1): starts the followers of this machine, and ends with node 0. It serves no HTTP."""
+"""The worker's part on a machine that is not node 0 (--node-rank 1 or more): starts its followers, and ends with node 0. No HTTP."""
 
 import logging
 import os
@@ -8,13 +8,16 @@ from contextlib import ExitStack
 
 from disagg.children import Children
 from disagg.config import RankSpec, SchedulerSpec, read_secret
-from disagg.node_meeting import Control, Met, NodeBye, joined
+from disagg.node_control import Control, NodeBye
+from disagg.node_meeting import Met, joined
 from disagg.rank_start import how_ended, start_rank
 from disagg.role_session import SessionPlan
 from engine.nodes import named, ranks_of
 from engine.parallel.region_memory import new_memory
+from service.flags import ConfigError
 from service.process.message_stream import ChannelClosed
 from service.process.ready_file import write_ready_file
+from transfer_backends.liveness import bound
 
 LOOK_S = 0.1  # between two looks at the ranks
 WORD_S = 2.0  # for node 0's last word, where ranks have read the end of its connections
@@ -27,13 +30,15 @@ def run_node(plan: SessionPlan) -> int:
     engine = plan.engine
     children = Children()
     with ExitStack() as undo:
-        met = undo.enter_context(joined(engine, secret=read_secret(plan.disagg.cluster_secret_file) or b""))
+        met = undo.enter_context(
+            joined(engine, plan.disagg, secret=read_secret(plan.disagg.cluster_secret_file) or b"")
+        )
         undo.callback(children.end)
         _start(plan, met, children)
         ranks = named(ranks_of(engine.node_rank, engine))
         log.info("%s of %d on this machine; node 0 serves (%s)", ranks, engine.num_ranks, engine.dist_init_addr)
         write_ready_file(plan.server.ready_file, {"node_rank": engine.node_rank, "pid": os.getpid()})
-        return _watch(plan, met.control, children)
+        return _watch(plan, met.controls[0], children)
 
 
 def _start(plan: SessionPlan, met: Met, children: Children) -> None:
@@ -42,7 +47,7 @@ def _start(plan: SessionPlan, met: Met, children: Children) -> None:
         engine=engine,
         disagg=plan.disagg,
         ipc_dir="",
-        control_host=plan.control_host,
+        control_host=_own_host(plan, met),
         bootstrap=None,
         log_level=server.log_level,
         log_format=server.log_format,
@@ -50,21 +55,40 @@ def _start(plan: SessionPlan, met: Met, children: Children) -> None:
     memory = new_memory(met.region)
     try:
         for rank in ranks_of(engine.node_rank, engine):
-            wires = {end: sock.fileno() for end, sock in met.of_rank(rank, engine.node_rank).items()}
-            channel = met.plan_of(rank)
+            wires = met.of_rank(rank)
+            channels = [met.plan_of(rank)]
+            if plan.role != "null":
+                channels.append(met.engine_of(rank))
             spec = RankSpec(
                 scheduler=scheduler,
                 rank=rank,
                 region=met.region,
-                descriptors=(memory, channel.fileno()),
+                descriptors=(memory, *(sock.fileno() for sock in channels)),
                 mooncake_protocol=None,
-                wires=wires,
+                wires={end: sock.fileno() for end, sock in wires.items()},
             )
             start_rank(children, spec)
-            for sock in (channel, *met.of_rank(rank, engine.node_rank).values()):
+            for sock in (*channels, *wires.values()):
                 sock.close()  # the rank's alone from now on: its end is then the connection's
     finally:
         os.close(memory)
+
+
+def _own_host(plan: SessionPlan, met: Met) -> str:
+    """The address at which peers reach this machine's transfer engines: as a flag says, else from which it came to node 0.
+
+    Raises ConfigError.
+    """
+    assert met.host is not None, "not node 0"
+    host = plan.disagg.disaggregation_control_host or met.host
+    try:
+        with bound(host):
+            return host
+    except OSError as error:
+        raise ConfigError(
+            f"--disaggregation-control-host {host}: not an address of node {plan.engine.node_rank} ({error.strerror or error}); "
+            f"each node has its own; without the flag it is {met.host}, from which it came to node 0"
+        ) from None
 
 
 def _watch(plan: SessionPlan, control: Control, children: Children) -> int:

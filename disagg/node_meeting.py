@@ -1,194 +1,223 @@
-"""How the two machines of a group meet at --dist-init-addr: node 0 listens, node 1 dials, once for each connection that they need.
+"""How the machines of a group meet: node 0 listens at --dist-init-addr, every other node dials and says hello (node_control.py).
 
-    node 1 --control--> node 0:   NodeHello (version, flags)
-    node 0 --control--> node 1:   NodeWelcome, or NodeRefused; then node 1 dials for each of `wires` (engine/nodes.py); NodeBye at the end
-
-Each connection begins with a proof of the cluster's secret (engine/parallel/meeting.py). The control connection stays: its end of
-file without a NodeBye says that the other machine's part has ended.
+Once all are there, they connect their ranks, one connection for each of `wires` (engine/nodes.py): a node dials those of lower
+numbers and awaits those of higher ones. Each connection begins with a proof of the cluster's secret (engine/parallel/meeting.py),
+a rank's with its name, too.
 """
 
+import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any
 
-import msgspec
-
+from disagg.config import DisaggConfig
+from disagg.node_control import Control, NodeHello, NodeRefused, NodeWelcome
+from disagg.node_flags import check_same, flags_of
 from engine.config import EngineConfig
-from engine.nodes import Wire, address_of, check_same, named, ranks_of, wires
-from engine.parallel.meeting import MeetingError, dial, listen
+from engine.nodes import ENGINE, PLAN, Wire, address_of, named, ranks_of, wires_at
+from engine.parallel.meeting import PROOF_S, MeetingError, dial, listen
 from engine.parallel.region_plan import RegionPlan
 from service.flags import ConfigError
 from service.process.message_stream import ChannelClosed, MessageStream
 
-CONTROL = "nodes 0 and 1"
+CONTROL = "nodes"
 FLAG = "--dist-init-addr"
-
-
-class _Frame(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
-class NodeHello(_Frame, frozen=True):
-    """Of node 1. `flags`: of its `EngineConfig`."""
-
-    version: str
-    flags: dict[str, Any]
-
-
-class NodeWelcome(_Frame, frozen=True):
-    """`region`: what the ranks of a machine share."""
-
-    region: RegionPlan
-
-
-class NodeRefused(_Frame, frozen=True):
-    """`text`: for the operator, as node 0 says it."""
-
-    text: str
-
-
-class NodeBye(_Frame, frozen=True):
-    """Node 0 has ended in order."""
-
-
-_DECODER = msgspec.json.Decoder(NodeHello | NodeWelcome | NodeRefused | NodeBye)
-
-
-class Control:
-    """The connection of the two machines' parts. Owns the socket."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.peer: str = connection.getpeername()[0]
-        self._end = MessageStream(connection)
-
-    def fileno(self) -> int:
-        return self._end.fileno()
-
-    def send(self, frame: _Frame) -> None:
-        """Raises ChannelClosed."""
-        self._end.put(msgspec.json.encode(frame))
-
-    def receive(self, *, within_s: float | None = None) -> NodeHello | NodeWelcome | NodeRefused | NodeBye:
-        """Raises ChannelClosed, also when nothing has come in time."""
-        try:
-            frame: NodeHello | NodeWelcome | NodeRefused | NodeBye = _DECODER.decode(self._end.get(within_s=within_s))
-            return frame
-        except msgspec.MsgspecError as error:
-            raise ChannelClosed(f"no message of this version ({error})") from None
-
-    def close(self) -> None:
-        self._end.close()
+LEAST_WAIT_S = 0.1
 
 
 @dataclass(frozen=True)
 class Met:
-    """`wires`: the connections of this machine's ranks."""
+    """`controls`: by the number of the node at the other end. `wires`: the connections of this machine's ranks.
 
-    control: Control
+    `host`: this machine's address for the others; None: node 0's, which its flags name.
+    """
+
+    controls: Mapping[int, Control]
     region: RegionPlan
     wires: Mapping[Wire, socket.socket]
+    host: str | None = None
 
-    def of_rank(self, rank: int, node: int) -> dict[str, socket.socket]:
+    def of_rank(self, rank: int) -> dict[str, socket.socket]:
         """Its connections for sums and states, by its end of them."""
-        ends = ((wire.at(node), sock) for wire, sock in self.wires.items() if wire.kind != "plan")
-        return {end: sock for (owner, end), sock in ends if owner == rank}
+        mine = ((wire, sock) for wire, sock in self.wires.items() if not wire.is_the_leaders)
+        return {wire.end_of(rank): sock for wire, sock in mine if rank in (wire.first, wire.second)}
 
     def plan_of(self, rank: int) -> socket.socket:
-        """Between the leader and `rank` of node 1."""
-        return next(sock for wire, sock in self.wires.items() if wire.kind == "plan" and wire.on_node_1 == rank)
+        """Between the leader and `rank` of another machine."""
+        return self._of_leader(PLAN, rank)
+
+    def engine_of(self, rank: int) -> socket.socket:
+        """Likewise, to its transfer engine."""
+        return self._of_leader(ENGINE, rank)
+
+    def _of_leader(self, kind: str, rank: int) -> socket.socket:
+        return next(sock for wire, sock in self.wires.items() if (wire.kind, wire.second) == (kind, rank))
+
+
+@dataclass(kw_only=True)
+class _Meeting:
+    """One machine's part. `stack` closes what it has opened."""
+
+    engine: EngineConfig
+    disagg: DisaggConfig
+    secret: bytes
+    stack: ExitStack
+    deadline_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.deadline_s = time.monotonic() + self.engine.dist_timeout_s
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.deadline_s - time.monotonic())
+
+    @property
+    def wires(self) -> dict[Wire, int]:
+        return wires_at(self.engine.node_rank, self.engine, transfers=self.disagg.disaggregation_mode != "null")
+
+    def accept(self, server: socket.socket, group: str) -> socket.socket:
+        """Raises MeetingError."""
+        return self.stack.enter_context(listen(server, secret=self.secret, group=group, within_s=self.left_s))
+
+    def dial(self, host: str, port: int, group: str) -> socket.socket:
+        """Raises MeetingError."""
+        return self.stack.enter_context(dial(host, port, secret=self.secret, group=group, within_s=self.left_s))
+
+    def await_wires(self, server: socket.socket | None, group: str) -> dict[Wire, socket.socket]:
+        """Those to nodes of higher numbers, which dial. Raises MeetingError."""
+        wanted = {wire.name: wire for wire, node in self.wires.items() if node > self.engine.node_rank}
+        found: dict[Wire, socket.socket] = {}
+        while wanted:
+            assert server is not None, "there are higher nodes"
+            connection = self.accept(server, group)
+            with suppress(ChannelClosed, UnicodeDecodeError):
+                if (wire := wanted.pop(MessageStream(connection).get(within_s=PROOF_S).decode(), None)) is not None:
+                    found[wire] = connection
+        return found
+
+    def dial_wires(self, addresses: tuple[tuple[str, int], ...], group: str) -> dict[Wire, socket.socket]:
+        """Those to nodes of lower numbers. Raises MeetingError and ChannelClosed."""
+        found = {}
+        for wire, node in self.wires.items():
+            if node < self.engine.node_rank:
+                found[wire] = self.dial(*addresses[node], group)
+                MessageStream(found[wire]).put(wire.name.encode())
+        return found
 
 
 @contextmanager
-def gathered(config: EngineConfig, region: RegionPlan, *, secret: bytes) -> Iterator[Met]:
-    """Wait for node 1, for node 0. Closes all at the end. Raises ConfigError.
+def gathered(engine: EngineConfig, disagg: DisaggConfig, region: RegionPlan, *, secret: bytes) -> Iterator[Met]:
+    """Wait for the other nodes, for node 0. Closes all at the end. Raises ConfigError.
 
-    `config`: as its flags say; what is resolved may depend on the machine.
+    `engine`: as its flags say; what is resolved may depend on the machine.
     """
-    deadline_s = time.monotonic() + config.dist_timeout_s
     with ExitStack() as stack:
-        server = stack.enter_context(_server(config))
-
-        def meet(name: str) -> socket.socket:
-            left_s = max(0.0, deadline_s - time.monotonic())
-            return stack.enter_context(listen(server, secret=secret, group=name, within_s=left_s))
-
+        meeting = _Meeting(engine=engine, disagg=disagg, secret=secret, stack=stack)
+        server = stack.enter_context(_server(engine))
+        hellos: dict[int, tuple[Control, NodeHello]] = {}
         try:
-            control = Control(meet(CONTROL))
-            _admit(config, control, region, within_s=max(0.1, deadline_s - time.monotonic()))
-            found = {wire: meet(wire.name) for wire in wires(config)}
+            while len(hellos) < engine.nnodes - 1:
+                _admit(meeting, Control(meeting.accept(server, CONTROL)), hellos)
+            controls = {node: control for node, (control, _) in sorted(hellos.items())}
+            addresses = [address_of(engine), *((controls[node].peer, hellos[node][1].port) for node in controls)]
+            group = secrets.token_hex(8)
+            for control in controls.values():
+                control.send(NodeWelcome(group, region, tuple(addresses)))
+            found = meeting.await_wires(server, group)
         except (MeetingError, ChannelClosed) as error:
-            raise ConfigError(
-                f"--dist-timeout {config.dist_timeout_s:g}: node 1 of {config.nnodes} ({named(ranks_of(1, config))}) did not "
-                f"come to {FLAG} {config.dist_init_addr} ({error}); start it with the same flags and --node-rank 1"
-            ) from None
+            raise ConfigError(_missing(engine, set(hellos), error)) from None
         server.close()
-        yield Met(control, region, found)
+        yield Met(controls, region, found)
 
 
-def _admit(config: EngineConfig, control: Control, region: RegionPlan, *, within_s: float) -> None:
-    """Raises ConfigError for other flags on node 1, which gets the same text, and ChannelClosed."""
-    hello = control.receive(within_s=within_s)
+def _admit(meeting: _Meeting, control: Control, hellos: dict[int, tuple[Control, NodeHello]]) -> None:
+    """Add its hello. Raises ConfigError for a node that does not fit, which gets the same text, and ChannelClosed."""
+    engine = meeting.engine
+    hello = control.receive(within_s=max(LEAST_WAIT_S, meeting.left_s))
     if not isinstance(hello, NodeHello):
-        raise ChannelClosed(f"{type(hello).__name__} from node 1")
+        raise ChannelClosed(f"{type(hello).__name__} from another node")
     try:
         if hello.version != (own := _version()):
             raise ConfigError(
-                f"--nnodes {config.nnodes}: node 0 runs Tandem {own}, node 1 {hello.version}; install one"
+                f"--nnodes {engine.nnodes}: node 0 runs Tandem {own}, node {hello.node} {hello.version}; install one"
             )
-        check_same(_flags(config), hello.flags, ranks=ranks_of(1, config))
+        if not 0 < hello.node < engine.nnodes:
+            raise ConfigError(
+                f"--nnodes: node 0 has {engine.nnodes}, a node with --node-rank {hello.node} has "
+                f"{hello.flags.get('nnodes')}; give all nodes the same flags but for --node-rank"
+            )
+        check_same(engine, meeting.disagg, hello.flags, node=hello.node)
     except ConfigError as error:
         control.send(NodeRefused(str(error)))
         raise
-    control.send(NodeWelcome(region))
+    if hello.node in hellos:  # it was started again, or two have one number
+        with suppress(ChannelClosed):
+            hellos[hello.node][0].send(
+                NodeRefused(f"--node-rank {hello.node}: another node ({control.peer}) came with it; give each its own")
+            )
+        hellos[hello.node][0].close()
+    hellos[hello.node] = control, hello
+
+
+def _missing(engine: EngineConfig, there: set[int], error: Exception) -> str:
+    missing = [node for node in range(1, engine.nnodes) if node not in there] or list(range(1, engine.nnodes))
+    names = ", ".join(f"node {node} of {engine.nnodes} ({named(ranks_of(node, engine))})" for node in missing)
+    return (
+        f"--dist-timeout {engine.dist_timeout_s:g}: {names} did not come to {FLAG} {engine.dist_init_addr} ({error}); start "
+        f"each with the same flags and its --node-rank, such as {missing[0]}"
+    )
 
 
 @contextmanager
-def joined(config: EngineConfig, *, secret: bytes) -> Iterator[Met]:
-    """Meet node 0, for node 1. Closes all at the end. Raises ConfigError."""
-    host, port = address_of(config)
-    deadline_s = time.monotonic() + config.dist_timeout_s
+def joined(engine: EngineConfig, disagg: DisaggConfig, *, secret: bytes) -> Iterator[Met]:
+    """Meet the others, for a node that is not node 0. Closes all at the end. Raises ConfigError."""
     with ExitStack() as stack:
-
-        def meet(name: str) -> socket.socket:
-            left_s = max(0.0, deadline_s - time.monotonic())
-            return stack.enter_context(dial(host, port, secret=secret, group=name, within_s=left_s))
-
+        meeting = _Meeting(engine=engine, disagg=disagg, secret=secret, stack=stack)
         try:
-            control = Control(meet(CONTROL))
-            control.send(NodeHello(_version(), _flags(config)))
-            answer = control.receive(within_s=max(0.1, deadline_s - time.monotonic()))
+            control = Control(meeting.dial(*address_of(engine), CONTROL))
+            server = _server_for_higher(meeting, control.here)
+            port = 0 if server is None else int(server.getsockname()[1])
+            control.send(NodeHello(_version(), engine.node_rank, port, flags_of(engine, disagg)))
+            answer = control.receive(within_s=max(LEAST_WAIT_S, meeting.left_s))
             if isinstance(answer, NodeRefused):
                 raise ConfigError(answer.text)
             if not isinstance(answer, NodeWelcome):
                 raise ChannelClosed(f"{type(answer).__name__} from node 0")
-            found = {wire: meet(wire.name) for wire in wires(config)}
+            found = meeting.dial_wires(answer.addresses, answer.group)
+            found |= meeting.await_wires(server, answer.group)
         except (MeetingError, ChannelClosed) as error:
             raise ConfigError(
-                f"--dist-timeout {config.dist_timeout_s:g}: node 0 is not at {FLAG} {config.dist_init_addr} ({error}); its log "
-                "may say why"
+                f"--dist-timeout {engine.dist_timeout_s:g}: node 0 is not at {FLAG} {engine.dist_init_addr}, or another node "
+                f"did not come ({error}); their logs may say why"
             ) from None
-        yield Met(control, answer.region, found)
+        if server is not None:
+            server.close()
+        yield Met({0: control}, answer.region, found, control.here)
 
 
-def _server(config: EngineConfig) -> socket.socket:
+def _server(engine: EngineConfig) -> socket.socket:
     """Raises ConfigError."""
-    host, port = address_of(config)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
+        return _listening(*address_of(engine))
     except OSError as error:
         raise ConfigError(
-            f"{FLAG} {config.dist_init_addr}: node 0 cannot listen there: {error.strerror or error}; give an address of its "
+            f"{FLAG} {engine.dist_init_addr}: node 0 cannot listen there: {error.strerror or error}; give an address of its "
             "machine and a free port, the same on all nodes"
         ) from None
 
 
-def _flags(config: EngineConfig) -> dict[str, Any]:
-    return msgspec.json.decode(msgspec.json.encode(config), type=dict[str, Any])
+def _server_for_higher(meeting: _Meeting, host: str) -> socket.socket | None:
+    """Where this machine awaits nodes of higher numbers, at the address from which it came to node 0."""
+    if all(node < meeting.engine.node_rank for node in meeting.wires.values()):
+        return None
+    return meeting.stack.enter_context(_listening(host, 0))
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def _version() -> str:

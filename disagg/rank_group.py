@@ -1,4 +1,4 @@
-"""Starts the followers of a leader, on this machine and by --nnodes on another, and ends them."""
+"""Starts the followers of a leader, on this machine and by --nnodes on others, and ends them."""
 
 import os
 import socket
@@ -13,11 +13,12 @@ import torch
 
 from disagg.children import OPERATING_ERROR, Children
 from disagg.config import RankSpec, SchedulerSpec, read_secret
-from disagg.node_meeting import Met, NodeBye, gathered
+from disagg.node_control import NodeBye
+from disagg.node_meeting import Met, gathered
 from disagg.rank_start import how_ended, start_rank
 from engine.config import EngineConfig
 from engine.model_files.model_config import ModelConfig
-from engine.nodes import leader_of, ranks_of
+from engine.nodes import leader_of, node_of, ranks_of
 from engine.parallel.late import late_ranks
 from engine.parallel.region import SharedRegion
 from engine.rank_rules import check_device
@@ -43,7 +44,7 @@ def started_group(spec: SchedulerSpec, model: ModelConfig, *, mooncake_protocol:
         met = None
         if config.nnodes > 1:
             secret = read_secret(spec.disagg.cluster_secret_file) or b""
-            met = undo.enter_context(gathered(spec.engine, plan, secret=secret))
+            met = undo.enter_context(gathered(spec.engine, spec.disagg, plan, secret=secret))
         region = SharedRegion.create(plan)
         undo.callback(region.close)
         undo.callback(children.end)
@@ -90,8 +91,12 @@ def _start(
         members[rank] = (leader_end(own), _RankProcess(process, rank=rank, of=config.num_ranks))
         pids[rank] = process.pid
     if met is not None:
-        for rank in ranks_of(1, config):
-            members[rank] = (leader_end(met.plan_of(rank)), _RemoteRank(rank, config.num_ranks, met.control.peer))
+        for rank in sorted(set(range(config.num_ranks)) - set(ranks_of(0, config))):
+            node = node_of(rank, config)
+            member = _RemoteRank(rank, config.num_ranks, node, met.controls[node].peer)
+            members[rank] = (leader_end(met.plan_of(rank)), member)
+            if spec.disagg.disaggregation_mode != "null":
+                transfers[rank] = met.engine_of(rank)
     return Group(
         links=links_of(region, leader, config, _wires(met, leader)),
         pids=pids,
@@ -103,7 +108,7 @@ def _start(
 
 
 def _wires(met: Met | None, rank: int) -> dict[str, socket.socket]:
-    return {} if met is None else met.of_rank(rank, 0)
+    return {} if met is None else met.of_rank(rank)
 
 
 def _late(region: SharedRegion, config: EngineConfig) -> list[int]:
@@ -130,19 +135,21 @@ class _RankProcess:
 class _RemoteRank:
     rank: int
     of: int
+    node: int
     address: str
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} of {self.of} (node 1, {self.address})"
+        return f"rank {self.rank} of {self.of} (node {self.node}, {self.address})"
 
     def ended(self) -> str:
-        return "is gone: its process has ended, or its machine; the log of node 1 may say why"
+        return f"is gone: its process has ended, or its machine; the log of node {self.node} may say why"
 
 
 def _say_bye(met: Met) -> None:
-    with suppress(ChannelClosed, ChannelFull):
-        met.control.send(NodeBye())
+    for control in met.controls.values():
+        with suppress(ChannelClosed, ChannelFull):
+            control.send(NodeBye())
 
 
 def _end_worker(text: str, refused: bool) -> None:

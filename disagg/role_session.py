@@ -35,7 +35,7 @@ PROGRESS_ENV = "TANDEM_PROGRESS"  # `tandem up` sets it: it shows a bar from our
 
 @dataclass(frozen=True, kw_only=True)
 class SessionPlan:
-    """Checked flags of one session. `control_host`: the address at which peers reach this worker."""
+    """Checked flags of one session. `control_host`: the address at which peers reach this worker, on node 0."""
 
     engine: EngineConfig
     server: ServerConfig
@@ -61,14 +61,10 @@ def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggCo
     rule_of(server.load_balance_method, mode=disagg.disaggregation_mode)
     gpus_of_ranks(engine, visible_here)
     check_ranks(engine, load_model_config(engine.model_path))
-    if engine.nnodes > 1 and disagg.disaggregation_mode != "null":
-        raise ConfigError(
-            f"--nnodes {engine.nnodes}: not with --disaggregation-mode {disagg.disaggregation_mode}, whose ranks are on one "
-            "machine; start more workers behind the router"
-        )
-    control_host = _control_host(server, disagg)
-    check_exposure(server, disagg, control_host=control_host)
-    check_events_exposure(server, engine, disagg)
+    control_host = _control_host(server, disagg) if engine.node_rank == 0 else ""  # of others: disagg/node.py
+    if engine.node_rank == 0:
+        check_exposure(server, disagg, control_host=control_host)
+        check_events_exposure(server, engine, disagg)
     check_nodes_exposure(server, engine, disagg)
     bootstrap_allowlist = make_allowlist(server, disagg, control_host=control_host)
     return SessionPlan(
@@ -78,6 +74,10 @@ def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggCo
 
 def next_session(plan: SessionPlan, to: RoleSwitchState) -> SessionPlan:
     """Plan the session after `plan`, with the weights and adapters loaded at run time. Raises ConfigError."""
+    if plan.engine.nnodes > 1:
+        raise ConfigError(
+            f"--nnodes {plan.engine.nnodes}: a worker on several machines keeps its role; start another one"
+        )
     if to.model_path != plan.engine.model_path:
         load_tokenizer(to.model_path)  # loading new weights did not check it
     engine = replace(

@@ -22,6 +22,7 @@ LOAD_BALANCE_METHODS = (
 )
 MAX_PAGE_SIZE = 1024
 MAX_PORT = 65535
+MAX_NODES = 64
 MEM_FRACTION_OF = {"cpu": 0.2, "cuda": 0.9}  # of free memory, of the GPU's memory
 MAX_RUNNING_OF = {"cpu": 64, "cuda": 256}  # a GPU's products are bound by memory below some 200 rows
 
@@ -84,13 +85,13 @@ class EngineConfig(FlagSet):
         above=0,
     )
     nnodes: int = flag(
-        1, "machines that hold the ranks of --tp-size and --pp-size, as many each (on cpu)", least=1, most=2
+        1, "machines that hold the ranks of --tp-size and --pp-size, as many each (on cpu)", least=1, most=MAX_NODES
     )
     node_rank: int = flag(
         0,
-        "number of this machine. Node 0 schedules and serves HTTP; node 1 gets the same other flags and computes",
+        "number of this machine. Node 0 schedules and serves HTTP; the others get the same other flags and compute",
         least=0,
-        most=1,
+        most=MAX_NODES - 1,
     )
     dist_init_addr: str | None = flag(
         None, "with --nnodes: HOST:PORT of node 0 at which the machines meet; node 0 listens there"

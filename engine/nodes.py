@@ -3,36 +3,38 @@
 Ranks are numbered stage by stage. Node 0 has the leader's block of them, so that it is the one that serves, whatever is split.
 """
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from engine.config import EngineConfig
-from service.flags import ConfigError, option_of
+from service.flags import ConfigError
 
-# What the machines may differ in: files are compared by their fingerprints, seeds are the leader's.
-OF_A_NODE = frozenset({
-    "model_path", "revision", "served_model_name", "random_seed", "num_threads", "node_rank", "mem_fraction_static",
-    "prefault_kv", "dist_timeout_s", "watchdog_timeout_s",
-})  # fmt: skip
+PLAN, ENGINE, STATES = "plan", "engine", "states"
 
 
 class Wire(NamedTuple):
-    """A connection of two ranks. `kind`: plan (leader and follower), sum, states (from stage to stage)."""
+    """A connection of two ranks on different machines.
+
+    `kind`: plan (leader and follower), engine (the same, to the follower's transfer engine), states (from one stage to the
+    next), or "sum 0", "sum 1" and so on (of a round of a sum).
+    """
 
     kind: str
-    on_node_0: int
-    on_node_1: int
+    first: int
+    second: int
 
     @property
     def name(self) -> str:
-        return f"{self.kind} of ranks {self.on_node_0} and {self.on_node_1}"
+        return f"{self.kind} of ranks {self.first} and {self.second}"
 
-    def at(self, node: int) -> tuple[int, str]:
-        """The rank there, and what it calls its end: the stages before it are on node 1."""
-        if self.kind != "states":
-            return (self.on_node_0, self.on_node_1)[node], self.kind
-        return ((self.on_node_0, "before"), (self.on_node_1, "after"))[node]
+    @property
+    def is_the_leaders(self) -> bool:
+        return self.kind in (PLAN, ENGINE)
+
+    def end_of(self, rank: int) -> str:
+        """What `rank` calls its end: before and after are the stages that states come from and go to."""
+        if self.kind != STATES:
+            return self.kind
+        return "after" if rank == self.first else "before"
 
 
 def leader_of(config: EngineConfig) -> int:
@@ -45,16 +47,37 @@ def ranks_of(node: int, config: EngineConfig) -> range:
     return range(first, first + config.ranks_here)
 
 
-def wires(config: EngineConfig) -> list[Wire]:
-    """All between node 0 and node 1, in the order in which they are made."""
-    if config.nnodes == 1:
-        return []
-    near, far = ranks_of(0, config), ranks_of(1, config)
-    found = [Wire("plan", leader_of(config), rank) for rank in far]
+def node_of(rank: int, config: EngineConfig) -> int:
+    return (rank // config.ranks_here - leader_of(config) // config.ranks_here) % config.nnodes
+
+
+def wires(config: EngineConfig, *, transfers: bool) -> list[Wire]:
+    """All of the group. `transfers`: its worker exchanges KV, so every rank has a transfer engine."""
+    leader, far = leader_of(config), [rank for node in range(1, config.nnodes) for rank in ranks_of(node, config)]
+    found = [Wire(kind, leader, rank) for kind in (PLAN, ENGINE)[: 1 + transfers] for rank in far]
     if config.sums_span_nodes:
-        return found + [Wire("sum", *pair) for pair in zip(near, far, strict=True)]
-    last = range(far.stop - config.tp_size, far.stop)  # the stage whose states go to the leader's machine
-    return found + [Wire("states", rank + config.tp_size, rank) for rank in last]
+        return found + _of_sums(config)
+    nexts = [(rank, rank + config.tp_size) for rank in range(config.num_ranks - config.tp_size)]
+    return found + [Wire(STATES, *pair) for pair in nexts if node_of(pair[0], config) != node_of(pair[1], config)]
+
+
+def _of_sums(config: EngineConfig) -> list[Wire]:
+    """Round n joins machines whose numbers differ in bit n: what a rank has then is the sum over a subtree of 2 ** (n + 1) machines."""
+    found = []
+    for number in range(config.nnodes.bit_length() - 1):
+        apart = config.ranks_here << number
+        found += [Wire(f"sum {number}", rank, rank ^ apart) for rank in range(config.num_ranks) if not rank & apart]
+    return found
+
+
+def wires_at(node: int, config: EngineConfig, *, transfers: bool) -> dict[Wire, int]:
+    """Those with an end there, and the machine of the other end."""
+    found = {}
+    for wire in wires(config, transfers=transfers):
+        ends = node_of(wire.first, config), node_of(wire.second, config)
+        if node in ends:
+            found[wire] = ends[0] if ends[1] == node else ends[1]
+    return found
 
 
 def address_of(config: EngineConfig) -> tuple[str, int]:
@@ -80,7 +103,12 @@ def check_nodes(config: EngineConfig) -> None:
     if config.num_ranks % nodes:
         raise ConfigError(f"--nnodes {nodes}: does not divide the {config.num_ranks} ranks of {sizes}")
     if config.pp_size > 1 and config.pp_size % nodes:
-        raise ConfigError(f"--nnodes {nodes}: {sizes} would cut a stage in two; choose an even --pp-size, or 1")
+        raise ConfigError(f"--nnodes {nodes}: {sizes} would cut a stage; choose a --pp-size that {nodes} divides, or 1")
+    if config.sums_span_nodes and nodes & (nodes - 1):
+        raise ConfigError(
+            f"--nnodes {nodes}: sums over machines need 2, 4, 8 or more powers of two of them; choose another, or split by "
+            "--pp-size"
+        )
     if config.sums_span_nodes and config.ranks_here & (config.ranks_here - 1):
         raise ConfigError(
             f"--nnodes {nodes}: {config.ranks_here} ranks a node of {sizes}; sums need 1, 2, 4, 8 or more powers of two: "
@@ -99,20 +127,5 @@ def check_nodes(config: EngineConfig) -> None:
         )
 
 
-def check_same(first: Mapping[str, Any], second: Mapping[str, Any], *, ranks: range) -> None:
-    """Compare the flags of node 0 and node 1, which holds `ranks`. Raises ConfigError that names one with both values."""
-    for field in dataclasses.fields(EngineConfig):
-        mine, theirs = first.get(field.name), second.get(field.name)
-        if field.name not in OF_A_NODE and mine != theirs:
-            raise ConfigError(
-                f"{option_of(field)}: node 0 has {_shown(mine)}, node 1 ({named(ranks)}) {_shown(theirs)}; give all nodes the "
-                "same flags but for --node-rank"
-            )
-
-
 def named(ranks: range) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-
-
-def _shown(value: Any) -> str:
-    return "none" if value is None else " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -2,7 +2,7 @@
 
 A closed connection proves nothing: the process may live behind a broken network. Two proofs count:
 - same machine and pid namespace: /proc does not list the process (by pid and start time), or it is a zombie;
-- elsewhere: its port, which is bound while its manager or its engine lives, refuses connections.
+- elsewhere: its port, which is bound while its manager or its process lives, refuses connections.
 """
 
 import os
@@ -26,17 +26,23 @@ class Liveness(Enum):
 class ProcessMark(msgspec.Struct, frozen=True, array_like=True):
     """Names one process, now and later. `host`: boot id and pid namespace, equal where pids mean the same.
 
-    `port`: at the control plane's host, bound for as long as the process can write; 0: the control port.
+    `port`: bound for as long as the process can write; 0: the control port. `address`: where; "": the control plane's host.
     """
 
     host: str
     pid: int
     start_ticks: int
     port: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0
+    address: Annotated[str, msgspec.Meta(max_length=255)] = ""
 
 
 UNMARKED = ProcessMark(host="", pid=0, start_ticks=0)  # a process whose mark is unknown: only its port can be probed
 GONE = ProcessMark(host="", pid=-1, start_ticks=0)  # a process that is proved dead
+
+
+def bound(host: str) -> socket.socket:
+    """A port there that is bound until it is closed. Raises OSError."""
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def host_id() -> str:
@@ -61,7 +67,13 @@ def liveness(mark: ProcessMark, control: str, *, timeout_s: float = 1.0) -> Live
         alive = stat is not None and stat[0] not in "ZX" and stat[1] == mark.start_ticks
         return Liveness.ALIVE if alive else Liveness.DEAD
     host, _, port = control.rpartition(":")
-    return _probe(host, str(mark.port or port), timeout_s)
+    return _probe(mark.address or host, str(mark.port or port), timeout_s)
+
+
+def are_apart(marks: Sequence[ProcessMark], control: str) -> bool:
+    """Whether a worker's processes have several addresses: then one path says nothing of another."""
+    host = control.rpartition(":")[0].strip("[]")
+    return any(mark.address.strip("[]") not in ("", host) for mark in marks)
 
 
 def of_worker(ranks: Sequence[Liveness]) -> Liveness:

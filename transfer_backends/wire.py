@@ -18,7 +18,7 @@ from service.kv_events import MAX_NAMESPACE_CHARS
 from transfer_backends.contract import Count, KVArgs, RankMemory, Region
 from transfer_backends.liveness import ProcessMark
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_FRAME_BYTES = 8 << 20
 MAX_PAGES = 1 << 20  # of one transfer
 MAX_ROW_BYTES = 64 << 10

@@ -1,7 +1,7 @@
 """What one rank shares with the others of its group, and its place among them."""
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
@@ -73,7 +73,7 @@ def region_plan(config: EngineConfig, model: ModelConfig) -> RegionPlan:
 def links_of(
     region: SharedRegion, rank: int, config: EngineConfig, wires: Mapping[str, socket.socket] | None = None
 ) -> RankLinks:
-    """`config` is resolved. `wires`: connections of this rank to one of another machine, by its end of them: sum, before, after (engine/nodes.py)."""
+    """`config` is resolved. `wires`: connections of this rank to those of other machines, by its end of them (engine/nodes.py)."""
     place = place_of(rank, config)
     others = {end: RankConnection(wire, region) for end, wire in (wires or {}).items()}
 
@@ -86,7 +86,9 @@ def links_of(
     return RankLinks(
         place=place,
         num_ranks=config.num_ranks,
-        collectives=_collectives(region, place, config, others.get("sum")),
+        collectives=_collectives(
+            region, place, config, [others[end] for end in sorted(others) if end.startswith("sum")]
+        ),
         tokens=SharedTokens(region),
         before=None if place.is_first_stage else link(place.pp_rank - 1, "before"),
         after=None if place.is_last_stage else link(place.pp_rank, "after"),
@@ -94,11 +96,11 @@ def links_of(
 
 
 def _collectives(
-    region: SharedRegion, place: Place, config: EngineConfig, other: RankConnection | None
+    region: SharedRegion, place: Place, config: EngineConfig, others: Sequence[RankConnection]
 ) -> Collectives | None:
     if place.tp_size == 1:
         return None
-    if other is None:
+    if not others:
         return SharedMemoryCollectives(region, rank=place.tp_rank, stage=place.pp_rank)
     here = config.ranks_here
-    return NetworkCollectives(region, local_rank=place.tp_rank % here, machine=place.tp_rank // here, other=other)
+    return NetworkCollectives(region, local_rank=place.tp_rank % here, machine=place.tp_rank // here, others=others)

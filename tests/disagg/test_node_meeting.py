@@ -1,14 +1,18 @@
-"""Two machines meet at --dist-init-addr, over loopback: what each gets, and what keeps them apart in one line."""
+"""Machines meet at --dist-init-addr, over loopback: what each gets, and what keeps them apart in one line."""
 
 import socket
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from disagg.node_meeting import CONTROL, NodeBye, gathered, joined
+from disagg.config import DisaggConfig
+from disagg.node_control import Control, NodeBye, NodeHello, NodeRefused
+from disagg.node_flags import check_same, flags_of
+from disagg.node_meeting import CONTROL, Met, _version, gathered, joined
 from engine.config import EngineConfig
-from engine.nodes import wires
+from engine.nodes import wires, wires_at
 from engine.parallel.meeting import LOST_S, dial
 from engine.parallel.region_plan import RegionPlan
 from service.flags import ConfigError
@@ -16,6 +20,7 @@ from service.process.message_stream import ChannelClosed
 
 SECRET = b"a secret of the cluster"
 REGION = RegionPlan(ranks=2, stages=2, vocab=10)
+UNIFIED, PREFILL = DisaggConfig(), DisaggConfig(disaggregation_mode="prefill")
 
 
 def free_address() -> str:
@@ -28,16 +33,25 @@ def config(node: int, address: str, **flags: object) -> EngineConfig:
     return EngineConfig(node_rank=node, dist_init_addr=address, **sizes)  # type: ignore[arg-type]
 
 
+@contextmanager
+def met(configs: Sequence[EngineConfig], disagg: DisaggConfig) -> Iterator[list[Met]]:
+    """What each machine has; they come in the reverse order."""
+    with ThreadPoolExecutor(len(configs)) as pool, ExitStack() as stack:
+        joining = [pool.submit(stack.enter_context, joined(own, disagg, secret=SECRET)) for own in configs[:0:-1]]
+        near = stack.enter_context(gathered(configs[0], disagg, REGION, secret=SECRET))
+        yield [near, *(future.result() for future in reversed(joining))]
+
+
 def refusals(near: EngineConfig, far: EngineConfig, *, far_secret: bytes = SECRET) -> list[str]:
     """What each of the two says."""
 
     def wait() -> str:
-        with pytest.raises(ConfigError) as refused, gathered(near, REGION, secret=SECRET):
+        with pytest.raises(ConfigError) as refused, gathered(near, UNIFIED, REGION, secret=SECRET):
             pass
         return str(refused.value)
 
     def join() -> str:
-        with pytest.raises(ConfigError) as refused, joined(far, secret=far_secret):
+        with pytest.raises(ConfigError) as refused, joined(far, UNIFIED, secret=far_secret):
             pass
         return str(refused.value)
 
@@ -45,25 +59,46 @@ def refusals(near: EngineConfig, far: EngineConfig, *, far_secret: bytes = SECRE
         return [said.result() for said in (pool.submit(wait), pool.submit(join))]
 
 
-def test_every_rank_gets_its_connections_and_the_end_is_said() -> None:
+@pytest.mark.parametrize(
+    ("sizes", "disagg"),
+    [
+        ({"tp_size": 2, "pp_size": 2, "nnodes": 2}, UNIFIED),
+        ({"tp_size": 4, "pp_size": 1, "nnodes": 4}, PREFILL),
+        ({"tp_size": 1, "pp_size": 4, "nnodes": 4}, PREFILL),
+    ],
+)
+def test_every_rank_gets_its_connections_and_the_end_is_said(sizes: dict[str, int], disagg: DisaggConfig) -> None:
     address = free_address()
-    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
-        joining = pool.submit(stack.enter_context, joined(config(1, address), secret=SECRET))
-        with gathered(config(0, address), REGION, secret=SECRET) as near:
-            far = joining.result()
-            assert far.region == REGION and list(far.wires) == list(near.wires) == wires(config(0, address))
-            for wire, sock in near.wires.items():
-                sock.sendall(wire.name.encode())
-                assert far.wires[wire].recv(100) == wire.name.encode()
-                for end in (sock, far.wires[wire]):  # a machine that is gone without a word ends it
-                    assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == LOST_S * 1000
-                    assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and end.gettimeout() is None
-            assert set(near.of_rank(2, 0)) == set(near.of_rank(3, 0)) == {"before"} and near.of_rank(0, 0) == {}
-            assert set(far.of_rank(0, 1)) == set(far.of_rank(1, 1)) == {"after"}
-            near.control.send(NodeBye())
-        assert far.control.receive(within_s=60) == NodeBye()
-        with pytest.raises(ChannelClosed):
-            far.control.receive(within_s=60)
+    configs = [config(node, address, **sizes) for node in range(sizes["nnodes"])]
+    transfers = disagg is PREFILL
+    with met(configs, disagg) as machines:
+        for own, machine in zip(configs, machines, strict=True):
+            assert machine.region == REGION
+            assert set(machine.wires) == set(wires_at(own.node_rank, own, transfers=transfers))
+        for wire in wires(configs[0], transfers=transfers):
+            one, other = (machine.wires[wire] for machine in machines if wire in machine.wires)
+            one.sendall(wire.name.encode())
+            assert other.recv(100) == wire.name.encode()
+            for end in (one, other):  # a machine that is gone without a word ends it
+                assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == LOST_S * 1000
+                assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and end.gettimeout() is None
+        for node, control in machines[0].controls.items():
+            control.send(NodeBye())
+            control.close()
+            far = machines[node].controls[0]
+            assert far.receive(within_s=60) == NodeBye()
+            with pytest.raises(ChannelClosed):
+                far.receive(within_s=60)
+
+
+def test_ranks_have_the_ends_that_they_use() -> None:
+    address = free_address()
+    with met([config(node, address) for node in (0, 1)], PREFILL) as (near, far):
+        assert set(near.of_rank(2)) == set(near.of_rank(3)) == {"before"} and near.host is None
+        assert set(far.of_rank(0)) == set(far.of_rank(1)) == {"after"} and far.host == "127.0.0.1"
+        ends = (near.plan_of(1), far.plan_of(1)), (near.engine_of(1), far.engine_of(1))
+        for one, other in ends:
+            assert one.getsockname() == other.getpeername()
 
 
 def test_other_flags_are_refused_by_both_with_both_values() -> None:
@@ -72,6 +107,25 @@ def test_other_flags_are_refused_by_both_with_both_values() -> None:
     assert near == far and near.startswith("--page-size: node 0 has 16, node 1 (ranks 0 to 1) 32; ")
     near, far = refusals(config(0, address), config(1, address, tp_size=4))
     assert near == far and near.startswith("--tp-size: node 0 has 2, node 1 (ranks 0 to 1) 4; ")
+    near, far = refusals(config(0, address), config(3, address, pp_size=4, nnodes=4))
+    assert near == far and near.startswith("--nnodes: node 0 has 2, a node with --node-rank 3 has 4; ")
+
+
+def test_nodes_differ_in_what_is_their_machines_alone() -> None:
+    near, far = config(0, "a:1", random_seed=1, model_path="/a"), config(1, "a:1", random_seed=2, model_path="/b")
+    elsewhere = DisaggConfig(disaggregation_mode="prefill", disaggregation_control_host="10.0.0.2")
+    check_same(near, PREFILL, flags_of(far, elsewhere), node=1)
+    backend = DisaggConfig(disaggregation_mode="prefill", disaggregation_transfer_backend="mooncake")
+    for theirs, said in (
+        (
+            flags_of(config(1, "a:1", max_total_tokens=64), PREFILL),
+            r"--max-total-tokens: node 0 has none, node 1 .* 64;",
+        ),
+        (flags_of(far, backend), r"--disaggregation-transfer-backend: node 0 has nixl, node 1 .* mooncake;"),
+        (flags_of(far, UNIFIED), r"--disaggregation-mode: node 0 has prefill, node 1 .* null;"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_same(near, PREFILL, theirs, node=1)
 
 
 def test_another_secret_is_named_by_both() -> None:
@@ -83,6 +137,34 @@ def test_another_secret_is_named_by_both() -> None:
     assert all(said.startswith("--dist-timeout 0.5: ") and "(--cluster-secret-file)" in said for said in (near, far))
 
 
+def test_a_node_that_does_not_come_is_named_beside_those_that_did() -> None:
+    address = free_address()
+    sizes = {"tp_size": 1, "pp_size": 4, "nnodes": 4, "dist_timeout_s": 1.0}
+    near, far = refusals(config(0, address, **sizes), config(2, address, **sizes))
+    assert "node 1 of 4 (rank 0), node 3 of 4 (rank 2) did not come" in near
+    assert "or another node did not come" in far
+
+
+def test_two_nodes_of_one_number_are_told_apart() -> None:
+    """The last one counts: it may have been started again."""
+    address = free_address()
+    sizes = {"tp_size": 1, "pp_size": 4, "nnodes": 4}
+    own = config(0, address, **sizes)
+    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        waiting = pool.submit(stack.enter_context, gathered(own, UNIFIED, REGION, secret=SECRET))
+        host, port = address.split(":")
+        twins = []
+        for _ in range(2):
+            twins.append(Control(dial(host, int(port), secret=SECRET, group=CONTROL, within_s=60)))
+            stack.callback(twins[-1].close)
+            twins[-1].send(NodeHello(_version(), 1, 0, flags_of(config(1, address, **sizes), UNIFIED)))
+        said = twins[0].receive(within_s=60)
+        assert isinstance(said, NodeRefused) and said.text.startswith("--node-rank 1: another node (127.0.0.1) came")
+        Control(dial(host, int(port), secret=SECRET, group=CONTROL, within_s=60)).close()
+        with pytest.raises(ConfigError, match="did not come"):
+            waiting.result()
+
+
 def test_a_port_that_is_taken_is_named_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -90,7 +172,7 @@ def test_a_port_that_is_taken_is_named_at_once() -> None:
             pytest.raises(
                 ConfigError, match=f"--dist-init-addr {address}: node 0 cannot listen there: Address already"
             ),
-            gathered(config(0, address), REGION, secret=SECRET),
+            gathered(config(0, address), UNIFIED, REGION, secret=SECRET),
         ):
             pass
 
@@ -98,7 +180,7 @@ def test_a_port_that_is_taken_is_named_at_once() -> None:
 def test_a_node_that_goes_while_they_meet_is_named() -> None:
     address = free_address()
     with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
-        waiting = pool.submit(stack.enter_context, gathered(config(0, address), REGION, secret=SECRET))
+        waiting = pool.submit(stack.enter_context, gathered(config(0, address), UNIFIED, REGION, secret=SECRET))
         host, port = address.split(":")
         dial(host, int(port), secret=SECRET, group=CONTROL, within_s=60).close()
         with pytest.raises(ConfigError, match=r"node 1 of 2 .* did not come .*end of file"):

@@ -39,13 +39,14 @@ Shape = tuple[int, int]  # --tp-size, --pp-size
 
 @dataclass(frozen=True)
 class Cell:
-    """`backup`: where the KV of a retracted request comes from."""
+    """`backup`: where the KV of a retracted request comes from. `nnodes`: machines of each side."""
 
     backend: str
     prefill: Shape
     decode: Shape
     layerwise: str
     backup: str
+    nnodes: tuple[int, int] = (1, 1)
 
 
 # How decode computes it by itself: tests/engine/test_ranks.py
@@ -54,6 +55,8 @@ CELLS = {
     "one to TP 2": Cell("mooncake", (1, 1), (2, 1), "off", "host"),
     "PP 2 to PP 2": Cell("nixl", (1, 2), (1, 2), "on", "prefill"),
     "TP 2 to PP 2": Cell("mooncake", (2, 1), (1, 2), "on", "host"),
+    "two machines to one": Cell("nixl", (2, 1), (1, 1), "on", "prefill", (2, 1)),
+    "one to four machines": Cell("mooncake", (1, 1), (4, 1), "off", "host", (1, 4)),
 }
 
 
@@ -91,9 +94,12 @@ def _pair(cell: Cell) -> Iterator[Pair]:
         server.start()
         stack.callback(server.close)
         workers = []
-        for mode, shape, more in (("prefill", cell.prefill, {}), ("decode", cell.decode, TIGHT)):
+        for mode, shape, nnodes, more in (
+            ("prefill", cell.prefill, cell.nnodes[0], {}),
+            ("decode", cell.decode, cell.nnodes[1], TIGHT),
+        ):
             make = partial(WorkerInProcess, mode=mode, bootstrap=server.port, disagg=disagg)
-            flags = {**FLAGS, **more}
+            flags = {**FLAGS, **more, "nnodes": nnodes, "dist_init_addr": "127.0.0.1:1"}  # they meet by hand
             if shape == (1, 1):
                 workers.append(stack.enter_context(make(WIDE_MODEL_PATH, **flags)))
                 continue

@@ -1,6 +1,6 @@
 """A group of ranks in one process: the leader's engine here, each follower in a thread, over real sockets and shared memory.
 
-With `nnodes=2` each machine has memory of its own, and TCP connections join their ranks.
+With `nnodes` each machine has memory of its own, and TCP connections join their ranks.
 """
 
 import socket
@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.kv.held import HeldKV
 from engine.kv.kv_pool import KVPool, zeroed_bytes
 from engine.model_files.model_config import load_model_config
-from engine.nodes import Wire, leader_of, ranks_of, wires
+from engine.nodes import ENGINE, PLAN, Wire, leader_of, node_of, wires
 from engine.parallel.late import late_ranks
 from engine.parallel.region import SharedRegion
 from engine.ranks.build import RankUse, build_follower
@@ -67,7 +67,7 @@ def ranks(
     given, model = EngineConfig(model_path=model_path, **flags), load_model_config(model_path)
     config = resolve(given, model, cuda=False)
     regions = [SharedRegion.create(region_plan(config, model)) for _ in range(config.nnodes)]
-    connected, undo = {wire: tcp_pair() for wire in wires(config)}, ExitStack()
+    connected, undo = {wire: tcp_pair() for wire in wires(config, transfers=serve is not None)}, ExitStack()
     for sock in (sock for pair in connected.values() for sock in pair):
         undo.enter_context(sock)
     errors: list[BaseException] = []
@@ -80,8 +80,7 @@ def ranks(
 
     def follow(rank: int, descriptor: int) -> None:
         channel = follower_end(descriptor)
-        node = int(rank not in ranks_of(0, config))
-        region = regions[node]
+        region = regions[node_of(rank, config)]
         try:
             assert region.descriptor is not None
             mine = SharedRegion.open(region.descriptor, region.plan)
@@ -94,7 +93,7 @@ def ranks(
                     channel=channel,
                     use=RankUse(decodes=True, name=f"rank{rank}", allocate_kv=zeroed_bytes),
                     turning=lambda _: None,
-                    wires=ends_of(connected, rank, node),
+                    wires=ends_of(connected, rank),
                 )
                 if serve is not None:
                     engine = partial(serve, pools[rank], held, theirs_of[rank])
@@ -112,13 +111,13 @@ def ranks(
     for rank in range(config.num_ranks):
         if rank == leader_of(config):
             continue
-        own, theirs = plan_pair(connected, rank) or socket_pair()
+        own, theirs = pair_of(PLAN, connected, rank) or socket_pair()
         members[rank] = (leader_end(own), _Thread(rank))
         if serve is not None:
-            transfers[rank], theirs_of[rank] = socket_pair()
+            transfers[rank], theirs_of[rank] = pair_of(ENGINE, connected, rank) or socket_pair()
         threads.append(threading.Thread(target=follow, args=(rank, theirs.detach()), name=f"rank {rank}"))
     group = Group(
-        links=links_of(regions[0], leader_of(config), config, ends_of(connected, leader_of(config), 0)),
+        links=links_of(regions[0], leader_of(config), config, ends_of(connected, leader_of(config))),
         pids={},
         transfers=transfers,
         followers=Followers(members, on_end=lambda text, refused: abort()),
@@ -149,14 +148,14 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
         return server.accept()[0], there
 
 
-def ends_of(connected: Pairs, rank: int, node: int) -> dict[str, socket.socket]:
-    ends = ((wire.at(node), pair[node]) for wire, pair in connected.items() if wire.kind != "plan")
-    return {end: sock for (owner, end), sock in ends if owner == rank}
+def ends_of(connected: Pairs, rank: int) -> dict[str, socket.socket]:
+    mine = ((wire, pair) for wire, pair in connected.items() if not wire.is_the_leaders)
+    return {wire.end_of(rank): pair[wire.second == rank] for wire, pair in mine if rank in (wire.first, wire.second)}
 
 
-def plan_pair(connected: Pairs, rank: int) -> tuple[socket.socket, socket.socket] | None:
-    """Of a follower on node 1."""
-    return next((pair for wire, pair in connected.items() if (wire.kind, wire.on_node_1) == ("plan", rank)), None)
+def pair_of(kind: str, connected: Pairs, rank: int) -> tuple[socket.socket, socket.socket] | None:
+    """The leader's end and that of a follower on another node than node 0."""
+    return next((pair for wire, pair in connected.items() if (wire.kind, wire.second) == (kind, rank)), None)
 
 
 @dataclass

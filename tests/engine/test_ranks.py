@@ -85,10 +85,10 @@ def alone_in_units() -> Answers:
     return answers(1, 1, **EQUAL)
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(4, 1), (2, 2)])
-def test_two_machines_answer_as_one_does(alone: Answers, tp_size: int, pp_size: int) -> None:
-    """Sums of two ranks here and two there, and states that go from one machine to the other."""
-    meeting = {"nnodes": 2, "dist_init_addr": "127.0.0.1:1"}
+@pytest.mark.parametrize(("tp_size", "pp_size", "nnodes"), [(4, 1, 2), (2, 2, 2), (4, 1, 4), (1, 4, 4)])
+def test_several_machines_answer_as_one_does(alone: Answers, tp_size: int, pp_size: int, nnodes: int) -> None:
+    """Sums of ranks here and there, and states that go from one machine to the next."""
+    meeting = {"nnodes": nnodes, "dist_init_addr": "127.0.0.1:1"}
     here, there = answers(tp_size, pp_size), answers(tp_size, pp_size, **meeting)
     assert (there.tokens, there.logprobs) == (here.tokens, here.logprobs)
     assert there.tokens == alone.tokens

@@ -1,4 +1,4 @@
-"""Two machines: two regions whose ranks meet over loopback. The bits are those of one machine."""
+"""Machines: regions whose ranks meet over loopback. The bits are those of one machine."""
 
 import contextlib
 import socket
@@ -34,42 +34,53 @@ def meet(group: str) -> tuple[socket.socket, socket.socket]:
 
 
 @contextlib.contextmanager
-def two_machines(here: int, plan: RegionPlan) -> Iterator[tuple[list[NetworkCollectives], list[SharedRegion]]]:
-    """Ranks in order, and the regions of the two machines."""
-    with opened(plan, here) as near, opened(plan, here) as far, contextlib.ExitStack() as stack:
-        ranks: list[list[NetworkCollectives]] = [[], []]
-        for i in range(here):
-            for machine, connection in enumerate(meet(f"rank {i} of {here}")):
-                region = (near, far)[machine][i]
-                other = RankConnection(connection, region)
-                ranks[machine].append(NetworkCollectives(region, local_rank=i, machine=machine, other=other))
-                stack.callback(other.close)
-        yield ranks[0] + ranks[1], [near[0], far[0]]
+def machines(
+    here: int, plan: RegionPlan, *, rounds: int = 1
+) -> Iterator[tuple[list[NetworkCollectives], list[SharedRegion]]]:
+    """Ranks in order, and a region of each of 2 ** rounds machines."""
+    with contextlib.ExitStack() as stack:
+        regions = [stack.enter_context(opened(plan, here)) for _ in range(1 << rounds)]
+        flat = [region for machine in regions for region in machine]
+        others: list[list[RankConnection]] = [[] for _ in flat]
+        for apart in (here << number for number in range(rounds)):
+            for rank in (rank for rank in range(len(flat)) if not rank & apart):
+                for end, connection in zip((rank, rank | apart), meet(f"rank {rank}"), strict=True):
+                    others[end].append(RankConnection(connection, flat[end]))
+                    stack.callback(connection.close)
+        yield (
+            [
+                NetworkCollectives(region, local_rank=rank % here, machine=rank // here, others=others[rank])
+                for rank, region in enumerate(flat)
+            ],
+            [machine[0] for machine in regions],
+        )
 
 
 def run(ranks: list[NetworkCollectives], work: Callable[[NetworkCollectives], T], region: SharedRegion) -> list[T]:
     return together([partial(work, rank) for rank in ranks], region=region)
 
 
-@pytest.mark.parametrize("here", [1, 2])
-def test_bits_are_those_of_one_machine(here: int) -> None:
+@pytest.mark.parametrize(("here", "rounds"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)])
+def test_bits_are_those_of_one_machine(here: int, rounds: int) -> None:
     """Of tensors smaller than the ranks are many, and of some that no socket takes at once."""
     sizes = [(1, 1), (3, 40), (0, 8), (300, 5000)]
-    steps = [partials_of(2 * here, *size) for size in sizes]
-    steps.append([torch.full((2, 9), -0.0)] * (2 * here))
+    size = here << rounds
+    steps = [partials_of(size, *shape) for shape in sizes]
+    steps.append([torch.full((2, 9), -0.0)] * size)
 
     def work(rank: NetworkCollectives) -> list[Tensor]:
         return [rank.sum(partials[rank.rank], dtype=torch.bfloat16) for partials in steps]
 
-    with two_machines(here, RegionPlan(ranks=here)) as (ranks, regions):
-        assert [rank.rank for rank in ranks] == list(range(2 * here))
+    with machines(here, RegionPlan(ranks=here), rounds=rounds) as (ranks, regions):
+        assert [rank.rank for rank in ranks] == list(range(size))
         for seen in run(ranks, work, regions[0]):
             for partials, total in zip(steps, seen, strict=True):
                 expected = one_by_one(partials, torch.bfloat16)
                 assert torch.equal(total.view(torch.int16), expected.view(torch.int16))
 
 
-def test_logits_of_both_machines_are_gathered() -> None:
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_logits_of_all_machines_are_gathered(rounds: int) -> None:
     steps = [torch.randn(rows, 22) for rows in (2, 3, 1)]
 
     def work(rank: NetworkCollectives) -> list[Tensor]:
@@ -80,15 +91,15 @@ def test_logits_of_both_machines_are_gathered() -> None:
             seen += [] if got is None else [got.clone()]
         return seen
 
-    with two_machines(2, RegionPlan(ranks=2, logits_rows=3, vocab=22)) as (ranks, regions):
+    with machines(2, RegionPlan(ranks=2, logits_rows=3, vocab=22), rounds=rounds) as (ranks, regions):
         leader, *others = run(ranks, work, regions[0])
     assert all(torch.equal(got, whole) for got, whole in zip(leader, steps, strict=True))
-    assert others == [[], [], []]
+    assert others == [[]] * (len(ranks) - 1)
 
 
 def test_a_machine_that_goes_ends_the_ranks_of_the_other() -> None:
     """Rank 3 closes; rank 1, which exchanges with it, ends the wait of rank 0, too."""
-    with two_machines(2, RegionPlan(ranks=2)) as (ranks, regions):
+    with machines(2, RegionPlan(ranks=2)) as (ranks, regions):
 
         def work(rank: NetworkCollectives) -> None:
             if rank.rank == 3:
@@ -104,7 +115,7 @@ def test_a_machine_that_goes_ends_the_ranks_of_the_other() -> None:
 
 
 def test_machines_that_exchange_different_sizes_are_out_of_step() -> None:
-    with two_machines(1, RegionPlan(ranks=1)) as (ranks, regions):
+    with machines(1, RegionPlan(ranks=1)) as (ranks, regions):
 
         def work(rank: NetworkCollectives) -> None:
             rank.sum(torch.zeros(2 + rank.rank, 16), dtype=torch.float32)

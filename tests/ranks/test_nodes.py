@@ -1,36 +1,52 @@
 """Which machine holds which ranks, what connects them, and flags that cannot be. Pure."""
 
-import msgspec
 import pytest
 
 from engine.config import EngineConfig
-from engine.nodes import address_of, check_nodes, check_same, leader_of, ranks_of, wires
+from engine.nodes import ENGINE, PLAN, address_of, check_nodes, leader_of, node_of, ranks_of, wires, wires_at
 from service.flags import ConfigError
 
 MEETING = {"nnodes": 2, "dist_init_addr": "10.0.0.1:5000"}
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (8, 1), (1, 2), (2, 2), (4, 4), (3, 2)])
-def test_node_0_leads_and_every_rank_has_a_node(tp_size: int, pp_size: int) -> None:
-    config = EngineConfig(tp_size=tp_size, pp_size=pp_size, **MEETING)
-    near, far = ranks_of(0, config), ranks_of(1, config)
-    assert leader_of(config) in near
-    assert sorted([*near, *far]) == list(range(tp_size * pp_size)) and len(near) == len(far)
-    plans = [wire for wire in wires(config) if wire.kind == "plan"]
-    assert [(wire.on_node_0, wire.on_node_1) for wire in plans] == [(leader_of(config), rank) for rank in far]
-    rest = [wire for wire in wires(config) if wire.kind != "plan"]
-    assert all(wire.on_node_0 in near and wire.on_node_1 in far for wire in rest)
-    if pp_size == 1:  # rank i of one machine exchanges with rank i of the other
-        assert [wire.at(1) for wire in rest] == [(rank, "sum") for rank in far]
-    else:  # each rank of the stage before the cut gives its states to the same of the next
-        assert [(wire.at(1), wire.at(0)) for wire in rest] == [
-            ((rank, "after"), (rank + tp_size, "before")) for rank in far[-tp_size:]
-        ]
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size", "nnodes"),
+    [(2, 1, 2), (8, 1, 2), (1, 2, 2), (2, 2, 2), (4, 4, 2), (3, 2, 2), (8, 1, 4), (8, 1, 8), (2, 4, 4), (1, 6, 3)],
+)
+def test_node_0_leads_and_every_rank_has_its_connections(tp_size: int, pp_size: int, nnodes: int) -> None:
+    config = EngineConfig(tp_size=tp_size, pp_size=pp_size, nnodes=nnodes, dist_init_addr="10.0.0.1:5000")
+    nodes = [ranks_of(node, config) for node in range(nnodes)]
+    assert leader_of(config) in nodes[0]
+    assert sorted(rank for ranks in nodes for rank in ranks) == list(range(tp_size * pp_size))
+    assert [{node_of(rank, config) for rank in ranks} for ranks in nodes] == [{node} for node in range(nnodes)]
+    found = wires(config, transfers=True)
+    for kind in (PLAN, ENGINE):
+        ends = [(wire.first, wire.second) for wire in found if wire.kind == kind]
+        assert ends == [(leader_of(config), rank) for ranks in nodes[1:] for rank in ranks]
+    assert [wire for wire in found if wire.kind != ENGINE] == wires(config, transfers=False)
+    rest = [wire for wire in found if not wire.is_the_leaders]
+    assert all(node_of(wire.first, config) != node_of(wire.second, config) for wire in rest)
+    if pp_size == 1:  # over all rounds each rank can reach the same rank of every machine
+        for rank in range(tp_size):
+            reached = {rank}
+            for wire in rest:
+                reached |= {wire.first, wire.second} if reached & {wire.first, wire.second} else set()
+            assert reached == set(range(rank % config.ranks_here, tp_size, config.ranks_here))
+    else:  # each rank of the stage before a cut gives its states to the same of the next
+        assert [(wire.end_of(wire.first), wire.end_of(wire.second)) for wire in rest] == [("after", "before")] * len(
+            rest
+        )
+        assert {wire.second - wire.first for wire in rest} == {tp_size} and len(rest) == tp_size * (nnodes - 1)
+    both = [wires_at(node, config, transfers=True) for node in range(nnodes)]
+    assert sorted(wire for mine in both for wire in mine) == sorted(found * 2)
+    for node, mine in enumerate(both):
+        for wire, other in mine.items():
+            assert both[other][wire] == node
 
 
 def test_one_machine_connects_nothing() -> None:
     config = EngineConfig(tp_size=4, pp_size=2)
-    assert wires(config) == [] and list(ranks_of(0, config)) == list(range(8))
+    assert wires(config, transfers=True) == [] and list(ranks_of(0, config)) == list(range(8))
     check_nodes(config)
 
 
@@ -43,7 +59,12 @@ def test_one_machine_connects_nothing() -> None:
         ({**MEETING, "dist_init_addr": "10.0.0.1:0", "tp_size": 2}, "--dist-init-addr 10.0.0.1:0: "),
         (MEETING, "--nnodes 2: does not divide the 1 ranks of --tp-size 1, --pp-size 1"),
         ({**MEETING, "tp_size": 3}, "--nnodes 2: does not divide the 3 ranks"),
-        ({**MEETING, "tp_size": 2, "pp_size": 3}, "--nnodes 2: --tp-size 2, --pp-size 3 would cut a stage in two"),
+        ({**MEETING, "tp_size": 2, "pp_size": 3}, "--nnodes 2: --tp-size 2, --pp-size 3 would cut a stage; "),
+        ({**MEETING, "nnodes": 3, "tp_size": 6}, "--nnodes 3: sums over machines need 2, 4, 8 or more powers of two"),
+        (
+            {**MEETING, "nnodes": 4, "tp_size": 4, "pp_size": 2},
+            "--nnodes 4: --tp-size 4, --pp-size 2 would cut a stage; ",
+        ),
         ({**MEETING, "tp_size": 6}, "--nnodes 2: 3 ranks a node of --tp-size 6"),
         ({**MEETING, "tp_size": 2, "dp_size": 2}, "--dp-size 2: not with --nnodes 2"),
         ({**MEETING, "tp_size": 2, "device": "cuda"}, "--nnodes 2: ranks on several machines are for CPUs yet"),
@@ -60,16 +81,3 @@ def test_what_works() -> None:
     check_nodes(EngineConfig(tp_size=2, pp_size=2, stream="threaded", **MEETING))
     check_nodes(EngineConfig(tp_size=4, stream="threaded", disable_overlap_schedule=True, **MEETING))
     assert address_of(EngineConfig(nnodes=2, dist_init_addr="[fd00::1]:5000")) == ("fd00::1", 5000)
-
-
-def test_nodes_differ_in_what_is_their_machines_alone() -> None:
-    def flags(**given: object) -> dict[str, object]:
-        return msgspec.to_builtins(EngineConfig(tp_size=2, **MEETING, **given))  # type: ignore[arg-type, no-any-return]
-
-    check_same(
-        flags(random_seed=1, model_path="/a"), flags(random_seed=2, model_path="/b", node_rank=1), ranks=range(1, 2)
-    )
-    with pytest.raises(ConfigError, match=r"--page-size: node 0 has 16, node 1 \(rank 1\) 32; give all nodes the same"):
-        check_same(flags(), flags(page_size=32), ranks=range(1, 2))
-    with pytest.raises(ConfigError, match=r"--max-total-tokens: node 0 has 64, node 1 \(ranks 2 to 3\) none"):
-        check_same(flags(max_total_tokens=64), flags(), ranks=range(2, 4))

@@ -46,7 +46,12 @@ def no_row(row: int, data: bytes) -> None:
 
 
 def decode_core(
-    args: KVArgs = ARGS, *, caps: Caps = CAPS, land_row: Callable[[int, bytes], None] = no_row, **config: Any
+    args: KVArgs = ARGS,
+    *,
+    caps: Caps = CAPS,
+    land_row: Callable[[int, bytes], None] = no_row,
+    is_apart: bool = False,
+    **config: Any,
 ) -> DecodeCore:
     settings = TransferConfig(**{**TIMES, **config})
     return DecodeCore(
@@ -56,6 +61,7 @@ def decode_core(
         descriptor=b"",
         config=settings,
         land_row=land_row,
+        is_apart=is_apart,
     )
 
 

@@ -1,5 +1,7 @@
 """Bytes that a cut network holds may land after their operations have ended: what both sides wait for. Pure cores."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from tests.transfer.cores import (
     prefill_core,
     registration,
 )
+from transfer_backends.contract import Pieces
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import Liveness
 from transfer_backends.peers import Send
@@ -57,6 +60,18 @@ def test_bytes_that_wait_for_the_network_are_awaited(fails_s: float) -> None:
     outage.reach()
     assert not outage.drained_after(9.5)
     assert outage.drained_after(1)
+
+
+def test_a_pair_of_ranks_whose_network_is_whole_hides_no_outage_of_another() -> None:
+    whole, cut = Pieces.one(1, 2, 3), replace(Pieces.one(1, 2, 3), src_rank=1)
+    peer = JoinedCores().core.peers.get("d")
+    assert peer is not None
+    peer.path.on_posted(cut, 0.0)
+    for second in range(8):
+        peer.path.on_posted(whole, float(second))
+        peer.path.on_final(whole, ok=True, now_s=second + 0.5)
+    peer.path.on_final(cut, ok=False, now_s=8.0)
+    assert peer.path.whole_at_s == 0.0
 
 
 def test_an_abort_of_an_earlier_try_does_not_replace_what_is_owed() -> None:

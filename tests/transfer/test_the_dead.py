@@ -4,12 +4,14 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace as with_values
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from tests.transfer.cores import CONFIG, KEY, MARK, decode_core
+from tests.transfer.cores import CAPS, CONFIG, KEY, MARK, decode_core
 from tests.transfer.pool import Pool
 from tests.transfer.rig import join, succeed, until
 from transfer_backends.contract import LookupFailed, Route, TransferConfig
@@ -117,7 +119,7 @@ def test_a_bootstrap_server_that_hangs_slows_nobody_else(workers: Workers) -> No
         asked.append(room)
         if room > 1:
             hang.wait(30.0)
-        return replace(good, shared=True)
+        return with_values(good, shared=True)
 
     decode = workers.decode(look_up)
     workers.ends.callback(hang.set)
@@ -220,6 +222,35 @@ def test_pending_aborts_are_bounded_and_expire() -> None:
 )
 def test_a_worker_is_dead_when_all_its_processes_are(ranks: list[Liveness], worker: Liveness) -> None:
     assert of_worker(ranks) is worker
+
+
+@pytest.mark.parametrize(
+    ("address", "is_apart", "settled_s"),
+    [("", False, 0.5), ("p", False, 0.5), ("10.0.0.2", False, CAPS.resend_s), ("p", True, CAPS.resend_s)],
+)
+def test_the_leaders_path_says_nothing_of_other_machines(address: str, is_apart: bool, settled_s: float) -> None:
+    """Whatever a rank of another machine had sent may have waited for its network for long."""
+    core = decode_core(is_apart=is_apart)
+    room = core.open(*KEY, "b", 0.0)
+    core.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
+    core.on_message(1, Registered("p", "d", (MARK, replace(FOLLOWER, address=address))), 0.0)
+    core.rooms.provide(room, [1, 2], 1, 0.0)
+    core.on_link_closed(1, 0.0)
+    core.proofs.on_proof("p", Liveness.DEAD, 0.0)
+    for step in range(round(settled_s * 10)):
+        core.tick(0.1 * step)
+        assert not room.drained
+    for step in range(20):
+        core.tick(settled_s + 0.1 * step)
+    assert room.drained
+
+
+def test_the_port_of_a_rank_is_at_its_own_address() -> None:
+    with socket.create_server(("127.0.0.2", 0)) as alive:
+        mark = ProcessMark("another machine", 2, 1, alive.getsockname()[1], "127.0.0.2")
+        assert liveness(mark, "127.0.0.1:1") is Liveness.ALIVE
+        assert liveness(replace(mark, address=""), "127.0.0.1:1") is Liveness.DEAD
+    assert liveness(mark, "127.0.0.1:1") is Liveness.DEAD
 
 
 def test_a_successor_proves_the_death_of_one_process_alone() -> None:

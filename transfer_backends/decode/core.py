@@ -55,6 +55,7 @@ class DecodeCore:
         config: TransferConfig,
         land_row: Callable[[int, bytes], None],
         origin: Origin = NOWHERE,
+        is_apart: bool = False,
     ) -> None:
         """`descriptor`: of this process's engine. `land_row(row, data)` puts a metadata row that a message brought in its place, before its room is Success."""
         layout = layout_of(kv_args, backend=caps.name)
@@ -66,7 +67,9 @@ class DecodeCore:
             register=lambda dst: Register(incarnation, dst, layout, ranks, kv_args.aux, origin),
             handshake_timeout_s=config.handshake_timeout_s,
         )
-        self.proofs = Proofs(self.peers, self.connections, settle_s=caps.settle_s, resend_s=caps.resend_s)
+        self.proofs = Proofs(
+            self.peers, self.connections, settle_s=caps.settle_s, resend_s=caps.resend_s, is_apart=is_apart
+        )
         self.rooms = DecodeRooms(
             self.peers,
             line,

@@ -42,7 +42,9 @@ class DecodeManager:
         lookup: Lookup,
         clock: Clock = time.monotonic,
         environment: Environment = THIS_MACHINE,
+        is_apart: bool = False,
     ) -> None:
+        """`is_apart`: this worker's ranks are on several machines."""
         self.incarnation = environment.incarnation()
         self._engine = engine
         self._clock = clock
@@ -56,6 +58,7 @@ class DecodeManager:
             config=config,
             land_row=partial(environment.write_item, kv_args.aux),
             origin=Origin(environment.mark().host, config.control_host),
+            is_apart=is_apart,
         )
         self._port = environment.connect(secret=config.secret)
         self.control = ControlThread(

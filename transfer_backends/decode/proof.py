@@ -10,7 +10,7 @@ Decode does not connect again to an incarnation that died or sent `Bye`, though 
 from dataclasses import dataclass
 
 from transfer_backends.decode.connections import Connections, PrefillPeer
-from transfer_backends.liveness import GONE, UNMARKED, Liveness, ProcessMark
+from transfer_backends.liveness import GONE, UNMARKED, Liveness, ProcessMark, are_apart
 from transfer_backends.peers import PeerTable
 from transfer_backends.timers import RunningTime
 
@@ -29,14 +29,21 @@ class Prove:
 
 class Proofs:
     def __init__(
-        self, peers: PeerTable[PrefillPeer], connections: Connections, *, settle_s: float, resend_s: float
+        self,
+        peers: PeerTable[PrefillPeer],
+        connections: Connections,
+        *,
+        settle_s: float,
+        resend_s: float,
+        is_apart: bool = False,
     ) -> None:
-        """Times of `Caps`."""
+        """Times of `Caps`. `is_apart`: this worker's ranks have several addresses."""
         self._peers = peers
         self._effects = peers.effects
         self._connections = connections
         self._settle_s = settle_s
         self._resend_s = resend_s
+        self._is_apart = is_apart
         self._ran = RunningTime()
         self._dead: dict[str, float] = {}  # incarnations that have ended, and until when that is remembered
 
@@ -69,8 +76,10 @@ class Proofs:
         if peer is None or not peer.lost or peer.settled_at_s is not None:
             return
         if proof is Liveness.DEAD:
-            # Its kernel may still send its last bytes again, after an outage as late as that was long.
-            outage_s = min(now_s - peer.heartbeat.message_at_s, self._resend_s)
+            # Its kernel may still send its last bytes again, after an outage as late as that was long. Of paths between other
+            # machines than the leaders' nothing is known.
+            is_apart = self._is_apart or are_apart(peer.marks, peer.route.control)
+            outage_s = self._resend_s if is_apart else min(now_s - peer.heartbeat.message_at_s, self._resend_s)
             peer.settled_at_s = self._ran.at(now_s) + max(self._settle_s, outage_s)
         elif proof is Liveness.ALIVE:
             self._connections.connect(peer, now_s)

@@ -14,7 +14,7 @@ between all ranks of both workers: a failure, or a fence that fails, of one pair
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -22,7 +22,7 @@ from functools import cached_property
 from transfer_backends.contract import KVArgs, Pieces
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.peers import Peer, PeerTable
-from transfer_backends.shards import LEADERS, Shard, pack_descriptors, pairs_of, plan_shards
+from transfer_backends.shards import LEADERS, Pair, Shard, pack_descriptors, pairs_of, plan_shards
 from transfer_backends.timers import RetryTimer, RunningTime
 from transfer_backends.wire import Drained, Origin, PollRequest, Register
 
@@ -40,7 +40,8 @@ class PathState(Enum):
 @dataclass(eq=False)
 class Path:
     """`memory`: as decode registered it. `shards`: what each pair of ranks exchanges; `of_ranks`: one side has several. `num_ops`, `num_pieces`, `num_bytes`: posted and not final.
-    `whole_at_s`: the network took our bytes then, or had none to take.
+    `taken_at_s`, of each pair of ranks with operations: the network took its bytes then, or had none to take. `whole_at_s`: the
+    earliest of those, of the operations that failed since nothing was landing (inf: none has).
 
     Of broken connections, in running time (inf: there are none): `read_until_s`, when they have read their last byte here;
     `lands_until_s`, when their last byte has landed. `landing`: rooms of such bytes, and the try of the `Drained` that waits.
@@ -53,7 +54,9 @@ class Path:
     num_ops: int = 0
     num_pieces: int = 0
     num_bytes: int = 0
-    whole_at_s: float = 0.0
+    whole_at_s: float = math.inf
+    ops_of_pairs: Counter[Pair] = field(default_factory=Counter)
+    taken_at_s: dict[Pair, float] = field(default_factory=dict)
     reconnect: RetryTimer = field(default_factory=lambda: RetryTimer(FIRST_RETRY_S, LONGEST_RETRY_S))
     read_until_s: float = math.inf
     lands_until_s: float = math.inf
@@ -90,16 +93,25 @@ class Path:
     def quiet(self) -> bool:
         return not self.num_ops and not self.landing and self.state is not PathState.FENCING
 
-    def note_whole(self, now_s: float) -> None:
-        if not self.landing:
-            self.whole_at_s = now_s
-
     def on_posted(self, pieces: Pieces, now_s: float) -> None:
-        if self.num_ops == 0:
-            self.note_whole(now_s)
+        pair = pieces.src_rank, pieces.dst_rank
+        if not self.ops_of_pairs[pair]:
+            self.taken_at_s[pair] = now_s
+        self.ops_of_pairs[pair] += 1
         self.num_ops += 1
         self.num_pieces += len(pieces)
         self.num_bytes += pieces.size_bytes
+
+    def on_final(self, pieces: Pieces, *, ok: bool, now_s: float) -> None:
+        pair = pieces.src_rank, pieces.dst_rank
+        self.ops_of_pairs[pair] -= 1
+        self.num_ops -= 1
+        self.num_pieces -= len(pieces)
+        self.num_bytes -= pieces.size_bytes
+        if ok:
+            self.taken_at_s[pair] = now_s
+        else:
+            self.whole_at_s = min(self.whole_at_s, self.taken_at_s[pair])
 
 
 @dataclass(eq=False, kw_only=True)
@@ -162,12 +174,8 @@ class Paths:
     def on_op_final(self, peer: DecodePeer, pieces: Pieces, *, ok: bool, now_s: float) -> None:
         """After a failed operation, fence when the last has ended."""
         path = peer.path
-        path.num_ops -= 1
-        path.num_pieces -= len(pieces)
-        path.num_bytes -= pieces.size_bytes
-        if ok:
-            path.note_whole(now_s)
-        elif path.state is PathState.OPEN:
+        path.on_final(pieces, ok=ok, now_s=now_s)
+        if not ok and path.state is PathState.OPEN:
             path.state = PathState.FENCING
         if path.num_ops == 0 and path.state is PathState.FENCING:
             self.commands.append(FencePeer(peer.incarnation))
@@ -178,6 +186,8 @@ class Paths:
         if ok:
             if path.state is PathState.FENCING:
                 path.state = PathState.OPEN
+            if not path.landing:
+                path.whole_at_s = math.inf
             return True
         self._peers.effects.counters["fence_failures"] += 1
         path.landing |= {key: None for key in dirty if key not in path.landing}
@@ -221,7 +231,7 @@ class Paths:
             self._peers.send(peer, Drained(*self._peers.address(peer), *key, write_try))
 
     def _end_landing(self, peer: DecodePeer) -> None:
-        peer.path.lands_until_s = math.inf
+        peer.path.lands_until_s = peer.path.whole_at_s = math.inf
         landing, peer.path.landing = peer.path.landing, {}
         for key, write_try in landing.items():
             if write_try is not None:

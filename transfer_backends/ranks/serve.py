@@ -12,7 +12,7 @@ import msgspec
 
 from service.process.message_stream import ChannelClosed, ChannelFull, MessageStream
 from transfer_backends.contract import Clock, OpState, RankMemory
-from transfer_backends.liveness import own_mark
+from transfer_backends.liveness import bound, own_mark
 from transfer_backends.ports import Engine
 from transfer_backends.ranks.frames import (
     TO_FOLLOWER,
@@ -51,8 +51,8 @@ def serve_engine(engine: Engine, memory: RankMemory, sock: socket.socket, *, rec
     with sock, contextlib.ExitStack() as at_end:
         mark = own_mark()
         if not receives:
-            alive = at_end.enter_context(socket.create_server((host, 0)))
-            mark = msgspec.structs.replace(mark, port=alive.getsockname()[1])
+            alive = at_end.enter_context(bound(host))
+            mark = msgspec.structs.replace(mark, port=alive.getsockname()[1], address=host)
         try:
             leader.put(encode(Hello(engine.caps, described, mark)))
             _serve(EngineServer(engine, receives=receives), leader)
