@@ -100,7 +100,7 @@ def build_forward(
         ),
         layers=LayerMarks(pool.device),
         adapters=_bank(config, model, grouped=isinstance(backend, CapturableBackend)) if config.enable_lora else None,
-        tapes=DecodeTapes() if tapes and _can_tape(config, backend) else None,
+        tapes=DecodeTapes() if tapes and model.recordable and _can_tape(config, backend) else None,
     )
 
 

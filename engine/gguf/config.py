@@ -29,6 +29,10 @@ def config_fields(file: GGUFFile) -> dict[str, Any]:
     if EMBEDDING not in file.tensors:
         raise file.error(f"tensor {EMBEDDING} is missing; is this a whole model? download it again")
     heads, hidden = keys.need("attention.head_count"), keys.need("embedding_length")
+    if _rotary_share(keys, heads=heads, hidden=hidden) != 1.0:
+        raise file.error(
+            f"{name}.rope.dimension_count: partial RoPE is not supported in GGUF files; take the checkpoint"
+        )
     return {
         "architectures": [ARCHITECTURES[name]],
         "model_type": name,
@@ -44,7 +48,6 @@ def config_fields(file: GGUFFile) -> dict[str, Any]:
         "tie_word_embeddings": HEAD not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "rope_parameters": _rope(keys, file),
-        "partial_rotary_factor": _rotary_share(keys, heads=heads, hidden=hidden),
         "dtype": stored_dtype(file),
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_ids(file),
@@ -59,12 +62,13 @@ def stored_dtype(file: GGUFFile) -> str:
 
 def _rope(keys: "_Keys", file: GGUFFile) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_theta": keys.get("rope.freq_base", 10000.0), "rope_type": "default"}
-    kind = keys.get("rope.scaling.type", "none")
+    kind, factor = keys.get("rope.scaling.type", "none"), keys.get("rope.scaling.factor")
     if keys.get("rope.scale_linear", 1.0) != 1.0:
-        kind = "linear"
-    if kind != "none" and keys.get("rope.scaling.factor", 0.0) != 1.0:
-        return rope | {"rope_type": kind}
-    return rope | _rope_factors(file)
+        kind, factor = "linear", keys.get("rope.scale_linear")
+    if kind == "none" or factor == 1.0:
+        return rope | _rope_factors(file)
+    original = keys.get("rope.scaling.original_context_length")
+    return rope | {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
 
 
 def _rope_factors(file: GGUFFile) -> dict[str, Any]:

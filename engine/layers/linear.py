@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from engine.kernels.elementwise import LANES, elementwise_for
 from engine.kernels.linear import PANEL, LinearKernel, PackedMatrix, linear_kernel
-from engine.layers.norm import RMSNorm
+from engine.layers.norm import Normed, RMSNorm
 from engine.parallel.collectives import tree_sum
 from engine.parallel.layout import Extent, cut_of
 
@@ -35,17 +35,17 @@ class Linear:
             self.delta(x, y)
         return y
 
-    def of_norm(self, norm: RMSNorm, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    def of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """self(norm.of_sum(x, delta)), to the bit; one pass in our kernel."""
         matrix = self._fused()
-        if matrix is not None:
+        if matrix is not None and isinstance(norm, RMSNorm):
             return matrix.times_normed(x, norm.weight, eps=norm.eps, delta=delta)
         return self(norm.of_sum(x, delta))
 
-    def gated_of_norm(self, norm: RMSNorm, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    def gated_of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """silu_mul(self.of_norm(norm, x, delta)), to the bit; one pass in our kernel."""
         matrix = self._fused()
-        if matrix is not None and matrix.gates:
+        if matrix is not None and matrix.gates and isinstance(norm, RMSNorm):
             return matrix.times_normed(x, norm.weight, eps=norm.eps, delta=delta, gated=True)
         return silu_mul(self.of_norm(norm, x, delta))
 
@@ -135,11 +135,13 @@ def _matrix(
 class SiteShape:
     """`parts`: (name in the checkpoint without ".weight", rows) of a matrix [out, in_size], from the top.
 
-    Sizes are those of the model's matrices, with what a rank has of them.
+    Sizes are those of the model's matrices, with what a rank has of them. `row_order`: which of its rows in the checkpoint each
+    row here is, within a part; None: they are in order.
     """
 
     in_size: Extent
     parts: tuple[tuple[str, Extent], ...]
+    row_order: tuple[int, ...] | None = None
 
     @property
     def width(self) -> int:

@@ -4,6 +4,7 @@ import torch
 from torch.nn import functional
 
 from engine.kernels.elementwise import elementwise_for, elementwise_on_cpu
+from engine.parallel.collectives import Collectives
 
 
 class RMSNorm:
@@ -26,6 +27,51 @@ class RMSNorm:
         if self._kernel is not None:
             return self._kernel.rms_norm(x, self.weight, eps=self.eps, delta=delta)
         return self(x.add_(delta))
+
+
+class NoNorm:
+    """Stands where a family has no norm before a part of a layer."""
+
+    def of_sum(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """x + delta, which x becomes; the caller does not write it."""
+        return x if delta is None else add(x, delta)
+
+
+Normed = RMSNorm | NoNorm
+
+
+class WholeNorm:
+    """RMS norms of q and k, each over all its heads, before RoPE (OLMo 2). `weights`: of q and of k, [own heads * head_dim] each.
+
+    `collectives`: of ranks that share the heads; None: they are all here. `copies`: ranks that have the same heads of k.
+    """
+
+    def __init__(
+        self,
+        weights: tuple[torch.Tensor, torch.Tensor],
+        *,
+        sizes: tuple[int, int],
+        eps: float,
+        collectives: Collectives | None,
+        copies: int,
+    ) -> None:
+        self._weights = weights
+        self._sizes = sizes
+        self._eps = eps
+        self._collectives = collectives
+        self._copies = copies
+
+    def __call__(self, qkv: torch.Tensor) -> None:
+        """Norm q and k of qkv [T, own heads * head_dim], in place."""
+        q, k = (len(weight) for weight in self._weights)
+        parts = qkv[:, :q], qkv[:, q : q + k]
+        squares = torch.stack([part.float().square().sum(-1) for part in parts], 1)
+        squares[:, 1] /= self._copies
+        if self._collectives is not None:
+            squares = self._collectives.sum(squares, dtype=torch.float32)
+        for i, (part, weight) in enumerate(zip(parts, self._weights, strict=True)):
+            scale = torch.rsqrt(squares[:, i : i + 1] / self._sizes[i] + self._eps)
+            part.copy_(part.float() * scale * weight)
 
 
 def add(x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

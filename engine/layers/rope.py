@@ -1,6 +1,7 @@
-"""Rotary position embedding. Su et al. 2021, "RoFormer"; the half-split layout of Hugging Face checkpoints.
+"""Rotary position embedding. Su et al. 2021, "RoFormer"; the half-split layout of most Hugging Face checkpoints.
 
-Pair i of a head is dims (i, i + D/2), turned by position * inverse_frequency[i].
+Pair i of a head is dims (i, i + D/2), turned by position * inverse_frequency[i]. Checkpoints whose pairs are neighbours, or that turn
+a part of a head, load their q and k in the order of `head_order`: attention does not see an order that q and k share.
 """
 
 import math
@@ -10,7 +11,8 @@ import torch
 from torch.nn import functional
 
 from engine.kernels.elementwise import LANES, elementwise_on_cpu
-from engine.model_files.model_config import FrequencyFactors, Llama3Scaling, ModelConfig
+from engine.model_files.model_config import ModelConfig
+from engine.model_files.rope_config import FrequencyFactors, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 Turn = tuple[torch.Tensor, torch.Tensor]  # cosine and signed sine of a step's positions, as `Rope.at` gives them
 
@@ -19,10 +21,13 @@ class Rope:
     """A table of cos and sin: max_position_embeddings * 2 * head_dim elements of the model's dtype."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        frequencies = inverse_frequencies(config)
+        frequencies = inverse_frequencies(config.rope)
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
         angles = torch.outer(positions, frequencies)
-        cos, sin = angles.cos(), angles.sin()
+        factor = attention_factor(config.rope)
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        unturned = (config.head_dim - config.rope.dim) // 2
+        cos, sin = functional.pad(cos, (0, unturned), value=1.0), functional.pad(sin, (0, unturned))
         # sin carries the sign of the half it is added to, so that apply() is three operations
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
         self._table = table.to(dtype=dtype, device=device).unsqueeze(2)
@@ -80,17 +85,41 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """[head_dim / 2] fp32: radians per token of each pair."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponents)
-    match config.rope_scaling:
+def head_order(rope: RopeConfig, head_dim: int) -> list[int] | None:
+    """Which dim of the checkpoint's heads each dim here is; None: they are in order.
+
+    Pairs (i, i + head_dim / 2) come first those that are turned, then those that are not.
+    """
+    if rope.dim == head_dim and not rope.interleaved:
+        return None
+    turned = range(0, rope.dim, 2) if rope.interleaved else range(rope.dim // 2)
+    apart = 1 if rope.interleaved else rope.dim // 2
+    left = range(rope.dim, head_dim)
+    half = len(left) // 2
+    return [*turned, *left[:half], *(dim + apart for dim in turned), *left[half:]]
+
+
+def inverse_frequencies(rope: RopeConfig) -> torch.Tensor:
+    """[dim / 2] fp32: radians per token of each pair that is turned."""
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    match rope.scaling:
         case None:
             return frequencies
         case FrequencyFactors(factors):
             return frequencies / torch.tensor(factors, dtype=torch.float32)
+        case LinearScaling(factor):
+            return frequencies / factor
         case Llama3Scaling() as scaling:
             return _llama3(frequencies, scaling)
+        case YarnScaling() as scaling:
+            return _yarn(frequencies, scaling)
+
+
+def attention_factor(rope: RopeConfig) -> float:
+    """What cos and sin are multiplied by."""
+    scaling = rope.scaling
+    return scaling.attention_factor if isinstance(scaling, YarnScaling | FrequencyFactors) else 1.0
 
 
 def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
@@ -99,3 +128,9 @@ def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
     span = scaling.high_freq_factor - scaling.low_freq_factor
     kept = ((turns - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
     return frequencies * (kept + (1.0 - kept) / scaling.factor)
+
+
+def _yarn(frequencies: torch.Tensor, scaling: YarnScaling) -> torch.Tensor:
+    span = max(scaling.high - scaling.low, 0.001)
+    divided = ((torch.arange(len(frequencies)) - scaling.low) / span).clamp(0.0, 1.0)
+    return frequencies * (1.0 - divided) + frequencies / scaling.factor * divided

@@ -125,6 +125,8 @@ def _site_weights(
             a, b = pairs[name]
             own = cut_of(extent).taken
             a, b = a[:, inputs.start : inputs.stop], b[own.start : own.stop]
+            if site.row_order is not None:
+                b = b[[row - column for row in site.row_order[column : column + rows]]]
             scaled = (b.float() * config.scale_of(name)).t().to(dtype=dtype, device=device).contiguous()
             parts.append((slice(column, column + rows), slice(rank, rank + a.shape[0]), scaled))
             sides.append(a.to(dtype))

@@ -5,12 +5,13 @@ Field names are those of transformers 4 and 5 (config.json, generation_config.js
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from engine.gguf.config import config_fields
 from engine.gguf.file import open_gguf
 from engine.model_files.fields import Fields, read_fields
+from engine.model_files.rope_config import RopeConfig, read_rope
 from service.flags import ConfigError
 
 DEFAULT_MODEL_PATH = str(Path(__file__).parents[1] / "models" / "recall" / "checkpoint")
@@ -19,48 +20,47 @@ WIDE_MODEL_PATH = str(Path(__file__).parents[1] / "models" / "recall" / "wide")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """What an architecture fixes that its config.json does not say.
 
-    qkv_bias:       q, k, v have a bias (None: `attention_bias` in the config decides, for q, k, v and o alike)
-    qk_norm:        RMSNorm over head_dim on q and k
+    qkv_bias:       q, k, v have a bias (None: `attention_bias` in the config decides, or else `default_bias`)
+    out_bias:       o has one where q, k, v do
+    qk_norm:        RMSNorm on q and k: "head" over each head, "whole" over all heads together, "" none
+    norms:          where RMSNorm stands: "before" attention and MLP, "after" them, or "around" them
+    fused_qkv:      q, k and v are one matrix of the checkpoint
+    fused_mlp:      gate and up are one
+    interleaved:    RoPE's pairs are neighbours
+    rotary_share:   of a head that RoPE turns, where the config says nothing
     gated_window:   `sliding_window` counts only where `use_sliding_window` is set
     default_window: the window where the config says nothing
     """
 
-    qkv_bias: bool | None
-    qk_norm: bool
+    qkv_bias: bool | None = None
+    default_bias: bool = False
+    out_bias: bool = False
+    qk_norm: str = ""
+    norms: str = "before"
+    fused_qkv: bool = False
+    fused_mlp: bool = False
+    interleaved: bool = False
+    rotary_share: float = 1.0
     gated_window: bool = False
     default_window: int | None = None
 
 
+_GLM = Family(default_bias=True, fused_mlp=True, interleaved=True, rotary_share=0.5)
+
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(qkv_bias=None, qk_norm=False),
-    "MistralForCausalLM": Family(qkv_bias=False, qk_norm=False, default_window=4096),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, qk_norm=False, gated_window=True),
-    "Qwen3ForCausalLM": Family(qkv_bias=None, qk_norm=True, gated_window=True),
+    "Glm4ForCausalLM": replace(_GLM, norms="around"),
+    "GlmForCausalLM": _GLM,
+    "LlamaForCausalLM": Family(out_bias=True),
+    "MistralForCausalLM": Family(qkv_bias=False, default_window=4096),
+    "Olmo2ForCausalLM": Family(out_bias=True, qk_norm="whole", norms="after"),
+    "Phi3ForCausalLM": Family(qkv_bias=False, fused_qkv=True, fused_mlp=True),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, gated_window=True),
+    "Qwen3ForCausalLM": Family(out_bias=True, qk_norm="head", gated_window=True),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Llama 3.1 RoPE: long wavelengths are divided by `factor`, short ones kept, the middle interpolated."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True, slots=True)
-class FrequencyFactors:
-    """RoPE whose pair i turns `factors[i]` times slower: Llama 3.1's scaling in GGUF files."""
-
-    factors: tuple[float, ...]
-
-
-RopeScaling = Llama3Scaling | FrequencyFactors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +68,8 @@ class ModelConfig:
     """A decoder-only model. Sizes in elements; `max_position_embeddings` in tokens.
 
     `attention_bias`: q, k and v have a bias; `attention_out_bias`: o has one too. `dtype`: of the stored weights.
-    `eos_token_ids`: of both files, ascending. `rope_scaling`: None is plain RoPE. `sliding_window`: None, or at least the
-    context, so that it never cuts.
+    `eos_token_ids`: of both files, ascending. `qk_norm`, `norms`, `fused_qkv`, `fused_mlp`: as in `Family`.
+    `sliding_window`: None, or at least the context, so that it never cuts.
     """
 
     architecture: str
@@ -82,12 +82,14 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope: RopeConfig
     tie_word_embeddings: bool
     attention_bias: bool
     attention_out_bias: bool
-    qk_norm: bool
+    qk_norm: str
+    norms: str
+    fused_qkv: bool
+    fused_mlp: bool
     max_position_embeddings: int
     sliding_window: int | None
     dtype: str
@@ -138,8 +140,9 @@ def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
         raise fields.error("head_dim", f"{head_dim} is odd; RoPE needs pairs")
     vocab = fields.count("vocab_size")
     context = fields.count("max_position_embeddings")
-    bias = fields.flag("attention_bias", default=False) if family.qkv_bias is None else family.qkv_bias
-    theta, scaling = _rope(fields, context=context, pairs=head_dim // 2)
+    bias = family.qkv_bias
+    if bias is None:
+        bias = fields.flag("attention_bias", default=family.default_bias)
     return ModelConfig(
         architecture=family_name,
         model_type=fields.text("model_type", default=""),
@@ -151,12 +154,20 @@ def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
         head_dim=head_dim,
         vocab_size=vocab,
         rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
+        rope=read_rope(
+            fields,
+            context=context,
+            head_dim=head_dim,
+            interleaved=family.interleaved,
+            default_share=family.rotary_share,
+        ),
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
         attention_bias=bias,
-        attention_out_bias=bias and family.qkv_bias is None,
+        attention_out_bias=bias and family.out_bias,
         qk_norm=family.qk_norm,
+        norms=family.norms,
+        fused_qkv=family.fused_qkv,
+        fused_mlp=family.fused_mlp,
         max_position_embeddings=context,
         sliding_window=_window(fields, family=family, context=context),
         dtype=_dtype(fields),
@@ -187,34 +198,6 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise fields.error("hidden_act", f"{fields.get('hidden_act')} is not supported; only silu is")
     if fields.flag("mlp_bias", default=False):
         raise fields.error("mlp_bias", "a bias in the MLP is not supported")
-
-
-def _rope(fields: Fields, *, context: int, pairs: int) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling) from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (4)."""
-    new = fields.get("rope_parameters")
-    name = "rope_parameters" if new else "rope_scaling"
-    inner = fields.inside(name)
-    theta = inner.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
-    if theta <= 0:
-        raise fields.error("rope_theta", f"must be positive, got {theta:g}")
-    if inner.number("partial_rotary_factor", default=fields.number("partial_rotary_factor", default=1.0)) != 1.0:
-        raise fields.error("partial_rotary_factor", "partial RoPE is not supported; only 1.0 is")
-    kind = inner.text("rope_type", default=inner.text("type", default="default"))
-    if kind == "default":
-        return theta, None
-    if kind == "factors":
-        return theta, FrequencyFactors(inner.positive_numbers("factors", count=pairs))
-    if kind != "llama3":
-        raise fields.error(name, f"rope_type {kind} is not supported; supported: default, llama3")
-    scaling = Llama3Scaling(
-        factor=inner.number("factor"),
-        low_freq_factor=inner.number("low_freq_factor"),
-        high_freq_factor=inner.number("high_freq_factor"),
-        original_max_position_embeddings=inner.count("original_max_position_embeddings", default=context),
-    )
-    if min(scaling.factor, scaling.low_freq_factor) <= 0 or scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise fields.error(name, "llama3 needs factor > 0 and 0 < low_freq_factor < high_freq_factor")
-    return theta, scaling
 
 
 def _window(fields: Fields, *, family: Family, context: int) -> int | None:

@@ -59,7 +59,7 @@ class Checkpoint:
         return self.take_rows([name], [shape[0]], shape[1:])
 
     def take_rows(self, names: Sequence[str], rows: Sequence[Extent], rest: Sequence[Extent]) -> torch.Tensor:
-        """The tensors `names`, of shapes [rows[i], *rest], one above the other: [all rows taken, *rest]."""
+        """The tensors `names`, of shapes [rows[i], *rest], one above the other: [all rows taken, *rest]. A name may come again."""
         cuts = [[cut_of(extent) for extent in (count, *rest)] for count in rows]
         fills = [
             self._tensors.open(name, [cut.total for cut in of_one], [cut.taken for cut in of_one])
@@ -69,7 +69,7 @@ class Checkpoint:
         merged = torch.empty([sum(counts), *sizes], dtype=self.dtype, device=self.device)
         for part, fill in zip(torch.split(merged, counts), fills, strict=True):
             fill(part)
-            self._bar.update()
+        self._bar.update(len(self._left.intersection(names)))
         self._left.difference_update(names)
         return merged
 

@@ -1,4 +1,4 @@
-"""The dense decoder of Llama, Mistral, Qwen2 and Qwen3; they differ in biases and in the norm on q and k.
+"""The dense decoder of all families; they differ in biases, in where norms stand, and in how q and k turn (`Family`).
 
 A rank has its stage's layers, and of each layer some heads and a part of the MLP: two sums over the stage's ranks a layer. Norms and
 the residual stream are the same on all of them. With DP attention the MLPs are those of all DP ranks (engine/models/shared_mlp.py).
@@ -6,14 +6,14 @@ the residual stream are the same on all of them. With DP attention the MLPs are 
 
 import re
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from engine.kv.kv_pool import CacheSpec
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear, LinearSite, SiteShape
-from engine.layers.norm import RMSNorm, add
+from engine.layers.norm import NoNorm, Normed, RMSNorm, WholeNorm, add
 from engine.layers.rope import NormedRope, Rope, Turn, Unturned
 from engine.models.part import ModelPart
 from engine.models.shared_mlp import SharedMLP
@@ -51,6 +51,11 @@ class DenseDecoder:
             self._head = Linear(part.table("lm_head.weight") if table is None or not tied else table)
         part.leave_the_rest()
         self._rope = Rope(config, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
+
+    @property
+    def recordable(self) -> bool:
+        """Whether a step of it can be calls of our C kernels alone."""
+        return self._config.qk_norm != "whole"
 
     @property
     def vocab_size(self) -> int:
@@ -120,14 +125,37 @@ def _of_layer(index: int, name: str) -> str:
     return re.sub(r"^model\.layers\.\d+\.", f"model.layers.{index}.", name)
 
 
+class _Norms(NamedTuple):
+    """Names in the checkpoint of a layer's norms, without "_layernorm"; "": there is none."""
+
+    before_attention: str
+    after_attention: str
+    before_mlp: str
+    after_mlp: str
+
+
+_NORMS = {
+    "before": _Norms("input", "", "post_attention", ""),
+    "after": _Norms("", "post_attention", "", "post_feedforward"),
+    "around": _Norms("input", "post_self_attn", "post_attention", "post_mlp"),
+}
+
+
 class _Layer:
     """Layer `index` of the model, which is number `place` of the stage."""
 
     def __init__(self, part: ModelPart, index: int, *, place: int) -> None:
         prefix, eps = f"model.layers.{index}.", part.config.rms_norm_eps
-        self._attention_norm = RMSNorm(part.vector(f"{prefix}input_layernorm.weight"), eps=eps)
+        names = _NORMS[part.config.norms]
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(part.vector(f"{prefix}{name}_layernorm.weight"), eps=eps)
+
+        self._attention_norm: Normed = norm(names.before_attention) if names.before_attention else NoNorm()
+        self._mlp_norm: Normed = norm(names.before_mlp) if names.before_mlp else NoNorm()
+        self._after_attention = norm(names.after_attention) if names.after_attention else None
+        self._after_mlp = norm(names.after_mlp) if names.after_mlp else None
         self._attention = _Attention(part, f"{prefix}self_attn.", place=place)
-        self._mlp_norm = RMSNorm(part.vector(f"{prefix}post_attention_layernorm.weight"), eps=eps)
         self.shared = SharedMLP(part, f"{prefix}mlp.", exchange=part.exchange) if part.exchange else None
         self._mlp: FeedForward = self.shared or _MLP(part, f"{prefix}mlp.")
         self.sites = [*self._attention.sites, *self._mlp.sites]
@@ -135,7 +163,10 @@ class _Layer:
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
         """Add `delta`, the output of the layer before, to x; return this layer's. So each sum is one pass with a norm."""
         delta = self._attention.of_norm(self._attention_norm, x, delta, turn, attend)
-        return self._mlp.of_norm(self._mlp_norm, x, delta)
+        if self._after_attention is not None:
+            delta = self._after_attention(delta)
+        delta = self._mlp.of_norm(self._mlp_norm, x, delta)
+        return delta if self._after_mlp is None else self._after_mlp(delta)
 
 
 class _Attention:
@@ -143,28 +174,45 @@ class _Attention:
 
     def __init__(self, part: ModelPart, prefix: str, *, place: int) -> None:
         config, share = part.config, part.share
-        self._place = place
+        self._layer = place
         self._heads, self._kv_heads, self._dim = len(share.heads), len(share.kv_heads), config.head_dim
-        names = [f"{prefix}{name}_proj" for name in "qkv"]
-        self._qkv, qkv = part.columns(names, [part.q, part.kv, part.kv], bias=config.attention_bias)
+        self._qkv, qkv = part.qkv(prefix)
         self._out, out = part.rows(f"{prefix}o_proj", part.q, bias=config.attention_out_bias)
         self.sites = [LinearSite(self._qkv, qkv), LinearSite(self._out, out)]
-        norm = self._qk_norm(part, prefix) if config.qk_norm else None
+        norm = self._head_norm(part, prefix) if config.qk_norm == "head" else None
+        self._whole_norm = _whole_norm(part, prefix) if config.qk_norm == "whole" else None
         like = torch.empty(self._dim, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
         self._rope = NormedRope(norm, like=like, eps=config.rms_norm_eps)
 
-    def _qk_norm(self, part: ModelPart, prefix: str) -> torch.Tensor:
+    def _head_norm(self, part: ModelPart, prefix: str) -> torch.Tensor:
         """[heads + kv_heads, head_dim]: the norm's weight of each head."""
         q, k = (part.checkpoint.take(f"{prefix}{name}_norm.weight", [self._dim]) for name in "qk")
         return torch.cat((q.expand(self._heads, -1), k.expand(self._kv_heads, -1)))
 
     def of_norm(
-        self, norm: RMSNorm, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend
+        self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend
     ) -> torch.Tensor:
         """Attention of norm(x + delta), which x becomes before the norm."""
         heads, kv_heads = self._heads, self._kv_heads
-        qkv = self._qkv.of_norm(norm, x, delta).view(-1, heads + 2 * kv_heads, self._dim)
-        return self._out(attend(self._place, Unturned(qkv, kv_heads, self._rope, turn)))
+        qkv = self._qkv.of_norm(norm, x, delta)
+        if self._whole_norm is not None:
+            self._whole_norm(qkv)
+        qkv = qkv.view(-1, heads + 2 * kv_heads, self._dim)
+        return self._out(attend(self._layer, Unturned(qkv, kv_heads, self._rope, turn)))
+
+
+def _whole_norm(part: ModelPart, prefix: str) -> WholeNorm:
+    copies = part.place.tp_size * len(part.share.kv_heads) // part.config.num_kv_heads
+    weights = [
+        part.checkpoint.take(f"{prefix}{name}_norm.weight", [cut]) for name, cut in (("q", part.q), ("k", part.kv))
+    ]
+    return WholeNorm(
+        (weights[0], weights[1]),
+        sizes=(part.q.total, part.kv.total),
+        eps=part.config.rms_norm_eps,
+        collectives=part.collectives,
+        copies=copies,
+    )
 
 
 class FeedForward(Protocol):
@@ -174,7 +222,7 @@ class FeedForward(Protocol):
 
     sites: list[LinearSite]
 
-    def of_norm(self, norm: RMSNorm, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    def of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """[T, hidden] of norm(x + delta), which x becomes before the norm; the same on all ranks."""
 
 
@@ -182,11 +230,10 @@ class _MLP:
     """down(silu(gate(x)) * up(x)), gate and up in one matrix [2 * intermediate, hidden]."""
 
     def __init__(self, part: ModelPart, prefix: str) -> None:
-        names = [f"{prefix}gate_proj", f"{prefix}up_proj"]
-        self._gate_up, gate_up = part.columns(names, [part.intermediate, part.intermediate], gates=True)
+        self._gate_up, gate_up = part.gate_up(prefix, gates=True)
         self._down, down = part.rows(f"{prefix}down_proj", part.intermediate)
         self.sites = [LinearSite(self._gate_up, gate_up), LinearSite(self._down, down)]
 
-    def of_norm(self, norm: RMSNorm, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    def of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """The MLP of norm(x + delta), which x becomes before the norm."""
         return self._down(self._gate_up.gated_of_norm(norm, x, delta))

@@ -1,10 +1,12 @@
 """What a rank builds a model of: its rows and columns of the checkpoint, and linear layers that know of the other ranks."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
 from engine.layers.linear import Linear, SiteShape
+from engine.layers.rope import head_order
 from engine.layers.row_linear import RowLinear
 from engine.model_files.model_config import ModelConfig
 from engine.models.checkpoint import Checkpoint
@@ -54,14 +56,39 @@ class ModelPart:
         """[hidden] of a norm."""
         return self.checkpoint.take(name, [self.config.hidden_size])
 
+    def qkv(self, prefix: str) -> tuple[Linear, SiteShape]:
+        """q, k and v of the own heads, each head in the order that RoPE wants."""
+        config, rows = self.config, [self.q, self.kv, self.kv]
+        names = [f"{prefix}{name}_proj" for name in "qkv"]
+        if config.fused_qkv:
+            names, rows = [f"{prefix}qkv_proj"] * 3, _in_one(rows)
+        order = head_order(config.rope, config.head_dim)
+        heads, kv_heads = len(self.share.heads), len(self.share.kv_heads)
+        return self.columns(names, rows, bias=config.attention_bias, order=order and _row_order(order, heads, kv_heads))
+
+    def gate_up(self, prefix: str, *, gates: bool = False) -> tuple[Linear, SiteShape]:
+        """Gate and up, the own part of each. `gates`: as of `Linear`."""
+        names, rows = [f"{prefix}{name}_proj" for name in ("gate", "up")], [self.intermediate, self.intermediate]
+        if self.config.fused_mlp:
+            names, rows = [f"{prefix}gate_up_proj"] * 2, _in_one(rows)
+        return self.columns(names, rows, gates=gates)
+
     def columns(
-        self, names: Sequence[str], rows: Sequence[Cut], *, bias: bool = False, gates: bool = False
+        self,
+        names: Sequence[str],
+        rows: Sequence[Cut],
+        *,
+        bias: bool = False,
+        gates: bool = False,
+        order: tuple[int, ...] | None = None,
     ) -> tuple[Linear, SiteShape]:
-        """The matrices `names`, [rows[i], hidden], one above the other: the own outputs of all inputs."""
+        """The matrices `names`, [rows[i], hidden], one above the other: the own outputs of all inputs. `order`: as in `SiteShape`."""
         hidden = self.config.hidden_size
         weight = self.checkpoint.take_rows([f"{name}.weight" for name in names], rows, [hidden])
         vector = self.checkpoint.take_rows([f"{name}.bias" for name in names], rows, []) if bias else None
-        return Linear(weight, vector, gates=gates), SiteShape(hidden, tuple(zip(names, rows, strict=True)))
+        if order is not None:
+            weight, vector = weight[list(order)], None if vector is None else vector[list(order)]
+        return Linear(weight, vector, gates=gates), SiteShape(hidden, tuple(zip(names, rows, strict=True)), order)
 
     def rows(self, name: str, inputs: Cut, *, bias: bool = False) -> tuple[Linear | RowLinear, SiteShape]:
         """The matrix `name`, [hidden, inputs]: all outputs, summed over all ranks' inputs."""
@@ -86,3 +113,17 @@ class ModelPart:
             self.checkpoint.ignore("model.norm.weight")
         if config.tie_word_embeddings or not place.is_last_stage:
             self.checkpoint.ignore("lm_head.weight")
+
+
+def _in_one(rows: Sequence[Cut]) -> list[Cut]:
+    """The same cuts in one matrix, where the parts lie one above the other."""
+    total = sum(cut.total for cut in rows)
+    starts = accumulate((cut.total for cut in rows), initial=0)
+    return [cut.within(total, at=at) for cut, at in zip(rows, starts, strict=False)]
+
+
+def _row_order(order: Sequence[int], heads: int, kv_heads: int) -> tuple[int, ...]:
+    """Rows of q, k and v whose heads are in `order`; v's are as they are."""
+    size = len(order)
+    turned = [head * size + dim for head in range(heads + kv_heads) for dim in order]
+    return (*turned, *range(len(turned), len(turned) + kv_heads * size))

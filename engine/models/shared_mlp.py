@@ -3,7 +3,7 @@
 import torch
 
 from engine.layers.linear import LinearSite, silu_mul, sums_matrix
-from engine.layers.norm import RMSNorm
+from engine.layers.norm import Normed
 from engine.models.part import ModelPart
 from engine.parallel.row_exchange import RowExchange
 
@@ -12,8 +12,7 @@ class SharedMLP:
     """As `FeedForward`. It has no sites for adapters: a row's adapter is known to its own DP rank alone."""
 
     def __init__(self, part: ModelPart, prefix: str, *, exchange: RowExchange) -> None:
-        names = [f"{prefix}gate_proj", f"{prefix}up_proj"]
-        self._gate_up, _ = part.columns(names, [part.intermediate, part.intermediate])
+        self._gate_up, _ = part.gate_up(prefix)
         down = part.checkpoint.take(f"{prefix}down_proj.weight", [part.config.hidden_size, part.intermediate])
         self._down = sums_matrix(down, None, segments=part.mlp_segments)
         self._exchange = exchange
@@ -22,7 +21,7 @@ class SharedMLP:
         )
         self.sites: list[LinearSite] = []
 
-    def of_norm(self, norm: RMSNorm, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    def of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """The MLP of norm(x + delta), which x becomes before the norm."""
         return self._of(norm.of_sum(x, delta))
 

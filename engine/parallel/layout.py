@@ -84,6 +84,10 @@ class Cut:
         """The same cut, where each unit is `size` rows or columns."""
         return Cut(self.total * size, range(self.taken.start * size, self.taken.stop * size))
 
+    def within(self, total: int, *, at: int) -> "Cut":
+        """The same rows or columns of a matrix of `total`, in which this one begins at `at`."""
+        return Cut(total, range(at + self.taken.start, at + self.taken.stop))
+
     def __len__(self) -> int:
         return len(self.taken)
 

@@ -33,7 +33,7 @@ ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
 NUMBERS = {name: number for number, name in enumerate(ADAPTERS, 1)}
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen2"])
+@pytest.fixture(scope="module", params=["qwen3", "glm4"])
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """Paths: {"adapters": {name: directory}, "merged": {name: checkpoint, "": the model alone}}."""
     folder = tmp_path_factory.mktemp("lora")

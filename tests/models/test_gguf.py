@@ -31,7 +31,7 @@ from engine.models.load import load_model
 from engine.text.tokenizer import load_tokenizer
 from service.flags import ConfigError
 from tests.models.reference_attend import Sequence
-from tests.models.test_parity import LLAMA3, TOLERANCE, random_ids
+from tests.models.test_parity import LLAMA3, TOLERANCE, YARN, random_ids
 from tests.models.tiny_gguf import make_tiny_gguf
 
 KINDS = [storage.name for storage in STORAGES.values()]
@@ -45,6 +45,8 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3-wide-heads": ("qwen3", "Q8_0", {"head_dim": 128, "rope_theta": 1e6, "tie_word_embeddings": True}),
     "llama-bias": ("llama", "F32", {"attention_bias": True}),
     "llama-3.1-rope": ("llama", "F16", {"rope_scaling": LLAMA3, "rope_theta": 500000.0}),
+    "llama-linear-rope": ("llama", "F16", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "qwen2-yarn": ("qwen2", "Q8_0", {"rope_scaling": YARN}),
 }
 
 
@@ -183,7 +185,8 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "experts": (lambda w: w.add_expert_count(8), r"llama.expert_count: mixture-of-experts"),
     "no layers": (drop_value("llama.block_count"), "metadata llama.block_count is missing; convert"),
     "strange heads": (set_value("llama.attention.head_count_kv", 3), "num_key_value_heads: 3 does not divide"),
-    "yarn": (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "rope_type yarn is not supported"),
+    "no factor": (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR), "factor: is missing"),
+    "longrope": (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "short_factor: is missing"),
     "partial rope": (set_value("llama.rope.dimension_count", 32), "partial RoPE is not supported"),
     "type": (quantized_in(gguf.GGMLQuantizationType.IQ4_XS), r"tensor blk.1.ffn_up.weight has type IQ4_XS.*Q4_K_M"),
     "old type": (quantized_in(gguf.GGMLQuantizationType.Q5_1), "has type Q5_1, which is not supported; take a file"),

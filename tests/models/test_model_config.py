@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from engine.model_files.model_config import DEFAULT_MODEL_PATH, Llama3Scaling, ModelConfig, load_model_config
+from engine.model_files.model_config import DEFAULT_MODEL_PATH, ModelConfig, load_model_config
+from engine.model_files.rope_config import Llama3Scaling, RopeConfig
 from service.flags import ConfigError
 from tests.models.tiny_checkpoints import make_tiny_checkpoint, write_json
 
@@ -37,12 +38,14 @@ def test_every_field_is_read(tmp_path: Path) -> None:
         head_dim=16,
         vocab_size=272,
         rms_norm_eps=1e-5,
-        rope_theta=1e6,
-        rope_scaling=None,
+        rope=RopeConfig(theta=1e6, dim=16),
         tie_word_embeddings=False,
         attention_bias=False,
         attention_out_bias=False,
-        qk_norm=True,
+        qk_norm="head",
+        norms="before",
+        fused_qkv=False,
+        fused_mlp=False,
         max_position_embeddings=4096,
         sliding_window=None,
         dtype="bfloat16",
@@ -57,7 +60,7 @@ def test_what_transformers_writes_reads_as_what_it_was_made_from(tmp_path: Path)
     new = json.loads((tmp_path / "new" / "config.json").read_text())
     assert "rope_parameters" in new and "rope_scaling" not in new, "this transformers writes the old names"
     assert load_model_config(str(tmp_path / "new")) == before
-    assert before.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 512)
+    assert before.rope.scaling == Llama3Scaling(8.0, 1.0, 4.0, 512)
 
 
 def test_end_tokens_are_the_union_of_both_files(tmp_path: Path) -> None:
@@ -88,11 +91,16 @@ BAD_FIELDS: list[tuple[str, str, dict[str, Any]]] = [
     ("head_dim", "llama", {"head_dim": 15}),
     ("rms_norm_eps", "llama", {"rms_norm_eps": "small"}),
     ("rope_theta", "llama", {"rope_theta": -1.0}),
-    ("rope_scaling", "llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
+    ("rope_scaling", "llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}),
+    ("rope_scaling", "llama", {"rope_scaling": {"type": "linear", "factor": -4.0}}),
+    ("rope_scaling", "llama", {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 0.5}}),
+    ("long_factor", "phi3", {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 32}),
     ("rope_scaling", "llama", {"rope_scaling": [1]}),
     ("rope_scaling", "llama", {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}),
     ("factor", "llama", {"rope_scaling": {**LLAMA3, "factor": None}}),
-    ("partial_rotary_factor", "llama", {"partial_rotary_factor": 0.5}),
+    ("partial_rotary_factor", "llama", {"partial_rotary_factor": 0.2}),
+    ("partial_rotary_factor", "llama", {"partial_rotary_factor": 1.5}),
+    ("sliding_window", "phi3", {"sliding_window": 8}),
     ("sliding_window", "mistral", {"sliding_window": 8}),
     ("sliding_window", "qwen2", {"sliding_window": 8, "use_sliding_window": True}),
     ("tie_word_embeddings", "llama", {"tie_word_embeddings": "yes"}),

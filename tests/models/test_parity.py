@@ -23,14 +23,33 @@ LLAMA3 = {
     "original_max_position_embeddings": 128,  # so that the 8 pairs fall in all three ranges
 }
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0],
+    "short_factor": [1.0] * 8,
+}
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-bias": ("llama", {"attention_bias": True}),
     "llama-llama3-rope": ("llama", {"rope_scaling": LLAMA3}),
     "llama-rope-parameters": ("llama", {"rope_theta": None, "rope_parameters": {**LLAMA3, "rope_theta": 500000.0}}),
+    "llama-linear-rope": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "llama-yarn": ("llama", {"rope_scaling": YARN}),
+    "llama-yarn-exact-range": ("llama", {"rope_scaling": {**YARN, "truncate": False, "beta_fast": 8.0}}),
+    "llama-yarn-mscale": ("llama", {"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}}),
     "mistral": ("mistral", {}),
     "mistral-one-kv-head": ("mistral", {"num_key_value_heads": 1}),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {}),
+    "glm4-all-turned": ("glm4", {"partial_rotary_factor": 1.0}),
+    "olmo2": ("olmo2", {}),
+    "phi3": ("phi3", {}),
+    "phi3-part": ("phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
+    # the whole of the 40 + 32 tokens lies beyond the original context, where transformers takes the long factors too
+    "phi3-longrope": ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 32}),
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {}),

@@ -21,10 +21,19 @@ VOCAB_SIZE = len(SPECIALS) + 256
 EOS = 2
 
 ARCHITECTURES = {
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+}
+
+NORMS = {
+    "glm4": ("input", "post_self_attn", "post_attention", "post_mlp"),
+    "olmo2": ("post_attention", "post_feedforward"),
 }
 
 CHAT_TEMPLATE = (
@@ -36,7 +45,7 @@ CHAT_TEMPLATE = (
 def make_tiny_checkpoint(
     folder: Path, family: str, *, seed: int = 0, shards: int = 1, dtype: str = "float32", **overrides: Any
 ) -> str:
-    """Write a checkpoint of `family` ("llama" | "mistral" | "qwen2" | "qwen3") into `folder`; returns its path.
+    """Write a checkpoint of `family` (of ARCHITECTURES) into `folder`; returns its path.
 
     4 layers, hidden 64, 4 heads and 2 KV heads of 16, vocabulary 272, context 4096, fp32, one file. `overrides` are
     fields of config.json; `shards` > 1 spreads the tensors over that many files with an index.
@@ -67,18 +76,24 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
     shapes = {"model.embed_tokens.weight": [config["vocab_size"], hidden], "model.norm.weight": [hidden]}
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = [config["vocab_size"], hidden]
-    qwen2 = config["model_type"] == "qwen2"
+    family = config["model_type"]
     for i in range(config["num_hidden_layers"]):
         attention = {"q_proj": [q, hidden], "k_proj": [kv, hidden], "v_proj": [kv, hidden], "o_proj": [hidden, q]}
+        if family == "phi3":
+            attention = {"qkv_proj": [q + 2 * kv, hidden], "o_proj": [hidden, q]}
         mlp = {"gate_proj": [size, hidden], "up_proj": [size, hidden], "down_proj": [hidden, size]}
+        if family in ("phi3", "glm", "glm4"):
+            mlp = {"gate_up_proj": [2 * size, hidden], "down_proj": [hidden, size]}
         layer = {f"self_attn.{name}.weight": shape for name, shape in attention.items()}
         layer |= {f"mlp.{name}.weight": shape for name, shape in mlp.items()}
-        layer |= {f"{name}.weight": [hidden] for name in ("input_layernorm", "post_attention_layernorm")}
-        if qwen2 or config.get("attention_bias"):
-            biased = ("q_proj", "k_proj", "v_proj") if qwen2 else tuple(attention)
+        layer |= {f"{name}_layernorm.weight": [hidden] for name in NORMS.get(family, ("input", "post_attention"))}
+        if family in ("qwen2", "glm", "glm4") or config.get("attention_bias"):
+            biased = tuple(attention) if family in ("llama", "qwen3") else ("q_proj", "k_proj", "v_proj")
             layer |= {f"self_attn.{name}.bias": attention[name][:1] for name in biased}
-        if config["model_type"] == "qwen3":
+        if family == "qwen3":
             layer |= {f"self_attn.{name}_norm.weight": [dim] for name in "qk"}
+        if family == "olmo2":
+            layer |= {"self_attn.q_norm.weight": [q], "self_attn.k_norm.weight": [kv]}
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
 
@@ -128,7 +143,7 @@ def _config(family: str, dtype: str) -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": EOS,
     }
-    return config | ({"sliding_window": None} if family == "mistral" else {})
+    return config | ({"sliding_window": None} if family in ("mistral", "phi3") else {})
 
 
 def _write_tokenizer(folder: Path) -> None:

@@ -81,10 +81,16 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
-    if scaling := config.get("rope_scaling"):
+    scaling = config.get("rope_scaling")
+    if scaling and scaling["rope_type"] == "llama3":
         writer.add_tensor(
             "rope_freqs.weight", _llama3_factors(scaling, theta=config["rope_theta"], dim=config["head_dim"])
         )
+    elif scaling:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["rope_type"]))
+        writer.add_rope_scaling_factor(scaling["factor"])
+        if "original_max_position_embeddings" in scaling:
+            writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
 
 
 def _llama3_factors(scaling: dict[str, Any], *, theta: float, dim: int) -> "np.ndarray[Any, Any]":

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from engine.model_files.model_config import ModelConfig
+from engine.model_files.rope_config import RopeConfig
 
 _PLAIN = ModelConfig(
     architecture="Qwen3ForCausalLM",
@@ -15,12 +16,14 @@ _PLAIN = ModelConfig(
     head_dim=16,
     vocab_size=272,
     rms_norm_eps=1e-6,
-    rope_theta=10000.0,
-    rope_scaling=None,
+    rope=RopeConfig(theta=10000.0, dim=16),
     tie_word_embeddings=False,
     attention_bias=False,
     attention_out_bias=False,
-    qk_norm=True,
+    qk_norm="head",
+    norms="before",
+    fused_qkv=False,
+    fused_mlp=False,
     max_position_embeddings=4096,
     sliding_window=None,
     dtype="bfloat16",

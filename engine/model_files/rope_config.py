@@ -1,0 +1,168 @@
+"""How a checkpoint turns q and k: the fields of RoPE in its config.json, checked. Never torch.
+
+Names and formulas are those of transformers' modeling_rope_utils. What depends on the length of a running request ("dynamic") is
+refused: KV of a prefix would change with what follows it.
+"""
+
+import math
+from dataclasses import dataclass
+
+from engine.model_files.fields import Fields
+
+KINDS = "default, linear, llama3, longrope, yarn"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Position interpolation: every pair turns `factor` times slower (arXiv:2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Llama 3.1 RoPE: long wavelengths are divided by `factor`, short ones kept, the middle interpolated."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (arXiv:2309.00071): pairs below `low` keep their frequency, those above `high` are divided by `factor`, between them a ramp.
+
+    `low`, `high`: numbers of pairs, which may be fractions. cos and sin are multiplied by `attention_factor`.
+    """
+
+    factor: float
+    low: float
+    high: float
+    attention_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class FrequencyFactors:
+    """RoPE whose pair i turns `factors[i]` times slower, cos and sin multiplied by `attention_factor`.
+
+    LongRoPE (arXiv:2402.13753), and Llama 3.1's scaling in GGUF files.
+    """
+
+    factors: tuple[float, ...]
+    attention_factor: float = 1.0
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """`dim`: leading dims of a head that are turned. `interleaved`: pairs are neighbours (0, 1), (2, 3); else halves (i, i + dim / 2)."""
+
+    theta: float
+    dim: int
+    interleaved: bool = False
+    scaling: Scaling | None = None
+
+
+def read_rope(
+    fields: Fields, *, context: int, head_dim: int, interleaved: bool, default_share: float = 1.0
+) -> RopeConfig:
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4). Raises ConfigError.
+
+    `default_share`: of a head that is turned where the file says nothing.
+    """
+    new = fields.get("rope_parameters")
+    name = "rope_parameters" if new else "rope_scaling"
+    inner = fields.inside(name)
+    theta = inner.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
+    if theta <= 1:
+        raise fields.error("rope_theta", f"must be above 1, got {theta:g}")
+    dim = _rotary_dim(fields, inner, head_dim=head_dim, default_share=default_share)
+    scaling = _scaling(fields, name, inner, theta=theta, dim=dim, context=context)
+    return RopeConfig(theta=theta, dim=dim, interleaved=interleaved, scaling=scaling)
+
+
+def _rotary_dim(fields: Fields, inner: Fields, *, head_dim: int, default_share: float) -> int:
+    name = "partial_rotary_factor"
+    share = inner.number(name, default=fields.number(name, default=default_share))
+    dim = int(head_dim * share)
+    if not 0 < share <= 1 or dim % 2 or dim == 0:
+        raise fields.error(name, f"{share:g} of head_dim {head_dim} are {dim} dims; RoPE needs pairs, 2 to {head_dim}")
+    return dim
+
+
+def _scaling(fields: Fields, name: str, inner: Fields, *, theta: float, dim: int, context: int) -> Scaling | None:
+    kind = inner.text("rope_type", default=inner.text("type", default="default"))
+    match kind:
+        case "default":
+            return None
+        case "factors":  # of GGUF files
+            return FrequencyFactors(inner.positive_numbers("factors", count=dim // 2))
+        case "linear":
+            return LinearScaling(_factor(fields, name, inner.number("factor")))
+        case "llama3":
+            return _llama3(fields, name, inner, context=context)
+        case "yarn":
+            return _yarn(fields, name, inner, theta=theta, dim=dim, context=context)
+        case "longrope" | "su":  # "su" is what the first Phi-3 checkpoints say
+            return _longrope(fields, inner, dim=dim, context=context)
+    raise fields.error(name, f"rope_type {kind} is not supported; supported: {KINDS}")
+
+
+def _llama3(fields: Fields, name: str, inner: Fields, *, context: int) -> Llama3Scaling:
+    scaling = Llama3Scaling(
+        factor=inner.number("factor"),
+        low_freq_factor=inner.number("low_freq_factor"),
+        high_freq_factor=inner.number("high_freq_factor"),
+        original_max_position_embeddings=inner.count("original_max_position_embeddings", default=context),
+    )
+    if min(scaling.factor, scaling.low_freq_factor) <= 0 or scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise fields.error(name, "llama3 needs factor > 0 and 0 < low_freq_factor < high_freq_factor")
+    return scaling
+
+
+def _yarn(fields: Fields, name: str, inner: Fields, *, theta: float, dim: int, context: int) -> YarnScaling:
+    original = _original(fields, inner, context=context)
+    factor = _factor(fields, name, inner.number("factor", default=context / original))
+    fast, slow = inner.number("beta_fast", default=32.0), inner.number("beta_slow", default=1.0)
+    if not fast > slow > 0:
+        raise fields.error(name, f"yarn needs beta_fast > beta_slow > 0, got {fast:g} and {slow:g}")
+    low, high = (dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (fast, slow))
+    if inner.flag("truncate", default=True):
+        low, high = math.floor(low), math.ceil(high)
+    return YarnScaling(factor, max(low, 0), min(high, dim - 1), _yarn_attention(inner, factor))
+
+
+def _yarn_attention(inner: Fields, factor: float) -> float:
+    if inner.get("attention_factor") is not None:
+        return inner.number("attention_factor")
+    mscale, over_all = inner.number("mscale", default=0.0), inner.number("mscale_all_dim", default=0.0)
+    if mscale and over_all:
+        return _mscale(factor, mscale) / _mscale(factor, over_all)
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _longrope(fields: Fields, inner: Fields, *, dim: int, context: int) -> FrequencyFactors:
+    """The factors of the whole context, at any length of a request: KV must not depend on what follows it."""
+    original = _original(fields, inner, context=context)
+    factors = inner.positive_numbers("long_factor" if context > original else "short_factor", count=dim // 2)
+    factor = inner.number("factor", default=context / original)
+    attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return FrequencyFactors(factors, inner.number("attention_factor", default=attention))
+
+
+def _original(fields: Fields, inner: Fields, *, context: int) -> int:
+    name = "original_max_position_embeddings"
+    return inner.count(name, default=fields.count(name, default=context))
+
+
+def _factor(fields: Fields, name: str, factor: float) -> float:
+    if factor <= 0:
+        raise fields.error(name, f"factor must be positive, got {factor:g}")
+    return factor

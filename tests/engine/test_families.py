@@ -1,0 +1,72 @@
+"""Families that differ in RoPE, norms and layout of the checkpoint: transformers' tokens, however they are computed and on two ranks."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.kernels.linear import linear_kernel
+from tests.engine.engine_in_process import EngineInProcess, prompt_of
+from tests.engine.ranks_in_process import ranks
+from tests.engine.test_parity import greedy
+from tests.models.test_parity import YARN
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {}),
+    "llama-yarn": ("llama", {"rope_scaling": YARN}),
+    "olmo2": ("olmo2", {}),
+    "phi3": ("phi3", {"partial_rotary_factor": 0.75}),
+}
+PROMPTS = [prompt_of(70, 1), prompt_of(9, 2), prompt_of(33, 3)]
+WAYS: dict[str, dict[str, Any]] = {
+    "chunks, retracted": {"chunked_prefill_size": 32, "test_retract": 2},
+    "overlap": {"stream": "threaded", "stream_delay_s": 0.001},
+    "two ranks": {"tp_size": 2, "num_threads": 1},
+    "two stages": {"pp_size": 2, "num_threads": 1},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    family, overrides = FAMILIES[request.param]
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("family") / request.param, family, **overrides)
+
+
+@contextmanager
+def engine_of(path: str, *, tp_size: int = 1, pp_size: int = 1, **flags: Any) -> Iterator[EngineInProcess]:
+    with ExitStack() as stack:
+        if tp_size * pp_size == 1:
+            yield stack.enter_context(EngineInProcess(path, **flags))
+        else:
+            yield stack.enter_context(ranks(path, tp_size=tp_size, pp_size=pp_size, **flags)).engine
+
+
+def tokens_of(path: str, **flags: Any) -> dict[str, list[int]]:
+    with engine_of(path, page_size=4, max_total_tokens=1024, **flags) as engine:
+        for i, prompt in enumerate(PROMPTS):
+            engine.add(str(i), prompt, max_new_tokens=8)
+        engine.run()
+        return engine.tokens
+
+
+def test_every_way_gives_the_tokens_of_transformers(checkpoint: str) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    wanted = {str(i): greedy(theirs, prompt)[0] for i, prompt in enumerate(PROMPTS)}
+    assert tokens_of(checkpoint) == wanted
+    for way, flags in WAYS.items():
+        assert tokens_of(checkpoint, **flags) == wanted, way
+
+
+@pytest.mark.skipif(linear_kernel() is None, reason="reduce units need the C kernel of bf16")
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"olmo2"}))  # its norm of q and k sums over the ranks
+def test_two_ranks_give_the_bits_of_one_in_bf16(name: str, tmp_path: Path) -> None:
+    family, overrides = FAMILIES[name]
+    path = make_tiny_checkpoint(tmp_path, family, dtype="bfloat16", **overrides)
+    flags: dict[str, Any] = {"dtype": "bfloat16", "reduce_units": 2, "num_threads": 1}
+    assert tokens_of(path, **flags) == tokens_of(path, tp_size=2, **flags)
