@@ -18,7 +18,7 @@ from disagg.node_control import Control, NodeHello, NodeRefused, NodeWelcome
 from disagg.node_flags import check_same, flags_of
 from engine.config import EngineConfig
 from engine.nodes import ENGINE, PLAN, Wire, address_of, named, ranks_of, wires_at
-from engine.parallel.meeting import PROOF_S, MeetingError, dial, listen
+from engine.parallel.meeting import PROOF_S, RETRY_S, MeetingError, dial, listen
 from engine.parallel.region_plan import RegionPlan
 from service.flags import ConfigError
 from service.process.message_stream import ChannelClosed, MessageStream
@@ -116,7 +116,7 @@ def gathered(engine: EngineConfig, disagg: DisaggConfig, region: RegionPlan, *, 
     """
     with ExitStack() as stack:
         meeting = _Meeting(engine=engine, disagg=disagg, secret=secret, stack=stack)
-        server = stack.enter_context(_server(engine))
+        server = stack.enter_context(_server(meeting))
         hellos: dict[int, tuple[Control, NodeHello]] = {}
         try:
             while len(hellos) < engine.nnodes - 1:
@@ -198,15 +198,22 @@ def joined(engine: EngineConfig, disagg: DisaggConfig, *, secret: bytes) -> Iter
         yield Met({0: control}, answer.region, found, control.here)
 
 
-def _server(engine: EngineConfig) -> socket.socket:
+def _server(meeting: _Meeting) -> socket.socket:
     """Raises ConfigError."""
-    try:
-        return _listening(*address_of(engine))
-    except OSError as error:
-        raise ConfigError(
-            f"{FLAG} {engine.dist_init_addr}: node 0 cannot listen there: {error.strerror or error}; give an address of its "
-            "machine and a free port, the same on all nodes"
-        ) from None
+    engine = meeting.engine
+    while True:
+        try:
+            return _listening(*address_of(engine))
+        except OSError as error:
+            if (
+                isinstance(error, socket.gaierror) and meeting.left_s
+            ):  # DNS learns a new pod's name some time after its start
+                time.sleep(min(RETRY_S, meeting.left_s))
+                continue
+            raise ConfigError(
+                f"{FLAG} {engine.dist_init_addr}: node 0 cannot listen there: {error.strerror or error}; give an address of "
+                "its machine and a free port, the same on all nodes"
+            ) from None
 
 
 def _server_for_higher(meeting: _Meeting, host: str) -> socket.socket | None:
@@ -217,7 +224,9 @@ def _server_for_higher(meeting: _Meeting, host: str) -> socket.socket | None:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    """Raises OSError; of it gaierror for a name that has no address."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server((str(address[0]), port), family=family)
 
 
 def _version() -> str:

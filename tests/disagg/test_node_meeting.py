@@ -4,6 +4,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 
@@ -175,6 +176,30 @@ def test_a_port_that_is_taken_is_named_at_once() -> None:
             gathered(config(0, address), UNIFIED, REGION, secret=SECRET),
         ):
             pass
+
+
+def test_node_0_waits_for_its_name_to_have_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a pod's, which DNS learns after the pod has started."""
+    address, known, asked = free_address(), socket.getaddrinfo, list[str]()
+    port = address.partition(":")[2]
+
+    def resolve(host: str, *args: Any, **how: Any) -> Any:
+        if host == "leader.group" and host not in asked:
+            asked.append(host)
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return known("127.0.0.1" if host == "leader.group" else host, *args, **how)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with met([config(node, f"leader.group:{port}") for node in (0, 1)], UNIFIED) as (near, far):
+        assert near.wires.keys() == far.wires.keys() and asked
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: resolve("leader.group") if not asked.clear() else None)
+    with (
+        pytest.raises(
+            ConfigError, match=r"--dist-init-addr leader\.group:1: node 0 cannot listen there: Name or service"
+        ),
+        gathered(config(0, "leader.group:1", dist_timeout_s=0.1), UNIFIED, REGION, secret=SECRET),
+    ):
+        pass
 
 
 def test_a_node_that_goes_while_they_meet_is_named() -> None:

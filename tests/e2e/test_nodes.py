@@ -1,90 +1,154 @@
-"""A worker whose ranks are on two machines: network namespaces, or where those cannot be two addresses of this one."""
+"""A worker whose ranks are on two machines, alone and with a peer: it answers, and ends by name with any of them."""
 
-import socket
-import subprocess
-import sys
+import asyncio
+import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.e2e.client import generate_all
-from tests.e2e.cluster import end_tree, start_process, wait_ready, wait_until
+from tests.e2e.client import generate_all, post, session, state_of, wait_for_state
+from tests.e2e.cluster import child_of, wait_until
+from tests.e2e.nodes import FLAGS, Part, fleet
 from tests.e2e.test_ranks import prompt_of
-from tools.faults.machines import Machines
 from tools.recall.oracle import continuation
 
-FLAGS = ("--model-path", "recall-wide", "--max-total-tokens", "16384", "--log-level", "warning", "--port", "0")
 WITHIN_S = 20.0
+RESEND_S = 120.0  # how long a kernel may hold bytes of a dead process
+PROMPTS = [prompt_of(size, seed) for seed, size in enumerate((3, 90, 40, 12))]
+BODIES = [{"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 16}} for ids in PROMPTS]
+TOKENS = [continuation(ids, 16) for ids in PROMPTS]
+
+
+async def test_two_machines_answer_and_end_together(tmp_path: Path) -> None:
+    with fleet(tmp_path, "near", "far") as machines:
+        group = ("serve", *FLAGS, "--tp-size", "2", *machines.group("near", 2))
+        far = machines.start("far", *group, "--node-rank", "1")
+        near = machines.start("near", *group, *machines.off_loopback("near"))
+        url = near.wait()["url"]
+        assert far.ready.exists()
+        answers = await generate_all(url, [{**body, "stream": True} for body in BODIES])
+        assert [answer["output_ids"] for answer in answers] == TOKENS
+
+        family = [
+            process for end in (near, far) for process in psutil.Process(end.process.pid).children(recursive=True)
+        ]
+        (rank,) = psutil.Process(far.process.pid).children()
+        rank.kill()
+        wait_until(
+            lambda: near.process.poll() is not None and far.process.poll() is not None,
+            within_s=WITHIN_S,
+            what="the end of both",
+        )
+        _, left = psutil.wait_procs(family, timeout=WITHIN_S)
+        assert not left, left
+        assert (near.process.returncode, far.process.returncode) == (1, 1)
+        assert [len(end.errors()) for end in (near, far)] == [1, 1]
+        assert near.errors()[0].startswith("tandem serve: error: rank 1 of 2 (node 1, ")
+        assert far.errors()[0] == f"tandem serve: error: rank 1 of 2 (pid {rank.pid}) ended: SIGKILL; node 0 ends, too"
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode worker, one of them on two machines, and a router. `far`: the second machine's part."""
+
+    prefill: Part
+    decode: Part
+    far: Part
+    router: str
+    urls: dict[str, str]
+
+    @property
+    def far_rank(self) -> psutil.Process:
+        return next(
+            p
+            for p in psutil.Process(self.far.process.pid).children(recursive=True)
+            if "disagg.rank_process" in p.cmdline()
+        )
 
 
 @contextmanager
-def two_machines() -> Iterator[tuple[list[str], list[str], list[str]]]:
-    """Yield what goes before a command on each, and the flags of node 0's address."""
-    with ExitStack() as stack:
-        try:
-            machines = Machines(["near", "far"])
-        except (AssertionError, OSError):  # no rights, or no iproute2
-            yield [], [], ["--host", "127.0.0.1"]
-            return
-        stack.callback(machines.close)
-        address = machines.address["near"]
-        yield machines.command_on("near"), machines.command_on("far"), ["--host", address, "--allow-insecure"]
+def pair(folder: Path, backend: str, wide: str) -> Iterator[Pair]:
+    """`wide`: the role on two machines."""
+    with fleet(folder, "near", "far", "other") as machines:
+        common = ("serve", *FLAGS, "--kv-units", "2", "--disaggregation-kv-checksum")
+        common += ("--disaggregation-transfer-backend", backend, "--disaggregation-bootstrap-port", "0")
+        group = ["--tp-size", "2", *machines.group("near", 2), "--disaggregation-mode", wide]
+        env = {"UCX_TLS": "tcp"}  # the kernel is one, so that UCX would find shared memory
+        far = machines.start("far", *common, *group, "--node-rank", "1", own_pids=True, env=env)
+        parts = {wide: machines.start("near", *common, *group, *machines.off_loopback("near"), env=env)}
+        (role,) = {"prefill", "decode"} - {wide}
+        alone = ["--disaggregation-mode", role, *machines.off_loopback("other")]
+        parts[role] = machines.start("other", *common, *alone, env=env)
+        urls = {role: part.wait()["url"] for role, part in parts.items()}
+        router = machines.start(
+            "router",
+            "router",
+            "--pd-disaggregation",
+            "--prefill",
+            urls["prefill"],
+            "--decode",
+            urls["decode"],
+            "--port",
+            "0",
+        )
+        yield Pair(parts["prefill"], parts["decode"], far, router.wait()["router"], urls)
 
 
-@pytest.fixture
-def secret(tmp_path: Path) -> str:
-    path = tmp_path / "secret"
-    path.write_text("sixteen bytes or more")
-    path.chmod(0o600)
-    return str(path)
+async def _answers(workers: Pair) -> None:
+    answers = await generate_all(workers.router, BODIES)
+    assert [answer["output_ids"] for answer in answers] == TOKENS
+    received = (await state_of(workers.urls["decode"]))["counters"]
+    assert received["kv_checksum_verified"] == len(PROMPTS)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
+async def _until_pages_are_exposed(workers: Pair) -> "asyncio.Task[object]":
+    """Prefill pauses, so that decode waits for KV."""
+    async with session() as http:
+        status, _ = await post(http, f"{workers.urls['prefill']}/pause_generation", {})
+        assert status == 200
+    asked = asyncio.create_task(generate_all(workers.router, BODIES[:1]))
+    await wait_for_state(workers.urls["decode"], lambda state: state["counters"].get("exposed_rooms", 0) > 0)
+    return asked
 
 
-def serve(on: list[str], folder: Path, *flags: str) -> "tuple[subprocess.Popen[bytes], Path, Path]":
-    """The process, its ready file and its log."""
-    folder.mkdir()
-    ready, log = folder / "ready.json", folder / "log"
-    command = [*on, sys.executable, "-m", "deploy", "serve", *FLAGS, *flags, "--ready-file", str(ready)]
-    return start_process(command, log), ready, log
+async def test_prefill_on_two_machines(tmp_path: Path) -> None:
+    """Its rank on the other machine is killed while decode waits for it: decode's pages stay, for what it may have sent."""
+    with pair(tmp_path, "nixl", "prefill") as workers:
+        await _answers(workers)
+        asked = await _until_pages_are_exposed(workers)
+        workers.far_rank.kill()
+        wait_until(lambda: workers.prefill.process.poll() is not None, within_s=WITHIN_S, what="the end of prefill")
+        assert workers.prefill.errors()[0].startswith("tandem serve: error: rank 1 of 2 (node 1, ")
+        with suppress(AssertionError):
+            await asked  # the router says that it failed
+        await wait_for_state(workers.urls["decode"], lambda state: state["pages"]["quarantined"] > 0)
 
 
-async def test_two_machines_answer_and_end_together(tmp_path: Path, secret: str) -> None:
-    prompts = [prompt_of(size, seed) for seed, size in enumerate((3, 90, 40, 12))]
-    with two_machines() as (on_near, on_far, host):
-        group = ("--tp-size", "2", "--nnodes", "2", "--dist-init-addr", f"{host[1]}:{free_port()}")
-        group += ("--cluster-secret-file", secret)
-        far, far_ready, far_log = serve(on_far, tmp_path / "far", *group, "--node-rank", "1")
-        near, near_ready, near_log = serve(on_near, tmp_path / "near", *group, *host)
-        try:
-            info = wait_ready(near_ready, near, near_log)
-            assert far_ready.exists()
-            bodies = [
-                {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 16}, "stream": True}
-                for ids in prompts
-            ]
-            answers = await generate_all(info["url"], bodies)
-            assert [answer["output_ids"] for answer in answers] == [continuation(ids, 16) for ids in prompts]
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "wide"), [("nixl", "decode"), ("mooncake", "decode"), ("mooncake", "prefill")])
+async def test_either_side_on_two_machines(tmp_path: Path, backend: str, wide: str) -> None:
+    with pair(tmp_path, backend, wide) as workers:
+        await _answers(workers)
 
-            family = [process for end in (near, far) for process in psutil.Process(end.pid).children(recursive=True)]
-            (rank,) = psutil.Process(far.pid).children()
-            rank.kill()
-            wait_until(
-                lambda: near.poll() is not None and far.poll() is not None, within_s=WITHIN_S, what="the end of both"
-            )
-            _, left = psutil.wait_procs(family, timeout=WITHIN_S)
-            assert not left, left
-            assert (near.returncode, far.returncode) == (1, 1)
-            said = [[line for line in log.read_text().splitlines() if "error:" in line] for log in (near_log, far_log)]
-            assert [len(lines) for lines in said] == [1, 1], said
-            assert said[0][0].startswith("tandem serve: error: rank 1 of 2 (node 1, ")
-            assert said[1][0] == f"tandem serve: error: rank 1 of 2 (pid {rank.pid}) ended: SIGKILL; node 0 ends, too"
-        finally:
-            end_tree(near)
-            end_tree(far)
+
+@pytest.mark.slow
+async def test_pages_stay_until_the_rank_on_the_other_machine_is_proven_dead(tmp_path: Path) -> None:
+    """The leader is dead; the other rank is frozen, as all of its machine, and could still write. Then it ends, too."""
+    with pair(tmp_path, "mooncake", "prefill") as workers:
+        asked, rank = await _until_pages_are_exposed(workers), workers.far_rank
+        for process in psutil.Process(workers.far.process.pid).children(recursive=True):
+            process.send_signal(signal.SIGSTOP)
+        child_of(workers.prefill.process.pid, "scheduler").kill()
+        with suppress(AssertionError):
+            await asked
+        decode = workers.urls["decode"]
+        await wait_for_state(decode, lambda state: state["pages"]["quarantined"] > 0)
+        await asyncio.sleep(RESEND_S + 10)
+        assert (await state_of(decode))["pages"]["quarantined"] > 0
+        rank.kill()
+        await asyncio.sleep(RESEND_S)
+        await wait_for_state(decode, lambda state: state["pages"]["quarantined"] == 0)

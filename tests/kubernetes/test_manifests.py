@@ -12,10 +12,15 @@ from deploy.commands import router as router_command
 from deploy.commands import serve as serve_command
 from deploy.flags import config_from
 from disagg.config import DisaggConfig
+from disagg.exposure import check_nodes_exposure
+from disagg.node_flags import check_same, flags_of
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.metrics.names import QUEUES
 from engine.frontend.routes import ROUTES
 from engine.frontend.routes import need_of as worker_need_of
+from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
+from engine.nodes import address_of
+from engine.rank_rules import check_ranks
 from router.config import RouterConfig, check_config, label_query
 from router.http.access import need_of as router_need_of
 from router.http.health_api import PROBES
@@ -51,7 +56,7 @@ def test_what_is_tested_is_what_kustomize_builds_now() -> None:
 
 
 def test_every_overlay_of_the_plan_is_there() -> None:
-    assert {"cpu-demo", "monitoring", "tracing", *GPU} == set(OVERLAYS)
+    assert {"cpu-demo", "monitoring", "tracing", "ranks", *GPU} == set(OVERLAYS)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -92,8 +97,8 @@ def test_every_container_s_command_is_parsed_by_the_real_parser(overlay: str) ->
             check_config(router_config(overlay))
         else:
             engine, server, disagg = worker_configs(overlay, found)
-            assert disagg.disaggregation_mode == found.component
-            assert server.host == "0.0.0.0" and server.port == found.ports()["http"]
+            assert disagg.disaggregation_mode == found.role
+            assert server.host == "0.0.0.0" and (not found.serves or server.port == found.ports()["http"])
             assert disagg.disaggregation_control_host == EXAMPLE_IP
             assert disagg.disaggregation_transfer_backend == ("mooncake" if "mooncake" in overlay else "nixl")
             assert engine.device == ("cuda" if overlay in GPU else "auto")
@@ -185,7 +190,7 @@ def test_every_reference_resolves(overlay: str) -> None:
         assert sorted(mounts) == sorted(volumes), found.component
         for volume in volumes.values():
             check_volume(overlay, volume)
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe") if found.serves else ():
             assert found.container[probe]["httpGet"]["port"] in found.ports()
     for service in of_kind(overlay, "Service"):
         (chosen,) = [p for p in pods(overlay) if selects(service["spec"]["selector"], p.labels)]
@@ -210,7 +215,8 @@ def check_volume(overlay: str, volume: Object) -> None:
 def test_files_that_flags_name_are_mounted(overlay: str) -> None:
     for found in pods(overlay):
         mounts = {mount["mountPath"]: mount for mount in found.container["volumeMounts"]}
-        paths = [word.partition("=")[2] for word in command_line(overlay, found) if "=/" in word]
+        words = [word for word in command_line(overlay, found) if not word.startswith("--ready-file=/tmp/")]
+        paths = [word.partition("=")[2] for word in words if "=/" in word]
         assert len(paths) >= 3
         for path in map(Path, paths):
             assert str(path.parent) in mounts and mounts[str(path.parent)]["readOnly"]
@@ -243,15 +249,15 @@ def test_disruption_budgets_and_policies_name_pods_that_there_are(overlay: str) 
             assert chosen and all(port["port"] in p.ports() for p in chosen)
 
 
-def reaches(overlay: str, source: Pods, target: Pods, port: str) -> bool:
-    """Whether the policies let `source` open `port` of `target`: its egress and the other's ingress."""
+def reaches(overlay: str, source: Pods, target: Pods, port: str | None) -> bool:
+    """Whether the policies let `source` open `port` of `target` (None: every port): its egress and the other's ingress."""
     return allows(overlay, source, target, port, "egress", "to") and allows(
         overlay, target, source, port, "ingress", "from"
     )
 
 
-def allows(overlay: str, subject: Pods, other: Pods, port: str, way: str, key: str) -> bool:
-    number = (subject if way == "ingress" else other).ports()[port]
+def allows(overlay: str, subject: Pods, other: Pods, port: str | None, way: str, key: str) -> bool:
+    number = None if port is None else (subject if way == "ingress" else other).ports()[port]
     rules = [
         rule
         for policy in of_kind(overlay, "NetworkPolicy")
@@ -279,7 +285,7 @@ def test_who_must_talk_can_and_who_must_not_cannot(overlay: str) -> None:
 
 @each_overlay
 def test_probes_ask_for_what_is_served_without_a_key(overlay: str) -> None:
-    for found in pods(overlay):
+    for found in filter(lambda found: found.serves, pods(overlay)):
         probes = [
             found.container[kind]["httpGet"]["path"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")
         ]
@@ -298,8 +304,13 @@ def test_a_pod_has_time_to_drain(overlay: str) -> None:
         if found.component == "router":
             config = router_config(overlay)
             needed_s = pause_s + config.drain_timeout_s + config.shutdown_timeout_s
-        else:
+        elif found.serves:
             needed_s = pause_s + worker_configs(overlay, found)[1].drain_timeout_s + 5
+        else:  # it computes for as long as its leader drains, and ends with it
+            needed_s = pause_s
+            leader = one(overlay, found.role)
+            leaders_pause_s = int(leader.container["lifecycle"]["preStop"]["exec"]["command"][1])
+            assert pause_s > leaders_pause_s + worker_configs(overlay, leader)[1].drain_timeout_s
         grace_s = found.spec["terminationGracePeriodSeconds"]
         assert needed_s < grace_s < needed_s + 60, (found.component, needed_s, grace_s)
 
@@ -420,3 +431,32 @@ def test_groups_have_one_leader_that_prefills_and_workers_that_decode() -> None:
     assert [d["metadata"]["name"] for d in of_kind("multi-node", "Deployment")] == ["tandem-router"]
     same = one("nvidia-nixl", "decode").spec
     assert template["workerTemplate"]["spec"] == same
+
+
+def test_a_worker_of_several_pods_is_a_group_of_nodes() -> None:
+    """The flags of its pods are those of one group, as the worker itself compares them."""
+    for owner in of_kind("ranks", "LeaderWorkerSet"):
+        leader, follower = [found for found in pods("ranks") if found.owner is owner]
+        assert owner["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
+        assert (leader.serves, follower.serves, follower.role) == (True, False, leader.component)
+        (first, server, disagg), (last, _, other) = (worker_configs("ranks", found) for found in (leader, follower))
+        check_ranks(first, load_model_config(WIDE_MODEL_PATH))
+        check_ranks(last, load_model_config(WIDE_MODEL_PATH))
+        assert (first.node_rank, last.node_rank) == (0, first.nnodes - 1) and first.num_ranks % first.nnodes == 0
+        check_same(first, disagg, flags_of(last, other), node=last.node_rank)
+        check_nodes_exposure(server, first, disagg)
+        assert address_of(first)[1] == leader.ports()["ranks"]
+        for one_way in ((leader, follower), (follower, leader)):
+            assert reaches("ranks", *one_way, "ranks" if one_way[1] is leader else None)
+        others = [found for found in pods("ranks") if found.component != "router" and found.owner is not owner]
+        assert all(reaches("ranks", found, follower, None) for found in others)  # their transfer engines
+        assert not reaches("ranks", one("ranks", "router"), follower, None)
+    assert [d["metadata"]["name"] for d in of_kind("ranks", "Deployment")] == ["tandem-router"]
+
+
+def test_a_pod_without_http_is_ready_when_its_file_says_so() -> None:
+    for found in (one("ranks", f"{role}-rank") for role in ("prefill", "decode")):
+        ready_file = worker_configs("ranks", found)[1].ready_file
+        for probe in ("startupProbe", "readinessProbe"):
+            assert found.container[probe]["exec"]["command"] == ["test", "-f", ready_file]
+        assert "livenessProbe" not in found.container and not found.ports()

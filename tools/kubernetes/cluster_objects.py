@@ -11,6 +11,7 @@ from tools.kubernetes.render import RENDERED
 
 Object = dict[str, Any]
 EXAMPLE_IP = "10.1.2.3"
+FOLLOWER = "-rank"  # how the component of pods ends that have ranks and serve no HTTP
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,15 @@ class Pods:
         return self.labels["app.kubernetes.io/component"]
 
     @property
+    def role(self) -> str:
+        return self.component.removesuffix(FOLLOWER)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it serves HTTP."""
+        return not self.component.endswith(FOLLOWER)
+
+    @property
     def spec(self) -> Object:
         found: Object = self.template["spec"]
         return found
@@ -45,7 +55,7 @@ class Pods:
         return found
 
     def ports(self) -> dict[str, int]:
-        return {port["name"]: port["containerPort"] for port in self.container["ports"]}
+        return {port["name"]: port["containerPort"] for port in self.container.get("ports", [])}
 
 
 @cache
@@ -99,7 +109,20 @@ def environment(overlay: str, found: Pods) -> dict[str, str]:
         values[entry["name"]] = {"status.podIP": EXAMPLE_IP, "metadata.namespace": "tandem"}[
             entry["valueFrom"]["fieldRef"]["fieldPath"]
         ]
-    return values
+    return values | _of_leader_worker_set(found)
+
+
+def _of_leader_worker_set(found: Pods) -> dict[str, str]:
+    """What it gives each container (kubernetes-sigs/lws, AddLWSVariables), by the example of the last pod of a group."""
+    if found.owner["kind"] != "LeaderWorkerSet":
+        return {}
+    template, metadata = found.owner["spec"]["leaderWorkerTemplate"], found.owner["metadata"]
+    is_leader = found.template is template["leaderTemplate"]
+    return {
+        "LWS_LEADER_ADDRESS": f"{metadata['name']}-0.{metadata['name']}.{metadata['namespace']}",
+        "LWS_GROUP_SIZE": str(template["size"]),
+        "LWS_WORKER_INDEX": "0" if is_leader else str(template["size"] - 1),
+    }
 
 
 def command_line(overlay: str, found: Pods) -> list[str]:
