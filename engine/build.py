@@ -50,6 +50,7 @@ from engine.parallel.layout import ALONE
 from engine.pool import allocate_pool, count_pages, held_by
 from engine.ranks.future_maps import LeaderFutureMap
 from engine.ranks.group import Group, GroupAdapters, GroupWeights
+from engine.ranks.group_files import rank_files
 from engine.ranks.leading_executor import LeadingExecutor
 from engine.ranks.messages import PoolSize
 from engine.ranks.same_kernels import check_same_kernels, kernels_here
@@ -160,11 +161,12 @@ def build_engine(
     )
     own_identity = identity(version=config.weight_version, fingerprint=files)
     sharers = config.ranks_here
-    tier = build_host_tier(config, pool, own_identity, wakeup=wakeup, sharers=sharers) if tiered else None
+    ranks = rank_files(config, model_config, specs, group.followers) if group else None
+    tier = build_host_tier(config, pool, own_identity, wakeup=wakeup, sharers=sharers, ranks=ranks) if tiered else None
     backup = _page_backup(config, pool, group) if use.retracted_kv == "host" else None
     if group is not None:
         host_pages, backup_pages = tier.pool.num_pages if tier else 0, backup.host.num_pages if backup else 0
-        group.followers.place(PoolSize(pages, host_pages, backup_pages))
+        group.followers.place(PoolSize(pages, host_pages, backup_pages, tier.files if tier else ""))
     device = build_device(
         config,
         model_config,

@@ -1,7 +1,18 @@
 """Which sizes and features a group of ranks may have: what does not work is refused at start, by name. Never torch.
 
-Works with ranks, beside plain generation: LoRA, grammars, logprobs, hidden states, embeddings, penalties, updates of weights,
-pauses, profiles (a file for each rank), retraction in all three ways, the hierarchical cache in host memory, role switches.
+works with --tp-size and --pp-size                              shown by
+LoRA, grammars, logprobs, hidden states, embeddings, penalties  tests/engine/test_rank_features.py
+other weights, pauses, aborts, priorities, mixed chunks         the same
+prefix cache, its KV events, the host tier                      the same
+files of the hierarchical cache                                 tests/engine/test_rank_files.py
+retraction: computed again; from the host, through prefill      tests/engine/test_ranks.py; tests/e2e/test_rank_pairs.py
+layer-wise transfer, checksums                                  tests/e2e/test_rank_pairs.py
+profiles (a file for each rank), role switches                  tests/e2e/test_rank_cluster.py
+
+refused                                                         shown by
+sizes that do not divide the model; --stream inline and stages  tests/engine/test_rank_rules.py
+files of the hierarchical cache with --nnodes                   the same
+ports of KV events that DP ranks would share                    the same
 """
 
 import logging
@@ -40,10 +51,10 @@ def check_ranks(config: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError(
             f"--stream inline: --pp-size {config.pp_size} computes several steps at once; leave the flag out"
         )
-    if config.hicache_storage_backend is not None:
+    if config.hicache_storage_backend is not None and config.nnodes > 1:
         raise ConfigError(
-            f"--hicache-storage-backend: files hold whole pages, and each of {config.num_ranks} ranks has a part; "
-            "leave the storage out, host memory works"
+            f"--hicache-storage-backend: the files of all {config.num_ranks} ranks lie on one machine, --nnodes is "
+            f"{config.nnodes}; leave the storage out, host memory works"
         )
     if config.dp_size * config.ranks_here > (cores := usable_cores()):
         log.warning(

@@ -1,7 +1,7 @@
 """Puts the host tier together: host memory, disk folder and threads, and the core's part."""
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
@@ -9,8 +9,10 @@ from engine.core.disk_index import DiskIndex
 from engine.core.host_cache import HostCache
 from engine.core.page_keys import KVIdentity
 from engine.hicache.disk import Disk
-from engine.hicache.page_file import file_bytes
+from engine.hicache.page_file import HEADER_BYTES
 from engine.hicache.page_folder import PageFolder
+from engine.hicache.page_store import FolderStore, PageStore, PageView
+from engine.hicache.rank_files import OtherRanks, RankFolders, RanksStore
 from engine.kv.host_memory import available_bytes
 from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import KVPool
@@ -21,20 +23,45 @@ from service.flags import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class HostTier:
+    """`files`: the folder of the worker's files; "" without."""
+
     cache: HostCache
     pool: HostPool
     disk: Disk | None
+    files: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """Of a worker with several ranks. `leader`: the rank that builds the tier. `page_bytes`: of each rank."""
+
+    leader: int
+    page_bytes: Sequence[int]
+    followers: OtherRanks
 
 
 def build_host_tier(
-    config: EngineConfig, pool: KVPool, identity: KVIdentity, *, wakeup: Callable[[], None], sharers: int = 1
+    config: EngineConfig,
+    pool: KVPool,
+    identity: KVIdentity,
+    *,
+    wakeup: Callable[[], None],
+    sharers: int = 1,
+    ranks: RankFiles | None = None,
 ) -> HostTier:
-    """Raises ConfigError. `wakeup` is called in a disk thread whenever work has ended. `sharers`: ranks that take as much."""
+    """Raises ConfigError. `wakeup` is called in a disk thread whenever work has ended. `sharers`: ranks that take as much.
+
+    `ranks`: None: there is one.
+    """
     free_bytes = available_bytes() // sharers
     pages = host_pages(config, num_pages=pool.num_pages, page_bytes=pool.page_bytes, free_bytes=free_bytes)
     host_pool = _allocate(pool, pages)
-    folder = PageFolder.open(config.hicache_storage_dir) if config.hicache_storage_dir is not None else None
-    index = None if folder is None else open_index(folder, identity, max_gb=config.hicache_storage_size_gb)
+    folders, index = None, None
+    if config.hicache_storage_dir is not None:
+        of_pages = [pool.page_bytes] if ranks is None else ranks.page_bytes
+        folders = RankFolders(PageFolder.open(config.hicache_storage_dir), num_ranks=len(of_pages))
+        size = sum(HEADER_BYTES + page_bytes for page_bytes in of_pages)
+        index = open_index(folders, file_bytes=size, max_gb=config.hicache_storage_size_gb)
     cache = HostCache(
         num_pages=pages,
         identity=identity,
@@ -46,21 +73,28 @@ def build_host_tier(
         ahead_pages=ahead_pages(config, page_bytes=pool.page_bytes),
     )
     disk = None
-    if folder is not None and cache.disk is not None:
-        disk = Disk(folder, tier=cache.disk, page_of=host_pool.page, when_done=wakeup)
-    return HostTier(cache, host_pool, disk)
+    if folders is not None and cache.disk is not None:
+        store = _store(folders, host_pool.page, ranks)
+        disk = Disk(store, tier=cache.disk, when_done=wakeup)
+    return HostTier(cache, host_pool, disk, "" if folders is None else str(folders.path))
 
 
-def open_index(folder: PageFolder, identity: KVIdentity, *, max_gb: float) -> DiskIndex:
-    """Index the files of the folder, and delete those beyond `max_gb` first."""
+def _store(folders: RankFolders, page_of: PageView, ranks: RankFiles | None) -> PageStore:
+    if ranks is None:
+        return FolderStore(folders.of(0), page_of=page_of)
+    return RanksStore(FolderStore(folders.of(ranks.leader), page_of=page_of), folders, ranks.followers)
+
+
+def open_index(folders: RankFolders, *, file_bytes: int, max_gb: float) -> DiskIndex:
+    """Index the files of the folders, and delete those beyond `max_gb` first. `file_bytes`: of one page, over all ranks."""
     max_bytes = int(max_gb * 1e9)
-    if max_bytes < file_bytes(identity):
-        raise ConfigError(f"--hicache-storage-size-gb {max_gb}: a page takes {file_bytes(identity)} bytes; raise it")
-    index = DiskIndex(max_bytes=max_bytes, file_bytes=file_bytes(identity), files=folder.scan())
-    if undeleted := folder.delete(index.excess):
+    if max_bytes < file_bytes:
+        raise ConfigError(f"--hicache-storage-size-gb {max_gb}: a page takes {file_bytes} bytes; raise it")
+    index = DiskIndex(max_bytes=max_bytes, file_bytes=file_bytes, files=folders.scan())
+    if undeleted := folders.delete(index.excess):
         raise ConfigError(
             f"--hicache-storage-dir: {len(undeleted)} files beyond --hicache-storage-size-gb cannot be deleted "
-            f"in {folder.path}; delete them or raise the limit"
+            f"in {folders.path}; delete them or raise the limit"
         )
     return index
 

@@ -8,21 +8,19 @@ from collections.abc import Callable
 from engine.core.disk_index import DiskDelete, DiskDone, DiskRead, DiskWork, DiskWrite
 from engine.core.disk_tier import DiskTier
 from engine.hicache.page_file import BadFile
-from engine.hicache.page_folder import PageFolder
+from engine.hicache.page_store import PageStore
 
 log = logging.getLogger(__name__)
 
 END_S = 2.0
-PageView = Callable[[int], memoryview]
 
 
 class Disk:
-    """`page_of(i)`: the bytes of host page i, writable. `when_done` is called in a disk thread."""
+    """`when_done` is called in a disk thread."""
 
-    def __init__(self, folder: PageFolder, *, tier: DiskTier, page_of: PageView, when_done: Callable[[], None]) -> None:
-        self._folder = folder
+    def __init__(self, store: PageStore, *, tier: DiskTier, when_done: Callable[[], None]) -> None:
+        self._store = store
         self._tier = tier
-        self._page_of = page_of
         self._when_done = when_done
         self._done: queue.SimpleQueue[DiskDone] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[DiskWork | None] = queue.SimpleQueue()
@@ -65,7 +63,7 @@ class Disk:
         for thread in self._threads:
             thread.join(END_S)
         self._closing.set()
-        self._folder.close()
+        self._store.close()
 
     def _run(self, queue_: "queue.SimpleQueue[DiskWork | None]") -> None:
         while (work := queue_.get()) is not None and not self._closing.is_set():
@@ -80,30 +78,30 @@ class Disk:
                 case DiskWrite():
                     return self._write(work)
                 case DiskDelete(keys):
-                    return DiskDone(work, ok=True, undeleted=self._folder.delete(keys))
+                    return DiskDone(work, ok=True, undeleted=self._store.delete(keys))
         except Exception:  # a thread that ends would leave requests waiting for ever
             log.exception("hierarchical cache: %s failed", type(work).__name__)
             return DiskDone(work, ok=False)
 
     def _read(self, work: DiskRead) -> DiskDone:
         try:
-            self._folder.read(work.key, self._page_of(work.host_page), work.identity)
+            self._store.read(work)
             return DiskDone(work, ok=True)
         except FileNotFoundError:
             return DiskDone(work, ok=False)
         except (BadFile, OSError) as error:
             log.warning("hierarchical cache: %s.kv is deleted: %s", work.key.hex(), error)
-            return DiskDone(work, ok=False, bad=True, undeleted=self._folder.delete((work.key,)))
+            return DiskDone(work, ok=False, bad=True, undeleted=self._store.delete((work.key,)))
 
     def _write(self, work: DiskWrite) -> DiskDone:
-        if undeleted := self._folder.delete(work.victims):
+        if undeleted := self._store.delete(work.victims):
             return DiskDone(work, ok=False, undeleted=undeleted)
         try:
-            self._folder.write(work.key, self._page_of(work.host_page), work.identity)
+            self._store.write(work)
             self._write_fails = False
             return DiskDone(work, ok=True)
         except OSError as error:
             if not self._write_fails:  # a full disk is one line, not one a page
                 log.warning("hierarchical cache: pages cannot be written: %s", error)
             self._write_fails = True
-            return DiskDone(work, ok=False)
+            return DiskDone(work, ok=False, undeleted=self._store.delete((work.key,)))  # of ranks that could write it

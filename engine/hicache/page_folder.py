@@ -18,10 +18,13 @@ from service.flags import ConfigError
 
 MAX_WORKERS = 64  # that share a DIR
 _NAME = re.compile(r"([0-9a-f]{64})\.(kv|tmp)")
+_RANK = re.compile(r"rank\d+")
 
 
 class PageFolder:
-    def __init__(self, path: Path, lock: int) -> None:
+    """`lock`: None for a folder inside one that is locked."""
+
+    def __init__(self, path: Path, lock: int | None = None) -> None:
         self.path = path
         self._lock = lock
 
@@ -42,6 +45,23 @@ class PageFolder:
         except OSError as error:
             raise ConfigError(f"--hicache-storage-dir {directory}: {error}") from error
         raise ConfigError(f"--hicache-storage-dir {directory}: {MAX_WORKERS} workers use it already; name another")
+
+    def of_rank(self, rank: int) -> "PageFolder":
+        """Return the folder of one of several ranks. Raises ConfigError."""
+        path = self.path / f"rank{rank}"
+        try:
+            path.mkdir(exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"--hicache-storage-dir {path}: {error}") from error
+        return PageFolder(path)
+
+    def all_of_it(self) -> list["PageFolder"]:
+        """Return this folder, and those of ranks in it. Raises ConfigError."""
+        try:
+            inside = [path for path in sorted(self.path.iterdir()) if _is_of_rank(path)]
+        except OSError as error:
+            raise ConfigError(f"--hicache-storage-dir {self.path}: {error}") from error
+        return [self, *(PageFolder(path) for path in inside)]
 
     def scan(self) -> list[tuple[bytes, int]]:
         """Return (key, bytes) of the page files, least recently used first; delete half-written ones. Raises ConfigError."""
@@ -99,7 +119,8 @@ class PageFolder:
         return tuple(left)
 
     def close(self) -> None:
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
 
     def _size(self, key: bytes) -> int:
         try:
@@ -109,6 +130,10 @@ class PageFolder:
 
     def _path(self, key: bytes) -> Path:
         return self.path / f"{key.hex()}.kv"
+
+
+def _is_of_rank(path: Path) -> bool:
+    return _RANK.fullmatch(path.name) is not None and path.is_dir() and not path.is_symlink()
 
 
 @contextlib.contextmanager

@@ -4,18 +4,21 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import torch
 
 from engine.config import EngineConfig
+from engine.core.page_keys import KVIdentity
 from engine.device import ForwardParts, adapter_store, build_forward
 from engine.executor.copies import Copies
 from engine.executor.profiler import TorchProfiler
+from engine.hicache.rank_files import FollowerFiles
 from engine.kernels.page_sums import page_sums_for
 from engine.kv.held import HeldKV
 from engine.kv.host_pool import HostPool
-from engine.kv.identity import fingerprint
+from engine.kv.identity import fingerprint, kv_identity
 from engine.kv.kv_pool import AllocateBytes, KVPool
 from engine.kv.page_backup import PageBackup
 from engine.kv.page_checksum import PageChecksum
@@ -88,9 +91,11 @@ def build_follower(
     )
     future_map = FollowerFutureMap(links.tokens)
     inputs = future_map if links.before is None else StageInput(links.before)
+    backup = _host_pool(pool, agreed.backup_pages, flag="--disaggregation-decode-retraction-backup host")
+    host_pool = _host_pool(pool, agreed.host_pages, flag="--enable-hierarchical-cache")
     runner = RankRunner(
         model=model,
-        copies=_copies(pool, agreed),
+        copies=Copies(backup=None if backup is None else PageBackup(backup), host_pool=host_pool),
         forward_pass=parts.forward_pass(inputs),
         future_map=future_map,
         after=links.after,
@@ -104,17 +109,26 @@ def build_follower(
     }
     _add_adapters(config, model, parts, readers, actions)
     _add_profiles(TorchProfiler(_now, name=use.name), actions)
+    if agreed.files and host_pool is not None:
+        _add_files(
+            Path(agreed.files) / f"rank{rank}",
+            host_pool,
+            kv_identity(
+                pool,
+                model_config,
+                dtype=config.dtype,
+                version="",
+                fingerprint="",
+                held=held,
+                tp_size=config.tp_size,
+                reduce_units=config.reduce_units,
+            ),
+            actions,
+        )
     checksum = PageChecksum(pool, held=held, page_sums=page_sums_for(pool.device))
     actions["checksum"] = lambda pages: checksum(pages)()
     channel.send(Serving())
     return Follower(channel, runner, readers=readers, actions=actions, turning=turning), pool, held
-
-
-def _copies(pool: KVPool, agreed: PoolSize) -> Copies:
-    """Raises ConfigError."""
-    backup = _host_pool(pool, agreed.backup_pages, flag="--disaggregation-decode-retraction-backup host")
-    host_pool = _host_pool(pool, agreed.host_pages, flag="--enable-hierarchical-cache")
-    return Copies(backup=None if backup is None else PageBackup(backup), host_pool=host_pool)
 
 
 def _host_pool(pool: KVPool, num_pages: int, *, flag: str) -> HostPool | None:
@@ -145,6 +159,11 @@ def _add_adapters(
 def _add_profiles(profiler: TorchProfiler, actions: dict[str, Action]) -> None:
     actions["start_profile"] = lambda asked: profiler.start(msgspec.convert(asked, StartProfile))
     actions["stop_profile"] = profiler.stop
+
+
+def _add_files(folder: Path, host_pool: HostPool, identity: KVIdentity, actions: dict[str, Action]) -> None:
+    files = FollowerFiles(folder, page_of=host_pool.page, identity=identity)
+    actions["read_page"], actions["write_page"] = files.read, files.write
 
 
 def _now(work: Callable[[], object]) -> object:

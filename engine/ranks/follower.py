@@ -1,7 +1,9 @@
 """The loop of a follower: one message after another, in the leader's order. It decides nothing and reads no clock."""
 
+import contextlib
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from engine.background import start_in_thread
@@ -14,7 +16,8 @@ from service.process.message_stream import ChannelClosed
 log = logging.getLogger(__name__)
 
 Reader = Callable[..., Any]  # raises ConfigError; runs in a thread of its own
-Action = Callable[..., Any]  # gets what a reader returned first, if it was prepared; its value is the answer
+# Gets what a reader returned first, if it was prepared. Its value is the answer, of a Future once it is done.
+Action = Callable[..., Any]
 
 
 class LostStep(RuntimeError):
@@ -92,5 +95,12 @@ class Follower:
             value = self._actions[message.name](*prepared, **args)
         except ConfigError as error:
             self._channel.send(Done(message.number, error=str(error)))
+            return
+        if isinstance(value, Future):
+            value.add_done_callback(lambda ended: self._answer_later(message.number, ended))
         else:
             self._channel.send(Done(message.number, value=value))
+
+    def _answer_later(self, number: int, ended: "Future[Any]") -> None:
+        with contextlib.suppress(ChannelClosed):
+            self._channel.send(Done(number, value=ended.result()))

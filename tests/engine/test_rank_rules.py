@@ -10,9 +10,14 @@ from engine.rank_rules import check_ranks
 from service.flags import ConfigError
 
 EVENTS = '{"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5558"}'
+NODES = {"nnodes": 2, "dist_init_addr": "127.0.0.1:1"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tp_size": 3}, "--tp-size 3: does not divide the model's 8 attention heads; choose 1, 2, 4 or 8"),
     ({"pp_size": 2, "stream": "inline"}, "--stream inline: --pp-size 2 computes several steps at once"),
+    (
+        {"tp_size": 2, **NODES, "hicache_storage_backend": "file"},
+        "--hicache-storage-backend: the files of all 2 ranks lie on one machine, --nnodes is 2",
+    ),
     (
         {"dp_size": 2, "kv_events_config": EVENTS},
         "--kv-events-config: each of 2 DP ranks .* counted from 5557 and 5558; choose ports that are 2 or more apart",

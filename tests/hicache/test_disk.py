@@ -12,6 +12,7 @@ from engine.core.disk_index import DiskDelete, DiskDone, DiskRead, DiskWork, Dis
 from engine.hicache.disk import Disk
 from engine.hicache.page_file import file_bytes
 from engine.hicache.page_folder import PageFolder
+from engine.hicache.page_store import FolderStore
 from tests.hicache.test_page_folder import PAGE_BYTES, identity
 
 NO_TIER: Any = None  # these tests give the work
@@ -23,7 +24,8 @@ class Rig:
         self.host = bytearray(4 * PAGE_BYTES)
         self.folder = PageFolder.open(str(path))
         self.called: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.disk = Disk(self.folder, tier=NO_TIER, page_of=self.page, when_done=lambda: self.called.put(None))
+        store = FolderStore(self.folder, page_of=self.page)
+        self.disk = Disk(store, tier=NO_TIER, when_done=lambda: self.called.put(None))
 
     def page(self, i: int) -> memoryview:
         if i > 3:

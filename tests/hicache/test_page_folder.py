@@ -10,6 +10,7 @@ from engine.core.page_keys import KVIdentity
 from engine.hicache.build import open_index
 from engine.hicache.page_file import HEADER_BYTES, BadFile, file_bytes
 from engine.hicache.page_folder import PageFolder
+from engine.hicache.rank_files import RankFolders
 from service.flags import ConfigError
 
 PAGE_BYTES = 256
@@ -145,11 +146,11 @@ def test_a_folder_over_the_limit_is_cut_at_the_start_oldest_first(tmp_path: Path
     for i, key in enumerate(keys):
         folder.write(key, memoryview(PAGE), identity())
         os.utime(folder.path / f"{key.hex()}.kv", ns=(i, i))
-    index = open_index(folder, identity(), max_gb=2.5 * PAGE_GB)
+    index = open_index(RankFolders(folder, num_ranks=1), file_bytes=file_bytes(identity()), max_gb=2.5 * PAGE_GB)
     assert index.num_files == 2 and index.num_bytes == 2 * file_bytes(identity())
     assert {key for key, _ in folder.scan()} == set(keys[4:])
 
 
 def test_a_limit_below_one_page_names_the_flag(folder: PageFolder) -> None:
     with pytest.raises(ConfigError, match="--hicache-storage-size-gb"):
-        open_index(folder, identity(), max_gb=0.5 * PAGE_GB)
+        open_index(RankFolders(folder, num_ranks=1), file_bytes=file_bytes(identity()), max_gb=0.5 * PAGE_GB)

@@ -1,0 +1,38 @@
+"""What a leader's disk threads ask of its followers: their part of a page, read from a file or written."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.core.disk_index import DiskRead, DiskWrite
+from engine.hicache.build import RankFiles
+from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.model_files.model_config import ModelConfig
+from engine.nodes import leader_of
+from engine.pool import held_by
+from engine.ranks.followers import Followers
+from engine.ranks.links import place_of
+
+
+def rank_files(config: EngineConfig, model: ModelConfig, specs: Sequence[CacheSpec], followers: Followers) -> RankFiles:
+    """`specs`: of the leader's layers; those of the model are alike."""
+    assert len(set(specs)) == 1, specs
+    held = [held_by(config, model, place_of(rank, config)) for rank in range(config.num_ranks)]
+    sizes = [KVPool.page_bytes_of([specs[0]] * len(h.layers), config.page_size, units=len(h.units)) for h in held]
+    return RankFiles(leader_of(config), sizes, GroupFiles(followers))
+
+
+class GroupFiles:
+    def __init__(self, followers: Followers) -> None:
+        self._followers = followers
+
+    def read(self, work: DiskRead) -> Callable[[], dict[int, str]]:
+        return self._apply("read_page", work)
+
+    def write(self, work: DiskWrite) -> Callable[[], dict[int, str]]:
+        return self._apply("write_page", work)
+
+    def _apply(self, name: str, work: DiskRead | DiskWrite) -> Callable[[], dict[int, str]]:
+        identity = msgspec.to_builtins(work.identity)
+        return self._followers.apply(name, key=work.key, host_page=work.host_page, identity=identity).wait
