@@ -21,6 +21,9 @@ SPINS, NO_SPINS = "20000", "0"
 
 @dataclass
 class Children:
+    """`before_end`: called before the children are ended: lets those that wait for each other see it."""
+
+    before_end: Callable[[], None] | None = None
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _hangup_takers: list[str] = field(default_factory=list)
 
@@ -72,6 +75,8 @@ class Children:
         return any(process.poll() == OPERATING_ERROR for process in self._processes.values())
 
     def end(self) -> None:
+        if self.before_end is not None:
+            self.before_end()
         for process in self._processes.values():
             if process.poll() is None:
                 process.terminate()

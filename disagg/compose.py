@@ -166,7 +166,7 @@ def _remotes(group: Group | None) -> list[RemoteEngine]:
     if group is None:
         return []
     return [
-        RemoteEngine(sock, name=f"rank {rank} of {group.links.num_ranks}", timeout_s=group.timeout_s)
+        RemoteEngine(sock, name=group.links.name_of(rank), timeout_s=group.timeout_s)
         for rank, sock in sorted(group.transfers.items())
     ]
 

@@ -104,6 +104,13 @@ class DisaggConfig(FlagSet):
     fake_transfer_failure_rate: float = flag(0.0, "fake backend: share of transfers that fail", least=0, most=1)
 
 
+class JointSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Descriptors of what the DP ranks of a worker share with DP attention: memory, and what ends the rest of each one's loop."""
+
+    memory: int
+    wakes: tuple[int, ...]
+
+
 class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker sends the scheduler process of a DP rank. `bootstrap`: host:port of the server to register at (prefill)."""
 
@@ -117,6 +124,7 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
     progress: bool = False
     num_frontends: int = 1
     dp_rank: int = 0
+    joint: JointSpec | None = None
 
     @property
     def process(self) -> str:
@@ -142,6 +150,14 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     descriptors: tuple[int, ...]
     mooncake_protocol: str | None
     wires: dict[str, int] = {}
+
+    @property
+    def name(self) -> str:
+        """Such as "rank 3 of 4": with DP attention of the ranks of all DP ranks."""
+        scheduler, config = self.scheduler, self.scheduler.engine
+        if not config.enable_dp_attention:
+            return f"rank {self.rank} of {config.num_ranks}"
+        return f"rank {scheduler.dp_rank * config.num_ranks + self.rank} of {config.tp_size}"
 
 
 class OtherFrontendSpec(msgspec.Struct, frozen=True, kw_only=True):

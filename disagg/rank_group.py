@@ -13,6 +13,7 @@ import torch
 
 from disagg.children import OPERATING_ERROR, Children
 from disagg.config import RankSpec, SchedulerSpec, read_secret
+from disagg.joint_memory import joint_plan
 from disagg.node_control import NodeBye
 from disagg.node_meeting import Met, gathered
 from disagg.rank_start import how_ended, start_rank
@@ -25,16 +26,19 @@ from engine.rank_rules import check_device
 from engine.ranks.channel import leader_end
 from engine.ranks.followers import Followers, Member
 from engine.ranks.group import Group
-from engine.ranks.links import links_of, region_plan
+from engine.ranks.links import Joint, links_of, region_plan
 from engine.resolve import resolve
 from service.process.message_stream import ChannelClosed, ChannelFull, socket_pair
 
 
 @contextmanager
 def started_group(spec: SchedulerSpec, model: ModelConfig, *, mooncake_protocol: str | None) -> Iterator[Group | None]:
-    """Start the followers; end them with the block. None: the worker has one rank. Raises ConfigError."""
+    """Start the followers; end them with the block. None: the worker has one rank. Raises ConfigError.
+
+    With DP attention a scheduler of one rank has a group, too: it shares the MLPs with the others.
+    """
     config = resolve(spec.engine, model, cuda=torch.cuda.is_available())
-    if config.num_ranks == 1:
+    if config.num_ranks == 1 and spec.joint is None:
         yield None
         return
     check_device(config)
@@ -45,11 +49,12 @@ def started_group(spec: SchedulerSpec, model: ModelConfig, *, mooncake_protocol:
         if config.nnodes > 1:
             secret = read_secret(spec.disagg.cluster_secret_file) or b""
             met = undo.enter_context(gathered(spec.engine, spec.disagg, plan, secret=secret))
-        region = SharedRegion.create(plan)
+        joint = _joint(spec, config)
+        region = SharedRegion.create(plan, ends_with=joint.region if joint else None)
         undo.callback(region.close)
         undo.callback(children.end)
         undo.callback(region.abort)
-        group = _start(spec, config, region, children, mooncake_protocol, met)
+        group = _start(spec, config, region, joint, children, mooncake_protocol, met)
         undo.callback(group.followers.close)  # first: from now on the end of a follower is no news
         yield group
         if met is not None:
@@ -60,14 +65,15 @@ def _start(
     spec: SchedulerSpec,
     config: EngineConfig,
     region: SharedRegion,
+    joint: Joint | None,
     children: Children,
     mooncake_protocol: str | None,
     met: Met | None,
 ) -> Group:
     assert region.descriptor is not None
-    leader = leader_of(config)
+    leader, first = leader_of(config), 0 if joint is None else joint.dp_rank * config.num_ranks
     members: dict[int, Member] = {}
-    transfers, pids = {}, {leader: os.getpid()}
+    transfers, pids = {}, {first + leader: os.getpid()}
     for rank in ranks_of(0, config):
         if rank == leader:
             continue
@@ -88,8 +94,8 @@ def _start(
                 wires=wires,
             )
             process = start_rank(children, rank_spec)
-        members[rank] = (leader_end(own), _RankProcess(process, rank=rank, of=config.num_ranks))
-        pids[rank] = process.pid
+        members[rank] = (leader_end(own), _RankProcess(process, rank_spec.name))
+        pids[first + rank] = process.pid
     if met is not None:
         for rank in sorted(set(range(config.num_ranks)) - set(ranks_of(0, config))):
             node = node_of(rank, config)
@@ -98,13 +104,20 @@ def _start(
             if spec.disagg.disaggregation_mode != "null":
                 transfers[rank] = met.engine_of(rank)
     return Group(
-        links=links_of(region, leader, config, _wires(met, leader)),
+        links=links_of(region, leader, config, _wires(met, leader), joint=joint),
         pids=pids,
         followers=Followers(members, on_end=_end_worker, limit_s=config.watchdog_timeout_s),
         transfers=transfers,
         timeout_s=config.dist_timeout_s,
-        late=partial(_late, region, config),
+        joint=joint,
+        late=partial(_late, region, config) if joint is None else partial(_late_of_all, region, joint, first),
     )
+
+
+def _joint(spec: SchedulerSpec, config: EngineConfig) -> Joint | None:
+    if spec.joint is None:
+        return None
+    return Joint(SharedRegion.open(spec.joint.memory, joint_plan(config)), spec.dp_rank)
 
 
 def _wires(met: Met | None, rank: int) -> dict[str, socket.socket]:
@@ -117,15 +130,20 @@ def _late(region: SharedRegion, config: EngineConfig) -> list[int]:
     return list(range(config.num_ranks)) if config.sums_span_nodes and len(late) == config.ranks_here else late
 
 
+def _late_of_all(region: SharedRegion, joint: Joint, first: int) -> list[int]:
+    """With DP attention: of all DP ranks' ranks, or where none of them is awaited, of this one's. Numbered over all."""
+    late = late_ranks(joint.region)
+    return late if len(late) < joint.region.plan.ranks else [first + rank for rank in late_ranks(region)]
+
+
 @dataclass
 class _RankProcess:
     process: "subprocess.Popen[bytes]"
-    rank: int
-    of: int
+    rank: str
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} of {self.of} (pid {self.process.pid})"
+        return f"{self.rank} (pid {self.process.pid})"
 
     def ended(self) -> str:
         return how_ended(self.process)

@@ -19,6 +19,7 @@ import msgspec
 
 from disagg.children import OPERATING_ERROR
 from disagg.config import RankSpec, role_name
+from disagg.joint_memory import joint_plan
 from engine.loop.turn_clock import TurnClock
 from engine.loop.watchdog import Watchdog, end_process
 from engine.model_files.model_config import load_model_config
@@ -45,9 +46,14 @@ def run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
         from disagg.transfer_engine import engine_of, memory_of
         from engine.parallel.region import SharedRegion
         from engine.ranks.build import RankUse, build_follower
+        from engine.ranks.links import Joint
 
     config, disagg = spec.scheduler.engine, spec.scheduler.disagg
-    region = SharedRegion.open(spec.descriptors[0], spec.region)
+    joint = None
+    if spec.scheduler.joint is not None:
+        joint = Joint(SharedRegion.open(spec.scheduler.joint.memory, joint_plan(config)), spec.scheduler.dp_rank)
+        os.close(spec.scheduler.joint.memory)
+    region = SharedRegion.open(spec.descriptors[0], spec.region, ends_with=None if joint is None else joint.region)
     os.close(spec.descriptors[0])
     turns = TurnClock(limit_s=LATER * config.watchdog_timeout_s)
     follower, pool, held = build_follower(
@@ -62,13 +68,14 @@ def run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
             allocate_kv=kv_bytes_of(spec.mooncake_protocol),
         ),
         turning=partial(_note, turns),
+        joint=joint,
         wires={end: socket.socket(fileno=descriptor) for end, descriptor in spec.wires.items()},
     )
     if len(spec.descriptors) > 2:
         _serve_transfers(spec, engine_of(spec.scheduler, pool), memory_of(pool, held))
     spare_what_lives()
     turns.loaded()
-    watchdog = Watchdog(turns, on_stall=partial(_end_with_stacks, spec.rank, config.num_ranks))
+    watchdog = Watchdog(turns, on_stall=partial(_end_with_stacks, spec.name))
     watchdog.start()
     try:
         follower.run()
@@ -95,8 +102,8 @@ def _note(turns: TurnClock, busy: bool) -> None:
         turns.resting()
 
 
-def _end_with_stacks(rank: int, of: int, stalled_s: float) -> None:
-    end_process(f"rank {rank} of {of}: a step takes {stalled_s:.1f} s by now (--watchdog-timeout)")
+def _end_with_stacks(name: str, stalled_s: float) -> None:
+    end_process(f"{name}: a step takes {stalled_s:.1f} s by now (--watchdog-timeout)")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,6 +14,7 @@ from bootstrap_server.server import BootstrapServer
 from disagg.children import Children
 from disagg.config import DisaggConfig, OtherFrontendSpec, SchedulerSpec, read_secret
 from disagg.exposure import check_events_exposure, check_exposure, check_nodes_exposure, make_allowlist
+from disagg.joint_memory import JointMemory
 from disagg.rank_gpus import gpus_of_ranks, visible_here
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist
@@ -59,6 +60,11 @@ def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggCo
             "--enable-early-rejection: needs --tokenizer-worker-num 1, which sees the queue of all requests"
         )
     rule_of(server.load_balance_method, mode=disagg.disaggregation_mode)
+    if engine.enable_schedule_enhancer and disagg.disaggregation_mode != "null":
+        raise ConfigError(
+            f"--enable-schedule-enhancer: not with --disaggregation-mode {disagg.disaggregation_mode}, whose workers decode or "
+            "compute prompts, not both; leave it out"
+        )
     gpus_of_ranks(engine, visible_here)
     check_ranks(engine, load_model_config(engine.model_path))
     control_host = _control_host(server, disagg) if engine.node_rank == 0 else ""  # of others: disagg/node.py
@@ -116,6 +122,7 @@ class RoleSession:
     plan: SessionPlan
     ipc: IpcPaths
     children: Children = field(default_factory=Children)
+    joint: JointMemory | None = None  # of the DP ranks, with DP attention
     was_ready: bool = False
 
 
@@ -135,6 +142,8 @@ def started(plan: SessionPlan, other_ports: Sequence[ListeningPort] = ()) -> Ite
         yield session
     finally:
         session.children.end()
+        if session.joint is not None:
+            session.joint.close()
         session.ipc.remove()
         if bootstrap is not None:
             bootstrap.close()
@@ -157,6 +166,10 @@ def _start(session: RoleSession, *, num_frontends: int) -> None:
     )
     threads = engine.num_threads
     assert threads is not None, "prepared (disagg/worker.py)"
+    if engine.enable_dp_attention:
+        session.joint = JointMemory.create(engine)
+        session.children.before_end = session.joint.abort
+        first = msgspec.structs.replace(first, joint=session.joint.spec)
     for rank, gpu in enumerate(gpus_of_ranks(engine, visible_here)):
         spec = msgspec.structs.replace(first, dp_rank=rank, progress=first.progress and rank == 0)
         session.children.start(
@@ -164,6 +177,7 @@ def _start(session: RoleSession, *, num_frontends: int) -> None:
             "disagg.scheduler_process",
             ["--spec-json", msgspec.json.encode(spec).decode()],
             num_threads=threads,
+            descriptors=() if session.joint is None else session.joint.descriptors,
             shares_cores=shares_cores(engine),
             gpu=gpu,
         )

@@ -19,6 +19,7 @@ from disagg.children import OPERATING_ERROR
 from disagg.config import DisaggConfig, SchedulerSpec, read_secret
 from disagg.transfer_machine import check_flags, check_transfer_machine
 from engine.config import EngineConfig
+from engine.core.dp_update import UpdateAgreement
 from engine.grammar.compiler import JsonStyle, make_compiler
 from engine.grammar.queue import GrammarQueue
 from engine.grammar.reasoning import ReasoningGates
@@ -37,6 +38,7 @@ from engine.messages import SchedulerReady
 from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.nodes import leader_of
 from engine.parallel.meeting import LOST_S
+from engine.resolve import agreement_of
 from engine.text.incremental import tail_texts
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from service.flags import ConfigError
@@ -48,6 +50,9 @@ from transfer_backends.engines.mooncake import protocol_here
 if TYPE_CHECKING:
     from engine.build import EngineParts, EngineUse
     from engine.ranks.group import Group
+    from engine.ranks.shared_board import SharedBoard
+
+NAMED_WITHIN_S = 5.0  # the parent looks at its children more often
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +88,11 @@ def _serve(
 
     started_s = time.monotonic()
     tokenizer = load_tokenizer(spec.engine.model_path)
-    ports = ZmqPorts(IpcPaths(spec.ipc_dir, spec.dp_rank), num_frontends=spec.num_frontends)
+    ports = ZmqPorts(
+        IpcPaths(spec.ipc_dir, spec.dp_rank),
+        num_frontends=spec.num_frontends,
+        attention=None if spec.joint is None else spec.joint.wakes[spec.dp_rank],
+    )
     parts = build_engine(
         spec.engine,
         model,
@@ -121,6 +130,9 @@ def _serve(
     try:
         loop.run()
     except RanksEnded:
+        if spec.joint is not None:
+            _await_sigterm(loop, ports)
+            return
         if parts.group is not None:
             parts.group.followers.await_end(2 * LOST_S)
         raise
@@ -182,7 +194,8 @@ def _services(
     from engine.ranks.group import GroupProfiler
     from engine.ranks.leading_executor import LeadingExecutor
 
-    compiles = parts.compiles
+    compiles, board = parts.compiles, _board(spec, parts)
+    decodes_only = spec.disagg.disaggregation_mode == "decode"
     profiler = TorchProfiler(parts.device.executor.call, name=spec.trace_name(leader_of(spec.engine)))
     return LoopServices(
         weights=parts.weights,
@@ -192,8 +205,21 @@ def _services(
         disk=parts.disk,
         events=publisher,
         late_compiles=lambda: 0 if compiles is None else compiles.num_late,
-        watched=parts.executor if isinstance(parts.executor, LeadingExecutor) and parts.config.pp_size > 1 else None,
+        watched=parts.executor if isinstance(parts.executor, LeadingExecutor) and parts.config.watches_steps else None,
+        agreement=None if board is None else agreement_of(parts.config, board, spec.dp_rank, decodes_only=decodes_only),
+        updates=None if board is None else UpdateAgreement(board, rank=spec.dp_rank),
     )
+
+
+def _board(spec: SchedulerSpec, parts: "EngineParts") -> "SharedBoard | None":
+    """Of the DP ranks, with DP attention."""
+    if spec.joint is None:
+        return None
+    from engine.ranks.shared_board import SharedBoard
+
+    assert parts.group is not None and parts.group.joint is not None
+    wakes = {rank: partial(os.eventfd_write, wake, 1) for rank, wake in enumerate(spec.joint.wakes)}
+    return SharedBoard(parts.group.joint.region, rank=spec.dp_rank, wakes=wakes)
 
 
 def _loop_settings(parts: "EngineParts", disagg: DisaggConfig) -> LoopSettings:
@@ -297,6 +323,13 @@ def _engine_use(disagg: DisaggConfig, protocol: str | None) -> "EngineUse":
 
 def _end_with_late_ranks(group: "Group", stalled_s: float) -> None:
     end_with_stacks(stalled_s, found=f"waits for {group.late_text()}")
+
+
+def _await_sigterm(loop: EngineLoop, ports: ZmqPorts) -> None:
+    """With DP attention: another rank has ended, and the parent ends this one, too; it names the one that ended first."""
+    deadline_s = time.monotonic() + NAMED_WITHIN_S
+    while not loop.stopped and (left_s := deadline_s - time.monotonic()) > 0:
+        ports.wait(left_s)
 
 
 def _end_on_signals(loop: EngineLoop, attention: Callable[[], None]) -> None:

@@ -179,6 +179,7 @@ def build_engine(
         prefills=use.prefills,
         progress=progress,
         place=place,
+        exchange=group.links.exchange if group else None,
         future_map=LeaderFutureMap(group.links.tokens) if group else None,
         inputs=StageInput(group.links.before) if group and group.links.before else None,
     )
@@ -296,8 +297,7 @@ def _memory(config: EngineConfig, *, num_pages: int, host: HostCache | None) -> 
 
 
 def _leading(config: EngineConfig, device: Device, group: Group, wakeup: Callable[[], None]) -> LeadingExecutor:
-    """With stages the loop does not wait for a step: it plans the next one."""
-    return LeadingExecutor(device.executor, group.followers, attention=wakeup if config.pp_size > 1 else None)
+    return LeadingExecutor(device.executor, group.followers, attention=wakeup if config.watches_steps else None)
 
 
 def _check_sums(config: EngineConfig) -> None:
@@ -323,6 +323,7 @@ def _share(config: EngineConfig, group: Group | None) -> dict[str, Any]:
     return {
         "place": group.links.place,
         "collectives": group.links.collectives,
+        "exchange": group.links.exchange,
         "reduce_units": config.reduce_units,
     }
 

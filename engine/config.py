@@ -331,6 +331,30 @@ class EngineConfig(FlagSet):
         least=1,
         most=64,
     )
+    enable_dp_attention: bool = flag(
+        False,
+        "the --dp-size schedulers share the --tp-size ranks, which they divide: each attends with its own, and the MLPs are cut "
+        "over all (on cpu)",
+    )
+    enable_prefill_delayer: bool = flag(
+        False,
+        "with --enable-dp-attention: prompts of one DP rank wait for those of the others, since each slows all; a decode worker "
+        "ignores it",
+    )
+    prefill_delayer_max_delay_passes: int = flag(
+        30, "with --enable-prefill-delayer: steps after which they wait no longer", least=1
+    )
+    prefill_delayer_token_usage_low_watermark: float | None = flag(
+        None,
+        "with --enable-prefill-delayer: a DP rank that uses a smaller share of its KV cache waits for none; default: each waits",
+        above=0,
+        most=1,
+    )
+    enable_schedule_enhancer: bool = flag(
+        False,
+        "with --enable-dp-attention and --schedule-policy fcfs: while one DP rank has --max-running-requests and another "
+        "fewer, no prompt enters, for at most 30 steps",
+    )
     num_threads: int | None = flag(
         None,
         "threads of a rank that compute on cpu; default: one per core (or OMP_NUM_THREADS) over --dp-size, at most one per "
@@ -345,9 +369,19 @@ class EngineConfig(FlagSet):
     )
 
     @property
+    def attention_tp_size(self) -> int:
+        """Count the ranks that share the attention of a stage: with DP attention those of one DP rank."""
+        return self.tp_size // self.dp_size if self.enable_dp_attention else self.tp_size
+
+    @property
     def num_ranks(self) -> int:
-        """Count the ranks that hold the model together."""
-        return self.tp_size * self.pp_size
+        """Count the ranks of one scheduler: they hold the model together, but for the MLPs with DP attention."""
+        return self.attention_tp_size * self.pp_size
+
+    @property
+    def watches_steps(self) -> bool:
+        """Whether the loop waits for no step: it plans for other stages meanwhile, or agrees with other DP ranks."""
+        return self.pp_size > 1 or self.enable_dp_attention
 
     @property
     def ranks_here(self) -> int:
@@ -357,7 +391,7 @@ class EngineConfig(FlagSet):
     @property
     def sums_span_nodes(self) -> bool:
         """Whether a stage has ranks on several machines."""
-        return self.ranks_here < self.tp_size
+        return self.ranks_here < self.attention_tp_size
 
 
 @dataclass(frozen=True, kw_only=True)

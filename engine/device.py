@@ -14,6 +14,7 @@ from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.executor import Executor
 from engine.executor.forward_pass import ForwardPass, StepInputs
 from engine.executor.future_map import FutureMap
+from engine.executor.joint_steps import JointSteps
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.model_runner import ModelRunner
 from engine.executor.prefill_graphs import PrefillGraphs
@@ -32,6 +33,7 @@ from engine.lora.store import LoraStore
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.parallel.layout import ALONE, Place, share_of
+from engine.parallel.row_exchange import RowExchange
 from engine.sampler.make import make_sampler
 from service.flags import ConfigError
 
@@ -53,13 +55,14 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class ForwardParts:
-    """What computes the first half of steps. `tapes`: of decode steps on a CPU."""
+    """What computes the first half of steps. `tapes`: of decode steps on a CPU. `joint`: with DP attention."""
 
     backend: AttentionBackend
     page_table: PageTable
     layers: LayerMarks
     adapters: AdapterBank | None
     tapes: DecodeTapes | None
+    joint: JointSteps | None
 
     def forward_pass(
         self, inputs: StepInputs, *, graphs: DecodeGraphs | None = None, prefill_graphs: PrefillGraphs | None = None
@@ -73,6 +76,7 @@ class ForwardParts:
             graphs=graphs,
             prefill_graphs=prefill_graphs,
             tapes=self.tapes,
+            joint=self.joint,
         )
 
 
@@ -84,6 +88,7 @@ def build_forward(
     num_heads: int,
     tapes: bool,
     max_pages: int | None = None,
+    exchange: RowExchange | None = None,
 ) -> ForwardParts:
     """`config` is resolved. `num_heads`: query heads of `model`. `tapes`: decode steps are recorded where they can be.
 
@@ -93,14 +98,18 @@ def build_forward(
     backend = make_attention_backend(config.attention_backend, pool, num_heads=num_heads)
     if max_pages is None:
         max_pages = min(pool.num_pages, context_pages(config))
+    num_slots = config.max_running_requests
+    page_table = PageTable(num_slots=num_slots, max_pages=max_pages, page_size=config.page_size, device=pool.device)
+    brings = config.dp_size if exchange is not None else 1
+    recorded = DecodeTapes(shared_by=brings) if tapes and model.recordable and _can_tape(config, backend) else None
+    scratch = page_table.scratch_slot
     return ForwardParts(
         backend=backend,
-        page_table=PageTable(
-            num_slots=config.max_running_requests, max_pages=max_pages, page_size=config.page_size, device=pool.device
-        ),
+        page_table=page_table,
         layers=LayerMarks(pool.device),
         adapters=_bank(config, model, grouped=isinstance(backend, CapturableBackend)) if config.enable_lora else None,
-        tapes=DecodeTapes() if tapes and model.recordable and _can_tape(config, backend) else None,
+        tapes=recorded,
+        joint=None if exchange is None else JointSteps(exchange, tapes=recorded, scratch_slot=scratch),
     )
 
 
@@ -118,6 +127,7 @@ def build_device(
     progress: bool,
     max_pages: int | None = None,
     place: Place = ALONE,
+    exchange: RowExchange | None = None,
     future_map: FutureMap | None = None,
     inputs: StepInputs | None = None,
 ) -> Device:
@@ -125,7 +135,7 @@ def build_device(
 
     `config` is resolved. `decodes`, `prefills`: whether such steps are recorded, as CUDA graphs or (decode steps) as tapes of
     C kernels. `capture`: records graphs in place of CUDA. `max_pages`: of a request; None: as many as the pool has and the context
-    needs. `place`: which rank of the model this is. `future_map`: shared with other ranks. `inputs`: of
+    needs. `place`: which rank of the model this is. `exchange`: with DP attention. `future_map`: shared with other ranks. `inputs`: of
     steps; None: the future map's.
     """
     assert config.num_threads is not None and config.max_running_requests is not None, "resolved"
@@ -137,6 +147,7 @@ def build_device(
         num_heads=len(share_of(model_config, place).heads),
         tapes=decodes and capture is None,
         max_pages=max_pages,
+        exchange=exchange,
     )
     in_graphs = isinstance(parts.backend, CapturableBackend)
     future_map = future_map or FutureMap.on(device, num_slots=num_slots)

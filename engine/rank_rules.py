@@ -34,6 +34,7 @@ def check_sizes(config: EngineConfig, model: ModelConfig) -> None:
         model,
         tp_size=config.tp_size,
         pp_size=config.pp_size,
+        dp_size=config.dp_size if config.enable_dp_attention else 1,
         partition=config.pp_layer_partition,
         kv_units=config.kv_units,
         reduce_units=config.reduce_units,
@@ -42,10 +43,11 @@ def check_sizes(config: EngineConfig, model: ModelConfig) -> None:
 
 def check_ranks(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ConfigError. Warns where ranks share cores."""
+    check_dp_attention(config)
     check_nodes(config)
     check_sizes(config, model)
     check_ports(config.kv_events_config, dp_size=config.dp_size)
-    if config.num_ranks == 1:
+    if config.num_ranks == 1 and not config.enable_dp_attention:
         return
     if config.pp_size > 1 and config.stream == "inline":
         raise ConfigError(
@@ -66,8 +68,50 @@ def check_ranks(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
+def check_dp_attention(config: EngineConfig) -> None:
+    """Raises ConfigError for what does not go with --enable-dp-attention, and for what needs it."""
+    on = config.enable_dp_attention
+    for name, given in (
+        ("--enable-prefill-delayer", config.enable_prefill_delayer),
+        ("--enable-schedule-enhancer", config.enable_schedule_enhancer),
+    ):
+        if given and not on:
+            raise ConfigError(
+                f"{name}: prompts of DP ranks slow each other with --enable-dp-attention alone; give both"
+            )
+    if config.prefill_delayer_token_usage_low_watermark is not None and not config.enable_prefill_delayer:
+        raise ConfigError("--prefill-delayer-token-usage-low-watermark: needs --enable-prefill-delayer")
+    if config.enable_schedule_enhancer and config.schedule_policy != "fcfs":
+        raise ConfigError(
+            f"--enable-schedule-enhancer: --schedule-policy {config.schedule_policy} has an order of its own; give fcfs"
+        )
+    if not on:
+        return
+    if config.dp_size == 1:
+        raise ConfigError(
+            "--enable-dp-attention: --dp-size 1 is one DP rank; give --dp-size a divisor of --tp-size above 1, or leave the "
+            "flag out"
+        )
+    if config.tp_size % config.dp_size:
+        raise ConfigError(
+            f"--enable-dp-attention: --dp-size {config.dp_size} does not divide --tp-size {config.tp_size}, which counts the "
+            "ranks of all DP ranks"
+        )
+    for name, size in (("--pp-size", config.pp_size), ("--nnodes", config.nnodes)):
+        if size > 1:
+            raise ConfigError(f"--enable-dp-attention: not with {name} {size}; leave one of them out")
+    if config.enable_lora or config.lora_paths:
+        flag = "--enable-lora" if config.enable_lora else "--lora-paths"
+        raise ConfigError(
+            f"--enable-dp-attention: not with {flag}: a rank computes MLPs of other ranks' requests, whose adapters it does not "
+            "know; leave one of them out"
+        )
+
+
 def check_device(config: EngineConfig) -> None:
     """`config` is resolved. Raises ConfigError."""
+    if config.enable_dp_attention and config.device == "cuda":
+        raise ConfigError("--enable-dp-attention: is for CPUs yet; give --device cpu, or leave it out")
     if config.num_ranks > 1 and config.device == "cuda":
         raise ConfigError(
             f"--tp-size {config.tp_size}, --pp-size {config.pp_size}: ranks are for CPUs yet; on GPUs start more workers "

@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 from engine.config import MAX_RUNNING_OF, MEM_FRACTION_OF, EngineConfig
+from engine.core.dp_agreement import DECIDES, Agreement, Board
 from engine.core.limits import TAIL_SHARE, Limits
 from engine.core.new_token_ratio import RatioRule
 from engine.core.policy import NO_PRIORITIES, Priorities
+from engine.core.prefill_gate import PrefillDelayer, PrefillPolicy, ScheduleEnhancer
 from engine.core.step_budget import StepBudget
 from engine.gpu_memory import GpuMemory
 from engine.lora.names import check_lora, lora_enabled
@@ -43,11 +45,11 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         enable_lora=lora_enabled(config.enable_lora, config.lora_paths),
         max_lora_rank=config.max_lora_rank or (GPU_LORA_RANK if device == "cuda" else None),
         device=device,
-        kv_units=model_units(model, tp_size=config.tp_size, kv_units=config.kv_units),
+        kv_units=model_units(model, tp_size=config.attention_tp_size, kv_units=config.kv_units),
         mem_fraction_static=config.mem_fraction_static or MEM_FRACTION_OF[device],
         max_running_requests=config.max_running_requests or MAX_RUNNING_OF[device],
         dtype=_dtype(config.dtype, model.dtype),
-        stream=_stream(config.stream, device, stages=config.pp_size),
+        stream=_stream(config.stream, device, watched=config.watches_steps),
         context_length=_context_length(config.context_length, model.max_position_embeddings),
         chunked_prefill_size=_chunk(config.chunked_prefill_size, config.page_size, device),
         max_step_time_s=_max_step_time_s(config.max_step_time_s, device, chunked=config.chunked_prefill_size != -1),
@@ -89,6 +91,22 @@ def limits(config: EngineConfig) -> Limits:
         pp_size=config.pp_size,
         pp_async_batch_depth=config.pp_async_batch_depth,
     )
+
+
+def agreement_of(config: EngineConfig, board: Board, dp_rank: int, *, decodes_only: bool) -> Agreement:
+    """A DP rank's side of DP attention. A worker that `decodes_only` has no prompts that could wait."""
+    policies: list[PrefillPolicy] = []
+    if config.enable_prefill_delayer and not decodes_only:
+        policies.append(
+            PrefillDelayer(
+                max_delay_passes=config.prefill_delayer_max_delay_passes,
+                low_watermark=config.prefill_delayer_token_usage_low_watermark,
+            )
+        )
+    if config.enable_schedule_enhancer:
+        assert config.max_running_requests is not None, "resolved"
+        policies.append(ScheduleEnhancer(max_running=config.max_running_requests))
+    return Agreement(board, rank=dp_rank, policies=policies if dp_rank == DECIDES else ())
 
 
 def ratio_rule(config: EngineConfig) -> RatioRule:
@@ -242,10 +260,10 @@ def _dtype(given: str, stored: str) -> str:
     return "float32" if stored == "float32" else "bfloat16"
 
 
-def _stream(given: str, device: str, *, stages: int) -> str:
-    """With stages the loop plans while the leader's own stage computes."""
+def _stream(given: str, device: str, *, watched: bool) -> str:
+    """`watched`: the loop plans while the leader's own stage computes, or agrees with other ranks on the next step."""
     if given == "auto":
-        return "cuda" if device == "cuda" else "inline" if stages == 1 else "threaded"
+        return "cuda" if device == "cuda" else "threaded" if watched else "inline"
     if (given == "cuda") != (device == "cuda"):
         raise ConfigError(f"--stream {given}: the model runs on {device}; leave the flag out")
     return given

@@ -11,6 +11,12 @@ from engine.parallel.layout import check_layout, common_units
 from service.flags import ConfigError
 
 SIZES = ("tp_size", "pp_size", "dp_size")
+OF_DP_ATTENTION = (
+    "enable_dp_attention",
+    "enable_prefill_delayer",
+    "prefill_delayer_max_delay_passes",
+    "prefill_delayer_token_usage_low_watermark",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +34,7 @@ def roles_of(config: ClusterConfig) -> tuple[str, ...]:
 def values_by_role(config: ClusterConfig, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return role to flags of its workers, by field. `given`: what the user typed for all workers. Raises ConfigError.
 
-    A role without stages gets no --pp-layer-partition, if the other has stages.
+    A role without stages gets no --pp-layer-partition, if the other has stages; a role of one DP rank no DP attention, likewise.
     """
     own = {role: _own_sizes(config, role) for role in ("prefill", "decode")}
     if config.unified:
@@ -40,18 +46,32 @@ def values_by_role(config: ClusterConfig, given: Mapping[str, Any]) -> dict[str,
     for role, values in found.items():
         if stages[role] == 1 < max(stages.values()):
             values.pop("pp_layer_partition", None)
+    dp_sizes = [values.get("dp_size", 1) for values in found.values()]
+    for values in found.values():
+        if values.get("dp_size", 1) == 1 < max(dp_sizes):
+            for name in OF_DP_ATTENTION:
+                values.pop(name, None)
     return found
 
 
 def num_ranks(values: Mapping[str, Any]) -> int:
     """Count the processes of a worker that compute."""
     tp, pp, dp = (values.get(name, 1) for name in SIZES)
-    return int(tp * pp * dp)
+    return int(tp * pp * (1 if values.get("enable_dp_attention") else dp))
+
+
+def _attention_ranks(values: Mapping[str, Any]) -> int:
+    """As `EngineConfig.attention_tp_size`."""
+    return int(values.get("tp_size", 1)) // _dp_attention_size(values)
+
+
+def _dp_attention_size(values: Mapping[str, Any]) -> int:
+    return int(values.get("dp_size", 1)) if values.get("enable_dp_attention") else 1
 
 
 def units_between(model: ModelConfig, by_role: Mapping[str, Mapping[str, Any]]) -> int | None:
     """Return the --kv-units of all workers, if roles cut KV heads differently and the user gave none; else None."""
-    sizes = {values.get("tp_size", 1) for values in by_role.values()}
+    sizes = {_attention_ranks(values) for values in by_role.values()}
     given = any(values.get("kv_units") is not None for values in by_role.values())
     return None if given or len(sizes) == 1 else common_units(model, tp_sizes=sorted(sizes))
 
@@ -63,6 +83,7 @@ def check_role(config: ClusterConfig, role: str, values: Mapping[str, Any], mode
             model,
             tp_size=values.get("tp_size", 1),
             pp_size=values.get("pp_size", 1),
+            dp_size=_dp_attention_size(values),
             partition=values.get("pp_layer_partition", ()),
             kv_units=values.get("kv_units"),
             reduce_units=values.get("reduce_units", 0),
@@ -70,7 +91,7 @@ def check_role(config: ClusterConfig, role: str, values: Mapping[str, Any], mode
     except ConfigError as error:
         own = _own_sizes(config, role)
         text = re.sub(
-            r"--([tp]p)-size", lambda m: f"--{role}-{m[1]}-size" if f"{m[1]}_size" in own else m[0], str(error)
+            r"--([tpd]p)-size", lambda m: f"--{role}-{m[1]}-size" if f"{m[1]}_size" in own else m[0], str(error)
         )
         raise ConfigError(text) from None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.core.dp_step import AgreedStep, Row, agree
-from engine.core.plan import Plan, PlanItem
+from engine.core.plan import Plan
 from engine.core.prefill_gate import PrefillPolicy
 from engine.core.scheduler import Scheduler
 
@@ -51,11 +51,10 @@ class Board(Protocol):
 class Agreement:
     """One rank's side. `policies`: of the rank that decides; prompts enter when all of them allow it."""
 
-    def __init__(self, board: Board, *, rank: int, attn_tp: int = 1, policies: Sequence[PrefillPolicy] = ()) -> None:
+    def __init__(self, board: Board, *, rank: int, policies: Sequence[PrefillPolicy] = ()) -> None:
         assert not policies or rank == DECIDES
         self._board = board
         self._rank = rank
-        self._attn_tp = attn_tp
         self._policies = tuple(policies)
         self._next_step = 0
         self._rows: Sequence[Row] = ()  # of the last step that was agreed on
@@ -91,7 +90,6 @@ class Agreement:
             step=self._next_step,
             idle=not plan.items and not delays,
             tokens=sum(item.q_len for item in plan.items),
-            logprob_tokens=sum(map(_num_logits, plan.items)),
             extend=plan.extend,
             can_graph=not plan.extend,
             prefillable=prefillable,
@@ -108,7 +106,7 @@ class Agreement:
         self._rows = rows
         if self._policies:
             self._decide(rows)
-        return agree(rows, attn_tp=self._attn_tp)
+        return agree(rows)
 
     def _decide(self, rows: Sequence[Row]) -> None:
         """Judge a step that the gate as it is has let prompts into, or kept them from."""
@@ -119,10 +117,3 @@ class Agreement:
         if opens != gate.opens:
             behind = 1 + max(self._board.last_step(rank) for rank in range(self._board.num_ranks))
             self._board.set_gate(PromptGate(opens, behind))
-
-
-def _num_logits(item: PlanItem) -> int:
-    """Count the positions of an item whose logits are wanted."""
-    if item.logprob_from is None:
-        return int(item.sample)
-    return item.kv_len - item.logprob_from + (item.logprob_next is not None) + item.sample

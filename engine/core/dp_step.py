@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import msgspec
+
 
 class Padding(Enum):
     """How the tokens of all ranks come together. MAX_LEN: each rank's padded to the most (all-gather); SUM_LEN: end to end (all-reduce)."""
@@ -19,15 +21,13 @@ class Padding(Enum):
 class Row:
     """What a rank brings to step `step`.
 
-    `idle`: nothing; it takes part because others ask for the step. `tokens`: of its items; `logprob_tokens`: those whose logits it needs.
-    `extend`: parts of prompts are among them. `can_graph`: it could replay a graph. `prefillable`: prompts wait that it could
+    `idle`: nothing; it takes part because others ask for the step. `tokens`: of its items. `extend`: parts of prompts are among them. `can_graph`: it could replay a graph. `prefillable`: prompts wait that it could
     compute; `token_usage`: share of its KV memory in use; `running`, `waiting`: its requests.
     """
 
     step: int
     idle: bool
     tokens: int = 0
-    logprob_tokens: int = 0
     extend: bool = False
     can_graph: bool = True
     prefillable: bool = False
@@ -36,32 +36,31 @@ class Row:
     waiting: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class AgreedStep:
-    """A step as all ranks compute it. `tokens`, `logprob_tokens`: of each rank, with padding. `graph`: all replay one."""
+class AgreedStep(msgspec.Struct, frozen=True, array_like=True):
+    """A step as all ranks compute it. `tokens`: of each rank, with padding. `graph`: all replay one. Followers receive it, too."""
 
     step: int
     tokens: tuple[int, ...]
-    logprob_tokens: tuple[int, ...]
     padding: Padding
     extend: bool
     graph: bool
 
 
-def agree(rows: Sequence[Row], *, attn_tp: int) -> AgreedStep:
-    """Return the step that the rows of all ranks, in order of rank, make. `attn_tp`: ranks that share one rank's tokens."""
+def agree(rows: Sequence[Row]) -> AgreedStep:
+    """Return the step that the rows of all ranks, in order of rank, make.
+
+    SGLang rounds tokens up to the ranks that share them, for its reduce-scatter; here each of these ranks has all of them.
+    """
     step = rows[0].step
     assert all(row.step == step for row in rows) and not all(row.idle for row in rows)
     extend = any(row.extend for row in rows)
-    tokens = [_rounded_up(row.tokens, attn_tp) for row in rows]
-    logprob_tokens = [row.logprob_tokens for row in rows]
+    tokens = [row.tokens for row in rows]
     padding = padding_of(tokens, extend=extend)
     if padding is Padding.MAX_LEN:
-        tokens, logprob_tokens = [max(tokens)] * len(rows), [max(logprob_tokens)] * len(rows)
+        tokens = [max(tokens)] * len(rows)
     return AgreedStep(
         step=step,
         tokens=tuple(tokens),
-        logprob_tokens=tuple(logprob_tokens),
         padding=padding,
         extend=extend,
         graph=not extend and all(row.can_graph for row in rows),
@@ -73,7 +72,3 @@ def padding_of(tokens: Sequence[int], *, extend: bool) -> Padding:
     if not extend and 2 * sum(tokens) > max(tokens) * len(tokens):
         return Padding.MAX_LEN
     return Padding.SUM_LEN
-
-
-def _rounded_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple

@@ -36,10 +36,13 @@ class _Recorded:
 
 
 class DecodeTapes:
-    """Tapes of one model at a time, for one thread. None marks a size that cannot be recorded."""
+    """Tapes of one model at a time, for one thread. None marks a size that cannot be recorded.
 
-    def __init__(self) -> None:
-        self._workspace = Workspace(MOST_ROWS)
+    `shared_by`: DP ranks that compute layers for the rows of all, with DP attention.
+    """
+
+    def __init__(self, *, shared_by: int = 1) -> None:
+        self._workspace = Workspace(MOST_ROWS * shared_by)
         self._tapes: dict[int, _Recorded | None] = {}
 
     def forget(self) -> None:

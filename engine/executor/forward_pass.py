@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend
-from engine.core.plan import Plan, SlotOpen
+from engine.core.plan import Plan, PlanItem, SlotOpen
 from engine.executor.decode_graphs import DecodeGraphs
 from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.forward import Forward
+from engine.executor.joint_steps import JointSteps
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.prefill_graphs import PrefillGraphs
 from engine.kv.arrival import Arrival
@@ -31,7 +32,10 @@ class StepInputs(Protocol):
 
 
 class ForwardPass:
-    """`graphs` and `tapes` are recorded decode steps, `prefill_graphs` short prompts; `adapters` change the model's layers."""
+    """`graphs` and `tapes` are recorded decode steps, `prefill_graphs` short prompts; `adapters` change the model's layers.
+
+    `joint`: with DP attention, what a step needs to know of the other DP ranks.
+    """
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class ForwardPass:
         graphs: DecodeGraphs | None = None,
         prefill_graphs: PrefillGraphs | None = None,
         tapes: DecodeTapes | None = None,
+        joint: JointSteps | None = None,
     ) -> None:
         self._backend = backend
         self._page_table = page_table
@@ -53,6 +58,7 @@ class ForwardPass:
         self._graphs = graphs
         self._prefill_graphs = prefill_graphs
         self._tapes = tapes
+        self._joint = joint
 
     def attach(self, model: DenseDecoder) -> None:
         """Forget the tapes of another model, and attach the adapters to this one."""
@@ -86,7 +92,7 @@ class ForwardPass:
 
         What is recorded waits for all of `arrival`, anything else for a layer of it just before that layer's attention.
         """
-        items = plan.items
+        items = self._items(plan)
         self._page_table.update(items)
         graphs = self._graphs if self._graphs is not None and self._graphs.takes(plan) else None
         if self._layers.watched:
@@ -99,11 +105,27 @@ class ForwardPass:
         if graphs is not None:
             arrival.hold_all()
             return graphs.run(plan, adapted=self._adapted())
-        return Forward(self._hidden(model, plan, arrival))
+        hidden = self._hidden(model, plan, items, arrival)
+        return Forward(hidden if len(items) == len(plan.items) else hidden[: len(plan.items)])
 
-    def _hidden(self, model: DenseDecoder, plan: Plan, arrival: Arrival) -> Tensor:
+    def join(self, model: DenseDecoder, plan: Plan, arrival: Arrival) -> None:
+        """Take part in a step that at most other DP ranks have tokens in: a plan without items."""
+        if plan.agreed is None or not any(plan.agreed.tokens):
+            return
+        if items := self._items(plan):
+            self._hidden(model, plan, items, arrival)
+        else:
+            model.join()
+
+    def _items(self, plan: Plan) -> list[PlanItem]:
+        """Those of `plan`, and with DP attention what all ranks replay beside them."""
+        if self._joint is None:
+            return plan.items
+        assert plan.agreed is not None, "a forward that the other DP ranks know nothing of"
+        return self._joint.begin(plan.agreed, plan.items)
+
+    def _hidden(self, model: DenseDecoder, plan: Plan, items: list[PlanItem], arrival: Arrival) -> Tensor:
         """As `run`, of a step that no decode graph takes."""
-        items = plan.items
         prompts = self._prefill_graphs
         if prompts is not None and prompts.takes(plan) and not self._adapted():
             arrival.hold_all()
@@ -127,11 +149,19 @@ class ForwardPass:
         )
         self._backend.begin(step)
         inputs = self._inputs.resolve(flat)
-        if self._tapes is not None and not plan.extend and self._tapes.takes(len(items)) and self._plain():
+        if (tapes := self._tapes_for(plan)) is not None:
             arrival.hold_all()
-            return self._tapes.forward(model, inputs, positions, self._backend.attend)
+            return tapes.forward(model, inputs, positions, self._backend.attend)
         attend = self._layers.attend(plan.seq, self._backend.attend, arrival)
         return model.forward(inputs, positions, attend)
+
+    def _tapes_for(self, plan: Plan) -> DecodeTapes | None:
+        """The tapes, if they take the step."""
+        if self._tapes is None or not self._plain():
+            return None
+        if self._joint is not None:
+            return self._tapes if plan.agreed is not None and self._joint.replays(plan.agreed) else None
+        return self._tapes if not plan.extend and self._tapes.takes(len(plan.items)) else None
 
     def _plain(self) -> bool:
         """Whether no adapter computes in this step and no reader follows its layers: tapes know neither."""

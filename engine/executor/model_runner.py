@@ -62,6 +62,7 @@ class ModelRunner:
             self._sample_pass.sampler.open(opened)
             self._forward_pass.open(opened)
         if not plan.items:
+            _compute(lambda: self._forward_pass.join(self._model, plan, arrival))
             return None
         return _compute(lambda: self._forward_pass.run(self._model, plan, arrival))
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from engine.core.dp_update import UpdateAgreement
 from engine.core.outputs import refused
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.messages import (
@@ -44,7 +45,7 @@ class Weights(Protocol):
 
 
 class EngineControl:
-    """`wakeup` ends the loop's rest, from any thread."""
+    """`wakeup` ends the loop's rest, from any thread. `together`: with DP attention, of all ranks' updates of weights."""
 
     def __init__(
         self,
@@ -54,12 +55,14 @@ class EngineControl:
         abort_all: AbortAll,
         reply: Callable[[ControlReply], None],
         wakeup: Callable[[], None],
+        together: UpdateAgreement | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._weights = weights
         self._abort_all = abort_all
         self._reply = reply
         self._wakeup = wakeup
+        self._together = together
         self._pause: PauseGeneration | None = None  # the one that holds
         self._unanswered: PauseGeneration | None = None
         self._update: UpdateWeights | None = None
@@ -72,6 +75,11 @@ class EngineControl:
     @property
     def paused(self) -> bool:
         return self._pause is not None and self._pause.mode != "block"
+
+    @property
+    def awaits_ranks(self) -> bool:
+        """Whether no request may get memory or a step: this rank is ready for weights that not all ranks have taken yet."""
+        return self._together is not None and self._together.holds
 
     @property
     def blocks_input(self) -> bool:
@@ -158,6 +166,8 @@ class EngineControl:
     def _on_update(self, message: UpdateWeights) -> None:
         if self._update is not None:
             return self._refuse(message.call_id, "another update of the weights is running", status=409)
+        if self._together is not None:
+            self._together.begin()
         self._update = message
         self._read = self._weights.read(message.model_path, when_done=self._wakeup)
 
@@ -176,26 +186,39 @@ class EngineControl:
         """Take the new weights once no KV of the old ones is in use."""
         if self._update is None or self._model is None:
             return
+        if self._together is not None and (rank := self._together.refused_by()) is not None:
+            self._give_up(self._update, f"DP rank {rank} refuses these weights, so no rank takes them")
+            return
         if self.paused and not self._scheduler.holds_no_kv:
             self._scheduler.retract_all()
         if self._scheduler.holds_no_kv:
-            self._take(self._update, self._model)
+            if self._together is None or self._together.all_ready():
+                self._take(self._update, self._model)
         elif self.paused:
             text = "requests whose KV is being transferred hold memory, and the engine is paused; continue it first"
-            self._refuse(self._update.call_id, text, status=409)
-            self._weights.discard(self._model)
-            self._update = self._model = None
+            self._give_up(self._update, text)
+
+    def _give_up(self, update: UpdateWeights, text: str) -> None:
+        if self._together is not None:
+            self._together.refuse()
+        self._refuse(update.call_id, text, status=409)
+        self._weights.discard(self._model)
+        self._update = self._model = None
 
     def _take(self, update: UpdateWeights, model: Any) -> None:
         self._update = self._model = None
         self._scheduler.forget_prefixes()
         self._weights.take(model, model_path=update.model_path, version=update.weight_version)
+        if self._together is not None:
+            self._together.taken()
         log.info("weights are those of %s now, version %s", update.model_path, self._weights.version)
         values = {"model_path": self._weights.model_path, "weight_version": self._weights.version}
         self._accept(update.call_id, "Succeeded to update model weights.", **values)
 
     def _fail_update(self, update: UpdateWeights, error: BaseException) -> None:
         self._update = None
+        if self._together is not None:
+            self._together.refuse()
         if not isinstance(error, ConfigError):
             log.error("reading %s failed", update.model_path, exc_info=error)
             error = ConfigError(f"{update.model_path} cannot be read: {error}")

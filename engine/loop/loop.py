@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from engine.core.dp_agreement import Agreement
+from engine.core.dp_update import UpdateAgreement
 from engine.core.outputs import StepEffects, refusal
 from engine.core.plan import Plan
 from engine.core.request import Request
@@ -104,7 +105,7 @@ class LoopSettings:
 class LoopServices:
     """What the loop serves besides requests and steps. `late_compiles`: kernels that were compiled while serving.
 
-    `watched`: the executor of a worker with pipeline stages or DP attention, `agreement`: of the latter.
+    `watched`: the executor of a worker with pipeline stages or DP attention, `agreement`, `updates`: of the latter.
     """
 
     weights: Weights
@@ -116,6 +117,7 @@ class LoopServices:
     late_compiles: Callable[[], int] = int
     watched: WatchedSteps[Any] | None = None
     agreement: Agreement | None = None
+    updates: UpdateAgreement | None = None
 
 
 class EngineLoop:
@@ -172,6 +174,7 @@ class EngineLoop:
             abort_all=self._abort_all,
             reply=ports.to_frontend,
             wakeup=ports.call_attention,
+            together=services.updates,
         )
         self._reporter = Reporter(
             scheduler=scheduler,
@@ -224,11 +227,12 @@ class EngineLoop:
         outputs += self._admit_with_grammar(now_s)
         if self._peered is not None:
             self._peered.close_to_peers(self._why_no_peers())
-        if self._polls.due(self._pipeline.last):
+        holds = self._control.awaits_ranks
+        if self._polls.due(self._pipeline.last) and not holds:
             outputs += self._role.poll(now_s)
         if self._disk is not None:
             self._disk.turn()
-        plan = self._pipeline.next_plan(now_s, paused=self._control.paused)
+        plan = self._pipeline.next_plan(now_s, paused=self._control.paused or holds)
         for listener in self._listeners:
             listener.on_planned(now_s)
         if plan is not None:

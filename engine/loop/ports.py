@@ -17,11 +17,12 @@ CLOSED = -1
 
 
 class ZmqPorts:
-    def __init__(self, ipc: IpcPaths, *, num_frontends: int = 1) -> None:
+    def __init__(self, ipc: IpcPaths, *, num_frontends: int = 1, attention: int | None = None) -> None:
+        """`attention`: an eventfd that other processes write, too, to call for attention; closed with the ports."""
         self._inbox: PullSocket[ToScheduler] = PullSocket(ipc.to_scheduler, ToScheduler)
         self._frontends = [PushSocket(ipc.to_frontend_of(row)) for row in range(num_frontends)]
         self._main = self._frontends[MAIN_FRONTEND]
-        self._attention = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._attention = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if attention is None else attention
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
         self._poller.register(self._attention, zmq.POLLIN)

@@ -13,7 +13,7 @@ from engine.loop.listener import LoopListener
 
 
 class StepDurations(LoopListener):
-    """`report` receives the plan and the seconds of each collected step, but for those that failed. `stages`: of the pipeline."""
+    """`report` receives the plan and the seconds of each collected step, but for those that failed or waited for others. `stages`: of the pipeline."""
 
     def __init__(self, report: Callable[[Plan, float], None], *, stages: int) -> None:
         self._report = report
@@ -28,5 +28,10 @@ class StepDurations(LoopListener):
         plan, launched_s = self._launched.popleft()
         taken_s = min((now_s - launched_s) / self._stages, now_s - self._ended_s)
         self._ended_s = now_s
-        if not effects.failure:
+        if not effects.failure and _is_own(plan):
             self._report(plan, taken_s)
+
+
+def _is_own(plan: Plan) -> bool:
+    """Whether no other rank of DP attention has more tokens in the step: its time says nothing of this one's, else."""
+    return plan.agreed is None or sum(item.q_len for item in plan.items) >= max(plan.agreed.tokens)

@@ -67,7 +67,7 @@ class SharedMemoryCollectives:
         )
         self._logits = region.tensor(plan.logits, (plan.logits_rows * plan.vocab,), torch.float32)
         self._kernels = allreduce()
-        abort = region.word(plan.abort).data_ptr()
+        abort = region.abort_word.data_ptr()
         self._to_sum, self._to_gather = (
             SharedLines(lines.data_ptr(), abort, rank, self.size) for lines in (self._sum_lines, self._gather_lines)
         )

@@ -32,26 +32,28 @@ class SharedRegion:
     The memory lives as long as a mapping or a descriptor does; tensors of it keep theirs.
     """
 
-    def __init__(self, memory: mmap.mmap, plan: RegionPlan, *, descriptor: int | None) -> None:
+    def __init__(
+        self, memory: mmap.mmap, plan: RegionPlan, *, descriptor: int | None, ends_with: "SharedRegion | None" = None
+    ) -> None:
         self.plan = plan
         self.descriptor = descriptor
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
-        self._abort = self.word(plan.abort)
+        self.abort_word: Tensor = self.word(plan.abort) if ends_with is None else ends_with.abort_word
         self._kernels = allreduce()
 
     @classmethod
-    def create(cls, plan: RegionPlan) -> "SharedRegion":
-        """Make the memory, zeroed; pages take none before they are written."""
+    def create(cls, plan: RegionPlan, *, ends_with: "SharedRegion | None" = None) -> "SharedRegion":
+        """Make the memory, zeroed; pages take none before they are written. `ends_with`: has the abort word of both."""
         descriptor = new_memory(plan)
-        return cls(mmap.mmap(descriptor, plan.size), plan, descriptor=descriptor)
+        return cls(mmap.mmap(descriptor, plan.size), plan, descriptor=descriptor, ends_with=ends_with)
 
     @classmethod
-    def open(cls, descriptor: int, plan: RegionPlan) -> "SharedRegion":
+    def open(cls, descriptor: int, plan: RegionPlan, *, ends_with: "SharedRegion | None" = None) -> "SharedRegion":
         """Map the memory. The caller may close `descriptor` afterwards. Raises ValueError where it is not of this plan's size."""
         size = os.fstat(descriptor).st_size
         if size != plan.size:
             raise ValueError(f"shared memory of ranks has {size} bytes; this plan's has {plan.size}: {plan}")
-        return cls(mmap.mmap(descriptor, size), plan, descriptor=None)
+        return cls(mmap.mmap(descriptor, size), plan, descriptor=None, ends_with=ends_with)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Dense `shape` at a byte offset."""
@@ -66,16 +68,16 @@ class SharedRegion:
 
     @property
     def aborted(self) -> bool:
-        return bool(self._abort.item())
+        return bool(self.abort_word.item())
 
     def abort(self) -> None:
         """End every wait of every rank, now and later, with RanksEnded."""
-        self._abort[0] = 1
+        self.abort_word[0] = 1
 
     def wait(self, word: Tensor, value: int) -> None:
         """Return when `word` is `value` or more; what its writer wrote before is then seen. Raises RanksEnded."""
         if self._kernels is not None:
-            self._kernels.wait(word.data_ptr(), value, abort=self._abort.data_ptr())
+            self._kernels.wait(word.data_ptr(), value, abort=self.abort_word.data_ptr())
             return
         start_s, looks = time.monotonic(), 0
         while int(word.item()) < value:
@@ -85,6 +87,12 @@ class SharedRegion:
             waited_s = time.monotonic() - start_s
             time.sleep(0 if looks < YIELDS else min(waited_s / SLEEP_SHARE, LONGEST_SLEEP_S))
         _all_before()
+
+    def read(self, word: Tensor) -> int:
+        """Return the value of `word`; what its writer wrote before is then seen."""
+        value = int(word.item())
+        _all_before()
+        return value
 
     def publish(self, word: Tensor, value: int) -> None:
         """Let `word`, which has this one writer, be `value`, after all that was written before."""

@@ -3,6 +3,7 @@
 | abort | tokens' count | each stage: lines of sums, lines of gathers | each link: sent, taken |   lines of 64 bytes
 | each stage: windows [2, ranks, window] float32 | logits [logits_rows, vocab] float32
 | tokens [slots] int64 | each link: slots [depth, link_rows * hidden * 4 bytes]
+| board: gate, each DP rank: rows posted, vote, of weights; rows [dp_ranks, BOARD_ROWS, ROW_NUMBERS] float64
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ LINE_BYTES = 64
 FLOAT_BYTES = 4
 WINDOW = 131072
 MOST_RANKS = 64  # of allreduce.c
+BOARD_ROWS = 16  # of each DP rank (engine/core/dp_agreement.py): 2 * depth + 1 are enough
+ROW_NUMBERS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,7 @@ class RegionPlan:
     hidden: int = 0  # of StageLink, with the two below
     link_rows: int = 0
     link_depth: int = 2
+    dp_ranks: int = 0  # that agree on steps by a board (DP attention)
     window: int = WINDOW  # numbers that a rank hands over at once
 
     def __post_init__(self) -> None:
@@ -73,8 +77,20 @@ class RegionPlan:
         return links + (stage * self.ranks + rank) * self.link_depth * self.link_bytes
 
     @property
-    def size(self) -> int:
+    def gate(self) -> int:
         return self.link_slots(self.stages - 1, 0)
+
+    def board_lines(self, dp_rank: int) -> int:
+        """Two lines: how many rows are posted, and the vote."""
+        return self.gate + (1 + 2 * dp_rank) * LINE_BYTES
+
+    @property
+    def board_rows(self) -> int:
+        return self.board_lines(self.dp_ranks)
+
+    @property
+    def size(self) -> int:
+        return self.board_rows + self.dp_ranks * BOARD_ROWS * ROW_NUMBERS * 8
 
 
 def _whole_lines(size: int) -> int:

@@ -33,7 +33,7 @@ from engine.rank_rules import check_device
 from engine.ranks.channel import Channel
 from engine.ranks.follower import Action, Follower, Reader
 from engine.ranks.future_maps import FollowerFutureMap
-from engine.ranks.links import links_of
+from engine.ranks.links import Joint, links_of
 from engine.ranks.messages import PoolSize, Ready, Serving, ToFollower
 from engine.ranks.rank_runner import RankRunner
 from engine.ranks.same_kernels import kernels_here
@@ -61,13 +61,14 @@ def build_follower(
     use: RankUse,
     turning: Callable[[bool], None],
     wires: Mapping[str, socket.socket] | None = None,
+    joint: Joint | None = None,
 ) -> tuple[Follower, KVPool, HeldKV]:
-    """Build rank `rank` in step with its leader (`build_engine`). `wires`: as `links_of` takes them. Raises ConfigError, and ChannelClosed where the leader ends."""
+    """Build rank `rank` in step with its leader (`build_engine`). `wires`, `joint`: as `links_of` takes them. Raises ConfigError, and ChannelClosed where the leader ends."""
     config = resolve(config, model_config, cuda=torch.cuda.is_available())
     check_device(config)
     assert config.num_threads is not None, "resolved"
     torch.set_num_threads(config.num_threads)
-    links = links_of(region, rank, config, wires)
+    links = links_of(region, rank, config, wires, joint=joint)
     load = partial(
         load_model,
         dtype=config.dtype,
@@ -76,6 +77,7 @@ def build_follower(
         context_length=config.context_length,
         place=links.place,
         collectives=links.collectives,
+        exchange=links.exchange,
         reduce_units=config.reduce_units,
     )
     model = load(config.model_path, model_config)
@@ -87,7 +89,12 @@ def build_follower(
     assert isinstance(agreed, PoolSize), agreed
     pool = allocate_pool(config, specs, num_pages=agreed.num_pages, units=units, allocate=use.allocate_kv)
     parts = build_forward(
-        config, model, pool, num_heads=len(share_of(model_config, links.place).heads), tapes=use.decodes
+        config,
+        model,
+        pool,
+        num_heads=len(share_of(model_config, links.place).heads),
+        tapes=use.decodes,
+        exchange=links.exchange,
     )
     future_map = FollowerFutureMap(links.tokens)
     inputs = future_map if links.before is None else StageInput(links.before)

@@ -4,6 +4,7 @@ A follower that ends, fails or reads no messages is reported once, by name; the 
 """
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +31,8 @@ class Process(Protocol):
     def ended(self) -> str:
         """How it ended, such as "ended: SIGKILL"."""
 
+
+NO_LIMIT = sys.maxsize  # pages, where there is no follower
 
 Member = tuple[Channel[ToLeader], Process]
 
@@ -81,7 +84,7 @@ class Followers:
                     f"--model-path: {self.answers.names[rank]} reads other files than rank 0 (fingerprints "
                     f"{answer.fingerprint} and {fingerprint}); give all ranks the same checkpoint"
                 )
-        return min(answer.num_pages for answer in ready.values())
+        return min((answer.num_pages for answer in ready.values()), default=NO_LIMIT)
 
     def place(self, pool: PoolSize) -> None:
         self._send_all(pool)

@@ -18,7 +18,7 @@ from engine.messages import StartProfile
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.ranks.followers import Followers
-from engine.ranks.links import RankLinks
+from engine.ranks.links import Joint, RankLinks
 from service.flags import ConfigError
 
 T = TypeVar("T")
@@ -26,8 +26,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """`links`: the leader's own. `pids`: of all ranks. `transfers`: sockets to the followers' transfer engines, by rank; none in a
-    unified worker. `timeout_s`: for what the followers do at start. `late`: the ranks that the others wait for.
+    """`links`: the leader's own. `transfers`: sockets to the followers' transfer engines, by rank; none in a unified worker.
+    `timeout_s`: for what the followers do at start. `pids`: of its ranks. `late`: the ranks that the others wait for. Both count
+    the ranks of all DP ranks with DP attention. `joint`: what these share.
     """
 
     links: RankLinks
@@ -36,6 +37,7 @@ class Group:
     transfers: Mapping[int, socket.socket]
     timeout_s: float
     late: Callable[[], Sequence[int]]
+    joint: Joint | None = None
 
     def late_text(self) -> str:
         """Name the late ranks, such as "rank 1 of 2 (pid 4711)"."""

@@ -16,6 +16,7 @@ from engine.parallel.network_link import NetworkStageLink
 from engine.parallel.rank_connection import RankConnection
 from engine.parallel.region import SharedRegion
 from engine.parallel.region_plan import RegionPlan
+from engine.parallel.row_exchange import RowExchange
 from engine.parallel.shared_tokens import SharedTokens
 from engine.parallel.stage_link import HiddenStates, StageLink
 from engine.pool import held_by
@@ -26,7 +27,9 @@ MOST_LINK_ROWS = 1024  # hidden states of more tokens go from stage to stage in 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLinks:
-    """`collectives`: of the stage; None: the rank is its stage. `tokens`: sampled by the leader.
+    """`collectives`: of the stage; None: the rank is its stage. `exchange`: of all DP ranks, with DP attention.
+
+    `num_ranks`: of the model; with DP attention of all DP ranks. `tokens`: sampled by the leader.
 
     `before`, `after`: hidden states from and to the neighbouring stages.
     """
@@ -34,18 +37,26 @@ class RankLinks:
     place: Place
     num_ranks: int
     collectives: Collectives | None
+    exchange: RowExchange | None
     tokens: SharedTokens
     before: HiddenStates | None
     after: HiddenStates | None
 
+    def name_of(self, rank: int) -> str:
+        """Such as "rank 3 of 4", for rank 1 of the second DP rank."""
+        return f"rank {self.place.dp_rank * self.place.tp_size + rank} of {self.num_ranks}"
 
-def place_of(rank: int, config: EngineConfig) -> Place:
-    """Ranks are numbered stage by stage."""
+
+def place_of(rank: int, config: EngineConfig, *, dp_rank: int = 0) -> Place:
+    """Ranks are numbered stage by stage. `dp_rank`: with DP attention, the scheduler's."""
+    size = config.attention_tp_size
     return Place(
-        tp_rank=rank % config.tp_size,
-        tp_size=config.tp_size,
-        pp_rank=rank // config.tp_size,
+        tp_rank=rank % size,
+        tp_size=size,
+        pp_rank=rank // size,
         pp_size=config.pp_size,
+        dp_rank=dp_rank if config.enable_dp_attention else 0,
+        dp_size=config.dp_size if config.enable_dp_attention else 1,
         partition=config.pp_layer_partition,
     )
 
@@ -59,7 +70,7 @@ def region_plan(config: EngineConfig, model: ModelConfig) -> RegionPlan:
     """What the ranks of one machine need to share. `config` is resolved. Stages elsewhere keep their place in it, unused."""
     assert config.max_running_requests is not None, "resolved"
     return RegionPlan(
-        ranks=min(config.tp_size, config.ranks_here),
+        ranks=min(config.attention_tp_size, config.ranks_here),
         stages=config.pp_size,
         logits_rows=max(config.max_running_requests, PROMPT_LOGPROB_ROWS),
         vocab=model.vocab_size,
@@ -70,11 +81,24 @@ def region_plan(config: EngineConfig, model: ModelConfig) -> RegionPlan:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """The memory that all DP ranks of a worker share, and which of them this is."""
+
+    region: SharedRegion
+    dp_rank: int
+
+
 def links_of(
-    region: SharedRegion, rank: int, config: EngineConfig, wires: Mapping[str, socket.socket] | None = None
+    region: SharedRegion,
+    rank: int,
+    config: EngineConfig,
+    wires: Mapping[str, socket.socket] | None = None,
+    *,
+    joint: Joint | None = None,
 ) -> RankLinks:
-    """`config` is resolved. `wires`: connections of this rank to those of other machines, by its end of them (engine/nodes.py)."""
-    place = place_of(rank, config)
+    """`config` is resolved. `joint`: with DP attention. `wires`: connections of this rank to those of other machines, by its end of them (engine/nodes.py)."""
+    place = place_of(rank, config, dp_rank=0 if joint is None else joint.dp_rank)
     others = {end: RankConnection(wire, region) for end, wire in (wires or {}).items()}
 
     def link(stage: int, end: str) -> HiddenStates:
@@ -85,14 +109,19 @@ def links_of(
 
     return RankLinks(
         place=place,
-        num_ranks=config.num_ranks,
+        num_ranks=config.num_ranks * place.dp_size,
         collectives=_collectives(
             region, place, config, [others[end] for end in sorted(others) if end.startswith("sum")]
         ),
+        exchange=None if joint is None else _exchange(joint.region, place),
         tokens=SharedTokens(region),
         before=None if place.is_first_stage else link(place.pp_rank - 1, "before"),
         after=None if place.is_last_stage else link(place.pp_rank, "after"),
     )
+
+
+def _exchange(region: SharedRegion, place: Place) -> RowExchange:
+    return RowExchange(SharedMemoryCollectives(region, rank=place.mlp_rank), place=place)
 
 
 def _collectives(

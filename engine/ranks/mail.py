@@ -30,7 +30,7 @@ class Mail(Protocol):
 
 
 class MailThread:
-    """`channels`: to the followers, by rank. `every_s`: the longest time between two ticks; None: none without a message."""
+    """`channels`: to the followers, by rank; none: there is no thread. `every_s`: the longest time between two ticks; None: none without a message."""
 
     def __init__(self, channels: Mapping[int, Channel[ToLeader]], *, every_s: float | None) -> None:
         self._channels = channels
@@ -40,6 +40,8 @@ class MailThread:
         self._thread: threading.Thread | None = None
 
     def start(self, take: Take, tick: Callable[[], None]) -> None:
+        if not self._channels:
+            return
         self._thread = threading.Thread(target=self._read_all, args=(take, tick), name="followers", daemon=True)
         self._thread.start()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from engine.core.dp_step import AgreedStep
 from engine.core.plan import PageCopy, PageLoad, PageSave, Plan, PlanItem, SlotOpen
 from engine.messages import LogprobOptions
 from engine.sampling_params import SamplingParams
@@ -48,7 +49,7 @@ class Step(_Frame, frozen=True):
 
     `pages`: (item, first index of its row, page ids) where an item gets pages. `decodes`: items of an extend step that decode.
     `unsampled`: items that sample nothing. `logprobs`: (item, first position, whether the token after it is known) of prompts.
-    `answer`: number of the `Done` that the follower sends when it has run the step; 0: none.
+    `answer`: number of the `Done` that the follower sends when it has run the step; 0: none. `agreed`: with DP attention.
     """
 
     seq: int
@@ -68,6 +69,7 @@ class Step(_Frame, frozen=True):
     to_host: list[tuple[int, int]] = []
     from_host: list[tuple[int, int]] = []
     answer: int = 0
+    agreed: AgreedStep | None = None
 
 
 class Prepare(_Frame, frozen=True):
@@ -132,6 +134,7 @@ def step_of(plan: Plan, *, answer: int = 0) -> Step:
         to_host=[(copy.page, copy.host_page) for copy in plan.to_host],
         from_host=[(copy.page, copy.host_page) for copy in plan.from_host],
         answer=answer,
+        agreed=plan.agreed,
     )
 
 
@@ -147,6 +150,7 @@ def plan_of(step: Step) -> Plan:
         drops=step.drops,
         to_host=[PageCopy(page, host_page) for page, host_page in step.to_host],
         from_host=[PageCopy(page, host_page) for page, host_page in step.from_host],
+        agreed=step.agreed,
     )
 
 

@@ -43,6 +43,7 @@ class RankRunner:
         for opened in plan.opens:
             self._forward_pass.open(opened)
         if not plan.items:
+            self._forward_pass.join(self._model, plan, arrival)
             self._copies.wait(plan.seq)
             return
         hidden = self._forward_pass.run(self._model, plan, arrival).hidden

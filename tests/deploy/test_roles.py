@@ -46,6 +46,21 @@ def test_a_role_s_own_size_counts_before_that_of_all_and_kv_is_cut_for_both() ->
     assert sizes(roles("--prefill-tp-size", "8", *WIDE)["decode"]) == ["--kv-units=4"]  # no more units than KV heads
 
 
+def test_with_dp_attention_the_dp_ranks_share_the_ranks() -> None:
+    found = roles(
+        "--enable-dp-attention", "--enable-prefill-delayer", "--tp-size", "4", "--prefill-dp-size", "2", *WIDE
+    )
+    assert (found["prefill"].ranks, found["decode"].ranks) == (4, 4)
+    assert sizes(found["prefill"]) == [
+        "--tp-size=4",
+        "--kv-units=4",
+        "--dp-size=2",
+    ]  # two ranks attend there, four here
+    assert sizes(found["decode"]) == ["--tp-size=4", "--kv-units=4"]
+    assert {"--enable-dp-attention", "--enable-prefill-delayer"} <= set(found["prefill"].args)
+    assert not any("dp-attention" in arg or "delayer" in arg for arg in found["decode"].args), "it has one DP rank"
+
+
 def test_stages_of_one_role_alone_may_be_chosen_by_hand() -> None:
     found = roles("--prefill-pp-size", "2", "--pp-layer-partition", "1", "3", *WIDE)
     assert "--pp-layer-partition" in found["prefill"].args and "--pp-layer-partition" not in found["decode"].args
@@ -57,6 +72,10 @@ def test_stages_of_one_role_alone_may_be_chosen_by_hand() -> None:
     [
         (("--tp-size", "3"), "--tp-size 3: does not divide the model's 8 attention heads; choose 1, 2, 4 or 8"),
         (("--decode-tp-size", "3"), "--decode-tp-size 3: does not divide the model's 8 attention heads; choose"),
+        (
+            ("--enable-dp-attention", "--decode-tp-size", "6", "--decode-dp-size", "2"),
+            "--decode-tp-size 6 with --decode-dp-size 2: a DP rank's 3 does not divide the model's 8 attention heads; choose 2, 4",
+        ),
         (("--prefill-pp-size", "5"), "--prefill-pp-size 5: the model has 4 layers; choose at most 4"),
         (
             ("--tp-size", "2", "--decode-tp-size", "4", "--kv-units", "2"),

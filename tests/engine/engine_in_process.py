@@ -14,6 +14,7 @@ from engine.core.request import Request
 from engine.executor.decode_graphs import Capture
 from engine.gpu_memory import MemoryGauge
 from engine.loop.pipeline import Pipeline
+from engine.loop.rank_pipeline import RankPipeline
 from engine.messages import FinishReason, LogprobOptions, TokenLogprob, TokenOutput
 from engine.model_files.model_config import load_model_config
 from engine.models.decoder import DenseDecoder
@@ -36,6 +37,7 @@ class EngineInProcess:
         load: Callable[..., DenseDecoder] = load_model,
         gauge: MemoryGauge | None = None,
         group: Group | None = None,
+        wakeup: Callable[[], None] = lambda: None,
         **flags: object,
     ) -> None:
         config = EngineConfig(model_path=model_path, **{"max_total_tokens": 8192, **flags})  # type: ignore[arg-type]
@@ -51,8 +53,9 @@ class EngineInProcess:
             load=load,
             gauge=gauge,
             group=group,
+            wakeup=wakeup,
         )
-        self.pipeline = Pipeline(
+        self.pipeline: Pipeline[Any] | RankPipeline[Any] = Pipeline(
             scheduler=self.parts.scheduler,
             executor=self.parts.executor,
             depth=depth or self.parts.depth,

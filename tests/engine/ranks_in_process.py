@@ -26,7 +26,7 @@ from engine.ranks.channel import follower_end, leader_end
 from engine.ranks.follower import Follower
 from engine.ranks.followers import Followers
 from engine.ranks.group import Group
-from engine.ranks.links import links_of, region_plan
+from engine.ranks.links import Joint, links_of, region_plan
 from engine.resolve import resolve
 from service.process.message_stream import socket_pair
 from tests.engine.engine_in_process import EngineInProcess
@@ -57,16 +57,19 @@ def ranks(
     use: EngineUse | None = None,
     make: Callable[..., EngineInProcess] = EngineInProcess,
     serve: Serve | None = None,
+    joint: Joint | None = None,
     **flags: Any,
 ) -> Iterator[Ranks]:
-    """An engine of `tp_size` times `pp_size` ranks. A follower's error ends the waits of all, and is raised at the end.
+    """An engine of `tp_size` times `pp_size` ranks, or with `joint` one of several, with the ranks of its DP rank. A follower's error ends the waits of all, and is raised at the end.
 
     `make`, `serve`: of a worker with a peer.
     """
     flags = {"max_total_tokens": 8192, "tp_size": tp_size, "pp_size": pp_size, **flags}
     given, model = EngineConfig(model_path=model_path, **flags), load_model_config(model_path)
     config = resolve(given, model, cuda=False)
-    regions = [SharedRegion.create(region_plan(config, model)) for _ in range(config.nnodes)]
+    ends_with = None if joint is None else joint.region
+    plan = region_plan(config, model)
+    regions = [SharedRegion.create(plan, ends_with=ends_with) for _ in range(config.nnodes)]
     connected, undo = {wire: tcp_pair() for wire in wires(config, transfers=serve is not None)}, ExitStack()
     for sock in (sock for pair in connected.values() for sock in pair):
         undo.enter_context(sock)
@@ -83,7 +86,7 @@ def ranks(
         region = regions[node_of(rank, config)]
         try:
             assert region.descriptor is not None
-            mine = SharedRegion.open(region.descriptor, region.plan)
+            mine = SharedRegion.open(region.descriptor, region.plan, ends_with=ends_with)
             with torch.inference_mode():
                 followers[rank], pools[rank], held = build_follower(
                     given,
@@ -94,6 +97,7 @@ def ranks(
                     use=RankUse(decodes=True, name=f"rank{rank}", allocate_kv=zeroed_bytes),
                     turning=lambda _: None,
                     wires=ends_of(connected, rank),
+                    joint=joint,
                 )
                 if serve is not None:
                     engine = partial(serve, pools[rank], held, theirs_of[rank])
@@ -117,12 +121,13 @@ def ranks(
             transfers[rank], theirs_of[rank] = pair_of(ENGINE, connected, rank) or socket_pair()
         threads.append(threading.Thread(target=follow, args=(rank, theirs.detach()), name=f"rank {rank}"))
     group = Group(
-        links=links_of(regions[0], leader_of(config), config, ends_of(connected, leader_of(config))),
+        links=links_of(regions[0], leader_of(config), config, ends_of(connected, leader_of(config)), joint=joint),
         pids={},
         transfers=transfers,
         followers=Followers(members, on_end=lambda text, refused: abort()),
         timeout_s=START_S,
         late=partial(late_ranks, regions[0]),
+        joint=joint,
     )
     for thread in threads:
         thread.start()

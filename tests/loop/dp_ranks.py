@@ -12,13 +12,14 @@ from typing import Any
 
 from engine.core.dp_agreement import Agreement, PromptGate
 from engine.core.dp_step import AgreedStep, Row
+from engine.core.dp_update import UpdateAgreement
 from engine.core.plan import ItemResult, Plan, StepResult
 from engine.core.prefill_gate import PrefillPolicy
 from engine.core.request import Request
 from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
 from engine.loop.role import UnifiedRole
 from engine.loop.turn_clock import TurnClock
-from engine.messages import TokenBatch, TokenOutput
+from engine.messages import ControlReply, TokenBatch, TokenOutput
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import HashModel, next_token, prefix_hash
 from tests.grammar.fixed import Fixed
@@ -37,11 +38,15 @@ class RingBoard:
         self._rings: list[list[Row | None]] = [[None] * self._size for _ in range(num_ranks)]
         self._last = [-1] * num_ranks
         self._gate = PromptGate()
+        self._votes = [0] * num_ranks
 
     def post(self, rank: int, row: Row) -> None:
         assert row.step == self._last[rank] + 1, f"rank {rank} posts row {row.step} behind {self._last[rank]}"
         self._rings[rank][row.step % self._size] = row
         self._last[rank] = row.step
+        self._wake_others(rank)
+
+    def _wake_others(self, rank: int) -> None:
         for other, wake in enumerate(self.wake):
             if other != rank:
                 wake()
@@ -59,6 +64,14 @@ class RingBoard:
 
     def set_gate(self, gate: PromptGate) -> None:
         self._gate = gate
+
+    def vote(self, rank: int, number: int) -> None:
+        assert number > self._votes[rank]
+        self._votes[rank] = number
+        self._wake_others(rank)
+
+    def voted(self, rank: int) -> int:
+        return self._votes[rank]
 
 
 class Role(UnifiedRole):
@@ -105,6 +118,8 @@ class Rank:
         self.agreed: dict[int, AgreedStep] = {}  # launched, by their number
         self.turns = 0
         self.paused = False
+        self.weights = FakeWeights()
+        self.replies: dict[str, ControlReply] = {}
         self._group = group
         group.board.wake[rank] = self.call_attention
         self.loop = EngineLoop(
@@ -113,10 +128,11 @@ class Rank:
             role=Role(self.engine, self.model),
             ports=self,
             services=LoopServices(
-                weights=FakeWeights(),
+                weights=self.weights,
                 profiler=FakeProfiler(),
                 watched=self,
                 agreement=Agreement(group.board, rank=rank, policies=policies),
+                updates=UpdateAgreement(group.board, rank=rank),
             ),
             turns=TurnClock(limit_s=0),
             settings=LoopSettings(depth=depth, eos_ids=frozenset()),
@@ -145,7 +161,7 @@ class Rank:
         if plan.agreed is None:
             assert not plan.items, "a step without the other ranks"
         else:
-            self._group.check(self.rank, plan, plan.agreed)
+            self._group.check(self.rank, plan, plan.agreed, weights=self.weights.model_path)
             self.agreed[plan.agreed.step] = plan.agreed
         self.launched.append(Launched(plan, sampled))
         return self.launched[-1]
@@ -187,6 +203,8 @@ class Rank:
     def to_frontend(self, message: Any) -> None:
         if isinstance(message, TokenBatch):
             self.engine.say(message.outputs)
+        if isinstance(message, ControlReply):
+            self.replies[message.call_id] = message
 
     def call_attention(self) -> None:
         self.awake = True
@@ -208,9 +226,12 @@ class Group:
             Rank(self, rank, depth=depth, policies=policies if rank == 0 else (), **engine) for rank in range(num_ranks)
         ]
         self.steps = 0
+        self._weights: dict[int, str] = {}  # by step
 
-    def check(self, rank: int, plan: Plan, agreed: AgreedStep) -> None:
-        """Every rank has the same step, the next one, and its own count in it."""
+    def check(self, rank: int, plan: Plan, agreed: AgreedStep, *, weights: str) -> None:
+        """Every rank has the same step, the next one, its own count in it, and the same weights."""
+        if any(agreed.tokens):
+            assert self._weights.setdefault(agreed.step, weights) == weights, "two ranks compute with different weights"
         assert agreed.step == max(self.ranks[rank].agreed, default=-1) + 1
         self.steps = max(self.steps, agreed.step + 1)
         for other in self.ranks:

@@ -5,11 +5,13 @@ import random
 import pytest
 
 from engine.core.dp_step import Padding, Row, agree, padding_of
+from engine.core.dp_update import UpdateAgreement
 from engine.core.prefill_gate import PrefillDelayer, PrefillPolicy, ScheduleEnhancer
-from engine.messages import AbortRequest, ContinueGeneration, GenerateRequest, PauseGeneration
+from engine.messages import AbortRequest, ContinueGeneration, GenerateRequest, PauseGeneration, UpdateWeights
 from engine.sampling_params import SamplingParams
+from service.flags import ConfigError
 from tests.core.hash_model import expected_tokens
-from tests.loop.dp_ranks import CONSTRAINED, LANDS, Group, Rank
+from tests.loop.dp_ranks import CONSTRAINED, LANDS, Group, Rank, RingBoard
 
 
 def ask(rid: str, prompt: list[int], *, new: int, kind: str = "") -> GenerateRequest:
@@ -129,17 +131,22 @@ def fuzz(seed: int, *, steps: int) -> int:
         clip=0,
     )
     asked: list[tuple[Rank, str, list[int], int]] = []
+    updates = Updates(ranks, draw)
     while ranks.steps < steps:
         moved = ranks.move()
-        assert moved or all(rank.paused or rank.engine.scheduler.idle for rank in ranks.ranks), (
+        assert moved or updates.are_read_somewhere or all(r.paused or r.engine.scheduler.idle for r in ranks.ranks), (
             "all sleep, and one has work"
         )
         if not moved or draw.random() < 0.05:
             _happen(ranks, draw, asked)
+        if not moved or draw.random() < 0.02:
+            updates.happen()
+    updates.end_reading()
     for rank in ranks.ranks:
         rank.tell(ContinueGeneration("end"))
         rank.paused = False
     ranks.rest()
+    updates.check()
     for rank in ranks.ranks:
         assert rank.engine.scheduler.idle and not rank.launched and rank.loop._pipeline.num_launched == 0
         assert ranks.board.last_step(rank.rank) == ranks.steps - 1
@@ -150,6 +157,52 @@ def fuzz(seed: int, *, steps: int) -> int:
         aborted = rank.engine.finish[rid].kind == "abort"
         assert tokens == (right[: len(tokens)] if aborted else right)
     return ranks.steps
+
+
+class Updates:
+    """Other weights, one after another, which every rank is sent, and reads when it likes. One of a few cannot be read somewhere."""
+
+    def __init__(self, ranks: Group, draw: random.Random) -> None:
+        self._ranks, self._draw = ranks.ranks, draw
+        self._sent = 0
+        self._unread: list[Rank] = []  # of the last one
+
+    @property
+    def are_read_somewhere(self) -> bool:
+        return bool(self._unread)
+
+    def happen(self) -> None:
+        if self._unread:
+            self._read(self._draw.choice(self._unread))
+        elif all(self._call in rank.replies for rank in self._ranks) or not self._sent:
+            self.check()
+            self._sent += 1
+            for rank in self._ranks:
+                rank.tell(UpdateWeights(self._call, f"weights {self._sent}"))
+            self._unread = list(self._ranks)
+
+    def end_reading(self) -> None:
+        while self._unread:
+            self._read(self._unread[0])
+
+    @property
+    def _call(self) -> str:
+        return f"update {self._sent}"
+
+    def _read(self, rank: Rank) -> None:
+        while rank.inbox:
+            rank.turn()
+        self._unread.remove(rank)
+        if self._draw.random() < 0.15:
+            rank.weights.future.set_exception(ConfigError("no such file"))
+        else:
+            rank.weights.future.set_result(f"weights {self._sent}")
+        rank.call_attention()
+
+    def check(self) -> None:
+        """All took the last ones, or none did."""
+        answers = {rank.replies[self._call].ok for rank in self._ranks} if self._sent else {True}
+        assert len(answers) == 1 and len({rank.weights.model_path for rank in self._ranks}) == 1
 
 
 def _happen(ranks: Group, draw: random.Random, asked: list[tuple[Rank, str, list[int], int]]) -> None:
@@ -175,7 +228,7 @@ def _happen(ranks: Group, draw: random.Random, asked: list[tuple[Rank, str, list
 
 
 def row(tokens: int, *, step: int = 7, **fields: object) -> Row:
-    return Row(step=step, idle=tokens == 0, tokens=tokens, logprob_tokens=tokens, **{"running": tokens, **fields})  # type: ignore[arg-type]
+    return Row(step=step, idle=tokens == 0, tokens=tokens, **{"running": tokens, **fields})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -194,14 +247,35 @@ def test_padding_is_what_moves_fewer_bytes(tokens: list[int], extend: bool, padd
 
 
 def test_a_step_is_the_same_for_all_ranks() -> None:
-    decode = agree([row(5), row(3)], attn_tp=4)
-    assert (decode.tokens, decode.logprob_tokens, decode.graph) == ((8, 8), (5, 5), True)
-    mixed = agree([row(5, extend=True, can_graph=False), row(0)], attn_tp=4)
-    assert (mixed.tokens, mixed.logprob_tokens, mixed.extend, mixed.graph) == ((8, 0), (5, 0), True, False)
-    assert not agree([row(5), row(3, can_graph=False)], attn_tp=1).graph
+    decode = agree([row(5), row(3)])
+    assert (decode.tokens, decode.graph) == ((5, 5), True)
+    mixed = agree([row(5, extend=True, can_graph=False), row(0)])
+    assert (mixed.tokens, mixed.extend, mixed.graph) == ((5, 0), True, False)
+    assert not agree([row(5), row(3, can_graph=False)]).graph
     for rows in ([row(0), row(0)], [row(1), row(1, step=8)]):
         with pytest.raises(AssertionError):
-            agree(rows, attn_tp=1)
+            agree(rows)
+
+
+def test_no_rank_computes_between_the_first_change_of_weights_and_the_last() -> None:
+    board = RingBoard(2, depth=1)
+    board.wake = [lambda: None] * 2
+    first, second = ranks = [UpdateAgreement(board, rank=rank) for rank in range(2)]
+    for rank in ranks:
+        rank.begin()
+    assert not first.all_ready() and first.holds and not second.holds
+    assert second.all_ready()
+    second.taken()
+    assert second.holds and first.all_ready(), "the first has the old ones yet"
+    first.taken()
+    assert not first.holds and not second.holds
+    for rank in ranks:
+        rank.begin()
+    assert not second.all_ready()
+    first.refuse()
+    assert second.refused_by() == 0 and second.holds
+    second.refuse()
+    assert not second.holds and first.refused_by() == 0
 
 
 def test_the_delayer_waits_for_the_last_rank_or_its_limit() -> None:

@@ -1,5 +1,6 @@
 """Bugs in the core and the roles, which the stories of tests/core/proof must find."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from engine.core.decode_planning import DecodePlanner
 from engine.core.departures import Departures
 from engine.core.dp_agreement import Agreement
 from engine.core.dp_step import Row, agree
+from engine.core.dp_update import UpdateAgreement
 from engine.core.held import HeldRequests
 from engine.core.memory import Memory, growth_pages, match_limit
 from engine.core.micro_batches import MicroBatches
@@ -139,7 +141,7 @@ def _(original, agreement):
 @CORE.bug("a step begins before the last row is there", Agreement.agreed, "A rank without a row counts as idle.")
 def _(original, agreement, step):
     board = agreement._board
-    return agree([board.row(rank, step) or Row(step=step, idle=True) for rank in range(board.num_ranks)], attn_tp=1)
+    return agree([board.row(rank, step) or Row(step=step, idle=True) for rank in range(board.num_ranks)])
 
 
 @CORE.bug("a paused rank takes part in no step", RankPipeline.next_plan, "The other ranks wait until it goes on.")
@@ -152,6 +154,29 @@ def _(original, pipeline, now_s, *, paused):
 )
 def _(original, agreement, plan, scheduler, *, prefillable, delays):
     return original(agreement, plan, scheduler, prefillable=prefillable, delays=False)
+
+
+@CORE.bug(
+    "a row is posted twice", Agreement.post, "Now and then a rank posts a row for the step behind the next one, too."
+)
+def _(original, agreement, row):
+    step = original(agreement, row)
+    if step % 7 == 3:
+        original(agreement, replace(row, step=step + 1))
+    return step
+
+
+@CORE.bug("a rank takes weights alone", UpdateAgreement.all_ready, "It does not wait until all have read them.")
+def _(original, updates):
+    original(updates)
+    return True
+
+
+@CORE.bug(
+    "a refusal of weights is not seen", UpdateAgreement.refused_by, "The other ranks wait for one that has refused."
+)
+def _(original, updates):
+    return None
 
 
 # ---- the radix tree

@@ -121,6 +121,10 @@ class SimForward:
     def open(self, opened: SlotOpen) -> None:
         self._model.adapters[opened.slot] = opened.adapter
 
+    def join(self, model: Any, plan: Plan, arrival: SimCopies) -> None:
+        """No rank computes for others here."""
+        assert plan.agreed is None
+
     def run(self, model: Any, plan: Plan, arrival: SimCopies) -> "Hidden":
         tokens = [self._tokens.resolve(item.tokens) for item in plan.items]
         arrival.wait(plan.seq)

@@ -1,0 +1,40 @@
+"""What the DP ranks of a worker share with DP attention, made by the process that starts them. Never torch."""
+
+import os
+from dataclasses import dataclass
+
+from disagg.config import JointSpec
+from engine.config import EngineConfig
+from engine.parallel.region_memory import new_memory
+from engine.parallel.region_plan import RegionPlan
+
+
+@dataclass(frozen=True, slots=True)
+class JointMemory:
+    """Memory of `plan` and an eventfd for each scheduler: the schedulers and their followers inherit the descriptors."""
+
+    plan: RegionPlan
+    spec: JointSpec
+
+    @staticmethod
+    def create(config: EngineConfig) -> "JointMemory":
+        plan = joint_plan(config)
+        wakes = tuple(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(config.dp_size))
+        return JointMemory(plan, JointSpec(memory=new_memory(plan), wakes=wakes))
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        return (self.spec.memory, *self.spec.wakes)
+
+    def abort(self) -> None:
+        """End every wait of every rank for another, now and later."""
+        os.pwrite(self.spec.memory, (1).to_bytes(8, "little"), self.plan.abort)
+
+    def close(self) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+def joint_plan(config: EngineConfig) -> RegionPlan:
+    """What the ranks of all DP ranks share."""
+    return RegionPlan(ranks=config.tp_size, dp_ranks=config.dp_size)

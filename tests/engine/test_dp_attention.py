@@ -1,0 +1,83 @@
+"""DP attention: ranks that attend apart and share the MLPs answer as one rank does; however unequal, idle or late they are.
+
+With `--reduce-units 4` all logprobs are equal to the bit.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from engine.kernels.linear import linear_kernel
+from engine.messages import LogprobOptions
+from engine.model_files.model_config import WIDE_MODEL_PATH
+from tests.engine.dp_in_process import dp_ranks
+from tests.engine.engine_in_process import EngineInProcess, prompt_of
+
+FLAGS: dict[str, Any] = {"chunked_prefill_size": 64, "page_size": 4, "num_threads": 1, "max_total_tokens": 2048}
+PROMPTS = [(150, 1), (7, 2), (64, 3), (33, 4), (7, 2), (90, 6)]  # (length, seed): chunks, a prompt twice
+NEW = [12, 30, 3, 12, 17, 8]  # tokens of each answer: ranks go idle one after another
+EQUAL: dict[str, Any] = {"reduce_units": 4} if linear_kernel() is not None else {}
+
+
+@dataclass(frozen=True)
+class Answers:
+    tokens: dict[str, list[int]]
+    logprobs: dict[str, list[float]]
+
+
+def add(engine: EngineInProcess, i: int) -> None:
+    (length, seed), sampling = PROMPTS[i], {"temperature": 0.0}
+    if not i % 2:
+        sampling = {"temperature": 0.8, "seed": i, "repetition_penalty": 1.1}
+    logprobs = LogprobOptions(start_len=3)
+    engine.add(str(i), prompt_of(length, seed), logprobs=logprobs, max_new_tokens=NEW[i], **sampling)
+
+
+def answers_of(engines: list[Any]) -> Answers:
+    tokens = {rid: ids for engine in engines for rid, ids in engine.tokens.items()}
+    logprobs = {
+        rid: [entry.logprob or 0.0 for entry in [*engine.input_logprobs[rid], *engine.logprobs[rid]]]
+        for engine in engines
+        for rid in engine.tokens
+    }
+    return Answers(tokens, logprobs)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Answers:
+    with EngineInProcess(WIDE_MODEL_PATH, **FLAGS, **EQUAL) as engine:
+        for i in range(len(PROMPTS)):
+            add(engine, i)
+        engine.run()
+        return answers_of([engine])
+
+
+@pytest.mark.parametrize(
+    ("shape", "flags", "where"),
+    [
+        ((2, 2), {}, [0, 1, 0, 1, 0, 1]),
+        ((2, 2), {"disable_overlap_schedule": True}, [1, 1, 1, 1, 1, 1]),  # rank 0 has nothing
+        (
+            (2, 2),
+            {"chunked_prefill_size": 32, "enable_mixed_chunk": False, "disable_cuda_graph": True},
+            [0, 0, 0, 0, 0, 1],
+        ),
+        ((4, 2), {"stream_delay_s": 0.002}, [0, 1, 1, 0, 1, 1]),
+        ((4, 4), {"test_retract": 2}, [0, 1, 2, 2, 1, 0]),  # rank 3 has nothing
+    ],
+)
+def test_it_answers_as_one_rank_does(
+    alone: Answers, shape: tuple[int, int], flags: dict[str, Any], where: list[int]
+) -> None:
+    tp_size, dp_size = shape
+    with dp_ranks(WIDE_MODEL_PATH, tp_size=tp_size, dp_size=dp_size, **{**FLAGS, **EQUAL, **flags}) as group:
+        for i, rank in enumerate(where):
+            add(group.engines[rank], i)
+        group.run()
+        got = answers_of(group.engines)
+        steps = {board.last_step(rank) for board in (group.engines[0].board,) for rank in range(dp_size)}
+    assert len(steps) == 1 and steps.pop() > 20, "each rank takes part in every step"
+    assert got.tokens == alone.tokens
+    if EQUAL:
+        assert got.logprobs == alone.logprobs

@@ -1,0 +1,62 @@
+"""What DP attention refuses at start, by the flag and its remedy."""
+
+from typing import Any
+
+import pytest
+
+from disagg.config import DisaggConfig
+from disagg.role_session import plan_session
+from engine.config import EngineConfig, ServerConfig
+from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
+from engine.rank_rules import check_device, check_ranks
+from engine.resolve import resolve
+from service.flags import ConfigError
+
+TWO: dict[str, Any] = {"enable_dp_attention": True, "tp_size": 2, "dp_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({**TWO, "dp_size": 1}, "--enable-dp-attention: --dp-size 1 is one DP rank; give --dp-size a divisor"),
+        ({**TWO, "tp_size": 3}, "--dp-size 2 does not divide --tp-size 3, which counts the ranks of all DP ranks"),
+        (
+            {**TWO, "tp_size": 6},
+            "--tp-size 6 with --dp-size 2: a DP rank's 3 does not divide the model's 8 attention heads",
+        ),
+        ({**TWO, "pp_size": 2}, "--enable-dp-attention: not with --pp-size 2; leave one of them out"),
+        (
+            {**TWO, "nnodes": 2, "dist_init_addr": "127.0.0.1:1"},
+            "--enable-dp-attention: not with --nnodes 2; leave one of them out",
+        ),
+        ({**TWO, "enable_lora": True}, "--enable-dp-attention: not with --enable-lora: a rank computes MLPs"),
+        ({**TWO, "lora_paths": ("a=b",)}, "--enable-dp-attention: not with --lora-paths: a rank computes MLPs"),
+        ({**TWO, "tp_size": 4, "reduce_units": 2}, "--reduce-units 2: is not a multiple of --tp-size 4; choose 4"),
+        ({"enable_prefill_delayer": True}, "--enable-prefill-delayer: prompts of DP ranks slow each other with"),
+        ({"enable_schedule_enhancer": True}, "--enable-schedule-enhancer: prompts of DP ranks slow each other with"),
+        ({**TWO, "prefill_delayer_token_usage_low_watermark": 0.5}, "low-watermark: needs --enable-prefill-delayer"),
+        (
+            {**TWO, "enable_schedule_enhancer": True, "schedule_policy": "lpm"},
+            "--enable-schedule-enhancer: --schedule-policy lpm has an order of its own; give fcfs",
+        ),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused_by_name(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_ranks(EngineConfig(model_path=WIDE_MODEL_PATH, **flags), load_model_config(WIDE_MODEL_PATH))
+    assert said in str(refused.value)
+
+
+def test_it_is_for_cpus_yet() -> None:
+    model = load_model_config(WIDE_MODEL_PATH)
+    config = resolve(EngineConfig(model_path=WIDE_MODEL_PATH, **TWO), model, cuda=True)
+    with pytest.raises(ConfigError, match="--enable-dp-attention: is for CPUs yet; give --device cpu"):
+        check_device(config)
+
+
+def test_the_enhancer_is_for_workers_that_do_both() -> None:
+    engine = EngineConfig(model_path=WIDE_MODEL_PATH, num_threads=1, enable_schedule_enhancer=True, **TWO)
+    for mode in ("prefill", "decode"):
+        with pytest.raises(ConfigError, match=f"--enable-schedule-enhancer: not with --disaggregation-mode {mode}"):
+            plan_session(engine=engine, server=ServerConfig(), disagg=DisaggConfig(disaggregation_mode=mode))
+    assert plan_session(engine=engine, server=ServerConfig(), disagg=DisaggConfig()).engine is engine
