@@ -17,7 +17,7 @@ from tools.simulation.__main__ import FIXED_SEEDS
 from tools.simulation.options import FAULTS, Options, options_of
 from tools.simulation.run import Outcome, run
 
-HASHED_SEEDS = (3, 7)
+HASHED_SEEDS = (7, 109)  # 109: prefill asks several decode workers at once to poll
 PLANTED = ("skip the quarantine",)  # the others: make sim-mutants
 
 

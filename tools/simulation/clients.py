@@ -27,6 +27,7 @@ FAMILIES = 4  # of prompts that share a beginning
 VOCAB_OF_PROMPTS = 50
 TIMEOUTS_S = (0.05, 0.3, 2.0)
 BUSY = (429, 503)  # come again
+AGAIN_S = 1.0  # after a stream that ended with BUSY before its first token: its header was sent before
 
 
 @dataclass(eq=False)
@@ -51,6 +52,7 @@ class Asked:
     body: bytearray = field(default_factory=bytearray)
     finished: bool = False
     said_error: bool = False
+    said_busy: bool = False
     call: Call | None = None
 
     def right_answer(self) -> list[int]:
@@ -116,7 +118,7 @@ class Clients:
 
     def _send(self, asked: Asked) -> None:
         asked.tries += 1
-        asked.status, asked.finished, asked.said_error = 0, False, False
+        asked.status, asked.finished, asked.said_error, asked.said_busy = 0, False, False, False
         asked.got.clear()
         asked.body.clear()
         asked.call = Call(
@@ -183,7 +185,7 @@ class Clients:
 
     def _take_event(self, asked: Asked, event: dict[str, Any]) -> None:
         if "error" in event:
-            asked.said_error = True
+            asked.said_error, asked.said_busy = True, event["error"]["code"] in BUSY and not asked.got
             return
         asked.got += event["tokens"]
         finish = event["finish"]
@@ -229,8 +231,9 @@ class Clients:
     def _fail(self, asked: Asked, why: str, *, may_retry: bool = True) -> None:
         if asked.status in BUSY and not asked.retry_after:
             raise Violation(f"client {asked.number}: {why}, and no word when to come again")
-        if asked.must_succeed and asked.status in BUSY and asked.tries < 20:
-            self._process.after(float(asked.retry_after), f"client {asked.number} comes again", self._retry, asked)
+        if asked.must_succeed and (asked.status in BUSY or asked.said_busy) and asked.tries < 20:
+            again_s = AGAIN_S if asked.said_busy else float(asked.retry_after)
+            self._process.after(again_s, f"client {asked.number} comes again", self._retry, asked)
             return
         if asked.must_succeed:
             raise Violation(f"client {asked.number}: a request of a healthy cluster failed: {why}")

@@ -16,7 +16,7 @@ from tools.simulation.world import Violation, World
 START_S = 3.0  # until everybody must have found everybody
 SETTLE_S = 60.0  # after the faults: everything has ended, in virtual time
 PROBE_S = 30.0
-DAMAGED = "KV was corrupted"
+DAMAGED = ("KV was corrupted", "hold the same KV heads, and their pages differ")
 
 
 @dataclass
@@ -48,7 +48,7 @@ class ErrorLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
-        (self.damaged if DAMAGED in text else self.records).append(text)
+        (self.damaged if any(found in text for found in DAMAGED) else self.records).append(text)
 
 
 @contextmanager

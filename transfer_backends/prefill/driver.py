@@ -132,7 +132,7 @@ class EngineDriver:
     def _request_polls(self, now_s: float) -> None:
         """Ask peers with pending writes to poll their engine, if it needs that."""
         if self._engine.caps.target_must_poll:
-            for incarnation in {running.task.incarnation for running in self._running}:
+            for incarnation in dict.fromkeys(running.task.incarnation for running in self._running):
                 self._core.paths.on_pending(incarnation, now_s)
 
     def _post(self, posts: list[Post]) -> None:
