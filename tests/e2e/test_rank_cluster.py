@@ -8,6 +8,8 @@ from typing import Any
 
 import psutil
 
+from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
+from planner.shape import shape_of
 from tests.e2e.client import assert_all_back, generate_all, post, session, state_of
 from tests.e2e.cluster import cluster, wait_until
 from tests.e2e.roles import move, server_info
@@ -58,7 +60,9 @@ async def test_sizes_differ_and_profiles_events_and_role_switches_work(tmp_path:
 
             here, there = server_info(prefills[0]), server_info(decode)
             assert (here["tp_size"], there["tp_size"], here["kv_units"], there["kv_units"]) == (2, 1, 2, 2)
-            assert there["page_bytes"] == 2 * here["page_bytes"]  # the leader has a half of a page
+            model = load_model_config(WIDE_MODEL_PATH)
+            for info, tp in ((here, 2), (there, 1)):  # as planned: the leader of two has a half of a page
+                assert info["page_bytes"] == info["page_size"] * shape_of(model, tp).kv_bytes
             sent = [(await state_of(worker.url))["counters"] for worker in prefills]
             pages = sum(-(-len(ids) // here["page_size"]) for ids in prompts)
             assert sum(of_one.get("bytes", 0) for of_one in sent) >= pages * there["page_bytes"]
