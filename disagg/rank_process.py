@@ -21,7 +21,7 @@ from disagg.children import OPERATING_ERROR
 from disagg.config import RankSpec, role_name
 from disagg.joint_memory import joint_plan
 from engine.loop.turn_clock import TurnClock
-from engine.loop.watchdog import Watchdog, end_process
+from engine.loop.watchdog import Watchdog, dump_when_asked, end_process
 from engine.model_files.model_config import load_model_config
 from engine.parallel.meeting import LOST_S
 from engine.ranks.channel import Channel, follower_end
@@ -117,6 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         process=f"{role_name(scheduler.disagg)} rank {spec.rank}",
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
+    dump_when_asked()
     channel = follower_end(spec.descriptors[1])
     try:
         run(spec, channel)

@@ -32,7 +32,7 @@ from engine.loop.kv_events import ZmqPublisher
 from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
 from engine.loop.ports import ZmqPorts
 from engine.loop.turn_clock import TurnClock
-from engine.loop.watchdog import Watchdog, end_with_stacks
+from engine.loop.watchdog import Watchdog, dump_of_others, end_with_stacks
 from engine.lora.names import named_paths
 from engine.messages import SchedulerReady
 from engine.model_files.model_config import ModelConfig, load_model_config
@@ -322,7 +322,9 @@ def _engine_use(disagg: DisaggConfig, protocol: str | None) -> "EngineUse":
 
 
 def _end_with_late_ranks(group: "Group", stalled_s: float) -> None:
-    end_with_stacks(stalled_s, found=f"waits for {group.late_text()}")
+    late = group.late()
+    dump_of_others(group.pids[rank] for rank in late if rank in group.pids and group.pids[rank] != os.getpid())
+    end_with_stacks(stalled_s, found=f"waits for {group.late_text(late)}" if late else "")
 
 
 def _await_sigterm(loop: EngineLoop, ports: ZmqPorts) -> None:

@@ -1,12 +1,14 @@
 """Ends a process whose loop hangs, because a router still sends requests to it."""
 
+import contextlib
 import faulthandler
 import logging
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from engine.loop.turn_clock import TurnClock
 
@@ -15,6 +17,8 @@ log = logging.getLogger(__name__)
 EXIT_STATUS = 70  # EX_SOFTWARE: a bug, not an operating error
 CHECKS_PER_TIMEOUT = 20
 LONGEST_CHECK_S = 1.0
+ASKED = signal.SIGUSR1
+DUMP_S = 0.5
 
 
 def end_with_stacks(stalled_s: float, *, found: str = "") -> None:
@@ -29,6 +33,19 @@ def end_process(why: str) -> None:
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     sys.stderr.flush()
     os._exit(EXIT_STATUS)
+
+
+def dump_when_asked() -> None:
+    """Write every thread's stack to stderr at each ASKED, also while Python itself hangs."""
+    faulthandler.register(ASKED, file=sys.stderr, all_threads=True)
+
+
+def dump_of_others(pids: Iterable[int]) -> None:
+    """Have processes that `dump_when_asked` write theirs, and give them the time."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, ASKED)
+    time.sleep(DUMP_S)
 
 
 class Watchdog:

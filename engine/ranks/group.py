@@ -39,10 +39,9 @@ class Group:
     late: Callable[[], Sequence[int]]
     joint: Joint | None = None
 
-    def late_text(self) -> str:
-        """Name the late ranks, such as "rank 1 of 2 (pid 4711)"."""
-        names = (f"rank {rank} of {self.links.num_ranks} (pid {self.pids.get(rank, '?')})" for rank in self.late())
-        return ", ".join(names)
+    def late_text(self, late: Sequence[int]) -> str:
+        """Name ranks, such as "rank 1 of 2 (pid 4711)"."""
+        return ", ".join(f"rank {rank} of {self.links.num_ranks} (pid {self.pids.get(rank, '?')})" for rank in late)
 
 
 class GroupWeights:

@@ -13,7 +13,7 @@ from engine.loop.interval_log import IntervalLog
 from engine.loop.reporter import problems_of
 from engine.loop.retraction_log import RetractionLog
 from engine.loop.stream_gate import FORCED_INTERVAL, StreamGate
-from engine.loop.watchdog import EXIT_STATUS
+from engine.loop.watchdog import EXIT_STATUS, dump_of_others
 from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest, plan_item
@@ -197,6 +197,29 @@ def test_a_stalled_process_shows_its_stacks_and_ends() -> None:
     ended = subprocess.run([sys.executable, "-c", STALLS], capture_output=True, text=True, timeout=30)
     assert ended.returncode == EXIT_STATUS
     assert "forever_in_here" in ended.stderr and "--watchdog-timeout" in ended.stderr
+
+
+HANGS = """
+import threading
+from engine.loop.watchdog import dump_when_asked
+
+def hangs_in_here():
+    print("ready", flush=True)
+    threading.Event().wait(60)
+
+dump_when_asked()
+hangs_in_here()
+"""
+
+
+def test_a_process_that_hangs_shows_its_stacks_to_the_one_that_ends() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        dump_of_others([process.pid])
+        process.kill()
+        assert "hangs_in_here" in process.communicate(timeout=30)[1]
 
 
 class Lines:

@@ -39,6 +39,7 @@ class Rig:
     """`close()` must be called; it returns what was left behind."""
 
     layout = Layout.PLAIN
+    switched: tuple[str, ...] = ("prefill",)  # parts that `switch` reaches
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
@@ -79,7 +80,7 @@ class Rig:
             name,
             self._command(name),
             url=f"http://{self._host(name)}:{self._port[name]}",
-            env={**(switched if name == "prefill" else {}), **self._env},
+            env={**(switched if name in self.switched else {}), **self._env},
             health="/health" if name == "bootstrap" else None,
             before=self._before(name),
         )

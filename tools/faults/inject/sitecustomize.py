@@ -6,7 +6,8 @@ production code knows of it. Switches are files in $TANDEM_FAULTS_DIR:
     hold    while it exists, writes of KV are accepted but not begun: they wait as behind a link that does not move
     fail    holds a number: that many of the next writes end as FAILED without having begun
     steps   while it exists, a step lasts: the scheduler's thread waits inside it, without Python's lock, as in a kernel
-    rank-steps  while it exists, a follower's part of a step does not begin: the leader waits for it in the first sum
+    prefill-rank-steps, decode-rank-steps
+            while it exists, a follower's part of a step does not begin: the leader waits for it in the first sum
     orphans     a follower that starts while it exists does not end with its leader's process
     unreadable, other-weights, never-loads   what happens to a follower that starts while it exists
 
@@ -100,9 +101,10 @@ def _install_rank(folder: Path) -> None:
     if (folder / "never-loads").exists():
         build.load_model = lambda *args, **more: time.sleep(3600)
     run = RankRunner.run
+    part = "decode" if '"disaggregation_mode":"decode"' in "".join(sys.orig_argv) else "prefill"
 
     def held(self, plan):
-        while plan.items and (folder / "rank-steps").exists():
+        while plan.items and (folder / f"{part}-rank-steps").exists():
             time.sleep(0.01)
         run(self, plan)
 

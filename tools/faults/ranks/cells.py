@@ -12,6 +12,7 @@ from tools.faults.rig import WORKERS
 class RankFault(StrEnum):
     KILL = "kill"
     STOP = "stop"  # SIGSTOP for good: the watchdog ends the worker
+    HANG = "hang"  # a step that the follower never ends: the watchdog writes its stacks, too
     ORPHAN = "orphan"  # the leader is killed, and its stopped follower outlives it: the kernel's help is off
 
 
@@ -39,15 +40,15 @@ class RankCell:
 
 
 def rank_cells() -> Iterator[RankCell]:
-    """Mooncake: the rows in which bytes may be under way. A stopped leader is a stopped scheduler: the row freeze of the other matrix."""
+    """A stopped leader is a stopped scheduler: the row freeze of the other matrix."""
     for backend in BACKENDS:
         for part in WORKERS:
             for phase in RankPhase:
-                if (phase is RankPhase.FORWARD and part == "decode") or (
-                    backend != "nixl" and phase is not RankPhase.TRANSFER
-                ):
+                if phase is RankPhase.FORWARD and part == "decode":
                     continue
                 yield from (RankCell(RankFault.KILL, part, rank, phase, backend) for rank in (LEADER, FOLLOWER))
                 if phase is not RankPhase.LOAD:
                     yield RankCell(RankFault.STOP, part, FOLLOWER, phase, backend)
+        yield RankCell(RankFault.HANG, "prefill", FOLLOWER, RankPhase.FORWARD, backend)
+        yield RankCell(RankFault.HANG, "decode", FOLLOWER, RankPhase.DECODE, backend)
         yield RankCell(RankFault.ORPHAN, "prefill", LEADER, RankPhase.TRANSFER, backend)

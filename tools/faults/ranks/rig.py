@@ -5,7 +5,7 @@ import contextlib
 import httpx2 as httpx
 import psutil
 
-from tools.faults.rig import Rig
+from tools.faults.rig import WORKERS, Rig
 
 WATCHDOG_S = 6.0
 # A KV head a unit: the four shapes of a pair move each page in pieces, from and to every rank.
@@ -16,6 +16,8 @@ MODULES = {LEADER: "disagg.scheduler_process", FOLLOWER: "disagg.rank_process"}
 
 
 class RankRig(Rig):
+    switched = WORKERS
+
     def _command(self, name: str) -> list[str]:
         command = super()._command(name)
         return [*command, *RANKS, *LIMITS] if command[0] == "serve" else command

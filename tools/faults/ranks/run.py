@@ -23,6 +23,7 @@ from tools.faults.run_cell import Result as CellResult
 WITHIN_S = 60.0
 ORPHAN_S = 5.0  # for which pages must stay where a living follower may write them
 CLOSELY_S = 0.002
+OF_A_FOLLOWER = "disagg/rank_process.py"  # a file in the stack of its main thread
 
 
 @dataclass
@@ -63,10 +64,11 @@ async def _run(rig: RankRig, cell: RankCell, result: RankResult, *, seed: int) -
         family = _hit(rig, cell)
         if cell.fault is RankFault.STOP and cell.phase is RankPhase.IDLE:
             load = Load(rig.router, count=NUM_REQUESTS, new_tokens=SHORT, seed=seed)
-        if cell.fault is RankFault.STOP and load is not None:
+        if cell.fault in (RankFault.STOP, RankFault.HANG) and load is not None:
             load.add(seed + 1)  # a step that hangs
-        if cell.fault is RankFault.KILL:
+        if cell.fault in (RankFault.KILL, RankFault.HANG):
             await _until_gone(family)
+            rig.switch(steps_of(cell.part), None)
     if cell.fault is RankFault.ORPHAN:
         await _orphan(rig, family, result)
     await _until_gone(family)
@@ -106,7 +108,7 @@ async def _start_again(rig: RankRig, cell: RankCell, seed: int) -> None:
 @contextlib.asynccontextmanager
 async def _in_phase(rig: RankRig, cell: RankCell, seed: int) -> AsyncIterator[Load | None]:
     """The cluster in the phase, and what is asked meanwhile."""
-    held = {RankPhase.FORWARD: "rank-steps", RankPhase.TRANSFER: "hold"}.get(cell.phase)
+    held = {RankPhase.FORWARD: steps_of(cell.part), RankPhase.TRANSFER: "hold"}.get(cell.phase)
     if held is not None:
         rig.switch(held, "")
     try:
@@ -119,6 +121,11 @@ async def _in_phase(rig: RankRig, cell: RankCell, seed: int) -> AsyncIterator[Lo
     finally:
         if held is not None:
             rig.switch(held, None)
+
+
+def steps_of(part: str) -> str:
+    """The switch that holds the steps of a worker's follower."""
+    return f"{part}-rank-steps"
 
 
 def _is_there(rig: RankRig, cell: RankCell) -> bool:
@@ -145,6 +152,8 @@ def _hit(rig: RankRig, cell: RankCell) -> list[psutil.Process]:
             victim.kill()
         case RankFault.STOP:
             victim.suspend()
+        case RankFault.HANG:
+            rig.switch(steps_of(cell.part), "")
         case RankFault.ORPHAN:
             follower = rig.rank(cell.part, "follower")
             assert follower is not None
@@ -182,12 +191,14 @@ async def _orphan(rig: RankRig, family: list[psutil.Process], result: RankResult
 
 def _said(text: str, cell: RankCell, result: RankResult) -> str:
     """The one line that names the rank."""
-    if cell.fault is RankFault.STOP:
-        wanted = "--watchdog-timeout"
+    if cell.fault in (RankFault.STOP, RankFault.HANG):
+        wanted = ("--watchdog-timeout", "rank 1 of 2 (pid ")
     else:
-        wanted = "the scheduler process ended (status -9)" if cell.rank == LEADER else "ended: SIGKILL"
-    lines = [line for line in text.splitlines() if wanted in line]
+        wanted = ("the scheduler process ended (status -9)" if cell.rank == LEADER else "ended: SIGKILL",)
+    lines = [line for line in text.splitlines() if all(part in line for part in wanted)]
     errors = [line for line in text.splitlines() if line.startswith("tandem serve: error: ")]
     if not lines or len(errors) > 1:
-        result.problems.append(f"says {errors} and {lines}, wanted one line with {wanted!r}")
+        result.problems.append(f"says {errors} and {lines}, wanted one line with {wanted}")
+    if cell.fault is RankFault.HANG and OF_A_FOLLOWER not in text:
+        result.problems.append("no stack of the rank that hangs")
     return lines[0] if lines else ""
