@@ -7,7 +7,7 @@ import pytest
 from tests.hostile.doors import Doors, start_doors
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
     with start_doors(tmp_path_factory.mktemp("doors")) as started:
         yield started
