@@ -69,10 +69,10 @@ def run(spec: SchedulerSpec) -> None:
 
 
 def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
+    protocol = _check_transfers(spec)
     with no_collections():
         from disagg.rank_group import started_group  # torch comes in here, after the flags have been read
 
-    protocol = _check_transfers(spec)
     model = load_model_config(spec.engine.model_path)
     with started_group(spec, model, mooncake_protocol=protocol) as group:
         _serve(spec, turns, model, protocol, group)
@@ -151,7 +151,7 @@ def _serve(
 def _check_transfers(spec: SchedulerSpec) -> str | None:
     """Return Mooncake's protocol, None: another backend. Raises ConfigError and BackendUnavailable.
 
-    Before the model is loaded: that may take minutes.
+    Before torch is imported, if `--device` is given, and before the model is loaded: that may take minutes.
     """
     disagg = spec.disagg
     if disagg.disaggregation_mode == "null":
@@ -159,13 +159,18 @@ def _check_transfers(spec: SchedulerSpec) -> str | None:
     check_flags(disagg)
     if disagg.disaggregation_transfer_backend == "fake":
         return None
-    import torch
-
-    on_gpu = spec.engine.device == "cuda" or (spec.engine.device == "auto" and torch.cuda.is_available())
+    on_gpu = spec.engine.device == "cuda" or (spec.engine.device == "auto" and _has_gpu())
     check_transfer_machine(disagg, os.environ, on_gpu=on_gpu)
     if disagg.disaggregation_transfer_backend != "mooncake":
         return None
     return protocol_here(disagg.disaggregation_mooncake_protocol, device=0 if on_gpu else None)
+
+
+def _has_gpu() -> bool:
+    with no_collections():
+        import torch
+
+    return torch.cuda.is_available()
 
 
 def _load_adapters(parts: "EngineParts", ports: ZmqPorts) -> AdapterControl:

@@ -4,6 +4,7 @@ import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -112,12 +113,17 @@ OVER_NVLINK = "--disaggregation-mooncake-protocol=nvlink_intra"
         ),
     ],
 )
-def test_a_worker_says_so_before_it_loads_the_model(flags: list[str], env: dict[str, str], text: str) -> None:
+def test_a_worker_says_so_before_it_imports_torch(
+    flags: list[str], env: dict[str, str], text: str, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError")
     argv = [sys.executable, "-m", "deploy", "serve", "--port=0", "--disaggregation-mode=decode", *flags]
     ours = {
         name: value for name, value in os.environ.items() if not name.startswith("MC_")
     }  # an engine of this process set some
-    done = subprocess.run(argv, env={**ours, **env}, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        argv, env={**ours, **env, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode != 0 and text in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 
