@@ -65,8 +65,9 @@ def check_nodes_exposure(server: ServerConfig, engine: EngineConfig, disagg: Dis
         has_secret=disagg.cluster_secret_file is not None,
         allow_insecure=server.allow_insecure,
     )
-    if warning is not None:
-        log.warning(warning)
+    for text in (warning, _engine_warning(disagg) if engine.node_rank else None):  # of node 0: check_exposure
+        if text is not None:
+            log.warning(text)
 
 
 def _control_addresses(server: ServerConfig, disagg: DisaggConfig, control_host: str) -> list[tuple[str, str]]:

@@ -47,7 +47,7 @@ def _start(plan: SessionPlan, met: Met, children: Children) -> None:
         engine=engine,
         disagg=plan.disagg,
         ipc_dir="",
-        control_host=_own_host(plan, met),
+        control_host=own_host(plan, met),
         bootstrap=None,
         log_level=server.log_level,
         log_format=server.log_format,
@@ -74,7 +74,7 @@ def _start(plan: SessionPlan, met: Met, children: Children) -> None:
         os.close(memory)
 
 
-def _own_host(plan: SessionPlan, met: Met) -> str:
+def own_host(plan: SessionPlan, met: Met) -> str:
     """The address at which peers reach this machine's transfer engines: as a flag says, else from which it came to node 0.
 
     Raises ConfigError.

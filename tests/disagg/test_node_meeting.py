@@ -4,15 +4,19 @@ import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from disagg.config import DisaggConfig
+from disagg.node import own_host
 from disagg.node_control import Control, NodeBye, NodeHello, NodeRefused
 from disagg.node_flags import check_same, flags_of
 from disagg.node_meeting import CONTROL, Met, _version, gathered, joined
-from engine.config import EngineConfig
+from disagg.role_session import SessionPlan
+from engine.config import EngineConfig, ServerConfig
+from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.nodes import wires, wires_at
 from engine.parallel.meeting import LOST_S, dial
 from engine.parallel.region_plan import RegionPlan
@@ -176,6 +180,24 @@ def test_a_port_that_is_taken_is_named_at_once() -> None:
             gathered(config(0, address), UNIFIED, REGION, secret=SECRET),
         ):
             pass
+
+
+def test_an_address_of_another_machine_is_named() -> None:
+    """As where all nodes get the same --disaggregation-control-host."""
+    disagg = DisaggConfig(disaggregation_mode="decode", disaggregation_control_host="192.0.2.1")
+    met_there = Met({}, REGION, {}, "10.0.0.2")
+    plan = SessionPlan(
+        engine=config(1, "10.0.0.1:5000"),
+        server=ServerConfig(),
+        disagg=disagg,
+        control_host="",
+        bootstrap_allowlist=BootstrapAllowlist(),
+    )
+    said = "--disaggregation-control-host 192.0.2.1: not an address of node 1 .* without the flag it is 10.0.0.2, "
+    with pytest.raises(ConfigError, match=said):
+        own_host(plan, met_there)
+    unnamed = replace(plan, disagg=DisaggConfig(disaggregation_mode="decode"))
+    assert own_host(unnamed, replace(met_there, host="127.0.0.1")) == "127.0.0.1"
 
 
 def test_node_0_waits_for_its_name_to_have_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

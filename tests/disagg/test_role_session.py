@@ -11,7 +11,7 @@ from disagg.role_session import SessionPlan, next_session, plan_session
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.draining import Patience
 from engine.frontend.role_switch import RoleSwitchState
-from engine.model_files.model_config import DEFAULT_MODEL_PATH
+from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH
 from service.flags import ConfigError
 
 
@@ -60,6 +60,22 @@ def test_flags_stay_and_the_role_changes() -> None:
     assert replace(after.disagg, disaggregation_mode="prefill") == before.disagg
     assert replace(after.engine, served_model_name=None) == before.engine
     assert next_session(after, replace(UNCHANGED, role="prefill")).has_bootstrap_server
+
+
+def test_a_worker_on_several_machines_keeps_its_role() -> None:
+    engine = EngineConfig(model_path=WIDE_MODEL_PATH, tp_size=2, nnodes=2, dist_init_addr="127.0.0.1:5000")
+    with pytest.raises(ConfigError, match="--nnodes 2: a worker on several machines keeps its role; start another one"):
+        next_session(plan(engine=engine), replace(UNCHANGED, model_path=WIDE_MODEL_PATH))
+
+
+def test_a_machine_without_http_needs_no_key_of_it() -> None:
+    """Its --host, the same flag as node 0's, is nothing that it listens on."""
+    flags = {"model_path": WIDE_MODEL_PATH, "tp_size": 2, "nnodes": 2, "dist_init_addr": "10.0.0.1:5000"}
+    server = ServerConfig(host="0.0.0.0")
+    disagg = DisaggConfig(disaggregation_mode="decode", cluster_secret_file=__file__)
+    assert plan_session(engine=EngineConfig(node_rank=1, **flags), server=server, disagg=disagg).control_host == ""
+    with pytest.raises(ConfigError, match="peers need one address of this worker"):
+        plan_session(engine=EngineConfig(node_rank=0, **flags), server=server, disagg=disagg)
 
 
 def test_weights_and_adapters_that_came_while_it_ran_go_with_it(tmp_path: Path) -> None:

@@ -51,6 +51,29 @@ async def test_two_machines_answer_and_end_together(tmp_path: Path) -> None:
         assert far.errors()[0] == f"tandem serve: error: rank 1 of 2 (pid {rank.pid}) ended: SIGKILL; node 0 ends, too"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [("--tp-size", "4"), ("--pp-size", "4")], ids=" ".join)
+async def test_four_machines_answer_and_end_together(tmp_path: Path, sizes: tuple[str, str]) -> None:
+    names = [f"m{number}" for number in range(4)]
+    with fleet(tmp_path, *names) as machines:
+        group = ("serve", *FLAGS, *sizes, *machines.group("m0", 4))
+        others = [machines.start(name, *group, "--node-rank", name[1:]) for name in names[1:]]
+        near = machines.start("m0", *group, *machines.off_loopback("m0"))
+        answers = await generate_all(near.wait()["url"], BODIES)
+        assert [answer["output_ids"] for answer in answers] == TOKENS
+        nodes = [near, *others]
+        (rank,) = psutil.Process(others[-1].process.pid).children()
+        rank.kill()
+        wait_until(
+            lambda: all(node.process.poll() is not None for node in nodes), within_s=WITHIN_S, what="the end of all"
+        )
+        assert [len(node.errors()) for node in nodes] == [1] * 4
+        of_node_3 = 3 if "--tp-size" in sizes else 2  # node 0 has the leader, whose stage is the last
+        assert near.errors()[0].startswith(f"tandem serve: error: rank {of_node_3} of 4 (node 3, ")
+        assert f"(pid {rank.pid}) ended: SIGKILL" in others[-1].errors()[0]
+        assert all("node 0 (--dist-init-addr " in node.errors()[0] for node in others[:-1])
+
+
 @dataclass
 class Pair:
     """A prefill and a decode worker, one of them on two machines, and a router. `far`: the second machine's part."""
@@ -71,14 +94,15 @@ class Pair:
 
 
 @contextmanager
-def pair(folder: Path, backend: str, wide: str) -> Iterator[Pair]:
-    """`wide`: the role on two machines."""
+def pair(folder: Path, backend: str, wide: str, *, as_pods: bool = False) -> Iterator[Pair]:
+    """`wide`: the role on two machines. `as_pods`: the one without HTTP gets flags of its own address, as in Kubernetes."""
     with fleet(folder, "near", "far", "other") as machines:
-        common = ("serve", *FLAGS, "--kv-units", "2", "--disaggregation-kv-checksum")
+        common = ("serve", *FLAGS, "--kv-units", "2", "--disaggregation-kv-checksum", "--drain-timeout", "1")
         common += ("--disaggregation-transfer-backend", backend, "--disaggregation-bootstrap-port", "0")
         group = ["--tp-size", "2", *machines.group("near", 2), "--disaggregation-mode", wide]
         env = {"UCX_TLS": "tcp"}  # the kernel is one, so that UCX would find shared memory
-        far = machines.start("far", *common, *group, "--node-rank", "1", own_pids=True, env=env)
+        own = ["--host", "0.0.0.0", "--disaggregation-control-host", machines.host("far")] if as_pods else []
+        far = machines.start("far", *common, *group, "--node-rank", "1", *own, own_pids=True, env=env)
         parts = {wide: machines.start("near", *common, *group, *machines.off_loopback("near"), env=env)}
         (role,) = {"prefill", "decode"} - {wide}
         alone = ["--disaggregation-mode", role, *machines.off_loopback("other")]
@@ -131,7 +155,7 @@ async def test_prefill_on_two_machines(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "wide"), [("nixl", "decode"), ("mooncake", "decode"), ("mooncake", "prefill")])
 async def test_either_side_on_two_machines(tmp_path: Path, backend: str, wide: str) -> None:
-    with pair(tmp_path, backend, wide) as workers:
+    with pair(tmp_path, backend, wide, as_pods=backend == "mooncake") as workers:
         await _answers(workers)
 
 

@@ -1,5 +1,6 @@
 """The channel of a leader and a follower: a socket pair, and TCP as between two machines."""
 
+import select
 import socket
 import threading
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import pytest
 from engine.ranks.channel import follower_end, leader_end
 from engine.ranks.messages import PoolSize, Ready, Step
 from service.process import message_stream
-from service.process.message_stream import ChannelClosed, ChannelFull, socket_pair
+from service.process.message_stream import LENGTH, ChannelClosed, ChannelFull, MessageStream, socket_pair
 from tests.engine.ranks_in_process import tcp_pair
 
 SOON_S = 10.0
@@ -72,3 +73,26 @@ def test_a_length_that_no_message_has_closes_the_channel(pair: Make) -> None:
         theirs.sendall(b"\xff\xff\xff\xff")
         with pytest.raises(ChannelClosed, match="a message of 4294967295 bytes"):
             leader.receive()
+
+
+@ways
+def test_what_has_arrived_is_read_without_a_wait_however_it_is_cut(pair: Make) -> None:
+    own, theirs = pair()
+    with closing(MessageStream(own)) as stream:
+        assert stream.arrived() == []
+        wire = b"".join(LENGTH.pack(len(data)) + data for data in (b"one", b"", b"three"))
+        found = []
+        with theirs:
+            for byte in wire:
+                theirs.sendall(bytes([byte]))
+                select.select([stream], [], [], SOON_S)
+                found += stream.arrived()
+            assert found == [b"one", b"", b"three"]
+            theirs.sendall(wire + wire[:5])
+        select.select([stream], [], [], SOON_S)
+        while len(found) < 6:
+            found += stream.arrived()  # what came before the end counts
+        assert found[3:] == found[:3]
+        with pytest.raises(ChannelClosed):
+            while True:
+                stream.arrived()

@@ -290,5 +290,13 @@ def test_no_stranger_joins_the_ranks_of_two_machines(
     check_start(check, ServerConfig, "--dist-init-addr .*--cluster-secret-file" if refused else None, caplog)
 
 
+def test_a_machine_without_http_has_a_transfer_engine_too(caplog: pytest.LogCaptureFixture) -> None:
+    for node, told in ((0, 0), (1, 1)):
+        engine = EngineConfig(tp_size=2, nnodes=2, node_rank=node, dist_init_addr="127.0.0.1:5000")
+        disagg = DisaggConfig(disaggregation_mode="decode", disaggregation_transfer_backend="mooncake")
+        check_nodes_exposure(ServerConfig(), engine, disagg)
+        assert caplog.text.count("mooncake listens on every address") == told
+
+
 def test_a_registration_holds_no_secret() -> None:
     assert not [name for name in Registration.__struct_fields__ if "secret" in name or "key" in name]
