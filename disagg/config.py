@@ -112,7 +112,10 @@ class JointSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker sends the scheduler process of a DP rank. `bootstrap`: host:port of the server to register at (prefill)."""
+    """What a worker sends the scheduler process of a DP rank. `bootstrap`: host:port of the server to register at (prefill).
+
+    `gpus`: of its ranks; (): each takes what it sees.
+    """
 
     engine: EngineConfig
     disagg: DisaggConfig
@@ -125,6 +128,7 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_frontends: int = 1
     dp_rank: int = 0
     joint: JointSpec | None = None
+    gpus: tuple[str, ...] = ()
 
     @property
     def process(self) -> str:

@@ -1,4 +1,4 @@
-"""The GPU of each DP rank of a worker."""
+"""The GPUs of a worker: one for each of its ranks."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -9,19 +9,22 @@ from service.flags import ConfigError
 from transfer_backends.engines.wheels import installed_torch, torch_cuda_major
 
 
-def gpus_of_ranks(engine: EngineConfig, visible: Callable[[], Sequence[str]]) -> list[str | None]:
-    """Give each rank one of the GPUs that this process sees. Raises ConfigError for more ranks than GPUs.
+def gpus_of_ranks(engine: EngineConfig, visible: Callable[[], Sequence[str]]) -> list[tuple[str, ...]]:
+    """Give each rank of each DP rank one of the GPUs that this process sees. Raises ConfigError for more ranks than GPUs.
 
-    None: it takes what it sees, as without ranks.
+    (): the DP rank takes what it sees, as without ranks.
     """
-    if engine.dp_size == 1 or engine.device == "cpu" or not (gpus := visible()):
-        return [None] * engine.dp_size
-    if engine.dp_size > len(gpus):
+    size, count = engine.num_ranks, engine.dp_size * engine.num_ranks
+    if count == 1 or engine.nnodes > 1 or engine.device == "cpu" or not (gpus := visible()):
+        return [()] * engine.dp_size
+    if count > len(gpus):
+        flags = {"--tp-size": engine.tp_size, "--pp-size": engine.pp_size, "--dp-size": engine.dp_size}
+        given = ", ".join(f"{flag} {value}" for flag, value in flags.items() if value > 1)
         raise ConfigError(
-            f"--dp-size {engine.dp_size}: {engine.dp_size} ranks for {len(gpus)} GPU{'s' * (len(gpus) > 1)} "
+            f"{given}: {count} ranks for {len(gpus)} GPU{'s' * (len(gpus) > 1)} "
             f"({', '.join(gpus)}); lower it, make more visible (CUDA_VISIBLE_DEVICES), or give --device cpu"
         )
-    return list(gpus[: engine.dp_size])
+    return [tuple(gpus[first : first + size]) for first in range(0, count, size)]
 
 
 def visible_here() -> list[str]:

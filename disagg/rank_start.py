@@ -15,7 +15,7 @@ STATUS_WAIT_S = 0.3  # a process that has closed its socket ends at once, unless
 
 def start_rank(children: Children, spec: RankSpec) -> "subprocess.Popen[bytes]":
     """It inherits the descriptors that `spec` names."""
-    engine = spec.scheduler.engine
+    engine, gpus = spec.scheduler.engine, spec.scheduler.gpus
     joint = () if spec.scheduler.joint is None else (spec.scheduler.joint.memory,)
     return children.start(
         f"rank {spec.rank}",
@@ -24,6 +24,7 @@ def start_rank(children: Children, spec: RankSpec) -> "subprocess.Popen[bytes]":
         num_threads=engine.num_threads or 1,
         descriptors=(*spec.descriptors, *spec.wires.values(), *joint),
         shares_cores=engine.num_threads is not None and shares_cores(engine),
+        gpu=gpus[spec.rank] if gpus else None,
     )
 
 

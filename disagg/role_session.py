@@ -24,6 +24,7 @@ from engine.ipc import IpcPaths
 from engine.local_defaults import shares_cores
 from engine.lora.names import named_paths
 from engine.model_files.model_config import load_model_config
+from engine.nodes import leader_of
 from engine.rank_rules import check_ranks
 from engine.text.tokenizer import load_tokenizer
 from service.flags import ConfigError
@@ -170,8 +171,8 @@ def _start(session: RoleSession, *, num_frontends: int) -> None:
         session.joint = JointMemory.create(engine)
         session.children.before_end = session.joint.abort
         first = msgspec.structs.replace(first, joint=session.joint.spec)
-    for rank, gpu in enumerate(gpus_of_ranks(engine, visible_here)):
-        spec = msgspec.structs.replace(first, dp_rank=rank, progress=first.progress and rank == 0)
+    for rank, gpus in enumerate(gpus_of_ranks(engine, visible_here)):
+        spec = msgspec.structs.replace(first, dp_rank=rank, gpus=gpus, progress=first.progress and rank == 0)
         session.children.start(
             "scheduler" if engine.dp_size == 1 else f"DP rank {rank} scheduler",
             "disagg.scheduler_process",
@@ -179,7 +180,7 @@ def _start(session: RoleSession, *, num_frontends: int) -> None:
             num_threads=threads,
             descriptors=() if session.joint is None else session.joint.descriptors,
             shares_cores=shares_cores(engine),
-            gpu=gpu,
+            gpu=gpus[leader_of(engine)] if gpus else None,
         )
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,21 +30,34 @@ UNCHANGED = RoleSwitchState(
 
 
 @pytest.mark.parametrize(
-    ("dp_size", "device", "gpus", "given"),
+    ("sizes", "device", "gpus", "given"),
     [
-        (1, "auto", ["a", "b"], [None]),
-        (2, "auto", ["a", "b", "c"], ["a", "b"]),
-        (2, "cpu", ["a"], [None, None]),
-        (3, "auto", [], [None, None, None]),
+        ({}, "auto", "ab", [()]),
+        ({"dp_size": 2}, "auto", "abc", [("a",), ("b",)]),
+        ({"tp_size": 2}, "auto", "abc", [("a", "b")]),
+        ({"tp_size": 2, "pp_size": 2, "dp_size": 2}, "cuda", "abcdefgh", [tuple("abcd"), tuple("efgh")]),
+        ({"dp_size": 2}, "cpu", "a", [(), ()]),
+        ({"dp_size": 3}, "auto", "", [(), (), ()]),
+        ({"pp_size": 4, "nnodes": 2}, "auto", "ab", [()]),
     ],
 )
-def test_each_rank_has_a_gpu_of_its_own(dp_size: int, device: str, gpus: list[str], given: list[str | None]) -> None:
-    assert gpus_of_ranks(EngineConfig(dp_size=dp_size, device=device), lambda: gpus) == given
+def test_each_rank_has_a_gpu_of_its_own(
+    sizes: dict[str, Any], device: str, gpus: str, given: list[tuple[str, ...]]
+) -> None:
+    assert gpus_of_ranks(EngineConfig(device=device, **sizes), lambda: list(gpus)) == given
 
 
-def test_more_ranks_than_gpus_are_refused_with_both_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"--dp-size 3: 3 ranks for 2 GPUs \(a, b\)"):
-        gpus_of_ranks(EngineConfig(dp_size=3), lambda: ["a", "b"])
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"dp_size": 3}, "--dp-size 3: 3 ranks for 2 GPUs"),
+        ({"tp_size": 2, "pp_size": 2}, "--tp-size 2, --pp-size 2: 4 ranks for 2 GPUs"),
+        ({"tp_size": 2, "dp_size": 2}, "--tp-size 2, --dp-size 2: 4 ranks for 2 GPUs"),
+    ],
+)
+def test_more_ranks_than_gpus_are_refused_with_both_numbers(sizes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{said} \(a, b\); lower it"):
+        gpus_of_ranks(EngineConfig(**sizes), lambda: ["a", "b"])
 
 
 def test_requests_of_a_unified_worker_have_no_room() -> None:
