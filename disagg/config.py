@@ -145,7 +145,7 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a leader sends a follower. `descriptors`: of the memory that the ranks share, of the channel to the leader, and
     with a peer of the socket to its transfer engine. `wires`: descriptors of its connections to another machine's ranks, by its
-    end of them (engine/nodes.py).
+    end of them (engine/nodes.py). `store`: descriptor of the file in which ranks on GPUs meet.
     """
 
     scheduler: SchedulerSpec
@@ -154,6 +154,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     descriptors: tuple[int, ...]
     mooncake_protocol: str | None
     wires: dict[str, int] = {}
+    store: int | None = None
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ from transfer_backends.engines.wheels import installed_torch, torch_cuda_major
 def gpus_of_ranks(engine: EngineConfig, visible: Callable[[], Sequence[str]]) -> list[tuple[str, ...]]:
     """Give each rank of each DP rank one of the GPUs that this process sees. Raises ConfigError for more ranks than GPUs.
 
-    (): the DP rank takes what it sees, as without ranks.
+    (): the DP rank takes what it sees, as without ranks. Over several machines ranks are for CPUs.
     """
     size, count = engine.num_ranks, engine.dp_size * engine.num_ranks
     if count == 1 or engine.nnodes > 1 or engine.device == "cpu" or not (gpus := visible()):

@@ -21,14 +21,18 @@ from engine.config import EngineConfig
 from engine.model_files.model_config import ModelConfig
 from engine.nodes import leader_of, node_of, ranks_of
 from engine.parallel.late import late_ranks
+from engine.parallel.process_groups import joined, new_store
 from engine.parallel.region import SharedRegion
 from engine.rank_rules import check_device
 from engine.ranks.channel import leader_end
 from engine.ranks.followers import Followers, Member
 from engine.ranks.group import Group
-from engine.ranks.links import Joint, links_of, region_plan
+from engine.ranks.links import Joint, links_of, place_of, region_plan
 from engine.resolve import resolve
 from service.process.message_stream import ChannelClosed, ChannelFull, socket_pair
+
+OWN_GPU = torch.device("cuda", 0)  # each rank sees one
+SILENT_S = 1.0  # a host that only enqueues steps answers much sooner
 
 
 @contextmanager
@@ -49,12 +53,15 @@ def started_group(spec: SchedulerSpec, model: ModelConfig, *, mooncake_protocol:
         if config.nnodes > 1:
             secret = read_secret(spec.disagg.cluster_secret_file) or b""
             met = undo.enter_context(gathered(spec.engine, spec.disagg, plan, secret=secret))
+        store = None
+        if config.device == "cuda":
+            undo.callback(os.close, store := new_store())
         joint = _joint(spec, config)
         region = SharedRegion.create(plan, ends_with=joint.region if joint else None)
         undo.callback(region.close)
         undo.callback(children.end)
         undo.callback(region.abort)
-        group = _start(spec, config, region, joint, children, mooncake_protocol, met)
+        group = _start(spec, config, region, joint, children, mooncake_protocol, met, store)
         undo.callback(group.followers.close)  # first: from now on the end of a follower is no news
         yield group
         if met is not None:
@@ -69,7 +76,9 @@ def _start(
     children: Children,
     mooncake_protocol: str | None,
     met: Met | None,
+    store: int | None,
 ) -> Group:
+    """`store`: where ranks on GPUs meet."""
     assert region.descriptor is not None
     leader, first = leader_of(config), 0 if joint is None else joint.dp_rank * config.num_ranks
     members: dict[int, Member] = {}
@@ -92,6 +101,7 @@ def _start(
                 descriptors=tuple(descriptors),
                 mooncake_protocol=mooncake_protocol,
                 wires=wires,
+                store=store,
             )
             process = start_rank(children, rank_spec)
         members[rank] = (leader_end(own), _RankProcess(process, rank_spec.name))
@@ -103,14 +113,24 @@ def _start(
             members[rank] = (leader_end(met.plan_of(rank)), member)
             if spec.disagg.disaggregation_mode != "null":
                 transfers[rank] = met.engine_of(rank)
+    # Before the leader meets its followers: one that ends meanwhile is reported.
+    followers = Followers(
+        members, on_end=_end_worker, limit_s=config.watchdog_timeout_s, copies_beside=config.device == "cuda"
+    )
+    groups, late = None, partial(_late, region, config)
+    if joint is not None:
+        late = partial(_late_of_all, region, joint, first)
+    if store is not None:
+        groups = joined(store, place_of(leader, config), OWN_GPU, timeout_s=config.dist_timeout_s)
+        late = partial(_late_hosts, followers, config)
     return Group(
-        links=links_of(region, leader, config, _wires(met, leader), joint=joint),
+        links=links_of(region, leader, config, _wires(met, leader), joint=joint, groups=groups),
         pids=pids,
-        followers=Followers(members, on_end=_end_worker, limit_s=config.watchdog_timeout_s),
+        followers=followers,
         transfers=transfers,
         timeout_s=config.dist_timeout_s,
         joint=joint,
-        late=partial(_late, region, config) if joint is None else partial(_late_of_all, region, joint, first),
+        late=late,
     )
 
 
@@ -134,6 +154,11 @@ def _late_of_all(region: SharedRegion, joint: Joint, first: int) -> list[int]:
     """With DP attention: of all DP ranks' ranks, or where none of them is awaited, of this one's. Numbered over all."""
     late = late_ranks(joint.region)
     return late if len(late) < joint.region.plan.ranks else [first + rank for rank in late_ranks(region)]
+
+
+def _late_hosts(followers: Followers, config: EngineConfig) -> list[int]:
+    """On GPUs: the ranks whose hosts hang; all of them where a GPU does, since a sum that waits looks alike on each."""
+    return followers.silent(within_s=SILENT_S) or list(range(config.num_ranks))
 
 
 @dataclass

@@ -42,11 +42,22 @@ LATER = 1.5  # a rank that waits for a late one ends after its leader, which nam
 def run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
     """Load, serve until the leader ends. Raises ConfigError, BackendUnavailable, EngineError, and ChannelClosed."""
     with no_collections():
+        import torch
+
+    with torch.inference_mode():  # as the leader's stream: what this thread computes is not to be differentiated
+        _run(spec, channel)
+
+
+def _run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
+    with no_collections():
+        import torch
+
         from disagg.fabric_pool import kv_bytes_of
         from disagg.transfer_engine import engine_of, memory_of
+        from engine.parallel.process_groups import joined
         from engine.parallel.region import SharedRegion
         from engine.ranks.build import RankUse, build_follower
-        from engine.ranks.links import Joint
+        from engine.ranks.links import Joint, place_of
 
     config, disagg = spec.scheduler.engine, spec.scheduler.disagg
     joint = None
@@ -56,6 +67,10 @@ def run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
     region = SharedRegion.open(spec.descriptors[0], spec.region, ends_with=None if joint is None else joint.region)
     os.close(spec.descriptors[0])
     turns = TurnClock(limit_s=LATER * config.watchdog_timeout_s)
+    groups = None
+    if spec.store is not None:
+        place = place_of(spec.rank, config)
+        groups = joined(spec.store, place, torch.device("cuda", 0), timeout_s=config.dist_timeout_s)
     follower, pool, held = build_follower(
         config,
         load_model_config(config.model_path),
@@ -64,12 +79,14 @@ def run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
         channel=channel,
         use=RankUse(
             decodes=disagg.disaggregation_mode != "prefill",
+            prefills=disagg.disaggregation_mode != "decode",
             name=spec.scheduler.trace_name(spec.rank),
             allocate_kv=kv_bytes_of(spec.mooncake_protocol),
         ),
         turning=partial(_note, turns),
         joint=joint,
         wires={end: socket.socket(fileno=descriptor) for end, descriptor in spec.wires.items()},
+        groups=groups,
     )
     if len(spec.descriptors) > 2:
         _serve_transfers(spec, engine_of(spec.scheduler, pool), memory_of(pool, held))

@@ -17,12 +17,13 @@ def start_rank(children: Children, spec: RankSpec) -> "subprocess.Popen[bytes]":
     """It inherits the descriptors that `spec` names."""
     engine, gpus = spec.scheduler.engine, spec.scheduler.gpus
     joint = () if spec.scheduler.joint is None else (spec.scheduler.joint.memory,)
+    store = () if spec.store is None else (spec.store,)
     return children.start(
         f"rank {spec.rank}",
         "disagg.rank_process",
         ["--spec-json", msgspec.json.encode(spec).decode()],
         num_threads=engine.num_threads or 1,
-        descriptors=(*spec.descriptors, *spec.wires.values(), *joint),
+        descriptors=(*spec.descriptors, *spec.wires.values(), *joint, *store),
         shares_cores=engine.num_threads is not None and shares_cores(engine),
         gpu=gpus[spec.rank] if gpus else None,
     )

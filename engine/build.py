@@ -27,6 +27,7 @@ from engine.executor.compile_log import CompileLog
 from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.executor import Executor
 from engine.executor.model_runner import DeviceOutOfMemory
+from engine.executor.warm_up import StepExecutor, by_executor
 from engine.executor.weights import WeightUpdater
 from engine.gpu_memory import GpuMemory, MemoryGauge, await_share
 from engine.graphs import MakeCapture
@@ -42,19 +43,19 @@ from engine.kv.page_backup import PageBackup
 from engine.kv_events_config import parse_kv_events_config
 from engine.local_defaults import usable_cores
 from engine.lora.store import LoraStore
-from engine.measure import measure, warm
+from engine.measure import measure, own_steps, warm
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from engine.parallel.layout import ALONE
 from engine.pool import allocate_pool, count_pages, held_by
-from engine.ranks.future_maps import LeaderFutureMap
+from engine.ranks.future_maps import future_map_of
 from engine.ranks.group import Group, GroupAdapters, GroupWeights
 from engine.ranks.group_files import rank_files
 from engine.ranks.leading_executor import LeadingExecutor
+from engine.ranks.links import stage_input
 from engine.ranks.messages import PoolSize
 from engine.ranks.same_kernels import check_same_kernels, kernels_here
-from engine.ranks.stages import StageInput
 from engine.resolve import backup_pages, depth, limits, priorities, ratio_rule, resolve, step_budget
 from service.flags import ConfigError
 
@@ -141,11 +142,8 @@ def build_engine(
     )
     fingerprinted = tiered or group is not None
     model, files = _load(config, model_config, load_here, fingerprinted=fingerprinted, progress=progress)
-    measured = partial(
-        measure, config, model_config, model, decodes=use.decodes, prefills=use.prefills, progress=progress
-    )
-    memory = measured(gauge) if gauge is not None and shares else None
     place = group.links.place if group else ALONE
+    memory = _measured(config, model_config, model, gauge, use, group, progress=progress) if gauge and shares else None
     held = held_by(config, model_config, place)
     units, specs = len(held.units), model.cache_specs()
     pages = _count_pages(config, specs, memory, group, units=units, files=files)
@@ -179,15 +177,14 @@ def build_engine(
         prefills=use.prefills,
         progress=progress,
         place=place,
-        exchange=group.links.exchange if group else None,
-        future_map=LeaderFutureMap(group.links.tokens) if group else None,
-        inputs=StageInput(group.links.before) if group and group.links.before else None,
+        **_rank_inputs(config, model_config, group),
     )
+    executor = _leading(config, device, group, wakeup) if group else device.executor
     if group is not None:
         group.followers.await_serving(timeout_s=group.timeout_s)
         check_same_kernels(kernels_here(), group.followers.apply("kernels").wait())
     if gauge is not None:
-        _warm(config, model_config, device, use, positions=pool.num_pages * config.page_size, progress=progress)
+        _warm(config, model_config, executor, use, positions=pool.num_pages * config.page_size, progress=progress)
     kv_memory, events = _memory(config, num_pages=pool.num_pages, host=tier.cache if tier else None)
     num_ids = min(model_config.vocab_size, num_token_ids or model_config.vocab_size)
     return EngineParts(
@@ -195,7 +192,7 @@ def build_engine(
         model=model_config,
         pool=pool,
         device=device,
-        executor=_leading(config, device, group, wakeup) if group else device.executor,
+        executor=executor,
         adapters=GroupAdapters(device.adapters, group.followers) if group and device.adapters else device.adapters,
         group=group,
         held=held,
@@ -217,6 +214,47 @@ def build_engine(
     )
 
 
+def _measured(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: DenseDecoder,
+    gauge: MemoryGauge,
+    use: EngineUse,
+    group: Group | None,
+    *,
+    progress: bool,
+) -> GpuMemory:
+    """Raises ConfigError."""
+    if group is not None:
+        group.followers.await_loaded(timeout_s=group.timeout_s)
+    place = group.links.place if group else ALONE
+    inputs = _rank_inputs(config, model_config, group)
+    return measure(
+        config,
+        model_config,
+        model,
+        gauge,
+        decodes=use.decodes,
+        prefills=use.prefills,
+        progress=progress,
+        steps_over=partial(own_steps, config, model_config, model, progress=progress, place=place, **inputs),
+        place=place,
+    )
+
+
+def _rank_inputs(config: EngineConfig, model: ModelConfig, group: Group | None) -> dict[str, Any]:
+    """What a leader's steps read of other ranks, as `build_device` takes it."""
+    if group is None:
+        return {}
+    assert config.max_running_requests is not None, "resolved"
+    device, slots = torch.device(config.device), config.max_running_requests
+    return {
+        "exchange": group.links.exchange,
+        "future_map": future_map_of(group.links, leads=True, device=device, num_slots=slots),
+        "inputs": stage_input(group.links, config, model),
+    }
+
+
 def _weights(
     config: EngineConfig,
     model: ModelConfig,
@@ -232,7 +270,7 @@ def _weights(
             tier.cache.use_identity(identity(version=version, fingerprint=files))
 
     def install(other: DenseDecoder) -> None:
-        device.executor.call(lambda: device.executor.runner.use(other))
+        device.executor.call(lambda: device.executor.runner.use(other, needs_graphs=group is not None))
 
     everywhere = None if group is None else GroupWeights(group.followers, load=load, install=install)
     return WeightUpdater(
@@ -248,13 +286,13 @@ def _weights(
 
 
 def _warm(
-    config: EngineConfig, model: ModelConfig, device: Device, use: EngineUse, *, positions: int, progress: bool
+    config: EngineConfig, model: ModelConfig, executor: StepExecutor, use: EngineUse, *, positions: int, progress: bool
 ) -> None:
     """The measured steps again, on what serves: by its graphs, and with its page table. Raises ConfigError."""
     assert config.context_length is not None, "resolved"
     positions = min(positions, config.context_length)
     try:
-        warm(config, model, device.executor, positions=positions, decodes=use.decodes, progress=progress)
+        warm(config, model, by_executor(executor), positions=positions, decodes=use.decodes, progress=progress)
     except DeviceOutOfMemory as error:
         raise ConfigError(
             f"--mem-fraction-static: no memory is left for the largest step beside the KV cache ({error}); lower it or "

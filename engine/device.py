@@ -1,6 +1,7 @@
 """What an engine has on its device: model, KV pool, and the executor that runs steps over them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,13 +13,15 @@ from engine.executor.copies import Copies
 from engine.executor.decode_graphs import DecodeGraphs
 from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.executor import Executor
-from engine.executor.forward_pass import ForwardPass, StepInputs
+from engine.executor.forward_pass import ForwardPass
 from engine.executor.future_map import FutureMap
 from engine.executor.joint_steps import JointSteps
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.model_runner import ModelRunner
 from engine.executor.prefill_graphs import PrefillGraphs
+from engine.executor.recorded_ends import SampledEnd
 from engine.executor.sample_pass import SamplePass
+from engine.executor.step_inputs import StepInputs
 from engine.executor.stream import CudaStream, InlineStream, Stream, ThreadStream
 from engine.graphs import MakeCapture, make_graphs
 from engine.kernels.linear import linear_kernel
@@ -34,7 +37,7 @@ from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.parallel.layout import ALONE, Place, share_of
 from engine.parallel.row_exchange import RowExchange
-from engine.sampler.make import make_sampler
+from engine.sampler.make import CapturableSampler, make_sampler
 from service.flags import ConfigError
 
 
@@ -159,8 +162,8 @@ def build_device(
         capture=capture,
         backend=parts.backend,
         page_table=parts.page_table,
-        future_map=future_map,
-        sampler=sampler,
+        inputs=inputs or future_map,
+        end=SampledEnd(sampler, future_map, device=device) if isinstance(sampler, CapturableSampler) else None,
         adapters=parts.adapters,
         progress=progress,
     )
@@ -171,7 +174,8 @@ def build_device(
         sample_pass=SamplePass(sampler=sampler, future_map=future_map, device=device),
     )
     executor = Executor(runner=runner, stream=_stream(config, device))
-    _record(executor, runner)
+    with memory_for_graphs():
+        executor.call(runner.record)
     adapters = None if parts.adapters is None else adapter_store(config, model, parts.adapters, in_order=executor.call)
     return Device(executor, parts.layers, adapters, graphs, prefill_graphs, parts.tapes)
 
@@ -200,9 +204,11 @@ def context_pages(config: EngineConfig) -> int:
     return -(-(config.context_length + 1) // config.page_size)
 
 
-def _record(executor: Executor, runner: ModelRunner) -> None:
+@contextmanager
+def memory_for_graphs() -> Iterator[None]:
+    """Raises ConfigError where the block finds no memory."""
     try:
-        executor.call(runner.record)
+        yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"--mem-fraction-static: no memory is left for the decode graphs ({error}); lower it or --cuda-graph-max-bs, "

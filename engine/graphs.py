@@ -7,11 +7,11 @@ from functools import partial
 from engine.attention.backend import AttentionBackend, CapturableBackend
 from engine.config import EngineConfig
 from engine.executor.decode_graphs import Capture, CudaCapture, DecodeGraphs, graph_sizes
-from engine.executor.future_map import FutureMap
 from engine.executor.prefill_graphs import PrefillGraphs, prefill_graph_sizes
+from engine.executor.recorded_ends import RecordedEnd
+from engine.executor.step_inputs import StepInputs
 from engine.kv.page_table import PageTable
 from engine.lora.bank import AdapterBank
-from engine.sampler.make import CapturableSampler, TokenSampler
 
 MOST_PREFILL_TOKENS = 512  # by default: a GPU computes more for longer than the host needs to launch them
 
@@ -28,20 +28,21 @@ def make_graphs(
     capture: MakeCapture | None,
     backend: AttentionBackend,
     page_table: PageTable,
-    future_map: FutureMap,
-    sampler: TokenSampler,
+    inputs: StepInputs,
+    end: RecordedEnd | None,
     adapters: AdapterBank | None,
     progress: bool,
 ) -> tuple[DecodeGraphs | None, PrefillGraphs | None]:
     """Return the graphs of decode steps and of short prompts, still to be recorded. `capture` takes the place of CUDA's.
 
-    `config` is resolved. `decodes`, `prefills`: whether the worker has such steps.
+    `config` is resolved. `decodes`, `prefills`: whether the worker has such steps. `end`: of decode steps; None: they cannot be
+    recorded.
     """
     if capture is None and page_table.device.type == "cuda":
         capture = partial(CudaCapture, page_table.device)
     if capture is None or config.disable_cuda_graph or not (decodes or prefills):
         return None, None
-    if not isinstance(backend, CapturableBackend) or not isinstance(sampler, CapturableSampler):
+    if not isinstance(backend, CapturableBackend) or end is None:
         log.warning("no graphs: the attention backend asks the host for lengths; triton does not")
         return None, None
     decode_graphs = prefill_graphs = None
@@ -51,8 +52,8 @@ def make_graphs(
             capture=capture,
             backend=backend,
             page_table=page_table,
-            future_map=future_map,
-            sampler=sampler,
+            inputs=inputs,
+            end=end,
             device=page_table.device,
             adapters=adapters if adapters is not None and adapters.records else None,
             progress=progress,
@@ -63,7 +64,7 @@ def make_graphs(
             capture=capture,
             backend=backend,
             page_table=page_table,
-            future_map=future_map,
+            inputs=inputs,
             progress=progress,
         )
     return decode_graphs, prefill_graphs
@@ -75,6 +76,11 @@ def num_graphs(config: EngineConfig, *, decodes: bool, prefills: bool) -> int:
         return 0
     kinds = 2 if config.enable_lora else 1  # decode steps without and with adapters
     return len(_decode_sizes(config)) * kinds * decodes + len(_prefill_sizes(config)) * prefills
+
+
+def most_recorded_rows(config: EngineConfig) -> int:
+    """Return the most rows of a recorded step."""
+    return max(_decode_sizes(config)[-1], *_prefill_sizes(config), 0)
 
 
 def logits_bytes(config: EngineConfig, *, vocab_size: int, decodes: bool) -> int:

@@ -3,26 +3,34 @@
 import gc
 import logging
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
 
 from engine.config import EngineConfig
+from engine.core.plan import Plan
 from engine.device import build_device, context_pages
-from engine.executor.executor import Executor
+from engine.executor.future_map import FutureMap
 from engine.executor.model_runner import DeviceOutOfMemory
-from engine.executor.warm_up import WarmUp, warm_up
+from engine.executor.step_inputs import StepInputs
+from engine.executor.warm_up import WarmUp, by_executor, warm_up
 from engine.gpu_memory import GRAPH_BYTES, GpuMemory, MemoryGauge
 from engine.graphs import logits_bytes, num_graphs
 from engine.kv.kv_pool import KVPool
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
-from engine.parallel.layout import ALONE
+from engine.parallel.layout import ALONE, Place
+from engine.parallel.row_exchange import RowExchange
 from engine.pool import held_by
 from engine.resolve import largest_prompt_step
 from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
+
+RunStep = Callable[[Plan], None]
+StepsOver = Callable[[KVPool], AbstractContextManager[RunStep]]  # what runs steps over a pool, while the block lasts
 
 
 def measure(
@@ -34,24 +42,30 @@ def measure(
     decodes: bool,
     prefills: bool,
     progress: bool,
+    steps_over: StepsOver,
+    place: Place = ALONE,
 ) -> GpuMemory:
     """Run every kind of step over a pool of scratch alone, which also compiles its kernels. Raises ConfigError.
 
-    `decodes`, `prefills`: as in EngineUse.
+    `decodes`, `prefills`: as in EngineUse. Ranks measure at the same time, each at its `place`: their steps need one another.
     After vLLM's profiled run. Adapters are not loaded yet: what they add to a step is not in it.
     """
     assert config.mem_fraction_static is not None and config.context_length is not None, "resolved"
     gauge.release()
     own = gauge.own()
     gauge.begin_peak()
+    units = len(held_by(config, model_config, place).units)
+    pool = KVPool(model.cache_specs(), num_pages=1, page_size=config.page_size, device=config.device, units=units)
     try:
-        _run(config, model_config, model, decodes=decodes, progress=progress)
+        with steps_over(pool) as run:
+            warm(config, model_config, run, positions=config.context_length, decodes=decodes, progress=progress)
     except (DeviceOutOfMemory, torch.OutOfMemoryError) as error:
         raise ConfigError(
             f"--chunked-prefill-size, --max-running-requests: the GPU has no memory for the largest step beside the weights "
             f"({error}); lower them"
         ) from None
     step = gauge.peak() - own
+    del pool
     gc.collect()  # the engine of the steps is a circle, and holds its pool
     gauge.release()
     graphs = num_graphs(config, decodes=decodes, prefills=prefills) * GRAPH_BYTES
@@ -59,11 +73,20 @@ def measure(
     return GpuMemory(total=gauge.total(), share=config.mem_fraction_static, own=own, step=step, graphs=graphs)
 
 
-def _run(
-    config: EngineConfig, model_config: ModelConfig, model: DenseDecoder, *, decodes: bool, progress: bool
-) -> None:
-    units = len(held_by(config, model_config, ALONE).units)
-    pool = KVPool(model.cache_specs(), num_pages=1, page_size=config.page_size, device=config.device, units=units)
+@contextmanager
+def own_steps(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: DenseDecoder,
+    pool: KVPool,
+    *,
+    progress: bool,
+    place: Place = ALONE,
+    exchange: RowExchange | None = None,
+    future_map: FutureMap | None = None,
+    inputs: StepInputs | None = None,
+) -> Iterator[RunStep]:
+    """The steps of a rank that samples. The rest as in `build_device`."""
     device = build_device(
         replace(config, enable_lora=False),
         model_config,
@@ -76,10 +99,13 @@ def _run(
         prefills=False,
         progress=progress,
         max_pages=context_pages(config),
+        place=place,
+        exchange=exchange,
+        future_map=future_map,
+        inputs=inputs,
     )
     try:
-        assert config.context_length is not None, "resolved"
-        warm(config, model_config, device.executor, positions=config.context_length, decodes=decodes, progress=progress)
+        yield by_executor(device.executor)
     finally:
         device.executor.close()
 
@@ -87,13 +113,13 @@ def _run(
 def warm(
     config: EngineConfig,
     model_config: ModelConfig,
-    executor: Executor,
+    run: RunStep,
     *,
     positions: int,
     decodes: bool,
     progress: bool,
 ) -> None:
-    """Run every kind of step that `executor` may be given. `positions`: of a request. Raises DeviceOutOfMemory."""
+    """Run every kind of step that there may be. `positions`: of a request. Raises DeviceOutOfMemory."""
     assert config.max_running_requests is not None, "resolved"
     steps = WarmUp(
         prompt_tokens=largest_prompt_step(config),
@@ -105,5 +131,5 @@ def warm(
         mixed=bool(config.enable_mixed_chunk),
     )
     begun_s = time.monotonic()
-    warm_up(executor, steps, progress=progress)
+    warm_up(run, steps, progress=progress)
     log.info("warm-up: every kind of step has run, in %.1f s", time.monotonic() - begun_s)

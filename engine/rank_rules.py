@@ -110,10 +110,6 @@ def check_dp_attention(config: EngineConfig) -> None:
 
 def check_device(config: EngineConfig) -> None:
     """`config` is resolved. Raises ConfigError."""
+    check_nodes(config)  # again: the device is known now
     if config.enable_dp_attention and config.device == "cuda":
         raise ConfigError("--enable-dp-attention: is for CPUs yet; give --device cpu, or leave it out")
-    if config.num_ranks > 1 and config.device == "cuda":
-        raise ConfigError(
-            f"--tp-size {config.tp_size}, --pp-size {config.pp_size}: ranks are for CPUs yet; on GPUs start more workers "
-            "behind the router, or give --device cpu"
-        )

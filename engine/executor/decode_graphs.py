@@ -4,6 +4,8 @@ A batch takes the graph of the next size. Its padded rows are token 0 at positio
 0 and are not sampled. A graph reads and writes the same memory every time: its input (token ids, positions, slots, output
 lengths), page table, what requests ask of the sampler, future map, KV pool and weights. Lengths follow from the positions, on the
 device. A step with grammar masks replays the same graph with no row to sample, and is sampled behind it.
+
+Ranks record the same sizes in the same order: the sums of a step are in its graph.
 """
 
 from bisect import bisect_left
@@ -17,13 +19,14 @@ from tqdm import tqdm
 from engine.attention.backend import CapturableBackend
 from engine.core.plan import Plan, PlanItem
 from engine.executor.forward import Forward
-from engine.executor.future_map import FutureMap
+from engine.executor.recorded_ends import RecordedEnd
+from engine.executor.step_inputs import StepInputs
 from engine.kv.page_table import PageTable
 from engine.kv.step_batch import DeviceStep
 from engine.kv.upload import upload_into
 from engine.lora.bank import AdapterBank
 from engine.models.decoder import DenseDecoder
-from engine.sampler.make import NOT_SAMPLED, CapturableSampler
+from engine.sampler.make import NOT_SAMPLED
 
 WARM_UP_RUNS = 2  # compile kernels and allocate workspaces before a capture
 MOST_BY_DEFAULT = 256
@@ -76,8 +79,8 @@ class DecodeGraphs:
         capture: Callable[[], Capture],
         backend: CapturableBackend,
         page_table: PageTable,
-        future_map: FutureMap,
-        sampler: CapturableSampler,
+        inputs: StepInputs,
+        end: RecordedEnd,
         device: torch.device,
         adapters: AdapterBank | None = None,
         progress: bool = False,
@@ -87,13 +90,12 @@ class DecodeGraphs:
         self._capture = capture
         self._backend = backend
         self._page_table = page_table
-        self._future_map = future_map
+        self._step_inputs = inputs
+        self._end = end
         self._adapters = adapters
-        self._sampler = sampler
         self._progress = progress
         padding = torch.tensor([[0], [0], [page_table.scratch_slot], [NOT_SAMPLED]], device=device)
         self._inputs = {size: padding.repeat(1, size) for size in sizes}
-        self._logits = torch.empty((0, 0), device=device)
         self._graphs: dict[int, Callable[[], Forward]] = {}
         self._adapted: dict[int, Callable[[], Forward]] = {}
 
@@ -103,8 +105,7 @@ class DecodeGraphs:
         Raises torch.OutOfMemoryError, and then there are no graphs.
         """
         self._graphs, self._adapted = {}, {}
-        # One for all graphs: what a graph returns stays taken beside what the others return.
-        self._logits = torch.empty((self.sizes[-1], model.vocab_size), dtype=torch.float32, device=self._logits.device)
+        self._end.begin(model, rows=self.sizes[-1])
         capture = self._capture()
         bar = tqdm(self.sizes[::-1], desc="decode graphs", disable=None if self._progress else True, leave=False)
         graphs, adapted = {}, {}
@@ -129,6 +130,7 @@ class DecodeGraphs:
         `adapted`: some row computes with an adapter, and the bank has begun the step.
         """
         size, samples = self.size_of(plan.items), not plan.masks and not plan.sample_deferred
+        self._step_inputs.fill(len(plan.items))
         upload_into(self._inputs[size], self._rows(plan.items, size, samples=samples))
         return (self._adapted if adapted else self._graphs)[size]().rows(len(plan.items), sampled=samples)
 
@@ -155,11 +157,8 @@ class DecodeGraphs:
                 token_offsets=offsets,
             )
             self._backend.begin_on_device(step)
-            hidden = model.forward(self._future_map.resolve(ids), positions, self._backend.attend)
-            logits = model.logits(hidden, out=self._logits[:size])
-            tokens, bad = self._sampler.sample_on_device(logits, slots, output_lens)
-            self._future_map.store(slots, tokens)  # 0 for a row that is sampled behind the graph
-            return Forward(hidden, logits, tokens, bad)
+            hidden = model.forward(self._step_inputs.recorded(ids), positions, self._backend.attend)
+            return self._end.run(model, hidden, slots, output_lens)
 
         return work
 

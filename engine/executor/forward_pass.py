@@ -1,7 +1,6 @@
 """The first half of a step: plan -> tensors -> hidden states, by a recorded step where there is one."""
 
 import logging
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from engine.executor.forward import Forward
 from engine.executor.joint_steps import JointSteps
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.prefill_graphs import PrefillGraphs
+from engine.executor.step_inputs import StepInputs
 from engine.kv.arrival import Arrival
 from engine.kv.page_table import PageTable
 from engine.kv.step_batch import StepBatch
@@ -22,13 +22,6 @@ from engine.lora.bank import AdapterBank
 from engine.models.decoder import DenseDecoder
 
 log = logging.getLogger(__name__)
-
-
-class StepInputs(Protocol):
-    """What a forward begins from (`DenseDecoder.begin`)."""
-
-    def resolve(self, token_ids: Tensor) -> Tensor:
-        """Return it for the [T] token ids or placeholders of a step."""
 
 
 class ForwardPass:

@@ -22,6 +22,15 @@ class FutureMap:
         """Replace the placeholders among [T] token ids."""
         return torch.where(token_ids < 0, self._last[(-token_ids - 1).clamp_min(0)], token_ids)
 
+    def fill(self, rows: int) -> None:
+        """Do nothing before a recorded step: its ids are its own input."""
+
+    def recorded(self, token_ids: Tensor) -> Tensor:
+        return self.resolve(token_ids)
+
     def store(self, slots: Tensor, tokens: Tensor) -> None:
         """Store the token that each slot just sampled; both [n] int64."""
         self._last[slots] = tokens
+
+    def on_sampled(self) -> None:
+        """Note that all tokens of a step are stored; a map of several ranks gives them to the others now."""

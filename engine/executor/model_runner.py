@@ -37,11 +37,17 @@ class ModelRunner:
         self._sample_pass = sample_pass
         forward_pass.attach(model)
 
-    def use(self, model: DenseDecoder) -> None:
-        """Run another model of the same shape from the next step on. In stream order (`Executor.call`)."""
+    def use(self, model: DenseDecoder, *, needs_graphs: bool = False) -> None:
+        """Run another model of the same shape from the next step on. In stream order (`Executor.call`).
+
+        `needs_graphs`: raise torch.OutOfMemoryError rather than go on without: other ranks have theirs.
+        """
         self._model = model
         self._forward_pass.attach(model)
-        self._forward_pass.record_if_possible(model)
+        if needs_graphs:
+            self._forward_pass.record(model)
+        else:
+            self._forward_pass.record_if_possible(model)
 
     def record(self) -> None:
         """Record the decode graphs, if there are any. In stream order, before the first step."""

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from engine.attention.backend import CapturableBackend
 from engine.core.plan import Plan, PlanItem
 from engine.executor.decode_graphs import Capture, Work
-from engine.executor.future_map import FutureMap
+from engine.executor.step_inputs import StepInputs
 from engine.kernels.extend_plan import MOST_WHOLE
 from engine.kv.page_table import PageTable
 from engine.kv.step_batch import DeviceExtend
@@ -36,7 +36,7 @@ class PrefillGraphs:
         capture: Callable[[], Capture],
         backend: CapturableBackend,
         page_table: PageTable,
-        future_map: FutureMap,
+        inputs: StepInputs,
         progress: bool = False,
     ) -> None:
         assert sizes and list(sizes) == sorted(set(sizes)) and sizes[0] >= 1, sizes
@@ -44,7 +44,7 @@ class PrefillGraphs:
         self._capture = capture
         self._backend = backend
         self._page_table = page_table
-        self._future_map = future_map
+        self._step_inputs = inputs
         self._progress = progress
         self._inputs = {size: self._rows([], size).to(page_table.device) for size in sizes}
         self._graphs: dict[int, Work] = {}
@@ -70,6 +70,7 @@ class PrefillGraphs:
         """Return the hidden states [T, hidden] of the new tokens; valid until the next step begins."""
         num_tokens = sum(item.q_len for item in items)
         size = self.sizes[bisect_left(self.sizes, num_tokens)]
+        self._step_inputs.fill(num_tokens)
         upload_into(self._inputs[size], self._rows(items, size))
         return self._graphs[size]()[:num_tokens]
 
@@ -101,7 +102,7 @@ class PrefillGraphs:
                 token_offsets=offsets,
             )
             self._backend.begin_on_device(step)
-            return model.forward(self._future_map.resolve(ids), positions, self._backend.attend)
+            return model.forward(self._step_inputs.recorded(ids), positions, self._backend.attend)
 
         return work
 

@@ -64,6 +64,7 @@ class SamplePass:
             return nothing_sampled(input_logprobs)
         logits = self._logits(model, forward, sampled_rows(items, starts))
         tokens, bad = self._sample(plan, sampled, logits, forward)
+        self._future_map.on_sampled()
         return StepOutput(
             sampled=sampled,
             tokens=_to_host(tokens),

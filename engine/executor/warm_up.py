@@ -6,14 +6,14 @@ close again; their KV goes to page 0. Which steps is decided here, without torch
 kernels are built when they are loaded), and needs none of this.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 from tqdm import tqdm
 
-from engine.core.plan import Plan, PlanItem, SlotOpen
-from engine.executor.executor import Executor
+from engine.core.plan import Plan, PlanItem, SlotOpen, StepResult
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.messages import LogprobOptions
 from engine.sampling_params import SamplingParams
@@ -131,9 +131,25 @@ class WarmUp:
         return Plan(seq=0, extend=extend, items=items, opens=opens, masks=masks)
 
 
-def warm_up(executor: Executor, steps: WarmUp, *, progress: bool) -> None:
-    """Run the steps in stream order, before any other. Raises DeviceOutOfMemory."""
+class StepExecutor(Protocol):
+    """An `Executor`, of one rank or of all."""
+
+    def launch(self, plan: Plan) -> Any: ...
+
+    def collect(self, launch: Any) -> StepResult: ...
+
+
+def by_executor(executor: StepExecutor) -> Callable[[Plan], None]:
+    """What runs a step to its end. It raises DeviceOutOfMemory."""
+
+    def run(plan: Plan) -> None:
+        if failure := executor.collect(executor.launch(plan)).failure:
+            raise DeviceOutOfMemory(failure)
+
+    return run
+
+
+def warm_up(run: Callable[[Plan], None], steps: WarmUp, *, progress: bool) -> None:
+    """Run the steps in stream order, before any other. Raises what `run` raises."""
     for plan in tqdm(steps.plans(), desc="warm-up", disable=None if progress else True, leave=False):
-        result = executor.collect(executor.launch(plan))
-        if result.failure:
-            raise DeviceOutOfMemory(result.failure)
+        run(plan)

@@ -5,9 +5,11 @@ batch, and those of the one-shot sum of symmetric memory on how large the messag
 
     small   each rank's partial in symmetric memory, which all ranks read: no NCCL, about as fast as a kernel starts
     large   each rank gets its slice of all partials, adds, rounds, and all get all slices: fewer bytes than a float32 all-reduce
+
+A graph may record every call: none asks the host for anything, `wait` holds the stream and not the host, and what they allocate
+is the graph's while one is recorded.
 """
 
-from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -17,7 +19,6 @@ from torch import Tensor
 from engine.parallel.collectives import columns_of, tree_sum
 
 SMALL_NUMBERS = 1 << 18  # 1 MiB of float32
-JOIN_S = 300.0
 
 
 class PeerMemory(Protocol):
@@ -54,26 +55,6 @@ class NcclCollectives:
         self._group = group
         self._memory = memory
 
-    @classmethod
-    def join(cls, *, host: str, port: int, rank: int, size: int, device: torch.device) -> "NcclCollectives":
-        """Meet the other ranks of a stage at rank 0's store (host, port). Once in a process. On a CPU gloo carries the bytes."""
-        is_gpu = device.type == "cuda"
-        dist.init_process_group(
-            "nccl" if is_gpu else "gloo",
-            init_method=f"tcp://{host}:{port}",
-            rank=rank,
-            world_size=size,
-            device_id=device if is_gpu else None,
-            timeout=timedelta(seconds=JOIN_S),
-        )
-        group = dist.group.WORLD
-        assert group is not None
-        try:
-            memory = SymmetricMemory(group, device)
-        except RuntimeError:  # another node, or no peer access: NCCL carries small ones, too
-            memory = None
-        return cls(group, memory=memory)
-
     def sum(self, partial: Tensor, *, dtype: torch.dtype) -> Tensor:
         assert partial.dtype == torch.float32 and partial.is_contiguous(), (partial.dtype, partial.stride())
         flat = partial.view(-1)
@@ -94,9 +75,12 @@ class NcclCollectives:
             return None
         return torch.cat([x[:, : len(columns_of(r, self.size, total))] for r, x in enumerate(parts)], 1)
 
+    def share(self, x: Tensor) -> None:
+        """Let `x`, dense, be on every rank what it is on rank 0."""
+        self._group.broadcast(x, 0).wait()
+
     def close(self) -> None:
-        if dist.is_initialized() and self._group is dist.group.WORLD:
-            dist.destroy_process_group()
+        """Groups end with their processes: a rank that waits for this one is killed."""
 
     def _sum_small(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
         assert self._memory is not None

@@ -14,13 +14,14 @@ class EndOfGroup(NamedTuple):
     refused: bool
 
 
-def is_proven(plan: Plan) -> bool:
+def is_proven(plan: Plan, *, copies_beside: bool = False) -> bool:
     """Whether the result of `plan`, or what follows it, proves that every rank has run it.
 
-    Each sum of a forward needs all ranks, so the result of a step with items does. No sum needs copies alone, and a transfer
-    peer may write the pages next, so the followers answer such a step.
+    Each sum of a forward needs all ranks, so the result of a step with items does: on a GPU, too, where the stream has written a
+    layer's KV before it adds to the layer's sum. No sum needs copies alone, nor on a GPU those that run beside the forward
+    (`copies_beside`), and a transfer peer may write the pages next, so the followers answer such a step.
     """
-    return bool(plan.items) or not plan.copies_pages
+    return not plan.copies_pages or (bool(plan.items) and not copies_beside)
 
 
 class Answers:

@@ -1,8 +1,10 @@
 """Builds a follower: its share of the weights, its KV pool, and what computes its part of each step."""
 
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,9 +13,14 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.page_keys import KVIdentity
-from engine.device import ForwardParts, adapter_store, build_forward
+from engine.core.plan import Plan
+from engine.device import ForwardParts, adapter_store, build_forward, context_pages, memory_for_graphs
 from engine.executor.copies import Copies
+from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.profiler import TorchProfiler
+from engine.executor.recorded_ends import FollowedEnd
+from engine.gpu_memory import MemoryGauge, await_share
+from engine.graphs import MakeCapture, make_graphs
 from engine.hicache.rank_files import FollowerFiles
 from engine.kernels.page_sums import page_sums_for
 from engine.kv.held import HeldKV
@@ -22,31 +29,33 @@ from engine.kv.identity import fingerprint, kv_identity
 from engine.kv.kv_pool import AllocateBytes, KVPool
 from engine.kv.page_backup import PageBackup
 from engine.kv.page_checksum import PageChecksum
+from engine.measure import measure
 from engine.messages import StartProfile
 from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from engine.parallel.layout import share_of
+from engine.parallel.process_groups import RankGroups
 from engine.parallel.region import SharedRegion
 from engine.pool import allocate_pool, count_pages, held_by
 from engine.rank_rules import check_device
 from engine.ranks.channel import Channel
 from engine.ranks.follower import Action, Follower, Reader
-from engine.ranks.future_maps import FollowerFutureMap
-from engine.ranks.links import Joint, links_of
-from engine.ranks.messages import PoolSize, Ready, Serving, ToFollower
+from engine.ranks.future_maps import future_map_of
+from engine.ranks.links import Joint, RankLinks, links_of, stage_input
+from engine.ranks.messages import Loaded, PoolSize, Ready, Serving, ToFollower
 from engine.ranks.rank_runner import RankRunner
 from engine.ranks.same_kernels import kernels_here
-from engine.ranks.stages import StageInput
 from engine.resolve import resolve
 from service.flags import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankUse:
-    """What a follower's worker needs of it. `decodes`: decode steps are recorded. `name`: of the rank, in files."""
+    """What a follower's worker needs of it. `decodes`, `prefills`: such steps are recorded. `name`: of the rank, in files."""
 
     decodes: bool
+    prefills: bool
     name: str
     allocate_kv: AllocateBytes
 
@@ -62,51 +71,60 @@ def build_follower(
     turning: Callable[[bool], None],
     wires: Mapping[str, socket.socket] | None = None,
     joint: Joint | None = None,
+    groups: RankGroups | None = None,
+    capture: MakeCapture | None = None,
+    gauge: MemoryGauge | None = None,
 ) -> tuple[Follower, KVPool, HeldKV]:
-    """Build rank `rank` in step with its leader (`build_engine`). `wires`, `joint`: as `links_of` takes them. Raises ConfigError, and ChannelClosed where the leader ends."""
+    """Build rank `rank` in step with its leader (`build_engine`). `wires`, `joint`, `groups`: as `links_of` takes them. `capture`, `gauge`:
+    as in `build_engine`. Raises ConfigError, and ChannelClosed where the leader ends.
+
+    On a GPU all that the calling thread enqueues from here on runs in one stream.
+    """
     config = resolve(config, model_config, cuda=torch.cuda.is_available())
     check_device(config)
     assert config.num_threads is not None, "resolved"
     torch.set_num_threads(config.num_threads)
-    links = links_of(region, rank, config, wires, joint=joint)
-    load = partial(
-        load_model,
-        dtype=config.dtype,
-        device=config.device,
-        progress=False,
-        context_length=config.context_length,
-        place=links.place,
-        collectives=links.collectives,
-        exchange=links.exchange,
-        reduce_units=config.reduce_units,
-    )
+    if gauge is None and config.device == "cuda":
+        gauge = CudaGauge(torch.device("cuda"))
+    shares = gauge is not None and config.max_total_tokens is None
+    if gauge is not None and shares:
+        assert config.mem_fraction_static is not None, "resolved"
+        await_share(gauge, config.mem_fraction_static)
+    links = links_of(region, rank, config, wires, joint=joint, groups=groups)
+    load = partial(_load, config, links)
     model = load(config.model_path, model_config)
+    if config.device == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
     held, specs = held_by(config, model_config, links.place), model.cache_specs()
+    make = partial(_parts, config, model_config, model, links)
+    memory = None
+    if gauge is not None and shares:
+        channel.send(Loaded())
+        memory = measure(
+            config,
+            model_config,
+            model,
+            gauge,
+            decodes=use.decodes,
+            prefills=use.prefills,
+            progress=False,
+            steps_over=partial(
+                _steps, partial(_parts, replace(config, enable_lora=False), model_config, model, links), config
+            ),
+            place=links.place,
+        )
     units = len(held.units)
-    pages = count_pages(config, specs, None, units=units, sharers=config.ranks_here)
+    pages = count_pages(config, specs, memory, units=units, sharers=config.ranks_here)
     channel.send(Ready(pages, fingerprint(config.model_path)))
     agreed = channel.receive()
     assert isinstance(agreed, PoolSize), agreed
     pool = allocate_pool(config, specs, num_pages=agreed.num_pages, units=units, allocate=use.allocate_kv)
-    parts = build_forward(
-        config,
-        model,
-        pool,
-        num_heads=len(share_of(model_config, links.place).heads),
-        tapes=use.decodes,
-        exchange=links.exchange,
-    )
-    future_map = FollowerFutureMap(links.tokens)
-    inputs = future_map if links.before is None else StageInput(links.before)
     backup = _host_pool(pool, agreed.backup_pages, flag="--disaggregation-decode-retraction-backup host")
     host_pool = _host_pool(pool, agreed.host_pages, flag="--enable-hierarchical-cache")
-    runner = RankRunner(
-        model=model,
-        copies=Copies(backup=None if backup is None else PageBackup(backup), host_pool=host_pool),
-        forward_pass=parts.forward_pass(inputs),
-        future_map=future_map,
-        after=links.after,
-    )
+    copies = Copies(backup=None if backup is None else PageBackup(backup), host_pool=host_pool)
+    runner, parts = make(pool, copies, use=use, capture=capture)
+    with memory_for_graphs():
+        runner.record()
     readers: dict[str, Reader] = {"weights": lambda path: load(path, load_model_config(path))}
     actions: dict[str, Action] = {
         "use_weights": runner.use,
@@ -132,10 +150,90 @@ def build_follower(
             ),
             actions,
         )
-    checksum = PageChecksum(pool, held=held, page_sums=page_sums_for(pool.device))
-    actions["checksum"] = lambda pages: checksum(pages)()
+    _add_checksum(pool, held, actions)
     channel.send(Serving())
     return Follower(channel, runner, readers=readers, actions=actions, turning=turning), pool, held
+
+
+def _load(config: EngineConfig, links: RankLinks, path: str, model_config: ModelConfig) -> DenseDecoder:
+    """This rank's share of a checkpoint. Raises ConfigError."""
+    try:
+        model = load_model(
+            path,
+            model_config,
+            dtype=config.dtype,
+            device=config.device,
+            progress=False,
+            context_length=config.context_length,
+            place=links.place,
+            collectives=links.collectives,
+            exchange=links.exchange,
+            reduce_units=config.reduce_units,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"{path}: the GPU has no memory for this rank's share of its weights ({error})") from None
+    if config.device == "cuda":
+        torch.cuda.synchronize()  # the copies were enqueued on this thread's stream
+    return model
+
+
+def _parts(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: DenseDecoder,
+    links: RankLinks,
+    pool: KVPool,
+    copies: Copies,
+    *,
+    use: RankUse | None = None,
+    capture: MakeCapture | None = None,
+    max_pages: int | None = None,
+) -> tuple[RankRunner, ForwardParts]:
+    """`config` is resolved. `use`: None: no steps are recorded."""
+    assert config.max_running_requests is not None, "resolved"
+    decodes = use is not None and use.decodes
+    parts = build_forward(
+        config,
+        model,
+        pool,
+        num_heads=len(share_of(model_config, links.place).heads),
+        tapes=decodes and capture is None,
+        exchange=links.exchange,
+        max_pages=max_pages,
+    )
+    future_map = future_map_of(links, leads=False, device=pool.device, num_slots=config.max_running_requests)
+    inputs = stage_input(links, config, model_config) or future_map
+    graphs, prefill_graphs = make_graphs(
+        config,
+        decodes=decodes,
+        prefills=use is not None and use.prefills,
+        capture=capture,
+        backend=parts.backend,
+        page_table=parts.page_table,
+        inputs=inputs,
+        end=FollowedEnd(is_last=links.after is None),
+        adapters=parts.adapters,
+        progress=False,
+    )
+    runner = RankRunner(
+        model=model,
+        copies=copies,
+        forward_pass=parts.forward_pass(inputs, graphs=graphs, prefill_graphs=prefill_graphs),
+        future_map=future_map,
+        after=links.after,
+    )
+    return runner, parts
+
+
+@contextmanager
+def _steps(
+    make: Callable[..., tuple[RankRunner, ForwardParts]], config: EngineConfig, pool: KVPool
+) -> Iterator[Callable[[Plan], None]]:
+    """As `measure` takes them."""
+    runner, _ = make(pool, Copies(backup=None, host_pool=None), max_pages=context_pages(config))
+    yield runner.run
+    if pool.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _host_pool(pool: KVPool, num_pages: int, *, flag: str) -> HostPool | None:
@@ -161,6 +259,20 @@ def _add_adapters(
     readers["adapter"] = store.read
     actions["add_adapter"] = lambda weights, adapter: store.install(adapter, weights)
     actions["remove_adapter"] = lambda adapter: store.remove(adapter)
+
+
+def _add_checksum(pool: KVPool, held: HeldKV, actions: dict[str, Action]) -> None:
+    landed = threading.Event()
+    checksum = PageChecksum(pool, held=held, page_sums=page_sums_for(pool.device), wakeup=landed.set)
+
+    def value_of(pages: Sequence[int]) -> int:
+        value = checksum(pages)
+        while (found := value()) is None:
+            landed.wait()
+            landed.clear()
+        return found
+
+    actions["checksum"] = value_of
 
 
 def _add_profiles(profiler: TorchProfiler, actions: dict[str, Action]) -> None:

@@ -76,6 +76,8 @@ class Follower:
                 raise AssertionError(f"{type(message).__name__} after the start")
 
     def _count(self, seq: int) -> None:
+        if seq == 0:  # of the warm-up
+            return
         if seq != self._last_seq + 1:
             raise LostStep(f"step {seq} comes after step {self._last_seq}: a step is lost, repeated or out of order")
         self._last_seq = seq

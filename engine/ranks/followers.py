@@ -15,7 +15,7 @@ from engine.core.plan import Plan
 from engine.ranks.answers import Answers, is_proven
 from engine.ranks.channel import Channel
 from engine.ranks.mail import Mail, MailThread
-from engine.ranks.messages import Apply, PoolSize, Prepare, Ready, Serving, ToFollower, ToLeader, step_of
+from engine.ranks.messages import Apply, Loaded, PoolSize, Prepare, Ready, Serving, ToFollower, ToLeader, step_of
 from engine.ranks.roll_call import RollCall
 from service.flags import ConfigError
 from service.process.message_stream import ChannelClosed, ChannelFull
@@ -49,7 +49,7 @@ class Followers:
     """`members`: channel and process of every follower, by rank. `on_end` is called once, and ends the process or its loop.
 
     `limit_s`: longest step; followers that serve and answer nothing for about twice as long have ended, too. 0: no limit.
-    `mail`: delivers what they send; None: a thread does.
+    `mail`: delivers what they send; None: a thread does. `copies_beside`: as in `is_proven`.
     """
 
     def __init__(
@@ -59,18 +59,24 @@ class Followers:
         on_end: OnEnd,
         limit_s: float = 0.0,
         mail: Mail | None = None,
+        copies_beside: bool = False,
     ) -> None:
         self._channels = {rank: channel for rank, (channel, _) in members.items()}
         self._processes = {rank: process for rank, (_, process) in members.items()}
         self.answers = Answers({rank: process.name for rank, process in self._processes.items()})
         self._on_end = on_end
         self._lock = threading.Lock()
+        self._copies_beside = copies_beside
         self._closing = False
         self._serving = False
         self._roll_call = RollCall(limit_s)
         self._asked: Pending | None = None
         self._mail = MailThread(self._channels, every_s=self._roll_call.every_s) if mail is None else mail
         self._mail.start(self._take, self._ask)
+
+    def await_loaded(self, *, timeout_s: float) -> None:
+        """Wait until every follower has its weights. Raises ConfigError."""
+        self._await(Loaded, timeout_s=timeout_s, doing="has not loaded its weights")
 
     def await_ready(self, *, fingerprint: str, timeout_s: float) -> int:
         """Wait until every follower has its weights; return the least KV pages that one of them holds.
@@ -95,7 +101,7 @@ class Followers:
 
     def step(self, plan: Plan) -> "Pending | None":
         """Send a step. Return its answer to come, if no result proves that the followers have run it (`is_proven`)."""
-        number = 0 if is_proven(plan) else self._next_number()
+        number = 0 if is_proven(plan, copies_beside=self._copies_beside) else self._next_number()
         self._send_all(step_of(plan, answer=number))
         return Pending(self, number) if number else None
 
@@ -127,6 +133,13 @@ class Followers:
         self._mail.wait_for(lambda: self.answers.end is not None, within_s)
         text = "a connection between ranks of two machines broke; the logs of the ranks may say why"
         self._note(partial(self.answers.note_end, text))
+
+    def silent(self, *, within_s: float) -> list[int]:
+        """The ranks that take no messages within that time. In any thread."""
+        asked, answers = self.apply("answer").number, self.answers
+        self._mail.wait_for(lambda: answers.end is not None or answers.has_all(asked), within_s)
+        with self._lock:
+            return sorted(set(answers.names) - set(answers.pop(asked)))
 
     def _next_number(self) -> int:
         with self._lock:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 from msgspec.structs import replace
 
 from engine.background import start_in_thread
@@ -17,7 +18,7 @@ from engine.lora.store import LoraStore
 from engine.messages import StartProfile
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
-from engine.ranks.followers import Followers
+from engine.ranks.followers import Followers, GroupEnded
 from engine.ranks.links import Joint, RankLinks
 from service.flags import ConfigError
 
@@ -70,7 +71,12 @@ class GroupWeights:
 
     def install(self, model: DenseDecoder) -> None:
         applied = self._followers.apply("use_weights", number=self._prepared)
-        self._install(model)
+        try:
+            self._install(model)
+        except torch.OutOfMemoryError as error:
+            raise GroupEnded(
+                f"the other ranks have graphs of the new weights, this one has no memory: {error}"
+            ) from None
         applied.wait()
 
 

@@ -1,18 +1,26 @@
 """What one rank shares with the others of its group, and its place among them."""
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.executor.logit_rows import PROMPT_LOGPROB_ROWS
+from engine.graphs import most_recorded_rows
 from engine.kv.held import copies_of
 from engine.kv.kv_pool import DTYPES
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.collectives import Collectives, SharedMemoryCollectives
+from engine.parallel.group_link import GroupLink
 from engine.parallel.layout import Place
+from engine.parallel.nccl import NcclCollectives
 from engine.parallel.network import NetworkCollectives
 from engine.parallel.network_link import NetworkStageLink
+from engine.parallel.process_groups import RankGroups
 from engine.parallel.rank_connection import RankConnection
 from engine.parallel.region import SharedRegion
 from engine.parallel.region_plan import RegionPlan
@@ -20,6 +28,7 @@ from engine.parallel.row_exchange import RowExchange
 from engine.parallel.shared_tokens import SharedTokens
 from engine.parallel.stage_link import HiddenStates, StageLink
 from engine.pool import held_by
+from engine.ranks.stages import StageInput
 from engine.resolve import largest_prompt_step, limits
 
 MOST_LINK_ROWS = 1024  # hidden states of more tokens go from stage to stage in parts
@@ -29,16 +38,17 @@ MOST_LINK_ROWS = 1024  # hidden states of more tokens go from stage to stage in 
 class RankLinks:
     """`collectives`: of the stage; None: the rank is its stage. `exchange`: of all DP ranks, with DP attention.
 
-    `num_ranks`: of the model; with DP attention of all DP ranks. `tokens`: sampled by the leader.
+    `num_ranks`: of the model; with DP attention of all DP ranks. `before`, `after`: hidden states from and to the neighbouring stages.
 
-    `before`, `after`: hidden states from and to the neighbouring stages.
+    `tokens`: sampled by the leader, in memory that ranks share on CPUs. `share`: as in `SentFutureMap`, on GPUs of one stage.
     """
 
     place: Place
     num_ranks: int
     collectives: Collectives | None
     exchange: RowExchange | None
-    tokens: SharedTokens
+    tokens: SharedTokens | None
+    share: Callable[[Tensor], None] | None
     before: HiddenStates | None
     after: HiddenStates | None
 
@@ -96,9 +106,15 @@ def links_of(
     wires: Mapping[str, socket.socket] | None = None,
     *,
     joint: Joint | None = None,
+    groups: RankGroups | None = None,
 ) -> RankLinks:
-    """`config` is resolved. `joint`: with DP attention. `wires`: connections of this rank to those of other machines, by its end of them (engine/nodes.py)."""
+    """`config` is resolved. `joint`: with DP attention. `wires`: connections of this rank to those of other machines, by its end of them (engine/nodes.py).
+
+    `groups`: of ranks on GPUs, which exchange nothing through the region.
+    """
     place = place_of(rank, config, dp_rank=0 if joint is None else joint.dp_rank)
+    if groups is not None:
+        return _links_by_groups(groups, region.plan, place, config)
     others = {end: RankConnection(wire, region) for end, wire in (wires or {}).items()}
 
     def link(stage: int, end: str) -> HiddenStates:
@@ -115,6 +131,7 @@ def links_of(
         ),
         exchange=None if joint is None else _exchange(joint.region, place),
         tokens=SharedTokens(region),
+        share=None,
         before=None if place.is_first_stage else link(place.pp_rank - 1, "before"),
         after=None if place.is_last_stage else link(place.pp_rank, "after"),
     )
@@ -122,6 +139,36 @@ def links_of(
 
 def _exchange(region: SharedRegion, place: Place) -> RowExchange:
     return RowExchange(SharedMemoryCollectives(region, rank=place.mlp_rank), place=place)
+
+
+def stage_input(links: RankLinks, config: EngineConfig, model: ModelConfig) -> StageInput | None:
+    """What the steps of a later stage begin from. `config` is resolved."""
+    if links.before is None:
+        return None
+    if links.tokens is not None or config.disable_cuda_graph:  # on a CPU, or no step is recorded
+        return StageInput(links.before)
+    shape = most_recorded_rows(config), model.hidden_size
+    return StageInput(links.before, room=torch.zeros(shape, dtype=DTYPES[config.dtype], device=config.device))
+
+
+def _links_by_groups(groups: RankGroups, plan: RegionPlan, place: Place, config: EngineConfig) -> RankLinks:
+    stage = None if groups.stage is None else NcclCollectives(groups.stage, memory=groups.memory)
+
+    def link(group: dist.ProcessGroup | None) -> HiddenStates | None:
+        if group is None:
+            return None
+        return GroupLink(group, hidden=plan.hidden, dtype=DTYPES[config.dtype], device=torch.device(config.device))
+
+    return RankLinks(
+        place=place,
+        num_ranks=config.num_ranks,
+        collectives=stage,
+        exchange=None,
+        tokens=None,
+        share=stage.share if stage is not None and place.pp_size == 1 else None,
+        before=link(groups.before),
+        after=link(groups.after),
+    )
 
 
 def _collectives(

@@ -1,7 +1,7 @@
 """What a leader and its followers send each other: msgpack of tagged arrays, one message a frame (engine/ranks/channel.py).
 
     leader   -> follower: PoolSize, Step, Prepare, Apply
-    follower -> leader:   Ready, Serving, Done, Failed
+    follower -> leader:   Loaded, Ready, Serving, Done, Failed
 
 A `Step` is a view of a plan: what a forward needs, in columns. No names of requests, prompts, sampling parameters or masks: only the
 leader samples. A step of 256 decodes takes 3 KB.
@@ -19,6 +19,10 @@ from engine.sampling_params import SamplingParams
 
 class _Frame(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
+
+
+class Loaded(_Frame, frozen=True):
+    """The rank has its weights, and measures on its GPU what steps take: all ranks at once."""
 
 
 class Ready(_Frame, frozen=True):
@@ -47,6 +51,7 @@ class Serving(_Frame, frozen=True):
 class Step(_Frame, frozen=True):
     """One plan. Columns by item: `slots`, `lens` (new tokens; empty: 1 each), `tokens` (flat), `starts`.
 
+    `seq`: 0 of a step before the first one.
     `pages`: (item, first index of its row, page ids) where an item gets pages. `decodes`: items of an extend step that decode.
     `unsampled`: items that sample nothing. `logprobs`: (item, first position, whether the token after it is known) of prompts.
     `answer`: number of the `Done` that the follower sends when it has run the step; 0: none. `agreed`: with DP attention.
@@ -104,7 +109,7 @@ class Failed(_Frame, frozen=True):
 
 
 ToFollower = PoolSize | Step | Prepare | Apply
-ToLeader = Ready | Serving | Done | Failed
+ToLeader = Loaded | Ready | Serving | Done | Failed
 
 _NO_SAMPLING = SamplingParams()
 _ANY_LOGPROBS = LogprobOptions()

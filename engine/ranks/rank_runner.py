@@ -8,9 +8,9 @@ from engine.executor.logit_rows import logit_calls
 if TYPE_CHECKING:  # they import torch, which a simulated rank does without
     from engine.executor.copies import Copies
     from engine.executor.forward_pass import ForwardPass
+    from engine.executor.future_map import FutureMap
     from engine.models.decoder import DenseDecoder
     from engine.parallel.stage_link import HiddenStates
-    from engine.ranks.future_maps import FollowerFutureMap
 
 
 class RankRunner:
@@ -22,7 +22,7 @@ class RankRunner:
         model: "DenseDecoder",
         copies: "Copies",
         forward_pass: "ForwardPass",
-        future_map: "FollowerFutureMap",
+        future_map: "FutureMap",
         after: "HiddenStates | None",
     ) -> None:
         self._model = model
@@ -33,12 +33,20 @@ class RankRunner:
         forward_pass.attach(model)
 
     def use(self, model: "DenseDecoder") -> None:
-        """Run another model of the same shape from the next step on."""
+        """Run another model of the same shape from the next step on; with the other ranks, which record it, too."""
         self._model = model
         self._forward_pass.attach(model)
+        self._forward_pass.record(model)
+
+    def record(self) -> None:
+        """Record the graphs, if there are any: all ranks at once, before the first step. Raises torch.OutOfMemoryError."""
+        self._forward_pass.record(self._model)
 
     def run(self, plan: Plan) -> None:
-        """Return once nothing of the step reads the pages of this rank any more."""
+        """Return once no copy of the step touches the pages of this rank. On a CPU the rest is done, too.
+
+        On a GPU it is in the stream, and the leader's result says when it is done.
+        """
         arrival = self._copies.begin(plan)
         for opened in plan.opens:
             self._forward_pass.open(opened)
@@ -46,12 +54,12 @@ class RankRunner:
             self._forward_pass.join(self._model, plan, arrival)
             self._copies.wait(plan.seq)
             return
-        hidden = self._forward_pass.run(self._model, plan, arrival).hidden
+        forward = self._forward_pass.run(self._model, plan, arrival)
         if self._after is not None:
-            self._after.send(hidden)
-        else:
+            self._after.send(forward.hidden)
+        elif not forward.gave_logits:
             for rows in logit_calls(plan.items):
-                self._model.logits(hidden[rows])
+                self._model.logits(forward.hidden[rows])
         self._copies.wait(plan.seq)
         if any(item.sample for item in plan.items):
             self._future_map.on_sampled()

@@ -21,6 +21,7 @@ from engine.executor.forward_pass import ForwardPass
 from engine.executor.future_map import FutureMap
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.prefill_graphs import PrefillGraphs
+from engine.executor.recorded_ends import SampledEnd
 from engine.kernels.triton_elementwise import TritonElementwise
 from engine.kv.arrival import Arrival
 from engine.kv.kv_pool import KVPool
@@ -130,14 +131,12 @@ class Day:
             capture=Anew,
             backend=backend,
             page_table=table,
-            future_map=future_map,
-            sampler=TritonSampler(num_slots=64, vocab_size=VOCAB_SIZE, device=cpu),
+            inputs=future_map,
+            end=SampledEnd(TritonSampler(num_slots=64, vocab_size=VOCAB_SIZE, device=cpu), future_map, device=cpu),
             device=cpu,
         )
         make = partial(ForwardPass, backend=backend, page_table=table, inputs=future_map, layers=LayerMarks(cpu))
-        prompts = PrefillGraphs(
-            sizes=[16, 64, 300], capture=Anew, backend=backend, page_table=table, future_map=future_map
-        )
+        prompts = PrefillGraphs(sizes=[16, 64, 300], capture=Anew, backend=backend, page_table=table, inputs=future_map)
         self._eager, self._recorded = make(), make(graphs=graphs, prefill_graphs=prompts)
         self._recorded.record(model)
 

@@ -1,6 +1,7 @@
 """A group of ranks in one process: the leader's engine here, each follower in a thread, over real sockets and shared memory.
 
-With `nnodes` each machine has memory of its own, and TCP connections join their ranks.
+With `nnodes` each machine has memory of its own, and TCP connections join their ranks. With `by_groups` ranks exchange what they compute
+as on GPUs, with gloo in the place of NCCL.
 """
 
 import socket
@@ -8,25 +9,30 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from engine.build import EngineUse
 from engine.config import EngineConfig
+from engine.gpu_memory import MemoryGauge
+from engine.graphs import MakeCapture
 from engine.kv.held import HeldKV
 from engine.kv.kv_pool import KVPool, zeroed_bytes
 from engine.model_files.model_config import load_model_config
 from engine.nodes import ENGINE, PLAN, Wire, leader_of, node_of, wires
 from engine.parallel.late import late_ranks
+from engine.parallel.process_groups import RankGroups
 from engine.parallel.region import SharedRegion
 from engine.ranks.build import RankUse, build_follower
 from engine.ranks.channel import follower_end, leader_end
 from engine.ranks.follower import Follower
 from engine.ranks.followers import Followers
 from engine.ranks.group import Group
-from engine.ranks.links import Joint, links_of, region_plan
+from engine.ranks.links import Joint, links_of, place_of, region_plan
 from engine.resolve import resolve
 from service.process.message_stream import socket_pair
 from tests.engine.engine_in_process import EngineInProcess
@@ -58,11 +64,14 @@ def ranks(
     make: Callable[..., EngineInProcess] = EngineInProcess,
     serve: Serve | None = None,
     joint: Joint | None = None,
+    by_groups: bool = False,
+    capture: MakeCapture | None = None,
+    gauge: Callable[[], MemoryGauge] | None = None,
     **flags: Any,
 ) -> Iterator[Ranks]:
     """An engine of `tp_size` times `pp_size` ranks, or with `joint` one of several, with the ranks of its DP rank. A follower's error ends the waits of all, and is raised at the end.
 
-    `make`, `serve`: of a worker with a peer.
+    `make`, `serve`: of a worker with a peer. `capture`, `gauge`: of every rank.
     """
     flags = {"max_total_tokens": 8192, "tp_size": tp_size, "pp_size": pp_size, **flags}
     given, model = EngineConfig(model_path=model_path, **flags), load_model_config(model_path)
@@ -73,6 +82,7 @@ def ranks(
     connected, undo = {wire: tcp_pair() for wire in wires(config, transfers=serve is not None)}, ExitStack()
     for sock in (sock for pair in connected.values() for sock in pair):
         undo.enter_context(sock)
+    groups = partial(gloo_groups, dist.HashStore(), config) if by_groups else lambda rank: None
     errors: list[BaseException] = []
     pools: dict[int, KVPool] = {}
     followers: dict[int, Follower] = {}
@@ -94,10 +104,13 @@ def ranks(
                     region=mine,
                     rank=rank,
                     channel=channel,
-                    use=RankUse(decodes=True, name=f"rank{rank}", allocate_kv=zeroed_bytes),
+                    use=RankUse(decodes=True, prefills=True, name=f"rank{rank}", allocate_kv=zeroed_bytes),
                     turning=lambda _: None,
                     wires=ends_of(connected, rank),
                     joint=joint,
+                    groups=groups(rank),
+                    capture=capture,
+                    gauge=gauge and gauge(),
                 )
                 if serve is not None:
                     engine = partial(serve, pools[rank], held, theirs_of[rank])
@@ -120,19 +133,22 @@ def ranks(
         if serve is not None:
             transfers[rank], theirs_of[rank] = pair_of(ENGINE, connected, rank) or socket_pair()
         threads.append(threading.Thread(target=follow, args=(rank, theirs.detach()), name=f"rank {rank}"))
-    group = Group(
-        links=links_of(regions[0], leader_of(config), config, ends_of(connected, leader_of(config)), joint=joint),
-        pids={},
-        transfers=transfers,
-        followers=Followers(members, on_end=lambda text, refused: abort()),
-        timeout_s=START_S,
-        late=partial(late_ranks, regions[0]),
-        joint=joint,
-    )
+    group_ends = Followers(members, on_end=lambda text, refused: abort())
     for thread in threads:
         thread.start()
     try:
-        with make(model_path, group=group, **({} if use is None else {"use": use}), **flags) as engine:
+        leader = leader_of(config)
+        group = Group(
+            links=links_of(regions[0], leader, config, ends_of(connected, leader), joint=joint, groups=groups(leader)),
+            pids={},
+            transfers=transfers,
+            followers=group_ends,
+            timeout_s=START_S,
+            late=partial(late_ranks, regions[0]),
+            joint=joint,
+        )
+        seams = {"capture": capture, "gauge": gauge and gauge()} if capture or gauge else {}
+        with make(model_path, group=group, **seams, **({} if use is None else {"use": use}), **flags) as engine:
             yield Ranks(engine, pools, followers)
     finally:
         for thread in threads:
@@ -142,6 +158,24 @@ def ranks(
         undo.close()
         assert not errors, errors
         assert not any(thread.is_alive() for thread in threads)
+
+
+def gloo_groups(store: dist.Store, config: EngineConfig, rank: int) -> RankGroups:
+    """The groups that `process_groups.joined` makes, of threads."""
+    place = place_of(rank, config)
+
+    def group(name: str, index: int, size: int) -> dist.ProcessGroup | None:
+        if size == 1:
+            return None
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), index, size, timedelta(seconds=START_S))  # type: ignore[return-value]
+
+    before, after = f"{rank - place.tp_size} to {rank}", f"{rank} to {rank + place.tp_size}"
+    return RankGroups(
+        stage=group(f"stage {place.pp_rank}", place.tp_rank, place.tp_size),
+        memory=None,
+        before=None if place.is_first_stage else group(before, 1, 2),
+        after=None if place.is_last_stage else group(after, 0, 2),
+    )
 
 
 Pairs = dict[Wire, tuple[socket.socket, socket.socket]]

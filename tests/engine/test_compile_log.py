@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from engine.attention.triton_backend import TritonBackend
 from engine.executor.compile_log import CompileLog
-from engine.executor.warm_up import WarmUp, warm_up
+from engine.executor.warm_up import WarmUp, by_executor, warm_up
 from engine.kernels.triton_elementwise import TritonElementwise
 from tests.engine.engine_in_process import EngineInProcess
 from tests.models.tiny_checkpoints import VOCAB_SIZE, make_tiny_checkpoint
@@ -94,7 +94,7 @@ def test_every_kernel_of_an_engine_is_heard(
         prompt_tokens=40, rows=2, positions=90, page_size=16, vocab_size=VOCAB_SIZE, decodes=True, mixed=True
     )
     with EngineInProcess(folder, dtype="float32", max_running_requests=2) as engine:
-        warm_up(engine.parts.device.executor, steps, progress=False)
+        warm_up(by_executor(engine.parts.device.executor), steps, progress=False)
     assert len(launched) > 5 and heard.num_late > 100
     named = {r.getMessage().split()[1] for r in caplog.records if "while serving" in r.getMessage()}
     assert named == launched

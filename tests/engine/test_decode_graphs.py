@@ -75,7 +75,7 @@ def test_long_prompts_and_prefixes_are_no_graphs(lens: list[tuple[int, int]], ta
         capture=EagerCapture,
         backend=TorchBackend(KVPool([CacheSpec(1, 16, "float32")], num_pages=1, page_size=16, device=device)),  # type: ignore[arg-type]
         page_table=PageTable(num_slots=1, max_pages=1, page_size=16, device=device),
-        future_map=FutureMap.on(device, num_slots=1),
+        inputs=FutureMap.on(device, num_slots=1),
     )
     items = [
         PlanItem(str(i), i, [0] * new, before, page_start=0, new_pages=[], sample=True, output_len=0, extend=True)

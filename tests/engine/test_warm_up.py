@@ -12,7 +12,7 @@ from triton.runtime.jit import JITFunction
 
 from engine.attention.triton_backend import TritonBackend
 from engine.core.plan import Plan, PlanItem, SlotOpen
-from engine.executor.warm_up import LOGPROBS, WarmUp, warm_up
+from engine.executor.warm_up import LOGPROBS, WarmUp, by_executor, warm_up
 from engine.kernels.triton_elementwise import TritonElementwise
 from engine.messages import LogprobOptions
 from engine.sampling_params import SamplingParams
@@ -63,7 +63,7 @@ def test_they_leave_no_trace(checkpoint: str) -> None:
     for warms in (False, True):
         with EngineInProcess(checkpoint, **flags) as engine:
             if warms:
-                warm_up(engine.parts.device.executor, STEPS, progress=False)
+                warm_up(by_executor(engine.parts.device.executor), STEPS, progress=False)
             for i in range(ROWS):
                 engine.add(f"r{i}", prompt_of(20 * i + 1, i), temperature=i / 2, seed=i, presence_penalty=i / 4)
             engine.run()
@@ -107,7 +107,7 @@ def test_no_later_step_launches_anything_new(checkpoint: str, kernels: dict[str,
     with EngineInProcess(checkpoint, capture=Anew if graphs else None, **flags) as engine:
         executor = engine.parts.device.executor
         assert (engine.parts.device.graphs is not None) == graphs
-        warm_up(executor, STEPS, progress=False)
+        warm_up(by_executor(executor), STEPS, progress=False)
         warm = {name: set(seen) for name, seen in kernels.items()}
         assert len(warm) > 5, "kernels of Triton, too"
         closes: list[int] = []

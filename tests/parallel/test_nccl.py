@@ -1,6 +1,5 @@
 """The GPUs' way to add and gather, over gloo: the same bits as the CPUs' tree, whether a message is small or large."""
 
-import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -76,11 +75,10 @@ def test_logits_are_gathered_and_all_sums_go_the_large_way_without_peer_memory()
     assert torch.equal(total, one_by_one(partials, torch.float32))
 
 
-def test_joining_and_leaving_without_a_gpu() -> None:
-    """One rank: what NCCL and symmetric memory would do, gloo and no memory do."""
-    with contextlib.closing(
-        NcclCollectives.join(host="127.0.0.1", port=0, rank=0, size=1, device=torch.device("cpu"))
-    ) as c:
-        assert dist.is_initialized()
-        assert torch.equal(c.sum(torch.ones(2, 3), dtype=torch.bfloat16), torch.ones(2, 3, dtype=torch.bfloat16))
-    assert not dist.is_initialized()
+def test_what_the_leader_has_is_on_all_ranks() -> None:
+    def work(c: NcclCollectives) -> list[int]:
+        row = torch.arange(4) * (c.rank + 1)
+        c.share(row)
+        return row.tolist()
+
+    assert run(3, work, memory=None) == [[0, 1, 2, 3]] * 3

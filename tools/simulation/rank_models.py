@@ -138,6 +138,7 @@ class Hidden:
     """What a step leaves for the logits, or for the next stage."""
 
     hidden: "Hidden"
+    gave_logits = False
 
     def __init__(self) -> None:
         self.hidden = self

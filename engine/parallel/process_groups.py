@@ -1,0 +1,122 @@
+"""The process groups of ranks with a GPU each: how they meet, and which a rank is in. NCCL has never joined GPUs here: over gloo, on
+CPUs, the same code is tested.
+
+They meet in a file in memory that has no name and that the leader's processes inherit: no port, so that nothing collides and no
+stranger comes in. NCCL's own sockets stay on the loopback interface. Groups of more than one machine are not made here.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+
+from engine.parallel.layout import Place
+from engine.parallel.nccl import PeerMemory, SymmetricMemory
+from service.flags import ConfigError
+
+LOOK_S = 0.02  # between two looks at who is there
+ENVIRONMENT = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+    # The leader's watchdog ends a group that hangs, and names a rank.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # Each process sees its own GPU alone, as number 0, which torch takes for one GPU of several ranks. Torch then leaves out
+    # multicast, whose sums have no fixed order.
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroups:
+    """`stage`: the TP ranks of a stage; None: it has one. `memory`: that these can read of one another; None: over NCCL alone.
+
+    `before`, `after`: a rank and the one with its place in the neighbouring stage, the earlier one first.
+    """
+
+    stage: dist.ProcessGroup | None
+    memory: PeerMemory | None
+    before: dist.ProcessGroup | None
+    after: dist.ProcessGroup | None
+
+
+def new_store() -> int:
+    """Return a descriptor of the file in which ranks meet: each inherits it, and keeps it open."""
+    return os.memfd_create("tandem-store")
+
+
+def joined(store: int, place: Place, device: torch.device, *, timeout_s: float) -> RankGroups:
+    """Meet the other ranks; once in a process. `device` has its index. On a CPU gloo carries the bytes.
+
+    Raises ConfigError naming the ranks that are not there.
+    """
+    on_gpu = device.type == "cuda"
+    if on_gpu and not dist.is_nccl_available():
+        raise ConfigError(
+            f"--tp-size {place.tp_size}, --pp-size {place.pp_size}: this torch has no NCCL, which ranks on GPUs need"
+        )
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    rank, size = place.pp_rank * place.tp_size + place.tp_rank, place.tp_size * place.pp_size
+    file = FileStore(f"/proc/self/fd/{store}", size)
+    _await_all(file, rank, size, timeout_s)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=file,
+        rank=rank,
+        world_size=size,
+        device_id=device if on_gpu else None,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for ranks in members(place):  # every rank makes every group, in one order
+        group = dist.group.WORLD if len(ranks) == size else dist.new_group(list(ranks))
+        if rank in ranks and group is not None:
+            mine[ranks] = group
+    stage = mine.get(_stage(place, place.pp_rank)) if place.tp_size > 1 else None
+    memory = None if stage is None or not on_gpu else _shared_memory(stage, device, PrefixStore("memory", file), rank)
+    return RankGroups(
+        stage=stage,
+        memory=memory,
+        before=mine.get((rank - place.tp_size, rank)),
+        after=mine.get((rank, rank + place.tp_size)),
+    )
+
+
+def _stage(place: Place, stage: int) -> tuple[int, ...]:
+    return tuple(range(stage * place.tp_size, (stage + 1) * place.tp_size))
+
+
+def members(place: Place) -> list[tuple[int, ...]]:
+    """The ranks of every group of the worker."""
+    size = place.tp_size
+    stages = [_stage(place, stage) for stage in range(place.pp_size)] if size > 1 else []
+    return stages + [(rank, rank + size) for rank in range(size * (place.pp_size - 1))]
+
+
+def _await_all(file: Store, rank: int, size: int, timeout_s: float) -> None:
+    file.set(f"here {rank}", "")
+    until_s = time.monotonic() + timeout_s
+    while missing := [other for other in range(size) if not file.check([f"here {other}"])]:
+        if time.monotonic() > until_s:
+            names = "rank " + str(missing[0]) if len(missing) == 1 else "ranks " + ", ".join(map(str, missing))
+            raise ConfigError(
+                f"--dist-timeout: {names} of {size} did not meet rank {rank} within {timeout_s:.0f} s; look at the log, or "
+                "raise it"
+            )
+        time.sleep(LOOK_S)
+
+
+def _shared_memory(stage: dist.ProcessGroup, device: torch.device, votes: Store, rank: int) -> SymmetricMemory | None:
+    """Memory that all ranks of the stage read; None on all of them where one cannot: GPUs without peer access."""
+    try:
+        memory = SymmetricMemory(stage, device)
+    except RuntimeError:
+        memory = None
+    votes.set(str(rank), "no" if memory is None else "yes")
+    ranks = dist.get_process_group_ranks(stage)
+    return memory if all(votes.get(str(other)) == b"yes" for other in ranks) else None

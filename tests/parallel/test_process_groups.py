@@ -1,0 +1,63 @@
+"""Processes meet in a file that they inherit, with gloo in the place of NCCL; a rank that does not come is named."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.parallel.layout import Place
+from engine.parallel.process_groups import joined, members, new_store
+from service.flags import ConfigError
+from service.process.start import die_with_parent
+
+JOIN_S = 60.0
+STAGES = 3
+
+
+def numbers_of(rank: int) -> torch.Tensor:
+    return torch.randn((3, 40), generator=torch.Generator().manual_seed(rank))
+
+
+def test_stages_meet_and_each_reaches_its_neighbours() -> None:
+    store = new_store()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.parallel.group_process", str(store), str(rank)],
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=[store],
+            preexec_fn=die_with_parent(),
+        )
+        for rank in range(STAGES)
+    ]
+    try:
+        printed = [rank.communicate(timeout=2 * JOIN_S)[0].strip() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+        os.close(store)
+    totals = [sum(map(numbers_of, range(rank + 1)), torch.zeros(3, 40)) for rank in range(STAGES)]
+    assert printed == [total.numpy().tobytes().hex() for total in totals]
+
+
+def test_which_groups_there_are() -> None:
+    places = {size: Place(tp_size=size[0], pp_size=size[1]) for size in ((2, 1), (1, 3), (2, 2))}
+    assert {size: members(place) for size, place in places.items()} == {
+        (2, 1): [(0, 1)],
+        (1, 3): [(0, 1), (1, 2)],
+        (2, 2): [(0, 1), (2, 3), (0, 2), (1, 3)],
+    }
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    store = new_store()
+    try:
+        place = Place(tp_rank=1, tp_size=2, pp_size=2)
+        with pytest.raises(ConfigError, match=r"^--dist-timeout: ranks 0, 2, 3 of 4 did not meet rank 1 within 0 s"):
+            joined(store, place, torch.device("cpu"), timeout_s=0.1)
+    finally:
+        os.close(store)
