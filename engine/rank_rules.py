@@ -3,7 +3,7 @@
 works with --tp-size and --pp-size                              shown by
 LoRA, grammars, logprobs, hidden states, embeddings, penalties  tests/engine/test_rank_features.py
 other weights, pauses, aborts, priorities, mixed chunks         the same
-prefix cache, its KV events, the host tier                      the same
+prefix cache, its KV events, the host tier, loads ahead         the same
 files of the hierarchical cache                                 tests/engine/test_rank_files.py
 retraction: computed again; from the host, through prefill      tests/engine/test_ranks.py; tests/e2e/test_rank_pairs.py
 layer-wise transfer, checksums                                  tests/e2e/test_rank_pairs.py

@@ -266,6 +266,17 @@ def host_cache(engine: EngineInProcess, paths: Paths) -> Answers:
     return Answers(values, {"from the host": counters["hicache_host_hit_tokens"]})
 
 
+def host_ahead(engine: EngineInProcess, paths: Paths) -> Answers:
+    """The prefixes of requests that wait come to the device before their turn, in steps of copies or with others' work."""
+    prompts = {f"{i}": prompt_of(60, 50 + i) for i in range(8)}
+    for name, prompt in prompts.items():
+        run(engine, "-first", prompts={name: prompt}, max_new_tokens=4, logprobs=None)
+    again = run(engine, "-again", prompts=prompts, max_new_tokens=4, logprobs=None)
+    assert engine.parts.scheduler.memory.host is not None
+    counters = engine.parts.scheduler.memory.host.counters
+    return Answers(again.values, {"ahead": counters["hicache_loaded_ahead_pages"]})
+
+
 def prefixes(engine: EngineInProcess, paths: Paths) -> Answers:
     first, again = run(engine), run(engine, "-again", logprobs=None)
     assert first.values[0] == again.values[0]
@@ -361,6 +372,16 @@ FEATURES = {
             "hicache_ratio": 4.0,
             "hicache_write_policy": "write_back",
             "stream": "threaded",
+        },
+    ),
+    "host cache, loaded ahead": Feature(
+        host_ahead,
+        {
+            "enable_hierarchical_cache": True,
+            "max_total_tokens": 320,
+            "hicache_ratio": 4.0,
+            "hicache_load_ahead_mb": 1,
+            "max_running_requests": 1,
         },
     ),
     "checksum": Feature(checksums),
