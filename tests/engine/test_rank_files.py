@@ -11,14 +11,18 @@ from engine.model_files.model_config import WIDE_MODEL_PATH
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks_in_process import ranks
 from tests.engine.test_host_tier import counters, settle
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 PROMPTS = [prompt_of(60 + i, 20 + i) for i in range(4)]
 PAGES = sum((len(prompt) - 1) // 4 for prompt in PROMPTS)  # whole ones that a prompt can be read from
+DEADLINE_S = 60.0
 SHAPES = [(2, 1), (1, 2), (2, 2)]
 
 
 @contextmanager
-def engine_of(folder: Path, tp_size: int, pp_size: int, **more: Any) -> Iterator[EngineInProcess]:
+def engine_of(
+    folder: Path, tp_size: int, pp_size: int, *, model: str = WIDE_MODEL_PATH, **more: Any
+) -> Iterator[EngineInProcess]:
     flags: dict[str, Any] = {
         "page_size": 4,
         "max_total_tokens": 512,
@@ -33,9 +37,9 @@ def engine_of(folder: Path, tp_size: int, pp_size: int, **more: Any) -> Iterator
     }
     with ExitStack() as stack:
         if tp_size * pp_size == 1:
-            yield stack.enter_context(EngineInProcess(WIDE_MODEL_PATH, **flags))
+            yield stack.enter_context(EngineInProcess(model, **flags))
         else:
-            yield stack.enter_context(ranks(WIDE_MODEL_PATH, tp_size=tp_size, pp_size=pp_size, **flags)).engine
+            yield stack.enter_context(ranks(model, tp_size=tp_size, pp_size=pp_size, **flags)).engine
 
 
 def answers(engine: EngineInProcess) -> list[list[int]]:
@@ -74,6 +78,31 @@ def test_another_life_reads_what_every_rank_has_written(
         assert answers(engine) == expected
         assert counters(engine)["hicache_disk_hit_tokens"] == 4 * PAGES
         assert counters(engine)["hicache_bad_files"] == 0
+        assert engine.parts.scheduler.flush_cache()
+        settle(engine)
+    assert files_of(tmp_path) == {}
+
+
+def test_files_of_other_weights_are_found_under_them_alone(tmp_path: Path) -> None:
+    """Every rank names its files by the weights that it has at that time."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 128}
+    first, second = (make_tiny_checkpoint(tmp_path / f"{seed}", "qwen3", seed=seed, **sizes) for seed in (1, 2))
+    folder = tmp_path / "files"
+    with engine_of(tmp_path / "none", 2, 1, model=second) as engine:
+        expected = answers(engine)
+    with engine_of(folder, 2, 1, model=first) as engine:
+        before, weights = answers(engine), engine.parts.weights
+        model = weights.read(second, when_done=lambda: None).result(DEADLINE_S)
+        engine.parts.scheduler.forget_prefixes()
+        weights.take(model, model_path=second, version=None)
+        engine.tokens.clear()
+        assert answers(engine) == expected != before
+        assert counters(engine)["hicache_disk_hit_tokens"] == 0
+    for model, wanted in ((first, before), (second, expected)):
+        with engine_of(folder, 2, 1, model=model) as engine:
+            assert answers(engine) == wanted
+            assert counters(engine)["hicache_disk_hit_tokens"] == 4 * PAGES
+            assert counters(engine)["hicache_bad_files"] == 0
 
 
 def remove(file: Path) -> None:
