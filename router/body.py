@@ -23,6 +23,7 @@ MAX_SAMPLES = 4096  # of one request
 
 HISTORY_FIELD = "history"  # of a response: the items before its input, which the router knows
 BOOTSTRAP_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key")
+RANK_FIELDS = ("routed_dp_rank", "data_parallel_rank")
 _NULL = b"null"
 _FIRST_INSIDE = re.compile(rb"\[\s*(.)")
 
@@ -174,9 +175,13 @@ def named_priority(parsed: ParsedBody) -> int | None:
 
 def named_dp_rank(parsed: ParsedBody) -> int | None:
     """The DP rank of its workers that the request names; None for none, or for what is no integer."""
-    names = ("routed_dp_rank", "data_parallel_rank")
-    found = (_small(raw) for name in names if (raw := _raw(parsed.fields, name)))
+    found = (_small(raw) for name in RANK_FIELDS if (raw := _raw(parsed.fields, name)))
     return next((value for value in found if isinstance(value, int)), None)
+
+
+def without_dp_rank(parsed: ParsedBody) -> ParsedBody:
+    fields = {name: raw for name, raw in parsed.fields.items() if name not in RANK_FIELDS}
+    return msgspec.structs.replace(parsed, fields=fields)
 
 
 def prompt_of(api: Api, fields: Mapping[str, msgspec.Raw]) -> bytes:

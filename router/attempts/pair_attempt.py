@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from router.attempts.dp_rank import asked_of
 from router.attempts.events import Events
 from router.attempts.request import RequestContext
 from router.attempts.upstream_call import CallFailed, UpstreamCall
@@ -268,8 +269,14 @@ class AttemptLauncher:
             rooms = self._rooms(request, compute)
             host, port = compute.bootstrap_host, compute.bootstrap_port
             prefill_body, decode_body = write_bodies(parsed, host=host, port=port, rooms=rooms)
+            prefill_headers = headers
+            if request.dp_rank is not None:
+                to_prefill, prefill_headers = asked_of(compute, answer_by, parsed, headers)
+                to_decode, headers = asked_of(answer_by, compute, parsed, headers)
+                prefill_body, _ = write_bodies(to_prefill, host=host, port=port, rooms=rooms)
+                _, decode_body = write_bodies(to_decode, host=host, port=port, rooms=rooms)
             leases = self._charge(request, placements, now_s)
-            prefill = self._call(compute, request.path, headers, prefill_body, stream=False)
+            prefill = self._call(compute, request.path, prefill_headers, prefill_body, stream=False)
             vouched = self._vouched(headers, compute, rooms)
             answering = self._call(answer_by, request.path, vouched, decode_body, stream=True)
         attempt = PairAttempt(

@@ -15,7 +15,7 @@ import uvloop
 from aiohttp import web
 
 from router.config import RouterConfig
-from router.pool.worker import Role
+from router.pool.worker import RankSizes, Role
 from router.server import start_router
 from service.flags import ConfigError
 from tests.router.dummies import (
@@ -65,6 +65,18 @@ async def test_a_request_that_names_a_dp_rank_gets_a_room_of_it() -> None:
         status, _, answer = await c.post("/generate", {"text": "a"}, headers={"X-data-parallel-rank": "one"})
         assert status == 400 and "x-data-parallel-rank: must be the number of a DP rank, got 'one'" in answer.decode()
         assert (await c.post("/generate", {"text": "a", "routed_dp_rank": 7}))[0] == 200  # the worker refuses it
+        await c.settled()
+
+
+async def test_a_worker_of_one_rank_beside_one_of_several_is_not_asked_for_a_rank() -> None:
+    async with cluster(info={"disaggregation_bootstrap_port": 8998}) as c:
+        several = next(worker for worker in c.router.table.workers() if worker.role is Role.DECODE)
+        several.ranks, c.decodes[0].info = RankSizes(dp=4), {"dp_size": 4}
+        body = {"text": "a", "routed_dp_rank": 3}
+        assert (await c.post("/generate", body, headers={"X-data-parallel-rank": "3"}))[0] == 200
+        prefill, decode = c.prefills[0].seen[-1], c.decodes[0].seen[-1]
+        assert (decode.body["routed_dp_rank"], decode.headers["x-data-parallel-rank"]) == (3, "3")
+        assert "routed_dp_rank" not in prefill.body and "x-data-parallel-rank" not in prefill.headers
         await c.settled()
 
 
