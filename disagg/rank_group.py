@@ -20,7 +20,7 @@ from disagg.rank_start import how_ended, start_rank
 from engine.config import EngineConfig
 from engine.model_files.model_config import ModelConfig
 from engine.nodes import leader_of, node_of, ranks_of
-from engine.parallel.late import late_ranks
+from engine.parallel.late import late_ranks, ranks_without_row
 from engine.parallel.process_groups import joined, new_store
 from engine.parallel.region import SharedRegion
 from engine.rank_rules import check_device
@@ -151,9 +151,12 @@ def _late(region: SharedRegion, config: EngineConfig) -> list[int]:
 
 
 def _late_of_all(region: SharedRegion, joint: Joint, first: int) -> list[int]:
-    """With DP attention: of all DP ranks' ranks, or where none of them is awaited, of this one's. Numbered over all."""
+    """With DP attention: numbered over all DP ranks. One late in a sum over all, else a scheduler that has posted no row, else its own."""
     late = late_ranks(joint.region)
-    return late if len(late) < joint.region.plan.ranks else [first + rank for rank in late_ranks(region)]
+    if len(late) < joint.region.plan.ranks:
+        return late
+    size = region.plan.ranks
+    return [rank * size for rank in ranks_without_row(joint.region)] or [first + rank for rank in late_ranks(region)]
 
 
 def _late_hosts(followers: Followers, config: EngineConfig) -> list[int]:

@@ -102,6 +102,7 @@ class Scheduler:
     def join(self) -> Plan:
         """Return a plan without items: of a step that only other ranks of DP attention have something for."""
         self._seq += 1
+        self.counters.joined_steps += 1
         return Plan(seq=self._seq, extend=False, items=[])
 
     def _draft(self, now_s: float, *, admits: bool) -> tuple[list[PlanItem], list[SlotOpen]]:

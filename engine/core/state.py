@@ -35,6 +35,8 @@ class Counters:
     mixed_steps: int = 0  # of these, those in which decodes rode along
     wasted_samples: int = 0  # of requests that had ended
     failed_steps: int = 0  # for lack of device memory; their requests were aborted
+    joined_steps: int = 0  # that only other ranks of DP attention had something for
+    delayed_steps: int = 0  # in which a prompt waited for those of other ranks
     deferred_samples: int = 0  # steps whose sampling waited for masks
 
 

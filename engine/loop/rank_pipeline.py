@@ -85,6 +85,7 @@ class RankPipeline(Generic[L]):
         if plan is None and (self._delays or agreement.asked):
             plan = scheduler.join()
             self._joined.add(plan.seq)
+        scheduler.counters.delayed_steps += self._delays
         return plan
 
     def advance(self, plan: Plan | None) -> list[TokenOutput]:

@@ -22,6 +22,13 @@ def late_ranks(region: SharedRegion) -> list[int]:
     raise AssertionError("the first stage ends the loop")
 
 
+def ranks_without_row(region: SharedRegion) -> list[int]:
+    """Return the DP ranks that have not posted a row that others have (engine/ranks/shared_board.py)."""
+    plan = region.plan
+    posted = [region.read(region.word(plan.board_lines(rank))) for rank in range(plan.dp_ranks)]
+    return [rank for rank, count in enumerate(posted) if count < max(posted)]
+
+
 def _waiting(region: SharedRegion, stage: int, rank: int) -> bool:
     """Whether hidden states wait to be taken from `stage`."""
     sent, taken = region.tensor(region.plan.link_lines(stage, rank), (2, 8), torch.int64)[:, 0].tolist()

@@ -68,6 +68,10 @@ COUNTERS = {
     "steps": Figure("tandem_num_steps", "steps that were planned"),
     "prefill_steps": Figure("tandem_num_prefill_steps", "steps that computed a part of a prompt"),
     "mixed_steps": Figure("tandem_num_mixed_steps", "prefill steps in which decodes rode along"),
+    "joined_steps": Figure("tandem_num_joined_steps", "steps that only other DP ranks had tokens in (DP attention)"),
+    "delayed_steps": Figure(
+        "tandem_num_delayed_prefill_steps", "steps that a prompt waited for those of other DP ranks"
+    ),
     "wasted_samples": Figure("tandem_num_wasted_samples", "tokens sampled after their request had ended, and dropped"),
     "failed_steps": Figure("tandem_num_failed_steps", "steps without device memory, whose requests were aborted"),
     "late_compiles": Figure("tandem_num_late_compiles", "kernels compiled while serving: each stops every request"),
