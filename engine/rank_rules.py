@@ -53,6 +53,11 @@ def check_ranks(config: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError(
             f"--stream inline: --pp-size {config.pp_size} computes several steps at once; leave the flag out"
         )
+    if config.pp_size > 1 and config.enable_lora and model.experts is not None:
+        raise ConfigError(
+            f"--enable-lora: --pp-size {config.pp_size} gives stages of a mixture of experts unlike layers, of which one rank does not "
+            "know another's; divide by --tp-size"
+        )
     if config.hicache_storage_backend is not None and config.nnodes > 1:
         raise ConfigError(
             f"--hicache-storage-backend: the files of all {config.num_ranks} ranks lie on one machine, --nnodes is "

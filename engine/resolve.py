@@ -126,7 +126,7 @@ def step_budget(config: EngineConfig, model: ModelConfig) -> StepBudget | None:
     if config.max_step_time_s == 0:
         return None
     attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
-    token_flops = 2 * model.num_layers * (attention + 3 * model.hidden_size * model.intermediate_size)
+    token_flops = 2 * model.num_layers * (attention + 3 * model.hidden_size * model.mlp_width(active=True))
     pair_flops = 4 * model.num_layers * model.num_heads * model.head_dim
     threads = config.num_ranks * (config.num_threads if config.device == "cpu" else 1)
     return StepBudget(

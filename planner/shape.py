@@ -43,7 +43,7 @@ def shape_of(model: ModelConfig, tp: int = 1) -> Shape:
     share = share_of(model, Place(tp_rank=tp - 1, tp_size=tp))  # the last one: where the vocabulary does not divide
     size = BYTES[model.dtype]
     query, key = len(share.heads) * model.head_dim, len(share.kv_heads) * model.head_dim
-    layers = len(share.layers) * model.hidden_size * (2 * query + 2 * key + 3 * len(share.intermediate))
+    layers = len(share.layers) * model.hidden_size * (2 * query + 2 * key + 3 * model.intermediate_size // tp)
     head = len(share.vocab) * model.hidden_size
     tables = 1 if model.tie_word_embeddings else 2
     return Shape(

@@ -53,6 +53,11 @@ def study_of(config: PlanConfig) -> Study:
     """Read the files that `config` names. Raises `ConfigError` if model, memory and flags do not fit each other."""
     path = Path(config.model_path)
     model = load_model_config(str(path.parent if path.name == "config.json" else path))
+    if model.experts is not None:
+        raise ConfigError(
+            f"--model-path {config.model_path}: the cost model knows dense models; a mixture of experts reads other weights in "
+            "each step"
+        )
     profile = profile_of(config)
     layouts = _layouts(
         config.layouts, num_workers=config.num_workers, tps=config.tp_size or ((profile.tp_size,) if profile else (1,))

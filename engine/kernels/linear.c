@@ -27,18 +27,19 @@
 #include "rows.h"
 #include "tiles.h"
 
-#define ABI_VERSION 3
+#define ABI_VERSION 4
 #define FEW (4 * PANEL)         /* rows up to which a panel is passed over once for every 32 of them */
 #define CHUNK 256               /* rows that share one reading of the weights */
 #define PACKED (2 * CHUNK)      /* rows that lie packed at a time */
 #define DEPTH 16                /* steps of a panel that stay in the L1 cache while the rows of a chunk pass */
 #define GROUP 8                 /* panels that share one reading of x: their sums stay in the L2 cache */
 #define ITEMS_A_THREAD 2        /* at least, with groups of 2 panels or more */
+#define ITEMS_AT_ONCE 4         /* of many matrices: neighbours in memory, for one thread */
 #define AHEAD_BYTES 1024        /* few rows: weights are fetched this long before their use; longer is slower */
 
 enum form { BF16 = 0, ROUNDED_F32 = 1, F32 = 2 }; /* of y; the second: the values of the first */
 
-/* Mirrored by _Args in linear.py. x [rows, inputs] with rows x_stride elements apart, y [rows, outputs] dense. What is
+/* Mirrored by LinearArgs in linear.py. x [rows, inputs] with rows x_stride elements apart, y [rows, outputs] dense. What is
  * multiplied is x; or, with `norm` [inputs], x's RMS norm times it, after x += delta where there is one [rows, inputs]
  * (inputs: a multiple of 16). With `interleaved` weights (outputs: a multiple of 32) y may be `gated`: [rows, outputs / 2],
  * silu of the first half's outputs times those of the second. The bias belongs to the first of the `segments`. */
@@ -50,6 +51,14 @@ struct args {
     const bf16 *norm, *delta;
     int64_t rows, inputs, outputs, segments, x_stride, form, interleaved, gated, threads, kind;
     float eps;
+};
+
+/* Mirrored by _Each in matrices.py. `like`: of the first matrix, without its rows. Matrix i lies i * `apart` bytes behind it; its
+ * rows[i] rows of x and of y lie behind those of matrix i - 1. */
+struct each {
+    struct args like;
+    const int64_t *rows; /* [matrices] */
+    int64_t matrices, apart;
 };
 
 #if defined(HAVE_AVX512)
@@ -362,6 +371,87 @@ static int multiply(const struct args *a) {
     return failed ? -1 : 0;
 }
 
+/* ---- many matrices, each by rows of its own */
+
+static struct args of_matrix(const struct each *e, int64_t i, int64_t rows_before) {
+    struct args a = e->like;
+    const int64_t width = a.gated ? a.outputs / 2 : a.outputs, item = a.form == BF16 ? sizeof(bf16) : sizeof(float);
+    a.x += rows_before * a.x_stride;
+    a.y = (char *)a.y + rows_before * width * item;
+    a.weight += i * e->apart;
+    a.rows = e->rows[i];
+    return a;
+}
+
+/* Products of at most FEW rows each, side by side: one alone has too few panels for all threads. */
+static int multiply_few(const struct args *list, int64_t count, int64_t threads) {
+    const int64_t each = ceil_div(list->inputs / list->segments, STEP), steps = list->segments * each;
+    struct work *work = malloc((size_t)count * sizeof *work);
+    int64_t *ends = malloc((size_t)count * sizeof *ends), size = 0, items = 0; /* ends: of each product's items */
+    int64_t kept = 1;
+    while (1 << (kept - 1) < list->segments) kept++;
+    for (int64_t i = 0; i < count; i++) size += ceil_div(list[i].rows, PANEL) * PANEL * steps * LINE_BYTES;
+    char *x = aligned_alloc(LINE_BYTES, (size_t)size);
+    const int ready = work && ends && x;
+    int failed = !ready;
+    if (ready)
+        for (int64_t i = 0, at = 0; i < count; i++) {
+            work[i] = (struct work){.a = &list[i], .x = x + at, .each = each, .steps = steps, .panels = ceil_div(list->outputs, PANEL)};
+            plan(&work[i], 0);
+            ends[i] = items += count_items(&work[i]);
+            at += ceil_div(list[i].rows, PANEL) * PANEL * steps * LINE_BYTES;
+        }
+#pragma omp parallel num_threads((int)threads) if (threads > 1 && ready)
+    {
+        float *sums = aligned_alloc(LINE_BYTES, (size_t)(FEW * PANEL * GROUP * kept) * sizeof(float));
+        int64_t configured = 0;
+        if (!sums) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < count; i++)
+            if (ready) pack_rows(&work[i], 0, work[i].rows);
+#pragma omp for schedule(dynamic, ITEMS_AT_ONCE)
+        for (int64_t item = 0; item < items; item++) {
+            int64_t low = 0, high = count - 1; /* the first product that ends behind the item */
+            while (low < high) {
+                const int64_t middle = (low + high) / 2;
+                if (ends[middle] > item) high = middle;
+                else low = middle + 1;
+            }
+            const struct work *w = &work[low];
+            if (!sums) continue;
+#if defined(HAVE_AMX)
+            if (w->a->kind == AMX && configured != smaller(w->rows, PANEL)) configure(configured = smaller(w->rows, PANEL));
+#endif
+            compute(w, item - (low ? ends[low - 1] : 0), sums);
+        }
+#if defined(HAVE_AMX)
+        if (configured) _tile_release();
+#endif
+        free(sums);
+    }
+    free(x);
+    free(ends);
+    free(work);
+    return failed ? -1 : 0;
+}
+
+static int multiply_each(const struct each *e) {
+    struct args *few = malloc((size_t)e->matrices * sizeof *few);
+    int64_t count = 0, before = 0;
+    int failed = few ? 0 : -1;
+    for (int64_t i = 0; i < e->matrices && !failed; before += e->rows[i++]) {
+        const struct args a = of_matrix(e, i, before);
+        if (a.rows > FEW) failed = multiply(&a);
+        else if (a.rows) few[count++] = a;
+    }
+    if (count && !failed) failed = multiply_few(few, count, e->like.threads);
+    free(few);
+    return failed;
+}
+
 /* ---- weights -> panels */
 
 /* A tile of the matrix [outputs, inputs] (dense) whose first output and input are given; its inputs end at `end`. */
@@ -415,6 +505,15 @@ int tandem_linear(const struct args *a) {
     if (a->rows == 0) return 0;
 #if defined(HAVE_AVX512)
     return multiply(a);
+#else
+    return -1;
+#endif
+}
+
+/* As tandem_linear, of all matrices of `e`. */
+int tandem_linear_each(const struct each *e) {
+#if defined(HAVE_AVX512)
+    return multiply_each(e);
 #else
     return -1;
 #endif

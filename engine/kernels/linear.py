@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import mmap
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 
@@ -12,10 +13,10 @@ from engine.kernels import tape
 from engine.kernels.build import fields, load_library
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 3
+ABI_VERSION = 4
 PANEL = 32  # outputs of a panel, and inputs of a step
 AVX512, AMX = 1, 2  # kinds of arithmetic; 0 is none
-_BF16, _ROUNDED_F32, _F32 = range(3)  # forms of the result
+
 
 HUGE_BYTES = 2 << 20
 LINE_BYTES = 64
@@ -25,7 +26,15 @@ _POINTERS = ("x", "weight", "bias", "y", "norm", "delta")
 _NUMBERS = ("rows", "inputs", "outputs", "segments", "x_stride", "form", "interleaved", "gated", "threads", "kind")
 
 
-class _Args(ctypes.Structure):
+class Form(IntEnum):
+    """Of a result; the second: the values of the first."""
+
+    BF16 = 0
+    ROUNDED_F32 = 1
+    F32 = 2
+
+
+class LinearArgs(ctypes.Structure):
     """Mirror of `struct args` in linear.c."""
 
     _fields_ = fields(_POINTERS, _NUMBERS, ("eps",))
@@ -54,12 +63,12 @@ class PackedMatrix:
         assert inputs % segments == 0 and segments & (segments - 1) == 0, (weight.shape, segments)
         self._call = library.tandem_linear
         steps = segments * -(-(inputs // segments) // PANEL)
-        self._weight = _allocate(-(-outputs // PANEL) * steps * PANEL * PANEL * 2)
+        self._weight = allocate(-(-outputs // PANEL) * steps * PANEL * PANEL * 2)
         self._bias = None if bias is None else bias.contiguous()
         self._shape = (outputs, inputs)
         bias_at = None if self._bias is None else self._bias.data_ptr()
         self.gates = gates
-        self._args = _Args(
+        self._args = LinearArgs(
             weight=self._weight.data_ptr(),
             bias=bias_at,
             inputs=inputs,
@@ -74,11 +83,11 @@ class PackedMatrix:
 
     def times(self, x: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """[T, out] for `x` [T, in] bf16: summed in fp32, rounded to bf16, returned as `dtype`."""
-        return self._product(self._rows(x), _ROUNDED_F32 if dtype == torch.float32 else _BF16)
+        return self._product(self._rows(x), Form.ROUNDED_F32 if dtype == torch.float32 else Form.BF16)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """[T, out] fp32 for `x` [T, in] bf16: the sums as they are, to be rounded with those of other ranks."""
-        return self._product(self._rows(x), _F32)
+        return self._product(self._rows(x), Form.F32)
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         assert x.shape[1:] == (self._shape[1],), (x.shape, self._shape)
@@ -108,14 +117,14 @@ class PackedMatrix:
         args.norm, args.eps, args.delta = weight.data_ptr(), eps, None if delta is None else delta.data_ptr()
         args.gated = gated
         try:
-            return self._product(x, _BF16)
+            return self._product(x, Form.BF16)
         finally:
             args.norm = args.delta = None
             args.gated = 0
 
-    def _product(self, x: torch.Tensor, form: int) -> torch.Tensor:
+    def _product(self, x: torch.Tensor, form: Form) -> torch.Tensor:
         assert x.dtype == torch.bfloat16, x.dtype
-        args, dtype = self._args, torch.bfloat16 if form == _BF16 else torch.float32
+        args, dtype = self._args, torch.bfloat16 if form is Form.BF16 else torch.float32
         y = tape.empty((x.shape[0], self._shape[0] // 2 if args.gated else self._shape[0]), dtype)
         args.x, args.x_stride, args.rows = x.data_ptr(), x.stride(0), x.shape[0]
         args.y, args.form = y.data_ptr(), form
@@ -130,7 +139,7 @@ class LinearKernel:
 
     def __init__(self, library: ctypes.CDLL, *, kind: int | None = None) -> None:
         assert library.tandem_linear_abi() == ABI_VERSION
-        library.tandem_linear.argtypes = [ctypes.POINTER(_Args)]
+        library.tandem_linear.argtypes = [ctypes.POINTER(LinearArgs)]
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         library.tandem_linear_pack.argtypes = [pointer, number, number, number, pointer, number, number]
         library.tandem_linear_pack.restype = None
@@ -138,13 +147,13 @@ class LinearKernel:
         self.kind = best if kind is None else kind
         if not 0 < self.kind <= best:
             raise OSError(f"linear.c: no arithmetic of kind {self.kind} on this CPU")
-        self._library = library
+        self.library = library
 
     def pack(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, gates: bool = False, segments: int = 1
     ) -> PackedMatrix:
         """The caller drops `weight`, or memory holds both."""
-        return PackedMatrix(self._library, weight, bias, kind=self.kind, gates=gates, segments=segments)
+        return PackedMatrix(self.library, weight, bias, kind=self.kind, gates=gates, segments=segments)
 
 
 @cache
@@ -157,7 +166,7 @@ def linear_kernel() -> LinearKernel | None:
         return None
 
 
-def _allocate(size: int) -> torch.Tensor:
+def allocate(size: int) -> torch.Tensor:
     """[size] uint8, of any content, aligned to a cache line, in huge pages as far as whole ones go.
 
     One thread reads them about 1.7 times as fast as pages of 4 KiB (docs/reports/benchmarks.md).

@@ -5,11 +5,21 @@ Field names are those of transformers 4 and 5 (config.json, generation_config.js
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from engine.gguf.config import config_fields
 from engine.gguf.file import open_gguf
+from engine.model_files.experts_config import (
+    MIXTRAL_NAMES,
+    PLAIN_NAMES,
+    ExpertNames,
+    ExpertsConfig,
+    read_glm4,
+    read_mixtral,
+    read_qwen3,
+)
 from engine.model_files.fields import Fields, read_fields
 from engine.model_files.rope_config import RopeConfig, read_rope
 from service.flags import ConfigError
@@ -27,6 +37,7 @@ class Family:
     qkv_bias:       q, k, v have a bias (None: `attention_bias` in the config decides, or else `default_bias`)
     out_bias:       o has one where q, k, v do
     qk_norm:        RMSNorm on q and k: "head" over each head, "whole" over all heads together, "" none
+    qk_norm_flag:   `use_qk_norm` in the config says whether it is "head"
     norms:          where RMSNorm stands: "before" attention and MLP, "after" them, or "around" them
     fused_qkv:      q, k and v are one matrix of the checkpoint
     fused_mlp:      gate and up are one
@@ -34,12 +45,15 @@ class Family:
     rotary_share:   of a head that RoPE turns, where the config says nothing
     gated_window:   `sliding_window` counts only where `use_sliding_window` is set
     default_window: the window where the config says nothing
+    experts:        reads the fields of a mixture of experts; None: the MLPs are dense
+    expert_names:   of its tensors
     """
 
     qkv_bias: bool | None = None
     default_bias: bool = False
     out_bias: bool = False
     qk_norm: str = ""
+    qk_norm_flag: bool = False
     norms: str = "before"
     fused_qkv: bool = False
     fused_mlp: bool = False
@@ -47,19 +61,24 @@ class Family:
     rotary_share: float = 1.0
     gated_window: bool = False
     default_window: int | None = None
+    experts: Callable[[Fields, int], ExpertsConfig] | None = None
+    expert_names: ExpertNames = PLAIN_NAMES
 
 
 _GLM = Family(default_bias=True, fused_mlp=True, interleaved=True, rotary_share=0.5)
 
 FAMILIES: dict[str, Family] = {
+    "Glm4MoeForCausalLM": Family(rotary_share=0.5, qk_norm_flag=True, experts=read_glm4),
     "Glm4ForCausalLM": replace(_GLM, norms="around"),
     "GlmForCausalLM": _GLM,
     "LlamaForCausalLM": Family(out_bias=True),
     "MistralForCausalLM": Family(qkv_bias=False, default_window=4096),
+    "MixtralForCausalLM": Family(qkv_bias=False, experts=read_mixtral, expert_names=MIXTRAL_NAMES),
     "Olmo2ForCausalLM": Family(out_bias=True, qk_norm="whole", norms="after"),
     "Phi3ForCausalLM": Family(qkv_bias=False, fused_qkv=True, fused_mlp=True),
     "Qwen2ForCausalLM": Family(qkv_bias=True, gated_window=True),
     "Qwen3ForCausalLM": Family(out_bias=True, qk_norm="head", gated_window=True),
+    "Qwen3MoeForCausalLM": Family(out_bias=True, qk_norm="head", gated_window=True, experts=read_qwen3),
 }
 
 
@@ -69,6 +88,7 @@ class ModelConfig:
 
     `attention_bias`: q, k and v have a bias; `attention_out_bias`: o has one too. `dtype`: of the stored weights.
     `eos_token_ids`: of both files, ascending. `qk_norm`, `norms`, `fused_qkv`, `fused_mlp`: as in `Family`.
+    `experts`: of a mixture (None: all MLPs are dense, of `intermediate_size`).
     `sliding_window`: None, or at least the context, so that it never cuts.
     """
 
@@ -90,11 +110,35 @@ class ModelConfig:
     norms: str
     fused_qkv: bool
     fused_mlp: bool
+    experts: ExpertsConfig | None
     max_position_embeddings: int
     sliding_window: int | None
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether its MLP is one, not a mixture of experts."""
+        return self.experts is None or layer in self.experts.dense_layers
+
+    def mlp_sizes(self) -> dict[str, int]:
+        """Intermediate sizes of all kinds of MLP in it, by what they are called."""
+        experts = self.experts
+        if experts is None:
+            return {"intermediate_size": self.intermediate_size}
+        sizes = {"experts' intermediate_size": experts.intermediate}
+        if experts.shared_intermediate:
+            sizes["shared expert's intermediate_size"] = experts.shared_intermediate
+        return sizes | ({"intermediate_size": self.intermediate_size} if experts.dense_layers else {})
+
+    def mlp_width(self, *, active: bool) -> float:
+        """The mean over layers of what a layer's MLPs have together as intermediate; `active`: only those that a token takes."""
+        experts = self.experts
+        if experts is None:
+            return self.intermediate_size
+        sparse = (experts.per_token if active else experts.count) * experts.intermediate + experts.shared_intermediate
+        num_dense = len(experts.dense_layers)
+        return (num_dense * self.intermediate_size + (self.num_layers - num_dense) * sparse) / self.num_layers
 
     def signature(self) -> str:
         """What prefill and decode must agree on: "Qwen3ForCausalLM/L2/kv1x128/V528/1f2e3d4c5b6a".
@@ -132,6 +176,7 @@ def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
     kv_heads = fields.count("num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
+    num_layers = fields.count("num_hidden_layers")
     hidden = fields.count("hidden_size")
     if fields.get("head_dim") is None and hidden % heads:
         raise fields.error("hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}; set head_dim")
@@ -148,7 +193,7 @@ def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
         model_type=fields.text("model_type", default=""),
         hidden_size=hidden,
         intermediate_size=fields.count("intermediate_size"),
-        num_layers=fields.count("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -164,10 +209,11 @@ def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
         attention_bias=bias,
         attention_out_bias=bias and family.out_bias,
-        qk_norm=family.qk_norm,
+        qk_norm="head" if family.qk_norm_flag and fields.flag("use_qk_norm", default=False) else family.qk_norm,
         norms=family.norms,
         fused_qkv=family.fused_qkv,
         fused_mlp=family.fused_mlp,
+        experts=None if family.experts is None else family.experts(fields, num_layers),
         max_position_embeddings=context,
         sliding_window=_window(fields, family=family, context=context),
         dtype=_dtype(fields),

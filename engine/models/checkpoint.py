@@ -54,11 +54,18 @@ class Checkpoint:
         self._bar.close()
         self._tensors.close()
 
-    def take(self, name: str, shape: Sequence[Extent]) -> torch.Tensor:
-        """Tensor `name`, which must have `shape`, or what the cuts in it take: a new contiguous tensor."""
-        return self.take_rows([name], [shape[0]], shape[1:])
+    def take(self, name: str, shape: Sequence[Extent], *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Tensor `name`, which must have `shape`, or what the cuts in it take: a new contiguous tensor, of `dtype` if given."""
+        return self.take_rows([name], [shape[0]], shape[1:], dtype=dtype)
 
-    def take_rows(self, names: Sequence[str], rows: Sequence[Extent], rest: Sequence[Extent]) -> torch.Tensor:
+    def take_rows(
+        self,
+        names: Sequence[str],
+        rows: Sequence[Extent],
+        rest: Sequence[Extent],
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
         """The tensors `names`, of shapes [rows[i], *rest], one above the other: [all rows taken, *rest]. A name may come again."""
         cuts = [[cut_of(extent) for extent in (count, *rest)] for count in rows]
         fills = [
@@ -66,7 +73,7 @@ class Checkpoint:
             for name, of_one in zip(names, cuts, strict=True)
         ]
         counts, sizes = [len(of_one[0]) for of_one in cuts], [len(cut) for cut in cuts[0][1:]]
-        merged = torch.empty([sum(counts), *sizes], dtype=self.dtype, device=self.device)
+        merged = torch.empty([sum(counts), *sizes], dtype=dtype or self.dtype, device=self.device)
         for part, fill in zip(torch.split(merged, counts), fills, strict=True):
             fill(part)
         self._bar.update(len(self._left.intersection(names)))

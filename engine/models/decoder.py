@@ -14,7 +14,9 @@ from engine.kv.kv_pool import CacheSpec
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear, LinearSite, SiteShape
 from engine.layers.norm import NoNorm, Normed, RMSNorm, WholeNorm, add
-from engine.layers.rope import NormedRope, Rope, Turn, Unturned
+from engine.layers.rope import NormedRope, Rope, Turn, Unturned, head_order
+from engine.model_files.model_config import FAMILIES
+from engine.models.expert_mlp import ExpertMLP
 from engine.models.part import ModelPart
 from engine.models.shared_mlp import SharedMLP
 
@@ -55,7 +57,7 @@ class DenseDecoder:
     @property
     def recordable(self) -> bool:
         """Whether a step of it can be calls of our C kernels alone."""
-        return self._config.qk_norm != "whole"
+        return self._config.qk_norm != "whole" and self._config.experts is None
 
     @property
     def vocab_size(self) -> int:
@@ -104,8 +106,7 @@ class DenseDecoder:
     def join(self) -> None:
         """Compute this rank's part of what all DP ranks compute together, in a step that only others have tokens in."""
         for layer in self._layers:
-            assert layer.shared is not None, "without DP attention no rank computes for others"
-            layer.shared.join()
+            layer.join()
 
     def logits(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor | None:
         """[n, vocab] float32 for `hidden` [n, hidden], rows from `forward`; in `out` if given.
@@ -156,8 +157,7 @@ class _Layer:
         self._after_attention = norm(names.after_attention) if names.after_attention else None
         self._after_mlp = norm(names.after_mlp) if names.after_mlp else None
         self._attention = _Attention(part, f"{prefix}self_attn.", place=place)
-        self.shared = SharedMLP(part, f"{prefix}mlp.", exchange=part.exchange) if part.exchange else None
-        self._mlp: FeedForward = self.shared or _MLP(part, f"{prefix}mlp.")
+        self._mlp = _feed_forward(part, index)
         self.sites = [*self._attention.sites, *self._mlp.sites]
 
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
@@ -167,6 +167,20 @@ class _Layer:
             delta = self._after_attention(delta)
         delta = self._mlp.of_norm(self._mlp_norm, x, delta)
         return delta if self._after_mlp is None else self._after_mlp(delta)
+
+    def join(self) -> None:
+        """Compute this rank's part for the rows of other DP ranks."""
+        assert not isinstance(self._mlp, _MLP), "without DP attention no rank computes for others"
+        self._mlp.join()
+
+
+def _feed_forward(part: ModelPart, index: int) -> "_MLP | SharedMLP | ExpertMLP":
+    prefix, experts = f"model.layers.{index}.", part.config.experts
+    if experts is not None and not part.config.is_dense(index):
+        return ExpertMLP(part, prefix, experts, FAMILIES[part.config.architecture].expert_names)
+    if part.exchange is not None:
+        return SharedMLP(part, f"{prefix}mlp.", exchange=part.exchange)
+    return _MLP(part, f"{prefix}mlp.")
 
 
 class _Attention:
@@ -187,6 +201,8 @@ class _Attention:
     def _head_norm(self, part: ModelPart, prefix: str) -> torch.Tensor:
         """[heads + kv_heads, head_dim]: the norm's weight of each head."""
         q, k = (part.checkpoint.take(f"{prefix}{name}_norm.weight", [self._dim]) for name in "qk")
+        if (order := head_order(part.config.rope, self._dim)) is not None:
+            q, k = q[order], k[order]
         return torch.cat((q.expand(self._heads, -1), k.expand(self._kv_heads, -1)))
 
     def of_norm(
@@ -231,7 +247,7 @@ class _MLP:
 
     def __init__(self, part: ModelPart, prefix: str) -> None:
         self._gate_up, gate_up = part.gate_up(prefix, gates=True)
-        self._down, down = part.rows(f"{prefix}down_proj", part.intermediate)
+        self._down, down = part.rows(f"{prefix}down_proj", part.mlp_cut(part.config.intermediate_size))
         self.sites = [LinearSite(self._gate_up, gate_up), LinearSite(self._down, down)]
 
     def of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:

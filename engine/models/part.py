@@ -11,7 +11,7 @@ from engine.layers.row_linear import RowLinear
 from engine.model_files.model_config import ModelConfig
 from engine.models.checkpoint import Checkpoint
 from engine.parallel.collectives import Collectives
-from engine.parallel.layout import ALONE, Cut, Place, share_of
+from engine.parallel.layout import ALONE, Cut, Place, mlp_share, share_of
 from engine.parallel.row_exchange import RowExchange
 
 
@@ -46,7 +46,10 @@ class ModelPart:
         self.mlp_segments = max(1, reduce_units // place.mlp_size)
         self.q = Cut(config.num_heads, self.share.heads).times(config.head_dim)
         self.kv = Cut(config.num_kv_heads, self.share.kv_heads).times(config.head_dim)
-        self.intermediate = Cut(config.intermediate_size, self.share.intermediate)
+
+    def mlp_cut(self, width: int) -> Cut:
+        """The own part of an intermediate."""
+        return Cut(width, mlp_share(width, self.place))
 
     def table(self, name: str) -> torch.Tensor:
         """[rows of the own vocabulary, hidden] of matrix `name`."""
@@ -68,7 +71,8 @@ class ModelPart:
 
     def gate_up(self, prefix: str, *, gates: bool = False) -> tuple[Linear, SiteShape]:
         """Gate and up, the own part of each. `gates`: as of `Linear`."""
-        names, rows = [f"{prefix}{name}_proj" for name in ("gate", "up")], [self.intermediate, self.intermediate]
+        cut = self.mlp_cut(self.config.intermediate_size)
+        names, rows = [f"{prefix}{name}_proj" for name in ("gate", "up")], [cut, cut]
         if self.config.fused_mlp:
             names, rows = [f"{prefix}gate_up_proj"] * 2, _in_one(rows)
         return self.columns(names, rows, gates=gates)
@@ -107,6 +111,8 @@ class ModelPart:
         for index in range(config.num_layers):
             if index not in self.share.layers:
                 self.checkpoint.ignore(f"model.layers.{index}.")
+        if config.experts is not None:
+            self.checkpoint.ignore(f"model.layers.{config.num_layers}.")  # predicts tokens beyond the next (MTP)
         if not place.is_first_stage:
             self.checkpoint.ignore("model.embed_tokens.weight")
         if not place.is_last_stage:

@@ -13,7 +13,9 @@ class SharedMLP:
 
     def __init__(self, part: ModelPart, prefix: str, *, exchange: RowExchange) -> None:
         self._gate_up, _ = part.gate_up(prefix)
-        down = part.checkpoint.take(f"{prefix}down_proj.weight", [part.config.hidden_size, part.intermediate])
+        down = part.checkpoint.take(
+            f"{prefix}down_proj.weight", [part.config.hidden_size, part.mlp_cut(part.config.intermediate_size)]
+        )
         self._down = sums_matrix(down, None, segments=part.mlp_segments)
         self._exchange = exchange
         self._nothing = torch.empty(

@@ -64,7 +64,6 @@ class Share:
 
     heads: range
     kv_heads: range
-    intermediate: range
     vocab: range
     layers: range
 
@@ -105,7 +104,6 @@ def share_of(config: ModelConfig, place: Place) -> Share:
     return Share(
         heads=_even(config.num_heads, rank, size),
         kv_heads=_kv_heads(config.num_kv_heads, rank, size),
-        intermediate=_even(config.intermediate_size, place.mlp_rank, place.mlp_size),
         vocab=range(config.vocab_size * rank // size, config.vocab_size * (rank + 1) // size),
         layers=stage_layers(config, pp_size=place.pp_size, partition=place.partition)[place.pp_rank],
     )
@@ -116,6 +114,11 @@ def stage_layers(config: ModelConfig, *, pp_size: int, partition: Sequence[int] 
     counts = list(partition) or _balanced(config, pp_size)
     assert len(counts) == pp_size and sum(counts) == config.num_layers and min(counts) > 0, counts
     return tuple(range(first, end) for first, end in pairwise(accumulate(counts, initial=0)))
+
+
+def mlp_share(width: int, place: Place) -> range:
+    """What the rank at `place` has of the intermediate of an MLP, or of an expert, that is `width` wide."""
+    return _even(width, place.mlp_rank, place.mlp_size)
 
 
 def units_of(config: ModelConfig, place: Place, kv_units: int | None) -> range:
@@ -176,8 +179,9 @@ def _tp_problem(config: ModelConfig, tp_size: int, dp_size: int) -> str | None:
         return f"{each}does not divide the model's {heads} attention heads"
     if kv_heads % size and size % kv_heads:
         return f"{each}neither divides the model's {kv_heads} KV heads nor is a multiple of them"
-    if config.intermediate_size % tp_size:
-        return f"does not divide the model's intermediate_size {config.intermediate_size}"
+    for name, width in config.mlp_sizes().items():
+        if width % tp_size:
+            return f"does not divide the model's {name} {width}"
     if config.vocab_size < size:
         return f"{each}exceeds the model's vocabulary of {config.vocab_size}"
     return None
@@ -236,7 +240,7 @@ def _reduced(config: ModelConfig) -> dict[str, int]:
     """Inputs of the products whose sums are taken over ranks."""
     return {
         "num_attention_heads * head_dim": config.num_heads * config.head_dim,
-        "intermediate_size": config.intermediate_size,
+        **config.mlp_sizes(),
     }
 
 
@@ -256,7 +260,8 @@ def _kv_heads(total: int, rank: int, size: int) -> range:
 def _balanced(config: ModelConfig, pp_size: int) -> list[int]:
     """One layer after the other goes to the smallest stage, the first of equals: no other way makes the largest smaller."""
     hidden, wide = config.hidden_size, config.num_heads * config.head_dim
-    layer = hidden * (2 * wide + 2 * config.num_kv_heads * config.head_dim + 3 * config.intermediate_size)
+    mlp = round(3 * config.mlp_width(active=False))
+    layer = hidden * (2 * wide + 2 * config.num_kv_heads * config.head_dim + mlp)
     table = hidden * config.vocab_size
     counts, sizes = [1] * pp_size, [layer] * pp_size
     sizes[0] += table

@@ -1,4 +1,4 @@
-"""Families that differ in RoPE, norms and layout of the checkpoint: transformers' tokens, however they are computed and on two ranks."""
+"""Families that differ in RoPE, norms and layout of the checkpoint, or mix experts: transformers' tokens, however they are computed and on two ranks."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,9 +19,12 @@ from tests.models.tiny_checkpoints import make_tiny_checkpoint
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),
+    "glm4-moe": ("glm4_moe", {}),
     "llama-yarn": ("llama", {"rope_scaling": YARN}),
+    "mixtral": ("mixtral", {}),
     "olmo2": ("olmo2", {}),
     "phi3": ("phi3", {"partial_rotary_factor": 0.75}),
+    "qwen3-moe": ("qwen3_moe", {}),
 }
 PROMPTS = [prompt_of(70, 1), prompt_of(9, 2), prompt_of(33, 3)]
 WAYS: dict[str, dict[str, Any]] = {
@@ -69,4 +72,6 @@ def test_two_ranks_give_the_bits_of_one_in_bf16(name: str, tmp_path: Path) -> No
     family, overrides = FAMILIES[name]
     path = make_tiny_checkpoint(tmp_path, family, dtype="bfloat16", **overrides)
     flags: dict[str, Any] = {"dtype": "bfloat16", "reduce_units": 2, "num_threads": 1}
-    assert tokens_of(path, **flags) == tokens_of(path, tp_size=2, **flags)
+    alone = tokens_of(path, **flags)
+    assert tokens_of(path, tp_size=2, **flags) == alone
+    assert tokens_of(path, chunked_prefill_size=16, test_retract=2, **flags) == alone

@@ -1,5 +1,6 @@
 """What a worker of several ranks refuses at start, by name. What works: test_rank_features.py."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from engine.config import EngineConfig
 from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
 from engine.rank_rules import check_ranks
 from service.flags import ConfigError
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 EVENTS = '{"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5558"}'
 NODES = {"nnodes": 2, "dist_init_addr": "127.0.0.1:1"}
@@ -35,3 +37,14 @@ def test_ports_of_events_that_are_free_or_apart_are_taken() -> None:
     for events in (EVENTS.replace("5558", "5559"), EVENTS.replace("5558", "*"), EVENTS.replace("5557", "0")):
         config = EngineConfig(model_path=WIDE_MODEL_PATH, dp_size=2, kv_events_config=events)
         check_ranks(config, load_model_config(WIDE_MODEL_PATH))
+
+
+def test_adapters_over_stages_of_a_mixture_are_refused(tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path, "glm4_moe")
+    config, model = EngineConfig(model_path=path, pp_size=2, enable_lora=True), load_model_config(path)
+    with pytest.raises(
+        ConfigError, match="--enable-lora: --pp-size 2 gives stages of a mixture of experts unlike layers"
+    ):
+        check_ranks(config, model)
+    with pytest.raises(ConfigError, match=r"--tp-size 16: .*choose 1, 2 or 4"):
+        check_ranks(EngineConfig(model_path=path, tp_size=16), model)

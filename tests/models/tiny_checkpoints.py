@@ -23,17 +23,37 @@ EOS = 2
 ARCHITECTURES = {
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
 NORMS = {
     "glm4": ("input", "post_self_attn", "post_attention", "post_mlp"),
     "olmo2": ("post_attention", "post_feedforward"),
+}
+
+MIXTURES: dict[str, dict[str, Any]] = {  # fields of their own
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
 }
 
 CHAT_TEMPLATE = (
@@ -85,16 +105,36 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
         if family in ("phi3", "glm", "glm4"):
             mlp = {"gate_up_proj": [2 * size, hidden], "down_proj": [hidden, size]}
         layer = {f"self_attn.{name}.weight": shape for name, shape in attention.items()}
-        layer |= {f"mlp.{name}.weight": shape for name, shape in mlp.items()}
+        sparse = family in MIXTURES and i >= config.get("first_k_dense_replace", 0)
+        layer |= _experts(config) if sparse else {f"mlp.{name}.weight": shape for name, shape in mlp.items()}
         layer |= {f"{name}_layernorm.weight": [hidden] for name in NORMS.get(family, ("input", "post_attention"))}
         if family in ("qwen2", "glm", "glm4") or config.get("attention_bias"):
             biased = tuple(attention) if family in ("llama", "qwen3") else ("q_proj", "k_proj", "v_proj")
             layer |= {f"self_attn.{name}.bias": attention[name][:1] for name in biased}
-        if family == "qwen3":
+        if family in ("qwen3", "qwen3_moe", "glm4_moe"):
             layer |= {f"self_attn.{name}_norm.weight": [dim] for name in "qk"}
         if family == "olmo2":
             layer |= {"self_attn.q_norm.weight": [q], "self_attn.k_norm.weight": [kv]}
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _experts(config: dict[str, Any]) -> dict[str, list[int]]:
+    """Of one layer."""
+    hidden, family = config["hidden_size"], config["model_type"]
+    size = config["intermediate_size"] if family == "mixtral" else config["moe_intermediate_size"]
+    count = config.get("num_local_experts") or config.get("num_experts") or config["n_routed_experts"]
+    place, gate, up, down = ("mlp", "gate_proj", "up_proj", "down_proj")
+    if family == "mixtral":
+        place, gate, up, down = ("block_sparse_moe", "w1", "w3", "w2")
+    shapes = {f"{place}.gate.weight": [count, hidden]}
+    parts = [f"{place}.experts.{i}" for i in range(count)]
+    if family == "glm4_moe":
+        shapes["mlp.gate.e_score_correction_bias"] = [count]
+        parts.append("mlp.shared_experts")
+    for part in parts:
+        shapes |= {f"{part}.{gate}.weight": [size, hidden], f"{part}.{up}.weight": [size, hidden]}
+        shapes[f"{part}.{down}.weight"] = [hidden, size]
     return shapes
 
 
@@ -143,6 +183,7 @@ def _config(family: str, dtype: str) -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": EOS,
     }
+    config |= MIXTURES.get(family, {})
     return config | ({"sliding_window": None} if family in ("mistral", "phi3") else {})
 
 

@@ -24,6 +24,7 @@ _PLAIN = ModelConfig(
     norms="before",
     fused_qkv=False,
     fused_mlp=False,
+    experts=None,
     max_position_embeddings=4096,
     sliding_window=None,
     dtype="bfloat16",

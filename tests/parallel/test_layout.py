@@ -7,7 +7,17 @@ from itertools import chain, product
 import pytest
 
 from engine.model_files.model_config import ModelConfig
-from engine.parallel.layout import Cut, Place, Share, check_layout, model_units, share_of, stage_layers, units_of
+from engine.parallel.layout import (
+    Cut,
+    Place,
+    Share,
+    check_layout,
+    mlp_share,
+    model_units,
+    share_of,
+    stage_layers,
+    units_of,
+)
 from service.flags import ConfigError
 from tests.parallel.some_config import some_config
 
@@ -45,7 +55,8 @@ def test_heads_intermediate_and_vocabulary_are_each_on_one_rank() -> None:
     for config, tp in cases:
         ranks = shares(config, tp)
         assert joined(share.heads for share in ranks) == list(range(config.num_heads))
-        assert joined(share.intermediate for share in ranks) == list(range(config.intermediate_size))
+        mlps = (mlp_share(config.intermediate_size, Place(tp_rank=rank, tp_size=tp)) for rank in range(tp))
+        assert joined(mlps) == list(range(config.intermediate_size))
         assert joined(share.vocab for share in ranks) == list(range(config.vocab_size))
         assert len({len(share.heads) for share in ranks}) == 1 and min(len(share.vocab) for share in ranks) > 0
 
@@ -125,9 +136,7 @@ def test_a_partition_says_which_layers_a_stage_has() -> None:
 
 def test_a_rank_alone_holds_everything() -> None:
     config = some_config()
-    assert share_of(config, Place()) == Share(
-        heads=range(8), kv_heads=range(4), intermediate=range(96), vocab=range(272), layers=range(4)
-    )
+    assert share_of(config, Place()) == Share(heads=range(8), kv_heads=range(4), vocab=range(272), layers=range(4))
     assert units_of(config, Place(), None) == range(1)
     assert Place().is_first_stage and Place().is_last_stage
 
@@ -148,7 +157,8 @@ def test_with_dp_attention_each_dp_rank_has_all_heads_and_all_ranks_together_the
                 (r, len(places)) for r in range(len(places))
             ]
             ranks = [share_of(config, place) for place in places]
-            assert joined(share.intermediate for share in ranks) == list(range(config.intermediate_size))
+            mlps = (mlp_share(config.intermediate_size, place) for place in places)
+            assert joined(mlps) == list(range(config.intermediate_size))
             for first in range(0, len(ranks), attention):
                 group = ranks[first : first + attention]
                 for share, alone in zip(group, shares(config, attention), strict=True):

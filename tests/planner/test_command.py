@@ -15,6 +15,7 @@ from planner.fit import Report, ReportTarget
 from planner.layout import ClusterLayout
 from planner.study import planned_cluster, study_of, try_rate
 from service.flags import ConfigError
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
 from tests.planner.planned import LINK, STEP_TIME
 from tests.planner.test_fit import one_after_another, together
 
@@ -231,6 +232,12 @@ def test_bad_input_is_one_line_that_names_the_flag(
     assert main(["plan", *args, "--disable-progress"]) == 1
     text = capsys.readouterr().err
     assert text.startswith("tandem plan: error: " + said) and text.count("\n") == 1
+
+
+def test_a_mixture_of_experts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_tiny_checkpoint(tmp_path, "mixtral")
+    assert main(["plan", "--model-path", path, "--gpu", "L4", "--disable-progress"]) == 1
+    assert f"--model-path {path}: the cost model knows dense models" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [{"input_length": "x"}, {"input_length": -5}, {"hash_ids": [-1]}])

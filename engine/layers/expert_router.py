@@ -1,0 +1,49 @@
+"""Which experts a token takes, and with what weights."""
+
+import torch
+from torch import Tensor
+
+from engine.layers.linear import sums_matrix
+from engine.model_files.experts_config import ExpertsConfig
+
+
+class ExpertRouter:
+    """`weight` [experts, hidden]; `bias` [experts] fp32, which the choice adds to scores (None: no bias).
+
+    Scores are fp32 and never rounded. Of equal ones the expert with the lower number is chosen.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, config: ExpertsConfig) -> None:
+        self._matrix = sums_matrix(weight, None, segments=1)
+        self._bias = bias
+        self._config = config
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(experts [T, per_token] i64, best first; their weights [T, per_token] fp32) for x [T, hidden]."""
+        config, logits = self._config, self._matrix.partial(x)
+        scores = logits.sigmoid() if config.sigmoid else logits.softmax(-1)
+        chosen = self._choose(scores)
+        weights = scores.gather(1, chosen)
+        if config.normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if config.sigmoid else 0.0))
+        return chosen, weights * config.scaling
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        config = self._config
+        if self._bias is not None:
+            scores = scores + self._bias
+        if config.groups > 1:
+            scores = _in_best_groups(scores, config.groups, config.chosen_groups)
+        return _best(scores, config.per_token)
+
+
+def _in_best_groups(scores: Tensor, groups: int, chosen: int) -> Tensor:
+    """Scores of the `chosen` groups whose two best experts have the largest sums; -inf elsewhere. After DeepSeek-V3 (arXiv:2412.19437)."""
+    grouped = scores.view(len(scores), groups, -1)
+    best = _best(grouped.topk(2, dim=-1).values.sum(-1), chosen)
+    kept = torch.zeros(best.shape[0], groups, dtype=torch.bool, device=scores.device).scatter_(1, best, True)
+    return grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).view_as(scores)
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]

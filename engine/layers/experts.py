@@ -1,0 +1,74 @@
+"""The products of all experts of a layer: rows sorted by expert, so that each weight is read once."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.kernels.linear import PANEL, linear_kernel
+from engine.kernels.matrices import PackedMatrices
+from engine.layers.linear import silu_mul
+
+
+class _Matrices(Protocol):
+    def gated(self, x: Tensor, rows: Tensor) -> Tensor: ...
+
+    def partial(self, x: Tensor, rows: Tensor) -> Tensor: ...
+
+
+class Experts:
+    """`gate_up`: of each expert [2 * intermediate, hidden]; `down`: [hidden, intermediate]. Both lists are emptied.
+
+    `segments`: of the intermediate, whose sums stay apart.
+    """
+
+    def __init__(self, gate_up: list[Tensor], down: list[Tensor], *, segments: int) -> None:
+        self._width = down[0].shape[1] // segments
+        self._gate_up = _pack(gate_up)
+        starts = range(0, down[0].shape[1], self._width)
+        self._downs = [_pack([matrix[:, at : at + self._width] for matrix in down]) for at in starts]
+        gate_up.clear()
+        down.clear()
+
+    def __call__(self, x: Tensor, rows: Tensor) -> list[Tensor]:
+        """[T, hidden] fp32 of each segment, not rounded, for x [T, hidden] sorted by expert, `rows` [experts] i64 of each."""
+        parts = torch.split(self._gate_up.gated(x, rows), self._width, dim=1)
+        return [down.partial(part.contiguous(), rows) for part, down in zip(parts, self._downs, strict=True)]
+
+
+class _TorchMatrices:
+    """By torch's grouped product, on any device: the host does not learn how many rows an expert has."""
+
+    def __init__(self, matrices: list[Tensor]) -> None:
+        self._weights = torch.stack([matrix.t() for matrix in matrices])
+
+    def gated(self, x: Tensor, rows: Tensor) -> Tensor:
+        return silu_mul(self._times(x, rows))
+
+    def partial(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self._times(x, rows).float()
+
+    def _times(self, x: Tensor, rows: Tensor) -> Tensor:
+        return functional.grouped_mm(x, self._weights, offs=rows.cumsum(0).to(torch.int32))
+
+
+class _PlainlyGated:
+    """Where gate and up do not share a panel."""
+
+    def __init__(self, packed: PackedMatrices) -> None:
+        self._packed = packed
+        self.partial = packed.partial
+
+    def gated(self, x: Tensor, rows: Tensor) -> Tensor:
+        return silu_mul(self._packed.times(x, rows))
+
+
+def _pack(matrices: list[Tensor]) -> _Matrices:
+    first = matrices[0]
+    kernel = linear_kernel() if first.device.type == "cpu" and first.dtype == torch.bfloat16 else None
+    if kernel is None:
+        return _TorchMatrices(matrices)
+    gates = len(first) % PANEL == 0
+    packed = PackedMatrices(kernel, matrices, gates=gates)
+    return packed if gates else _PlainlyGated(packed)

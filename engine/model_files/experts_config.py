@@ -1,0 +1,114 @@
+"""The experts of a mixture (MoE), from the fields of config.json, checked. Never torch."""
+
+from dataclasses import dataclass
+
+from engine.model_files.fields import Fields
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names in the checkpoint, behind a layer's prefix. `router`, `experts`: their places; `gate`, `up`, `down`: an expert's matrices."""
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "mlp.shared_experts"
+
+
+PLAIN_NAMES = ExpertNames()
+MIXTRAL_NAMES = ExpertNames(
+    router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """`count` experts of `intermediate` each, of which a token takes `per_token`, in the layers that are not `dense_layers`.
+
+    `shared_intermediate`: of one more, which every token takes; 0: none. Scores are a softmax over all experts, or each one's
+    sigmoid (`sigmoid`); then the choice looks at scores plus a bias of the checkpoint, in the `chosen_groups` best of `groups`.
+    Weights are the chosen scores, made 1 together (`normalized`), times `scaling`.
+    """
+
+    count: int
+    per_token: int
+    intermediate: int
+    dense_layers: tuple[int, ...] = ()
+    shared_intermediate: int = 0
+    sigmoid: bool = False
+    normalized: bool = True
+    groups: int = 1
+    chosen_groups: int = 1
+    scaling: float = 1.0
+
+
+def read_mixtral(fields: Fields, num_layers: int) -> ExpertsConfig:
+    return _checked(
+        fields,
+        ExpertsConfig(
+            count=_count(fields, "num_local_experts", "num_experts"),
+            per_token=fields.count("num_experts_per_tok"),
+            intermediate=fields.count("intermediate_size"),
+        ),
+    )
+
+
+def read_qwen3(fields: Fields, num_layers: int) -> ExpertsConfig:
+    step = fields.count("decoder_sparse_step", default=1)
+    named = fields.get("mlp_only_layers") or []
+    if not isinstance(named, list):
+        raise fields.error("mlp_only_layers", f"must be a list of layers, got {named!r}")
+    dense = tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
+    return _checked(
+        fields,
+        ExpertsConfig(
+            count=_count(fields, "num_experts", "num_local_experts"),
+            per_token=fields.count("num_experts_per_tok"),
+            intermediate=fields.count("moe_intermediate_size"),
+            dense_layers=dense,
+            normalized=fields.flag("norm_topk_prob", default=False),
+        ),
+    )
+
+
+def read_glm4(fields: Fields, num_layers: int) -> ExpertsConfig:
+    intermediate = fields.count("moe_intermediate_size")
+    dense = fields.get("first_k_dense_replace", 1)
+    if not isinstance(dense, int) or dense < 0:
+        raise fields.error("first_k_dense_replace", f"must be a number of layers, got {dense!r}")
+    return _checked(
+        fields,
+        ExpertsConfig(
+            count=_count(fields, "n_routed_experts", "num_local_experts"),
+            per_token=fields.count("num_experts_per_tok"),
+            intermediate=intermediate,
+            dense_layers=tuple(range(min(dense, num_layers))),
+            shared_intermediate=intermediate * fields.count("n_shared_experts", default=1),
+            sigmoid=True,
+            normalized=fields.flag("norm_topk_prob", default=True),
+            groups=fields.count("n_group", default=1),
+            chosen_groups=fields.count("topk_group", default=1),
+            scaling=fields.number("routed_scaling_factor", default=1.0),
+        ),
+    )
+
+
+def _count(fields: Fields, name: str, other: str) -> int:
+    """`other`: what another version of transformers calls it."""
+    return fields.count(other if fields.get(name) is None and fields.get(other) is not None else name)
+
+
+def _checked(fields: Fields, experts: ExpertsConfig) -> ExpertsConfig:
+    if experts.per_token > experts.count:
+        raise fields.error("num_experts_per_tok", f"{experts.per_token} of {experts.count} experts")
+    if experts.count % experts.groups or experts.count // experts.groups < 2 <= experts.groups:
+        raise fields.error(
+            "n_group", f"{experts.groups} groups of {experts.count} experts; each needs as many, two at least"
+        )
+    if experts.chosen_groups > experts.groups:
+        raise fields.error("topk_group", f"{experts.chosen_groups} of {experts.groups} groups")
+    if experts.per_token > experts.count // experts.groups * experts.chosen_groups:
+        raise fields.error("num_experts_per_tok", f"{experts.per_token}, more than {experts.chosen_groups} groups have")
+    return experts

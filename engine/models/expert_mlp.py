@@ -1,0 +1,101 @@
+"""A mixture of experts behind attention: each token takes the few that a router chooses.
+
+    x [T, hidden] -> router -> (token, rank) rows, sorted by expert -> experts -> back in order -> weighed, added by rank
+
+Every rank has a part of every expert. A token's sum runs over its experts from the best on, so its bits do not depend on the batch.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.layers.expert_router import ExpertRouter
+from engine.layers.experts import Experts
+from engine.layers.linear import LinearSite, silu_mul, sums_matrix
+from engine.layers.norm import Normed
+from engine.layers.row_linear import summed
+from engine.model_files.experts_config import ExpertNames, ExpertsConfig
+from engine.models.part import ModelPart
+from engine.parallel.collectives import tree_sum
+
+
+class ExpertMLP:
+    """As `FeedForward`. It has no sites: adapters do not change experts."""
+
+    def __init__(self, part: ModelPart, prefix: str, experts: ExpertsConfig, names: ExpertNames) -> None:
+        hidden, checkpoint = part.config.hidden_size, part.checkpoint
+        router = checkpoint.take(f"{prefix}{names.router}.weight", [experts.count, hidden])
+        bias = None
+        if experts.sigmoid:
+            bias = checkpoint.take(
+                f"{prefix}{names.router}.e_score_correction_bias", [experts.count], dtype=torch.float32
+            )
+        self._router = ExpertRouter(router, bias, experts)
+        cut, segments = part.mlp_cut(experts.intermediate), part.mlp_segments
+        gate_up, down = [], []
+        for index in range(experts.count):
+            of_one = f"{prefix}{names.experts}.{index}."
+            both = [f"{of_one}{name}.weight" for name in (names.gate, names.up)]
+            gate_up.append(checkpoint.take_rows(both, [cut, cut], [hidden]))
+            down.append(checkpoint.take(f"{of_one}{names.down}.weight", [hidden, cut]))
+        self._experts = Experts(gate_up, down, segments=segments)
+        self._shared = _Shared(part, f"{prefix}{names.shared}.", experts) if experts.shared_intermediate else None
+        self._count, self._per_token = experts.count, experts.per_token
+        self._collectives, self._exchange = part.collectives, part.exchange
+        self._nothing = torch.empty((0, hidden), dtype=checkpoint.dtype, device=checkpoint.device)
+        self.sites: list[LinearSite] = []
+
+    def of_norm(self, norm: Normed, x: Tensor, delta: Tensor | None) -> Tensor:
+        """The experts' answer to norm(x + delta), which x becomes before the norm."""
+        own = norm.of_sum(x, delta)
+        if self._exchange is not None:
+            return self._exchanged(own)
+        partial = self._partial(own)
+        return (
+            partial.to(own.dtype) if self._collectives is None else summed(self._collectives, partial, dtype=own.dtype)
+        )
+
+    def join(self) -> None:
+        """Compute this rank's part for the rows of the other DP ranks, without rows of its own."""
+        self._exchanged(self._nothing)
+
+    def _exchanged(self, own: Tensor) -> Tensor:
+        assert self._exchange is not None
+        return self._exchange.sum(self._partial(self._exchange.gather(own)), own_rows=len(own), dtype=own.dtype)
+
+    def _partial(self, x: Tensor) -> Tensor:
+        """[T, hidden] fp32: the sum over the own part of the experts."""
+        chosen, weights = self._router(x)
+        flat = chosen.reshape(-1)
+        order = flat.argsort(stable=True)
+        rows = torch.zeros(self._count, dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
+        segments = [
+            self._weighed(answers, order, weights)
+            for answers in self._experts(x.index_select(0, order // self._per_token), rows)
+        ]
+        if self._shared is not None:
+            segments = [routed + shared for routed, shared in zip(segments, self._shared(x), strict=True)]
+        return tree_sum(segments)
+
+    def _weighed(self, answers: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+        """[T, hidden] of `answers` [T * per_token, hidden], which are in `order`."""
+        ranked = torch.empty_like(answers).index_copy_(0, order, answers).view(*weights.shape, -1)
+        total = ranked[:, 0] * weights[:, :1]
+        for rank in range(1, self._per_token):
+            total += ranked[:, rank] * weights[:, rank : rank + 1]
+        return total
+
+
+class _Shared:
+    """The expert of all tokens."""
+
+    def __init__(self, part: ModelPart, prefix: str, experts: ExpertsConfig) -> None:
+        hidden, cut = part.config.hidden_size, part.mlp_cut(experts.shared_intermediate)
+        self._gate_up, _ = part.columns([f"{prefix}gate_proj", f"{prefix}up_proj"], [cut, cut])
+        down = part.checkpoint.take(f"{prefix}down_proj.weight", [hidden, cut])
+        self._width = len(cut) // part.mlp_segments
+        self._downs = [sums_matrix(piece.contiguous(), None, segments=1) for piece in torch.split(down, self._width, 1)]
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        """[T, hidden] fp32 of each segment."""
+        parts = torch.split(silu_mul(self._gate_up(x)), self._width, dim=1)
+        return [down.partial(part.contiguous()) for part, down in zip(parts, self._downs, strict=True)]
