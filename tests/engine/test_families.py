@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.kernels.linear import linear_kernel
+from tests.engine.dp_in_process import dp_ranks
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks_in_process import ranks
 from tests.engine.test_parity import greedy
@@ -75,3 +76,16 @@ def test_two_ranks_give_the_bits_of_one_in_bf16(name: str, tmp_path: Path) -> No
     alone = tokens_of(path, **flags)
     assert tokens_of(path, tp_size=2, **flags) == alone
     assert tokens_of(path, chunked_prefill_size=16, test_retract=2, **flags) == alone
+
+
+@pytest.mark.skipif(linear_kernel() is None, reason="reduce units need the C kernel of bf16")
+def test_dp_ranks_share_experts(tmp_path: Path) -> None:
+    """Dense layers, experts and the expert of all tokens, for rows of both ranks; one of them has less to do."""
+    path = make_tiny_checkpoint(tmp_path, "glm4_moe", dtype="bfloat16")
+    flags: dict[str, Any] = {"dtype": "bfloat16", "reduce_units": 2, "num_threads": 1}
+    alone = tokens_of(path, **flags)
+    with dp_ranks(path, tp_size=2, dp_size=2, page_size=4, max_total_tokens=1024, **flags) as group:
+        for i, prompt in enumerate(PROMPTS):
+            group.engines[i % 2].add(str(i), prompt, max_new_tokens=8)
+        group.run()
+        assert {rid: tokens for engine in group.engines for rid, tokens in engine.tokens.items()} == alone
