@@ -17,7 +17,10 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 SHARED = ("e2e/shared", "e2e/tiny", "hostile")  # folders whose files share servers
-LONG = (*SHARED, "e2e", "faults", "transfer/test_contract.py", "attention/test_triton.py", "simulation")
+LONG = (
+    *(*SHARED, "e2e", "faults", "transfer/test_contract.py", "attention/test_triton.py", "simulation"),
+    *("engine/test_gpu_check.py", "security", "sampler/test_triton_sampler.py", "transfer/test_rank_transfers.py"),
+)
 
 gc.disable()  # while a million objects are imported and collected, which then live to the end
 

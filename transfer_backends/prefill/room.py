@@ -109,6 +109,9 @@ class PrefillRoom(Room):
         assert self.chunks or not self.left_groups, f"room {self.key}: {self.left_groups} groups of layers of nothing"
         assert self.num_ops >= 0, f"room {self.key}: {self.num_ops} operations"
         assert self.quiet or self.state is not KVPoll.Success, f"room {self.key}: operations in Success"
+        assert not (self.awaits_fence and self.done_bytes), (
+            f"room {self.key}: bytes of try {self.write_try}, which begins later"
+        )
 
 
 def check_chunk(room: PrefillRoom, chunk: Chunk, args: KVArgs) -> None:
