@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from engine.background import start_in_thread
-from engine.executor.profiler import TorchProfiler
+from engine.loop.profile_control import Profiler
 from engine.lora.store import LoraStore
 from engine.messages import StartProfile
 from engine.model_files.model_config import ModelConfig
@@ -114,7 +114,7 @@ class GroupAdapters:
 class GroupProfiler:
     """A profile of every rank, each in a file of its own beside the leader's."""
 
-    def __init__(self, own: TorchProfiler, followers: Followers) -> None:
+    def __init__(self, own: Profiler, followers: Followers) -> None:
         self._own = own
         self._followers = followers
 
@@ -122,7 +122,12 @@ class GroupProfiler:
         """Return the leader's file. Raises ConfigError."""
         path = self._own.start(asked)
         asked = replace(asked, output_dir=str(Path(path).parent))
-        self._followers.apply("start_profile", asked=msgspec.to_builtins(asked)).wait()
+        try:
+            self._followers.apply("start_profile", asked=msgspec.to_builtins(asked)).wait()
+        except ConfigError:
+            with suppress(ConfigError):  # of the rank that has none
+                self.stop()
+            raise
         return path
 
     def stop(self) -> str:

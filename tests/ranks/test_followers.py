@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from engine.core.plan import PageCopy, Plan
+from engine.messages import StartProfile
 from engine.ranks.channel import Channel, follower_end, leader_end
 from engine.ranks.followers import Followers, GroupEnded, Process
+from engine.ranks.group import GroupProfiler
 from engine.ranks.group_checksum import GroupChecksum
 from engine.ranks.messages import Apply, Done, Failed, PoolSize, Prepare, Ready, Serving, Step, ToFollower, ToLeader
 from service.flags import ConfigError
@@ -175,6 +177,43 @@ def test_a_checksum_counts_each_part_once_and_looks_at_every_copy(
             damaged = [{**values, rank: values[rank] + 1} for rank in (*replicas, *replicas)]
             found = {checksum(group, copies, those) for those in damaged}
             assert len(found - {total}) == len(damaged)
+
+
+@dataclass
+class Recorded:
+    """A profiler of the leader's rank."""
+
+    calls: list[str] = field(default_factory=list)
+
+    def start(self, asked: StartProfile) -> str:
+        self.calls.append("start")
+        return "/traces/leader.json"
+
+    def stop(self) -> str:
+        self.calls.append("stop")
+        return "/traces/leader.json"
+
+
+def test_a_profile_that_one_rank_refuses_runs_at_none(group: Group) -> None:
+    own = Recorded()
+    starting = threading.Thread(target=answer_profiles, args=(group,))
+    starting.start()
+    with pytest.raises(ConfigError, match=r"rank 2 of 3 \(pid 472\): output_dir: no file can be written"):
+        GroupProfiler(own, group.followers).start(StartProfile(call_id="c"))
+    starting.join(SOON_S)
+    assert own.calls == ["start", "stop"]
+
+
+def answer_profiles(group: Group) -> None:
+    """Rank 2 cannot write where the others can, and so has nothing to stop."""
+    for name in ("start_profile", "stop_profile"):
+        for rank, channel in group.there.items():
+            applied = channel.receive()
+            assert isinstance(applied, Apply) and applied.name == name
+            error = (
+                "" if rank == 1 else "output_dir: no file can be written" if name == "start_profile" else "none runs"
+            )
+            channel.send(Done(applied.number, error=error))
 
 
 @pytest.mark.parametrize(
