@@ -29,9 +29,21 @@ def processes(worker: Started) -> list[psutil.Process]:
     return psutil.Process(worker.process.pid).children(recursive=True)
 
 
+def pages_in_files(folder: Path) -> set[str]:
+    """Pages of which each of four ranks has its part."""
+    return set.intersection(*({file.name for file in (folder / f"0/rank{rank}").glob("*.kv")} for rank in range(4)))
+
+
 async def test_it_answers_and_ends_with_any_of_its_ranks(tmp_path: Path) -> None:
     prompts = [prompt_of(size, seed) for seed, size in enumerate((3, 90, 40, 12))]
-    with tandem(tmp_path, "serve", "--tp-size", "2", "--pp-size", "2", *FLAGS) as worker:
+    files = (
+        "--enable-hierarchical-cache",
+        "--hicache-storage-backend",
+        "file",
+        "--hicache-storage-dir",
+        str(tmp_path / "kv"),
+    )
+    with tandem(tmp_path, "serve", "--tp-size", "2", "--pp-size", "2", *files, *FLAGS) as worker:
         bodies = [
             {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 16}, "stream": True}
             for ids in prompts
@@ -42,6 +54,8 @@ async def test_it_answers_and_ends_with_any_of_its_ranks(tmp_path: Path) -> None
         info = json.loads(await text_of(f"{worker.url}/server_info"))
         pids, family = info["rank_pids"], processes(worker)
         assert (info["tp_size"], info["pp_size"]) == (2, 2)
+        pages = (len(max(prompts, key=len)) + 16) // info["page_size"]
+        wait_until(lambda: len(pages_in_files(tmp_path / "kv")) >= pages, within_s=WITHIN_S, what="files of every rank")
         assert set(pids) <= {process.pid for process in family} and len(pids) == 4
 
         psutil.Process(pids[1]).send_signal(signal.SIGKILL)
