@@ -11,7 +11,7 @@ from disagg.config import RankSpec, SchedulerSpec, read_secret
 from disagg.node_control import Control, NodeBye
 from disagg.node_meeting import Met, joined
 from disagg.rank_start import how_ended, start_rank
-from disagg.role_session import SessionPlan
+from disagg.role_session import ANY_ADDRESS, SessionPlan
 from engine.nodes import named, ranks_of
 from engine.parallel.region_memory import new_memory
 from service.flags import ConfigError
@@ -81,6 +81,10 @@ def own_host(plan: SessionPlan, met: Met) -> str:
     """
     assert met.host is not None, "not node 0"
     host = plan.disagg.disaggregation_control_host or met.host
+    if host in ANY_ADDRESS:  # a peer would look for this machine's ranks on its own
+        raise ConfigError(
+            f"--disaggregation-control-host {host}: peers need one address of this machine; without the flag it is {met.host}"
+        )
     try:
         with bound(host):
             return host

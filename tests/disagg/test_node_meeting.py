@@ -196,6 +196,9 @@ def test_an_address_of_another_machine_is_named() -> None:
     said = "--disaggregation-control-host 192.0.2.1: not an address of node 1 .* without the flag it is 10.0.0.2, "
     with pytest.raises(ConfigError, match=said):
         own_host(plan, met_there)
+    everywhere = DisaggConfig(disaggregation_mode="decode", disaggregation_control_host="0.0.0.0")
+    with pytest.raises(ConfigError, match=r"--disaggregation-control-host 0\.0\.0\.0: peers need one address"):
+        own_host(replace(plan, disagg=everywhere), met_there)
     unnamed = replace(plan, disagg=DisaggConfig(disaggregation_mode="decode"))
     assert own_host(unnamed, replace(met_there, host="127.0.0.1")) == "127.0.0.1"
 

@@ -33,18 +33,18 @@ class Part:
 
 
 class Fleet:
-    """Starts parts on machines; ends them with the block."""
+    """Starts parts on machines; ends them with the block. `machines`: None where there are none."""
 
     def __init__(self, folder: Path, machines: Machines | None, stack: ExitStack) -> None:
         self._folder = folder
-        self._machines = machines
+        self.machines = machines
         self._stack = stack
         self.secret = folder / "secret"
         self.secret.write_text("sixteen bytes or more")
         self.secret.chmod(0o600)
 
     def host(self, name: str) -> str:
-        return "127.0.0.1" if self._machines is None else self._machines.address[name]
+        return "127.0.0.1" if self.machines is None else self.machines.address[name]
 
     def start(self, name: str, *args: str, own_pids: bool = False, env: Mapping[str, str] | None = None) -> Part:
         """`args` of `tandem`. On the machine of that name; "router": on this one."""
@@ -52,8 +52,8 @@ class Fleet:
         folder.mkdir()
         part_folder = folder / "ready.json", folder / "log"
         before: list[str] = []
-        if self._machines is not None and name in self._machines.address:
-            before = [*self._machines.command_on(name), *(OWN_PIDS if own_pids else ())]
+        if self.machines is not None and name in self.machines.address:
+            before = [*self.machines.command_on(name), *(OWN_PIDS if own_pids else ())]
         command = [*before, sys.executable, "-m", "deploy", *args, "--cluster-secret-file", str(self.secret)]
         process = start_process([*command, "--ready-file", str(part_folder[0])], part_folder[1], env)
         self._stack.callback(end_tree, process)

@@ -14,6 +14,7 @@ from tests.e2e.client import generate_all, post, session, state_of, wait_for_sta
 from tests.e2e.cluster import child_of, wait_until
 from tests.e2e.nodes import FLAGS, Part, fleet
 from tests.e2e.test_ranks import prompt_of
+from tools.faults.machines import Machines
 from tools.recall.oracle import continuation
 
 WITHIN_S = 20.0
@@ -81,6 +82,7 @@ class Pair:
     prefill: Part
     decode: Part
     far: Part
+    machines: Machines | None
     router: str
     urls: dict[str, str]
 
@@ -119,7 +121,7 @@ def pair(folder: Path, backend: str, wide: str, *, as_pods: bool = False) -> Ite
             "--port",
             "0",
         )
-        yield Pair(parts["prefill"], parts["decode"], far, router.wait()["router"], urls)
+        yield Pair(parts["prefill"], parts["decode"], far, machines.machines, router.wait()["router"], urls)
 
 
 async def _answers(workers: Pair) -> None:
@@ -174,5 +176,28 @@ async def test_pages_stay_until_the_rank_on_the_other_machine_is_proven_dead(tmp
         await asyncio.sleep(RESEND_S + 10)
         assert (await state_of(decode))["pages"]["quarantined"] > 0
         rank.kill()
+        await asyncio.sleep(RESEND_S)
+        await wait_for_state(decode, lambda state: state["pages"]["quarantined"] == 0)
+
+
+@pytest.mark.slow
+async def test_pages_stay_while_the_other_machine_cannot_be_reached(tmp_path: Path) -> None:
+    """Its cable is pulled: prefill ends, and decode proves nothing of the rank there before the cable is back."""
+    with pair(tmp_path, "nixl", "prefill") as workers:
+        if workers.machines is None:
+            pytest.skip("needs network namespaces")
+        asked = await _until_pages_are_exposed(workers)
+        workers.machines.pull("far")
+        wait_until(lambda: workers.prefill.process.poll() is not None, within_s=60.0, what="the end of prefill")
+        assert workers.prefill.errors()[0].startswith("tandem serve: error: rank 1 of 2 (node 1, ")
+        with suppress(AssertionError):
+            await asked
+        decode = workers.urls["decode"]
+        wait_until(
+            lambda: workers.far.process.poll() is not None, within_s=60.0, what="the end of the far machine's part"
+        )
+        await asyncio.sleep(RESEND_S + 10)
+        assert (await state_of(decode))["pages"]["quarantined"] > 0
+        workers.machines.plug("far")
         await asyncio.sleep(RESEND_S)
         await wait_for_state(decode, lambda state: state["pages"]["quarantined"] == 0)
