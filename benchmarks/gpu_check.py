@@ -45,6 +45,7 @@ PARTS = {
     "numerics": Part("attention:numerics", 120, is_timed=False),
     "identity": Part("identity:measure", 120, is_timed=False),
     "host_tier": Part("host_tier:measure", 60, is_timed=False),
+    "ranks": Part("ranks:measure", 120, is_timed=False),
     "sanitizer": Part("sanitizer:measure", 120, is_timed=False),
     "limits": Part("limits:measure", 20),
     "decode_attention": Part("attention:decode_bandwidth", 40),

@@ -91,7 +91,7 @@ class Run:
         self.parts = parts
         self.tokens: dict[str, list[int]] = {}
         self._pipeline = Pipeline(
-            scheduler=parts.scheduler, executor=parts.device.executor, depth=depth, on_step=self._on_step
+            scheduler=parts.scheduler, executor=parts.executor, depth=depth, on_step=self._on_step
         )
 
     def add(self, rid: str, *, prompt: list[int], new_tokens: int) -> None:

@@ -49,13 +49,14 @@ def new_store() -> int:
     return os.memfd_create("tandem-store")
 
 
-def joined(store: int, place: Place, device: torch.device, *, timeout_s: float) -> RankGroups:
-    """Meet the other ranks; once in a process. `device` has its index. On a CPU gloo carries the bytes.
+def joined(store: int, place: Place, device: torch.device, *, timeout_s: float, backend: str = "nccl") -> RankGroups:
+    """Meet the other ranks; once in a process. `device` has its index. `backend`: gloo, on CPUs, or on one GPU that NCCL refuses to
+    two ranks.
 
     Raises ConfigError naming the ranks that are not there.
     """
-    on_gpu = device.type == "cuda"
-    if on_gpu and not dist.is_nccl_available():
+    by_nccl = backend == "nccl"
+    if by_nccl and not dist.is_nccl_available():
         raise ConfigError(
             f"--tp-size {place.tp_size}, --pp-size {place.pp_size}: this torch has no NCCL, which ranks on GPUs need"
         )
@@ -65,11 +66,11 @@ def joined(store: int, place: Place, device: torch.device, *, timeout_s: float) 
     file = FileStore(f"/proc/self/fd/{store}", size)
     _await_all(file, rank, size, timeout_s)
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
+        backend,
         store=file,
         rank=rank,
         world_size=size,
-        device_id=device if on_gpu else None,
+        device_id=device if by_nccl else None,
         timeout=timedelta(seconds=timeout_s),
     )
     mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -78,7 +79,7 @@ def joined(store: int, place: Place, device: torch.device, *, timeout_s: float) 
         if rank in ranks and group is not None:
             mine[ranks] = group
     stage = mine.get(_stage(place, place.pp_rank)) if place.tp_size > 1 else None
-    memory = None if stage is None or not on_gpu else _shared_memory(stage, device, PrefixStore("memory", file), rank)
+    memory = None if stage is None or not by_nccl else _shared_memory(stage, device, PrefixStore("memory", file), rank)
     return RankGroups(
         stage=stage,
         memory=memory,

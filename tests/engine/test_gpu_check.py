@@ -62,7 +62,7 @@ def test_a_part_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_check.check(["limits"], gpu_check.run_apart)["limits"]["error"] == "not done after 0 s"
 
 
-SLOW = ["numerics", "identity", "adapters", "restart"]  # the interpreter and processes take seconds
+SLOW = ["numerics", "identity", "adapters", "ranks", "restart"]  # the interpreter and processes take seconds
 
 
 def test_parts_run_on_a_cpu_at_a_small_size(tmp_path: Path) -> None:
@@ -79,6 +79,7 @@ def test_parts_run_on_a_cpu_at_a_small_size(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_other_parts_run_on_a_cpu(tmp_path: Path) -> None:
     parts = run_small(SLOW, tmp_path / "gpu.json")["parts"]
+    assert parts["ranks"]["tokens"] == {"--tp-size 2": True} and parts["ranks"]["same_bits"]
     assert parts["restart"]["lost_gb"] == 0 and all(parts["identity"][way] for way in parts["identity"] if "," in way)
 
 

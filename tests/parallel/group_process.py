@@ -13,7 +13,7 @@ from tests.parallel.test_process_groups import JOIN_S, STAGES, numbers_of
 def main() -> None:
     store, rank = map(int, sys.argv[1:])
     device = torch.device("cpu")
-    groups = joined(store, Place(pp_rank=rank, pp_size=STAGES), device, timeout_s=JOIN_S)
+    groups = joined(store, Place(pp_rank=rank, pp_size=STAGES), device, timeout_s=JOIN_S, backend="gloo")
     assert groups.stage is None and groups.memory is None
     numbers = numbers_of(rank)
     if groups.before is not None:

@@ -44,6 +44,12 @@ def test_stages_meet_and_each_reaches_its_neighbours() -> None:
     assert printed == [total.numpy().tobytes().hex() for total in totals]
 
 
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")
+def test_a_torch_without_nccl_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^--tp-size 2, --pp-size 1: this torch has no NCCL"):
+        joined(-1, Place(tp_size=2), torch.device("cuda", 0), timeout_s=0.0)
+
+
 def test_which_groups_there_are() -> None:
     places = {size: Place(tp_size=size[0], pp_size=size[1]) for size in ((2, 1), (1, 3), (2, 2))}
     assert {size: members(place) for size, place in places.items()} == {
@@ -58,6 +64,6 @@ def test_ranks_that_do_not_come_are_named() -> None:
     try:
         place = Place(tp_rank=1, tp_size=2, pp_size=2)
         with pytest.raises(ConfigError, match=r"^--dist-timeout: ranks 0, 2, 3 of 4 did not meet rank 1 within 0 s"):
-            joined(store, place, torch.device("cpu"), timeout_s=0.1)
+            joined(store, place, torch.device("cpu"), timeout_s=0.1, backend="gloo")
     finally:
         os.close(store)

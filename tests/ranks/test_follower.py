@@ -45,6 +45,16 @@ def test_a_step_that_is_missing_ends_the_rank_by_number(seqs: tuple[int, ...], b
     assert runner.seqs == list(seqs[:-1]), "the bad step is not run"
 
 
+def test_steps_of_the_warm_up_have_no_number() -> None:
+    own, theirs = socket_pair()
+    runner: Any = Ran()
+    with closing(leader_end(own)), closing(follower_end(theirs.detach())) as channel:
+        follower = Follower(channel, runner, readers={}, actions={}, turning=lambda _: None)
+        for step in steps(0, 0, 1, 2):
+            follower.handle(step)
+    assert runner.seqs == [0, 0, 1, 2]
+
+
 def test_copies_alone_are_answered_once_they_are_made() -> None:
     own, theirs = socket_pair()
     runner: Any = Ran()

@@ -9,13 +9,28 @@ import pytest
 
 from engine.core.plan import PageCopy, Plan
 from engine.messages import StartProfile
+from engine.ranks.answers import is_proven
 from engine.ranks.channel import Channel, follower_end, leader_end
 from engine.ranks.followers import Followers, GroupEnded, Process
 from engine.ranks.group import GroupProfiler
 from engine.ranks.group_checksum import GroupChecksum
-from engine.ranks.messages import Apply, Done, Failed, PoolSize, Prepare, Ready, Serving, Step, ToFollower, ToLeader
+from engine.ranks.messages import (
+    Apply,
+    Done,
+    Failed,
+    Loaded,
+    PoolSize,
+    Prepare,
+    Ready,
+    Serving,
+    Step,
+    ToFollower,
+    ToLeader,
+    plan_of,
+)
 from service.flags import ConfigError
 from service.process.message_stream import ChannelClosed, socket_pair
+from tests.e2e.cluster import wait_until
 
 SOON_S = 10.0
 
@@ -93,6 +108,12 @@ def test_a_rank_that_is_late_is_named(group: Group) -> None:
         group.followers.await_ready(fingerprint="f", timeout_s=0.05)
 
 
+def test_a_rank_that_loads_too_long_is_named_before_any_measures(group: Group) -> None:
+    group.there[1].send(Loaded())
+    with pytest.raises(ConfigError, match=r"--dist-timeout: rank 2 of 3 \(pid 472\) has not loaded its weights"):
+        group.followers.await_loaded(timeout_s=0.05)
+
+
 def test_only_a_step_of_copies_alone_is_answered(group: Group) -> None:
     """The result of a step with items proves that every rank ran it."""
     copies = Plan(seq=1, extend=False, items=[], to_host=[PageCopy(1, 2)])
@@ -104,6 +125,27 @@ def test_only_a_step_of_copies_alone_is_answered(group: Group) -> None:
         channel.send(Done(step.answer))
     pending.wait()
     assert group.followers.step(Plan(seq=2, extend=False, items=[])) is None
+
+
+def test_on_gpus_copies_beside_a_forward_are_answered_too() -> None:
+    (item,) = plan_of(Step(1, False, [0], [], [7], [0], [], [], [], [])).items
+    plans = [
+        Plan(seq=1, extend=False, items=items, to_host=copies)
+        for items in ([], [item])
+        for copies in ([], [PageCopy(1, 2)])
+    ]
+    assert [is_proven(plan) for plan in plans] == [True, False, True, True]
+    own, theirs = socket_pair()
+    members: dict[int, tuple[Channel[ToLeader], Process]] = {1: (leader_end(own), Named(1))}
+    with theirs, closing(Followers(members, on_end=lambda text, refused: None, copies_beside=True)) as followers:
+        assert [followers.step(plan) is None for plan in plans] == [True, False, True, False]
+
+
+def test_ranks_that_take_no_messages_are_found(group: Group) -> None:
+    first = 1  # the number of what is asked
+    group.there[2].send(Done(first))
+    wait_until(lambda: "rank 2" not in group.followers.answers.missing(first), within_s=SOON_S, what="rank 2 answers")
+    assert group.followers.silent(within_s=0.05) == [1]
 
 
 def test_an_answer_calls_once_all_have_given_it(group: Group) -> None:
