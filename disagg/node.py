@@ -8,8 +8,9 @@ from contextlib import ExitStack
 
 from disagg.children import Children
 from disagg.config import RankSpec, SchedulerSpec, read_secret
+from disagg.met import Met
 from disagg.node_control import Control, NodeBye
-from disagg.node_meeting import Met, joined
+from disagg.node_meeting import joined
 from disagg.rank_start import how_ended, start_rank
 from disagg.role_session import ANY_ADDRESS, SessionPlan
 from engine.nodes import named, ranks_of

@@ -8,16 +8,17 @@ a rank's with its name, too.
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 
 from disagg.config import DisaggConfig
+from disagg.met import Met
 from disagg.node_control import Control, NodeHello, NodeRefused, NodeWelcome
 from disagg.node_flags import check_same, flags_of
 from engine.config import EngineConfig
-from engine.nodes import ENGINE, PLAN, Wire, address_of, named, ranks_of, wires_at
+from engine.nodes import Wire, address_of, named, ranks_of, wires_at
 from engine.parallel.meeting import PROOF_S, RETRY_S, MeetingError, dial, listen
 from engine.parallel.region_plan import RegionPlan
 from service.flags import ConfigError
@@ -26,35 +27,6 @@ from service.process.message_stream import ChannelClosed, MessageStream
 CONTROL = "nodes"
 FLAG = "--dist-init-addr"
 LEAST_WAIT_S = 0.1
-
-
-@dataclass(frozen=True)
-class Met:
-    """`controls`: by the number of the node at the other end. `wires`: the connections of this machine's ranks.
-
-    `host`: this machine's address for the others; None: node 0's, which its flags name.
-    """
-
-    controls: Mapping[int, Control]
-    region: RegionPlan
-    wires: Mapping[Wire, socket.socket]
-    host: str | None = None
-
-    def of_rank(self, rank: int) -> dict[str, socket.socket]:
-        """Its connections for sums and states, by its end of them."""
-        mine = ((wire, sock) for wire, sock in self.wires.items() if not wire.is_the_leaders)
-        return {wire.end_of(rank): sock for wire, sock in mine if rank in (wire.first, wire.second)}
-
-    def plan_of(self, rank: int) -> socket.socket:
-        """Between the leader and `rank` of another machine."""
-        return self._of_leader(PLAN, rank)
-
-    def engine_of(self, rank: int) -> socket.socket:
-        """Likewise, to its transfer engine."""
-        return self._of_leader(ENGINE, rank)
-
-    def _of_leader(self, kind: str, rank: int) -> socket.socket:
-        return next(sock for wire, sock in self.wires.items() if (wire.kind, wire.second) == (kind, rank))
 
 
 @dataclass(kw_only=True)

@@ -14,8 +14,9 @@ import torch
 from disagg.children import OPERATING_ERROR, Children
 from disagg.config import RankSpec, SchedulerSpec, read_secret
 from disagg.joint_memory import joint_plan
+from disagg.met import Met
 from disagg.node_control import NodeBye
-from disagg.node_meeting import Met, gathered
+from disagg.node_meeting import gathered
 from disagg.rank_start import how_ended, start_rank
 from engine.config import EngineConfig
 from engine.model_files.model_config import ModelConfig

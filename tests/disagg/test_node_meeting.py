@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from disagg.config import DisaggConfig
+from disagg.met import Met
 from disagg.node import own_host
 from disagg.node_control import Control, NodeBye, NodeHello, NodeRefused
 from disagg.node_flags import check_same, flags_of
-from disagg.node_meeting import CONTROL, Met, _version, gathered, joined
+from disagg.node_meeting import CONTROL, _version, gathered, joined
 from disagg.role_session import SessionPlan
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist

@@ -1,0 +1,38 @@
+"""What a machine of a group has once all have met."""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from disagg.node_control import Control
+from engine.nodes import ENGINE, PLAN, Wire
+from engine.parallel.region_plan import RegionPlan
+
+
+@dataclass(frozen=True)
+class Met:
+    """`controls`: by the number of the node at the other end. `wires`: the connections of this machine's ranks.
+
+    `host`: this machine's address for the others; None: node 0's, which its flags name.
+    """
+
+    controls: Mapping[int, Control]
+    region: RegionPlan
+    wires: Mapping[Wire, socket.socket]
+    host: str | None = None
+
+    def of_rank(self, rank: int) -> dict[str, socket.socket]:
+        """Its connections for sums and states, by its end of them."""
+        mine = ((wire, sock) for wire, sock in self.wires.items() if not wire.is_the_leaders)
+        return {wire.end_of(rank): sock for wire, sock in mine if rank in (wire.first, wire.second)}
+
+    def plan_of(self, rank: int) -> socket.socket:
+        """Between the leader and `rank` of another machine."""
+        return self._of_leader(PLAN, rank)
+
+    def engine_of(self, rank: int) -> socket.socket:
+        """Likewise, to its transfer engine."""
+        return self._of_leader(ENGINE, rank)
+
+    def _of_leader(self, kind: str, rank: int) -> socket.socket:
+        return next(sock for wire, sock in self.wires.items() if (wire.kind, wire.second) == (kind, rank))
