@@ -211,6 +211,7 @@ _MISSING: dict[str, Entry] = {
     ),
     "--decode-attention-backend": Missing("--attention-backend is for prompts and decodes"),
     "--prefill-attention-backend": Missing("--attention-backend is for prompts and decodes"),
+    "--attn-dp-size": Missing("give --enable-dp-attention and --dp-size"),
     **dict.fromkeys(("--enable-expert-parallel", "-ep"), Missing(NO_MOE)),
     "--enable-memory-saver": Missing(NO_RELEASE),
     "--enable-sleep-mode": Missing(NO_RELEASE),
