@@ -62,9 +62,7 @@ def started_group(spec: SchedulerSpec, model: ModelConfig, *, mooncake_protocol:
         undo.callback(region.close)
         undo.callback(children.end)
         undo.callback(region.abort)
-        group = _start(spec, config, region, joint, children, mooncake_protocol, met, store)
-        undo.callback(group.followers.close)  # first: from now on the end of a follower is no news
-        yield group
+        yield _start(spec, config, region, joint, children, mooncake_protocol, met, store, undo)
         if met is not None:
             _say_bye(met)
 
@@ -78,8 +76,9 @@ def _start(
     mooncake_protocol: str | None,
     met: Met | None,
     store: int | None,
+    undo: ExitStack,
 ) -> Group:
-    """`store`: where ranks on GPUs meet."""
+    """`store`: where ranks on GPUs meet. `undo`: closes the followers, before anything else ends them."""
     assert region.descriptor is not None
     leader, first = leader_of(config), 0 if joint is None else joint.dp_rank * config.num_ranks
     members: dict[int, Member] = {}
@@ -118,6 +117,7 @@ def _start(
     followers = Followers(
         members, on_end=_end_worker, limit_s=config.watchdog_timeout_s, copies_beside=config.device == "cuda"
     )
+    undo.callback(followers.close)  # first: from then on the end of a follower is no news
     groups, late = None, partial(_late, region, config)
     if joint is not None:
         late = partial(_late_of_all, region, joint, first)
