@@ -4,15 +4,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
+import torch
 
 from engine.core.plan import PageCopy, Plan
 from engine.messages import StartProfile
 from engine.ranks.answers import is_proven
 from engine.ranks.channel import Channel, follower_end, leader_end
 from engine.ranks.followers import Followers, GroupEnded, Process
-from engine.ranks.group import GroupProfiler
+from engine.ranks.group import GroupProfiler, GroupWeights
 from engine.ranks.group_checksum import GroupChecksum
 from engine.ranks.messages import (
     Apply,
@@ -302,3 +304,16 @@ def test_the_leaders_orderly_end_is_an_end_of_file(group: Group) -> None:
     with pytest.raises(ChannelClosed):
         group.there[1].receive()
     assert group.ends == []
+
+
+def test_other_weights_without_memory_for_their_graphs_end_the_group(group: Group) -> None:
+    """The followers have recorded theirs: ranks with and without graphs pad their sums differently."""
+
+    def install(model: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    weights = GroupWeights(group.followers, load=lambda *args, **more: None, install=install)  # type: ignore[arg-type, return-value]
+    model: Any = None
+    with pytest.raises(GroupEnded, match="graphs of the new weights, this one has no memory: CUDA out of memory"):
+        weights.install(model)
+    assert all(isinstance(channel.receive(), Apply) for channel in group.there.values())

@@ -71,7 +71,7 @@ def _(original, runner, plan):
 
 
 @RANKS.bug("the leader does not wait for copies of its followers", is_proven, "No step is answered by the followers.")
-def _(original, plan):
+def _(original, plan, **named):
     return True
 
 
