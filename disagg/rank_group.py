@@ -152,7 +152,7 @@ def _late(region: SharedRegion, config: EngineConfig) -> list[int]:
 
 
 def _late_of_all(region: SharedRegion, joint: Joint, first: int) -> list[int]:
-    """With DP attention: numbered over all DP ranks. One late in a sum over all, else a scheduler that has posted no row, else its own."""
+    """With DP attention, numbered over all DP ranks: late in a sum over all, else without a row of the step, else this one's own."""
     late = late_ranks(joint.region)
     if len(late) < joint.region.plan.ranks:
         return late

@@ -3,7 +3,7 @@
     DP rank 0  rows a b     gather ->  a b c          -> own part of the MLP ->  sum over all ranks  ->  a b
     DP rank 1  row  c                  on every rank                                                 ->  c
 
-Ranks of one DP rank have the same rows: the first of them brings these. A row that is padding is nobody's.
+Ranks of one DP rank have the same rows: the first of them brings these. No rank reads a row of padding.
 """
 
 from collections.abc import Sequence

@@ -30,7 +30,8 @@ class Mail(Protocol):
 
 
 class MailThread:
-    """`channels`: to the followers, by rank; none: there is no thread. `every_s`: the longest time between two ticks; None: none without a message."""
+    """`channels`: to the followers, by rank; without any there is no thread. `every_s`: the longest time between two ticks; None:
+    none without a message."""
 
     def __init__(self, channels: Mapping[int, Channel[ToLeader]], *, every_s: float | None) -> None:
         self._channels = channels

@@ -3,13 +3,17 @@
 With `--reduce-units 4` all logprobs are equal to the bit. The model has random weights: the shipped ones have MLPs of zeros.
 """
 
+import threading
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from engine.kernels.linear import linear_kernel
+from engine.kernels.tape import Tape
 from engine.messages import LogprobOptions
+from engine.ranks.same_kernels import kernels_here
 from tests.engine.dp_in_process import dp_ranks
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -86,6 +90,22 @@ def test_it_answers_as_one_rank_does(
     assert got.tokens == alone.tokens
     if EQUAL:
         assert got.logprobs == alone.logprobs
+
+
+@pytest.mark.skipif(len(kernels_here()) < 3, reason="tapes need all C kernels")
+def test_all_ranks_replay_decode_steps_at_one_size(model: str, alone: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that have fewer requests, or none: a rank that records or plays what another does not is out of step."""
+    counts: Counter[int] = Counter()
+    play = Tape.play
+
+    def counted(tape: Tape) -> None:
+        counts[threading.get_ident()] += 1
+        play(tape)
+
+    monkeypatch.setattr(Tape, "play", counted)
+    got, _ = answers_by(model, (4, 2), [0, 0, 0, 0, 0, 1])
+    assert got.tokens == alone.tokens
+    assert len(counts) == 4 and len(set(counts.values())) == 1 and min(counts.values()) > 10, counts
 
 
 def test_requests_that_lose_their_memory_go_on(model: str, alone: Answers) -> None:

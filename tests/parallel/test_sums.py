@@ -98,7 +98,7 @@ def test_any_shape_in_any_windows(ranks: int, rows: int, columns: int, window: i
 def test_each_rank_brings_rows_and_takes_the_sums_of_its_own(
     counts: list[int], padded: bool, columns: int, window: int, by_c: str
 ) -> None:
-    """End to end, or each in an equal part, whose other rows are nobody's."""
+    """End to end, or each in an equal part, of which no rank reads the other rows."""
     parts = [max(counts)] * len(counts) if padded else counts
     firsts, total = [sum(parts[:rank]) for rank in range(len(parts))], sum(parts)
     brought = [torch.randn(n, columns).to(torch.bfloat16) for n in counts]
