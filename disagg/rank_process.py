@@ -56,8 +56,9 @@ def _run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
         from disagg.transfer_engine import engine_of, memory_of
         from engine.parallel.process_groups import joined
         from engine.parallel.region import SharedRegion
-        from engine.ranks.build import RankUse, build_follower
+        from engine.ranks.build import build_follower
         from engine.ranks.links import Joint, place_of
+        from engine.ranks.rank_parts import RankUse
 
     config, disagg = spec.scheduler.engine, spec.scheduler.disagg
     joint = None

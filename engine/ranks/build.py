@@ -2,9 +2,8 @@
 
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,20 +12,18 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.page_keys import KVIdentity
-from engine.core.plan import Plan
-from engine.device import ForwardParts, adapter_store, build_forward, context_pages, memory_for_graphs
+from engine.device import ForwardParts, adapter_store, memory_for_graphs
 from engine.executor.copies import Copies
 from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.profiler import TorchProfiler
-from engine.executor.recorded_ends import FollowedEnd
 from engine.gpu_memory import MemoryGauge, await_share
-from engine.graphs import MakeCapture, make_graphs
+from engine.graphs import MakeCapture
 from engine.hicache.rank_files import FollowerFiles
 from engine.kernels.page_sums import page_sums_for
 from engine.kv.held import HeldKV
 from engine.kv.host_pool import HostPool
 from engine.kv.identity import fingerprint, kv_identity
-from engine.kv.kv_pool import AllocateBytes, KVPool
+from engine.kv.kv_pool import KVPool
 from engine.kv.page_backup import PageBackup
 from engine.kv.page_checksum import PageChecksum
 from engine.measure import measure
@@ -34,30 +31,18 @@ from engine.messages import StartProfile
 from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
-from engine.parallel.layout import share_of
 from engine.parallel.process_groups import RankGroups
 from engine.parallel.region import SharedRegion
 from engine.pool import allocate_pool, count_pages, held_by
 from engine.rank_rules import check_device
 from engine.ranks.channel import Channel
 from engine.ranks.follower import Action, Follower, Reader
-from engine.ranks.future_maps import future_map_of
-from engine.ranks.links import Joint, RankLinks, links_of, stage_input
+from engine.ranks.links import Joint, RankLinks, links_of
 from engine.ranks.messages import Loaded, PoolSize, Ready, Serving, ToFollower
-from engine.ranks.rank_runner import RankRunner
+from engine.ranks.rank_parts import RankUse, rank_parts, steps_of_rank
 from engine.ranks.same_kernels import kernels_here
 from engine.resolve import resolve
 from service.flags import ConfigError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankUse:
-    """What a follower's worker needs of it. `decodes`, `prefills`: such steps are recorded. `name`: of the rank, in files."""
-
-    decodes: bool
-    prefills: bool
-    name: str
-    allocate_kv: AllocateBytes
 
 
 def build_follower(
@@ -96,7 +81,7 @@ def build_follower(
     if config.device == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
     held, specs = held_by(config, model_config, links.place), model.cache_specs()
-    make = partial(_parts, config, model_config, model, links)
+    make = partial(rank_parts, config, model_config, model, links)
     memory = None
     if gauge is not None and shares:
         channel.send(Loaded())
@@ -109,7 +94,9 @@ def build_follower(
             prefills=use.prefills,
             progress=False,
             steps_over=partial(
-                _steps, partial(_parts, replace(config, enable_lora=False), model_config, model, links), config
+                steps_of_rank,
+                partial(rank_parts, replace(config, enable_lora=False), model_config, model, links),
+                config,
             ),
             place=links.place,
         )
@@ -175,65 +162,6 @@ def _load(config: EngineConfig, links: RankLinks, path: str, model_config: Model
     if config.device == "cuda":
         torch.cuda.synchronize()  # the copies were enqueued on this thread's stream
     return model
-
-
-def _parts(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    model: DenseDecoder,
-    links: RankLinks,
-    pool: KVPool,
-    copies: Copies,
-    *,
-    use: RankUse | None = None,
-    capture: MakeCapture | None = None,
-    max_pages: int | None = None,
-) -> tuple[RankRunner, ForwardParts]:
-    """`config` is resolved. `use`: None: no steps are recorded."""
-    assert config.max_running_requests is not None, "resolved"
-    decodes = use is not None and use.decodes
-    parts = build_forward(
-        config,
-        model,
-        pool,
-        num_heads=len(share_of(model_config, links.place).heads),
-        tapes=decodes and capture is None,
-        exchange=links.exchange,
-        max_pages=max_pages,
-    )
-    future_map = future_map_of(links, leads=False, device=pool.device, num_slots=config.max_running_requests)
-    inputs = stage_input(links, config, model_config) or future_map
-    graphs, prefill_graphs = make_graphs(
-        config,
-        decodes=decodes,
-        prefills=use is not None and use.prefills,
-        capture=capture,
-        backend=parts.backend,
-        page_table=parts.page_table,
-        inputs=inputs,
-        end=FollowedEnd(is_last=links.after is None),
-        adapters=parts.adapters,
-        progress=False,
-    )
-    runner = RankRunner(
-        model=model,
-        copies=copies,
-        forward_pass=parts.forward_pass(inputs, graphs=graphs, prefill_graphs=prefill_graphs),
-        future_map=future_map,
-        after=links.after,
-    )
-    return runner, parts
-
-
-@contextmanager
-def _steps(
-    make: Callable[..., tuple[RankRunner, ForwardParts]], config: EngineConfig, pool: KVPool
-) -> Iterator[Callable[[Plan], None]]:
-    """As `measure` takes them."""
-    runner, _ = make(pool, Copies(backup=None, host_pool=None), max_pages=context_pages(config))
-    yield runner.run
-    if pool.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _host_pool(pool: KVPool, num_pages: int, *, flag: str) -> HostPool | None:

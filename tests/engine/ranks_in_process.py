@@ -27,12 +27,13 @@ from engine.nodes import ENGINE, PLAN, Wire, leader_of, node_of, wires
 from engine.parallel.late import late_ranks
 from engine.parallel.process_groups import RankGroups
 from engine.parallel.region import SharedRegion
-from engine.ranks.build import RankUse, build_follower
+from engine.ranks.build import build_follower
 from engine.ranks.channel import follower_end, leader_end
 from engine.ranks.follower import Follower
 from engine.ranks.followers import Followers
 from engine.ranks.group import Group
 from engine.ranks.links import Joint, links_of, place_of, region_plan
+from engine.ranks.rank_parts import RankUse
 from engine.resolve import resolve
 from service.process.message_stream import socket_pair
 from tests.engine.engine_in_process import EngineInProcess

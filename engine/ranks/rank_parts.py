@@ -1,0 +1,90 @@
+"""What computes a follower's part of steps: over its KV pool, or while memory is measured over a pool of scratch."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import EngineConfig
+from engine.core.plan import Plan
+from engine.device import ForwardParts, build_forward, context_pages
+from engine.executor.copies import Copies
+from engine.executor.recorded_ends import FollowedEnd
+from engine.graphs import MakeCapture, make_graphs
+from engine.kv.kv_pool import AllocateBytes, KVPool
+from engine.model_files.model_config import ModelConfig
+from engine.models.decoder import DenseDecoder
+from engine.parallel.layout import share_of
+from engine.ranks.future_maps import future_map_of
+from engine.ranks.links import RankLinks, stage_input
+from engine.ranks.rank_runner import RankRunner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankUse:
+    """What a follower's worker needs of it. `decodes`, `prefills`: such steps are recorded. `name`: of the rank, in files."""
+
+    decodes: bool
+    prefills: bool
+    name: str
+    allocate_kv: AllocateBytes
+
+
+def rank_parts(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: DenseDecoder,
+    links: RankLinks,
+    pool: KVPool,
+    copies: Copies,
+    *,
+    use: RankUse | None = None,
+    capture: MakeCapture | None = None,
+    max_pages: int | None = None,
+) -> tuple[RankRunner, ForwardParts]:
+    """`config` is resolved. `use`: None: no steps are recorded."""
+    assert config.max_running_requests is not None, "resolved"
+    decodes = use is not None and use.decodes
+    parts = build_forward(
+        config,
+        model,
+        pool,
+        num_heads=len(share_of(model_config, links.place).heads),
+        tapes=decodes and capture is None,
+        exchange=links.exchange,
+        max_pages=max_pages,
+    )
+    future_map = future_map_of(links, leads=False, device=pool.device, num_slots=config.max_running_requests)
+    inputs = stage_input(links, config, model_config) or future_map
+    graphs, prefill_graphs = make_graphs(
+        config,
+        decodes=decodes,
+        prefills=use is not None and use.prefills,
+        capture=capture,
+        backend=parts.backend,
+        page_table=parts.page_table,
+        inputs=inputs,
+        end=FollowedEnd(is_last=links.after is None),
+        adapters=parts.adapters,
+        progress=False,
+    )
+    runner = RankRunner(
+        model=model,
+        copies=copies,
+        forward_pass=parts.forward_pass(inputs, graphs=graphs, prefill_graphs=prefill_graphs),
+        future_map=future_map,
+        after=links.after,
+    )
+    return runner, parts
+
+
+@contextmanager
+def steps_of_rank(
+    make: Callable[..., tuple[RankRunner, ForwardParts]], config: EngineConfig, pool: KVPool
+) -> Iterator[Callable[[Plan], None]]:
+    """As `measure` takes them."""
+    runner, _ = make(pool, Copies(backup=None, host_pool=None), max_pages=context_pages(config))
+    yield runner.run
+    if pool.device.type == "cuda":
+        torch.cuda.synchronize()
