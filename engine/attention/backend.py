@@ -46,8 +46,12 @@ def make_attention_backend(name: str, pool: KVPool, *, num_heads: int) -> Attent
             raise ConfigError(
                 f"num_attention_heads: {num_heads} is not a multiple of layer {layer}'s {spec.num_kv_heads} kv heads"
             )
+    windows = any(spec.window for spec in pool.specs)
     if name == "auto":
-        name = "cpu" if pool.device.type == "cpu" else "triton" if find_spec("triton") else "torch"
+        on_gpu = "triton" if find_spec("triton") and not windows else "torch"
+        name = "cpu" if pool.device.type == "cpu" else on_gpu
+    if windows and name not in ("cpu", "torch"):
+        raise ConfigError(f"--attention-backend {name}: has no sliding windows, which this model needs; choose torch")
     if name == "torch":
         return TorchBackend(pool)
     return _cpu(pool) if name == "cpu" else _on_gpu(name, pool, num_heads=num_heads)

@@ -1,6 +1,7 @@
 """Attention in plain torch for any dtype and device: slow, and the reference for the kernels."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -37,11 +38,11 @@ class TorchBackend:
         """As `attend`. q [T, heads, head_dim]; k, v [T, kv_heads, head_dim]."""
         assert self._step is not None, "begin() comes first"
         self._pool.write(layer, self._step.token_pages, self._step.token_offsets, k, v)
-        out = torch.empty_like(q)
+        out, window = torch.empty_like(q), self._pool.specs[layer].window
         for request in self._requests:
             rows = slice(request.first, request.end)
             keys, values = self._keys_values(layer, request, k, v)
-            out[rows] = self._attend_request(request, q[rows], keys, values)
+            out[rows] = self._attend_request(request, q[rows], keys, values, window=window)
         return out.flatten(1)
 
     def _keys_values(
@@ -61,18 +62,19 @@ class TorchBackend:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _attend_request(
-        self, request: "_Request", q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, request: "_Request", q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, window: int
     ) -> torch.Tensor:
         """[q_len, heads, head_dim]."""
-        keys, values = _batched(keys), _batched(values)
+        window = window if window < request.kv_len else 0
         if request.q_len == 1:
-            return self._sdpa(q, keys, values)
-        if request.prefix_len == 0:
+            return self._sdpa(q, _batched(keys[-window:]), _batched(values[-window:]))
+        keys, values = _batched(keys), _batched(values)
+        if request.prefix_len == 0 and not window:
             return self._sdpa(q, keys, values, is_causal=True)
         return torch.cat(
             [
-                self._sdpa(q[a:b], keys[:, :, : mask.shape[1]], values[:, :, : mask.shape[1]], mask=mask)
-                for a, b, mask in request.tiles()
+                self._sdpa(q[rows], keys[:, :, seen], values[:, :, seen], mask=mask)
+                for rows, seen, mask in request.tiles(window)
             ]
         )
 
@@ -91,6 +93,14 @@ class TorchBackend:
         return out[0].transpose(0, 1)
 
 
+class _Tile(NamedTuple):
+    """Query rows, the keys that any of them sees, and which sees which: mask [rows, seen]."""
+
+    rows: slice
+    seen: slice
+    mask: torch.Tensor
+
+
 class _Request:
     """One request's share of a step; its masks and page ids are shared by all layers."""
 
@@ -102,22 +112,25 @@ class _Request:
         assert self.prefix_len >= 0, (self.q_len, self.kv_len)
         num_pages = -(-self.kv_len // page_size)
         self._pages = pages[:num_pages]
-        self._tiles: list[tuple[int, int, torch.Tensor]] | None = None
+        self._tiles: dict[int, list[_Tile]] = {}
 
     def gather(self, cache: torch.Tensor) -> torch.Tensor:
         return cache.index_select(0, self._pages).flatten(0, 1)[: self.kv_len]
 
-    def tiles(self) -> list[tuple[int, int, torch.Tensor]]:
-        """(first, end, mask [end - first, keys seen by the last row]) for each tile of query rows."""
-        if self._tiles is None:
-            self._tiles = [self._tile(a, min(a + QUERY_TILE, self.q_len)) for a in range(0, self.q_len, QUERY_TILE)]
-        return self._tiles
+    def tiles(self, window: int) -> "list[_Tile]":
+        """Return the tiles of the query rows. `window`: 0 is all tokens."""
+        if window not in self._tiles:
+            ends = [min(first + QUERY_TILE, self.q_len) for first in range(0, self.q_len, QUERY_TILE)]
+            self._tiles[window] = [self._tile(i * QUERY_TILE, end, window) for i, end in enumerate(ends)]
+        return self._tiles[window]
 
-    def _tile(self, first: int, end: int) -> tuple[int, int, torch.Tensor]:
-        device = self._pages.device
-        rows = torch.arange(self.prefix_len + first, self.prefix_len + end, device=device)
-        keys = torch.arange(self.prefix_len + end, device=device)
-        return first, end, keys[None, :] <= rows[:, None]
+    def _tile(self, first: int, end: int, window: int) -> "_Tile":
+        device, start = self._pages.device, self.prefix_len + first
+        seen = slice(max(0, start - window + 1) if window else 0, self.prefix_len + end)
+        rows = torch.arange(start, self.prefix_len + end, device=device)[:, None]
+        keys = torch.arange(seen.start, seen.stop, device=device)[None, :]
+        mask = keys <= rows
+        return _Tile(slice(first, end), seen, mask & (keys > rows - window) if window else mask)
 
 
 def _batched(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from engine.kv.kv_pool import KVPool
 
 POINTERS = ("q", "k_new", "v_new", "out", "k_cache", "v_cache")
 STRIDES = ("q_stride", "k_stride", "v_stride", "page_stride_bytes", "unit_stride_bytes")
-HEADS = ("heads", "kv_heads", "units", "dim", "page_size")
+HEADS = ("heads", "kv_heads", "units", "dim", "page_size", "window")
 
 
 class Rows(NamedTuple):
@@ -38,7 +38,7 @@ class LayerCall:
         args.q_stride, args.k_stride, args.v_stride = q.stride(0), k.stride(0), v.stride(0)
         args.k_cache, args.v_cache = self._caches[layer]
         args.heads, args.kv_heads, args.dim = q.shape[1], spec.num_kv_heads, spec.head_dim
-        args.scale = spec.head_dim**-0.5
+        args.window, args.scale = spec.window, spec.head_dim**-0.5
         return rows
 
 

@@ -1,7 +1,7 @@
 /* Paged decode attention: one query token a request, online softmax over the request's pages. bf16 and fp32 caches.
  *
  * A work item is (request, a run of kv heads of one unit): all query heads of a kv head are computed together, so each byte of
- * K and V is read from memory once. Tokens go in blocks of BLOCK from position 0 on, in this order whatever the batch is: a
+ * K and V is read from memory once. Tokens go in blocks of BLOCK from the first one that is seen on, in this order whatever the batch is: a
  * request's result does not depend on its neighbours, on the run, nor on the number of threads. All sums are fp32.
  *
  * Memory is the limit. A block's K is passed over token by token, all heads of the run, as it lies in memory, and then its
@@ -20,12 +20,12 @@
 
 #include "vectors.h"
 
-#define ABI_VERSION 3
+#define ABI_VERSION 4
 #define BLOCK 64         /* tokens whose scores are held at once */
 #define SUB 8            /* query heads computed together */
 #define ACCUMULATORS 16  /* vectors of output held in registers */
 #define MAX_VECTORS 8
-#define WINDOW LANES     /* tokens whose dot products are summed at once */
+#define DOTS LANES     /* tokens whose dot products are summed at once */
 #define TOGETHER 4       /* tokens whose values are added while output is in registers */
 #define AHEAD_BYTES 8192 /* of the run, in the order in which it is read */
 #define MOST_HEADS 32    /* query heads of a run: its dot products stay in the L1 cache */
@@ -48,6 +48,7 @@ struct args {
     int64_t q_stride, k_stride, v_stride;
     int64_t page_stride_bytes, unit_stride_bytes;
     int64_t heads, kv_heads, units, dim, page_size; /* each unit of a page holds kv_heads / units */
+    int64_t window;                                 /* the last tokens that a query sees, itself included; 0: all */
     int64_t is_bf16, threads;
     float scale;
 };
@@ -67,7 +68,7 @@ struct item {
     const char *q;                   /* [query heads of the run, dim] in the cache's dtype */
     float *o, *m, *l, *factor;       /* [query heads, dim] unnormalised output, [query heads] running maximum and sum, [query heads] */
     float *p;                        /* [query heads, BLOCK] scores, then weights */
-    f16v *parts;                     /* [query heads, LANES] of the dot products of a window */
+    f16v *parts;                     /* [query heads, LANES] of the dot products of DOTS tokens */
 };
 
 /* Row `at` of kv head h, and on the way to it, the one that is needed `ahead` rows later. */
@@ -126,7 +127,7 @@ INLINE void multiply_row(f16v *parts, const char *q, const char *k, const int he
     for (int g = 0; g < heads; g++) parts[g * LANES] = acc[g];
 }
 
-/* p[r][from + t] = scale * q[r] . k[from + t] for t < n <= WINDOW, of each kv head `heads` query heads from `first` on. */
+/* p[r][from + t] = scale * q[r] . k[from + t] for t < n <= DOTS, of each kv head `heads` query heads from `first` on. */
 INLINE void scores(struct item *it, int first, int from, int n, const int heads, const int is_bf16, const int fixed) {
     const int dim = fixed ? fixed : (int)it->a->dim;
     const int64_t row_bytes = (int64_t)dim * (is_bf16 ? 2 : 4);
@@ -286,8 +287,8 @@ static void line_up(struct item *it, const struct block *now, const struct block
 static void add_block(struct item *it) {
     const enum kind kind = !it->a->is_bf16 ? FP32 : it->a->dim == 128 ? BF16_OF_128 : BF16;
     const int group = (int)it->group, count = it->count;
-    for (int from = 0; from < count; from += WINDOW)
-        for (int g = 0; g < group; g += SUB) SCORES[kind][group - g < SUB ? group - g : SUB](it, g, from, count - from < WINDOW ? count - from : WINDOW);
+    for (int from = 0; from < count; from += DOTS)
+        for (int g = 0; g < group; g += SUB) SCORES[kind][group - g < SUB ? group - g : SUB](it, g, from, count - from < DOTS ? count - from : DOTS);
     for (int64_t r = 0; r < it->heads * it->group; r++) weigh(it, r);
     for (int from = 0; from < count; from += TOGETHER)
         for (int g = 0; g < group; g += SUB) VALUES[kind][group - g < SUB ? group - g : SUB](it, g, from, count - from < TOGETHER ? count - from : TOGETHER);
@@ -308,6 +309,12 @@ static void lay_out(struct item *it, float *scratch) {
     for (int64_t r = 0; r < rows; r++) it->m[r] = -INFINITY, it->l[r] = 0;
 }
 
+/* The first token that a request's query sees. */
+INLINE int64_t first_seen(const struct args *a, int64_t request) {
+    const int64_t kv_len = a->step->kv_lens[request];
+    return a->window && kv_len > a->window ? kv_len - a->window : 0;
+}
+
 /* Items are (request, run) in this order. `coming`: the item that this thread is likely to have next. */
 static void attend(const struct args *a, int64_t number, int64_t coming, int64_t runs, float *scratch) {
     const int64_t request = number / runs, first = number % runs * a->kv_heads / runs;
@@ -322,11 +329,12 @@ static void attend(const struct args *a, int64_t number, int64_t coming, int64_t
     if (it.ahead > BLOCK) it.ahead = BLOCK;
     lay_out(&it, scratch);
     write_token(&it, request, first);
-    locate(a, request, 0, first, it.row_bytes, &next);
-    for (int64_t from = 0; from < a->step->kv_lens[request]; from += BLOCK) {
+    const int64_t begin = first_seen(a, request);
+    locate(a, request, begin, first, it.row_bytes, &next);
+    for (int64_t from = begin; from < a->step->kv_lens[request]; from += BLOCK) {
         now = next;
         locate(a, request, from + BLOCK, first, it.row_bytes, &next);
-        if (!next.count && coming < a->step->batch * runs) locate(a, coming / runs, 0, coming % runs * a->kv_heads / runs, it.row_bytes, &next);
+        if (!next.count && coming < a->step->batch * runs) locate(a, coming / runs, first_seen(a, coming / runs), coming % runs * a->kv_heads / runs, it.row_bytes, &next);
         line_up(&it, &now, &next);
         add_block(&it);
     }

@@ -12,7 +12,7 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 3
+ABI_VERSION = 4
 LANES = 16
 DTYPES = ("bfloat16", "float32")
 

@@ -23,7 +23,7 @@
 #include "tiles.h"
 #include "vectors.h"
 
-#define ABI_VERSION 2
+#define ABI_VERSION 3
 #define KEYS 256           /* keys of a block: S' and P' of 32 queries stay in the L1 cache */
 #define KEY_STEPS (KEYS / STEP)
 #define COLUMNS 1024       /* queries of an item, all heads counted: O' stays in the L2 cache, K and V are tiled once for them */
@@ -41,6 +41,7 @@ struct args {
     int64_t q_stride, k_stride, v_stride;
     int64_t page_stride_bytes, unit_stride_bytes, table_width;
     int64_t tokens, requests, heads, kv_heads, units, dim, page_size; /* each unit of a page holds kv_heads / units */
+    int64_t window;                             /* the last tokens that a query sees, itself included; 0: all */
     int64_t threads, kind;
     float scale;
 };
@@ -186,19 +187,35 @@ INLINE __m512 exp2_of(__m512 x) {
     return _mm512_scalef_ps(y, x);
 }
 
-/* Which of a tile's 16 queries, the first one at `position`, see the key at `key`. */
-INLINE __mmask16 seeing(int64_t position, int64_t key) {
-    const int64_t ahead = key - position;
-    return ahead <= 0 ? 0xffff : ahead >= TILE ? 0 : (__mmask16)(0xffffu << ahead);
+/* Of a tile's 16 queries and a block's keys. `ahead`: the first query's position less that of the first key. Keys from..to - 1,
+ * multiples of 4, are seen by all queries. */
+struct sight {
+    int64_t ahead, window, from, to;
+};
+
+INLINE struct sight sight_of(int64_t ahead, int64_t window, int64_t count) {
+    const int64_t behind = window ? ahead + TILE - window : 0; /* keys that the last query does not see any more */
+    const int64_t from = behind <= 0 ? 0 : smaller(count, ceil_div(behind, 4) * 4);
+    const int64_t to = ahead < 0 ? 0 : smaller(count, (ahead + 1) / 4 * 4);
+    return (struct sight){ahead, window, from, to};
 }
 
-INLINE __m512 maximum(const float *s, int64_t count, int64_t whole, int64_t ahead) {
+/* Which queries see key `key`. */
+INLINE __mmask16 seeing(const struct sight *at, int64_t key) {
+    const int64_t first = key - at->ahead, end = at->window ? first + at->window : TILE;
+    const unsigned from = first <= 0 ? 0xffffu : first >= TILE ? 0 : 0xffffu << first;
+    const unsigned to = end >= TILE ? 0xffffu : end <= 0 ? 0 : (1u << end) - 1;
+    return (__mmask16)(from & to);
+}
+
+INLINE __m512 maximum(const float *s, int64_t count, const struct sight *at) {
     const __m512 none = _mm512_set1_ps(-INFINITY);
     __m512 best[4] = {none, none, none, none};
     int64_t i = 0;
-    for (; i < whole; i += 4)
+    for (; i < at->from; i++) best[0] = _mm512_mask_max_ps(best[0], seeing(at, i), best[0], _mm512_load_ps(s + i * PANEL));
+    for (; i < at->to; i += 4)
         for (int j = 0; j < 4; j++) best[j] = _mm512_max_ps(best[j], _mm512_load_ps(s + (i + j) * PANEL));
-    for (; i < count; i++) best[0] = _mm512_mask_max_ps(best[0], seeing(ahead, i), best[0], _mm512_load_ps(s + i * PANEL));
+    for (; i < count; i++) best[0] = _mm512_mask_max_ps(best[0], seeing(at, i), best[0], _mm512_load_ps(s + i * PANEL));
     return _mm512_max_ps(_mm512_max_ps(best[0], best[1]), _mm512_max_ps(best[2], best[3]));
 }
 
@@ -209,28 +226,25 @@ INLINE void put_pair(char *p, int64_t key, __m512 even, __m512 odd) {
     _mm512_store_si512(to, _mm512_permutexvar_epi16(interleaved, (__m512i)_mm512_cvtne2ps_pbh(odd, even)));
 }
 
-/* S' of one tile's queries -> P'. `ahead`: the first query's position less that of the first key. `count` keys, a multiple
- * of 32. Returns the factor for what was summed before, 0 at the first block. */
-INLINE __m512 weigh(const float *s, char *p, float *m, float *l, int64_t count, int64_t ahead, float scale) {
-    const int64_t whole = ahead < 0 ? 0 : smaller(count, (ahead + 1) / 4 * 4); /* keys that all of them see */
-    const __m512 before = _mm512_load_ps(m), now = _mm512_max_ps(before, maximum(s, count, whole, ahead));
+/* The weights of keys i and i + 1, for the queries that see them. */
+INLINE void add_pair(const float *s, char *p, int64_t i, const __mmask16 first, const __mmask16 second, __m512 times, __m512 offset, __m512 *even, __m512 *odd) {
+    const __m512 x = _mm512_maskz_mov_ps(first, exp2_of(_mm512_fmsub_ps(_mm512_load_ps(s + i * PANEL), times, offset)));
+    const __m512 y = _mm512_maskz_mov_ps(second, exp2_of(_mm512_fmsub_ps(_mm512_load_ps(s + (i + 1) * PANEL), times, offset)));
+    *even = _mm512_add_ps(*even, x);
+    *odd = _mm512_add_ps(*odd, y);
+    put_pair(p, i, x, y);
+}
+
+/* S' of one tile's queries -> P'. `count` keys, a multiple of 32. Returns the factor for what was summed before, 0 at the first
+ * block. A query that sees none of the keys keeps its sums: they weigh 0. */
+INLINE __m512 weigh(const float *s, char *p, float *m, float *l, int64_t count, const struct sight *at, float scale) {
+    const __m512 before = _mm512_load_ps(m), now = _mm512_max_ps(before, maximum(s, count, at));
     const __m512 times = _mm512_set1_ps(scale), offset = _mm512_mul_ps(now, times);
     __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
     int64_t i = 0;
-    for (; i < whole; i += 2) {
-        const __m512 x = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(s + i * PANEL), times, offset));
-        const __m512 y = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(s + (i + 1) * PANEL), times, offset));
-        even = _mm512_add_ps(even, x);
-        odd = _mm512_add_ps(odd, y);
-        put_pair(p, i, x, y);
-    }
-    for (; i < count; i += 2) {
-        const __m512 x = _mm512_maskz_mov_ps(seeing(ahead, i), exp2_of(_mm512_fmsub_ps(_mm512_load_ps(s + i * PANEL), times, offset)));
-        const __m512 y = _mm512_maskz_mov_ps(seeing(ahead, i + 1), exp2_of(_mm512_fmsub_ps(_mm512_load_ps(s + (i + 1) * PANEL), times, offset)));
-        even = _mm512_add_ps(even, x);
-        odd = _mm512_add_ps(odd, y);
-        put_pair(p, i, x, y);
-    }
+    for (; i < at->from; i += 2) add_pair(s, p, i, seeing(at, i), seeing(at, i + 1), times, offset, &even, &odd);
+    for (; i < at->to; i += 2) add_pair(s, p, i, 0xffff, 0xffff, times, offset, &even, &odd);
+    for (; i < count; i += 2) add_pair(s, p, i, seeing(at, i), seeing(at, i + 1), times, offset, &even, &odd);
     const __mmask16 begun = _mm512_cmp_ps_mask(before, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
     const __mmask16 same = _mm512_cmp_ps_mask(before, now, _CMP_EQ_OQ);
     __m512 factor = _mm512_maskz_mov_ps(begun, exp2_of(_mm512_fmsub_ps(before, times, offset)));
@@ -251,12 +265,19 @@ INLINE void rescale(float *o, __m512 factor, int64_t dims) {
 /* Position of a tile's first query. */
 INLINE int64_t position_of(const struct work *w, int64_t tile) { return w->at.position + tile / w->group * TILE; }
 
+/* Where the first block of keys begins that the query at `position` sees; blocks begin at multiples of KEYS. */
+INLINE int64_t first_block(const struct work *w, int64_t position) {
+    const int64_t window = w->a->window;
+    return window && position >= window ? (position - window + 1) / KEYS * KEYS : 0;
+}
+
 /* A block of keys from position `from` on, for one pair of tiles. */
 PART void attend_pair(const struct work *w, int64_t pair, int64_t from) {
     const int64_t last_tile = smaller(2 * pair + 1, w->tiles - 1);
     const int64_t end = smaller(position_of(w, last_tile) + TILE, w->at.position + w->at.count); /* past the last key seen */
     const int64_t count = smaller(KEYS, ceil_div(end - from, STEP) * STEP);
-    if (end <= from) return;
+    const int64_t first = first_block(w, position_of(w, 2 * pair));
+    if (end <= from || from < first) return;
     const int64_t dims = w->steps * STEP;
     float *o = w->o + pair * dims * PANEL;
     for (int64_t key = 0; key < count; key += 2 * TILE)
@@ -264,12 +285,13 @@ PART void attend_pair(const struct work *w, int64_t pair, int64_t from) {
     const float scale = w->a->scale * 1.44269504088896341f; /* for powers of 2 */
     for (int side = 0; side < 2; side++) {
         const int64_t at = pair * PANEL + side * TILE, ahead = position_of(w, smaller(2 * pair + side, last_tile)) - from;
-        const __m512 factor = weigh(w->s + side * TILE, w->p + side * TILE_BYTES, w->m + at, w->l + at, count, ahead, scale);
-        if (from) rescale(o + side * TILE, factor, dims);
+        const struct sight sight = sight_of(ahead, w->a->window, count);
+        const __m512 factor = weigh(w->s + side * TILE, w->p + side * TILE_BYTES, w->m + at, w->l + at, count, &sight, scale);
+        if (from > first) rescale(o + side * TILE, factor, dims);
     }
     for (int64_t d = 0; d < dims; d += 2 * TILE) {
         const char *v = w->v + d / TILE * KEY_STEPS * TILE_BYTES;
-        if (from) product(w, v, KEY_STEPS * TILE_BYTES, w->p, o + d * PANEL, count / STEP, 1);
+        if (from > first) product(w, v, KEY_STEPS * TILE_BYTES, w->p, o + d * PANEL, count / STEP, 1);
         else product(w, v, KEY_STEPS * TILE_BYTES, w->p, o + d * PANEL, count / STEP, 0);
     }
 }
@@ -299,7 +321,7 @@ PART void attend(struct work *w) {
     w->pairs = ceil_div(w->tiles, 2);
     tile_queries(w);
     for (int64_t i = 0; i < w->pairs * PANEL; i++) w->m[i] = -INFINITY, w->l[i] = 0.0f;
-    for (int64_t from = 0; from < end; from += KEYS) {
+    for (int64_t from = first_block(w, w->at.position); from < end; from += KEYS) {
         const int64_t count = smaller(KEYS, end - from);
         tile_keys(w, from, count);
         tile_values(w, from, count);

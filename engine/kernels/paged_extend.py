@@ -11,7 +11,7 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 2
+ABI_VERSION = 3
 LANES = 16
 DTYPE = "bfloat16"
 

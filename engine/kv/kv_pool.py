@@ -25,11 +25,15 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What a layer keeps: K and V of every token. Per token: 2 * num_kv_heads * head_dim elements of `dtype` ("bfloat16" | "float32")."""
+    """What a layer keeps: K and V of every token. Per token: 2 * num_kv_heads * head_dim elements of `dtype` ("bfloat16" | "float32").
+
+    `window`: the last tokens that a query sees, its own included; 0: all.
+    """
 
     num_kv_heads: int
     head_dim: int
     dtype: str
+    window: int = 0
 
     @property
     def itemsize_bytes(self) -> int:

@@ -89,7 +89,7 @@ class ModelConfig:
     `attention_bias`: q, k and v have a bias; `attention_out_bias`: o has one too. `dtype`: of the stored weights.
     `eos_token_ids`: of both files, ascending. `qk_norm`, `norms`, `fused_qkv`, `fused_mlp`: as in `Family`.
     `experts`: of a mixture (None: all MLPs are dense, of `intermediate_size`).
-    `sliding_window`: None, or at least the context, so that it never cuts.
+    `windows`: the last tokens that a query of each layer sees, 0 for all; (): no layer has a window below the context.
     """
 
     architecture: str
@@ -112,7 +112,7 @@ class ModelConfig:
     fused_mlp: bool
     experts: ExpertsConfig | None
     max_position_embeddings: int
-    sliding_window: int | None
+    windows: tuple[int, ...]
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -145,7 +145,7 @@ class ModelConfig:
 
         The tail hashes every field that changes the numbers.
         """
-        silent = {"dtype", "max_position_embeddings", "sliding_window", "bos_token_id", "eos_token_ids", "model_type"}
+        silent = {"dtype", "max_position_embeddings", "bos_token_id", "eos_token_ids", "model_type"}
         fields = {name: value for name, value in asdict(self).items() if name not in silent}
         digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:12]
         return (
@@ -215,7 +215,7 @@ def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
         fused_mlp=family.fused_mlp,
         experts=None if family.experts is None else family.experts(fields, num_layers),
         max_position_embeddings=context,
-        sliding_window=_window(fields, family=family, context=context),
+        windows=_windows(fields, family=family, num_layers=num_layers, context=context),
         dtype=_dtype(fields),
         bos_token_id=next(iter(_token_ids(fields, "bos_token_id", vocab=vocab)), None),
         eos_token_ids=tuple(
@@ -246,20 +246,26 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise fields.error("mlp_bias", "a bias in the MLP is not supported")
 
 
-def _window(fields: Fields, *, family: Family, context: int) -> int | None:
+def _windows(fields: Fields, *, family: Family, num_layers: int, context: int) -> tuple[int, ...]:
+    """As `ModelConfig.windows`. `layer_types` names the layers with a window, or else all but the first `max_window_layers` have it."""
     if family.gated_window and not fields.flag("use_sliding_window", default=False):
-        return None
-    window = fields.get("sliding_window", family.default_window)
-    if window is None:
-        return None
+        return ()
+    if fields.get("sliding_window", family.default_window) is None:
+        return ()
     window = fields.count("sliding_window", default=family.default_window)
-    if window < context:
-        raise fields.error(
-            "sliding_window",
-            f"{window} is below max_position_embeddings {context}, and sliding-window attention is not supported; "
-            f"use a checkpoint without it, or lower max_position_embeddings to {window}",
-        )
-    return window
+    if window >= context:
+        return ()
+    first = fields.get("max_window_layers", 0) if family.gated_window else 0
+    if not isinstance(first, int) or first < 0:
+        raise fields.error("max_window_layers", f"must be a number of layers, got {first!r}")
+    kinds = fields.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) < num_layers
+        or not {*kinds} <= {"full_attention", "sliding_attention"}
+    ):
+        raise fields.error("layer_types", f"must name {num_layers} layers, each full_attention or sliding_attention")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:num_layers])
 
 
 def _dtype(fields: Fields) -> str:

@@ -36,9 +36,15 @@ class DenseDecoder:
     def __init__(self, part: ModelPart) -> None:
         config, place, share = part.config, part.place, part.share
         self._config, self._share, self._collectives = config, share, part.collectives
-        self._spec = CacheSpec(
-            num_kv_heads=len(share.kv_heads), head_dim=config.head_dim, dtype=part.checkpoint.dtype_name
-        )
+        self._specs = [
+            CacheSpec(
+                num_kv_heads=len(share.kv_heads),
+                head_dim=config.head_dim,
+                dtype=part.checkpoint.dtype_name,
+                window=config.windows[layer] if config.windows else 0,
+            )
+            for layer in share.layers
+        ]
         tied = config.tie_word_embeddings
         table = (
             part.table("model.embed_tokens.weight") if place.is_first_stage or (tied and place.is_last_stage) else None
@@ -65,7 +71,7 @@ class DenseDecoder:
 
     def cache_specs(self) -> list[CacheSpec]:
         """Of the rank's layers and KV heads."""
-        return [self._spec] * len(self._layers)
+        return list(self._specs)
 
     def linear_sites(self) -> list[LinearSite]:
         """The matrices that adapters may change, in the same order for all models of one shape."""

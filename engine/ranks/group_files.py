@@ -17,7 +17,7 @@ from engine.ranks.links import place_of
 
 def rank_files(config: EngineConfig, model: ModelConfig, specs: Sequence[CacheSpec], followers: Followers) -> RankFiles:
     """`specs`: of the leader's layers; those of the model are alike."""
-    assert len(set(specs)) == 1, specs
+    assert len({(spec.num_kv_heads, spec.head_dim, spec.dtype) for spec in specs}) == 1, specs
     held = [held_by(config, model, place_of(rank, config)) for rank in range(config.num_ranks)]
     sizes = [KVPool.page_bytes_of([specs[0]] * len(h.layers), config.page_size, units=len(h.units)) for h in held]
     return RankFiles(leader_of(config), sizes, GroupFiles(followers))

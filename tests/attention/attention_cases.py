@@ -32,9 +32,16 @@ class Sequence:
 
 
 def make_pool(
-    heads: Heads, *, num_pages: int, page_size: int, dtype: str = "float32", layers: int = 2, units: int = 1
+    heads: Heads,
+    *,
+    num_pages: int,
+    page_size: int,
+    dtype: str = "float32",
+    layers: int = 2,
+    units: int = 1,
+    window: int = 0,
 ) -> KVPool:
-    spec = CacheSpec(num_kv_heads=heads.kv, head_dim=heads.dim, dtype=dtype)
+    spec = CacheSpec(num_kv_heads=heads.kv, head_dim=heads.dim, dtype=dtype, window=window)
     return KVPool([spec] * layers, num_pages=num_pages, page_size=page_size, device="cpu", units=units)
 
 
@@ -141,13 +148,14 @@ def filled_pool(
     return pool
 
 
-def reference(s: Sequence, start: int, end: int) -> np.ndarray:
-    """Float64 causal attention of rows start..end-1: [end - start, heads * dim]."""
+def reference(s: Sequence, start: int, end: int, *, window: int = 0) -> np.ndarray:
+    """Float64 causal attention of rows start..end-1: [end - start, heads * dim]. `window`: 0 is all tokens."""
     q, k, v = (x.double().numpy() for x in (s.q[start:end], s.k[:end], s.v[:end]))
     group = q.shape[1] // k.shape[1]
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scores = np.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    hidden = np.arange(end)[None, :] > np.arange(start, end)[:, None]
+    ahead = np.arange(end)[None, :] - np.arange(start, end)[:, None]
+    hidden = (ahead > 0) | (ahead <= -window if window else False)
     scores = np.where(hidden[None], -np.inf, scores)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)

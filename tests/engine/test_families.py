@@ -1,4 +1,4 @@
-"""Families that differ in RoPE, norms and layout of the checkpoint, or mix experts: transformers' tokens, however they are computed and on two ranks."""
+"""Families that differ in RoPE, norms and layout of the checkpoint, mix experts, or see a window: transformers' tokens, however they are computed and on two ranks."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,8 +23,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("glm4_moe", {}),
     "llama-yarn": ("llama", {"rope_scaling": YARN}),
     "mixtral": ("mixtral", {}),
+    "mistral-window": ("mistral", {"sliding_window": 12}),
     "olmo2": ("olmo2", {}),
     "phi3": ("phi3", {"partial_rotary_factor": 0.75}),
+    "qwen2-windows": ("qwen2", {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 2}),
     "qwen3-moe": ("qwen3_moe", {}),
 }
 PROMPTS = [prompt_of(70, 1), prompt_of(9, 2), prompt_of(33, 3)]

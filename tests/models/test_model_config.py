@@ -48,7 +48,7 @@ def test_every_field_is_read(tmp_path: Path) -> None:
         fused_mlp=False,
         experts=None,
         max_position_embeddings=4096,
-        sliding_window=None,
+        windows=(),
         dtype="bfloat16",
         bos_token_id=1,
         eos_token_ids=(2,),
@@ -73,10 +73,18 @@ def test_end_tokens_are_the_union_of_both_files(tmp_path: Path) -> None:
 def test_families_fix_what_the_config_leaves_out(tmp_path: Path) -> None:
     qwen2 = edited(tmp_path / "a", "qwen2", head_dim=None, num_key_value_heads=None, sliding_window=64)
     assert (qwen2.attention_bias, qwen2.attention_out_bias, qwen2.head_dim, qwen2.num_kv_heads) == (True, False, 16, 4)
-    assert qwen2.sliding_window is None, "Qwen's window counts only with use_sliding_window"
+    assert qwen2.windows == (), "Qwen's window counts only with use_sliding_window"
     llama = edited(tmp_path / "b", attention_bias=True, torch_dtype=None)
     assert (llama.attention_bias, llama.attention_out_bias, llama.dtype) == (True, True, "float32")
-    assert edited(tmp_path / "c", "mistral", sliding_window=4096).sliding_window == 4096
+    assert edited(tmp_path / "c", "mistral", sliding_window=4096).windows == ()
+
+
+def test_windows_are_those_of_their_layers(tmp_path: Path) -> None:
+    assert edited(tmp_path / "a", "mistral", sliding_window=8).windows == (8,) * 4
+    qwen2 = {"sliding_window": 8, "use_sliding_window": True}
+    assert edited(tmp_path / "b", "qwen2", **qwen2, max_window_layers=3).windows == (0, 0, 0, 8)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert edited(tmp_path / "c", "qwen3", **qwen2, layer_types=kinds).windows == (8, 0, 8, 0)
 
 
 BAD_FIELDS: list[tuple[str, str, dict[str, Any]]] = [
@@ -108,9 +116,9 @@ BAD_FIELDS: list[tuple[str, str, dict[str, Any]]] = [
     ("topk_group", "glm4_moe", {"topk_group": 5}),
     ("num_experts_per_tok", "glm4_moe", {"topk_group": 1}),
     ("first_k_dense_replace", "glm4_moe", {"first_k_dense_replace": -1}),
-    ("sliding_window", "phi3", {"sliding_window": 8}),
-    ("sliding_window", "mistral", {"sliding_window": 8}),
-    ("sliding_window", "qwen2", {"sliding_window": 8, "use_sliding_window": True}),
+    ("max_window_layers", "qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": "x"}),
+    ("layer_types", "mistral", {"sliding_window": 8, "layer_types": ["sliding_attention"]}),
+    ("sliding_window", "mistral", {"sliding_window": 0}),
     ("tie_word_embeddings", "llama", {"tie_word_embeddings": "yes"}),
     ("torch_dtype", "llama", {"torch_dtype": "float8_e4m3fn"}),
     ("eos_token_id", "llama", {"eos_token_id": 272}),

@@ -1,0 +1,107 @@
+"""Sliding windows against float64: a query sees its last tokens alone, in every backend, however a prompt is cut."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention.backend import make_attention_backend
+from engine.attention.cpu_backend import CpuBackend
+from engine.attention.torch_backend import TorchBackend
+from engine.kernels import build
+from engine.kernels.paged_extend import SOURCE, PagedExtend, make_paged_extend
+from engine.kv.kv_pool import KVPool
+from service.flags import ConfigError
+from tests.attention.attention_cases import (
+    TOLERANCE,
+    Heads,
+    Sequence,
+    fill,
+    make_pool,
+    make_sequences,
+    pages_needed,
+    reference,
+    run_step,
+)
+from tests.kernels.test_linear import kinds
+
+HEADS, PAGE = Heads(q=6, kv=2, dim=32), 8
+WINDOWS = [1, 5, 16, 17, 64, 100, 255, 256, 300]
+STARTS, ENDS = [0, 0, 70, 300, 513, 5], [1, 90, 200, 570, 514, 6]
+
+
+def pool_of(sequences: list[Sequence], ends: list[int], starts: list[int], *, window: int) -> KVPool:
+    """NaN in every token that nothing should read."""
+    dtype = str(sequences[0].k.dtype).removeprefix("torch.")
+    pool = make_pool(HEADS, num_pages=pages_needed(ends, PAGE), page_size=PAGE, dtype=dtype, window=window)
+    for layer in range(2):
+        pool.k(layer).fill_(torch.nan)
+        pool.v(layer).fill_(torch.nan)
+    fill(pool, sequences, starts)
+    return pool
+
+
+def extend_of(kind: int) -> Callable[[KVPool], PagedExtend]:
+    library = build.load_library(SOURCE)
+    assert library is not None
+    return lambda pool: PagedExtend(library, pool, kind=kind)
+
+
+def error(
+    outs: list[torch.Tensor], sequences: list[Sequence], starts: list[int], ends: list[int], window: int
+) -> float:
+    return max(
+        float(np.abs(out.double().numpy() - reference(s, a, b, window=window)).max())
+        for out, s, a, b in zip(outs, sequences, starts, ends, strict=True)
+    )
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("make", [CpuBackend, TorchBackend])
+def test_prompts_and_single_tokens_equal_the_reference(make: type, dtype: str, window: int) -> None:
+    sequences = make_sequences(HEADS, ENDS, page_size=PAGE, dtype=dtype)
+    outs = run_step(make(pool_of(sequences, ENDS, STARTS, window=window)), sequences, STARTS, ENDS, page_size=PAGE)
+    assert error(outs, sequences, STARTS, ENDS, window) < TOLERANCE[dtype]
+    starts = [end - 1 for end in ENDS]
+    decode = make(pool_of(sequences, ENDS, starts, window=window))
+    outs = run_step(decode, sequences, starts, ENDS, page_size=PAGE, extend=False)
+    assert error(outs, sequences, starts, ENDS, window) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("kind", kinds())
+def test_a_prompt_in_parts_has_the_bits_of_the_whole(kind: int, window: int) -> None:
+    make, sequences = extend_of(kind), make_sequences(HEADS, [570], page_size=PAGE, dtype="bfloat16")
+
+    def computed(start: int, end: int) -> torch.Tensor:
+        pool = pool_of(sequences, [570], [start], window=window)
+        return run_step(make(pool), sequences, [start], [end], page_size=PAGE)[0]
+
+    whole = computed(0, 570)
+    for start, end in ((0, 64), (64, 72), (72, 400), (400, 570), (255, 257), (569, 570)):
+        assert torch.equal(computed(start, end), whole[start:end])
+    assert error([whole], sequences, [0], [570], window) < TOLERANCE["bfloat16"]
+
+
+def test_what_a_window_leaves_out_is_not_read() -> None:
+    """NaN behind the window reaches no output: of whole blocks in a prompt, of every token in a decode step."""
+    sequences = make_sequences(HEADS, [600], page_size=PAGE, dtype="bfloat16")
+    for start, first, extend in ((599, 590, False), (560, 256, True)):
+        pool = pool_of(sequences, [600], [start], window=10)
+        at = torch.arange(first)
+        pages = torch.tensor(sequences[0].pages)[at // PAGE]
+        for cache in (pool.k(1), pool.v(1)):
+            cache[pages, at % PAGE] = torch.nan
+        if extend and make_paged_extend(pool) is None:
+            continue  # torch reads what any query of a tile sees
+        out = run_step(CpuBackend(pool), sequences, [start], [600], page_size=PAGE, extend=extend)[0]
+        assert not out.isnan().any()
+
+
+def test_backends_without_windows_refuse_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    pool = make_pool(HEADS, num_pages=2, page_size=PAGE, window=4)
+    with pytest.raises(ConfigError, match="--attention-backend triton: has no sliding windows"):
+        make_attention_backend("triton", pool, num_heads=6)
