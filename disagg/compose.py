@@ -39,7 +39,8 @@ def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], N
     if spec.disagg.disaggregation_mode == "null":
         return UnifiedRole(parts.scheduler)
     most = parts.scheduler.limits.max_running_requests
-    metadata = MetadataBuffers(2 * most)  # running ones, and as many on their way
+    parts.weights.number()  # now: no hand-over should read files
+    metadata = MetadataBuffers(2 * most, weights=parts.weights.number)  # running ones, and as many on their way
     make = _prefill if spec.disagg.disaggregation_mode == "prefill" else _decode
     return make(spec, parts, metadata, wakeup)
 

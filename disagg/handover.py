@@ -72,10 +72,12 @@ class DecodeHandover(Handover):
     def read_row(self, rows: MetadataBuffers, pages: Sequence[int], checksum: Checksum | None) -> FirstToken | None:
         """Return what has landed; None: ask again, the checksum of `pages` is under way.
 
-        Raises MetadataCorrupt, or KVCorrupt if `pages` are not those that prefill sent.
+        KV of other weights than this worker's stays out of its prefix cache, where later requests would read it. Raises MetadataCorrupt, or KVCorrupt if `pages` are not those that prefill sent.
         """
         assert self.metadata_row is not None
         first = rows.read(self.metadata_row, room=self.room if self.moves_bytes else None)
+        if first.other_weights:
+            self.request.keep_kv = False
         if checksum is not None and self.moves_bytes:
             self.checksum = self.checksum or checksum(pages)
             found = self.checksum()

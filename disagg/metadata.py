@@ -29,8 +29,9 @@ _HEAD = (
     "prefill_s",
     "has_kv_checksum",
     "kv_checksum",
+    "weights",
 )
-_HEAD_FORMATS = ("<i8", "<i8", "<i8", "<i8", "<i8", "<i8", "<f8", "<f8", "<f8", "<i8", "<i8")
+_HEAD_FORMATS = ("<i8", "<i8", "<i8", "<i8", "<i8", "<i8", "<f8", "<f8", "<f8", "<i8", "<i8", "<u8")
 _TOP_AT = 128
 _ASKED_AT = _TOP_AT + 16 * MAX_TOP  # two arrays of 8-byte numbers come before
 _ROOM_AT = _ASKED_AT + 16 * MAX_ASKED
@@ -80,18 +81,25 @@ def verify(first: "FirstToken", found: int, *, num_pages: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The content of a row. `queue_s`, `prefill_s`: the prompt's times on the prefill worker."""
+    """The content of a row. `queue_s`, `prefill_s`: the prompt's times on the prefill worker.
+
+    `other_weights`: the sender's are not the reader's: only one of them has taken an update.
+    """
 
     result: ItemResult
     cached_tokens: int
     queue_s: float = 0.0
     prefill_s: float = 0.0
     kv_checksum: int | None = None
+    other_weights: bool = False
 
 
 class MetadataBuffers:
-    def __init__(self, num_rows: int) -> None:
+    """`weights`: a number for those that this worker computes with, 64 bits."""
+
+    def __init__(self, num_rows: int, *, weights: Callable[[], int] = int) -> None:
         assert num_rows >= 1
+        self._weights = weights
         self._rows = np.zeros(num_rows, dtype=ROW)
         self._free = list(range(num_rows - 1, -1, -1))
 
@@ -121,6 +129,7 @@ class MetadataBuffers:
         entry, result = self._rows[row], first.result
         entry["first_token"] = -1 if result.token is None else result.token
         entry["bad"], entry["cached_tokens"] = result.bad, first.cached_tokens
+        entry["weights"] = self._weights()
         entry["queue_s"], entry["prefill_s"] = first.queue_s, first.prefill_s
         entry["has_kv_checksum"], entry["kv_checksum"] = first.kv_checksum is not None, first.kv_checksum or 0
         entry["has_logprob"] = result.logprob is not None
@@ -149,6 +158,7 @@ class MetadataBuffers:
             _duration(entry["queue_s"]),
             _duration(entry["prefill_s"]),
             int(entry["kv_checksum"]) if entry["has_kv_checksum"] else None,
+            room is not None and int(entry["weights"]) != self._weights(),
         )
 
     def check(self) -> None:

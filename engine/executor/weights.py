@@ -11,7 +11,7 @@ from dataclasses import asdict
 import torch
 
 from engine.background import start_in_thread
-from engine.kv.identity import fingerprint
+from engine.kv.identity import fingerprint, weights_number
 from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.models.decoder import DenseDecoder
 from service.flags import ConfigError
@@ -46,6 +46,12 @@ class WeightUpdater:
         self._taken = taken
         self._discard = discard
         self._fingerprint = ""  # of the checkpoint that was read last
+        self._number = self._number_read = 0
+
+    def number(self) -> int:
+        """Return a number for the weights in use, 64 bits; that of the start is made when it is wanted first."""
+        self._number = self._number or weights_number(self.model_path)
+        return self._number
 
     def read(self, model_path: str, *, when_done: Callable[[], None]) -> Future[DenseDecoder]:
         """Start to read a checkpoint. The future raises ConfigError if it does not fit; its thread calls `when_done`."""
@@ -54,7 +60,7 @@ class WeightUpdater:
     def take(self, model: DenseDecoder, *, model_path: str, version: str | None) -> None:
         """Install `model`. No step may be in flight, and no KV of the old weights in use."""
         self._install(model)
-        self.model_path = model_path
+        self.model_path, self._number = model_path, self._number_read
         self.version = self.version if version is None else version
         self._taken(self.version, self._fingerprint)
 
@@ -72,7 +78,7 @@ class WeightUpdater:
             raise ConfigError(
                 f"no memory for a second set of weights beside the first ({error}); --mem-fraction-static must leave room"
             ) from error
-        self._fingerprint = fingerprint(model_path)
+        self._fingerprint, self._number_read = fingerprint(model_path), weights_number(model_path)
         if self._fingerprint != before:
             self._discard()
             raise ConfigError(f"{model_path}: its files changed while they were read; try again when they are complete")

@@ -59,18 +59,27 @@ def fingerprint(model_path: str) -> str:
 
     Reading gigabytes would take minutes, and images may give all files one time.
     """
+    return _hash(model_path, times=True)[:32]
+
+
+def weights_number(model_path: str) -> int:
+    """Hash as `fingerprint` to 64 bits, without times: copies of a checkpoint on several machines have one. Raises ConfigError."""
+    return int(_hash(model_path, times=False)[:16], 16)
+
+
+def _hash(model_path: str, *, times: bool) -> str:
     digest = hashlib.sha256()
     try:
         for file in _files(Path(model_path)):
             status = file.stat()
-            digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+            digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns if times else ''}\0".encode())
             with file.open("rb") as opened:
                 for at in range(0, status.st_size, max(SAMPLE_BYTES, status.st_size // NUM_SAMPLES)):
                     opened.seek(at)
                     digest.update(opened.read(SAMPLE_BYTES))
     except OSError as error:
         raise ConfigError(f"{model_path}: {error}") from error
-    return digest.hexdigest()[:32]
+    return digest.hexdigest()
 
 
 def _files(model: Path) -> list[Path]:

@@ -138,6 +138,18 @@ def record(cluster: Cluster, rid: str, sent: list[Sent]) -> None:
     sender.send = recorded
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_kv_of_other_weights_is_for_its_request_alone(same: bool) -> None:
+    """One worker has taken an update and the other not yet: what crosses then must not answer later requests."""
+    cluster = Cluster(pages=(60, 60), weights=(1, 1 if same else 2))
+    for room in (1, 2):
+        cluster.submit(f"r{room}", list(range(12)), room, new=8)
+        cluster.run(random.Random(room))
+    assert cluster.decode.tokens == {rid: expected_tokens(list(range(12)), 8) for rid in ("r1", "r2")}
+    assert (cluster.decode.scheduler.memory.allocator.counts()["cached"] > 0) == same
+    cluster.assert_all_back()
+
+
 def test_wrong_kv_is_seen() -> None:
     """The check of this file can fail: bytes of something else do not pass."""
     cluster = Cluster(pages=(50, 50))

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 from disagg.decode_role import DecodeRole
@@ -65,7 +66,7 @@ class RoleEngine(EngineInATest):
 
 
 class Cluster:
-    """`places`: adapters in a batch of either engine; `both`: what else both are given; `prefill`, `decode`: one alone."""
+    """`weights`: a number for those of prefill and of decode. `places`: adapters in a batch of either engine; `both`: what else both are given; `prefill`, `decode`: one alone."""
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class Cluster:
         rows: int = 3,
         places: int = 0,
         layerwise: bool = False,
+        weights: tuple[int, int] = (1, 1),
         least_bytes: int = 0,
         both: Mapping[str, object] = MappingProxyType({}),
         prefill: Mapping[str, object] = MappingProxyType({}),
@@ -86,7 +88,7 @@ class Cluster:
         make |= both
         self.prefill = RoleEngine(num_pages=pages[0], **{**make, **prefill})  # type: ignore[arg-type]
         self.decode = RoleEngine(num_pages=pages[1], **{**make, **decode})  # type: ignore[arg-type]
-        rows_p, rows_d = MetadataBuffers(rows), MetadataBuffers(rows)
+        rows_p, rows_d = (MetadataBuffers(rows, weights=partial(int, number)) for number in weights)
         self.wire = Wire(prefill=self.prefill.model, decode=self.decode.model, rows=(rows_p, rows_d))
         self.prefill.role = PrefillRole(
             scheduler=self.prefill.scheduler,

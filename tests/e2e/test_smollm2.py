@@ -91,7 +91,7 @@ def reference(unified_twice: tuple[list[list[int]], list[list[int]]]) -> list[li
 def theirs() -> LlamaForCausalLM:
     """transformers' model with the weights of the file, fp32. (test_gguf.py holds the weights to the gguf package's.)"""
     config = load_model_config(str(smollm2_file()))
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    rope = {"rope_type": "default", "rope_theta": config.rope.theta}
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=config.vocab_size,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
-from engine.kv.identity import fingerprint
+from engine.kv.identity import fingerprint, weights_number
 from engine.model_files.model_config import load_model_config
 from engine.resolve import ahead_pages, backup_pages, host_pages, resolve
 from service.flags import ConfigError
@@ -131,8 +131,11 @@ def test_checkpoints_differ_by_what_is_in_them_even_where_names_sizes_and_times_
     assert fingerprint(first) != fingerprint(second)
     moved = Path(first).rename(tmp_path / "moved")
     before = fingerprint(str(moved))
+    number = weights_number(str(moved))
+    assert number != weights_number(second)
     os.utime(moved / "model.safetensors", ns=(2, 2))
     assert fingerprint(str(moved)) != before
+    assert weights_number(str(moved)) == number, "a copy on another machine has other times"
 
 
 BAD = {
