@@ -22,8 +22,10 @@ FIXED_SEEDS = (
     103,
     125,
     241,
+    271,
+    383,
     709,
-)  # the last eight show planted bugs that the others miss
+)  # the last ten show planted bugs that the others miss
 
 
 def replay_line(options: Options) -> str:
