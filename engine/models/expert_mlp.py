@@ -41,14 +41,14 @@ class ExpertMLP:
         self._shared = _Shared(part, f"{prefix}{names.shared}.", experts) if experts.shared_intermediate else None
         self._count, self._per_token = experts.count, experts.per_token
         self._collectives, self._exchange = part.collectives, part.exchange
-        self._nothing = torch.empty((0, hidden), dtype=checkpoint.dtype, device=checkpoint.device)
+        self._no_rows = part.no_rows()
         self.sites: list[LinearSite] = []
 
     def of_norm(self, norm: Normed, x: Tensor, delta: Tensor | None) -> Tensor:
         """The experts' answer to norm(x + delta), which x becomes before the norm."""
         own = norm.of_sum(x, delta)
         if self._exchange is not None:
-            return self._exchanged(own)
+            return self._exchange.compute(own, self._partial)
         partial = self._partial(own)
         return (
             partial.to(own.dtype) if self._collectives is None else summed(self._collectives, partial, dtype=own.dtype)
@@ -56,11 +56,8 @@ class ExpertMLP:
 
     def join(self) -> None:
         """Compute this rank's part for the rows of the other DP ranks, without rows of its own."""
-        self._exchanged(self._nothing)
-
-    def _exchanged(self, own: Tensor) -> Tensor:
-        assert self._exchange is not None
-        return self._exchange.sum(self._partial(self._exchange.gather(own)), own_rows=len(own), dtype=own.dtype)
+        assert self._exchange is not None, "without DP attention no rank computes for others"
+        self._exchange.compute(self._no_rows, self._partial)
 
     def _partial(self, x: Tensor) -> Tensor:
         """[T, hidden] fp32: the sum over the own part of the experts."""

@@ -47,6 +47,11 @@ class ModelPart:
         self.q = Cut(config.num_heads, self.share.heads).times(config.head_dim)
         self.kv = Cut(config.num_kv_heads, self.share.kv_heads).times(config.head_dim)
 
+    def no_rows(self) -> torch.Tensor:
+        """[0, hidden]: what a rank brings to a step that only other DP ranks have tokens in."""
+        checkpoint = self.checkpoint
+        return torch.empty((0, self.config.hidden_size), dtype=checkpoint.dtype, device=checkpoint.device)
+
     def mlp_cut(self, width: int) -> Cut:
         """The own part of an intermediate."""
         return Cut(width, mlp_share(width, self.place))

@@ -18,19 +18,16 @@ class SharedMLP:
         )
         self._down = sums_matrix(down, None, segments=part.mlp_segments)
         self._exchange = exchange
-        self._nothing = torch.empty(
-            (0, part.config.hidden_size), dtype=part.checkpoint.dtype, device=part.checkpoint.device
-        )
+        self._no_rows = part.no_rows()
         self.sites: list[LinearSite] = []
 
     def of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """The MLP of norm(x + delta), which x becomes before the norm."""
-        return self._of(norm.of_sum(x, delta))
+        return self._exchange.compute(norm.of_sum(x, delta), self._partial)
 
     def join(self) -> None:
         """Compute this rank's part for the rows of the others, without rows of its own."""
-        self._of(self._nothing)
+        self._exchange.compute(self._no_rows, self._partial)
 
-    def _of(self, own: torch.Tensor) -> torch.Tensor:
-        partial = self._down.partial(silu_mul(self._gate_up(self._exchange.gather(own))))
-        return self._exchange.sum(partial, own_rows=len(own), dtype=own.dtype)
+    def _partial(self, x: torch.Tensor) -> torch.Tensor:
+        return self._down.partial(silu_mul(self._gate_up(x)))

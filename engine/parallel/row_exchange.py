@@ -6,7 +6,7 @@
 Ranks of one DP rank have the same rows: the first of them brings these. No rank reads a row of padding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,12 +29,16 @@ class RowExchange:
         """Take the rows of each DP rank in the next forward, padding included. All ranks give the same."""
         self._first, self._total = sum(tokens[: self._dp_rank]), sum(tokens)
 
-    def gather(self, own: Tensor) -> Tensor:
+    def compute(self, own: Tensor, partial: Callable[[Tensor], Tensor]) -> Tensor:
+        """[T, n] in `own`'s type: the rows of `own` [T, hidden] in the sum over all ranks of `partial`, float32, of all rows."""
+        return self._sum(partial(self._gather(own)), own_rows=len(own), dtype=own.dtype)
+
+    def _gather(self, own: Tensor) -> Tensor:
         """[all rows, n] of the `own` [T, n] of every DP rank."""
         part = own if self._brings else own[:0]
         return self._ranks.gather_rows(part, first=self._first, total=self._total)
 
-    def sum(self, partial: Tensor, *, own_rows: int, dtype: torch.dtype) -> Tensor:
+    def _sum(self, partial: Tensor, *, own_rows: int, dtype: torch.dtype) -> Tensor:
         """[own_rows, n] `dtype`, of the sum of all ranks' `partial` [all rows, n] float32."""
         rows = range(self._first, self._first + own_rows)
         if dtype == torch.float16:

@@ -59,11 +59,21 @@ async def state_of(url: str) -> dict[str, Any]:
     return json.loads(await text_of(f"{url}/check"))  # type: ignore[no-any-return]
 
 
-async def wait_for_state(url: str, is_so: Callable[[dict[str, Any]], bool], *, every_s: float = POLL_S) -> None:
-    deadline_s = time.monotonic() + SETTLE_S
+async def wait_for_state(
+    url: str, is_so: Callable[[dict[str, Any]], bool], *, every_s: float = POLL_S, within_s: float = SETTLE_S
+) -> None:
+    deadline_s = time.monotonic() + within_s
     while not is_so(state := await state_of(url)):
         assert time.monotonic() < deadline_s, state
         await asyncio.sleep(every_s)
+
+
+async def assert_state_stays(url: str, is_so: Callable[[dict[str, Any]], bool], *, for_s: float) -> None:
+    """Look again and again: nothing changes within the time."""
+    end_s = time.monotonic() + for_s
+    while time.monotonic() < end_s:
+        assert is_so(state := await state_of(url)), state
+        await asyncio.sleep(1.0)
 
 
 async def assert_all_back(cluster: Cluster) -> None:

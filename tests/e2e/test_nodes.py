@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.client import generate_all, post, session, state_of, wait_for_state
+from tests.e2e.client import SETTLE_S, assert_state_stays, generate_all, post, session, state_of, wait_for_state
 from tests.e2e.cluster import child_of, wait_until
 from tests.e2e.nodes import FLAGS, Part, fleet
 from tests.e2e.test_ranks import prompt_of
@@ -173,11 +173,11 @@ async def test_pages_stay_until_the_rank_on_the_other_machine_is_proven_dead(tmp
             await asked
         decode = workers.urls["decode"]
         await wait_for_state(decode, lambda state: state["pages"]["quarantined"] > 0)
-        await asyncio.sleep(RESEND_S + 10)
-        assert (await state_of(decode))["pages"]["quarantined"] > 0
+        await assert_state_stays(decode, lambda state: state["pages"]["quarantined"] > 0, for_s=RESEND_S + 10)
         rank.kill()
-        await asyncio.sleep(RESEND_S)
-        await wait_for_state(decode, lambda state: state["pages"]["quarantined"] == 0)
+        await wait_for_state(
+            decode, lambda state: state["pages"]["quarantined"] == 0, every_s=1.0, within_s=RESEND_S + SETTLE_S
+        )
 
 
 @pytest.mark.slow
@@ -196,8 +196,8 @@ async def test_pages_stay_while_the_other_machine_cannot_be_reached(tmp_path: Pa
         wait_until(
             lambda: workers.far.process.poll() is not None, within_s=60.0, what="the end of the far machine's part"
         )
-        await asyncio.sleep(RESEND_S + 10)
-        assert (await state_of(decode))["pages"]["quarantined"] > 0
+        await assert_state_stays(decode, lambda state: state["pages"]["quarantined"] > 0, for_s=RESEND_S + 10)
         workers.machines.plug("far")
-        await asyncio.sleep(RESEND_S)
-        await wait_for_state(decode, lambda state: state["pages"]["quarantined"] == 0)
+        await wait_for_state(
+            decode, lambda state: state["pages"]["quarantined"] == 0, every_s=1.0, within_s=RESEND_S + SETTLE_S
+        )

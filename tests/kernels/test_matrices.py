@@ -5,6 +5,7 @@ import torch
 
 from engine.kernels.linear import PANEL
 from engine.kernels.matrices import PackedMatrices
+from engine.layers.linear import silu_mul
 from tests.kernels.test_linear import drawn, kernel_of, kinds
 
 # No row, one, around tiles and blocks, what counts as few (128) and more.
@@ -32,8 +33,6 @@ def test_each_matrix_multiplies_its_rows(kind: int, shape: tuple[int, int], thre
 
 @pytest.mark.parametrize("kind", kinds())
 def test_a_gated_product_is_the_gated_values(kind: int) -> None:
-    from engine.layers.linear import silu_mul
-
     together = PackedMatrices(kernel_of(kind), [drawn(96, 64, seed=i) for i in range(3)], gates=True)
     x, counts = drawn(40, 64, seed=9), torch.tensor([5, 0, 35])
     assert torch.equal(together.gated(x, counts), silu_mul(together.times(x, counts)))

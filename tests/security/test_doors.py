@@ -291,11 +291,11 @@ def test_no_stranger_joins_the_ranks_of_two_machines(
 
 
 def test_a_machine_without_http_has_a_transfer_engine_too(caplog: pytest.LogCaptureFixture) -> None:
-    for node, told in ((0, 0), (1, 1)):
+    for node, warnings in ((0, 0), (1, 1)):
         engine = EngineConfig(tp_size=2, nnodes=2, node_rank=node, dist_init_addr="127.0.0.1:5000")
         disagg = DisaggConfig(disaggregation_mode="decode", disaggregation_transfer_backend="mooncake")
         check_nodes_exposure(ServerConfig(), engine, disagg)
-        assert caplog.text.count("mooncake listens on every address") == told
+        assert caplog.text.count("mooncake listens on every address") == warnings
 
 
 def test_a_registration_holds_no_secret() -> None:
