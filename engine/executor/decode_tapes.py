@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.tape import Tape, Workspace
-from engine.models.decoder import Attend, Begun, DenseDecoder
+from engine.models.attention import Attend
+from engine.models.decoder import Begun, DenseDecoder
 
 MOST_ROWS = 64  # of larger batches Python's share is small
 

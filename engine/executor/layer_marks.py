@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.kv.arrival import Arrival
 from engine.layers.rope import Unturned
-from engine.models.decoder import Attend
+from engine.models.attention import Attend
 
 Mark = tuple[int, int]  # (step, layers): the first `layers` of it are written, and all of every earlier step
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from engine.gguf.file import GGUFFile
 
-# general.architecture -> the class of engine.model_files.model_config.FAMILIES. Converters write Mistral's models as "llama".
+# general.architecture -> the class of engine.model_files.families.FAMILIES. Converters write Mistral's models as "llama".
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1: one divisor for each pair of a head

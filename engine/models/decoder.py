@@ -5,24 +5,17 @@ the residual stream are the same on all of them. With DP attention the MLPs are 
 """
 
 import re
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
 
 import torch
 
 from engine.kv.kv_pool import CacheSpec
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear, LinearSite, SiteShape
-from engine.layers.norm import NoNorm, Normed, RMSNorm, WholeNorm, add
-from engine.layers.rope import NormedRope, Rope, Turn, Unturned, head_order
-from engine.model_files.model_config import FAMILIES
-from engine.models.expert_mlp import ExpertMLP
+from engine.layers.norm import RMSNorm, add
+from engine.layers.rope import Rope
+from engine.models.attention import Attend
+from engine.models.layer import Layer
 from engine.models.part import ModelPart
-from engine.models.shared_mlp import SharedMLP
-
-# (layer of the stage, new tokens) -> [T, Hq * D]: norms and turns q and k, writes k and v into the KV pool, then attends with scale
-# D ** -0.5.
-Attend = Callable[[int, Unturned], torch.Tensor]
 
 Begun = tuple[torch.Tensor, ...]  # what the layers start from: a row for each token
 
@@ -53,7 +46,7 @@ class DenseDecoder:
         if place.is_first_stage:
             assert table is not None
             self._embedding = Embedding(table, own=share.vocab, collectives=part.collectives)
-        self._layers = [_Layer(part, index, place=n) for n, index in enumerate(share.layers)]
+        self._layers = [Layer(part, index, place=n) for n, index in enumerate(share.layers)]
         if place.is_last_stage:
             self._norm = RMSNorm(part.vector("model.norm.weight"), eps=config.rms_norm_eps)
             self._head = Linear(part.table("lm_head.weight") if table is None or not tied else table)
@@ -130,132 +123,3 @@ class DenseDecoder:
 def _of_layer(index: int, name: str) -> str:
     """`name`: of the same matrix in another layer."""
     return re.sub(r"^model\.layers\.\d+\.", f"model.layers.{index}.", name)
-
-
-class _Norms(NamedTuple):
-    """Names in the checkpoint of a layer's norms, without "_layernorm"; "": there is none."""
-
-    before_attention: str
-    after_attention: str
-    before_mlp: str
-    after_mlp: str
-
-
-_NORMS = {
-    "before": _Norms("input", "", "post_attention", ""),
-    "after": _Norms("", "post_attention", "", "post_feedforward"),
-    "around": _Norms("input", "post_self_attn", "post_attention", "post_mlp"),
-}
-
-
-class _Layer:
-    """Layer `index` of the model, which is number `place` of the stage."""
-
-    def __init__(self, part: ModelPart, index: int, *, place: int) -> None:
-        prefix, eps = f"model.layers.{index}.", part.config.rms_norm_eps
-        names = _NORMS[part.config.norms]
-
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(part.vector(f"{prefix}{name}_layernorm.weight"), eps=eps)
-
-        self._attention_norm: Normed = norm(names.before_attention) if names.before_attention else NoNorm()
-        self._mlp_norm: Normed = norm(names.before_mlp) if names.before_mlp else NoNorm()
-        self._after_attention = norm(names.after_attention) if names.after_attention else None
-        self._after_mlp = norm(names.after_mlp) if names.after_mlp else None
-        self._attention = _Attention(part, f"{prefix}self_attn.", place=place)
-        self._mlp = _feed_forward(part, index)
-        self.sites = [*self._attention.sites, *self._mlp.sites]
-
-    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
-        """Add `delta`, the output of the layer before, to x; return this layer's. So each sum is one pass with a norm."""
-        delta = self._attention.of_norm(self._attention_norm, x, delta, turn, attend)
-        if self._after_attention is not None:
-            delta = self._after_attention(delta)
-        delta = self._mlp.of_norm(self._mlp_norm, x, delta)
-        return delta if self._after_mlp is None else self._after_mlp(delta)
-
-    def join(self) -> None:
-        """Compute this rank's part for the rows of other DP ranks."""
-        assert not isinstance(self._mlp, _MLP), "without DP attention no rank computes for others"
-        self._mlp.join()
-
-
-def _feed_forward(part: ModelPart, index: int) -> "_MLP | SharedMLP | ExpertMLP":
-    prefix, experts = f"model.layers.{index}.", part.config.experts
-    if experts is not None and not part.config.is_dense(index):
-        return ExpertMLP(part, prefix, experts, FAMILIES[part.config.architecture].expert_names)
-    if part.exchange is not None:
-        return SharedMLP(part, f"{prefix}mlp.", exchange=part.exchange)
-    return _MLP(part, f"{prefix}mlp.")
-
-
-class _Attention:
-    """q, k and v come from one matrix and stay one tensor until they are turned, since every operation counts."""
-
-    def __init__(self, part: ModelPart, prefix: str, *, place: int) -> None:
-        config, share = part.config, part.share
-        self._layer = place
-        self._heads, self._kv_heads, self._dim = len(share.heads), len(share.kv_heads), config.head_dim
-        self._qkv, qkv = part.qkv(prefix)
-        self._out, out = part.rows(f"{prefix}o_proj", part.q, bias=config.attention_out_bias)
-        self.sites = [LinearSite(self._qkv, qkv), LinearSite(self._out, out)]
-        norm = self._head_norm(part, prefix) if config.qk_norm == "head" else None
-        self._whole_norm = _whole_norm(part, prefix) if config.qk_norm == "whole" else None
-        like = torch.empty(self._dim, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
-        self._rope = NormedRope(norm, like=like, eps=config.rms_norm_eps)
-
-    def _head_norm(self, part: ModelPart, prefix: str) -> torch.Tensor:
-        """[heads + kv_heads, head_dim]: the norm's weight of each head."""
-        q, k = (part.checkpoint.take(f"{prefix}{name}_norm.weight", [self._dim]) for name in "qk")
-        if (order := head_order(part.config.rope, self._dim)) is not None:
-            q, k = q[order], k[order]
-        return torch.cat((q.expand(self._heads, -1), k.expand(self._kv_heads, -1)))
-
-    def of_norm(
-        self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend
-    ) -> torch.Tensor:
-        """Attention of norm(x + delta), which x becomes before the norm."""
-        heads, kv_heads = self._heads, self._kv_heads
-        qkv = self._qkv.of_norm(norm, x, delta)
-        if self._whole_norm is not None:
-            self._whole_norm(qkv)
-        qkv = qkv.view(-1, heads + 2 * kv_heads, self._dim)
-        return self._out(attend(self._layer, Unturned(qkv, kv_heads, self._rope, turn)))
-
-
-def _whole_norm(part: ModelPart, prefix: str) -> WholeNorm:
-    copies = part.place.tp_size * len(part.share.kv_heads) // part.config.num_kv_heads
-    weights = [
-        part.checkpoint.take(f"{prefix}{name}_norm.weight", [cut]) for name, cut in (("q", part.q), ("k", part.kv))
-    ]
-    return WholeNorm(
-        (weights[0], weights[1]),
-        sizes=(part.q.total, part.kv.total),
-        eps=part.config.rms_norm_eps,
-        collectives=part.collectives,
-        copies=copies,
-    )
-
-
-class FeedForward(Protocol):
-    """What a layer computes behind attention, on all ranks of its stage at once: of every token, or of those that a router of
-    experts dispatches to a rank.
-    """
-
-    sites: list[LinearSite]
-
-    def of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        """[T, hidden] of norm(x + delta), which x becomes before the norm; the same on all ranks."""
-
-
-class _MLP:
-    """down(silu(gate(x)) * up(x)), gate and up in one matrix [2 * intermediate, hidden]."""
-
-    def __init__(self, part: ModelPart, prefix: str) -> None:
-        self._gate_up, gate_up = part.gate_up(prefix, gates=True)
-        self._down, down = part.rows(f"{prefix}down_proj", part.mlp_cut(part.config.intermediate_size))
-        self.sites = [LinearSite(self._gate_up, gate_up), LinearSite(self._down, down)]
-
-    def of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        """The MLP of norm(x + delta), which x becomes before the norm."""
-        return self._down(self._gate_up.gated_of_norm(norm, x, delta))

@@ -1,4 +1,4 @@
-"""How a model is loaded. One class runs all families of `engine.model_files.model_config.FAMILIES`."""
+"""How a model is loaded. One class runs all families of `engine.model_files.families.FAMILIES`."""
 
 from dataclasses import replace
 

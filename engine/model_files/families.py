@@ -1,0 +1,67 @@
+"""What each architecture fixes that its config.json does not say. Never torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from engine.model_files.experts_config import (
+    MIXTRAL_NAMES,
+    PLAIN_NAMES,
+    ExpertNames,
+    ExpertsConfig,
+    read_glm4,
+    read_mixtral,
+    read_qwen3,
+)
+from engine.model_files.fields import Fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What an architecture fixes that its config.json does not say.
+
+    qkv_bias:       q, k, v have a bias (None: `attention_bias` in the config decides, or else `default_bias`)
+    out_bias:       o has one where q, k, v do
+    qk_norm:        RMSNorm on q and k: "head" over each head, "whole" over all heads together, "" none
+    qk_norm_flag:   `use_qk_norm` in the config says whether it is "head"
+    norms:          where RMSNorm stands: "before" attention and MLP, "after" them, or "around" them
+    fused_qkv:      q, k and v are one matrix of the checkpoint
+    fused_mlp:      gate and up are one
+    interleaved:    RoPE's pairs are neighbours
+    rotary_share:   of a head that RoPE turns, where the config says nothing
+    gated_window:   `sliding_window` counts only where `use_sliding_window` is set
+    default_window: the window where the config says nothing
+    experts:        reads the fields of a mixture of experts; None: the MLPs are dense
+    expert_names:   of its tensors
+    """
+
+    qkv_bias: bool | None = None
+    default_bias: bool = False
+    out_bias: bool = False
+    qk_norm: str = ""
+    qk_norm_flag: bool = False
+    norms: str = "before"
+    fused_qkv: bool = False
+    fused_mlp: bool = False
+    interleaved: bool = False
+    rotary_share: float = 1.0
+    gated_window: bool = False
+    default_window: int | None = None
+    experts: Callable[[Fields, int], ExpertsConfig] | None = None
+    expert_names: ExpertNames = PLAIN_NAMES
+
+
+_GLM = Family(default_bias=True, fused_mlp=True, interleaved=True, rotary_share=0.5)
+
+FAMILIES: dict[str, Family] = {
+    "Glm4MoeForCausalLM": Family(rotary_share=0.5, qk_norm_flag=True, experts=read_glm4),
+    "Glm4ForCausalLM": replace(_GLM, norms="around"),
+    "GlmForCausalLM": _GLM,
+    "LlamaForCausalLM": Family(out_bias=True),
+    "MistralForCausalLM": Family(qkv_bias=False, default_window=4096),
+    "MixtralForCausalLM": Family(qkv_bias=False, experts=read_mixtral, expert_names=MIXTRAL_NAMES),
+    "Olmo2ForCausalLM": Family(out_bias=True, qk_norm="whole", norms="after"),
+    "Phi3ForCausalLM": Family(qkv_bias=False, fused_qkv=True, fused_mlp=True),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, gated_window=True),
+    "Qwen3ForCausalLM": Family(out_bias=True, qk_norm="head", gated_window=True),
+    "Qwen3MoeForCausalLM": Family(out_bias=True, qk_norm="head", gated_window=True, experts=read_qwen3),
+}

@@ -1,0 +1,62 @@
+"""Attention of a layer between its two products: what every dense family has, heads of equal size with K and V of their own."""
+
+from collections.abc import Callable
+
+import torch
+
+from engine.layers.linear import LinearSite
+from engine.layers.norm import Normed, WholeNorm
+from engine.layers.rope import NormedRope, Turn, Unturned, head_order
+from engine.models.part import ModelPart
+
+# (layer of the stage, new tokens) -> [T, Hq * D]: norms and turns q and k, writes k and v into the KV pool, then attends with scale
+# D ** -0.5.
+Attend = Callable[[int, Unturned], torch.Tensor]
+
+
+class Attention:
+    """q, k and v come from one matrix and stay one tensor until they are turned, since every operation counts."""
+
+    def __init__(self, part: ModelPart, prefix: str, *, place: int) -> None:
+        config, share = part.config, part.share
+        self._layer = place
+        self._heads, self._kv_heads, self._dim = len(share.heads), len(share.kv_heads), config.head_dim
+        self._qkv, qkv = part.qkv(prefix)
+        self._out, out = part.rows(f"{prefix}o_proj", part.q, bias=config.attention_out_bias)
+        self.sites = [LinearSite(self._qkv, qkv), LinearSite(self._out, out)]
+        norm = self._head_norm(part, prefix) if config.qk_norm == "head" else None
+        self._whole_norm = _whole_norm(part, prefix) if config.qk_norm == "whole" else None
+        like = torch.empty(self._dim, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
+        self._rope = NormedRope(norm, like=like, eps=config.rms_norm_eps)
+
+    def _head_norm(self, part: ModelPart, prefix: str) -> torch.Tensor:
+        """[heads + kv_heads, head_dim]: the norm's weight of each head."""
+        q, k = (part.checkpoint.take(f"{prefix}{name}_norm.weight", [self._dim]) for name in "qk")
+        if (order := head_order(part.config.rope, self._dim)) is not None:
+            q, k = q[order], k[order]
+        return torch.cat((q.expand(self._heads, -1), k.expand(self._kv_heads, -1)))
+
+    def of_norm(
+        self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend
+    ) -> torch.Tensor:
+        """Attention of norm(x + delta), which x becomes before the norm."""
+        heads, kv_heads = self._heads, self._kv_heads
+        qkv = self._qkv.of_norm(norm, x, delta)
+        if self._whole_norm is not None:
+            self._whole_norm(qkv)
+        qkv = qkv.view(-1, heads + 2 * kv_heads, self._dim)
+        return self._out(attend(self._layer, Unturned(qkv, kv_heads, self._rope, turn)))
+
+
+def _whole_norm(part: ModelPart, prefix: str) -> WholeNorm:
+    copies = part.place.tp_size * len(part.share.kv_heads) // part.config.num_kv_heads
+    weights = [
+        part.checkpoint.take(f"{prefix}{name}_norm.weight", [cut]) for name, cut in (("q", part.q), ("k", part.kv))
+    ]
+    return WholeNorm(
+        (weights[0], weights[1]),
+        sizes=(part.q.total, part.kv.total),
+        eps=part.config.rms_norm_eps,
+        collectives=part.collectives,
+        copies=copies,
+    )

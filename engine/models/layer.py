@@ -1,0 +1,95 @@
+"""A layer of the decoder: attention and a feed-forward part, each with the norms that its family has around it."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from engine.layers.linear import LinearSite
+from engine.layers.norm import NoNorm, Normed, RMSNorm
+from engine.layers.rope import Turn
+from engine.model_files.families import FAMILIES
+from engine.models.attention import Attend, Attention
+from engine.models.expert_mlp import ExpertMLP
+from engine.models.part import ModelPart
+from engine.models.shared_mlp import SharedMLP
+
+
+class _Norms(NamedTuple):
+    """Names in the checkpoint of a layer's norms, without "_layernorm"; "": there is none."""
+
+    before_attention: str
+    after_attention: str
+    before_mlp: str
+    after_mlp: str
+
+
+_NORMS = {
+    "before": _Norms("input", "", "post_attention", ""),
+    "after": _Norms("", "post_attention", "", "post_feedforward"),
+    "around": _Norms("input", "post_self_attn", "post_attention", "post_mlp"),
+}
+
+
+class Layer:
+    """Layer `index` of the model, which is number `place` of the stage."""
+
+    def __init__(self, part: ModelPart, index: int, *, place: int) -> None:
+        prefix, eps = f"model.layers.{index}.", part.config.rms_norm_eps
+        names = _NORMS[part.config.norms]
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(part.vector(f"{prefix}{name}_layernorm.weight"), eps=eps)
+
+        self._attention_norm: Normed = norm(names.before_attention) if names.before_attention else NoNorm()
+        self._mlp_norm: Normed = norm(names.before_mlp) if names.before_mlp else NoNorm()
+        self._after_attention = norm(names.after_attention) if names.after_attention else None
+        self._after_mlp = norm(names.after_mlp) if names.after_mlp else None
+        self._attention = Attention(part, f"{prefix}self_attn.", place=place)
+        self._mlp = _feed_forward(part, index)
+        self.sites = [*self._attention.sites, *self._mlp.sites]
+
+    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
+        """Add `delta`, the output of the layer before, to x; return this layer's. So each sum is one pass with a norm."""
+        delta = self._attention.of_norm(self._attention_norm, x, delta, turn, attend)
+        if self._after_attention is not None:
+            delta = self._after_attention(delta)
+        delta = self._mlp.of_norm(self._mlp_norm, x, delta)
+        return delta if self._after_mlp is None else self._after_mlp(delta)
+
+    def join(self) -> None:
+        """Compute this rank's part for the rows of other DP ranks."""
+        assert not isinstance(self._mlp, _MLP), "without DP attention no rank computes for others"
+        self._mlp.join()
+
+
+def _feed_forward(part: ModelPart, index: int) -> "_MLP | SharedMLP | ExpertMLP":
+    prefix, experts = f"model.layers.{index}.", part.config.experts
+    if experts is not None and not part.config.is_dense(index):
+        return ExpertMLP(part, prefix, experts, FAMILIES[part.config.architecture].expert_names)
+    if part.exchange is not None:
+        return SharedMLP(part, f"{prefix}mlp.", exchange=part.exchange)
+    return _MLP(part, f"{prefix}mlp.")
+
+
+class FeedForward(Protocol):
+    """What a layer computes behind attention, on all ranks of its stage at once: of every token, or of those that a router of
+    experts dispatches to a rank.
+    """
+
+    sites: list[LinearSite]
+
+    def of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """[T, hidden] of norm(x + delta), which x becomes before the norm; the same on all ranks."""
+
+
+class _MLP:
+    """down(silu(gate(x)) * up(x)), gate and up in one matrix [2 * intermediate, hidden]."""
+
+    def __init__(self, part: ModelPart, prefix: str) -> None:
+        self._gate_up, gate_up = part.gate_up(prefix, gates=True)
+        self._down, down = part.rows(f"{prefix}down_proj", part.mlp_cut(part.config.intermediate_size))
+        self.sites = [LinearSite(self._gate_up, gate_up), LinearSite(self._down, down)]
+
+    def of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """The MLP of norm(x + delta), which x becomes before the norm."""
+        return self._down(self._gate_up.gated_of_norm(norm, x, delta))
