@@ -21,6 +21,7 @@ from engine.executor.model_runner import ModelRunner
 from engine.executor.prefill_graphs import PrefillGraphs
 from engine.executor.recorded_ends import SampledEnd
 from engine.executor.sample_pass import SamplePass
+from engine.executor.states import States
 from engine.executor.step_inputs import StepInputs
 from engine.executor.stream import CudaStream, InlineStream, Stream, ThreadStream
 from engine.graphs import MakeCapture, make_graphs
@@ -30,6 +31,7 @@ from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import DTYPES, KVPool
 from engine.kv.page_backup import PageBackup
 from engine.kv.page_table import PageTable
+from engine.kv.state_pool import StatePool
 from engine.lora.bank import AdapterBank
 from engine.lora.build import make_bank
 from engine.lora.store import LoraStore
@@ -37,6 +39,7 @@ from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.parallel.layout import ALONE, Place, share_of
 from engine.parallel.row_exchange import RowExchange
+from engine.resolve import state_slots
 from engine.sampler.make import CapturableSampler, make_sampler
 from service.flags import ConfigError
 
@@ -45,7 +48,7 @@ from service.flags import ConfigError
 class Device:
     """`layers`: how far the steps have got. `adapters`: None without --enable-lora.
 
-    `graphs`, `tapes`: recorded decode steps, on a GPU and on a CPU. `prefill_graphs`: recorded prompts.
+    `graphs`, `tapes`: recorded decode steps, on a GPU and on a CPU. `prefill_graphs`: recorded prompts. `states`: of recurrent layers.
     """
 
     executor: Executor
@@ -54,11 +57,15 @@ class Device:
     graphs: DecodeGraphs | None
     prefill_graphs: PrefillGraphs | None
     tapes: DecodeTapes | None
+    states: StatePool | None
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardParts:
-    """What computes the first half of steps. `tapes`: of decode steps on a CPU. `joint`: with DP attention."""
+    """What computes the first half of steps. `tapes`: of decode steps on a CPU. `joint`: with DP attention.
+
+    `states`: of a model with recurrent layers.
+    """
 
     backend: AttentionBackend
     page_table: PageTable
@@ -66,6 +73,7 @@ class ForwardParts:
     adapters: AdapterBank | None
     tapes: DecodeTapes | None
     joint: JointSteps | None
+    states: States | None
 
     def forward_pass(
         self, inputs: StepInputs, *, graphs: DecodeGraphs | None = None, prefill_graphs: PrefillGraphs | None = None
@@ -80,6 +88,7 @@ class ForwardParts:
             prefill_graphs=prefill_graphs,
             tapes=self.tapes,
             joint=self.joint,
+            states=self.states,
         )
 
 
@@ -113,6 +122,7 @@ def build_forward(
         adapters=_bank(config, model, grouped=isinstance(backend, CapturableBackend)) if config.enable_lora else None,
         tapes=recorded,
         joint=None if exchange is None else JointSteps(exchange, tapes=recorded, scratch_slot=scratch),
+        states=_states(config, model, pool.device),
     )
 
 
@@ -165,6 +175,7 @@ def build_device(
         inputs=inputs or future_map,
         end=SampledEnd(sampler, future_map, device=device) if isinstance(sampler, CapturableSampler) else None,
         adapters=parts.adapters,
+        has_states=parts.states is not None,
         progress=progress,
     )
     runner = ModelRunner(
@@ -177,7 +188,8 @@ def build_device(
     with memory_for_graphs():
         executor.call(runner.record)
     adapters = None if parts.adapters is None else adapter_store(config, model, parts.adapters, in_order=executor.call)
-    return Device(executor, parts.layers, adapters, graphs, prefill_graphs, parts.tapes)
+    states = None if parts.states is None else parts.states.pool
+    return Device(executor, parts.layers, adapters, graphs, prefill_graphs, parts.tapes, states)
 
 
 def _can_tape(config: EngineConfig, backend: AttentionBackend) -> bool:
@@ -185,6 +197,23 @@ def _can_tape(config: EngineConfig, backend: AttentionBackend) -> bool:
     by_c_kernels = config.dtype == "bfloat16" and isinstance(backend, CpuBackend) and backend.has_kernel
     recordable = by_c_kernels and not config.sums_span_nodes  # between machines Python moves the bytes of a sum
     return recordable and not config.disable_cuda_graph and linear_kernel() is not None and tape_library() is not None
+
+
+def _states(config: EngineConfig, model: DenseDecoder, device: torch.device) -> States | None:
+    """Raises ConfigError."""
+    assert config.max_running_requests is not None, "resolved"
+    specs, num_slots = model.state_specs(), state_slots(config)
+    if not specs:
+        return None
+    try:
+        pool = StatePool(specs, num_slots=num_slots, device=device)
+    except (MemoryError, OSError, torch.OutOfMemoryError) as error:
+        size = num_slots * StatePool.slot_bytes_of(specs) / 2**30
+        raise ConfigError(
+            f"--max-running-requests {config.max_running_requests}: no memory for {num_slots} recurrent states of {size:.1f} GiB "
+            f"({error}); lower it"
+        ) from error
+    return States(pool, num_rows=config.max_running_requests)
 
 
 def _stream(config: EngineConfig, device: torch.device) -> Stream:

@@ -31,6 +31,7 @@ def make_graphs(
     inputs: StepInputs,
     end: RecordedEnd | None,
     adapters: AdapterBank | None,
+    has_states: bool,
     progress: bool,
 ) -> tuple[DecodeGraphs | None, PrefillGraphs | None]:
     """Return the graphs of decode steps and of short prompts, still to be recorded. `capture` takes the place of CUDA's.
@@ -41,6 +42,9 @@ def make_graphs(
     if capture is None and page_table.device.type == "cuda":
         capture = partial(CudaCapture, page_table.device)
     if capture is None or config.disable_cuda_graph or not (decodes or prefills):
+        return None, None
+    if has_states:
+        log.warning("no graphs: the model has recurrent states, which no recorded step knows")
         return None, None
     if not isinstance(backend, CapturableBackend) or end is None:
         log.warning("no graphs: the attention backend asks the host for lengths; triton does not")

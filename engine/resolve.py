@@ -183,6 +183,12 @@ def gpu_pages(config: EngineConfig, memory: GpuMemory, *, page_bytes: int) -> in
     return num_pages(config, page_bytes=page_bytes, kv_bytes=memory.left)
 
 
+def state_slots(config: EngineConfig) -> int:
+    """Return the slots of a model with recurrent states: of running requests, and as many that are cached or on their way."""
+    assert config.max_running_requests is not None, "resolved"
+    return 2 * config.max_running_requests
+
+
 def largest_prompt_step(config: EngineConfig) -> int:
     """Return the most prompt tokens of a step."""
     assert config.chunked_prefill_size is not None, "resolved"

@@ -16,7 +16,8 @@ from engine.sampling_params import SamplingParams
 class SlotOpen:
     """A request gets a row of the request table. `prompt_ids` and `output_ids` (after a resumption) feed the penalties.
 
-    `adapter`: number of the LoRA adapter that computes it; 0: the model alone.
+    `adapter`: number of the LoRA adapter that computes it; 0: the model alone. `state`: its slot of recurrent state; 0: the model
+    has none.
     """
 
     slot: int
@@ -25,6 +26,7 @@ class SlotOpen:
     output_ids: list[int]
     eos_ids: tuple[int, ...]
     adapter: int = 0
+    state: int = 0
 
 
 class PlanItem(msgspec.Struct, frozen=True):
@@ -91,6 +93,14 @@ class PageCopy:
     host_page: int
 
 
+@dataclass(slots=True, frozen=True)
+class StateCopy:
+    """Slot `dst` of recurrent states becomes a copy of slot `src`; None: the state before a request's first token, zero."""
+
+    src: int | None
+    dst: int
+
+
 @dataclass(slots=True)
 class Plan:
     """One step, which may have no items. `extend`: some item is part of a prompt; decodes may ride along.
@@ -100,8 +110,10 @@ class Plan:
     `sample_deferred`: some masks follow from tokens in flight, so sampling is launched when these are collected.
     `agreed`: with DP attention, the step as all ranks compute it, filled in before launch; None: it has none of their layers.
 
-    Order that the executor owes: `to_host`, `from_host`, `drops` (copies to forget), `loads`, `saves`, `closes`, `opens`,
-    page rows of `items`, forward, sampling.
+    `states`: what requests with recurrent state begin from; `snapshots`: copies of states as the step leaves them. Each in order.
+
+    Order that the executor owes: `to_host`, `from_host`, `drops` (copies to forget), `loads`, `saves`, `closes`, `opens`, `states`,
+    page rows of `items`, forward, `snapshots`, sampling.
     """
 
     seq: int
@@ -116,6 +128,8 @@ class Plan:
     drops: list[int] = field(default_factory=list)
     to_host: list[PageCopy] = field(default_factory=list)
     from_host: list[PageCopy] = field(default_factory=list)
+    states: list[StateCopy] = field(default_factory=list)
+    snapshots: list[StateCopy] = field(default_factory=list)
     sample_deferred: bool = False
     agreed: AgreedStep | None = None
 

@@ -13,6 +13,7 @@ from engine.executor.forward import Forward
 from engine.executor.joint_steps import JointSteps
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.prefill_graphs import PrefillGraphs
+from engine.executor.states import States
 from engine.executor.step_inputs import StepInputs
 from engine.kv.arrival import Arrival
 from engine.kv.page_table import PageTable
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 class ForwardPass:
     """`graphs` and `tapes` are recorded decode steps, `prefill_graphs` short prompts; `adapters` change the model's layers.
 
-    `joint`: with DP attention, what a step needs to know of the other DP ranks.
+    `joint`: with DP attention, what a step needs to know of the other DP ranks. `states`: of a model with recurrent layers.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class ForwardPass:
         prefill_graphs: PrefillGraphs | None = None,
         tapes: DecodeTapes | None = None,
         joint: JointSteps | None = None,
+        states: States | None = None,
     ) -> None:
         self._backend = backend
         self._page_table = page_table
@@ -52,6 +54,7 @@ class ForwardPass:
         self._prefill_graphs = prefill_graphs
         self._tapes = tapes
         self._joint = joint
+        self._states = states
 
     def attach(self, model: DenseDecoder) -> None:
         """Forget the tapes of another model, and attach the adapters to this one."""
@@ -59,6 +62,8 @@ class ForwardPass:
             self._tapes.forget()
         if self._adapters is not None:
             self._adapters.attach(model.linear_sites())
+        if self._states is not None:
+            self._states.attach(model)
 
     def record(self, model: DenseDecoder) -> None:
         """Record the graphs, if any. Raises torch.OutOfMemoryError."""
@@ -79,6 +84,8 @@ class ForwardPass:
     def open(self, opened: SlotOpen) -> None:
         if self._adapters is not None:
             self._adapters.open(opened)
+        if self._states is not None:
+            self._states.open(opened)
 
     def run(self, model: DenseDecoder, plan: Plan, arrival: Arrival) -> Forward:
         """Compute the hidden states [T, hidden] of all new tokens, item after item; a graph of a decode step samples, too.
@@ -139,14 +146,20 @@ class ForwardPass:
             token_pages=token_pages,
             token_offsets=token_offsets,
             riders=[i for i, item in enumerate(items) if not item.extend],
+            state_slots=None if self._states is None else self._states.of(slots),
         )
         self._backend.begin(step)
+        if self._states is not None:
+            self._states.begin(plan, step)
         inputs = self._inputs.resolve(flat)
         if (tapes := self._tapes_for(plan)) is not None:
             arrival.hold_all()
             return tapes.forward(model, inputs, positions, self._backend.attend)
         attend = self._layers.attend(plan.seq, self._backend.attend, arrival)
-        return model.forward(inputs, positions, attend)
+        hidden = model.forward(inputs, positions, attend)
+        if self._states is not None:
+            self._states.end(plan)
+        return hidden
 
     def _tapes_for(self, plan: Plan) -> DecodeTapes | None:
         """The tapes, if they take the step."""

@@ -18,6 +18,7 @@ class StepBatch:
     slots:       [B] int64
     token_pages: [T] int64, token_offsets: [T] int64: where each new token's KV goes
     riders:      requests of an extend step that decode; None: any request of one token may
+    state_slots: [B] int32, where each request's recurrent state lies (engine/kv/state_pool.py); None: the model has none
     """
 
     extend: bool
@@ -28,6 +29,7 @@ class StepBatch:
     token_pages: torch.Tensor
     token_offsets: torch.Tensor
     riders: Sequence[int] | None = None
+    state_slots: torch.Tensor | None = None
 
     def spans(self) -> list[tuple[int, int]]:
         """Return the (first, end) row of each request in the [T, ...] tensors."""

@@ -9,6 +9,7 @@ import re
 import torch
 
 from engine.kv.kv_pool import CacheSpec
+from engine.kv.state_pool import StatePool, StateSpec
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear, LinearSite, SiteShape
 from engine.layers.norm import RMSNorm, add
@@ -65,6 +66,14 @@ class DenseDecoder:
     def cache_specs(self) -> list[CacheSpec]:
         """Of the rank's layers and KV heads."""
         return list(self._specs)
+
+    def state_specs(self) -> list[StateSpec]:
+        """Of the rank's recurrent layers, in their order."""
+        return []
+
+    def use_states(self, states: StatePool) -> None:
+        """Read and write the states of recurrent layers there from now on."""
+        raise AssertionError("a model whose `state_specs` are not empty says how")
 
     def linear_sites(self) -> list[LinearSite]:
         """The matrices that adapters may change, in the same order for all models of one shape."""

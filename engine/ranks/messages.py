@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from engine.core.dp_step import AgreedStep
-from engine.core.plan import PageCopy, PageLoad, PageSave, Plan, PlanItem, SlotOpen
+from engine.core.plan import PageCopy, PageLoad, PageSave, Plan, PlanItem, SlotOpen, StateCopy
 from engine.messages import LogprobOptions
 from engine.sampling_params import SamplingParams
 
@@ -67,7 +67,9 @@ class Step(_Frame, frozen=True):
     decodes: list[int]
     unsampled: list[int]
     logprobs: list[tuple[int, int, bool]]
-    opens: list[tuple[int, int]] = []  # (slot, adapter)
+    opens: list[tuple[int, int, int]] = []  # (slot, adapter, slot of its state)
+    states: list[tuple[int | None, int]] = []
+    snapshots: list[tuple[int | None, int]] = []
     saves: list[tuple[int, list[int]]] = []
     loads: list[tuple[int, int, list[int]]] = []
     drops: list[int] = []
@@ -132,7 +134,9 @@ def step_of(plan: Plan, *, answer: int = 0) -> Step:
             for i, item in enumerate(items)
             if item.logprob_from is not None
         ],
-        opens=[(opened.slot, opened.adapter) for opened in plan.opens],
+        opens=[(opened.slot, opened.adapter, opened.state) for opened in plan.opens],
+        states=[(copy.src, copy.dst) for copy in plan.states],
+        snapshots=[(copy.src, copy.dst) for copy in plan.snapshots],
         saves=[(save.key, save.pages) for save in plan.saves],
         loads=[(load.key, load.start, load.pages) for load in plan.loads],
         drops=plan.drops,
@@ -149,7 +153,9 @@ def plan_of(step: Step) -> Plan:
         seq=step.seq,
         extend=step.extend,
         items=_items(step),
-        opens=[SlotOpen(slot, _NO_SAMPLING, [], [], (), adapter) for slot, adapter in step.opens],
+        opens=[SlotOpen(slot, _NO_SAMPLING, [], [], (), adapter, state) for slot, adapter, state in step.opens],
+        states=[StateCopy(src, dst) for src, dst in step.states],
+        snapshots=[StateCopy(src, dst) for src, dst in step.snapshots],
         saves=[PageSave(key, pages) for key, pages in step.saves],
         loads=[PageLoad(key, start, pages) for key, start, pages in step.loads],
         drops=step.drops,

@@ -67,6 +67,7 @@ def rank_parts(
         inputs=inputs,
         end=FollowedEnd(is_last=links.after is None),
         adapters=parts.adapters,
+        has_states=parts.states is not None,
         progress=False,
     )
     runner = RankRunner(

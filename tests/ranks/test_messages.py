@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from engine.core.plan import PageCopy, PageLoad, PageSave, Plan, PlanItem, SlotOpen
+from engine.core.plan import PageCopy, PageLoad, PageSave, Plan, PlanItem, SlotOpen, StateCopy
 from engine.executor.logit_rows import logit_calls
 from engine.messages import LogprobOptions
 from engine.ranks.messages import Step, ToFollower, plan_of, step_of
@@ -36,7 +36,7 @@ def mixed_plan() -> Plan:
             item(2, [-3], 40, extend=False),
             item(7, [1, 2], 0, new_pages=[8], logprobs=LogprobOptions(start_len=1), logprob_from=1, logprob_next=99),
         ],
-        opens=[SlotOpen(4, SamplingParams(temperature=0.0), [1, 2], [3], (0,), adapter=5)],
+        opens=[SlotOpen(4, SamplingParams(temperature=0.0), [1, 2], [3], (0,), adapter=5, state=6)],
         closes=[1],
         masks={1: b"\xff"},
         saves=[PageSave(3, [1, 2])],
@@ -44,6 +44,8 @@ def mixed_plan() -> Plan:
         drops=[6],
         to_host=[PageCopy(1, 2)],
         from_host=[PageCopy(3, 4)],
+        states=[StateCopy(None, 6)],
+        snapshots=[StateCopy(6, 2)],
     )
 
 
@@ -51,9 +53,9 @@ def test_what_the_forward_reads_arrives() -> None:
     plan, arrived = mixed_plan(), through_the_wire(mixed_plan())
     for name in ("slot", "tokens", "start", "page_start", "new_pages", "sample", "extend", "logprob_from"):
         assert [getattr(i, name) for i in arrived.items] == [getattr(i, name) for i in plan.items], name
-    for name in ("seq", "extend", "saves", "loads", "drops", "to_host", "from_host"):
+    for name in ("seq", "extend", "saves", "loads", "drops", "to_host", "from_host", "states", "snapshots"):
         assert getattr(arrived, name) == getattr(plan, name), name
-    assert [(opened.slot, opened.adapter) for opened in arrived.opens] == [(4, 5)]
+    assert [(opened.slot, opened.adapter, opened.state) for opened in arrived.opens] == [(4, 5, 6)]
     assert [list(rows) for rows in logit_calls(arrived.items)] == [list(rows) for rows in logit_calls(plan.items)]
 
 

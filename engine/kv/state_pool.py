@@ -1,0 +1,133 @@
+"""The bytes of recurrent states: one allocation, slot-major. Owns memory and layout.
+
+    base ->  | slot 0 (scratch) | slot 1 | ... | slot num_slots |              slot_bytes apart
+    slot ->  | layer 0 conv [channels, kernel - 1] | layer 0 recurrent, float32 | layer 1 conv | ... | pad |
+
+A slot is what a request remembers in all recurrent layers, whatever its length: one run, so a transfer is one piece.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from engine.core.plan import StateCopy
+from engine.kv.kv_pool import DTYPES, AllocateBytes, zeroed_bytes
+from engine.kv.step_batch import StepBatch
+
+SLOT_ALIGN_BYTES = 64
+STATE = torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """What a recurrent layer keeps of a request.
+
+    `conv`: (channels, kernel - 1), the last inputs of the convolution before its activation, in `dtype` ("bfloat16" | "float32");
+    `recurrent`: the state's shape, in float32.
+    """
+
+    conv: tuple[int, int]
+    recurrent: tuple[int, ...]
+    dtype: str
+
+    @property
+    def conv_bytes(self) -> int:
+        return prod(self.conv) * DTYPES[self.dtype].itemsize
+
+    @property
+    def recurrent_bytes(self) -> int:
+        return prod(self.recurrent) * STATE.itemsize
+
+
+class StatePool:
+    """`specs[i]`: of the i-th recurrent layer. Slot 0 is scratch, for rows of padding; real slots are 1..num_slots.
+
+    `step`: what layers compute now; its `state_slots` index the first dimension of `conv` and `recurrent`.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[StateSpec],
+        *,
+        num_slots: int,
+        device: str | torch.device,
+        allocate: AllocateBytes = zeroed_bytes,
+    ) -> None:
+        assert specs and num_slots >= 1, (specs, num_slots)
+        self.specs = tuple(specs)
+        self.num_slots = num_slots
+        self.device = torch.device(device)
+        self.slot_bytes = self.slot_bytes_of(specs)
+        self.buffer = allocate((1 + num_slots) * self.slot_bytes, self.device)
+        self.step: StepBatch | None = None
+        self._rows = self.buffer.view(1 + num_slots, self.slot_bytes)
+        offsets = _offsets(specs)
+        self._conv = [
+            self._view(at, spec.conv, DTYPES[spec.dtype]) for spec, (at, _) in zip(specs, offsets, strict=True)
+        ]
+        self._recurrent = [self._view(at, spec.recurrent, STATE) for spec, (_, at) in zip(specs, offsets, strict=True)]
+
+    @staticmethod
+    def slot_bytes_of(specs: Sequence[StateSpec]) -> int:
+        """Return the bytes of one slot of all layers."""
+        return _align(_offsets(specs)[-1][1] + specs[-1].recurrent_bytes, SLOT_ALIGN_BYTES)
+
+    @property
+    def base_ptr(self) -> int:
+        """Return the address of slot 0; slot s is at base_ptr + s * slot_bytes."""
+        return self.buffer.data_ptr()
+
+    def conv(self, layer: int) -> Tensor:
+        """Return a [1 + num_slots, channels, kernel - 1] view, contiguous within a slot; the newest input is the last column."""
+        return self._conv[layer]
+
+    def recurrent(self, layer: int) -> Tensor:
+        """Return a [1 + num_slots, *shape] view in float32, contiguous within a slot."""
+        return self._recurrent[layer]
+
+    def run(self, copies: Sequence[StateCopy]) -> None:
+        """Copy or zero slots, one after another: a slot may be the source of one copy and the target of a later one."""
+        for copy in copies:
+            if copy.src is None:
+                self._rows[copy.dst].zero_()
+            else:
+                self._rows[copy.dst].copy_(self._rows[copy.src])
+
+    def _view(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
+        return self.buffer.view(dtype).as_strided(
+            (1 + self.num_slots, *shape),
+            (self.slot_bytes // dtype.itemsize, *strides),
+            offset_bytes // dtype.itemsize,
+        )
+
+
+class StateTable:
+    """`rows`: [num_rows + 1] int32, the state slot of the request in each row of the request table.
+
+    No request has the last row, whose slot is the scratch one.
+    """
+
+    def __init__(self, *, num_rows: int, device: torch.device) -> None:
+        self.rows = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+
+    def open(self, row: int, state_slot: int) -> None:
+        self.rows[row] = state_slot
+
+
+def _offsets(specs: Sequence[StateSpec]) -> list[tuple[int, int]]:
+    """Return the byte of a slot at which each layer's conv and recurrent states begin, aligned to a cache line."""
+    offsets, at = [], 0
+    for spec in specs:
+        conv = _align(at, SLOT_ALIGN_BYTES)
+        recurrent = _align(conv + spec.conv_bytes, SLOT_ALIGN_BYTES)
+        offsets.append((conv, recurrent))
+        at = recurrent + spec.recurrent_bytes
+    return offsets
+
+
+def _align(n: int, to: int) -> int:
+    return -(-n // to) * to
