@@ -13,6 +13,7 @@ import torch
 
 from deploy.bench.report import table
 from engine.kernels.paged_decode import PagedDecode, make_paged_decode
+from engine.kernels.softmax import plain_softmax
 from engine.kv.kv_pool import CacheSpec, KVPool
 from engine.kv.step_batch import StepBatch
 
@@ -51,7 +52,7 @@ class Reader:
         begin = time.perf_counter()
         self._kernel.begin(self._step)
         for layer in range(self.pool.num_layers):
-            self._kernel.attend_turned(layer, self._q, self._new, self._new)
+            self._kernel.attend_turned(layer, self._q, self._new, self._new, plain_softmax(SPEC.head_dim))
         return (
             self._step.kv_lens[0] * SPEC.bytes_per_token() * self.pool.num_layers / (time.perf_counter() - begin) / 1e9
         )

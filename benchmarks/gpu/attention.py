@@ -22,6 +22,7 @@ from engine.attention.backend import AttentionBackend
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
 from engine.kernels.extend_plan import plan_extend
+from engine.kernels.softmax import plain_softmax
 from engine.kernels.triton_decode import DecodeTiles, decode, decode_tiles, split_list
 from engine.kernels.triton_extend import ExtendTiles, extend, extend_tiles, lists_of, work_of
 from engine.kv.kv_pool import CacheSpec, KVPool
@@ -55,6 +56,7 @@ def decode_bandwidth(target: Target) -> dict[str, Any]:
                 kv_lens=kv_lens,
                 splits=splits,
                 tiles=tiles,
+                scale=shape.head_dim**-0.5,
             )
 
         return target.ms(work)
@@ -117,6 +119,7 @@ def _extend_ms(
             kv_lens=kv_lens,
             work=work,
             tiles=tiles,
+            scale=shape.head_dim**-0.5,
         )
     )
 
@@ -177,7 +180,7 @@ def _new_tokens(shape: Shape, *, rows: int, dtype: str, target: Target) -> Untur
         torch.cat((-angles.sin(), angles.sin()), -1),
     )
     qkv, weight, cosine, sine = (x.to(target.device, getattr(torch, dtype)) for x in drawn)
-    return Unturned(qkv, shape.kv_heads, NormedRope(weight, like=qkv, eps=1e-6), (cosine, sine))
+    return Unturned(qkv, shape.kv_heads, NormedRope(weight, like=qkv, eps=1e-6), (cosine, sine), plain_softmax(dim))
 
 
 def _step(begins: list[int], ends: list[int], table: torch.Tensor, device: torch.device) -> StepBatch:

@@ -1,6 +1,7 @@
 """The interface of attention backends, and the choice of one by name, which imports no other (triton may be missing)."""
 
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Protocol, runtime_checkable
 
@@ -36,8 +37,8 @@ class CapturableBackend(AttentionBackend, Protocol):
         """As `begin`, for a step whose kernels depend on the tensors' contents alone."""
 
 
-def make_attention_backend(name: str, pool: KVPool, *, num_heads: int) -> AttentionBackend:
-    """`name`: auto | cpu | torch | triton | flashinfer. `num_heads`: query heads.
+def make_attention_backend(name: str, pool: KVPool, *, num_heads: int, needs: Sequence[str] = ()) -> AttentionBackend:
+    """`name`: auto | cpu | torch | triton | flashinfer. `num_heads`: query heads. `needs`: of the model, beyond plain attention.
 
     Raises ConfigError when the backend cannot work with the pool's device or with these heads.
     """
@@ -46,12 +47,13 @@ def make_attention_backend(name: str, pool: KVPool, *, num_heads: int) -> Attent
             raise ConfigError(
                 f"num_attention_heads: {num_heads} is not a multiple of layer {layer}'s {spec.num_kv_heads} kv heads"
             )
-    windows = any(spec.window for spec in pool.specs)
+    if any(spec.window for spec in pool.specs):
+        needs = ("sliding windows", *needs)
     if name == "auto":
-        on_gpu = "triton" if find_spec("triton") and not windows else "torch"
+        on_gpu = "triton" if find_spec("triton") and not needs else "torch"
         name = "cpu" if pool.device.type == "cpu" else on_gpu
-    if windows and name not in ("cpu", "torch"):
-        raise ConfigError(f"--attention-backend {name}: has no sliding windows, which this model needs; choose torch")
+    if needs and name not in ("cpu", "torch"):
+        raise ConfigError(f"--attention-backend {name}: has no {needs[0]}, which this model needs; choose torch")
     if name == "torch":
         return TorchBackend(pool)
     return _cpu(pool) if name == "cpu" else _on_gpu(name, pool, num_heads=num_heads)

@@ -58,10 +58,10 @@ class CpuBackend:
 
     def attend(self, layer: int, new: Unturned) -> torch.Tensor:
         q, k, v = new.turned()
-        out = self._now.attend_turned(layer, q, k, v)
+        out = self._now.attend_turned(layer, q, k, v, new.softmax)
         rows = self._riders
         if rows is not None and self._decode is not None:
-            out[rows] = self._decode.attend_turned(layer, q[rows], k[rows], v[rows])
+            out[rows] = self._decode.attend_turned(layer, q[rows], k[rows], v[rows], new.softmax)
         return out
 
 

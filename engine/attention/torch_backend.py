@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from engine.kernels.softmax import Softmax
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 from engine.layers.rope import Unturned
@@ -32,9 +33,11 @@ class TorchBackend:
         ]
 
     def attend(self, layer: int, new: Unturned) -> torch.Tensor:
-        return self.attend_turned(layer, *new.turned())
+        return self.attend_turned(layer, *new.turned(), new.softmax)
 
-    def attend_turned(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend_turned(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax
+    ) -> torch.Tensor:
         """As `attend`. q [T, heads, head_dim]; k, v [T, kv_heads, head_dim]."""
         assert self._step is not None, "begin() comes first"
         self._pool.write(layer, self._step.token_pages, self._step.token_offsets, k, v)
@@ -42,7 +45,7 @@ class TorchBackend:
         for request in self._requests:
             rows = slice(request.first, request.end)
             keys, values = self._keys_values(layer, request, k, v)
-            out[rows] = self._attend_request(request, q[rows], keys, values, window=window)
+            out[rows] = self._attend_request(request, q[rows], keys, values, softmax, window=window)
         return out.flatten(1)
 
     def _keys_values(
@@ -62,35 +65,28 @@ class TorchBackend:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _attend_request(
-        self, request: "_Request", q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, window: int
+        self,
+        request: "_Request",
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        softmax: Softmax,
+        *,
+        window: int,
     ) -> torch.Tensor:
         """[q_len, heads, head_dim]."""
         window = window if window < request.kv_len else 0
         if request.q_len == 1:
-            return self._sdpa(q, _batched(keys[-window:]), _batched(values[-window:]))
+            return _attention(q, _batched(keys[-window:]), _batched(values[-window:]), softmax)
         keys, values = _batched(keys), _batched(values)
-        if request.prefix_len == 0 and not window:
-            return self._sdpa(q, keys, values, is_causal=True)
+        if request.prefix_len == 0 and not window and softmax.is_plain:
+            return _attention(q, keys, values, softmax, is_causal=True)
         return torch.cat(
             [
-                self._sdpa(q[rows], keys[:, :, seen], values[:, :, seen], mask=mask)
+                _attention(q[rows], keys[:, :, seen], values[:, :, seen], softmax, mask=mask)
                 for rows, seen, mask in request.tiles(window)
             ]
         )
-
-    def _sdpa(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        *,
-        mask: torch.Tensor | None = None,
-        is_causal: bool = False,
-    ) -> torch.Tensor:
-        out = scaled_dot_product_attention(
-            _batched(q), keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=True
-        )
-        return out[0].transpose(0, 1)
 
 
 class _Tile(NamedTuple):
@@ -136,3 +132,40 @@ class _Request:
 def _batched(x: torch.Tensor) -> torch.Tensor:
     """[T, heads, head_dim] -> [1, heads, T, head_dim], a view."""
     return x.transpose(0, 1).unsqueeze(0)
+
+
+def _attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    softmax: Softmax,
+    *,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """[n, heads, head_dim] of q, the same shape; keys, values [1, kv_heads, seen, head_dim]; mask [n, seen]."""
+    if softmax.is_plain:
+        out = scaled_dot_product_attention(
+            _batched(q), keys, values, attn_mask=mask, is_causal=is_causal, scale=softmax.scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+    assert not is_causal, "a mask says what is seen"
+    return _written_out(q, keys[0], values[0], softmax, mask)
+
+
+def _written_out(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softmax: Softmax, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """As `_attention`, of softmaxes that SDPA does not have; in fp32."""
+    heads, group = q.shape[1], q.shape[1] // len(keys)
+    grouped = q.float().unflatten(1, (len(keys), group))  # [n, kv_heads, group, head_dim]
+    scores = torch.einsum("nhgd,hsd->hgns", grouped, keys.float()) * softmax.scale
+    if softmax.cap:
+        scores = torch.tanh(scores / softmax.cap) * softmax.cap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if softmax.sinks is not None:
+        sinks = softmax.sinks.view(len(keys), group, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[1]]
+    return torch.einsum("hgns,hsd->nhgd", weights, values.float()).reshape(-1, heads, q.shape[2]).to(q.dtype)

@@ -105,9 +105,9 @@ class TritonBackend:
             offsets=self._token_offsets,
             units=self._units[layer],
         )
-        rows, shape = q.to(cache_k.dtype), self._shapes[layer]
+        rows, shape, scale = q.to(cache_k.dtype), self._shapes[layer], new.softmax.scale
         if isinstance(now, _Decode):
-            out = self._decode(layer, rows, now, self._slots)
+            out = self._decode(layer, rows, now, self._slots, scale=scale)
         else:
             out = extend(
                 rows,
@@ -119,15 +119,20 @@ class TritonBackend:
                 kv_lens=now.kv_lens,
                 work=now.work[shape],
                 tiles=shape.extend,
+                scale=scale,
                 units=self._units[layer],
             )
             if now.library and self._prompts is not None:
                 self._prompts.attend(layer, rows, out)
             if (riders := now.riders) is not None:
-                out.index_copy_(0, riders.rows, self._decode(layer, rows[riders.rows], riders.decode, riders.slots))
+                out.index_copy_(
+                    0, riders.rows, self._decode(layer, rows[riders.rows], riders.decode, riders.slots, scale=scale)
+                )
         return out.flatten(1).to(q.dtype)
 
-    def _decode(self, layer: int, rows: torch.Tensor, now: _Decode, slots: torch.Tensor) -> torch.Tensor:
+    def _decode(
+        self, layer: int, rows: torch.Tensor, now: _Decode, slots: torch.Tensor, *, scale: float
+    ) -> torch.Tensor:
         shape = self._shapes[layer]
         return decode(
             rows,
@@ -138,6 +143,7 @@ class TritonBackend:
             kv_lens=now.kv_lens,
             splits=now.splits[shape],
             tiles=shape.decode,
+            scale=scale,
             units=self._units[layer],
         )
 

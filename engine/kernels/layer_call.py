@@ -6,11 +6,13 @@ from typing import NamedTuple
 import torch
 
 from engine.kernels import tape
+from engine.kernels.softmax import Softmax
 from engine.kv.kv_pool import KVPool
 
-POINTERS = ("q", "k_new", "v_new", "out", "k_cache", "v_cache")
+POINTERS = ("q", "k_new", "v_new", "out", "k_cache", "v_cache", "sinks")
 STRIDES = ("q_stride", "k_stride", "v_stride", "page_stride_bytes", "unit_stride_bytes")
 HEADS = ("heads", "kv_heads", "units", "dim", "page_size", "window")
+SCORES = ("scale", "cap")
 
 
 class Rows(NamedTuple):
@@ -27,7 +29,9 @@ class LayerCall:
         self._pool = pool
         self._caches = [(pool.k(i).data_ptr(), pool.v(i).data_ptr()) for i in range(pool.num_layers)]
 
-    def fill(self, args: ctypes.Structure, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Rows:
+    def fill(
+        self, args: ctypes.Structure, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax
+    ) -> Rows:
         """Fill in `args`: addresses, strides, heads. q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
         spec, dtype = self._pool.specs[layer], self._pool.k(layer).dtype
         q, k, v = (_dense_heads(x.to(dtype)) for x in (q, k, v))
@@ -38,7 +42,11 @@ class LayerCall:
         args.q_stride, args.k_stride, args.v_stride = q.stride(0), k.stride(0), v.stride(0)
         args.k_cache, args.v_cache = self._caches[layer]
         args.heads, args.kv_heads, args.dim = q.shape[1], spec.num_kv_heads, spec.head_dim
-        args.window, args.scale = spec.window, spec.head_dim**-0.5
+        args.window, args.scale, args.cap = spec.window, softmax.scale, softmax.cap
+        args.sinks = None
+        if softmax.sinks is not None:
+            assert len(softmax.sinks) == q.shape[1], (softmax.sinks.shape, q.shape)
+            args.sinks = softmax.sinks.data_ptr()
         return rows
 
 

@@ -20,7 +20,7 @@
 
 #include "vectors.h"
 
-#define ABI_VERSION 4
+#define ABI_VERSION 5
 #define BLOCK 64         /* tokens whose scores are held at once */
 #define SUB 8            /* query heads computed together */
 #define ACCUMULATORS 16  /* vectors of output held in registers */
@@ -44,13 +44,14 @@ struct step {
 struct args {
     void *q, *k_new, *v_new, *out; /* [B, heads, dim], [B, kv_heads, dim] x 2, [B, heads, dim] dense */
     void *k_cache, *v_cache;       /* address of this layer's K and V in unit 0 of page 0 */
+    const float *sinks;            /* [heads] a score beside those of the tokens; NULL: none */
     const struct step *step;
     int64_t q_stride, k_stride, v_stride;
     int64_t page_stride_bytes, unit_stride_bytes;
     int64_t heads, kv_heads, units, dim, page_size; /* each unit of a page holds kv_heads / units */
     int64_t window;                                 /* the last tokens that a query sees, itself included; 0: all */
     int64_t is_bf16, threads;
-    float scale;
+    float scale, cap; /* a score s becomes cap * tanh(s / cap); 0: it stays */
 };
 
 /* A block: rows of K and V of its tokens, at the first kv head of the run. */
@@ -145,6 +146,8 @@ INLINE void scores(struct item *it, int first, int from, int n, const int heads,
 static void weigh(struct item *it, int64_t g) {
     const int n = it->count, end = (n + LANES - 1) / LANES * LANES;
     float *p = it->p + g * BLOCK;
+    if (it->a->cap)
+        for (int t = 0; t < end; t += LANES) store_f32(p + t, tanh_of(load_f32(p + t) / it->a->cap) * it->a->cap);
     for (int t = n; t < end; t++) p[t] = -INFINITY; /* weight 0 */
     f16v lanes = (f16v){0} + it->m[g];
     for (int t = 0; t < end; t += LANES) lanes = larger(lanes, load_f32(p + t));
@@ -155,7 +158,7 @@ static void weigh(struct item *it, int64_t g) {
         store_f32(p + t, w);
         total += w;
     }
-    it->factor[g] = exp_nonpositive((f16v){0} + (it->m[g] - best))[0]; /* 0 for the first block: its m is -inf */
+    it->factor[g] = exp_nonpositive((f16v){0} + (it->m[g] - best))[0]; /* 0 for the first block without sinks: its m is -inf */
     it->m[g] = best;
     it->l[g] = it->l[g] * it->factor[g] + sum(total);
 }
@@ -297,7 +300,8 @@ static void add_block(struct item *it) {
 /* Floats of scratch for each query head of a run: parts, p, o, m, l, factor; rounded up to whole vectors. */
 INLINE int64_t own_floats(const struct args *a) { return LANES * LANES + BLOCK + a->dim + LANES; }
 
-static void lay_out(struct item *it, float *scratch) {
+/* `head`: the first kv head of the run. A sink is a token before all others, whose value is 0. */
+static void lay_out(struct item *it, float *scratch, int64_t head) {
     const int64_t rows = it->heads * it->group;
     it->parts = (f16v *)scratch;
     it->p = scratch + rows * LANES * LANES;
@@ -307,6 +311,8 @@ static void lay_out(struct item *it, float *scratch) {
     it->factor = it->l + rows;
     memset(it->o, 0, rows * it->a->dim * sizeof(float));
     for (int64_t r = 0; r < rows; r++) it->m[r] = -INFINITY, it->l[r] = 0;
+    if (it->a->sinks)
+        for (int64_t r = 0; r < rows; r++) it->m[r] = it->a->sinks[head * it->group + r], it->l[r] = 1;
 }
 
 /* The first token that a request's query sees. */
@@ -327,7 +333,7 @@ static void attend(const struct args *a, int64_t number, int64_t coming, int64_t
     it.q = (char *)a->q + (request * a->q_stride + first * it.group * a->dim) * (it.row_bytes / a->dim);
     it.ahead = (int)(AHEAD_BYTES / (it.heads * it.row_bytes) + 1);
     if (it.ahead > BLOCK) it.ahead = BLOCK;
-    lay_out(&it, scratch);
+    lay_out(&it, scratch, first);
     write_token(&it, request, first);
     const int64_t begin = first_seen(a, request);
     locate(a, request, begin, first, it.row_bytes, &next);

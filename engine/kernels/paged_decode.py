@@ -7,12 +7,13 @@ import torch
 
 from engine.kernels import tape
 from engine.kernels.build import fields, load_library
-from engine.kernels.layer_call import HEADS, POINTERS, STRIDES, LayerCall, check_pages, layout_of
+from engine.kernels.layer_call import HEADS, POINTERS, SCORES, STRIDES, LayerCall, check_pages, layout_of
+from engine.kernels.softmax import Softmax
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 4
+ABI_VERSION = 5
 LANES = 16
 DTYPES = ("bfloat16", "float32")
 
@@ -26,7 +27,7 @@ class _Step(ctypes.Structure):
 class _Args(ctypes.Structure):
     """Mirror of `struct args` in paged_decode.c."""
 
-    _fields_ = fields((*POINTERS, "step"), (*STRIDES, *HEADS, "is_bf16", "threads"), ("scale",))
+    _fields_ = fields((*POINTERS, "step"), (*STRIDES, *HEADS, "is_bf16", "threads"), SCORES)
 
 
 class PagedDecode:
@@ -51,10 +52,12 @@ class PagedDecode:
         now.batch, now.table_width = len(kv_lens), table.stride(0)
         self._args.threads = torch.get_num_threads()
 
-    def attend_turned(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend_turned(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax
+    ) -> torch.Tensor:
         """As TorchBackend.attend_turned: writes k and v, returns [B, heads * head_dim]."""
         args = self._args
-        rows = self._layer.fill(args, layer, q, k, v)
+        rows = self._layer.fill(args, layer, q, k, v, softmax)
         assert len(rows.q) == self._step.batch, (q.shape, self._step.batch)
         args.is_bf16 = rows.q.dtype == torch.bfloat16
         if tape.call(self._call, args):

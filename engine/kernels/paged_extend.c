@@ -23,7 +23,7 @@
 #include "tiles.h"
 #include "vectors.h"
 
-#define ABI_VERSION 3
+#define ABI_VERSION 4
 #define KEYS 256           /* keys of a block: S' and P' of 32 queries stay in the L1 cache */
 #define KEY_STEPS (KEYS / STEP)
 #define COLUMNS 1024       /* queries of an item, all heads counted: O' stays in the L2 cache, K and V are tiled once for them */
@@ -35,6 +35,7 @@ struct args {
     const bf16 *q, *k_new, *v_new;              /* [T, heads, dim], [T, kv_heads, dim] x 2 */
     bf16 *out;                                  /* [T, heads, dim] dense; rows of no request attended are left alone */
     char *k_cache, *v_cache;                    /* address of this layer's K and V in unit 0 of page 0 */
+    const float *sinks;                         /* [heads] a score beside those of the keys; NULL: none */
     const int32_t *page_table;                  /* [requests, table_width] */
     const int64_t *first_rows, *q_lens, *kv_lens; /* [requests]; kv_lens: the new tokens included */
     const int64_t *token_pages, *token_offsets; /* [T] where each new token goes */
@@ -43,7 +44,7 @@ struct args {
     int64_t tokens, requests, heads, kv_heads, units, dim, page_size; /* each unit of a page holds kv_heads / units */
     int64_t window;                             /* the last tokens that a query sees, itself included; 0: all */
     int64_t threads, kind;
-    float scale;
+    float scale, cap; /* a score s becomes cap * tanh(s / cap); 0: it stays */
 };
 
 #if defined(HAVE_AVX512)
@@ -262,6 +263,18 @@ INLINE void rescale(float *o, __m512 factor, int64_t dims) {
 
 /* ---- one work item */
 
+/* S', not scaled yet, so that times the scale it is capped. */
+PART void cap_scores(float *s, int64_t count, float scale, float cap) {
+    for (int64_t i = 0; i < count * PANEL; i += LANES) store_f32(s + i, tanh_of(load_f32(s + i) * (scale / cap)) * (cap / scale));
+}
+
+/* Sinks are keys before all others, whose values are 0; m is not scaled. */
+static void begin_sums(const struct work *w) {
+    for (int64_t i = 0; i < w->pairs * PANEL; i++) w->m[i] = -INFINITY, w->l[i] = 0.0f;
+    if (w->a->sinks)
+        for (int64_t i = 0; i < w->tiles * TILE; i++) w->m[i] = w->a->sinks[w->head * w->group + i / TILE % w->group] / w->a->scale, w->l[i] = 1.0f;
+}
+
 /* Position of a tile's first query. */
 INLINE int64_t position_of(const struct work *w, int64_t tile) { return w->at.position + tile / w->group * TILE; }
 
@@ -282,6 +295,7 @@ PART void attend_pair(const struct work *w, int64_t pair, int64_t from) {
     float *o = w->o + pair * dims * PANEL;
     for (int64_t key = 0; key < count; key += 2 * TILE)
         product(w, w->k + key / TILE * w->steps * TILE_BYTES, w->steps * TILE_BYTES, w->q + pair * w->steps * STEP_BYTES, w->s + key * PANEL, w->steps, 0);
+    if (w->a->cap) cap_scores(w->s, count, w->a->scale, w->a->cap);
     const float scale = w->a->scale * 1.44269504088896341f; /* for powers of 2 */
     for (int side = 0; side < 2; side++) {
         const int64_t at = pair * PANEL + side * TILE, ahead = position_of(w, smaller(2 * pair + side, last_tile)) - from;
@@ -320,7 +334,7 @@ PART void attend(struct work *w) {
     w->tiles = ceil_div(w->at.count, TILE) * w->group;
     w->pairs = ceil_div(w->tiles, 2);
     tile_queries(w);
-    for (int64_t i = 0; i < w->pairs * PANEL; i++) w->m[i] = -INFINITY, w->l[i] = 0.0f;
+    begin_sums(w);
     for (int64_t from = first_block(w, w->at.position); from < end; from += KEYS) {
         const int64_t count = smaller(KEYS, end - from);
         tile_keys(w, from, count);

@@ -6,12 +6,13 @@ from pathlib import Path
 import torch
 
 from engine.kernels.build import fields, load_library
-from engine.kernels.layer_call import HEADS, POINTERS, STRIDES, LayerCall, check_pages, layout_of
+from engine.kernels.layer_call import HEADS, POINTERS, SCORES, STRIDES, LayerCall, check_pages, layout_of
+from engine.kernels.softmax import Softmax
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 3
+ABI_VERSION = 4
 LANES = 16
 DTYPE = "bfloat16"
 
@@ -22,7 +23,7 @@ _NUMBERS = ("tokens", "requests", *HEADS, "threads", "kind")
 class _Args(ctypes.Structure):
     """Mirror of `struct args` in paged_extend.c."""
 
-    _fields_ = fields((*POINTERS, *_TABLES), (*STRIDES, "table_width", *_NUMBERS), ("scale",))
+    _fields_ = fields((*POINTERS, *_TABLES), (*STRIDES, "table_width", *_NUMBERS), SCORES)
 
 
 class PagedExtend:
@@ -60,10 +61,12 @@ class PagedExtend:
         args.tokens, args.requests = len(step.token_pages), len(chosen)
         args.threads = torch.get_num_threads()
 
-    def attend_turned(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend_turned(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax
+    ) -> torch.Tensor:
         """As TorchBackend.attend_turned: writes k and v, returns [T, heads * head_dim]."""
         args = self._args
-        rows = self._layer.fill(args, layer, q, k, v)
+        rows = self._layer.fill(args, layer, q, k, v, softmax)
         assert len(rows.q) == args.tokens, (q.shape, args.tokens)
         if self._call(ctypes.byref(args)):
             raise MemoryError("paged extend: no memory for one block of queries")

@@ -318,6 +318,7 @@ def decode(
     kv_lens: torch.Tensor,
     splits: SplitList,
     tiles: DecodeTiles,
+    scale: float,
     units: Units = ONE_UNIT,
 ) -> torch.Tensor:
     """[B, heads, dim] dense. q [B, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k, of unit 0; page_table
@@ -351,7 +352,7 @@ def decode(
         page_table.stride(0),
         k_cache.stride(0),
         units.stride,
-        dim**-0.5 * LOG2_E,
+        scale * LOG2_E,
         **split_constants(cache, tiles),
         num_warps=tiles.warps,
         num_stages=tiles.stages,

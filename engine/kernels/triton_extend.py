@@ -286,6 +286,7 @@ def extend(
     kv_lens: torch.Tensor,
     work: ExtendWork,
     tiles: ExtendTiles,
+    scale: float,
     units: Units = ONE_UNIT,
 ) -> torch.Tensor:
     """[T, heads, dim] dense. q [T, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k, of unit 0; page_table
@@ -316,7 +317,7 @@ def extend(
             page_table.stride(0),
             k_cache.stride(0),
             units.stride,
-            dim**-0.5 * LOG2_E,
+            scale * LOG2_E,
             **extend_constants(cache, tiles, split=split),
             num_warps=tiles.warps,
             num_stages=tiles.stages,

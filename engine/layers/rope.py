@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from engine.kernels.elementwise import LANES, elementwise_on_cpu
+from engine.kernels.softmax import Softmax
 from engine.model_files.model_config import ModelConfig
 from engine.model_files.rope_config import FrequencyFactors, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
@@ -70,6 +71,7 @@ class Unturned:
     kv_heads: int
     rope: NormedRope
     turn: Turn
+    softmax: Softmax
 
     def turned(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [T, heads, D], k and v [T, kv_heads, D], which may be views of one tensor."""

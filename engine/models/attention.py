@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from engine.kernels.softmax import plain_softmax
 from engine.layers.linear import LinearSite
 from engine.layers.norm import Normed, WholeNorm
 from engine.layers.rope import NormedRope, Turn, Unturned, head_order
@@ -25,6 +26,7 @@ class Attention:
         self._out, out = part.rows(f"{prefix}o_proj", part.q, bias=config.attention_out_bias)
         self.sites = [LinearSite(self._qkv, qkv), LinearSite(self._out, out)]
         norm = self._head_norm(part, prefix) if config.qk_norm == "head" else None
+        self._softmax = plain_softmax(self._dim)
         self._whole_norm = _whole_norm(part, prefix) if config.qk_norm == "whole" else None
         like = torch.empty(self._dim, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
         self._rope = NormedRope(norm, like=like, eps=config.rms_norm_eps)
@@ -45,7 +47,7 @@ class Attention:
         if self._whole_norm is not None:
             self._whole_norm(qkv)
         qkv = qkv.view(-1, heads + 2 * kv_heads, self._dim)
-        return self._out(attend(self._layer, Unturned(qkv, kv_heads, self._rope, turn)))
+        return self._out(attend(self._layer, Unturned(qkv, kv_heads, self._rope, turn, self._softmax)))
 
 
 def _whole_norm(part: ModelPart, prefix: str) -> WholeNorm:

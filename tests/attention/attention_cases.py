@@ -7,6 +7,7 @@ import torch
 
 from engine.attention.backend import AttentionBackend
 from engine.kernels.paged_extend import PagedExtend
+from engine.kernels.softmax import Softmax, plain_softmax
 from engine.kv.kv_pool import CacheSpec, KVPool
 from engine.kv.step_batch import StepBatch
 from engine.layers.rope import NormedRope, Unturned
@@ -98,30 +99,41 @@ def run_step(
     extend: bool = True,
     layer: int = 1,
     riders: list[int] | None = None,
+    softmax: Softmax | None = None,
 ) -> list[torch.Tensor]:
     """Per request: [end - start, heads * dim]."""
     backend.begin(replace(make_step(sequences, starts, ends, page_size=page_size, extend=extend), riders=riders))
     rows = [
         torch.cat([getattr(s, name)[a:b] for s, a, b in zip(sequences, starts, ends, strict=True)]) for name in "qkv"
     ]
-    out = attend(backend, layer, *rows)
+    out = attend(backend, layer, *rows, softmax=softmax)
     return list(out.split([b - a for a, b in zip(starts, ends, strict=True)]))
 
 
 def attend(
-    backend: AttentionBackend | PagedExtend, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    backend: AttentionBackend | PagedExtend,
+    layer: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax: Softmax | None = None,
 ) -> torch.Tensor:
     """As `attend_turned`, of any backend."""
     if isinstance(backend, PagedExtend):
-        return backend.attend_turned(layer, q, k, v)
-    return backend.attend(layer, by_no_angle(q, k, v))
+        return backend.attend_turned(layer, q, k, v, softmax or plain_softmax(q.shape[2]))
+    return backend.attend(layer, by_no_angle(q, k, v, softmax))
 
 
-def by_no_angle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Unturned:
+def by_no_angle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax | None = None) -> Unturned:
     """q, k and v that stay what they are."""
     one = torch.ones(len(q), 1, q.shape[2], dtype=q.dtype, device=q.device)
     return Unturned(
-        torch.cat((q, k, v), 1), k.shape[1], NormedRope(None, like=q, eps=0.0), (one, torch.zeros_like(one))
+        torch.cat((q, k, v), 1),
+        k.shape[1],
+        NormedRope(None, like=q, eps=0.0),
+        (one, torch.zeros_like(one)),
+        softmax or plain_softmax(q.shape[2]),
     )
 
 
@@ -148,18 +160,24 @@ def filled_pool(
     return pool
 
 
-def reference(s: Sequence, start: int, end: int, *, window: int = 0) -> np.ndarray:
+def reference(s: Sequence, start: int, end: int, *, window: int = 0, softmax: Softmax | None = None) -> np.ndarray:
     """Float64 causal attention of rows start..end-1: [end - start, heads * dim]. `window`: 0 is all tokens."""
+    softmax = softmax or plain_softmax(s.q.shape[2])
     q, k, v = (x.double().numpy() for x in (s.q[start:end], s.k[:end], s.v[:end]))
     group = q.shape[1] // k.shape[1]
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
-    scores = np.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    scores = np.einsum("qhd,khd->hqk", q, k) * softmax.scale
+    if softmax.cap:
+        scores = np.tanh(scores / softmax.cap) * softmax.cap
     ahead = np.arange(end)[None, :] - np.arange(start, end)[:, None]
     hidden = (ahead > 0) | (ahead <= -window if window else False)
     scores = np.where(hidden[None], -np.inf, scores)
+    if softmax.sinks is not None:
+        sinks = np.broadcast_to(softmax.sinks.double().numpy()[:, None, None], (*scores.shape[:2], 1))
+        scores = np.concatenate((scores, sinks), -1)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("hqk,khd->qhd", weights, v).reshape(end - start, -1)
+    return np.einsum("hqk,khd->qhd", weights[..., :end], v).reshape(end - start, -1)
 
 
 def poisoned_pool(heads: Heads, lengths: list[int], *, page_size: int, dtype: str) -> KVPool:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
+from engine.kernels.softmax import plain_softmax
 from engine.kernels.triton_elementwise import TritonElementwise
 from engine.kernels.triton_turn_write import turn_write
 from engine.layers.rope import NormedRope, Unturned
@@ -46,7 +47,8 @@ def _heads(heads: Heads, dtype: torch.dtype, generator: torch.Generator, *, norm
     table = torch.randn(TOKENS, 2, 1, heads.dim, generator=generator).to(dtype)
     qkv, before = whole[:, :-1], whole.clone()
     rope = NormedRope(weight, like=torch.empty(1), eps=1e-6)
-    q, k, v = Unturned(qkv.float(), heads.kv, rope, (table[:, 0].float(), table[:, 1].float())).turned()
+    turn = (table[:, 0].float(), table[:, 1].float())
+    q, k, v = Unturned(qkv.float(), heads.kv, rope, turn, plain_softmax(heads.dim)).turned()
     pools = [make_pool(heads, num_pages=3, page_size=4, dtype=str(dtype).removeprefix("torch.")) for _ in range(2)]
     pages, offsets = torch.tensor([2, 2, 1]), torch.tensor([1, 2, 0])
     cache = pools[0].k(1), pools[0].v(1)

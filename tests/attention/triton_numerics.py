@@ -239,7 +239,9 @@ def check_merge() -> None:
         setattr(triton_decode, "INTERPRETED_PROGRAMS", programs)  # noqa: B010
         triton_decode.multiprocessors.cache_clear()
         for layer in range(2):
-            outs.append(triton_decode.decode(q, pool.k(layer), pool.v(layer), tiles=tiles, **step))
+            outs.append(
+                triton_decode.decode(q, pool.k(layer), pool.v(layer), tiles=tiles, scale=q.shape[2] ** -0.5, **step)
+            )
             assert not step["splits"].done.any(), "the next layer would count on"
             part, lse, out, merges = (made[GUARD_ROWS:-GUARD_ROWS] for made in guarded.made[-4:])
             assert merges[merges != GUARD].sort().values.tolist() == merged.tolist()
