@@ -101,12 +101,19 @@ def test_decode_peers_of_prefill_are_bounded_and_a_lost_one_makes_room() -> None
     core.check()
 
 
-def test_a_decode_peer_that_cannot_be_reached_is_forgotten() -> None:
-    core = prefill_core(handshake_timeout_s=3.0)
+@pytest.mark.parametrize("error", ["no route", None], ids=["tries fail", "a try does not end"])
+def test_a_decode_peer_that_cannot_be_reached_learns_why_in_time(error: str | None) -> None:
+    core = prefill_core(handshake_timeout_s=10.0)
     core.on_message(b"a", registration("a"), 0.0)
-    core.admission.on_connect_failed("a", "no route", 1.0)
+    for now_s in (1.0, 1.0, 7.5):
+        if error is not None:
+            core.admission.on_connect_failed("a", error, now_s)
+        core.tick(now_s)
     assert len(core.peers) == 1
-    core.admission.on_connect_failed("a", "no route", 1.0)
-    core.tick(2.0)
-    core.admission.on_connect_failed("a", "no route", 3.0)
+    core.effects.queue.clear()
+    core.tick(9.0)
     assert len(core.peers) == 0 and core.peers.linked() == []
+    (refused,) = [message for _, message in core.effects.queue if isinstance(message, Refused)]
+    assert refused.reason == f"prefill cannot reach decode's memory: {error or 'its engine has not answered'}"
+    core.admission.on_connected("a", 9.5)
+    core.check()

@@ -1,8 +1,10 @@
 """Choosing an engine, the message when its library is missing, and the end of processes that used one."""
 
+import os
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from tests.transfer.rig import ROOT
@@ -87,3 +89,24 @@ def test_importing_the_managers_loads_no_torch_and_no_engine() -> None:
 def test_wildcard_is_not_advertised() -> None:
     assert advertised_host("127.0.0.1") == "127.0.0.1"
     assert advertised_host("0.0.0.0") not in ("0.0.0.0", "")
+
+
+@pytest.mark.parametrize(("host", "inherited"), [("127.0.0.1", None), ("127.0.0.1", "lo"), ("192.0.2.1", "lo")])
+def test_the_address_of_one_engine_is_no_setting_of_later_processes(
+    host: str, inherited: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker on loopback binds no other device; a process that this one starts may be on another machine's network."""
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    if inherited is not None:
+        monkeypatch.setenv("UCX_NET_DEVICES", inherited)
+    before = listening()
+    engine = make_engine("nixl", host=host)
+    assert {address for address, _ in listening() - before} == {"127.0.0.1"}
+    engine.close()
+    assert os.environ.get("UCX_NET_DEVICES") == inherited
+    assert (f"address is {host}: KV reaches no other machine; unset it" in caplog.text) == (host == "192.0.2.1")
+
+
+def listening() -> set[tuple[str, int]]:
+    sockets = psutil.Process().net_connections("inet")
+    return {tuple(sock.laddr) for sock in sockets if sock.status == psutil.CONN_LISTEN}

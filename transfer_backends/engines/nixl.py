@@ -12,6 +12,7 @@ Its measured behaviour decides how it is used here:
 import contextlib
 import ctypes
 import importlib
+import logging
 import os
 import threading
 import uuid
@@ -25,9 +26,9 @@ import numpy as np
 from service.security.addresses import is_loopback
 from transfer_backends.contract import TCP_RESEND_S, BackendUnavailable, Caps, EngineError, OpState, Pieces, Region
 from transfer_backends.engines.cuda_context import CudaContext
-from transfer_backends.engines.environment import quiet, set_defaults
+from transfer_backends.engines.environment import defaults_inside, quiet, set_defaults
 from transfer_backends.engines.gpu_window import of_gpu
-from transfer_backends.engines.rdma_devices import devices_here, named_devices, ucx_settings
+from transfer_backends.engines.rdma_devices import UCX_VARIABLE, devices_here, named_devices, ucx_settings
 from transfer_backends.engines.trial_memory import TrialMemory, trial_pieces
 from transfer_backends.engines.wheels import NIXL, installed_torch, wheel_of
 from transfer_backends.transports import CMA, CUDA_IPC, UNKNOWN
@@ -38,7 +39,7 @@ SETTINGS = {
     # A machine vanishes: the kernel would retry for a quarter of an hour, and the pages it reads would stay held.
     "UCX_TCP_USER_TIMEOUT": "20s",
 }
-LOCAL = {"UCX_NET_DEVICES": "lo"}
+LOCAL = {UCX_VARIABLE: "lo"}
 GPU_SETTINGS = {
     # Else UCX maps a peer's whole pool for as long as this process lives, and a dead peer's memory stays taken (nixl#1066).
     "UCX_CUDA_IPC_CACHE": "n",
@@ -47,6 +48,8 @@ GPU_SETTINGS = {
 KERNEL_COPIERS = ("/dev/xpmem", "/dev/knem")  # UCX may take them for CMA's place
 FENCE_BYTES = 8
 SCRATCH_BYTES = 4096
+
+log = logging.getLogger(__name__)
 
 
 class _Descriptor(msgspec.Struct, frozen=True, array_like=True):
@@ -120,9 +123,13 @@ class NixlEngine:
             resend_s=TCP_RESEND_S,
             inside_machine=UNKNOWN if any(map(os.path.exists, KERNEL_COPIERS)) else CMA,
         )
-        set_defaults(ucx_settings(named_devices(ib_device, here=devices_here()), os.environ))
+        devices = ucx_settings(named_devices(ib_device, here=devices_here()), os.environ)
         if is_loopback(host):
-            set_defaults(LOCAL)
+            devices = {**LOCAL, **devices}
+        elif os.environ.get(UCX_VARIABLE) == LOCAL[UCX_VARIABLE]:
+            log.warning(
+                "%s=lo, and this worker's address is %s: KV reaches no other machine; unset it", UCX_VARIABLE, host
+            )
         self._device = device
         self._context: CudaContext | None = None
         if device is not None:
@@ -134,7 +141,7 @@ class NixlEngine:
             enable_prog_thread=False, backends=["UCX"], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
         try:
-            with quiet(1):
+            with defaults_inside(devices), quiet(1):
                 self._agent = api.nixl_agent(uuid.uuid4().hex, config)
         except Exception as error:
             raise BackendUnavailable(f"transfer backend nixl: UCX cannot start: {error}") from None

@@ -11,6 +11,7 @@ from transfer_backends.wire import Refused, Register, Registered, clip, layout_c
 
 ADDRESS_SPACE = 1 << 64
 MAX_ITEMS = 1 << 31  # page ids are int32
+REFUSED_AT = 0.8  # of the handshake's timeout: the reason reaches decode before decode gives up by itself
 
 
 class PeerAdmission:
@@ -70,12 +71,16 @@ class PeerAdmission:
         if peer is None:
             return
         self._peers.effects.counters["connect_failures"] += 1
-        if peer.registered or now_s < peer.deadline_s:
-            peer.path.reconnect.plan(now_s)
-            return
-        if peer.link is not None:
-            self.refuse(peer.link, incarnation, f"prefill cannot reach decode's memory: {error}")
-        self._paths.drop(peer)
+        peer.path.error = error
+        peer.path.reconnect.plan(now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Refuse the peers whose memory the engine has not reached in time."""
+        overdue = [peer for peer in self._peers if not peer.registered and now_s >= peer.deadline_s]
+        for peer in overdue:
+            if peer.link is not None:
+                self.refuse(peer.link, peer.incarnation, f"prefill cannot reach decode's memory: {peer.path.error}")
+            self._paths.drop(peer)
 
     def _connecting(self, incarnation: str) -> DecodePeer | None:
         peer = self._peers.get(incarnation)
@@ -105,7 +110,7 @@ class PeerAdmission:
         peer = DecodePeer(
             message.src,
             self._peers.heartbeat(now_s),
-            deadline_s=now_s + self._handshake_timeout_s,
+            deadline_s=now_s + REFUSED_AT * self._handshake_timeout_s,
             path=Path.to(message, self._kv_args, turn=crc32(message.src.encode())),
         )
         self._peers.add(peer)

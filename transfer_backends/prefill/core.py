@@ -125,6 +125,7 @@ class PrefillCore:
     # ---- time
 
     def tick(self, now_s: float) -> None:
+        self.admission.tick(now_s)
         settled, landed = self.paths.tick(now_s)
         for peer in self.peers.beat(now_s):
             self.rooms.fail_all_of(peer, "the decode worker does not answer")

@@ -45,6 +45,7 @@ class Path:
 
     Of broken connections, in running time (inf: there are none): `read_until_s`, when they have read their last byte here;
     `lands_until_s`, when their last byte has landed. `landing`: rooms of such bytes, and the try of the `Drained` that waits.
+    `error`: why the last try to connect failed.
     """
 
     memory: Register
@@ -62,6 +63,7 @@ class Path:
     lands_until_s: float = math.inf
     landing: dict[RoomKey, int | None] = field(default_factory=dict)
     next_poll_request_s: float = 0.0
+    error: str = "its engine has not answered"
 
     @classmethod
     def to(cls, memory: Register, mine: KVArgs, *, turn: int = 0) -> "Path":
