@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from disagg.handover import DecodeHandover
 from disagg.metadata import MetadataBuffers
+from engine.core.memory import Detached
 from engine.core.scheduler import Scheduler
 from transfer_backends.ports import KVReceiver
 
@@ -11,7 +12,7 @@ from transfer_backends.ports import KVReceiver
 @dataclass(slots=True, eq=False)
 class _Exposed:
     receiver: KVReceiver
-    pages: list[int]
+    memory: Detached
     metadata_row: int | None
 
 
@@ -41,7 +42,7 @@ class Quarantine:
             return
         self._exposed = [e for e in self._exposed if e not in drained]
         for e in drained:
-            self._scheduler.held.end_quarantine(e.pages)
+            self._scheduler.held.end_quarantine(e.memory)
             self.close(e.receiver, e.metadata_row)
 
     def __len__(self) -> int:
@@ -52,9 +53,16 @@ class Quarantine:
         return sum(e.metadata_row is not None for e in self._exposed)
 
     @property
+    def num_states(self) -> int:
+        return sum(len(e.memory.states) for e in self._exposed)
+
+    @property
     def num_pages(self) -> int:
-        return sum(len(e.pages) for e in self._exposed)
+        return sum(len(e.memory.pages) for e in self._exposed)
 
     def check(self) -> None:
-        counted = self._scheduler.memory.allocator.counts()["quarantined"]
+        memory = self._scheduler.memory
+        counted = memory.allocator.counts()["quarantined"]
         assert self.num_pages == counted, f"{self.num_pages} pages in quarantine, the allocator counts {counted}"
+        slots = 0 if memory.states is None else memory.states.allocator.counts()["quarantined"]
+        assert self.num_states == slots, f"{self.num_states} states in quarantine, {slots} are counted"

@@ -22,6 +22,7 @@ from engine.core.page_keys import KVIdentity
 from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
+from engine.core.state_slots import StateSlots
 from engine.device import Device, build_device
 from engine.executor.compile_log import CompileLog
 from engine.executor.cuda_gauge import CudaGauge
@@ -56,6 +57,7 @@ from engine.ranks.leading_executor import LeadingExecutor
 from engine.ranks.links import stage_input
 from engine.ranks.messages import PoolSize
 from engine.ranks.same_kernels import check_same_kernels, kernels_here
+from engine.recurrent import check_recurrent, cut_on_grid, make_state_slots
 from engine.resolve import backup_pages, depth, limits, priorities, ratio_rule, resolve, step_budget
 from service.flags import ConfigError
 
@@ -142,6 +144,9 @@ def build_engine(
     )
     fingerprinted = tiered or group is not None
     model, files = _load(config, model_config, load_here, fingerprinted=fingerprinted, progress=progress)
+    recurrent = bool(model.state_specs())
+    if recurrent:
+        check_recurrent(config, retracted_kv=use.retracted_kv)
     place = group.links.place if group else ALONE
     memory = _measured(config, model_config, model, gauge, use, group, progress=progress) if gauge and shares else None
     held = held_by(config, model_config, place)
@@ -185,7 +190,8 @@ def build_engine(
         check_same_kernels(kernels_here(), group.followers.apply("kernels").wait())
     if gauge is not None:
         _warm(config, model_config, executor, use, positions=pool.num_pages * config.page_size, progress=progress)
-    kv_memory, events = _memory(config, num_pages=pool.num_pages, host=tier.cache if tier else None)
+    states = make_state_slots(config, keeps_snapshots=not use.peers_write_pages) if recurrent else None
+    kv_memory, events = _memory(config, num_pages=pool.num_pages, host=tier.cache if tier else None, states=states)
     num_ids = min(model_config.vocab_size, num_token_ids or model_config.vocab_size)
     return EngineParts(
         config=config,
@@ -320,7 +326,9 @@ def _load(
     return model, files
 
 
-def _memory(config: EngineConfig, *, num_pages: int, host: HostCache | None) -> tuple[Memory, CacheEvents | None]:
+def _memory(
+    config: EngineConfig, *, num_pages: int, host: HostCache | None, states: StateSlots | None
+) -> tuple[Memory, CacheEvents | None]:
     published = parse_kv_events_config(config.kv_events_config) is not None and not config.disable_radix_cache
     events = CacheEvents(page_size=config.page_size) if published else None
     allocator = PageAllocator(num_pages=num_pages, page_size=config.page_size)
@@ -330,8 +338,9 @@ def _memory(config: EngineConfig, *, num_pages: int, host: HostCache | None) -> 
         policy=config.radix_eviction_policy,
         below=host,
         listener=events,
+        states=states,
     )
-    return Memory(allocator=allocator, cache=cache, host=host, rank=priorities(config).rank), events
+    return Memory(allocator=allocator, cache=cache, host=host, states=states, rank=priorities(config).rank), events
 
 
 def _leading(config: EngineConfig, device: Device, group: Group, wakeup: Callable[[], None]) -> LeadingExecutor:
@@ -408,9 +417,10 @@ def _scheduler(
     tail_texts: TailTexts,
     num_token_ids: int,
 ) -> Scheduler:
+    own_limits = limits(config) if memory.states is None else cut_on_grid(limits(config), memory.states.grid)
     state = SchedulerState(
         limits=replace(
-            limits(config),
+            own_limits,
             reserve_floor=use.reserve_floor,
             resume_elsewhere=use.retracted_kv == "prefill",
             vocab_size=num_token_ids,
@@ -424,5 +434,5 @@ def _scheduler(
         state,
         tail_texts=tail_texts,
         uniform=random.Random(config.random_seed).random,
-        step_budget=step_budget(config, model),
+        step_budget=step_budget(config, model, part_tokens=own_limits.part_tokens),
     )

@@ -120,8 +120,8 @@ def ratio_rule(config: EngineConfig) -> RatioRule:
     )
 
 
-def step_budget(config: EngineConfig, model: ModelConfig) -> StepBudget | None:
-    """Return None where steps have no limit in time."""
+def step_budget(config: EngineConfig, model: ModelConfig, *, part_tokens: int) -> StepBudget | None:
+    """Return None where steps have no limit in time. `part_tokens`: as in Limits."""
     assert config.max_step_time_s is not None and config.num_threads is not None
     if config.max_step_time_s == 0:
         return None
@@ -131,7 +131,7 @@ def step_budget(config: EngineConfig, model: ModelConfig) -> StepBudget | None:
     threads = config.num_ranks * (config.num_threads if config.device == "cpu" else 1)
     return StepBudget(
         max_step_s=config.max_step_time_s,
-        page_size=config.page_size,
+        page_size=part_tokens,
         attention_tokens=token_flops / pair_flops,
         first_rate=token_flops / (FIRST_FLOPS[config.device] * threads),
     )

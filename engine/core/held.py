@@ -11,6 +11,7 @@ write its pages.
 from collections.abc import Sequence
 
 from engine.core.departures import Departures
+from engine.core.memory import Detached
 from engine.core.outputs import output_of
 from engine.core.plan import ItemResult
 from engine.core.preemption import Preemption
@@ -61,11 +62,11 @@ class HeldRequests:
         `may_preempt`: retract running requests of much lower priority, if that suffices. The answer is False until the
         last step of each is collected.
         """
-        if self._memory.admit(request, reserved_pages=self._reserved_pages(request, [])):
+        if self._memory.admit(request, reserved_pages=self._reserved_pages(request, []), lands=True):
             return True
         if not may_preempt or not self._preempt_for(request) or self._stages.retraction_pending:
             return False
-        return self._memory.admit(request, reserved_pages=self._reserved_pages(request, []))
+        return self._memory.admit(request, reserved_pages=self._reserved_pages(request, []), lands=True)
 
     def _preempt_for(self, request: Request) -> list[Request]:
         return self._preemption.make_room(request, lambda gone: self._reserved_pages(request, gone), row=False)
@@ -119,11 +120,11 @@ class HeldRequests:
         self._stages.draining.append(request)
         self._departures.settle()
 
-    def quarantine(self, request: Request) -> list[int]:
-        """Detach the request's own pages, which a peer may still write, until `end_quarantine`."""
+    def quarantine(self, request: Request) -> Detached:
+        """Detach the request's own memory, which a peer may still write, until `end_quarantine`."""
         return self._memory.quarantine(request)
 
-    def end_quarantine(self, pages: list[int]) -> None:
-        """Free `pages`: no peer can write them any more."""
-        self._memory.allocator.end_quarantine(pages)
+    def end_quarantine(self, detached: Detached) -> None:
+        """Free memory that no peer can write any more."""
+        self._memory.end_quarantine(detached)
         self._stages.batch_is_full = False

@@ -21,6 +21,7 @@ class Limits:
     `min_shared_tokens`: a prompt waits a step for another one that computes this many of its tokens.
     `reserve_floor`: tokens that decode expects each request to grow by, at least. `vocab_size`: only ids below it are
     tokens; None: all are. `test_retract`: decode steps between two forced retractions; 0: none is forced.
+    `grid`: of a model with recurrent states, lengths at which prompts may be cut; None: at each page.
     `pp_size`: pipeline stages, each with its own plan; `pp_async_batch_depth`: plans more than stages.
     """
 
@@ -42,6 +43,7 @@ class Limits:
     resume_elsewhere: bool = False
     vocab_size: int | None = None
     test_retract: int = 0
+    grid: int | None = None
     pp_size: int = 1
     pp_async_batch_depth: int = 0
 
@@ -49,6 +51,11 @@ class Limits:
     def micro_batches(self) -> int:
         """Plans in flight that share the running requests; 1: a plan decodes all of them."""
         return 1 if self.pp_size == 1 else self.pp_size + self.pp_async_batch_depth
+
+    @property
+    def part_tokens(self) -> int:
+        """Tokens of the smallest part of a prompt but its last."""
+        return self.grid or self.page_size
 
     @property
     def tail_tokens(self) -> int:

@@ -1,19 +1,32 @@
 """The KV memory of requests: admission, growth, sharing, giving back.
 
-The only place where a request's `pages`, `shared_pages`, `dup_pages` and `lock` change (drawn in request.py).
+The only place where a request's `pages`, `shared_pages`, `dup_pages` and `lock` change (drawn in request.py). What a request remembers
+besides pages is of `states` (state_slots.py): it gets all that it needs, or nothing.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from engine.core.hidden import unseen_from
 from engine.core.host_cache import HostCache
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import Match, RadixCache
 from engine.core.request import Request
+from engine.core.state_slots import StateSlots
+
+
+@dataclass(slots=True, frozen=True)
+class Detached:
+    """Memory in quarantine."""
+
+    pages: list[int] = field(default_factory=list)
+    states: list[int] = field(default_factory=list)
 
 
 class Memory:
-    """`host`: the tier below `cache`, or None. `rank`: the priority of a request, higher is more."""
+    """`host`: the tier below `cache`, or None. `states`: of a model with recurrent layers. `rank`: the priority of a request, higher is
+    more.
+    """
 
     def __init__(
         self,
@@ -21,11 +34,13 @@ class Memory:
         allocator: PageAllocator,
         cache: RadixCache,
         host: HostCache | None = None,
+        states: StateSlots | None = None,
         rank: Callable[[Request], int] = lambda request: 0,
     ) -> None:
         self.allocator = allocator
         self.cache = cache
         self.host = host
+        self.states = states
         self._rank = rank
 
     @property
@@ -33,11 +48,13 @@ class Memory:
         """Count the pages that can be taken now: free ones, and cached ones without readers."""
         return self.allocator.num_free + self.cache.num_evictable
 
-    def admit(self, request: Request, *, reserved_pages: int) -> bool:
+    def admit(self, request: Request, *, reserved_pages: int, lands: bool = False) -> bool:
         """Lock the cached prefix and take pages for the rest of the known tokens; False: they do not fit.
 
-        `reserved_pages`: left free, for the growth of this request and of others.
+        `reserved_pages`: left free, for the growth of this request and of others. `lands`: what is not cached comes from elsewhere.
         """
+        if self.states is not None and not self.states.num_available:
+            return False
         match = self.match_prefix(request)
         self.cache.lock(match.node)
         need = self.allocator.pages_for(request.num_tokens) - len(match.pages)
@@ -51,6 +68,8 @@ class Memory:
             below = self.host.find(request, start=len(match.pages), end=end)
             self.host.on_read(match.node)
         request.lock = match.node
+        if self.states is not None:
+            self._open_state(self.states, request, match, lands=lands)
         request.pages = match.pages + self._take(need)
         request.shared_pages = len(match.pages)
         request.launched_len = request.computed_len = len(match.pages) * self.allocator.page_size
@@ -62,8 +81,19 @@ class Memory:
             self.share(request)
         return True
 
+    def _open_state(self, states: StateSlots, request: Request, match: Match, *, lands: bool) -> None:
+        if lands:
+            states.adopt(request)
+            return
+        states.open(request, source=match.state)
+        size = self.allocator.page_size
+        if states.keeps_snapshots and self.cache.enabled and request.keep_kv:
+            states.aim(request, start=len(match.pages) * size, cached=(match.num_cached or 0) * size)
+
     def pages_left(self, request: Request, *, without: Sequence[Request]) -> int:
         """Count the pages left beside the known tokens of `request` if `without` gave theirs back; negative: no room."""
+        if self.states is not None and not (self.states.num_available or any(r.state for r in without)):
+            return -1
         match = self.match_prefix(request)
         self.cache.lock(match.node)
         locks = [r.lock for r in without if r.lock is not None]
@@ -124,7 +154,8 @@ class Memory:
 
     def match_prefix(self, request: Request) -> Match:
         """Find the cached prefix that `request` may use, and mark it as used."""
-        return self.cache.match(request.tokens(0, match_limit(request)), branch=request.branch)
+        find = self.cache.match if self.states is None else self.cache.match_state
+        return find(request.tokens(0, match_limit(request)), branch=request.branch)
 
     def needs_page(self, request: Request) -> bool:
         """Whether the next token starts a page that the request does not have."""
@@ -153,6 +184,25 @@ class Memory:
             self.cache.unlock(request.lock)
         request.lock = inserted.node
 
+    def end_of_step(self, request: Request, start: int, end: int) -> int:
+        """Return how far a step may compute that is to compute tokens `start`..`end` of a prompt."""
+        return end if self.states is None else self.states.cut(request, start, end)
+
+    def snapshot(self, request: Request, at: int) -> None:
+        """Keep what the step that is being planned leaves after `at` tokens, if later requests may begin from it."""
+        if self.states is not None:
+            self.states.snapshot(request, at)
+
+    def keep_snapshot(self, request: Request, at: int) -> None:
+        """Give the snapshot after `at` tokens, if one was taken, to the tree, where `request` has just been shared so far."""
+        if self.states is None or (slot := request.snapshots.pop(at, 0)) == 0:
+            return
+        shared = request.shared_pages * self.allocator.page_size == at == request.computed_len
+        if shared and request.keep_kv and request.finish is None and request.lock is not None:
+            self.states.keep(slot, request.lock)
+        else:
+            self.states.drop(slot)
+
     def give_back(self, request: Request) -> None:
         """Take everything from the request; what is computed stays cached. No step may be in flight."""
         assert request.inflight == 0, f"{request.rid}: pages given back while a step may write them"
@@ -160,17 +210,26 @@ class Memory:
         if request.lock is not None:
             self.cache.unlock(request.lock)
         self.allocator.free(request.own_pages())
+        if self.states is not None:
+            self.states.free(request)
         _forget(request)
 
-    def quarantine(self, request: Request) -> list[int]:
-        """Detach the own pages, which a transfer peer may still write, and unlock the prefix, which it never had."""
+    def quarantine(self, request: Request) -> Detached:
+        """Detach the own memory, which a transfer peer may still write, and unlock the prefix, which it never had."""
         assert request.inflight == 0 and not request.dup_pages, f"{request.rid}: only untouched pages"
         pages = request.own_pages()
         if request.lock is not None:
             self.cache.unlock(request.lock)
         self.allocator.quarantine(pages)
+        states = [] if self.states is None else self.states.quarantine(request)
         _forget(request)
-        return pages
+        return Detached(pages, states)
+
+    def end_quarantine(self, detached: Detached) -> None:
+        """Free memory that no peer can write any more."""
+        self.allocator.end_quarantine(detached.pages)
+        if self.states is not None:
+            self.states.allocator.end_quarantine(detached.states)
 
     def _take(self, n: int) -> list[int]:
         short = n - self.allocator.num_free
@@ -180,12 +239,14 @@ class Memory:
 
     def checks(self) -> dict[str, Callable[[], None]]:
         host = {} if self.host is None else {"host cache": self.host.check}
-        return {"page allocator": self.allocator.check, "radix cache": self.cache.check, **host}
+        states = {} if self.states is None else {"state slots": self.states.check}
+        return {"page allocator": self.allocator.check, "radix cache": self.cache.check, **host, **states}
 
 
 def _forget(request: Request) -> None:
     request.lock, request.pages, request.dup_pages, request.shared_pages = None, [], [], 0
     request.launched_len = request.computed_len = 0
+    request.snapshots_at = ()
 
 
 def growth_pages(allocator: PageAllocator, request: Request, num_tokens: int) -> int:

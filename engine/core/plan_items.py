@@ -46,4 +46,5 @@ def open_slot(request: Request, table: RequestTable) -> SlotOpen:
         output_ids=list(request.output_ids),
         eos_ids=tuple(sorted(request.eos_ids)),
         adapter=request.adapter,
+        state=request.state,
     )

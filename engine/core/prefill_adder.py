@@ -1,8 +1,8 @@
 """The token budgets of one prefill step, and the memory left. After SGLang's PrefillAdder.
 
 input budget   max_prefill_tokens of the step (the first prompt may overdraw it)
-chunk budget   chunked_prefill_size of the step; a longer prompt is cut at a whole page, but its end may be a 16th
-               too long
+chunk budget   chunked_prefill_size of the step; a longer prompt is cut at a whole page (`Limits.grid`), but its end may
+               be a 16th too long
 work budget    what ends within --max-step-time (engine/core/step_budget.py), cut in the same way
 memory         free + evictable pages, less the expected growth of running requests, less what this step took
 """
@@ -53,7 +53,7 @@ class PrefillAdder:
 
     def _beside(self, decode_tokens: int, budget: float) -> float:
         """Reserve at least half of the budget for prompts, so that decodes cannot starve them."""
-        return max(budget - decode_tokens, budget // 2, self._limits.page_size)
+        return max(budget - decode_tokens, budget // 2, self._limits.part_tokens)
 
     def add(self, request: Request) -> AddResult:
         """Admit `request` if it fits. CONTINUE: it has its pages, and `take` may be called."""
@@ -78,7 +78,7 @@ class PrefillAdder:
     def exhausted(self) -> bool:
         limit = self._limits.prefill_max_requests
         left = min(self._chunk_left, self._work_left)
-        return self._input_left <= 0 or left < self._limits.page_size or self.num_requests == limit
+        return self._input_left <= 0 or left < self._limits.part_tokens or self.num_requests == limit
 
     def _no_budget(self, request: Request) -> bool:
         """Without chunking the whole prompt must fit, unless it is the first."""
@@ -91,7 +91,8 @@ class PrefillAdder:
         """Use up budgets, and return how far the step computes the prompt: a page further at least."""
         start, total = request.launched_len, request.num_tokens
         left, tail = self._room(start)
-        end = total if total - start <= left + tail else self._whole_pages(start + int(left))
+        end = total if total - start <= left + tail else self._whole(start + int(left))
+        end = self._memory.end_of_step(request, start, end)
         assert end > start
         if self._budget is not None:
             self._work_left -= self._budget.work_of(start, end - start)
@@ -101,16 +102,16 @@ class PrefillAdder:
         return end
 
     def _room(self, start: int) -> tuple[float, int]:
-        """Return (tokens, a page at least, that fit from `start`; tokens by which a prompt's end may exceed them)."""
-        page_size, tail = self._limits.page_size, self._limits.tail_tokens
-        left = max(self._chunk_left, page_size)
+        """Return (tokens, a part at least, that fit from `start`; tokens by which a prompt's end may exceed them)."""
+        part, tail = self._limits.part_tokens, self._limits.tail_tokens
+        left = max(self._chunk_left, part)
         if self._budget is None:
             return left, tail
-        in_time = max(self._budget.tokens(self._work_left, start), page_size)
+        in_time = max(self._budget.tokens(self._work_left, start), part)
         return (left, tail) if left <= in_time else (in_time, min(tail, in_time // TAIL_SHARE))
 
-    def _whole_pages(self, tokens: int) -> int:
-        return tokens // self._limits.page_size * self._limits.page_size
+    def _whole(self, tokens: int) -> int:
+        return tokens // self._limits.part_tokens * self._limits.part_tokens
 
     def _pages(self, tokens: float) -> int:
         return math.ceil(tokens / self._limits.page_size)

@@ -148,6 +148,7 @@ class PrefillPlanner:
         """Plan as much of `request`'s known tokens as the step allows; it stays `chunked` while some are left."""
         start, total = request.launched_len, request.num_tokens
         end = adder.take(request)
+        self._memory.snapshot(request, end)
         self._stages.chunked = request if end < total else None
         if end == total:
             (self._stages.held if request.prefill_only else self._stages.running).append(request)

@@ -17,14 +17,20 @@ from engine.core.eviction import EvictionOrder
 from engine.core.host_cache import HostCache
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_node import TRUNK, Branch, Node
+from engine.core.state_slots import StateSlots
 
 
 @dataclass(slots=True, frozen=True)
 class Match:
-    """The longest cached prefix. `node` is where it ends: lock it before anything else may evict."""
+    """The longest usable prefix. `node` is where it ends: lock it before anything else may evict.
+
+    `state`: slot of the recurrent state there; 0: none. `num_cached`: pages of the longest prefix that has pages; None: it is this one.
+    """
 
     pages: list[int]
     node: Node
+    state: int = 0
+    num_cached: int | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,7 +42,7 @@ class Inserted:
 
 
 class RadixCache:
-    """With `enabled=False` the tree stays empty. `below`: the tier that keeps what the tree forgets."""
+    """With `enabled=False` the tree stays empty. `below`: the tier that keeps what the tree forgets. `states`: of a recurrent model."""
 
     def __init__(
         self,
@@ -46,8 +52,10 @@ class RadixCache:
         policy: str = "lru",
         below: HostCache | None = None,
         listener: CacheEvents | None = None,
+        states: StateSlots | None = None,
     ) -> None:
         self.enabled = enabled
+        self._states = states
         self._below = below
         self._listener = listener
         self._allocator = allocator
@@ -79,6 +87,29 @@ class RadixCache:
             pages.extend(node.pages)
         self._note_leaf(node)
         return Match(pages, node)
+
+    def match_state(self, tokens: Sequence[int], *, branch: Branch = TRUNK) -> Match:
+        """Find the longest prefix of `tokens` that ends where a recurrent state is kept, and mark it as used."""
+        assert self._states is not None
+        top = self._top(branch) if self.enabled else None
+        if top is None:
+            return Match([], self.root)
+        self._clock += 1
+        path, num_cached, usable = list[Node](), 0, 0
+        for child, shared in self._walk(tokens, top):
+            num_cached += shared
+            path.append(child)
+            if child.state and shared == len(child.pages):
+                usable = len(path)
+        for node in path:
+            node.last_used = self._clock
+            self._note_leaf(node)
+        if not usable:
+            return Match([], self.root, num_cached=num_cached)
+        node = path[usable - 1]
+        self._states.touch(node)
+        pages = [page for above in path[:usable] for page in above.pages]
+        return Match(pages, node, state=node.state, num_cached=num_cached)
 
     def use(self, node: Node, *, priority: int = 0) -> None:
         """Count an admitted request that reads the path to `node`, which it has locked."""
@@ -226,6 +257,8 @@ class RadixCache:
             self._below.on_evict(node)
         if self._listener is not None:
             self._listener.on_removed(node)
+        if self._states is not None:
+            self._states.on_removed(node)
         self._allocator.evict(node.pages)
         self.num_pages -= len(node.pages)
         self.num_evictable -= len(node.pages)

@@ -31,6 +31,7 @@ class Node:
         "parent",
         "priority",
         "serial",
+        "state",
         "uses",
     )
 
@@ -55,6 +56,7 @@ class Node:
         self.keys: list[bytes] = []  # of its pages, where a tier below listens
         self.uses = 1  # requests that computed or read it
         self.priority = 0  # the highest of these requests
+        self.state = 0  # slot of a snapshot of the recurrent state at the node's end (engine/core/state_slots.py)
 
     @property
     def is_evictable(self) -> bool:

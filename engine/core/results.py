@@ -24,6 +24,7 @@ class Results:
         """Take the results of the oldest launched step."""
         assert result.seq == plan.seq and len(result.items) == len(plan.items)
         effects, live, host = StepEffects(failure=result.failure), self._state.stages.live, self._state.memory.host
+        memory = self._state.memory
         self._state.micro_batches.on_collected(plan)
         self._state.backups.on_collected(plan)
         if host is not None:
@@ -34,6 +35,7 @@ class Results:
             request.pending -= item.sample
             if result.failure:
                 self._lose(request, effects)
+                memory.keep_snapshot(request, item.kv_len)
                 continue
             if (kv_len := item.kv_len) > request.computed_len:
                 request.computed_len = kv_len
@@ -41,6 +43,7 @@ class Results:
                 self._apply(request, item, item_result, effects)
             else:
                 self._state.counters.wasted_samples += item.sample
+            memory.keep_snapshot(request, item.kv_len)
         self._state.counters.failed_steps += bool(result.failure)
         self._departures.settle()
         if not all(item.extend for item in plan.items):

@@ -97,6 +97,8 @@ class Scheduler:
         backups.attach(plan)
         if host is not None:
             host.attach(plan)
+        if self.memory.states is not None:
+            self.memory.states.attach(plan)
         return plan
 
     def join(self) -> Plan:

@@ -90,6 +90,12 @@ class SchedulerState:
         allocator = self.memory.allocator
         held = [p for r in self.stages.all() for p in r.own_pages()]
         assert len(held) == len(set(held)) == allocator.counts()["held"], "held pages and owners differ"
+        if (states := self.memory.states) is not None:
+            slots = [slot for r in self.stages.all() for slot in (r.state, *r.snapshots.values()) if slot]
+            assert len(slots) == len(set(slots)) == states.allocator.counts()["held"], "held states and owners differ"
+            assert all((r.state > 0) == (len(r.pages) > 0) for r in self.stages.all()), (
+                "pages without a state, or a state without"
+            )
         self.micro_batches.check(idle=not self.stages.live)
         adapters = {r.adapter for r in self.stages.growing()} - {0}
         assert len(adapters) <= self.limits.max_loras_per_batch, "more adapters run than a batch may hold"

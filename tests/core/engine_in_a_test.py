@@ -15,6 +15,7 @@ from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
+from engine.core.state_slots import StateSlots
 from engine.core.step_budget import StepBudget
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
@@ -73,17 +74,23 @@ class EngineInATest:
         backup_pages: int = 0,
         host: HostCache | None = None,
         step_budget: StepBudget | None = None,
+        state_slots: int = 0,
+        grid: int = 8,
+        snapshots: bool = True,
         **limits: object,
     ) -> None:
         allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
+        states = StateSlots(num_slots=state_slots, grid=grid, keeps_snapshots=snapshots) if state_slots else None
         bounds = Limits(
+            grid=grid if state_slots else None,
             page_size=page_size,
             max_running_requests=max_running,
             max_queued_requests=max_queued,
             chunked_prefill_size=chunk,
             **{"max_prefill_tokens": 64, **limits},  # type: ignore[arg-type]
         )
-        memory = Memory(allocator=allocator, cache=RadixCache(allocator, enabled=radix, below=host), host=host)
+        cache = RadixCache(allocator, enabled=radix, below=host, states=states)
+        memory = Memory(allocator=allocator, cache=cache, host=host, states=states)
         self.scheduler = Scheduler(
             SchedulerState(
                 limits=bounds,
@@ -115,7 +122,7 @@ class EngineInATest:
         """A request whose prompt was computed elsewhere: adopted, its KV written, its first token known."""
         request = self._request(rid, prompt, **sampling)
         assert self.scheduler.held.adopt(request) is None and self.scheduler.held.reserve(request)
-        self.model.write(request.pages, prompt)
+        self.model.write(request.pages, prompt, state=request.state)
         first = ItemResult(next_token(prefix_hash(prompt)))
         self.say(self.scheduler.held.start_decoding(request, first, cached_tokens=0))
         return request

@@ -8,7 +8,7 @@ import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
+from engine.core.plan import ItemResult, Plan, PlanItem, StateCopy, StepResult
 from engine.messages import TokenLogprob
 
 VOCAB = 50
@@ -64,6 +64,14 @@ def expected_tokens(prompt: list[int], n: int, eos: int | None = None, *, adapte
 
 
 @dataclass(frozen=True, slots=True)
+class State:
+    """A recurrent state: of `length` tokens, whose prefix hash is `value` (None: of no tokens, so of any weights)."""
+
+    length: int
+    value: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Slot:
     """One token's place in a page: the hash of the prefix that ends here, and the token."""
 
@@ -90,6 +98,8 @@ class HashModel:
         self.last: dict[int, int] = {}
         self.copies: dict[int, list[list[Slot | None]]] = {}  # of pages, in host memory
         self.host: dict[int, list[Slot]] = {}  # host page -> its slots
+        self.states: dict[int, State] = {}  # recurrent ones by slot
+        self.state_of: dict[int, int] = {}  # row -> slot; 0: the model has none
         self.last_seq = -1  # of the steps that were run
 
     def run(self, plan: Plan) -> StepResult:
@@ -101,16 +111,26 @@ class HashModel:
             assert opened.slot not in self.rows, "a slot is opened twice"
             self.rows[opened.slot] = []
             self.adapters[opened.slot] = opened.adapter
+            self.state_of[opened.slot] = opened.state
             self.lost.discard(opened.slot)
+        self._copy_states(plan.states)
         if self.fails(plan):
             self.lost |= {item.slot for item in plan.items}
             return StepResult(plan.seq, [self._rubbish(item) for item in plan.items], failure=NO_MEMORY)
-        return StepResult(plan.seq, [self._forward(item, plan.masks.get(i)) for i, item in enumerate(plan.items)])
+        results = [self._forward(item, plan.masks.get(i)) for i, item in enumerate(plan.items)]
+        self._copy_states(plan.snapshots)
+        return StepResult(plan.seq, results)
+
+    def _copy_states(self, copies: list[StateCopy]) -> None:
+        for copy in copies:
+            self.states[copy.dst] = State(0, None) if copy.src is None else self.states[copy.src]
 
     def _rubbish(self, item: PlanItem) -> ItemResult:
         row = self.rows[item.slot]
         row += item.new_pages
         self.kv.update({self._at(row, position): Slot(-1, -1) for position in range(item.start, item.kv_len)})
+        if state_slot := self.state_of[item.slot]:
+            self.states[state_slot] = State(-1, -1)
         return ItemResult(0 if item.sample else None)
 
     def _forward(self, item: PlanItem, mask: bytes | None) -> ItemResult:
@@ -121,9 +141,16 @@ class HashModel:
         row += item.new_pages
         tokens = [t if t >= 0 else self.last[-t - 1] for t in item.tokens]
         values = [self.read(row, item.start, adapter=self.adapters[item.slot])]
+        if state_slot := self.state_of[item.slot]:
+            before = State(item.start, values[0] if item.start else None)
+            assert self.states[state_slot] == before, (
+                f"the state of other tokens: {self.states[state_slot]}, not {before}"
+            )
         for position, token in enumerate(tokens, item.start):
             values.append(step_hash(values[-1], token))
             self.kv[self._at(row, position)] = Slot(values[-1], token)
+        if state_slot:
+            self.states[state_slot] = State(item.kv_len, values[-1])
         result = ItemResult(None, input_logprobs=_input_logprobs(item, tokens, values), hidden=_hidden(item, values))
         if item.sample:
             result.token = self.last[item.slot] = next_token(values[-1], mask)
@@ -158,12 +185,18 @@ class HashModel:
             assert slot.value == value, f"wrong KV at position {position}"
         return value
 
-    def write(self, pages: list[int], tokens: list[int]) -> None:
-        """As a transfer does: KV of `tokens` into `pages`, behind the back of the stream."""
+    def write(self, pages: list[int], tokens: list[int], *, state: int = 0) -> None:
+        """As a transfer does: KV of `tokens` into `pages` and slot `state`, behind the back of the stream."""
+        if state:
+            self.states[state] = State(len(tokens), prefix_hash(tokens, self.weights))
         value = self.weights
         for position, token in enumerate(tokens):
             value = step_hash(value, token)
             self.kv[self._at(pages, position)] = Slot(value, token)
+
+    def verify_state(self, slot: int, tokens: list[int], *, adapter: int = 0) -> None:
+        right = State(len(tokens), prefix_hash(tokens, self.weights + adapter))
+        assert self.states[slot] == right, f"the state of other tokens: {self.states[slot]}, not {right}"
 
     def verify(self, pages: list[int], tokens: list[int], *, adapter: int = 0) -> None:
         """Every slot of `pages` holds the prefix hash of `tokens`."""

@@ -84,9 +84,9 @@ def test_a_retracted_request_finds_its_prefix_and_locks_it() -> None:
     assert engine.scheduler.held.adopt(again) is None and engine.scheduler.held.reserve(again)
     assert (again.shared_pages, again.computed_len, len(again.pages)) == (2, 8, 3)
     assert engine.scheduler.memory.available == cached - 3
-    pages = engine.scheduler.held.quarantine(again)
-    assert len(pages) == 1 and engine.scheduler.memory.available == cached - 1
-    engine.scheduler.held.end_quarantine(pages)
+    detached = engine.scheduler.held.quarantine(again)
+    assert len(detached.pages) == 1 and engine.scheduler.memory.available == cached - 1
+    engine.scheduler.held.end_quarantine(detached)
     engine.scheduler.held.resume_here(again)
     engine.run()
     assert engine.scheduler.memory.available == cached

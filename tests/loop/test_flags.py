@@ -24,7 +24,7 @@ def test_a_step_has_a_time_for_each_device(flags: dict[str, float], device: str,
     model = load_model_config(DEFAULT_MODEL_PATH)
     config = resolve(EngineConfig(model_path=DEFAULT_MODEL_PATH, device=device, **flags), model, cuda=True)  # type: ignore[arg-type]
     assert config.max_step_time_s == max_step_time_s
-    budget = step_budget(config, model)
+    budget = step_budget(config, model, part_tokens=config.page_size)
     assert (budget is None) == (max_step_time_s == 0)
     if max_step_time_s >= 0.5:  # the shipped model is small: its first step is not cut either
         assert budget is not None and config.chunked_prefill_size is not None

@@ -29,6 +29,7 @@ from engine.core.request_table import RequestTable
 from engine.core.results import Results
 from engine.core.scheduler import Scheduler
 from engine.core.stages import Stages
+from engine.core.state_slots import StateSlots
 from engine.loop.rank_pipeline import RankPipeline
 from tools.mutants.planting import Bugs
 
@@ -278,7 +279,7 @@ CORE.skip(
 # ---- what a step takes
 
 
-@CORE.bug("the chunk is cut inside a page", PrefillAdder._whole_pages, "A chunk ends in the middle of a page.")
+@CORE.bug("the chunk is cut inside a page", PrefillAdder._whole, "A chunk ends in the middle of a page.")
 def _(original, adder, tokens):
     return tokens - 1 if adder._limits.page_size > 1 else tokens
 
@@ -391,6 +392,73 @@ def _(original, held, request, *, may_preempt=False):
     if may_preempt:
         held._preempt_for(request)
     return False
+
+
+# ---- recurrent states
+
+
+@CORE.bug("a new request finds the state of another one", StateSlots.open, "A slot is not zeroed for its next request.")
+def _(original, states, request, *, source):
+    original(states, request, source=source)
+    states._begins = [copy for copy in states._begins if copy.src is not None]
+
+
+@CORE.bug(
+    "a state that has landed is cleared", StateSlots.adopt, "The slot of a handed-over request is zeroed as a new one."
+)
+def _(original, states, request):
+    states.open(request, source=0)
+
+
+@CORE.bug(
+    "a state goes to the upper part of a split node",
+    RadixCache._split,
+    "A state is found behind fewer tokens than it has.",
+)
+def _(original, cache, node, num_pages):
+    upper = original(cache, node, num_pages)
+    if node.state:
+        upper.state, node.state = node.state, 0
+        cache._states._nodes[upper.state] = upper
+    return upper
+
+
+@CORE.bug("a hit goes by pages alone", RadixCache.match_state, "A prefix is used beyond the state that is kept for it.")
+def _(original, cache, tokens, **branch):
+    found = original(cache, tokens, **branch)
+    return replace(cache.match(tokens, **branch), state=found.state)
+
+
+@CORE.bug("the live state is given out", StateSlots.snapshot, "A snapshot is the slot of the running request itself.")
+def _(original, states, request, at):
+    original(states, request, at)
+    if at in request.snapshots:
+        states.drop(request.snapshots[at])
+        states._snapshots.pop()
+        request.snapshots[at], request.state = request.state, 0
+
+
+@CORE.bug("a snapshot is taken before its step", StateSlots.attach, "It holds the state at the step's begin.")
+def _(original, states, plan):
+    original(states, plan)
+    plan.states, plan.snapshots = plan.states + plan.snapshots, []
+
+
+@CORE.bug("slots in quarantine are free at once", StateSlots.quarantine, "A peer writes into another request's state.")
+def _(original, states, request):
+    slots = [request.state] if request.state else []
+    states.free(request)
+    return slots
+
+
+@CORE.bug(
+    "a request without a slot is admitted",
+    StateSlots.num_available,
+    "Admission looks at pages alone.",
+    called_by=Memory.admit,
+)
+def _(original, states):
+    return 1
 
 
 # ---- the end of a request

@@ -42,6 +42,8 @@ GAUGES = {
     ),
     "hicache_host_used_tokens": Figure("sglang:hicache_host_used_tokens", "tokens of prefixes in host memory"),
     "hicache_host_total_tokens": Figure("sglang:hicache_host_total_tokens", "tokens that host memory has room for"),
+    "mamba_usage": Figure("sglang:mamba_usage", "used share of the slots of recurrent states (1: all)"),
+    "mamba_cached_slots": Figure("tandem_mamba_cached_slots", "slots that keep the recurrent state of a prefix"),
     "live": Figure("tandem_num_live_reqs", "requests that have not ended"),
     "waiting_tokens": Figure("tandem_waiting_tokens", "tokens to compute in the waiting queue"),
     "paused": Figure("tandem_paused", "1: generation is paused"),

@@ -7,6 +7,7 @@ says, once, and all memory is back.
 from collections import Counter
 from dataclasses import dataclass, field
 
+from engine.core.memory import Detached
 from engine.core.outputs import StepEffects, output_of
 from engine.core.plan import ItemResult, Plan
 from engine.core.radix_node import Node
@@ -15,7 +16,7 @@ from engine.core.scheduler import ABORTED
 from engine.messages import LogprobOptions, TokenLogprob, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest
-from tests.core.hash_model import Slot, is_bad, logprob_of, next_token, prefix_hash
+from tests.core.hash_model import Slot, State, is_bad, logprob_of, next_token, prefix_hash
 from tests.core.proof.cycle_grammar import CycleGrammar
 from tests.core.proof.oracle import Wishes, wishes_of
 from tests.core.proof.story import Ask, Event, Setup, Story
@@ -34,7 +35,7 @@ class Life:
     request: Request
     stage: str = ""
     answer: TokenOutput | None = None
-    quarantined: list[int] = field(default_factory=list)
+    quarantined: Detached = field(default_factory=Detached)
     since: list[int] = field(default_factory=lambda: [0])
     weights: list[int] = field(default_factory=list)
 
@@ -43,6 +44,7 @@ class Driver(EngineInATest):
     def __init__(self, setup: Setup) -> None:
         super().__init__(
             num_pages=setup.capacity // setup.page_size,
+            snapshots=setup.role != "decode",
             chunk=None if setup.chunk_pages is None else setup.chunk_pages * setup.page_size,
             **{name: value for name, value in vars(setup).items() if name not in OF_THE_STORY},  # type: ignore[arg-type]
         )
@@ -187,19 +189,22 @@ class Driver(EngineInATest):
             if self._first_in_line(life) and not self.paused:
                 life.stage = "transfer" if self._reserve(request) else "prealloc"
         elif life.stage == "transfer":
-            self.model.write(request.pages, request.input_ids)
+            self.model.write(request.pages, request.input_ids, state=request.state)
             life.stage = "landed"
         elif life.stage == "landed":
             self.model.verify(request.pages, request.input_ids)
             life.stage = ""
             self.say(self.scheduler.held.start_decoding(request, self._first_token(life), cached_tokens=0))
         elif life.stage == "quarantined":
-            junk = {(p, o): Slot(7, 7) for p in life.quarantined for o in range(self.setup.page_size)}
+            junk = {(p, o): Slot(7, 7) for p in life.quarantined.pages for o in range(self.setup.page_size)}
             self.model.kv.update(junk)  # a peer writes late
+            self.model.states.update({slot: State(7, 7) for slot in life.quarantined.states})
             self.scheduler.held.end_quarantine(life.quarantined)
             life.stage = ""
         elif life.stage in ("computed", "reading"):
             self.model.verify(request.pages, request.input_ids[: request.computed_len])
+            if request.state and life.stage == "computed":
+                self.model.verify_state(request.state, request.input_ids)
             if life.answer is not None and life.stage == "computed":
                 self.say([life.answer])
             self.scheduler.held.release(request)
@@ -325,7 +330,7 @@ class Driver(EngineInATest):
         stages, allocator = self.scheduler.stages, self.scheduler.memory.allocator
         leaving = [request, *victims, *stages.draining]
         kept = {page for r in stages.all() if r not in leaving for page in (*r.pages, *r.dup_pages)} - grown
-        kept |= {page for life in self.lives.values() for page in life.quarantined}
+        kept |= {page for life in self.lives.values() for page in life.quarantined.pages}
         shared = kept & {*(request.pages or self.scheduler.memory.match_prefix(request).pages)}
         return allocator.pages_for(request.num_tokens) - len(shared) <= allocator.num_pages - len(kept)
 
@@ -345,7 +350,7 @@ class Driver(EngineInATest):
             assert tokens <= limits.chunked_prefill_size + limits.tail_tokens, f"a step of {tokens} tokens"
         for item in items:
             request = self.lives[item.rid].request
-            assert item.sample or item.kv_len % limits.page_size == 0, "a chunk ends inside a page"
+            assert item.sample or item.kv_len % limits.part_tokens == 0, "a chunk ends inside a page"
             last = -(-item.kv_len // limits.page_size)
             written = request.pages[item.start // limits.page_size : last]
             assert not item.sample or item.output_len < max(1, request.max_new_tokens), "a step past the length"
@@ -372,6 +377,8 @@ class Driver(EngineInATest):
             overlapped=self.overlapped,
             piped=self.piped,
             masks=sum(len(plan.masks) for plan in plans),
+            snapshots=sum(len(plan.snapshots) for plan in plans),
+            begun_from_snapshots=sum(copy.src is not None for plan in plans for copy in plan.states),
         )
 
     def check_cache(self) -> None:
@@ -380,6 +387,8 @@ class Driver(EngineInATest):
         while paths:
             node, tokens, pages = paths.pop()
             self.model.verify(pages, tokens)
+            if node.state:
+                self.model.verify_state(node.state, tokens)
             paths += [(c, [*tokens, *c.key], [*pages, *c.pages]) for c in node.children.values()]
 
 
@@ -395,6 +404,9 @@ def play(story: Story) -> Driver:
     assert (
         counts["held"] == counts["quarantined"] == 0 and driver.scheduler.memory.cache.num_evictable == counts["cached"]
     )
+    if (states := driver.scheduler.memory.states) is not None:
+        left = states.allocator.counts()
+        assert left["held"] == left["quarantined"] == 0, f"states are left: {left}"
     assert driver.model.copies == {}, "a copy of an ended request is left"
     for life in driver.lives.values():
         judge(

@@ -3,7 +3,7 @@
 A story says nothing of what is right; that is the driver's and the oracle's.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
@@ -17,7 +17,7 @@ class Setup:
     """One engine. `chunk_pages` None: prompts go whole. `clip`: the estimate of growth, cut there (0: none grows).
 
     `lag`: steps run when they are collected. `gives_nan`: the model sometimes does. `depth`: with one pipeline stage; more
-    stages are so much deeper.
+    stages are so much deeper. `state_slots`: of a model with recurrent states; 0: it has none. `grid`: where its prompts may be cut.
     """
 
     role: str
@@ -42,6 +42,8 @@ class Setup:
     gives_nan: bool
     pp_size: int
     pp_async_batch_depth: int
+    state_slots: int = 0
+    grid: int = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +154,19 @@ KINDS = {
     "pause-abort": 1,
 }
 KINDS |= {"flush": 1, "update": 1}
+
+
+def _with_states(setup: Setup) -> Setup:
+    """Prompts are cut on the grid alone, and a copy of retracted KV lacks the state."""
+    chunk = None if setup.chunk_pages is None else -(-setup.chunk_pages * setup.page_size // setup.grid)
+    return replace(setup, backup_pages=0, chunk_pages=None if chunk is None else chunk * setup.grid // setup.page_size)
+
+
+def stories_with_states() -> st.SearchStrategy[Story]:
+    """Of a model with recurrent layers: more requests than there are slots, and prompts that begin alike."""
+    slots = _setups(state_slots=st.sampled_from([1, 2, 3, 5, 12]), grid=st.sampled_from([4, 8]))
+    event = st.one_of(asks(), _events(), asks(), _events(), _events())
+    return st.builds(Story, slots.map(_with_states), st.lists(event, min_size=25, max_size=60).map(tuple))
 
 
 def _events() -> st.SearchStrategy[Event]:

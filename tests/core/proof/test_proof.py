@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from tests.core.proof.driver import play
-from tests.core.proof.story import Story, rushes, stories
+from tests.core.proof.story import Story, rushes, stories, stories_with_states
 from tools.mutants.__main__ import find
 
 STEPS = 10_000
@@ -60,6 +60,22 @@ def test_rushes_of_any_priority() -> None:
     """More requests than there is memory for: no preemption is in vain, and every answer is right."""
     seen = seen_in(rushes(), examples=60)
     assert seen["preemptions"] >= 20 and seen["retractions"] > seen["preemptions"], seen
+
+
+def test_10_000_steps_with_recurrent_states() -> None:
+    """Every step finds the state of exactly its tokens; snapshots are of the tokens of their node."""
+    seen = seen_in(stories_with_states(), examples=210)
+    assert seen["steps"] >= STEPS, seen
+    least = {
+        "snapshots": 300,
+        "begun_from_snapshots": 50,
+        "retractions": 50,
+        "preemptions": 20,
+        "overlapped": 2000,
+        "updates": 5,
+    }
+    lacking = {name for name, most in least.items() if seen[name] < most}
+    assert not lacking, f"the stories do not show enough of {lacking}: {dict(seen)}"
 
 
 @pytest.mark.parametrize("name", PLANTED)

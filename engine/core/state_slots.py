@@ -1,0 +1,142 @@
+"""Slots of recurrent states: one of each request that has memory, and snapshots at nodes of the prefix tree.
+
+    FREE --open, adopt--> HELD by a request  --free-->                       FREE
+    FREE --snapshot---->  HELD, on its way   --keep--> CACHED at a node --evict, drop--> FREE
+
+A state cannot be cut like pages: it is of one length. So a prefix can be used up to a node with a snapshot, and prompts are
+computed in parts that end at multiples of `grid`, where a state does not depend on how the prompt was cut. A snapshot is a copy
+in the step that ends there. It needs no lock: copies are plan data and run in order, so a slot may have its next owner as soon as
+the copy from it is planned. (Peers write slots outside that order: a decode worker keeps no snapshots.)
+
+After SGLang's MambaRadixCache; snapshots where prompts part are Marconi's (arXiv:2411.19379).
+"""
+
+from collections import OrderedDict
+from math import lcm
+
+from engine.core.page_allocator import PageAllocator
+from engine.core.plan import Plan, StateCopy
+from engine.core.radix_node import Node
+from engine.core.request import Request
+
+CHUNK = 64  # tokens that recurrent layers compute in one piece: other cuts round otherwise
+
+
+class StateSlots:
+    """`grid`: tokens, a multiple of the page. `keeps_snapshots`: False: no prefix is found again."""
+
+    def __init__(self, *, num_slots: int, grid: int, keeps_snapshots: bool = True) -> None:
+        self.allocator = PageAllocator(num_pages=num_slots, page_size=1)
+        self.grid = grid
+        self.keeps_snapshots = keeps_snapshots
+        self.num_snapshots = 0  # kept since start
+        self._nodes: OrderedDict[int, Node] = OrderedDict()  # slot of a snapshot -> node, least recently used first
+        self._begins: list[StateCopy] = []  # since the last plan
+        self._snapshots: list[StateCopy] = []
+
+    @property
+    def num_available(self) -> int:
+        return self.allocator.num_free + len(self._nodes)
+
+    # ---- requests
+
+    def open(self, request: Request, *, source: int) -> None:
+        """Give `request` a slot that begins as a copy of snapshot `source`; 0: as the state before the first token."""
+        slot = self._take()
+        if slot != source:  # else the snapshot itself went for it
+            self._begins.append(StateCopy(source or None, slot))
+        request.state = slot
+
+    def adopt(self, request: Request) -> None:
+        """Give `request` a slot whose content comes from elsewhere: it must not be zeroed behind it."""
+        request.state = self._take()
+
+    def free(self, request: Request) -> None:
+        assert not request.snapshots, f"{request.rid}: a snapshot is on its way"
+        if request.state:
+            self.allocator.free([request.state])
+        request.state = 0
+
+    def quarantine(self, request: Request) -> list[int]:
+        """Detach the slot of `request`, which a transfer peer may still write."""
+        slots = [request.state] if request.state else []
+        self.allocator.quarantine(slots)
+        request.state = 0
+        return slots
+
+    def aim(self, request: Request, *, start: int, cached: int) -> None:
+        """Choose where to keep snapshots of `request`, which begins at `start`: of its prompt, and where others part from it.
+
+        `cached`: its first tokens that the tree has pages of.
+        """
+        last = (request.num_tokens - 1) // self.grid * self.grid
+        parting = min(cached // self.grid * self.grid, last)
+        request.snapshots_at = tuple(sorted({at for at in (parting, last) if at > start}))
+
+    def cut(self, request: Request, start: int, end: int) -> int:
+        """Return how far a step may compute that is to compute `start`..`end`: a snapshot is taken at a step's end."""
+        return next((at for at in request.snapshots_at if start < at < end), end)
+
+    def snapshot(self, request: Request, at: int) -> None:
+        """Copy the state of `request` when the step that is being planned has computed its first `at` tokens, if there is room."""
+        if at not in request.snapshots_at or not self.num_available:
+            return
+        assert at % self.grid == 0, f"{request.rid}: a snapshot off the grid"
+        slot = self._take()
+        self._snapshots.append(StateCopy(request.state, slot))
+        request.snapshots[at] = slot
+
+    # ---- the tree
+
+    def keep(self, slot: int, node: Node) -> None:
+        """Keep a snapshot, which has been made, at the end of `node`."""
+        if node.state:  # another request's, of the same tokens
+            self.drop(slot)
+            return
+        self.allocator.to_cache([slot])
+        node.state = slot
+        self._nodes[slot] = node
+        self.num_snapshots += 1
+
+    def drop(self, slot: int) -> None:
+        """Free a snapshot that nobody may read."""
+        self.allocator.free([slot])
+
+    def touch(self, node: Node) -> None:
+        self._nodes.move_to_end(node.state)
+
+    def on_removed(self, node: Node) -> None:
+        if node.state:
+            self._evict(node)
+
+    def _take(self) -> int:
+        if not self.allocator.num_free:
+            self._evict(next(iter(self._nodes.values())))
+        return self.allocator.allocate(1)[0]
+
+    def _evict(self, node: Node) -> None:
+        del self._nodes[node.state]
+        self.allocator.evict([node.state])
+        node.state = 0
+
+    # ---- steps
+
+    def attach(self, plan: Plan) -> None:
+        """Put every copy requested since the last plan into this one."""
+        plan.states, self._begins = self._begins, []
+        plan.snapshots, self._snapshots = self._snapshots, []
+
+    def gauges(self) -> dict[str, float]:
+        counts = self.allocator.counts()
+        used = counts["held"] + counts["quarantined"]
+        return {"mamba_usage": used / self.allocator.num_pages, "mamba_cached_slots": float(counts["cached"])}
+
+    def check(self) -> None:
+        self.allocator.check()
+        assert not self._begins and not self._snapshots, "copies of states without a plan"
+        assert all(node.state == slot and node.parent is not None for slot, node in self._nodes.items())
+        assert len(self._nodes) == self.allocator.counts()["cached"]
+
+
+def grid_of(page_size: int) -> int:
+    return lcm(CHUNK, page_size)

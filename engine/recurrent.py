@@ -1,0 +1,43 @@
+"""What an engine does otherwise for a model with recurrent states, and what it refuses."""
+
+from dataclasses import replace
+
+from engine.config import EngineConfig
+from engine.core.limits import Limits
+from engine.core.state_slots import StateSlots, grid_of
+from engine.resolve import state_slots
+from service.flags import ConfigError
+
+NEEDS = "a model with recurrent states cannot go on from pages alone"
+
+
+def check_recurrent(config: EngineConfig, *, retracted_kv: str) -> None:
+    """Raise ConfigError for what would keep pages without the state behind them. `retracted_kv`: as in EngineUse."""
+    if config.enable_hierarchical_cache:
+        raise ConfigError(f"--enable-hierarchical-cache: keeps pages of KV, and {NEEDS}; leave it out")
+    if retracted_kv == "host":
+        raise ConfigError(
+            f"--disaggregation-decode-retraction-backup host: keeps pages of KV, and {NEEDS}; use recompute or prefill"
+        )
+    assert config.chunked_prefill_size is not None, "resolved"
+    grid = grid_of(config.page_size)
+    if 0 < config.chunked_prefill_size < grid:
+        raise ConfigError(
+            f"--chunked-prefill-size {config.chunked_prefill_size}: prompts of a model with recurrent states are cut at multiples of "
+            f"{grid} tokens (--page-size {config.page_size}); give {grid} or more, or -1"
+        )
+
+
+def make_state_slots(config: EngineConfig, *, keeps_snapshots: bool) -> StateSlots:
+    """`keeps_snapshots`: False where peers write slots outside the stream's order."""
+    return StateSlots(
+        num_slots=state_slots(config),
+        grid=grid_of(config.page_size),
+        keeps_snapshots=keeps_snapshots and not config.disable_radix_cache,
+    )
+
+
+def cut_on_grid(limits: Limits, grid: int) -> Limits:
+    """Let chunks end at multiples of `grid`."""
+    chunk = limits.chunked_prefill_size
+    return replace(limits, grid=grid, chunked_prefill_size=None if chunk is None else chunk // grid * grid)
