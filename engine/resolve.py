@@ -125,9 +125,10 @@ def step_budget(config: EngineConfig, model: ModelConfig, *, part_tokens: int) -
     assert config.max_step_time_s is not None and config.num_threads is not None
     if config.max_step_time_s == 0:
         return None
-    attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
-    token_flops = 2 * model.num_layers * (attention + 3 * model.hidden_size * model.mlp_width(active=True))
-    pair_flops = 4 * model.num_layers * model.num_heads * model.head_dim
+    token_flops = (
+        2 * model.num_layers * (model.attention_weights() + 3 * model.hidden_size * model.mlp_width(active=True))
+    )
+    pair_flops = model.num_layers * model.pair_flops()
     threads = config.num_ranks * (config.num_threads if config.device == "cpu" else 1)
     return StepBudget(
         max_step_s=config.max_step_time_s,

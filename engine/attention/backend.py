@@ -3,15 +3,15 @@
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from engine.attention.flashinfer_prompts import FlashInferPrompts, check_specs, import_wrapper
+from engine.attention.latent_torch import TorchLatents
 from engine.attention.torch_backend import TorchBackend
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
-from engine.layers.rope import Unturned
 from service.flags import ConfigError
 
 
@@ -21,9 +21,9 @@ class AttentionBackend(Protocol):
     def begin(self, step: StepBatch) -> None:
         """Compute what all layers of a step share."""
 
-    def attend(self, layer: int, new: Unturned) -> torch.Tensor:
+    def attend(self, layer: int, new: Any) -> torch.Tensor:
         """Norm and turn q and k of the new tokens, write k and v to the pool, then attend causally over each request's
-        kv_len tokens.
+        kv_len tokens. `new`: engine/layers/rope.py's Unturned, or of latent attention NewLatents.
 
         Returns [T, num_heads * head_dim] in q's dtype. Query head h reads kv head h // (num_heads // num_kv_heads).
         """
@@ -49,13 +49,16 @@ def make_attention_backend(name: str, pool: KVPool, *, num_heads: int, needs: Se
             )
     if any(spec.window for spec in pool.specs):
         needs = ("sliding windows", *needs)
+    latent = any(spec.latent for spec in pool.specs)
+    if latent:
+        needs = ("latent attention", *needs)
     if name == "auto":
         on_gpu = "triton" if find_spec("triton") and not needs else "torch"
         name = "cpu" if pool.device.type == "cpu" else on_gpu
     if needs and name not in ("cpu", "torch"):
         raise ConfigError(f"--attention-backend {name}: has no {needs[0]}, which this model needs; choose torch")
     if name == "torch":
-        return TorchBackend(pool)
+        return TorchLatents(pool) if latent else TorchBackend(pool)
     return _cpu(pool) if name == "cpu" else _on_gpu(name, pool, num_heads=num_heads)
 
 
@@ -64,7 +67,7 @@ def _cpu(pool: KVPool) -> AttentionBackend:
         raise ConfigError(f"--attention-backend cpu: the KV cache is on {pool.device}; choose torch or triton")
     from engine.attention.cpu_backend import CpuBackend
 
-    return CpuBackend(pool)
+    return TorchLatents(pool) if pool.specs[0].latent else CpuBackend(pool)
 
 
 def _on_gpu(name: str, pool: KVPool, *, num_heads: int) -> AttentionBackend:

@@ -2,7 +2,7 @@
 
     base ->  | page 0 (scratch) | page 1 | ... | page num_pages |          page_bytes apart
     page ->  | unit 0 | unit 1 | ... |                                     unit_bytes apart, a multiple of 64
-    unit ->  | layer 0 K [page_size, heads, head_dim] | layer 0 V | layer 1 K | layer 1 V | ... | pad |
+    unit ->  | layer 0 K [page_size, heads, head_dim] | layer 0 V | layer 1 K | layer 1 V | ... | pad |   latents: K alone
 
 A unit holds an equal share of the kv heads, in their order, of all layers. A page of all layers is one run, so a transfer of
 adjacent pages is one piece; a unit is one run, so workers whose ranks hold other heads exchange units (engine/kv/held.py).
@@ -27,20 +27,21 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class CacheSpec:
     """What a layer keeps: K and V of every token. Per token: 2 * num_kv_heads * head_dim elements of `dtype` ("bfloat16" | "float32").
 
-    `window`: the last tokens that a query sees, its own included; 0: all.
+    `window`: the last tokens that a query sees, its own included; 0: all. `latent`: V is K, kept once (latent attention).
     """
 
     num_kv_heads: int
     head_dim: int
     dtype: str
     window: int = 0
+    latent: bool = False
 
     @property
     def itemsize_bytes(self) -> int:
         return DTYPES[self.dtype].itemsize
 
     def bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * self.itemsize_bytes
+        return (1 if self.latent else 2) * self.num_kv_heads * self.head_dim * self.itemsize_bytes
 
 
 def zeroed_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
@@ -92,7 +93,7 @@ class KVPool:
         self._parts = _parts(self.specs, units)
         layers = list(zip(self._parts, _layer_offsets(self._parts, page_size), strict=True))
         self._k = [self._views(part, at) for part, at in layers]
-        self._v = [self._views(part, at + _half_bytes(part, page_size)) for part, at in layers]
+        self._v = [self._views(part, at + _v_offset(part, page_size)) for part, at in layers]
 
     @staticmethod
     def page_bytes_of(specs: Sequence[CacheSpec], page_size: int, *, units: int = 1) -> int:
@@ -137,7 +138,8 @@ class KVPool:
 
     def write(self, layer: int, pages: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store token t at (pages[t], offsets[t]). pages, offsets: [T] int64; k, v: [T, kv_heads, head_dim]."""
-        for caches, new in ((self._k[layer], k), (self._v[layer], v)):
+        kept = ((self._k[layer], k), (self._v[layer], v))
+        for caches, new in kept[:1] if self.specs[layer].latent else kept:
             parts = (new,) if self.units == 1 else new.chunk(self.units, 1)
             for cache, part in zip(caches, parts, strict=True):
                 cache.index_put_((pages, offsets), part.to(cache.dtype))
@@ -162,8 +164,9 @@ def _parts(specs: Sequence[CacheSpec], units: int) -> list[CacheSpec]:
     return [replace(spec, num_kv_heads=spec.num_kv_heads // units) for spec in specs]
 
 
-def _half_bytes(spec: CacheSpec, page_size: int) -> int:
-    return spec.bytes_per_token() * page_size // 2
+def _v_offset(spec: CacheSpec, page_size: int) -> int:
+    """Bytes from K to V."""
+    return 0 if spec.latent else spec.bytes_per_token() * page_size // 2
 
 
 def _layer_offsets(specs: Sequence[CacheSpec], page_size: int) -> list[int]:
@@ -172,12 +175,12 @@ def _layer_offsets(specs: Sequence[CacheSpec], page_size: int) -> list[int]:
     for spec in specs:
         at = _align(at, spec.itemsize_bytes)
         offsets.append(at)
-        at += 2 * _half_bytes(spec, page_size)
+        at += spec.bytes_per_token() * page_size
     return offsets
 
 
 def _end(parts: Sequence[CacheSpec], page_size: int) -> int:
-    return _layer_offsets(parts, page_size)[-1] + 2 * _half_bytes(parts[-1], page_size)
+    return _layer_offsets(parts, page_size)[-1] + parts[-1].bytes_per_token() * page_size
 
 
 def _align(n: int, to: int) -> int:

@@ -19,7 +19,9 @@ Turn = tuple[torch.Tensor, torch.Tensor]  # cosine and signed sine of a step's p
 
 
 class Rope:
-    """A table of cos and sin: max_position_embeddings * 2 * head_dim elements of the model's dtype."""
+    """A table of cos and sin: max_position_embeddings * 2 * head_dim elements of the model's dtype; of latent attention for what
+    is turned alone.
+    """
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         frequencies = inverse_frequencies(config.rope)
@@ -27,7 +29,7 @@ class Rope:
         angles = torch.outer(positions, frequencies)
         factor = attention_factor(config.rope)
         cos, sin = angles.cos() * factor, angles.sin() * factor
-        unturned = (config.head_dim - config.rope.dim) // 2
+        unturned = 0 if config.latent else (config.head_dim - config.rope.dim) // 2
         cos, sin = functional.pad(cos, (0, unturned), value=1.0), functional.pad(sin, (0, unturned))
         # sin carries the sign of the half it is added to, so that apply() is three operations
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)

@@ -15,7 +15,8 @@ from service.flags import ConfigError
 V = TypeVar("V")
 
 CONFIG_FILE = "adapter_config.json"
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")  # of latent attention
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", *_LATENT)
 MAX_CONFIG_BYTES = 1 << 20
 
 # field -> values that mean "no"; anything else needs what we do not have

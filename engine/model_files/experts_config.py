@@ -28,7 +28,8 @@ class ExpertsConfig:
     """`count` experts of `intermediate` each, of which a token takes `per_token`, in the layers that are not `dense_layers`.
 
     `shared_intermediate`: of one more, which every token takes; 0: none. Scores are a softmax over all experts, or each one's
-    sigmoid (`sigmoid`); then the choice looks at scores plus a bias of the checkpoint, in the `chosen_groups` best of `groups`.
+    sigmoid (`sigmoid`); then the choice looks at scores plus a bias of the checkpoint, in the `chosen_groups` best of `groups`, which
+    are compared by the sum of their `group_best` best.
     Weights are the chosen scores, made 1 together (`normalized`), times `scaling`.
     """
 
@@ -41,6 +42,7 @@ class ExpertsConfig:
     normalized: bool = True
     groups: int = 1
     chosen_groups: int = 1
+    group_best: int = 2
     scaling: float = 1.0
 
 
@@ -75,16 +77,13 @@ def read_qwen3(fields: Fields, num_layers: int) -> ExpertsConfig:
 
 def read_glm4(fields: Fields, num_layers: int) -> ExpertsConfig:
     intermediate = fields.count("moe_intermediate_size")
-    dense = fields.get("first_k_dense_replace", 1)
-    if not isinstance(dense, int) or dense < 0:
-        raise fields.error("first_k_dense_replace", f"must be a number of layers, got {dense!r}")
     return _checked(
         fields,
         ExpertsConfig(
             count=_count(fields, "n_routed_experts", "num_local_experts"),
             per_token=fields.count("num_experts_per_tok"),
             intermediate=intermediate,
-            dense_layers=tuple(range(min(dense, num_layers))),
+            dense_layers=_first_dense(fields, num_layers, default=1),
             shared_intermediate=intermediate * fields.count("n_shared_experts", default=1),
             sigmoid=True,
             normalized=fields.flag("norm_topk_prob", default=True),
@@ -93,6 +92,66 @@ def read_glm4(fields: Fields, num_layers: int) -> ExpertsConfig:
             scaling=fields.number("routed_scaling_factor", default=1.0),
         ),
     )
+
+
+def read_deepseek_v2(fields: Fields, num_layers: int) -> ExpertsConfig:
+    _check_scores(fields, scores="softmax", methods=("greedy", "group_limited_greedy"))
+    if fields.flag("norm_topk_prob", default=False):
+        raise fields.error(
+            "norm_topk_prob", "weights of DeepSeek V2's experts that are made 1 together are not supported"
+        )
+    intermediate = fields.count("moe_intermediate_size")
+    grouped = fields.text("topk_method", default="greedy") == "group_limited_greedy"
+    return _checked(
+        fields,
+        ExpertsConfig(
+            count=_count(fields, "n_routed_experts", "num_local_experts"),
+            per_token=fields.count("num_experts_per_tok"),
+            intermediate=intermediate,
+            dense_layers=_first_dense(fields, num_layers, default=0),
+            shared_intermediate=intermediate * fields.count("n_shared_experts", default=2),
+            normalized=False,
+            groups=fields.count("n_group") if grouped else 1,
+            chosen_groups=fields.count("topk_group") if grouped else 1,
+            group_best=1,
+            scaling=fields.number("routed_scaling_factor", default=1.0),
+        ),
+    )
+
+
+def read_deepseek_v3(fields: Fields, num_layers: int) -> ExpertsConfig:
+    _check_scores(fields, scores="sigmoid", methods=("noaux_tc",))
+    intermediate = fields.count("moe_intermediate_size")
+    return _checked(
+        fields,
+        ExpertsConfig(
+            count=_count(fields, "n_routed_experts", "num_local_experts"),
+            per_token=fields.count("num_experts_per_tok"),
+            intermediate=intermediate,
+            dense_layers=_first_dense(fields, num_layers, default=3),
+            shared_intermediate=intermediate * fields.count("n_shared_experts", default=1),
+            sigmoid=True,
+            normalized=fields.flag("norm_topk_prob", default=True),
+            groups=fields.count("n_group", default=8),
+            chosen_groups=fields.count("topk_group", default=4),
+            scaling=fields.number("routed_scaling_factor", default=2.5),
+        ),
+    )
+
+
+def _check_scores(fields: Fields, *, scores: str, methods: tuple[str, ...]) -> None:
+    for name, known in (("scoring_func", (scores,)), ("topk_method", methods)):
+        if (value := fields.text(name, default=known[0])) not in known:
+            raise fields.error(name, f"{value} is not supported; this architecture has {' or '.join(known)}")
+    if (every := fields.count("moe_layer_freq", default=1)) != 1:
+        raise fields.error("moe_layer_freq", f"{every} is not supported; only 1 is, experts in each layer")
+
+
+def _first_dense(fields: Fields, num_layers: int, *, default: int) -> tuple[int, ...]:
+    dense = fields.get("first_k_dense_replace", default)
+    if not isinstance(dense, int) or dense < 0:
+        raise fields.error("first_k_dense_replace", f"must be a number of layers, got {dense!r}")
+    return tuple(range(min(dense, num_layers)))
 
 
 def _count(fields: Fields, name: str, other: str) -> int:

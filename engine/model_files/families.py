@@ -8,6 +8,8 @@ from engine.model_files.experts_config import (
     PLAIN_NAMES,
     ExpertNames,
     ExpertsConfig,
+    read_deepseek_v2,
+    read_deepseek_v3,
     read_glm4,
     read_mixtral,
     read_qwen3,
@@ -32,6 +34,7 @@ class Family:
     default_window: the window where the config says nothing
     experts:        reads the fields of a mixture of experts; None: the MLPs are dense
     expert_names:   of its tensors
+    latent:         attention reads one latent vector of each token
     """
 
     qkv_bias: bool | None = None
@@ -48,11 +51,14 @@ class Family:
     default_window: int | None = None
     experts: Callable[[Fields, int], ExpertsConfig] | None = None
     expert_names: ExpertNames = PLAIN_NAMES
+    latent: bool = False
 
 
 _GLM = Family(default_bias=True, fused_mlp=True, interleaved=True, rotary_share=0.5)
 
 FAMILIES: dict[str, Family] = {
+    "DeepseekV2ForCausalLM": Family(interleaved=True, latent=True, experts=read_deepseek_v2),
+    "DeepseekV3ForCausalLM": Family(interleaved=True, latent=True, experts=read_deepseek_v3),
     "Glm4MoeForCausalLM": Family(rotary_share=0.5, qk_norm_flag=True, experts=read_glm4),
     "Glm4ForCausalLM": replace(_GLM, norms="around"),
     "GlmForCausalLM": _GLM,

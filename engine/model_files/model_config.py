@@ -13,6 +13,7 @@ from engine.gguf.file import open_gguf
 from engine.model_files.experts_config import ExpertsConfig
 from engine.model_files.families import FAMILIES, Family
 from engine.model_files.fields import Fields, read_fields
+from engine.model_files.latent_config import LatentConfig, read_latent, rope_dim
 from engine.model_files.rope_config import RopeConfig, read_rope
 from service.flags import ConfigError
 
@@ -29,6 +30,7 @@ class ModelConfig:
     `attention_bias`: q, k and v have a bias; `attention_out_bias`: o has one too. `dtype`: of the stored weights.
     `eos_token_ids`: of both files, ascending. `qk_norm`, `norms`, `fused_qkv`, `fused_mlp`: as in `Family`.
     `experts`: of a mixture (None: all MLPs are dense, of `intermediate_size`).
+    `latent`: of latent attention; `num_kv_heads` is 1 then, and `head_dim` what the cache keeps of a token.
     `windows`: the last tokens that a query of each layer sees, 0 for all; (): no layer has a window below the context.
     """
 
@@ -51,6 +53,7 @@ class ModelConfig:
     fused_qkv: bool
     fused_mlp: bool
     experts: ExpertsConfig | None
+    latent: LatentConfig | None
     max_position_embeddings: int
     windows: tuple[int, ...]
     dtype: str
@@ -79,6 +82,21 @@ class ModelConfig:
         sparse = (experts.per_token if active else experts.count) * experts.intermediate + experts.shared_intermediate
         num_dense = len(experts.dense_layers)
         return (num_dense * self.intermediate_size + (self.num_layers - num_dense) * sparse) / self.num_layers
+
+    def attention_weights(self) -> int:
+        """Count the elements of the matrices of a layer's attention."""
+        if self.latent is not None:
+            return self.latent.weights(hidden=self.hidden_size, heads=self.num_heads)
+        return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+
+    def pair_flops(self) -> int:
+        """Count the operations of a layer's attention for one query token and one key token."""
+        values = self.head_dim if self.latent is None else self.latent.rank
+        return 2 * self.num_heads * (self.head_dim + values)
+
+    def attended_dim(self) -> int:
+        """Of a head, as the output product reads it."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
     def signature(self) -> str:
         """What prefill and decode must agree on: "Qwen3ForCausalLM/L2/kv1x128/V528/1f2e3d4c5b6a".
@@ -113,21 +131,22 @@ def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
     family_name, family = _family(fields)
     _refuse_unsupported(fields)
     heads = fields.count("num_attention_heads")
-    kv_heads = fields.count("num_key_value_heads", default=heads)
-    if heads % kv_heads:
-        raise fields.error("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
     num_layers = fields.count("num_hidden_layers")
     hidden = fields.count("hidden_size")
-    if fields.get("head_dim") is None and hidden % heads:
-        raise fields.error("hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}; set head_dim")
-    head_dim = fields.count("head_dim", default=hidden // heads)
-    if head_dim % 2:
-        raise fields.error("head_dim", f"{head_dim} is odd; RoPE needs pairs")
+    kv_heads, head_dim = (1, rope_dim(fields)) if family.latent else _kv_heads(fields, heads=heads, hidden=hidden)
     vocab = fields.count("vocab_size")
     context = fields.count("max_position_embeddings")
     bias = family.qkv_bias
     if bias is None:
         bias = fields.flag("attention_bias", default=family.default_bias)
+    rope = read_rope(
+        fields,
+        context=context,
+        head_dim=head_dim,
+        interleaved=family.interleaved and fields.flag("rope_interleave", default=True),
+        default_share=family.rotary_share,
+    )
+    latent = read_latent(fields, rope) if family.latent else None
     return ModelConfig(
         architecture=family_name,
         model_type=fields.text("model_type", default=""),
@@ -136,16 +155,10 @@ def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        head_dim=head_dim if latent is None else latent.width,
         vocab_size=vocab,
         rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
-        rope=read_rope(
-            fields,
-            context=context,
-            head_dim=head_dim,
-            interleaved=family.interleaved,
-            default_share=family.rotary_share,
-        ),
+        rope=rope,
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
         attention_bias=bias,
         attention_out_bias=bias and family.out_bias,
@@ -154,6 +167,7 @@ def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
         fused_qkv=family.fused_qkv,
         fused_mlp=family.fused_mlp,
         experts=None if family.experts is None else family.experts(fields, num_layers),
+        latent=latent,
         max_position_embeddings=context,
         windows=_windows(fields, family=family, num_layers=num_layers, context=context),
         dtype=_dtype(fields),
@@ -175,6 +189,19 @@ def _family(fields: Fields) -> tuple[str, Family]:
         if name in FAMILIES:
             return name, FAMILIES[name]
     raise fields.error("architectures", f"{names[0]} is not supported; supported: {known}")
+
+
+def _kv_heads(fields: Fields, *, heads: int, hidden: int) -> tuple[int, int]:
+    """Their number and size."""
+    kv_heads = fields.count("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
+    if fields.get("head_dim") is None and hidden % heads:
+        raise fields.error("hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}; set head_dim")
+    head_dim = fields.count("head_dim", default=hidden // heads)
+    if head_dim % 2:
+        raise fields.error("head_dim", f"{head_dim} is odd; RoPE needs pairs")
+    return kv_heads, head_dim
 
 
 def _refuse_unsupported(fields: Fields) -> None:

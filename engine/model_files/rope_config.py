@@ -73,8 +73,7 @@ def read_rope(
 
     `default_share`: of a head that is turned where the file says nothing.
     """
-    new = fields.get("rope_parameters")
-    name = "rope_parameters" if new else "rope_scaling"
+    name = _name(fields)
     inner = fields.inside(name)
     theta = inner.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
     if theta <= 1:
@@ -82,6 +81,18 @@ def read_rope(
     dim = _rotary_dim(fields, inner, head_dim=head_dim, default_share=default_share)
     scaling = _scaling(fields, name, inner, theta=theta, dim=dim, context=context)
     return RopeConfig(theta=theta, dim=dim, interleaved=interleaved, scaling=scaling)
+
+
+def softmax_factor(fields: Fields, rope: RopeConfig) -> float:
+    """What latent attention multiplies its scores by beside the square root (DeepSeek's YaRN): mscale of all dims, squared."""
+    over_all = fields.inside(_name(fields)).number("mscale_all_dim", default=0.0)
+    if not isinstance(rope.scaling, YarnScaling) or not over_all:
+        return 1.0
+    return _mscale(rope.scaling.factor, over_all) ** 2
+
+
+def _name(fields: Fields) -> str:
+    return "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
 
 
 def _rotary_dim(fields: Fields, inner: Fields, *, head_dim: int, default_share: float) -> int:

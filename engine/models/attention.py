@@ -1,6 +1,7 @@
 """Attention of a layer between its two products: what every dense family has, heads of equal size with K and V of their own."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,8 +12,8 @@ from engine.layers.rope import NormedRope, Turn, Unturned, head_order
 from engine.models.part import ModelPart
 
 # (layer of the stage, new tokens) -> [T, Hq * D]: norms and turns q and k, writes k and v into the KV pool, then attends with scale
-# D ** -0.5.
-Attend = Callable[[int, Unturned], torch.Tensor]
+# D ** -0.5. Latent attention gives NewLatents (engine/layers/latents.py) in place of Unturned, to a backend of its own.
+Attend = Callable[[int, Any], torch.Tensor]
 
 
 class Attention:

@@ -36,6 +36,7 @@ class DenseDecoder:
                 head_dim=config.head_dim,
                 dtype=part.checkpoint.dtype_name,
                 window=config.windows[layer] if config.windows else 0,
+                latent=config.latent is not None,
             )
             for layer in share.layers
         ]

@@ -10,6 +10,7 @@ from engine.layers.rope import Turn
 from engine.model_files.families import FAMILIES
 from engine.models.attention import Attend, Attention
 from engine.models.expert_mlp import ExpertMLP
+from engine.models.mla import LatentAttention
 from engine.models.part import ModelPart
 from engine.models.shared_mlp import SharedMLP
 
@@ -44,7 +45,8 @@ class Layer:
         self._mlp_norm: Normed = norm(names.before_mlp) if names.before_mlp else NoNorm()
         self._after_attention = norm(names.after_attention) if names.after_attention else None
         self._after_mlp = norm(names.after_mlp) if names.after_mlp else None
-        self._attention = Attention(part, f"{prefix}self_attn.", place=place)
+        kind = Attention if part.config.latent is None else LatentAttention
+        self._attention = kind(part, f"{prefix}self_attn.", place=place)
         self._mlp = _feed_forward(part, index)
         self.sites = [*self._attention.sites, *self._mlp.sites]
 

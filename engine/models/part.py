@@ -90,14 +90,18 @@ class ModelPart:
         bias: bool = False,
         gates: bool = False,
         order: tuple[int, ...] | None = None,
+        inputs: int | None = None,
     ) -> tuple[Linear, SiteShape]:
-        """The matrices `names`, [rows[i], hidden], one above the other: the own outputs of all inputs. `order`: as in `SiteShape`."""
-        hidden = self.config.hidden_size
-        weight = self.checkpoint.take_rows([f"{name}.weight" for name in names], rows, [hidden])
+        """The matrices `names`, [rows[i], inputs], one above the other: the own outputs of all inputs. `order`: as in `SiteShape`.
+
+        `inputs`: None is the hidden size.
+        """
+        inputs = inputs or self.config.hidden_size
+        weight = self.checkpoint.take_rows([f"{name}.weight" for name in names], rows, [inputs])
         vector = self.checkpoint.take_rows([f"{name}.bias" for name in names], rows, []) if bias else None
         if order is not None:
             weight, vector = weight[list(order)], None if vector is None else vector[list(order)]
-        return Linear(weight, vector, gates=gates), SiteShape(hidden, tuple(zip(names, rows, strict=True)), order)
+        return Linear(weight, vector, gates=gates), SiteShape(inputs, tuple(zip(names, rows, strict=True)), order)
 
     def rows(self, name: str, inputs: Cut, *, bias: bool = False) -> tuple[Linear | RowLinear, SiteShape]:
         """The matrix `name`, [hidden, inputs]: all outputs, summed over all ranks' inputs."""

@@ -239,7 +239,7 @@ def _check_reduce_units(config: ModelConfig, tp_size: int, units: int) -> None:
 def _reduced(config: ModelConfig) -> dict[str, int]:
     """Inputs of the products whose sums are taken over ranks."""
     return {
-        "num_attention_heads * head_dim": config.num_heads * config.head_dim,
+        "num_attention_heads * head_dim": config.num_heads * config.attended_dim(),
         **config.mlp_sizes(),
     }
 
@@ -259,9 +259,8 @@ def _kv_heads(total: int, rank: int, size: int) -> range:
 
 def _balanced(config: ModelConfig, pp_size: int) -> list[int]:
     """One layer after the other goes to the smallest stage, the first of equals: no other way makes the largest smaller."""
-    hidden, wide = config.hidden_size, config.num_heads * config.head_dim
-    mlp = round(3 * config.mlp_width(active=False))
-    layer = hidden * (2 * wide + 2 * config.num_kv_heads * config.head_dim + mlp)
+    hidden = config.hidden_size
+    layer = config.attention_weights() + hidden * round(3 * config.mlp_width(active=False))
     table = hidden * config.vocab_size
     counts, sizes = [1] * pp_size, [layer] * pp_size
     sizes[0] += table

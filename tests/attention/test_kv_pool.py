@@ -47,6 +47,16 @@ def test_page_bytes_are_padded_and_mixed_dtypes_stay_aligned():
         assert pool.k(layer).data_ptr() % pool.k(layer).itemsize == 0
 
 
+def test_a_latent_is_kept_once_and_read_as_v_too():
+    latent = CacheSpec(num_kv_heads=1, head_dim=48, dtype="bfloat16", latent=True)
+    pool = KVPool([latent, latent], num_pages=2, page_size=4, device="cpu")
+    assert latent.bytes_per_token() == 96 and pool.page_bytes == 2 * 4 * 96
+    assert pool.layer_ends() == [384, 768]
+    new = torch.randn(1, 1, 48)
+    pool.write(1, torch.tensor([2]), torch.tensor([3]), new, torch.zeros_like(new))
+    assert torch.equal(pool.k(1)[2, 3], new[0].bfloat16()) and pool.v(1).data_ptr() == pool.k(1).data_ptr()
+
+
 def test_new_memory_is_zero_and_untouched_memory_is_not_resident():
     before = _resident_bytes()
     pool = KVPool([fp32(8, 128)] * 4, num_pages=20000, page_size=16, device="cpu")

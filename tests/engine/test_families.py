@@ -18,6 +18,8 @@ from tests.models.test_parity import YARN
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v2": ("deepseek_v2", {"rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}),
+    "deepseek-v3": ("deepseek_v3", {}),
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),
     "glm4-moe": ("glm4_moe", {}),

@@ -3,6 +3,7 @@
 import torch
 from torch.nn import functional
 
+from engine.layers.latents import NewLatents
 from engine.layers.rope import Unturned
 from engine.models.decoder import DenseDecoder
 
@@ -30,12 +31,19 @@ class Sequence:
             tokens.append(int(self.extend(tokens[-1:])[-1].argmax()))
         return tokens
 
-    def _attend(self, layer: int, new: Unturned) -> torch.Tensor:
-        q, k, v = new.turned()
+    def _attend(self, layer: int, new: Unturned | NewLatents) -> torch.Tensor:
+        if isinstance(new, NewLatents):
+            k = new.latents.unsqueeze(1)
+            return self._attend_heads(layer, new.q, k, k[:, :, : new.rank], scale=new.scale)
+        return self._attend_heads(layer, *new.turned())
+
+    def _attend_heads(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+    ) -> torch.Tensor:
         if layer in self.kv:
             k, v = (torch.cat(pair) for pair in zip(self.kv[layer], (k, v), strict=True))
         self.kv[layer] = (k, v)
         mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
         return out[0].transpose(0, 1).flatten(1)

@@ -1,6 +1,7 @@
 """config.json: both spellings, defaults of the families, one clear line for whatever cannot be honoured."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,7 @@ def test_every_field_is_read(tmp_path: Path) -> None:
         fused_qkv=False,
         fused_mlp=False,
         experts=None,
+        latent=None,
         max_position_embeddings=4096,
         windows=(),
         dtype="bfloat16",
@@ -109,6 +111,14 @@ BAD_FIELDS: list[tuple[str, str, dict[str, Any]]] = [
     ("factor", "llama", {"rope_scaling": {**LLAMA3, "factor": None}}),
     ("partial_rotary_factor", "llama", {"partial_rotary_factor": 0.2}),
     ("partial_rotary_factor", "llama", {"partial_rotary_factor": 1.5}),
+    ("kv_lora_rank", "deepseek_v3", {"kv_lora_rank": None}),
+    ("qk_rope_head_dim", "deepseek_v3", {"qk_rope_head_dim": 15}),
+    ("attention_bias", "deepseek_v3", {"attention_bias": True}),
+    ("scoring_func", "deepseek_v3", {"scoring_func": "softmax"}),
+    ("topk_method", "deepseek_v2", {"topk_method": "noaux_tc"}),
+    ("norm_topk_prob", "deepseek_v2", {"norm_topk_prob": True}),
+    ("moe_layer_freq", "deepseek_v2", {"moe_layer_freq": 2}),
+    ("architectures", "deepseek_v3", {"architectures": ["DeepseekV32ForCausalLM"]}),
     ("num_experts", "qwen3_moe", {"num_experts": None}),
     ("num_experts_per_tok", "qwen3_moe", {"num_experts_per_tok": 9}),
     ("mlp_only_layers", "qwen3_moe", {"mlp_only_layers": 1}),
@@ -174,3 +184,14 @@ def test_the_config_needs_no_torch() -> None:
 
 def test_the_shipped_model_is_there() -> None:
     assert Path(DEFAULT_MODEL_PATH, "model.safetensors").is_file()
+
+
+def test_latents_are_one_vector_of_a_token(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale_all_dim": 1.0}
+    config = edited(tmp_path, "deepseek_v3", rope_scaling=yarn)
+    assert (config.num_kv_heads, config.head_dim, config.rope.dim) == (1, 32 + 16, 16)
+    assert config.latent is not None
+    assert config.latent.scale == pytest.approx(48**-0.5 * (0.1 * math.log(4.0) + 1) ** 2)
+    down, up = 64 * 48 + 48 * 4 * 48, 64 * 48 + 32 * 4 * (32 + 48)
+    assert config.attention_weights() == down + up + 4 * 48 * 64
+    assert config.pair_flops() == 2 * 4 * (48 + 32)

@@ -21,6 +21,8 @@ VOCAB_SIZE = len(SPECIALS) + 256
 EOS = 2
 
 ARCHITECTURES = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
@@ -39,7 +41,40 @@ NORMS = {
     "olmo2": ("post_attention", "post_feedforward"),
 }
 
+LATENTS: dict[str, Any] = {
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 48,
+    "num_key_value_heads": 4,
+}
+
 MIXTURES: dict[str, dict[str, Any]] = {  # fields of their own
+    "deepseek_v2": {
+        **LATENTS,
+        "q_lora_rank": None,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.5,
+    },
+    "deepseek_v3": {
+        **LATENTS,
+        "q_lora_rank": 48,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+    },
     "glm4_moe": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,
@@ -91,7 +126,7 @@ def make_tensors(config: dict[str, Any], *, seed: int) -> dict[str, torch.Tensor
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
-    hidden, size, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    hidden, size, dim = config["hidden_size"], config["intermediate_size"], config.get("head_dim", 0)
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     shapes = {"model.embed_tokens.weight": [config["vocab_size"], hidden], "model.norm.weight": [hidden]}
     if not config["tie_word_embeddings"]:
@@ -101,6 +136,8 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
         attention = {"q_proj": [q, hidden], "k_proj": [kv, hidden], "v_proj": [kv, hidden], "o_proj": [hidden, q]}
         if family == "phi3":
             attention = {"qkv_proj": [q + 2 * kv, hidden], "o_proj": [hidden, q]}
+        if "kv_lora_rank" in config:
+            attention = _latent_attention(config)
         mlp = {"gate_proj": [size, hidden], "up_proj": [size, hidden], "down_proj": [hidden, size]}
         if family in ("phi3", "glm", "glm4"):
             mlp = {"gate_up_proj": [2 * size, hidden], "down_proj": [hidden, size]}
@@ -113,10 +150,25 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
             layer |= {f"self_attn.{name}.bias": attention[name][:1] for name in biased}
         if family in ("qwen3", "qwen3_moe", "glm4_moe"):
             layer |= {f"self_attn.{name}_norm.weight": [dim] for name in "qk"}
+        if "kv_lora_rank" in config:
+            layer["self_attn.kv_a_layernorm.weight"] = [config["kv_lora_rank"]]
+            if config["q_lora_rank"]:
+                layer["self_attn.q_a_layernorm.weight"] = [config["q_lora_rank"]]
         if family == "olmo2":
             layer |= {"self_attn.q_norm.weight": [q], "self_attn.k_norm.weight": [kv]}
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
+
+
+def _latent_attention(config: dict[str, Any]) -> dict[str, list[int]]:
+    """Matrices of one layer."""
+    hidden, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    plain, turned, values = (config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    queries = {"q_proj": [heads * (plain + turned), hidden]}
+    if q_rank := config["q_lora_rank"]:
+        queries = {"q_a_proj": [q_rank, hidden], "q_b_proj": [heads * (plain + turned), q_rank]}
+    down = {"kv_a_proj_with_mqa": [rank + turned, hidden], "kv_b_proj": [heads * (plain + values), rank]}
+    return {**queries, **down, "o_proj": [hidden, heads * values]}
 
 
 def _experts(config: dict[str, Any]) -> dict[str, list[int]]:
@@ -129,12 +181,14 @@ def _experts(config: dict[str, Any]) -> dict[str, list[int]]:
         place, gate, up, down = ("block_sparse_moe", "w1", "w3", "w2")
     shapes = {f"{place}.gate.weight": [count, hidden]}
     parts = [f"{place}.experts.{i}" for i in range(count)]
-    if family == "glm4_moe":
+    if family in ("glm4_moe", "deepseek_v3"):
         shapes["mlp.gate.e_score_correction_bias"] = [count]
-        parts.append("mlp.shared_experts")
-    for part in parts:
-        shapes |= {f"{part}.{gate}.weight": [size, hidden], f"{part}.{up}.weight": [size, hidden]}
-        shapes[f"{part}.{down}.weight"] = [hidden, size]
+    sizes = dict.fromkeys(parts, size)
+    if "n_shared_experts" in config:
+        sizes["mlp.shared_experts"] = size * config["n_shared_experts"]
+    for part, width in sizes.items():
+        shapes |= {f"{part}.{gate}.weight": [width, hidden], f"{part}.{up}.weight": [width, hidden]}
+        shapes[f"{part}.{down}.weight"] = [hidden, width]
     return shapes
 
 
@@ -184,6 +238,8 @@ def _config(family: str, dtype: str) -> dict[str, Any]:
         "eos_token_id": EOS,
     }
     config |= MIXTURES.get(family, {})
+    if "kv_lora_rank" in config:
+        del config["head_dim"]
     return config | ({"sliding_window": None} if family in ("mistral", "phi3") else {})
 
 

@@ -25,6 +25,7 @@ _PLAIN = ModelConfig(
     fused_qkv=False,
     fused_mlp=False,
     experts=None,
+    latent=None,
     max_position_embeddings=4096,
     windows=(),
     dtype="bfloat16",

@@ -1,0 +1,25 @@
+"""Latent attention (MLA) in plain torch for any dtype and device: slow, and the reference for the kernel."""
+
+import torch
+
+from engine.attention.torch_backend import TorchBackend
+from engine.kernels.softmax import Softmax
+from engine.kv.kv_pool import KVPool
+from engine.kv.step_batch import StepBatch
+from engine.layers.latents import NewLatents
+
+
+class TorchLatents:
+    """One KV head whose V is its K: of the weighted sums the first `rank` elements count."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._torch = TorchBackend(pool)
+
+    def begin(self, step: StepBatch) -> None:
+        self._torch.begin(step)
+
+    def attend(self, layer: int, new: NewLatents) -> torch.Tensor:
+        """[T, heads * rank]."""
+        latents = new.latents.unsqueeze(1)
+        sums = self._torch.attend_turned(layer, new.q, latents, latents, Softmax(new.scale))
+        return sums.view(new.q.shape)[:, :, : new.rank].flatten(1)

@@ -1,0 +1,65 @@
+"""Latent attention (MLA, arXiv:2405.04434) from the fields of config.json, checked. Never torch."""
+
+from dataclasses import dataclass
+
+from engine.model_files.fields import Fields
+from engine.model_files.rope_config import RopeConfig, softmax_factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """K and V of all heads come from one vector of a token: `rank` dims, and `rope_dim` that RoPE turns.
+
+    `q_rank`: of the vector that q comes from (0: q has one matrix). A head's q and k: `plain_dim` dims that are not turned,
+    then `rope_dim`; its v: `value_dim`. `scale`: of scores before the softmax.
+    """
+
+    rank: int
+    q_rank: int
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+    scale: float
+
+    @property
+    def width(self) -> int:
+        """Elements that the cache keeps of a token."""
+        return self.rank + self.rope_dim
+
+    @property
+    def query_dim(self) -> int:
+        return self.plain_dim + self.rope_dim
+
+    def weights(self, *, hidden: int, heads: int) -> int:
+        """Count the elements of a layer's matrices."""
+        queries = heads * self.query_dim
+        down = self.q_rank * (hidden + queries) if self.q_rank else hidden * queries
+        return (
+            down
+            + hidden * self.width
+            + self.rank * heads * (self.plain_dim + self.value_dim)
+            + heads * self.value_dim * hidden
+        )
+
+
+def rope_dim(fields: Fields) -> int:
+    """Raises ConfigError where RoPE has no pairs."""
+    dim = fields.count("qk_rope_head_dim")
+    if dim % 2:
+        raise fields.error("qk_rope_head_dim", f"{dim} is odd; RoPE needs pairs")
+    return dim
+
+
+def read_latent(fields: Fields, rope: RopeConfig) -> LatentConfig:
+    """Raises ConfigError."""
+    if fields.flag("attention_bias", default=False):
+        raise fields.error("attention_bias", "latent attention with biases is not supported")
+    plain = fields.count("qk_nope_head_dim")
+    return LatentConfig(
+        rank=fields.count("kv_lora_rank"),
+        q_rank=0 if fields.get("q_lora_rank") is None else fields.count("q_lora_rank"),
+        plain_dim=plain,
+        rope_dim=rope.dim,
+        value_dim=fields.count("v_head_dim"),
+        scale=(plain + rope.dim) ** -0.5 * softmax_factor(fields, rope),
+    )

@@ -1,0 +1,97 @@
+"""Latent attention (MLA; DeepSeek-V2, arXiv:2405.04434) of a layer, in its absorbed form.
+
+    x -> q's vector | latent | k's turned part          one product
+    q of a head = [W_uk^T plain part | turned part]     so q . [latent | turned k] is the score of that head
+    out of a head = W_uv (the weighted sum of latents)
+
+The cache keeps [normed latent | turned k], one vector for all heads: prompts and answers read it alike. A rank has some heads, and all
+latents.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.layers.latents import HeadProducts, NewLatents
+from engine.layers.linear import Linear, LinearSite
+from engine.layers.norm import Normed, RMSNorm
+from engine.layers.rope import Turn, apply_rope, head_order
+from engine.model_files.latent_config import LatentConfig
+from engine.models.attention import Attend
+from engine.models.part import ModelPart
+from engine.parallel.layout import Cut
+
+EPS = 1e-6  # of the norms inside, whatever the config says of the others
+
+
+class LatentAttention:
+    """As `Attention`. Adapters change all matrices but kv_b_proj, of which each half is multiplied from another side."""
+
+    def __init__(self, part: ModelPart, prefix: str, *, place: int) -> None:
+        latent = part.config.latent
+        assert latent is not None
+        self._layer, self._latent = place, latent
+        heads = Cut(part.config.num_heads, part.share.heads)
+        self._heads = len(heads)
+        queries = heads.times(latent.query_dim)
+        turned_last = _query_order(part, latent, heads=len(heads))
+        first = Cut.whole(latent.q_rank) if latent.q_rank else queries
+        self._begin_dim = len(first)
+        name = "q_a_proj" if latent.q_rank else "q_proj"
+        order = (
+            *(range(len(first)) if latent.q_rank else turned_last),
+            *(len(first) + row for row in _order(part, plain=latent.rank)),
+        )
+        names = [f"{prefix}{name}", f"{prefix}kv_a_proj_with_mqa"]
+        self._down, down = part.columns(names, [first, Cut.whole(latent.width)], order=order)
+        self.sites = [LinearSite(self._down, down)]
+        self._up_norm: RMSNorm | None = None
+        self._up: Linear | None = None
+        if latent.q_rank:
+            self._up_norm = _norm(part, f"{prefix}q_a_layernorm.weight", latent.q_rank)
+            self._up, up = part.columns([f"{prefix}q_b_proj"], [queries], order=turned_last, inputs=latent.q_rank)
+            self.sites.append(LinearSite(self._up, up))
+        self._latent_norm = _norm(part, f"{prefix}kv_a_layernorm.weight", latent.rank)
+        self._keys, self._values = _both(part, f"{prefix}kv_b_proj.weight", latent, heads)
+        self._out, out = part.rows(f"{prefix}o_proj", heads.times(latent.value_dim))
+        self.sites.append(LinearSite(self._out, out))
+
+    def of_norm(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
+        """Attention of norm(x + delta), which x becomes before the norm."""
+        latent, down = self._latent, self._down.of_norm(norm, x, delta)
+        q, kept, turned = torch.split(down, [self._begin_dim, latent.rank, latent.rope_dim], dim=1)
+        if self._up is not None and self._up_norm is not None:
+            q = self._up(self._up_norm(q.contiguous()))
+        heads = q.reshape(len(q), self._heads, latent.query_dim)
+        plain, q_turned = torch.split(heads, [latent.plain_dim, latent.rope_dim], dim=2)
+        both = apply_rope(torch.cat((q_turned, turned.unsqueeze(1)), 1), *turn)
+        new = NewLatents(
+            torch.cat((self._keys(plain), both[:, :-1]), 2),
+            torch.cat((self._latent_norm(kept.contiguous()), both[:, -1]), 1),
+            latent.rank,
+            latent.scale,
+        )
+        sums = attend(self._layer, new).view(-1, self._heads, latent.rank)
+        return self._out(self._values(sums).flatten(1))
+
+
+def _norm(part: ModelPart, name: str, width: int) -> RMSNorm:
+    return RMSNorm(part.checkpoint.take(name, [width]), eps=EPS)
+
+
+def _both(part: ModelPart, name: str, latent: LatentConfig, heads: Cut) -> tuple[HeadProducts, HeadProducts]:
+    """From a head's plain q to latents, and from latents to its output."""
+    size = latent.plain_dim + latent.value_dim
+    weight = part.checkpoint.take(name, [heads.times(size), latent.rank]).view(-1, size, latent.rank)
+    keys, values = torch.split(weight, [latent.plain_dim, latent.value_dim], dim=1)
+    return HeadProducts([matrix.t() for matrix in keys]), HeadProducts(list(values))
+
+
+def _order(part: ModelPart, *, plain: int) -> tuple[int, ...]:
+    """Of `plain` rows and those that are turned behind them: which of the checkpoint's each one is."""
+    dim = part.config.rope.dim
+    return (*range(plain), *(plain + row for row in head_order(part.config.rope, dim) or range(dim)))
+
+
+def _query_order(part: ModelPart, latent: LatentConfig, *, heads: int) -> tuple[int, ...]:
+    of_one = _order(part, plain=latent.plain_dim)
+    return tuple(head * latent.query_dim + row for head in range(heads) for row in of_one)
