@@ -70,6 +70,12 @@ class EngineConfig(FlagSet):
     pp_layer_partition: tuple[int, ...] = flag(
         (), "with --pp-size: layers of each stage; default: balanced by the bytes of their weights", least=1
     )
+    ep_size: int = flag(
+        1,
+        "ranks that share a mixture's experts, each with whole ones (expert parallel): --tp-size; 1: each has a part of every expert",
+        least=1,
+        most=64,
+    )
     reduce_units: int = flag(
         0,
         "parts in which layers sum their products, in one order whatever --tp-size: answers are then equal to the bit for "

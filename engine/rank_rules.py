@@ -5,6 +5,7 @@ LoRA, grammars, logprobs, hidden states, embeddings, penalties  tests/engine/tes
 other weights, pauses, aborts, priorities, mixed chunks         the same
 prefix cache, its KV events, the host tier, loads ahead         the same
 files of the hierarchical cache                                 tests/engine/test_rank_files.py
+experts cut, or whole on each rank (--ep-size)                  tests/engine/test_expert_parallel.py
 retraction: computed again; from the host, through prefill      tests/engine/test_ranks.py; tests/e2e/test_rank_pairs.py
 layer-wise transfer, checksums                                  tests/e2e/test_rank_pairs.py
 profiles (a file for each rank), role switches                  tests/e2e/test_rank_cluster.py
@@ -35,6 +36,7 @@ def check_sizes(config: EngineConfig, model: ModelConfig) -> None:
         tp_size=config.tp_size,
         pp_size=config.pp_size,
         dp_size=config.dp_size if config.enable_dp_attention else 1,
+        ep_size=config.ep_size,
         partition=config.pp_layer_partition,
         kv_units=config.kv_units,
         reduce_units=config.reduce_units,

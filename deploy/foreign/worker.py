@@ -7,7 +7,8 @@ ONE_RANK = "a worker has the ranks of --tp-size, --pp-size and --dp-size; start 
 NO_GROUP = "the ranks of a worker find one another by themselves"
 SPEED_ALONE = "it changes speed alone, and this engine has no such choice"
 NO_VLM = "models of this server take text"
-NO_MOE = "mixtures of experts are not supported"
+ONE_WAY = "experts are computed and exchanged in one way, which the device decides"
+NO_BALANCE = "experts stay on the ranks that hold them at start"
 NO_SPECULATION = "speculative decoding is not supported"
 NO_RELEASE = "a worker keeps its memory until it ends"
 SHARE_BY_TIME = "`tandem up --share-gpus` has a prefill and a decode worker share a GPU by time"
@@ -32,6 +33,7 @@ _RENAMED: dict[str, Entry] = {
     "--api-server-count": Renamed(("--tokenizer-worker-num",), ONE),
     **dict.fromkeys(("--tp", "--tensor-parallel-size", "-tp"), Renamed(("--tp-size",), ONE)),
     **dict.fromkeys(("--pp", "--pipeline-parallel-size", "-pp"), Renamed(("--pp-size",), ONE)),
+    **dict.fromkeys(("--ep", "--expert-parallel-size"), Renamed(("--ep-size",), ONE)),
     "--nccl-init-addr": Renamed(("--dist-init-addr",), ONE),
     "--distributed-timeout-seconds": Renamed(("--dist-timeout",), ONE),
     "--enforce-eager": Renamed(("--disable-cuda-graph",)),
@@ -129,7 +131,7 @@ _IGNORED: dict[str, Entry] = {
     "--prefix-caching-hash-algo": Ignored("prefixes below the device are found by SHA-256", ONE),
     "--h11-max-incomplete-event-size": Ignored("the bounds of HTTP heads are fixed", ONE),
     "--h11-max-header-count": Ignored("the bounds of HTTP heads are fixed", ONE),
-    "--all2all-backend": Ignored(NO_MOE, ONE),
+    "--all2all-backend": Ignored(ONE_WAY, ONE),
     "--fully-sharded-loras": Ignored("adapters are cut as the layers that they change"),
     "--disable-hybrid-kv-cache-manager": Ignored(SPEED_ALONE),
     "--enable-flashinfer-autotune": Ignored(SPEED_ALONE),
@@ -150,7 +152,6 @@ _IGNORED: dict[str, Entry] = {
     "--crash-dump-folder": Ignored("errors and stacks are in the log", ONE),
 }
 _FIXED: dict[str, Entry] = {
-    **dict.fromkeys(("--ep-size", "--ep", "--expert-parallel-size"), Fixed(("1",), NO_MOE)),
     **dict.fromkeys(("--dcp-size", "--attn-cp-size", "--decode-context-parallel-size"), _SAME_AS_ONE),
     "--prefill-context-parallel-size": _SAME_AS_ONE,
     "--convert": Fixed(("auto", "none"), "a model is served as it is"),
@@ -212,7 +213,9 @@ _MISSING: dict[str, Entry] = {
     "--decode-attention-backend": Missing("--attention-backend is for prompts and decodes"),
     "--prefill-attention-backend": Missing("--attention-backend is for prompts and decodes"),
     "--attn-dp-size": Missing("give --enable-dp-attention and --dp-size"),
-    **dict.fromkeys(("--enable-expert-parallel", "-ep"), Missing(NO_MOE)),
+    **dict.fromkeys(
+        ("--enable-expert-parallel", "--enable-ep-moe", "-ep"), Missing("give --ep-size, the ranks of --tp-size")
+    ),
     "--enable-memory-saver": Missing(NO_RELEASE),
     "--enable-sleep-mode": Missing(NO_RELEASE),
     "--kv-transfer-config": Missing("--disaggregation-mode prefill or decode says what a worker is"),
@@ -249,11 +252,11 @@ _MISSING: dict[str, Entry] = {
     "--stream-response-default-include-usage": Missing("send stream_options with include_usage"),
     "--return-tokens-as-token-ids": Missing("send return_token_ids"),
     "--enable-lmcache": Missing("give --enable-hierarchical-cache and --hicache-storage-backend file"),
-    "--enable-two-batch-overlap": Missing(NO_MOE),
+    "--enable-two-batch-overlap": Missing("steps overlap their scheduling, not one another"),
     "--enable-pdmux": Missing(SHARE_BY_TIME),
     "--pdmux-config-path": Missing(SHARE_BY_TIME),
     "--sm-group-num": Missing(SHARE_BY_TIME),
-    "--enable-eplb": Missing(NO_MOE),
+    "--enable-eplb": Missing(NO_BALANCE),
     "--lora-target-modules": Missing("adapters may change any projection that PEFT names"),
 }
 WORKER = ForeignFlags(
@@ -263,11 +266,11 @@ WORKER = ForeignFlags(
         "--spec-": NO_SPECULATION,
         "--mm-": NO_VLM,
         "--encoder-": NO_VLM,
-        "--moe-": NO_MOE,
-        "--deepep-": NO_MOE,
-        "--expert-": NO_MOE,
-        "--eplb-": NO_MOE,
-        "--elastic-ep-": NO_MOE,
+        "--moe-": ONE_WAY,
+        "--deepep-": ONE_WAY,
+        "--expert-": NO_BALANCE,
+        "--eplb-": NO_BALANCE,
+        "--elastic-ep-": "a worker ends with any of its ranks",
         "--mamba-": "models with states instead of KV are not supported",
         "--data-parallel-": ONE_RANK,
         "--dllm-": "diffusion models are not supported",

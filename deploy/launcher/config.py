@@ -22,9 +22,11 @@ class ClusterConfig(FlagSet):
     prefill_tp_size: int | None = _size("prefill", "tp-size")
     prefill_pp_size: int | None = _size("prefill", "pp-size")
     prefill_dp_size: int | None = _size("prefill", "dp-size")
+    prefill_ep_size: int | None = _size("prefill", "ep-size")
     decode_tp_size: int | None = _size("decode", "tp-size")
     decode_pp_size: int | None = _size("decode", "pp-size")
     decode_dp_size: int | None = _size("decode", "dp-size")
+    decode_ep_size: int | None = _size("decode", "ep-size")
     unified: bool = flag(False, "start one unified worker instead, without router and transfers")
     host: str = flag("127.0.0.1", "address that the router listens on (with --unified: the worker)")
     port: int = flag(

@@ -10,7 +10,8 @@ from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import check_layout, common_units
 from service.flags import ConfigError
 
-SIZES = ("tp_size", "pp_size", "dp_size")
+COUNTED = ("tp_size", "pp_size", "dp_size")  # multiply to the ranks
+SIZES = (*COUNTED, "ep_size")
 OF_DP_ATTENTION = (
     "enable_dp_attention",
     "enable_prefill_delayer",
@@ -56,7 +57,7 @@ def values_by_role(config: ClusterConfig, given: Mapping[str, Any]) -> dict[str,
 
 def num_ranks(values: Mapping[str, Any]) -> int:
     """Count the processes of a worker that compute."""
-    tp, pp, dp = (values.get(name, 1) for name in SIZES)
+    tp, pp, dp = (values.get(name, 1) for name in COUNTED)
     return int(tp * pp * (1 if values.get("enable_dp_attention") else dp))
 
 
@@ -84,6 +85,7 @@ def check_role(config: ClusterConfig, role: str, values: Mapping[str, Any], mode
             tp_size=values.get("tp_size", 1),
             pp_size=values.get("pp_size", 1),
             dp_size=_dp_attention_size(values),
+            ep_size=values.get("ep_size", 1),
             partition=values.get("pp_layer_partition", ()),
             kv_units=values.get("kv_units"),
             reduce_units=values.get("reduce_units", 0),
@@ -91,7 +93,7 @@ def check_role(config: ClusterConfig, role: str, values: Mapping[str, Any], mode
     except ConfigError as error:
         own = _own_sizes(config, role)
         text = re.sub(
-            r"--([tpd]p)-size", lambda m: f"--{role}-{m[1]}-size" if f"{m[1]}_size" in own else m[0], str(error)
+            r"--([tpde]p)-size", lambda m: f"--{role}-{m[1]}-size" if f"{m[1]}_size" in own else m[0], str(error)
         )
         raise ConfigError(text) from None
 

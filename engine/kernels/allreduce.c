@@ -10,7 +10,7 @@
 
 #include "vectors.h"
 
-#define ABI_VERSION 2
+#define ABI_VERSION 3
 #define MOST_RANKS 64
 #define RANKS_ENDED 2 /* engine/kernels/failures.py */
 #define OUT_OF_STEP 3
@@ -200,6 +200,43 @@ int tandem_rows(const struct rows *a) {
             if (a->lines[r].numbers[count & 1] != at - a->bytes) return OUT_OF_STEP;
         }
         memcpy(a->out + at, window, (size_t)(end - at));
+    }
+    return 0;
+}
+
+/* ---- some rows of a matrix that all ranks bring together: each takes those that it asks for */
+
+#define TAKES (INT64_MIN / 2) /* in a line's numbers: neither a sum nor whole rows */
+#define WORTH_THREADS (64 << 10) /* bytes */
+
+struct take {
+    const char *part;      /* [count, row_bytes], of this rank: rows `first`... of `total` */
+    char *out;             /* [wants, row_bytes] */
+    const int64_t *wanted; /* [wants] rows of the matrix, in any order, some perhaps twice */
+    struct line *lines;    /* as of sums, with the rest */
+    char *windows;         /* [2, window] bytes, a row at least */
+    const int64_t *abort;
+    int64_t row_bytes, total, first, count, wants, rank, ranks, window, threads;
+};
+
+int tandem_take(const struct take *a) {
+    struct line *own = a->lines + a->rank;
+    const int64_t size = a->row_bytes, most = a->window / size;
+    for (int64_t at = 0; at < a->total; at += most) {
+        const int64_t count = own->written, end = a->total < at + most ? a->total : at + most;
+        const int64_t from = a->first > at ? a->first : at, to = a->first + a->count < end ? a->first + a->count : end;
+        char *window = a->windows + (count & 1) * a->window;
+        if (from < to) memcpy(window + (from - at) * size, a->part + (from - a->first) * size, (size_t)((to - from) * size));
+        own->numbers[count & 1] = TAKES + at - a->total;
+        write_word(&own->written, count + 1);
+        for (int64_t r = 0; r < a->ranks; r++) {
+            const int failed = wait_for(&a->lines[r].written, count + 1, a->abort);
+            if (failed) return failed;
+            if (a->lines[r].numbers[count & 1] != TAKES + at - a->total) return OUT_OF_STEP;
+        }
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->wants * size > WORTH_THREADS)
+        for (int64_t i = 0; i < a->wants; i++)
+            if (a->wanted[i] >= at && a->wanted[i] < end) memcpy(a->out + i * size, window + (a->wanted[i] - at) * size, (size_t)size);
     }
     return 0;
 }

@@ -15,7 +15,7 @@ from engine.kernels.build import fields, load_library
 from engine.kernels.failures import failure
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 
 class _Wait(ctypes.Structure):
@@ -38,6 +38,15 @@ class _Rows(ctypes.Structure):
 
     _fields_ = fields(
         ("part", "out", "lines", "windows", "abort"), ("bytes", "begin", "size", "rank", "ranks", "window")
+    )
+
+
+class _Take(ctypes.Structure):
+    """Mirror of `struct take`."""
+
+    _fields_ = fields(
+        ("part", "out", "wanted", "lines", "windows", "abort"),
+        ("row_bytes", "total", "first", "count", "wants", "rank", "ranks", "window", "threads"),
     )
 
 
@@ -64,9 +73,15 @@ class Allreduce:
         self._wait = library.tandem_wait
         self._sum = library.tandem_sum
         self._rows = library.tandem_rows
+        self._take = library.tandem_take
         self._gather = library.tandem_gather
-        kernels = ((self._wait, _Wait), (self._sum, _Sum), (self._rows, _Rows), (self._gather, _Gather))
-        for function, args in kernels:
+        for function, args in (
+            (self._wait, _Wait),
+            (self._sum, _Sum),
+            (self._rows, _Rows),
+            (self._take, _Take),
+            (self._gather, _Gather),
+        ):
             function.argtypes = [ctypes.POINTER(args)]
 
     def wait(self, word: int, value: int, *, abort: int) -> None:
@@ -129,6 +144,51 @@ class Allreduce:
             window=window,
         )
         if failed := tape.call(self._rows, args):
+            raise failure(failed)
+        return out
+
+    def take(
+        self,
+        at: SharedLines,
+        part: torch.Tensor,
+        *,
+        first: int,
+        total: int,
+        wanted: torch.Tensor,
+        windows: int,
+        window: int,
+    ) -> torch.Tensor:
+        """[len(wanted), n]: rows `wanted` [N] i64 of the [total, n] that all ranks' `part` [T, n], dense, are together.
+
+        This one's rows begin at `first`. `windows`: as of `rows`; what is wanted follows from the step, so no tape records it.
+        """
+        count, width = part.shape
+        row_bytes = width * part.element_size()
+        assert part.is_contiguous() and 0 <= first <= first + count <= total, (part.shape, part.stride(), first, total)
+        assert wanted.dtype == torch.int64 and len(wanted.shape) == 1 and wanted.is_contiguous(), (
+            wanted.dtype,
+            wanted.shape,
+        )
+        assert 0 < row_bytes <= window, (row_bytes, window)
+        out = part.new_empty((len(wanted), width))
+        args = _Take(
+            part=part.data_ptr(),
+            out=out.data_ptr(),
+            wanted=wanted.data_ptr(),
+            lines=at.lines,
+            windows=windows,
+            abort=at.abort,
+            row_bytes=row_bytes,
+            total=total,
+            first=first,
+            count=count,
+            wants=len(wanted),
+            rank=at.rank,
+            ranks=at.ranks,
+            window=window,
+            threads=torch.get_num_threads(),
+        )
+        if failed := self._take(args):
             raise failure(failed)
         return out
 

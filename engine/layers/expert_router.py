@@ -41,7 +41,7 @@ def _in_best_groups(scores: Tensor, config: ExpertsConfig) -> Tensor:
     """Scores of the chosen groups, whose best experts have the largest sums; -inf elsewhere. After DeepSeek-V2 (arXiv:2405.04434:
     the best one) and DeepSeek-V3 (arXiv:2412.19437: the two best).
     """
-    grouped = scores.view(len(scores), config.groups, -1)
+    grouped = scores.view(len(scores), config.groups, scores.shape[1] // config.groups)
     best = _best(grouped.topk(config.group_best, dim=-1).values.sum(-1), config.chosen_groups)
     kept = torch.zeros(best.shape[0], config.groups, dtype=torch.bool, device=scores.device).scatter_(1, best, True)
     return grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).view_as(scores)

@@ -2,8 +2,10 @@
 
     x [T, hidden] -> router -> (token, rank) rows, sorted by expert -> experts -> back in order -> weighed, added by rank
 
-Every rank has a part of every expert. A token's sum runs over its experts from the best on, so its bits do not depend on the batch.
+Every rank has a part of every expert; with whole experts: expert_parallel.py. A token's sum runs over its experts from the best on, so its bits do not depend on the batch.
 """
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -16,29 +18,20 @@ from engine.layers.row_linear import summed
 from engine.model_files.experts_config import ExpertNames, ExpertsConfig
 from engine.models.part import ModelPart
 from engine.parallel.collectives import tree_sum
+from engine.parallel.layout import Cut
 
 
 class ExpertMLP:
     """As `FeedForward`. It has no sites: adapters do not change experts."""
 
     def __init__(self, part: ModelPart, prefix: str, experts: ExpertsConfig, names: ExpertNames) -> None:
-        hidden, checkpoint = part.config.hidden_size, part.checkpoint
-        router = checkpoint.take(f"{prefix}{names.router}.weight", [experts.count, hidden])
-        bias = None
-        if experts.sigmoid:
-            bias = checkpoint.take(
-                f"{prefix}{names.router}.e_score_correction_bias", [experts.count], dtype=torch.float32
-            )
-        self._router = ExpertRouter(router, bias, experts)
+        self._router = load_router(part, prefix, experts, names)
         cut, segments = part.mlp_cut(experts.intermediate), part.mlp_segments
-        gate_up, down = [], []
-        for index in range(experts.count):
-            of_one = f"{prefix}{names.experts}.{index}."
-            both = [f"{of_one}{name}.weight" for name in (names.gate, names.up)]
-            gate_up.append(checkpoint.take_rows(both, [cut, cut], [hidden]))
-            down.append(checkpoint.take(f"{of_one}{names.down}.weight", [hidden, cut]))
-        self._experts = Experts(gate_up, down, segments=segments)
-        self._shared = _Shared(part, f"{prefix}{names.shared}.", experts) if experts.shared_intermediate else None
+        self._experts = load_experts(part, prefix, names, range(experts.count), cut=cut, segments=segments)
+        self._shared = None
+        if experts.shared_intermediate:
+            cut = part.mlp_cut(experts.shared_intermediate)
+            self._shared = SharedExpert(part, f"{prefix}{names.shared}.", cut, segments=segments)
         self._count, self._per_token = experts.count, experts.per_token
         self._collectives, self._exchange = part.collectives, part.exchange
         self._no_rows = part.no_rows()
@@ -76,20 +69,48 @@ class ExpertMLP:
     def _weighed(self, answers: Tensor, order: Tensor, weights: Tensor) -> Tensor:
         """[T, hidden] of `answers` [T * per_token, hidden], which are in `order`."""
         ranked = torch.empty_like(answers).index_copy_(0, order, answers).view(*weights.shape, -1)
-        total = ranked[:, 0] * weights[:, :1]
-        for rank in range(1, self._per_token):
-            total += ranked[:, rank] * weights[:, rank : rank + 1]
-        return total
+        return weighed(ranked, weights)
 
 
-class _Shared:
-    """The expert of all tokens."""
+def load_router(part: ModelPart, prefix: str, experts: ExpertsConfig, names: ExpertNames) -> ExpertRouter:
+    checkpoint = part.checkpoint
+    weight = checkpoint.take(f"{prefix}{names.router}.weight", [experts.count, part.config.hidden_size])
+    bias = None
+    if experts.sigmoid:
+        bias = checkpoint.take(f"{prefix}{names.router}.e_score_correction_bias", [experts.count], dtype=torch.float32)
+    return ExpertRouter(weight, bias, experts)
 
-    def __init__(self, part: ModelPart, prefix: str, experts: ExpertsConfig) -> None:
-        hidden, cut = part.config.hidden_size, part.mlp_cut(experts.shared_intermediate)
+
+def load_experts(
+    part: ModelPart, prefix: str, names: ExpertNames, experts: Iterable[int], *, cut: Cut, segments: int
+) -> Experts:
+    """The products of `experts`, of whose intermediate this rank has `cut`."""
+    hidden, checkpoint = part.config.hidden_size, part.checkpoint
+    gate_up, down = [], []
+    for index in experts:
+        of_one = f"{prefix}{names.experts}.{index}."
+        both = [f"{of_one}{name}.weight" for name in (names.gate, names.up)]
+        gate_up.append(checkpoint.take_rows(both, [cut, cut], [hidden]))
+        down.append(checkpoint.take(f"{of_one}{names.down}.weight", [hidden, cut]))
+    return Experts(gate_up, down, segments=segments)
+
+
+def weighed(answers: Tensor, weights: Tensor) -> Tensor:
+    """[T, n]: the sum of `answers` [T, k, n], each times its one of `weights` [T, k], in their order."""
+    total = answers[:, 0] * weights[:, :1]
+    for rank in range(1, weights.shape[1]):
+        total += answers[:, rank] * weights[:, rank : rank + 1]
+    return total
+
+
+class SharedExpert:
+    """The expert of all tokens. `cut`: what this rank has of its intermediate."""
+
+    def __init__(self, part: ModelPart, prefix: str, cut: Cut, *, segments: int) -> None:
+        hidden = part.config.hidden_size
         self._gate_up, _ = part.columns([f"{prefix}gate_proj", f"{prefix}up_proj"], [cut, cut])
         down = part.checkpoint.take(f"{prefix}down_proj.weight", [hidden, cut])
-        self._width = len(cut) // part.mlp_segments
+        self._width = len(cut) // segments
         self._downs = [sums_matrix(piece.contiguous(), None, segments=1) for piece in torch.split(down, self._width, 1)]
 
     def __call__(self, x: Tensor) -> list[Tensor]:

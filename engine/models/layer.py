@@ -10,6 +10,7 @@ from engine.layers.rope import Turn
 from engine.model_files.families import FAMILIES
 from engine.models.attention import Attend, Attention
 from engine.models.expert_mlp import ExpertMLP
+from engine.models.expert_parallel import ExpertParallelMLP
 from engine.models.mla import LatentAttention
 from engine.models.part import ModelPart
 from engine.models.shared_mlp import SharedMLP
@@ -64,10 +65,12 @@ class Layer:
         self._mlp.join()
 
 
-def _feed_forward(part: ModelPart, index: int) -> "_MLP | SharedMLP | ExpertMLP":
+def _feed_forward(part: ModelPart, index: int) -> "_MLP | SharedMLP | ExpertMLP | ExpertParallelMLP":
     prefix, experts = f"model.layers.{index}.", part.config.experts
     if experts is not None and not part.config.is_dense(index):
-        return ExpertMLP(part, prefix, experts, FAMILIES[part.config.architecture].expert_names)
+        names = FAMILIES[part.config.architecture].expert_names
+        kind = ExpertMLP if part.place.ep_size == 1 else ExpertParallelMLP
+        return kind(part, prefix, experts, names)
     if part.exchange is not None:
         return SharedMLP(part, f"{prefix}mlp.", exchange=part.exchange)
     return _MLP(part, f"{prefix}mlp.")

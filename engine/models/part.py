@@ -44,6 +44,7 @@ class ModelPart:
         self.exchange = exchange
         self._segments = max(1, reduce_units // place.tp_size)
         self.mlp_segments = max(1, reduce_units // place.mlp_size)
+        self.whole_segments = max(1, reduce_units)  # of what one rank computes alone
         self.q = Cut(config.num_heads, self.share.heads).times(config.head_dim)
         self.kv = Cut(config.num_kv_heads, self.share.kv_heads).times(config.head_dim)
 

@@ -15,6 +15,8 @@ from engine.kernels.failures import OUT_OF_STEP, failure
 from engine.parallel.region import SharedRegion
 from engine.parallel.region_plan import FLOAT_BYTES
 
+TAKES = -(1 << 62)  # as in allreduce.c
+
 
 class Collectives(Protocol):
     """The ranks of one stage. A call returns when all ranks made it; it raises RanksEnded (engine/kernels/failures.py) once the
@@ -95,6 +97,19 @@ class SharedMemoryCollectives:
             return self._kernels.rows(self._to_sum, part, first=first, total=total, windows=windows, window=window)
         return self._gather_rows_by_torch(part, first, total)
 
+    def take_rows(self, part: Tensor, *, first: int, total: int, wanted: Tensor) -> Tensor:
+        """[len(wanted), n]: rows `wanted` [N] i64 of all ranks' `part` [T, n], dense, end to end; this one's begin at `first`.
+
+        Each rank may want others: an all-to-all. All `total` rows are brought.
+        """
+        windows = self._windows[0].numel() * FLOAT_BYTES
+        if self._kernels is not None:
+            at = self._windows.data_ptr()
+            return self._kernels.take(
+                self._to_sum, part, first=first, total=total, wanted=wanted, windows=at, window=windows
+            )
+        return self._take_rows_by_torch(part, first, total, wanted)
+
     def gather_columns(self, part: Tensor, *, columns: range, total: int) -> Tensor | None:
         rows = len(part)
         assert rows * total <= len(self._logits), f"{rows} x {total} logits in memory for {len(self._logits)}"
@@ -136,6 +151,22 @@ class SharedMemoryCollectives:
                 window[start - at : stop - at] = brought[start - begin : stop - begin]
             self._meet(at - len(flat))  # below 0: no sum
             piece.copy_(window)
+        return out
+
+    def _take_rows_by_torch(self, part: Tensor, first: int, total: int, wanted: Tensor) -> Tensor:
+        out = part.new_empty((len(wanted), part.shape[1]))
+        size = part.shape[1] * part.element_size()
+        most = self._windows[0].numel() * FLOAT_BYTES // size
+        for at in range(0, total, most):
+            end = min(at + most, total)
+            window = self._windows[self._written % 2].view(-1).view(torch.uint8)[: (end - at) * size]
+            rows = window.view(part.dtype).view(end - at, -1)
+            start, stop = max(first, at), min(first + len(part), end)
+            if start < stop:
+                rows[start - at : stop - at] = part[start - first : stop - first]
+            self._meet(TAKES + at - total)
+            here = ((wanted >= at) & (wanted < end)).nonzero().view(-1)
+            out[here] = rows[wanted[here] - at]
         return out
 
     @property

@@ -20,7 +20,8 @@ from service.flags import ConfigError
 class Place:
     """A rank in its group. `partition`: layers of each stage (`--pp-layer-partition`); (): balanced by bytes.
 
-    `dp_rank`, `dp_size`: with DP attention, which group of `tp_size` ranks it is in, of those that share the MLPs.
+    `dp_rank`, `dp_size`: with DP attention, which group of `tp_size` ranks it is in, of those that share the MLPs. `ep_size`: these
+    ranks, where each holds whole experts (expert parallel), or 1: each has a part of every expert.
     """
 
     tp_rank: int = 0
@@ -29,11 +30,13 @@ class Place:
     pp_size: int = 1
     dp_rank: int = 0
     dp_size: int = 1
+    ep_size: int = 1
     partition: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert 0 <= self.tp_rank < self.tp_size and 0 <= self.pp_rank < self.pp_size, self
         assert 0 <= self.dp_rank < self.dp_size and (self.dp_size == 1 or self.pp_size == 1), self
+        assert self.ep_size in (1, self.mlp_size), self
 
     @property
     def mlp_rank(self) -> int:
@@ -149,6 +152,7 @@ def check_layout(
     tp_size: int,
     pp_size: int,
     dp_size: int = 1,
+    ep_size: int = 1,
     partition: Sequence[int] = (),
     kv_units: int | None = None,
     reduce_units: int = 0,
@@ -157,9 +161,13 @@ def check_layout(
 
     `dp_size`: of DP attention, whose ranks `tp_size` counts all. `reduce_units`: 0 is off.
     """
-    if problem := _tp_problem(config, tp_size, dp_size):
+    if ep_size > 1:
+        _check_experts(config, tp_size, ep_size)
+    if problem := _tp_problem(config, tp_size, dp_size, ep_size):
         most = config.num_heads * dp_size
-        fitting = [size for size in range(1, most + 1) if _tp_problem(config, size, dp_size) is None]
+        fitting = [
+            size for size in range(1, most + 1) if _tp_problem(config, size, dp_size, min(ep_size, size)) is None
+        ]
         others = f" with --dp-size {dp_size}" if dp_size > 1 else ""
         remedy = f"choose {_listed(fitting)}" if fitting else "choose another --dp-size"
         raise ConfigError(f"--tp-size {tp_size}{others}: {problem}; {remedy}")
@@ -170,7 +178,7 @@ def check_layout(
         _check_reduce_units(config, tp_size, reduce_units)
 
 
-def _tp_problem(config: ModelConfig, tp_size: int, dp_size: int) -> str | None:
+def _tp_problem(config: ModelConfig, tp_size: int, dp_size: int, ep_size: int) -> str | None:
     if tp_size % dp_size:
         return "DP attention needs as many ranks in each DP rank"
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, tp_size // dp_size
@@ -179,12 +187,35 @@ def _tp_problem(config: ModelConfig, tp_size: int, dp_size: int) -> str | None:
         return f"{each}does not divide the model's {heads} attention heads"
     if kv_heads % size and size % kv_heads:
         return f"{each}neither divides the model's {kv_heads} KV heads nor is a multiple of them"
-    for name, width in config.mlp_sizes().items():
+    for name, width in _cut_sizes(config, ep_size).items():
         if width % tp_size:
             return f"does not divide the model's {name} {width}"
     if config.vocab_size < size:
         return f"{each}exceeds the model's vocabulary of {config.vocab_size}"
     return None
+
+
+def _cut_sizes(config: ModelConfig, ep_size: int) -> dict[str, int]:
+    """Intermediates that are cut over ranks: experts are not where each rank holds whole ones."""
+    if ep_size == 1:
+        return config.mlp_sizes()
+    assert config.experts is not None
+    return {"intermediate_size": config.intermediate_size} if config.experts.dense_layers else {}
+
+
+def _check_experts(config: ModelConfig, tp_size: int, ep_size: int) -> None:
+    if config.experts is None:
+        raise ConfigError(f"--ep-size {ep_size}: the model has no experts; leave it out")
+    if ep_size != tp_size:
+        raise ConfigError(
+            f"--ep-size {ep_size}: each rank holds whole experts, or a part of every one; give --tp-size, {tp_size}, or 1"
+        )
+    count = config.experts.count
+    if count % ep_size:
+        fitting = [size for size in range(1, count + 1) if count % size == 0]
+        raise ConfigError(
+            f"--ep-size {ep_size}: does not divide the model's {count} experts; choose {_listed(fitting)}"
+        )
 
 
 def _check_stages(config: ModelConfig, pp_size: int, partition: Sequence[int]) -> None:

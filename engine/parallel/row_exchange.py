@@ -20,27 +20,39 @@ class RowExchange:
 
     def __init__(self, ranks: SharedMemoryCollectives, *, place: Place) -> None:
         assert (ranks.rank, ranks.size) == (place.mlp_rank, place.mlp_size), place
-        self._ranks = ranks
+        self.ranks = ranks
         self._dp_rank = place.dp_rank
         self._brings = place.tp_rank == 0
-        self._first = self._total = 0
+        self.first = self._total = 0  # where the own rows begin among those of all
+        self._own = 0
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Take the rows of each DP rank in the next forward, padding included. All ranks give the same."""
-        self._first, self._total = sum(tokens[: self._dp_rank]), sum(tokens)
+        self.first, self._total = sum(tokens[: self._dp_rank]), sum(tokens)
+        self._own = tokens[self._dp_rank]
 
     def compute(self, own: Tensor, partial: Callable[[Tensor], Tensor]) -> Tensor:
         """[T, n] in `own`'s type: the rows of `own` [T, hidden] in the sum over all ranks of `partial`, float32, of all rows."""
         return self._sum(partial(self._gather(own)), own_rows=len(own), dtype=own.dtype)
 
+    def everywhere(self, own: Tensor) -> Tensor:
+        """[all rows, n] of the `own` [T, n] i64 of every DP rank; -1 where a row is padding."""
+        padding = torch.nn.functional.pad(own, (0, 0, 0, self._own - len(own)), value=-1)
+        return self._gather(padding)
+
+    def take(self, own: Tensor, wanted: Tensor) -> Tensor:
+        """[len(wanted), n]: rows `wanted` [N] i64 of those of all DP ranks, of which this one has `own` [T, n]."""
+        part = own if self._brings else own[:0]
+        return self.ranks.take_rows(part, first=self.first, total=self._total, wanted=wanted)
+
     def _gather(self, own: Tensor) -> Tensor:
         """[all rows, n] of the `own` [T, n] of every DP rank."""
         part = own if self._brings else own[:0]
-        return self._ranks.gather_rows(part, first=self._first, total=self._total)
+        return self.ranks.gather_rows(part, first=self.first, total=self._total)
 
     def _sum(self, partial: Tensor, *, own_rows: int, dtype: torch.dtype) -> Tensor:
         """[own_rows, n] `dtype`, of the sum of all ranks' `partial` [all rows, n] float32."""
-        rows = range(self._first, self._first + own_rows)
+        rows = range(self.first, self.first + own_rows)
         if dtype == torch.float16:
-            return self._ranks.sum_rows(partial, rows=rows, dtype=torch.float32).to(dtype)
-        return self._ranks.sum_rows(partial, rows=rows, dtype=dtype)
+            return self.ranks.sum_rows(partial, rows=rows, dtype=torch.float32).to(dtype)
+        return self.ranks.sum_rows(partial, rows=rows, dtype=dtype)

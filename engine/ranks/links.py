@@ -67,6 +67,7 @@ def place_of(rank: int, config: EngineConfig, *, dp_rank: int = 0) -> Place:
         pp_size=config.pp_size,
         dp_rank=dp_rank if config.enable_dp_attention else 0,
         dp_size=config.dp_size if config.enable_dp_attention else 1,
+        ep_size=config.ep_size,
         partition=config.pp_layer_partition,
     )
 

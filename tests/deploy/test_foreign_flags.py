@@ -95,10 +95,6 @@ def test_a_command_line_of_a_routers_users(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (
-            ["--ep-size", "2"],
-            "--ep-size: mixtures of experts are not supported; got '2', and 1 is what this server does",
-        ),
         (["--dcp-size", "8"], "--dcp-size: a worker has the ranks of --tp-size, --pp-size and --dp-size"),
         (["--quantization", "fp8"], "--quantization: weights run in --dtype"),
         (
@@ -107,8 +103,9 @@ def test_a_command_line_of_a_routers_users(capsys: Capture) -> None:
         ),
         (["--speculative-algorithm", "EAGLE"], "--speculative-algorithm: speculative decoding is not supported"),
         (["--speculative_config", "{}"], "--speculative-config: speculative decoding"),
-        (["--ep-size"], "--ep-size: expected one argument"),
-        (["--ep-size", "--port", "1"], "--ep-size: expected one argument"),
+        (["--quantization"], "--quantization: expected one argument"),
+        (["--quantization", "--port", "1"], "--quantization: expected one argument"),
+        (["--enable-expert-parallel"], "--enable-expert-parallel: give --ep-size, the ranks of --tp-size"),
         (["--trust-remote-code", "yes"], "unknown argument 'yes'"),
         (["--max-model-len", "x"], "--context-length: must be a whole number, got 'x'"),
         (

@@ -15,6 +15,7 @@ EVENTS = '{"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0
 NODES = {"nnodes": 2, "dist_init_addr": "127.0.0.1:1"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tp_size": 3}, "--tp-size 3: does not divide the model's 8 attention heads; choose 1, 2, 4 or 8"),
+    ({"tp_size": 2, "ep_size": 2}, "--ep-size 2: the model has no experts; leave it out"),
     ({"pp_size": 2, "stream": "inline"}, "--stream inline: --pp-size 2 computes several steps at once"),
     (
         {"tp_size": 2, **NODES, "hicache_storage_backend": "file"},
@@ -37,6 +38,23 @@ def test_ports_of_events_that_are_free_or_apart_are_taken() -> None:
     for events in (EVENTS.replace("5558", "5559"), EVENTS.replace("5558", "*"), EVENTS.replace("5557", "0")):
         config = EngineConfig(model_path=WIDE_MODEL_PATH, dp_size=2, kv_events_config=events)
         check_ranks(config, load_model_config(WIDE_MODEL_PATH))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            {"tp_size": 4, "ep_size": 2},
+            "--ep-size 2: each rank holds whole experts, or a part of .*; give --tp-size, 4, or 1",
+        ),
+        ({"ep_size": 2}, "--ep-size 2: .*give --tp-size, 1, or 1"),
+        ({"tp_size": 3, "ep_size": 3}, "--ep-size 3: does not divide the model's 8 experts; choose 1, 2, 4 or 8"),
+    ],
+)
+def test_ranks_that_cannot_hold_whole_experts_are_refused(tmp_path: Path, flags: dict[str, Any], said: str) -> None:
+    path = make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    with pytest.raises(ConfigError, match=said):
+        check_ranks(EngineConfig(model_path=path, **flags), load_model_config(path))
 
 
 def test_adapters_over_stages_of_a_mixture_are_refused(tmp_path: Path) -> None:

@@ -249,3 +249,37 @@ def test_logits_are_gathered_in_place_until_the_next_gather(kind: str) -> None:
     leader, *others = run_ranks(RegionPlan(ranks=3, logits_rows=4, vocab=20), work)
     assert others == [[], []]
     assert all(torch.equal(got, whole) for got, whole in zip(leader, steps, strict=True))
+
+
+@given(
+    counts=st.lists(st.integers(0, 6), min_size=2, max_size=5).filter(any),
+    columns=st.integers(1, 40),
+    window=st.sampled_from([48, 4096]),
+    by_c=st.sampled_from(KINDS),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60)
+def test_each_rank_takes_the_rows_that_it_asks_for(
+    counts: list[int], columns: int, window: int, by_c: str, seed: int
+) -> None:
+    """In any order and number; a sum before and behind finds its windows."""
+    rng = torch.Generator().manual_seed(seed)
+    total, firsts = sum(counts), [sum(counts[:rank]) for rank in range(len(counts))]
+    brought = [torch.randn((n, columns), generator=rng) for n in counts]
+    wanted = [
+        torch.randint(0, total, (int(n),), generator=rng) for n in torch.randint(0, 12, (len(counts),), generator=rng)
+    ]
+    partials = partials_of(len(counts), 3, columns, seed=seed)
+
+    def work(rank: SharedMemoryCollectives) -> tuple[Tensor, Tensor, Tensor]:
+        own = rank.rank
+        before = rank.sum(partials[own], dtype=torch.float32)
+        rows = rank.take_rows(brought[own], first=firsts[own], total=total, wanted=wanted[own])
+        return before, rows, rank.sum(partials[own], dtype=torch.float32)
+
+    with without_c() if by_c == "torch" else contextlib.nullcontext():
+        answers = run_ranks(RegionPlan(ranks=len(counts), window=window), work)
+    whole, expected = torch.cat(brought), one_by_one(partials, torch.float32)
+    for own, (before, rows, behind) in enumerate(answers):
+        assert torch.equal(rows, whole[wanted[own]])
+        assert torch.equal(before, expected) and torch.equal(behind, expected)
