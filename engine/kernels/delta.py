@@ -1,0 +1,108 @@
+"""The gated delta rule in delta.c. C trusts its arguments: they are asserted before each call."""
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.kernels import tape
+from engine.kernels.build import fields, load_library
+from engine.kernels.conv import DTYPES
+from engine.kernels.state_rows import StateRows
+
+SOURCE = Path(__file__).with_suffix(".c")
+ABI_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """Of one layer, fp32: `decay` [value heads] is -exp(A_log), `bias` [value heads] that of time, `norm` [values] of the output."""
+
+    decay: Tensor
+    bias: Tensor
+    norm: Tensor
+    eps: float
+
+
+class _Args(ctypes.Structure):
+    """Mirror of `struct delta` in delta.c."""
+
+    _fields_ = fields(
+        ("step", "mixed", "gates", "z", "decay", "bias", "norm", "state", "sums", "out"),
+        (
+            "gates_stride",
+            "z_stride",
+            "slot_stride_bytes",
+            "key_heads",
+            "value_heads",
+            "keys",
+            "values",
+            "is_bf16",
+            "threads",
+        ),
+        ("eps",),
+    )
+
+
+class DeltaKernel:
+    """A row's bits depend on its request alone, not on how the tokens of this are cut into steps."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        assert library.tandem_delta_abi() == ABI_VERSION
+        self._call = library.tandem_delta
+        self._call.argtypes = [ctypes.POINTER(_Args)]
+
+    def __call__(
+        self, mixed: Tensor, gates: Tensor, z: Tensor, weights: DeltaWeights, state: Tensor, rows: StateRows
+    ) -> Tensor:
+        """norm(o) * silu(z) [T, value heads * values], and the state behind it.
+
+        mixed [T, q | k | v] dense; gates [T, 2 * value heads], beta before time; z [T, value heads * values]; state
+        [slots, value heads, keys, values] fp32. An even number of keys.
+        """
+        value_heads, keys, values = state.shape[1:]
+        num_rows, width = mixed.shape
+        key_heads, rest = divmod(width - value_heads * values, 2 * keys)
+        assert rest == 0 and value_heads % key_heads == 0 and keys % 2 == 0, (mixed.shape, state.shape)
+        assert mixed.dtype == gates.dtype == z.dtype and mixed.dtype in DTYPES and mixed.is_contiguous(), mixed.dtype
+        assert gates.shape == (num_rows, 2 * value_heads) and z.shape == (num_rows, value_heads * values), z.shape
+        assert gates.stride(1) == z.stride(1) == 1, (gates.stride(), z.stride())
+        assert state.dtype == torch.float32 and state.stride()[1:] == (keys * values, values, 1), state.stride()
+        for vector, size in ((weights.decay, value_heads), (weights.bias, value_heads), (weights.norm, values)):
+            assert vector.shape == (size,) and vector.dtype == torch.float32 and vector.is_contiguous(), vector.shape
+        sums = tape.empty((num_rows, value_heads * values), torch.float32)
+        out = tape.empty((num_rows, value_heads * values), mixed.dtype)
+        args = _Args(
+            step=rows.address,
+            mixed=mixed.data_ptr(),
+            gates=gates.data_ptr(),
+            z=z.data_ptr(),
+            decay=weights.decay.data_ptr(),
+            bias=weights.bias.data_ptr(),
+            norm=weights.norm.data_ptr(),
+            state=state.data_ptr(),
+            sums=sums.data_ptr(),
+            out=out.data_ptr(),
+            gates_stride=gates.stride(0),
+            z_stride=z.stride(0),
+            slot_stride_bytes=state.stride(0) * state.itemsize,
+            key_heads=key_heads,
+            value_heads=value_heads,
+            keys=keys,
+            values=values,
+            is_bf16=mixed.dtype == torch.bfloat16,
+            threads=torch.get_num_threads(),
+            eps=weights.eps,
+        )
+        tape.call(self._call, args)
+        return out
+
+
+@cache
+def delta_kernel() -> DeltaKernel | None:
+    """None where there is no compiler (logged)."""
+    library = load_library(SOURCE)
+    return None if library is None else DeltaKernel(library)
