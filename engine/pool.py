@@ -23,8 +23,8 @@ def held_by(config: EngineConfig, model: ModelConfig, place: Place) -> HeldKV:
     return HeldKV(
         units_of(model, place, config.kv_units),
         model_units(model, tp_size=place.tp_size, kv_units=config.kv_units),
-        share_of(model, place).layers,
-        model.num_layers,
+        model.kv_layers(share_of(model, place).layers),
+        len(model.kv_layers(range(model.num_layers))),
     )
 
 

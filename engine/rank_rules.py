@@ -55,10 +55,11 @@ def check_ranks(config: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError(
             f"--stream inline: --pp-size {config.pp_size} computes several steps at once; leave the flag out"
         )
-    if config.pp_size > 1 and config.enable_lora and model.experts is not None:
+    mixed = model.experts is not None or model.recurrent is not None
+    if config.pp_size > 1 and config.enable_lora and mixed:
         raise ConfigError(
-            f"--enable-lora: --pp-size {config.pp_size} gives stages of a mixture of experts unlike layers, of which one rank does not "
-            "know another's; divide by --tp-size"
+            f"--enable-lora: --pp-size {config.pp_size} gives stages of a model with experts or recurrent states unlike layers, of which "
+            "one rank does not know another's; divide by --tp-size"
         )
     if config.hicache_storage_backend is not None and config.nnodes > 1:
         raise ConfigError(

@@ -58,6 +58,10 @@ def study_of(config: PlanConfig) -> Study:
             f"--model-path {config.model_path}: the cost model knows dense models; a mixture of experts reads other weights in "
             "each step"
         )
+    if model.recurrent is not None:
+        raise ConfigError(
+            f"--model-path {config.model_path}: the cost model knows memory that grows with a request, not recurrent states"
+        )
     profile = profile_of(config)
     layouts = _layouts(
         config.layouts, num_workers=config.num_workers, tps=config.tp_size or ((profile.tp_size,) if profile else (1,))

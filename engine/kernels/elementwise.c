@@ -3,7 +3,7 @@
  */
 #include "rows.h"
 
-#define ABI_VERSION 3
+#define ABI_VERSION 4
 #define PARALLEL_ELEMENTS 32768 /* fewer are not worth waking threads for */
 
 /* A head, in place: rounded after the norm, after its weight, after the cosine and at the end. */
@@ -91,5 +91,21 @@ struct gate {
 int tandem_silu_mul(const struct gate *a) {
 #pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->rows * a->width >= PARALLEL_ELEMENTS)
     for (int64_t r = 0; r < a->rows; r++) gate_row(a->x + r * 2 * a->width, a->x + r * 2 * a->width + a->width, a->out + r * a->width, a->width);
+    return 0;
+}
+
+struct sigmoid_gate {
+    const bf16 *gates; /* [rows, width], gates_stride apart; width a multiple of 16 */
+    const bf16 *x;     /* [rows, width] dense */
+    bf16 *out;
+    int64_t gates_stride, rows, width, threads;
+};
+
+/* out = sigmoid(gates) * x. */
+int tandem_sigmoid_mul(const struct sigmoid_gate *a) {
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->rows * a->width >= PARALLEL_ELEMENTS)
+    for (int64_t r = 0; r < a->rows; r++)
+        for (int64_t i = 0; i < a->width; i += LANES)
+            store_bf16(a->out + r * a->width + i, round_bf16(sigmoids(load_bf16(a->gates + r * a->gates_stride + i))) * load_bf16(a->x + r * a->width + i));
     return 0;
 }

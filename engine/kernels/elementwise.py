@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engine.kernels.triton_elementwise import TritonElementwise
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 3
+ABI_VERSION = 4
 LANES = 16  # widths are multiples of it
 
 
@@ -42,6 +42,12 @@ class _Gate(ctypes.Structure):
     _fields_ = fields(("x", "out"), ("rows", "width", "threads"))
 
 
+class _SigmoidGate(ctypes.Structure):
+    """Mirror of `struct sigmoid_gate`."""
+
+    _fields_ = fields(("gates", "x", "out"), ("gates_stride", "rows", "width", "threads"))
+
+
 class Elementwise:
     """The kernels of elementwise.c. A row gives the same bits in any batch."""
 
@@ -51,7 +57,14 @@ class Elementwise:
         self._add = library.tandem_add
         self._norm_turn = library.tandem_norm_turn
         self._silu_mul = library.tandem_silu_mul
-        mirrors = ((self._rms_norm, _Norm), (self._add, _Norm), (self._norm_turn, _Turn), (self._silu_mul, _Gate))
+        self._sigmoid_mul = library.tandem_sigmoid_mul
+        mirrors = (
+            (self._rms_norm, _Norm),
+            (self._add, _Norm),
+            (self._norm_turn, _Turn),
+            (self._silu_mul, _Gate),
+            (self._sigmoid_mul, _SigmoidGate),
+        )
         for function, args in mirrors:
             function.argtypes = [ctypes.POINTER(args)]
 
@@ -117,6 +130,24 @@ class Elementwise:
         out = tape.empty((rows, width), x.dtype)
         args = _Gate(x=_address(x), out=out.data_ptr(), rows=rows, width=width, threads=torch.get_num_threads())
         tape.call(self._silu_mul, args)
+        return out
+
+    def sigmoid_mul(self, gates: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """[T, width]: sigmoid(gates) * x for x [T, width]; `gates` may be columns of a wider tensor."""
+        (rows, width), out = x.shape, tape.empty(x.shape, x.dtype)
+        assert gates.shape == x.shape and gates.dtype == x.dtype and gates.stride(1) == 1 and width % LANES == 0, (
+            x.shape
+        )
+        args = _SigmoidGate(
+            gates=gates.data_ptr(),
+            x=_address(x),
+            out=out.data_ptr(),
+            gates_stride=gates.stride(0),
+            rows=rows,
+            width=width,
+            threads=torch.get_num_threads(),
+        )
+        tape.call(self._sigmoid_mul, args)
         return out
 
 

@@ -43,6 +43,14 @@ INLINE f16v silu(f16v x) {
     return x * above / (one + small);
 }
 
+/* 1 / (1 + e^-x), from e^-|x|. */
+INLINE f16v sigmoids(f16v x) {
+    const i16v negative = x < 0.0f;
+    const f16v small = exp_nonpositive((f16v)((i16v)x | (int32_t)0x80000000));
+    const f16v one = (f16v){0} + 1.0f;
+    return (f16v)(((i16v)small & negative) | ((i16v)one & ~negative)) / (one + small);
+}
+
 INLINE void gate_row(const bf16 *gate, const bf16 *up, bf16 *out, int64_t width) {
     for (int64_t i = 0; i < width; i += LANES) store_bf16(out + i, round_bf16(silu(load_bf16(gate + i))) * load_bf16(up + i));
 }

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from engine.kernels.elementwise import LANES, elementwise_for
+from engine.kernels.elementwise import LANES, elementwise_for, elementwise_on_cpu
 from engine.kernels.linear import PANEL, LinearKernel, PackedMatrix, linear_kernel
 from engine.layers.norm import Normed, RMSNorm
 from engine.parallel.collectives import tree_sum
@@ -187,3 +187,9 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
         return kernel.silu_mul(x)
     gate, up = torch.split(x, x.shape[-1] // 2, dim=-1)
     return functional.silu(gate).mul_(up)
+
+
+def sigmoid_mul(gates: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """sigmoid(gates) * x, both [T, width]; rounded after the sigmoid and at the end. `gates` may be columns of a wider tensor."""
+    kernel = elementwise_on_cpu(x)
+    return torch.sigmoid(gates).mul_(x) if kernel is None else kernel.sigmoid_mul(gates, x)

@@ -10,7 +10,7 @@ from engine.kernels.state_rows import StateRows
 from engine.kv.state_pool import StatePool
 
 
-class Span(NamedTuple):
+class RequestRows(NamedTuple):
     """Rows `first`.. `end` of a step are one request's. `decodes`: it is one token of an answer."""
 
     first: int
@@ -31,7 +31,7 @@ class StepStates:
     def __init__(self, pool: StatePool) -> None:
         self._pool = pool
         self.rows = StateRows(pool) if pool.device.type == "cpu" else None  # what C kernels read
-        self.spans: Sequence[Span] = ()
+        self.spans: Sequence[RequestRows] = ()
         self.slots = torch.zeros(0, dtype=torch.int64, device=pool.device)
 
     def begin(self) -> None:
@@ -40,7 +40,7 @@ class StepStates:
         if self.rows is not None:
             self.rows.begin(step)
         riders = {*(step.riders or ())} if step.extend else {*range(len(step.q_lens))}
-        self.spans = [Span(first, end, i in riders) for i, (first, end) in enumerate(step.spans())]
+        self.spans = [RequestRows(first, end, i in riders) for i, (first, end) in enumerate(step.spans())]
         self.slots = step.state_slots.to(torch.int64)
 
     def of(self, layer: int) -> LayerStates:

@@ -1,13 +1,16 @@
 """The experts of a mixture (MoE), from the fields of config.json, checked. Never torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.model_files.fields import Fields
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names in the checkpoint, behind a layer's prefix. `router`, `experts`: their places; `gate`, `up`, `down`: an expert's matrices."""
+    """Names in the checkpoint, behind a layer's prefix. `router`, `experts`: their places; `gate`, `up`, `down`: an expert's matrices.
+
+    `shared_gate`: what the sigmoid that weighs the shared expert comes from; "": its weight is 1.
+    """
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
@@ -15,9 +18,11 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "mlp.shared_experts"
+    shared_gate: str = ""
 
 
 PLAIN_NAMES = ExpertNames()
+QWEN_SHARED_NAMES = ExpertNames(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
 MIXTRAL_NAMES = ExpertNames(
     router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
 )
@@ -57,7 +62,7 @@ def read_mixtral(fields: Fields, num_layers: int) -> ExpertsConfig:
     )
 
 
-def read_qwen3(fields: Fields, num_layers: int) -> ExpertsConfig:
+def read_qwen3(fields: Fields, num_layers: int, *, normalized: bool = False) -> ExpertsConfig:
     step = fields.count("decoder_sparse_step", default=1)
     named = fields.get("mlp_only_layers") or []
     if not isinstance(named, list):
@@ -70,9 +75,14 @@ def read_qwen3(fields: Fields, num_layers: int) -> ExpertsConfig:
             per_token=fields.count("num_experts_per_tok"),
             intermediate=fields.count("moe_intermediate_size"),
             dense_layers=dense,
-            normalized=fields.flag("norm_topk_prob", default=False),
+            normalized=fields.flag("norm_topk_prob", default=normalized),
         ),
     )
+
+
+def read_qwen3_next(fields: Fields, num_layers: int) -> ExpertsConfig:
+    shared = fields.count("shared_expert_intermediate_size", default=512)
+    return replace(read_qwen3(fields, num_layers, normalized=True), shared_intermediate=shared)
 
 
 def read_glm4(fields: Fields, num_layers: int) -> ExpertsConfig:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from engine.model_files.experts_config import (
     MIXTRAL_NAMES,
     PLAIN_NAMES,
+    QWEN_SHARED_NAMES,
     ExpertNames,
     ExpertsConfig,
     read_deepseek_v2,
@@ -13,8 +14,10 @@ from engine.model_files.experts_config import (
     read_glm4,
     read_mixtral,
     read_qwen3,
+    read_qwen3_next,
 )
 from engine.model_files.fields import Fields
+from engine.model_files.recurrent_config import DeltaConfig, read_delta, read_delta_by_key_head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,9 @@ class Family:
     experts:        reads the fields of a mixture of experts; None: the MLPs are dense
     expert_names:   of its tensors
     latent:         attention reads one latent vector of each token
+    recurrent:      reads which layers have a state in place of K and V, and its sizes
+    attention_gate: q_proj has a gate behind each head of q, whose sigmoid attention is multiplied by
+    added_norms:    norms multiply by 1 + their weight
     """
 
     qkv_bias: bool | None = None
@@ -52,8 +58,14 @@ class Family:
     experts: Callable[[Fields, int], ExpertsConfig] | None = None
     expert_names: ExpertNames = PLAIN_NAMES
     latent: bool = False
+    recurrent: Callable[[Fields, int], DeltaConfig] | None = None
+    attention_gate: bool = False
+    added_norms: bool = False
 
 
+_QWEN_HYBRID = Family(
+    out_bias=True, qk_norm="head", rotary_share=0.25, recurrent=read_delta, attention_gate=True, added_norms=True
+)
 _GLM = Family(default_bias=True, fused_mlp=True, interleaved=True, rotary_share=0.5)
 
 FAMILIES: dict[str, Family] = {
@@ -70,4 +82,9 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family(qkv_bias=True, gated_window=True),
     "Qwen3ForCausalLM": Family(out_bias=True, qk_norm="head", gated_window=True),
     "Qwen3MoeForCausalLM": Family(out_bias=True, qk_norm="head", gated_window=True, experts=read_qwen3),
+    "Qwen3NextForCausalLM": replace(
+        _QWEN_HYBRID, recurrent=read_delta_by_key_head, experts=read_qwen3_next, expert_names=QWEN_SHARED_NAMES
+    ),
+    "Qwen3_5ForCausalLM": _QWEN_HYBRID,
+    "Qwen3_5MoeForCausalLM": replace(_QWEN_HYBRID, experts=read_qwen3_next, expert_names=QWEN_SHARED_NAMES),
 }

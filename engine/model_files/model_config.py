@@ -14,6 +14,7 @@ from engine.model_files.experts_config import ExpertsConfig
 from engine.model_files.families import FAMILIES, Family
 from engine.model_files.fields import Fields, read_fields
 from engine.model_files.latent_config import LatentConfig, read_latent, rope_dim
+from engine.model_files.recurrent_config import DeltaConfig
 from engine.model_files.rope_config import RopeConfig, read_rope
 from service.flags import ConfigError
 
@@ -31,6 +32,7 @@ class ModelConfig:
     `eos_token_ids`: of both files, ascending. `qk_norm`, `norms`, `fused_qkv`, `fused_mlp`: as in `Family`.
     `experts`: of a mixture (None: all MLPs are dense, of `intermediate_size`).
     `latent`: of latent attention; `num_kv_heads` is 1 then, and `head_dim` what the cache keeps of a token.
+    `recurrent`: which layers have a state in place of K and V; None: none has. `attention_gate`, `added_norms`: as in `Family`.
     `windows`: the last tokens that a query of each layer sees, 0 for all; (): no layer has a window below the context.
     """
 
@@ -59,10 +61,29 @@ class ModelConfig:
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    recurrent: DeltaConfig | None = None
+    attention_gate: bool = False
+    added_norms: bool = False
 
     def is_dense(self, layer: int) -> bool:
         """Whether its MLP is one, not a mixture of experts."""
         return self.experts is None or layer in self.experts.dense_layers
+
+    def has_kv(self, layer: int) -> bool:
+        """Whether it has attention, not a recurrent state."""
+        return self.recurrent is None or layer not in self.recurrent.layers
+
+    def kv_layers(self, layers: range) -> range:
+        """Those of `layers` that have KV, in numbers of such layers."""
+        first = sum(map(self.has_kv, range(layers.start)))
+        return range(first, first + sum(map(self.has_kv, layers)))
+
+    def recurrent_sizes(self) -> dict[str, int]:
+        """What recurrent layers give to their last product, by what it is called."""
+        delta = self.recurrent
+        if delta is None:
+            return {}
+        return {"linear_num_value_heads * linear_value_head_dim": delta.value_heads * delta.value_dim}
 
     def mlp_sizes(self) -> dict[str, int]:
         """Intermediate sizes of all kinds of MLP in it, by what they are called."""
@@ -147,11 +168,12 @@ def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
         default_share=family.rotary_share,
     )
     latent = read_latent(fields, rope) if family.latent else None
+    experts = None if family.experts is None else family.experts(fields, num_layers)
     return ModelConfig(
         architecture=family_name,
         model_type=fields.text("model_type", default=""),
         hidden_size=hidden,
-        intermediate_size=fields.count("intermediate_size"),
+        intermediate_size=fields.count("intermediate_size", default=_unused_size(experts)),
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -166,8 +188,11 @@ def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
         norms=family.norms,
         fused_qkv=family.fused_qkv,
         fused_mlp=family.fused_mlp,
-        experts=None if family.experts is None else family.experts(fields, num_layers),
         latent=latent,
+        experts=experts,
+        recurrent=None if family.recurrent is None else family.recurrent(fields, num_layers),
+        attention_gate=family.attention_gate,
+        added_norms=family.added_norms,
         max_position_embeddings=context,
         windows=_windows(fields, family=family, num_layers=num_layers, context=context),
         dtype=_dtype(fields),
@@ -178,6 +203,11 @@ def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
             )
         ),
     )
+
+
+def _unused_size(experts: ExpertsConfig | None) -> int | None:
+    """What stands for the MLPs' intermediate size where no layer has one."""
+    return None if experts is None or experts.dense_layers else experts.intermediate
 
 
 def _family(fields: Fields) -> tuple[str, Family]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from engine.kernels.softmax import plain_softmax
-from engine.layers.linear import LinearSite
+from engine.layers.linear import LinearSite, sigmoid_mul
 from engine.layers.norm import Normed, WholeNorm
 from engine.layers.rope import NormedRope, Turn, Unturned, head_order
 from engine.models.part import ModelPart
@@ -22,6 +22,7 @@ class Attention:
     def __init__(self, part: ModelPart, prefix: str, *, place: int) -> None:
         config, share = part.config, part.share
         self._layer = place
+        self._is_gated = config.attention_gate
         self._heads, self._kv_heads, self._dim = len(share.heads), len(share.kv_heads), config.head_dim
         self._qkv, qkv = part.qkv(prefix)
         self._out, out = part.rows(f"{prefix}o_proj", part.q, bias=config.attention_out_bias)
@@ -34,7 +35,7 @@ class Attention:
 
     def _head_norm(self, part: ModelPart, prefix: str) -> torch.Tensor:
         """[heads + kv_heads, head_dim]: the norm's weight of each head."""
-        q, k = (part.checkpoint.take(f"{prefix}{name}_norm.weight", [self._dim]) for name in "qk")
+        q, k = (part.norm(f"{prefix}{name}_norm.weight", size=self._dim) for name in "qk")
         if (order := head_order(part.config.rope, self._dim)) is not None:
             q, k = q[order], k[order]
         return torch.cat((q.expand(self._heads, -1), k.expand(self._kv_heads, -1)))
@@ -47,8 +48,11 @@ class Attention:
         qkv = self._qkv.of_norm(norm, x, delta)
         if self._whole_norm is not None:
             self._whole_norm(qkv)
-        qkv = qkv.view(-1, heads + 2 * kv_heads, self._dim)
-        return self._out(attend(self._layer, Unturned(qkv, kv_heads, self._rope, turn, self._softmax)))
+        if self._is_gated:
+            gates, qkv = torch.split(qkv, [heads * self._dim, (heads + 2 * kv_heads) * self._dim], dim=1)
+        new = Unturned(qkv.view(-1, heads + 2 * kv_heads, self._dim), kv_heads, self._rope, turn, self._softmax)
+        out = attend(self._layer, new)
+        return self._out(sigmoid_mul(gates, out) if self._is_gated else out)
 
 
 def _whole_norm(part: ModelPart, prefix: str) -> WholeNorm:

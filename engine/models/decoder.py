@@ -13,6 +13,7 @@ from engine.kv.state_pool import StatePool, StateSpec
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear, LinearSite, SiteShape
 from engine.layers.norm import RMSNorm, add
+from engine.layers.recurrence import StepStates
 from engine.layers.rope import Rope
 from engine.models.attention import Attend
 from engine.models.layer import Layer
@@ -39,6 +40,7 @@ class DenseDecoder:
                 latent=config.latent is not None,
             )
             for layer in share.layers
+            if config.has_kv(layer)
         ]
         tied = config.tie_word_embeddings
         table = (
@@ -48,9 +50,14 @@ class DenseDecoder:
         if place.is_first_stage:
             assert table is not None
             self._embedding = Embedding(table, own=share.vocab, collectives=part.collectives)
-        self._layers = [Layer(part, index, place=n) for n, index in enumerate(share.layers)]
+        self._layers = [
+            Layer(part, index, place=sum(map(config.has_kv, range(share.layers.start, index))))
+            for index in share.layers
+        ]
+        self._recurrent = [layer.recurrent for layer in self._layers if layer.recurrent is not None]
+        self._states: StepStates | None = None
         if place.is_last_stage:
-            self._norm = RMSNorm(part.vector("model.norm.weight"), eps=config.rms_norm_eps)
+            self._norm = RMSNorm(part.norm("model.norm.weight"), eps=config.rms_norm_eps)
             self._head = Linear(part.table("lm_head.weight") if table is None or not tied else table)
         part.leave_the_rest()
         self._rope = Rope(config, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
@@ -58,7 +65,7 @@ class DenseDecoder:
     @property
     def recordable(self) -> bool:
         """Whether a step of it can be calls of our C kernels alone."""
-        return self._config.qk_norm != "whole" and self._config.experts is None
+        return self._config.qk_norm != "whole" and self._config.experts is None and not self._recurrent
 
     @property
     def vocab_size(self) -> int:
@@ -70,11 +77,13 @@ class DenseDecoder:
 
     def state_specs(self) -> list[StateSpec]:
         """Of the rank's recurrent layers, in their order."""
-        return []
+        return [layer.spec for layer in self._recurrent]
 
     def use_states(self, states: StatePool) -> None:
         """Read and write the states of recurrent layers there from now on."""
-        raise AssertionError("a model whose `state_specs` are not empty says how")
+        self._states = StepStates(states)
+        for number, layer in enumerate(self._recurrent):
+            layer.use_states(self._states, number)
 
     def linear_sites(self) -> list[LinearSite]:
         """The matrices that adapters may change, in the same order for all models of one shape."""
@@ -98,6 +107,8 @@ class DenseDecoder:
 
         `inputs`: token ids [T] i64, or on a later stage the [T, hidden] that the one before has computed.
         """
+        if self._states is not None:
+            self._states.begin()
         hidden = inputs if self._embedding is None else self._embedding(inputs)
         return hidden, *self._rope.at(positions)
 

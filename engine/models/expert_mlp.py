@@ -31,7 +31,7 @@ class ExpertMLP:
         self._shared = None
         if experts.shared_intermediate:
             cut = part.mlp_cut(experts.shared_intermediate)
-            self._shared = SharedExpert(part, f"{prefix}{names.shared}.", cut, segments=segments)
+            self._shared = SharedExpert(part, prefix, names, cut, segments=segments)
         self._count, self._per_token = experts.count, experts.per_token
         self._collectives, self._exchange = part.collectives, part.exchange
         self._no_rows = part.no_rows()
@@ -106,8 +106,12 @@ def weighed(answers: Tensor, weights: Tensor) -> Tensor:
 class SharedExpert:
     """The expert of all tokens. `cut`: what this rank has of its intermediate."""
 
-    def __init__(self, part: ModelPart, prefix: str, cut: Cut, *, segments: int) -> None:
-        hidden = part.config.hidden_size
+    def __init__(self, part: ModelPart, layer: str, names: ExpertNames, cut: Cut, *, segments: int) -> None:
+        hidden, prefix = part.config.hidden_size, f"{layer}{names.shared}."
+        self._gate = None
+        if names.shared_gate:
+            gate = part.checkpoint.take(f"{layer}{names.shared_gate}.weight", [1, hidden])
+            self._gate = sums_matrix(gate, None, segments=1)
         self._gate_up, _ = part.columns([f"{prefix}gate_proj", f"{prefix}up_proj"], [cut, cut])
         down = part.checkpoint.take(f"{prefix}down_proj.weight", [hidden, cut])
         self._width = len(cut) // segments
@@ -116,4 +120,8 @@ class SharedExpert:
     def __call__(self, x: Tensor) -> list[Tensor]:
         """[T, hidden] fp32 of each segment."""
         parts = torch.split(silu_mul(self._gate_up(x)), self._width, dim=1)
-        return [down.partial(part.contiguous()) for part, down in zip(parts, self._downs, strict=True)]
+        sums = [down.partial(part.contiguous()) for part, down in zip(parts, self._downs, strict=True)]
+        if self._gate is None:
+            return sums
+        weight = self._gate.partial(x).sigmoid()
+        return [partial * weight for partial in sums]

@@ -30,7 +30,7 @@ class ExpertParallelMLP:
         self._shared = None
         if experts.shared_intermediate:
             cut = Cut.whole(experts.shared_intermediate)
-            self._shared = SharedExpert(part, f"{prefix}{names.shared}.", cut, segments=segments)
+            self._shared = SharedExpert(part, prefix, names, cut, segments=segments)
         for index in range(self._slots):
             if index not in own:
                 part.checkpoint.ignore(f"{prefix}{names.experts}.{index}.")

@@ -11,6 +11,7 @@ from engine.model_files.families import FAMILIES
 from engine.models.attention import Attend, Attention
 from engine.models.expert_mlp import ExpertMLP
 from engine.models.expert_parallel import ExpertParallelMLP
+from engine.models.hybrid import DeltaMixer
 from engine.models.mla import LatentAttention
 from engine.models.part import ModelPart
 from engine.models.shared_mlp import SharedMLP
@@ -33,21 +34,20 @@ _NORMS = {
 
 
 class Layer:
-    """Layer `index` of the model, which is number `place` of the stage."""
+    """Layer `index` of the model. `place`: its number in the stage among the layers that have KV."""
 
     def __init__(self, part: ModelPart, index: int, *, place: int) -> None:
         prefix, eps = f"model.layers.{index}.", part.config.rms_norm_eps
         names = _NORMS[part.config.norms]
 
         def norm(name: str) -> RMSNorm:
-            return RMSNorm(part.vector(f"{prefix}{name}_layernorm.weight"), eps=eps)
+            return RMSNorm(part.norm(f"{prefix}{name}_layernorm.weight"), eps=eps)
 
         self._attention_norm: Normed = norm(names.before_attention) if names.before_attention else NoNorm()
         self._mlp_norm: Normed = norm(names.before_mlp) if names.before_mlp else NoNorm()
         self._after_attention = norm(names.after_attention) if names.after_attention else None
         self._after_mlp = norm(names.after_mlp) if names.after_mlp else None
-        kind = Attention if part.config.latent is None else LatentAttention
-        self._attention = kind(part, f"{prefix}self_attn.", place=place)
+        self._attention = _mixer(part, index, place=place)
         self._mlp = _feed_forward(part, index)
         self.sites = [*self._attention.sites, *self._mlp.sites]
 
@@ -59,10 +59,23 @@ class Layer:
         delta = self._mlp.of_norm(self._mlp_norm, x, delta)
         return delta if self._after_mlp is None else self._after_mlp(delta)
 
+    @property
+    def recurrent(self) -> DeltaMixer | None:
+        """What remembers requests by a state, if it does."""
+        return self._attention if isinstance(self._attention, DeltaMixer) else None
+
     def join(self) -> None:
         """Compute this rank's part for the rows of other DP ranks."""
         assert not isinstance(self._mlp, _MLP), "without DP attention no rank computes for others"
         self._mlp.join()
+
+
+def _mixer(part: ModelPart, index: int, *, place: int) -> Attention | LatentAttention | DeltaMixer:
+    prefix, recurrent = f"model.layers.{index}.", part.config.recurrent
+    if recurrent is not None and index in recurrent.layers:
+        return DeltaMixer(part, f"{prefix}linear_attn.", recurrent)
+    kind = Attention if part.config.latent is None else LatentAttention
+    return kind(part, f"{prefix}self_attn.", place=place)
 
 
 def _feed_forward(part: ModelPart, index: int) -> "_MLP | SharedMLP | ExpertMLP | ExpertParallelMLP":

@@ -62,18 +62,30 @@ class ModelPart:
         return self.checkpoint.take(name, [Cut(self.config.vocab_size, self.share.vocab), self.config.hidden_size])
 
     def vector(self, name: str) -> torch.Tensor:
-        """[hidden] of a norm."""
+        """[hidden] of a norm or a bias."""
         return self.checkpoint.take(name, [self.config.hidden_size])
 
+    def norm(self, name: str, *, size: int | None = None) -> torch.Tensor:
+        """[size] (None: hidden) that a norm multiplies by."""
+        shape, checkpoint = [self.config.hidden_size if size is None else size], self.checkpoint
+        if not self.config.added_norms:
+            return checkpoint.take(name, shape)
+        return checkpoint.take(name, shape, dtype=torch.float32).add_(1).to(checkpoint.dtype)
+
     def qkv(self, prefix: str) -> tuple[Linear, SiteShape]:
-        """q, k and v of the own heads, each head in the order that RoPE wants."""
+        """q, k and v of the own heads, each head in the order that RoPE wants; before q its gates, if it has them."""
         config, rows = self.config, [self.q, self.kv, self.kv]
         names = [f"{prefix}{name}_proj" for name in "qkv"]
         if config.fused_qkv:
             names, rows = [f"{prefix}qkv_proj"] * 3, _in_one(rows)
-        order = head_order(config.rope, config.head_dim)
+        order, turn = None, head_order(config.rope, config.head_dim)
         heads, kv_heads = len(self.share.heads), len(self.share.kv_heads)
-        return self.columns(names, rows, bias=config.attention_bias, order=order and _row_order(order, heads, kv_heads))
+        if config.attention_gate:
+            rows[0] = Cut(config.num_heads, self.share.heads).times(2 * config.head_dim)
+            order = _gated_order(turn or range(config.head_dim), heads, kv_heads)
+        elif turn is not None:
+            order = _row_order(turn, heads, kv_heads)
+        return self.columns(names, rows, bias=config.attention_bias, order=order)
 
     def gate_up(self, prefix: str, *, gates: bool = False) -> tuple[Linear, SiteShape]:
         """Gate and up, the own part of each. `gates`: as of `Linear`."""
@@ -143,3 +155,12 @@ def _row_order(order: Sequence[int], heads: int, kv_heads: int) -> tuple[int, ..
     size = len(order)
     turned = [head * size + dim for head in range(heads + kv_heads) for dim in order]
     return (*turned, *range(len(turned), len(turned) + kv_heads * size))
+
+
+def _gated_order(order: Sequence[int], heads: int, kv_heads: int) -> tuple[int, ...]:
+    """As `_row_order`, where each head of q has its gate behind it: here the gates of all heads come first."""
+    size = len(order)
+    gates = [head * 2 * size + size + dim for head in range(heads) for dim in range(size)]
+    q = [head * 2 * size + dim for head in range(heads) for dim in order]
+    kv = [2 * heads * size + row for row in _row_order(order, 0, kv_heads)]
+    return (*gates, *q, *kv)

@@ -172,6 +172,7 @@ def check_layout(
         remedy = f"choose {_listed(fitting)}" if fitting else "choose another --dp-size"
         raise ConfigError(f"--tp-size {tp_size}{others}: {problem}; {remedy}")
     _check_stages(config, pp_size, partition)
+    _check_attention(config, pp_size, partition)
     if kv_units is not None:
         _check_units(config, tp_size, dp_size, kv_units)
     if reduce_units:
@@ -187,6 +188,8 @@ def _tp_problem(config: ModelConfig, tp_size: int, dp_size: int, ep_size: int) -
         return f"{each}does not divide the model's {heads} attention heads"
     if kv_heads % size and size % kv_heads:
         return f"{each}neither divides the model's {kv_heads} KV heads nor is a multiple of them"
+    if config.recurrent is not None and config.recurrent.key_heads % size:
+        return f"{each}does not divide the {config.recurrent.key_heads} key heads of the model's recurrent layers"
     for name, width in _cut_sizes(config, ep_size).items():
         if width % tp_size:
             return f"does not divide the model's {name} {width}"
@@ -233,6 +236,17 @@ def _check_stages(config: ModelConfig, pp_size: int, partition: Sequence[int]) -
         raise ConfigError(f"{flag}: is {sum(partition)} layers, the model has {layers}; make the sum {layers}")
 
 
+def _check_attention(config: ModelConfig, pp_size: int, partition: Sequence[int]) -> None:
+    """Each stage has pages of KV."""
+    for number, stage in enumerate(stage_layers(config, pp_size=pp_size, partition=partition)):
+        if not config.kv_layers(stage):
+            last = "the stages by --pp-layer-partition" if not partition else "other sizes"
+            raise ConfigError(
+                f"--pp-size {pp_size}: stage {number} has the layers {stage.start} to {stage.stop - 1}, all of them recurrent; give each "
+                f"stage one with attention: choose fewer stages, or {last}"
+            )
+
+
 def _check_units(config: ModelConfig, tp_size: int, dp_size: int, kv_units: int) -> None:
     kv_heads, size = config.num_kv_heads, tp_size // dp_size
     given = f"--tp-size {tp_size}" if dp_size == 1 else f"--tp-size {tp_size} over --dp-size {dp_size}"
@@ -271,6 +285,7 @@ def _reduced(config: ModelConfig) -> dict[str, int]:
     """Inputs of the products whose sums are taken over ranks."""
     return {
         "num_attention_heads * head_dim": config.num_heads * config.attended_dim(),
+        **config.recurrent_sizes(),
         **config.mlp_sizes(),
     }
 

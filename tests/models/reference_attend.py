@@ -3,6 +3,8 @@
 import torch
 from torch.nn import functional
 
+from engine.kv.state_pool import StatePool
+from engine.kv.step_batch import StepBatch
 from engine.layers.latents import NewLatents
 from engine.layers.rope import Unturned
 from engine.models.decoder import DenseDecoder
@@ -15,14 +17,35 @@ class Sequence:
         self._model = model
         self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._length = 0
+        self._states: StatePool | None = None
+        if specs := model.state_specs():
+            self._states = StatePool(specs, num_slots=2, device="cpu")
+            model.use_states(self._states)
 
     def extend(self, ids: list[int]) -> torch.Tensor:
         """Run `ids` behind what came before; logits [len(ids), vocab]."""
         positions = torch.arange(self._length, self._length + len(ids))
         with torch.inference_mode():
+            if self._states is not None:
+                self._states.step = self._step(len(ids))
             hidden = self._model.forward(torch.tensor(ids), positions, self._attend)
             self._length += len(ids)
             return self._model.logits(hidden)
+
+    def _step(self, count: int) -> StepBatch:
+        """As recurrent layers see it: the states are in slot 2. One token behind others is one of an answer."""
+        none = torch.zeros(0, dtype=torch.int64)
+        return StepBatch(
+            extend=count > 1 or self._length == 0,
+            q_lens=[count],
+            kv_lens=[self._length + count],
+            page_table=none,
+            slots=none,
+            token_pages=none,
+            token_offsets=none,
+            riders=[],
+            state_slots=torch.tensor([2], dtype=torch.int32),
+        )
 
     def greedy(self, ids: list[int], count: int) -> list[int]:
         """Run the prompt `ids`, then `count` greedy tokens (no stop at <eos>)."""

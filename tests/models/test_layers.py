@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from engine.kernels.elementwise import elementwise
 from engine.layers import linear
-from engine.layers.linear import Linear, silu_mul
+from engine.layers.linear import Linear, sigmoid_mul, silu_mul
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import NormedRope, apply_rope
 
@@ -198,3 +198,13 @@ def test_what_does_not_fit_never_reaches_c() -> None:
     ):
         with pytest.raises(AssertionError):
             call()
+
+
+def test_a_gate_multiplies_by_its_sigmoid() -> None:
+    """Our kernel rounds where torch does; gates may be columns of a wider tensor."""
+    generator = torch.Generator().manual_seed(5)
+    wide, x = torch.randn(7, 96, generator=generator) * 6, torch.randn(7, 48, generator=generator)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 0.02)):
+        gates, values = wide.to(dtype)[:, 16:64], x.to(dtype)
+        wanted = gates.double().sigmoid() * values.double()
+        assert (sigmoid_mul(gates, values) - wanted).abs().max() < tolerance

@@ -81,6 +81,17 @@ def test_families_fix_what_the_config_leaves_out(tmp_path: Path) -> None:
     assert edited(tmp_path / "c", "mistral", sliding_window=4096).windows == ()
 
 
+def test_recurrent_layers_are_named_or_counted(tmp_path: Path) -> None:
+    """The second of two stages has the layer with KV, number 0 of all such layers."""
+    config = edited(tmp_path / "every", "qwen3_5_text", full_attention_interval=4)
+    assert config.recurrent is not None and config.recurrent.layers == (0, 1, 2)
+    assert (config.kv_layers(range(0, 2)), config.kv_layers(range(2, 4))) == (range(0), range(1))
+    kinds = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+    config = edited(tmp_path / "named", "qwen3_5_text", layer_types=kinds)
+    assert config.recurrent is not None and config.recurrent.layers == (1, 2)
+    assert config.kv_layers(range(3, 4)) == range(1, 2)
+
+
 def test_windows_are_those_of_their_layers(tmp_path: Path) -> None:
     assert edited(tmp_path / "a", "mistral", sliding_window=8).windows == (8,) * 4
     qwen2 = {"sliding_window": 8, "use_sliding_window": True}
@@ -129,6 +140,11 @@ BAD_FIELDS: list[tuple[str, str, dict[str, Any]]] = [
     ("max_window_layers", "qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": "x"}),
     ("layer_types", "mistral", {"sliding_window": 8, "layer_types": ["sliding_attention"]}),
     ("sliding_window", "mistral", {"sliding_window": 0}),
+    ("layer_types", "qwen3_next", {"layer_types": ["linear_attention"] * 4}),
+    ("layer_types", "qwen3_5_text", {"layer_types": ["linear_attention", "sliding_attention"] * 2}),
+    ("linear_num_value_heads", "qwen3_next", {"linear_num_value_heads": 3}),
+    ("linear_conv_kernel_dim", "qwen3_next", {"linear_conv_kernel_dim": 9}),
+    ("shared_expert_intermediate_size", "qwen3_next", {"shared_expert_intermediate_size": 0}),
     ("tie_word_embeddings", "llama", {"tie_word_embeddings": "yes"}),
     ("torch_dtype", "llama", {"torch_dtype": "float8_e4m3fn"}),
     ("eos_token_id", "llama", {"eos_token_id": 272}),

@@ -33,7 +33,10 @@ ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
 }
 
 NORMS = {
@@ -49,6 +52,18 @@ LATENTS: dict[str, Any] = {
     "num_key_value_heads": 4,
 }
 
+_QWEN_SPARSE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
+_QWEN_HYBRID = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+    "partial_rotary_factor": 0.25,
+    "shared_expert_intermediate_size": 32,
+}
+HYBRIDS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 MIXTURES: dict[str, dict[str, Any]] = {  # fields of their own
     "deepseek_v2": {
         **LATENTS,
@@ -88,7 +103,9 @@ MIXTURES: dict[str, dict[str, Any]] = {  # fields of their own
         "use_qk_norm": True,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "qwen3_5_moe_text": _QWEN_SPARSE | _QWEN_HYBRID,
+    "qwen3_moe": _QWEN_SPARSE,
+    "qwen3_next": _QWEN_SPARSE | _QWEN_HYBRID,
 }
 
 CHAT_TEMPLATE = (
@@ -121,7 +138,8 @@ def make_tensors(config: dict[str, Any], *, seed: int) -> dict[str, torch.Tensor
     tensors = {}
     for name, shape in tensor_shapes(config).items():
         noise = torch.randn(shape, generator=generator) * 0.2
-        tensors[name] = (noise + 1.0 if "norm" in name else noise).to(dtype)
+        plain = config["model_type"] not in HYBRIDS or "linear_attn" in name  # their other norms add 1 themselves
+        tensors[name] = (noise + 1.0 if "norm" in name and plain else noise).to(dtype)
     return tensors
 
 
@@ -141,6 +159,8 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
         mlp = {"gate_proj": [size, hidden], "up_proj": [size, hidden], "down_proj": [hidden, size]}
         if family in ("phi3", "glm", "glm4"):
             mlp = {"gate_up_proj": [2 * size, hidden], "down_proj": [hidden, size]}
+        if family in HYBRIDS:
+            attention["q_proj"] = [2 * q, hidden]
         layer = {f"self_attn.{name}.weight": shape for name, shape in attention.items()}
         sparse = family in MIXTURES and i >= config.get("first_k_dense_replace", 0)
         layer |= _experts(config) if sparse else {f"mlp.{name}.weight": shape for name, shape in mlp.items()}
@@ -148,7 +168,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
         if family in ("qwen2", "glm", "glm4") or config.get("attention_bias"):
             biased = tuple(attention) if family in ("llama", "qwen3") else ("q_proj", "k_proj", "v_proj")
             layer |= {f"self_attn.{name}.bias": attention[name][:1] for name in biased}
-        if family in ("qwen3", "qwen3_moe", "glm4_moe"):
+        if family in ("qwen3", "qwen3_moe", "glm4_moe", *HYBRIDS):
             layer |= {f"self_attn.{name}_norm.weight": [dim] for name in "qk"}
         if "kv_lora_rank" in config:
             layer["self_attn.kv_a_layernorm.weight"] = [config["kv_lora_rank"]]
@@ -156,6 +176,9 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
                 layer["self_attn.q_a_layernorm.weight"] = [config["q_lora_rank"]]
         if family == "olmo2":
             layer |= {"self_attn.q_norm.weight": [q], "self_attn.k_norm.weight": [kv]}
+        if family in HYBRIDS and (i + 1) % config["full_attention_interval"]:
+            layer = {name: shape for name, shape in layer.items() if not name.startswith("self_attn.")}
+            layer |= _delta(config)
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
 
@@ -171,6 +194,23 @@ def _latent_attention(config: dict[str, Any]) -> dict[str, list[int]]:
     return {**queries, **down, "o_proj": [hidden, heads * values]}
 
 
+def _delta(config: dict[str, Any]) -> dict[str, list[int]]:
+    """Of one layer of Gated DeltaNet."""
+    hidden, heads, value_dim = config["hidden_size"], config["linear_num_value_heads"], config["linear_value_head_dim"]
+    keys, values = config["linear_num_key_heads"] * config["linear_key_head_dim"], heads * value_dim
+    rows = {"qkvz": 2 * keys + 2 * values, "ba": 2 * heads}
+    if config["model_type"] != "qwen3_next":
+        rows = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
+    shapes = {f"linear_attn.in_proj_{name}.weight": [count, hidden] for name, count in rows.items()}
+    return shapes | {
+        "linear_attn.conv1d.weight": [2 * keys + values, 1, config["linear_conv_kernel_dim"]],
+        "linear_attn.A_log": [heads],
+        "linear_attn.dt_bias": [heads],
+        "linear_attn.norm.weight": [value_dim],
+        "linear_attn.out_proj.weight": [hidden, values],
+    }
+
+
 def _experts(config: dict[str, Any]) -> dict[str, list[int]]:
     """Of one layer."""
     hidden, family = config["hidden_size"], config["model_type"]
@@ -184,6 +224,9 @@ def _experts(config: dict[str, Any]) -> dict[str, list[int]]:
     if family in ("glm4_moe", "deepseek_v3"):
         shapes["mlp.gate.e_score_correction_bias"] = [count]
     sizes = dict.fromkeys(parts, size)
+    if family in HYBRIDS:
+        shapes["mlp.shared_expert_gate.weight"] = [1, hidden]
+        sizes["mlp.shared_expert"] = config["shared_expert_intermediate_size"]
     if "n_shared_experts" in config:
         sizes["mlp.shared_experts"] = size * config["n_shared_experts"]
     for part, width in sizes.items():
@@ -237,7 +280,7 @@ def _config(family: str, dtype: str) -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": EOS,
     }
-    config |= MIXTURES.get(family, {})
+    config |= MIXTURES.get(family, _QWEN_HYBRID if family in HYBRIDS else {})
     if "kv_lora_rank" in config:
         del config["head_dim"]
     return config | ({"sliding_window": None} if family in ("mistral", "phi3") else {})

@@ -1,6 +1,7 @@
 """A model's configuration from the sizes that matter to its ranks."""
 
 from dataclasses import replace
+from typing import Any
 
 from engine.model_files.model_config import ModelConfig
 from engine.model_files.rope_config import RopeConfig
@@ -34,6 +35,6 @@ _PLAIN = ModelConfig(
 )
 
 
-def some_config(**sizes: int) -> ModelConfig:
+def some_config(**sizes: Any) -> ModelConfig:
     """8 heads and 4 KV heads of 16, hidden 64, intermediate 96, 4 layers, vocabulary 272, where `sizes` say nothing else."""
-    return replace(_PLAIN, **sizes)  # type: ignore[arg-type]
+    return replace(_PLAIN, **sizes)

@@ -3,10 +3,12 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain, product
+from typing import Any
 
 import pytest
 
 from engine.model_files.model_config import ModelConfig
+from engine.model_files.recurrent_config import DeltaConfig
 from engine.parallel.layout import (
     Cut,
     Place,
@@ -22,6 +24,7 @@ from service.flags import ConfigError
 from tests.parallel.some_config import some_config
 
 SIZES = range(1, 17)
+DELTA = DeltaConfig(layers=(0, 1), key_heads=2, value_heads=4, key_dim=8, value_dim=10, taps=4, by_key_head=False)
 KV_HEADS = (1, 2, 3, 4, 6, 8)
 
 
@@ -212,6 +215,19 @@ REFUSED = [
         {"tp_size": 8, "kv_units": 2},
         "--kv-units 2: --tp-size 8 exceeds the model's 4 KV heads, so each head is a unit; choose 4",
     ),
+    (
+        {"tp_size": 4, "recurrent": DELTA},
+        "--tp-size 4: does not divide the 2 key heads of the model's recurrent layers; choose 1 or 2",
+    ),
+    (
+        {"pp_size": 2, "recurrent": DELTA},
+        "--pp-size 2: stage 0 has the layers 0 to 1, all of them recurrent; give each stage one with attention: choose fewer stages, or "
+        "the stages by --pp-layer-partition",
+    ),
+    (
+        {"reduce_units": 16, "recurrent": DELTA},
+        "--reduce-units 16: does not divide the model's linear_num_value_heads * linear_value_head_dim 40; choose 1, 2, 4 or 8",
+    ),
     ({"reduce_units": 6}, "--reduce-units 6: is not a power of two; choose 1, 2, 4, 8, 16 or 32"),
     (
         {"tp_size": 4, "reduce_units": 2},
@@ -229,7 +245,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("sizes", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_does_not_fit_is_refused_with_what_would(sizes: dict[str, int], message: str) -> None:
+def test_what_does_not_fit_is_refused_with_what_would(sizes: dict[str, Any], message: str) -> None:
     flags = {
         name: sizes[name]
         for name in ("tp_size", "pp_size", "dp_size", "partition", "kv_units", "reduce_units")

@@ -240,6 +240,12 @@ def test_a_mixture_of_experts_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert f"--model-path {path}: the cost model knows dense models" in capsys.readouterr().err
 
 
+def test_recurrent_states_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_tiny_checkpoint(tmp_path, "qwen3_5_text")
+    assert main(["plan", "--model-path", path, "--gpu", "L4", "--disable-progress"]) == 1
+    assert f"--model-path {path}: the cost model knows memory that grows" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("wrong", [{"input_length": "x"}, {"input_length": -5}, {"hash_ids": [-1]}])
 def test_a_trace_with_nonsense_in_it(tmp_path: Path, wrong: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"

@@ -1,0 +1,121 @@
+"""Gated DeltaNet in place of attention (Qwen3-Next, Qwen3.5): a layer whose memory of a request is a state, not K and V.
+
+    x -> q | k | v | z | beta | time    one product
+    q | k | v -> short convolution -> delta rule -> norm, gated by z -> one product
+
+A rank has some key heads, the value heads that read them, and their channels of the convolution.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.kernels.delta import DeltaWeights
+from engine.kv.state_pool import StateSpec
+from engine.layers.conv import ShortConv
+from engine.layers.delta import GatedDelta
+from engine.layers.linear import Linear, LinearSite
+from engine.layers.norm import Normed
+from engine.layers.recurrence import LayerStates, StepStates
+from engine.layers.rope import Turn
+from engine.model_files.recurrent_config import DeltaConfig
+from engine.models.attention import Attend
+from engine.models.part import ModelPart
+from engine.parallel.layout import Cut
+
+
+class _Cuts(NamedTuple):
+    """The own part of each kind of row: of all keys, all values, and of numbers for each value head."""
+
+    keys: Cut
+    values: Cut
+    heads: Cut
+
+
+class DeltaMixer:
+    """As `Attention`. It has no sites: adapters do not change it."""
+
+    def __init__(self, part: ModelPart, prefix: str, config: DeltaConfig) -> None:
+        checkpoint, cuts = part.checkpoint, _cuts(part, config)
+        heads = cuts.heads
+        self._in = _by_key_head(part, prefix, config) if config.by_key_head else _apart(part, prefix, cuts)
+        self._widths = [2 * len(cuts.keys) + len(cuts.values), len(cuts.values), 2 * len(heads)]
+        conv = checkpoint.take_rows([f"{prefix}conv1d.weight"] * 3, _qkv(cuts), [1, config.taps])
+        self._conv = ShortConv(conv.squeeze(1), None)
+        decay, bias = (
+            checkpoint.take(f"{prefix}{name}", [heads], dtype=torch.float32) for name in ("A_log", "dt_bias")
+        )
+        norm = checkpoint.take(f"{prefix}norm.weight", [config.value_dim], dtype=torch.float32)
+        weights = DeltaWeights(decay.exp().neg(), bias, norm, part.config.rms_norm_eps)
+        self._delta = GatedDelta(weights, keys=config.key_dim, dtype=checkpoint.dtype)
+        self._out, _ = part.rows(f"{prefix}out_proj", cuts.values)
+        self.spec = StateSpec(
+            conv=(self._widths[0], config.taps - 1),
+            recurrent=(len(heads), config.key_dim, config.value_dim),
+            dtype=checkpoint.dtype_name,
+        )
+        self.sites: list[LinearSite] = []
+        self._step: StepStates | None = None
+        self._states: LayerStates | None = None
+
+    def use_states(self, step: StepStates, layer: int) -> None:
+        """Remember requests there, as the `layer`-th of the recurrent ones."""
+        self._step, self._states = step, step.of(layer)
+
+    def of_norm(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
+        """The layer's answer to norm(x + delta), which x becomes before the norm. Positions are in the state."""
+        step, states = self._step, self._states
+        assert step is not None and states is not None, "use_states() comes first"
+        qkv, z, gates = torch.split(self._in.of_norm(norm, x, delta), self._widths, dim=1)
+        mixed = self._conv(qkv, states.conv, step)
+        return self._out(self._delta(mixed, gates, z, states.recurrent, step))
+
+
+def _cuts(part: ModelPart, config: DeltaConfig) -> _Cuts:
+    size, rank = part.place.tp_size, part.place.tp_rank
+    own = config.key_heads // size
+    key_heads = Cut(config.key_heads, range(own * rank, own * (rank + 1)))
+    heads = Cut(config.value_heads, key_heads.times(config.group).taken)
+    return _Cuts(key_heads.times(config.key_dim), heads.times(config.value_dim), heads)
+
+
+def _qkv(cuts: _Cuts) -> list[Cut]:
+    """The rows of q, k and v in one matrix, where they lie one above the other."""
+    keys, values = cuts.keys, cuts.values
+    total = 2 * keys.total + values.total
+    return [
+        keys.within(total, at=0),
+        keys.within(total, at=keys.total),
+        values.within(total, at=2 * keys.total),
+    ]
+
+
+def _apart(part: ModelPart, prefix: str, cuts: _Cuts) -> Linear:
+    names = [f"{prefix}in_proj_{name}" for name in ("qkv", "qkv", "qkv", "z", "b", "a")]
+    return part.columns(names, [*_qkv(cuts), cuts.values, cuts.heads, cuts.heads])[0]
+
+
+def _by_key_head(part: ModelPart, prefix: str, config: DeltaConfig) -> Linear:
+    """Of each key head: q, k, the values and gates of its value heads; and in a matrix of their own beta and time."""
+    size, rank = part.place.tp_size, part.place.tp_rank
+    own, group, values = config.key_heads // size, config.group, config.group * config.value_dim
+    parts, numbers = [config.key_dim, config.key_dim, values, values], [group, group]
+    rows = []
+    for sizes in (parts, numbers):
+        each = sum(sizes)
+        rows.append(Cut(config.key_heads * each, range(own * rank * each, own * (rank + 1) * each)))
+    order = [*_gathered(parts, own, at=0), *_gathered(numbers, own, at=len(rows[0]))]
+    names = [f"{prefix}in_proj_{name}" for name in ("qkvz", "ba")]
+    return part.columns(names, rows, order=tuple(order))[0]
+
+
+def _gathered(sizes: list[int], heads: int, *, at: int) -> list[int]:
+    """Rows of `heads` runs of parts of `sizes`, from row `at` on: the first part of all runs, then the second of all."""
+    each, begin = sum(sizes), at
+    order: list[int] = []
+    for size in sizes:
+        for head in range(heads):
+            order += range(begin + head * each, begin + head * each + size)
+        begin += size
+    return order
