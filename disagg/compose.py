@@ -12,7 +12,7 @@ from disagg.page_sender import PageSender
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
 from disagg.registration import RouteFinder, registrar_of
-from disagg.transfer_engine import engine_of, memory_of
+from disagg.transfer_engine import engine_of, memory_of, pools_of
 from engine.build import EngineParts
 from engine.kernels.page_sums import page_sums_for
 from engine.kv.kv_pool import UNIT_ALIGN_BYTES
@@ -23,6 +23,7 @@ from engine.nodes import leader_of
 from engine.ranks.group import Group
 from engine.ranks.group_checksum import GroupChecksum
 from engine.ranks.links import kv_copies
+from service.flags import ConfigError
 from transfer_backends.contract import KVArgs, LayerGroup, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.liveness import ProcessMark
@@ -128,6 +129,10 @@ def _bounds(parts: EngineParts) -> Bounds:
 def _checksum(spec: SchedulerSpec, parts: EngineParts, wakeup: Callable[[], None]) -> Checksum | None:
     if not spec.disagg.disaggregation_kv_checksum:
         return None
+    if parts.device.states is not None:
+        raise ConfigError(
+            "--disaggregation-kv-checksum: covers pages alone, and this model has recurrent states; leave it out"
+        )
     own = PageChecksum(parts.pool, held=parts.held, page_sums=page_sums_for(parts.pool.device), wakeup=wakeup)
     if parts.group is None:
         return own
@@ -158,7 +163,13 @@ def _transfers(spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffer
         layer_bytes=_layer_bytes(parts),
         kv_checksum=CHECKSUM_NAME if spec.disagg.disaggregation_kv_checksum else "off",
         ranks=(memory, *(remote.memory for remote in remotes)),
+        pools=pools_of(parts.device.states),
     )
+    if args.pools and remotes:
+        raise ConfigError(
+            f"--tp-size {parts.config.tp_size}, --pp-size {parts.config.pp_size}: recurrent states of several ranks are not handed "
+            "over yet; serve this model on one rank a worker, or without disaggregation"
+        )
     engine = RankEngines([own, *remotes]) if remotes else own
     return _Transfers(engine, args, tuple(remote.mark for remote in remotes))
 
@@ -173,7 +184,10 @@ def _remotes(group: Group | None) -> list[RemoteEngine]:
 
 
 def _layer_bytes(parts: EngineParts) -> tuple[int, ...]:
-    """Of each layer of the model in a unit. All layers keep as much, so this rank's say it for all."""
+    """Of each layer of the model in a unit. All layers keep as much, so this rank's say it for all.
+
+    A model with recurrent layers has the others' alone.
+    """
     pool = parts.pool
     own = {spec.bytes_per_token() * pool.page_size // pool.units for spec in pool.specs}
     assert len(own) == 1, own

@@ -16,7 +16,7 @@ from disagg.metadata import Checksum, FirstToken, MetadataBuffers, PendingChecks
 from engine.core.request import Request
 from engine.messages import TokenOutput
 from service.telemetry.logs import about
-from transfer_backends.contract import PeerPath, RecomputeRequest
+from transfer_backends.contract import PeerPath, RecomputeRequest, Tail
 from transfer_backends.ports import KVReceiver, KVSender
 
 
@@ -85,6 +85,11 @@ class DecodeHandover(Handover):
                 return None
             verify(first, found, num_pages=len(pages))
         return first
+
+
+def tail_of(request: Request) -> Tail:
+    """Return what a request has in each pool beside pages, in their order (`KVArgs.pools`)."""
+    return ([request.state],) if request.state else ()
 
 
 class Senders(Protocol):

@@ -1,9 +1,12 @@
 """A rank's transfer engine and its memory, as flags and pool say. Each rank of a worker has its own."""
 
+import hashlib
+
 from disagg.config import SchedulerSpec
 from engine.kv.held import HeldKV
 from engine.kv.kv_pool import KVPool
-from transfer_backends.contract import RankMemory, Region
+from engine.kv.state_pool import StatePool
+from transfer_backends.contract import RankMemory, Region, SidePool
 from transfer_backends.engines.registry import make_engine
 from transfer_backends.ports import Engine
 
@@ -29,5 +32,14 @@ def memory_of(pool: KVPool, held: HeldKV) -> RankMemory:
     return RankMemory(region, held.units.start, len(held.units), held.layers.start, len(held.layers))
 
 
-def _device(pool: KVPool) -> int | None:
+def pools_of(states: StatePool | None) -> tuple[SidePool, ...]:
+    """What a request has beside pages. Workers exchange states of one layout alone, which the kind names."""
+    if states is None:
+        return ()
+    layout = "+".join(f"{spec.conv}{spec.dtype}/{spec.recurrent}" for spec in states.specs)
+    kind = f"recurrent state {hashlib.sha256(layout.encode()).hexdigest()[:16]}"
+    return (SidePool(kind, Region(states.base_ptr, 1 + states.num_slots, states.slot_bytes, _device(states))),)
+
+
+def _device(pool: KVPool | StatePool) -> int | None:
     return pool.device.index or 0 if pool.device.type == "cuda" else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from disagg.metadata import MetadataBuffers
 from planner.host import Host
 from planner.timeline import Timeline
-from transfer_backends.contract import Gate, PeerPath, RecomputeRequest, Work
+from transfer_backends.contract import Gate, PeerPath, RecomputeRequest, Tail, Work
 from transfer_backends.kvpoll import KVPoll
 
 
@@ -145,7 +145,13 @@ class PlannedSender:
         return self.room.prefill_state
 
     def send(
-        self, src_pages: Sequence[int], *, start: int, metadata_row: int | None = None, gate: Gate | None = None
+        self,
+        src_pages: Sequence[int],
+        *,
+        start: int,
+        metadata_row: int | None = None,
+        gate: Gate | None = None,
+        tail: Tail = (),
     ) -> None:
         """`start`: in pages of the prompt. Pages that decode has cached are not moved."""
         if self.room.prefill_state is KVPoll.Failed:
@@ -178,9 +184,16 @@ class PlannedReceiver:
         return self.room.decode_state
 
     def provide(
-        self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0, work: Work | None = None
+        self,
+        dst_pages: Sequence[int],
+        metadata_row: int,
+        *,
+        skip_pages: int = 0,
+        work: Work | None = None,
+        tail: Tail = (),
     ) -> None:
         assert work is None, "decode workers of a plan recompute by themselves"
+        assert not tail, "the models of a plan have pages alone"
         self.room.skip_pages = skip_pages
         self.network.provide(self.room, num_pages=len(dst_pages), row=metadata_row)
 

@@ -37,6 +37,7 @@ def drive_round(number: int, *, shrink: bool = True) -> Counter[str]:
     seen += _drive(number, rushes(), lambda story: play(story).tally(), shrink=shrink)
     seen += _drive(number, stories_with_states(), lambda story: play(story).tally(), shrink=shrink)
     seen += _drive(number, two_role_stories(), play_two_roles, shrink=shrink)
+    seen += _drive(number, two_role_stories(states=True), play_two_roles, shrink=shrink)
     seen["agreed_steps"] += fuzz(number, steps=AGREED_STEPS_A_ROUND)
     return seen
 

@@ -67,6 +67,19 @@ class LayerGroup:
     end_byte: int
 
 
+class SidePool(msgspec.Struct, frozen=True, array_like=True):
+    """Memory beside pages of which a prompt has some items: they cross once, whole, behind its last page.
+
+    `kind`: names what the bytes of an item mean; items of one kind have equal bytes on both sides.
+    """
+
+    kind: Annotated[str, msgspec.Meta(max_length=256)]
+    region: Region
+
+
+Tail = Sequence[Sequence[int]]  # of each pool of `KVArgs.pools`, the items of a prompt
+
+
 @dataclass(frozen=True)
 class KVArgs:
     """One worker's memory for transfers, mapped while its manager lives. Of its pages all but `groups` and `ranks` must equal the peer's.
@@ -79,6 +92,7 @@ class KVArgs:
     layer_bytes: of each of the model's layers in a unit; (): a unit is one piece
     ranks: what each process of the worker holds, this one first; together everything, a replica all that another one has;
     (): this process holds all
+    pools: beside pages; this process holds all of them
     """
 
     kv: Region
@@ -91,6 +105,7 @@ class KVArgs:
     kv_units: int = 1
     layer_bytes: tuple[int, ...] = ()
     ranks: tuple[RankMemory, ...] = ()
+    pools: tuple[SidePool, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layer_bytes:
@@ -184,7 +199,8 @@ class Caps:
 
     def carried(self, args: KVArgs) -> list[Region]:
         """Return the memory that the engine has to reach."""
-        return [args.kv, args.aux] if self.carries_host_memory else [args.kv]
+        beside = [pool.region for pool in args.pools]
+        return [args.kv, args.aux, *beside] if self.carries_host_memory else [args.kv, *beside]
 
 
 @dataclass(frozen=True, kw_only=True)

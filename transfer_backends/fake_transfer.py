@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from transfer_backends.contract import Gate, Work
+from transfer_backends.contract import Gate, Tail, Work
 from transfer_backends.kvpoll import FINAL, IllegalTransition, KVPoll
 
 
@@ -20,12 +20,24 @@ class FakeTransfer:
         return self._state
 
     def send(
-        self, src_pages: Sequence[int], *, start: int, metadata_row: int | None = None, gate: Gate | None = None
+        self,
+        src_pages: Sequence[int],
+        *,
+        start: int,
+        metadata_row: int | None = None,
+        gate: Gate | None = None,
+        tail: Tail = (),
     ) -> None:
         self._advance(KVPoll.Transferring if metadata_row is None else KVPoll.Success)
 
     def provide(
-        self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0, work: Work | None = None
+        self,
+        dst_pages: Sequence[int],
+        metadata_row: int,
+        *,
+        skip_pages: int = 0,
+        work: Work | None = None,
+        tail: Tail = (),
     ) -> None:
         self._advance(KVPoll.Success)
 

@@ -44,6 +44,24 @@ def plan_strips(
     return _pieces(src_ids, dst_ids, lengths, src=src, dst=dst, begin=begin)
 
 
+def plan_items(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, max_piece_bytes: int) -> Pieces:
+    """As `plan_pieces`, of items that may be larger than a piece."""
+    size, most = src.item_bytes, max_piece_bytes
+    if size <= most:
+        return plan_pieces(src_ids, dst_ids, src=src, dst=dst, max_piece_bytes=most)
+    strips = [
+        plan_strips(src_ids, dst_ids, src=src, dst=dst, begin=(at, at), size_bytes=min(most, size - at))
+        for at in range(0, size, most)
+    ]
+    return Pieces(
+        src=np.concatenate([strip.src for strip in strips]),
+        dst=np.concatenate([strip.dst for strip in strips]),
+        lengths=np.concatenate([strip.lengths for strip in strips]),
+        src_device=src.device,
+        dst_device=dst.device,
+    )
+
+
 def _pieces(s: I64, d: I64, lengths: U64, *, src: Region, dst: Region, begin: tuple[int, int] = (0, 0)) -> Pieces:
     """Copy `lengths` bytes from byte `begin` of items `s` to byte `begin` of items `d`."""
     return Pieces(

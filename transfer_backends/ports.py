@@ -6,7 +6,7 @@ role (disagg/)  --KVSender/KVReceiver-->  manager (prefill/, decode/)  --Engine-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from transfer_backends.contract import Caps, Gate, OpState, Pieces, Progress, Region, Route, Work
+from transfer_backends.contract import Caps, Gate, OpState, Pieces, Progress, Region, Route, Tail, Work
 from transfer_backends.kvpoll import KVPoll
 
 
@@ -89,12 +89,19 @@ class KVSender(KVTransfer, Protocol):
         """Pages at the front that decode has already; 0 before `WaitingForInput`."""
 
     def send(
-        self, src_pages: Sequence[int], *, start: int, metadata_row: int | None = None, gate: Gate | None = None
+        self,
+        src_pages: Sequence[int],
+        *,
+        start: int,
+        metadata_row: int | None = None,
+        gate: Gate | None = None,
+        tail: Tail = (),
     ) -> None:
         """Queue pages: `src_pages[i]` is page `start + i` of the prompt. Chunks come in order, from page 0, without gaps.
 
         Not before `WaitingForInput`; a no-op after a failure. `metadata_row`: of decode's, sent last; it ends the transfer.
         `gate`: opens when the pages are complete; gates come in the order of steps, never with the row.
+        `tail`: with the row; it leaves behind the pages.
         """
 
     def released(self) -> bool:
@@ -105,11 +112,18 @@ class KVReceiver(KVTransfer, Protocol):
     """Decode's handle."""
 
     def provide(
-        self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0, work: Work | None = None
+        self,
+        dst_pages: Sequence[int],
+        metadata_row: int,
+        *,
+        skip_pages: int = 0,
+        work: Work | None = None,
+        tail: Tail = (),
     ) -> None:
         """Send prefill the pages of the prompt after its first `skip_pages`: once, in `WaitingForInput`. A no-op after a failure.
 
         `work`: what prefill has to compute for a room attempt above 0; attempt 0 has a request there.
+        `tail`: as many items of each pool as prefill sends; none is left out by `skip_pages`.
         """
 
     def retries(self) -> int:

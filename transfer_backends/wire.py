@@ -18,12 +18,13 @@ from service.kv_events import MAX_NAMESPACE_CHARS
 from transfer_backends.contract import Count, KVArgs, RankMemory, Region
 from transfer_backends.liveness import ProcessMark
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MAX_FRAME_BYTES = 8 << 20
 MAX_PAGES = 1 << 20  # of one transfer
 MAX_ROW_BYTES = 64 << 10
 MAX_RANKS = 1024
 MAX_LAYERS = 4096
+MAX_POOLS = 8
 
 Room = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Attempt = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -35,6 +36,7 @@ Namespace = Annotated[
 ]
 SkipPages = Annotated[int, msgspec.Meta(ge=0, le=MAX_PAGES)]
 PageBytes = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_PAGES)]
+TailBytes = Annotated[tuple[PageBytes, ...], msgspec.Meta(max_length=MAX_POOLS)]
 RowBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_ROW_BYTES)]
 
 
@@ -63,6 +65,9 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     kv_checksum: Name = "off"
     kv_units: Count = 1
     layer_bytes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_LAYERS)] = ()
+    pools: Annotated[
+        tuple[tuple[Name, Count], ...], msgspec.Meta(max_length=MAX_POOLS)
+    ] = ()  # (kind, bytes of an item)
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
@@ -76,12 +81,13 @@ NOWHERE = Origin()
 
 
 class Register(_Message, frozen=True):
-    """`ranks`: decode's processes; the first one has `aux` and this connection."""
+    """`ranks`: decode's processes; the first one has `aux`, `pools` (as in the layout) and this connection."""
 
     layout: Layout
     ranks: Annotated[tuple[RankMemory, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
     aux: Region
     origin: Origin = NOWHERE
+    pools: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_POOLS)] = ()
 
     @property
     def num_pages(self) -> int:
@@ -102,13 +108,17 @@ class Refused(_Message, frozen=True):
 
 
 class TransferInfo(_Message, frozen=True):
-    """Where to write: int32 little-endian ids of the prompt's pages after the first `skip_pages`, and a metadata row."""
+    """Where to write: int32 little-endian ids of the prompt's pages after the first `skip_pages`, and a metadata row.
+
+    `tail`: such ids of the prompt's items in each pool.
+    """
 
     room: Room
     attempt: Attempt
     pages: PageBytes
     aux_idx: Count
     skip_pages: SkipPages = 0
+    tail: TailBytes = ()
 
 
 class Recompute(_Message, frozen=True):
@@ -126,6 +136,7 @@ class Recompute(_Message, frozen=True):
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
     share: bool
     namespace: Namespace = ()
+    tail: TailBytes = ()
 
 
 class Status(_Message, frozen=True):
@@ -233,6 +244,7 @@ def layout_of(args: KVArgs, *, backend: str) -> Layout:
         args.kv_checksum,
         args.kv_units,
         args.layer_bytes,
+        tuple((pool.kind, pool.region.item_bytes) for pool in args.pools),
     )
 
 
@@ -252,3 +264,6 @@ def _compared(mine: Layout, theirs: Layout) -> Iterator[tuple[str, object, objec
     yield "num_layers", len(mine.layer_bytes), len(theirs.layer_bytes)
     for layer, (a, b) in enumerate(zip(mine.layer_bytes, theirs.layer_bytes, strict=False)):
         yield f"bytes of layer {layer} in a unit of a page", a, b
+    yield "what a request has beside pages", [kind for kind, _ in mine.pools], [kind for kind, _ in theirs.pools]
+    for (kind, a), (_, b) in zip(mine.pools, theirs.pools, strict=False):
+        yield f"bytes of an item of {kind}", a, b

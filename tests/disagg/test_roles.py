@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import SearchStrategy
 
 from engine.core.host_cache import HostCache
 from tests.core.hash_model import Slot, expected_tokens
 from tests.core.tiers_in_a_test import identity
 from tests.disagg.two_role_stories import TwoRoleStory, play, two_role_stories
 from tests.disagg.two_roles import Cluster, crowded, run_retracted_first
-from transfer_backends.contract import Gate
+from transfer_backends.contract import Gate, Tail
 
 STEPS = 10_000
 LEAST = {"stories": 100, "retractions": 5, "restored_tokens": 20, "chunks": 500, "overlapped": 1000, "preemptions": 20}
@@ -130,10 +131,15 @@ def record(cluster: Cluster, rid: str, sent: list[Sent]) -> None:
     send = sender.send
 
     def recorded(
-        src_pages: list[int], *, start: int, gate: Gate | None = None, metadata_row: int | None = None
+        src_pages: list[int],
+        *,
+        start: int,
+        gate: Gate | None = None,
+        metadata_row: int | None = None,
+        tail: Tail = (),
     ) -> None:
         sent.append((start, len(src_pages), gate, metadata_row is not None))
-        send(src_pages, start=start, gate=gate, metadata_row=metadata_row)
+        send(src_pages, start=start, gate=gate, metadata_row=metadata_row, tail=tail)
 
     sender.send = recorded
 
@@ -205,16 +211,28 @@ def test_waiting_for_memory_has_an_end() -> None:
     cluster.assert_all_back()
 
 
-def test_10_000_steps_of_anything_leave_nothing_behind() -> None:
-    """Fixed examples (derandomized); `make soak-core` draws others."""
-    seen: Counter[str] = Counter()
+def test_recurrent_states_cross_with_the_pages() -> None:
+    """Whoever aborts or retracts when: decode goes on from the state of exactly its tokens, and every slot comes back."""
+    seen = seen_in(two_role_stories(states=True), examples=80)
+    assert seen["states_sent"] >= 100 and seen["resumed_elsewhere"] >= 5 and seen["quarantined"] >= 5, seen
 
-    @settings(max_examples=150, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(story=two_role_stories())
+
+def seen_in(drawn: SearchStrategy[TwoRoleStory], *, examples: int) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    every = list(HealthCheck)
+
+    @settings(max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=every)
+    @given(story=drawn)
     def drive(story: TwoRoleStory) -> None:
         seen.update(play(story))
 
     drive()
+    return seen
+
+
+def test_10_000_steps_of_anything_leave_nothing_behind() -> None:
+    """Fixed examples (derandomized); `make soak-core` draws others."""
+    seen = seen_in(two_role_stories(), examples=150)
     assert seen["steps"] >= STEPS, seen
     lacking = {name for name, least in LEAST.items() if seen[name] < least}
     assert not lacking, f"the stories do not show enough of {lacking}: {dict(seen)}"

@@ -14,6 +14,8 @@ from tests.core.proof.oracle import Answer, answer_of, wishes_of
 from tests.core.proof.story import PRIORITIES, Ask, asks
 from tests.disagg.two_roles import Cluster, RoleEngine
 
+GRID = 8  # where prompts of a model with recurrent states may be cut
+
 
 @dataclass(frozen=True)
 class Event:
@@ -48,9 +50,12 @@ class TwoRoleStory:
     stages: tuple[int, int]
     seed: int
     events: tuple[Ask | Event, ...]
+    state_slots: tuple[int, int] = (0, 0)
 
 
-def two_role_stories() -> st.SearchStrategy[TwoRoleStory]:
+def two_role_stories(*, states: bool = False) -> st.SearchStrategy[TwoRoleStory]:
+    """`states`: of a model with recurrent layers, of whose slots there are few."""
+    slots = st.tuples(st.sampled_from([1, 3, 8]), st.sampled_from([1, 3, 8])) if states else st.just((0, 0))
     kinds = ["go"] * 10 + ["abort-prefill", "abort-decode", "abort-both"]
     event = st.builds(Event, st.sampled_from(kinds), st.sampled_from(range(20)))
     return st.builds(
@@ -74,6 +79,7 @@ def two_role_stories() -> st.SearchStrategy[TwoRoleStory]:
         stages=st.sampled_from([(1, 1), (2, 1), (1, 2), (3, 2)]),
         seed=st.integers(0, 2**32),
         events=st.lists(st.one_of(asks(), event, event), min_size=15, max_size=45).map(tuple),
+        state_slots=slots,
     )
 
 
@@ -84,7 +90,7 @@ class _Play:
         self.cluster = Cluster(
             pages=(story.capacity[0] // size, story.capacity[1] // size),
             page_size=size,
-            chunk=story.chunk_pages * size,
+            chunk=max(story.chunk_pages * size, GRID if any(story.state_slots) else 0),
             depth=story.depth,
             rows=story.rows,
             layerwise=story.layerwise,
@@ -95,10 +101,13 @@ class _Play:
                 "conservativeness": story.conservativeness,
                 "clip": story.clip,
                 "priorities": story.priorities,
+                "grid": GRID,
             },
-            prefill={"pp_size": story.stages[0]},
+            prefill={"pp_size": story.stages[0], "state_slots": story.state_slots[0]},
             pp_size=story.stages[1],
-            backup_pages=0 if story.resume_elsewhere else story.backup_pages,
+            state_slots=story.state_slots[1],
+            snapshots=False,
+            backup_pages=0 if story.resume_elsewhere or any(story.state_slots) else story.backup_pages,
             resume_elsewhere=story.resume_elsewhere,
         )
         self.cluster.decode.depth = story.decode_depth
@@ -198,6 +207,7 @@ class _Play:
             gated=self.cluster.wire.num_gated,
             masks=sum(len(plan.masks) for plan in plans),
             quarantined=self.quarantined,
+            states_sent=self.cluster.wire.num_states,
         )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from disagg.metadata import MetadataBuffers
 from tests.core.hash_model import HashModel
-from transfer_backends.contract import Gate, PeerPath, RecomputeRequest, Work
+from transfer_backends.contract import Gate, PeerPath, RecomputeRequest, Tail, Work
 from transfer_backends.kvpoll import KVPoll, RoomKey
 
 FINAL = (KVPoll.Failed, KVPoll.Success)
@@ -36,6 +36,7 @@ class Room:
     dst: list[int] = field(default_factory=list)
     dst_row: int = 0
     skip_pages: int = 0
+    tail: list[list[int]] = field(default_factory=list)
     to_prefill: deque[Callable[[], None]] = field(default_factory=deque)
     to_decode: deque[Callable[[], None]] = field(default_factory=deque)
     writes: deque[Callable[[], None]] = field(default_factory=deque)
@@ -66,6 +67,7 @@ class Wire:
         self.recompute_requests: list[RecomputeRequest] = []
         self.num_gated = 0
         self.num_skipped = 0
+        self.num_states = 0  # copied
         self.copied: list[int] = []  # decode's pages, in order
         self.unreachable = False  # the handshake of a room that recomputes fails
 
@@ -133,6 +135,12 @@ class Wire:
                 if (s, offset) in source.kv:
                     target.kv[d, offset] = source.kv[s, offset]
 
+    def copy_states(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        source, target = self.models
+        for s, d in zip(src, dst, strict=True):
+            target.states[d] = source.states[s]
+            self.num_states += 1
+
     def copy_row(self, src: int, dst: int) -> None:
         self.rows[1]._rows[dst] = self.rows[0]._rows[src]
 
@@ -165,7 +173,13 @@ class Sender:
         return self._side.state
 
     def send(
-        self, src_pages: Sequence[int], *, start: int, metadata_row: int | None = None, gate: Gate | None = None
+        self,
+        src_pages: Sequence[int],
+        *,
+        start: int,
+        metadata_row: int | None = None,
+        gate: Gate | None = None,
+        tail: Tail = (),
     ) -> None:
         if self._side.state in FINAL:
             return
@@ -181,7 +195,9 @@ class Sender:
             room.writes.append(write if gate is None else Gated(gate.step, write))
             self._wire.num_gated += gate is not None
         if metadata_row is not None:
-            assert gate is None
+            assert gate is None and [len(ids) for ids in tail] == [len(ids) for ids in room.tail]
+            for here, there in zip(tail, room.tail, strict=True):
+                room.writes.append(functools.partial(self._wire.copy_states, here, there))
             room.writes.append(lambda: self._wire.copy_row(metadata_row, room.dst_row))
             room.writes.append(self._landed)
 
@@ -243,7 +259,13 @@ class Receiver:
         return self._side.state
 
     def provide(
-        self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0, work: Work | None = None
+        self,
+        dst_pages: Sequence[int],
+        metadata_row: int,
+        *,
+        skip_pages: int = 0,
+        work: Work | None = None,
+        tail: Tail = (),
     ) -> None:
         if self._side.state in FINAL:
             return
@@ -253,6 +275,7 @@ class Receiver:
 
         def arrive() -> None:
             room.dst, room.dst_row, room.skip_pages = pages, metadata_row, skip_pages
+            room.tail = [list(ids) for ids in tail]
             if work is not None:
                 self._wire.recompute_requests.append(RecomputeRequest(*self._key, work))
                 return

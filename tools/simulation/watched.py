@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from transfer_backends.contract import Work
+from transfer_backends.contract import Tail, Work
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.ports import KVReceiver
 
@@ -49,14 +49,20 @@ class WatchedReceiver:
         return getattr(self._receiver, name)
 
     def provide(
-        self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0, work: Work | None = None
+        self,
+        dst_pages: Sequence[int],
+        metadata_row: int,
+        *,
+        skip_pages: int = 0,
+        work: Work | None = None,
+        tail: Tail = (),
     ) -> None:
         if work is None:
             self._seen["pages not sent"] += skip_pages
         self._given = (list(dst_pages), [metadata_row])
         for kind, given in zip(("kv", "aux"), self._given, strict=True):
             self._exposed[kind].update(given)
-        self._receiver.provide(dst_pages, metadata_row, skip_pages=skip_pages, work=work)
+        self._receiver.provide(dst_pages, metadata_row, skip_pages=skip_pages, work=work, tail=tail)
 
     def close(self) -> None:
         self._receiver.close()

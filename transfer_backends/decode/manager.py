@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from transfer_backends.contract import Clock, KVArgs, LookupFailed, TransferConfig, Work
+from transfer_backends.contract import Clock, KVArgs, LookupFailed, Tail, TransferConfig, Work
 from transfer_backends.control_thread import TICK_S, ControlThread
 from transfer_backends.decode.connections import Connect, Disconnect
 from transfer_backends.decode.core import DecodeCore
@@ -170,10 +170,16 @@ class Receiver:
         return self._room.state
 
     def provide(
-        self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0, work: Work | None = None
+        self,
+        dst_pages: Sequence[int],
+        metadata_row: int,
+        *,
+        skip_pages: int = 0,
+        work: Work | None = None,
+        tail: Tail = (),
     ) -> None:
         with self._control.locked() as now_s:
-            self._rooms.provide(self._room, dst_pages, metadata_row, now_s, skip_pages=skip_pages, work=work)
+            self._rooms.provide(self._room, dst_pages, metadata_row, now_s, skip_pages=skip_pages, work=work, tail=tail)
 
     def abort(self, reason: str) -> None:
         with self._control.locked() as now_s:

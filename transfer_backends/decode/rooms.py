@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from transfer_backends.contract import KVArgs, Work
+from transfer_backends.contract import KVArgs, Tail, Work
 from transfer_backends.decode.connections import PrefillPeer
 from transfer_backends.decode.lookup_line import LookUpLine
 from transfer_backends.decode.room import DecodeRoom
@@ -68,6 +68,7 @@ class DecodeRooms(RoomTable[DecodeRoom]):
         *,
         skip_pages: int = 0,
         work: Work | None = None,
+        tail: Tail = (),
     ) -> None:
         """`work`: for a room that recomputes."""
         key, state = room.key, room.state
@@ -83,16 +84,23 @@ class DecodeRooms(RoomTable[DecodeRoom]):
             raise ValueError(f"room {key}: a page is outside the pool of {self._args.num_pages}")
         if not 0 <= metadata_row < self._args.aux.num_items:
             raise ValueError(f"room {key}: metadata_row {metadata_row} is outside 0..{self._args.aux.num_items - 1}")
+        items = [np.asarray(ids, dtype=np.int64) for ids in tail]
+        if len(items) != len(self._args.pools):
+            raise ValueError(f"room {key}: items of {len(items)} pools, there are {len(self._args.pools)}")
+        for pool, ids in zip(self._args.pools, items, strict=True):
+            if len(ids) and not (ids.min() >= 0 and ids.max() < pool.region.num_items):
+                raise ValueError(f"room {key}: an item of {pool.kind} is outside its {pool.region.num_items}")
+        packed = tuple(pack_ids(ids) for ids in items)
         assert room.peer is not None
         room.num_pages, room.metadata_row = len(pages), metadata_row
         room.progress_at_s = now_s
         self.expose(room, True)
         where = (*self._peers.address(room.peer), *key, pack_ids(pages), metadata_row)
         if work is None:
-            self._peers.send(room.peer, TransferInfo(*where, skip_pages))
+            self._peers.send(room.peer, TransferInfo(*where, skip_pages, packed))
         else:
             tokens = pack_ids(np.asarray(work.tokens, dtype=np.int64))
-            wanted = Recompute(*where, tokens, skip_pages, work.priority, work.share, work.namespace)
+            wanted = Recompute(*where, tokens, skip_pages, work.priority, work.share, work.namespace, packed)
             self._peers.send(room.peer, wanted)
 
     def abort(self, room: DecodeRoom, reason: str, now_s: float) -> None:

@@ -1,5 +1,6 @@
 """Registration of decode workers. Pure."""
 
+from itertools import combinations
 from zlib import crc32
 
 from transfer_backends.contract import KVArgs, Region
@@ -96,12 +97,17 @@ class PeerAdmission:
         if theirs != mine:
             return f"bytes of a metadata row differ: prefill has {mine}, decode has {theirs}"
         regions = [rank.kv for rank in message.ranks]
-        if not all(_is_mapped(region) for region in (*regions, message.aux)):
+        if len(message.pools) != len(self._kv_args.pools):
+            return f"decode names the memory of {len(message.pools)} pools, its layout has {len(self._kv_args.pools)}"
+        for pool, region in zip(self._kv_args.pools, message.pools, strict=True):
+            if region.item_bytes != pool.region.item_bytes:
+                return f"bytes of an item of {pool.kind} differ: prefill has {pool.region.item_bytes}, decode has {region.item_bytes}"
+        if not all(_is_mapped(region) for region in (*regions, message.aux, *message.pools)):
             return "a region of memory does not fit into an address space"
         if (reason := misfit(self._kv_args, message.ranks)) is not None:
             return reason
-        if _overlap(regions[0], message.aux):
-            return "the regions of pages and of metadata rows overlap"
+        if any(_overlap(one, other) for one, other in combinations((regions[0], message.aux, *message.pools), 2)):
+            return "the regions of pages, of metadata rows and of pools overlap"
         if self._peers.get(message.src) is None and self._peers.is_full:
             return f"prefill has {len(self._peers)} decode workers, more than it may (max_peers)"
         return None

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from transfer_backends.contract import Clock, Gate, KVArgs, PeerPath, RecomputeRequest, TransferConfig
+from transfer_backends.contract import Clock, Gate, KVArgs, PeerPath, RecomputeRequest, Tail, TransferConfig
 from transfer_backends.control_thread import CLOSE_S, ControlThread
 from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.fake_transfer import FakeTransfer
@@ -145,10 +145,17 @@ class Sender:
         return self._room.state
 
     def send(
-        self, src_pages: Sequence[int], *, start: int, metadata_row: int | None = None, gate: Gate | None = None
+        self,
+        src_pages: Sequence[int],
+        *,
+        start: int,
+        metadata_row: int | None = None,
+        gate: Gate | None = None,
+        tail: Tail = (),
     ) -> None:
         row = None if metadata_row is None else self._manager.row_to_send(metadata_row)
-        chunk = Chunk(np.asarray(src_pages, dtype=np.int64), start, metadata_row, gate, row)
+        items = tuple(np.asarray(ids, dtype=np.int64) for ids in tail)
+        chunk = Chunk(np.asarray(src_pages, dtype=np.int64), start, metadata_row, gate, row, items)
         with self._control.locked() as now_s:
             self._rooms.send(self._room, chunk, now_s)
             self._manager.wake_sender()  # before the control thread: bytes first, messages can wait

@@ -7,6 +7,7 @@ import numpy as np
 
 from transfer_backends.contract import ABORTED_BY_DECODE, RecomputeRequest, Work
 from transfer_backends.kvpoll import KVPoll, PeerProtocolError, RoomKey
+from transfer_backends.merge import I64
 from transfer_backends.prefill.inbox import Inbox, Offer
 from transfer_backends.prefill.paths import DecodePeer, Paths
 from transfer_backends.prefill.rooms import PrefillRooms
@@ -104,7 +105,19 @@ def _offer_of(peer: DecodePeer, message: TransferInfo | Recompute) -> Offer:
         raise ValueError(f"room {message.room}: a page is given twice")
     if message.aux_idx >= memory.aux.num_items:
         raise ValueError(f"room {message.room}: aux_idx {message.aux_idx} is outside {memory.aux.num_items} rows")
-    return Offer(peer, pages, message.aux_idx, message.skip_pages)
+    return Offer(peer, pages, message.aux_idx, message.skip_pages, _tail_of(peer, message))
+
+
+def _tail_of(peer: DecodePeer, message: TransferInfo | Recompute) -> tuple[I64, ...]:
+    pools, tail = peer.path.memory.pools, tuple(unpack_ids(ids) for ids in message.tail)
+    if len(tail) != len(pools):
+        raise ValueError(f"room {message.room}: items of {len(tail)} pools, there are {len(pools)}")
+    for number, (region, ids) in enumerate(zip(pools, tail, strict=True)):
+        if len(ids) and not (ids.min() >= 0 and ids.max() < region.num_items):
+            raise ValueError(f"room {message.room}: an item is outside decode's pool {number} of {region.num_items}")
+        if len(np.unique(ids)) != len(ids):
+            raise ValueError(f"room {message.room}: an item of pool {number} is given twice")
+    return tail
 
 
 def _request_of(message: Recompute) -> RecomputeRequest:

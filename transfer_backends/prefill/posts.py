@@ -7,7 +7,7 @@ import numpy as np
 
 from transfer_backends.contract import Caps, Gate, KVArgs, Pieces, Progress
 from transfer_backends.kvpoll import RoomKey
-from transfer_backends.merge import I64, batches, plan_pieces
+from transfer_backends.merge import I64, batches, plan_items, plan_pieces
 from transfer_backends.prefill.inbox import Offer
 
 
@@ -15,7 +15,7 @@ from transfer_backends.prefill.inbox import Offer
 class Chunk:
     """Pages of a prompt from its page `start` on; the last has a metadata row. `gate`: opens before they may leave.
 
-    `row`: bytes of the metadata row; None: the engine writes it.
+    `row`: bytes of the metadata row; None: the engine writes it. `tail`: of the last, the prompt's items in each pool.
     """
 
     src: I64
@@ -23,6 +23,7 @@ class Chunk:
     metadata_row: int | None
     gate: Gate | None = None
     row: bytes | None = None
+    tail: tuple[I64, ...] = ()
 
     @property
     def last(self) -> bool:
@@ -31,7 +32,7 @@ class Chunk:
     def writes(self, skip_pages: int) -> bool:
         """Return True if the engine has to write anything of it."""
         pages = len(self.src) > 0 and self.start + len(self.src) > skip_pages
-        return pages or (self.last and self.row is None)
+        return pages or (self.last and self.row is None) or any(len(ids) for ids in self.tail)
 
 
 @dataclass(eq=False)
@@ -65,7 +66,8 @@ def plan_ops(
 ) -> list[tuple[Pieces, int]]:
     """Return (pieces, bytes of pages) of each operation for the `groups` of layers (from, until) of a chunk.
 
-    Pages that decode has already are left out. A metadata row that the engine writes is an operation of its own, the last one.
+    Pages that decode has already are left out. Behind them comes the tail, as operations without bytes of pages. A metadata row that
+    the engine writes is an operation of its own, the last one.
     """
     path = offer.peer.path
     src = chunk.src[max(0, offer.skip_pages - chunk.start) :]
@@ -83,6 +85,10 @@ def plan_ops(
     # in turn: each pair of ranks has a link of its own
     parts = plans[0] if len(plans) == 1 else (part for turn in zip_longest(*plans) for part in turn if part is not None)
     planned = [(part, part.size_bytes) for part in parts]
+    for pool, here, there, region in zip(args.pools, chunk.tail, offer.tail, path.memory.pools, strict=False):
+        pieces = plan_items(here, there, src=pool.region, dst=region, max_piece_bytes=caps.max_piece_bytes)
+        parts = batches(pieces, max_pieces=caps.max_post_pieces, max_bytes=caps.max_post_bytes)
+        planned += [(part, 0) for part in parts]
     if chunk.metadata_row is not None and chunk.row is None:
         rows = np.array([chunk.metadata_row], np.int64), np.array([offer.metadata_row], np.int64)
         aux = path.memory.aux

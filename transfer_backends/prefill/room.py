@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from transfer_backends.contract import KVArgs
 from transfer_backends.kvpoll import KVPoll
+from transfer_backends.merge import I64
 from transfer_backends.prefill.inbox import Offer
 from transfer_backends.prefill.paths import DecodePeer
 from transfer_backends.prefill.posts import Chunk, Post
@@ -15,7 +16,7 @@ from transfer_backends.rooms import Room
 @dataclass(eq=False)
 class PrefillRoom(Room):
     """chunks: queued and not planned; all_chunks: every one that writes something, to start over with
-    queued_pages: of the prompt    row: metadata row that goes with Success; empty: the engine writes it
+    queued_pages: of the prompt    tail: of the last chunk    row: metadata row that goes with Success; empty: the engine writes it
     left_groups: planned groups of layers of the first chunk    posts: planned and not posted
     num_ops: posted and not final    done_bytes: of pages, written in this try
     write_try: counted from 0; awaits_fence: it starts once nothing of the last try can still write
@@ -31,6 +32,7 @@ class PrefillRoom(Room):
     left_groups: int = 0
     all_queued: bool = False
     row: bytes = b""
+    tail: tuple[I64, ...] = ()
     done_bytes: int = 0
     num_ops: int = 0
     dirty: bool = False
@@ -70,8 +72,13 @@ class PrefillRoom(Room):
     def misfit(self) -> str | None:
         assert self.offer is not None
         needed, given = self.queued_pages - self.offer.skip_pages, len(self.offer.pages)
-        if needed <= given and not (self.all_queued and needed != given):
+        fits = (
+            needed == given and _counts(self.tail) == _counts(self.offer.tail) if self.all_queued else needed <= given
+        )
+        if fits:
             return None
+        if needed == given:
+            return f"decode gave {_counts(self.offer.tail)} items beside pages, prefill has {_counts(self.tail)}"
         word = "at least " * (not self.all_queued)
         return f"decode gave {given} pages, prefill has {word}{needed}: the two prompts differ"
 
@@ -81,7 +88,7 @@ class PrefillRoom(Room):
             if not self.awaits_fence:
                 self.chunks.append(chunk)
         self.queued_pages = chunk.start + len(chunk.src)
-        self.all_queued, self.row = chunk.last, chunk.row or b""
+        self.all_queued, self.row, self.tail = chunk.last, chunk.row or b"", chunk.tail
 
     def begin_next_try(self) -> None:
         """Post nothing until the fence, then everything again (`start_over`)."""
@@ -114,6 +121,10 @@ class PrefillRoom(Room):
         )
 
 
+def _counts(tail: tuple[I64, ...]) -> list[int]:
+    return [len(ids) for ids in tail]
+
+
 def check_chunk(room: PrefillRoom, chunk: Chunk, args: KVArgs) -> None:
     """Raise ValueError for a chunk that our own role got wrong."""
     src, gate, row = chunk.src, chunk.gate, chunk.metadata_row
@@ -127,3 +138,10 @@ def check_chunk(room: PrefillRoom, chunk: Chunk, args: KVArgs) -> None:
         raise ValueError(f"room {room.key}: a source page is outside the pool of {args.num_pages}")
     if row is not None and not 0 <= row < args.aux.num_items:
         raise ValueError(f"room {room.key}: metadata_row {row} is outside 0..{args.aux.num_items - 1}")
+    if len(chunk.tail) != (len(args.pools) if chunk.last else 0):
+        raise ValueError(
+            f"room {room.key}: items of {len(chunk.tail)} pools, the last chunk has {len(args.pools)}, others none"
+        )
+    for pool, ids in zip(args.pools, chunk.tail, strict=False):
+        if len(ids) and not (ids.min() >= 0 and ids.max() < pool.region.num_items):
+            raise ValueError(f"room {room.key}: an item of {pool.kind} is outside its {pool.region.num_items}")

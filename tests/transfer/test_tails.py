@@ -1,0 +1,159 @@
+"""What a request has beside pages crosses once, behind its pages and before the metadata row, and again in a second try."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.transfer.cores import ARGS, CAPS, KEY, PAGES, SRC, JoinedCores, prefill_core
+from transfer_backends.contract import Region, SidePool
+from transfer_backends.kvpoll import KVPoll, PeerProtocolError
+from transfer_backends.prefill.posts import Chunk, Post
+from transfer_backends.wire import Register, TransferInfo, layout_conflict, layout_of, pack_ids
+
+STATES = SidePool("state", Region(1 << 40, 8, 5000, None))  # a slot takes three pieces of at most 2,048 bytes
+WINDOW = SidePool("window 8", Region(1 << 41, 16, 512, None))
+BOTH = replace(ARGS, pools=(STATES, WINDOW))
+HERE, THERE = ((3,), (4, 5, 9)), ((6,), (1, 2, 3))
+
+
+class WithTails(JoinedCores):
+    """Decode gives `there`."""
+
+    def __init__(self, there: tuple[tuple[int, ...], ...] = THERE) -> None:
+        self.there = there
+        super().__init__(BOTH, sends=False)
+
+    def begin(self) -> None:
+        self.exchange()
+        self.core.rooms.open(*KEY, 0.0)
+        self.decode.rooms.provide(self.decode.rooms[KEY], self.pages, 1, 0.0, tail=self.there)
+        self.exchange()
+
+    def send_all(self, here: tuple[tuple[int, ...], ...] = HERE) -> None:
+        tail = tuple(np.array(ids, np.int64) for ids in here)
+        self.core.rooms.send(self.core.rooms[KEY], Chunk(np.array(SRC, np.int64), 0, 1, tail=tail), 0.0)
+
+    def take(self) -> list[Post]:
+        """All posts of the try, each done before the next."""
+        posts = []
+        while (post := self.core.outbox.next_post(0.0)) is not None:
+            posts.append(post)
+            self.final(post, ok=True)
+        return posts
+
+
+def copies(posts: list[Post], src: Region, dst: Region) -> list[tuple[int, int, int]]:
+    """(byte of `src`, byte of `dst`, length) of all that leaves `src`."""
+    found = []
+    for post in posts:
+        for at, to, length in zip(post.pieces.src, post.pieces.dst, post.pieces.lengths, strict=True):
+            if src.base_ptr <= int(at) < src.base_ptr + src.size_bytes:
+                found.append((int(at) - src.base_ptr, int(to) - dst.base_ptr, int(length)))
+    return found
+
+
+def test_pages_then_tails_then_the_row() -> None:
+    pair = WithTails()
+    pair.send_all()
+    posts = pair.take()
+    slot = [(15000 + at, 30000 + at, n) for at, n in ((0, 2048), (2048, 2048), (4096, 904))]
+    assert copies(posts, STATES.region, STATES.region) == slot
+    window = [(4 * 512, 512, 1024), (9 * 512, 3 * 512, 512)]
+    assert copies(posts, WINDOW.region, WINDOW.region) == window
+    order = [
+        next(i for i, r in enumerate(regions) if r.base_ptr <= int(post.pieces.src[0]) < r.base_ptr + r.size_bytes)
+        for regions in [[ARGS.kv, STATES.region, WINDOW.region, ARGS.aux]]
+        for post in posts
+    ]
+    assert order == sorted(order) and set(order) == {0, 1, 2, 3}
+    assert sum(post.kv_bytes for post in posts) == len(PAGES) * 1024, "a tail does not count as pages"
+    assert pair.states == (KVPoll.Success, KVPoll.Success)
+
+
+def test_a_second_try_sends_the_tail_again() -> None:
+    pair = WithTails()
+    pair.send_all()
+    first = pair.posts()
+    for post in first[:-1]:
+        pair.final(post, ok=True)
+    pair.final(first[-1], ok=False)
+    pair.core.completions.on_fenced("d", ok=True, now_s=0.0)
+    assert len(copies(pair.take(), STATES.region, STATES.region)) == 3
+    assert pair.states == (KVPoll.Success, KVPoll.Success)
+
+
+def test_another_number_of_items_fails_the_room() -> None:
+    pair = WithTails(there=((), (1, 2, 3)))
+    pair.send_all()
+    pair.exchange()
+    assert pair.core.rooms[KEY].reason == "decode gave [0, 3] items beside pages, prefill has [1, 3]"
+    assert pair.states == (KVPoll.Failed, KVPoll.Failed) and pair.posts() == []
+
+
+@pytest.mark.parametrize(
+    ("tail", "what"),
+    [
+        ((), "items of 0 pools, there are 2"),
+        (((8,), ()), "outside decode's pool 0 of 8"),
+        (((-1,), ()), "outside decode's pool 0 of 8"),
+        (((1,), (2, 2)), "an item of pool 1 is given twice"),
+    ],
+)
+def test_junk_from_decode_is_refused(tail: tuple[tuple[int, ...], ...], what: str) -> None:
+    pair = WithTails()
+    packed = tuple(pack_ids(np.array(ids, np.int64)) for ids in tail)
+    with pytest.raises(PeerProtocolError, match=what):
+        pair.core.on_message("link", TransferInfo("d", "p", 9, 0, pack_ids(np.array([1])), 2, 0, packed), 0.0)
+
+
+def test_our_own_mistakes_are_errors() -> None:
+    pair = WithTails()
+    with pytest.raises(ValueError, match="items of 1 pools, the last chunk has 2"):
+        pair.send_all(((1,),))
+    with pytest.raises(ValueError, match="an item of window 8 is outside its 16"):
+        pair.send_all(((1,), (16,)))
+
+
+@pytest.mark.parametrize(
+    ("pools", "message"),
+    [
+        ((), r"what a request has beside pages differs: prefill has \['state', 'window 8'\], decode has \[\]"),
+        ((STATES, SidePool("window 9", WINDOW.region)), "decode has .*'window 9'"),
+        (
+            (SidePool("state", Region(1 << 40, 8, 5008, None)), WINDOW),
+            "bytes of an item of state differs: prefill has 5000, decode has 5008",
+        ),
+    ],
+)
+def test_workers_that_keep_other_things_do_not_fit(pools: tuple[SidePool, ...], message: str) -> None:
+    mine, theirs = (layout_of(args, backend="sim") for args in (BOTH, replace(ARGS, pools=pools)))
+    conflict = layout_conflict(mine, theirs, me="prefill", them="decode")
+    assert conflict is not None
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(conflict)
+
+
+@pytest.mark.parametrize(
+    ("regions", "message"),
+    [
+        ((), "decode names the memory of 0 pools, its layout has 2"),
+        (
+            (STATES.region, Region(1 << 41, 16, 500, None)),
+            "bytes of an item of window 8 differ: prefill has 512, decode has 500",
+        ),
+        ((STATES.region, STATES.region), "bytes of an item of window 8 differ"),
+        ((STATES.region, Region((1 << 40) + 64, 16, 512, None)), "overlap"),
+        ((STATES.region, Region((1 << 64) - 64, 16, 512, None)), "does not fit into an address space"),
+    ],
+)
+def test_a_registration_with_other_memory_is_refused(regions: tuple[Region, ...], message: str) -> None:
+    core = prefill_core(BOTH)
+    register = Register("d", "p", layout_of(BOTH, backend=CAPS.name), BOTH.ranks, BOTH.aux, pools=regions)
+    core.on_message("link", register, 0.0)
+    assert message in core.effects.queue[-1].message.reason
+
+
+def test_an_engine_reaches_all_memory() -> None:
+    assert CAPS.carried(BOTH) == [ARGS.kv, ARGS.aux, STATES.region, WINDOW.region]
+    assert replace(CAPS, carries_host_memory=False).carried(BOTH) == [ARGS.kv, STATES.region, WINDOW.region]
