@@ -8,8 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from engine.attention.flashinfer_prompts import FlashInferPrompts, check_specs, import_wrapper
+from engine.attention.latent_cpu import CpuLatents
 from engine.attention.latent_torch import TorchLatents
 from engine.attention.torch_backend import TorchBackend
+from engine.kernels.latent_attention import make_latent_kernel
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
 from service.flags import ConfigError
@@ -65,9 +67,12 @@ def make_attention_backend(name: str, pool: KVPool, *, num_heads: int, needs: Se
 def _cpu(pool: KVPool) -> AttentionBackend:
     if pool.device.type != "cpu":
         raise ConfigError(f"--attention-backend cpu: the KV cache is on {pool.device}; choose torch or triton")
+    if any(spec.latent for spec in pool.specs):
+        kernel = make_latent_kernel(pool)
+        return TorchLatents(pool) if kernel is None else CpuLatents(kernel)
     from engine.attention.cpu_backend import CpuBackend
 
-    return TorchLatents(pool) if pool.specs[0].latent else CpuBackend(pool)
+    return CpuBackend(pool)
 
 
 def _on_gpu(name: str, pool: KVPool, *, num_heads: int) -> AttentionBackend:

@@ -13,6 +13,7 @@ class TorchLatents:
     """One KV head whose V is its K: of the weighted sums the first `rank` elements count."""
 
     def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
         self._torch = TorchBackend(pool)
 
     def begin(self, step: StepBatch) -> None:
@@ -22,4 +23,4 @@ class TorchLatents:
         """[T, heads * rank]."""
         latents = new.latents.unsqueeze(1)
         sums = self._torch.attend_turned(layer, new.q, latents, latents, Softmax(new.scale))
-        return sums.view(new.q.shape)[:, :, : new.rank].flatten(1)
+        return sums.view(new.q.shape)[:, :, : self._pool.specs[layer].latent].flatten(1)

@@ -18,7 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "vectors.h"
+#include "attention.h"
 
 #define ABI_VERSION 5
 #define BLOCK 64         /* tokens whose scores are held at once */
@@ -81,22 +81,6 @@ INLINE const char *row_of(const struct item *it, int at, int64_t h, int64_t row_
 
 /* ---- scores, softmax weights, weighted sum */
 
-/* Sums of 16 vectors, each in the order of sum(). */
-INLINE f16v sums(f16v *x) {
-#if defined(__AVX512F__)
-    __m512 *v = (__m512 *)x;
-    for (int i = 0; i < 8; i++) v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[i], v[i + 8], 0x44), _mm512_shuffle_f32x4(v[i], v[i + 8], 0xee));
-    for (int i = 0; i < 4; i++) v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[i], v[i + 4], 0x88), _mm512_shuffle_f32x4(v[i], v[i + 4], 0xdd));
-    for (int i = 0; i < 2; i++) v[i] = _mm512_add_ps(_mm512_shuffle_ps(v[i], v[i + 2], 0x44), _mm512_shuffle_ps(v[i], v[i + 2], 0xee));
-    const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(v[0], v[1], 0x88), _mm512_shuffle_ps(v[0], v[1], 0xdd));
-    return (f16v)_mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15), all);
-#else
-    f16v r;
-    for (int i = 0; i < LANES; i++) r[i] = sum(x[i]);
-    return r;
-#endif
-}
-
 /* parts[g] = products of q[g] with a row of K, for `heads` query heads. */
 INLINE void multiply_row(f16v *parts, const char *q, const char *k, const int heads, const int is_bf16, const int dim) {
     const int64_t q_row = (int64_t)dim * (is_bf16 ? 2 : 4);
@@ -148,35 +132,7 @@ static void weigh(struct item *it, int64_t g) {
     float *p = it->p + g * BLOCK;
     if (it->a->cap)
         for (int t = 0; t < end; t += LANES) store_f32(p + t, tanh_of(load_f32(p + t) / it->a->cap) * it->a->cap);
-    for (int t = n; t < end; t++) p[t] = -INFINITY; /* weight 0 */
-    f16v lanes = (f16v){0} + it->m[g];
-    for (int t = 0; t < end; t += LANES) lanes = larger(lanes, load_f32(p + t));
-    const float best = largest(lanes);
-    f16v total = {0};
-    for (int t = 0; t < end; t += LANES) {
-        f16v w = exp_nonpositive(load_f32(p + t) - best);
-        store_f32(p + t, w);
-        total += w;
-    }
-    it->factor[g] = exp_nonpositive((f16v){0} + (it->m[g] - best))[0]; /* 0 for the first block without sinks: its m is -inf */
-    it->m[g] = best;
-    it->l[g] = it->l[g] * it->factor[g] + sum(total);
-}
-
-/* `vectors` vectors of a row from element `at` on. bf16 comes in pairs of vectors, the even elements and then the odd
- * ones: one load, a shift and a mask for 32 elements. o is kept in this order; write_row undoes it. */
-INLINE void load_values(f16v *to, const char *row, int64_t at, const int vectors, const int is_bf16) {
-    for (int w = 0; w < vectors; w += 2) {
-        if (!is_bf16 || vectors == 1) {
-            to[w] = load(row, (int)at + w * LANES, is_bf16);
-            if (vectors > 1) to[w + 1] = load(row, (int)at + (w + 1) * LANES, is_bf16);
-        } else {
-            u16v pair;
-            memcpy(&pair, row + (at + w * LANES) * 2, sizeof pair);
-            to[w] = (f16v)(pair << 16);
-            to[w + 1] = (f16v)(pair & 0xffff0000u);
-        }
-    }
+    it->factor[g] = weights_of(p, n, it->m + g, it->l + g);
 }
 
 /* o[g] += sum over t < n of p[g][t] * v[t], for `vectors` vectors of each row from element `at` on; o[g] is first multiplied
@@ -262,20 +218,6 @@ static void write_token(const struct item *it, int64_t request, int64_t head) {
     memcpy((char *)a->v_cache + at, (char *)a->v_new + (request * a->v_stride + head * a->dim) * size, bytes);
 }
 
-/* o / l of one query head, in the order of its elements (load_values). */
-INLINE void write_row(const struct args *a, const float *o, float l, int64_t at) {
-    const float inverse = l == 0.0f ? 0.0f : 1.0f / l; /* NaN passes: it must reach the logits */
-    int64_t d = 0;
-    for (; a->is_bf16 && d + 2 * LANES <= a->dim; d += 2 * LANES) {
-        const u16v pairs = bf16_bits(load_f32(o + d) * inverse) >> 16 | bf16_bits(load_f32(o + d + LANES) * inverse);
-        memcpy((bf16 *)a->out + at + d, &pairs, sizeof pairs);
-    }
-    for (; d < a->dim; d += LANES) {
-        if (a->is_bf16) store_bf16((bf16 *)a->out + at + d, load_f32(o + d) * inverse);
-        else store_f32((float *)a->out + at + d, load_f32(o + d) * inverse);
-    }
-}
-
 /* The rows of `now`, and those that are read after it. */
 static void line_up(struct item *it, const struct block *now, const struct block *next) {
     const char **to = it->rows;
@@ -345,7 +287,7 @@ static void attend(const struct args *a, int64_t number, int64_t coming, int64_t
         add_block(&it);
     }
     for (int64_t r = 0; r < it.heads * it.group; r++)
-        write_row(a, it.o + r * a->dim, it.l[r], (request * a->heads + first * it.group + r) * a->dim);
+        store_divided(it.o + r * a->dim, it.l[r], a->out, (request * a->heads + first * it.group + r) * a->dim, a->dim, a->is_bf16);
 }
 
 /* Into how many runs the kv heads of each request are cut, so that none has too many query heads, and the longest request

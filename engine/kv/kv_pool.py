@@ -27,14 +27,15 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class CacheSpec:
     """What a layer keeps: K and V of every token. Per token: 2 * num_kv_heads * head_dim elements of `dtype` ("bfloat16" | "float32").
 
-    `window`: the last tokens that a query sees, its own included; 0: all. `latent`: V is K, kept once (latent attention).
+    `window`: the last tokens that a query sees, its own included; 0: all. `latent`: of latent attention, the first elements of
+    K that are V, too, which is not kept; 0: V is kept.
     """
 
     num_kv_heads: int
     head_dim: int
     dtype: str
     window: int = 0
-    latent: bool = False
+    latent: int = 0
 
     @property
     def itemsize_bytes(self) -> int:

@@ -13,13 +13,12 @@ from engine.kernels.matrices import PackedMatrices
 class NewLatents:
     """New tokens, turned. q [T, heads, width]: absorbed, so that its scores are its products with latents, times `scale`.
 
-    latents [T, width]: what the cache keeps, all heads' K, and in its first `rank` elements their V. A backend gives
-    [T, heads * rank].
+    latents [T, width]: what the cache keeps, all heads' K, and in its first `rank` elements (`CacheSpec.latent`) their V. A
+    backend gives [T, heads * rank].
     """
 
     q: Tensor
     latents: Tensor
-    rank: int
     scale: float
 
 

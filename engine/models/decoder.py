@@ -37,7 +37,7 @@ class DenseDecoder:
                 head_dim=config.head_dim,
                 dtype=part.checkpoint.dtype_name,
                 window=config.windows[layer] if config.windows else 0,
-                latent=config.latent is not None,
+                latent=config.latent.rank if config.latent else 0,
             )
             for layer in share.layers
             if config.has_kv(layer)

@@ -67,7 +67,6 @@ class LatentAttention:
         new = NewLatents(
             torch.cat((self._keys(plain), both[:, :-1]), 2),
             torch.cat((self._latent_norm(kept.contiguous()), both[:, -1]), 1),
-            latent.rank,
             latent.scale,
         )
         sums = attend(self._layer, new).view(-1, self._heads, latent.rank)

@@ -48,7 +48,7 @@ def test_page_bytes_are_padded_and_mixed_dtypes_stay_aligned():
 
 
 def test_a_latent_is_kept_once_and_read_as_v_too():
-    latent = CacheSpec(num_kv_heads=1, head_dim=48, dtype="bfloat16", latent=True)
+    latent = CacheSpec(num_kv_heads=1, head_dim=48, dtype="bfloat16", latent=32)
     pool = KVPool([latent, latent], num_pages=2, page_size=4, device="cpu")
     assert latent.bytes_per_token() == 96 and pool.page_bytes == 2 * 4 * 96
     assert pool.layer_ends() == [384, 768]

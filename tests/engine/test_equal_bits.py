@@ -2,9 +2,11 @@
 
 What an answer's tokens have in KV is computed by the kernel for single tokens; computed again, as a prompt, it has other last
 bits. So recomputation is compared by tokens whose logits are far apart: test_ranks.py, tests/e2e/test_identity_matrix.py.
+Latent attention has one kernel for both, and so not even that changes a bit.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,18 +37,20 @@ WAYS: dict[str, tuple[dict[str, Any], EngineUse | None, Callable[[EngineInProces
 }
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_tiny_checkpoint(
-        tmp_path_factory.mktemp("bits") / "model",
-        "qwen3",
-        dtype="bfloat16",
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        hidden_size=128,
-        intermediate_size=128,
-    )
+QWEN3 = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+}
+FAMILIES: dict[str, dict[str, Any]] = {"qwen3": QWEN3, "deepseek_v3": {}}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("bits") / "model"
+    return make_tiny_checkpoint(folder, request.param, dtype="bfloat16", **FAMILIES[request.param])
 
 
 def answers(engine: EngineInProcess, names: dict[str, list[int]]) -> dict[str, Any]:
@@ -73,3 +77,12 @@ def test_the_way_changes_no_bit(way: str, path: str, plain: dict[str, Any]) -> N
         if way == "cached prompts":
             assert answers(engine, {"again": PROMPTS["a"]})["again"] == plain["a"]
         assert times(engine) > 0, "not at work"
+
+
+def test_latents_of_an_answer_computed_again_have_the_same_bits(tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path, "deepseek_v3", dtype="bfloat16")
+    with EngineInProcess(path, **FLAGS) as engine:
+        plain = answers(engine, PROMPTS)
+    with EngineInProcess(path, **FLAGS, test_retract=3, disable_radix_cache=True) as engine:
+        assert answers(engine, PROMPTS) == plain
+        assert engine.parts.scheduler.counters.retractions > 0

@@ -57,7 +57,9 @@ class Sequence:
     def _attend(self, layer: int, new: Unturned | NewLatents) -> torch.Tensor:
         if isinstance(new, NewLatents):
             k = new.latents.unsqueeze(1)
-            return self._attend_heads(layer, new.q, k, k[:, :, : new.rank], scale=new.scale)
+            return self._attend_heads(
+                layer, new.q, k, k[:, :, : self._model.cache_specs()[layer].latent], scale=new.scale
+            )
         return self._attend_heads(layer, *new.turned())
 
     def _attend_heads(

@@ -1,0 +1,250 @@
+/* Latent attention (MLA, absorbed form): every query vector reads the same latents, whose first `rank` elements are the values,
+ * too. bf16 and fp32 caches; prompts and single tokens alike.
+ *
+ * A work item is a tile of query vectors of one request, one behind the other: all heads of a row, then those of the next. It
+ * passes over the request's latents in blocks of BLOCK tokens from the first one on, so a vector's result depends on that vector and
+ * its tokens alone: not on the batch, the chunk, the tile nor the number of threads. Tokens behind a vector's own weigh exactly 0.
+ * All sums are fp32.
+ *
+ * With many heads arithmetic is the limit, not memory: 4 vectors times 4 tokens share their loads, and so do 4 vectors of a
+ * sum of values. Meanwhile the next block is fetched into the L2 cache.
+ */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "attention.h"
+
+#define ABI_VERSION 1
+#define BLOCK 64 /* tokens whose scores are held at once */
+#define TILE 16  /* query vectors of a work item, at most */
+#define SUB 4    /* vectors, and tokens, computed together */
+#define ITEMS 4  /* work items for each thread, at least, so that threads end together */
+#define LINE_BYTES 64
+
+/* What all layers of a step share. Mirrored by _Step in latent_attention.py. */
+struct step {
+    const int32_t *page_table;                  /* [batch, table_width] */
+    const int32_t *kv_lens;                     /* [batch], the new tokens included */
+    const int32_t *starts;                      /* [batch + 1] the first row of each request */
+    const int64_t *token_pages, *token_offsets; /* [rows] where each new token goes */
+    int64_t batch, table_width;
+};
+
+/* Mirrored by _Args in latent_attention.py. All rows are dense. */
+struct args {
+    void *q, *latents, *out; /* [rows, heads, dim], [rows, dim], [rows, heads, rank] */
+    void *cache;             /* address of this layer's latents in page 0 */
+    const struct step *step;
+    int64_t page_stride_bytes, heads, dim, rank, page_size, is_bf16, threads;
+    float scale;
+};
+
+/* One work item. Vectors behind its last one repeat that, up to a multiple of SUB, and are not stored. */
+struct item {
+    const struct args *a;
+    int vectors, count, next_count;               /* count: tokens of the block */
+    const char *rows[BLOCK], *next[BLOCK];        /* of its tokens, and of the next block's */
+    const char *q[TILE];
+    int64_t seen[TILE];                           /* tokens that each vector sees */
+    float *o, *p;                                 /* [TILE, rank] sums, not divided; [TILE, BLOCK] scores, then weights */
+    float m[TILE], l[TILE], factor[TILE];         /* running maximum and sum; what is summed before is multiplied by */
+};
+
+INLINE int64_t size_of(const struct args *a) { return a->is_bf16 ? 2 : 4; }
+
+/* parts[v * SUB + t] = products of q[v] with row t. */
+INLINE void multiply(f16v *parts, const char *const *q, const char *const *rows, const int64_t dim, const int is_bf16) {
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+    if (is_bf16) {
+        __m512 acc[SUB * SUB];
+        for (int i = 0; i < SUB * SUB; i++) acc[i] = _mm512_setzero_ps();
+        int64_t at = 0;
+        for (; at + 32 <= dim; at += 32) {
+            __m512bh k[SUB];
+            for (int t = 0; t < SUB; t++) k[t] = (__m512bh)_mm512_loadu_si512(rows[t] + at * 2);
+            for (int v = 0; v < SUB; v++) {
+                const __m512bh x = (__m512bh)_mm512_loadu_si512(q[v] + at * 2);
+                for (int t = 0; t < SUB; t++) acc[v * SUB + t] = _mm512_dpbf16_ps(acc[v * SUB + t], x, k[t]);
+            }
+        }
+        if (at < dim) { /* dim is a multiple of 16: half a vector is left */
+            for (int v = 0; v < SUB; v++) {
+                const __m512bh x = (__m512bh)_mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)(q[v] + at * 2)));
+                for (int t = 0; t < SUB; t++)
+                    acc[v * SUB + t] = _mm512_dpbf16_ps(acc[v * SUB + t], x, (__m512bh)_mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)(rows[t] + at * 2))));
+            }
+        }
+        for (int i = 0; i < SUB * SUB; i++) parts[i] = (f16v)acc[i];
+        return;
+    }
+#endif
+    f16v acc[SUB * SUB];
+    for (int i = 0; i < SUB * SUB; i++) acc[i] = (f16v){0};
+    for (int64_t at = 0; at < dim; at += LANES) {
+        f16v k[SUB];
+        for (int t = 0; t < SUB; t++) k[t] = load(rows[t], (int)at, is_bf16);
+        for (int v = 0; v < SUB; v++) {
+            const f16v x = load(q[v], (int)at, is_bf16);
+            for (int t = 0; t < SUB; t++) acc[v * SUB + t] += x * k[t];
+        }
+    }
+    for (int i = 0; i < SUB * SUB; i++) parts[i] = acc[i];
+}
+
+INLINE void fetch(const char *row, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += LINE_BYTES) __builtin_prefetch(row + i, 0, 2);
+}
+
+/* p[v][t] = scale * q[v] . rows[t] */
+INLINE void scores(struct item *it, const int is_bf16) {
+    const int64_t dim = it->a->dim, row_bytes = dim * (is_bf16 ? 2 : 4);
+    for (int from = 0; from < it->count; from += SUB) {
+        const char *rows[SUB];
+        for (int t = 0; t < SUB; t++) {
+            rows[t] = it->rows[from + t < it->count ? from + t : it->count - 1];
+            if (from + t < it->next_count) fetch(it->next[from + t], row_bytes);
+        }
+        for (int v = 0; v < it->vectors; v += SUB) {
+            f16v parts[SUB * SUB];
+            multiply(parts, it->q + v, rows, dim, is_bf16);
+            float found[SUB * SUB];
+            store_f32(found, sums(parts) * it->a->scale);
+            for (int i = 0; i < SUB; i++) memcpy(it->p + (v + i) * BLOCK + from, found + i * SUB, SUB * sizeof(float));
+        }
+    }
+}
+
+/* o[v] = o[v] * factor[v] + sum over tokens t of p[v][t] * row t, for SUB vectors from v on and `wide` vectors of 16 elements from `at` on. */
+INLINE void add_values(struct item *it, int v, int64_t at, const int wide, const int is_bf16) {
+    const int64_t rank = it->a->rank;
+    float *o = it->o + v * rank + at;
+    const float *p = it->p + v * BLOCK;
+    f16v acc[SUB * SUB], row[SUB];
+    for (int i = 0; i < SUB; i++)
+        for (int w = 0; w < wide; w++) acc[i * SUB + w] = load_f32(o + i * rank + w * LANES) * it->factor[v + i];
+    for (int t = 0; t < it->count; t++) {
+        load_values(row, it->rows[t], at, wide, is_bf16);
+        for (int i = 0; i < SUB; i++)
+            for (int w = 0; w < wide; w++) acc[i * SUB + w] += row[w] * p[i * BLOCK + t];
+    }
+    for (int i = 0; i < SUB; i++)
+        for (int w = 0; w < wide; w++) store_f32(o + i * rank + w * LANES, acc[i * SUB + w]);
+}
+
+INLINE void values(struct item *it, const int is_bf16) {
+    const int64_t rank = it->a->rank;
+    int64_t at = 0;
+    for (; at + SUB * LANES <= rank; at += SUB * LANES)
+        for (int v = 0; v < it->vectors; v += SUB) add_values(it, v, at, SUB, is_bf16);
+    for (; at + 2 * LANES <= rank; at += 2 * LANES)
+        for (int v = 0; v < it->vectors; v += SUB) add_values(it, v, at, 2, is_bf16);
+    if (at < rank)
+        for (int v = 0; v < it->vectors; v += SUB) add_values(it, v, at, 1, is_bf16);
+}
+
+/* The type is a constant in each copy. */
+static __attribute__((noinline)) void scores_bf16(struct item *it) { scores(it, 1); }
+static __attribute__((noinline)) void scores_fp32(struct item *it) { scores(it, 0); }
+static __attribute__((noinline)) void values_bf16(struct item *it) { values(it, 1); }
+static __attribute__((noinline)) void values_fp32(struct item *it) { values(it, 0); }
+
+/* Rows of tokens from..from + BLOCK - 1 of `request`, as far as there are any before `end`; returns how many. */
+static int locate(const struct args *a, int64_t request, int64_t from, int64_t end, const char **to) {
+    const int32_t *pages = a->step->page_table + request * a->step->table_width;
+    const int64_t row_bytes = a->dim * size_of(a);
+    const int count = end <= from ? 0 : end - from < BLOCK ? (int)(end - from) : BLOCK;
+    int64_t page = from / a->page_size, offset = from % a->page_size;
+    for (int t = 0; t < count; t++) {
+        to[t] = (const char *)a->cache + pages[page] * a->page_stride_bytes + offset * row_bytes;
+        if (++offset == a->page_size) offset = 0, page++;
+    }
+    return count;
+}
+
+/* Query vectors first..first + count - 1 of `request`. */
+static void attend(const struct args *a, int64_t request, int64_t first, int count, float *scratch) {
+    const int64_t start = a->step->starts[request], rows = a->step->starts[request + 1] - start;
+    const int64_t before = a->step->kv_lens[request] - rows, vector = start * a->heads + first;
+    struct item it;
+    it.a = a;
+    it.vectors = (count + SUB - 1) / SUB * SUB;
+    it.o = scratch;
+    it.p = scratch + TILE * a->rank;
+    memset(it.o, 0, it.vectors * a->rank * sizeof(float));
+    for (int v = 0; v < it.vectors; v++) {
+        const int own = v < count ? v : count - 1;
+        it.q[v] = (const char *)a->q + (vector + own) * a->dim * size_of(a);
+        it.seen[v] = before + (first + own) / a->heads + 1;
+        it.m[v] = -INFINITY, it.l[v] = 0;
+    }
+    const int64_t end = it.seen[count - 1];
+    it.next_count = locate(a, request, 0, end, it.next);
+    for (int64_t from = 0; from < end; from += BLOCK) {
+        it.count = it.next_count;
+        memcpy(it.rows, it.next, sizeof it.rows);
+        it.next_count = locate(a, request, from + BLOCK, end, it.next);
+        if (a->is_bf16) scores_bf16(&it);
+        else scores_fp32(&it);
+        for (int v = 0; v < it.vectors; v++) {
+            const int64_t left = it.seen[v] - from;
+            float *p = it.p + v * BLOCK;
+            const int seen = left < 0 ? 0 : left < it.count ? (int)left : it.count;
+            for (int t = seen; t < it.count; t++) p[t] = -INFINITY;
+            it.factor[v] = weights_of(p, it.count, it.m + v, it.l + v);
+        }
+        if (a->is_bf16) values_bf16(&it);
+        else values_fp32(&it);
+    }
+    for (int v = 0; v < count; v++)
+        store_divided(it.o + v * a->rank, it.l[v], a->out, (vector + v) * a->rank, a->rank, a->is_bf16);
+}
+
+static void write_token(const struct args *a, int64_t row) {
+    const int64_t bytes = a->dim * size_of(a);
+    char *page = (char *)a->cache + a->step->token_pages[row] * a->page_stride_bytes;
+    memcpy(page + a->step->token_offsets[row] * bytes, (char *)a->latents + row * bytes, bytes);
+}
+
+/* Vectors of an item: fewer where there would be too few items. Changes no result. */
+static int tile_of(const struct args *a) {
+    const int64_t vectors = a->step->starts[a->step->batch] * a->heads;
+    int tile = TILE;
+    while (a->threads > 1 && tile > SUB && vectors < tile * ITEMS * a->threads) tile /= 2;
+    return tile;
+}
+
+int tandem_latent_attention_abi(void) { return ABI_VERSION; }
+
+/* Writes the new tokens' latents, then attends. Returns 0, or -1 when out of memory. */
+int tandem_latent_attention(const struct args *a) {
+    const int64_t batch = a->step->batch;
+    if (batch == 0) return 0;
+    const int tile = tile_of(a);
+    int64_t *ends = malloc(batch * sizeof(int64_t)); /* items of the requests up to each one */
+    if (!ends) return -1;
+    for (int64_t i = 0; i < batch; i++)
+        ends[i] = (i ? ends[i - 1] : 0) + ((a->step->starts[i + 1] - a->step->starts[i]) * a->heads + tile - 1) / tile;
+    int failed = 0;
+#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
+    {
+        float *scratch = aligned_alloc(LINE_BYTES, TILE * (a->rank + BLOCK) * sizeof(float));
+        if (!scratch) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < a->step->starts[batch]; row++) write_token(a, row);
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t i = ends[batch - 1] - 1; i >= 0; i--) { /* a prompt's last rows see most */
+            int64_t request = 0;
+            while (ends[request] <= i) request++;
+            const int64_t first = (i - (request ? ends[request - 1] : 0)) * tile;
+            const int64_t left = (a->step->starts[request + 1] - a->step->starts[request]) * a->heads - first;
+            if (scratch) attend(a, request, first, left < tile ? (int)left : tile, scratch);
+        }
+        free(scratch);
+    }
+    free(ends);
+    return failed ? -1 : 0;
+}

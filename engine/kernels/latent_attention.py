@@ -1,0 +1,89 @@
+"""Latent attention on CPU by latent_attention.c: prompts and single tokens."""
+
+import ctypes
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+
+from engine.kernels import tape
+from engine.kernels.build import fields, load_library
+from engine.kernels.layer_call import check_pages
+from engine.kv.kv_pool import KVPool
+from engine.kv.step_batch import StepBatch
+
+SOURCE = Path(__file__).with_suffix(".c")
+ABI_VERSION = 1
+LANES = 16
+DTYPES = ("bfloat16", "float32")
+
+
+class _Step(ctypes.Structure):
+    """Mirror of `struct step` in latent_attention.c."""
+
+    _fields_ = fields(("page_table", "kv_lens", "starts", "token_pages", "token_offsets"), ("batch", "table_width"))
+
+
+class _Args(ctypes.Structure):
+    """Mirror of `struct args` in latent_attention.c."""
+
+    _fields_ = fields(
+        ("q", "latents", "out", "cache", "step"),
+        ("page_stride_bytes", "heads", "dim", "rank", "page_size", "is_bf16", "threads"),
+        ("scale",),
+    )
+
+
+class LatentKernel:
+    """One pool's latent attention; drops the GIL. A row gives the same bits in any step: alone, in a batch, in any chunk of a prompt."""
+
+    def __init__(self, library: ctypes.CDLL, pool: KVPool) -> None:
+        self._call = library.tandem_latent_attention
+        self._call.argtypes = [ctypes.POINTER(_Args)]
+        self._pool = pool
+        self._caches = [pool.k(layer).data_ptr() for layer in range(pool.num_layers)]
+        self._step = _Step()
+        self._args = _Args(
+            step=ctypes.addressof(self._step), page_stride_bytes=pool.page_bytes, page_size=pool.page_size
+        )
+        self._kept: tuple[torch.Tensor, ...] = ()  # what the addresses in _step point into
+
+    def begin(self, step: StepBatch) -> None:
+        table = step.page_rows(self._pool.page_size)
+        kv_lens = torch.tensor(step.kv_lens, dtype=torch.int32)
+        starts = torch.tensor([0, *accumulate(step.q_lens)], dtype=torch.int32)
+        check_pages(self._pool, table, step.token_pages)
+        assert all(0 < q <= kv for q, kv in zip(step.q_lens, step.kv_lens, strict=True)), (step.q_lens, step.kv_lens)
+        assert max(step.kv_lens) <= table.shape[1] * self._pool.page_size, step.kv_lens
+        assert int(starts[-1]) == len(step.token_pages) == len(step.token_offsets), step.q_lens
+        self._kept = (table, kv_lens, starts, step.token_pages.contiguous(), step.token_offsets.contiguous())
+        now = self._step
+        now.page_table, now.kv_lens, now.starts, now.token_pages, now.token_offsets = (x.data_ptr() for x in self._kept)
+        now.batch, now.table_width = len(kv_lens), table.stride(0)
+        self._args.threads = torch.get_num_threads()
+
+    def attend(self, layer: int, q: torch.Tensor, latents: torch.Tensor, *, scale: float) -> torch.Tensor:
+        """[T, heads * rank] for q [T, heads, width], after latents [T, width] are written."""
+        spec, dtype, args = self._pool.specs[layer], self._pool.k(layer).dtype, self._args
+        rows, new = q.to(dtype).contiguous(), latents.to(dtype).contiguous()
+        assert len(rows) == len(new) == len(self._kept[3]), (q.shape, latents.shape)
+        assert rows.shape[2] == new.shape[1] == spec.head_dim, (q.shape, latents.shape)
+        out = tape.empty((len(rows), rows.shape[1] * spec.latent), dtype)
+        args.q, args.latents, args.out = rows.data_ptr(), new.data_ptr(), out.data_ptr()
+        args.cache, args.heads, args.dim, args.rank = self._caches[layer], rows.shape[1], spec.head_dim, spec.latent
+        args.is_bf16, args.scale = dtype == torch.bfloat16, scale
+        if tape.call(self._call, args):
+            raise MemoryError("latent attention: no memory for the sums of one tile")
+        return out.to(q.dtype)
+
+
+def make_latent_kernel(pool: KVPool) -> LatentKernel | None:
+    """The C kernel for this pool; None: latents do not fit, or there is no compiler (logged)."""
+    fits = (spec.head_dim % LANES == spec.latent % LANES == 0 and spec.dtype in DTYPES for spec in pool.specs)
+    if not all(fits):
+        return None
+    library = load_library(SOURCE)
+    if library is None:
+        return None
+    assert library.tandem_latent_attention_abi() == ABI_VERSION
+    return LatentKernel(library, pool)
