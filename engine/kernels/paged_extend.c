@@ -269,7 +269,7 @@ PART void cap_scores(float *s, int64_t count, float scale, float cap) {
 }
 
 /* Sinks are keys before all others, whose values are 0; m is not scaled. */
-static void begin_sums(const struct work *w) {
+static void begin_weights(const struct work *w) {
     for (int64_t i = 0; i < w->pairs * PANEL; i++) w->m[i] = -INFINITY, w->l[i] = 0.0f;
     if (w->a->sinks)
         for (int64_t i = 0; i < w->tiles * TILE; i++) w->m[i] = w->a->sinks[w->head * w->group + i / TILE % w->group] / w->a->scale, w->l[i] = 1.0f;
@@ -334,7 +334,7 @@ PART void attend(struct work *w) {
     w->tiles = ceil_div(w->at.count, TILE) * w->group;
     w->pairs = ceil_div(w->tiles, 2);
     tile_queries(w);
-    begin_sums(w);
+    begin_weights(w);
     for (int64_t from = first_block(w, w->at.position); from < end; from += KEYS) {
         const int64_t count = smaller(KEYS, end - from);
         tile_keys(w, from, count);
