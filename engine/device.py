@@ -107,7 +107,7 @@ def build_forward(
     `max_pages`: of a request; None: as many as the pool has and the context needs. Raises ConfigError.
     """
     assert config.max_running_requests is not None, "resolved"
-    backend = make_attention_backend(config.attention_backend, pool, num_heads=num_heads)
+    backend = make_attention_backend(config.attention_backend, pool, num_heads=num_heads, needs=model.attention_needs)
     if max_pages is None:
         max_pages = min(pool.num_pages, context_pages(config))
     num_slots = config.max_running_requests

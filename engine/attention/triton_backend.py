@@ -101,6 +101,7 @@ class TritonBackend:
             cache_v,
             weight=new.rope.weight,
             eps=new.rope.eps,
+            offset=new.rope.offset,
             pages=self._token_pages,
             offsets=self._token_offsets,
             units=self._units[layer],

@@ -7,14 +7,14 @@
 #define PARALLEL_ELEMENTS 32768 /* fewer are not worth waking threads for */
 
 /* A head, in place: rounded after the norm, after its weight, after the cosine and at the end. */
-INLINE void turn_head(bf16 *x, const bf16 *weight, const float *cosine, const float *sine, const int64_t dim, float eps) {
+INLINE void turn_head(bf16 *x, const bf16 *weight, const float *cosine, const float *sine, const int64_t dim, float eps, float offset) {
     const int64_t half = dim / 2;
     const float factor = weight ? inverse_rms(x, dim, eps) : 1.0f;
     for (int64_t i = 0; i < half; i += LANES) {
         f16v low = load_bf16(x + i), high = load_bf16(x + half + i);
         if (weight) {
-            low = round_bf16(round_bf16(low * factor) * load_bf16(weight + i));
-            high = round_bf16(round_bf16(high * factor) * load_bf16(weight + half + i));
+            low = round_bf16(round_bf16(low * factor) * (load_bf16(weight + i) + offset));
+            high = round_bf16(round_bf16(high * factor) * (load_bf16(weight + half + i) + offset));
         }
         store_bf16(x + i, round_bf16(low * load_f32(cosine + i)) + high * load_f32(sine + i));
         store_bf16(x + half + i, round_bf16(high * load_f32(cosine + half + i)) + low * load_f32(sine + half + i));
@@ -22,7 +22,7 @@ INLINE void turn_head(bf16 *x, const bf16 *weight, const float *cosine, const fl
 }
 
 /* All heads of a row. Their angles are the same, and widened once; a head of 128 stays in registers. */
-static void turn_row(bf16 *x, const bf16 *weight, const bf16 *cosine, const bf16 *sine, int64_t heads, int64_t dim, float eps) {
+static void turn_row(bf16 *x, const bf16 *weight, const bf16 *cosine, const bf16 *sine, int64_t heads, int64_t dim, float eps, float offset) {
     float angles[2 * dim];
     for (int64_t i = 0; i < dim; i += LANES) {
         store_f32(angles + i, load_bf16(cosine + i));
@@ -30,8 +30,8 @@ static void turn_row(bf16 *x, const bf16 *weight, const bf16 *cosine, const bf16
     }
     for (int64_t h = 0; h < heads; h++, x += dim) {
         const bf16 *own = weight ? weight + h * dim : 0;
-        if (dim == 128) turn_head(x, own, angles, angles + 128, 128, eps);
-        else turn_head(x, own, angles, angles + dim, dim, eps);
+        if (dim == 128) turn_head(x, own, angles, angles + 128, 128, eps, offset);
+        else turn_head(x, own, angles, angles + dim, dim, eps, offset);
     }
 }
 
@@ -44,7 +44,7 @@ struct norm {
     const bf16 *delta, *weight; /* [rows, width] or NULL; [width] */
     bf16 *out;
     int64_t rows, width, threads;
-    float eps;
+    float eps, offset;
 };
 
 /* out = norm(x) * weight, after x += delta where there is one. */
@@ -54,6 +54,24 @@ int tandem_rms_norm(const struct norm *a) {
         if (a->delta) add_row(a->x + r * a->width, a->delta + r * a->width, a->width);
         norm_row(a->x + r * a->width, a->weight, a->out + r * a->width, a->width, a->eps);
     }
+    return 0;
+}
+
+/* The same with weight + offset. */
+int tandem_offset_norm(const struct norm *a) {
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->rows * a->width >= PARALLEL_ELEMENTS)
+    for (int64_t r = 0; r < a->rows; r++) {
+        if (a->delta) add_row(a->x + r * a->width, a->delta + r * a->width, a->width);
+        offset_norm_row(a->x + r * a->width, a->weight, a->out + r * a->width, a->width, a->eps, a->offset);
+    }
+    return 0;
+}
+
+/* x *= offset. */
+int tandem_scale(const struct norm *a) {
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->rows * a->width >= PARALLEL_ELEMENTS)
+    for (int64_t r = 0; r < a->rows; r++)
+        for (bf16 *x = a->x + r * a->width, *end = x + a->width; x < end; x += LANES) store_bf16(x, load_bf16(x) * a->offset);
     return 0;
 }
 
@@ -70,14 +88,14 @@ struct turn {
     const bf16 *cosine, *sine;     /* [dim] of a row; sine has the sign of the half it is added to */
     int64_t x_stride, turn_stride; /* elements from row to row */
     int64_t rows, heads, dim, threads;
-    float eps;
+    float eps, offset; /* offset: added to weight */
 };
 
 /* The first `heads` heads of each row of x, in place. */
 int tandem_norm_turn(const struct turn *a) {
 #pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->rows * a->heads * a->dim >= PARALLEL_ELEMENTS)
     for (int64_t r = 0; r < a->rows; r++)
-        turn_row(a->x + r * a->x_stride, a->weight, a->cosine + r * a->turn_stride, a->sine + r * a->turn_stride, a->heads, a->dim, a->eps);
+        turn_row(a->x + r * a->x_stride, a->weight, a->cosine + r * a->turn_stride, a->sine + r * a->turn_stride, a->heads, a->dim, a->eps, a->offset);
     return 0;
 }
 
@@ -91,6 +109,13 @@ struct gate {
 int tandem_silu_mul(const struct gate *a) {
 #pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->rows * a->width >= PARALLEL_ELEMENTS)
     for (int64_t r = 0; r < a->rows; r++) gate_row(a->x + r * 2 * a->width, a->x + r * 2 * a->width + a->width, a->out + r * a->width, a->width);
+    return 0;
+}
+
+/* out = gelu(x[:, :width]) * x[:, width:]. */
+int tandem_gelu_mul(const struct gate *a) {
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->rows * a->width >= PARALLEL_ELEMENTS)
+    for (int64_t r = 0; r < a->rows; r++) gelu_gate_row(a->x + r * 2 * a->width, a->x + r * 2 * a->width + a->width, a->out + r * a->width, a->width);
     return 0;
 }
 

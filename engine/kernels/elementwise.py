@@ -25,14 +25,16 @@ LANES = 16  # widths are multiples of it
 class _Norm(ctypes.Structure):
     """Mirror of `struct norm` in elementwise.c."""
 
-    _fields_ = fields(("x", "delta", "weight", "out"), ("rows", "width", "threads"), ("eps",))
+    _fields_ = fields(("x", "delta", "weight", "out"), ("rows", "width", "threads"), ("eps", "offset"))
 
 
 class _Turn(ctypes.Structure):
     """Mirror of `struct turn`."""
 
     _fields_ = fields(
-        ("x", "weight", "cosine", "sine"), ("x_stride", "turn_stride", "rows", "heads", "dim", "threads"), ("eps",)
+        ("x", "weight", "cosine", "sine"),
+        ("x_stride", "turn_stride", "rows", "heads", "dim", "threads"),
+        ("eps", "offset"),
     )
 
 
@@ -58,20 +60,25 @@ class Elementwise:
         self._norm_turn = library.tandem_norm_turn
         self._silu_mul = library.tandem_silu_mul
         self._sigmoid_mul = library.tandem_sigmoid_mul
-        mirrors = (
-            (self._rms_norm, _Norm),
-            (self._add, _Norm),
-            (self._norm_turn, _Turn),
-            (self._silu_mul, _Gate),
-            (self._sigmoid_mul, _SigmoidGate),
-        )
-        for function, args in mirrors:
-            function.argtypes = [ctypes.POINTER(args)]
+        self._sigmoid_mul.argtypes = [ctypes.POINTER(_SigmoidGate)]
+        self._offset_norm, self._scale = library.tandem_offset_norm, library.tandem_scale
+        self._gelu_mul = library.tandem_gelu_mul
+        for function in (self._rms_norm, self._offset_norm, self._add, self._scale):
+            function.argtypes = [ctypes.POINTER(_Norm)]
+        self._norm_turn.argtypes = [ctypes.POINTER(_Turn)]
+        for function in (self._silu_mul, self._gelu_mul):
+            function.argtypes = [ctypes.POINTER(_Gate)]
 
     def rms_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, *, eps: float, delta: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        eps: float,
+        delta: torch.Tensor | None = None,
+        offset: float = 0.0,
     ) -> torch.Tensor:
-        """[T, width]: RMS norm of x [T, width], after `delta` is added to x in place; weight [width]."""
+        """[T, width]: RMS norm of x [T, width], after `delta` is added to x in place; weight [width], to which `offset` is added."""
         rows, width = x.shape
         assert weight.shape == (width,) and width % LANES == 0, (weight.shape, width)
         assert delta is None or delta.shape == x.shape, (delta, x.shape)
@@ -85,8 +92,9 @@ class Elementwise:
             width=width,
             threads=torch.get_num_threads(),
             eps=eps,
+            offset=offset,
         )
-        tape.call(self._rms_norm, args)
+        tape.call(self._offset_norm if offset else self._rms_norm, args)
         return out
 
     def add(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
@@ -96,10 +104,23 @@ class Elementwise:
         tape.call(self._add, _Norm(x=_address(x), delta=_address(delta), rows=rows, width=width, threads=threads))
         return x
 
+    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        """x [T, width], multiplied in place."""
+        (rows, width), threads = x.shape, torch.get_num_threads()
+        assert width % LANES == 0, x.shape
+        tape.call(self._scale, _Norm(x=_address(x), rows=rows, width=width, threads=threads, offset=factor))
+        return x
+
     def norm_turn(
-        self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], *, weight: torch.Tensor | None, eps: float
+        self,
+        x: torch.Tensor,
+        turn: tuple[torch.Tensor, torch.Tensor],
+        *,
+        weight: torch.Tensor | None,
+        eps: float,
+        offset: float = 0.0,
     ) -> None:
-        """x [T, H, D] in place: each head's RMS norm (`weight` [H, D], None: no norm), then its rotary turn.
+        """x [T, H, D] in place: each head's RMS norm (`weight` [H, D] + `offset`, None: no norm), then its rotary turn.
 
         x may be the first heads of a wider tensor. turn: `Rope.at`.
         """
@@ -120,16 +141,24 @@ class Elementwise:
             dim=dim,
             threads=torch.get_num_threads(),
             eps=eps,
+            offset=offset,
         )
         tape.call(self._norm_turn, args)
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """[T, width]: silu(x[:, :width]) * x[:, width:] for x [T, 2 * width]."""
+        return self._gated(self._silu_mul, x)
+
+    def gelu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """As `silu_mul`, with gelu by tanh."""
+        return self._gated(self._gelu_mul, x)
+
+    def _gated(self, kernel: tape.Kernel, x: torch.Tensor) -> torch.Tensor:
         rows, width = x.shape[0], x.shape[1] // 2
         assert x.shape[1] == 2 * width and width % LANES == 0, x.shape
         out = tape.empty((rows, width), x.dtype)
         args = _Gate(x=_address(x), out=out.data_ptr(), rows=rows, width=width, threads=torch.get_num_threads())
-        tape.call(self._silu_mul, args)
+        tape.call(kernel, args)
         return out
 
     def sigmoid_mul(self, gates: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

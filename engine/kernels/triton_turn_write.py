@@ -28,6 +28,7 @@ def turn_write_kernel(
     page_stride,  # elements
     unit_stride,
     eps,
+    offset,  # added to the weight
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     UNIT_HEADS: tl.constexpr,
@@ -57,8 +58,8 @@ def turn_write_kernel(
         factor = 1.0 / tl.sqrt(tl.sum(low * low + high * high, 1) / DIM + eps)
         low_weight = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
         high_weight = tl.load(weight_ptr + at + HALF, mask=mask, other=0.0).to(tl.float32)
-        low = (low * factor[:, None]).to(dtype).to(tl.float32) * low_weight
-        high = (high * factor[:, None]).to(dtype).to(tl.float32) * high_weight
+        low = (low * factor[:, None]).to(dtype).to(tl.float32) * (low_weight + offset)
+        high = (high * factor[:, None]).to(dtype).to(tl.float32) * (high_weight + offset)
         low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
     turn = token * turn_stride + dims
     mask_t = dims < HALF
@@ -92,6 +93,7 @@ def turn_write(
     *,
     weight: torch.Tensor | None,
     eps: float,
+    offset: float = 0.0,
     pages: torch.Tensor,
     offsets: torch.Tensor,
     units: Units = ONE_UNIT,
@@ -99,7 +101,7 @@ def turn_write(
     """q [T, heads, dim] of qkv [T, heads + 2 * kv_heads, dim], normed and turned in place; token t's K and V go to
     (pages[t], offsets[t]).
 
-    weight [heads + kv_heads, dim]: of each head's RMS norm; None: no norm. turn: `Rope.at`. Caches as KVPool.k, of unit 0; pages
+    weight [heads + kv_heads, dim]: of each head's RMS norm, to which `offset` is added; None: no norm. turn: `Rope.at`. Caches as KVPool.k, of unit 0; pages
     and offsets [T] int64.
     """
     (rows, all_heads, dim), (cosine, sine), kv_heads = qkv.shape, turn, k_cache.shape[2] * units.count
@@ -125,6 +127,7 @@ def turn_write(
         k_cache.stride(0),
         units.stride,
         eps,
+        offset,
         HEADS=heads,
         KV_HEADS=kv_heads,
         UNIT_HEADS=k_cache.shape[2],

@@ -90,7 +90,8 @@ def _places(pool: KVPool, held: HeldKV) -> tuple[int, int, int]:
     if len(held.layers) == held.num_layers:
         return count, 0, count
     layer, rest = divmod(pool.unit_end // len(held.layers), WORD_BYTES)
-    assert len(set(pool.specs)) == 1 and rest == 0, "layers of a stage must be alike, and of whole words"
+    sizes = {spec.bytes_per_token() for spec in pool.specs}
+    assert len(sizes) == 1 and rest == 0, "layers of a stage must be alike, and of whole words"
     return count, held.layers.start * layer, held.num_layers * layer
 
 

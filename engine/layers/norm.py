@@ -29,6 +29,40 @@ class RMSNorm:
         return self(x.add_(delta))
 
 
+class OffsetNorm:
+    """As RMSNorm, multiplying by weight + offset (Gemma): the sum is fp32, whatever the weight's type."""
+
+    def __init__(self, weight: torch.Tensor, *, eps: float, offset: float) -> None:
+        self._weight = weight
+        self._eps = eps
+        self._offset = offset
+        self._kernel = elementwise_on_cpu(weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._kernel is not None:
+            return self._kernel.rms_norm(x, self._weight, eps=self._eps, offset=self._offset)
+        weight = self._weight.float() + self._offset
+        return functional.rms_norm(x.float(), weight.shape, weight, self._eps).to(x.dtype)
+
+    def of_sum(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """The norm of x + delta, which x becomes."""
+        if delta is not None and self._kernel is not None:
+            return self._kernel.rms_norm(x, self._weight, eps=self._eps, delta=delta, offset=self._offset)
+        return self(x if delta is None else x.add_(delta))
+
+
+class Scaled:
+    """x * factor: what a layer adds, in families that scale it (Granite)."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x, which is changed."""
+        kernel = elementwise_on_cpu(x)
+        return x.mul_(self._factor) if kernel is None else kernel.scale(x, self._factor)
+
+
 class NoNorm:
     """Stands where a family has no norm before a part of a layer."""
 
@@ -37,7 +71,11 @@ class NoNorm:
         return x if delta is None else add(x, delta)
 
 
-Normed = RMSNorm | NoNorm
+Normed = RMSNorm | OffsetNorm | NoNorm
+
+
+def rms_norm(weight: torch.Tensor, *, eps: float, offset: float) -> RMSNorm | OffsetNorm:
+    return OffsetNorm(weight, eps=eps, offset=offset) if offset else RMSNorm(weight, eps=eps)
 
 
 class WholeNorm:

@@ -44,21 +44,23 @@ class Rope:
 class NormedRope:
     """Norm and turn of q and k in one tensor: x [T, H, D] -> the same shape; may change x.
 
-    `weight` [H, D]: of each head's RMS norm, rounded before it is weighed; None: no norm. `like`: any tensor [..., D] of
+    `weight` [H, D]: of each head's RMS norm, rounded before it is weighed by weight + offset; None: no norm. `like`: any tensor [..., D] of
     x's type and device. Triton's attention has a kernel of its own, which writes K and V, too.
     """
 
-    def __init__(self, weight: torch.Tensor | None, *, like: torch.Tensor, eps: float) -> None:
+    def __init__(self, weight: torch.Tensor | None, *, like: torch.Tensor, eps: float, offset: float = 0.0) -> None:
         self.weight = weight
         self.eps = eps
+        self.offset = offset
         self._kernel = elementwise_on_cpu(like, multiple=2 * LANES)
 
     def __call__(self, x: torch.Tensor, turn: Turn) -> torch.Tensor:
         if self._kernel is not None:
-            self._kernel.norm_turn(x, turn, weight=self.weight, eps=self.eps)
+            self._kernel.norm_turn(x, turn, weight=self.weight, eps=self.eps, offset=self.offset)
             return x
         if self.weight is not None:
-            x = functional.rms_norm(x, x.shape[-1:], None, self.eps).mul_(self.weight)
+            weight = self.weight.float() + self.offset if self.offset else self.weight
+            x = functional.rms_norm(x, x.shape[-1:], None, self.eps).mul_(weight)
         return apply_rope(x, *turn)
 
 

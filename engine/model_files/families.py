@@ -1,8 +1,10 @@
 """What each architecture fixes that its config.json does not say. Never torch."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from engine.model_files.arithmetic import Arithmetic, read_gemma, read_granite, read_plain
 from engine.model_files.experts_config import (
     MIXTRAL_NAMES,
     PLAIN_NAMES,
@@ -28,13 +30,18 @@ class Family:
     out_bias:       o has one where q, k, v do
     qk_norm:        RMSNorm on q and k: "head" over each head, "whole" over all heads together, "" none
     qk_norm_flag:   `use_qk_norm` in the config says whether it is "head"
-    norms:          where RMSNorm stands: "before" attention and MLP, "after" them, or "around" them
+    norms:          where RMSNorm stands: "before" attention and MLP, "after" them, "around" them, or "both" with Gemma's names
     fused_qkv:      q, k and v are one matrix of the checkpoint
     fused_mlp:      gate and up are one
     interleaved:    RoPE's pairs are neighbours
     rotary_share:   of a head that RoPE turns, where the config says nothing
     gated_window:   `sliding_window` counts only where `use_sliding_window` is set
     default_window: the window where the config says nothing
+    window_period:  all layers but each such one have the window where the config names none (0: all have it)
+    rope_of_kinds:  layers with a window turn otherwise than those without
+    some_unturned:  some layers do not turn q and k
+    arithmetic:     reads what else is not as in Llama
+    defaults:       of fields that checkpoints leave out
     experts:        reads the fields of a mixture of experts; None: the MLPs are dense
     expert_names:   of its tensors
     latent:         attention reads one latent vector of each token
@@ -55,6 +62,11 @@ class Family:
     rotary_share: float = 1.0
     gated_window: bool = False
     default_window: int | None = None
+    window_period: int = 0
+    rope_of_kinds: bool = False
+    some_unturned: bool = False
+    arithmetic: Callable[[Fields], Arithmetic] = read_plain
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     experts: Callable[[Fields, int], ExpertsConfig] | None = None
     expert_names: ExpertNames = PLAIN_NAMES
     latent: bool = False
@@ -66,18 +78,58 @@ class Family:
 _QWEN_HYBRID = Family(
     out_bias=True, qk_norm="head", rotary_share=0.25, recurrent=read_delta, attention_gate=True, added_norms=True
 )
+_GEMMA2 = Family(
+    norms="both",
+    window_period=2,
+    default_window=4096,
+    arithmetic=read_gemma,
+    defaults={
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    qk_norm="head",
+    window_period=6,
+    rope_of_kinds=True,
+    defaults={
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "tie_word_embeddings": True,
+    },
+)
 _GLM = Family(default_bias=True, fused_mlp=True, interleaved=True, rotary_share=0.5)
 
 FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": Family(interleaved=True, latent=True, experts=read_deepseek_v2),
     "DeepseekV3ForCausalLM": Family(interleaved=True, latent=True, experts=read_deepseek_v3),
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": _GEMMA3,
+    "GemmaForCausalLM": Family(
+        arithmetic=read_gemma,
+        defaults={"tie_word_embeddings": True, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"},
+    ),
     "Glm4MoeForCausalLM": Family(rotary_share=0.5, qk_norm_flag=True, experts=read_glm4),
     "Glm4ForCausalLM": replace(_GLM, norms="around"),
     "GlmForCausalLM": _GLM,
+    "GraniteForCausalLM": Family(out_bias=True, arithmetic=read_granite),
     "LlamaForCausalLM": Family(out_bias=True),
     "MistralForCausalLM": Family(qkv_bias=False, default_window=4096),
     "MixtralForCausalLM": Family(qkv_bias=False, experts=read_mixtral, expert_names=MIXTRAL_NAMES),
     "Olmo2ForCausalLM": Family(out_bias=True, qk_norm="whole", norms="after"),
+    "Olmo3ForCausalLM": Family(
+        out_bias=True, qk_norm="whole", norms="after", default_window=4096, window_period=4, rope_of_kinds=True
+    ),
     "Phi3ForCausalLM": Family(qkv_bias=False, fused_qkv=True, fused_mlp=True),
     "Qwen2ForCausalLM": Family(qkv_bias=True, gated_window=True),
     "Qwen3ForCausalLM": Family(out_bias=True, qk_norm="head", gated_window=True),
@@ -87,4 +139,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3_5ForCausalLM": _QWEN_HYBRID,
     "Qwen3_5MoeForCausalLM": replace(_QWEN_HYBRID, experts=read_qwen3_next, expert_names=QWEN_SHARED_NAMES),
+    "SmolLM3ForCausalLM": Family(
+        out_bias=True, gated_window=True, some_unturned=True, defaults={"tie_word_embeddings": True}
+    ),
 }

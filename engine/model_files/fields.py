@@ -22,6 +22,17 @@ class Fields:
     def get(self, name: str, default: Any = None) -> Any:
         return self._values.get(name, default)
 
+    def values(self) -> dict[str, Any]:
+        return dict(self._values)
+
+    def with_values(self, **values: Any) -> "Fields":
+        """The same file, with some fields otherwise."""
+        return Fields(self._path, {**self._values, **values})
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "Fields":
+        """The same file, with values for fields that it leaves out."""
+        return Fields(self._path, {**defaults, **self._values})
+
     def inside(self, name: str) -> "Fields":
         """The object in field `name` (absent or null: an empty one)."""
         value = self.get(name) or {}

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from engine.gguf.config import config_fields
 from engine.gguf.file import open_gguf
+from engine.model_files.arithmetic import Arithmetic
 from engine.model_files.experts_config import ExpertsConfig
 from engine.model_files.families import FAMILIES, Family
 from engine.model_files.fields import Fields, read_fields
 from engine.model_files.latent_config import LatentConfig, read_latent, rope_dim
+from engine.model_files.layer_kinds import read_kinds, read_ropes, read_windows
 from engine.model_files.recurrent_config import DeltaConfig
-from engine.model_files.rope_config import RopeConfig, read_rope
+from engine.model_files.rope_config import RopeConfig
 from service.flags import ConfigError
 
 DEFAULT_MODEL_PATH = str(Path(__file__).parents[1] / "models" / "recall" / "checkpoint")
@@ -33,6 +35,7 @@ class ModelConfig:
     `experts`: of a mixture (None: all MLPs are dense, of `intermediate_size`).
     `latent`: of latent attention; `num_kv_heads` is 1 then, and `head_dim` what the cache keeps of a token.
     `recurrent`: which layers have a state in place of K and V; None: none has. `attention_gate`, `added_norms`: as in `Family`.
+    `layer_ropes`: of each layer, None where it turns nothing; (): all are `rope`.
     `windows`: the last tokens that a query of each layer sees, 0 for all; (): no layer has a window below the context.
     """
 
@@ -47,6 +50,7 @@ class ModelConfig:
     vocab_size: int
     rms_norm_eps: float
     rope: RopeConfig
+    layer_ropes: tuple[RopeConfig | None, ...]
     tie_word_embeddings: bool
     attention_bias: bool
     attention_out_bias: bool
@@ -54,6 +58,7 @@ class ModelConfig:
     norms: str
     fused_qkv: bool
     fused_mlp: bool
+    arithmetic: Arithmetic
     experts: ExpertsConfig | None
     latent: LatentConfig | None
     max_position_embeddings: int
@@ -64,6 +69,15 @@ class ModelConfig:
     recurrent: DeltaConfig | None = None
     attention_gate: bool = False
     added_norms: bool = False
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """None: the layer does not turn q and k."""
+        return self.layer_ropes[layer] if self.layer_ropes else self.rope
+
+    def attention_needs(self) -> tuple[str, ...]:
+        """What its attention has beyond the plain one, beside windows."""
+        has = {"softcaps of scores": self.arithmetic.score_cap, "attention sinks": self.arithmetic.sinks}
+        return tuple(name for name, there in has.items() if there)
 
     def is_dense(self, layer: int) -> bool:
         """Whether its MLP is one, not a mixture of experts."""
@@ -150,7 +164,11 @@ def load_model_config(model_path: str) -> ModelConfig:
 
 def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
     family_name, family = _family(fields)
+    fields = fields.with_defaults(family.defaults)
     _refuse_unsupported(fields)
+    arithmetic = family.arithmetic(fields)
+    if family.experts is not None and arithmetic.activation != "silu":
+        raise fields.error("hidden_act", f"{fields.get('hidden_act')} is not supported in experts; only silu is")
     heads = fields.count("num_attention_heads")
     num_layers = fields.count("num_hidden_layers")
     hidden = fields.count("hidden_size")
@@ -160,13 +178,8 @@ def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
     bias = family.qkv_bias
     if bias is None:
         bias = fields.flag("attention_bias", default=family.default_bias)
-    rope = read_rope(
-        fields,
-        context=context,
-        head_dim=head_dim,
-        interleaved=family.interleaved and fields.flag("rope_interleave", default=True),
-        default_share=family.rotary_share,
-    )
+    kinds = read_kinds(fields, family=family, num_layers=num_layers)
+    rope, layer_ropes = read_ropes(fields, kinds, family=family, context=context, head_dim=head_dim)
     latent = read_latent(fields, rope) if family.latent else None
     experts = None if family.experts is None else family.experts(fields, num_layers)
     return ModelConfig(
@@ -181,6 +194,7 @@ def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
         vocab_size=vocab,
         rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
         rope=rope,
+        layer_ropes=layer_ropes,
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
         attention_bias=bias,
         attention_out_bias=bias and family.out_bias,
@@ -188,13 +202,14 @@ def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
         norms=family.norms,
         fused_qkv=family.fused_qkv,
         fused_mlp=family.fused_mlp,
+        arithmetic=arithmetic,
         latent=latent,
         experts=experts,
         recurrent=None if family.recurrent is None else family.recurrent(fields, num_layers),
         attention_gate=family.attention_gate,
         added_norms=family.added_norms,
         max_position_embeddings=context,
-        windows=_windows(fields, family=family, num_layers=num_layers, context=context),
+        windows=read_windows(fields, kinds, family=family, context=context),
         dtype=_dtype(fields),
         bos_token_id=next(iter(_token_ids(fields, "bos_token_id", vocab=vocab)), None),
         eos_token_ids=tuple(
@@ -237,32 +252,8 @@ def _kv_heads(fields: Fields, *, heads: int, hidden: int) -> tuple[int, int]:
 def _refuse_unsupported(fields: Fields) -> None:
     if fields.get("quantization_config"):
         raise fields.error("quantization_config", "quantized checkpoints are not supported; use a bf16 or fp32 one")
-    if fields.text("hidden_act", default="silu") != "silu":
-        raise fields.error("hidden_act", f"{fields.get('hidden_act')} is not supported; only silu is")
     if fields.flag("mlp_bias", default=False):
         raise fields.error("mlp_bias", "a bias in the MLP is not supported")
-
-
-def _windows(fields: Fields, *, family: Family, num_layers: int, context: int) -> tuple[int, ...]:
-    """As `ModelConfig.windows`. `layer_types` names the layers with a window, or else all but the first `max_window_layers` have it."""
-    if family.gated_window and not fields.flag("use_sliding_window", default=False):
-        return ()
-    if fields.get("sliding_window", family.default_window) is None:
-        return ()
-    window = fields.count("sliding_window", default=family.default_window)
-    if window >= context:
-        return ()
-    first = fields.get("max_window_layers", 0) if family.gated_window else 0
-    if not isinstance(first, int) or first < 0:
-        raise fields.error("max_window_layers", f"must be a number of layers, got {first!r}")
-    kinds = fields.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) < num_layers
-        or not {*kinds} <= {"full_attention", "sliding_attention"}
-    ):
-        raise fields.error("layer_types", f"must name {num_layers} layers, each full_attention or sliding_attention")
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:num_layers])
 
 
 def _dtype(fields: Fields) -> str:

@@ -5,14 +5,15 @@ from typing import Any
 
 import torch
 
-from engine.kernels.softmax import plain_softmax
+from engine.kernels.softmax import Softmax
 from engine.layers.linear import LinearSite, sigmoid_mul
 from engine.layers.norm import Normed, WholeNorm
 from engine.layers.rope import NormedRope, Turn, Unturned, head_order
 from engine.models.part import ModelPart
+from engine.parallel.layout import Cut
 
-# (layer of the stage, new tokens) -> [T, Hq * D]: norms and turns q and k, writes k and v into the KV pool, then attends with scale
-# D ** -0.5. Latent attention gives NewLatents (engine/layers/latents.py) in place of Unturned, to a backend of its own.
+# (layer of the stage, new tokens) -> [T, Hq * D]: norms and turns q and k, writes k and v into the KV pool, then attends.
+# Latent attention gives NewLatents (engine/layers/latents.py) in place of Unturned, to a backend of its own.
 Attend = Callable[[int, Any], torch.Tensor]
 
 
@@ -28,10 +29,10 @@ class Attention:
         self._out, out = part.rows(f"{prefix}o_proj", part.q, bias=config.attention_out_bias)
         self.sites = [LinearSite(self._qkv, qkv), LinearSite(self._out, out)]
         norm = self._head_norm(part, prefix) if config.qk_norm == "head" else None
-        self._softmax = plain_softmax(self._dim)
+        self._softmax = _softmax(part, prefix)
         self._whole_norm = _whole_norm(part, prefix) if config.qk_norm == "whole" else None
         like = torch.empty(self._dim, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
-        self._rope = NormedRope(norm, like=like, eps=config.rms_norm_eps)
+        self._rope = NormedRope(norm, like=like, eps=config.rms_norm_eps, offset=config.arithmetic.norm_offset)
 
     def _head_norm(self, part: ModelPart, prefix: str) -> torch.Tensor:
         """[heads + kv_heads, head_dim]: the norm's weight of each head."""
@@ -53,6 +54,12 @@ class Attention:
         new = Unturned(qkv.view(-1, heads + 2 * kv_heads, self._dim), kv_heads, self._rope, turn, self._softmax)
         out = attend(self._layer, new)
         return self._out(sigmoid_mul(gates, out) if self._is_gated else out)
+
+
+def _softmax(part: ModelPart, prefix: str) -> Softmax:
+    config, own = part.config.arithmetic, Cut(part.config.num_heads, part.share.heads)
+    sinks = part.checkpoint.take(f"{prefix}sinks", [own], dtype=torch.float32) if config.sinks else None
+    return Softmax(config.attention_scale or part.config.head_dim**-0.5, config.score_cap, sinks)
 
 
 def _whole_norm(part: ModelPart, prefix: str) -> WholeNorm:

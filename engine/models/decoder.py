@@ -12,9 +12,9 @@ from engine.kv.kv_pool import CacheSpec
 from engine.kv.state_pool import StatePool, StateSpec
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear, LinearSite, SiteShape
-from engine.layers.norm import RMSNorm, add
+from engine.layers.norm import add, rms_norm
 from engine.layers.recurrence import StepStates
-from engine.layers.rope import Rope
+from engine.layers.turns import LayerTurns
 from engine.models.attention import Attend
 from engine.models.layer import Layer
 from engine.models.part import ModelPart
@@ -50,6 +50,7 @@ class DenseDecoder:
         if place.is_first_stage:
             assert table is not None
             self._embedding = Embedding(table, own=share.vocab, collectives=part.collectives)
+        self._embedding_scale = _rounded(config.arithmetic.embedding_scale, part.checkpoint.dtype)
         self._layers = [
             Layer(part, index, place=sum(map(config.has_kv, range(share.layers.start, index))))
             for index in share.layers
@@ -57,15 +58,22 @@ class DenseDecoder:
         self._recurrent = [layer.recurrent for layer in self._layers if layer.recurrent is not None]
         self._states: StepStates | None = None
         if place.is_last_stage:
-            self._norm = RMSNorm(part.norm("model.norm.weight"), eps=config.rms_norm_eps)
+            self._norm = rms_norm(
+                part.norm("model.norm.weight"), eps=config.rms_norm_eps, offset=config.arithmetic.norm_offset
+            )
             self._head = Linear(part.table("lm_head.weight") if table is None or not tied else table)
         part.leave_the_rest()
-        self._rope = Rope(config, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
+        self._turns = LayerTurns(config, share.layers, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
 
     @property
     def recordable(self) -> bool:
         """Whether a step of it can be calls of our C kernels alone."""
         return self._config.qk_norm != "whole" and self._config.experts is None and not self._recurrent
+
+    @property
+    def attention_needs(self) -> tuple[str, ...]:
+        """As `make_attention_backend` takes them."""
+        return self._config.attention_needs()
 
     @property
     def vocab_size(self) -> int:
@@ -103,21 +111,26 @@ class DenseDecoder:
         return self.layers(self.begin(inputs, positions), attend)
 
     def begin(self, inputs: torch.Tensor, positions: torch.Tensor) -> Begun:
-        """Hidden states [T, hidden], and cos and sin of `positions` [T] i64.
+        """Hidden states [T, hidden], and what `LayerTurns.at` gives for `positions` [T] i64.
 
         `inputs`: token ids [T] i64, or on a later stage the [T, hidden] that the one before has computed.
         """
         if self._states is not None:
             self._states.begin()
-        hidden = inputs if self._embedding is None else self._embedding(inputs)
-        return hidden, *self._rope.at(positions)
+        hidden = inputs if self._embedding is None else self._embedded(inputs)
+        return hidden, *self._turns.at(positions)
+
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        assert self._embedding is not None
+        rows = self._embedding(ids)
+        return rows if self._embedding_scale == 1.0 else rows.mul_(self._embedding_scale)
 
     def layers(self, begun: Begun, attend: Attend) -> torch.Tensor:
         """The rest of `forward`; may change `begun` in place, and return a part of it."""
-        x, cosine, sine = begun
+        x, *turns = begun
         delta = None
-        for layer in self._layers:
-            delta = layer(x, delta, (cosine, sine), attend)
+        for layer, way in zip(self._layers, self._turns.way_of, strict=True):
+            delta = layer(x, delta, (turns[2 * way], turns[2 * way + 1]), attend)
         if self._norm is not None:
             return self._norm.of_sum(x, delta)
         assert delta is not None, "a stage has a layer"
@@ -135,10 +148,23 @@ class DenseDecoder:
         """
         assert self._head is not None, "the last stage has the head"
         if self._collectives is None:
-            return self._head.in_float32(hidden, out=out)
+            return self._shaped(self._head.in_float32(hidden, out=out))
         columns, total = self._share.vocab, self._config.vocab_size
         logits = self._collectives.gather_columns(self._head.in_float32(hidden), columns=columns, total=total)
-        return logits if out is None or logits is None else out.copy_(logits)
+        if logits is None:
+            return None
+        return self._shaped(logits if out is None else out.copy_(logits))
+
+    def _shaped(self, logits: torch.Tensor) -> torch.Tensor:
+        """`logits`, scaled and capped in place as the family does."""
+        scale, cap = self._config.arithmetic.logit_scale, self._config.arithmetic.logit_cap
+        if scale != 1.0:
+            logits.mul_(scale)
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return torch.tensor(value, dtype=dtype).item()
 
 
 def _of_layer(index: int, name: str) -> str:

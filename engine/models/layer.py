@@ -4,8 +4,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from engine.layers.gates import GATES
 from engine.layers.linear import LinearSite
-from engine.layers.norm import NoNorm, Normed, RMSNorm
+from engine.layers.norm import NoNorm, Normed, OffsetNorm, RMSNorm, Scaled, rms_norm
 from engine.layers.rope import Turn
 from engine.model_files.families import FAMILIES
 from engine.models.attention import Attend, Attention
@@ -29,6 +30,7 @@ class _Norms(NamedTuple):
 _NORMS = {
     "before": _Norms("input", "", "post_attention", ""),
     "after": _Norms("", "post_attention", "", "post_feedforward"),
+    "both": _Norms("input", "post_attention", "pre_feedforward", "post_feedforward"),
     "around": _Norms("input", "post_self_attn", "post_attention", "post_mlp"),
 }
 
@@ -40,13 +42,21 @@ class Layer:
         prefix, eps = f"model.layers.{index}.", part.config.rms_norm_eps
         names = _NORMS[part.config.norms]
 
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(part.norm(f"{prefix}{name}_layernorm.weight"), eps=eps)
+        arithmetic = part.config.arithmetic
+
+        def norm(name: str) -> RMSNorm | OffsetNorm:
+            vector = part.norm(f"{prefix}{name}_layernorm.weight")
+            return rms_norm(vector, eps=eps, offset=arithmetic.norm_offset)
+
+        def after(name: str) -> RMSNorm | OffsetNorm | Scaled | None:
+            if name:
+                return norm(name)
+            return None if arithmetic.residual_scale == 1.0 else Scaled(arithmetic.residual_scale)
 
         self._attention_norm: Normed = norm(names.before_attention) if names.before_attention else NoNorm()
         self._mlp_norm: Normed = norm(names.before_mlp) if names.before_mlp else NoNorm()
-        self._after_attention = norm(names.after_attention) if names.after_attention else None
-        self._after_mlp = norm(names.after_mlp) if names.after_mlp else None
+        self._after_attention = after(names.after_attention)
+        self._after_mlp = after(names.after_mlp)
         self._attention = _mixer(part, index, place=place)
         self._mlp = _feed_forward(part, index)
         self.sites = [*self._attention.sites, *self._mlp.sites]
@@ -101,13 +111,16 @@ class FeedForward(Protocol):
 
 
 class _MLP:
-    """down(silu(gate(x)) * up(x)), gate and up in one matrix [2 * intermediate, hidden]."""
+    """down(act(gate(x)) * up(x)), gate and up in one matrix [2 * intermediate, hidden]."""
 
     def __init__(self, part: ModelPart, prefix: str) -> None:
-        self._gate_up, gate_up = part.gate_up(prefix, gates=True)
+        self._activation = part.config.arithmetic.activation
+        self._gate_up, gate_up = part.gate_up(prefix, gates=self._activation == "silu")
         self._down, down = part.rows(f"{prefix}down_proj", part.mlp_cut(part.config.intermediate_size))
         self.sites = [LinearSite(self._gate_up, gate_up), LinearSite(self._down, down)]
 
     def of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """The MLP of norm(x + delta), which x becomes before the norm."""
-        return self._down(self._gate_up.gated_of_norm(norm, x, delta))
+        if self._activation == "silu":
+            return self._down(self._gate_up.gated_of_norm(norm, x, delta))
+        return self._down(GATES[self._activation](self._gate_up.of_norm(norm, x, delta)))

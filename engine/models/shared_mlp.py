@@ -2,7 +2,8 @@
 
 import torch
 
-from engine.layers.linear import LinearSite, silu_mul, sums_matrix
+from engine.layers.gates import GATES
+from engine.layers.linear import LinearSite, sums_matrix
 from engine.layers.norm import Normed
 from engine.models.part import ModelPart
 from engine.parallel.row_exchange import RowExchange
@@ -17,6 +18,7 @@ class SharedMLP:
             f"{prefix}down_proj.weight", [part.config.hidden_size, part.mlp_cut(part.config.intermediate_size)]
         )
         self._down = sums_matrix(down, None, segments=part.mlp_segments)
+        self._gate = GATES[part.config.arithmetic.activation]
         self._exchange = exchange
         self._no_rows = part.no_rows()
         self.sites: list[LinearSite] = []
@@ -30,4 +32,4 @@ class SharedMLP:
         self._exchange.compute(self._no_rows, self._partial)
 
     def _partial(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down.partial(silu_mul(self._gate_up(x)))
+        return self._down.partial(self._gate(self._gate_up(x)))

@@ -43,7 +43,7 @@ CONSTANTS_OF_A_MODEL = {
     "turn_stride": "cosine and sine of a position",
     "width": "hidden size, or intermediate size",
 }
-FLOATS = {"scale", "eps"}  # Triton specialises no float
+FLOATS = {"scale", "eps", "offset"}  # Triton specialises no float
 MOST_TOKENS, MOST_REQUESTS, PAGE_SIZE = 4000, 40, 16
 VARIANTS = {
     "split_list_kernel": 1,

@@ -121,7 +121,7 @@ def test_the_turn_compiles_for_sm_90_without_spills(norms):
     names = ["x_ptr", "weight_ptr", "cosine_ptr", "sine_ptr", "k_cache_ptr", "v_cache_ptr"]
     strides = {"x_stride": "i32", "turn_stride": "i32", "page_stride": "i64", "unit_stride": "i32"}
     places = dict.fromkeys(["pages_ptr", "offsets_ptr"], "*i64")
-    signature = {**dict.fromkeys(names, "*bf16"), **places, **strides, "eps": "fp32"}
+    signature = {**dict.fromkeys(names, "*bf16"), **places, **strides, "eps": "fp32", "offset": "fp32"}
     constants = {"HEADS": 32, "KV_HEADS": 8, "UNIT_HEADS": 8, "DIM": 128}
     constants |= {"NORMS": norms, "TILE": 64, "TILE_HEADS": HEAD_TILE}
     made = check_compiled(turn_write_kernel, signature, constants, aligned=list(strides), warps=4, stages=3)

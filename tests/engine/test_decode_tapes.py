@@ -3,6 +3,7 @@ a tape would not know everything is found out."""
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from engine.kernels.tape import TURNS, Tape, tape_library
 from engine.models.load import load_model
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.three_requests import run, two_models
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 LENGTHS = {"a": 13, "b": 4, "c": 9}  # three steps of three requests, five of two, four of one
 PLAYS = 2 + 4 + 3  # of each size the first step is recorded
@@ -63,6 +65,17 @@ def test_tokens_and_logprobs_are_the_same_to_the_bit(
     other = load_model(models[1], engine.model, dtype="bfloat16", device="cpu", progress=False)
     engine.parts.weights.take(other, model_path=models[1], version=None)
     assert run(engine, LENGTHS) == expected_of_other != expected, "the tapes of other weights were played"
+
+
+@pytest.mark.skipif(not KERNELS, reason="tapes hold calls of C kernels")
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "granite", "smollm3"])
+def test_steps_of_families_with_arithmetic_of_their_own_are_played(
+    family: str, tmp_path: Path, start: Callable[..., EngineInProcess], plays: list[Tape]
+) -> None:
+    path = make_tiny_checkpoint(tmp_path, family, dtype="bfloat16", head_dim=32)
+    expected = run(start(path, disable_cuda_graph=True), LENGTHS)
+    assert run(start(path), LENGTHS) == expected
+    assert len(plays) == PLAYS
 
 
 def test_the_flag_turns_them_off(models: tuple[str, str], start: Callable[..., EngineInProcess]) -> None:

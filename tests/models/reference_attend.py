@@ -1,8 +1,8 @@
-"""The plainest right attention: one sequence, K and V as growing tensors, SDPA with a causal mask."""
+"""The plainest right attention: one sequence, K and V as growing tensors, softmax written out."""
 
 import torch
-from torch.nn import functional
 
+from engine.kernels.softmax import Softmax
 from engine.kv.state_pool import StatePool
 from engine.kv.step_batch import StepBatch
 from engine.layers.latents import NewLatents
@@ -57,18 +57,28 @@ class Sequence:
     def _attend(self, layer: int, new: Unturned | NewLatents) -> torch.Tensor:
         if isinstance(new, NewLatents):
             k = new.latents.unsqueeze(1)
-            return self._attend_heads(
-                layer, new.q, k, k[:, :, : self._model.cache_specs()[layer].latent], scale=new.scale
-            )
-        return self._attend_heads(layer, *new.turned())
+            rank = self._model.cache_specs()[layer].latent
+            return self._attend_heads(layer, new.q, k, k[:, :, :rank], Softmax(new.scale))
+        return self._attend_heads(layer, *new.turned(), new.softmax)
 
     def _attend_heads(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax
     ) -> torch.Tensor:
         if layer in self.kv:
             k, v = (torch.cat(pair) for pair in zip(self.kv[layer], (k, v), strict=True))
         self.kv[layer] = (k, v)
-        mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-        return out[0].transpose(0, 1).flatten(1)
+        ahead, window = len(k) - len(q), self._model.cache_specs()[layer].window
+        seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(ahead)
+        if window:
+            seen = seen.triu(ahead - window + 1)
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * softmax.scale
+        if softmax.cap:
+            scores = (scores / softmax.cap).tanh() * softmax.cap
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if softmax.sinks is not None:
+            sinks = softmax.sinks.to(q.dtype)[:, None, None].expand(-1, len(q), 1)
+            scores = torch.cat((scores, sinks), -1)
+        weights = scores.float().softmax(-1).to(v.dtype)[..., : len(k)]
+        return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)

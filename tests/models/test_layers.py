@@ -8,8 +8,9 @@ from torch.nn import functional
 
 from engine.kernels.elementwise import elementwise
 from engine.layers import linear
+from engine.layers.gates import gelu_mul
 from engine.layers.linear import Linear, sigmoid_mul, silu_mul
-from engine.layers.norm import RMSNorm
+from engine.layers.norm import OffsetNorm, RMSNorm, Scaled
 from engine.layers.rope import NormedRope, apply_rope
 
 TOKENS, HEADS, DIM = 5, 3, 64
@@ -170,6 +171,30 @@ def test_norms_and_gates_round_where_torch_rounds(generator: torch.Generator) ->
     }
     for name, (got, expected) in pairs.items():
         assert (got != expected).float().mean() < 5e-3, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_gemma_and_granite_compute_otherwise_is_its_formula(
+    kernels: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """Norms that multiply by 1 + weight, gelu times up, and a scaled sum; each also behind a sum."""
+    tolerance = 2 * ONE_ROUNDING if dtype == torch.bfloat16 else 1e-5
+    x, delta = (torch.randn(TOKENS, 96, generator=generator).to(dtype) for _ in range(2))
+    weight, total = (0.1 * torch.randn(96, generator=generator)).to(dtype), x + delta
+    norm = OffsetNorm(weight, eps=1e-6, offset=1.0)
+    wide = total.double()
+    expected = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + weight.double())
+    torch.testing.assert_close(norm(total).double(), expected, rtol=tolerance, atol=1e-6)
+    assert torch.equal(norm.of_sum(x, delta), norm(total)) and torch.equal(x, total)
+    heads, one = total.view(TOKENS, 3, 32), torch.ones(TOKENS, 1, 32, dtype=dtype)
+    rope = NormedRope(weight.view(3, 32), like=heads, eps=1e-6, offset=1.0)
+    expected = functional.rms_norm(heads.double(), (32,), None, 1e-6) * (1 + weight.double().view(3, 32))
+    got = rope(heads.clone(), (one, torch.zeros_like(one)))
+    torch.testing.assert_close(got.double(), expected, rtol=2 * tolerance, atol=1e-6)
+    gate, up = (3 * total).double().split(48, -1)
+    expected = functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(gelu_mul(3 * total).double(), expected, rtol=2 * tolerance, atol=2e-6)
+    torch.testing.assert_close(Scaled(0.22)(total.clone()).double(), wide * 0.22, rtol=tolerance, atol=0)
 
 
 def test_a_nan_stays_in_its_row(generator: torch.Generator) -> None:

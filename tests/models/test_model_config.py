@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from engine.model_files.arithmetic import Arithmetic
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, ModelConfig, load_model_config
-from engine.model_files.rope_config import Llama3Scaling, RopeConfig
+from engine.model_files.rope_config import LinearScaling, Llama3Scaling, RopeConfig
 from service.flags import ConfigError
 from tests.models.tiny_checkpoints import make_tiny_checkpoint, write_json
 
@@ -40,6 +41,7 @@ def test_every_field_is_read(tmp_path: Path) -> None:
         vocab_size=272,
         rms_norm_eps=1e-5,
         rope=RopeConfig(theta=1e6, dim=16),
+        layer_ropes=(),
         tie_word_embeddings=False,
         attention_bias=False,
         attention_out_bias=False,
@@ -47,6 +49,7 @@ def test_every_field_is_read(tmp_path: Path) -> None:
         norms="before",
         fused_qkv=False,
         fused_mlp=False,
+        arithmetic=Arithmetic(),
         experts=None,
         latent=None,
         max_position_embeddings=4096,
@@ -98,6 +101,26 @@ def test_windows_are_those_of_their_layers(tmp_path: Path) -> None:
     assert edited(tmp_path / "b", "qwen2", **qwen2, max_window_layers=3).windows == (0, 0, 0, 8)
     kinds = ["sliding_attention", "full_attention"] * 2
     assert edited(tmp_path / "c", "qwen3", **qwen2, layer_types=kinds).windows == (8, 0, 8, 0)
+
+
+def test_kinds_of_layers_differ_in_windows_and_turns(tmp_path: Path) -> None:
+    assert edited(tmp_path / "a", "gemma2").windows == (12, 0, 12, 0)
+    gemma3 = edited(tmp_path / "b", "gemma3_text", rope_theta=1e6)
+    assert gemma3.windows == (12, 12, 0, 12)
+    local, full = RopeConfig(theta=100.0, dim=16), RopeConfig(theta=1e6, dim=16, scaling=LinearScaling(4.0))
+    assert gemma3.layer_ropes == (local, local, full, local)
+    smollm3 = edited(tmp_path / "c", "smollm3", no_rope_layers=None)
+    assert [smollm3.rope_of(layer) is None for layer in range(4)] == [False, False, False, True]
+    assert edited(tmp_path / "d", "olmo3").layer_ropes == (), "one base, no scaling: all turn alike"
+
+
+def test_what_gemma_files_leave_out_is_gemmas(tmp_path: Path) -> None:
+    left_out = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "tie_word_embeddings")
+    config = edited(tmp_path, "gemma2", **dict.fromkeys(left_out))
+    assert config.tie_word_embeddings
+    numbers = config.arithmetic
+    assert (numbers.attention_scale, numbers.score_cap, numbers.logit_cap) == (256**-0.5, 50.0, 30.0)
+    assert (numbers.embedding_scale, numbers.norm_offset, numbers.activation) == (8.0, 1.0, "gelu_tanh")
 
 
 BAD_FIELDS: list[tuple[str, str, dict[str, Any]]] = [
@@ -152,6 +175,13 @@ BAD_FIELDS: list[tuple[str, str, dict[str, Any]]] = [
     ("bos_token_id", "llama", {"bos_token_id": -1}),
     ("quantization_config", "llama", {"quantization_config": {"bits": 4}}),
     ("hidden_act", "llama", {"hidden_act": "gelu"}),
+    ("hidden_activation", "gemma2", {"hidden_activation": "relu"}),
+    ("hidden_act", "qwen3_moe", {"hidden_act": "gelu_pytorch_tanh"}),
+    ("query_pre_attn_scalar", "gemma2", {"query_pre_attn_scalar": 0}),
+    ("attn_logit_softcapping", "gemma2", {"attn_logit_softcapping": -1.0}),
+    ("sliding_window_pattern", "gemma3_text", {"sliding_window_pattern": 0}),
+    ("residual_multiplier", "granite", {"residual_multiplier": "half"}),
+    ("no_rope_layers", "smollm3", {"no_rope_layers": [1, 0]}),
     ("mlp_bias", "llama", {"mlp_bias": True}),
 ]
 

@@ -55,12 +55,28 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"kv_lora_rank": 20, "qk_rope_head_dim": 6, "qk_nope_head_dim": 10, "v_head_dim": 14, "q_lora_rank": 22},
     ),
     "deepseek-v3-yarn": ("deepseek_v3", {"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3-kinds-of-rope": (
+        "gemma3_text",
+        {
+            "rope_scaling": None,
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
+    "granite": ("granite", {}),
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),
     "glm4-all-turned": ("glm4", {"partial_rotary_factor": 1.0}),
     "glm4-moe": ("glm4_moe", {}),
     "mixtral": ("mixtral", {}),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {}),
+    "olmo3-yarn": ("olmo3", {"rope_scaling": YARN}),
     "phi3": ("phi3", {}),
     "phi3-part": ("phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
     # the whole of the 40 + 32 tokens lies beyond the original context, where transformers takes the long factors too
@@ -75,13 +91,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-not-normalized": ("qwen3_moe", {"norm_topk_prob": False}),
     "qwen3-bias": ("qwen3", {"attention_bias": True}),
     "qwen3-wide-heads": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True, "rope_theta": 1e6}),
+    "smollm3": ("smollm3", {}),
+    "smollm3-bias": ("smollm3", {"attention_bias": True}),
     "qwen3-sharded": ("qwen3", {"shards": 3}),
 }
 
 
 def open_both(path: str, *, dtype: str = "float32") -> tuple[DenseDecoder, PreTrainedModel]:
     ours = load_model(path, load_model_config(path), dtype=dtype, device="cpu", progress=False)
-    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="eager")
     theirs.generation_config.eos_token_id = None
     return ours, theirs
 

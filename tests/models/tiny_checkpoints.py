@@ -23,13 +23,18 @@ EOS = 2
 ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -37,11 +42,46 @@ ARCHITECTURES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 
+_GEMMA_NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 NORMS = {
+    "gemma2": _GEMMA_NORMS,
+    "gemma3_text": _GEMMA_NORMS,
     "glm4": ("input", "post_self_attn", "post_attention", "post_mlp"),
     "olmo2": ("post_attention", "post_feedforward"),
+    "olmo3": ("post_attention", "post_feedforward"),
+}
+
+GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}  # not tied: scaled embeddings repeat their token then
+OWN: dict[str, dict[str, Any]] = {  # fields that a family has or means otherwise
+    "gemma": {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    "gemma2": {
+        **GEMMA,
+        "sliding_window": 12,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {
+        **GEMMA,
+        "sliding_window": 12,
+        "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": 24,
+        "rope_local_base_freq": 100.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 2.0,
+    },
+    "mistral": {"sliding_window": None},
+    "olmo3": {"sliding_window": 12, "rope_theta": 5e5},
+    "phi3": {"sliding_window": None},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0], "tie_word_embeddings": True},
 }
 
 LATENTS: dict[str, Any] = {
@@ -138,8 +178,9 @@ def make_tensors(config: dict[str, Any], *, seed: int) -> dict[str, torch.Tensor
     tensors = {}
     for name, shape in tensor_shapes(config).items():
         noise = torch.randn(shape, generator=generator) * 0.2
-        plain = config["model_type"] not in HYBRIDS or "linear_attn" in name  # their other norms add 1 themselves
-        tensors[name] = (noise + 1.0 if "norm" in name and plain else noise).to(dtype)
+        adds = config["model_type"] in (*HYBRIDS, "gemma", "gemma2", "gemma3_text") and "linear_attn" not in name
+        is_factor = "norm" in name and not adds  # norms that add 1 themselves are around 0
+        tensors[name] = (noise + 1.0 if is_factor else noise).to(dtype)
     return tensors
 
 
@@ -166,15 +207,19 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
         layer |= _experts(config) if sparse else {f"mlp.{name}.weight": shape for name, shape in mlp.items()}
         layer |= {f"{name}_layernorm.weight": [hidden] for name in NORMS.get(family, ("input", "post_attention"))}
         if family in ("qwen2", "glm", "glm4") or config.get("attention_bias"):
-            biased = tuple(attention) if family in ("llama", "qwen3") else ("q_proj", "k_proj", "v_proj")
+            biased = (
+                tuple(attention)
+                if family in ("llama", "qwen3", "smollm3", "granite")
+                else ("q_proj", "k_proj", "v_proj")
+            )
             layer |= {f"self_attn.{name}.bias": attention[name][:1] for name in biased}
-        if family in ("qwen3", "qwen3_moe", "glm4_moe", *HYBRIDS):
+        if family in ("qwen3", "qwen3_moe", "glm4_moe", "gemma3_text", *HYBRIDS):
             layer |= {f"self_attn.{name}_norm.weight": [dim] for name in "qk"}
         if "kv_lora_rank" in config:
             layer["self_attn.kv_a_layernorm.weight"] = [config["kv_lora_rank"]]
             if config["q_lora_rank"]:
                 layer["self_attn.q_a_layernorm.weight"] = [config["q_lora_rank"]]
-        if family == "olmo2":
+        if family in ("olmo2", "olmo3"):
             layer |= {"self_attn.q_norm.weight": [q], "self_attn.k_norm.weight": [kv]}
         if family in HYBRIDS and (i + 1) % config["full_attention_interval"]:
             layer = {name: shape for name, shape in layer.items() if not name.startswith("self_attn.")}
@@ -280,10 +325,10 @@ def _config(family: str, dtype: str) -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": EOS,
     }
-    config |= MIXTURES.get(family, _QWEN_HYBRID if family in HYBRIDS else {})
+    config |= MIXTURES.get(family, _QWEN_HYBRID if family in HYBRIDS else {}) | OWN.get(family, {})
     if "kv_lora_rank" in config:
         del config["head_dim"]
-    return config | ({"sliding_window": None} if family in ("mistral", "phi3") else {})
+    return config
 
 
 def _write_tokenizer(folder: Path) -> None:

@@ -1,0 +1,39 @@
+"""RoPE of a stage whose layers turn q and k in several ways, or some of them not at all."""
+
+from dataclasses import replace
+
+import torch
+
+from engine.layers.rope import Rope, Turn
+from engine.model_files.model_config import ModelConfig
+
+
+class _NoRope:
+    """As `Rope`, turning by no angle (NoPE)."""
+
+    def __init__(self, dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._one = torch.ones((1, 1, dim), dtype=dtype, device=device)
+        self._zero = torch.zeros_like(self._one)
+
+    def at(self, positions: torch.Tensor) -> Turn:
+        shape = (len(positions), -1, -1)
+        return self._one.expand(shape).contiguous(), self._zero.expand(shape).contiguous()
+
+
+class LayerTurns:
+    """`layers`: of the stage. Each way has one table. `way_of[n]`: that of the stage's layer n."""
+
+    def __init__(self, config: ModelConfig, layers: range, *, dtype: torch.dtype, device: torch.device) -> None:
+        ropes = [config.rope_of(layer) for layer in layers]
+        ways = list(dict.fromkeys(ropes))
+        self.way_of = [ways.index(rope) for rope in ropes]
+        self._ways = [
+            _NoRope(config.head_dim, dtype=dtype, device=device)
+            if rope is None
+            else Rope(replace(config, rope=rope), dtype=dtype, device=device)
+            for rope in ways
+        ]
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(cos, signed sin) of each way, one after the other, as `Rope.at` of `positions` [T] i64."""
+        return tuple(x for way in self._ways for x in way.at(positions))

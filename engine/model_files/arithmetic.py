@@ -1,0 +1,88 @@
+"""Numbers by which families depart from Llama's arithmetic, from config.json, checked. Never torch."""
+
+import math
+from dataclasses import dataclass
+
+from engine.model_files.fields import Fields
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' names -> ours
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """The defaults are Llama's.
+
+    activation:       of the MLP's gate: "silu" or "gelu_tanh"
+    norm_offset:      RMS norms multiply by weight + norm_offset
+    embedding_scale:  what embeddings are multiplied by, rounded to the model's type
+    residual_scale:   what attention and MLP are multiplied by before they are added
+    attention_scale:  what q.k is multiplied by; 0: head_dim ** -0.5
+    score_cap:        scores of attention become cap * tanh(score / cap); 0: they stay
+    sinks:            each query head has a score that takes weight and adds nothing
+    logit_scale:      what logits are multiplied by
+    logit_cap:        as score_cap, of logits
+    """
+
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    attention_scale: float = 0.0
+    score_cap: float = 0.0
+    sinks: bool = False
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
+
+
+def read_plain(fields: Fields) -> Arithmetic:
+    return Arithmetic(activation=_activation(fields))
+
+
+def read_gemma(fields: Fields) -> Arithmetic:
+    if fields.get("hidden_activation") is None and fields.get("hidden_act") == "gelu":
+        fields = fields.with_values(hidden_act="gelu_pytorch_tanh")  # what Gemma 1's first files mean
+    return Arithmetic(
+        activation=_activation(fields),
+        norm_offset=1.0,
+        embedding_scale=math.sqrt(fields.count("hidden_size")),
+        attention_scale=0.0 if fields.get("query_pre_attn_scalar") is None else _above_zero(fields) ** -0.5,
+        score_cap=_cap(fields, "attn_logit_softcapping"),
+        logit_cap=_cap(fields, "final_logit_softcapping"),
+    )
+
+
+def read_granite(fields: Fields) -> Arithmetic:
+    return Arithmetic(
+        activation=_activation(fields),
+        embedding_scale=_multiplier(fields, "embedding_multiplier"),
+        residual_scale=_multiplier(fields, "residual_multiplier"),
+        attention_scale=_multiplier(fields, "attention_multiplier"),
+        logit_scale=1.0 / _multiplier(fields, "logits_scaling"),
+    )
+
+
+def _activation(fields: Fields) -> str:
+    """`hidden_activation` is Gemma's name, which counts where both are there."""
+    name = "hidden_act" if fields.get("hidden_activation") is None else "hidden_activation"
+    value = fields.text(name, default="silu")
+    if value not in ACTIVATIONS:
+        raise fields.error(name, f"{value} is not supported; supported: {', '.join(sorted(ACTIVATIONS))}")
+    return ACTIVATIONS[value]
+
+
+def _above_zero(fields: Fields) -> float:
+    return _positive(fields, "query_pre_attn_scalar", fields.number("query_pre_attn_scalar"))
+
+
+def _cap(fields: Fields, name: str) -> float:
+    return 0.0 if fields.get(name) is None else _positive(fields, name, fields.number(name))
+
+
+def _multiplier(fields: Fields, name: str) -> float:
+    return _positive(fields, name, fields.number(name, default=1.0))
+
+
+def _positive(fields: Fields, name: str, value: float) -> float:
+    if value <= 0:
+        raise fields.error(name, f"must be above 0, got {value:g}")
+    return value
