@@ -1,0 +1,63 @@
+"""A model with recurrent states served by two workers: the tokens of one engine, over every transfer engine, however memory runs out."""
+
+from typing import Any
+
+import pytest
+
+from tests.e2e.two_engines import disaggregated, run
+from tests.engine.engine_in_process import EngineInProcess, prompt_of
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
+
+SYSTEM = prompt_of(150, 9)
+PROMPTS = [
+    *(SYSTEM + prompt_of(40 + 7 * i, i) for i in range(5)),
+    prompt_of(64, 20),
+    prompt_of(3, 21),
+    prompt_of(300, 22),
+]
+NEW = 24
+ASKED = [(f"r{i}", prompt, NEW) for i, prompt in enumerate(PROMPTS)]
+FLAGS: dict[str, Any] = {"page_size": 16, "chunked_prefill_size": 128, "stream": "threaded", "stream_delay_s": 0.0003}
+TIGHT = 900  # tokens: some of the requests at their ends
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # flags of the transfer, of decode
+    "nixl": ({}, {}),
+    "nixl by layers": ({"disaggregation_layerwise_transfer": "on"}, {}),
+    "mooncake": ({"disaggregation_transfer_backend": "mooncake"}, {}),
+    "recompute": ({}, {"max_total_tokens": TIGHT, "schedule_conservativeness": 0.0}),
+    "prefill": (
+        {"disaggregation_decode_retraction_backup": "prefill"},
+        {"max_total_tokens": TIGHT, "schedule_conservativeness": 0.0},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("hybrid"), "qwen3_next")
+
+
+@pytest.fixture(scope="module")
+def right(checkpoint: str) -> dict[str, list[int]]:
+    """One engine at depth 1 that caches nothing, each prompt whole."""
+    with EngineInProcess(checkpoint, page_size=16, chunked_prefill_size=-1, disable_radix_cache=True) as engine:
+        for rid, prompt, new in ASKED:
+            engine.add(rid, prompt, max_new_tokens=new)
+        engine.run()
+        return engine.tokens
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_workers_give_the_tokens_of_one(way: str, checkpoint: str, right: dict[str, list[int]]) -> None:
+    transfer, decode = WAYS[way]
+    with disaggregated(checkpoint, decode=decode, disagg=transfer, max_total_tokens=8192, **FLAGS) as pair:
+        assert run(pair, ASKED, turns_between=6) == right
+        again = [(f"again {rid}", prompt, new) for rid, prompt, new in ASKED]
+        answers = run(pair, again, turns_between=6)
+        assert [answers[rid] for rid, _, _ in again] == [right[rid] for rid, _, _ in ASKED]
+        prefill, last = (worker.parts.scheduler for worker in pair.workers)
+        assert prefill.memory.states is not None and prefill.memory.states.num_snapshots > 0
+        assert prefill.counters.cached_tokens >= 128 * len(PROMPTS[:5])
+        assert (last.counters.retractions > 0) == bool(decode)
+        for scheduler in (prefill, last):
+            scheduler.check()
+            assert scheduler.memory.states is not None and scheduler.memory.states.allocator.counts()["held"] == 0
