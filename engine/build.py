@@ -132,6 +132,8 @@ def build_engine(
     assert config.num_threads is not None and config.mem_fraction_static is not None, "resolved"
     torch.set_num_threads(config.num_threads)
     _check_sums(config)
+    _check_integers(config)
+    stored, model_config = model_config, model_config.quantized(config.quantization)
     tiered = config.enable_hierarchical_cache and not use.peers_write_pages
     compiles = CompileLog() if config.device == "cuda" and find_spec("triton") else None
     if gauge is None and config.device == "cuda":
@@ -140,7 +142,12 @@ def build_engine(
     if gauge is not None and shares:
         await_share(gauge, config.mem_fraction_static)
     load_here = partial(
-        load, dtype=config.dtype, device=config.device, context_length=config.context_length, **_share(config, group)
+        load,
+        dtype=config.dtype,
+        device=config.device,
+        context_length=config.context_length,
+        quantization=config.quantization,
+        **_share(config, group),
     )
     fingerprinted = tiered or group is not None
     model, files = _load(config, model_config, load_here, fingerprinted=fingerprinted, progress=progress)
@@ -212,7 +219,7 @@ def build_engine(
             num_token_ids=num_ids,
         ),
         depth=depth(config),
-        weights=_weights(config, model_config, device, group, load=load_here, tier=tier, identity=identity),
+        weights=_weights(config, stored, device, group, load=load_here, tier=tier, identity=identity),
         disk=tier.disk if tier else None,
         events=events,
         memory=memory,
@@ -359,6 +366,15 @@ def _check_sums(config: EngineConfig) -> None:
     if linear_kernel() is None:
         raise ConfigError(
             f"--reduce-units {config.reduce_units}: needs the C kernel of bf16 products, which this machine cannot build or "
+            "whose arithmetic (AVX512-BF16) its CPU lacks; leave it out"
+        )
+
+
+def _check_integers(config: EngineConfig) -> None:
+    """Raises ConfigError where --quantization would give the same answers at bf16's cost."""
+    if config.quantization and linear_kernel() is None:
+        raise ConfigError(
+            f"--quantization {config.quantization}: needs the C kernel of integer products, which this machine cannot build or "
             "whose arithmetic (AVX512-BF16) its CPU lacks; leave it out"
         )
 

@@ -44,6 +44,12 @@ class EngineConfig(FlagSet):
         "model name in /v1/models and in answers; default: the name of the directory, the file or the model of the hub",
     )
     dtype: str = flag("auto", "data type of weights and KV cache", choices=("auto", "bfloat16", "float32"))
+    quantization: str | None = flag(
+        None,
+        "on cpu: round weights to integers while they are loaded, int8wo with a scale for each output, int4wo-N with a scale and an "
+        "offset for N inputs (the output layer: int8): decode reads a half, or a third to a quarter, of the bytes",
+        choices=("int8wo", "int4wo-32", "int4wo-64", "int4wo-128"),
+    )
     device: str = flag("auto", "device that runs the model", choices=("auto", "cpu", "cuda"))
     attention_backend: str = flag(
         "auto",

@@ -38,6 +38,12 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
     _check_eviction(config)
     _check_hicache(config)
     _check_cuda_graph(config, device)
+    dtype = _dtype(config.dtype, model.dtype)
+    if config.quantization and (device, dtype) != ("cpu", "bfloat16"):
+        raise ConfigError(
+            f"--quantization {config.quantization}: integers are multiplied on cpu and with --dtype bfloat16, not on {device} in "
+            f"{dtype}; leave it out"
+        )
     check_lora(config.lora_paths, max_loaded=config.max_loaded_loras)
     check_sizes(config, model)
     return replace(
@@ -48,7 +54,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         kv_units=model_units(model, tp_size=config.attention_tp_size, kv_units=config.kv_units),
         mem_fraction_static=config.mem_fraction_static or MEM_FRACTION_OF[device],
         max_running_requests=config.max_running_requests or MAX_RUNNING_OF[device],
-        dtype=_dtype(config.dtype, model.dtype),
+        dtype=dtype,
         stream=_stream(config.stream, device, watched=config.watches_steps),
         context_length=_context_length(config.context_length, model.max_position_embeddings),
         chunked_prefill_size=_chunk(config.chunked_prefill_size, config.page_size, device),

@@ -29,6 +29,7 @@ _RENAMED: dict[str, Entry] = {
     "--no-enable-chunked-prefill": Renamed(("--chunked-prefill-size=-1",)),
     "--block-size": Renamed(("--page-size",), ONE),
     **dict.fromkeys(("--dp", "--data-parallel-size", "-dp"), Renamed(("--dp-size",), ONE)),
+    **dict.fromkeys(("-q", "--torchao-config"), Renamed(("--quantization",), ONE)),
     "--seed": Renamed(("--random-seed",), ONE),
     "--api-server-count": Renamed(("--tokenizer-worker-num",), ONE),
     **dict.fromkeys(("--tp", "--tensor-parallel-size", "-tp"), Renamed(("--tp-size",), ONE)),
@@ -156,10 +157,6 @@ _FIXED: dict[str, Entry] = {
     "--prefill-context-parallel-size": _SAME_AS_ONE,
     "--convert": Fixed(("auto", "none"), "a model is served as it is"),
     "--base-gpu-id": Fixed(("0",), "CUDA_VISIBLE_DEVICES chooses the GPU"),
-    **dict.fromkeys(
-        ("--quantization", "-q"),
-        Fixed(("none",), "weights run in --dtype, bfloat16 or float32; serve a checkpoint of one of these"),
-    ),
     "--kv-cache-dtype": Fixed(("auto",), "KV has the type of --dtype"),
     "--load-format": Fixed(("auto", "safetensors"), "checkpoints are safetensors or GGUF files"),
     "--tokenizer-mode": Fixed(("auto", "hf"), "the tokenizer is the checkpoint's tokenizer.json"),

@@ -19,15 +19,20 @@
  *
  * Sources: Intel, "Architecture Instruction Set Extensions Programming Reference" (AMX tiles), and its optimization
  * manual, chapter 20 (2x2 blocks of tiles, operands kept in L1 and L2).
+ *
+ * Integer weights (`bits`) stay integers in memory, in integer_steps.h's layout, and become bf16 in the L1 cache just before they
+ * are multiplied: exactly. A group of inputs has a scale, and may have an offset, for each output: its sum times the scale, plus
+ * the sum of its inputs times the offset, is added to the sums of the groups before.
  */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "integer_steps.h"
 #include "rows.h"
 #include "tiles.h"
 
-#define ABI_VERSION 4
+#define ABI_VERSION 5
 #define FEW (4 * PANEL)         /* rows up to which a panel is passed over once for every 32 of them */
 #define CHUNK 256               /* rows that share one reading of the weights */
 #define PACKED (2 * CHUNK)      /* rows that lie packed at a time */
@@ -36,25 +41,28 @@
 #define ITEMS_A_THREAD 2        /* at least, with groups of 2 panels or more */
 #define ITEMS_AT_ONCE 4         /* of many matrices: neighbours in memory, for one thread */
 #define AHEAD_BYTES 1024        /* few rows: weights are fetched this long before their use; longer is slower */
+#define SPAN 4                  /* steps of integer weights that become bf16 at a time, in the L1 cache */
 
 enum form { BF16 = 0, ROUNDED_F32 = 1, F32 = 2 }; /* of y; the second: the values of the first */
 
 /* Mirrored by LinearArgs in linear.py. x [rows, inputs] with rows x_stride elements apart, y [rows, outputs] dense. What is
  * multiplied is x; or, with `norm` [inputs], x's RMS norm times it, after x += delta where there is one [rows, inputs]
  * (inputs: a multiple of 16). With `interleaved` weights (outputs: a multiple of 32) y may be `gated`: [rows, outputs / 2],
- * silu of the first half's outputs times those of the second. The bias belongs to the first of the `segments`. */
+ * silu of the first half's outputs times those of the second. The bias belongs to the first of the `segments`.
+ * With `bits` (4 or 8; 0: bf16) a group has `group` steps, of a segment; scales and offsets are [panel][group][32]. */
 struct args {
     bf16 *x;
     const char *weight;
     const bf16 *bias; /* [outputs] or NULL */
     void *y;          /* of `form`; gated: bf16 */
     const bf16 *norm, *delta;
-    int64_t rows, inputs, outputs, segments, x_stride, form, interleaved, gated, threads, kind;
+    const float *scales, *offsets; /* offsets: or NULL */
+    int64_t rows, inputs, outputs, segments, x_stride, form, interleaved, gated, threads, kind, bits, group;
     float eps;
 };
 
-/* Mirrored by _Each in matrices.py. `like`: of the first matrix, without its rows. Matrix i lies i * `apart` bytes behind it; its
- * rows[i] rows of x and of y lie behind those of matrix i - 1. */
+/* Mirrored by _Each in matrices.py. `like`: of the first matrix, without its rows. Matrix i lies i * `apart` bytes behind it, and its
+ * scales and offsets as many floats as its groups have; its rows[i] rows of x and of y lie behind those of matrix i - 1. */
 struct each {
     struct args like;
     const int64_t *rows; /* [matrices] */
@@ -67,6 +75,7 @@ struct each {
 struct work {
     const struct args *a;
     char *x;
+    float *of_x;                        /* [packed row][group]: the sum of a group of its inputs, where weights have offsets */
     int64_t first, rows;                /* of a->x, those that lie packed */
     int64_t each, steps;                /* of a segment, of all */
     int64_t panels, chunk, group;       /* an item: `group` panels of at most `chunk` rows */
@@ -84,9 +93,18 @@ static const bf16 *ready(const struct args *a, int64_t r, bf16 *own) {
     return own;
 }
 
+INLINE int64_t groups_of(const struct args *a, int64_t steps) { return a->bits ? ceil_div(steps, a->group) : 0; }
+
 INLINE char *tile_of(const struct work *w, int64_t r) {
     if (w->many) return w->x + r / PANEL * w->steps * STEP_BYTES + r % PANEL / TILE * TILE_BYTES;
     return w->x + r / TILE * w->steps * TILE_BYTES;
+}
+
+/* Of packed row r, whose line in the first tile of segment s is given. */
+static void sum_groups(const struct work *w, const char *line, int64_t r, int64_t s) {
+    const int64_t groups = groups_of(w->a, w->each), group = w->a->group;
+    float *to = w->of_x + (r * w->a->segments + s) * groups;
+    for (int64_t g = 0; g < groups; g++) to[g] = sum_of_row(line + g * group * TILE_BYTES, smaller(group, w->each - g * group));
 }
 
 PART void pack_rows(const struct work *w, int64_t from, int64_t to) {
@@ -100,6 +118,7 @@ PART void pack_rows(const struct work *w, int64_t from, int64_t to) {
         for (int64_t s = 0; s < a->segments; s++, x += segment, line += w->each * apart) {
             for (int64_t k = 0; k < whole; k++) _mm512_store_si512(line + k * apart, _mm512_loadu_si512(x + k * STEP));
             if (rest) _mm512_store_si512(line + whole * apart, _mm512_maskz_loadu_epi16(rest, x + whole * STEP));
+            if (a->offsets) sum_groups(w, line, r, s);
         }
     }
 }
@@ -275,6 +294,114 @@ static void avx512_panel(const char *x, int64_t x_block, const char *w, float *s
     }
 }
 
+/* ---- integer weights */
+
+/* sums [rows, 32] over `steps` steps of bf16 tiles, on top of what is there if `begun`. */
+#define MORE(rows) \
+    static __attribute__((noinline)) void avx512_more_##rows(const char *x, const char *w, float *sums, int64_t steps, int begun) { avx512_block(x, w, sums, steps, rows, begun, w, 0); }
+MORE(1) MORE(2) MORE(4) MORE(8)
+
+static void add_steps(const struct args *a, const char *x, int64_t x_block, const char *w, float *sums, int64_t steps, int64_t rows, int begun) {
+#if defined(HAVE_AMX)
+    if (a->kind == AMX) {
+        if (rows <= TILE) amx_block(x, x_block, w, sums, steps, 0, begun, w, 0);
+        else
+            for (int64_t r = 0; r < rows; r += PANEL) amx_block(x + r / TILE * x_block, x_block, w, sums + r * PANEL, steps, 1, begun, w, 0);
+        return;
+    }
+#endif
+    for (int64_t r = 0; r < rows;) {
+        const char *block = x + (r / TILE) * x_block + (r % TILE) * LINE_BYTES;
+        float *to = sums + r * PANEL;
+        if (rows - r >= 8) avx512_more_8(block, w, to, steps, begun), r += 8;
+        else if (rows - r >= 4) avx512_more_4(block, w, to, steps, begun), r += 4;
+        else if (rows - r >= 2) avx512_more_2(block, w, to, steps, begun), r += 2;
+        else avx512_more_1(block, w, to, steps, begun), r += 1;
+    }
+}
+
+/* A row's sums (+)= those of a group, which is number `at` of the scales; `of_x`: the sum of its inputs. */
+INLINE void add_group(const struct args *a, float *sums, const float *part, int64_t at, const float *of_x, const int begun) {
+    add_scaled(sums, part, a->scales + at * PANEL, begun);
+    if (a->offsets) add_offsets(sums, a->offsets + at * PANEL, *of_x);
+}
+
+INLINE const char *line_of(const char *x, int64_t x_block, int64_t r) { return x + r / TILE * x_block + r % TILE * LINE_BYTES; }
+
+/* sums [rows, 32] over the `steps` steps of a segment of a panel, whose groups' scales begin at number `first`. of_x: the
+ * rows' sums of these groups, `apart` floats from row to row. */
+PART void integer_panel(const struct args *a, const char *x, int64_t x_block, const float *of_x, int64_t apart, const char *w, int64_t first, float *sums, int64_t steps, int64_t rows) {
+    _Alignas(LINE_BYTES) char ready[SPAN * STEP_BYTES];
+    _Alignas(LINE_BYTES) float part[FEW * PANEL];
+    const int64_t bytes = integer_step_bytes(a->bits);
+    for (int64_t at = 0; at < steps; at += a->group, first++, of_x++) {
+        const int64_t end = smaller(at + a->group, steps);
+        for (int64_t k = at; k < end; k += SPAN) {
+            const int64_t span = smaller(SPAN, end - k);
+            fetch(w + k * bytes + AHEAD_BYTES, span * bytes);
+            expand(w + k * bytes, ready, span, a->bits);
+            add_steps(a, x + k * TILE_BYTES, x_block, ready, part, span, rows, k > at);
+        }
+        for (int64_t r = 0; r < rows; r++) add_group(a, sums + r * PANEL, part + r * PANEL, first, of_x + r * apart, at > 0);
+    }
+}
+
+/* What the rows of a block have in common: panels whose weights lie panel_bytes apart, whose first group is `first`, those of the
+ * next panel groups_apart behind, and whose sums lie sums_apart. of_x: as in integer_panel, `apart`. */
+struct block {
+    const struct args *a;
+    const char *x, *w;
+    const float *of_x;
+    float *sums;
+    int64_t panel_bytes, first, groups_apart, sums_apart, apart, steps;
+};
+
+/* The same bits as integer_panel's, for some rows of one tile. */
+INLINE void integer_few(const struct block *b, const int rows, const int panels, const int bits) {
+    _Alignas(LINE_BYTES) float part[2 * ROWS * PANEL];
+    const struct values values = values_of(bits);
+    const int64_t group = b->a->group;
+    for (int64_t at = 0, g = 0; at < b->steps; at += group, g++) {
+        const char *w = b->w + at * integer_step_bytes(bits);
+        integer_block(b->x + at * TILE_BYTES, w, b->panel_bytes, part, smaller(group, b->steps - at), values, rows, panels, bits, AHEAD_BYTES);
+        for (int p = 0; p < panels; p++)
+            for (int r = 0; r < rows; r++)
+                add_group(b->a, b->sums + p * b->sums_apart + r * PANEL, part + (p * rows + r) * PANEL, b->first + g + p * b->groups_apart, b->of_x + g + r * b->apart, g > 0);
+    }
+}
+
+#define FEW_INTEGERS(rows, panels, bits) \
+    PART void integer_few_##rows##_##panels##_##bits(const struct block *b) { integer_few(b, rows, panels, bits); }
+#define FEW_ROWS(panels, bits) FEW_INTEGERS(1, panels, bits) FEW_INTEGERS(2, panels, bits) FEW_INTEGERS(4, panels, bits)
+FEW_ROWS(1, 4) FEW_ROWS(2, 4) FEW_ROWS(1, 8) FEW_ROWS(2, 8) FEW_INTEGERS(8, 1, 4) FEW_INTEGERS(8, 1, 8)
+
+/* [bits / 8][panels - 1][log2 of rows]; 8 rows of one panel fill the registers. */
+static void (*const FEW_OF[2][2][4])(const struct block *) = {
+    {{integer_few_1_1_4, integer_few_2_1_4, integer_few_4_1_4, integer_few_8_1_4}, {integer_few_1_2_4, integer_few_2_2_4, integer_few_4_2_4, NULL}},
+    {{integer_few_1_1_8, integer_few_2_1_8, integer_few_4_1_8, integer_few_8_1_8}, {integer_few_1_2_8, integer_few_2_2_8, integer_few_4_2_8, NULL}},
+};
+
+/* As sum_panels, of the rows from `row` on of those that lie packed. */
+static void sum_integer_panels(const struct work *w, int64_t segment, int64_t row, int64_t from, int64_t to, float *sums, int64_t rows) {
+    const struct args *a = w->a;
+    const int64_t at = segment * w->each, groups = groups_of(a, w->each), all = a->segments * groups, apart = w->chunk * PANEL;
+    const int64_t panel_bytes = w->steps * integer_step_bytes(a->bits), x_block = w->steps * TILE_BYTES;
+    const int by_tiles = a->kind == AMX || rows > TILE;
+    const char *weight = a->weight + from * panel_bytes + at * integer_step_bytes(a->bits), *x = tile_of(w, row) + at * TILE_BYTES;
+    const float *of_x = w->of_x + row * all + segment * groups;
+    int64_t first = from * all + segment * groups;
+    for (int64_t p = from, panels; p < to; p += panels, weight += panels * panel_bytes, first += panels * all, sums += panels * apart) {
+        panels = !by_tiles && rows < ROWS && to - p >= 2 ? 2 : 1;
+        if (by_tiles) integer_panel(a, x, x_block, of_x, all, weight, first, sums, w->each, rows);
+        else
+            for (int64_t r = 0, log; r < rows; r += 1 << log) {
+                log = rows - r >= 8 ? 3 : rows - r >= 4 ? 2 : rows - r >= 2 ? 1 : 0;
+                const struct block b = {a, line_of(x, x_block, r), weight, of_x + r * all, sums + r * PANEL, panel_bytes, first, all, apart, all, w->each};
+                FEW_OF[a->bits / 8][panels - 1][log](&b);
+            }
+    }
+}
+
 /* ---- an item, and all of them */
 
 /* Sums over a segment, of panels from..to-1 and `rows` packed rows, each panel into its own [chunk, 32] of `sums`. */
@@ -310,7 +437,7 @@ static void plan(struct work *w, int64_t first) {
     const struct args *a = w->a;
     w->first = first;
     w->rows = smaller(PACKED, a->rows - first);
-    w->many = a->kind == AMX && w->rows > FEW;
+    w->many = a->kind == AMX && w->rows > FEW && !a->bits;
     w->chunk = smaller(w->many ? CHUNK : FEW, ceil_div(w->rows, PANEL) * PANEL);
     w->group = w->rows > PANEL ? GROUP : w->rows <= TILE ? 2 : 1;
     while (w->group > 2 && count_items(w) < ITEMS_A_THREAD * a->threads) w->group /= 2;
@@ -323,11 +450,20 @@ static void compute(const struct work *w, int64_t item, float *sums) {
     const int64_t size = w->chunk * PANEL * GROUP; /* of the sums over a segment, or over several that were added */
     float *next = sums;
     for (int64_t s = 0; s < w->a->segments; s++, next += size) {
-        sum_panels(w, s, tile_of(w, first), from, to, next, count);
+        if (w->a->bits) sum_integer_panels(w, s, first, from, to, next, count);
+        else sum_panels(w, s, tile_of(w, first), from, to, next, count);
         if (s == 0 && w->a->segments > 1) add_bias(w, next, to - from, from, count);
         for (int64_t done = s + 1; done % 2 == 0; done /= 2, next -= size) add_sums(w, next - size, next, to - from, count);
     }
     write_rows(w, sums, to - from, from, w->first + first, count);
+}
+
+/* Bytes of `rows` packed rows, and of their groups' sums behind them. */
+static int64_t packed_bytes(int64_t rows, int64_t steps) { return rows * steps * LINE_BYTES; }
+
+static int64_t sums_bytes(const struct args *a, int64_t rows, int64_t steps) {
+    const int64_t groups = a->offsets ? a->segments * groups_of(a, steps / a->segments) : 0;
+    return ceil_div(rows * groups * sizeof(float), LINE_BYTES) * LINE_BYTES;
 }
 
 static int multiply(const struct args *a) {
@@ -335,14 +471,14 @@ static int multiply(const struct args *a) {
     const int64_t all = smaller(PACKED, ceil_div(a->rows, PANEL) * PANEL);
     int64_t kept = 1; /* sums that wait for their neighbour, and the last one */
     while (1 << (kept - 1) < a->segments) kept++;
-    char *x = aligned_alloc(LINE_BYTES, (size_t)(all * steps * LINE_BYTES));
+    char *x = aligned_alloc(LINE_BYTES, (size_t)(packed_bytes(all, steps) + sums_bytes(a, all, steps)));
     int failed = 0;
     if (!x) return -1;
     /* Threads meet when rows are packed, and when they are done: each meeting costs as much as a small matrix. In between
      * they take what is next, so a thread that has lost its core for a while does not hold up the others. */
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
     {
-        struct work w = {.a = a, .x = x, .each = each, .steps = steps, .panels = ceil_div(a->outputs, PANEL)};
+        struct work w = {.a = a, .x = x, .of_x = (float *)(x + packed_bytes(all, steps)), .each = each, .steps = steps, .panels = ceil_div(a->outputs, PANEL)};
         plan(&w, 0);
         float *sums = aligned_alloc(LINE_BYTES, (size_t)(w.chunk * PANEL * GROUP * kept) * sizeof(float));
         if (!sums) {
@@ -379,8 +515,19 @@ static struct args of_matrix(const struct each *e, int64_t i, int64_t rows_befor
     a.x += rows_before * a.x_stride;
     a.y = (char *)a.y + rows_before * width * item;
     a.weight += i * e->apart;
+    if (a.bits) {
+        const int64_t scales = i * a.segments * groups_of(&a, ceil_div(a.inputs / a.segments, STEP)) * ceil_div(a.outputs, PANEL) * PANEL;
+        a.scales += scales;
+        if (a.offsets) a.offsets += scales;
+    }
     a.rows = e->rows[i];
     return a;
+}
+
+/* Of all rows of a product, packed. */
+static int64_t bytes_of(const struct args *a, int64_t steps) {
+    const int64_t rows = ceil_div(a->rows, PANEL) * PANEL;
+    return packed_bytes(rows, steps) + sums_bytes(a, rows, steps);
 }
 
 /* Products of at most FEW rows each, side by side: one alone has too few panels for all threads. */
@@ -390,16 +537,17 @@ static int multiply_few(const struct args *list, int64_t count, int64_t threads)
     int64_t *ends = malloc((size_t)count * sizeof *ends), size = 0, items = 0; /* ends: of each product's items */
     int64_t kept = 1;
     while (1 << (kept - 1) < list->segments) kept++;
-    for (int64_t i = 0; i < count; i++) size += ceil_div(list[i].rows, PANEL) * PANEL * steps * LINE_BYTES;
+    for (int64_t i = 0; i < count; i++) size += bytes_of(&list[i], steps);
     char *x = aligned_alloc(LINE_BYTES, (size_t)size);
     const int ready = work && ends && x;
     int failed = !ready;
     if (ready)
         for (int64_t i = 0, at = 0; i < count; i++) {
-            work[i] = (struct work){.a = &list[i], .x = x + at, .each = each, .steps = steps, .panels = ceil_div(list->outputs, PANEL)};
+            float *of_x = (float *)(x + at + packed_bytes(ceil_div(list[i].rows, PANEL) * PANEL, steps));
+            work[i] = (struct work){.a = &list[i], .x = x + at, .of_x = of_x, .each = each, .steps = steps, .panels = ceil_div(list->outputs, PANEL)};
             plan(&work[i], 0);
             ends[i] = items += count_items(&work[i]);
-            at += ceil_div(list[i].rows, PANEL) * PANEL * steps * LINE_BYTES;
+            at += bytes_of(&list[i], steps);
         }
 #pragma omp parallel num_threads((int)threads) if (threads > 1 && ready)
     {

@@ -1,4 +1,4 @@
-"""bf16 matrices packed for linear.c, and products with them."""
+"""Matrices of bf16 or of integers packed for linear.c, and products with them."""
 
 import contextlib
 import ctypes
@@ -6,14 +6,17 @@ import mmap
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from engine.kernels import tape
 from engine.kernels.build import fields, load_library
+from engine.kernels.integer_layout import fits, group_steps, packed_groups, packed_steps, step_bytes
+from engine.quant.integers import Integers, Weight
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 4
+ABI_VERSION = 5
 PANEL = 32  # outputs of a panel, and inputs of a step
 AVX512, AMX = 1, 2  # kinds of arithmetic; 0 is none
 
@@ -22,8 +25,9 @@ HUGE_BYTES = 2 << 20
 LINE_BYTES = 64
 LANES = 16  # inputs are a multiple of it where rows are computed before they are multiplied
 
-_POINTERS = ("x", "weight", "bias", "y", "norm", "delta")
+_POINTERS = ("x", "weight", "bias", "y", "norm", "delta", "scales", "offsets")
 _NUMBERS = ("rows", "inputs", "outputs", "segments", "x_stride", "form", "interleaved", "gated", "threads", "kind")
+_INTEGERS = ("bits", "group")
 
 
 class Form(IntEnum):
@@ -37,11 +41,66 @@ class Form(IntEnum):
 class LinearArgs(ctypes.Structure):
     """Mirror of `struct args` in linear.c."""
 
-    _fields_ = fields(_POINTERS, _NUMBERS, ("eps",))
+    _fields_ = fields(_POINTERS, (*_NUMBERS, *_INTEGERS), ("eps",))
+
+
+class PackedWeights(NamedTuple):
+    """Weights in linear.c's layout, one matrix behind the other, `apart` bytes each. `scales`, `offsets`: of integers, or None."""
+
+    weight: torch.Tensor
+    apart: int
+    scales: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    bits: int = 0
+    group: int = 0
+
+    def fill(self, args: LinearArgs) -> None:
+        """Write down where the first matrix lies. `self` must live as long as `args`."""
+        args.weight, args.bits, args.group = self.weight.data_ptr(), self.bits, self.group
+        args.scales, args.offsets = (None if x is None else x.data_ptr() for x in (self.scales, self.offsets))
+
+
+def pack(library: ctypes.CDLL, matrices: list[Weight], *, segments: int, gates: bool) -> PackedWeights:
+    """`matrices` of one shape and kind, which are dropped one by one."""
+    first = matrices[0]
+    outputs, inputs = first.shape
+    steps = -(-outputs // PANEL) * segments * -(-(inputs // segments) // PANEL)
+    if isinstance(first, Integers):
+        return _pack_integers(matrices, steps, segments=segments, gates=gates)
+    apart, threads = steps * step_bytes(16), torch.get_num_threads()
+    memory = allocate(len(matrices) * apart)
+    for index, matrix in enumerate(matrices):
+        assert isinstance(matrix, torch.Tensor) and matrix.shape == first.shape, "of one kind"
+        dense = matrix.contiguous()
+        matrices[index] = dense[:0]
+        to = memory.data_ptr() + index * apart
+        library.tandem_linear_pack(dense.data_ptr(), outputs, inputs, segments, to, gates, threads)
+    return PackedWeights(memory, apart)
+
+
+def _pack_integers(matrices: list[Weight], steps: int, *, segments: int, gates: bool) -> PackedWeights:
+    first = matrices[0]
+    assert isinstance(first, Integers), first
+    groups_fit = fits(first, segments=segments)
+    assert groups_fit, "groups are whole steps of a segment"
+    bits, group, apart = first.bits, group_steps(first, segments=segments), steps * step_bytes(first.bits)
+    memory = allocate(len(matrices) * apart)
+    scales, offsets, at = [], [], 0
+    for index, matrix in enumerate(matrices):
+        assert isinstance(matrix, Integers) and (matrix.bits, matrix.shape) == (bits, first.shape), "of one kind"
+        for part in packed_steps(matrix, segments=segments, gates=gates):
+            memory[at : at + len(part)] = part
+            at += len(part)
+        scales.append(packed_groups(matrix.scales, matrix, segments=segments, gates=gates))
+        if matrix.offsets is not None:
+            offsets.append(packed_groups(matrix.offsets, matrix, segments=segments, gates=gates))
+        matrices[index] = matrix.scales[:0]
+    assert at == len(memory) and len(offsets) in (0, len(scales)), (at, len(memory), len(offsets))
+    return PackedWeights(memory, apart, torch.cat(scales), torch.cat(offsets) if offsets else None, bits, group)
 
 
 class PackedMatrix:
-    """`weight` [out, in] and `bias` [out] or None, bf16, in linear.c's layout: as many bytes, in huge pages.
+    """`weight` [out, in] and `bias` [out] or None, bf16, in linear.c's layout: as many bytes, in huge pages. Integers stay integers.
 
     `gates`: the first half of the outputs may gate the second; out is a multiple of PANEL. `segments` (a power of two that
     divides the inputs): each is summed by itself, and these sums are added in a binary tree. A row of the result depends on
@@ -51,7 +110,7 @@ class PackedMatrix:
     def __init__(
         self,
         library: ctypes.CDLL,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         *,
         kind: int,
@@ -62,24 +121,15 @@ class PackedMatrix:
         assert not gates or outputs % PANEL == 0, weight.shape
         assert inputs % segments == 0 and segments & (segments - 1) == 0, (weight.shape, segments)
         self._call = library.tandem_linear
-        steps = segments * -(-(inputs // segments) // PANEL)
-        self._weight = allocate(-(-outputs // PANEL) * steps * PANEL * PANEL * 2)
+        self._weight = pack(library, [weight], segments=segments, gates=gates)
         self._bias = None if bias is None else bias.contiguous()
         self._shape = (outputs, inputs)
         bias_at = None if self._bias is None else self._bias.data_ptr()
         self.gates = gates
         self._args = LinearArgs(
-            weight=self._weight.data_ptr(),
-            bias=bias_at,
-            inputs=inputs,
-            outputs=outputs,
-            segments=segments,
-            interleaved=gates,
-            kind=kind,
+            bias=bias_at, inputs=inputs, outputs=outputs, segments=segments, interleaved=gates, kind=kind
         )
-        dense = weight.contiguous()
-        to, threads = self._weight.data_ptr(), torch.get_num_threads()
-        library.tandem_linear_pack(dense.data_ptr(), outputs, inputs, segments, to, gates, threads)
+        self._weight.fill(self._args)
 
     def times(self, x: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """[T, out] for `x` [T, in] bf16: summed in fp32, rounded to bf16, returned as `dtype`."""
@@ -150,7 +200,7 @@ class LinearKernel:
         self.library = library
 
     def pack(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, *, gates: bool = False, segments: int = 1
+        self, weight: Weight, bias: torch.Tensor | None, *, gates: bool = False, segments: int = 1
     ) -> PackedMatrix:
         """The caller drops `weight`, or memory holds both."""
         return PackedMatrix(self.library, weight, bias, kind=self.kind, gates=gates, segments=segments)

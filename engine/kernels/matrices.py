@@ -1,4 +1,4 @@
-"""Many bf16 matrices of one shape, packed for linear.c, each multiplied by rows of its own: the experts of a layer."""
+"""Many matrices of one shape, bf16 or integers, packed for linear.c, each multiplied by rows of its own: the experts of a layer."""
 
 import ctypes
 
@@ -6,7 +6,8 @@ import torch
 
 from engine.kernels import tape
 from engine.kernels.build import fields
-from engine.kernels.linear import PANEL, Form, LinearArgs, LinearKernel, allocate
+from engine.kernels.linear import PANEL, Form, LinearArgs, LinearKernel, pack
+from engine.quant.integers import Weight
 
 
 class _Each(ctypes.Structure):
@@ -21,21 +22,15 @@ class PackedMatrices:
     A row of the result depends on that row and its matrix alone, to the bit. One thread multiplies at a time and drops the GIL.
     """
 
-    def __init__(self, kernel: LinearKernel, matrices: list[torch.Tensor], *, gates: bool = False) -> None:
+    def __init__(self, kernel: LinearKernel, matrices: list[Weight], *, gates: bool = False) -> None:
         outputs, inputs = matrices[0].shape
         assert not gates or outputs % PANEL == 0, matrices[0].shape
         self._count, self._shape = len(matrices), (outputs, inputs)
-        self._apart = -(-outputs // PANEL) * -(-inputs // PANEL) * PANEL * PANEL * 2
-        self._weight = allocate(self._count * self._apart)
         library, self._kind = kernel.library, kernel.kind
         self._call = library.tandem_linear_each
         self._call.argtypes = [ctypes.POINTER(_Each)]
         self.gates = gates
-        threads, to = torch.get_num_threads(), self._weight.data_ptr()
-        for index in range(self._count):
-            dense = matrices[index].contiguous()
-            matrices[index] = dense[:0]
-            library.tandem_linear_pack(dense.data_ptr(), outputs, inputs, 1, to + index * self._apart, gates, threads)
+        self._weight = pack(library, matrices, segments=1, gates=gates)
 
     def times(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """[T, out] bf16 for x [T, in] bf16, of which `rows` [matrices] i64 belong to each matrix, one behind the other."""
@@ -57,7 +52,6 @@ class PackedMatrices:
         y = tape.empty((len(x), outputs // 2 if gated else outputs), dtype)
         like = LinearArgs(
             x=x.data_ptr(),
-            weight=self._weight.data_ptr(),
             y=y.data_ptr(),
             inputs=inputs,
             outputs=outputs,
@@ -69,7 +63,8 @@ class PackedMatrices:
             threads=torch.get_num_threads(),
             kind=self._kind,
         )
-        args = _Each(like=like, rows=rows.data_ptr(), matrices=self._count, apart=self._apart)
+        self._weight.fill(like)
+        args = _Each(like=like, rows=rows.data_ptr(), matrices=self._count, apart=self._weight.apart)
         if tape.call(self._call, args):
             raise MemoryError("linear: no memory for the rows of one product")
         return y

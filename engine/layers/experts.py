@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels.linear import PANEL, linear_kernel
+from engine.kernels.linear import PANEL
 from engine.kernels.matrices import PackedMatrices
-from engine.layers.linear import silu_mul
+from engine.layers.linear import kernel_for, packable, silu_mul
+from engine.quant.integers import Weight, columns_of, dense_of
 
 
 class _Matrices(Protocol):
@@ -23,11 +24,11 @@ class Experts:
     `segments`: of the intermediate, whose sums stay apart.
     """
 
-    def __init__(self, gate_up: list[Tensor], down: list[Tensor], *, segments: int) -> None:
+    def __init__(self, gate_up: list[Weight], down: list[Weight], *, segments: int) -> None:
         self._width = down[0].shape[1] // segments
         self._gate_up = _pack(gate_up)
         starts = range(0, down[0].shape[1], self._width)
-        self._downs = [_pack([matrix[:, at : at + self._width] for matrix in down]) for at in starts]
+        self._downs = [_pack([columns_of(matrix, slice(at, at + self._width)) for matrix in down]) for at in starts]
         gate_up.clear()
         down.clear()
 
@@ -64,11 +65,11 @@ class _PlainlyGated:
         return silu_mul(self._packed.times(x, rows))
 
 
-def _pack(matrices: list[Tensor]) -> _Matrices:
+def _pack(matrices: list[Weight]) -> _Matrices:
     first = matrices[0]
-    kernel = linear_kernel() if first.device.type == "cpu" and first.dtype == torch.bfloat16 else None
+    kernel = kernel_for(first)
     if kernel is None:
-        return _TorchMatrices(matrices)
+        return _TorchMatrices([dense_of(matrix) for matrix in matrices])
     gates = len(first) % PANEL == 0
-    packed = PackedMatrices(kernel, matrices, gates=gates)
+    packed = PackedMatrices(kernel, [packable(matrix) for matrix in matrices], gates=gates)
     return packed if gates else _PlainlyGated(packed)

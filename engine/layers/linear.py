@@ -1,4 +1,5 @@
-"""y = x W^T + b. On a CPU, bf16 weights are packed once: for our kernel, or else into oneDNN's blocked layout."""
+"""y = x W^T + b. On a CPU, bf16 weights are packed once: for our kernel, or else into oneDNN's blocked layout. Integer weights stay
+integers in our kernel, and become floats elsewhere."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,23 +9,25 @@ import torch
 from torch.nn import functional
 
 from engine.kernels.elementwise import LANES, elementwise_for, elementwise_on_cpu
+from engine.kernels.integer_layout import fits
 from engine.kernels.linear import PANEL, LinearKernel, PackedMatrix, linear_kernel
 from engine.layers.norm import Normed, RMSNorm
 from engine.parallel.collectives import tree_sum
 from engine.parallel.layout import Extent, cut_of
+from engine.quant.integers import Weight, dense_of
 
 Delta = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class Linear:
-    """`weight` [out, in], `bias` [out] or None; maps [T, in] to [T, out]. One thread calls it at a time.
+    """`weight` [out, in], floats or integers, `bias` [out] or None; maps [T, in] to [T, out]. One thread calls it at a time.
 
     `gates`: the first half of the outputs gates the second (`gated_of_norm`). `segments`: as in PackedMatrix. `delta(x, y)`
     changes y in place (adapters: engine/lora/bank.py). The caller drops the plain weight, or memory holds it twice.
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gates: bool = False, segments: int = 1
+        self, weight: Weight, bias: torch.Tensor | None = None, *, gates: bool = False, segments: int = 1
     ) -> None:
         self._matrix = sums_matrix(weight, bias, segments=segments) if segments > 1 else _matrix(weight, bias, gates)
         self.delta: Delta | None = None
@@ -108,26 +111,33 @@ def _float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.float() @ weight
 
 
-def sums_matrix(weight: torch.Tensor, bias: torch.Tensor | None, *, segments: int) -> PackedMatrix | _SumsMatrix:
+def sums_matrix(weight: Weight, bias: torch.Tensor | None, *, segments: int) -> PackedMatrix | _SumsMatrix:
     """What gives unrounded sums (`partial`), segments added in a tree. The caller drops the plain weight."""
-    kernel = _kernel_for(weight)
-    return (
-        _SumsMatrix(weight, bias, segments=segments) if kernel is None else kernel.pack(weight, bias, segments=segments)
-    )
+    kernel = kernel_for(weight)
+    if kernel is not None:
+        return kernel.pack(packable(weight, segments=segments), bias, segments=segments)
+    return _SumsMatrix(dense_of(weight), bias, segments=segments)
 
 
-def _kernel_for(weight: torch.Tensor) -> LinearKernel | None:
+def kernel_for(weight: Weight) -> LinearKernel | None:
+    """What multiplies by `weight`, or None: torch does."""
     return linear_kernel() if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else None
 
 
+def packable(weight: Weight, *, segments: int = 1) -> Weight:
+    """`weight`, or its floats where the kernel does not take its groups."""
+    return weight if isinstance(weight, torch.Tensor) or fits(weight, segments=segments) else weight.dense()
+
+
 def _matrix(
-    weight: torch.Tensor, bias: torch.Tensor | None, gates: bool
+    weight: Weight, bias: torch.Tensor | None, gates: bool
 ) -> PackedMatrix | _SumsMatrix | _OneDnnMatrix | _PlainMatrix:
+    kernel = kernel_for(weight)
+    if kernel is not None:
+        return kernel.pack(packable(weight), bias, gates=gates and len(weight) % PANEL == 0)
+    weight = dense_of(weight)
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return _PlainMatrix(weight, bias)
-    kernel = linear_kernel()
-    if kernel is not None:
-        return kernel.pack(weight, bias, gates=gates and len(weight) % PANEL == 0)
     return _OneDnnMatrix(weight, bias) if _has_onednn() else _PlainMatrix(weight, bias)
 
 

@@ -4,6 +4,7 @@ import torch
 
 from engine.layers.linear import Delta, sums_matrix
 from engine.parallel.collectives import Collectives
+from engine.quant.integers import Weight
 
 
 class RowLinear:
@@ -14,7 +15,7 @@ class RowLinear:
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, *, collectives: Collectives, segments: int = 1
+        self, weight: Weight, bias: torch.Tensor | None, *, collectives: Collectives, segments: int = 1
     ) -> None:
         assert bias is None or collectives.rank == 0, "the bias would be added once for each rank"
         self._matrix = sums_matrix(weight, bias, segments=segments)

@@ -5,7 +5,7 @@ Field names are those of transformers 4 and 5 (config.json, generation_config.js
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from engine.gguf.config import config_fields
@@ -32,6 +32,7 @@ class ModelConfig:
 
     `attention_bias`: q, k and v have a bias; `attention_out_bias`: o has one too. `dtype`: of the stored weights.
     `eos_token_ids`: of both files, ascending. `qk_norm`, `norms`, `fused_qkv`, `fused_mlp`: as in `Family`.
+    `quantization`: how weights are quantized; "": they are floats.
     `experts`: of a mixture (None: all MLPs are dense, of `intermediate_size`).
     `latent`: of latent attention; `num_kv_heads` is 1 then, and `head_dim` what the cache keeps of a token.
     `recurrent`: which layers have a state in place of K and V; None: none has. `attention_gate`, `added_norms`: as in `Family`.
@@ -69,6 +70,7 @@ class ModelConfig:
     recurrent: DeltaConfig | None = None
     attention_gate: bool = False
     added_norms: bool = False
+    quantization: str = ""
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """None: the layer does not turn q and k."""
@@ -133,16 +135,21 @@ class ModelConfig:
         """Of a head, as the output product reads it."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
+    def quantized(self, scheme: str | None) -> "ModelConfig":
+        """This model, its weights rounded by `scheme` (`--quantization`) when they are loaded."""
+        return replace(self, quantization="+".join(filter(None, (self.quantization, scheme))))
+
     def signature(self) -> str:
         """What prefill and decode must agree on: "Qwen3ForCausalLM/L2/kv1x128/V528/1f2e3d4c5b6a".
 
-        The tail hashes every field that changes the numbers.
+        The tail hashes every field that changes the numbers, but a quantization, which stands behind it.
         """
-        silent = {"dtype", "max_position_embeddings", "bos_token_id", "eos_token_ids", "model_type"}
+        silent = {"dtype", "max_position_embeddings", "bos_token_id", "eos_token_ids", "model_type", "quantization"}
         fields = {name: value for name, value in asdict(self).items() if name not in silent}
         digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:12]
         return (
             f"{self.architecture}/L{self.num_layers}/kv{self.num_kv_heads}x{self.head_dim}/V{self.vocab_size}/{digest}"
+            + (f"/{self.quantization}" if self.quantization else "")
         )
 
 

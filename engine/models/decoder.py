@@ -11,7 +11,7 @@ import torch
 from engine.kv.kv_pool import CacheSpec
 from engine.kv.state_pool import StatePool, StateSpec
 from engine.layers.embedding import Embedding
-from engine.layers.linear import Linear, LinearSite, SiteShape
+from engine.layers.linear import LinearSite, SiteShape
 from engine.layers.norm import add, rms_norm
 from engine.layers.recurrence import StepStates
 from engine.layers.turns import LayerTurns
@@ -61,7 +61,7 @@ class DenseDecoder:
             self._norm = rms_norm(
                 part.norm("model.norm.weight"), eps=config.rms_norm_eps, offset=config.arithmetic.norm_offset
             )
-            self._head = Linear(part.table("lm_head.weight") if table is None or not tied else table)
+            self._head = part.head(table if tied else None)
         part.leave_the_rest()
         self._turns = LayerTurns(config, share.layers, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
 

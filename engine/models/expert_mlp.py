@@ -19,6 +19,7 @@ from engine.model_files.experts_config import ExpertNames, ExpertsConfig
 from engine.models.part import ModelPart
 from engine.parallel.collectives import tree_sum
 from engine.parallel.layout import Cut
+from engine.quant.integers import columns_of
 
 
 class ExpertMLP:
@@ -85,13 +86,13 @@ def load_experts(
     part: ModelPart, prefix: str, names: ExpertNames, experts: Iterable[int], *, cut: Cut, segments: int
 ) -> Experts:
     """The products of `experts`, of whose intermediate this rank has `cut`."""
-    hidden, checkpoint = part.config.hidden_size, part.checkpoint
+    hidden = part.config.hidden_size
     gate_up, down = [], []
     for index in experts:
         of_one = f"{prefix}{names.experts}.{index}."
         both = [f"{of_one}{name}.weight" for name in (names.gate, names.up)]
-        gate_up.append(checkpoint.take_rows(both, [cut, cut], [hidden]))
-        down.append(checkpoint.take(f"{of_one}{names.down}.weight", [hidden, cut]))
+        gate_up.append(part.matrix(both, [cut, cut], hidden))
+        down.append(part.matrix([f"{of_one}{names.down}.weight"], [hidden], cut, segments=segments))
     return Experts(gate_up, down, segments=segments)
 
 
@@ -113,9 +114,10 @@ class SharedExpert:
             gate = part.checkpoint.take(f"{layer}{names.shared_gate}.weight", [1, hidden])
             self._gate = sums_matrix(gate, None, segments=1)
         self._gate_up, _ = part.columns([f"{prefix}gate_proj", f"{prefix}up_proj"], [cut, cut])
-        down = part.checkpoint.take(f"{prefix}down_proj.weight", [hidden, cut])
+        down = part.matrix([f"{prefix}down_proj.weight"], [hidden], cut, segments=segments)
         self._width = len(cut) // segments
-        self._downs = [sums_matrix(piece.contiguous(), None, segments=1) for piece in torch.split(down, self._width, 1)]
+        starts = range(0, len(cut), self._width)
+        self._downs = [sums_matrix(columns_of(down, slice(at, at + self._width)), None, segments=1) for at in starts]
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """[T, hidden] fp32 of each segment."""

@@ -11,6 +11,7 @@ from engine.models.part import ModelPart
 from engine.parallel.collectives import Collectives
 from engine.parallel.layout import ALONE, Place
 from engine.parallel.row_exchange import RowExchange
+from engine.quant.online import SCHEMES
 
 
 def load_model(
@@ -25,18 +26,25 @@ def load_model(
     collectives: Collectives | None = None,
     exchange: RowExchange | None = None,
     reduce_units: int = 0,
+    quantization: str | None = None,
 ) -> DenseDecoder:
     """The model of `model_path`, or the part of it that the rank at `place` has, with its weights in `dtype` ("bfloat16" |
     "float32" | "float16") on `device`.
 
     `context_length`: positions in use (the RoPE table of a million is half a GiB). `collectives`: of the stage's ranks, if there
-    are several. `exchange`: of all ranks, with DP attention. `check_layout` has accepted the sizes. Raises `ConfigError` for files that do not fit `config`.
+    are several. `exchange`: of all ranks, with DP attention. `quantization`: as `--quantization`. `check_layout` has accepted the sizes. Raises `ConfigError` for files that do not fit `config`.
     """
     with torch.inference_mode(), Checkpoint(model_path, dtype=dtype, device=device, progress=progress) as checkpoint:
         positions = min(context_length or config.max_position_embeddings, config.max_position_embeddings)
         config = replace(config, max_position_embeddings=positions)
         part = ModelPart(
-            config, checkpoint, place=place, collectives=collectives, exchange=exchange, reduce_units=reduce_units
+            config,
+            checkpoint,
+            place=place,
+            collectives=collectives,
+            exchange=exchange,
+            reduce_units=reduce_units,
+            scheme=SCHEMES[quantization] if quantization else None,
         )
         model = DenseDecoder(part)
         checkpoint.check_all_taken()

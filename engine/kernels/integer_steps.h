@@ -1,0 +1,151 @@
+/* Steps of integer weights -> steps of bf16 tiles as tiles.h multiplies them. Integers of 4 and 8 bits are exact in bf16, so
+ * nothing is rounded here: scales and offsets belong to the sums of a group of inputs.
+ *
+ * A step of 32 inputs x 32 outputs is 32 lines of 32 integers, in the order of the bf16 step's lines:
+ *
+ *   4 bits   64 bytes are 32 words; nibble j of word i, less 8, is integer i of line j of four
+ *   8 bits   of 16 bytes 8 belong to a line, 8 to the next: 64 bytes are two lines
+ */
+#ifndef TANDEM_INTEGER_STEPS_H
+#define TANDEM_INTEGER_STEPS_H
+#include "tiles.h"
+
+#if defined(HAVE_AVX512)
+INLINE int64_t integer_step_bytes(int64_t bits) { return PANEL * STEP * bits / 8; }
+
+enum { MOST_LINES = 4 }; /* in 64 bytes */
+INLINE int lines_of(const int bits) { return bits == 4 ? 4 : 2; }
+
+/* bf16 of the numbers that integers stand for, by instructions that look bits up. */
+struct values {
+    __m512i nibbles; /* twice: five bits of a word are looked at, and the fifth is the next nibble's */
+#if defined(__AVX512VBMI__)
+    __m512i low[2], high[2]; /* bytes of 0 to 127 */
+#endif
+};
+
+INLINE struct values values_of(const int bits) {
+    const __m512i places = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    struct values v = {0};
+    if (bits == 4) {
+        const __m256i half = (__m256i)_mm512_cvtneps_pbh(_mm512_cvtepi32_ps(_mm512_sub_epi32(places, _mm512_set1_epi32(8))));
+        v.nibbles = _mm512_broadcast_i64x4(half);
+    }
+#if defined(__AVX512VBMI__)
+    if (bits == 8) {
+        uint8_t low[128], high[128];
+        for (int i = 0; i < 128; i += TILE) {
+            const __m512i found = (__m512i)_mm512_cvtepi32_ps(_mm512_add_epi32(places, _mm512_set1_epi32(i)));
+            _mm_storeu_si128((void *)(low + i), _mm512_cvtepi32_epi8(_mm512_srli_epi32(found, 16)));
+            _mm_storeu_si128((void *)(high + i), _mm512_cvtepi32_epi8(_mm512_srli_epi32(found, 24)));
+        }
+        for (int i = 0; i < 2; i++) v.low[i] = _mm512_loadu_si512(low + 64 * i), v.high[i] = _mm512_loadu_si512(high + 64 * i);
+    }
+#endif
+    return v;
+}
+
+#if defined(__AVX512VBMI__)
+INLINE void expand_bytes(__m512i all, __m512i *lines, struct values v) {
+    const __m512i size = _mm512_abs_epi8(all); /* of -128 it is 128, whose lower seven bits are 0 */
+    const __m512i low = _mm512_permutex2var_epi8(v.low[0], size, v.low[1]);
+    const __m512i found = _mm512_mask_mov_epi8(_mm512_permutex2var_epi8(v.high[0], size, v.high[1]), _mm512_movepi8_mask(size), _mm512_set1_epi8(0x43));
+    const __m512i high = _mm512_ternarylogic_epi32(found, all, _mm512_set1_epi8((char)0x80), 0xf8); /* its sign */
+    lines[0] = _mm512_unpacklo_epi8(low, high);
+    lines[1] = _mm512_unpackhi_epi8(low, high);
+}
+#else
+/* Words below 2^8 -> bf16: their floats have zeros behind it. */
+INLINE __m512i float_line(__m512i words) {
+    const __m512i even = (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 16), 16));
+    const __m512i odd = (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(words, 16));
+    return _mm512_or_si512(_mm512_srli_epi32(even, 16), odd);
+}
+
+INLINE void expand_bytes(__m512i all, __m512i *lines, struct values v) {
+    const __m512i signs = _mm512_movm_epi8(_mm512_movepi8_mask(all));
+    lines[0] = float_line(_mm512_unpacklo_epi8(all, signs));
+    lines[1] = float_line(_mm512_unpackhi_epi8(all, signs));
+}
+#endif
+
+/* 64 bytes -> the bf16 lines in them. */
+INLINE void expand_lines(const char *from, __m512i *lines, struct values v, const int bits) {
+    const __m512i all = _mm512_loadu_si512(from);
+    if (bits == 4) {
+        lines[0] = _mm512_permutexvar_epi16(all, v.nibbles);
+        lines[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(all, 4), v.nibbles);
+        lines[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(all, 8), v.nibbles);
+        lines[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(all, 12), v.nibbles);
+    } else {
+        expand_bytes(all, lines, v);
+    }
+}
+
+INLINE void expand_steps(const char *from, char *to, int64_t steps, const int bits) {
+    const struct values values = values_of(bits);
+    __m512i lines[MOST_LINES];
+    for (int64_t i = 0; i < steps * 2 * TILE; i += lines_of(bits), from += LINE_BYTES) {
+        expand_lines(from, lines, values, bits);
+        for (int j = 0; j < lines_of(bits); j++) _mm512_store_si512(to + (i + j) * LINE_BYTES, lines[j]);
+    }
+}
+
+INLINE void expand(const char *from, char *to, int64_t steps, int64_t bits) {
+    if (bits == 4) expand_steps(from, to, steps, 4);
+    else expand_steps(from, to, steps, 8);
+}
+
+/* part [panels][rows][32], sums over `steps` steps of panels that lie panel_bytes apart, without a way through memory. Several
+ * panels for few rows: an instruction needs the sum of the one before, and others fill the time. */
+INLINE void integer_block(const char *x, const char *w, int64_t panel_bytes, float *part, int64_t steps, struct values values, const int rows, const int panels, const int bits, int64_t ahead) {
+    const int64_t bytes = integer_step_bytes(bits);
+    __m512 acc[ROWS][4];
+    for (int r = 0; r < rows; r++)
+        for (int h = 0; h < 2 * panels; h++) acc[r][h] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < steps; k++, x += TILE_BYTES, w += bytes) {
+        for (int p = 0; p < panels; p++) fetch(w + p * panel_bytes + ahead, bytes);
+        for (int i = 0; i < TILE; i += lines_of(bits))
+            for (int p = 0; p < panels; p++) {
+                __m512i low[MOST_LINES], high[MOST_LINES];
+                const char *from = w + p * panel_bytes + i / lines_of(bits) * LINE_BYTES;
+                expand_lines(from, low, values, bits);
+                expand_lines(from + bytes / 2, high, values, bits);
+                for (int j = 0; j < lines_of(bits); j++)
+                    for (int r = 0; r < rows; r++) {
+                        int32_t pair;
+                        memcpy(&pair, x + r * LINE_BYTES + (i + j) * sizeof pair, sizeof pair);
+                        const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+                        acc[r][2 * p] = _mm512_dpbf16_ps(acc[r][2 * p], both, (__m512bh)low[j]);
+                        acc[r][2 * p + 1] = _mm512_dpbf16_ps(acc[r][2 * p + 1], both, (__m512bh)high[j]);
+                    }
+            }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int h = 0; h < 2 * panels; h++) _mm512_store_ps(part + (h / 2 * rows + r) * PANEL + h % 2 * TILE, acc[r][h]);
+}
+
+/* The sum of a row's inputs over some steps; `x`: its line in the first tile. */
+INLINE float sum_of_row(const char *x, int64_t steps) {
+    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t k = 0; k < steps; k++, x += TILE_BYTES) sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_load_si512(x), ones);
+    return _mm512_reduce_add_ps(sum);
+}
+
+/* sums (+)= part * scales, for a row of 32. */
+INLINE void add_scaled(float *sums, const float *part, const float *scales, const int begun) {
+    for (int half = 0; half < PANEL; half += TILE) {
+        const __m512 before = begun ? _mm512_load_ps(sums + half) : _mm512_setzero_ps();
+        _mm512_store_ps(sums + half, _mm512_fmadd_ps(_mm512_load_ps(part + half), _mm512_loadu_ps(scales + half), before));
+    }
+}
+
+/* sums += offsets * of_x, for a row of 32. */
+INLINE void add_offsets(float *sums, const float *offsets, float of_x) {
+    for (int half = 0; half < PANEL; half += TILE)
+        _mm512_store_ps(sums + half, _mm512_fmadd_ps(_mm512_set1_ps(of_x), _mm512_loadu_ps(offsets + half), _mm512_load_ps(sums + half)));
+}
+#endif
+
+#endif

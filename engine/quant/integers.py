@@ -1,0 +1,99 @@
+"""Matrices of small integers: groups of neighbouring inputs share a scale, and may share an offset, for each output."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """A matrix [out, in]: scales * values + offsets.
+
+    `values` [out, in] int8, of 4 `bits` (-8 to 7) or of 8. `scales`, and `offsets` or None: fp32 [out, ceil(in / group)], where
+    `group` counts inputs. `dtype`: of the products.
+    """
+
+    values: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    bits: int
+    group: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        groups = (len(self.values), -(-self.values.shape[1] // self.group))
+        assert self.bits in (4, 8) and self.values.dtype == torch.int8, (self.bits, self.values.dtype)
+        assert self.scales.shape == groups and self.scales.dtype == torch.float32, (self.scales.shape, groups)
+        assert self.offsets is None or (self.offsets.shape == groups and self.offsets.dtype == torch.float32), groups
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the packed matrix."""
+        offsets = 0 if self.offsets is None else self.offsets.numel()
+        return self.values.numel() * self.bits // 8 + 4 * (self.scales.numel() + offsets)
+
+    def dense(self) -> Tensor:
+        """[out, in] in `dtype`, each value rounded once."""
+        inputs = self.shape[1]
+        each = self.scales.repeat_interleave(self.group, dim=1)[:, :inputs] * self.values
+        if self.offsets is not None:
+            each += self.offsets.repeat_interleave(self.group, dim=1)[:, :inputs]
+        return each.to(self.dtype)
+
+
+Weight = Tensor | Integers
+
+
+def dense_of(weight: Weight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.dense()
+
+
+def rows_of(weight: Weight, order: Sequence[int]) -> Weight:
+    """The outputs `order`."""
+    index = list(order)
+    if isinstance(weight, Tensor):
+        return weight[index]
+    offsets = None if weight.offsets is None else weight.offsets[index]
+    return Integers(weight.values[index], weight.scales[index], offsets, weight.bits, weight.group, weight.dtype)
+
+
+def stacked(parts: Sequence[Integers]) -> Integers:
+    """One above the other; of one kind each."""
+    first = parts[0]
+    assert all((part.bits, part.group) == (first.bits, first.group) for part in parts), parts
+    offsets = [part.offsets for part in parts if part.offsets is not None]
+    assert len(offsets) in (0, len(parts)), "some have offsets, others none"
+    return Integers(
+        torch.cat([part.values for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        torch.cat(offsets) if offsets else None,
+        first.bits,
+        first.group,
+        first.dtype,
+    )
+
+
+def columns_of(weight: Weight, columns: slice) -> Weight:
+    """The inputs `columns`, which begin and end with a group."""
+    if isinstance(weight, Tensor):
+        return weight[:, columns]
+    values, group = weight.values[:, columns], min(weight.group, columns.stop - columns.start)
+    if weight.scales.shape[1] == 1:
+        return Integers(values, weight.scales, weight.offsets, weight.bits, group, weight.dtype)
+    assert columns.start % weight.group == columns.stop % weight.group == 0, (columns, weight.group)
+    groups = slice(columns.start // weight.group, columns.stop // weight.group)
+    offsets = None if weight.offsets is None else weight.offsets[:, groups]
+    return Integers(values, weight.scales[:, groups], offsets, weight.bits, weight.group, weight.dtype)
