@@ -46,6 +46,7 @@ from service.process.collector import no_collections, spare_what_lives
 from service.telemetry.logs import set_up_logging
 from transfer_backends.contract import BackendUnavailable, EngineError
 from transfer_backends.engines.mooncake import protocol_here
+from transfer_backends.engines.rdma_devices import devices_here
 
 if TYPE_CHECKING:
     from engine.build import EngineParts, EngineUse
@@ -204,6 +205,7 @@ def _services(
     profiler = TorchProfiler(parts.device.executor.call, name=spec.trace_name(leader_of(spec.engine)))
     return LoopServices(
         weights=parts.weights,
+        kv=parts.kv,
         profiler=profiler if parts.group is None else GroupProfiler(profiler, parts.group.followers),
         grammars=grammars,
         adapters=adapters,
@@ -320,10 +322,18 @@ def _engine_use(disagg: DisaggConfig, protocol: str | None) -> "EngineUse":
         decodes=disagg.disaggregation_mode != "prefill",
         prefills=not decode,
         peers_write_pages=decode,
+        kv_stays=_why_kv_stays(disagg),
         retracted_kv=disagg.disaggregation_decode_retraction_backup if decode else "recompute",
         reserve_floor=disagg.num_reserved_decode_tokens,
         allocate_kv=kv_bytes_of(protocol),
     )
+
+
+def _why_kv_stays(disagg: DisaggConfig) -> str:
+    """ "" for memory that peers reach through the system, which finds the addresses again."""
+    if disagg.disaggregation_mode == "null" or not devices_here():
+        return ""
+    return "the KV memory of this worker is registered with RDMA devices, which keep its pages"
 
 
 def _end_with_late_ranks(group: "Group", stalled_s: float) -> None:

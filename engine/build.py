@@ -41,8 +41,10 @@ from engine.kv.host_pool import HostPool
 from engine.kv.identity import fingerprint, kv_identity
 from engine.kv.kv_pool import AllocateBytes, CacheSpec, KVPool, zeroed_bytes
 from engine.kv.page_backup import PageBackup
+from engine.kv.pool_memory import MappedMemory, SavedMemory
 from engine.kv_events_config import parse_kv_events_config
 from engine.local_defaults import usable_cores
+from engine.loop.occupation import FixedKV, KVMemory
 from engine.lora.store import LoraStore
 from engine.measure import measure, own_steps, warm
 from engine.model_files.model_config import ModelConfig
@@ -51,7 +53,7 @@ from engine.models.load import load_model
 from engine.parallel.layout import ALONE
 from engine.pool import allocate_pool, count_pages, held_by
 from engine.ranks.future_maps import future_map_of
-from engine.ranks.group import Group, GroupAdapters, GroupWeights
+from engine.ranks.group import Group, GroupAdapters, GroupKVMemory, GroupWeights
 from engine.ranks.group_files import rank_files
 from engine.ranks.leading_executor import LeadingExecutor
 from engine.ranks.links import stage_input
@@ -69,13 +71,14 @@ class EngineUse:
     """What a worker's role needs of its engine; the defaults are those of a unified worker.
 
     `decodes`, `prefills`: whether such steps are recorded. `peers_write_pages`: there is no host tier, which needs writes in stream
-    order. `retracted_kv`: as --disaggregation-decode-retraction-backup. `reserve_floor`: as in Limits. `allocate_kv`: memory for the
+    order. `kv_stays`: why KV memory cannot be released. `retracted_kv`: as --disaggregation-decode-retraction-backup. `reserve_floor`: as in Limits. `allocate_kv`: memory for the
     KV pool, as `zeroed_bytes`.
     """
 
     decodes: bool = True
     prefills: bool = True
     peers_write_pages: bool = False
+    kv_stays: str = ""
     retracted_kv: str = "recompute"
     reserve_floor: int = 0
     allocate_kv: AllocateBytes = zeroed_bytes
@@ -86,13 +89,14 @@ class EngineParts:
     """A ready engine. `config` is resolved. `disk`: None without files. `events`: of the prefix cache; None: they are not published.
 
     `executor`, `adapters`: of all ranks (`adapters` None: without --enable-lora); `device` is the leader's own rank.
-    `held`: what of the model's KV that has. `memory`: of the GPU, where --mem-fraction-static shares it
+    `held`: what of the model's KV that has. `kv`: of all ranks, in stream order. `memory`: of the GPU, where --mem-fraction-static shares it
     out. `compiles`: of a GPU; its `serve` comes when the worker is ready.
     """
 
     config: EngineConfig
     model: ModelConfig
     pool: KVPool
+    kv: KVMemory
     device: Device
     executor: Executor | LeadingExecutor
     adapters: LoraStore | GroupAdapters | None
@@ -159,7 +163,9 @@ def build_engine(
     held = held_by(config, model_config, place)
     units, specs = len(held.units), model.cache_specs()
     pages = _count_pages(config, specs, memory, group, units=units, files=files)
-    pool = allocate_pool(config, specs, num_pages=pages, units=units, allocate=use.allocate_kv)
+    saver = SavedMemory() if config.enable_memory_saver and config.device == "cuda" else None
+    allocate = saver.allocate if saver else use.allocate_kv
+    pool = allocate_pool(config, specs, num_pages=pages, units=units, allocate=allocate)
     identity = partial(
         kv_identity,
         pool,
@@ -204,6 +210,7 @@ def build_engine(
         config=config,
         model=model_config,
         pool=pool,
+        kv=_kv_memory(config, use, device, pool, saver, group),
         device=device,
         executor=executor,
         adapters=GroupAdapters(device.adapters, group.followers) if group and device.adapters else device.adapters,
@@ -268,6 +275,18 @@ def _rank_inputs(config: EngineConfig, model: ModelConfig, group: Group | None) 
     }
 
 
+def _kv_memory(
+    config: EngineConfig, use: EngineUse, device: Device, pool: KVPool, saver: SavedMemory | None, group: Group | None
+) -> KVMemory:
+    if use.kv_stays:
+        return FixedKV(f"{use.kv_stays}; name the tag weights alone")
+    if config.device != "cpu":
+        return saver or FixedKV("on a GPU KV memory is released by workers that start with --enable-memory-saver")
+    buffers = [pool.buffer, *([] if device.states is None else [device.states.buffer])]
+    own = MappedMemory(buffers, touched=config.prefault_kv)
+    return own if group is None else GroupKVMemory(own, group.followers)
+
+
 def _weights(
     config: EngineConfig,
     model: ModelConfig,
@@ -285,6 +304,9 @@ def _weights(
     def install(other: DenseDecoder) -> None:
         device.executor.call(lambda: device.executor.runner.use(other, needs_graphs=group is not None))
 
+    def drop() -> None:
+        device.executor.call(device.executor.runner.drop)
+
     everywhere = None if group is None else GroupWeights(group.followers, load=load, install=install)
     return WeightUpdater(
         model_path=config.model_path,
@@ -293,6 +315,7 @@ def _weights(
         load=load if everywhere is None else everywhere.load,
         on_cuda=config.device == "cuda",
         install=install if everywhere is None else everywhere.install,
+        drop=drop if everywhere is None else partial(everywhere.drop, drop),
         taken=rename_pages,
         discard=everywhere.discard if everywhere else lambda: None,
     )

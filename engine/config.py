@@ -127,6 +127,10 @@ class EngineConfig(FlagSet):
         above=0,
         below=1,
     )
+    enable_memory_saver: bool = flag(
+        False,
+        "on cuda: allocate the KV cache so that /release_memory_occupation can give it back; on cpu it always can",
+    )
     prefault_kv: bool = flag(
         False, "on cpu: touch all KV memory at start, so that no step waits until the system provides it"
     )

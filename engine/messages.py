@@ -115,6 +115,18 @@ class UpdateWeights(_Message, frozen=True):
     abort_all: bool = False
 
 
+class ReleaseMemory(_Message, frozen=True):
+    """Give memory back until `ResumeMemory`: `tags` of "kv_cache", "weights", "cuda_graph"; (): all. Answered by a `ControlReply`."""
+
+    call_id: str
+    tags: tuple[str, ...] = ()
+
+
+class ResumeMemory(_Message, frozen=True):
+    call_id: str
+    tags: tuple[str, ...] = ()
+
+
 class StartProfile(_Message, frozen=True):
     """Profile torch until `StopProfile` or for `num_steps` steps. Answered by a `ControlReply`.
 
@@ -165,6 +177,8 @@ ToScheduler = (
     | PauseGeneration
     | ContinueGeneration
     | UpdateWeights
+    | ReleaseMemory
+    | ResumeMemory
     | StartProfile
     | StopProfile
     | LoadAdapter
@@ -255,7 +269,7 @@ class ControlReply(_Message, frozen=True):
     """Answer to a control message.
 
     `status`: HTTP status of a refusal. `values`: model_path and weight_version after an update, trace file of a profile,
-    retracted requests. `adapters`: name -> path of those loaded, where that may have changed.
+    retracted requests, released memory. `adapters`: name -> path of those loaded, where that may have changed.
     """
 
     call_id: str

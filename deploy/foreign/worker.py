@@ -10,7 +10,6 @@ NO_VLM = "models of this server take text"
 ONE_WAY = "experts are computed and exchanged in one way, which the device decides"
 NO_BALANCE = "experts stay on the ranks that hold them at start"
 NO_SPECULATION = "speculative decoding is not supported"
-NO_RELEASE = "a worker keeps its memory until it ends"
 SHARE_BY_TIME = "`tandem up --share-gpus` has a prefill and a decode worker share a GPU by time"
 TLS = "put a proxy that ends TLS in front"
 ALWAYS = "this is always so"
@@ -213,8 +212,7 @@ _MISSING: dict[str, Entry] = {
     **dict.fromkeys(
         ("--enable-expert-parallel", "--enable-ep-moe", "-ep"), Missing("give --ep-size, the ranks of --tp-size")
     ),
-    "--enable-memory-saver": Missing(NO_RELEASE),
-    "--enable-sleep-mode": Missing(NO_RELEASE),
+    "--enable-sleep-mode": Renamed(("--enable-memory-saver",)),
     "--kv-transfer-config": Missing("--disaggregation-mode prefill or decode says what a worker is"),
     "--kv-offloading-size": Missing("give --enable-hierarchical-cache and --hicache-size, in units of 10^9 bytes"),
     "--kv-cache-memory-bytes": Missing("give --max-total-tokens, or --mem-fraction-static"),

@@ -99,12 +99,16 @@ class DecodeGraphs:
         self._graphs: dict[int, Callable[[], Forward]] = {}
         self._adapted: dict[int, Callable[[], Forward]] = {}
 
+    def forget(self) -> None:
+        """There are no graphs until `record`."""
+        self._graphs, self._adapted = {}, {}
+
     def record(self, model: DenseDecoder) -> None:
         """Record every size for `model`, in stream order with nothing in flight.
 
         Raises torch.OutOfMemoryError, and then there are no graphs.
         """
-        self._graphs, self._adapted = {}, {}
+        self.forget()
         self._end.begin(model, rows=self.sizes[-1])
         capture = self._capture()
         bar = tqdm(self.sizes[::-1], desc="decode graphs", disable=None if self._progress else True, leave=False)

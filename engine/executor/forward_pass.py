@@ -65,6 +65,12 @@ class ForwardPass:
         if self._states is not None:
             self._states.attach(model)
 
+    def detach(self) -> None:
+        """Forget the model and its recorded steps."""
+        for recorded in (self._tapes, self._graphs, self._prefill_graphs):
+            if recorded is not None:
+                recorded.forget()
+
     def record(self, model: DenseDecoder) -> None:
         """Record the graphs, if any. Raises torch.OutOfMemoryError."""
         if self._adapters is not None:

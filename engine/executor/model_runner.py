@@ -31,7 +31,7 @@ class ModelRunner:
         forward_pass: ForwardPass,
         sample_pass: SamplePass,
     ) -> None:
-        self._model = model
+        self._model: DenseDecoder | None = model
         self._copies = copies
         self._forward_pass = forward_pass
         self._sample_pass = sample_pass
@@ -49,9 +49,19 @@ class ModelRunner:
         else:
             self._forward_pass.record_if_possible(model)
 
+    def drop(self) -> None:
+        """Forget the model and what was recorded of it, until `use`. In stream order; no step comes meanwhile."""
+        self._model = None
+        self._forward_pass.detach()
+
+    @property
+    def model(self) -> DenseDecoder:
+        assert self._model is not None, "its weights are released"
+        return self._model
+
     def record(self) -> None:
         """Record the decode graphs, if there are any. In stream order, before the first step."""
-        self._forward_pass.record(self._model)
+        self._forward_pass.record(self.model)
 
     def run(self, plan: Plan) -> StepOutput:
         return self.sample(plan, self.forward(plan))
@@ -68,9 +78,9 @@ class ModelRunner:
             self._sample_pass.sampler.open(opened)
             self._forward_pass.open(opened)
         if not plan.items:
-            _compute(lambda: self._forward_pass.join(self._model, plan, arrival))
+            _compute(lambda: self._forward_pass.join(self.model, plan, arrival))
             return None
-        return _compute(lambda: self._forward_pass.run(self._model, plan, arrival))
+        return _compute(lambda: self._forward_pass.run(self.model, plan, arrival))
 
     def wait_for_copies(self, seq: int) -> None:
         """Block until the host pages of every step up to `seq` hold what left the device."""
@@ -88,7 +98,7 @@ class ModelRunner:
         if not plan.items:
             return nothing_sampled({})
         assert forward is not None, f"step {plan.seq}: the forward has failed"
-        return _compute(lambda: self._sample_pass.run(self._model, plan, forward))
+        return _compute(lambda: self._sample_pass.run(self.model, plan, forward))
 
 
 def _compute(work: Callable[[], T]) -> T:

@@ -49,12 +49,16 @@ class PrefillGraphs:
         self._inputs = {size: self._rows([], size).to(page_table.device) for size in sizes}
         self._graphs: dict[int, Work] = {}
 
+    def forget(self) -> None:
+        """There are no graphs until `record`."""
+        self._graphs = {}
+
     def record(self, model: DenseDecoder) -> None:
         """Record every size for `model`, in stream order with nothing in flight.
 
         Raises torch.OutOfMemoryError, and then there are no graphs.
         """
-        self._graphs = {}
+        self.forget()
         capture = self._capture()
         bar = tqdm(self.sizes[::-1], desc="prefill graphs", disable=None if self._progress else True, leave=False)
         self._graphs = {size: capture.capture(self._work(model, size)) for size in bar}

@@ -22,7 +22,7 @@ FREE_FIELDS = ("dtype",)  # how weights are stored; they are converted to the en
 class WeightUpdater:
     """`model` describes the running model; `install` makes the executor use another from the next step on.
 
-    `load(model_path, config, progress=...)` reads a model, `discard` forgets what other ranks have read of it. `taken` is called with (version, fingerprint of the files) when other weights are in place.
+    `drop` makes it forget the model that it uses. `load(model_path, config, progress=...)` reads a model, `discard` forgets what other ranks have read of it. `taken` is called with (version, fingerprint of the files) when other weights are in place.
     """
 
     def __init__(
@@ -34,15 +34,18 @@ class WeightUpdater:
         load: Callable[..., DenseDecoder],
         on_cuda: bool,
         install: Callable[[DenseDecoder], None],
+        drop: Callable[[], None],
         taken: Callable[[str, str], None],
         discard: Callable[[], None] = lambda: None,
     ) -> None:
         self.model_path = model_path
         self.version = version
+        self.released = False
         self._model = model
         self._load = load
         self._on_cuda = on_cuda
         self._install = install
+        self._drop = drop
         self._taken = taken
         self._discard = discard
         self._fingerprint = ""  # of the checkpoint that was read last
@@ -60,9 +63,17 @@ class WeightUpdater:
     def take(self, model: DenseDecoder, *, model_path: str, version: str | None) -> None:
         """Install `model`. No step may be in flight, and no KV of the old weights in use."""
         self._install(model)
+        self.released = False
         self.model_path, self._number = model_path, self._number_read
         self.version = self.version if version is None else version
         self._taken(self.version, self._fingerprint)
+
+    def release(self) -> None:
+        """Give the memory of the weights back until `take`. No step may come meanwhile."""
+        self._drop()
+        self.released = True
+        if self._on_cuda:
+            torch.cuda.empty_cache()
 
     def discard(self, model: DenseDecoder) -> None:
         """Forget a model that was read and is not taken."""

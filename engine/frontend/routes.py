@@ -120,6 +120,8 @@ _ROUTES = (
     _admin("/pause_generation", engine.pause_generation, engine.PauseBody, body_required=False),
     _admin("/continue_generation", engine.continue_generation),
     _admin("/update_weights_from_disk", engine.update_weights_from_disk, engine.UpdateWeightsBody),
+    _admin("/release_memory_occupation", engine.release_memory_occupation, engine.MemoryBody, body_required=False),
+    _admin("/resume_memory_occupation", engine.resume_memory_occupation, engine.MemoryBody, body_required=False),
     _admin("/load_lora_adapter", engine.load_lora_adapter, engine.LoadBody),
     _admin("/unload_lora_adapter", engine.unload_lora_adapter, engine.UnloadBody),
     _admin("/start_profile", engine.start_profile, engine.StartProfileBody, body_required=False),

@@ -36,6 +36,9 @@ AbortAll = Callable[[], list[TokenOutput]]
 class Weights(Protocol):
     model_path: str
     version: str
+    released: bool
+
+    def release(self) -> None: ...
 
     def read(self, model_path: str, *, when_done: Callable[[], None]) -> "Future[Any]": ...
 
@@ -45,7 +48,7 @@ class Weights(Protocol):
 
 
 class EngineControl:
-    """`wakeup` ends the loop's rest, from any thread. `together`: with DP attention, of all ranks' updates of weights."""
+    """`wakeup` ends the loop's rest, from any thread. `together`: with DP attention, of all ranks' updates of weights. `also`: values of the answer to an update."""
 
     def __init__(
         self,
@@ -56,6 +59,7 @@ class EngineControl:
         reply: Callable[[ControlReply], None],
         wakeup: Callable[[], None],
         together: UpdateAgreement | None = None,
+        also: Callable[[], dict[str, int | str]] = dict,
     ) -> None:
         self._scheduler = scheduler
         self._weights = weights
@@ -63,6 +67,7 @@ class EngineControl:
         self._reply = reply
         self._wakeup = wakeup
         self._together = together
+        self._also = also
         self._pause: PauseGeneration | None = None  # the one that holds
         self._unanswered: PauseGeneration | None = None
         self._update: UpdateWeights | None = None
@@ -85,6 +90,11 @@ class EngineControl:
     def blocks_input(self) -> bool:
         """Whether new requests wait: the engine is paused or blocked, or drains for weights that have been read."""
         return self._pause is not None or self._model is not None
+
+    @property
+    def updates(self) -> bool:
+        """Whether other weights are read, or wait to be taken."""
+        return self._update is not None
 
     @property
     def num_held(self) -> int:
@@ -212,7 +222,8 @@ class EngineControl:
         if self._together is not None:
             self._together.taken()
         log.info("weights are those of %s now, version %s", update.model_path, self._weights.version)
-        values = {"model_path": self._weights.model_path, "weight_version": self._weights.version}
+        names = {"model_path": self._weights.model_path, "weight_version": self._weights.version}
+        values = {**names, **self._also()}
         self._accept(update.call_id, "Succeeded to update model weights.", **values)
 
     def _fail_update(self, update: UpdateWeights, error: BaseException) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from engine.core.dp_agreement import Agreement
 from engine.core.dp_update import UpdateAgreement
-from engine.core.outputs import StepEffects, refusal
+from engine.core.outputs import StepEffects, refusal, refused
 from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
@@ -28,6 +28,7 @@ from engine.loop.decode_skipper import DecodeSkipper, TurnWeights
 from engine.loop.interval_log import IntervalLog
 from engine.loop.kv_events import ZmqPublisher
 from engine.loop.listener import LoopListener
+from engine.loop.occupation import FixedKV, KVMemory, OccupationControl
 from engine.loop.pipeline import Pipeline, StepLauncher
 from engine.loop.profile_control import ProfileControl, Profiler
 from engine.loop.rank_pipeline import RankPipeline, WatchedSteps
@@ -48,6 +49,8 @@ from engine.messages import (
     GenerateRequest,
     GetState,
     LoadAdapter,
+    ReleaseMemory,
+    ResumeMemory,
     Shutdown,
     StartProfile,
     StopProfile,
@@ -110,6 +113,7 @@ class LoopServices:
 
     weights: Weights
     profiler: Profiler
+    kv: KVMemory = field(default_factory=FixedKV)
     grammars: GrammarQueue = field(default_factory=lambda: GrammarQueue(None))
     adapters: AdapterControl = field(default_factory=AdapterControl)
     disk: Disk | None = None
@@ -175,6 +179,15 @@ class EngineLoop:
             reply=ports.to_frontend,
             wakeup=ports.call_attention,
             together=services.updates,
+            also=lambda: self._occupation.values,
+        )
+        self._occupation = OccupationControl(
+            kv=services.kv,
+            weights=services.weights,
+            why_busy=self._why_memory_is_used,
+            flush=scheduler.flush_cache,
+            update=self._control.on_message,
+            reply=ports.to_frontend,
         )
         self._reporter = Reporter(
             scheduler=scheduler,
@@ -314,6 +327,8 @@ class EngineLoop:
                 self._ports.to_frontend(self._reporter.state(call_id, check=check))
             case LoadAdapter() | UnloadAdapter():
                 self._adapters.on_message(message)
+            case ReleaseMemory() | ResumeMemory():
+                self._occupation.on_message(message)
             case StartProfile() | StopProfile():
                 self._profiles.on_message(message)
             case Drain():
@@ -333,7 +348,16 @@ class EngineLoop:
     def _why_no_peers(self) -> str | None:
         if self._draining:
             return "the worker is draining"
+        if self._occupation.released:
+            return "the worker has released its memory"
         return "generation is paused" if self._control.blocks_input else None
+
+    def _why_memory_is_used(self) -> str:
+        """What keeps it from being released."""
+        live = len(list(self._requests.rids())) + self._control.num_held
+        if live or not self._scheduler.idle or not self._scheduler.holds_no_kv:
+            return f"{live} requests live (POST /abort_request ends them)"
+        return "other weights are being read" if self._control.updates else ""
 
     def _enter(self, message: GenerateRequest, now_s: float) -> list[TokenOutput]:
         for listener in self._listeners:
@@ -341,6 +365,8 @@ class EngineLoop:
         return self._add(message, now_s)
 
     def _add(self, message: GenerateRequest, now_s: float) -> list[TokenOutput]:
+        if (refusal := self._occupation.refusal) is not None:
+            return [refused(message, refusal)]
         adapter = self._adapters.acquire(message)
         if isinstance(adapter, TokenOutput):
             return [adapter]

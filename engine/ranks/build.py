@@ -26,6 +26,7 @@ from engine.kv.identity import fingerprint, kv_identity
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_backup import PageBackup
 from engine.kv.page_checksum import PageChecksum
+from engine.kv.pool_memory import MappedMemory
 from engine.measure import measure
 from engine.messages import StartProfile
 from engine.model_files.model_config import ModelConfig, load_model_config
@@ -114,8 +115,14 @@ def build_follower(
     with memory_for_graphs():
         runner.record()
     readers: dict[str, Reader] = {"weights": lambda path: load(path, load_model_config(path))}
+    kv_memory = MappedMemory(
+        [pool.buffer, *([] if parts.states is None else [parts.states.pool.buffer])], touched=config.prefault_kv
+    )
     actions: dict[str, Action] = {
         "use_weights": runner.use,
+        "drop_weights": runner.drop,
+        "release_kv": kv_memory.release,
+        "resume_kv": kv_memory.resume,
         "forget": lambda _: None,
         "answer": lambda: None,
         "kernels": kernels_here,

@@ -13,6 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from engine.background import start_in_thread
+from engine.loop.occupation import KVMemory
 from engine.loop.profile_control import Profiler
 from engine.lora.store import LoraStore
 from engine.messages import StartProfile
@@ -69,6 +70,12 @@ class GroupWeights:
         """Let every follower forget what `load` has read."""
         self._followers.apply("forget", number=self._prepared).wait()
 
+    def drop(self, own: Callable[[], None]) -> None:
+        """Let every rank forget the weights that it uses, the leader's by `own`."""
+        applied = self._followers.apply("drop_weights")
+        own()
+        applied.wait()
+
     def install(self, model: DenseDecoder) -> None:
         applied = self._followers.apply("use_weights", number=self._prepared)
         try:
@@ -78,6 +85,22 @@ class GroupWeights:
                 f"the other ranks have graphs of the new weights, this one has no memory: {error}"
             ) from None
         applied.wait()
+
+
+class GroupKVMemory:
+    """As `KVMemory`, of all ranks."""
+
+    def __init__(self, own: KVMemory, followers: Followers) -> None:
+        self._own = own
+        self._followers = followers
+
+    def release(self) -> None:
+        self._own.release()
+        self._followers.apply("release_kv").wait()
+
+    def resume(self) -> None:
+        self._own.resume()
+        self._followers.apply("resume_kv").wait()
 
 
 @dataclass(frozen=True, slots=True)

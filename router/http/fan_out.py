@@ -1,4 +1,4 @@
-"""Routes that every worker answers: cache, pause, weights, profiles, adapters, aborts."""
+"""Routes that every worker answers: cache, pause, weights, memory, profiles, adapters, aborts."""
 
 import asyncio
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from service.security.keys import Access, KeyGate, authorization_of
 
 UPDATE_TIMEOUT_S = 3600.0  # weights come from a disk, and running requests may finish first
 UPDATE_WEIGHTS = "/update_weights_from_disk"
+RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/load_lora_adapter", "/unload_lora_adapter"
 TIMEOUTS_S = {  # of POSTs that go to all workers as they are
@@ -28,6 +29,8 @@ TIMEOUTS_S = {  # of POSTs that go to all workers as they are
     "/start_profile": CALL_TIMEOUT_S,
     "/stop_profile": CALL_TIMEOUT_S,
     UPDATE_WEIGHTS: UPDATE_TIMEOUT_S,
+    RELEASE: CALL_TIMEOUT_S,
+    RESUME: UPDATE_TIMEOUT_S,
 }
 
 
@@ -55,8 +58,8 @@ class FanOutApi:
         headers, path = self.calls.credentials.for_admin(authorization_of(request.headers)), request.path
         body, timeout_s = await request.read(), TIMEOUTS_S[path]
         answer = await self.calls.call_all("POST", path, headers, body, timeout_s=timeout_s)
-        if path == UPDATE_WEIGHTS:
-            self.monitor.refresh()  # the models may have other names
+        if path in (UPDATE_WEIGHTS, RELEASE, RESUME):
+            self.monitor.refresh()  # the models may have other names, the workers another health
         return answer
 
     async def pause(self, request: web.BaseRequest) -> web.Response:

@@ -26,7 +26,7 @@ from tests.core.hash_model import expected_tokens
 
 
 class FakeWeights:
-    model_path, version = "old", "v1"
+    model_path, version, released = "old", "v1", False
 
     def __init__(self) -> None:
         self.future: Future[Any] = Future()
@@ -39,10 +39,14 @@ class FakeWeights:
 
     def take(self, model: object, *, model_path: str, version: str | None) -> None:
         self.taken.append(model)
+        self.released = False
         self.model_path, self.version = model_path, version or self.version
 
     def discard(self, model: object) -> None:
         self.discarded.append(model)
+
+    def release(self) -> None:
+        self.released = True
 
 
 class FakeProfiler:

@@ -21,6 +21,7 @@ class SimWeights:
     def __init__(self, process: Process, forget: Callable[[], None], draw: random.Random) -> None:
         self.model_path = "simulated"
         self.version = "default"
+        self.released = False
         self._process = process
         self._forget = forget
         self._draw = draw
@@ -38,8 +39,12 @@ class SimWeights:
         self._process.after(self._draw.uniform(*READ_S), "weights read", done)
         return result
 
+    def release(self) -> None:
+        self.released = True
+
     def take(self, model: Any, *, model_path: str, version: str | None) -> None:
         self.model_path, self.version = model_path, version or self.version
+        self.released = False
         self._forget()
         self._process.world.seen["weights taken"] += 1
 

@@ -58,6 +58,11 @@ class Leaders:
         return min(found, default=None)
 
     @property
+    def released(self) -> list[str]:
+        """Parts of the memory that some rank has released."""
+        return sorted({part for link in self.links for part in link.released})
+
+    @property
     def lost(self) -> str | None:
         """Why the ranks cannot serve as one worker any more."""
         return self._changes.lost

@@ -20,6 +20,8 @@ from engine.messages import (
     GetStep,
     LoadAdapter,
     PauseGeneration,
+    ReleaseMemory,
+    ResumeMemory,
     SchedulerReady,
     StartProfile,
     StateReply,
@@ -34,7 +36,15 @@ from service.http.errors import ApiError
 R = TypeVar("R", StateReply, StepReply, ControlReply)
 Reply = StateReply | StepReply | ControlReply
 ControlMessage = (
-    PauseGeneration | ContinueGeneration | UpdateWeights | StartProfile | StopProfile | LoadAdapter | UnloadAdapter
+    PauseGeneration
+    | ContinueGeneration
+    | UpdateWeights
+    | ReleaseMemory
+    | ResumeMemory
+    | StartProfile
+    | StopProfile
+    | LoadAdapter
+    | UnloadAdapter
 )
 
 ENGINE_DEAD = "engine_dead"  # error code
@@ -68,6 +78,7 @@ class SchedulerLink:
         self.last_message_s = float("-inf")  # when the scheduler's loop last sent anything
         self.last_state: StateReply | None = None
         self.updated: dict[str, int | str] = {}  # model_path and weight_version, since the weights were changed
+        self.released: set[str] = set()  # parts of its memory
         self.adapters: dict[str, str] = {}  # name -> path of those that requests may name
         self._numbers = itertools.count(1)  # make names on the wire unique
         self._row = row
@@ -147,6 +158,8 @@ class SchedulerLink:
             self.last_state = message
         if isinstance(message, ControlReply) and "weight_version" in message.values:
             self.updated = message.values  # also when the caller has gone away
+        if isinstance(message, ControlReply) and (released := message.values.get("released")) is not None:
+            self.released = set(str(released).split(",")) - {""}
         if isinstance(message, ControlReply) and message.adapters is not None:
             self.adapters = message.adapters
         call = self._calls.get(message.call_id)

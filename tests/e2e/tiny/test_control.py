@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,18 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.client import assert_all_back, generate, generate_all, last_event, post, session, state_of, text_of
+from tests.e2e.client import (
+    POLL_S,
+    SETTLE_S,
+    assert_all_back,
+    generate,
+    generate_all,
+    last_event,
+    post,
+    session,
+    state_of,
+    text_of,
+)
 from tests.e2e.cluster import Cluster
 from tests.engine.engine_in_process import tokens_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -124,6 +136,31 @@ async def test_a_pause_may_abort_and_its_errors_name_the_field(way: tuple[str, C
         assert (await held)[1]["meta_info"]["finish_reason"]["type"] == "abort"
         assert (await post(http, f"{c.router}/continue_generation", {}))[0] == 200
         assert len((await generate(http, c.router, body(new=3)))["output_ids"]) == 3
+    await assert_all_back(c)
+
+
+async def test_memory_is_released_and_comes_again(way: tuple[str, Cluster], checkpoints: tuple[str, str]) -> None:
+    """Through the router; peers have registered the KV memory, and write to it afterwards."""
+    (kind, c), wanted = way, expected(checkpoints[0], body(new=24))
+    worker = c.workers[-1].url
+    async with session() as http:
+        assert (await generate(http, c.router, body(new=24)))["output_ids"] == wanted
+        await assert_all_back(c)
+        status, said = await post(http, f"{c.router}/release_memory_occupation", {"tags": ["weight"]})
+        assert status == 400 and "tags: must be of kv_cache, weights" in str(said)
+        status, said = await post(http, f"{c.router}/release_memory_occupation", {})
+        assert status == 200, said
+        async with http.get(f"{worker}/health") as health:
+            assert (health.status, (await health.json())["released"]) == (503, ["kv_cache", "weights"])
+        status, said = await post(http, f"{c.router}/generate", body(rid="early"))
+        assert status == 503 and ("/resume_memory_occupation" if kind == "unified" else "draining") in str(said)
+        status, said = await post(http, f"{c.router}/resume_memory_occupation", {})
+        assert status == 200, said
+        end_s = time.monotonic() + SETTLE_S
+        while (answer := await post(http, f"{c.router}/generate", body(new=24)))[0] == 503:
+            assert time.monotonic() < end_s, answer  # the router looks at the workers' health
+            await asyncio.sleep(POLL_S)
+        assert answer[1]["output_ids"] == wanted
     await assert_all_back(c)
 
 

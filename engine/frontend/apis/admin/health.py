@@ -17,7 +17,7 @@ INFO_TIMEOUT_S = 5.0
 
 
 async def health(request: web.BaseRequest) -> web.Response:
-    """200 if the scheduler answers or sent something just now; 503 while it drains. Generates no token.
+    """200 if the scheduler answers or sent something just now; 503 while it drains or has released memory. Generates no token.
 
     In a long step its heartbeat thread answers: `busy_s` and `step` say what it computes. 503 when that thread is silent,
     or the step exceeds --watchdog-timeout. `incarnation` changes with every start and role session.
@@ -35,6 +35,9 @@ async def health(request: web.BaseRequest) -> web.Response:
         if loading is not None and loading.loading:
             raise not_ready(f"the model has been loading for {loading.busy_s:.0f} s")
     check_up(s)
+    if s.leaders.released:  # a router sends it no requests, and passes on what resumes it
+        body = {"status": DRAINING, "released": s.leaders.released, "incarnation": s.incarnation}
+        return json_response(body, status=503)
     body = {"status": "ok", "incarnation": s.incarnation}
     if s.leaders.now_s() - s.leaders.last_message_s <= RECENT_S:
         return json_response(body)

@@ -15,6 +15,8 @@ from engine.messages import (
     ControlReply,
     LoadAdapter,
     PauseGeneration,
+    ReleaseMemory,
+    ResumeMemory,
     StartProfile,
     StopProfile,
     UnloadAdapter,
@@ -45,6 +47,10 @@ class UpdateWeightsBody(msgspec.Struct, kw_only=True):
     load_format: str | None = None
     abort_all_requests: bool | None = None
     weight_version: str | None = None
+
+
+class MemoryBody(msgspec.Struct, kw_only=True):
+    tags: list[str] | None = None
 
 
 class LoadBody(msgspec.Struct, kw_only=True):
@@ -125,6 +131,24 @@ async def update_weights_from_disk(request: web.BaseRequest) -> web.Response:
     )
     reply = await leaders.control(message, timeout_s=UPDATE_TIMEOUT_S)
     return _done(reply, num_paused_requests=0, **reply.values)
+
+
+async def release_memory_occupation(request: web.BaseRequest) -> web.Response:
+    """200 once the memory is given back. 409 while requests live; then nothing changes."""
+    leaders = request[SERVICES].leaders
+    message = ReleaseMemory(leaders.mint_call_id(), await _tags(request))
+    return _done(await leaders.control(message), released=leaders.released)
+
+
+async def resume_memory_occupation(request: web.BaseRequest) -> web.Response:
+    """200 once the memory is there again, weights as in their checkpoint."""
+    leaders = request[SERVICES].leaders
+    message = ResumeMemory(leaders.mint_call_id(), await _tags(request))
+    return _done(await leaders.control(message, timeout_s=UPDATE_TIMEOUT_S), released=leaders.released)
+
+
+async def _tags(request: web.BaseRequest) -> tuple[str, ...]:
+    return tuple(decode_body(await request.read() or b"{}", MemoryBody).tags or ())
 
 
 async def load_lora_adapter(request: web.BaseRequest) -> web.Response:

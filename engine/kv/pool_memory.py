@@ -1,0 +1,69 @@
+"""KV memory that goes back to the system while no page has a user, and comes again at its address, zero (engine/loop/occupation.py)."""
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.kv.kv_pool import zeroed_bytes
+from service.flags import ConfigError
+
+TAG = "kv_cache"
+
+
+class MappedMemory:
+    """Of a CPU, by `zeroed_bytes`: the system keeps the addresses and gives zeros where they are touched next.
+
+    A peer's engine that copies through the kernel or TCP finds them there. `touched`: at once, as with --prefault-kv.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor], *, touched: bool) -> None:
+        self._buffers = tuple(buffers)
+        self._touched = touched
+
+    def release(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        for buffer in self._buffers:
+            address, size = ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(buffer.nbytes)
+            status = libc.madvise(address, size, mmap.MADV_DONTNEED)
+            assert status == 0, f"madvise: errno {ctypes.get_errno()}"
+
+    def resume(self) -> None:
+        if self._touched:
+            for buffer in self._buffers:
+                buffer.zero_()
+
+
+class SavedMemory:
+    """Of a GPU, by the library torch_memory_saver. Never run on a GPU yet."""
+
+    def __init__(self) -> None:
+        """Raises ConfigError where the library is missing."""
+        try:
+            from torch_memory_saver import torch_memory_saver
+        except (ImportError, OSError) as error:
+            raise ConfigError(
+                f"--enable-memory-saver: its library cannot be imported; install it with: pip install torch-memory-saver ({error})"
+            ) from None
+        torch_memory_saver.hook_mode = "torch"  # the other mode needs LD_PRELOAD
+        self._saver: Any = torch_memory_saver
+        self._buffers: list[Tensor] = []
+
+    def allocate(self, size_bytes: int, device: torch.device) -> Tensor:
+        """As `zeroed_bytes`."""
+        region: AbstractContextManager[None] = self._saver.region(tag=TAG)
+        with region:
+            self._buffers.append(zeroed_bytes(size_bytes, device))
+        return self._buffers[-1]
+
+    def release(self) -> None:
+        self._saver.pause(TAG)
+
+    def resume(self) -> None:
+        self._saver.resume(TAG)
+        for buffer in self._buffers:
+            buffer.zero_()
