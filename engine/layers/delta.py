@@ -4,8 +4,7 @@ Yang et al. 2024, "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXi
 
     S <- exp(g) S;  u = b (v - S^T k);  S <- S + k u^T;  o = S^T q
 
-delta.c goes token by token. Torch, on other devices, multiplies prompts 64 tokens at a time: there a prompt has the same bits
-wherever it is cut at a multiple of 64 (`GRID`).
+delta.c goes token by token. Torch, on other devices, takes chunks of a prompt (engine/layers/chunks.py).
 """
 
 import torch
@@ -14,9 +13,8 @@ from torch.nn import functional
 
 from engine.kernels.conv import DTYPES
 from engine.kernels.delta import DeltaWeights, delta_kernel
+from engine.layers.chunks import GRID, advance, decays_of, in_chunks
 from engine.layers.recurrence import StepStates
-
-GRID = 64  # tokens that torch multiplies at once
 
 
 class GatedDelta:
@@ -41,8 +39,8 @@ class GatedDelta:
         rule = (q * keys**-0.5, k, v.view(-1, value_heads, values), beta.sigmoid(), decay)
         sums = torch.empty(len(mixed), value_heads, values, device=mixed.device)
         for (first, end, decodes), slot in zip(step.spans, step.slots, strict=True):
-            form, (q, k, v, beta, decay) = _one if decodes else _chunks, (x[first:end] for x in rule)
-            sums[first:end], state[slot] = form(q, k, v, beta, decay, state[slot])
+            own, before = tuple(x[first:end] for x in rule), state[slot]
+            sums[first:end], state[slot] = _one(own, before) if decodes else in_chunks(own, before, _chunk)
         normed = functional.rms_norm(sums, (values,), self._weights.norm, self._weights.eps)
         return (normed.flatten(1) * functional.silu(z.float())).to(mixed.dtype)
 
@@ -51,41 +49,23 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def _one(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _one(rows: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
     """The output [1, heads, values] of one token, and the state [heads, keys, values] behind it."""
-    state = state * decay[0].exp()[:, None, None]
-    known = (state * k[0].unsqueeze(-1)).sum(1)
-    state = state + k[0].unsqueeze(-1) * ((v[0] - known) * beta[0].unsqueeze(-1)).unsqueeze(1)
-    return (state * q[0].unsqueeze(-1)).sum(1).unsqueeze(0), state
+    q, k, v, beta, decay = (x[0] for x in rows)
+    state = state * decay.exp()[:, None, None]
+    known = (state * k.unsqueeze(-1)).sum(1)
+    state = state + k.unsqueeze(-1) * ((v - known) * beta.unsqueeze(-1)).unsqueeze(1)
+    return (state * q.unsqueeze(-1)).sum(1).unsqueeze(0), state
 
 
-def _chunks(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_one`, of n tokens, `GRID` at a time; tokens of padding have k = v = beta = decay = 0 and change nothing."""
-    count = len(q)
-    padding = -count % GRID
-    parts = [
-        functional.pad(x.transpose(0, 1), (*(0, 0) * (x.dim() - 2), 0, padding)).split(GRID, 1)
-        for x in (q, k, v, beta, decay)
-    ]
-    outputs = []
-    for of_q, of_k, of_v, of_beta, of_decay in zip(*parts, strict=True):
-        output, state = _chunk(of_q, of_k, of_v, of_beta, of_decay, state)
-        outputs.append(output)
-    return torch.cat(outputs, 1)[:, :count].transpose(0, 1), state
-
-
-def _chunk(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Of `GRID` tokens, heads first: what each token adds to the state follows from a triangular system."""
-    total = decay.cumsum(1)
-    between = (total.unsqueeze(2) - total.unsqueeze(1)).tril().exp().tril()
+def _chunk(rows: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
+    """What each token adds to the state follows from a triangular system."""
+    q, k, v, beta, decay = rows
+    decays = decays_of(decay)
     keys = k * beta.unsqueeze(-1)
-    system = (keys @ k.transpose(1, 2) * between).tril(-1)
-    right = torch.cat((v * beta.unsqueeze(-1), keys * total.exp().unsqueeze(-1)), -1)
-    solved = torch.linalg.solve_triangular(
-        system + torch.eye(GRID, device=q.device), right, upper=False, unitriangular=True
-    )
-    own, read = solved.split([v.shape[-1], k.shape[-1]], -1)
-    added = own - read @ state
-    output = (q * total.exp().unsqueeze(-1)) @ state + (q @ k.transpose(1, 2) * between) @ added
-    left = (total[:, -1:] - total).exp()
-    return output, state * total[:, -1, None, None].exp() + (k * left.unsqueeze(-1)).transpose(1, 2) @ added
+    system = (keys @ k.transpose(1, 2) * decays.between).tril(-1)
+    right = torch.cat((v * beta.unsqueeze(-1), keys * decays.total.exp().unsqueeze(-1)), -1)
+    diagonal = torch.eye(GRID, device=q.device)
+    solved = torch.linalg.solve_triangular(system + diagonal, right, upper=False, unitriangular=True)
+    own, read = torch.split(solved, [v.shape[-1], k.shape[-1]], dim=-1)
+    return advance(q, k, own - read @ state, decays, state)

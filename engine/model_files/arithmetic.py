@@ -38,6 +38,10 @@ def read_plain(fields: Fields) -> Arithmetic:
     return Arithmetic(activation=_activation(fields))
 
 
+def read_added_norms(fields: Fields) -> Arithmetic:
+    return Arithmetic(activation=_activation(fields), norm_offset=1.0)
+
+
 def read_gemma(fields: Fields) -> Arithmetic:
     if fields.get("hidden_activation") is None and fields.get("hidden_act") == "gelu":
         fields = fields.with_values(hidden_act="gelu_pytorch_tanh")  # what Gemma 1's first files mean

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.model_files.arithmetic import Arithmetic, read_gemma, read_granite, read_plain
+from engine.model_files.arithmetic import Arithmetic, read_added_norms, read_gemma, read_granite, read_plain
 from engine.model_files.experts_config import (
     MIXTRAL_NAMES,
     PLAIN_NAMES,
@@ -47,7 +47,6 @@ class Family:
     latent:         attention reads one latent vector of each token
     recurrent:      reads which layers have a state in place of K and V, and its sizes
     attention_gate: q_proj has a gate behind each head of q, whose sigmoid attention is multiplied by
-    added_norms:    norms multiply by 1 + their weight
     """
 
     qkv_bias: bool | None = None
@@ -72,11 +71,15 @@ class Family:
     latent: bool = False
     recurrent: Callable[[Fields, int], DeltaConfig] | None = None
     attention_gate: bool = False
-    added_norms: bool = False
 
 
 _QWEN_HYBRID = Family(
-    out_bias=True, qk_norm="head", rotary_share=0.25, recurrent=read_delta, attention_gate=True, added_norms=True
+    out_bias=True,
+    qk_norm="head",
+    rotary_share=0.25,
+    recurrent=read_delta,
+    attention_gate=True,
+    arithmetic=read_added_norms,
 )
 _GEMMA2 = Family(
     norms="both",

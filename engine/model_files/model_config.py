@@ -35,7 +35,7 @@ class ModelConfig:
     `quantization`: how weights are quantized; "": they are floats.
     `experts`: of a mixture (None: all MLPs are dense, of `intermediate_size`).
     `latent`: of latent attention; `num_kv_heads` is 1 then, and `head_dim` what the cache keeps of a token.
-    `recurrent`: which layers have a state in place of K and V; None: none has. `attention_gate`, `added_norms`: as in `Family`.
+    `recurrent`: which layers have a state in place of K and V; None: none has. `attention_gate`: as in `Family`.
     `layer_ropes`: of each layer, None where it turns nothing; (): all are `rope`.
     `windows`: the last tokens that a query of each layer sees, 0 for all; (): no layer has a window below the context.
     """
@@ -69,7 +69,6 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     recurrent: DeltaConfig | None = None
     attention_gate: bool = False
-    added_norms: bool = False
     quantization: str = ""
 
     def rope_of(self, layer: int) -> RopeConfig | None:
@@ -214,7 +213,6 @@ def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
         experts=experts,
         recurrent=None if family.recurrent is None else family.recurrent(fields, num_layers),
         attention_gate=family.attention_gate,
-        added_norms=family.added_norms,
         max_position_embeddings=context,
         windows=read_windows(fields, kinds, family=family, context=context),
         dtype=_dtype(fields),

@@ -36,7 +36,7 @@ class Attention:
 
     def _head_norm(self, part: ModelPart, prefix: str) -> torch.Tensor:
         """[heads + kv_heads, head_dim]: the norm's weight of each head."""
-        q, k = (part.norm(f"{prefix}{name}_norm.weight", size=self._dim) for name in "qk")
+        q, k = (part.checkpoint.take(f"{prefix}{name}_norm.weight", [self._dim]) for name in "qk")
         if (order := head_order(part.config.rope, self._dim)) is not None:
             q, k = q[order], k[order]
         return torch.cat((q.expand(self._heads, -1), k.expand(self._kv_heads, -1)))

@@ -59,7 +59,7 @@ class DenseDecoder:
         self._states: StepStates | None = None
         if place.is_last_stage:
             self._norm = rms_norm(
-                part.norm("model.norm.weight"), eps=config.rms_norm_eps, offset=config.arithmetic.norm_offset
+                part.vector("model.norm.weight"), eps=config.rms_norm_eps, offset=config.arithmetic.norm_offset
             )
             self._head = part.head(table if tied else None)
         part.leave_the_rest()

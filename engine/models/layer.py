@@ -45,7 +45,7 @@ class Layer:
         arithmetic = part.config.arithmetic
 
         def norm(name: str) -> RMSNorm | OffsetNorm:
-            vector = part.norm(f"{prefix}{name}_layernorm.weight")
+            vector = part.vector(f"{prefix}{name}_layernorm.weight")
             return rms_norm(vector, eps=eps, offset=arithmetic.norm_offset)
 
         def after(name: str) -> RMSNorm | OffsetNorm | Scaled | None:

@@ -91,13 +91,6 @@ class ModelPart:
         """[hidden] of a norm or a bias."""
         return self.checkpoint.take(name, [self.config.hidden_size])
 
-    def norm(self, name: str, *, size: int | None = None) -> torch.Tensor:
-        """[size] (None: hidden) that a norm multiplies by."""
-        shape, checkpoint = [self.config.hidden_size if size is None else size], self.checkpoint
-        if not self.config.added_norms:
-            return checkpoint.take(name, shape)
-        return checkpoint.take(name, shape, dtype=torch.float32).add_(1).to(checkpoint.dtype)
-
     def qkv(self, prefix: str) -> tuple[Linear, SiteShape]:
         """q, k and v of the own heads, each head in the order that RoPE wants; before q its gates, if it has them."""
         config, rows = self.config, [self.q, self.kv, self.kv]

@@ -1,0 +1,81 @@
+"""Gated DeltaNet's and Mamba2's layers: transformers' numbers, and bits that depend neither on the batch nor on how a prompt is cut."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from engine.kernels.conv import conv_kernel
+from engine.layers.chunks import GRID
+from tests.models.recurrent_layers import DeltaLayers, Layers, MambaLayers, run, run_in_parts
+
+Make = Callable[..., Layers]
+
+# Heads of q or groups, heads, keys, values: unequal, as large as in real models, narrower and wider than blocks of columns.
+MAKES: dict[str, Make] = {
+    **{f"delta {shape}": partial(DeltaLayers, shape) for shape in ((2, 4, 8, 12), (1, 1, 128, 128), (2, 2, 6, 70))},
+    **{f"mamba {shape}": partial(MambaLayers, shape) for shape in ((2, 8, 8, 8), (1, 2, 128, 64), (2, 4, 6, 70))},
+    "mamba, norm first": partial(MambaLayers, (2, 8, 8, 8), norm="norm first"),
+    "mamba without a norm": partial(MambaLayers, (1, 3, 8, 10), norm=""),
+    "mamba with limits": partial(MambaLayers, (1, 3, 8, 10), limits=(0.3, 0.9)),
+}
+SMALL = ("delta (2, 4, 8, 12)", "mamba (2, 8, 8, 8)")
+
+
+@pytest.fixture(params=["c", "torch"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        for name in ("delta", "conv", "mamba"):
+            monkeypatch.setattr(f"engine.layers.{name}.{name}_kernel", lambda: None)
+    elif conv_kernel() is None:
+        pytest.skip("no C compiler")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_prompts_and_answers_are_those_of_transformers(form: str, name: str) -> None:
+    """Prompts shorter than the convolution, of a chunk and about it; then tokens one by one."""
+    for slot, count in ((1, 1), (2, 2), (3, 3), (4, GRID), (1, GRID + 1), (2, 2 * GRID + 6)):
+        layers = MAKES[name]()
+        x = layers.inputs.rows(count + 3)
+        ours, theirs = run_in_parts(layers, x, [count, count + 1, count + 2, count + 3], slot), layers.theirs(x)
+        assert (ours - theirs).abs().max() < 2e-5 * max(1, theirs.abs().max()), count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_bits_depend_neither_on_cuts_nor_on_the_batch(form: str, name: str, dtype: torch.dtype) -> None:
+    """C may cut anywhere and has one kernel for prompts and answers; torch may cut at multiples of its chunk."""
+    layers = MAKES[name](dtype=dtype)
+    pool = layers.inputs.pool
+    x, other = layers.inputs.rows(3 * GRID + 5), layers.inputs.rows(GRID)
+    whole = run_in_parts(layers, x, [len(x)], 1)
+    kept = pool.conv(0)[1].clone(), pool.recurrent(0)[1].clone()
+    cuts = [GRID, 3 * GRID, len(x)] if form == "torch" else [1, 2, 3, 70, 71, len(x) - 1, len(x)]
+    assert torch.equal(run_in_parts(layers, x, cuts, 2), whole)
+    _, beside = run(layers, [other, x[: 2 * GRID]], [4, 3])
+    last, _ = run(layers, [x[2 * GRID :], other[:1]], [3, 4], decodes=[1])
+    assert torch.equal(torch.cat((beside, last)), whole)
+    for slot in (2, 3):
+        assert torch.equal(pool.conv(0)[slot], kept[0]) and torch.equal(pool.recurrent(0)[slot], kept[1])
+
+
+@pytest.mark.parametrize("make", [DeltaLayers, MambaLayers])
+def test_bf16_rounds_its_ends_alone(make: Make) -> None:
+    """The state is fp32: the error of 300 tokens is that of one rounding."""
+    layers = make((2, 4, 32, 32), dtype=torch.bfloat16)
+    x = layers.inputs.rows(300)
+    exact = layers.theirs(x)
+    assert (run(layers, [x], [1])[0].float() - exact).abs().max() < 0.02 * exact.abs().max()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_slot_is_touched_by_its_own_request_alone(form: str, name: str) -> None:
+    layers = MAKES[name]()
+    buffer = layers.inputs.pool.buffer
+    buffer.fill_(7)
+    before = buffer.clone().view(5, -1)
+    run(layers, [layers.inputs.rows(5)], [2])
+    after = buffer.view(5, -1)
+    assert [slot for slot in range(5) if not torch.equal(before[slot], after[slot])] == [2]
