@@ -8,13 +8,15 @@ from engine.model_files.experts_config import ExpertsConfig
 
 
 class ExpertRouter:
-    """`weight` [experts, hidden]; `bias` [experts] fp32, which the choice adds to scores (None: no bias).
+    """`weight` [experts, hidden]; `bias` [experts] fp32, which the choice adds to scores (None: no bias). `logit_bias`: of the product.
 
     Scores are fp32 and never rounded. Of equal ones the expert with the lower number is chosen.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, config: ExpertsConfig) -> None:
-        self._matrix = sums_matrix(weight, None, segments=1)
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, config: ExpertsConfig, *, logit_bias: Tensor | None = None
+    ) -> None:
+        self._matrix = sums_matrix(weight, logit_bias, segments=1)
         self._bias = bias
         self._config = config
 

@@ -42,6 +42,10 @@ def read_added_norms(fields: Fields) -> Arithmetic:
     return Arithmetic(activation=_activation(fields), norm_offset=1.0)
 
 
+def read_gpt_oss_attention(fields: Fields) -> Arithmetic:
+    return Arithmetic(activation=_activation(fields), sinks=True)
+
+
 def read_gemma(fields: Fields) -> Arithmetic:
     if fields.get("hidden_activation") is None and fields.get("hidden_act") == "gelu":
         fields = fields.with_values(hidden_act="gelu_pytorch_tanh")  # what Gemma 1's first files mean

@@ -23,9 +23,18 @@ class ExpertNames:
 
 PLAIN_NAMES = ExpertNames()
 QWEN_SHARED_NAMES = ExpertNames(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
+GPT_OSS_NAMES = ExpertNames(router="mlp.router")
 MIXTRAL_NAMES = ExpertNames(
     router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """(up + 1) * gate * sigmoid(alpha * gate), gate at most `limit` and up between -limit and limit; products have biases (gpt-oss)."""
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +45,7 @@ class ExpertsConfig:
     sigmoid (`sigmoid`); then the choice looks at scores plus a bias of the checkpoint, in the `chosen_groups` best of `groups`, which
     are compared by the sum of their `group_best` best.
     Weights are the chosen scores, made 1 together (`normalized`), times `scaling`.
+    `clamped`: how gate and up are joined if not by silu; then the router's product has a bias, too, and one tensor holds all experts.
     """
 
     count: int
@@ -49,6 +59,15 @@ class ExpertsConfig:
     chosen_groups: int = 1
     group_best: int = 2
     scaling: float = 1.0
+    clamped: ClampedGate | None = None
+
+
+def read_gpt_oss(fields: Fields, num_layers: int) -> ExpertsConfig:
+    limit = fields.number("swiglu_limit", default=7.0)
+    if limit <= 0:
+        raise fields.error("swiglu_limit", f"must be above 0, got {limit:g}")
+    clamped = ClampedGate(fields.number("swiglu_alpha", default=1.702), limit)
+    return replace(read_mixtral(fields, num_layers), clamped=clamped)
 
 
 def read_mixtral(fields: Fields, num_layers: int) -> ExpertsConfig:

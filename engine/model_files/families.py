@@ -4,8 +4,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.model_files.arithmetic import Arithmetic, read_added_norms, read_gemma, read_granite, read_plain
+from engine.model_files.arithmetic import (
+    Arithmetic,
+    read_added_norms,
+    read_gemma,
+    read_gpt_oss_attention,
+    read_granite,
+    read_plain,
+)
 from engine.model_files.experts_config import (
+    GPT_OSS_NAMES,
     MIXTRAL_NAMES,
     PLAIN_NAMES,
     QWEN_SHARED_NAMES,
@@ -14,6 +22,7 @@ from engine.model_files.experts_config import (
     read_deepseek_v2,
     read_deepseek_v3,
     read_glm4,
+    read_gpt_oss,
     read_mixtral,
     read_qwen3,
     read_qwen3_next,
@@ -47,6 +56,7 @@ class Family:
     latent:         attention reads one latent vector of each token
     recurrent:      reads which layers have a state in place of K and V, and its sizes
     attention_gate: q_proj has a gate behind each head of q, whose sigmoid attention is multiplied by
+    mxfp4:          experts may be MXFP4 blocks
     """
 
     qkv_bias: bool | None = None
@@ -71,6 +81,7 @@ class Family:
     latent: bool = False
     recurrent: Callable[[Fields, int], DeltaConfig] | None = None
     attention_gate: bool = False
+    mxfp4: bool = False
 
 
 _QWEN_HYBRID = Family(
@@ -125,6 +136,17 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeForCausalLM": Family(rotary_share=0.5, qk_norm_flag=True, experts=read_glm4),
     "Glm4ForCausalLM": replace(_GLM, norms="around"),
     "GlmForCausalLM": _GLM,
+    "GptOssForCausalLM": Family(
+        default_bias=True,
+        out_bias=True,
+        default_window=128,
+        window_period=2,
+        arithmetic=read_gpt_oss_attention,
+        experts=read_gpt_oss,
+        expert_names=GPT_OSS_NAMES,
+        mxfp4=True,
+        defaults={"head_dim": 64},
+    ),
     "GraniteForCausalLM": Family(out_bias=True, arithmetic=read_granite),
     "LlamaForCausalLM": Family(out_bias=True),
     "MistralForCausalLM": Family(qkv_bias=False, default_window=4096),

@@ -171,7 +171,7 @@ def load_model_config(model_path: str) -> ModelConfig:
 def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
     family_name, family = _family(fields)
     fields = fields.with_defaults(family.defaults)
-    _refuse_unsupported(fields)
+    _refuse_unsupported(fields, family)
     arithmetic = family.arithmetic(fields)
     if family.experts is not None and arithmetic.activation != "silu":
         raise fields.error("hidden_act", f"{fields.get('hidden_act')} is not supported in experts; only silu is")
@@ -254,8 +254,9 @@ def _kv_heads(fields: Fields, *, heads: int, hidden: int) -> tuple[int, int]:
     return kv_heads, head_dim
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    if fields.get("quantization_config"):
+def _refuse_unsupported(fields: Fields, family: Family) -> None:
+    method = fields.inside("quantization_config").get("quant_method")
+    if fields.get("quantization_config") and not (family.mxfp4 and method == "mxfp4"):
         raise fields.error("quantization_config", "quantized checkpoints are not supported; use a bf16 or fp32 one")
     if fields.flag("mlp_bias", default=False):
         raise fields.error("mlp_bias", "a bias in the MLP is not supported")

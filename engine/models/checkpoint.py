@@ -80,6 +80,20 @@ class Checkpoint:
         self._left.difference_update(names)
         return merged
 
+    def has(self, name: str) -> bool:
+        """Whether tensor `name` is there and not taken yet."""
+        return name in self._left
+
+    def take_bytes(self, name: str, shape: Sequence[Extent]) -> torch.Tensor:
+        """As `take`, of a tensor of packed bytes (uint8), on the host."""
+        cuts = [cut_of(extent) for extent in shape]
+        fill = self._tensors.open(name, [cut.total for cut in cuts], [cut.taken for cut in cuts])
+        taken = torch.empty([len(cut) for cut in cuts], dtype=torch.uint8)
+        fill(taken)
+        self._left.discard(name)
+        self._bar.update(1)
+        return taken
+
     def ignore(self, name: str) -> None:
         """Leave out tensor `name`; with a dot at its end, all whose names begin so."""
         ignored = {left for left in self._left if left == name or (name.endswith(".") and left.startswith(name))}
@@ -143,7 +157,7 @@ class _Safetensors:
                 f"{file}: tensor {name} has shape {list(tensor.shape)}, config.json asks for {shape}; "
                 "check that both belong together"
             )
-        if tensor.dtype not in DTYPES.values():
+        if tensor.dtype not in (*DTYPES.values(), torch.uint8):
             raise ConfigError(
                 f"{file}: tensor {name} is {str(tensor.dtype).removeprefix('torch.')}; "
                 f"supported: {', '.join(DTYPES)} (no quantized checkpoints)"

@@ -5,17 +5,19 @@
 Every rank has a part of every expert; with whole experts: expert_parallel.py. A token's sum runs over its experts from the best on, so its bits do not depend on the batch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from engine.layers.biased_experts import BiasedExperts
 from engine.layers.expert_router import ExpertRouter
 from engine.layers.experts import Experts
 from engine.layers.linear import LinearSite, silu_mul, sums_matrix
 from engine.layers.norm import Normed
 from engine.layers.row_linear import summed
 from engine.model_files.experts_config import ExpertNames, ExpertsConfig
+from engine.models.fused_experts import load_fused_experts
 from engine.models.part import ModelPart
 from engine.parallel.collectives import tree_sum
 from engine.parallel.layout import Cut
@@ -28,7 +30,7 @@ class ExpertMLP:
     def __init__(self, part: ModelPart, prefix: str, experts: ExpertsConfig, names: ExpertNames) -> None:
         self._router = load_router(part, prefix, experts, names)
         cut, segments = part.mlp_cut(experts.intermediate), part.mlp_segments
-        self._experts = load_experts(part, prefix, names, range(experts.count), cut=cut, segments=segments)
+        self._experts = load_experts(part, prefix, experts, names, range(experts.count), cut=cut, segments=segments)
         self._shared = None
         if experts.shared_intermediate:
             cut = part.mlp_cut(experts.shared_intermediate)
@@ -77,15 +79,28 @@ def load_router(part: ModelPart, prefix: str, experts: ExpertsConfig, names: Exp
     checkpoint = part.checkpoint
     weight = checkpoint.take(f"{prefix}{names.router}.weight", [experts.count, part.config.hidden_size])
     bias = None
+    if experts.clamped is not None:
+        own = checkpoint.take(f"{prefix}{names.router}.bias", [experts.count])
+        return ExpertRouter(weight, None, experts, logit_bias=own)
     if experts.sigmoid:
         bias = checkpoint.take(f"{prefix}{names.router}.e_score_correction_bias", [experts.count], dtype=torch.float32)
     return ExpertRouter(weight, bias, experts)
 
 
 def load_experts(
-    part: ModelPart, prefix: str, names: ExpertNames, experts: Iterable[int], *, cut: Cut, segments: int
-) -> Experts:
+    part: ModelPart,
+    prefix: str,
+    config: ExpertsConfig,
+    names: ExpertNames,
+    experts: Sequence[int],
+    *,
+    cut: Cut,
+    segments: int,
+) -> Experts | BiasedExperts:
     """The products of `experts`, of whose intermediate this rank has `cut`."""
+    if config.clamped is not None:
+        place = f"{prefix}{names.experts}."
+        return load_fused_experts(part, place, config.clamped, experts, count=config.count, cut=cut, segments=segments)
     hidden = part.config.hidden_size
     gate_up, down = [], []
     for index in experts:

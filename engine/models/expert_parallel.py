@@ -26,7 +26,7 @@ class ExpertParallelMLP:
         self._slots, segments = experts.count, part.whole_segments
         whole = Cut.whole(experts.intermediate)
         own = self._rows.own_slots(self._slots)
-        self._experts = load_experts(part, prefix, names, own, cut=whole, segments=segments)
+        self._experts = load_experts(part, prefix, experts, names, own, cut=whole, segments=segments)
         self._shared = None
         if experts.shared_intermediate:
             cut = Cut.whole(experts.shared_intermediate)

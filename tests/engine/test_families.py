@@ -23,6 +23,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("deepseek_v3", {}),
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3_text", {}),
+    "gpt-oss": ("gpt_oss", {"seed": 2}),
     "granite": ("granite", {}),
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),

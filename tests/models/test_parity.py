@@ -68,6 +68,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gpt-oss": ("gpt_oss", {}),
     "granite": ("granite", {}),
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),

@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -142,6 +143,20 @@ MIXTURES: dict[str, dict[str, Any]] = {  # fields of their own
         "routed_scaling_factor": 1.5,
         "use_qk_norm": True,
     },
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 12,
+        "swiglu_limit": 1.5,
+        "attention_bias": True,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 8.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen3_5_moe_text": _QWEN_SPARSE | _QWEN_HYBRID,
     "qwen3_moe": _QWEN_SPARSE,
@@ -209,7 +224,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
         if family in ("qwen2", "glm", "glm4") or config.get("attention_bias"):
             biased = (
                 tuple(attention)
-                if family in ("llama", "qwen3", "smollm3", "granite")
+                if family in ("llama", "qwen3", "smollm3", "granite", "gpt_oss")
                 else ("q_proj", "k_proj", "v_proj")
             )
             layer |= {f"self_attn.{name}.bias": attention[name][:1] for name in biased}
@@ -258,6 +273,8 @@ def _delta(config: dict[str, Any]) -> dict[str, list[int]]:
 
 def _experts(config: dict[str, Any]) -> dict[str, list[int]]:
     """Of one layer."""
+    if config["model_type"] == "gpt_oss":
+        return _fused_experts(config)
     hidden, family = config["hidden_size"], config["model_type"]
     size = config["intermediate_size"] if family == "mixtral" else config["moe_intermediate_size"]
     count = config.get("num_local_experts") or config.get("num_experts") or config["n_routed_experts"]
@@ -278,6 +295,19 @@ def _experts(config: dict[str, Any]) -> dict[str, list[int]]:
         shapes |= {f"{part}.{gate}.weight": [width, hidden], f"{part}.{up}.weight": [width, hidden]}
         shapes[f"{part}.{down}.weight"] = [hidden, width]
     return shapes
+
+
+def _fused_experts(config: dict[str, Any]) -> dict[str, list[int]]:
+    count, hidden, size = config["num_local_experts"], config["hidden_size"], config["intermediate_size"]
+    return {
+        "self_attn.sinks": [config["num_attention_heads"]],
+        "mlp.router.weight": [count, hidden],
+        "mlp.router.bias": [count],
+        "mlp.experts.gate_up_proj": [count, hidden, 2 * size],
+        "mlp.experts.gate_up_proj_bias": [count, 2 * size],
+        "mlp.experts.down_proj": [count, size, hidden],
+        "mlp.experts.down_proj_bias": [count, hidden],
+    }
 
 
 def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], *, shards: int = 1) -> None:

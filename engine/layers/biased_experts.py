@@ -1,0 +1,65 @@
+"""Experts whose products have biases and whose gates are clamped (gpt-oss), as `Experts` (engine/layers/experts.py)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.kernels.linear import linear_kernel
+from engine.kernels.matrices import PackedMatrices
+
+
+class BiasedExperts:
+    """`gate_up`: of each expert [2 * intermediate, hidden], rows of gate and up in turns, `gate_up_bias` [experts, 2 * intermediate];
+    `down`: [hidden, intermediate], `down_bias` [experts, hidden], None on ranks that are not to add it. fp32 biases.
+
+    out = down((up + 1) * gate * sigmoid(alpha * gate)), gate at most `limit` and up between -limit and limit. `segments`: of the
+    intermediate, whose sums stay apart.
+    """
+
+    def __init__(
+        self,
+        gate_up: Sequence[Tensor],
+        gate_up_bias: Tensor,
+        down: Sequence[Tensor],
+        down_bias: Tensor | None,
+        *,
+        alpha: float,
+        limit: float,
+        segments: int,
+    ) -> None:
+        self._gate_up, self._gate_up_bias, self._down_bias = _Sums(gate_up), gate_up_bias, down_bias
+        self._alpha, self._limit = alpha, limit
+        self._width = down[0].shape[1] // segments
+        starts = range(0, down[0].shape[1], self._width)
+        self._downs = [_Sums([matrix[:, at : at + self._width] for matrix in down]) for at in starts]
+        self._numbers = torch.arange(len(gate_up), device=gate_up_bias.device)
+
+    def __call__(self, x: Tensor, rows: Tensor) -> list[Tensor]:
+        """[T, hidden] fp32 of each segment, not rounded, for x [T, hidden] sorted by expert, `rows` [experts] i64 of each."""
+        expert = self._numbers.repeat_interleave(rows, output_size=len(x))
+        both = self._gate_up(x, rows) + self._gate_up_bias[expert]
+        gate, up = both[:, ::2].clamp(max=self._limit), both[:, 1::2].clamp(-self._limit, self._limit)
+        inner = ((up + 1) * gate * torch.sigmoid(self._alpha * gate)).to(x.dtype)
+        parts = torch.split(inner, self._width, dim=1)
+        sums = [down(part.contiguous(), rows) for part, down in zip(parts, self._downs, strict=True)]
+        if self._down_bias is not None:
+            sums[0] = sums[0] + self._down_bias[expert]
+        return sums
+
+
+class _Sums:
+    """fp32 products of all experts' matrices [out, in], by our kernel or by torch's grouped product."""
+
+    def __init__(self, matrices: Sequence[Tensor]) -> None:
+        first = matrices[0]
+        kernel = linear_kernel() if first.device.type == "cpu" and first.dtype == torch.bfloat16 else None
+        self._packed = None if kernel is None else PackedMatrices(kernel, list(matrices), gates=False)
+        self._weights = torch.stack([matrix.t() for matrix in matrices]) if kernel is None else None
+
+    def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
+        if self._packed is not None:
+            return self._packed.partial(x, rows)
+        assert self._weights is not None
+        return functional.grouped_mm(x, self._weights, offs=rows.cumsum(0).to(torch.int32)).float()
