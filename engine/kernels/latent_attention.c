@@ -4,7 +4,7 @@
  * A work item is a tile of query vectors of one request, one behind the other: all heads of a row, then those of the next. It
  * passes over the request's latents in blocks of BLOCK tokens from the first one on, so a vector's result depends on that vector and
  * its tokens alone: not on the batch, the chunk, the tile nor the number of threads. Tokens behind a vector's own weigh exactly 0.
- * All sums are fp32.
+ * All sums are fp32. AVX512-BF16 multiplies weights that are rounded to bf16.
  *
  * With many heads arithmetic is the limit, not memory: 4 vectors times 4 tokens share their loads, and so do 4 vectors of a
  * sum of values. Meanwhile the next block is fetched into the L2 cache.
@@ -115,6 +115,48 @@ INLINE void scores(struct item *it, const int is_bf16) {
     }
 }
 
+#if defined(__AVX512BF16__) && defined(__AVX512F__) && defined(__AVX512BW__)
+#define PAIRS 1
+/* A vector's weights in bf16, in the place of the block's scores. Behind the last token they are 0, up to whole vectors. */
+INLINE void round_weights(float *p, int count) {
+    for (int t = 0; t < count; t += 2 * LANES) {
+        const __m512bh both = _mm512_cvtne2ps_pbh((__m512)load_f32(p + t + LANES), (__m512)load_f32(p + t));
+        memcpy((bf16 *)p + t, &both, sizeof both);
+    }
+}
+
+/* As add_values, by products of pairs of tokens. Elements are in the order of load_values. */
+INLINE void add_pairs(struct item *it, int v, int64_t at, const int wide) {
+    const int64_t rank = it->a->rank;
+    float *o = it->o + v * rank + at;
+    const float *p = it->p + v * BLOCK;
+    __m512 acc[SUB * SUB];
+    for (int i = 0; i < SUB; i++)
+        for (int w = 0; w < wide; w++) acc[i * SUB + w] = (__m512)(load_f32(o + i * rank + w * LANES) * it->factor[v + i]);
+    for (int t = 0; t < it->count; t += 2) {
+        const char *first = it->rows[t] + at * 2, *second = it->rows[t + 1 < it->count ? t + 1 : t] + at * 2;
+        __m512bh both[SUB];
+        for (int w = 0; w < wide; w += 2) {
+            const __m512i a = _mm512_loadu_si512(first + w * LANES * 2), b = _mm512_loadu_si512(second + w * LANES * 2);
+            both[w] = (__m512bh)_mm512_mask_blend_epi16(0xaaaaaaaa, a, _mm512_slli_epi32(b, 16));
+            both[w + 1] = (__m512bh)_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(a, 16), b);
+        }
+        for (int i = 0; i < SUB; i++) {
+            int32_t pair;
+            memcpy(&pair, p + i * BLOCK + t / 2, sizeof pair);
+            const __m512bh weights = (__m512bh)_mm512_set1_epi32(pair);
+            for (int w = 0; w < wide; w++) acc[i * SUB + w] = _mm512_dpbf16_ps(acc[i * SUB + w], weights, both[w]);
+        }
+    }
+    for (int i = 0; i < SUB; i++)
+        for (int w = 0; w < wide; w++) store_f32(o + i * rank + w * LANES, (f16v)acc[i * SUB + w]);
+}
+#else
+#define PAIRS 0
+INLINE void round_weights(float *p, int count) { (void)p, (void)count; }
+INLINE void add_pairs(struct item *it, int v, int64_t at, const int wide) { (void)it, (void)v, (void)at, (void)wide; }
+#endif
+
 /* o[v] = o[v] * factor[v] + sum over tokens t of p[v][t] * row t, for SUB vectors from v on and `wide` vectors of 16 elements from `at` on. */
 INLINE void add_values(struct item *it, int v, int64_t at, const int wide, const int is_bf16) {
     const int64_t rank = it->a->rank;
@@ -132,22 +174,30 @@ INLINE void add_values(struct item *it, int v, int64_t at, const int wide, const
         for (int w = 0; w < wide; w++) store_f32(o + i * rank + w * LANES, acc[i * SUB + w]);
 }
 
-INLINE void values(struct item *it, const int is_bf16) {
+/* `pairs`: by products of pairs of tokens, of bf16 in a rank that is a multiple of 32. */
+INLINE void values(struct item *it, const int is_bf16, const int pairs) {
     const int64_t rank = it->a->rank;
-    int64_t at = 0;
-    for (; at + SUB * LANES <= rank; at += SUB * LANES)
-        for (int v = 0; v < it->vectors; v += SUB) add_values(it, v, at, SUB, is_bf16);
-    for (; at + 2 * LANES <= rank; at += 2 * LANES)
-        for (int v = 0; v < it->vectors; v += SUB) add_values(it, v, at, 2, is_bf16);
-    if (at < rank)
-        for (int v = 0; v < it->vectors; v += SUB) add_values(it, v, at, 1, is_bf16);
+    if (pairs)
+        for (int v = 0; v < it->vectors; v++) round_weights(it->p + v * BLOCK, it->count);
+    for (int64_t at = 0, step; at < rank; at += step) {
+        const int64_t left = (rank - at) / LANES;
+        step = (left >= SUB ? SUB : left >= 2 ? 2 : 1) * LANES;
+        for (int v = 0; v < it->vectors; v += SUB) {
+            if (left >= SUB && pairs) add_pairs(it, v, at, SUB);
+            else if (left >= SUB) add_values(it, v, at, SUB, is_bf16);
+            else if (left >= 2 && pairs) add_pairs(it, v, at, 2);
+            else if (left >= 2) add_values(it, v, at, 2, is_bf16);
+            else add_values(it, v, at, 1, is_bf16);
+        }
+    }
 }
 
 /* The type is a constant in each copy. */
 static __attribute__((noinline)) void scores_bf16(struct item *it) { scores(it, 1); }
 static __attribute__((noinline)) void scores_fp32(struct item *it) { scores(it, 0); }
-static __attribute__((noinline)) void values_bf16(struct item *it) { values(it, 1); }
-static __attribute__((noinline)) void values_fp32(struct item *it) { values(it, 0); }
+static __attribute__((noinline)) void values_bf16(struct item *it) { values(it, 1, 0); }
+static __attribute__((noinline)) void values_pairs(struct item *it) { values(it, 1, 1); }
+static __attribute__((noinline)) void values_fp32(struct item *it) { values(it, 0, 0); }
 
 /* Rows of tokens from..from + BLOCK - 1 of `request`, as far as there are any before `end`; returns how many. */
 static int locate(const struct args *a, int64_t request, int64_t from, int64_t end, const char **to) {
@@ -193,7 +243,8 @@ static void attend(const struct args *a, int64_t request, int64_t first, int cou
             for (int t = seen; t < it.count; t++) p[t] = -INFINITY;
             it.factor[v] = weights_of(p, it.count, it.m + v, it.l + v);
         }
-        if (a->is_bf16) values_bf16(&it);
+        if (a->is_bf16 && PAIRS && a->rank % (2 * LANES) == 0) values_pairs(&it);
+        else if (a->is_bf16) values_bf16(&it);
         else values_fp32(&it);
     }
     for (int v = 0; v < count; v++)
