@@ -10,6 +10,7 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -22,8 +23,22 @@ SPECIAL_TOKENS = 16
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
-def write_model(folder: Path, *, layers: int = 28, hidden: int = 1024, intermediate: int | None = None) -> int:
-    """Write the checkpoint; returns the bytes of weights that one decode step reads."""
+class Experts(NamedTuple):
+    """`count` experts in the place of each MLP, of which a token takes `per_token`."""
+
+    count: int
+    per_token: int
+
+
+def write_model(
+    folder: Path,
+    *,
+    layers: int = 28,
+    hidden: int = 1024,
+    intermediate: int | None = None,
+    experts: Experts | None = None,
+) -> int:
+    """Write the checkpoint; returns the bytes of its weights, all of which a decode step of a model without experts reads."""
     folder.mkdir(parents=True, exist_ok=True)
     shipped = Path(DEFAULT_MODEL_PATH)
     for name in TOKENIZER_FILES:
@@ -31,8 +46,12 @@ def write_model(folder: Path, *, layers: int = 28, hidden: int = 1024, intermedi
             shutil.copy(shipped / name, folder / name)
     vocab = int(json.loads((shipped / "config.json").read_text())["vocab_size"])
     wide = intermediate or 3 * hidden
-    (folder / "config.json").write_text(json.dumps(_config(vocab, layers=layers, hidden=hidden, wide=wide), indent=1))
-    weights = _weights(vocab, layers=layers, hidden=hidden, wide=wide)
+    config = _config(vocab, layers=layers, hidden=hidden, wide=wide)
+    if experts is not None:
+        config |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": wide}
+        config |= {"num_experts": experts.count, "num_experts_per_tok": experts.per_token, "norm_topk_prob": True}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    weights = _weights(vocab, layers=layers, hidden=hidden, wide=wide, experts=experts)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return sum(weight.numel() * weight.element_size() for weight in weights.values())
 
@@ -60,7 +79,7 @@ def _config(vocab: int, *, layers: int, hidden: int, wide: int) -> dict[str, obj
     }
 
 
-def _weights(vocab: int, *, layers: int, hidden: int, wide: int) -> dict[str, torch.Tensor]:
+def _weights(vocab: int, *, layers: int, hidden: int, wide: int, experts: Experts | None) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -82,9 +101,14 @@ def _weights(vocab: int, *, layers: int, hidden: int, wide: int) -> dict[str, to
         found[at + "self_attn.o_proj.weight"] = matrix(hidden, HEADS * HEAD_DIM)
         found[at + "self_attn.q_norm.weight"] = ones(HEAD_DIM)
         found[at + "self_attn.k_norm.weight"] = ones(HEAD_DIM)
-        found[at + "mlp.gate_proj.weight"] = matrix(wide, hidden)
-        found[at + "mlp.up_proj.weight"] = matrix(wide, hidden)
-        found[at + "mlp.down_proj.weight"] = matrix(hidden, wide)
+        places = ["mlp"]
+        if experts is not None:
+            places = [f"mlp.experts.{index}" for index in range(experts.count)]
+            found[at + "mlp.gate.weight"] = matrix(experts.count, hidden)
+        for place in places:
+            found[f"{at}{place}.gate_proj.weight"] = matrix(wide, hidden)
+            found[f"{at}{place}.up_proj.weight"] = matrix(wide, hidden)
+            found[f"{at}{place}.down_proj.weight"] = matrix(hidden, wide)
     return found
 
 

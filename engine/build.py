@@ -30,6 +30,7 @@ from engine.executor.executor import Executor
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.warm_up import StepExecutor, by_executor
 from engine.executor.weights import WeightUpdater
+from engine.expert_flags import expert_plan
 from engine.gpu_memory import GpuMemory, MemoryGauge, await_share
 from engine.graphs import MakeCapture
 from engine.hicache.build import HostTier, build_host_tier
@@ -151,7 +152,7 @@ def build_engine(
         device=config.device,
         context_length=config.context_length,
         quantization=config.quantization,
-        **_share(config, group),
+        **_share(config, model_config, group),
     )
     fingerprinted = tiered or group is not None
     model, files = _load(config, model_config, load_here, fingerprinted=fingerprinted, progress=progress)
@@ -402,7 +403,7 @@ def _check_integers(config: EngineConfig) -> None:
         )
 
 
-def _share(config: EngineConfig, group: Group | None) -> dict[str, Any]:
+def _share(config: EngineConfig, model: ModelConfig, group: Group | None) -> dict[str, Any]:
     """What `load_model` needs to know of ranks."""
     if group is None:
         return {"reduce_units": config.reduce_units} if config.reduce_units else {}
@@ -411,6 +412,7 @@ def _share(config: EngineConfig, group: Group | None) -> dict[str, Any]:
         "collectives": group.links.collectives,
         "exchange": group.links.exchange,
         "reduce_units": config.reduce_units,
+        "experts": expert_plan(config, model),
     }
 
 

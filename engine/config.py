@@ -82,6 +82,18 @@ class EngineConfig(FlagSet):
         least=1,
         most=64,
     )
+    enable_eplb: bool = flag(
+        False, "with --ep-size: experts move between ranks while steps run, by their loads, or get copies (on cpu)"
+    )
+    eplb_rebalance_num_iterations: int = flag(1000, "with --enable-eplb: steps from one time to the next", least=1)
+    ep_num_redundant_experts: int = flag(
+        0, "with --ep-size: places for copies of experts in each layer, over all ranks", least=0, most=4096
+    )
+    init_expert_location: str = flag(
+        "trivial",
+        "with --ep-size: where experts are at start: in order, or a JSON file with physical_to_logical_map (the experts of all "
+        "places, by layer) or logical_count (loads of all experts, by layer)",
+    )
     reduce_units: int = flag(
         0,
         "parts in which layers sum their products, in one order whatever --tp-size: answers are then equal to the bit for "

@@ -19,6 +19,7 @@ ports of KV events that DP ranks would share                    the same
 import logging
 
 from engine.config import EngineConfig
+from engine.expert_flags import check_experts
 from engine.kv_events_config import check_ports
 from engine.local_defaults import usable_cores
 from engine.model_files.model_config import ModelConfig
@@ -48,6 +49,7 @@ def check_ranks(config: EngineConfig, model: ModelConfig) -> None:
     check_dp_attention(config)
     check_nodes(config)
     check_sizes(config, model)
+    check_experts(config, model)
     check_ports(config.kv_events_config, dp_size=config.dp_size)
     if config.num_ranks == 1 and not config.enable_dp_attention:
         return
@@ -121,3 +123,5 @@ def check_device(config: EngineConfig) -> None:
     check_nodes(config)  # again: the device is known now
     if config.enable_dp_attention and config.device == "cuda":
         raise ConfigError("--enable-dp-attention: is for CPUs yet; give --device cpu, or leave it out")
+    if config.enable_eplb and config.device == "cuda":
+        raise ConfigError("--enable-eplb: is for CPUs yet; give --device cpu, or --init-expert-location with a file")

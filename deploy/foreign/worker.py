@@ -8,7 +8,7 @@ NO_GROUP = "the ranks of a worker find one another by themselves"
 SPEED_ALONE = "it changes speed alone, and this engine has no such choice"
 NO_VLM = "models of this server take text"
 ONE_WAY = "experts are computed and exchanged in one way, which the device decides"
-NO_BALANCE = "experts stay on the ranks that hold them at start"
+NO_BALANCE = "experts move by DeepSeek's algorithm, by the loads of all steps since the last time"
 NO_SPECULATION = "speculative decoding is not supported"
 SHARE_BY_TIME = "`tandem up --share-gpus` has a prefill and a decode worker share a GPU by time"
 TLS = "put a proxy that ends TLS in front"
@@ -251,7 +251,6 @@ _MISSING: dict[str, Entry] = {
     "--enable-pdmux": Missing(SHARE_BY_TIME),
     "--pdmux-config-path": Missing(SHARE_BY_TIME),
     "--sm-group-num": Missing(SHARE_BY_TIME),
-    "--enable-eplb": Missing(NO_BALANCE),
     "--lora-target-modules": Missing("adapters may change any projection that PEFT names"),
 }
 WORKER = ForeignFlags(

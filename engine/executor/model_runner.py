@@ -14,6 +14,7 @@ from engine.executor.forward import Forward
 from engine.executor.forward_pass import ForwardPass
 from engine.executor.sample_pass import SamplePass, StepOutput, nothing_sampled
 from engine.models.decoder import DenseDecoder
+from engine.models.expert_balance import ExpertBalance
 
 T = TypeVar("T")
 
@@ -36,6 +37,11 @@ class ModelRunner:
         self._forward_pass = forward_pass
         self._sample_pass = sample_pass
         forward_pass.attach(model)
+
+    @property
+    def balance(self) -> ExpertBalance | None:
+        """Of the model that runs."""
+        return self._model.balance
 
     def use(self, model: DenseDecoder, *, needs_graphs: bool = False) -> None:
         """Run another model of the same shape from the next step on. In stream order (`Executor.call`).

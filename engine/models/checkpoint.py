@@ -42,6 +42,7 @@ class Checkpoint:
         self.dtype = DTYPES[dtype]
         self.device = torch.device(device)
         self._tensors = _open_tensors(Path(model_path))
+        self._opened, self._stamp = (model_path, dtype, device), _stamp(model_path)
         self._left = {name for name in self._tensors.names() if not _DERIVED.match(name)}
         self._bar = tqdm(total=len(self._left), desc="Loading weights", unit="tensor", disable=not progress)
 
@@ -53,6 +54,13 @@ class Checkpoint:
     ) -> None:
         self._bar.close()
         self._tensors.close()
+
+    def again(self) -> "Checkpoint":
+        """The same files once more, later. Raises `ConfigError` where they are others."""
+        path, dtype, device = self._opened
+        if _stamp(path) != self._stamp:
+            raise ConfigError(f"{path}: its files are not those that were loaded; update the weights, or restore them")
+        return Checkpoint(path, dtype=dtype, device=device, progress=False)
 
     def take(self, name: str, shape: Sequence[Extent], *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Tensor `name`, which must have `shape`, or what the cuts in it take: a new contiguous tensor, of `dtype` if given."""
@@ -109,6 +117,13 @@ class Checkpoint:
                 f"{self._tensors.where(name)}: tensor {name}{more} is not part of the model that "
                 f"{self._tensors.described_by} describes; check that both belong together"
             )
+
+
+def _stamp(model_path: str) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of the files with tensors."""
+    path = Path(model_path)
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    return [(file.name, status.st_size, status.st_mtime_ns) for file in files if (status := file.stat())]
 
 
 def _open_tensors(path: Path) -> "_Safetensors | GGUFTensors":

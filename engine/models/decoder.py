@@ -16,7 +16,8 @@ from engine.layers.norm import add, rms_norm
 from engine.layers.recurrence import StepStates
 from engine.layers.turns import LayerTurns
 from engine.models.attention import Attend
-from engine.models.layer import Layer
+from engine.models.expert_balance import ExpertBalance
+from engine.models.layer import Layer, Mixture
 from engine.models.part import ModelPart
 
 Begun = tuple[torch.Tensor, ...]  # what the layers start from: a row for each token
@@ -62,6 +63,7 @@ class DenseDecoder:
                 part.vector("model.norm.weight"), eps=config.rms_norm_eps, offset=config.arithmetic.norm_offset
             )
             self._head = part.head(table if tied else None)
+        self._balance = part.balance
         part.leave_the_rest()
         self._turns = LayerTurns(config, share.layers, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
 
@@ -105,6 +107,16 @@ class DenseDecoder:
             if index not in self._share.layers
             for site in self._layers[0].sites
         ]
+
+    @property
+    def balance(self) -> ExpertBalance | None:
+        """What moves experts between the stage's ranks."""
+        return self._balance
+
+    def mixtures(self) -> dict[int, Mixture]:
+        """The mixtures of experts by layer of the model, of this stage."""
+        found = zip(self._share.layers, (layer.mixture for layer in self._layers), strict=True)
+        return {index: mixture for index, mixture in found if mixture is not None}
 
     def forward(self, inputs: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """[T, hidden] after the stage: of the last one after the final norm. `inputs`: as in `begin`."""

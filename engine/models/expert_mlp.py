@@ -25,7 +25,7 @@ from engine.quant.integers import columns_of
 
 
 class ExpertMLP:
-    """As `FeedForward`. It has no sites: adapters do not change experts."""
+    """As `FeedForward`. It has no sites: adapters do not change experts. `loads` [experts] i64: the tokens that took each, since the start."""
 
     def __init__(self, part: ModelPart, prefix: str, experts: ExpertsConfig, names: ExpertNames) -> None:
         self._router = load_router(part, prefix, experts, names)
@@ -38,6 +38,7 @@ class ExpertMLP:
         self._count, self._per_token = experts.count, experts.per_token
         self._collectives, self._exchange = part.collectives, part.exchange
         self._no_rows = part.no_rows()
+        self.loads = no_loads(part, experts)
         self.sites: list[LinearSite] = []
 
     def of_norm(self, norm: Normed, x: Tensor, delta: Tensor | None) -> Tensor:
@@ -61,6 +62,7 @@ class ExpertMLP:
         flat = chosen.reshape(-1)
         order = flat.argsort(stable=True)
         rows = torch.zeros(self._count, dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
+        self.loads += rows
         segments = [
             self._weighed(answers, order, weights)
             for answers in self._experts(x.index_select(0, order // self._per_token), rows)
@@ -73,6 +75,10 @@ class ExpertMLP:
         """[T, hidden] of `answers` [T * per_token, hidden], which are in `order`."""
         ranked = torch.empty_like(answers).index_copy_(0, order, answers).view(*weights.shape, -1)
         return weighed(ranked, weights)
+
+
+def no_loads(part: ModelPart, experts: ExpertsConfig) -> Tensor:
+    return torch.zeros(experts.count, dtype=torch.int64, device=part.checkpoint.device)
 
 
 def load_router(part: ModelPart, prefix: str, experts: ExpertsConfig, names: ExpertNames) -> ExpertRouter:

@@ -17,6 +17,8 @@ from engine.models.mla import LatentAttention
 from engine.models.part import ModelPart
 from engine.models.shared_mlp import SharedMLP
 
+Mixture = ExpertMLP | ExpertParallelMLP
+
 
 class _Norms(NamedTuple):
     """Names in the checkpoint of a layer's norms, without "_layernorm"; "": there is none."""
@@ -60,6 +62,7 @@ class Layer:
         self._attention = _mixer(part, index, place=place)
         self._mlp = _feed_forward(part, index)
         self.sites = [*self._attention.sites, *self._mlp.sites]
+        self.mixture = None if isinstance(self._mlp, _MLP | SharedMLP) else self._mlp
 
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
         """Add `delta`, the output of the layer before, to x; return this layer's. So each sum is one pass with a norm."""
@@ -88,12 +91,13 @@ def _mixer(part: ModelPart, index: int, *, place: int) -> Attention | LatentAtte
     return kind(part, f"{prefix}self_attn.", place=place)
 
 
-def _feed_forward(part: ModelPart, index: int) -> "_MLP | SharedMLP | ExpertMLP | ExpertParallelMLP":
+def _feed_forward(part: ModelPart, index: int) -> "_MLP | SharedMLP | Mixture":
     prefix, experts = f"model.layers.{index}.", part.config.experts
     if experts is not None and not part.config.is_dense(index):
         names = FAMILIES[part.config.architecture].expert_names
-        kind = ExpertMLP if part.place.ep_size == 1 else ExpertParallelMLP
-        return kind(part, prefix, experts, names)
+        if part.place.ep_size > 1:
+            return ExpertParallelMLP(part, prefix, experts, names, index)
+        return ExpertMLP(part, prefix, experts, names)
     if part.exchange is not None:
         return SharedMLP(part, f"{prefix}mlp.", exchange=part.exchange)
     return _MLP(part, f"{prefix}mlp.")

@@ -9,6 +9,7 @@ from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import DenseDecoder
 from engine.models.part import ModelPart
 from engine.parallel.collectives import Collectives
+from engine.parallel.expert_placement import IN_ORDER, ExpertPlan
 from engine.parallel.layout import ALONE, Place
 from engine.parallel.row_exchange import RowExchange
 from engine.quant.online import SCHEMES
@@ -27,6 +28,7 @@ def load_model(
     exchange: RowExchange | None = None,
     reduce_units: int = 0,
     quantization: str | None = None,
+    experts: ExpertPlan = IN_ORDER,
 ) -> DenseDecoder:
     """The model of `model_path`, or the part of it that the rank at `place` has, with its weights in `dtype` ("bfloat16" |
     "float32" | "float16") on `device`.
@@ -45,6 +47,7 @@ def load_model(
             exchange=exchange,
             reduce_units=reduce_units,
             scheme=SCHEMES[quantization] if quantization else None,
+            experts=experts,
         )
         model = DenseDecoder(part)
         checkpoint.check_all_taken()

@@ -1,6 +1,7 @@
 """What a rank builds a model of: its rows and columns of the checkpoint, and linear layers that know of the other ranks."""
 
 from collections.abc import Sequence
+from copy import copy
 from itertools import accumulate
 
 import torch
@@ -10,7 +11,9 @@ from engine.layers.rope import head_order
 from engine.layers.row_linear import RowLinear
 from engine.model_files.model_config import ModelConfig
 from engine.models.checkpoint import Checkpoint
+from engine.models.expert_balance import ExpertBalance
 from engine.parallel.collectives import Collectives
+from engine.parallel.expert_placement import IN_ORDER, ExpertPlan
 from engine.parallel.layout import ALONE, Cut, Extent, Place, cut_of, mlp_share, share_of
 from engine.parallel.row_exchange import RowExchange
 from engine.quant.integers import Weight, columns_of, rows_of
@@ -22,6 +25,7 @@ class ModelPart:
     """`collectives`: of the stage's ranks; None where there is one. `exchange`: with DP attention, of all ranks.
 
     `reduce_units`: as `--reduce-units`, 0 is off. `scheme`: in which float weights are quantized; None: they stay.
+    `balance`: moves experts between ranks, if `experts` says so.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class ModelPart:
         exchange: RowExchange | None = None,
         reduce_units: int = 0,
         scheme: Scheme | None = None,
+        experts: ExpertPlan = IN_ORDER,
     ) -> None:
         if collectives is None:
             assert place.tp_size == 1, place
@@ -47,11 +52,26 @@ class ModelPart:
         self.collectives = collectives
         self.exchange = exchange
         self._scheme = scheme
+        self.experts = experts
+        self.balance = self._make_balance() if experts.rebalance_every and place.ep_size > 1 else None
         self._segments = max(1, reduce_units // place.tp_size)
         self.mlp_segments = max(1, reduce_units // place.mlp_size)
         self.whole_segments = max(1, reduce_units)  # of what one rank computes alone
         self.q = Cut(config.num_heads, self.share.heads).times(config.head_dim)
         self.kv = Cut(config.num_kv_heads, self.share.kv_heads).times(config.head_dim)
+
+    def over(self, checkpoint: Checkpoint) -> "ModelPart":
+        """The same part, of other files."""
+        other = copy(self)
+        other.checkpoint = checkpoint
+        return other
+
+    def _make_balance(self) -> ExpertBalance:
+        ranks = self.collectives if self.exchange is None else self.exchange.ranks
+        assert ranks is not None, "one rank holds all experts"
+        return ExpertBalance(
+            ranks, every=self.experts.rebalance_every, groups=self.experts.groups, nodes=self.experts.nodes
+        )
 
     def no_rows(self) -> torch.Tensor:
         """[0, hidden]: what a rank brings to a step that only other DP ranks have tokens in."""

@@ -16,6 +16,7 @@ from engine.device import ForwardParts, adapter_store, memory_for_graphs
 from engine.executor.copies import Copies
 from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.profiler import TorchProfiler
+from engine.expert_flags import expert_plan
 from engine.gpu_memory import MemoryGauge, await_share
 from engine.graphs import MakeCapture
 from engine.hicache.rank_files import FollowerFiles
@@ -165,6 +166,7 @@ def _load(config: EngineConfig, links: RankLinks, path: str, model_config: Model
             collectives=links.collectives,
             exchange=links.exchange,
             reduce_units=config.reduce_units,
+            experts=expert_plan(config, model_config),
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"{path}: the GPU has no memory for this rank's share of its weights ({error})") from None

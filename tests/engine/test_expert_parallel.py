@@ -1,17 +1,23 @@
 """Expert parallel: ranks that hold whole experts answer as one rank does, to the bit, however attention is cut and tokens come together."""
 
+import json
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from engine.kernels.linear import linear_kernel
 from engine.messages import LogprobOptions
+from engine.models.expert_balance import ExpertBalance
+from engine.parallel.expert_placement import imbalance, trivial
 from tests.engine.dp_in_process import dp_ranks
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks_in_process import ranks
-from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.models.tiny_checkpoints import make_tiny_checkpoint, write_tensors
 
 PROMPTS = [prompt_of(70, 1), prompt_of(9, 2), prompt_of(33, 3), prompt_of(5, 4)]
 FLAGS: dict[str, Any] = {
@@ -94,3 +100,88 @@ def test_where_each_rank_attends_for_itself_no_flag_is_needed(model: str) -> Non
 def test_with_reduce_units_no_bit_depends_on_the_ranks(model: str, shape: dict[str, Any]) -> None:
     """Attention's heads are cut, and experts are not, or are. By groups: as on GPUs."""
     assert answers(model, reduce_units=4, **shape) == answers(model, reduce_units=4)
+
+
+@pytest.fixture(scope="module")
+def skewed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A mixture whose router takes two of the last four experts for each token, and one more."""
+    folder = tmp_path_factory.mktemp("skewed")
+    path = make_tiny_checkpoint(folder, "qwen3_moe", dtype="bfloat16", num_key_value_heads=4, num_attention_heads=8)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("mlp.gate.weight"):
+            tensor[4::2] *= 8.0
+            tensor[5::2] = -tensor[4::2]  # of each pair one has a large score
+    write_tensors(folder, tensors)
+    return path
+
+
+EPLB: dict[str, Any] = {"enable_eplb": True, "eplb_rebalance_num_iterations": 16}
+
+
+def balances(engines: list[Any]) -> list[ExpertBalance]:
+    found = [engine.parts.executor.runner.balance for engine in engines]
+    assert all(isinstance(one, ExpertBalance) for one in found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"tp_size": 2, "ep_size": 2, "dp_size": 2},
+        {"tp_size": 2, "ep_size": 2, "reduce_units": 4},
+        {"tp_size": 4, "ep_size": 4, "dp_size": 2, "reduce_units": 4, "ep_num_redundant_experts": 4},
+        {"tp_size": 4, "ep_size": 4, "nnodes": 2, "dist_init_addr": "127.0.0.1:1", "reduce_units": 4},
+    ],
+    ids=["2 DP ranks", "2 ranks", "4 ranks, 2 DP ranks", "2 machines"],
+)
+def test_experts_move_while_requests_run_and_no_token_changes(skewed: str, shape: dict[str, Any]) -> None:
+    """All layers move while 60 tokens are made; then the loads since are more even than they would be in order."""
+    units = {name: value for name, value in shape.items() if name == "reduce_units"}
+    with engines_of(skewed, **units) as (engines, run):
+        for i, prompt in enumerate(PROMPTS):
+            add(engines[0], str(i), prompt, new=60)
+        run()
+        alone = answered(engines)
+    with engines_of(skewed, **shape, **EPLB) as (engines, run):
+        for i, prompt in enumerate(PROMPTS):
+            add(engines[i % len(engines)], str(i), prompt, new=60)
+        run()
+        assert answered(engines) == alone
+        for balance in balances(engines):
+            assert balance.rounds >= 2 and balance.moved_layers >= 2 and not balance.failed_layers
+            loads = [layer.loads.tolist() for layer in balance.layers]
+            size, slots = shape["ep_size"], len(loads[0]) + shape.get("ep_num_redundant_experts", 0)
+            at_start = [imbalance(trivial(len(of_one), slots=slots), of_one, ranks=size) for of_one in loads]
+            now = [
+                imbalance(layer.placed.placement, of_one, ranks=size)
+                for layer, of_one in zip(balance.layers, loads, strict=True)
+            ]
+            assert sum(now) < sum(at_start) and sum(at_start) / len(loads) > 1.2, (at_start, now)
+
+
+def test_experts_of_files_that_have_changed_stay_where_they_are(skewed: str) -> None:
+    """On all ranks, and requests go on."""
+    shape = {"tp_size": 2, "ep_size": 2, "reduce_units": 2, **EPLB}
+    expected = answers(skewed, reduce_units=2)
+    with engines_of(skewed, **shape) as (engines, run):
+        os.utime(Path(skewed) / "model.safetensors")
+        for i, prompt in enumerate(PROMPTS):
+            add(engines[0], str(i), prompt)
+        add(engines[0], "long", PROMPTS[0], new=60)
+        run()
+        found = answered(engines)
+        assert {rid: found[rid] for rid in expected} == expected
+        (balance,) = balances(engines)
+        assert balance.failed_layers > 0 and balance.moved_layers == 0
+
+
+def test_a_placement_of_the_start_and_loads_change_no_token(skewed: str, tmp_path: Path) -> None:
+    shape = {"tp_size": 2, "ep_size": 2, "reduce_units": 2}
+    expected, file = answers(skewed, reduce_units=2), tmp_path / "experts.json"
+    for found, more in (
+        ({"physical_to_logical_map": [[7, 6, 5, 4, 3, 2, 1, 0]] * 4}, {}),
+        ({"logical_count": [[1, 1, 1, 1, 90, 1, 1, 9]] * 4}, {"ep_num_redundant_experts": 2}),
+    ):
+        file.write_text(json.dumps(found))
+        assert answers(skewed, **shape, init_expert_location=str(file), **more) == expected

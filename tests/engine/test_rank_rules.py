@@ -16,6 +16,8 @@ NODES = {"nnodes": 2, "dist_init_addr": "127.0.0.1:1"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tp_size": 3}, "--tp-size 3: does not divide the model's 8 attention heads; choose 1, 2, 4 or 8"),
     ({"tp_size": 2, "ep_size": 2}, "--ep-size 2: the model has no experts; leave it out"),
+    ({"enable_eplb": True}, "--enable-eplb: --ep-size 1 gives each rank a part of every expert; give --ep-size"),
+    ({"init_expert_location": "x.json"}, "--init-expert-location: --ep-size 1"),
     ({"pp_size": 2, "stream": "inline"}, "--stream inline: --pp-size 2 computes several steps at once"),
     (
         {"tp_size": 2, **NODES, "hicache_storage_backend": "file"},
@@ -46,6 +48,10 @@ def test_ports_of_events_that_are_free_or_apart_are_taken() -> None:
         (
             {"tp_size": 4, "ep_size": 2},
             "--ep-size 2: each rank holds whole experts, or a part of .*; give --tp-size, 4, or 1",
+        ),
+        (
+            {"tp_size": 4, "ep_size": 4, "ep_num_redundant_experts": 3},
+            "--ep-num-redundant-experts 3: with the model's 8 experts these are 11, which --ep-size 4 does not divide; give 4",
         ),
         ({"ep_size": 2}, "--ep-size 2: .*give --tp-size, 1, or 1"),
         ({"tp_size": 3, "ep_size": 3}, "--ep-size 3: does not divide the model's 8 experts; choose 1, 2, 4 or 8"),

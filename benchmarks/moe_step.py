@@ -1,0 +1,154 @@
+"""A decode step of a mixture of experts beside that of a dense model that reads as many bytes, in turns in one process.
+
+usage: python -m benchmarks.moe_step [--layers 12] [--hidden 1024] [--experts 8] [--per-token 2] [--intermediate 2720] [--tokens 64]
+                                     [--steps 40] [--threads N] [--output FILE]
+
+Random checkpoints: 8 experts of 0.1B, two of which a token takes. How many experts a step reads follows from its tokens, which are
+drawn; it is counted. The dense model's MLPs are as wide as these experts together.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.random_model import SPECIAL_TOKENS, Experts, write_model
+from deploy.bench import environment
+from deploy.bench.report import table
+from engine.attention.cpu_backend import CpuBackend
+from engine.kv.kv_pool import KVPool
+from engine.kv.step_batch import StepBatch
+from engine.model_files.model_config import load_model_config
+from engine.models.decoder import DenseDecoder
+from engine.models.load import load_model
+
+BATCHES = (1, 4, 16)
+PAGE_SIZE = 16
+PANEL = 32  # widths are multiples of it, as those of published models
+WARM_UP = 3
+
+
+class Steps:
+    """The same decode step of `model` again and again: `batch` requests with `tokens` in the cache."""
+
+    def __init__(self, model: DenseDecoder, vocab: int, batch: int, *, tokens: int) -> None:
+        pages = -(-tokens // PAGE_SIZE)
+        pool = KVPool(model.cache_specs(), num_pages=batch * pages, page_size=PAGE_SIZE, device="cpu")
+        pool.buffer.zero_()  # memory that was never written is no memory yet
+        table = (torch.arange(batch * pages) + 1).int().reshape(batch, pages)
+        self._positions = torch.full((batch,), tokens - 1)
+        self._step = StepBatch(
+            extend=False,
+            q_lens=[1] * batch,
+            kv_lens=[tokens] * batch,
+            page_table=table,
+            slots=torch.arange(batch),
+            token_pages=table[:, -1].long(),
+            token_offsets=self._positions % PAGE_SIZE,
+        )
+        draw = torch.Generator().manual_seed(batch)
+        self._ids = SPECIAL_TOKENS + torch.randperm(vocab - SPECIAL_TOKENS, generator=draw)[:batch]
+        self._backend, self._model = CpuBackend(pool), model
+
+    def run(self) -> float:
+        """Seconds of a step: of one thread those that it computes, which others on the machine disturb less."""
+        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        self._backend.begin(self._step)
+        begin = clock()
+        self._model.forward(self._ids, self._positions, self._backend.attend)
+        return clock() - begin
+
+
+def load(folder: Path, **shape: Any) -> tuple[DenseDecoder, int]:
+    """A random model of this shape and its vocabulary."""
+    write_model(folder, **shape)
+    config = load_model_config(str(folder))
+    return load_model(str(folder), config, dtype="bfloat16", device="cpu", progress=False), config.vocab_size
+
+
+def experts_read(model: DenseDecoder, steps: Steps) -> float:
+    """The mean over layers of the experts that a step reads."""
+    mixtures = list(model.mixtures().values())
+    before = [mixture.loads.clone() for mixture in mixtures]
+    steps.run()
+    read = [int((mixture.loads - old > 0).sum()) for mixture, old in zip(mixtures, before, strict=True)]
+    return sum(read) / len(read)
+
+
+def measure_all(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    shape, rows = {"layers": args.layers, "hidden": args.hidden}, []
+    experts = Experts(args.experts, args.per_token)
+    mixture, vocab = load(folder / "mixture", intermediate=args.intermediate, experts=experts, **shape)
+    with tqdm(total=len(BATCHES) * args.steps, unit="step", disable=None) as bar:
+        for batch in BATCHES:
+            ours = Steps(mixture, vocab, batch, tokens=args.tokens)
+            read = experts_read(mixture, ours)
+            wide = round(read * args.intermediate / PANEL) * PANEL
+            dense = Steps(*load(folder / f"dense{batch}", intermediate=wide, **shape), batch, tokens=args.tokens)
+            times: list[tuple[float, float]] = []
+            for _ in range(args.steps):
+                times.append((ours.run(), dense.run()))
+                bar.update()
+            mixture_s, dense_s = zip(*times[WARM_UP:], strict=True)
+            rows.append(
+                {
+                    "batch": batch,
+                    "experts_read": read,
+                    "mixture_ms": 1000 * median(mixture_s),
+                    "dense_ms": 1000 * median(dense_s),
+                    "ratio": median(ours / theirs for ours, theirs in times[WARM_UP:]),
+                    "ratio_of_best": min(mixture_s) / min(dense_s),
+                }
+            )
+    return rows
+
+
+def render(result: dict[str, Any]) -> str:
+    """The table of a result (benchmarks/report.py uses it too)."""
+    head = ["batch", "experts read in a layer", "mixture, ms", "dense, ms", "times as long", "of the best steps"]
+    return table(
+        head,
+        [
+            [
+                str(r["batch"]),
+                f"{r['experts_read']:.1f}",
+                f"{r['mixture_ms']:.1f}",
+                f"{r['dense_ms']:.1f}",
+                f"{r['ratio']:.2f}",
+                f"{r['ratio_of_best']:.2f}",
+            ]
+            for r in result["rows"]
+        ],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--per-token", type=int, default=2)
+    parser.add_argument("--intermediate", type=int, default=2720, help="of each expert")
+    parser.add_argument("--tokens", type=int, default=64, help="of each request in the cache")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory(prefix="tandem-moe-") as folder, torch.inference_mode():
+        rows = measure_all(args, Path(folder))
+    result = {"environment": environment.describe(), "threads": args.threads, "rows": rows}
+    print(render(result))
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Experts move between ranks while steps run, so that ranks have about as much to do (EPLB).
+
+    every N steps   loads since the last time -> a placement for each layer, equal on all ranks, whose loads are equal
+    layer by layer  read what this rank does not have, in a thread -> vote in each step -> all have read: take it, before that layer
+                    computes; one cannot: none takes it
+
+All ranks count the same steps, and a vote is a sum over ranks, so all take a placement in the same step and none waits. Until then
+both copies of one layer are in memory.
+"""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.background import start_in_thread
+from engine.parallel.collectives import Collectives
+from engine.parallel.expert_placement import Placement, balanced, imbalance
+
+log = logging.getLogger(__name__)
+
+READING, READ, FAILED = range(3)  # votes
+
+
+class Movable(Protocol):
+    """A layer's experts. `moved` may run in any thread; `placed` changes between two of its steps."""
+
+    loads: Tensor
+    placed: Any
+
+    def moved(self, placement: Placement) -> Any: ...
+
+
+class ExpertBalance:
+    """One rank's side, for the layers of its stage. `groups`: of experts in the model's router; `nodes`: machines of `ranks`."""
+
+    def __init__(self, ranks: Collectives, *, every: int, groups: int, nodes: int) -> None:
+        self._ranks = ranks
+        self._every = every
+        self._groups, self._nodes = groups, nodes
+        self.layers: list[Movable] = []
+        self._seen: list[Tensor] = []  # loads at the last time
+        self._steps = 0
+        self._wanted: dict[int, Placement] = {}  # by layer; the first is under way
+        self._moving: Future[Any] | None = None
+        self.rounds = self.moved_layers = self.failed_layers = 0
+        self.before = self.after = (
+            1.0  # mean over layers of the largest rank's load over the mean one, at the last round
+        )
+
+    def add(self, layer: Movable) -> Callable[[], None]:
+        """What `layer` calls before it computes, in every step."""
+        place = len(self.layers)
+        self.layers.append(layer)
+        self._seen.append(layer.loads.clone())
+        return lambda: self._on_turn(place)
+
+    def imbalances(self) -> list[float]:
+        """Of each layer, the largest load of a rank over the mean one, since the last round."""
+        return [self._imbalance(self.layers[place].placed.placement, self._loads(place)) for place in self._places]
+
+    @property
+    def _places(self) -> range:
+        return range(len(self.layers))
+
+    def _on_turn(self, place: int) -> None:
+        if place == 0:
+            self._steps += 1
+            if self._steps % self._every == 0 and not self._wanted:
+                self._plan()
+        if self._wanted and place == next(iter(self._wanted)):
+            self._move(place)
+
+    def _plan(self) -> None:
+        before, after = [], []
+        for place in self._places:
+            loads, slots = self._loads(place), self.layers[place].placed.placement
+            found = balanced(loads, slots=len(slots), ranks=self._ranks.size, groups=self._groups, nodes=self._nodes)
+            now, then = (self._imbalance(placement, loads) for placement in (slots, found))
+            if then < now:
+                self._wanted[place] = found
+            before.append(now)
+            after.append(min(now, then))
+            self._seen[place] = self.layers[place].loads.clone()
+        self.rounds += 1
+        self.before, self.after = sum(before) / len(before), sum(after) / len(after)
+        log.info(
+            "experts: the most loaded rank has %.2f times the mean, and %.2f once %d of %d layers have moved",
+            self.before,
+            self.after,
+            len(self._wanted),
+            len(before),
+        )
+
+    def _move(self, place: int) -> None:
+        layer, placement = self.layers[place], self._wanted[place]
+        if self._moving is None:
+            self._moving = start_in_thread(lambda: _moved(layer, placement), name="experts", when_done=lambda: None)
+        votes = self._votes(self._moving)
+        if FAILED in votes:
+            if self._moving.done() and (error := self._moving.exception()) is not None:
+                log.warning("experts of a layer stay where they are: %s", error)
+            self.failed_layers += 1
+        elif READING in votes:
+            return
+        else:
+            layer.placed = self._moving.result()
+            self.moved_layers += 1
+        self._moving = None
+        del self._wanted[place]
+
+    def _votes(self, moving: "Future[Any]") -> list[int]:
+        """Of all ranks: what each says of its own."""
+        own = torch.zeros((1, self._ranks.size))
+        if moving.done():
+            own[0, self._ranks.rank] = READ if moving.exception() is None else FAILED
+        return [int(vote) for vote in self._ranks.sum(own, dtype=torch.float32)[0]]
+
+    def _loads(self, place: int) -> list[int]:
+        loads: list[int] = (self.layers[place].loads - self._seen[place]).tolist()
+        return loads
+
+    def _imbalance(self, placement: Placement, loads: list[int]) -> float:
+        return imbalance(placement, loads, ranks=self._ranks.size)
+
+
+def _moved(layer: Movable, placement: Placement) -> Any:
+    torch.set_num_threads(1)  # of this thread: the others are for the steps
+    return layer.moved(placement)
