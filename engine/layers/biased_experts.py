@@ -34,11 +34,12 @@ class BiasedExperts:
         self._width = down[0].shape[1] // segments
         starts = range(0, down[0].shape[1], self._width)
         self._downs = [_Sums([matrix[:, at : at + self._width] for matrix in down]) for at in starts]
-        self._numbers = torch.arange(len(gate_up), device=gate_up_bias.device)
+        self._count = len(gate_up)
 
     def __call__(self, x: Tensor, rows: Tensor) -> list[Tensor]:
         """[T, hidden] fp32 of each segment, not rounded, for x [T, hidden] sorted by expert, `rows` [experts] i64 of each."""
-        expert = self._numbers.repeat_interleave(rows, output_size=len(x))
+        places = torch.arange(len(x), device=x.device)
+        expert = torch.bucketize(places, rows.cumsum(0), right=True).clamp_(max=self._count - 1)  # beyond: of no expert
         both = self._gate_up(x, rows) + self._gate_up_bias[expert]
         gate, up = both[:, ::2].clamp(max=self._limit), both[:, 1::2].clamp(-self._limit, self._limit)
         inner = ((up + 1) * gate * torch.sigmoid(self._alpha * gate)).to(x.dtype)

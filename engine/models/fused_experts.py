@@ -14,9 +14,10 @@ from engine.quant.mxfp4 import BLOCK, mxfp4_values
 def load_fused_experts(
     part: ModelPart, prefix: str, gate: ClampedGate, experts: Sequence[int], *, count: int, cut: Cut, segments: int
 ) -> BiasedExperts:
-    """The products of `experts`, adjacent ones of `count`, of whose intermediate this rank has `cut`. `prefix`: of the experts."""
+    """The products of `experts`, in any order, of `count`, of whose intermediate this rank has `cut`. `prefix`: of the experts."""
     hidden, checkpoint = part.config.hidden_size, part.checkpoint
-    own = Cut(count, range(experts[0], experts[-1] + 1))
+    own = Cut(count, range(min(experts), max(experts) + 1))
+    order = [expert - own.taken.start for expert in experts]
     names = f"{prefix}gate_up_proj", f"{prefix}down_proj"
     if checkpoint.has(f"{names[0]}_blocks"):
         gate_up, down = (
@@ -29,10 +30,10 @@ def load_fused_experts(
     gate_up_bias = checkpoint.take(f"{prefix}gate_up_proj_bias", [own, cut.times(2)], dtype=torch.float32)
     down_bias = checkpoint.take(f"{prefix}down_proj_bias", [own, hidden], dtype=torch.float32)
     return BiasedExperts(
-        list(gate_up),
-        gate_up_bias,
-        list(down),
-        down_bias if cut.taken.start == 0 else None,
+        [gate_up[place] for place in order],
+        gate_up_bias[order],
+        [down[place] for place in order],
+        down_bias[order] if cut.taken.start == 0 else None,
         alpha=gate.alpha,
         limit=gate.limit,
         segments=segments,

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from engine.kernels.linear import linear_kernel
 from engine.messages import LogprobOptions
+from engine.model_files.model_config import load_model_config
 from engine.models.expert_balance import ExpertBalance
 from engine.parallel.expert_placement import imbalance, trivial
 from tests.engine.dp_in_process import dp_ranks
@@ -32,7 +33,7 @@ Answers = dict[str, tuple[list[int], list[float]]]  # tokens and their logprobs,
 pytestmark = pytest.mark.skipif(linear_kernel() is None, reason="bits are promised of the C kernel of bf16")
 
 
-@pytest.fixture(scope="module", params=["glm4_moe", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["glm4_moe", "gpt_oss", "qwen3_moe"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     sizes = {"num_key_value_heads": 4, "num_attention_heads": 8}
     return make_tiny_checkpoint(tmp_path_factory.mktemp("ep") / "model", request.param, dtype="bfloat16", **sizes)
@@ -80,6 +81,15 @@ def test_where_each_rank_attends_for_itself_no_flag_is_needed(model: str) -> Non
     alone = answers(model)
     for where in [(0, 0, 0, 0), (0, 1, 0, 0)]:
         assert answers(model, where=where, tp_size=2, dp_size=2, ep_size=2) == alone, where
+
+
+def test_experts_of_any_family_may_lie_in_any_order(model: str, tmp_path: Path) -> None:
+    file, count = tmp_path / "experts.json", load_model_config(model).experts.count
+    file.write_text(
+        json.dumps({"logical_count": [[1, *[9, 2] * (count // 2 - 1), 90]] * load_model_config(model).num_layers})
+    )
+    flags = {"ep_num_redundant_experts": 2, "init_expert_location": str(file)}
+    assert answers(model, tp_size=2, dp_size=2, ep_size=2, **flags) == answers(model)
 
 
 @pytest.mark.parametrize(
