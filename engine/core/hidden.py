@@ -19,7 +19,7 @@ def note_launch(request: Request, start: int, end: int) -> int | None:
     if not request.return_hidden_states and not request.pooling:
         return None
     first, request.hidden_launched = max(start, request.hidden_launched), max(end, request.hidden_launched)
-    if request.pooling == "last" and end < request.num_tokens:
+    if request.pooling in ("last", "labels") and end < request.num_tokens:
         return None
     return first if first < end else None
 
@@ -37,7 +37,9 @@ def take(request: Request, item: PlanItem, rows: bytes) -> None:
 
 
 def _pooled(request: Request, rows: bytes) -> bytes:
-    """Scale to unit length, after SGLang's pooler and OpenAI's embeddings."""
+    """Scale to unit length, after SGLang's pooler and OpenAI's embeddings; logits of labels stay."""
+    if request.pooling == "labels":
+        return rows
     vector = array.array("f", _sum(request.unsent.hidden, rows))
     norm = math.sqrt(math.fsum(x * x for x in vector)) or 1.0
     return array.array("f", [x / norm for x in vector]).tobytes()

@@ -48,7 +48,8 @@ class SamplePass:
         for i, item in enumerate(items):
             if item.hidden_from is not None:
                 rows = hidden[starts[i] + item.hidden_from - item.start : starts[i + 1]].to(torch.float32)
-                output.hidden[i] = _to_host(_pool(rows, item.pool))
+                pooled = model.label_logits(rows[-1:]) if item.pool == "labels" else _pool(rows, item.pool)
+                output.hidden[i] = _to_host(pooled)
         return output
 
     def _tokens(self, model: DenseDecoder, plan: Plan, starts: list[int], forward: Forward) -> StepOutput:

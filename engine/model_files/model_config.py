@@ -12,8 +12,9 @@ from engine.gguf.config import config_fields
 from engine.gguf.file import open_gguf
 from engine.model_files.arithmetic import Arithmetic
 from engine.model_files.experts_config import ExpertsConfig
-from engine.model_files.families import FAMILIES, Family
+from engine.model_files.families import Family
 from engine.model_files.fields import Fields, read_fields
+from engine.model_files.head_config import TOKENS, HeadConfig, read_family, read_head
 from engine.model_files.latent_config import LatentConfig, read_latent, rope_dim
 from engine.model_files.layer_kinds import read_kinds, read_ropes, read_windows
 from engine.model_files.recurrent_config import DeltaConfig
@@ -59,6 +60,7 @@ class ModelConfig:
     norms: str
     fused_qkv: bool
     fused_mlp: bool
+    head: HeadConfig
     arithmetic: Arithmetic
     experts: ExpertsConfig | None
     latent: LatentConfig | None
@@ -70,6 +72,11 @@ class ModelConfig:
     recurrent: DeltaConfig | None = None
     attention_gate: bool = False
     quantization: str = ""
+
+    @property
+    def generates(self) -> bool:
+        """Whether it has logits of tokens."""
+        return self.head.kind == TOKENS
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """None: the layer does not turn q and k."""
@@ -159,17 +166,18 @@ def load_model_config(model_path: str) -> ModelConfig:
         return _model_config(
             read_fields(path / "config.json", required=True),
             read_fields(path / "generation_config.json", required=False),
+            folder=path,
         )
     if path.is_file():
-        return _model_config(Fields(path, config_fields(open_gguf(path))), Fields(path, {}))
+        return _model_config(Fields(path, config_fields(open_gguf(path))), Fields(path, {}), folder=path)
     raise ConfigError(
         f"--model-path {model_path}: no such directory or file; give a checkpoint directory, a .gguf file, "
         "a model of the Hugging Face hub (ORGANIZATION/NAME), smollm2, or recall-wide"
     )
 
 
-def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
-    family_name, family = _family(fields)
+def _model_config(fields: Fields, generation: Fields, *, folder: Path) -> ModelConfig:
+    name, family, kind = read_family(fields)
     fields = fields.with_defaults(family.defaults)
     _refuse_unsupported(fields, family)
     arithmetic = family.arithmetic(fields)
@@ -189,7 +197,7 @@ def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
     latent = read_latent(fields, rope) if family.latent else None
     experts = None if family.experts is None else family.experts(fields, num_layers)
     return ModelConfig(
-        architecture=family_name,
+        architecture=name,
         model_type=fields.text("model_type", default=""),
         hidden_size=hidden,
         intermediate_size=fields.count("intermediate_size", default=_unused_size(experts)),
@@ -208,6 +216,7 @@ def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
         norms=family.norms,
         fused_qkv=family.fused_qkv,
         fused_mlp=family.fused_mlp,
+        head=read_head(fields, kind, folder=folder),
         arithmetic=arithmetic,
         latent=latent,
         experts=experts,
@@ -228,17 +237,6 @@ def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
 def _unused_size(experts: ExpertsConfig | None) -> int | None:
     """What stands for the MLPs' intermediate size where no layer has one."""
     return None if experts is None or experts.dense_layers else experts.intermediate
-
-
-def _family(fields: Fields) -> tuple[str, Family]:
-    names = fields.get("architectures")
-    known = ", ".join(sorted(FAMILIES))
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise fields.error("architectures", f"must name the model class; supported: {known}")
-    for name in names:
-        if name in FAMILIES:
-            return name, FAMILIES[name]
-    raise fields.error("architectures", f"{names[0]} is not supported; supported: {known}")
 
 
 def _kv_heads(fields: Fields, *, heads: int, hidden: int) -> tuple[int, int]:

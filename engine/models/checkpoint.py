@@ -143,6 +143,11 @@ class _Safetensors:
         self._folder = folder
         self._files: dict[Path, Any] = {}
         self._file_of = _tensor_files(folder, self._files)
+        self._prefix = ""  # that the checkpoint leaves out (of embedding models, saved without a head)
+        if "embed_tokens.weight" in self._file_of:
+            self._prefix = "model."
+            heads = {name: file for name, file in self._file_of.items() if name.startswith("score.")}
+            self._file_of = heads | {f"model.{name}": file for name, file in self._file_of.items() if name not in heads}
 
     def names(self) -> Collection[str]:
         return self._file_of.keys()
@@ -164,7 +169,7 @@ class _Safetensors:
         if file is None:
             raise ConfigError(f"{self._folder}: tensor {name} is in no *.safetensors file; download the files again")
         try:
-            tensor: torch.Tensor = self._files[file].get_tensor(name)
+            tensor: torch.Tensor = self._files[file].get_tensor(name.removeprefix(self._prefix))
         except (SafetensorError, AttributeError, RuntimeError) as error:
             raise ConfigError(f"{file}: tensor {name} cannot be read: {error}; download the file again") from None
         if list(tensor.shape) != shape:

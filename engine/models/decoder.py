@@ -17,6 +17,7 @@ from engine.layers.recurrence import StepStates
 from engine.layers.turns import LayerTurns
 from engine.models.attention import Attend
 from engine.models.expert_balance import ExpertBalance
+from engine.models.heads import NoHead, label_matrix
 from engine.models.layer import Layer, Mixture
 from engine.models.part import ModelPart
 
@@ -43,11 +44,11 @@ class DenseDecoder:
             for layer in share.layers
             if config.has_kv(layer)
         ]
-        tied = config.tie_word_embeddings
+        tied = config.tie_word_embeddings and config.generates
         table = (
             part.table("model.embed_tokens.weight") if place.is_first_stage or (tied and place.is_last_stage) else None
         )
-        self._embedding = self._norm = self._head = None
+        self._embedding = self._norm = self._head = self._labels = None
         if place.is_first_stage:
             assert table is not None
             self._embedding = Embedding(table, own=share.vocab, collectives=part.collectives)
@@ -62,7 +63,8 @@ class DenseDecoder:
             self._norm = rms_norm(
                 part.vector("model.norm.weight"), eps=config.rms_norm_eps, offset=config.arithmetic.norm_offset
             )
-            self._head = part.head(table if tied else None)
+            self._head = part.head(table if tied else None) if config.generates else NoHead(len(share.vocab))
+            self._labels = label_matrix(part)
         self._balance = part.balance
         part.leave_the_rest()
         self._turns = LayerTurns(config, share.layers, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
@@ -166,6 +168,11 @@ class DenseDecoder:
         if logits is None:
             return None
         return self._shaped(logits if out is None else out.copy_(logits))
+
+    def label_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, labels] float32 for `hidden` [n, hidden], of a classifier's last stage."""
+        assert self._labels is not None, "the model has no labels"
+        return hidden.float() @ self._labels.T
 
     def _shaped(self, logits: torch.Tensor) -> torch.Tensor:
         """`logits`, scaled and capped in place as the family does."""

@@ -178,7 +178,8 @@ class ModelPart:
             self.checkpoint.ignore("model.embed_tokens.weight")
         if not place.is_last_stage:
             self.checkpoint.ignore("model.norm.weight")
-        if config.tie_word_embeddings or not place.is_last_stage:
+            self.checkpoint.ignore("score.weight")
+        if config.tie_word_embeddings or not config.generates or not place.is_last_stage:
             self.checkpoint.ignore("lm_head.weight")
 
 

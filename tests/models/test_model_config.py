@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from engine.model_files.arithmetic import Arithmetic
+from engine.model_files.head_config import HeadConfig
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, ModelConfig, load_model_config
 from engine.model_files.rope_config import LinearScaling, Llama3Scaling, RopeConfig
 from service.flags import ConfigError
@@ -49,6 +50,7 @@ def test_every_field_is_read(tmp_path: Path) -> None:
         norms="before",
         fused_qkv=False,
         fused_mlp=False,
+        head=HeadConfig(),
         arithmetic=Arithmetic(),
         experts=None,
         latent=None,
@@ -123,6 +125,18 @@ def test_what_gemma_files_leave_out_is_gemmas(tmp_path: Path) -> None:
     assert (numbers.embedding_scale, numbers.norm_offset, numbers.activation) == (8.0, 1.0, "gelu_tanh")
 
 
+def test_heads_follow_the_architecture_and_sentence_transformers(tmp_path: Path) -> None:
+    labels = {"0": "no", "1": "yes"}
+    classifier = edited(tmp_path / "a", "qwen3", architectures=["Qwen3ForSequenceClassification"], id2label=labels)
+    assert (classifier.head, classifier.generates) == (HeadConfig("labels", ("no", "yes")), False)
+    reward = edited(tmp_path / "b", architectures=["LlamaForSequenceClassification"], num_labels=1)
+    assert reward.head.labels == ("LABEL_0",)
+    assert edited(tmp_path / "c", "qwen3", architectures=["Qwen3Model"]).head == HeadConfig("nothing")
+    make_tiny_checkpoint(tmp_path / "d", "qwen3")
+    write_json(tmp_path / "d" / "modules.json", [{"type": "sentence_transformers.models.Pooling"}])
+    assert not load_model_config(str(tmp_path / "d")).generates
+
+
 BAD_FIELDS: list[tuple[str, str, dict[str, Any]]] = [
     ("architectures", "llama", {"architectures": ["GPT2LMHeadModel"]}),
     ("architectures", "llama", {"architectures": None}),
@@ -182,6 +196,8 @@ BAD_FIELDS: list[tuple[str, str, dict[str, Any]]] = [
     ("sliding_window_pattern", "gemma3_text", {"sliding_window_pattern": 0}),
     ("residual_multiplier", "granite", {"residual_multiplier": "half"}),
     ("no_rope_layers", "smollm3", {"no_rope_layers": [1, 0]}),
+    ("id2label", "llama", {"architectures": ["LlamaForSequenceClassification"], "id2label": {"1": "yes"}}),
+    ("architectures", "mixtral", {"architectures": ["MixtralForSequenceClassification"]}),
     ("mlp_bias", "llama", {"mlp_bias": True}),
 ]
 

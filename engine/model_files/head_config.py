@@ -1,0 +1,72 @@
+"""What stands behind a model's last norm: logits of tokens, of labels, or nothing. From its files, checked. Never torch."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.model_files.families import FAMILIES, Family
+from engine.model_files.fields import Fields
+from service.flags import ConfigError
+
+TOKENS, LABELS, NOTHING = "tokens", "labels", "nothing"
+_KINDS = {"ForCausalLM": TOKENS, "ForSequenceClassification": LABELS, "Model": NOTHING}
+MODULES_FILE = "modules.json"  # of sentence-transformers
+
+
+@dataclass(frozen=True, slots=True)
+class HeadConfig:
+    """`kind`: TOKENS, LABELS or NOTHING (the vectors are the answer). `labels`: their names; (): there are none."""
+
+    kind: str = TOKENS
+    labels: tuple[str, ...] = ()
+
+
+def read_family(fields: Fields) -> tuple[str, Family, str]:
+    """(architecture, its family, kind of head). Raises ConfigError.
+
+    A family of dense decoders is also there with the head of a classifier, and without one.
+    """
+    names = fields.get("architectures")
+    known = ", ".join(sorted(FAMILIES))
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise fields.error("architectures", f"must name the model class; supported: {known}")
+    for name in names:
+        for suffix, kind in _KINDS.items():
+            family = FAMILIES.get(f"{name.removesuffix(suffix)}ForCausalLM") if name.endswith(suffix) else None
+            if family is not None and (kind == TOKENS or family.experts is None):
+                return name, family, kind
+    raise fields.error(
+        "architectures",
+        f"{names[0]} is not supported; supported: {known}, and of dense ones ...ForSequenceClassification and ...Model",
+    )
+
+
+def read_head(fields: Fields, kind: str, *, folder: Path) -> HeadConfig:
+    """The head of kind `kind`, or none where `folder` says that sentence-transformers pools the states."""
+    if kind == LABELS:
+        return HeadConfig(LABELS, _labels(fields))
+    return HeadConfig(NOTHING) if kind == NOTHING or _pools(folder) else HeadConfig()
+
+
+def _labels(fields: Fields) -> tuple[str, ...]:
+    given = fields.get("id2label")
+    if given is None:
+        return tuple(f"LABEL_{i}" for i in range(fields.count("num_labels", default=2)))
+    numbers = [str(i) for i in range(len(given))] if isinstance(given, dict) else []
+    if not numbers or set(given) != set(numbers) or not all(isinstance(name, str) for name in given.values()):
+        raise fields.error("id2label", "must name the labels 0, 1, ... of the classifier")
+    return tuple(given[number] for number in numbers)
+
+
+def _pools(folder: Path) -> bool:
+    path = folder / MODULES_FILE
+    if not folder.is_dir() or not path.is_file():
+        return False
+    try:
+        modules: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        raise ConfigError(f"{path}: is not readable JSON; download the file again") from None
+    return isinstance(modules, list) and any(
+        isinstance(one, dict) and str(one.get("type", "")).endswith(".Pooling") for one in modules
+    )

@@ -1,0 +1,51 @@
+"""Classifiers and embedding models give transformers' numbers, however a prompt is computed and on two ranks."""
+
+import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForSequenceClassification
+
+from tests.engine.engine_in_process import prompt_of
+from tests.engine.test_families import WAYS, engine_of
+from tests.models.headless import make_classifier, make_embedding_model
+
+PROMPTS = {f"r{n}": prompt_of(n, n) for n in (1, 16, 70)}
+
+
+def pooled(path: str, pooling: str, **flags: Any) -> dict[str, torch.Tensor]:
+    flags.pop("test_retract", None)  # nothing is decoded
+    with engine_of(path, page_size=4, max_total_tokens=1024, **flags) as engine:
+        for rid, prompt in PROMPTS.items():
+            engine.add(rid, prompt, wanted={"pooling": pooling, "alone": True}, max_new_tokens=0)
+        engine.run()
+        assert not any(engine.tokens.values())
+        return {rid: torch.tensor(array.array("f", engine.hidden[rid][-1])) for rid in PROMPTS}
+
+
+def check(path: str, pooling: str, wanted: dict[str, torch.Tensor]) -> None:
+    for flags in ({}, *WAYS.values()):
+        found = pooled(path, pooling, **flags)
+        for rid, vector in wanted.items():
+            torch.testing.assert_close(found[rid], vector, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@torch.inference_mode()
+def test_labels_have_the_logits_of_transformers(family: str, tmp_path: Path) -> None:
+    path = make_classifier(tmp_path, family, labels=("bad", "good", "odd"))
+    theirs = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+    wanted = {rid: theirs(torch.tensor([ids])).logits[0] for rid, ids in PROMPTS.items()}
+    assert torch.stack([*wanted.values()]).std() > 0.5
+    check(path, "labels", wanted)
+
+
+@pytest.mark.parametrize("bare", [True, False])
+@torch.inference_mode()
+def test_embedding_models_need_no_head(bare: bool, tmp_path: Path) -> None:
+    path = make_embedding_model(tmp_path, bare=bare)
+    theirs = AutoModel.from_pretrained(path, dtype=torch.float32)
+    last = {rid: theirs(torch.tensor([ids])).last_hidden_state[0, -1] for rid, ids in PROMPTS.items()}
+    check(path, "last", {rid: vector / vector.norm() for rid, vector in last.items()})
