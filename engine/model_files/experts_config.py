@@ -9,7 +9,9 @@ from engine.model_files.fields import Fields
 class ExpertNames:
     """Names in the checkpoint, behind a layer's prefix. `router`, `experts`: their places; `gate`, `up`, `down`: an expert's matrices.
 
-    `shared_gate`: what the sigmoid that weighs the shared expert comes from; "": its weight is 1.
+    `shared_gate`: what the sigmoid that weighs the shared expert comes from; "": its weight is 1. `shared_gate_up`: its gate and up
+    in one matrix; "": there are two. `stacks`: tensors of all experts, [experts, gate and up, hidden] and [experts, hidden, size],
+    which count where the checkpoint has them.
     """
 
     router: str = "mlp.gate"
@@ -19,11 +21,25 @@ class ExpertNames:
     down: str = "down_proj"
     shared: str = "mlp.shared_experts"
     shared_gate: str = ""
+    shared_gate_up: str = ""
+    shared_down: str = "down_proj"
+    stacks: tuple[str, str] | None = None
 
 
 PLAIN_NAMES = ExpertNames()
-QWEN_SHARED_NAMES = ExpertNames(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
 GPT_OSS_NAMES = ExpertNames(router="mlp.router")
+QWEN_SHARED_NAMES = ExpertNames(
+    shared="mlp.shared_expert",
+    shared_gate="mlp.shared_expert_gate",
+    stacks=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+)
+GRANITE_NAMES = ExpertNames(
+    router="block_sparse_moe.router.layer",
+    stacks=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+    shared="shared_mlp",
+    shared_gate_up="input_linear",
+    shared_down="output_linear",
+)
 MIXTRAL_NAMES = ExpertNames(
     router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
 )
@@ -77,6 +93,21 @@ def read_mixtral(fields: Fields, num_layers: int) -> ExpertsConfig:
             count=_count(fields, "num_local_experts", "num_experts"),
             per_token=fields.count("num_experts_per_tok"),
             intermediate=fields.count("intermediate_size"),
+        ),
+    )
+
+
+def read_granite_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:
+    """None: it has dense MLPs alone. The softmax over chosen experts is that over all, made 1 together."""
+    if fields.get("num_local_experts") == 0:
+        return None
+    return _checked(
+        fields,
+        ExpertsConfig(
+            count=fields.count("num_local_experts", default=8),
+            per_token=fields.count("num_experts_per_tok", default=2),
+            intermediate=fields.count("intermediate_size"),
+            shared_intermediate=fields.count("shared_intermediate_size", default=1024),
         ),
     )
 

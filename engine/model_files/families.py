@@ -14,6 +14,7 @@ from engine.model_files.arithmetic import (
 )
 from engine.model_files.experts_config import (
     GPT_OSS_NAMES,
+    GRANITE_NAMES,
     MIXTRAL_NAMES,
     PLAIN_NAMES,
     QWEN_SHARED_NAMES,
@@ -23,12 +24,28 @@ from engine.model_files.experts_config import (
     read_deepseek_v3,
     read_glm4,
     read_gpt_oss,
+    read_granite_experts,
     read_mixtral,
     read_qwen3,
     read_qwen3_next,
 )
 from engine.model_files.fields import Fields
-from engine.model_files.recurrent_config import DeltaConfig, read_delta, read_delta_by_key_head
+from engine.model_files.recurrent_config import (
+    RecurrentConfig,
+    read_delta,
+    read_delta_by_key_head,
+    read_granite_mamba,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MlpNames:
+    """Of a dense MLP. `place`: behind a layer's prefix; `gate_up`, `down`: its matrices, where gate and up are one; `width`: the field."""
+
+    place: str = "mlp"
+    gate_up: str = "gate_up_proj"
+    down: str = "down_proj"
+    width: str = "intermediate_size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +66,8 @@ class Family:
     window_period:  all layers but each such one have the window where the config names none (0: all have it)
     rope_of_kinds:  layers with a window turn otherwise than those without
     some_unturned:  some layers do not turn q and k
+    named_rope:     layers turn q and k only where `position_embedding_type` is "rope"
+    mlp:            names of a dense MLP
     arithmetic:     reads what else is not as in Llama
     defaults:       of fields that checkpoints leave out
     experts:        reads the fields of a mixture of experts; None: the MLPs are dense
@@ -74,12 +93,14 @@ class Family:
     window_period: int = 0
     rope_of_kinds: bool = False
     some_unturned: bool = False
+    named_rope: bool = False
+    mlp: MlpNames = MlpNames()
     arithmetic: Callable[[Fields], Arithmetic] = read_plain
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    experts: Callable[[Fields, int], ExpertsConfig] | None = None
+    experts: Callable[[Fields, int], ExpertsConfig | None] | None = None
     expert_names: ExpertNames = PLAIN_NAMES
     latent: bool = False
-    recurrent: Callable[[Fields, int], DeltaConfig] | None = None
+    recurrent: Callable[[Fields, int], RecurrentConfig] | None = None
     attention_gate: bool = False
     mxfp4: bool = False
 
@@ -148,6 +169,16 @@ FAMILIES: dict[str, Family] = {
         defaults={"head_dim": 64},
     ),
     "GraniteForCausalLM": Family(out_bias=True, arithmetic=read_granite),
+    "GraniteMoeHybridForCausalLM": Family(
+        out_bias=True,
+        arithmetic=read_granite,
+        recurrent=read_granite_mamba,
+        experts=read_granite_experts,
+        expert_names=GRANITE_NAMES,
+        fused_mlp=True,
+        named_rope=True,
+        mlp=MlpNames("shared_mlp", "input_linear", "output_linear", "shared_intermediate_size"),
+    ),
     "LlamaForCausalLM": Family(out_bias=True),
     "MistralForCausalLM": Family(qkv_bias=False, default_window=4096),
     "MixtralForCausalLM": Family(qkv_bias=False, experts=read_mixtral, expert_names=MIXTRAL_NAMES),

@@ -57,6 +57,8 @@ def read_ropes(
         rope = by_kind[FULL]
     else:
         rope = read(fields)
+        if family.named_rope and fields.get("position_embedding_type") != "rope":
+            return rope, (None,) * len(kinds)
         ropes = _some_unturned(fields, rope, count=len(kinds)) if family.some_unturned else ()
     return rope, ropes if set(ropes) - {rope} else ()
 

@@ -17,7 +17,7 @@ from engine.model_files.fields import Fields, read_fields
 from engine.model_files.head_config import TOKENS, HeadConfig, read_family, read_head
 from engine.model_files.latent_config import LatentConfig, read_latent, rope_dim
 from engine.model_files.layer_kinds import read_kinds, read_ropes, read_windows
-from engine.model_files.recurrent_config import DeltaConfig
+from engine.model_files.recurrent_config import RecurrentConfig
 from engine.model_files.rope_config import RopeConfig
 from service.flags import ConfigError
 
@@ -69,7 +69,7 @@ class ModelConfig:
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    recurrent: DeltaConfig | None = None
+    recurrent: RecurrentConfig | None = None
     attention_gate: bool = False
     quantization: str = ""
 
@@ -92,8 +92,9 @@ class ModelConfig:
         return self.experts is None or layer in self.experts.dense_layers
 
     def has_kv(self, layer: int) -> bool:
-        """Whether it has attention, not a recurrent state."""
-        return self.recurrent is None or layer not in self.recurrent.layers
+        """Whether it has attention, not a recurrent state alone."""
+        recurrent = self.recurrent
+        return recurrent is None or recurrent.beside_attention or layer not in recurrent.layers
 
     def kv_layers(self, layers: range) -> range:
         """Those of `layers` that have KV, in numbers of such layers."""
@@ -102,10 +103,7 @@ class ModelConfig:
 
     def recurrent_sizes(self) -> dict[str, int]:
         """What recurrent layers give to their last product, by what it is called."""
-        delta = self.recurrent
-        if delta is None:
-            return {}
-        return {"linear_num_value_heads * linear_value_head_dim": delta.value_heads * delta.value_dim}
+        return {} if self.recurrent is None else self.recurrent.sizes()
 
     def mlp_sizes(self) -> dict[str, int]:
         """Intermediate sizes of all kinds of MLP in it, by what they are called."""
@@ -200,7 +198,7 @@ def _model_config(fields: Fields, generation: Fields, *, folder: Path) -> ModelC
         architecture=name,
         model_type=fields.text("model_type", default=""),
         hidden_size=hidden,
-        intermediate_size=fields.count("intermediate_size", default=_unused_size(experts)),
+        intermediate_size=fields.count(family.mlp.width, default=_unused_size(experts)),
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,

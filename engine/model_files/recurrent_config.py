@@ -1,10 +1,12 @@
 """Layers that remember a state of fixed size in place of K and V, from the fields of config.json, checked. Never torch."""
 
+import math
 from dataclasses import dataclass
 
 from engine.model_files.fields import Fields
 
 RECURRENT, FULL = "linear_attention", "full_attention"
+OTHER_NAMES = {"mamba": RECURRENT, "attention": FULL}  # of the same kinds, in older files
 MOST_TAPS = 8  # of the convolution, as C holds them
 
 
@@ -24,10 +26,101 @@ class DeltaConfig:
     taps: int
     by_key_head: bool
 
+    beside_attention = False
+
+    @property
+    def units(self) -> int:
+        """What TP ranks divide."""
+        return self.key_heads
+
+    def sizes(self) -> dict[str, int]:
+        """What the layers give to their last product, by what it is called."""
+        return {"linear_num_value_heads * linear_value_head_dim": self.value_heads * self.value_dim}
+
     @property
     def group(self) -> int:
         """Value heads of a key head."""
         return self.value_heads // self.key_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaConfig:
+    """Mamba2 in `layers`, which have attention too if it is `beside_attention`. Heads of a group share B and C.
+
+    `taps`: inputs of the convolution. `norm`: of the output: "gate first", "norm first" or "" for none. `limits`: of time.
+    `factors`: of the rows of the first product, by their parts; (): 1. `out_factor`: of the last product.
+    """
+
+    layers: tuple[int, ...]
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    taps: int
+    conv_bias: bool
+    norm: str
+    limits: tuple[float, float]
+    beside_attention: bool = False
+    factors: tuple[float, ...] = ()
+    out_factor: float = 1.0
+
+    @property
+    def units(self) -> int:
+        """What TP ranks divide."""
+        return self.groups
+
+    def sizes(self) -> dict[str, int]:
+        """What the layers give to their last product, by what it is called."""
+        return {"mamba_n_heads * mamba_d_head": self.heads * self.head_dim}
+
+
+RecurrentConfig = DeltaConfig | MambaConfig
+
+
+def read_granite_mamba(fields: Fields, num_layers: int) -> MambaConfig:
+    return _mamba(fields, _recurrent_layers(fields, num_layers), norm="gate first")
+
+
+def _mamba(fields: Fields, layers: tuple[int, ...], *, norm: str, inner: int | None = None) -> MambaConfig:
+    """`inner`: values of all heads; None: `mamba_expand` times the hidden size."""
+    if fields.flag("mamba_proj_bias", default=False):
+        raise fields.error("mamba_proj_bias", "a bias in Mamba's products is not supported")
+    heads, groups = fields.count("mamba_n_heads", default=128), fields.count("mamba_n_groups", default=1)
+    if inner is None:
+        inner = int(fields.number("mamba_expand", default=2) * fields.count("hidden_size"))
+    if inner % heads or heads % groups:
+        raise fields.error("mamba_n_heads", f"{heads} heads of {inner} values in {groups} groups; each needs as many")
+    head_dim = fields.get("mamba_d_head", "auto")
+    if head_dim not in ("auto", None, inner // heads):
+        raise fields.error(
+            "mamba_d_head", f"{head_dim!r} in place of {inner // heads}, {inner} values of {heads} heads"
+        )
+    return MambaConfig(
+        layers=layers,
+        heads=heads,
+        head_dim=inner // heads,
+        groups=groups,
+        state_dim=fields.count("mamba_d_state", default=256),
+        taps=_taps(fields, "mamba_d_conv"),
+        conv_bias=fields.flag("mamba_conv_bias", default=True),
+        norm=norm,
+        limits=_limits(fields),
+    )
+
+
+def _limits(fields: Fields) -> tuple[float, float]:
+    limits = fields.get("time_step_limit") or [0.0, math.inf]
+    numbers = isinstance(limits, list) and len(limits) == 2 and all(isinstance(limit, int | float) for limit in limits)
+    if not numbers or not 0 <= limits[0] < limits[1]:
+        raise fields.error("time_step_limit", f"must be two numbers, the lower one first, got {limits!r}")
+    return float(limits[0]), float(limits[1])
+
+
+def _taps(fields: Fields, name: str) -> int:
+    taps = fields.count(name, default=4)
+    if not 2 <= taps <= MOST_TAPS:
+        raise fields.error(name, f"{taps} is not supported; 2 to {MOST_TAPS} are")
+    return taps
 
 
 def read_delta(fields: Fields, num_layers: int, *, by_key_head: bool = False) -> DeltaConfig:
@@ -37,15 +130,13 @@ def read_delta(fields: Fields, num_layers: int, *, by_key_head: bool = False) ->
         value_heads=fields.count("linear_num_value_heads", default=32),
         key_dim=fields.count("linear_key_head_dim", default=128),
         value_dim=fields.count("linear_value_head_dim", default=128),
-        taps=fields.count("linear_conv_kernel_dim", default=4),
+        taps=_taps(fields, "linear_conv_kernel_dim"),
         by_key_head=by_key_head,
     )
     if delta.value_heads % delta.key_heads:
         raise fields.error(
             "linear_num_value_heads", f"{delta.value_heads} is not a multiple of linear_num_key_heads {delta.key_heads}"
         )
-    if not 2 <= delta.taps <= MOST_TAPS:
-        raise fields.error("linear_conv_kernel_dim", f"{delta.taps} is not supported; 2 to {MOST_TAPS} are")
     return delta
 
 
@@ -55,7 +146,13 @@ def read_delta_by_key_head(fields: Fields, num_layers: int) -> DeltaConfig:
 
 def _recurrent_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     every = fields.count("full_attention_interval", default=4)
-    kinds = fields.get("layer_types") or [FULL if (i + 1) % every == 0 else RECURRENT for i in range(num_layers)]
+    kinds = (
+        fields.get("layer_types")
+        or fields.get("layers_block_type")
+        or [FULL if (i + 1) % every == 0 else RECURRENT for i in range(num_layers)]
+    )
+    if isinstance(kinds, list):
+        kinds = [OTHER_NAMES.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
     if not isinstance(kinds, list) or len(kinds) != num_layers or not {*kinds} <= {RECURRENT, FULL}:
         raise fields.error("layer_types", f"must name {num_layers} layers, each {RECURRENT} or {FULL}")
     if FULL not in kinds:

@@ -74,7 +74,10 @@ class Checkpoint:
         *,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """The tensors `names`, of shapes [rows[i], *rest], one above the other: [all rows taken, *rest]. A name may come again."""
+        """The tensors `names`, of shapes [rows[i], *rest], one above the other: [all rows taken, *rest]. A name may come again.
+
+        "NAME[3]": the fourth of the tensors of this shape that NAME has stacked.
+        """
         cuts = [[cut_of(extent) for extent in (count, *rest)] for count in rows]
         fills = [
             self._tensors.open(name, [cut.total for cut in of_one], [cut.taken for cut in of_one])
@@ -84,8 +87,9 @@ class Checkpoint:
         merged = torch.empty([sum(counts), *sizes], dtype=dtype or self.dtype, device=self.device)
         for part, fill in zip(torch.split(merged, counts), fills, strict=True):
             fill(part)
-        self._bar.update(len(self._left.intersection(names)))
-        self._left.difference_update(names)
+        whole = {name.partition("[")[0] for name in names}
+        self._bar.update(len(self._left & whole))
+        self._left -= whole
         return merged
 
     def has(self, name: str) -> bool:
@@ -158,11 +162,20 @@ class _Safetensors:
 
     def open(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Callable[[torch.Tensor], object]:
         """What fills a tensor with the `taken` part of tensor `name`. Raises `ConfigError` if it has not this `shape`."""
-        source = self._read(name, list(shape))[tuple(slice(part.start, part.stop) for part in taken)]
+        name, _, index = name.partition("[")
+        source = self._stored(name, index.removesuffix("]"), list(shape))
+        source = source[tuple(slice(part.start, part.stop) for part in taken)]
         return lambda out: out.copy_(source)  # a view of the mapped file: pages of other parts stay on the disk
 
     def close(self) -> None:
         self._files.clear()
+
+    def _stored(self, name: str, index: str, shape: list[int]) -> torch.Tensor:
+        if not index:
+            return self._read(name, shape)
+        file = self._file_of.get(name)
+        count = 0 if file is None else self._files[file].get_slice(name).get_shape()[0]
+        return self._read(name, [max(count, int(index) + 1), *shape])[int(index)]
 
     def _read(self, name: str, shape: list[int]) -> torch.Tensor:
         file = self._file_of.get(name)

@@ -18,7 +18,7 @@ from engine.layers.norm import Normed
 from engine.layers.row_linear import summed
 from engine.model_files.experts_config import ExpertNames, ExpertsConfig
 from engine.models.fused_experts import load_fused_experts
-from engine.models.part import ModelPart
+from engine.models.part import ModelPart, in_one
 from engine.parallel.collectives import tree_sum
 from engine.parallel.layout import Cut
 from engine.quant.integers import columns_of
@@ -109,6 +109,12 @@ def load_experts(
         return load_fused_experts(part, place, config.clamped, experts, count=config.count, cut=cut, segments=segments)
     hidden = part.config.hidden_size
     gate_up, down = [], []
+    if names.stacks is not None and part.checkpoint.has(prefix + names.stacks[0]):
+        both, last = (prefix + name for name in names.stacks)
+        for index in experts:
+            gate_up.append(part.matrix([f"{both}[{index}]"] * 2, in_one([cut, cut]), hidden))
+            down.append(part.matrix([f"{last}[{index}]"], [hidden], cut, segments=segments))
+        return Experts(gate_up, down, segments=segments)
     for index in experts:
         of_one = f"{prefix}{names.experts}.{index}."
         both = [f"{of_one}{name}.weight" for name in (names.gate, names.up)]
@@ -134,8 +140,11 @@ class SharedExpert:
         if names.shared_gate:
             gate = part.checkpoint.take(f"{layer}{names.shared_gate}.weight", [1, hidden])
             self._gate = sums_matrix(gate, None, segments=1)
-        self._gate_up, _ = part.columns([f"{prefix}gate_proj", f"{prefix}up_proj"], [cut, cut])
-        down = part.matrix([f"{prefix}down_proj.weight"], [hidden], cut, segments=segments)
+        both, rows = [f"{prefix}gate_proj", f"{prefix}up_proj"], [cut, cut]
+        if names.shared_gate_up:
+            both, rows = [f"{prefix}{names.shared_gate_up}"] * 2, in_one(rows)
+        self._gate_up, _ = part.columns(both, rows)
+        down = part.matrix([f"{prefix}{names.shared_down}.weight"], [hidden], cut, segments=segments)
         self._width = len(cut) // segments
         starts = range(0, len(cut), self._width)
         self._downs = [sums_matrix(columns_of(down, slice(at, at + self._width)), None, segments=1) for at in starts]

@@ -9,10 +9,12 @@ from engine.layers.linear import LinearSite
 from engine.layers.norm import NoNorm, Normed, OffsetNorm, RMSNorm, Scaled, rms_norm
 from engine.layers.rope import Turn
 from engine.model_files.families import FAMILIES
+from engine.model_files.recurrent_config import MambaConfig
 from engine.models.attention import Attend, Attention
 from engine.models.expert_mlp import ExpertMLP
 from engine.models.expert_parallel import ExpertParallelMLP
 from engine.models.hybrid import DeltaMixer
+from engine.models.mamba import MambaMixer
 from engine.models.mla import LatentAttention
 from engine.models.part import ModelPart
 from engine.models.shared_mlp import SharedMLP
@@ -73,9 +75,9 @@ class Layer:
         return delta if self._after_mlp is None else self._after_mlp(delta)
 
     @property
-    def recurrent(self) -> DeltaMixer | None:
+    def recurrent(self) -> DeltaMixer | MambaMixer | None:
         """What remembers requests by a state, if it does."""
-        return self._attention if isinstance(self._attention, DeltaMixer) else None
+        return self._attention if isinstance(self._attention, DeltaMixer | MambaMixer) else None
 
     def join(self) -> None:
         """Compute this rank's part for the rows of other DP ranks."""
@@ -83,9 +85,11 @@ class Layer:
         self._mlp.join()
 
 
-def _mixer(part: ModelPart, index: int, *, place: int) -> Attention | LatentAttention | DeltaMixer:
+def _mixer(part: ModelPart, index: int, *, place: int) -> Attention | LatentAttention | DeltaMixer | MambaMixer:
     prefix, recurrent = f"model.layers.{index}.", part.config.recurrent
     if recurrent is not None and index in recurrent.layers:
+        if isinstance(recurrent, MambaConfig):
+            return MambaMixer(part, f"{prefix}mamba.", recurrent)
         return DeltaMixer(part, f"{prefix}linear_attn.", recurrent)
     kind = Attention if part.config.latent is None else LatentAttention
     return kind(part, f"{prefix}self_attn.", place=place)
@@ -99,8 +103,8 @@ def _feed_forward(part: ModelPart, index: int) -> "_MLP | SharedMLP | Mixture":
             return ExpertParallelMLP(part, prefix, experts, names, index)
         return ExpertMLP(part, prefix, experts, names)
     if part.exchange is not None:
-        return SharedMLP(part, f"{prefix}mlp.", exchange=part.exchange)
-    return _MLP(part, f"{prefix}mlp.")
+        return SharedMLP(part, f"{prefix}{part.mlp_names.place}.", exchange=part.exchange)
+    return _MLP(part, f"{prefix}{part.mlp_names.place}.")
 
 
 class FeedForward(Protocol):
@@ -120,7 +124,7 @@ class _MLP:
     def __init__(self, part: ModelPart, prefix: str) -> None:
         self._activation = part.config.arithmetic.activation
         self._gate_up, gate_up = part.gate_up(prefix, gates=self._activation == "silu")
-        self._down, down = part.rows(f"{prefix}down_proj", part.mlp_cut(part.config.intermediate_size))
+        self._down, down = part.rows(f"{prefix}{part.mlp_names.down}", part.mlp_cut(part.config.intermediate_size))
         self.sites = [LinearSite(self._gate_up, gate_up), LinearSite(self._down, down)]
 
     def of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from engine.layers.linear import Linear, SiteShape
 from engine.layers.rope import head_order
 from engine.layers.row_linear import RowLinear
+from engine.model_files.families import FAMILIES
 from engine.model_files.model_config import ModelConfig
 from engine.models.checkpoint import Checkpoint
 from engine.models.expert_balance import ExpertBalance
@@ -57,6 +58,7 @@ class ModelPart:
         self._segments = max(1, reduce_units // place.tp_size)
         self.mlp_segments = max(1, reduce_units // place.mlp_size)
         self.whole_segments = max(1, reduce_units)  # of what one rank computes alone
+        self.mlp_names = FAMILIES[config.architecture].mlp
         self.q = Cut(config.num_heads, self.share.heads).times(config.head_dim)
         self.kv = Cut(config.num_kv_heads, self.share.kv_heads).times(config.head_dim)
 
@@ -91,10 +93,21 @@ class ModelPart:
         weight = self.table("lm_head.weight") if table is None else table
         return Linear(weight if self._scheme is None else quantized(weight, HEAD))
 
-    def matrix(self, names: Sequence[str], rows: Sequence[Extent], inputs: Extent, *, segments: int = 1) -> Weight:
-        """The matrices `names` (with ".weight"), [rows[i], inputs], one above the other. Its inputs are summed in `segments`."""
+    def matrix(
+        self,
+        names: Sequence[str],
+        rows: Sequence[Extent],
+        inputs: Extent,
+        *,
+        segments: int = 1,
+        factors: Sequence[float] = (),
+    ) -> Weight:
+        """The matrices `names` (with ".weight"), [rows[i], inputs], one above the other, each times its factor if there are `factors`.
+
+        Its inputs are summed in `segments`.
+        """
         if self._scheme is None:
-            return self.checkpoint.take_rows(names, rows, [inputs])
+            return self._taken(names, rows, inputs, factors)
         cut, group = cut_of(inputs), self._scheme.group
         parts = cut.total // len(cut) * segments
         if group and parts > 1 and cut.total // parts % group:
@@ -103,9 +116,19 @@ class ModelPart:
                 "parts (--tp-size, --reduce-units); take smaller groups or int8wo, or fewer parts"
             )
         if group:
-            return quantized(self.checkpoint.take_rows(names, rows, [inputs]), self._scheme)
-        whole = quantized(self.checkpoint.take_rows(names, rows, [cut.total]), self._scheme)  # one scale on all ranks
+            return quantized(self._taken(names, rows, inputs, factors), self._scheme)
+        whole = quantized(self._taken(names, rows, cut.total, factors), self._scheme)  # one scale on all ranks
         return columns_of(whole, slice(cut.taken.start, cut.taken.stop))
+
+    def _taken(
+        self, names: Sequence[str], rows: Sequence[Extent], inputs: Extent, factors: Sequence[float]
+    ) -> torch.Tensor:
+        if not factors or set(factors) == {1.0}:
+            return self.checkpoint.take_rows(names, rows, [inputs])
+        weight = self.checkpoint.take_rows(names, rows, [inputs], dtype=torch.float32)
+        for part, factor in zip(torch.split(weight, [len(cut_of(cut)) for cut in rows]), factors, strict=True):
+            part.mul_(factor)
+        return weight.to(self.checkpoint.dtype)
 
     def vector(self, name: str) -> torch.Tensor:
         """[hidden] of a norm or a bias."""
@@ -116,7 +139,7 @@ class ModelPart:
         config, rows = self.config, [self.q, self.kv, self.kv]
         names = [f"{prefix}{name}_proj" for name in "qkv"]
         if config.fused_qkv:
-            names, rows = [f"{prefix}qkv_proj"] * 3, _in_one(rows)
+            names, rows = [f"{prefix}qkv_proj"] * 3, in_one(rows)
         order, turn = None, head_order(config.rope, config.head_dim)
         heads, kv_heads = len(self.share.heads), len(self.share.kv_heads)
         if config.attention_gate:
@@ -131,7 +154,7 @@ class ModelPart:
         cut = self.mlp_cut(self.config.intermediate_size)
         names, rows = [f"{prefix}{name}_proj" for name in ("gate", "up")], [cut, cut]
         if self.config.fused_mlp:
-            names, rows = [f"{prefix}gate_up_proj"] * 2, _in_one(rows)
+            names, rows = [f"{prefix}{self.mlp_names.gate_up}"] * 2, in_one(rows)
         return self.columns(names, rows, gates=gates)
 
     def columns(
@@ -143,22 +166,25 @@ class ModelPart:
         gates: bool = False,
         order: tuple[int, ...] | None = None,
         inputs: int | None = None,
+        factors: Sequence[float] = (),
     ) -> tuple[Linear, SiteShape]:
         """The matrices `names`, [rows[i], inputs], one above the other: the own outputs of all inputs. `order`: as in `SiteShape`.
 
-        `inputs`: None is the hidden size.
+        `inputs`: None is the hidden size. `factors`: as of `matrix`.
         """
         inputs = inputs or self.config.hidden_size
-        weight = self.matrix([f"{name}.weight" for name in names], rows, inputs)
+        weight = self.matrix([f"{name}.weight" for name in names], rows, inputs, factors=factors)
         vector = self.checkpoint.take_rows([f"{name}.bias" for name in names], rows, []) if bias else None
         if order is not None:
             weight, vector = rows_of(weight, order), None if vector is None else vector[list(order)]
         return Linear(weight, vector, gates=gates), SiteShape(inputs, tuple(zip(names, rows, strict=True)), order)
 
-    def rows(self, name: str, inputs: Cut, *, bias: bool = False) -> tuple[Linear | RowLinear, SiteShape]:
-        """The matrix `name`, [hidden, inputs]: all outputs, summed over all ranks' inputs."""
+    def rows(
+        self, name: str, inputs: Cut, *, bias: bool = False, factor: float = 1.0
+    ) -> tuple[Linear | RowLinear, SiteShape]:
+        """The matrix `name`, [hidden, inputs], times `factor`: all outputs, summed over all ranks' inputs."""
         hidden = self.config.hidden_size
-        weight = self.matrix([f"{name}.weight"], [hidden], inputs, segments=self._segments)
+        weight = self.matrix([f"{name}.weight"], [hidden], inputs, segments=self._segments, factors=[factor])
         vector = self.vector(f"{name}.bias") if bias else None
         shape = SiteShape(inputs, ((name, hidden),))
         if self.collectives is None:
@@ -183,7 +209,7 @@ class ModelPart:
             self.checkpoint.ignore("lm_head.weight")
 
 
-def _in_one(rows: Sequence[Cut]) -> list[Cut]:
+def in_one(rows: Sequence[Cut]) -> list[Cut]:
     """The same cuts in one matrix, where the parts lie one above the other."""
     total = sum(cut.total for cut in rows)
     starts = accumulate((cut.total for cut in rows), initial=0)

@@ -188,8 +188,8 @@ def _tp_problem(config: ModelConfig, tp_size: int, dp_size: int, ep_size: int) -
         return f"{each}does not divide the model's {heads} attention heads"
     if kv_heads % size and size % kv_heads:
         return f"{each}neither divides the model's {kv_heads} KV heads nor is a multiple of them"
-    if config.recurrent is not None and config.recurrent.key_heads % size:
-        return f"{each}does not divide the {config.recurrent.key_heads} key heads of the model's recurrent layers"
+    if config.recurrent is not None and config.recurrent.units % size:
+        return f"{each}does not divide the {config.recurrent.units} groups of heads in the model's recurrent layers"
     for name, width in _cut_sizes(config, ep_size).items():
         if width % tp_size:
             return f"does not divide the model's {name} {width}"

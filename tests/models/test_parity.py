@@ -70,6 +70,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-oss": ("gpt_oss", {}),
     "granite": ("granite", {}),
+    "granite-hybrid": ("granitemoehybrid", {}),
+    "granite-hybrid-dense": ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope"}),
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),
     "glm4-all-turned": ("glm4", {"partial_rotary_factor": 1.0}),

@@ -31,6 +31,7 @@ ARCHITECTURES = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -74,6 +75,25 @@ OWN: dict[str, dict[str, Any]] = {  # fields that a family has or means otherwis
         "rope_scaling": {"rope_type": "linear", "factor": 4.0},
     },
     "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 2.0,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention", "attention", "mamba"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 8,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 8,
+        "shared_intermediate_size": 48,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+        "position_embedding_type": "nope",
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.4,
         "attention_multiplier": 0.1,
@@ -239,8 +259,44 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
         if family in HYBRIDS and (i + 1) % config["full_attention_interval"]:
             layer = {name: shape for name, shape in layer.items() if not name.startswith("self_attn.")}
             layer |= _delta(config)
+        if family == "granitemoehybrid":
+            layer = _granite_layer(config, i, layer)
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
+
+
+def _granite_layer(config: dict[str, Any], index: int, plain: dict[str, list[int]]) -> dict[str, list[int]]:
+    hidden, count, size = config["hidden_size"], config["num_local_experts"], config["intermediate_size"]
+    shared, recurrent = config["shared_intermediate_size"], config["layer_types"][index] == "mamba"
+    left_out = ("mlp.", "self_attn.") if recurrent else ("mlp.",)
+    layer = {name: shape for name, shape in plain.items() if not name.startswith(left_out)}
+    layer |= {
+        "shared_mlp.input_linear.weight": [2 * shared, hidden],
+        "shared_mlp.output_linear.weight": [hidden, shared],
+    }
+    if count:
+        layer |= {
+            "block_sparse_moe.router.layer.weight": [count, hidden],
+            "block_sparse_moe.input_linear.weight": [count, 2 * size, hidden],
+            "block_sparse_moe.output_linear.weight": [count, hidden, size],
+        }
+    return layer | (_mamba(config) | {"mamba.norm.weight": [2 * hidden]} if recurrent else {})
+
+
+def _mamba(config: dict[str, Any]) -> dict[str, list[int]]:
+    """Of one layer, but its norm."""
+    hidden, heads = config["hidden_size"], config["mamba_n_heads"]
+    inner = heads * config["mamba_d_head"]
+    channels = inner + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
+    return {
+        "mamba.in_proj.weight": [inner + channels + heads, hidden],
+        "mamba.conv1d.weight": [channels, 1, config["mamba_d_conv"]],
+        "mamba.conv1d.bias": [channels],
+        "mamba.A_log": [heads],
+        "mamba.dt_bias": [heads],
+        "mamba.D": [heads],
+        "mamba.out_proj.weight": [hidden, inner],
+    }
 
 
 def _latent_attention(config: dict[str, Any]) -> dict[str, list[int]]:

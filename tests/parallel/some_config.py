@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from engine.model_files.arithmetic import Arithmetic
 from engine.model_files.model_config import ModelConfig
 from engine.model_files.rope_config import RopeConfig
 
@@ -18,6 +19,7 @@ _PLAIN = ModelConfig(
     vocab_size=272,
     rms_norm_eps=1e-6,
     rope=RopeConfig(theta=10000.0, dim=16),
+    layer_ropes=(),
     tie_word_embeddings=False,
     attention_bias=False,
     attention_out_bias=False,
@@ -25,6 +27,7 @@ _PLAIN = ModelConfig(
     norms="before",
     fused_qkv=False,
     fused_mlp=False,
+    arithmetic=Arithmetic(),
     experts=None,
     latent=None,
     max_position_embeddings=4096,

@@ -217,7 +217,7 @@ REFUSED = [
     ),
     (
         {"tp_size": 4, "recurrent": DELTA},
-        "--tp-size 4: does not divide the 2 key heads of the model's recurrent layers; choose 1 or 2",
+        "--tp-size 4: does not divide the 2 groups of heads in the model's recurrent layers; choose 1 or 2",
     ),
     (
         {"pp_size": 2, "recurrent": DELTA},

@@ -1,0 +1,91 @@
+"""Mamba2 in place of attention (Granite 4), or beside it (Falcon-H1): a layer whose memory of a request is a state.
+
+    x -> gate | values | B | C | time   one product
+    values | B | C -> short convolution -> state space -> gate and norm -> one product
+
+A rank has some groups, the heads that read them, and their channels of the convolution.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.kernels.mamba import MambaWeights
+from engine.kv.state_pool import StateSpec
+from engine.layers.conv import ShortConv
+from engine.layers.linear import LinearSite
+from engine.layers.mamba import Mamba
+from engine.layers.norm import Normed
+from engine.layers.recurrence import LayerStates, StepStates
+from engine.layers.rope import Turn
+from engine.model_files.recurrent_config import MambaConfig
+from engine.models.attention import Attend
+from engine.models.part import ModelPart, in_one
+from engine.parallel.layout import Cut
+
+
+class _Cuts(NamedTuple):
+    """The own part of heads, of all values, and of B or C."""
+
+    heads: Cut
+    inner: Cut
+    wide: Cut
+
+
+class MambaMixer:
+    """As `Attention`. It has no sites: adapters do not change it."""
+
+    def __init__(self, part: ModelPart, prefix: str, config: MambaConfig) -> None:
+        checkpoint, cuts = part.checkpoint, _cuts(part, config)
+        heads, inner, wide = cuts
+        names, rows = [f"{prefix}in_proj"] * 5, in_one([inner, inner, wide, wide, heads])
+        self._in, _ = part.columns(names, rows, factors=config.factors)
+        self._widths = [len(inner), len(inner) + 2 * len(wide), len(heads)]
+        channels = in_one([inner, wide, wide])
+        conv = checkpoint.take_rows([f"{prefix}conv1d.weight"] * 3, channels, [1, config.taps])
+        bias = checkpoint.take_rows([f"{prefix}conv1d.bias"] * 3, channels, []) if config.conv_bias else None
+        self._conv = ShortConv(conv.squeeze(1), bias)
+        decay, time, skip = (
+            checkpoint.take(f"{prefix}{name}", [heads], dtype=torch.float32) for name in ("A_log", "dt_bias", "D")
+        )
+        norm = checkpoint.take(f"{prefix}norm.weight", [inner], dtype=torch.float32) if config.norm else None
+        weights = MambaWeights(
+            decay.exp().neg(),
+            time,
+            skip,
+            norm,
+            config.norm == "gate first",
+            len(wide) // config.state_dim,
+            part.config.rms_norm_eps,
+            config.limits,
+        )
+        self._mamba = Mamba(weights, keys=config.state_dim, dtype=checkpoint.dtype)
+        self._out, _ = part.rows(f"{prefix}out_proj", inner, factor=config.out_factor)
+        self.spec = StateSpec(
+            conv=(self._widths[1], config.taps - 1),
+            recurrent=(len(heads), config.state_dim, config.head_dim),
+            dtype=checkpoint.dtype_name,
+        )
+        self.sites: list[LinearSite] = []
+        self._step: StepStates | None = None
+        self._states: LayerStates | None = None
+
+    def use_states(self, step: StepStates, layer: int) -> None:
+        """Remember requests there, as the `layer`-th of the recurrent ones."""
+        self._step, self._states = step, step.of(layer)
+
+    def of_norm(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
+        """The layer's answer to norm(x + delta), which x becomes before the norm. Positions are in the state."""
+        step, states = self._step, self._states
+        assert step is not None and states is not None, "use_states() comes first"
+        gate, mixed, time = torch.split(self._in.of_norm(norm, x, delta), self._widths, dim=1)
+        return self._out(self._mamba(self._conv(mixed, states.conv, step), time, gate, states.recurrent, step))
+
+
+def _cuts(part: ModelPart, config: MambaConfig) -> _Cuts:
+    size, rank = part.place.tp_size, part.place.tp_rank
+    own = config.groups // size
+    groups = Cut(config.groups, range(own * rank, own * (rank + 1)))
+    heads = Cut(config.heads, groups.times(config.heads // config.groups).taken)
+    return _Cuts(heads, heads.times(config.head_dim), groups.times(config.state_dim))
