@@ -23,6 +23,7 @@ from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
 from engine.core.state_slots import StateSlots
+from engine.core.window_pages import WindowPages
 from engine.device import Device, build_device
 from engine.executor.compile_log import CompileLog
 from engine.executor.cuda_gauge import CudaGauge
@@ -62,6 +63,7 @@ from engine.ranks.messages import PoolSize
 from engine.ranks.same_kernels import check_same_kernels, kernels_here
 from engine.recurrent import check_recurrent, cut_on_grid, make_state_slots
 from engine.resolve import backup_pages, depth, limits, priorities, ratio_rule, resolve, step_budget
+from engine.windows import window_group
 from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
@@ -164,9 +166,19 @@ def build_engine(
     held = held_by(config, model_config, place)
     units, specs = len(held.units), model.cache_specs()
     pages = _count_pages(config, specs, memory, group, units=units, files=files)
+    in_window = None
+    if _windows_apart(config, specs, use, recurrent=recurrent) and group is None and not tiered:
+        in_window = window_group(config, specs, pages=pages, units=units)
+    if in_window is not None:
+        pages = in_window.num_pages
+        specs = [spec for spec in specs if not spec.window]
     saver = SavedMemory() if config.enable_memory_saver and config.device == "cuda" else None
     allocate = saver.allocate if saver else use.allocate_kv
     pool = allocate_pool(config, specs, num_pages=pages, units=units, allocate=allocate)
+    windows = None
+    if in_window is not None:
+        inside = [spec for spec in model.cache_specs() if spec.window]
+        windows = allocate_pool(config, inside, num_pages=in_window.window_pages, units=units, allocate=allocate)
     identity = partial(
         kv_identity,
         pool,
@@ -196,6 +208,7 @@ def build_engine(
         prefills=use.prefills,
         progress=progress,
         place=place,
+        windows=windows,
         **_rank_inputs(config, model_config, group),
     )
     executor = _leading(config, device, group, wakeup) if group else device.executor
@@ -205,13 +218,19 @@ def build_engine(
     if gauge is not None:
         _warm(config, model_config, executor, use, positions=pool.num_pages * config.page_size, progress=progress)
     states = make_state_slots(config, keeps_snapshots=not use.peers_write_pages) if recurrent else None
-    kv_memory, events = _memory(config, num_pages=pool.num_pages, host=tier.cache if tier else None, states=states)
+    kv_memory, events = _memory(
+        config,
+        num_pages=pool.num_pages,
+        host=tier.cache if tier else None,
+        states=states,
+        windows=None if in_window is None else in_window.make_pages(config.page_size),
+    )
     num_ids = min(model_config.vocab_size, num_token_ids or model_config.vocab_size)
     return EngineParts(
         config=config,
         model=model_config,
         pool=pool,
-        kv=_kv_memory(config, use, device, pool, saver, group),
+        kv=_kv_memory(config, use, device, [pool, *([windows] if windows else [])], saver, group),
         device=device,
         executor=executor,
         adapters=GroupAdapters(device.adapters, group.followers) if group and device.adapters else device.adapters,
@@ -277,13 +296,18 @@ def _rank_inputs(config: EngineConfig, model: ModelConfig, group: Group | None) 
 
 
 def _kv_memory(
-    config: EngineConfig, use: EngineUse, device: Device, pool: KVPool, saver: SavedMemory | None, group: Group | None
+    config: EngineConfig,
+    use: EngineUse,
+    device: Device,
+    pools: Sequence[KVPool],
+    saver: SavedMemory | None,
+    group: Group | None,
 ) -> KVMemory:
     if use.kv_stays:
         return FixedKV(f"{use.kv_stays}; name the tag weights alone")
     if config.device != "cpu":
         return saver or FixedKV("on a GPU KV memory is released by workers that start with --enable-memory-saver")
-    buffers = [pool.buffer, *([] if device.states is None else [device.states.buffer])]
+    buffers = [*(pool.buffer for pool in pools), *([] if device.states is None else [device.states.buffer])]
     own = MappedMemory(buffers, touched=config.prefault_kv)
     return own if group is None else GroupKVMemory(own, group.followers)
 
@@ -357,8 +381,20 @@ def _load(
     return model, files
 
 
+def _windows_apart(config: EngineConfig, specs: Sequence[CacheSpec], use: EngineUse, *, recurrent: bool) -> bool:
+    """Whether nothing is on that knows one pool alone: then all KV is kept, and windows only mask it."""
+    one_worker = use.decodes and use.prefills and not use.peers_write_pages and use.retracted_kv == "recompute"
+    plain = not recurrent and not any(spec.latent for spec in specs)
+    return one_worker and plain and config.device == "cpu" and config.attention_backend in ("auto", "cpu", "torch")
+
+
 def _memory(
-    config: EngineConfig, *, num_pages: int, host: HostCache | None, states: StateSlots | None
+    config: EngineConfig,
+    *,
+    num_pages: int,
+    host: HostCache | None,
+    states: StateSlots | None,
+    windows: WindowPages | None,
 ) -> tuple[Memory, CacheEvents | None]:
     published = parse_kv_events_config(config.kv_events_config) is not None and not config.disable_radix_cache
     events = CacheEvents(page_size=config.page_size) if published else None
@@ -370,8 +406,11 @@ def _memory(
         below=host,
         listener=events,
         states=states,
+        windows=windows,
     )
-    return Memory(allocator=allocator, cache=cache, host=host, states=states, rank=priorities(config).rank), events
+    return Memory(
+        allocator=allocator, cache=cache, host=host, states=states, windows=windows, rank=priorities(config).rank
+    ), events
 
 
 def _leading(config: EngineConfig, device: Device, group: Group, wakeup: Callable[[], None]) -> LeadingExecutor:

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from engine.attention.backend import AttentionBackend, CapturableBackend, make_attention_backend
 from engine.attention.cpu_backend import CpuBackend
+from engine.attention.windowed import WindowedBackend, windowed
 from engine.config import EngineConfig
 from engine.executor.copies import Copies
 from engine.executor.decode_graphs import DecodeGraphs
@@ -64,7 +66,7 @@ class Device:
 class ForwardParts:
     """What computes the first half of steps. `tapes`: of decode steps on a CPU. `joint`: with DP attention.
 
-    `states`: of a model with recurrent layers.
+    `states`: of a model with recurrent layers. `window_table`: of layers with a window that have a pool of their own.
     """
 
     backend: AttentionBackend
@@ -74,6 +76,7 @@ class ForwardParts:
     tapes: DecodeTapes | None
     joint: JointSteps | None
     states: States | None
+    window_table: PageTable | None
 
     def forward_pass(
         self, inputs: StepInputs, *, graphs: DecodeGraphs | None = None, prefill_graphs: PrefillGraphs | None = None
@@ -89,6 +92,7 @@ class ForwardParts:
             tapes=self.tapes,
             joint=self.joint,
             states=self.states,
+            window_table=self.window_table,
         )
 
 
@@ -101,17 +105,29 @@ def build_forward(
     tapes: bool,
     max_pages: int | None = None,
     exchange: RowExchange | None = None,
+    windows: KVPool | None = None,
 ) -> ForwardParts:
     """`config` is resolved. `num_heads`: query heads of `model`. `tapes`: decode steps are recorded where they can be.
 
-    `max_pages`: of a request; None: as many as the pool has and the context needs. Raises ConfigError.
+    `max_pages`: of a request; None: as many as the pool has and the context needs. `windows`: pool of the layers that have one.
+    Raises ConfigError.
     """
     assert config.max_running_requests is not None, "resolved"
-    backend = make_attention_backend(config.attention_backend, pool, num_heads=num_heads, needs=model.attention_needs)
+    make = partial(make_attention_backend, config.attention_backend, num_heads=num_heads, needs=model.attention_needs)
+    if windows is None:
+        backend = make(pool)
+    else:
+        inside = [spec.window > 0 for spec in model.cache_specs()]
+        backend = windowed(make(pool) if pool.specs else None, make(windows), in_window=inside)
     if max_pages is None:
         max_pages = min(pool.num_pages, context_pages(config))
     num_slots = config.max_running_requests
     page_table = PageTable(num_slots=num_slots, max_pages=max_pages, page_size=config.page_size, device=pool.device)
+    window_table = None
+    if windows is not None:
+        window_table = PageTable(
+            num_slots=num_slots, max_pages=max_pages, page_size=config.page_size, device=pool.device
+        )
     brings = config.dp_size if exchange is not None else 1
     recorded = DecodeTapes(shared_by=brings) if tapes and model.recordable and _can_tape(config, backend) else None
     scratch = page_table.scratch_slot
@@ -123,6 +139,7 @@ def build_forward(
         tapes=recorded,
         joint=None if exchange is None else JointSteps(exchange, tapes=recorded, scratch_slot=scratch),
         states=_states(config, model, pool.device),
+        window_table=window_table,
     )
 
 
@@ -143,13 +160,14 @@ def build_device(
     exchange: RowExchange | None = None,
     future_map: FutureMap | None = None,
     inputs: StepInputs | None = None,
+    windows: KVPool | None = None,
 ) -> Device:
     """Put `model` and `pool` under an executor and record its decode steps. Raises ConfigError.
 
     `config` is resolved. `decodes`, `prefills`: whether such steps are recorded, as CUDA graphs or (decode steps) as tapes of
     C kernels. `capture`: records graphs in place of CUDA. `max_pages`: of a request; None: as many as the pool has and the context
     needs. `place`: which rank of the model this is. `exchange`: with DP attention. `future_map`: shared with other ranks. `inputs`: of
-    steps; None: the future map's.
+    steps; None: the future map's. `windows`: as of `build_forward`.
     """
     assert config.num_threads is not None and config.max_running_requests is not None, "resolved"
     device, num_slots = pool.device, config.max_running_requests
@@ -161,6 +179,7 @@ def build_device(
         tapes=decodes and capture is None,
         max_pages=max_pages,
         exchange=exchange,
+        windows=windows,
     )
     in_graphs = isinstance(parts.backend, CapturableBackend)
     future_map = future_map or FutureMap.on(device, num_slots=num_slots)
@@ -194,7 +213,9 @@ def build_device(
 
 def _can_tape(config: EngineConfig, backend: AttentionBackend) -> bool:
     """Whether decode steps are calls of C kernels alone."""
-    by_c_kernels = config.dtype == "bfloat16" and isinstance(backend, CpuBackend) and backend.has_kernel
+    by_c_kernels = (
+        config.dtype == "bfloat16" and isinstance(backend, CpuBackend | WindowedBackend) and backend.has_kernel
+    )
     recordable = by_c_kernels and not config.sums_span_nodes  # between machines Python moves the bytes of a sum
     return recordable and not config.disable_cuda_graph and linear_kernel() is not None and tape_library() is not None
 

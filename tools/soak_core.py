@@ -20,7 +20,7 @@ from hypothesis.strategies import SearchStrategy
 from tqdm import tqdm
 
 from tests.core.proof.driver import play
-from tests.core.proof.story import rushes, stories, stories_with_states
+from tests.core.proof.story import rushes, stories, stories_with_states, stories_with_windows
 from tests.disagg.two_role_stories import play as play_two_roles
 from tests.disagg.two_role_stories import two_role_stories
 from tests.loop.test_dp_attention import fuzz
@@ -36,6 +36,7 @@ def drive_round(number: int, *, shrink: bool = True) -> Counter[str]:
     seen = _drive(number, stories(), lambda story: play(story).tally(), shrink=shrink)
     seen += _drive(number, rushes(), lambda story: play(story).tally(), shrink=shrink)
     seen += _drive(number, stories_with_states(), lambda story: play(story).tally(), shrink=shrink)
+    seen += _drive(number, stories_with_windows(), lambda story: play(story).tally(), shrink=shrink)
     seen += _drive(number, two_role_stories(), play_two_roles, shrink=shrink)
     seen += _drive(number, two_role_stories(states=True), play_two_roles, shrink=shrink)
     seen["agreed_steps"] += fuzz(number, steps=AGREED_STEPS_A_ROUND)

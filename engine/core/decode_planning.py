@@ -33,6 +33,8 @@ class DecodePlanner:
         if self._state.limits.max_loras_per_batch:
             ready.sort(key=lambda r: r.adapter)  # tokens of one adapter lie together: its part of the work is one slice
         opens = [open_slot(r, self._table) for r in ready if r.slot is None]
+        for request in ready:
+            self._memory.extend(request, request.launched_len + 1)
         items = [plan_item(r, r.launched_len, r.launched_len + 1, sample=True, extend=False) for r in ready]
         return items, opens
 

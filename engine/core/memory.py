@@ -13,6 +13,7 @@ from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import Match, RadixCache
 from engine.core.request import Request
 from engine.core.state_slots import StateSlots
+from engine.core.window_pages import WindowPages
 
 
 @dataclass(slots=True, frozen=True)
@@ -24,8 +25,8 @@ class Detached:
 
 
 class Memory:
-    """`host`: the tier below `cache`, or None. `states`: of a model with recurrent layers. `rank`: the priority of a request, higher is
-    more.
+    """`host`: the tier below `cache`, or None. `states`: of a model with recurrent layers. `windows`: of layers with a window.
+    `rank`: the priority of a request, higher is more.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class Memory:
         cache: RadixCache,
         host: HostCache | None = None,
         states: StateSlots | None = None,
+        windows: WindowPages | None = None,
         rank: Callable[[Request], int] = lambda request: 0,
     ) -> None:
         self.allocator = allocator
         self.cache = cache
         self.host = host
         self.states = states
+        self.windows = windows
         self._rank = rank
 
     @property
@@ -54,6 +57,8 @@ class Memory:
         `reserved_pages`: left free, for the growth of this request and of others. `lands`: what is not cached comes from elsewhere.
         """
         if self.states is not None and not self.states.num_available:
+            return False
+        if self.windows is not None and not self.windows.fits(request):
             return False
         match = self.match_prefix(request)
         self.cache.lock(match.node)
@@ -70,6 +75,8 @@ class Memory:
         request.lock = match.node
         if self.states is not None:
             self._open_state(self.states, request, match, lands=lands)
+        if self.windows is not None:
+            self.windows.open(request, match.window)
         request.pages = match.pages + self._take(need)
         request.shared_pages = len(match.pages)
         request.launched_len = request.computed_len = len(match.pages) * self.allocator.page_size
@@ -93,6 +100,8 @@ class Memory:
     def pages_left(self, request: Request, *, without: Sequence[Request]) -> int:
         """Count the pages left beside the known tokens of `request` if `without` gave theirs back; negative: no room."""
         if self.states is not None and not (self.states.num_available or any(r.state for r in without)):
+            return -1
+        if self.windows is not None and not self.windows.fits(request, without=without):
             return -1
         match = self.match_prefix(request)
         self.cache.lock(match.node)
@@ -154,7 +163,11 @@ class Memory:
 
     def match_prefix(self, request: Request) -> Match:
         """Find the cached prefix that `request` may use, and mark it as used."""
-        find = self.cache.match if self.states is None else self.cache.match_state
+        find = self.cache.match
+        if self.states is not None:
+            find = self.cache.match_state
+        elif self.windows is not None:
+            find = self.cache.match_window
         return find(request.tokens(0, match_limit(request)), branch=request.branch)
 
     def needs_page(self, request: Request) -> bool:
@@ -177,12 +190,24 @@ class Memory:
         inserted = self.cache.insert(
             tokens, request.pages[:whole], keys, branch=request.branch, priority=self._rank(request)
         )
+        if self.windows is not None:
+            self.windows.share(request, inserted.node, start=request.shared_pages, end=whole)
         request.dup_pages += request.pages[request.shared_pages : inserted.existing]
         request.shared_pages = whole
         self.cache.lock(inserted.node)
         if request.lock is not None:
             self.cache.unlock(request.lock)
         request.lock = inserted.node
+
+    def extend(self, request: Request, end: int) -> None:
+        """Take what else the tokens before `end` need in a step that is about to compute them; there is room."""
+        if self.windows is not None:
+            self.windows.extend(request, end)
+
+    def retire(self, request: Request) -> None:
+        """Give back what nothing reads behind the tokens that have been computed."""
+        if self.windows is not None:
+            self.windows.retire(request)
 
     def end_of_step(self, request: Request, start: int, end: int) -> int:
         """Return how far a step may compute that is to compute tokens `start`..`end` of a prompt."""
@@ -207,6 +232,8 @@ class Memory:
         """Take everything from the request; what is computed stays cached. No step may be in flight."""
         assert request.inflight == 0, f"{request.rid}: pages given back while a step may write them"
         self.share(request)
+        if self.windows is not None:
+            self.windows.free(request)
         if request.lock is not None:
             self.cache.unlock(request.lock)
         self.allocator.free(request.own_pages())
@@ -217,6 +244,7 @@ class Memory:
     def quarantine(self, request: Request) -> Detached:
         """Detach the own memory, which a transfer peer may still write, and unlock the prefix, which it never had."""
         assert request.inflight == 0 and not request.dup_pages, f"{request.rid}: only untouched pages"
+        assert self.windows is None, "no peer writes pages of a window"
         pages = request.own_pages()
         if request.lock is not None:
             self.cache.unlock(request.lock)

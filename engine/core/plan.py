@@ -40,6 +40,7 @@ class PlanItem(msgspec.Struct, frozen=True):
     extend:       part of a prompt, or of what a retracted request computes again
     logprob_from: first position whose own logprob is wanted in this step
     hidden_from:  first position whose hidden state is wanted in this step
+    window_start: as `page_start`, for `new_window`: pages of layers with a window; 0 where a page is gone
     pool:         "last" | "mean": instead, one vector of these positions: the last state, or their sum
     """
 
@@ -57,6 +58,8 @@ class PlanItem(msgspec.Struct, frozen=True):
     logprob_next: int | None = None  # prompt token after this chunk (its logprob comes from this chunk's last logits)
     hidden_from: int | None = None
     pool: str = ""
+    window_start: int = 0
+    new_window: list[int] = []
 
     @property
     def q_len(self) -> int:

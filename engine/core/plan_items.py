@@ -30,7 +30,10 @@ def plan_item(request: Request, start: int, end: int, *, sample: bool, extend: b
         logprob_next=logprob_next,
         hidden_from=hidden_from,
         pool=request.pooling,
+        window_start=request.num_synced_window,
+        new_window=request.window[request.num_synced_window :],
     )
+    request.num_synced_window = len(request.window)
     request.num_synced_pages = len(request.pages)
     request.launched_len = end
     request.inflight += 1

@@ -149,6 +149,7 @@ class PrefillPlanner:
         start, total = request.launched_len, request.num_tokens
         end = adder.take(request)
         self._memory.snapshot(request, end)
+        self._memory.extend(request, end)
         self._stages.chunked = request if end < total else None
         if end == total:
             (self._stages.held if request.prefill_only else self._stages.running).append(request)

@@ -18,19 +18,21 @@ from engine.core.host_cache import HostCache
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_node import TRUNK, Branch, Node
 from engine.core.state_slots import StateSlots
+from engine.core.window_pages import WindowPages
 
 
 @dataclass(slots=True, frozen=True)
 class Match:
     """The longest usable prefix. `node` is where it ends: lock it before anything else may evict.
 
-    `state`: slot of the recurrent state there; 0: none. `num_cached`: pages of the longest prefix that has pages; None: it is this one.
+    `window`: beside `pages`, 0 where a page is gone. `state`: slot of the recurrent state there; 0: none. `num_cached`: pages of the longest prefix that has pages; None: it is this one.
     """
 
     pages: list[int]
     node: Node
     state: int = 0
     num_cached: int | None = None
+    window: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,7 +44,9 @@ class Inserted:
 
 
 class RadixCache:
-    """With `enabled=False` the tree stays empty. `below`: the tier that keeps what the tree forgets. `states`: of a recurrent model."""
+    """With `enabled=False` the tree stays empty. `below`: the tier that keeps what the tree forgets. `states`: of a recurrent model. `windows`:
+    of layers with a window.
+    """
 
     def __init__(
         self,
@@ -53,9 +57,11 @@ class RadixCache:
         below: HostCache | None = None,
         listener: CacheEvents | None = None,
         states: StateSlots | None = None,
+        windows: WindowPages | None = None,
     ) -> None:
         self.enabled = enabled
         self._states = states
+        self._windows = windows
         self._below = below
         self._listener = listener
         self._allocator = allocator
@@ -87,6 +93,17 @@ class RadixCache:
             pages.extend(node.pages)
         self._note_leaf(node)
         return Match(pages, node)
+
+    def match_window(self, tokens: Sequence[int], *, branch: Branch = TRUNK) -> Match:
+        """Find the longest prefix of `tokens` of which the last window is there, mark it as used, and split where it ends."""
+        assert self._windows is not None
+        top = self._top(branch) if self.enabled else None
+        found = (
+            [] if top is None else [page for node, shared in self._walk(tokens, top) for page in node.window[:shared]]
+        )
+        usable = self._windows.usable(found)
+        match = self.match(tokens[: usable * self._page_size], branch=branch)
+        return Match(match.pages, match.node, window=tuple(found[:usable]))
 
     def match_state(self, tokens: Sequence[int], *, branch: Branch = TRUNK) -> Match:
         """Find the longest prefix of `tokens` that ends where a recurrent state is kept, and mark it as used."""
@@ -239,12 +256,16 @@ class RadixCache:
         upper.keys, node.keys = node.keys[:num_pages], node.keys[num_pages:]
         node.key, node.pages, node.parent = node.key[cut:], node.pages[num_pages:], upper
         upper.children[node.key[: self._page_size]] = node
+        if self._windows is not None:
+            self._windows.on_split(upper, node)
         return upper
 
     def _new_node(self, key: tuple[int, ...], pages: list[int], parent: Node) -> Node:
         self._serial += 1
         node = Node(key=key, pages=pages, parent=parent, serial=self._serial)
         parent.children[key[: self._page_size]] = node
+        if self._windows is not None:
+            node.window = [0] * len(pages)
         return node
 
     def _remove(self, node: Node) -> int:
@@ -259,6 +280,8 @@ class RadixCache:
             self._listener.on_removed(node)
         if self._states is not None:
             self._states.on_removed(node)
+        if self._windows is not None:
+            self._windows.on_removed(node)
         self._allocator.evict(node.pages)
         self.num_pages -= len(node.pages)
         self.num_evictable -= len(node.pages)

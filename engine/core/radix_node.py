@@ -33,6 +33,7 @@ class Node:
         "serial",
         "state",
         "uses",
+        "window",
     )
 
     def __init__(
@@ -56,6 +57,9 @@ class Node:
         self.keys: list[bytes] = []  # of its pages, where a tier below listens
         self.uses = 1  # requests that computed or read it
         self.priority = 0  # the highest of these requests
+        self.window: list[
+            int
+        ] = []  # of a model with windows, beside `pages`: 0 where a page is gone (engine/core/window_pages.py)
         self.state = 0  # slot of a snapshot of the recurrent state at the node's end (engine/core/state_slots.py)
 
     @property

@@ -93,11 +93,14 @@ class Request:
     shared_pages: int = 0
     dup_pages: list[int] = field(default_factory=list)
     lock: Node | None = None
+    window: list[int] = field(default_factory=list)  # beside `pages`, of layers with a window; 0: gone
+    window_first: int = 0  # of `window`, the first page that is not gone
     state: int = 0  # slot of its recurrent state; 0: none
     snapshots_at: tuple[int, ...] = ()  # ascending: lengths at which copies of it are kept
     snapshots: dict[int, int] = field(default_factory=dict)  # of those, slots of the copies that are in flight
     slot: int | None = None
     num_synced_pages: int = 0  # of `pages`, how many the executor knows
+    num_synced_window: int = 0  # of `window`
     lower_tiers: LowerTiers = field(default_factory=LowerTiers)
 
     # Planner and Results: how far its steps have got

@@ -20,7 +20,7 @@ class RequestTable:
         assert request.slot is None, f"{request.rid} has slot {request.slot} already"
         slot = self._free.pop()
         self._rows[slot] = request
-        request.slot, request.num_synced_pages = slot, 0
+        request.slot, request.num_synced_pages, request.num_synced_window = slot, 0, 0
         return slot
 
     def close(self, request: Request) -> None:

@@ -44,6 +44,7 @@ class Results:
             else:
                 self._state.counters.wasted_samples += item.sample
             memory.keep_snapshot(request, item.kv_len)
+            memory.retire(request)
         self._state.counters.failed_steps += bool(result.failure)
         self._departures.settle()
         if not all(item.extend for item in plan.items):

@@ -83,6 +83,13 @@ class SchedulerState:
                 f"({request.max_new_tokens}) exceeds the KV capacity of {allocator.num_pages * allocator.page_size}",
                 status=400,
             )
+        windows = self.memory.windows
+        if windows is not None and windows.refuses(request):
+            return refusal(
+                f"input_ids: prompt ({len(request.input_ids)} tokens) plus max_new_tokens ({request.max_new_tokens}) exceed the "
+                f"{windows.allocator.num_pages * allocator.page_size} tokens that layers with a window have room for",
+                status=400,
+            )
         return None
 
     def check(self) -> None:
@@ -96,6 +103,8 @@ class SchedulerState:
             assert all((r.state > 0) == (len(r.pages) > 0) for r in self.stages.all()), (
                 "pages without a state, or a state without"
             )
+        if self.memory.windows is not None:
+            self.memory.windows.check(self.stages.all())
         self.micro_batches.check(idle=not self.stages.live)
         adapters = {r.adapter for r in self.stages.growing()} - {0}
         assert len(adapters) <= self.limits.max_loras_per_batch, "more adapters run than a batch may hold"

@@ -17,7 +17,7 @@ from engine.executor.states import States
 from engine.executor.step_inputs import StepInputs
 from engine.kv.arrival import Arrival
 from engine.kv.page_table import PageTable
-from engine.kv.step_batch import StepBatch
+from engine.kv.step_batch import StepBatch, WindowRows
 from engine.kv.upload import upload
 from engine.lora.bank import AdapterBank
 from engine.models.decoder import DenseDecoder
@@ -29,6 +29,7 @@ class ForwardPass:
     """`graphs` and `tapes` are recorded decode steps, `prefill_graphs` short prompts; `adapters` change the model's layers.
 
     `joint`: with DP attention, what a step needs to know of the other DP ranks. `states`: of a model with recurrent layers.
+    `window_table`: of layers with a window, where they have a pool of their own.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class ForwardPass:
         tapes: DecodeTapes | None = None,
         joint: JointSteps | None = None,
         states: States | None = None,
+        window_table: PageTable | None = None,
     ) -> None:
         self._backend = backend
         self._page_table = page_table
@@ -55,6 +57,7 @@ class ForwardPass:
         self._tapes = tapes
         self._joint = joint
         self._states = states
+        self._window_table = window_table
 
     def attach(self, model: DenseDecoder) -> None:
         """Forget the tapes of another model, and attach the adapters to this one."""
@@ -100,6 +103,8 @@ class ForwardPass:
         """
         items = self._items(plan)
         self._page_table.update(items)
+        if self._window_table is not None:
+            self._window_table.update_windows(items)
         graphs = self._graphs if self._graphs is not None and self._graphs.takes(plan) else None
         if self._layers.watched:
             graphs = None  # a recorded step marks no layers
@@ -153,6 +158,7 @@ class ForwardPass:
             token_offsets=token_offsets,
             riders=[i for i, item in enumerate(items) if not item.extend],
             state_slots=None if self._states is None else self._states.of(slots),
+            windows=self._window_rows(token_slots, positions),
         )
         self._backend.begin(step)
         if self._states is not None:
@@ -166,6 +172,11 @@ class ForwardPass:
         if self._states is not None:
             self._states.end(plan)
         return hidden
+
+    def _window_rows(self, token_slots: Tensor, positions: Tensor) -> WindowRows | None:
+        if self._window_table is None:
+            return None
+        return WindowRows(self._window_table.rows, self._window_table.locate(token_slots, positions)[0])
 
     def _tapes_for(self, plan: Plan) -> DecodeTapes | None:
         """The tapes, if they take the step."""

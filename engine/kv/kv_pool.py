@@ -99,7 +99,7 @@ class KVPool:
     @staticmethod
     def page_bytes_of(specs: Sequence[CacheSpec], page_size: int, *, units: int = 1) -> int:
         """Return the bytes of one page of all layers."""
-        return units * _align(_end(_parts(specs, units), page_size), UNIT_ALIGN_BYTES)
+        return units * max(UNIT_ALIGN_BYTES, _align(_end(_parts(specs, units), page_size), UNIT_ALIGN_BYTES))
 
     @property
     def base_ptr(self) -> int:
@@ -181,6 +181,8 @@ def _layer_offsets(specs: Sequence[CacheSpec], page_size: int) -> list[int]:
 
 
 def _end(parts: Sequence[CacheSpec], page_size: int) -> int:
+    if not parts:  # all layers have a window, and another pool
+        return 0
     return _layer_offsets(parts, page_size)[-1] + parts[-1].bytes_per_token() * page_size
 
 

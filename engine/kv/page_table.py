@@ -1,5 +1,7 @@
 """Device rows slot -> page ids, written by plans in stream order."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -21,14 +23,22 @@ class PageTable:
 
     def update(self, items: list[PlanItem]) -> None:
         """Append each item's new pages to its row, in one scatter."""
+        self._append((item.slot, item.page_start, item.new_pages) for item in items)
+
+    def update_windows(self, items: list[PlanItem]) -> None:
+        """As `update`, with the pages of layers that have a window."""
+        self._append((item.slot, item.window_start, item.new_window) for item in items)
+
+    def _append(self, new: Iterable[tuple[int, int, list[int]]]) -> None:
+        """`new`: (row, column, pages from there on)."""
         slots: list[int] = []
         columns: list[int] = []
         pages: list[int] = []
-        for item in items:
-            n = len(item.new_pages)
-            slots += [item.slot] * n
-            columns += range(item.page_start, item.page_start + n)
-            pages += item.new_pages
+        for slot, start, ids in new:
+            n = len(ids)
+            slots += [slot] * n
+            columns += range(start, start + n)
+            pages += ids
         if pages:
             at = upload(torch.tensor([slots, columns, pages]), self.device)
             self.rows[at[0], at[1]] = at[2].to(torch.int32)

@@ -8,6 +8,14 @@ import torch
 
 
 @dataclass(slots=True)
+class WindowRows:
+    """As of StepBatch, in the pool of layers with a window. A row has pages before the window that are not the request's any more."""
+
+    page_table: torch.Tensor
+    token_pages: torch.Tensor
+
+
+@dataclass(slots=True)
 class StepBatch:
     """One step of B requests with T new tokens, request after request. Tensors are on the pool's device.
 
@@ -19,6 +27,7 @@ class StepBatch:
     token_pages: [T] int64, token_offsets: [T] int64: where each new token's KV goes
     riders:      requests of an extend step that decode; None: any request of one token may
     state_slots: [B] int32, where each request's recurrent state lies (engine/kv/state_pool.py); None: the model has none
+    windows:     where layers with a window have their KV; None: where the others have it
     """
 
     extend: bool
@@ -30,6 +39,7 @@ class StepBatch:
     token_offsets: torch.Tensor
     riders: Sequence[int] | None = None
     state_slots: torch.Tensor | None = None
+    windows: WindowRows | None = None
 
     def spans(self) -> list[tuple[int, int]]:
         """Return the (first, end) row of each request in the [T, ...] tensors."""

@@ -47,6 +47,7 @@ class Reporter:
         if check:
             self._problems = self._find_problems()
         scheduler, allocator = self._scheduler, self._scheduler.memory.allocator
+        windows = scheduler.memory.windows
         counts, host, states = allocator.counts(), scheduler.memory.host, scheduler.memory.states
         peered = self._peered
         unanswered_or_with_memory = self._requests.rids() | scheduler.stages.live.keys()
@@ -81,6 +82,7 @@ class Reporter:
                 **self._intervals.gauges(),
                 **({} if host is None else host.gauges()),
                 **({} if states is None else states.gauges()),
+                **({} if windows is None else windows.gauges()),
                 **({} if peered is None else peered.gauges()),
             },
             problems=self._problems,

@@ -5,7 +5,7 @@ from collections import deque
 
 from engine.core.growth import MeasuredGrowth
 from engine.core.host_cache import HostCache
-from engine.core.limits import Limits
+from engine.core.limits import TAIL_SHARE, Limits
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio, RatioRule
 from engine.core.outputs import StepEffects
@@ -17,6 +17,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
 from engine.core.state_slots import StateSlots
 from engine.core.step_budget import StepBudget
+from engine.core.window_pages import WindowPages
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.hash_model import HashModel, next_token, prefix_hash
@@ -55,6 +56,8 @@ def plan_item(num_tokens: int = 1, *, start: int = 0, extend: bool, sample: bool
 class EngineInATest:
     """`lag`: a launched step runs when it is collected, as late as a stream may; otherwise at once.
 
+    `window`: of some layers, whose pool has `more_window_pages` than the least.
+
     `clip`: the most tokens by which a request is expected to grow (0: none grows, so memory runs out).
     """
 
@@ -77,10 +80,24 @@ class EngineInATest:
         state_slots: int = 0,
         grid: int = 8,
         snapshots: bool = True,
+        window: int = 0,
+        more_window_pages: int = 0,
         **limits: object,
     ) -> None:
         allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
         states = StateSlots(num_slots=state_slots, grid=grid, keeps_snapshots=snapshots) if state_slots else None
+        windows = None
+        if window:
+            step_tokens = None if chunk is None else chunk + chunk // TAIL_SHARE
+            steps = depth + int(str(limits.get("pp_size", 1))) + int(str(limits.get("pp_async_batch_depth", 0)))
+            least = -(-(window - 1 + steps) // page_size) + 2 + -(-(step_tokens or 0) * steps // page_size)
+            windows = WindowPages(
+                num_pages=num_pages if chunk is None else min(num_pages, least + more_window_pages),
+                page_size=page_size,
+                window=window,
+                steps=steps,
+                step_tokens=step_tokens,
+            )
         bounds = Limits(
             grid=grid if state_slots else None,
             page_size=page_size,
@@ -89,8 +106,8 @@ class EngineInATest:
             chunked_prefill_size=chunk,
             **{"max_prefill_tokens": 64, **limits},  # type: ignore[arg-type]
         )
-        cache = RadixCache(allocator, enabled=radix, below=host, states=states)
-        memory = Memory(allocator=allocator, cache=cache, host=host, states=states)
+        cache = RadixCache(allocator, enabled=radix, below=host, states=states, windows=windows)
+        memory = Memory(allocator=allocator, cache=cache, host=host, states=states, windows=windows)
         self.scheduler = Scheduler(
             SchedulerState(
                 limits=bounds,
@@ -105,6 +122,7 @@ class EngineInATest:
         )
         self.now_s = 0.0
         self.model = HashModel(page_size=page_size)
+        self.model.window = window
         self.depth = depth
         self.lag = lag
         self.launched: deque[tuple[Plan, StepResult | None]] = deque()

@@ -98,6 +98,9 @@ class HashModel:
         self.last: dict[int, int] = {}
         self.copies: dict[int, list[list[Slot | None]]] = {}  # of pages, in host memory
         self.host: dict[int, list[Slot]] = {}  # host page -> its slots
+        self.window = 0  # tokens that a query of some layers sees; 0: all layers see all
+        self.window_kv: dict[tuple[int, int], Slot] = {}
+        self.window_rows: dict[int, list[int]] = {}
         self.states: dict[int, State] = {}  # recurrent ones by slot
         self.state_of: dict[int, int] = {}  # row -> slot; 0: the model has none
         self.last_seq = -1  # of the steps that were run
@@ -110,6 +113,7 @@ class HashModel:
         for opened in plan.opens:
             assert opened.slot not in self.rows, "a slot is opened twice"
             self.rows[opened.slot] = []
+            self.window_rows[opened.slot] = []
             self.adapters[opened.slot] = opened.adapter
             self.state_of[opened.slot] = opened.state
             self.lost.discard(opened.slot)
@@ -129,6 +133,9 @@ class HashModel:
         row = self.rows[item.slot]
         row += item.new_pages
         self.kv.update({self._at(row, position): Slot(-1, -1) for position in range(item.start, item.kv_len)})
+        if self.window:
+            mine = self._grow_window(item)
+            self.window_kv.update({self._at(mine, p): Slot(-1, -1) for p in range(item.start, item.kv_len)})
         if state_slot := self.state_of[item.slot]:
             self.states[state_slot] = State(-1, -1)
         return ItemResult(0 if item.sample else None)
@@ -149,6 +156,8 @@ class HashModel:
         for position, token in enumerate(tokens, item.start):
             values.append(step_hash(values[-1], token))
             self.kv[self._at(row, position)] = Slot(values[-1], token)
+        if self.window:
+            self._read_and_write_window(item)
         if state_slot:
             self.states[state_slot] = State(item.kv_len, values[-1])
         result = ItemResult(None, input_logprobs=_input_logprobs(item, tokens, values), hidden=_hidden(item, values))
@@ -158,6 +167,22 @@ class HashModel:
             if item.logprobs is not None:
                 result.logprob = TokenLogprob(logprob_of(values[-1], result.token), result.token)
         return result
+
+    def _read_and_write_window(self, item: PlanItem) -> None:
+        """All that the queries of the step read is what the tokens left; then their own."""
+        row, mine = self.rows[item.slot], self._grow_window(item)
+        for position in range(max(0, item.start - self.window + 1), item.start):
+            found, right = self.window_kv[self._at(mine, position)], self.kv[self._at(row, position)]
+            assert found == right, f"other KV in the window at position {position}"
+        for position in range(item.start, item.kv_len):
+            assert self._at(mine, position)[0], f"no page of the window at position {position}"
+            self.window_kv[self._at(mine, position)] = self.kv[self._at(row, position)]
+
+    def _grow_window(self, item: PlanItem) -> list[int]:
+        mine = self.window_rows[item.slot]
+        assert len(mine) == item.window_start
+        mine += item.new_window
+        return mine
 
     def _copy_pages(self, plan: Plan) -> None:
         for out in plan.to_host:

@@ -98,6 +98,8 @@ class EngineInProcess:
         while self.turn():
             pass
         self.parts.scheduler.check()
+        windows = self.parts.scheduler.memory.windows
+        assert windows is None or windows.num_available == windows.allocator.num_pages, "window pages are left"
         counts = self.parts.scheduler.memory.allocator.counts()
         assert counts["held"] == counts["quarantined"] == 0
 

@@ -30,6 +30,7 @@ from engine.core.results import Results
 from engine.core.scheduler import Scheduler
 from engine.core.stages import Stages
 from engine.core.state_slots import StateSlots
+from engine.core.window_pages import WindowPages
 from engine.loop.rank_pipeline import RankPipeline
 from tools.mutants.planting import Bugs
 
@@ -459,6 +460,45 @@ def _(original, states, request):
 )
 def _(original, states):
     return 1
+
+
+# ---- pages of a window
+
+
+@CORE.bug("the window is a token short", WindowPages.first_page, "The oldest key of a window counts as gone.")
+def _(original, windows, num_tokens):
+    return original(windows, num_tokens + 1)
+
+
+@CORE.bug("a hit goes by full pages alone", WindowPages.usable, "A prefix is used whose last window has a hole.")
+def _(original, windows, cached):
+    return len(cached)
+
+
+@CORE.bug(
+    "a split leaves all window pages below", WindowPages.on_split, "The upper part of a node has the lower one's."
+)
+def _(original, windows, upper, lower):
+    lower.window = lower.window[: len(lower.pages)]
+
+
+@CORE.bug(
+    "a full page leaves its window page behind", WindowPages.on_removed, "A page of a node that is gone stays taken."
+)
+def _(original, windows, node):
+    original(windows, node) if not any(node.window) else None
+
+
+@CORE.bug("a window page is freed while another request reads it", WindowPages._release, "Readers are not counted.")
+def _(original, windows, page):
+    if page in windows._readers:
+        windows._readers[page] = 1
+    original(windows, page)
+
+
+@CORE.bug("admission forgets the windows of others", WindowPages.fits, "More is admitted than the pool holds.")
+def _(original, windows, request, **kwargs):
+    return True
 
 
 # ---- the end of a request

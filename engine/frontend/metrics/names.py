@@ -42,6 +42,7 @@ GAUGES = {
     ),
     "hicache_host_used_tokens": Figure("sglang:hicache_host_used_tokens", "tokens of prefixes in host memory"),
     "hicache_host_total_tokens": Figure("sglang:hicache_host_total_tokens", "tokens that host memory has room for"),
+    "swa_token_usage": Figure("sglang:swa_token_usage", "used share of the KV of layers with a window (1: all)"),
     "mamba_usage": Figure("sglang:mamba_usage", "used share of the slots of recurrent states (1: all)"),
     "mamba_cached_slots": Figure("tandem_mamba_cached_slots", "slots that keep the recurrent state of a prefix"),
     "live": Figure("tandem_num_live_reqs", "requests that have not ended"),

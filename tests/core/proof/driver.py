@@ -377,6 +377,9 @@ class Driver(EngineInATest):
             overlapped=self.overlapped,
             piped=self.piped,
             masks=sum(len(plan.masks) for plan in plans),
+            window_pages_retired=0
+            if self.scheduler.memory.windows is None
+            else self.scheduler.memory.windows.num_retired,
             snapshots=sum(len(plan.snapshots) for plan in plans),
             begun_from_snapshots=sum(copy.src is not None for plan in plans for copy in plan.states),
         )
@@ -407,6 +410,8 @@ def play(story: Story) -> Driver:
     if (states := driver.scheduler.memory.states) is not None:
         left = states.allocator.counts()
         assert left["held"] == left["quarantined"] == 0, f"states are left: {left}"
+    if (windows := driver.scheduler.memory.windows) is not None:
+        assert windows.num_available == windows.allocator.num_pages, "window pages are left"
     assert driver.model.copies == {}, "a copy of an ended request is left"
     for life in driver.lives.values():
         judge(

@@ -18,6 +18,7 @@ class Setup:
 
     `lag`: steps run when they are collected. `gives_nan`: the model sometimes does. `depth`: with one pipeline stage; more
     stages are so much deeper. `state_slots`: of a model with recurrent states; 0: it has none. `grid`: where its prompts may be cut.
+    `window`: tokens that queries of some layers see; 0: all layers see all.
     """
 
     role: str
@@ -44,6 +45,8 @@ class Setup:
     pp_async_batch_depth: int
     state_slots: int = 0
     grid: int = 8
+    window: int = 0
+    more_window_pages: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +170,18 @@ def stories_with_states() -> st.SearchStrategy[Story]:
     slots = _setups(state_slots=st.sampled_from([1, 2, 3, 5, 12]), grid=st.sampled_from([4, 8]))
     event = st.one_of(asks(), _events(), asks(), _events(), _events())
     return st.builds(Story, slots.map(_with_states), st.lists(event, min_size=25, max_size=60).map(tuple))
+
+
+def stories_with_windows() -> st.SearchStrategy[Story]:
+    """Of a model of whose layers some see a window. Its requests are computed where they are decoded."""
+    setups = _setups(
+        role=st.sampled_from(["unified", "unified", "prefill"]),
+        backup_pages=st.just(0),
+        window=st.sampled_from([1, 2, 3, 5, 6, 9, 16]),
+        more_window_pages=st.sampled_from([0, 3, 10, 30]),
+    )
+    event = st.one_of(asks(), _events(), asks(), _events(), _events())
+    return st.builds(Story, setups, st.lists(event, min_size=25, max_size=60).map(tuple))
 
 
 def _events() -> st.SearchStrategy[Event]:

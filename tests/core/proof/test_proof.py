@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from tests.core.proof.driver import play
-from tests.core.proof.story import Story, rushes, stories, stories_with_states
+from tests.core.proof.story import Story, rushes, stories, stories_with_states, stories_with_windows
 from tools.mutants.__main__ import find
 
 STEPS = 10_000
@@ -73,6 +73,21 @@ def test_10_000_steps_with_recurrent_states() -> None:
         "preemptions": 20,
         "overlapped": 2000,
         "updates": 5,
+    }
+    lacking = {name for name, most in least.items() if seen[name] < most}
+    assert not lacking, f"the stories do not show enough of {lacking}: {dict(seen)}"
+
+
+def test_10_000_steps_with_windows() -> None:
+    """Every step finds the KV of its window in the pages of the window's own pool, however few these are."""
+    seen = seen_in(stories_with_windows(), examples=210)
+    assert seen["steps"] >= STEPS, seen
+    least = {
+        "window_pages_retired": 500,
+        "cached_tokens": 300,
+        "retractions": 50,
+        "preemptions": 20,
+        "overlapped": 2000,
     }
     lacking = {name for name, most in least.items() if seen[name] < most}
     assert not lacking, f"the stories do not show enough of {lacking}: {dict(seen)}"

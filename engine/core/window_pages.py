@@ -1,0 +1,189 @@
+"""Pages of the layers that see a window: a pool of their own, from which a page goes as soon as no step can read it any more.
+
+A request's `window` lies beside its `pages`: page i holds the same tokens in both, 0 where it is gone or still to come.
+
+    FREE --extend--> HELD by one request --share--> CACHED: in the prefix tree, read by any number of requests
+                       |                              |  no reader left: idle, and evicted least recently used first
+                       +--retire, free--> FREE <------+
+
+A query at position p reads keys from p - W + 1 on. Steps in flight still read, so pages retire by what has been *collected*. A
+prefix can be used up to a length of which the pages of one window are there. A full page that is evicted takes its window page
+along; a window page goes alone. What an admitted request needs at once is bounded, and admission counts these bounds: growth
+never fails here.
+
+After SGLang's SWARadixCache; counts of readers as vLLM has them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from engine.core.page_allocator import PageAllocator
+from engine.core.radix_node import Node
+from engine.core.request import Request
+
+
+class WindowPages:
+    """`window`: tokens that a query sees, its own included. `steps`: in flight at most. `step_tokens`: prompt tokens of a step; None: a
+    prompt goes whole.
+    """
+
+    def __init__(
+        self, *, num_pages: int, page_size: int, window: int, steps: int = 1, step_tokens: int | None = None
+    ) -> None:
+        self.allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
+        self.window = window
+        self.num_retired = 0  # pages since start
+        self._steps = steps
+        self._step_tokens = step_tokens
+        self._bounds: dict[int, tuple[int, int]] = {}  # serial of a request with memory -> `_bound`
+        self._readers: dict[int, int] = {}  # of cached pages
+        self._homes: dict[int, Node] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached pages that nothing reads, least recently used first
+
+    @property
+    def num_available(self) -> int:
+        return self.allocator.num_free + len(self._idle)
+
+    def first_page(self, num_tokens: int) -> int:
+        """Return the first page that the query behind `num_tokens` tokens reads."""
+        return max(0, num_tokens - self.window + 1) // self.allocator.page_size
+
+    # ---- admission
+
+    def fits(self, request: Request, *, without: Sequence[Request] = ()) -> bool:
+        """Whether the bounds of all that have memory leave room for `request`, once `without` have left."""
+        gone = {r.serial for r in without}
+        bounds = [bound for serial, bound in self._bounds.items() if serial not in gone]
+        return self._holds([*bounds, self._bound(request)])
+
+    def _holds(self, bounds: list[tuple[int, int]]) -> bool:
+        """Two bounds, each of all that requests can hold at once: windows with the prompt tokens in flight, and whole requests."""
+        in_flight = self.allocator.pages_for((self._step_tokens or 0) * self._steps)
+        windows, whole = sum(w for w, _ in bounds) + in_flight, sum(t for _, t in bounds)
+        return min(windows, whole) <= self.allocator.num_pages
+
+    def _bound(self, request: Request) -> tuple[int, int]:
+        """(pages of its window at any time, pages of all its tokens); `steps` tokens are in flight beside the prompts'."""
+        whole = self.allocator.pages_for(request.num_tokens + request.tokens_left)
+        if self._step_tokens is None:
+            return whole, whole
+        return min(whole, self.allocator.pages_for(self.window - 1 + self._steps) + 2), whole
+
+    # ---- requests
+
+    def open(self, request: Request, cached: Sequence[int]) -> None:
+        """Begin with `cached` pages of the tree, of which those of one window are there and are read from now on."""
+        self._bounds[request.serial] = self._bound(request)
+        first = self.first_page(len(cached) * self.allocator.page_size)
+        request.window = [0] * first + list(cached[first:])
+        request.window_first = first
+        for page in request.window[first:]:
+            self._readers[page] += 1
+            self._idle.pop(page, None)
+
+    def extend(self, request: Request, end: int) -> None:
+        """Take pages for the tokens before `end`, which a step is about to compute."""
+        missing = self.allocator.pages_for(end) - len(request.window)
+        if missing > 0:
+            request.window += self._take(missing)
+
+    def retire(self, request: Request) -> None:
+        """Give back the pages that neither a later step nor one in flight reads."""
+        first = min(self.first_page(request.computed_len), len(request.window))
+        for i in range(request.window_first, first):
+            self._release(request.window[i])
+            request.window[i] = 0
+            self.num_retired += 1
+        request.window_first = max(request.window_first, first)
+
+    def free(self, request: Request) -> None:
+        for page in request.window[request.window_first :]:
+            self._release(page)
+        request.window, request.window_first = [], 0
+        self._bounds.pop(request.serial, None)
+
+    def own(self, request: Request) -> list[int]:
+        """Return the pages that `request` alone holds."""
+        return [page for page in request.window if page and self.allocator.state_of(page) == "held"]
+
+    def _release(self, page: int) -> None:
+        if page not in self._readers:
+            self.allocator.free([page])
+            return
+        self._readers[page] -= 1
+        if self._readers[page] == 0:
+            self._idle[page] = None
+
+    def _take(self, n: int) -> list[int]:
+        while self.allocator.num_free < n:
+            self._evict(next(iter(self._idle)))
+        return self.allocator.allocate(n)
+
+    # ---- the tree
+
+    def usable(self, cached: Sequence[int]) -> int:
+        """Return the longest prefix of `cached` (0 where a page is gone) of which the last window is there."""
+        alive, best = 0, 0
+        for i, page in enumerate(cached):
+            alive = alive + 1 if page else 0
+            length = i + 1
+            if alive >= length - self.first_page(length * self.allocator.page_size):
+                best = length
+        return best
+
+    def share(self, request: Request, node: Node, *, start: int, end: int) -> None:
+        """Put its pages `start`..`end` - 1, which are computed, into the path to `node`, which ends there."""
+        at: Node | None = node
+        while at is not None and at.parent is not None and end > start:
+            begin = end - len(at.pages)
+            for i in range(max(begin, start, request.window_first), end):
+                page = request.window[i]
+                if not at.window[i - begin] and page not in self._readers:
+                    self.allocator.to_cache([page])
+                    at.window[i - begin] = page
+                    self._readers[page], self._homes[page] = 1, at
+            at, end = at.parent, begin
+
+    def on_split(self, upper: Node, lower: Node) -> None:
+        """`upper` has got the first pages of `lower`."""
+        cut = len(upper.pages)
+        upper.window, lower.window = lower.window[:cut], lower.window[cut:]
+        self._homes.update((page, upper) for page in upper.window if page)
+
+    def on_removed(self, node: Node) -> None:
+        for page in [page for page in node.window if page]:
+            self._evict(page)
+
+    def _evict(self, page: int) -> None:
+        node = self._homes.pop(page)
+        node.window[node.window.index(page)] = 0
+        readers = self._readers.pop(page)
+        assert readers == 0, f"window page {page} goes while a request reads it"
+        del self._idle[page]
+        self.allocator.evict([page])
+
+    # ---- reports
+
+    def gauges(self) -> dict[str, float]:
+        return {"swa_token_usage": 1 - self.num_available / self.allocator.num_pages}
+
+    def refuses(self, request: Request) -> bool:
+        """Whether `request` would not fit alone."""
+        return not self._holds([self._bound(request)])
+
+    def check(self, requests: Sequence[Request]) -> None:
+        self.allocator.check()
+        held = [page for r in requests for page in self.own(r)]
+        assert len(held) == len(set(held)) == self.allocator.counts()["held"], "held window pages and owners differ"
+        reads = [page for r in requests for page in r.window if page and page in self._readers]
+        assert all(self._readers[page] == reads.count(page) for page in set(reads)), "readers of window pages are lost"
+        assert sum(self._readers.values()) == len(reads)
+        assert set(self._idle) == {page for page, readers in self._readers.items() if not readers}
+        assert all(page in node.window and node.parent is not None for page, node in self._homes.items())
+        assert len(self._homes) == len(self._readers) == self.allocator.counts()["cached"]
+        assert {r.serial for r in requests if r.pages} == set(self._bounds), "bounds of requests without memory"
+        fits = self._holds(list(self._bounds.values()))
+        assert fits, "more is admitted than there is room for"
+        for r in requests:
+            assert all(r.window[r.window_first :]), f"{r.rid} lost a page of its window"
+            assert not any(r.window[: r.window_first]), f"{r.rid} keeps pages behind its window"

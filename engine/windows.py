@@ -1,0 +1,57 @@
+"""Whether an engine keeps layers with a window in a pool of their own, and how its memory is shared out between the pools."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from engine.core.window_pages import WindowPages
+from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.resolve import depth, largest_prompt_step
+
+PREFIXES = 2  # windows for each request that may run: its own, and one of a cached prefix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowGroup:
+    """`num_pages`: of the layers that see all; `window_pages`: of the others. `step_tokens`, `steps`: as of WindowPages."""
+
+    window: int
+    num_pages: int
+    window_pages: int
+    steps: int
+    step_tokens: int | None
+
+    def make_pages(self, page_size: int) -> WindowPages:
+        return WindowPages(
+            num_pages=self.window_pages,
+            page_size=page_size,
+            window=self.window,
+            steps=self.steps,
+            step_tokens=self.step_tokens,
+        )
+
+
+def window_group(config: EngineConfig, specs: Sequence[CacheSpec], *, pages: int, units: int) -> WindowGroup | None:
+    """Share out the memory of `pages` pages of all layers; None: no layer has a window. `config` is resolved.
+
+    The pool of windows gets what running requests and as many cached prefixes can use at most, the other one the rest.
+    """
+    assert config.max_running_requests is not None and config.context_length is not None, "resolved"
+    inside = [spec for spec in specs if spec.window]
+    if not inside:
+        return None
+    size, steps, window = config.page_size, depth(config), max(spec.window for spec in inside)
+    step_tokens = None if config.chunked_prefill_size == -1 else largest_prompt_step(config)
+    each = -(-(window - 1 + steps) // size) + 2
+    wanted = PREFIXES * config.max_running_requests * each + -(-(step_tokens or 0) * steps // size)
+    window_pages = pages if step_tokens is None else min(pages, wanted)
+    num_pages = pages
+    if config.max_total_tokens is None:
+        usable = config.max_running_requests * -(-config.context_length // size)
+        left = pages * KVPool.page_bytes_of(specs, size, units=units)
+        left -= window_pages * KVPool.page_bytes_of(inside, size, units=units)
+        beside = [spec for spec in specs if not spec.window]
+        num_pages = max(pages, min(usable, left // KVPool.page_bytes_of(beside, size, units=units)))
+    return WindowGroup(
+        window=window, num_pages=num_pages, window_pages=window_pages, steps=steps, step_tokens=step_tokens
+    )

@@ -1,0 +1,123 @@
+"""Layers with a window give pages back while a request runs, and nothing but the window is ever read."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from engine.core.window_pages import WindowPages
+from engine.kernels.linear import linear_kernel
+from engine.kv.kv_pool import DTYPES, KVPool
+from tests.engine.engine_in_process import EngineInProcess, prompt_of
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
+
+WINDOW, NEW = 20, 120
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "some layers": ("qwen2", {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2}),
+    "all layers": ("mistral", {"sliding_window": WINDOW}),
+}
+PROMPTS = [prompt_of(90, 1), prompt_of(9, 2), prompt_of(41, 3)]
+FLAGS: dict[str, Any] = {
+    "page_size": 4,
+    "max_total_tokens": 2048,
+    "chunked_prefill_size": 32,
+    "max_running_requests": 4,
+}
+
+
+class WithWindows(EngineInProcess):
+    @property
+    def windows(self) -> WindowPages:
+        windows = self.parts.scheduler.memory.windows
+        assert windows is not None, "the engine keeps no pool of windows"
+        return windows
+
+    @property
+    def pool(self) -> KVPool:
+        backend: Any = self.parts.device.executor.runner._forward_pass._backend
+        pool = backend._windows._prompts._pool
+        assert isinstance(pool, KVPool) and all(spec.window == WINDOW for spec in pool.specs)
+        return pool
+
+    def poison(self) -> None:
+        """Nothing may read a page that is free, nor page 0, which stands for pages that are gone."""
+        pool, allocator = self.pool, self.windows.allocator
+        free = [0, *(p for p in range(1, pool.num_pages + 1) if allocator.state_of(p) == "free")]
+        pool.buffer.view(DTYPES[pool.specs[0].dtype]).view(1 + pool.num_pages, -1)[torch.tensor(free)] = torch.nan
+
+
+@contextmanager
+def engine_of(family: str, folder: Any, dtype: str = "float32", **flags: Any) -> Iterator[WithWindows]:
+    name, overrides = FAMILIES[family]
+    path = make_tiny_checkpoint(folder / f"{name}-{dtype}", name, dtype=dtype, **overrides)
+    with WithWindows(path, **{**FLAGS, "dtype": dtype, **flags}) as engine:
+        yield engine
+
+
+def answers(engine: EngineInProcess) -> dict[str, list[int]]:
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(str(i), prompt, max_new_tokens=NEW)
+    engine.run()
+    return engine.tokens
+
+
+def all_kept(family: str, folder: Any, dtype: str) -> dict[str, list[int]]:
+    """The tokens of an engine that keeps all KV: windows mask only."""
+    name, overrides = FAMILIES[family]
+    path = make_tiny_checkpoint(folder / f"kept-{dtype}", name, dtype=dtype, **overrides)
+    with EngineInProcess(
+        path, **{**FLAGS, "dtype": dtype, "enable_hierarchical_cache": True, "hicache_ratio": 1.0}
+    ) as engine:
+        assert engine.parts.scheduler.memory.windows is None
+        return answers(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_freed_pages_are_not_read(family: str, dtype: str, overlap: bool, tmp_path: Any) -> None:
+    if dtype == "bfloat16" and linear_kernel() is None:
+        pytest.skip("bits of bf16 need the C kernel")
+    stream = {"stream": "threaded", "stream_delay_s": 0.001} if overlap else {}
+    with engine_of(family, tmp_path, dtype, **stream) as engine:
+        for i, prompt in enumerate(PROMPTS):
+            engine.add(str(i), prompt, max_new_tokens=NEW)
+        assert (engine.parts.device.tapes is not None) == (dtype == "bfloat16"), "decode steps are played as ever"
+        most = 0
+        while engine.turn():
+            engine.parts.device.executor.call(engine.poison)
+            running = engine.parts.scheduler.stages.running
+            most = max([most, *(sum(page > 0 for page in r.window) for r in running if len(r.output_ids) > WINDOW)])
+        whole = -(-(len(PROMPTS[0]) + NEW) // 4)
+        assert 0 < most <= -(-(WINDOW + 1) // 4) + 1 < whole / 5, "pages behind the window go while the answer grows"
+        assert engine.tokens == all_kept(family, tmp_path, dtype)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefixes_are_found_while_their_window_is_there(family: str, tmp_path: Any) -> None:
+    with engine_of(family, tmp_path) as engine:
+        first = answers(engine)
+        before = dict(first)
+        engine.add("again", PROMPTS[0], max_new_tokens=NEW)
+        engine.run()
+        assert engine.tokens["again"] == before["0"] and engine.cached["again"] == 88
+        longer = PROMPTS[0] + before["0"][:60]
+        engine.add("longer", longer, max_new_tokens=4)
+        engine.run()
+        assert engine.tokens["longer"] == before["0"][60:64]
+        windows = engine.windows
+        while windows._idle:
+            windows._evict(next(iter(windows._idle)))
+        engine.add("forgotten", PROMPTS[0], max_new_tokens=NEW)
+        engine.run()
+        assert engine.tokens["forgotten"] == before["0"] and engine.cached["forgotten"] == 0
+
+
+def test_a_small_pool_serves_more_requests_than_it_holds(tmp_path: Any) -> None:
+    """Few pages of the window's pool: requests wait for their bound, none fails, and the answers stay."""
+    flags = {"max_running_requests": 2, "chunked_prefill_size": 16, "max_total_tokens": 4096}
+    with engine_of("some layers", tmp_path, **flags) as engine:
+        assert engine.windows.allocator.num_pages < 60
+        assert answers(engine) == all_kept("some layers", tmp_path, "float32")
