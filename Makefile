@@ -32,7 +32,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tools.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run chat test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins pins triton-versions house api-table k8s-drill fault-matrix death-notice churn-soak rank-faults rank-shapes rank-soak plan-error gpu-check lint format clean
+.PHONY: help setup run chat test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins pins triton-versions house api-table model-table k8s-drill fault-matrix death-notice churn-soak rank-faults rank-shapes rank-soak plan-error gpu-check lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine; Ctrl-C ends it"
@@ -66,6 +66,7 @@ help:
 	@echo "make sim [SEED=7 NODES=8]  simulate one cluster with faults"
 	@echo "make sim-mutants       plant bugs in whole clusters; fixed seeds and scenarios must find each"
 	@echo "make manifests         render deploy/kubernetes for the tests (after a change there; needs kubectl)"
+	@echo "make model-table       write the table of docs/models.md (after a change of what a model family works with)"
 	@echo "make api-table         write docs/api.md (after a change of routes or fields)"
 	@echo "make image-pins        pin what the images install to the versions of $(VENV)"
 
@@ -185,6 +186,9 @@ triton-versions: $(STAMP) $(TRITON_VENV)/bin/python
 # After a change of routes or bodies; a test compares the page.
 api-table: $(STAMP)
 	$(BIN)/python -m tools.api_table.page
+
+model-table: $(STAMP)
+	$(BIN)/python -m tests.e2e.zoo
 
 house: $(STAMP)
 	$(BIN)/python -m tools.house

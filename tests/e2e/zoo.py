@@ -1,0 +1,146 @@
+"""All model families, served in every way: what works is in the table of docs/models.md, which `make model-table` writes.
+
+A way that works gives the tokens of one engine which computes each prompt whole and caches nothing; tests/engine/test_families.py
+compares that engine with transformers. A way that does not work is refused when the engine is built, or the adapter read.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tqdm import tqdm
+
+from service.flags import ConfigError
+from tests.e2e.two_engines import disaggregated, run
+from tests.engine.engine_in_process import EngineInProcess, prompt_of
+from tests.engine.ranks_in_process import ranks
+from tests.lora.tiny_adapters import make_tiny_adapter
+from tests.models.tiny_checkpoints import ARCHITECTURES, make_tiny_checkpoint
+from tests.packages import ROOT
+
+PAGE = ROOT / "docs" / "models.md"
+BEGIN, END = "<!-- model table: make model-table -->\n", "<!-- end of the table -->\n"
+SYSTEM = prompt_of(70, 9)
+PROMPTS = {f"r{i}": [*SYSTEM, *prompt_of(4 + 9 * i, i)] for i in range(3)}
+NEW = 6
+CHUNK = 64  # where prompts of recurrent models may be cut
+FLAGS: Mapping[str, Any] = {"page_size": 4, "max_total_tokens": 1024, "max_running_requests": 8, "num_threads": 1}
+
+Tokens = dict[str, list[int]]
+
+
+class Served:
+    """A family's tiny checkpoint. Each way raises ConfigError where it is refused, AssertionError where its tokens are wrong."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        self._folder = folder
+        self._path = make_tiny_checkpoint(folder / family, family)
+        self._right = self._tokens(chunked_prefill_size=-1, disable_radix_cache=True)
+
+    def chunked(self) -> None:
+        assert self._tokens(chunked_prefill_size=CHUNK, disable_radix_cache=True) == self._right
+
+    def cached(self) -> None:
+        with EngineInProcess(self._path, **FLAGS) as engine:
+            for rid, prompt in PROMPTS.items():
+                engine.add(rid, prompt, max_new_tokens=NEW)
+                engine.run()
+            assert engine.tokens == self._right
+            assert engine.cached["r2"] >= len(SYSTEM) // 2, engine.cached
+
+    def two_ranks(self) -> None:
+        with ranks(self._path, tp_size=2, **FLAGS) as group:
+            assert _ask(group.engine) == self._right
+
+    def two_stages(self) -> None:
+        with ranks(self._path, pp_size=2, **FLAGS) as group:
+            assert _ask(group.engine) == self._right
+
+    def by_nixl(self) -> None:
+        self._disaggregated("nixl")
+
+    def by_mooncake(self) -> None:
+        self._disaggregated("mooncake")
+
+    def adapted(self) -> None:
+        folder = self._folder / "adapter"
+        adapter = make_tiny_adapter(folder, self._path, seed=1, targets=("o_proj",), lora_alpha=64)
+        with EngineInProcess(self._path, enable_lora=True, **FLAGS) as engine:
+            store = engine.parts.device.adapters
+            assert store is not None
+            store.install(1, store.read(adapter))
+            changed = _ask(engine, adapter=1)
+            assert changed != self._right
+            engine.tokens.clear()
+            assert _ask(engine) == self._right
+
+    def quantized(self) -> None:
+        """Rounded weights have tokens of their own, which two engines share."""
+        assert self._tokens(dtype="bfloat16", quantization="int8wo", chunked_prefill_size=-1) == self._tokens(
+            dtype="bfloat16", quantization="int8wo", chunked_prefill_size=CHUNK
+        )
+
+    def _disaggregated(self, backend: str) -> None:
+        disagg = {"disaggregation_transfer_backend": backend}
+        asked = [(rid, prompt, NEW) for rid, prompt in PROMPTS.items()]
+        with disaggregated(self._path, decode={}, disagg=disagg, **FLAGS) as pair:
+            assert run(pair, asked, turns_between=6) == self._right
+
+    def _tokens(self, **flags: Any) -> Tokens:
+        with EngineInProcess(self._path, **{**FLAGS, **flags}) as engine:
+            return _ask(engine)
+
+
+WAYS: Mapping[str, Callable[[Served], None]] = {
+    "chunks": Served.chunked,
+    "prefix cache": Served.cached,
+    "PD by NIXL": Served.by_nixl,
+    "PD by Mooncake": Served.by_mooncake,
+    "TP 2": Served.two_ranks,
+    "PP 2": Served.two_stages,
+    "LoRA": Served.adapted,
+    "int8 weights": Served.quantized,
+}
+
+
+def row_of(family: str, folder: Path) -> str:
+    """Serve a family in all ways; return its line of the table."""
+    served = Served(family, folder)
+    return _line([f"`{ARCHITECTURES[family]}`", *(_outcome(way, served) for way in WAYS.values())])
+
+
+def rows_in(page: str) -> list[str]:
+    table = page.partition(BEGIN)[2].partition(END)[0]
+    return table.splitlines(keepends=True)[2:]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"|{'|'.join(cells)}|\n"
+
+
+def _outcome(way: Callable[[Served], None], served: Served) -> str:
+    try:
+        way(served)
+    except ConfigError:
+        return "refused"
+    return "yes"
+
+
+def _ask(engine: EngineInProcess, *, adapter: int = 0) -> Tokens:
+    for rid, prompt in PROMPTS.items():
+        engine.add(rid, prompt, max_new_tokens=NEW, adapter=adapter)
+    engine.run()
+    return dict(engine.tokens)
+
+
+def main() -> None:
+    head = [_line(["architecture", *WAYS]), _line(["---"] * (1 + len(WAYS)))]
+    with TemporaryDirectory() as folder:
+        rows = [row_of(family, Path(folder) / family) for family in tqdm(sorted(ARCHITECTURES))]
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(before + BEGIN + "".join(head + rows) + END + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    main()
