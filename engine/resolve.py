@@ -44,6 +44,10 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
             f"--quantization {config.quantization}: integers are multiplied on cpu and with --dtype bfloat16, not on {device} in "
             f"{dtype}; leave it out"
         )
+    if config.quantization and model.stored is not None and model.stored.layout != "fp8":
+        raise ConfigError(
+            f"--quantization {config.quantization}: the checkpoint's weights are integers already ({model.stored}); leave it out"
+        )
     check_lora(config.lora_paths, max_loaded=config.max_loaded_loras)
     check_sizes(config, model)
     return replace(

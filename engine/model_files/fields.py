@@ -33,6 +33,9 @@ class Fields:
         """The same file, with values for fields that it leaves out."""
         return Fields(self._path, {**defaults, **self._values})
 
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._values)
+
     def inside(self, name: str) -> "Fields":
         """The object in field `name` (absent or null: an empty one)."""
         value = self.get(name) or {}

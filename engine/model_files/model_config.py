@@ -12,13 +12,13 @@ from engine.gguf.config import config_fields
 from engine.gguf.file import open_gguf
 from engine.model_files.arithmetic import Arithmetic
 from engine.model_files.experts_config import ExpertsConfig
-from engine.model_files.families import Family
 from engine.model_files.fields import Fields, read_fields
 from engine.model_files.head_config import TOKENS, HeadConfig, read_family, read_head
 from engine.model_files.latent_config import LatentConfig, read_latent, rope_dim
 from engine.model_files.layer_kinds import read_kinds, read_ropes, read_windows
 from engine.model_files.recurrent_config import RecurrentConfig
 from engine.model_files.rope_config import RopeConfig
+from engine.model_files.stored_weights import StoredWeights, read_stored_weights
 from service.flags import ConfigError
 
 DEFAULT_MODEL_PATH = str(Path(__file__).parents[1] / "models" / "recall" / "checkpoint")
@@ -33,7 +33,7 @@ class ModelConfig:
 
     `attention_bias`: q, k and v have a bias; `attention_out_bias`: o has one too. `dtype`: of the stored weights.
     `eos_token_ids`: of both files, ascending. `qk_norm`, `norms`, `fused_qkv`, `fused_mlp`: as in `Family`.
-    `quantization`: how weights are quantized; "": they are floats.
+    `quantization`: how weights are quantized; "": they are floats. `stored`: how they are in the files.
     `experts`: of a mixture (None: all MLPs are dense, of `intermediate_size`).
     `latent`: of latent attention; `num_kv_heads` is 1 then, and `head_dim` what the cache keeps of a token.
     `recurrent`: which layers have a state in place of K and V; None: none has. `attention_gate`: as in `Family`.
@@ -72,6 +72,7 @@ class ModelConfig:
     recurrent: RecurrentConfig | None = None
     attention_gate: bool = False
     quantization: str = ""
+    stored: StoredWeights | None = None
 
     @property
     def generates(self) -> bool:
@@ -148,7 +149,15 @@ class ModelConfig:
 
         The tail hashes every field that changes the numbers, but a quantization, which stands behind it.
         """
-        silent = {"dtype", "max_position_embeddings", "bos_token_id", "eos_token_ids", "model_type", "quantization"}
+        silent = {
+            "dtype",
+            "max_position_embeddings",
+            "bos_token_id",
+            "eos_token_ids",
+            "model_type",
+            "quantization",
+            "stored",
+        }
         fields = {name: value for name, value in asdict(self).items() if name not in silent}
         digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:12]
         return (
@@ -177,7 +186,8 @@ def load_model_config(model_path: str) -> ModelConfig:
 def _model_config(fields: Fields, generation: Fields, *, folder: Path) -> ModelConfig:
     name, family, kind = read_family(fields)
     fields = fields.with_defaults(family.defaults)
-    _refuse_unsupported(fields, family)
+    _refuse_unsupported(fields)
+    stored = read_stored_weights(fields, mxfp4=family.mxfp4)
     arithmetic = family.arithmetic(fields)
     if family.experts is not None and arithmetic.activation != "silu":
         raise fields.error("hidden_act", f"{fields.get('hidden_act')} is not supported in experts; only silu is")
@@ -220,6 +230,8 @@ def _model_config(fields: Fields, generation: Fields, *, folder: Path) -> ModelC
         experts=experts,
         recurrent=None if family.recurrent is None else family.recurrent(fields, num_layers),
         attention_gate=family.attention_gate,
+        quantization="" if stored is None else str(stored),
+        stored=stored,
         max_position_embeddings=context,
         windows=read_windows(fields, kinds, family=family, context=context),
         dtype=_dtype(fields),
@@ -250,10 +262,7 @@ def _kv_heads(fields: Fields, *, heads: int, hidden: int) -> tuple[int, int]:
     return kv_heads, head_dim
 
 
-def _refuse_unsupported(fields: Fields, family: Family) -> None:
-    method = fields.inside("quantization_config").get("quant_method")
-    if fields.get("quantization_config") and not (family.mxfp4 and method == "mxfp4"):
-        raise fields.error("quantization_config", "quantized checkpoints are not supported; use a bf16 or fp32 one")
+def _refuse_unsupported(fields: Fields) -> None:
     if fields.flag("mlp_bias", default=False):
         raise fields.error("mlp_bias", "a bias in the MLP is not supported")
 

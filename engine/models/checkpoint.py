@@ -16,7 +16,10 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from engine.gguf.file import open_gguf
 from engine.kv.kv_pool import DTYPES
+from engine.model_files.stored_weights import StoredWeights
+from engine.models.quantized_tensors import QuantizedTensors
 from engine.parallel.layout import Extent, cut_of
+from engine.quant.integers import Integers, stacked
 from service.flags import ConfigError
 
 if TYPE_CHECKING:
@@ -32,17 +35,20 @@ _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
 class Checkpoint:
     """The tensors of `model_path`, each taken once, in `dtype` on `device`. A context manager.
 
-    `progress`: show a bar on a terminal. Raises `ConfigError` naming tensor and file.
+    `progress`: show a bar on a terminal. `stored`: how weights are quantized; None: they are floats. Raises `ConfigError`
+    naming tensor and file.
     """
 
-    def __init__(self, model_path: str, *, dtype: str, device: str, progress: bool) -> None:
+    def __init__(
+        self, model_path: str, *, dtype: str, device: str, progress: bool, stored: StoredWeights | None = None
+    ) -> None:
         if dtype not in DTYPES:
             raise ConfigError(f"--dtype {dtype}: not supported; supported: {', '.join(DTYPES)}")
         self.dtype_name = dtype
         self.dtype = DTYPES[dtype]
         self.device = torch.device(device)
-        self._tensors = _open_tensors(Path(model_path))
-        self._opened, self._stamp = (model_path, dtype, device), _stamp(model_path)
+        self._tensors = _open_tensors(Path(model_path), stored)
+        self._opened, self._stamp = (model_path, dtype, device, stored), _stamp(model_path)
         self._left = {name for name in self._tensors.names() if not _DERIVED.match(name)}
         self._bar = tqdm(total=len(self._left), desc="Loading weights", unit="tensor", disable=not progress)
 
@@ -57,10 +63,10 @@ class Checkpoint:
 
     def again(self) -> "Checkpoint":
         """The same files once more, later. Raises `ConfigError` where they are others."""
-        path, dtype, device = self._opened
+        path, dtype, device, stored = self._opened
         if _stamp(path) != self._stamp:
             raise ConfigError(f"{path}: its files are not those that were loaded; update the weights, or restore them")
-        return Checkpoint(path, dtype=dtype, device=device, progress=False)
+        return Checkpoint(path, dtype=dtype, device=device, progress=False, stored=stored)
 
     def take(self, name: str, shape: Sequence[Extent], *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Tensor `name`, which must have `shape`, or what the cuts in it take: a new contiguous tensor, of `dtype` if given."""
@@ -106,6 +112,26 @@ class Checkpoint:
         self._bar.update(1)
         return taken
 
+    def take_integers(
+        self, names: Sequence[str], rows: Sequence[Extent], inputs: Extent, factors: Sequence[float] = ()
+    ) -> Integers | None:
+        """As `take_rows` of matrices that are stored as integers of one kind, each times its factor if there are `factors`.
+
+        None: they are not stored so.
+        """
+        if not isinstance(self._tensors, QuantizedTensors):
+            return None
+        columns, parts = cut_of(inputs), []
+        for name, cut, factor in zip(names, map(cut_of, rows), factors or [1.0] * len(names), strict=True):
+            shape, taken = (cut.total, columns.total), (cut.taken, columns.taken)
+            part = self._tensors.integers(name, shape, taken, self.dtype)
+            if part is None or (parts and (part.bits, part.group) != (parts[0].bits, parts[0].group)):
+                return None
+            parts.append(part.times(factor).to(self.device))
+        self._bar.update(len(self._left.intersection(names)))
+        self._left.difference_update(names)
+        return stacked(parts)
+
     def ignore(self, name: str) -> None:
         """Leave out tensor `name`; with a dot at its end, all whose names begin so."""
         ignored = {left for left in self._left if left == name or (name.endswith(".") and left.startswith(name))}
@@ -130,12 +156,12 @@ def _stamp(model_path: str) -> list[tuple[str, int, int]]:
     return [(file.name, status.st_size, status.st_mtime_ns) for file in files if (status := file.stat())]
 
 
-def _open_tensors(path: Path) -> "_Safetensors | GGUFTensors":
+def _open_tensors(path: Path, stored: StoredWeights | None) -> "_Safetensors | QuantizedTensors | GGUFTensors":
     if path.is_file():
         from engine.gguf.tensors import GGUFTensors  # the `gguf` package is for GGUF files only
 
         return GGUFTensors(open_gguf(path))
-    return _Safetensors(path)
+    return _Safetensors(path) if stored is None else QuantizedTensors(_Safetensors(path), stored)
 
 
 class _Safetensors:
@@ -170,6 +196,15 @@ class _Safetensors:
     def close(self) -> None:
         self._files.clear()
 
+    def stored(self, name: str) -> torch.Tensor:
+        """Of any type and shape: a view of the mapped file."""
+        file = self._file_of[name]
+        try:
+            tensor: torch.Tensor = self._files[file].get_tensor(name.removeprefix(self._prefix))
+        except (SafetensorError, AttributeError, RuntimeError) as error:
+            raise ConfigError(f"{file}: tensor {name} cannot be read: {error}; download the file again") from None
+        return tensor
+
     def _stored(self, name: str, index: str, shape: list[int]) -> torch.Tensor:
         if not index:
             return self._read(name, shape)
@@ -181,10 +216,7 @@ class _Safetensors:
         file = self._file_of.get(name)
         if file is None:
             raise ConfigError(f"{self._folder}: tensor {name} is in no *.safetensors file; download the files again")
-        try:
-            tensor: torch.Tensor = self._files[file].get_tensor(name.removeprefix(self._prefix))
-        except (SafetensorError, AttributeError, RuntimeError) as error:
-            raise ConfigError(f"{file}: tensor {name} cannot be read: {error}; download the file again") from None
+        tensor = self.stored(name)
         if list(tensor.shape) != shape:
             raise ConfigError(
                 f"{file}: tensor {name} has shape {list(tensor.shape)}, config.json asks for {shape}; "
@@ -193,7 +225,7 @@ class _Safetensors:
         if tensor.dtype not in (*DTYPES.values(), torch.uint8):
             raise ConfigError(
                 f"{file}: tensor {name} is {str(tensor.dtype).removeprefix('torch.')}; "
-                f"supported: {', '.join(DTYPES)} (no quantized checkpoints)"
+                f"supported: {', '.join(DTYPES)} (config.json names no quantization)"
             )
         return tensor
 

@@ -36,7 +36,11 @@ def load_model(
     `context_length`: positions in use (the RoPE table of a million is half a GiB). `collectives`: of the stage's ranks, if there
     are several. `exchange`: of all ranks, with DP attention. `quantization`: as `--quantization`. `check_layout` has accepted the sizes. Raises `ConfigError` for files that do not fit `config`.
     """
-    with torch.inference_mode(), Checkpoint(model_path, dtype=dtype, device=device, progress=progress) as checkpoint:
+    stored = config.stored
+    with (
+        torch.inference_mode(),
+        Checkpoint(model_path, dtype=dtype, device=device, progress=progress, stored=stored) as checkpoint,
+    ):
         positions = min(context_length or config.max_position_embeddings, config.max_position_embeddings)
         config = replace(config, max_position_embeddings=positions)
         part = ModelPart(

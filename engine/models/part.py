@@ -90,7 +90,13 @@ class ModelPart:
 
     def head(self, table: torch.Tensor | None) -> Linear:
         """The output layer; `table`: of the embedding, if that is tied to it."""
-        weight = self.table("lm_head.weight") if table is None else table
+        if table is not None:
+            return Linear(table if self._scheme is None else quantized(table, HEAD))
+        name, rows = "lm_head.weight", Cut(self.config.vocab_size, self.share.vocab)
+        integers = self.checkpoint.take_integers([name], [rows], self.config.hidden_size)
+        if integers is not None:
+            return Linear(integers)
+        weight = self.table(name)
         return Linear(weight if self._scheme is None else quantized(weight, HEAD))
 
     def matrix(
@@ -106,6 +112,9 @@ class ModelPart:
 
         Its inputs are summed in `segments`.
         """
+        integers = self.checkpoint.take_integers(names, rows, inputs, factors)
+        if integers is not None:
+            return integers
         if self._scheme is None:
             return self._taken(names, rows, inputs, factors)
         cut, group = cut_of(inputs), self._scheme.group

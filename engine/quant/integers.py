@@ -1,7 +1,7 @@
 """Matrices of small integers: groups of neighbouring inputs share a scale, and may share an offset, for each output."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,6 +45,15 @@ class Integers:
         offsets = 0 if self.offsets is None else self.offsets.numel()
         return self.values.numel() * self.bits // 8 + 4 * (self.scales.numel() + offsets)
 
+    def times(self, factor: float) -> "Integers":
+        """Each value times `factor`."""
+        offsets = None if self.offsets is None else self.offsets * factor
+        return replace(self, scales=self.scales * factor, offsets=offsets)
+
+    def to(self, device: torch.device) -> "Integers":
+        offsets = None if self.offsets is None else self.offsets.to(device)
+        return replace(self, values=self.values.to(device), scales=self.scales.to(device), offsets=offsets)
+
     def dense(self) -> Tensor:
         """[out, in] in `dtype`, each value rounded once."""
         inputs = self.shape[1]
@@ -74,8 +83,9 @@ def stacked(parts: Sequence[Integers]) -> Integers:
     """One above the other; of one kind each."""
     first = parts[0]
     assert all((part.bits, part.group) == (first.bits, first.group) for part in parts), parts
-    offsets = [part.offsets for part in parts if part.offsets is not None]
-    assert len(offsets) in (0, len(parts)), "some have offsets, others none"
+    offsets = []
+    if any(part.offsets is not None for part in parts):
+        offsets = [torch.zeros_like(part.scales) if part.offsets is None else part.offsets for part in parts]
     return Integers(
         torch.cat([part.values for part in parts]),
         torch.cat([part.scales for part in parts]),

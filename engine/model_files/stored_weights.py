@@ -1,0 +1,87 @@
+"""How the weights of a checkpoint are quantized: its `quantization_config`, checked. Never torch.
+
+Bits and groups follow from the tensors' shapes; here stands what they do not say.
+"""
+
+from dataclasses import dataclass
+
+from engine.model_files.fields import Fields
+
+REMEDY = "take a checkpoint in bf16, or one of fp8, AWQ, GPTQ or compressed-tensors (int or float of 8 bits, packed int of 4 or 8)"
+_COMPRESSED = ("int-quantized", "float-quantized", "pack-quantized", "naive-quantized")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """`layout`: of the tensors ("fp8", "awq", "gptq", "compressed"). `bits`: of an integer in a word (awq, gptq). `zeros_less_one`: zero
+    points are stored minus 1 (the first format of GPTQ)."""
+
+    layout: str
+    bits: int = 8
+    zeros_less_one: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.layout}{self.bits}"
+
+
+def read_stored_weights(fields: Fields, *, mxfp4: bool) -> StoredWeights | None:
+    """None: weights are floats, or with `mxfp4` those of experts may be such blocks. Raises ConfigError for a format that cannot be read."""
+    if not fields.get("quantization_config"):
+        return None
+    config = fields.inside("quantization_config")
+    method = config.text("quant_method", default="")
+    if mxfp4 and method == "mxfp4":
+        return None
+    if method in ("fp8", "fbgemm_fp8"):
+        return _fp8(config)
+    if method == "awq":
+        return _awq(config)
+    if method == "gptq":
+        return _gptq(config)
+    if method == "compressed-tensors":
+        return _compressed(config)
+    raise fields.error("quantization_config", f"quant_method {method or 'none'!r} is not supported; {REMEDY}")
+
+
+def _fp8(config: Fields) -> StoredWeights:
+    kind = config.text("fmt", default="e4m3")
+    if kind != "e4m3":
+        raise config.error("fmt", f"{kind} is not supported, only e4m3 is; {REMEDY}")
+    return StoredWeights("fp8")
+
+
+def _awq(config: Fields) -> StoredWeights:
+    bits, version = (
+        config.count("bits" if config.get("bits") is not None else "w_bit"),
+        config.text("version", default="gemm"),
+    )
+    if bits != 4:
+        raise config.error("bits", f"AWQ of {bits} bits is not supported, only of 4; {REMEDY}")
+    if version.lower() != "gemm":
+        raise config.error("version", f"the packing {version} is not supported, only gemm is; {REMEDY}")
+    return StoredWeights("awq", 4)
+
+
+def _gptq(config: Fields) -> StoredWeights:
+    bits, packing = config.count("bits"), config.text("checkpoint_format", default="gptq")
+    if bits not in (4, 8):
+        raise config.error("bits", f"GPTQ of {bits} bits is not supported, only of 4 and 8; {REMEDY}")
+    if packing not in ("gptq", "gptq_v2"):
+        raise config.error("checkpoint_format", f"{packing} is not supported, only gptq and gptq_v2 are; {REMEDY}")
+    return StoredWeights("gptq", bits, zeros_less_one=packing == "gptq")
+
+
+def _compressed(config: Fields) -> StoredWeights:
+    form = config.text("format", default="")
+    if form not in _COMPRESSED:
+        raise config.error("format", f"{form or 'none'} is not supported, only {', '.join(_COMPRESSED)} are; {REMEDY}")
+    groups, bits = config.inside("config_groups"), set()
+    for name in groups.names():
+        weights = groups.inside(name).inside("weights")
+        kind, size = weights.text("type", default="int"), weights.count("num_bits")
+        if (kind, size) not in (("int", 4), ("int", 8), ("float", 8)) or (size == 4 and form != "pack-quantized"):
+            raise weights.error("num_bits", f"{kind} of {size} bits as {form} is not supported; {REMEDY}")
+        bits.add(size)
+    if len(bits) != 1:
+        raise config.error("config_groups", f"must have weights of one size, has {len(bits)}; {REMEDY}")
+    return StoredWeights("compressed", bits.pop())

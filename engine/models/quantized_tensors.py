@@ -1,0 +1,82 @@
+"""The tensors of a quantized checkpoint under the names of a float one: what stands for `weight`, and for its module's other parts."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.model_files.stored_weights import StoredWeights
+from engine.quant.integers import Integers, Weight
+from engine.quant.stored import KV_SCALES, MAIN, OTHERS, ShapeError, Source, read
+from service.flags import ConfigError
+
+
+class Files(Protocol):
+    """Safetensors by name."""
+
+    described_by: str
+
+    def names(self) -> Collection[str]: ...
+
+    def where(self, name: str) -> str: ...
+
+    def open(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Callable[[Tensor], object]: ...
+
+    def stored(self, name: str) -> Tensor: ...
+
+    def close(self) -> None: ...
+
+
+class QuantizedTensors:
+    """As `Files`, of which a quantized module has one tensor, its weight."""
+
+    def __init__(self, files: Files, stored: StoredWeights) -> None:
+        self._files, self._stored = files, stored
+        self.described_by = files.described_by
+        self._all = frozenset(files.names())
+        self._modules = {name.rpartition(".")[0] for name in self._all if name.rpartition(".")[2] in MAIN}
+        self._parts = {f"{module}.{part}" for module in self._modules for part in (*MAIN, *OTHERS)}
+
+    def names(self) -> set[str]:
+        plain = {name for name in self._all - self._parts if name.rpartition(".")[2] not in KV_SCALES}
+        return plain | {f"{module}.weight" for module in self._modules}
+
+    def where(self, name: str) -> str:
+        return self._files.where(self._part_of(name.removesuffix(".weight")) if self._is_quantized(name) else name)
+
+    def open(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Callable[[Tensor], object]:
+        if not self._is_quantized(name):
+            return self._files.open(name, shape, taken)
+        weight = self._read(name, shape, taken, torch.float32)
+        floats = weight if isinstance(weight, Tensor) else weight.dense()
+        return lambda out: out.copy_(floats)
+
+    def integers(self, name: str, shape: Sequence[int], taken: Sequence[range], dtype: torch.dtype) -> Integers | None:
+        """The `taken` part of a weight that is stored as integers; None: it is not."""
+        if not self._is_quantized(name):
+            return None
+        weight = self._read(name, shape, taken, dtype)
+        return weight if isinstance(weight, Integers) else None
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _is_quantized(self, name: str) -> bool:
+        return name.endswith(".weight") and name.removesuffix(".weight") in self._modules
+
+    def _part_of(self, module: str) -> str:
+        return next(part for main in MAIN if (part := f"{module}.{main}") in self._all)
+
+    def _read(self, name: str, shape: Sequence[int], taken: Sequence[range], dtype: torch.dtype) -> Weight:
+        module = name.removesuffix(".weight")
+
+        def get(suffix: str) -> Tensor | None:
+            part = f"{module}.{suffix}"
+            return self._files.stored(part) if part in self._all else None
+
+        outputs, inputs = shape
+        try:
+            return read(self._stored, Source(get, (outputs, inputs), taken[0], taken[1], dtype))
+        except ShapeError as error:
+            raise ConfigError(f"{self.where(name)}: {module}: {error}") from None
