@@ -211,6 +211,7 @@ def _services(
         adapters=adapters,
         disk=parts.disk,
         events=publisher,
+        experts=parts.executor.runner.expert_gauges,
         late_compiles=lambda: 0 if compiles is None else compiles.num_late,
         watched=parts.executor if isinstance(parts.executor, LeadingExecutor) and parts.config.watches_steps else None,
         agreement=None if board is None else agreement_of(parts.config, board, spec.dp_rank, decodes_only=decodes_only),

@@ -15,6 +15,7 @@ from engine.executor.forward_pass import ForwardPass
 from engine.executor.sample_pass import SamplePass, StepOutput, nothing_sampled
 from engine.models.decoder import DenseDecoder
 from engine.models.expert_balance import ExpertBalance
+from engine.models.expert_loads import expert_gauges
 
 T = TypeVar("T")
 
@@ -42,6 +43,10 @@ class ModelRunner:
     def balance(self) -> ExpertBalance | None:
         """Of the model that runs."""
         return self._model.balance
+
+    def expert_gauges(self) -> dict[str, float]:
+        """Of the model that runs; from any thread."""
+        return expert_gauges(self._model)
 
     def use(self, model: DenseDecoder, *, needs_graphs: bool = False) -> None:
         """Run another model of the same shape from the next step on. In stream order (`Executor.call`).

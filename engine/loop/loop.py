@@ -8,7 +8,7 @@ Times, logs, deadlines and the stream gate listen (engine/loop/listener.py).
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -106,7 +106,7 @@ class LoopSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopServices:
-    """What the loop serves besides requests and steps. `late_compiles`: kernels that were compiled while serving.
+    """What the loop serves besides requests and steps. `late_compiles`: kernels that were compiled while serving. `experts`: gauges of a mixture.
 
     `watched`: the executor of a worker with pipeline stages or DP attention, `agreement`, `updates`: of the latter.
     """
@@ -119,6 +119,7 @@ class LoopServices:
     disk: Disk | None = None
     events: ZmqPublisher | None = None
     late_compiles: Callable[[], int] = int
+    experts: Callable[[], Mapping[str, float]] = dict
     watched: WatchedSteps[Any] | None = None
     agreement: Agreement | None = None
     updates: UpdateAgreement | None = None
@@ -198,6 +199,7 @@ class EngineLoop:
             adapters=self._adapters,
             intervals=intervals,
             late_compiles=services.late_compiles,
+            experts=services.experts,
         )
         budget = scheduler.step_budget
         self._listeners: tuple[LoopListener, ...] = (

@@ -160,6 +160,9 @@ def test_experts_move_while_requests_run_and_no_token_changes(skewed: str, shape
         assert answered(engines) == alone
         for balance in balances(engines):
             assert balance.rounds >= 2 and balance.moved_layers >= 2 and not balance.failed_layers
+            gauges = engines[0].parts.executor.runner.expert_gauges()
+            assert gauges["expert_rebalances"] >= 2 and gauges["expert_imbalance"] > 1.2
+            assert gauges["expert_rank_imbalance_after"] <= gauges["expert_rank_imbalance_before"]
             loads = [layer.loads.tolist() for layer in balance.layers]
             size, slots = shape["ep_size"], len(loads[0]) + shape.get("ep_num_redundant_experts", 0)
             at_start = [imbalance(trivial(len(of_one), slots=slots), of_one, ranks=size) for of_one in loads]

@@ -45,6 +45,21 @@ GAUGES = {
     "swa_token_usage": Figure("sglang:swa_token_usage", "used share of the KV of layers with a window (1: all)"),
     "mamba_usage": Figure("sglang:mamba_usage", "used share of the slots of recurrent states (1: all)"),
     "mamba_cached_slots": Figure("tandem_mamba_cached_slots", "slots that keep the recurrent state of a prefix"),
+    "expert_imbalance": Figure("tandem_expert_imbalance", "most tokens of an expert / mean, mean of the layers"),
+    "expert_rank_imbalance": Figure(
+        "tandem_expert_rank_imbalance", "most tokens of a rank's experts / mean, since experts moved last"
+    ),
+    "expert_rank_imbalance_before": Figure(
+        "tandem_expert_rank_imbalance_before", "the same of the loads before experts moved last"
+    ),
+    "expert_rank_imbalance_after": Figure(
+        "tandem_expert_rank_imbalance_after", "the same of these loads over the places that followed"
+    ),
+    "expert_rebalances": Figure("tandem_expert_rebalances", "times that places of experts were computed"),
+    "expert_moved_layers": Figure("tandem_expert_moved_layers", "layers whose experts moved"),
+    "expert_failed_layers": Figure(
+        "tandem_expert_failed_layers", "layers whose experts a rank could not read, and stayed"
+    ),
     "live": Figure("tandem_num_live_reqs", "requests that have not ended"),
     "waiting_tokens": Figure("tandem_waiting_tokens", "tokens to compute in the waiting queue"),
     "paused": Figure("tandem_paused", "1: generation is paused"),

@@ -1,0 +1,33 @@
+"""How evenly the tokens of a mixture are spread over its experts, and over the ranks that hold them, for metrics."""
+
+from collections.abc import Iterable
+
+from engine.models.decoder import DenseDecoder
+
+
+def expert_gauges(model: DenseDecoder) -> dict[str, float]:
+    """By name of the figure; {} without experts. Counts may be those of a step that runs."""
+    mixtures, balance = model.mixtures().values(), model.balance
+    if not mixtures:
+        return {}
+    found = {"expert_imbalance": _mean(_uneven(mixture.loads.tolist()) for mixture in mixtures)}
+    if balance is None:
+        return found
+    return found | {
+        "expert_rank_imbalance": _mean(balance.imbalances()),
+        "expert_rank_imbalance_before": balance.before,
+        "expert_rank_imbalance_after": balance.after,
+        "expert_rebalances": float(balance.rounds),
+        "expert_moved_layers": float(balance.moved_layers),
+        "expert_failed_layers": float(balance.failed_layers),
+    }
+
+
+def _uneven(loads: list[int]) -> float:
+    """The largest over the mean; without any load 1."""
+    return max(loads) * len(loads) / total if (total := sum(loads)) else 1.0
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found) if found else 1.0
