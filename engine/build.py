@@ -187,6 +187,7 @@ def build_engine(
         held=held,
         tp_size=config.tp_size,
         reduce_units=config.reduce_units,
+        whole_experts=config.ep_size > 1,
     )
     own_identity = identity(version=config.weight_version, fingerprint=files)
     sharers = config.ranks_here

@@ -24,11 +24,12 @@ def kv_identity(
     held: HeldKV | None = None,
     tp_size: int = 1,
     reduce_units: int = 0,
+    whole_experts: bool = False,
 ) -> KVIdentity:
     """`version`: name of the weights, cut if long; `fingerprint` distinguishes them.
 
-    `held`: what of the model's KV `pool` holds; None: all. `tp_size`, or `reduce_units` (0: off) in its place, decide how
-    the sums behind the KV were taken, and so its last bits.
+    `held`: what of the model's KV `pool` holds; None: all. `tp_size`, or `reduce_units` (0: off) in its place, and
+    `whole_experts` (`--ep-size`) decide how the sums behind the KV were taken, and so its last bits.
     """
     held = held or pool.held
     layers = "+".join(
@@ -41,6 +42,7 @@ def kv_identity(
             f"/units {held.units.start}-{held.units.stop} of {held.num_units}"
             f"/layers {held.layers.start}-{held.layers.stop} of {held.num_layers}"
             f"/sums of {f'{reduce_units} units' if reduce_units else f'{tp_size} ranks'}"
+            f"{'/whole experts' if whole_experts and not reduce_units else ''}"
         ),
         dtype=dtype,
         page_size=pool.page_size,

@@ -143,6 +143,7 @@ def build_follower(
                 held=held,
                 tp_size=config.tp_size,
                 reduce_units=config.reduce_units,
+                whole_experts=config.ep_size > 1,
             ),
             actions,
         )
