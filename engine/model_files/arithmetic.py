@@ -16,6 +16,7 @@ class Arithmetic:
     norm_offset:      RMS norms multiply by weight + norm_offset
     embedding_scale:  what embeddings are multiplied by, rounded to the model's type
     residual_scale:   what attention and MLP are multiplied by before they are added
+    attention_factor, gate_factor, down_factor: what the output matrix of attention and two matrices of the MLP are multiplied by
     attention_scale:  what q.k is multiplied by; 0: head_dim ** -0.5
     score_cap:        scores of attention become cap * tanh(score / cap); 0: they stay
     sinks:            each query head has a score that takes weight and adds nothing
@@ -27,6 +28,9 @@ class Arithmetic:
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
+    attention_factor: float = 1.0
+    gate_factor: float = 1.0
+    down_factor: float = 1.0
     attention_scale: float = 0.0
     score_cap: float = 0.0
     sinks: bool = False
@@ -67,6 +71,29 @@ def read_granite(fields: Fields) -> Arithmetic:
         attention_scale=_multiplier(fields, "attention_multiplier"),
         logit_scale=1.0 / _multiplier(fields, "logits_scaling"),
     )
+
+
+def read_falcon(fields: Fields) -> Arithmetic:
+    """Scales of q, k and v are those of scores and of attention's output."""
+    if fields.flag("attention_bias", default=False) or fields.flag("projectors_bias", default=False):
+        raise fields.error("attention_bias", "biases of attention and Mamba are not supported")
+    into, key = _multiplier(fields, "attention_in_multiplier"), _multiplier(fields, "key_multiplier")
+    gate, down = read_multipliers(fields, "mlp_multipliers", count=2)
+    head_dim = fields.count("head_dim", default=fields.count("hidden_size") // fields.count("num_attention_heads"))
+    return Arithmetic(
+        activation=_activation(fields),
+        embedding_scale=_multiplier(fields, "embedding_multiplier"),
+        attention_factor=into * _multiplier(fields, "attention_out_multiplier"),
+        gate_factor=gate,
+        down_factor=down,
+        attention_scale=head_dim**-0.5 * into**2 * key,
+        logit_scale=_multiplier(fields, "lm_head_multiplier"),
+    )
+
+
+def read_multipliers(fields: Fields, name: str, *, count: int) -> tuple[float, ...]:
+    """Of parts; 1 each where the field is not there."""
+    return (1.0,) * count if fields.get(name) is None else fields.positive_numbers(name, count=count)
 
 
 def _activation(fields: Fields) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from engine.model_files.arithmetic import (
     Arithmetic,
     read_added_norms,
+    read_falcon,
     read_gemma,
     read_gpt_oss_attention,
     read_granite,
@@ -34,6 +35,7 @@ from engine.model_files.recurrent_config import (
     RecurrentConfig,
     read_delta,
     read_delta_by_key_head,
+    read_falcon_mamba,
     read_granite_mamba,
 )
 
@@ -57,6 +59,7 @@ class Family:
     qk_norm:        RMSNorm on q and k: "head" over each head, "whole" over all heads together, "" none
     qk_norm_flag:   `use_qk_norm` in the config says whether it is "head"
     norms:          where RMSNorm stands: "before" attention and MLP, "after" them, "around" them, or "both" with Gemma's names
+    final_norm:     the name of the norm behind all layers
     fused_qkv:      q, k and v are one matrix of the checkpoint
     fused_mlp:      gate and up are one
     interleaved:    RoPE's pairs are neighbours
@@ -84,6 +87,7 @@ class Family:
     qk_norm: str = ""
     qk_norm_flag: bool = False
     norms: str = "before"
+    final_norm: str = "norm"
     fused_qkv: bool = False
     fused_mlp: bool = False
     interleaved: bool = False
@@ -148,6 +152,14 @@ _GLM = Family(default_bias=True, fused_mlp=True, interleaved=True, rotary_share=
 FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": Family(interleaved=True, latent=True, experts=read_deepseek_v2),
     "DeepseekV3ForCausalLM": Family(interleaved=True, latent=True, experts=read_deepseek_v3),
+    "FalconH1ForCausalLM": Family(
+        qkv_bias=False,
+        norms="before, Falcon",
+        final_norm="final_layernorm",
+        arithmetic=read_falcon,
+        recurrent=read_falcon_mamba,
+        mlp=MlpNames("feed_forward"),
+    ),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
     "GemmaForCausalLM": Family(

@@ -1,8 +1,9 @@
 """Layers that remember a state of fixed size in place of K and V, from the fields of config.json, checked. Never torch."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from engine.model_files.arithmetic import read_multipliers
 from engine.model_files.fields import Fields
 
 RECURRENT, FULL = "linear_attention", "full_attention"
@@ -79,6 +80,20 @@ RecurrentConfig = DeltaConfig | MambaConfig
 
 def read_granite_mamba(fields: Fields, num_layers: int) -> MambaConfig:
     return _mamba(fields, _recurrent_layers(fields, num_layers), norm="gate first")
+
+
+def read_falcon_mamba(fields: Fields, num_layers: int) -> MambaConfig:
+    norm = ""
+    if fields.flag("mamba_rms_norm", default=False):
+        norm = "norm first" if fields.flag("mamba_norm_before_gate", default=True) else "gate first"
+    inner = None if fields.get("mamba_d_ssm") is None else fields.count("mamba_d_ssm")
+    into = fields.number("ssm_in_multiplier", default=1.0)
+    return replace(
+        _mamba(fields, tuple(range(num_layers)), norm=norm, inner=inner),
+        beside_attention=True,
+        factors=tuple(into * factor for factor in read_multipliers(fields, "ssm_multipliers", count=5)),
+        out_factor=fields.number("ssm_out_multiplier", default=1.0),
+    )
 
 
 def _mamba(fields: Fields, layers: tuple[int, ...], *, norm: str, inner: int | None = None) -> MambaConfig:

@@ -26,8 +26,11 @@ class Attention:
         self._is_gated = config.attention_gate
         self._heads, self._kv_heads, self._dim = len(share.heads), len(share.kv_heads), config.head_dim
         self._qkv, qkv = part.qkv(prefix)
-        self._out, out = part.rows(f"{prefix}o_proj", part.q, bias=config.attention_out_bias)
-        self.sites = [LinearSite(self._qkv, qkv), LinearSite(self._out, out)]
+        factor = config.arithmetic.attention_factor
+        self._out, out = part.rows(f"{prefix}o_proj", part.q, bias=config.attention_out_bias, factor=factor)
+        self.sites = [LinearSite(self._qkv, qkv)]
+        if factor == 1.0:  # an adapter would have to know it
+            self.sites.append(LinearSite(self._out, out))
         norm = self._head_norm(part, prefix) if config.qk_norm == "head" else None
         self._softmax = _softmax(part, prefix)
         self._whole_norm = _whole_norm(part, prefix) if config.qk_norm == "whole" else None

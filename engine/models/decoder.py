@@ -61,7 +61,9 @@ class DenseDecoder:
         self._states: StepStates | None = None
         if place.is_last_stage:
             self._norm = rms_norm(
-                part.vector("model.norm.weight"), eps=config.rms_norm_eps, offset=config.arithmetic.norm_offset
+                part.vector(f"model.{part.final_norm}.weight"),
+                eps=config.rms_norm_eps,
+                offset=config.arithmetic.norm_offset,
             )
             self._head = part.head(table if tied else None) if config.generates else NoHead(len(share.vocab))
             self._labels = label_matrix(part)

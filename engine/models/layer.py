@@ -11,6 +11,7 @@ from engine.layers.rope import Turn
 from engine.model_files.families import FAMILIES
 from engine.model_files.recurrent_config import MambaConfig
 from engine.models.attention import Attend, Attention
+from engine.models.beside import BesideMixers
 from engine.models.expert_mlp import ExpertMLP
 from engine.models.expert_parallel import ExpertParallelMLP
 from engine.models.hybrid import DeltaMixer
@@ -33,10 +34,14 @@ class _Norms(NamedTuple):
 
 _NORMS = {
     "before": _Norms("input", "", "post_attention", ""),
+    "before, Falcon": _Norms("input", "", "pre_ff", ""),
     "after": _Norms("", "post_attention", "", "post_feedforward"),
     "both": _Norms("input", "post_attention", "pre_feedforward", "post_feedforward"),
     "around": _Norms("input", "post_self_attn", "post_attention", "post_mlp"),
 }
+
+
+RecurrentMixer = DeltaMixer | MambaMixer | BesideMixers
 
 
 class Layer:
@@ -75,9 +80,9 @@ class Layer:
         return delta if self._after_mlp is None else self._after_mlp(delta)
 
     @property
-    def recurrent(self) -> DeltaMixer | MambaMixer | None:
+    def recurrent(self) -> RecurrentMixer | None:
         """What remembers requests by a state, if it does."""
-        return self._attention if isinstance(self._attention, DeltaMixer | MambaMixer) else None
+        return self._attention if isinstance(self._attention, RecurrentMixer) else None
 
     def join(self) -> None:
         """Compute this rank's part for the rows of other DP ranks."""
@@ -85,12 +90,15 @@ class Layer:
         self._mlp.join()
 
 
-def _mixer(part: ModelPart, index: int, *, place: int) -> Attention | LatentAttention | DeltaMixer | MambaMixer:
+def _mixer(part: ModelPart, index: int, *, place: int) -> "Attention | LatentAttention | RecurrentMixer":
     prefix, recurrent = f"model.layers.{index}.", part.config.recurrent
     if recurrent is not None and index in recurrent.layers:
-        if isinstance(recurrent, MambaConfig):
-            return MambaMixer(part, f"{prefix}mamba.", recurrent)
-        return DeltaMixer(part, f"{prefix}linear_attn.", recurrent)
+        if not isinstance(recurrent, MambaConfig):
+            return DeltaMixer(part, f"{prefix}linear_attn.", recurrent)
+        mamba = MambaMixer(part, f"{prefix}mamba.", recurrent)
+        if not recurrent.beside_attention:
+            return mamba
+        return BesideMixers(Attention(part, f"{prefix}self_attn.", place=place), mamba)
     kind = Attention if part.config.latent is None else LatentAttention
     return kind(part, f"{prefix}self_attn.", place=place)
 
@@ -124,8 +132,11 @@ class _MLP:
     def __init__(self, part: ModelPart, prefix: str) -> None:
         self._activation = part.config.arithmetic.activation
         self._gate_up, gate_up = part.gate_up(prefix, gates=self._activation == "silu")
-        self._down, down = part.rows(f"{prefix}{part.mlp_names.down}", part.mlp_cut(part.config.intermediate_size))
+        width, factor = part.mlp_cut(part.config.intermediate_size), part.config.arithmetic.down_factor
+        self._down, down = part.rows(f"{prefix}{part.mlp_names.down}", width, factor=factor)
         self.sites = [LinearSite(self._gate_up, gate_up), LinearSite(self._down, down)]
+        if factor != 1.0:
+            self.sites = []  # an adapter would have to know the factors
 
     def of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """The MLP of norm(x + delta), which x becomes before the norm."""

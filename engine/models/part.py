@@ -58,7 +58,8 @@ class ModelPart:
         self._segments = max(1, reduce_units // place.tp_size)
         self.mlp_segments = max(1, reduce_units // place.mlp_size)
         self.whole_segments = max(1, reduce_units)  # of what one rank computes alone
-        self.mlp_names = FAMILIES[config.architecture].mlp
+        family = FAMILIES[config.architecture]
+        self.mlp_names, self.final_norm = family.mlp, family.final_norm
         self.q = Cut(config.num_heads, self.share.heads).times(config.head_dim)
         self.kv = Cut(config.num_kv_heads, self.share.kv_heads).times(config.head_dim)
 
@@ -164,7 +165,7 @@ class ModelPart:
         names, rows = [f"{prefix}{name}_proj" for name in ("gate", "up")], [cut, cut]
         if self.config.fused_mlp:
             names, rows = [f"{prefix}{self.mlp_names.gate_up}"] * 2, in_one(rows)
-        return self.columns(names, rows, gates=gates)
+        return self.columns(names, rows, gates=gates, factors=[self.config.arithmetic.gate_factor, 1.0])
 
     def columns(
         self,
@@ -212,7 +213,7 @@ class ModelPart:
         if not place.is_first_stage:
             self.checkpoint.ignore("model.embed_tokens.weight")
         if not place.is_last_stage:
-            self.checkpoint.ignore("model.norm.weight")
+            self.checkpoint.ignore(f"model.{self.final_norm}.weight")
             self.checkpoint.ignore("score.weight")
         if config.tie_word_embeddings or not config.generates or not place.is_last_stage:
             self.checkpoint.ignore("lm_head.weight")

@@ -15,7 +15,8 @@ class SharedMLP:
     def __init__(self, part: ModelPart, prefix: str, *, exchange: RowExchange) -> None:
         self._gate_up, _ = part.gate_up(prefix)
         cut, segments = part.mlp_cut(part.config.intermediate_size), part.mlp_segments
-        down = part.matrix([f"{prefix}{part.mlp_names.down}.weight"], [part.config.hidden_size], cut, segments=segments)
+        name, factors = f"{prefix}{part.mlp_names.down}.weight", [part.config.arithmetic.down_factor]
+        down = part.matrix([name], [part.config.hidden_size], cut, segments=segments, factors=factors)
         self._down = sums_matrix(down, None, segments=segments)
         self._gate = GATES[part.config.arithmetic.activation]
         self._exchange = exchange

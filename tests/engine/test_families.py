@@ -28,6 +28,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),
     "glm4-moe": ("glm4_moe", {}),
+    "falcon-h1": ("falcon_h1", {}),
     "granite-hybrid": ("granitemoehybrid", {}),
     "llama-yarn": ("llama", {"rope_scaling": YARN}),
     "mixtral": ("mixtral", {}),

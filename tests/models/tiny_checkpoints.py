@@ -23,6 +23,7 @@ EOS = 2
 ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -58,6 +59,26 @@ NORMS = {
 
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}  # not tied: scaled embeddings repeat their token then
 OWN: dict[str, dict[str, Any]] = {  # fields that a family has or means otherwise
+    "falcon_h1": {
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 8,
+        "mamba_d_conv": 4,
+        "mamba_chunk_size": 8,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "embedding_multiplier": 2.0,
+        "lm_head_multiplier": 0.5,
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 0.8,
+        "attention_out_multiplier": 1.2,
+        "ssm_in_multiplier": 0.9,
+        "ssm_out_multiplier": 0.6,
+        "ssm_multipliers": [0.5, 0.8, 1.1, 0.7, 1.3],
+        "mlp_multipliers": [0.6, 0.9],
+    },
     "gemma": {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
     "gemma2": {
         **GEMMA,
@@ -259,10 +280,25 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
         if family in HYBRIDS and (i + 1) % config["full_attention_interval"]:
             layer = {name: shape for name, shape in layer.items() if not name.startswith("self_attn.")}
             layer |= _delta(config)
+        if family == "falcon_h1":
+            layer = _falcon_layer(config, layer)
         if family == "granitemoehybrid":
             layer = _granite_layer(config, i, layer)
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    if family == "falcon_h1":
+        shapes["model.final_layernorm.weight"] = shapes.pop("model.norm.weight")
     return shapes
+
+
+def _falcon_layer(config: dict[str, Any], plain: dict[str, list[int]]) -> dict[str, list[int]]:
+    names = {"mlp.": "feed_forward.", "post_attention_": "pre_ff_"}
+    layer = {}
+    for name, shape in plain.items():
+        for before, after in names.items():
+            name = name.replace(before, after)
+        layer[name] = shape
+    norm = {"mamba.norm.weight": [config["mamba_d_ssm"]]} if config["mamba_rms_norm"] else {}
+    return layer | _mamba(config) | norm
 
 
 def _granite_layer(config: dict[str, Any], index: int, plain: dict[str, list[int]]) -> dict[str, list[int]]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.model_files.arithmetic import Arithmetic
+from engine.model_files.head_config import HeadConfig
 from engine.model_files.model_config import ModelConfig
 from engine.model_files.rope_config import RopeConfig
 
@@ -28,6 +29,7 @@ _PLAIN = ModelConfig(
     fused_qkv=False,
     fused_mlp=False,
     arithmetic=Arithmetic(),
+    head=HeadConfig(),
     experts=None,
     latent=None,
     max_position_embeddings=4096,

@@ -1,0 +1,26 @@
+"""Attention and Mamba2 beside one another in a layer (Falcon-H1): both read the same rows, and their answers are added."""
+
+from torch import Tensor
+
+from engine.layers.norm import NoNorm, Normed, add
+from engine.layers.recurrence import StepStates
+from engine.layers.rope import Turn
+from engine.models.attention import Attend, Attention
+from engine.models.mamba import MambaMixer
+
+
+class BesideMixers:
+    """As `Attention`, and as `MambaMixer`."""
+
+    def __init__(self, attention: Attention, mamba: MambaMixer) -> None:
+        self._attention, self._mamba = attention, mamba
+        self.sites, self.spec = attention.sites, mamba.spec
+
+    def use_states(self, step: StepStates, layer: int) -> None:
+        self._mamba.use_states(step, layer)
+
+    def of_norm(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
+        """The sum of both answers to norm(x + delta), which x becomes before the norm."""
+        own, plain = norm.of_sum(x, delta), NoNorm()
+        answer = self._mamba.of_norm(plain, own, None, turn, attend)
+        return add(answer, self._attention.of_norm(plain, own, None, turn, attend))
