@@ -9,9 +9,10 @@ import torch
 
 from engine.attention.flashinfer_prompts import FlashInferPrompts, check_specs, import_wrapper
 from engine.attention.latent_cpu import CpuLatents
+from engine.attention.latent_sparse import SparseLatents
 from engine.attention.latent_torch import TorchLatents
 from engine.attention.torch_backend import TorchBackend
-from engine.kernels.latent_attention import make_latent_kernel
+from engine.kernels.latent_attention import LatentKernel, make_latent_kernel
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
 from service.flags import ConfigError
@@ -60,7 +61,7 @@ def make_attention_backend(name: str, pool: KVPool, *, num_heads: int, needs: Se
     if needs and name not in ("cpu", "torch"):
         raise ConfigError(f"--attention-backend {name}: has no {needs[0]}, which this model needs; choose torch")
     if name == "torch":
-        return TorchLatents(pool) if latent else TorchBackend(pool)
+        return _of_latents(pool, None) if latent else TorchBackend(pool)
     return _cpu(pool) if name == "cpu" else _on_gpu(name, pool, num_heads=num_heads)
 
 
@@ -68,11 +69,16 @@ def _cpu(pool: KVPool) -> AttentionBackend:
     if pool.device.type != "cpu":
         raise ConfigError(f"--attention-backend cpu: the KV cache is on {pool.device}; choose torch or triton")
     if any(spec.latent for spec in pool.specs):
-        kernel = make_latent_kernel(pool)
-        return TorchLatents(pool) if kernel is None else CpuLatents(kernel)
+        return _of_latents(pool, make_latent_kernel(pool))
     from engine.attention.cpu_backend import CpuBackend
 
     return CpuBackend(pool)
+
+
+def _of_latents(pool: KVPool, kernel: LatentKernel | None) -> AttentionBackend:
+    if any(spec.index for spec in pool.specs):
+        return SparseLatents(pool, kernel)
+    return TorchLatents(pool) if kernel is None else CpuLatents(kernel)
 
 
 def _on_gpu(name: str, pool: KVPool, *, num_heads: int) -> AttentionBackend:

@@ -15,7 +15,7 @@
 
 #include "attention.h"
 
-#define ABI_VERSION 1
+#define ABI_VERSION 2
 #define BLOCK 64 /* tokens whose scores are held at once */
 #define TILE 16  /* query vectors of a work item, at most */
 #define SUB 4    /* vectors, and tokens, computed together */
@@ -33,10 +33,11 @@ struct step {
 
 /* Mirrored by _Args in latent_attention.py. All rows are dense. */
 struct args {
-    void *q, *latents, *out; /* [rows, heads, dim], [rows, dim], [rows, heads, rank] */
-    void *cache;             /* address of this layer's latents in page 0 */
+    void *q, *latents, *out; /* [rows, heads, dim], [rows, width], [rows, heads, rank] */
+    void *cache;             /* address of this layer's latents in page 0; `width` elements each, of which `dim` are read */
+    const uint8_t *chosen;   /* [rows, chosen_stride] which tokens a row sees; NULL: all up to its own */
     const struct step *step;
-    int64_t page_stride_bytes, heads, dim, rank, page_size, is_bf16, threads;
+    int64_t page_stride_bytes, heads, dim, width, rank, page_size, chosen_stride, is_bf16, threads;
     float scale;
 };
 
@@ -202,7 +203,7 @@ static __attribute__((noinline)) void values_fp32(struct item *it) { values(it, 
 /* Rows of tokens from..from + BLOCK - 1 of `request`, as far as there are any before `end`; returns how many. */
 static int locate(const struct args *a, int64_t request, int64_t from, int64_t end, const char **to) {
     const int32_t *pages = a->step->page_table + request * a->step->table_width;
-    const int64_t row_bytes = a->dim * size_of(a);
+    const int64_t row_bytes = a->width * size_of(a);
     const int count = end <= from ? 0 : end - from < BLOCK ? (int)(end - from) : BLOCK;
     int64_t page = from / a->page_size, offset = from % a->page_size;
     for (int t = 0; t < count; t++) {
@@ -210,6 +211,22 @@ static int locate(const struct args *a, int64_t request, int64_t from, int64_t e
         if (++offset == a->page_size) offset = 0, page++;
     }
     return count;
+}
+
+/* Tokens of the block that vector v of the tile does not see score -inf; returns how many it sees. `vector`: the tile's first. */
+static int hide(const struct item *it, int v, int64_t vector, int64_t from) {
+    const int64_t left = it->seen[v] - from;
+    const int seen = left < 0 ? 0 : left < it->count ? (int)left : it->count;
+    float *p = it->p + v * BLOCK;
+    for (int t = seen; t < it->count; t++) p[t] = -INFINITY;
+    if (!it->a->chosen) return seen;
+    const uint8_t *chosen = it->a->chosen + (vector + v) / it->a->heads * it->a->chosen_stride + from;
+    int found = 0;
+    for (int t = 0; t < seen; t++) {
+        if (chosen[t]) found++;
+        else p[t] = -INFINITY;
+    }
+    return found;
 }
 
 /* Query vectors first..first + count - 1 of `request`. */
@@ -237,11 +254,9 @@ static void attend(const struct args *a, int64_t request, int64_t first, int cou
         if (a->is_bf16) scores_bf16(&it);
         else scores_fp32(&it);
         for (int v = 0; v < it.vectors; v++) {
-            const int64_t left = it.seen[v] - from;
             float *p = it.p + v * BLOCK;
-            const int seen = left < 0 ? 0 : left < it.count ? (int)left : it.count;
-            for (int t = seen; t < it.count; t++) p[t] = -INFINITY;
-            it.factor[v] = weights_of(p, it.count, it.m + v, it.l + v);
+            if (hide(&it, v, vector, from)) it.factor[v] = weights_of(p, it.count, it.m + v, it.l + v);
+            else memset(p, 0, BLOCK * sizeof(float)), it.factor[v] = 1.0f;
         }
         if (a->is_bf16 && PAIRS && a->rank % (2 * LANES) == 0) values_pairs(&it);
         else if (a->is_bf16) values_bf16(&it);
@@ -252,7 +267,7 @@ static void attend(const struct args *a, int64_t request, int64_t first, int cou
 }
 
 static void write_token(const struct args *a, int64_t row) {
-    const int64_t bytes = a->dim * size_of(a);
+    const int64_t bytes = a->width * size_of(a);
     char *page = (char *)a->cache + a->step->token_pages[row] * a->page_stride_bytes;
     memcpy(page + a->step->token_offsets[row] * bytes, (char *)a->latents + row * bytes, bytes);
 }

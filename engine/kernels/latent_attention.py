@@ -13,7 +13,7 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 1
+ABI_VERSION = 2
 LANES = 16
 DTYPES = ("bfloat16", "float32")
 
@@ -28,8 +28,18 @@ class _Args(ctypes.Structure):
     """Mirror of `struct args` in latent_attention.c."""
 
     _fields_ = fields(
-        ("q", "latents", "out", "cache", "step"),
-        ("page_stride_bytes", "heads", "dim", "rank", "page_size", "is_bf16", "threads"),
+        ("q", "latents", "out", "cache", "chosen", "step"),
+        (
+            "page_stride_bytes",
+            "heads",
+            "dim",
+            "width",
+            "rank",
+            "page_size",
+            "chosen_stride",
+            "is_bf16",
+            "threads",
+        ),
         ("scale",),
     )
 
@@ -62,15 +72,23 @@ class LatentKernel:
         now.batch, now.table_width = len(kv_lens), table.stride(0)
         self._args.threads = torch.get_num_threads()
 
-    def attend(self, layer: int, q: torch.Tensor, latents: torch.Tensor, *, scale: float) -> torch.Tensor:
-        """[T, heads * rank] for q [T, heads, width], after latents [T, width] are written."""
+    def attend(
+        self, layer: int, q: torch.Tensor, latents: torch.Tensor, *, scale: float, chosen: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, heads * rank] for q [T, heads, dim], after latents [T, width] are written; dim <= width.
+
+        `chosen` [T, at least the longest kv_len] bool: which tokens a row sees, one at least; None: all up to its own.
+        """
         spec, dtype, args = self._pool.specs[layer], self._pool.k(layer).dtype, self._args
         rows, new = q.to(dtype).contiguous(), latents.to(dtype).contiguous()
         assert len(rows) == len(new) == len(self._kept[3]), (q.shape, latents.shape)
-        assert rows.shape[2] == new.shape[1] == spec.head_dim, (q.shape, latents.shape)
+        assert rows.shape[2] <= new.shape[1] == spec.head_dim and rows.shape[2] % LANES == 0, (q.shape, latents.shape)
+        assert chosen is None or (chosen.dtype == torch.bool and chosen.is_contiguous() and len(chosen) == len(rows))
         out = tape.empty((len(rows), rows.shape[1] * spec.latent), dtype)
         args.q, args.latents, args.out = rows.data_ptr(), new.data_ptr(), out.data_ptr()
-        args.cache, args.heads, args.dim, args.rank = self._caches[layer], rows.shape[1], spec.head_dim, spec.latent
+        args.cache, args.heads, args.dim, args.rank = self._caches[layer], rows.shape[1], rows.shape[2], spec.latent
+        args.width = spec.head_dim
+        args.chosen, args.chosen_stride = (None, 0) if chosen is None else (chosen.data_ptr(), chosen.stride(0))
         args.is_bf16, args.scale = dtype == torch.bfloat16, scale
         if tape.call(self._call, args):
             raise MemoryError("latent attention: no memory for the sums of one tile")
@@ -79,8 +97,8 @@ class LatentKernel:
 
 def make_latent_kernel(pool: KVPool) -> LatentKernel | None:
     """The C kernel for this pool; None: latents do not fit, or there is no compiler (logged)."""
-    fits = (spec.head_dim % LANES == spec.latent % LANES == 0 and spec.dtype in DTYPES for spec in pool.specs)
-    if not all(fits):
+    sizes = {size for spec in pool.specs for size in (spec.head_dim, spec.latent, spec.index)}
+    if any(size % LANES for size in sizes) or not all(spec.dtype in DTYPES for spec in pool.specs):
         return None
     library = load_library(SOURCE)
     if library is None:

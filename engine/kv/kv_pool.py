@@ -28,7 +28,7 @@ class CacheSpec:
     """What a layer keeps: K and V of every token. Per token: 2 * num_kv_heads * head_dim elements of `dtype` ("bfloat16" | "float32").
 
     `window`: the last tokens that a query sees, its own included; 0: all. `latent`: of latent attention, the first elements of
-    K that are V, too, which is not kept; 0: V is kept.
+    K that are V, too, which is not kept; 0: V is kept. `index`: the last elements of K, which an index reads alone.
     """
 
     num_kv_heads: int
@@ -36,6 +36,7 @@ class CacheSpec:
     dtype: str
     window: int = 0
     latent: int = 0
+    index: int = 0
 
     @property
     def itemsize_bytes(self) -> int:

@@ -8,18 +8,56 @@ from torch import Tensor
 from engine.kernels.linear import linear_kernel
 from engine.kernels.matrices import PackedMatrices
 
+SCORES_AT_ONCE = 1 << 24  # of the index, over rows, heads and tokens: 64 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChooser:
+    """What chooses tokens for new ones (DeepSeek V3.2): q [T, heads, dim] of the index; weights [T, heads] fp32 of its heads.
+
+    The score of a token is the sum over heads of weight * relu(q . key); its key is the last `dim` elements that the cache keeps.
+    """
+
+    q: Tensor
+    weights: Tensor
+    chosen: int
+
+    def mask(self, rows: slice, keys: Tensor) -> Tensor:
+        """[n, kv_len] bool: which tokens each of n rows sees, whose last one is the last token; keys [kv_len, dim].
+
+        Of equal scores the earlier token's counts as better.
+        """
+        before = len(keys) - (rows.stop - rows.start)
+        step = max(1, SCORES_AT_ONCE // (self.q.shape[1] * len(keys)))
+        starts = range(rows.start, rows.stop, step)
+        return torch.cat(
+            [self._mask(at, min(at + step, rows.stop), before + at - rows.start, keys.float()) for at in starts]
+        )
+
+    def _mask(self, first: int, end: int, before: int, keys: Tensor) -> Tensor:
+        """Of rows first..end - 1, of which the first has `before` tokens before it."""
+        positions = torch.arange(before, before + end - first, device=keys.device)[:, None]
+        seen = torch.arange(len(keys), device=keys.device)[None] <= positions
+        if before + end - first <= self.chosen:
+            return seen
+        products = torch.einsum("thd,kd->thk", self.q[first:end].float(), keys).relu_()
+        scores = torch.einsum("thk,th->tk", products, self.weights[first:end]).masked_fill_(~seen, -torch.inf)
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : self.chosen]
+        return torch.zeros_like(seen).scatter_(1, best, True) & seen
+
 
 @dataclass(frozen=True, slots=True)
 class NewLatents:
-    """New tokens, turned. q [T, heads, width]: absorbed, so that its scores are its products with latents, times `scale`.
+    """New tokens, turned. q [T, heads, dim]: absorbed, so that its scores are its products with latents, times `scale`.
 
     latents [T, width]: what the cache keeps, all heads' K, and in its first `rank` elements (`CacheSpec.latent`) their V. A
-    backend gives [T, heads * rank].
+    backend gives [T, heads * rank]. They may be wider than q: `chooser` reads the rest.
     """
 
     q: Tensor
     latents: Tensor
     scale: float
+    chooser: TokenChooser | None = None
 
 
 class HeadProducts:

@@ -76,6 +76,7 @@ class Family:
     experts:        reads the fields of a mixture of experts; None: the MLPs are dense
     expert_names:   of its tensors
     latent:         attention reads one latent vector of each token
+    indexed:        of the latents an index chooses the best
     recurrent:      reads which layers have a state in place of K and V, and its sizes
     attention_gate: q_proj has a gate behind each head of q, whose sigmoid attention is multiplied by
     mxfp4:          experts may be MXFP4 blocks
@@ -104,6 +105,7 @@ class Family:
     experts: Callable[[Fields, int], ExpertsConfig | None] | None = None
     expert_names: ExpertNames = PLAIN_NAMES
     latent: bool = False
+    indexed: bool = False
     recurrent: Callable[[Fields, int], RecurrentConfig] | None = None
     attention_gate: bool = False
     mxfp4: bool = False
@@ -151,6 +153,7 @@ _GLM = Family(default_bias=True, fused_mlp=True, interleaved=True, rotary_share=
 
 FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": Family(interleaved=True, latent=True, experts=read_deepseek_v2),
+    "DeepseekV32ForCausalLM": Family(interleaved=True, latent=True, indexed=True, experts=read_deepseek_v3),
     "DeepseekV3ForCausalLM": Family(interleaved=True, latent=True, experts=read_deepseek_v3),
     "FalconH1ForCausalLM": Family(
         qkv_bias=False,

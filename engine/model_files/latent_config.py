@@ -7,11 +7,20 @@ from engine.model_files.rope_config import RopeConfig, softmax_factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexConfig:
+    """DeepSeek V3.2's index: a query attends to the `chosen` tokens with the best scores. `heads` of its queries, `dim` each, as its keys."""
+
+    heads: int
+    dim: int
+    chosen: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
     """K and V of all heads come from one vector of a token: `rank` dims, and `rope_dim` that RoPE turns.
 
     `q_rank`: of the vector that q comes from (0: q has one matrix). A head's q and k: `plain_dim` dims that are not turned,
-    then `rope_dim`; its v: `value_dim`. `scale`: of scores before the softmax.
+    then `rope_dim`; its v: `value_dim`. `scale`: of scores before the softmax. `index`: of sparse attention.
     """
 
     rank: int
@@ -20,11 +29,17 @@ class LatentConfig:
     rope_dim: int
     value_dim: int
     scale: float
+    index: IndexConfig | None = None
+
+    @property
+    def read_dim(self) -> int:
+        """Elements that scores are made of."""
+        return self.rank + self.rope_dim
 
     @property
     def width(self) -> int:
-        """Elements that the cache keeps of a token."""
-        return self.rank + self.rope_dim
+        """Elements that the cache keeps of a token: those, and the index's key."""
+        return self.read_dim + (self.index.dim if self.index else 0)
 
     @property
     def query_dim(self) -> int:
@@ -32,14 +47,10 @@ class LatentConfig:
 
     def weights(self, *, hidden: int, heads: int) -> int:
         """Count the elements of a layer's matrices."""
-        queries = heads * self.query_dim
-        down = self.q_rank * (hidden + queries) if self.q_rank else hidden * queries
-        return (
-            down
-            + hidden * self.width
-            + self.rank * heads * (self.plain_dim + self.value_dim)
-            + heads * self.value_dim * hidden
-        )
+        queries, ups = heads * self.query_dim, heads * (self.plain_dim + self.value_dim)
+        q = self.q_rank * (hidden + queries) if self.q_rank else hidden * queries
+        index = 0 if self.index is None else self.index.heads * (hidden + self.q_rank * self.index.dim)
+        return q + index + hidden * self.width + self.rank * ups + heads * self.value_dim * hidden
 
 
 def rope_dim(fields: Fields) -> int:
@@ -50,8 +61,8 @@ def rope_dim(fields: Fields) -> int:
     return dim
 
 
-def read_latent(fields: Fields, rope: RopeConfig) -> LatentConfig:
-    """Raises ConfigError."""
+def read_latent(fields: Fields, rope: RopeConfig, *, indexed: bool) -> LatentConfig:
+    """Raises ConfigError. `indexed`: there is an index."""
     if fields.flag("attention_bias", default=False):
         raise fields.error("attention_bias", "latent attention with biases is not supported")
     plain = fields.count("qk_nope_head_dim")
@@ -62,4 +73,13 @@ def read_latent(fields: Fields, rope: RopeConfig) -> LatentConfig:
         rope_dim=rope.dim,
         value_dim=fields.count("v_head_dim"),
         scale=(plain + rope.dim) ** -0.5 * softmax_factor(fields, rope),
+        index=_index(fields, rope) if indexed else None,
     )
+
+
+def _index(fields: Fields, rope: RopeConfig) -> IndexConfig:
+    dim = fields.count("index_head_dim")
+    if dim < rope.dim:
+        raise fields.error("index_head_dim", f"{dim} is less than qk_rope_head_dim {rope.dim}, which RoPE turns of it")
+    fields.count("q_lora_rank")  # the index's queries come from the vector of that size
+    return IndexConfig(heads=fields.count("index_n_heads"), dim=dim, chosen=fields.count("index_topk"))

@@ -133,8 +133,9 @@ class ModelConfig:
 
     def pair_flops(self) -> int:
         """Count the operations of a layer's attention for one query token and one key token."""
-        values = self.head_dim if self.latent is None else self.latent.rank
-        return 2 * self.num_heads * (self.head_dim + values)
+        if self.latent is not None:
+            return 2 * self.num_heads * (self.latent.read_dim + self.latent.rank)
+        return 4 * self.num_heads * self.head_dim
 
     def attended_dim(self) -> int:
         """Of a head, as the output product reads it."""
@@ -202,7 +203,7 @@ def _model_config(fields: Fields, generation: Fields, *, folder: Path) -> ModelC
         bias = fields.flag("attention_bias", default=family.default_bias)
     kinds = read_kinds(fields, family=family, num_layers=num_layers)
     rope, layer_ropes = read_ropes(fields, kinds, family=family, context=context, head_dim=head_dim)
-    latent = read_latent(fields, rope) if family.latent else None
+    latent = read_latent(fields, rope, indexed=family.indexed) if family.latent else None
     experts = None if family.experts is None else family.experts(fields, num_layers)
     return ModelConfig(
         architecture=name,

@@ -40,6 +40,7 @@ class DenseDecoder:
                 dtype=part.checkpoint.dtype_name,
                 window=config.windows[layer] if config.windows else 0,
                 latent=config.latent.rank if config.latent else 0,
+                index=config.latent.index.dim if config.latent and config.latent.index else 0,
             )
             for layer in share.layers
             if config.has_kv(layer)

@@ -4,19 +4,20 @@
     q of a head = [W_uk^T plain part | turned part]     so q . [latent | turned k] is the score of that head
     out of a head = W_uv (the weighted sum of latents)
 
-The cache keeps [normed latent | turned k], one vector for all heads: prompts and answers read it alike. A rank has some heads, and all
+The cache keeps [normed latent | turned k | key of the index, if any], one vector for all heads: prompts and answers read it alike. A rank has some heads, and all
 latents.
 """
 
 import torch
 from torch import Tensor
 
-from engine.layers.latents import HeadProducts, NewLatents
+from engine.layers.latents import HeadProducts, NewLatents, TokenChooser
 from engine.layers.linear import Linear, LinearSite
 from engine.layers.norm import Normed, RMSNorm
 from engine.layers.rope import Turn, apply_rope, head_order
 from engine.model_files.latent_config import LatentConfig
 from engine.models.attention import Attend
+from engine.models.mla_index import Index
 from engine.models.part import ModelPart
 from engine.parallel.layout import Cut
 
@@ -41,14 +42,23 @@ class LatentAttention:
             *(range(len(first)) if latent.q_rank else turned_last),
             *(len(first) + row for row in _order(part, plain=latent.rank)),
         )
-        names = [f"{prefix}{name}", f"{prefix}kv_a_proj_with_mqa"]
-        self._down, down = part.columns(names, [first, Cut.whole(latent.width)], order=order)
+        names, cuts = [f"{prefix}{name}", f"{prefix}kv_a_proj_with_mqa"], [first, Cut.whole(latent.read_dim)]
+        up_names, up_cuts = [f"{prefix}q_b_proj"], [queries]
+        self._index: Index | None = None
+        if latent.index is not None:
+            self._index = Index(part, f"{prefix}indexer.", latent.index)
+            names, cuts = [*names, *self._index.down_names], [*cuts, *self._index.down_cuts]
+            up_names, up_cuts = [*up_names, *self._index.up_names], [*up_cuts, *self._index.up_cuts]
+            order = (*order, *range(len(order), sum(map(len, cuts))))
+            turned_last = (*turned_last, *range(len(turned_last), sum(map(len, up_cuts))))
+        self._index_dims = [] if latent.index is None else [latent.index.dim, latent.index.heads]
+        self._down, down = part.columns(names, cuts, order=order)
         self.sites = [LinearSite(self._down, down)]
         self._up_norm: RMSNorm | None = None
         self._up: Linear | None = None
         if latent.q_rank:
             self._up_norm = _norm(part, f"{prefix}q_a_layernorm.weight", latent.q_rank)
-            self._up, up = part.columns([f"{prefix}q_b_proj"], [queries], order=turned_last, inputs=latent.q_rank)
+            self._up, up = part.columns(up_names, up_cuts, order=turned_last, inputs=latent.q_rank)
             self.sites.append(LinearSite(self._up, up))
         self._latent_norm = _norm(part, f"{prefix}kv_a_layernorm.weight", latent.rank)
         self._keys, self._values = _both(part, f"{prefix}kv_b_proj.weight", latent, heads)
@@ -58,17 +68,21 @@ class LatentAttention:
     def of_norm(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
         """Attention of norm(x + delta), which x becomes before the norm."""
         latent, down = self._latent, self._down.of_norm(norm, x, delta)
-        q, kept, turned = torch.split(down, [self._begin_dim, latent.rank, latent.rope_dim], dim=1)
+        sizes = [self._begin_dim, latent.rank, latent.rope_dim, *self._index_dims]
+        q, kept, turned, *indexed = torch.split(down, sizes, dim=1)
         if self._up is not None and self._up_norm is not None:
             q = self._up(self._up_norm(q.contiguous()))
-        heads = q.reshape(len(q), self._heads, latent.query_dim)
+        own = self._heads * latent.query_dim
+        heads, index_q = q[:, :own].reshape(len(q), self._heads, latent.query_dim), q[:, own:]
         plain, q_turned = torch.split(heads, [latent.plain_dim, latent.rope_dim], dim=2)
         both = apply_rope(torch.cat((q_turned, turned.unsqueeze(1)), 1), *turn)
-        new = NewLatents(
-            torch.cat((self._keys(plain), both[:, :-1]), 2),
-            torch.cat((self._latent_norm(kept.contiguous()), both[:, -1]), 1),
-            latent.scale,
-        )
+        absorbed = torch.cat((self._keys(plain), both[:, :-1]), 2)
+        latents = [self._latent_norm(kept.contiguous()), both[:, -1]]
+        chooser: TokenChooser | None = None
+        if self._index is not None:
+            key, chooser = self._index(index_q, *indexed, turn=turn)
+            latents.append(key)
+        new = NewLatents(absorbed, torch.cat(latents, 1), latent.scale, chooser)
         sums = attend(self._layer, new).view(-1, self._heads, latent.rank)
         return self._out(self._values(sums).flatten(1))
 

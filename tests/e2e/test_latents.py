@@ -1,4 +1,4 @@
-"""Latent attention through two workers: pages of latents cross by NIXL and Mooncake, whole or layer by layer, and come back retracted."""
+"""Latent attention through two workers: pages of latents, with keys of an index or without, cross by NIXL and Mooncake, whole or layer by layer, and come back retracted."""
 
 from pathlib import Path
 
@@ -12,9 +12,9 @@ TIGHT = 304  # tokens: what runs is retracted, and comes back from the host
 ASKED = [(f"r{i}", prompt_of(70 - 9 * i, i), 44) for i in range(4)]
 
 
-@pytest.mark.parametrize("way", ["nixl", "mooncake"])
-def test_two_workers_give_the_tokens_of_one(way: str, tmp_path: Path) -> None:
-    path = make_tiny_checkpoint(tmp_path, "deepseek_v3")
+@pytest.mark.parametrize(("way", "family"), [("nixl", "deepseek_v32"), ("mooncake", "deepseek_v3")])
+def test_two_workers_give_the_tokens_of_one(way: str, family: str, tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path, family)
     with unified(path, max_total_tokens=8192) as system:
         wanted = run(system, ASKED, turns_between=6)
     disagg = {

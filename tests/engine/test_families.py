@@ -21,6 +21,7 @@ from tests.models.tiny_checkpoints import make_tiny_checkpoint
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": ("deepseek_v2", {"rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}),
     "deepseek-v3": ("deepseek_v3", {}),
+    "deepseek-v32": ("deepseek_v32", {}),
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3_text", {}),
     "gpt-oss": ("gpt_oss", {"seed": 2}),

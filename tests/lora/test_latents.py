@@ -16,6 +16,7 @@ from tests.models.tiny_checkpoints import make_tiny_checkpoint
 FAMILIES: dict[str, tuple[str, ...]] = {
     "deepseek_v2": ("q_proj", "kv_a_proj_with_mqa", "o_proj"),
     "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
+    "deepseek_v32": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
 }
 
 

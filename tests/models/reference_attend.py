@@ -5,7 +5,7 @@ import torch
 from engine.kernels.softmax import Softmax
 from engine.kv.state_pool import StatePool
 from engine.kv.step_batch import StepBatch
-from engine.layers.latents import NewLatents
+from engine.layers.latents import NewLatents, TokenChooser
 from engine.layers.rope import Unturned
 from engine.models.decoder import DenseDecoder
 
@@ -56,10 +56,27 @@ class Sequence:
 
     def _attend(self, layer: int, new: Unturned | NewLatents) -> torch.Tensor:
         if isinstance(new, NewLatents):
+            if new.chooser is not None:
+                return self._attend_chosen(layer, new, new.chooser)
             k = new.latents.unsqueeze(1)
             rank = self._model.cache_specs()[layer].latent
             return self._attend_heads(layer, new.q, k, k[:, :, :rank], Softmax(new.scale))
         return self._attend_heads(layer, *new.turned(), new.softmax)
+
+    def _attend_chosen(self, layer: int, new: NewLatents, chooser: TokenChooser) -> torch.Tensor:
+        """Row by row, by the definition: the best of the tokens before."""
+        rank, dim = self._model.cache_specs()[layer].latent, new.q.shape[2]
+        before = self.kv[layer][0] if layer in self.kv else new.latents[:0]
+        kept = torch.cat((before, new.latents))
+        self.kv[layer] = (kept, kept)
+        out = []
+        for row, (q, index_q) in enumerate(zip(new.q, chooser.q, strict=True)):
+            seen = kept[: len(before) + row + 1]
+            scores = ((seen[:, dim:] @ index_q.T).relu() @ chooser.weights[row]).tolist()
+            best = sorted(range(len(seen)), key=lambda token: (-scores[token], token))[: chooser.chosen]
+            weights = (q @ seen[best, :dim].T * new.scale).softmax(-1)
+            out.append((weights @ seen[best, :rank]).flatten())
+        return torch.stack(out)
 
     def _attend_heads(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax

@@ -54,6 +54,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {"kv_lora_rank": 20, "qk_rope_head_dim": 6, "qk_nope_head_dim": 10, "v_head_dim": 14, "q_lora_rank": 22},
     ),
+    "deepseek-v32": ("deepseek_v32", {}),
     "deepseek-v3-yarn": ("deepseek_v3", {"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}}),
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {}),

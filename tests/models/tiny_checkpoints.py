@@ -23,6 +23,7 @@ EOS = 2
 ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
@@ -172,6 +173,22 @@ MIXTURES: dict[str, dict[str, Any]] = {  # fields of their own
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.5,
     },
+    "deepseek_v32": {
+        **LATENTS,
+        "q_lora_rank": 48,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "index_n_heads": 16,
+        "index_head_dim": 32,
+        "index_topk": 24,
+    },
     "glm4_moe": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,
@@ -273,6 +290,8 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
             layer |= {f"self_attn.{name}_norm.weight": [dim] for name in "qk"}
         if "kv_lora_rank" in config:
             layer["self_attn.kv_a_layernorm.weight"] = [config["kv_lora_rank"]]
+            if "index_topk" in config:
+                layer |= {f"self_attn.indexer.k_norm.{name}": [config["index_head_dim"]] for name in ("weight", "bias")}
             if config["q_lora_rank"]:
                 layer["self_attn.q_a_layernorm.weight"] = [config["q_lora_rank"]]
         if family in ("olmo2", "olmo3"):
@@ -342,6 +361,10 @@ def _latent_attention(config: dict[str, Any]) -> dict[str, list[int]]:
     queries = {"q_proj": [heads * (plain + turned), hidden]}
     if q_rank := config["q_lora_rank"]:
         queries = {"q_a_proj": [q_rank, hidden], "q_b_proj": [heads * (plain + turned), q_rank]}
+    if "index_topk" in config:
+        heads_of_index, dim = config["index_n_heads"], config["index_head_dim"]
+        queries |= {"indexer.wq_b": [heads_of_index * dim, q_rank], "indexer.wk": [dim, hidden]}
+        queries["indexer.weights_proj"] = [heads_of_index, hidden]
     down = {"kv_a_proj_with_mqa": [rank + turned, hidden], "kv_b_proj": [heads * (plain + values), rank]}
     return {**queries, **down, "o_proj": [hidden, heads * values]}
 
@@ -375,7 +398,7 @@ def _experts(config: dict[str, Any]) -> dict[str, list[int]]:
         place, gate, up, down = ("block_sparse_moe", "w1", "w3", "w2")
     shapes = {f"{place}.gate.weight": [count, hidden]}
     parts = [f"{place}.experts.{i}" for i in range(count)]
-    if family in ("glm4_moe", "deepseek_v3"):
+    if family in ("glm4_moe", "deepseek_v3", "deepseek_v32"):
         shapes["mlp.gate.e_score_correction_bias"] = [count]
     sizes = dict.fromkeys(parts, size)
     if family in HYBRIDS:
