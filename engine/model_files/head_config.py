@@ -10,6 +10,11 @@ from engine.model_files.fields import Fields
 from service.flags import ConfigError
 
 TOKENS, LABELS, NOTHING = "tokens", "labels", "nothing"
+_TEXT_PARTS = {  # the architectures of their text models
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
+_OUTSIDE = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id")
 _KINDS = {"ForCausalLM": TOKENS, "ForSequenceClassification": LABELS, "Model": NOTHING}
 MODULES_FILE = "modules.json"  # of sentence-transformers
 
@@ -20,6 +25,18 @@ class HeadConfig:
 
     kind: str = TOKENS
     labels: tuple[str, ...] = ()
+
+
+def text_part(fields: Fields) -> Fields:
+    """The fields of the text model in those of a model that sees images, too; any other's as they are."""
+    names = fields.get("architectures")
+    family = _TEXT_PARTS.get(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
+    if family is None:
+        return fields
+    if not isinstance(fields.get("text_config"), dict):
+        raise fields.error("text_config", f"{names[0]} needs the fields of its text model there")
+    outside = {name: fields.get(name) for name in _OUTSIDE if fields.get(name) is not None}
+    return fields.inside("text_config").with_defaults(outside).with_values(architectures=[family])
 
 
 def read_family(fields: Fields) -> tuple[str, Family, str]:

@@ -13,7 +13,7 @@ from engine.gguf.file import open_gguf
 from engine.model_files.arithmetic import Arithmetic
 from engine.model_files.experts_config import ExpertsConfig
 from engine.model_files.fields import Fields, read_fields
-from engine.model_files.head_config import TOKENS, HeadConfig, read_family, read_head
+from engine.model_files.head_config import TOKENS, HeadConfig, read_family, read_head, text_part
 from engine.model_files.latent_config import LatentConfig, read_latent, rope_dim
 from engine.model_files.layer_kinds import read_kinds, read_ropes, read_windows
 from engine.model_files.recurrent_config import RecurrentConfig
@@ -185,6 +185,7 @@ def load_model_config(model_path: str) -> ModelConfig:
 
 
 def _model_config(fields: Fields, generation: Fields, *, folder: Path) -> ModelConfig:
+    fields = text_part(fields)
     name, family, kind = read_family(fields)
     fields = fields.with_defaults(family.defaults)
     _refuse_unsupported(fields)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+TEXT_PART = "model.language_model."  # of a model that sees images, too: what computes those is left out
 
 # Buffers that old exporters wrote beside the weights; they follow from the config.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
@@ -172,12 +173,9 @@ class _Safetensors:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[Path, Any] = {}
-        self._file_of = _tensor_files(folder, self._files)
-        self._prefix = ""  # that the checkpoint leaves out (of embedding models, saved without a head)
-        if "embed_tokens.weight" in self._file_of:
-            self._prefix = "model."
-            heads = {name: file for name, file in self._file_of.items() if name.startswith("score.")}
-            self._file_of = heads | {f"model.{name}": file for name, file in self._file_of.items() if name not in heads}
+        files = _tensor_files(folder, self._files)
+        self._name_in_file = _names(files)
+        self._file_of = {name: files[there] for name, there in self._name_in_file.items()}
 
     def names(self) -> Collection[str]:
         return self._file_of.keys()
@@ -200,7 +198,7 @@ class _Safetensors:
         """Of any type and shape: a view of the mapped file."""
         file = self._file_of[name]
         try:
-            tensor: torch.Tensor = self._files[file].get_tensor(name.removeprefix(self._prefix))
+            tensor: torch.Tensor = self._files[file].get_tensor(self._name_in_file[name])
         except (SafetensorError, AttributeError, RuntimeError) as error:
             raise ConfigError(f"{file}: tensor {name} cannot be read: {error}; download the file again") from None
         return tensor
@@ -209,7 +207,7 @@ class _Safetensors:
         if not index:
             return self._read(name, shape)
         file = self._file_of.get(name)
-        count = 0 if file is None else self._files[file].get_slice(name).get_shape()[0]
+        count = 0 if file is None else self._files[file].get_slice(self._name_in_file[name]).get_shape()[0]
         return self._read(name, [max(count, int(index) + 1), *shape])[int(index)]
 
     def _read(self, name: str, shape: list[int]) -> torch.Tensor:
@@ -228,6 +226,16 @@ class _Safetensors:
                 f"supported: {', '.join(DTYPES)} (config.json names no quantization)"
             )
         return tensor
+
+
+def _names(stored: Collection[str]) -> dict[str, str]:
+    """Our names of the tensors, with those in the files."""
+    if "embed_tokens.weight" in stored:  # an embedding model, saved without a head
+        return {name if name.startswith("score.") else f"model.{name}": name for name in stored}
+    if f"{TEXT_PART}embed_tokens.weight" not in stored:
+        return {name: name for name in stored}
+    text = {name.replace(TEXT_PART, "model.", 1): name for name in stored if name.startswith(TEXT_PART)}
+    return text | {name: name for name in stored if name.startswith("lm_head.")}
 
 
 def _tensor_files(folder: Path, files: dict[Path, Any]) -> dict[str, Path]:

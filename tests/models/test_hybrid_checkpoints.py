@@ -1,0 +1,64 @@
+"""Qwen3.5 as it is published: the text part of a model that sees images, its experts in one tensor of each layer."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.model_files.model_config import load_model_config
+from engine.models.load import load_model
+from service.flags import ConfigError
+from tests.models.reference_attend import Sequence
+from tests.models.test_parity import random_ids
+from tests.models.tiny_checkpoints import edit_tensors, make_tiny_checkpoint, write_json
+
+
+def logits_of(path: str) -> torch.Tensor:
+    model = load_model(path, load_model_config(path), dtype="float32", device="cpu", progress=False)
+    return Sequence(model).extend(random_ids(20))
+
+
+def published(folder: Path) -> str:
+    """A tiny Qwen3.5 MoE with vision and a drafter beside it."""
+    path = make_tiny_checkpoint(folder, "qwen3_5_moe_text")
+    config = json.loads((folder / "config.json").read_text())
+    outside = {"tie_word_embeddings": config.pop("tie_word_embeddings"), "vision_config": {"depth": 1}}
+    write_json(
+        folder / "config.json",
+        {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": config, **outside},
+    )
+    edit_tensors(folder / "model.safetensors", _publish)
+    return path
+
+
+def _publish(tensors: dict[str, torch.Tensor]) -> None:
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for name in list(tensors):
+        if name.startswith("lm_head."):
+            continue
+        tensor, name = tensors.pop(name), name.replace("model.", "model.language_model.", 1)
+        if found := re.match(r"(.*\.experts)\.\d+\.(gate|up|down)_proj", name):
+            stacks.setdefault(f"{found[1]} {found[2]}", []).append(tensor)
+        else:
+            tensors[name] = tensor
+    for place in {key.split()[0] for key in stacks}:
+        gate, up, down = (torch.stack(stacks[f"{place} {kind}"]) for kind in ("gate", "up", "down"))
+        tensors[f"{place}.gate_up_proj"], tensors[f"{place}.down_proj"] = torch.cat((gate, up), 1), down
+    tensors |= {"model.visual.blocks.0.norm1.weight": torch.ones(8), "mtp.fc.weight": torch.ones(8, 8)}
+
+
+def test_a_published_checkpoint_has_the_logits_of_the_plain_one(tmp_path: Path) -> None:
+    plain = make_tiny_checkpoint(tmp_path / "plain", "qwen3_5_moe_text")
+    path = published(tmp_path / "published")
+    assert load_model_config(path) == load_model_config(plain)
+    assert torch.equal(logits_of(path), logits_of(plain))
+
+
+def test_a_model_that_sees_images_names_its_text_model(tmp_path: Path) -> None:
+    path = published(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    write_json(tmp_path / "config.json", {**config, "text_config": None})
+    with pytest.raises(ConfigError, match=r"config\.json: text_config: Qwen3_5MoeForConditionalGeneration needs"):
+        load_model_config(path)
