@@ -202,7 +202,8 @@ def _services(
 
     compiles, board = parts.compiles, _board(spec, parts)
     decodes_only = spec.disagg.disaggregation_mode == "decode"
-    profiler = TorchProfiler(parts.device.executor.call, name=spec.trace_name(leader_of(spec.engine)))
+    name = spec.trace_name(leader_of(spec.engine))
+    profiler = TorchProfiler(parts.device.executor.call, name=name)
     return LoopServices(
         weights=parts.weights,
         kv=parts.kv,
@@ -212,6 +213,8 @@ def _services(
         disk=parts.disk,
         events=publisher,
         experts=parts.executor.runner.expert_gauges,
+        expert_loads=parts.executor.runner.expert_loads,
+        name=name,
         late_compiles=lambda: 0 if compiles is None else compiles.num_late,
         watched=parts.executor if isinstance(parts.executor, LeadingExecutor) and parts.config.watches_steps else None,
         agreement=None if board is None else agreement_of(parts.config, board, spec.dp_rank, decodes_only=decodes_only),

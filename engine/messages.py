@@ -145,6 +145,17 @@ class StopProfile(_Message, frozen=True):
     call_id: str
 
 
+class RecordExperts(_Message, frozen=True):
+    """Count which experts tokens take: `action` start | stop | dump, into a file in `output_dir` ("": a new temporary one).
+
+    Answered by a `ControlReply`.
+    """
+
+    call_id: str
+    action: str
+    output_dir: str = ""
+
+
 class LoadAdapter(_Message, frozen=True):
     """Load the LoRA adapter in directory `path` under `name`. Answered by a `ControlReply` with `adapters`."""
 
@@ -181,6 +192,7 @@ ToScheduler = (
     | ResumeMemory
     | StartProfile
     | StopProfile
+    | RecordExperts
     | LoadAdapter
     | UnloadAdapter
     | Drain

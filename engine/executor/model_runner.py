@@ -15,7 +15,7 @@ from engine.executor.forward_pass import ForwardPass
 from engine.executor.sample_pass import SamplePass, StepOutput, nothing_sampled
 from engine.models.decoder import DenseDecoder
 from engine.models.expert_balance import ExpertBalance
-from engine.models.expert_loads import expert_gauges
+from engine.models.expert_loads import expert_gauges, expert_loads
 
 T = TypeVar("T")
 
@@ -47,6 +47,10 @@ class ModelRunner:
     def expert_gauges(self) -> dict[str, float]:
         """Of the model that runs; from any thread."""
         return expert_gauges(self._model)
+
+    def expert_loads(self) -> list[list[int]]:
+        """The same, of each layer and expert."""
+        return expert_loads(self._model)
 
     def use(self, model: DenseDecoder, *, needs_graphs: bool = False) -> None:
         """Run another model of the same shape from the next step on. In stream order (`Executor.call`).

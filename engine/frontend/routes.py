@@ -126,6 +126,9 @@ _ROUTES = (
     _admin("/unload_lora_adapter", engine.unload_lora_adapter, engine.UnloadBody),
     _admin("/start_profile", engine.start_profile, engine.StartProfileBody, body_required=False),
     _admin("/stop_profile", engine.stop_profile),
+    _admin("/start_expert_distribution_record", engine.start_expert_record),
+    _admin("/stop_expert_distribution_record", engine.stop_expert_record),
+    _admin("/dump_expert_distribution_record", engine.dump_expert_record, engine.DumpExpertsBody, body_required=False),
     _admin("/switch_role", role_switch.switch_role, role_switch.SwitchBody, starts=True),
 )
 # Second names that SGLang's clients use: its own server has both.

@@ -25,6 +25,7 @@ from engine.loop.adapter_control import AdapterControl
 from engine.loop.control import EngineControl, Weights
 from engine.loop.deadlines import Deadlines
 from engine.loop.decode_skipper import DecodeSkipper, TurnWeights
+from engine.loop.expert_record import ExpertRecord, Loads
 from engine.loop.interval_log import IntervalLog
 from engine.loop.kv_events import ZmqPublisher
 from engine.loop.listener import LoopListener
@@ -49,6 +50,7 @@ from engine.messages import (
     GenerateRequest,
     GetState,
     LoadAdapter,
+    RecordExperts,
     ReleaseMemory,
     ResumeMemory,
     Shutdown,
@@ -106,7 +108,9 @@ class LoopSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopServices:
-    """What the loop serves besides requests and steps. `late_compiles`: kernels that were compiled while serving. `experts`: gauges of a mixture.
+    """What the loop serves besides requests and steps. `late_compiles`: kernels that were compiled while serving. `experts`: gauges of a mixture,
+
+    `expert_loads`: its counts. `name`: of the worker, in files.
 
     `watched`: the executor of a worker with pipeline stages or DP attention, `agreement`, `updates`: of the latter.
     """
@@ -120,6 +124,8 @@ class LoopServices:
     events: ZmqPublisher | None = None
     late_compiles: Callable[[], int] = int
     experts: Callable[[], Mapping[str, float]] = dict
+    expert_loads: Callable[[], Loads] = list
+    name: str = "worker"
     watched: WatchedSteps[Any] | None = None
     agreement: Agreement | None = None
     updates: UpdateAgreement | None = None
@@ -170,6 +176,7 @@ class EngineLoop:
         self._deadlines = Deadlines()
         self._requests = OpenRequests()
         self._profiles = ProfileControl(services.profiler, reply=ports.to_frontend)
+        self._expert_record = ExpertRecord(services.expert_loads, name=services.name, reply=ports.to_frontend)
         self._draining = False
         self._awaits_step = False  # the last turn found steps in flight, and nothing to do
         intervals = IntervalLog(scheduler, steps=settings.log_interval, write=partial(log.info, "%s"))
@@ -333,6 +340,8 @@ class EngineLoop:
                 self._occupation.on_message(message)
             case StartProfile() | StopProfile():
                 self._profiles.on_message(message)
+            case RecordExperts():
+                self._expert_record.on_message(message)
             case Drain():
                 self._draining = True
             case Shutdown():

@@ -114,6 +114,11 @@ class DenseDecoder:
         ]
 
     @property
+    def num_layers(self) -> int:
+        """Of the model, all stages."""
+        return self._config.num_layers
+
+    @property
     def balance(self) -> ExpertBalance | None:
         """What moves experts between the stage's ranks."""
         return self._balance

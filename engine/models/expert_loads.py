@@ -23,6 +23,15 @@ def expert_gauges(model: DenseDecoder) -> dict[str, float]:
     }
 
 
+def expert_loads(model: DenseDecoder) -> list[list[int]]:
+    """Tokens that took each expert, of each layer of the model; zeros of layers without, and of other stages. [] without experts."""
+    mixtures = model.mixtures()
+    if not mixtures:
+        return []
+    count = len(next(iter(mixtures.values())).loads)
+    return [mixtures[layer].loads.tolist() if layer in mixtures else [0] * count for layer in range(model.num_layers)]
+
+
 def _uneven(loads: list[int]) -> float:
     """The largest over the mean; without any load 1."""
     return max(loads) * len(loads) / total if (total := sum(loads)) else 1.0

@@ -20,6 +20,7 @@ from engine.messages import (
     GetStep,
     LoadAdapter,
     PauseGeneration,
+    RecordExperts,
     ReleaseMemory,
     ResumeMemory,
     SchedulerReady,
@@ -43,6 +44,7 @@ ControlMessage = (
     | ResumeMemory
     | StartProfile
     | StopProfile
+    | RecordExperts
     | LoadAdapter
     | UnloadAdapter
 )

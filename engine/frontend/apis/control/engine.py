@@ -15,6 +15,7 @@ from engine.messages import (
     ControlReply,
     LoadAdapter,
     PauseGeneration,
+    RecordExperts,
     ReleaseMemory,
     ResumeMemory,
     StartProfile,
@@ -63,6 +64,10 @@ class LoadBody(msgspec.Struct, kw_only=True):
 
 class UnloadBody(msgspec.Struct, kw_only=True):
     lora_name: str
+
+
+class DumpExpertsBody(msgspec.Struct, kw_only=True):
+    output_dir: str | None = None
 
 
 class StartProfileBody(msgspec.Struct, kw_only=True):
@@ -194,6 +199,26 @@ async def start_profile(request: web.BaseRequest) -> web.Response:
 async def stop_profile(request: web.BaseRequest) -> web.Response:
     leaders = request[SERVICES].leaders
     reply = await leaders.control(StopProfile(leaders.mint_call_id()), timeout_s=PROFILE_TIMEOUT_S)
+    return _done(reply, **reply.values)
+
+
+async def start_expert_record(request: web.BaseRequest) -> web.Response:
+    return await _record_experts(request, "start")
+
+
+async def stop_expert_record(request: web.BaseRequest) -> web.Response:
+    return await _record_experts(request, "stop")
+
+
+async def dump_expert_record(request: web.BaseRequest) -> web.Response:
+    """The answer names the file, which --init-expert-location reads."""
+    body = decode_body(await request.read() or b"{}", DumpExpertsBody)
+    return await _record_experts(request, "dump", output_dir=body.output_dir or "")
+
+
+async def _record_experts(request: web.BaseRequest, action: str, *, output_dir: str = "") -> web.Response:
+    leaders = request[SERVICES].leaders
+    reply = await leaders.control(RecordExperts(leaders.mint_call_id(), action, output_dir))
     return _done(reply, **reply.values)
 
 
