@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.test_rank_pairs import Cell, pair_of
 from tests.e2e.two_engines import disaggregated, run, unified
 from tests.engine.engine_in_process import prompt_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -36,3 +37,16 @@ def test_two_workers_give_the_tokens_of_one(way: str, family: str, tmp_path: Pat
         assert decode.peered is not None
         assert decode.peered.counters()["kv_checksum_verified"] == len(ASKED)
         assert (decode.parts.scheduler.counters.retractions > 0) == (way == "nixl")
+
+
+def test_each_rank_has_all_latents(tmp_path: Path) -> None:
+    """Two ranks of prefill, one of decode: heads are cut, latents are not, and cross once."""
+    path = make_tiny_checkpoint(tmp_path, "deepseek_v3")
+    with unified(path, max_total_tokens=8192) as system:
+        wanted = run(system, ASKED, turns_between=6)
+    flags = {"max_total_tokens": 8192, "chunked_prefill_size": 32, "num_threads": 1, "schedule_conservativeness": 0.0}
+    cell = Cell("nixl", (2, 1), (1, 1), "on", "prefill")
+    with pair_of(cell, path, flags=flags, decode={"max_total_tokens": TIGHT}) as pair:
+        assert run(pair, ASKED, turns_between=6) == wanted
+        decode = pair.workers[-1]
+        assert decode.peered is not None and decode.peered.counters()["resumed_through_prefill"] > 0

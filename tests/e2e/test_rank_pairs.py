@@ -4,10 +4,11 @@
 import math
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ CELLS = {
 def test_kv_crosses_between_all_ranks_and_comes_back(name: str) -> None:
     cell, rng = CELLS[name], random.Random(4)
     asked = [(f"r{i}", recall_prompt(rng, 40), 44 - 4 * i) for i in range(4)]
-    with _pair(cell) as pair:
+    with pair_of(cell) as pair:
         assert run(pair, asked, turns_between=6) == {
             rid: continuation(prompt, new, ignore_eos=True) for rid, prompt, new in asked
         }
@@ -82,7 +83,14 @@ def test_kv_crosses_between_all_ranks_and_comes_back(name: str) -> None:
 
 
 @contextmanager
-def _pair(cell: Cell) -> Iterator[Pair]:
+def pair_of(
+    cell: Cell,
+    path: str = WIDE_MODEL_PATH,
+    *,
+    flags: Mapping[str, Any] = MappingProxyType(FLAGS),
+    decode: Mapping[str, Any] = MappingProxyType(TIGHT),
+) -> Iterator[Pair]:
+    """`flags`: of both workers; `decode`: of that one alone."""
     disagg: dict[str, Any] = {
         "disaggregation_transfer_backend": cell.backend,
         "disaggregation_kv_checksum": True,
@@ -96,25 +104,25 @@ def _pair(cell: Cell) -> Iterator[Pair]:
         workers = []
         for mode, shape, nnodes, more in (
             ("prefill", cell.prefill, cell.nnodes[0], {}),
-            ("decode", cell.decode, cell.nnodes[1], TIGHT),
+            ("decode", cell.decode, cell.nnodes[1], decode),
         ):
             make = partial(WorkerInProcess, mode=mode, bootstrap=server.port, disagg=disagg)
-            flags = {**FLAGS, **more, "nnodes": nnodes, "dist_init_addr": "127.0.0.1:1"}  # they meet by hand
+            all_flags = {**flags, **more, "nnodes": nnodes, "dist_init_addr": "127.0.0.1:1"}  # they meet by hand
             if shape == (1, 1):
-                workers.append(stack.enter_context(make(WIDE_MODEL_PATH, **flags)))
+                workers.append(stack.enter_context(make(path, **all_flags)))
                 continue
             own, (tp_size, pp_size) = DisaggConfig(disaggregation_mode=mode, **disagg), shape
-            serve = partial(_serve, own)
-            group = ranks(WIDE_MODEL_PATH, tp_size=tp_size, pp_size=pp_size, make=make, serve=serve, **flags)
+            serve = partial(_serve, own, path)
+            group = ranks(path, tp_size=tp_size, pp_size=pp_size, make=make, serve=serve, **all_flags)
             worker = stack.enter_context(group).engine
             assert isinstance(worker, WorkerInProcess)
             workers.append(worker)
         yield Pair(*workers, port=server.port)
 
 
-def _serve(disagg: DisaggConfig, pool: KVPool, held: HeldKV, sock: socket.socket) -> None:
+def _serve(disagg: DisaggConfig, path: str, pool: KVPool, held: HeldKV, sock: socket.socket) -> None:
     spec = SchedulerSpec(
-        engine=EngineConfig(model_path=WIDE_MODEL_PATH), disagg=disagg, ipc_dir="", control_host=HOST, bootstrap=None
+        engine=EngineConfig(model_path=path), disagg=disagg, ipc_dir="", control_host=HOST, bootstrap=None
     )
     receives = disagg.disaggregation_mode == "decode"
     serve_engine(engine_of(spec, pool), memory_of(pool, held), sock, receives=receives, host=HOST)
