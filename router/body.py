@@ -35,6 +35,12 @@ class Api(StrEnum):
     EMBEDDINGS = "/v1/embeddings"
     ENCODE = "/encode"
     SCORE = "/v1/score"
+    RERANK = "/v1/rerank"
+    RERANK_PLAIN = "/rerank"
+    RERANK_V2 = "/v2/rerank"
+    SCORE_PAIRS = "/score"
+    CLASSIFY = "/classify"
+    CLASSIFY_V1 = "/v1/classify"
     MESSAGES = "/v1/messages"
     RESPONSES = "/v1/responses"
     OLLAMA_CHAT = "/api/chat"
@@ -44,7 +50,9 @@ class Api(StrEnum):
 # The worker writes their one prompt.
 CHATS = frozenset((Api.CHAT, Api.MESSAGES, Api.RESPONSES, Api.OLLAMA_CHAT, Api.OLLAMA_GENERATE))
 # The worker that computes prompts answers them alone.
-ALONE = frozenset((Api.EMBEDDINGS, Api.ENCODE, Api.SCORE))
+_RERANKS = (Api.RERANK, Api.RERANK_PLAIN, Api.RERANK_V2)
+_CLASSIFIES = (Api.CLASSIFY, Api.CLASSIFY_V1)
+ALONE = frozenset((Api.EMBEDDINGS, Api.ENCODE, Api.SCORE, Api.SCORE_PAIRS, *_RERANKS, *_CLASSIFIES))
 PUTS = (Api.GENERATE, Api.ENCODE)  # as in SGLang
 OLLAMA = frozenset((Api.OLLAMA_CHAT, Api.OLLAMA_GENERATE))  # they stream unless the body says no
 # In the order in which a prompt holds them.
@@ -54,6 +62,9 @@ _PROMPT_FIELDS = {
     Api.EMBEDDINGS: ("input",),
     Api.ENCODE: ("text",),
     Api.SCORE: ("query", "items"),
+    **dict.fromkeys(_RERANKS, ("query", "documents")),
+    Api.SCORE_PAIRS: ("text_2",),
+    **dict.fromkeys(_CLASSIFIES, ("input",)),
     Api.GENERATE: ("text",),
     Api.MESSAGES: ("system", "messages"),
     Api.RESPONSES: ("instructions", HISTORY_FIELD, "input"),

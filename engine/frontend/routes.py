@@ -24,6 +24,9 @@ from engine.frontend.apis.openai.bodies import CompletionBody
 from engine.frontend.apis.openai.chat import chat_completions
 from engine.frontend.apis.openai.completions import completions
 from engine.frontend.apis.openai.embeddings import EmbeddingBody, embeddings
+from engine.frontend.apis.ranking.classify import ClassifyBody, classify
+from engine.frontend.apis.ranking.rerank import RerankBody, rerank
+from engine.frontend.apis.ranking.score import PairScoreBody, score_pairs
 from engine.frontend.apis.responses import stored
 from engine.frontend.apis.responses.body import ResponseBody
 from engine.frontend.apis.responses.create import create_response
@@ -103,6 +106,9 @@ _ROUTES = (
     _tokens("/encode", encode, EncodeBody),
     ApiRoute("PUT", "/encode", encode, EncodeBody, anywhere=True),
     _tokens("/v1/score", score, ScoreBody),
+    _tokens("/v1/rerank", rerank, RerankBody),
+    _tokens("/score", score_pairs, PairScoreBody),
+    _tokens("/classify", classify, ClassifyBody),
     _tokens("/v1/messages", messages, MessagesBody, streams=EVENTS_TYPE),
     _tokens("/v1/messages/count_tokens", count_tokens, CountTokensBody),
     _tokens(INVOCATIONS, invocations, InvocationBody, streams=EVENTS_TYPE),
@@ -131,12 +137,15 @@ _ROUTES = (
     _admin("/dump_expert_distribution_record", engine.dump_expert_record, engine.DumpExpertsBody, body_required=False),
     _admin("/switch_role", role_switch.switch_role, role_switch.SwitchBody, starts=True),
 )
-# Second names that SGLang's clients use: its own server has both.
+# Second names that clients of SGLang and vLLM use: their own servers have both.
 _ALIASES = {
     "/get_model_info": "/model_info",
     "/get_server_info": "/server_info",
     "/v1/tokenize": "/tokenize",
     "/v1/detokenize": "/detokenize",
+    "/rerank": "/v1/rerank",
+    "/v2/rerank": "/v1/rerank",
+    "/v1/classify": "/classify",
 }
 OPENAPI_PATH = "/openapi.json"
 ROUTES = (

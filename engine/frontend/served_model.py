@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.lora.names import lora_enabled
+from engine.model_files.head_config import HeadConfig
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
 from engine.text.chat_template import ChatTemplate, load_chat_template
@@ -24,6 +25,7 @@ class ServedModel:
     path: str
     served_name: str
     tokenizer: Tokenizer
+    head: HeadConfig
     template: ChatTemplate | None
     vocab_size: int
     context_length: int
@@ -47,6 +49,7 @@ def load_served_model(engine: EngineConfig, *, mode: str) -> ServedModel:
         path=path,
         served_name=served_name,
         tokenizer=tokenizer,
+        head=config.head,
         template=load_chat_template(path, config=tokenizer.config, special_tokens=tokenizer.special_tokens),
         vocab_size=config.vocab_size,
         context_length=engine.context_length or config.max_position_embeddings,
@@ -55,7 +58,7 @@ def load_served_model(engine: EngineConfig, *, mode: str) -> ServedModel:
             "model_path": path,
             "served_model_name": served_name,
             "tokenizer_path": path,
-            "is_generation": True,
+            "is_generation": config.generates,
             "model_type": config.model_type,
             "architectures": [config.architecture],
             "weight_version": engine.weight_version,

@@ -38,6 +38,9 @@ class Arithmetic:
     logit_cap: float = 0.0
 
 
+PLAIN = Arithmetic()
+
+
 def read_plain(fields: Fields) -> Arithmetic:
     return Arithmetic(activation=_activation(fields))
 

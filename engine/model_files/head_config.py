@@ -27,6 +27,9 @@ class HeadConfig:
     labels: tuple[str, ...] = ()
 
 
+TOKEN_HEAD = HeadConfig()
+
+
 def text_part(fields: Fields) -> Fields:
     """The fields of the text model in those of a model that sees images, too; any other's as they are."""
     names = fields.get("architectures")
@@ -49,21 +52,36 @@ def read_family(fields: Fields) -> tuple[str, Family, str]:
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise fields.error("architectures", f"must name the model class; supported: {known}")
     for name in names:
-        for suffix, kind in _KINDS.items():
-            family = FAMILIES.get(f"{name.removesuffix(suffix)}ForCausalLM") if name.endswith(suffix) else None
-            if family is not None and (kind == TOKENS or family.experts is None):
-                return name, family, kind
+        if (found := _found(name)) is not None:
+            return name, *found
     raise fields.error(
         "architectures",
         f"{names[0]} is not supported; supported: {known}, and of dense ones ...ForSequenceClassification and ...Model",
     )
 
 
+def family_of(architecture: str) -> Family:
+    """Of a class that `read_family` has accepted."""
+    found = _found(architecture)
+    assert found is not None, architecture
+    return found[0]
+
+
+def _found(architecture: str) -> tuple[Family, str] | None:
+    """Its family and kind of head."""
+    for suffix, kind in _KINDS.items():
+        if architecture.endswith(suffix):
+            family = FAMILIES.get(f"{architecture.removesuffix(suffix)}ForCausalLM")
+            if family is not None and (kind == TOKENS or family.experts is None):
+                return family, kind
+    return None
+
+
 def read_head(fields: Fields, kind: str, *, folder: Path) -> HeadConfig:
     """The head of kind `kind`, or none where `folder` says that sentence-transformers pools the states."""
     if kind == LABELS:
         return HeadConfig(LABELS, _labels(fields))
-    return HeadConfig(NOTHING) if kind == NOTHING or _pools(folder) else HeadConfig()
+    return HeadConfig(NOTHING) if kind == NOTHING or _pools(folder) else TOKEN_HEAD
 
 
 def _labels(fields: Fields) -> tuple[str, ...]:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from engine.gguf.config import config_fields
 from engine.gguf.file import open_gguf
-from engine.model_files.arithmetic import Arithmetic
+from engine.model_files.arithmetic import PLAIN, Arithmetic
 from engine.model_files.experts_config import ExpertsConfig
 from engine.model_files.fields import Fields, read_fields
-from engine.model_files.head_config import TOKENS, HeadConfig, read_family, read_head, text_part
+from engine.model_files.head_config import TOKEN_HEAD, TOKENS, HeadConfig, read_family, read_head, text_part
 from engine.model_files.latent_config import LatentConfig, read_latent, rope_dim
 from engine.model_files.layer_kinds import read_kinds, read_ropes, read_windows
 from engine.model_files.recurrent_config import RecurrentConfig
@@ -52,7 +52,7 @@ class ModelConfig:
     vocab_size: int
     rms_norm_eps: float
     rope: RopeConfig
-    layer_ropes: tuple[RopeConfig | None, ...]
+    layer_ropes: tuple[RopeConfig | None, ...] = ()
     tie_word_embeddings: bool
     attention_bias: bool
     attention_out_bias: bool
@@ -60,8 +60,8 @@ class ModelConfig:
     norms: str
     fused_qkv: bool
     fused_mlp: bool
-    head: HeadConfig
-    arithmetic: Arithmetic
+    head: HeadConfig = TOKEN_HEAD
+    arithmetic: Arithmetic = PLAIN
     experts: ExpertsConfig | None
     latent: LatentConfig | None
     max_position_embeddings: int

@@ -8,7 +8,7 @@ from engine.layers.gates import GATES
 from engine.layers.linear import LinearSite
 from engine.layers.norm import NoNorm, Normed, OffsetNorm, RMSNorm, Scaled, rms_norm
 from engine.layers.rope import Turn
-from engine.model_files.families import FAMILIES
+from engine.model_files.head_config import family_of
 from engine.model_files.recurrent_config import MambaConfig
 from engine.models.attention import Attend, Attention
 from engine.models.beside import BesideMixers
@@ -106,7 +106,7 @@ def _mixer(part: ModelPart, index: int, *, place: int) -> "Attention | LatentAtt
 def _feed_forward(part: ModelPart, index: int) -> "_MLP | SharedMLP | Mixture":
     prefix, experts = f"model.layers.{index}.", part.config.experts
     if experts is not None and not part.config.is_dense(index):
-        names = FAMILIES[part.config.architecture].expert_names
+        names = family_of(part.config.architecture).expert_names
         if part.place.ep_size > 1:
             return ExpertParallelMLP(part, prefix, experts, names, index)
         return ExpertMLP(part, prefix, experts, names)

@@ -9,7 +9,7 @@ import torch
 from engine.layers.linear import Linear, SiteShape
 from engine.layers.rope import head_order
 from engine.layers.row_linear import RowLinear
-from engine.model_files.families import FAMILIES
+from engine.model_files.head_config import family_of
 from engine.model_files.model_config import ModelConfig
 from engine.models.checkpoint import Checkpoint
 from engine.models.expert_balance import ExpertBalance
@@ -58,7 +58,7 @@ class ModelPart:
         self._segments = max(1, reduce_units // place.tp_size)
         self.mlp_segments = max(1, reduce_units // place.mlp_size)
         self.whole_segments = max(1, reduce_units)  # of what one rank computes alone
-        family = FAMILIES[config.architecture]
+        family = family_of(config.architecture)
         self.mlp_names, self.final_norm = family.mlp, family.final_norm
         self.q = Cut(config.num_heads, self.share.heads).times(config.head_dim)
         self.kv = Cut(config.num_kv_heads, self.share.kv_heads).times(config.head_dim)

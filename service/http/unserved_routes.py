@@ -11,7 +11,6 @@ from aiohttp import web
 from service.http.errors import ApiError
 
 EMBEDDINGS = "/v1/embeddings makes vectors to compare"
-SCORES = "/v1/score gives the probability of each of label_token_ids behind query and item"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +21,8 @@ class Head:
     instead: str
 
 
-_PAIRS = Head("a cross-encoder, a model that scores a pair of texts", f"{SCORES}; {EMBEDDINGS}")
-_CLASSES = Head("a model with a classification head", f"{SCORES}; a chat with structured_outputs.choice names a class")
 _POOLING = Head("a model with a pooling head", f"{EMBEDDINGS}, and so does /encode")
 UNSERVED: Mapping[str, Head] = {
-    "/rerank": _PAIRS,
-    "/v1/rerank": _PAIRS,
-    "/v2/rerank": _PAIRS,
-    "/score": _PAIRS,
-    "/classify": _CLASSES,
-    "/v1/classify": _CLASSES,
     "/pooling": _POOLING,
 }
 

@@ -12,7 +12,9 @@ JSON = b"application/json"
 GENERATE, COMPLETE, CHAT, EMBED = "/generate", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 RESPOND, MESSAGES = "/v1/responses", "/v1/messages"
 ENCODE, SCORE = "/encode", "/v1/score"
-GENERATION = (GENERATE, COMPLETE, CHAT, EMBED, ENCODE, SCORE, RESPOND, MESSAGES, "/api/chat", "/api/generate")
+RERANK, SCORE_PAIRS, CLASSIFY = "/v1/rerank", "/score", "/classify"
+PAIRS = (RERANK, "/rerank", "/v2/rerank", SCORE_PAIRS, CLASSIFY, "/v1/classify")
+GENERATION = (GENERATE, COMPLETE, CHAT, EMBED, ENCODE, SCORE, *PAIRS, RESPOND, MESSAGES, "/api/chat", "/api/generate")
 PROMPT = {"text": "k17 v42 k17"}
 USER = {"messages": [{"role": "user", "content": "k17"}]}
 

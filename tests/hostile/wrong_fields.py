@@ -239,7 +239,8 @@ CHATS: list[tuple[str, list[Any]]] = [
 EMBEDDINGS: list[tuple[str, dict[str, Any]]] = [
     *(("input", {"input": given}) for given in ("", [], ["a", [1]], [600])),
     ("encoding_format", {"input": "a", "encoding_format": "int8"}),
-    ("dimensions", {"input": "a", "dimensions": 8}),
+    ("dimensions", {"input": "a", "dimensions": "8"}),
+    *(("dimensions", {"input": "a", "dimensions": size}) for size in (0, -1, 100_000)),
     ("cache_salt", {"input": "a", "cache_salt": ["s", "t"]}),
 ]
 ENCODED: list[tuple[str, dict[str, Any]]] = [
@@ -260,6 +261,21 @@ SCORED: list[tuple[str, dict[str, Any]]] = [
     ("documents", {"query": "a", "documents": ["b"]}),
     ("text_1", {"text_1": "a", "text_2": "b"}),
 ]
+DOCUMENTS = {"query": "a", "documents": ["b", {"text": "c"}]}
+RERANKED: list[tuple[str, dict[str, Any]]] = [
+    *((field, {**DOCUMENTS, field: given}) for field in DOCUMENTS for given in (None, 5)),
+    *(("documents", {**DOCUMENTS, "documents": given}) for given in ([], [5], [{}])),
+    *(("top_n", {**DOCUMENTS, "top_n": given}) for given in (0, "1")),
+    ("max_tokens_per_doc", {**DOCUMENTS, "max_tokens_per_doc": 5}),
+]
+TEXTS = {"text_1": "a", "text_2": ["b", "c"]}
+PAIRED: list[tuple[str, dict[str, Any]]] = [
+    *((field, {**TEXTS, field: given}) for field in TEXTS for given in (None, [5])),
+    ("text_1", {**TEXTS, "text_1": ["a", "b", "c"]}),
+    ("text_2", {**TEXTS, "text_2": []}),
+    ("label_token_ids", {**TEXTS, "label_token_ids": [5]}),
+]
+CLASSIFIED: list[tuple[str, dict[str, Any]]] = [("input", {"input": 5}), ("text", {"text": "a"})]
 DEEP_SCHEMA = b'{"text": "k17", "sampling_params": {"json_schema": ' + b'{"a":' * 3000 + b"1" + b"}" * 3000 + b"}}"
 RAW: list[tuple[str, bytes, str]] = [
     (GENERATE, b'{"text": "k17", "sampling_params": {"temperature": -Infinity}}', ""),
@@ -275,6 +291,9 @@ def wrong_values() -> list[tuple[str, bytes, str]]:
     bodies += [(table.EMBED, body, field) for field, body in EMBEDDINGS]
     bodies += [(table.ENCODE, body, field) for field, body in ENCODED]
     bodies += [(table.SCORE, body, field) for field, body in SCORED]
+    bodies += [(table.RERANK, body, field) for field, body in RERANKED]
+    bodies += [(table.SCORE_PAIRS, body, field) for field, body in PAIRED]
+    bodies += [(table.CLASSIFY, body, field) for field, body in CLASSIFIED]
     bodies.append((CHAT, {**table.USER, "tools": [TOOL], "tool_choice": 5}, "tool_choice"))
     no_schema = {"function": {"name": "f", "parameters": {"type": 5}}}
     bodies += [

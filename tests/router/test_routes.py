@@ -69,6 +69,9 @@ async def test_an_invocation_goes_where_its_body_belongs(body: dict[str, Any], p
         ("/encode", {"text": "a"}),
         ("/encode", {"input_ids": [[1], [2]]}),
         ("/v1/score", {"query": "a", "items": ["b", "c"], "label_token_ids": [1]}),
+        ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}),
+        ("/score", {"text_1": "a", "text_2": ["b", "c"]}),
+        ("/v1/classify", {"input": ["b", "c"]}),
     ],
 )
 async def test_what_ends_with_its_prompt_goes_to_a_prefill_worker_alone(path: str, body: dict[str, Any]) -> None:

@@ -36,6 +36,7 @@ READER = BodyReader(
     body=EncodeBody,
     refused={
         **{name: entry for name, entry in EMBEDDING.items() if name != "messages"},
+        "dimensions": Unserved("ask /v1/embeddings"),
         **dict.fromkeys(("audio_data", "image_data", "input_embeds", "video_data"), Unserved(TEXT_ONLY)),
     },
 )

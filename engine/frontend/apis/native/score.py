@@ -39,7 +39,9 @@ class ScoreBody(msgspec.Struct, kw_only=True):
     data_parallel_rank: int | None = None
 
 
-_PAIRS = Unserved("send query, items and label_token_ids; a score is the probability of a label token behind them")
+_PAIRS = Unserved(
+    "send text_1 and text_2 to /score; here a score is the probability of a label token behind query and items"
+)
 READER = BodyReader(
     body=ScoreBody,
     refused=dict.fromkeys(("data_1", "data_2", "documents", "queries", "text_1", "text_2"), _PAIRS),

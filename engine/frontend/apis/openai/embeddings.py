@@ -2,6 +2,7 @@
 
 import array
 import base64
+import math
 import sys
 
 import msgspec
@@ -23,6 +24,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     input: str | list[str | int | list[int]]
     model: str | None = None
     encoding_format: str | None = None
+    dimensions: int | None = None
     user: str | None = None
     rid: str | None = None
     lora_path: str | None = None
@@ -50,7 +52,7 @@ async def embeddings(request: web.BaseRequest) -> web.Response:
         dp_rank=routed_rank(body, request.headers),
     )
     answers = await embed(request, prompts)
-    vectors = [_shown(vector_of(answer), body.encoding_format) for answer in answers]
+    vectors = [_shown(shortened(vector_of(answer), body.dimensions), body.encoding_format) for answer in answers]
     return json_response(
         {
             "object": "list",
@@ -59,6 +61,17 @@ async def embeddings(request: web.BaseRequest) -> web.Response:
             "usage": {"prompt_tokens": prompts.num_tokens, "total_tokens": prompts.num_tokens},
         }
     )
+
+
+def shortened(vector: "array.array[float]", dimensions: int | None) -> "array.array[float]":
+    """Its first `dimensions`, again of unit length (Matryoshka, arXiv:2205.13147). Raises ApiError(400)."""
+    if dimensions is None:
+        return vector
+    if not 0 < dimensions <= len(vector):
+        raise bad_field("dimensions", f"must be 1 to {len(vector)}, the size of this model's vectors, got {dimensions}")
+    head = vector[:dimensions]
+    norm = math.sqrt(math.fsum(x * x for x in head)) or 1.0
+    return array.array("f", [x / norm for x in head])
 
 
 def _check(s: Services, body: EmbeddingBody) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from engine.frontend.apis.shared.fields import prompt_ids, too_long
+from engine.frontend.apis.shared.heads import check_generates
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
@@ -50,7 +51,15 @@ async def fitting_ids(s: Services, prompt: str | list[int], *, field: str, room:
 
 async def embed(request: web.BaseRequest, prompts: Prompts) -> list[TextOutput]:
     """Answers for `vector_of`."""
-    s = request[SERVICES]
+    return await _pooled(request, prompts, request[SERVICES].spec.engine.embedding_pooling)
+
+
+async def label_logits(request: web.BaseRequest, prompts: Prompts) -> list[list[float]]:
+    """For each prompt, the logits of a classifier's labels."""
+    return [vector_of(answer).tolist() for answer in await _pooled(request, prompts, "labels")]
+
+
+async def _pooled(request: web.BaseRequest, prompts: Prompts, pooling: str) -> list[TextOutput]:
     requests = [
         GenerateRequest(
             rid=rid,
@@ -58,7 +67,7 @@ async def embed(request: web.BaseRequest, prompts: Prompts) -> list[TextOutput]:
             sampling=NOTHING_NEW,
             skip_cache_insert=True,
             alone=True,
-            pooling=s.spec.engine.embedding_pooling,
+            pooling=pooling,
             lora=prompts.lora,
             namespace=namespace,
         )
@@ -74,7 +83,8 @@ def vector_of(answer: TextOutput) -> "array.array[float]":
 async def next_logprobs(
     request: web.BaseRequest, prompts: Prompts, *, token_ids: tuple[int, ...], priority: int
 ) -> list[list[float]]:
-    """For each prompt, the logprobs of these tokens as its next one."""
+    """For each prompt, the logprobs of these tokens as its next one. Raises ApiError(404) where the model has no head for them."""
+    check_generates(request[SERVICES])
     requests = [
         GenerateRequest(
             rid=rid,

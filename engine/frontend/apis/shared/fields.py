@@ -6,6 +6,7 @@ from typing import Any, cast
 import msgspec
 
 from engine.frontend.apis.shared.constraints import Constraint, GrammarFields
+from engine.frontend.apis.shared.heads import check_generates
 from engine.frontend.errors import from_invalid_param
 from engine.frontend.services import Services
 from engine.sampling_params import (
@@ -60,7 +61,8 @@ def build_sampling(
     constraint: Constraint | None = None,
     reasoning: ReasoningGate | None = None,
 ) -> SamplingParams:
-    """Checked parameters. `defaults` (the checkpoint's) replace what the body leaves open. Raises ApiError(400)."""
+    """Checked parameters. `defaults` (the checkpoint's) replace what the body leaves open. Raises ApiError(400, 404)."""
+    check_generates(s)
     grammar: dict[str, Any] = {} if constraint is None else {constraint.spec.kind: constraint.spec.source}
     if constraint is not None:
         names = {**(names or {}), constraint.spec.kind: constraint.field}

@@ -75,7 +75,6 @@ GENERATE = {
 }
 EMBEDDING = {
     "chat_template": Unserved("render the text yourself"),
-    "dimensions": Unserved("this model has one size of vectors; leave it out"),
     "messages": Unserved("send the text as input"),
     "truncate_prompt_tokens": Unserved("cut the input before you send it", NOT_EVEN_0),
 }

@@ -1,0 +1,1 @@
+"""Pairs of texts and classes: rerankers and classifiers, after vLLM, Cohere and Jina."""

@@ -1,0 +1,133 @@
+"""How relevant a text is to a query, 0 to 1: by a classifier of one label, or by the answer "yes" of Qwen3-Reranker.
+
+The prompt of the latter: https://huggingface.co/Qwen/Qwen3-Reranker-0.6B. A classifier reads the query and the text behind it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+
+from engine.frontend.apis.shared.alone import Prompts, check_computes_prompts, fitting_ids, label_logits, next_logprobs
+from engine.frontend.apis.shared.fields import check_num_samples
+from engine.frontend.apis.shared.models import choose_model
+from engine.frontend.apis.shared.namespaces import PerPrompt, namespaces_of
+from engine.frontend.apis.shared.routed import routed_rank
+from engine.frontend.services import SERVICES, Services
+from service.http.errors import ApiError, bad_field
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_YES_NO = ("yes", "no")
+_MARKS = ("<|im_start|>", "<|im_end|>")
+_QUESTION = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {text}<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+
+
+class PairBody(msgspec.Struct, kw_only=True):
+    """What bodies with pairs share. `instruct`: what Qwen3-Reranker is to look for."""
+
+    instruct: str | None = None
+    model: str | None = None
+    user: str | None = None
+    rid: str | None = None
+    lora_path: str | None = None
+    cache_salt: PerPrompt = None
+    extra_key: PerPrompt = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """`scores`: of each pair. `name`, `model`: what the answer shows."""
+
+    scores: list[float]
+    name: str
+    model: str
+    num_tokens: int
+
+
+async def judge(
+    request: web.BaseRequest,
+    body: PairBody,
+    pairs: Sequence[tuple[str, str]],
+    *,
+    fields: tuple[str, str],
+    prefix: str,
+) -> Judged:
+    """Scores of `pairs` (query, text), which came in `fields` of the body. Raises ApiError(400, 404)."""
+    s = request[SERVICES]
+    check_computes_prompts(s)
+    model = choose_model(s, body.model, body.lora_path)
+    check_num_samples(len(pairs), 1, field=fields[1])
+    answers = None if s.model.head.labels else _yes_no(s)
+    if s.model.head.labels:
+        _check_one_label(s)
+        if body.instruct is not None:
+            raise bad_field("instruct", "this classifier reads query and text alone; leave it out")
+        ids = [await _joined(s, query, text, fields=fields) for query, text in pairs]
+    else:
+        named = INSTRUCTION if body.instruct is None else body.instruct
+        asked = [question(query, text, named) for query, text in pairs]
+        ids = [await fitting_ids(s, one, field=fields[1], room=1) for one in asked]
+    prompts = Prompts(
+        ids=ids,
+        name=body.rid or s.mint_id(prefix),
+        lora=model.lora,
+        namespaces=namespaces_of(body, len(pairs)),
+        dp_rank=routed_rank(body, request.headers),
+    )
+    if answers is None:
+        scores = [_sigmoid(row[0]) for row in await label_logits(request, prompts)]
+    else:
+        rows = await next_logprobs(request, prompts, token_ids=answers, priority=0)
+        scores = [_sigmoid(yes - no) for yes, no in rows]
+    return Judged(scores, prompts.name, model.shown, prompts.num_tokens)
+
+
+def question(query: str, text: str, instruction: str) -> str:
+    """Qwen3-Reranker's prompt."""
+    return _QUESTION.format(instruction=instruction, query=query, text=text)
+
+
+async def _joined(s: Services, query: str, text: str, *, fields: tuple[str, str]) -> list[int]:
+    ids = await fitting_ids(s, query, field=fields[0])
+    ids = ids + await s.encode(text, field=fields[1], add_special_tokens=False)
+    return await fitting_ids(s, ids, field=fields[1])
+
+
+def _check_one_label(s: Services) -> None:
+    if len(s.model.head.labels) > 1:
+        raise ApiError(
+            404,
+            f"this model names one of {len(s.model.head.labels)} classes; a score of pairs needs one label, "
+            "so ask /classify",
+            code="model_has_no_head",
+        )
+
+
+def _yes_no(s: Services) -> tuple[int, int]:
+    """Ids of "yes" and "no" in a model that reads the prompt above. Raises ApiError(404)."""
+    tokenizer = s.model.tokenizer
+    found = [tokenizer.encode(text, add_special_tokens=False) for text in (*_YES_NO, *_MARKS)]
+    if s.model.head.kind != "tokens" or any(len(ids) != 1 for ids in found):
+        raise ApiError(
+            404,
+            "pairs need a model that scores them: Qwen3-Reranker, or a classifier of one label "
+            "(...ForSequenceClassification); /v1/embeddings makes vectors to compare",
+            code="model_has_no_head",
+        )
+    return found[0][0], found[1][0]
+
+
+def _sigmoid(x: float) -> float:
+    """Of differences of logprobs, too, which may be infinite; 0.5 where both answers are impossible."""
+    if math.isnan(x):
+        return 0.5
+    return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(max(x, -700.0)) / (1.0 + math.exp(max(x, -700.0)))
