@@ -58,14 +58,18 @@ class DecodeTapes:
         """`model.forward` of a step that `takes` accepted and the attention backend has begun."""
         begun, size = model.begin(input_ids, positions), len(input_ids)
         if size not in self._tapes:
+            put_back = model.keep_states()
             self._tapes[size] = self._record(model, begun, attend)
+            put_back()
             return model.layers(begun, attend)
         recorded = self._tapes[size]
         if recorded is None:
             return model.layers(begun, attend)
-        played = recorded.play(begun)
         if recorded.is_checked:
-            return played
+            return recorded.play(begun)
+        put_back = model.keep_states()
+        played = recorded.play(begun)
+        put_back()
         return self._compare(size, recorded, played, model.layers(begun, attend))
 
     def _record(self, model: DenseDecoder, begun: Begun, attend: Attend) -> _Recorded:

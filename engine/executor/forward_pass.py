@@ -166,9 +166,10 @@ class ForwardPass:
         inputs = self._inputs.resolve(flat)
         if (tapes := self._tapes_for(plan)) is not None:
             arrival.hold_all()
-            return tapes.forward(model, inputs, positions, self._backend.attend)
-        attend = self._layers.attend(plan.seq, self._backend.attend, arrival)
-        hidden = model.forward(inputs, positions, attend)
+            hidden = tapes.forward(model, inputs, positions, self._backend.attend)
+        else:
+            attend = self._layers.attend(plan.seq, self._backend.attend, arrival)
+            hidden = model.forward(inputs, positions, attend)
         if self._states is not None:
             self._states.end(plan)
         return hidden

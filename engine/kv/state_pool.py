@@ -6,7 +6,7 @@
 A slot is what a request remembers in all recurrent layers, whatever its length: one run, so a transfer is one piece.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -95,6 +95,11 @@ class StatePool:
                 self._rows[copy.dst].zero_()
             else:
                 self._rows[copy.dst].copy_(self._rows[copy.src])
+
+    def keep(self, slots: Tensor) -> Callable[[], object]:
+        """Copy `slots` [n] int64; the call that is returned puts them back."""
+        kept = self._rows[slots]
+        return lambda: self._rows.index_copy_(0, slots, kept)
 
     def _view(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         strides = [prod(shape[i + 1 :]) for i in range(len(shape))]

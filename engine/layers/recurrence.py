@@ -1,6 +1,6 @@
 """The states of recurrent layers as these see them in a step: whose rows are whose, and each layer's memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,6 +42,10 @@ class StepStates:
         riders = {*(step.riders or ())} if step.extend else {*range(len(step.q_lens))}
         self.spans = [RequestRows(first, end, i in riders) for i, (first, end) in enumerate(step.spans())]
         self.slots = step.state_slots.to(torch.int64)
+
+    def keep(self) -> Callable[[], object]:
+        """Copy the states of the step's requests; the call that is returned puts them back."""
+        return self._pool.keep(self.slots)
 
     def of(self, layer: int) -> LayerStates:
         return LayerStates(self._pool.conv(layer), self._pool.recurrent(layer))

@@ -5,6 +5,7 @@ the residual stream are the same on all of them. With DP attention the MLPs are 
 """
 
 import re
+from collections.abc import Callable
 
 import torch
 
@@ -75,7 +76,7 @@ class DenseDecoder:
     @property
     def recordable(self) -> bool:
         """Whether a step of it can be calls of our C kernels alone."""
-        return self._config.qk_norm != "whole" and self._config.experts is None and not self._recurrent
+        return self._config.qk_norm != "whole" and self._config.experts is None
 
     @property
     def attention_needs(self) -> tuple[str, ...]:
@@ -146,6 +147,10 @@ class DenseDecoder:
         assert self._embedding is not None
         rows = self._embedding(ids)
         return rows if self._embedding_scale == 1.0 else rows.mul_(self._embedding_scale)
+
+    def keep_states(self) -> Callable[[], object]:
+        """Between `begin` and `layers`: what is returned undoes what `layers` makes of recurrent states."""
+        return (lambda: None) if self._states is None else self._states.keep()
 
     def layers(self, begun: Begun, attend: Attend) -> torch.Tensor:
         """The rest of `forward`; may change `begun` in place, and return a part of it."""
