@@ -104,7 +104,8 @@ INLINE void integer_block(const char *x, const char *w, int64_t panel_bytes, flo
     for (int r = 0; r < rows; r++)
         for (int h = 0; h < 2 * panels; h++) acc[r][h] = _mm512_setzero_ps();
     for (int64_t k = 0; k < steps; k++, x += TILE_BYTES, w += bytes) {
-        for (int p = 0; p < panels; p++) fetch(w + p * panel_bytes + ahead, bytes);
+        for (int p = 0; p < panels; p++)
+            for (int64_t at = ahead; at < ahead + bytes; at += LINE_BYTES) _mm_prefetch(w + p * panel_bytes + at, _MM_HINT_T0);
         for (int i = 0; i < TILE; i += lines_of(bits))
             for (int p = 0; p < panels; p++) {
                 __m512i low[MOST_LINES], high[MOST_LINES];

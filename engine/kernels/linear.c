@@ -41,6 +41,7 @@
 #define ITEMS_A_THREAD 2        /* at least, with groups of 2 panels or more */
 #define ITEMS_AT_ONCE 4         /* of many matrices: neighbours in memory, for one thread */
 #define AHEAD_BYTES 1024        /* few rows: weights are fetched this long before their use; longer is slower */
+#define INTEGERS_AHEAD 4096     /* few rows of integer weights: the same, measured from 1024 to 16384 */
 #define SPAN 4                  /* steps of integer weights that become bf16 at a time, in the L1 cache */
 
 enum form { BF16 = 0, ROUNDED_F32 = 1, F32 = 2 }; /* of y; the second: the values of the first */
@@ -363,7 +364,7 @@ INLINE void integer_few(const struct block *b, const int rows, const int panels,
     const int64_t group = b->a->group;
     for (int64_t at = 0, g = 0; at < b->steps; at += group, g++) {
         const char *w = b->w + at * integer_step_bytes(bits);
-        integer_block(b->x + at * TILE_BYTES, w, b->panel_bytes, part, smaller(group, b->steps - at), values, rows, panels, bits, AHEAD_BYTES);
+        integer_block(b->x + at * TILE_BYTES, w, b->panel_bytes, part, smaller(group, b->steps - at), values, rows, panels, bits, INTEGERS_AHEAD);
         for (int p = 0; p < panels; p++)
             for (int r = 0; r < rows; r++)
                 add_group(b->a, b->sums + p * b->sums_apart + r * PANEL, part + (p * rows + r) * PANEL, b->first + g + p * b->groups_apart, b->of_x + g + r * b->apart, g > 0);
