@@ -11,6 +11,7 @@ from service.flags import ConfigError
 
 TOKENS, LABELS, NOTHING = "tokens", "labels", "nothing"
 _TEXT_PARTS = {  # the architectures of their text models
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-TEXT_PART = "model.language_model."  # of a model that sees images, too: what computes those is left out
+# Of a model that sees images, too, in files of transformers 5 and 4: what computes those is left out.
+TEXT_PARTS = ("model.language_model.", "language_model.model.")
 
 # Buffers that old exporters wrote beside the weights; they follow from the config.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
@@ -232,10 +233,12 @@ def _names(stored: Collection[str]) -> dict[str, str]:
     """Our names of the tensors, with those in the files."""
     if "embed_tokens.weight" in stored:  # an embedding model, saved without a head
         return {name if name.startswith("score.") else f"model.{name}": name for name in stored}
-    if f"{TEXT_PART}embed_tokens.weight" not in stored:
-        return {name: name for name in stored}
-    text = {name.replace(TEXT_PART, "model.", 1): name for name in stored if name.startswith(TEXT_PART)}
-    return text | {name: name for name in stored if name.startswith("lm_head.")}
+    for part in TEXT_PARTS:
+        if f"{part}embed_tokens.weight" in stored:
+            text = {name.replace(part, "model.", 1): name for name in stored if name.startswith(part)}
+            heads = {name.removeprefix("language_model."): name for name in stored}
+            return text | {name: there for name, there in heads.items() if name.startswith("lm_head.")}
+    return {name: name for name in stored}
 
 
 def _tensor_files(folder: Path, files: dict[Path, Any]) -> dict[str, Path]:

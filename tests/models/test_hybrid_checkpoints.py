@@ -1,4 +1,4 @@
-"""Qwen3.5 as it is published: the text part of a model that sees images, its experts in one tensor of each layer."""
+"""Qwen3.5 and Gemma 3 as they are published: the text part of a model that sees images, its experts in one tensor of each layer."""
 
 import json
 import re
@@ -52,6 +52,25 @@ def _publish(tensors: dict[str, torch.Tensor]) -> None:
 def test_a_published_checkpoint_has_the_logits_of_the_plain_one(tmp_path: Path) -> None:
     plain = make_tiny_checkpoint(tmp_path / "plain", "qwen3_5_moe_text")
     path = published(tmp_path / "published")
+    assert load_model_config(path) == load_model_config(plain)
+    assert torch.equal(logits_of(path), logits_of(plain))
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_gemma_3_is_its_text_model(prefix: str, tmp_path: Path) -> None:
+    plain = make_tiny_checkpoint(tmp_path / "plain", "gemma3_text")
+    path = make_tiny_checkpoint(tmp_path / "published", "gemma3_text")
+    config = json.loads((tmp_path / "published" / "config.json").read_text())
+    outside = {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}}
+    write_json(tmp_path / "published" / "config.json", {**outside, "text_config": config})
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        head = "language_model.lm_head.weight" if prefix == "language_model.model." else "lm_head.weight"
+        for name in list(tensors):
+            tensors[head if name == "lm_head.weight" else name.replace("model.", prefix, 1)] = tensors.pop(name)
+        tensors["vision_tower.blocks.0.weight"] = torch.ones(8)
+
+    edit_tensors(tmp_path / "published" / "model.safetensors", rename)
     assert load_model_config(path) == load_model_config(plain)
     assert torch.equal(logits_of(path), logits_of(plain))
 
