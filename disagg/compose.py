@@ -50,7 +50,7 @@ def _prefill(
     spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers, wakeup: Callable[[], None]
 ) -> PrefillRole:
     transfers = _transfers(spec, parts, metadata)
-    groups = _layer_groups(spec, transfers.args)
+    groups = () if parts.device.windows is not None else _layer_groups(spec, transfers.args)
     kv_args = replace(transfers.args, groups=groups)
     config = _transfer_config(spec)
     manager = PrefillManager(
@@ -152,7 +152,7 @@ class _Transfers:
 def _transfers(spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers) -> _Transfers:
     """Raises BackendUnavailable, and EngineError where a follower's engine does not start."""
     own, remotes = engine_of(spec, parts.pool), _remotes(parts.group)
-    memory = memory_of(parts.pool, parts.held)
+    memory = memory_of(parts.pool, None if parts.device.windows else parts.held)
     args = KVArgs(
         kv=memory.kv,
         aux=metadata.region,
@@ -163,7 +163,7 @@ def _transfers(spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffer
         layer_bytes=_layer_bytes(parts),
         kv_checksum=CHECKSUM_NAME if spec.disagg.disaggregation_kv_checksum else "off",
         ranks=(memory, *(remote.memory for remote in remotes)),
-        pools=pools_of(parts.device.states),
+        pools=pools_of(parts.device.states, parts.device.windows),
     )
     if args.pools and remotes:
         raise ConfigError(
@@ -186,9 +186,11 @@ def _remotes(group: Group | None) -> list[RemoteEngine]:
 def _layer_bytes(parts: EngineParts) -> tuple[int, ...]:
     """Of each layer of the model in a unit. All layers keep as much, so this rank's say it for all.
 
-    A model with recurrent layers has the others' alone.
+    A model with recurrent layers has the others' alone. Where layers with a window have another pool, a unit is one piece.
     """
     pool = parts.pool
+    if parts.device.windows is not None:
+        return (pool.unit_bytes,)
     own = {spec.bytes_per_token() * pool.page_size // pool.units for spec in pool.specs}
     assert len(own) == 1, own
     return tuple(own) * parts.held.num_layers

@@ -12,7 +12,7 @@ import logging
 import math
 from collections import Counter
 
-from disagg.handover import DecodeHandover, HandoverStage, Receivers, tail_of
+from disagg.handover import DecodeHandover, HandoverStage, Receivers
 from disagg.metadata import Checksum, KVCorrupt, MetadataBuffers, MetadataCorrupt
 from disagg.quarantine import Quarantine
 from disagg.resumption import Resumption
@@ -154,7 +154,7 @@ class DecodeRole:
         handover.metadata_row, handover.stage = row, HandoverStage.TRANSFER
         handover.request.times.queued_s = now_s
         skip = handover.request.shared_pages  # cached here: neither written nor exposed
-        tail = tail_of(handover.request)
+        tail = self._scheduler.memory.tail(handover.request, len(handover.request.input_ids))
         handover.receiver.provide(handover.request.pages[skip:], row, skip_pages=skip, tail=tail)
         return True
 

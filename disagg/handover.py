@@ -48,13 +48,14 @@ class Handover:
 class PrefillHandover(Handover):
     """`recompute`: decode requested it; no client waits for an answer. `answer`: to send once decode has everything.
 
-    `last_pages` went with the last chunk, at `last_sent_s`.
+    `tail`: what goes behind the last page. `last_pages` went with the last chunk, at `last_sent_s`.
     """
 
     sender: KVSender
     recompute: bool = False
     sent_pages: int = 0
     last_pages: int = 0
+    tail: Tail = ()
     last_sent_s: float = 0.0
     answer: TokenOutput | None = None
 
@@ -85,11 +86,6 @@ class DecodeHandover(Handover):
                 return None
             verify(first, found, num_pages=len(pages))
         return first
-
-
-def tail_of(request: Request) -> Tail:
-    """Return what a request has in each pool beside pages, in their order (`KVArgs.pools`)."""
-    return ([request.state],) if request.state else ()
 
 
 class Senders(Protocol):

@@ -2,14 +2,14 @@
 
 whole pages    when their chunk is computed, if they are many; the rest with the last chunk
 layer by layer when their chunk is launched, with a gate: the manager posts each group of layers when it is written
-tail           with the last chunk, behind its pages: what the request has beside pages (`tail_of`)
+tail           with the last chunk, behind its pages: what the request has beside pages (`Memory.tail`)
 metadata row   last: nothing passes for complete before all of it is
 """
 
 from collections import Counter, deque
 from collections.abc import Mapping, Set
 
-from disagg.handover import HandoverStage, PrefillHandover, tail_of
+from disagg.handover import HandoverStage, PrefillHandover
 from disagg.metadata import Checksum, FirstToken, MetadataBuffers
 from engine.core.plan import ItemResult, Plan, PlanItem
 from engine.messages import TokenOutput
@@ -145,8 +145,7 @@ class PageSender:
 
     def _send_last(self, handover: PrefillHandover, now_s: float) -> None:
         rest = handover.request.pages[handover.sent_pages :]
-        tail = tail_of(handover.request)
-        handover.sender.send(rest, start=handover.sent_pages, metadata_row=handover.metadata_row, tail=tail)
+        handover.sender.send(rest, start=handover.sent_pages, metadata_row=handover.metadata_row, tail=handover.tail)
         handover.sent_pages += len(rest)
         handover.stage = HandoverStage.TRANSFER
         handover.last_pages, handover.last_sent_s = len(rest) or handover.last_pages, now_s

@@ -106,7 +106,9 @@ class PrefillRole:
                 self._pages.send_whole_pages(self._handovers[request.rid])
         for request, output, first in effects.prefilled:
             request.times.computed_s = now_s
-            self._pages.add_computed(self._handovers[request.rid], output, first)
+            handover = self._handovers[request.rid]
+            handover.tail = self._scheduler.memory.tail(request, len(request.input_ids))
+            self._pages.add_computed(handover, output, first)
         self._pages.send_computed(now_s)
         return effects.outputs
 

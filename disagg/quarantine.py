@@ -65,4 +65,7 @@ class Quarantine:
         counted = memory.allocator.counts()["quarantined"]
         assert self.num_pages == counted, f"{self.num_pages} pages in quarantine, the allocator counts {counted}"
         slots = 0 if memory.states is None else memory.states.allocator.counts()["quarantined"]
+        counted = 0 if memory.windows is None else memory.windows.allocator.counts()["quarantined"]
+        mine = sum(len(e.memory.windows) for e in self._exposed)
+        assert mine == counted, f"{mine} window pages in quarantine, the allocator counts {counted}"
         assert self.num_states == slots, f"{self.num_states} states in quarantine, {slots} are counted"

@@ -13,7 +13,7 @@ import logging
 import math
 from collections import Counter
 
-from disagg.handover import DecodeHandover, HandoverStage, Receivers, tail_of
+from disagg.handover import DecodeHandover, HandoverStage, Receivers
 from disagg.metadata import Checksum, KVCorrupt, MetadataBuffers, MetadataCorrupt
 from disagg.quarantine import Quarantine
 from engine.core.request import Request
@@ -111,7 +111,8 @@ class Resumption:
         known = request.tokens(0, request.num_tokens - 1)
         given = self._requested_pages(request)
         work = Work(tokens=known, priority=request.priority, share=request.keep_kv, namespace=request.namespace)
-        handover.receiver.provide(given, row, skip_pages=request.shared_pages, work=work, tail=tail_of(request))
+        tail = self._scheduler.memory.tail(request, len(known))
+        handover.receiver.provide(given, row, skip_pages=request.shared_pages, work=work, tail=tail)
         return True
 
     def _requested_pages(self, request: Request) -> list[int]:

@@ -26,14 +26,21 @@ def engine_of(spec: SchedulerSpec, pool: KVPool) -> Engine:
     )
 
 
-def memory_of(pool: KVPool, held: HeldKV) -> RankMemory:
-    """One item per unit of each page."""
+def memory_of(pool: KVPool, held: HeldKV | None) -> RankMemory:
+    """One item per unit of each page. `held`: None: all units, each a piece that no layer divides."""
     region = Region(pool.base_ptr, (1 + pool.num_pages) * pool.units, pool.unit_bytes, _device(pool))
+    if held is None:
+        return RankMemory(region, 0, pool.units, 0, 1)
     return RankMemory(region, held.units.start, len(held.units), held.layers.start, len(held.layers))
 
 
-def pools_of(states: StatePool | None) -> tuple[SidePool, ...]:
-    """What a request has beside pages. Workers exchange states of one layout alone, which the kind names."""
+def pools_of(states: StatePool | None, windows: KVPool | None) -> tuple[SidePool, ...]:
+    """What a request has beside pages (`Memory.tail`). Workers exchange items of one layout alone, which the kind names."""
+    if windows is not None:
+        layers = "+".join(f"{spec.num_kv_heads}x{spec.head_dim}:{spec.dtype}/{spec.window}" for spec in windows.specs)
+        kind = f"pages of {len(windows.specs)} layers with a window {hashlib.sha256(layers.encode()).hexdigest()[:16]}"
+        region = Region(windows.base_ptr, 1 + windows.num_pages, windows.page_bytes, _device(windows))
+        return (SidePool(kind, region),)
     if states is None:
         return ()
     layout = "+".join(f"{spec.conv}{spec.dtype}/{spec.recurrent}" for spec in states.specs)

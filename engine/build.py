@@ -75,7 +75,7 @@ class EngineUse:
 
     `decodes`, `prefills`: whether such steps are recorded. `peers_write_pages`: there is no host tier, which needs writes in stream
     order. `kv_stays`: why KV memory cannot be released. `retracted_kv`: as --disaggregation-decode-retraction-backup. `reserve_floor`: as in Limits. `allocate_kv`: memory for the
-    KV pool, as `zeroed_bytes`.
+    KV pool, as `zeroed_bytes`. `one_pool`: what reads pages knows one pool alone.
     """
 
     decodes: bool = True
@@ -85,6 +85,7 @@ class EngineUse:
     retracted_kv: str = "recompute"
     reserve_floor: int = 0
     allocate_kv: AllocateBytes = zeroed_bytes
+    one_pool: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,9 +385,9 @@ def _load(
 
 def _windows_apart(config: EngineConfig, specs: Sequence[CacheSpec], use: EngineUse, *, recurrent: bool) -> bool:
     """Whether nothing is on that knows one pool alone: then all KV is kept, and windows only mask it."""
-    one_worker = use.decodes and use.prefills and not use.peers_write_pages and use.retracted_kv == "recompute"
+    wanted = not (config.disable_hybrid_swa_memory or use.one_pool or use.retracted_kv == "host")
     plain = not recurrent and not any(spec.latent for spec in specs)
-    return one_worker and plain and config.device == "cpu" and config.attention_backend in ("auto", "cpu", "torch")
+    return wanted and plain and config.device == "cpu" and config.attention_backend in ("auto", "cpu", "torch")
 
 
 def _memory(

@@ -51,6 +51,7 @@ class Device:
     """`layers`: how far the steps have got. `adapters`: None without --enable-lora.
 
     `graphs`, `tapes`: recorded decode steps, on a GPU and on a CPU. `prefill_graphs`: recorded prompts. `states`: of recurrent layers.
+    `windows`: of layers with a window that have a pool of their own.
     """
 
     executor: Executor
@@ -60,6 +61,7 @@ class Device:
     prefill_graphs: PrefillGraphs | None
     tapes: DecodeTapes | None
     states: StatePool | None
+    windows: KVPool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +210,7 @@ def build_device(
         executor.call(runner.record)
     adapters = None if parts.adapters is None else adapter_store(config, model, parts.adapters, in_order=executor.call)
     states = None if parts.states is None else parts.states.pool
-    return Device(executor, parts.layers, adapters, graphs, prefill_graphs, parts.tapes, states)
+    return Device(executor, parts.layers, adapters, graphs, prefill_graphs, parts.tapes, states, windows)
 
 
 def _can_tape(config: EngineConfig, backend: AttentionBackend) -> bool:

@@ -40,7 +40,11 @@ TailBytes = Annotated[tuple[PageBytes, ...], msgspec.Meta(max_length=MAX_POOLS)]
 RowBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_ROW_BYTES)]
 
 
-UNITS_REMEDY = "give both workers one --kv-units, a multiple of each --tp-size"
+BESIDE = "what a request has beside pages"
+REMEDIES = {
+    "kv_units": "give both workers one --kv-units, a multiple of each --tp-size",
+    BESIDE: "start both workers with the same model and flags, and --disable-hybrid-swa-memory if one has several ranks",
+}
 
 
 class MalformedFrame(ValueError):
@@ -252,7 +256,7 @@ def layout_conflict(mine: Layout, theirs: Layout, *, me: str, them: str) -> str 
     """Return one line that names both values of the first field that differs, and the remedy; or None."""
     for name, a, b in _compared(mine, theirs):
         if a != b:
-            remedy = UNITS_REMEDY if name == "kv_units" else "start both workers with the same model and flags"
+            remedy = REMEDIES.get(name, "start both workers with the same model and flags")
             return f"{name} differs: {me} has {a!r}, {them} has {b!r}; {remedy}"
     return None
 
@@ -264,6 +268,6 @@ def _compared(mine: Layout, theirs: Layout) -> Iterator[tuple[str, object, objec
     yield "num_layers", len(mine.layer_bytes), len(theirs.layer_bytes)
     for layer, (a, b) in enumerate(zip(mine.layer_bytes, theirs.layer_bytes, strict=False)):
         yield f"bytes of layer {layer} in a unit of a page", a, b
-    yield "what a request has beside pages", [kind for kind, _ in mine.pools], [kind for kind, _ in theirs.pools]
+    yield BESIDE, [kind for kind, _ in mine.pools], [kind for kind, _ in theirs.pools]
     for (kind, a), (_, b) in zip(mine.pools, theirs.pools, strict=False):
         yield f"bytes of an item of {kind}", a, b

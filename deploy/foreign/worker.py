@@ -147,7 +147,6 @@ _IGNORED: dict[str, Entry] = {
     "--hicache-io-backend": Ignored(SPEED_ALONE, ONE),
     "--hicache-mem-layout": Ignored(SPEED_ALONE, ONE),
     "--gpu-id-step": Ignored(NO_GROUP, ONE),
-    "--disable-hybrid-swa-memory": Ignored(SPEED_ALONE),
     "--swa-full-tokens-ratio": Ignored(SPEED_ALONE, ONE),
     "--crash-dump-folder": Ignored("errors and stacks are in the log", ONE),
 }
@@ -265,7 +264,7 @@ WORKER = ForeignFlags(
         "--expert-": NO_BALANCE,
         "--eplb-": NO_BALANCE,
         "--elastic-ep-": "a worker ends with any of its ranks",
-        "--mamba-": "models with states instead of KV are not supported",
+        "--mamba-": "slots of recurrent states follow from --max-running-requests",
         "--data-parallel-": ONE_RANK,
         "--dllm-": "diffusion models are not supported",
         "--modelopt-": "checkpoints are not quantized here; serve one in bfloat16 or float32",

@@ -22,6 +22,7 @@ class Detached:
 
     pages: list[int] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
+    windows: list[int] = field(default_factory=list)
 
 
 class Memory:
@@ -76,7 +77,10 @@ class Memory:
         if self.states is not None:
             self._open_state(self.states, request, match, lands=lands)
         if self.windows is not None:
-            self.windows.open(request, match.window)
+            if lands:
+                self.windows.adopt(request)
+            else:
+                self.windows.open(request, match.window)
         request.pages = match.pages + self._take(need)
         request.shared_pages = len(match.pages)
         request.launched_len = request.computed_len = len(match.pages) * self.allocator.page_size
@@ -244,20 +248,28 @@ class Memory:
     def quarantine(self, request: Request) -> Detached:
         """Detach the own memory, which a transfer peer may still write, and unlock the prefix, which it never had."""
         assert request.inflight == 0 and not request.dup_pages, f"{request.rid}: only untouched pages"
-        assert self.windows is None, "no peer writes pages of a window"
         pages = request.own_pages()
         if request.lock is not None:
             self.cache.unlock(request.lock)
         self.allocator.quarantine(pages)
         states = [] if self.states is None else self.states.quarantine(request)
+        windows = [] if self.windows is None or not request.pages else self.windows.quarantine(request)
         _forget(request)
-        return Detached(pages, states)
+        return Detached(pages, states, windows)
 
     def end_quarantine(self, detached: Detached) -> None:
         """Free memory that no peer can write any more."""
         self.allocator.end_quarantine(detached.pages)
         if self.states is not None:
             self.states.allocator.end_quarantine(detached.states)
+        if self.windows is not None:
+            self.windows.allocator.end_quarantine(detached.windows)
+
+    def tail(self, request: Request, num_tokens: int) -> tuple[list[int], ...]:
+        """Return what a hand-over of the first `num_tokens` tokens brings along beside pages: a state, or a window's pages."""
+        if self.states is not None:
+            return ([request.state],)
+        return () if self.windows is None else (self.windows.tail(request, num_tokens),)
 
     def _take(self, n: int) -> list[int]:
         short = n - self.allocator.num_free

@@ -56,11 +56,13 @@ class WindowPages:
         bounds = [bound for serial, bound in self._bounds.items() if serial not in gone]
         return self._holds([*bounds, self._bound(request)])
 
-    def _holds(self, bounds: list[tuple[int, int]]) -> bool:
+    def _holds(self, bounds: list[tuple[int, int]], *, quarantined: int | None = None) -> bool:
         """Two bounds, each of all that requests can hold at once: windows with the prompt tokens in flight, and whole requests."""
         in_flight = self.allocator.pages_for((self._step_tokens or 0) * self._steps)
         windows, whole = sum(w for w, _ in bounds) + in_flight, sum(t for _, t in bounds)
-        return min(windows, whole) <= self.allocator.num_pages
+        if quarantined is None:
+            quarantined = self.allocator.counts()["quarantined"]
+        return min(windows, whole) <= self.allocator.num_pages - quarantined
 
     def _bound(self, request: Request) -> tuple[int, int]:
         """(pages of its window at any time, pages of all its tokens); `steps` tokens are in flight beside the prompts'."""
@@ -80,6 +82,25 @@ class WindowPages:
         for page in request.window[first:]:
             self._readers[page] += 1
             self._idle.pop(page, None)
+
+    def adopt(self, request: Request) -> None:
+        """Take pages of its own for the last window of the known tokens, or of all of them but one: KV comes from elsewhere."""
+        self._bounds[request.serial] = self._bound(request)
+        first = self.first_page(request.num_tokens - 1)
+        request.window = [0] * first + self._take(self.allocator.pages_for(request.num_tokens) - first)
+        request.window_first = first
+
+    def tail(self, request: Request, num_tokens: int) -> list[int]:
+        """Return the pages that the query behind `num_tokens` tokens reads: those that a hand-over brings along."""
+        return request.window[self.first_page(num_tokens) : self.allocator.pages_for(num_tokens)]
+
+    def quarantine(self, request: Request) -> list[int]:
+        """Detach the pages of an adopted request, which a transfer peer may still write."""
+        pages = request.window[request.window_first :]
+        self.allocator.quarantine(pages)
+        request.window, request.window_first = [], 0
+        del self._bounds[request.serial]
+        return pages
 
     def extend(self, request: Request, end: int) -> None:
         """Take pages for the tokens before `end`, which a step is about to compute."""
@@ -169,7 +190,7 @@ class WindowPages:
 
     def refuses(self, request: Request) -> bool:
         """Whether `request` would not fit alone."""
-        return not self._holds([self._bound(request)])
+        return not self._holds([self._bound(request)], quarantined=0)
 
     def check(self, requests: Sequence[Request]) -> None:
         self.allocator.check()

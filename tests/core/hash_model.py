@@ -5,7 +5,7 @@ says (next token, logprob, hidden state) is a function of the whole prefix, so t
 """
 
 import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.core.plan import ItemResult, Plan, PlanItem, StateCopy, StepResult
@@ -210,14 +210,16 @@ class HashModel:
             assert slot.value == value, f"wrong KV at position {position}"
         return value
 
-    def write(self, pages: list[int], tokens: list[int], *, state: int = 0) -> None:
-        """As a transfer does: KV of `tokens` into `pages` and slot `state`, behind the back of the stream."""
+    def write(self, pages: list[int], tokens: list[int], *, state: int = 0, window: Sequence[int] = ()) -> None:
+        """As a transfer does: KV of `tokens` into `pages`, slot `state` and the last pages in `window`, behind the back of the stream."""
         if state:
             self.states[state] = State(len(tokens), prefix_hash(tokens, self.weights))
         value = self.weights
         for position, token in enumerate(tokens):
             value = step_hash(value, token)
             self.kv[self._at(pages, position)] = Slot(value, token)
+            if window and (at := self._at(list(window), position))[0]:
+                self.window_kv[at] = Slot(value, token)
 
     def verify_state(self, slot: int, tokens: list[int], *, adapter: int = 0) -> None:
         right = State(len(tokens), prefix_hash(tokens, self.weights + adapter))

@@ -51,10 +51,11 @@ class TwoRoleStory:
     seed: int
     events: tuple[Ask | Event, ...]
     state_slots: tuple[int, int] = (0, 0)
+    window: int = 0
 
 
-def two_role_stories(*, states: bool = False) -> st.SearchStrategy[TwoRoleStory]:
-    """`states`: of a model with recurrent layers, of whose slots there are few."""
+def two_role_stories(*, states: bool = False, windows: bool = False) -> st.SearchStrategy[TwoRoleStory]:
+    """`states`: of a model with recurrent layers, of whose slots there are few. `windows`: of one with layers that see one."""
     slots = st.tuples(st.sampled_from([1, 3, 8]), st.sampled_from([1, 3, 8])) if states else st.just((0, 0))
     kinds = ["go"] * 10 + ["abort-prefill", "abort-decode", "abort-both"]
     event = st.builds(Event, st.sampled_from(kinds), st.sampled_from(range(20)))
@@ -80,6 +81,7 @@ def two_role_stories(*, states: bool = False) -> st.SearchStrategy[TwoRoleStory]
         seed=st.integers(0, 2**32),
         events=st.lists(st.one_of(asks(), event, event), min_size=15, max_size=45).map(tuple),
         state_slots=slots,
+        window=st.sampled_from([1, 2, 5, 6, 11]) if windows else st.just(0),
     )
 
 
@@ -102,12 +104,14 @@ class _Play:
                 "clip": story.clip,
                 "priorities": story.priorities,
                 "grid": GRID,
+                "window": story.window,
+                "more_window_pages": 4,
             },
             prefill={"pp_size": story.stages[0], "state_slots": story.state_slots[0]},
             pp_size=story.stages[1],
             state_slots=story.state_slots[1],
             snapshots=False,
-            backup_pages=0 if story.resume_elsewhere or any(story.state_slots) else story.backup_pages,
+            backup_pages=0 if story.resume_elsewhere or any(story.state_slots) or story.window else story.backup_pages,
             resume_elsewhere=story.resume_elsewhere,
         )
         self.cluster.decode.depth = story.decode_depth
@@ -207,7 +211,7 @@ class _Play:
             gated=self.cluster.wire.num_gated,
             masks=sum(len(plan.masks) for plan in plans),
             quarantined=self.quarantined,
-            states_sent=self.cluster.wire.num_states,
+            sent_beside=self.cluster.wire.num_beside,
         )
 
 

@@ -67,7 +67,7 @@ class Wire:
         self.recompute_requests: list[RecomputeRequest] = []
         self.num_gated = 0
         self.num_skipped = 0
-        self.num_states = 0  # copied
+        self.num_beside = 0  # states or pages of windows, copied
         self.copied: list[int] = []  # decode's pages, in order
         self.unreachable = False  # the handshake of a room that recomputes fails
 
@@ -138,8 +138,13 @@ class Wire:
     def copy_states(self, src: Sequence[int], dst: Sequence[int]) -> None:
         source, target = self.models
         for s, d in zip(src, dst, strict=True):
-            target.states[d] = source.states[s]
-            self.num_states += 1
+            self.num_beside += 1
+            if not source.window:
+                target.states[d] = source.states[s]
+                continue
+            for offset in range(source.page_size):
+                if (s, offset) in source.window_kv:
+                    target.window_kv[d, offset] = source.window_kv[s, offset]
 
     def copy_row(self, src: int, dst: int) -> None:
         self.rows[1]._rows[dst] = self.rows[0]._rows[src]

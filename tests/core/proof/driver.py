@@ -189,7 +189,7 @@ class Driver(EngineInATest):
             if self._first_in_line(life) and not self.paused:
                 life.stage = "transfer" if self._reserve(request) else "prealloc"
         elif life.stage == "transfer":
-            self.model.write(request.pages, request.input_ids, state=request.state)
+            self.model.write(request.pages, request.input_ids, state=request.state, window=request.window)
             life.stage = "landed"
         elif life.stage == "landed":
             self.model.verify(request.pages, request.input_ids)
@@ -198,6 +198,8 @@ class Driver(EngineInATest):
         elif life.stage == "quarantined":
             junk = {(p, o): Slot(7, 7) for p in life.quarantined.pages for o in range(self.setup.page_size)}
             self.model.kv.update(junk)  # a peer writes late
+            late = {(p, o): Slot(7, 7) for p in life.quarantined.windows for o in range(self.setup.page_size)}
+            self.model.window_kv.update(late)
             self.model.states.update({slot: State(7, 7) for slot in life.quarantined.states})
             self.scheduler.held.end_quarantine(life.quarantined)
             life.stage = ""

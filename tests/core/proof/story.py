@@ -173,9 +173,8 @@ def stories_with_states() -> st.SearchStrategy[Story]:
 
 
 def stories_with_windows() -> st.SearchStrategy[Story]:
-    """Of a model of whose layers some see a window. Its requests are computed where they are decoded."""
+    """Of a model of whose layers some see a window."""
     setups = _setups(
-        role=st.sampled_from(["unified", "unified", "prefill"]),
         backup_pages=st.just(0),
         window=st.sampled_from([1, 2, 3, 5, 6, 9, 16]),
         more_window_pages=st.sampled_from([0, 3, 10, 30]),
