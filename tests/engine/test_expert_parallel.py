@@ -198,3 +198,12 @@ def test_a_placement_of_the_start_and_loads_change_no_token(skewed: str, tmp_pat
     ):
         file.write_text(json.dumps(found))
         assert answers(skewed, **shape, init_expert_location=str(file), **more) == expected
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_5_moe_text"])
+def test_experts_of_hybrids_move_too(tmp_path: Path, family: str) -> None:
+    """Their checkpoints keep all experts of a layer in one tensor."""
+    path, flags = make_tiny_checkpoint(tmp_path, family, dtype="bfloat16"), {"chunked_prefill_size": 64}
+    moving = {**EPLB, "eplb_rebalance_num_iterations": 2, "ep_num_redundant_experts": 2}
+    expected = answers(path, reduce_units=2, **flags)
+    assert answers(path, tp_size=2, ep_size=2, reduce_units=2, **flags, **moving) == expected
