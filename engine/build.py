@@ -38,12 +38,13 @@ from engine.hicache.build import HostTier, build_host_tier
 from engine.hicache.disk import Disk
 from engine.kernels.linear import linear_kernel
 from engine.kv.held import HeldKV
-from engine.kv.host_memory import available_bytes
+from engine.kv.host_memory import available_bytes, own_bytes
 from engine.kv.host_pool import HostPool
 from engine.kv.identity import fingerprint, kv_identity
 from engine.kv.kv_pool import AllocateBytes, CacheSpec, KVPool, zeroed_bytes
 from engine.kv.page_backup import PageBackup
 from engine.kv.pool_memory import MappedMemory, SavedMemory
+from engine.kv.state_pool import StatePool
 from engine.kv_events_config import parse_kv_events_config
 from engine.local_defaults import usable_cores
 from engine.loop.occupation import FixedKV, KVMemory
@@ -53,7 +54,7 @@ from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from engine.parallel.layout import ALONE
-from engine.pool import allocate_pool, count_pages, held_by
+from engine.pool import allocate_pool, count_pages, free_bytes, held_by, note_memory
 from engine.ranks.future_maps import future_map_of
 from engine.ranks.group import Group, GroupAdapters, GroupKVMemory, GroupWeights
 from engine.ranks.group_files import rank_files
@@ -62,7 +63,17 @@ from engine.ranks.links import stage_input
 from engine.ranks.messages import PoolSize
 from engine.ranks.same_kernels import check_same_kernels, kernels_here
 from engine.recurrent import check_recurrent, cut_on_grid, make_state_slots
-from engine.resolve import backup_pages, depth, limits, priorities, ratio_rule, resolve, step_budget
+from engine.resolve import (
+    backup_pages,
+    depth,
+    limits,
+    priorities,
+    ratio_rule,
+    resolve,
+    state_slots,
+    step_budget,
+    with_state_slots,
+)
 from engine.windows import window_group
 from service.flags import ConfigError
 
@@ -158,15 +169,21 @@ def build_engine(
         **_share(config, model_config, group),
     )
     fingerprinted = tiered or group is not None
+    before = own_bytes()
     model, files = _load(config, model_config, load_here, fingerprinted=fingerprinted, progress=progress)
+    weights = own_bytes() - before
     recurrent = bool(model.state_specs())
+    slots_bytes = 0
     if recurrent:
         check_recurrent(config, retracted_kv=use.retracted_kv)
+        slot_bytes = StatePool.slot_bytes_of(model.state_specs())
+        config = with_state_slots(config, slot_bytes=slot_bytes, free_bytes=free_bytes(), sharers=config.ranks_here)
+        slots_bytes = (1 + state_slots(config)) * slot_bytes
     place = group.links.place if group else ALONE
     memory = _measured(config, model_config, model, gauge, use, group, progress=progress) if gauge and shares else None
     held = held_by(config, model_config, place)
     units, specs = len(held.units), model.cache_specs()
-    pages = _count_pages(config, specs, memory, group, units=units, files=files)
+    pages = _count_pages(config, specs, memory, group, units=units, files=files, beside=slots_bytes)
     in_window = None
     if _windows_apart(config, specs, use, recurrent=recurrent) and group is None and not tiered:
         in_window = window_group(config, specs, pages=pages, units=units)
@@ -197,7 +214,8 @@ def build_engine(
     backup = _page_backup(config, pool, group) if use.retracted_kv == "host" else None
     if group is not None:
         host_pages, backup_pages = tier.pool.num_pages if tier else 0, backup.host.num_pages if backup else 0
-        group.followers.place(PoolSize(pages, host_pages, backup_pages, tier.files if tier else ""))
+        slots = state_slots(config) if recurrent else 0
+        group.followers.place(PoolSize(pages, host_pages, backup_pages, tier.files if tier else "", slots))
     device = build_device(
         config,
         model_config,
@@ -227,6 +245,15 @@ def build_engine(
         states=states,
         windows=None if in_window is None else in_window.make_pages(config.page_size),
     )
+    if config.device == "cpu":
+        hosts = [*([tier.pool] if tier else []), *([backup.host] if backup else [])]
+        note_memory(
+            config,
+            [pool, *([windows] if windows else [])],
+            weights=weights,
+            states=slots_bytes,
+            copies=sum(host.num_pages * pool.page_bytes for host in hosts),
+        )
     num_ids = min(model_config.vocab_size, num_token_ids or model_config.vocab_size)
     return EngineParts(
         config=config,
@@ -465,11 +492,12 @@ def _count_pages(
     *,
     units: int,
     files: str,
+    beside: int,
 ) -> int:
     """Count the KV pages: of all ranks, the least that one holds. Raises ConfigError."""
     if group is None:
-        return count_pages(config, specs, memory, units=units)
-    pages = count_pages(config, specs, memory, units=units, sharers=config.ranks_here)
+        return count_pages(config, specs, memory, units=units, beside=beside)
+    pages = count_pages(config, specs, memory, units=units, sharers=config.ranks_here, beside=beside)
     return min(pages, group.followers.await_ready(fingerprint=files, timeout_s=group.timeout_s))
 
 

@@ -143,6 +143,15 @@ class EngineConfig(FlagSet):
         False,
         "on cuda: allocate the KV cache so that /release_memory_occupation can give it back; on cpu it always can",
     )
+    max_mamba_cache_size: int | None = flag(
+        None,
+        "states of a recurrent model: of running requests, and snapshots of prefixes; default: two for each running request, on "
+        "cpu no more than their share of memory holds (--mamba-full-memory-ratio)",
+        least=2,
+    )
+    mamba_full_memory_ratio: float = flag(
+        0.9, "on cpu: memory for recurrent states, beside that for KV pages of the same model", above=0
+    )
     prefault_kv: bool = flag(
         False, "on cpu: touch all KV memory at start, so that no step waits until the system provides it"
     )

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from engine.config import EngineConfig
-from engine.gpu_memory import GpuMemory
+from engine.gpu_memory import GpuMemory, gib
 from engine.kv.held import HeldKV
 from engine.kv.kv_pool import AllocateBytes, CacheSpec, KVPool
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import Place, model_units, share_of, units_of
-from engine.resolve import cpu_kv_bytes, gpu_pages, num_pages
+from engine.resolve import cpu_kv_bytes, gpu_pages, num_pages, state_slots
 from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
@@ -29,21 +29,31 @@ def held_by(config: EngineConfig, model: ModelConfig, place: Place) -> HeldKV:
 
 
 def count_pages(
-    config: EngineConfig, specs: Sequence[CacheSpec], memory: GpuMemory | None, *, units: int, sharers: int = 1
+    config: EngineConfig,
+    specs: Sequence[CacheSpec],
+    memory: GpuMemory | None,
+    *,
+    units: int,
+    sharers: int = 1,
+    beside: int = 0,
 ) -> int:
     """Count the KV pages that --max-total-tokens or --mem-fraction-static asks for. Raises ConfigError.
 
     `memory`: of the GPU; None: on a CPU, or where --max-total-tokens says all. `units`: of
-    this rank's part of a page. `sharers`: ranks that share a CPU's memory.
+    this rank's part of a page. `sharers`: ranks that share a CPU's memory. `beside`: bytes of recurrent states there.
     """
     page_bytes = KVPool.page_bytes_of(specs, config.page_size, units=units)
     if memory is None:
-        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        kv_bytes = cpu_kv_bytes(config, free_bytes=free_bytes) // sharers
+        kv_bytes = cpu_kv_bytes(config, free_bytes=free_bytes()) // sharers - beside
         return num_pages(config, page_bytes=page_bytes, kv_bytes=kv_bytes)
     pages = gpu_pages(config, memory, page_bytes=page_bytes)
     _note_capacity(config, memory, tokens=pages * config.page_size)
     return pages
+
+
+def free_bytes() -> int:
+    """Return the bytes of this machine's memory that nothing uses."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def allocate_pool(
@@ -63,6 +73,30 @@ def allocate_pool(
     if config.prefault_kv and device.type == "cpu":
         pool.buffer.zero_()
     return pool
+
+
+def note_memory(
+    config: EngineConfig,
+    pools: Sequence[KVPool],
+    *,
+    weights: int,
+    states: int,
+    copies: int,
+) -> None:
+    """Log what takes the memory of a CPU. `weights`, `states`, `copies` (of retracted and cached KV): bytes."""
+    parts = {
+        "weights": weights,
+        f"KV of {pools[0].num_pages * config.page_size} tokens": sum(pool.buffer.nbytes for pool in pools),
+        f"{state_slots(config)} recurrent states": states,
+        "copies of KV": copies,
+    }
+    text = ", ".join(f"{what} {gib(size)}" for what, size in parts.items() if size)
+    log.info(
+        "memory in GiB, most of it taken when it is used: %s; %s of the machine's are free now, most requests that run: %d",
+        text,
+        gib(free_bytes()),
+        config.max_running_requests,
+    )
 
 
 def _note_capacity(config: EngineConfig, memory: GpuMemory, *, tokens: int) -> None:

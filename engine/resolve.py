@@ -197,7 +197,23 @@ def gpu_pages(config: EngineConfig, memory: GpuMemory, *, page_bytes: int) -> in
 def state_slots(config: EngineConfig) -> int:
     """Return the slots of a model with recurrent states: of running requests, and as many that are cached or on their way."""
     assert config.max_running_requests is not None, "resolved"
-    return 2 * config.max_running_requests
+    return config.max_mamba_cache_size or 2 * config.max_running_requests
+
+
+def with_state_slots(config: EngineConfig, *, slot_bytes: int, free_bytes: int, sharers: int) -> EngineConfig:
+    """Let recurrent states take no more than their share of a CPU's memory. `sharers`: ranks that share it. Raises ConfigError."""
+    if config.device != "cpu" or config.max_mamba_cache_size is not None:
+        return config
+    memory = cpu_kv_bytes(config, free_bytes=free_bytes) // sharers
+    ratio = config.mamba_full_memory_ratio
+    fitting = int(memory * ratio / (1 + ratio)) // slot_bytes
+    if fitting < 2:
+        raise ConfigError(
+            f"--mem-fraction-static {config.mem_fraction_static:g}: {memory / 2**20:.0f} MiB, of which --mamba-full-memory-ratio "
+            f"{ratio:g} is for recurrent states of {slot_bytes / 2**20:.1f} MiB, and one request needs two; raise one of them, or set "
+            "--max-mamba-cache-size"
+        )
+    return replace(config, max_mamba_cache_size=min(fitting, state_slots(config)))
 
 
 def largest_prompt_step(config: EngineConfig) -> int:

@@ -264,7 +264,7 @@ WORKER = ForeignFlags(
         "--expert-": NO_BALANCE,
         "--eplb-": NO_BALANCE,
         "--elastic-ep-": "a worker ends with any of its ranks",
-        "--mamba-": "slots of recurrent states follow from --max-running-requests",
+        "--mamba-": "recurrent states are float32, and their snapshots follow the prefix cache",
         "--data-parallel-": ONE_RANK,
         "--dllm-": "diffusion models are not supported",
         "--modelopt-": "checkpoints are not quantized here; serve one in bfloat16 or float32",

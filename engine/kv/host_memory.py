@@ -13,6 +13,11 @@ def available_bytes(root: Path = Path("/")) -> int:
     return max(0, min([_machine_bytes(root), *_cgroup_bytes(root)]))
 
 
+def own_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes that this process has written and no file backs (RssAnon of proc(5) status)."""
+    return _fields(root / "proc/self/status").get("RssAnon:", 0) * 1024
+
+
 def _machine_bytes(root: Path) -> int:
     return _fields(root / "proc/meminfo")["MemAvailable:"] * 1024
 
@@ -42,7 +47,7 @@ def _number(file: Path) -> int | None:
 
 def _fields(file: Path) -> dict[str, int]:
     """Name -> number of lines like "MemAvailable:  123 kB"."""
-    return {words[0]: int(words[1]) for line in _lines(file) if len(words := line.split()) > 1}
+    return {words[0]: int(words[1]) for line in _lines(file) if len(words := line.split()) > 1 and words[1].isdecimal()}
 
 
 def _lines(file: Path) -> list[str]:

@@ -84,7 +84,6 @@ def build_follower(
     if config.device == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
     held, specs = held_by(config, model_config, links.place), model.cache_specs()
-    make = partial(rank_parts, config, model_config, model, links)
     memory = None
     if gauge is not None and shares:
         channel.send(Loaded())
@@ -112,7 +111,8 @@ def build_follower(
     backup = _host_pool(pool, agreed.backup_pages, flag="--disaggregation-decode-retraction-backup host")
     host_pool = _host_pool(pool, agreed.host_pages, flag="--enable-hierarchical-cache")
     copies = Copies(backup=None if backup is None else PageBackup(backup), host_pool=host_pool)
-    runner, parts = make(pool, copies, use=use, capture=capture)
+    sized = replace(config, max_mamba_cache_size=agreed.state_slots or None)
+    runner, parts = rank_parts(sized, model_config, model, links, pool, copies, use=use, capture=capture)
     with memory_for_graphs():
         runner.record()
     readers: dict[str, Reader] = {"weights": lambda path: load(path, load_model_config(path))}

@@ -35,13 +35,14 @@ class Ready(_Frame, frozen=True):
 class PoolSize(_Frame, frozen=True):
     """What every rank allocates: the least of all. `host_pages`, `backup_pages`: of the host tier, of retracted requests.
 
-    `files`: the folder of the worker's files; "" without.
+    `state_slots`: of recurrent states; 0: the model has none. `files`: the folder of the worker's files; "" without.
     """
 
     num_pages: int
     host_pages: int = 0
     backup_pages: int = 0
     files: str = ""
+    state_slots: int = 0
 
 
 class Serving(_Frame, frozen=True):
