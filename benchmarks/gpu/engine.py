@@ -48,6 +48,9 @@ class RandomCheckpoint:
         made = torch.empty(shape, dtype=self.dtype, device=self.device)
         return made.normal_(0.0, STD, generator=self._generator)
 
+    def take_integers(self, *_: object) -> None:
+        """It has none."""
+
     def ignore(self, name: str) -> None:
         pass
 

@@ -43,10 +43,12 @@ class Fields:
             raise self.error(name, f"must be an object, got {value!r}")
         return Fields(self._path, value)
 
-    def count(self, name: str, *, default: int | None = None) -> int:
+    def count(self, name: str, *, default: int | None = None, most: int | None = None) -> int:
         value = self._value(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(name, f"must be a positive integer, got {value!r}")
+        if most is not None and value > most:
+            raise self.error(name, f"must be at most {most}, got {value}")
         return value
 
     def number(self, name: str, *, default: float | None = None) -> float:

@@ -24,6 +24,7 @@ from service.flags import ConfigError
 DEFAULT_MODEL_PATH = str(Path(__file__).parents[1] / "models" / "recall" / "checkpoint")
 WIDE_MODEL_PATH = str(Path(__file__).parents[1] / "models" / "recall" / "wide")
 
+MOST_LAYERS = 10_000  # what is known of each layer is kept in lists
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -194,7 +195,7 @@ def _model_config(fields: Fields, generation: Fields, *, folder: Path) -> ModelC
     if family.experts is not None and arithmetic.activation != "silu":
         raise fields.error("hidden_act", f"{fields.get('hidden_act')} is not supported in experts; only silu is")
     heads = fields.count("num_attention_heads")
-    num_layers = fields.count("num_hidden_layers")
+    num_layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
     hidden = fields.count("hidden_size")
     kv_heads, head_dim = (1, rope_dim(fields)) if family.latent else _kv_heads(fields, heads=heads, hidden=hidden)
     vocab = fields.count("vocab_size")

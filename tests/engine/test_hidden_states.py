@@ -17,9 +17,9 @@ MAX_ERROR = 1e-4
 NEW_TOKENS = 6
 WAYS = {
     "whole": {},
-    "chunked": {"chunked_prefill_size": 32, "page_size": 4},
+    "chunked": {"chunked_prefill_size": 64, "page_size": 4},
     "overlap": {"chunked_prefill_size": 64, "stream": "threaded", "stream_delay_s": 0.001},
-    "mixed": {"chunked_prefill_size": 32, "enable_mixed_chunk": True},
+    "mixed": {"chunked_prefill_size": 64, "enable_mixed_chunk": True},
 }
 
 

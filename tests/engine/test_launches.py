@@ -5,7 +5,7 @@ torch dispatches is counted, Triton's launches are counted in place of being mad
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from engine.messages import LogprobOptions
 from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.models.decoder import DenseDecoder
 from engine.models.part import ModelPart
-from engine.parallel.layout import Cut, Extent, cut_of
+from engine.parallel.layout import Extent, cut_of
 from engine.resolve import resolve
 from engine.sampling_params import SamplingParams
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -51,8 +51,11 @@ class Unread:
     def take(self, name: str, shape: list[Extent]) -> Tensor:
         return torch.empty([len(cut_of(size)) for size in shape], dtype=self.dtype, device=META)
 
-    def take_rows(self, names: list[str], rows: list[Cut], rest: list[Extent]) -> Tensor:
-        return self.take("", [sum(map(len, rows)), *rest])
+    def take_rows(self, names: list[str], rows: list[Extent], rest: list[Extent]) -> Tensor:
+        return self.take("", [sum(len(cut_of(count)) for count in rows), *rest])
+
+    def take_integers(self, names: list[str], rows: list[Extent], inputs: Extent, factors: Sequence[float]) -> None:
+        """It has none."""
 
     def ignore(self, name: str) -> None:
         """It has no tensors."""

@@ -22,9 +22,8 @@ def expected(reference: PreTrainedModel) -> dict[str, tuple[list[int], torch.Ten
 @torch.inference_mode()
 def greedy(model: PreTrainedModel, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
     """(tokens, logprobs [len(prompt) + NEW_TOKENS - 1, vocab]): row i predicts position i + 1."""
-    out = model.generate(
-        torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
-    )[0].tolist()
+    model.generation_config.eos_token_id = None  # a minimum of tokens would mask the end of the text instead
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)[0].tolist()
     logits = model(torch.tensor([out[:-1]])).logits[0]
     return out[len(prompt) :], logits.log_softmax(-1)
 

@@ -264,7 +264,10 @@ def test_a_value_of_another_type_is_a_clear_error_too(value: object, good: Path)
     file = open_gguf(good)
     for key in file.metadata:
         changed = dataclasses.replace(file, metadata={**file.metadata, key: value})
-        for read in (lambda f: _model_config(Fields(f.path, config_fields(f)), Fields(f.path, {})), gguf_tokenizer):
+        for read in (
+            lambda f: _model_config(Fields(f.path, config_fields(f)), Fields(f.path, {}), folder=f.path),
+            gguf_tokenizer,
+        ):
             try:
                 read(changed)
             except ConfigError as error:

@@ -146,6 +146,7 @@ BAD_FIELDS: list[tuple[str, str, dict[str, Any]]] = [
     ("hidden_size", "llama", {"hidden_size": 66, "head_dim": None}),
     ("num_hidden_layers", "llama", {"num_hidden_layers": 0}),
     ("num_hidden_layers", "llama", {"num_hidden_layers": True}),
+    ("num_hidden_layers", "llama", {"num_hidden_layers": 1 << 40}),
     ("num_key_value_heads", "llama", {"num_key_value_heads": 3}),
     ("head_dim", "llama", {"head_dim": 15}),
     ("rms_norm_eps", "llama", {"rms_norm_eps": "small"}),
