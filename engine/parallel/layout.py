@@ -237,13 +237,16 @@ def _check_stages(config: ModelConfig, pp_size: int, partition: Sequence[int]) -
 
 
 def _check_attention(config: ModelConfig, pp_size: int, partition: Sequence[int]) -> None:
-    """Each stage has pages of KV."""
+    """Each stage has pages of KV, and states where the model has them: the leader's stage speaks for all."""
     for number, stage in enumerate(stage_layers(config, pp_size=pp_size, partition=partition)):
-        if not config.kv_layers(stage):
+        lacks = "" if config.kv_layers(stage) else "all of them recurrent; give each stage one with attention"
+        if config.recurrent is not None and not {*config.recurrent.layers} & {*stage}:
+            lacks = "none of them recurrent; give each stage one that is"
+        if lacks:
             last = "the stages by --pp-layer-partition" if not partition else "other sizes"
             raise ConfigError(
-                f"--pp-size {pp_size}: stage {number} has the layers {stage.start} to {stage.stop - 1}, all of them recurrent; give each "
-                f"stage one with attention: choose fewer stages, or {last}"
+                f"--pp-size {pp_size}: stage {number} has the layers {stage.start} to {stage.stop - 1}, {lacks}: choose fewer "
+                f"stages, or {last}"
             )
 
 

@@ -5,7 +5,7 @@ torch dispatches is counted, Triton's launches are counted in place of being mad
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +54,7 @@ class Unread:
     def take_rows(self, names: list[str], rows: list[Extent], rest: list[Extent]) -> Tensor:
         return self.take("", [sum(len(cut_of(count)) for count in rows), *rest])
 
-    def take_integers(self, names: list[str], rows: list[Extent], inputs: Extent, factors: Sequence[float]) -> None:
+    def take_integers(self, *_: object) -> None:
         """It has none."""
 
     def ignore(self, name: str) -> None:

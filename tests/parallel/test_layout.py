@@ -225,6 +225,11 @@ REFUSED = [
         "the stages by --pp-layer-partition",
     ),
     (
+        {"pp_size": 2, "partition": (3, 1), "recurrent": DELTA},
+        "--pp-size 2: stage 1 has the layers 3 to 3, none of them recurrent; give each stage one that is: choose fewer stages, or other "
+        "sizes",
+    ),
+    (
         {"reduce_units": 16, "recurrent": DELTA},
         "--reduce-units 16: does not divide the model's linear_num_value_heads * linear_value_head_dim 40; choose 1, 2, 4 or 8",
     ),
