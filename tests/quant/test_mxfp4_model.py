@@ -45,7 +45,7 @@ def test_blocks_give_the_tokens_of_their_values(tmp_path: Path) -> None:
 
 
 def test_other_formats_and_families_are_refused(tmp_path: Path) -> None:
-    for family, method in (("gpt_oss", "awq"), ("llama", "mxfp4")):
+    for family, method in (("gpt_oss", "bitsandbytes"), ("llama", "mxfp4")):
         path = make_tiny_checkpoint(tmp_path / family, family, quantization_config={"quant_method": method})
         with pytest.raises(ConfigError, match="quantization_config: "):
             load_model_config(path)
