@@ -111,7 +111,7 @@ SECTIONS = {
         "A mixture of experts",
         "A decode step of 8 experts of 0.1B, two of which a token takes, beside that of a dense model whose MLPs are as wide as the experts "
         "that the step reads, in turns in one process. The aim: 1.2 times. With one thread times are what it computes, so others on "
-        "the machine disturb little. A dense MLP multiplies each row by all it reads, a mixture by two experts: so many rows gain.",
+        "the machine disturb little. A dense MLP multiplies each row by all it reads, a mixture by two experts: so larger batches gain.",
         moe_step.render,
     ),
     "quantized_step": (

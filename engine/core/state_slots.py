@@ -99,7 +99,7 @@ class StateSlots:
         self.num_snapshots += 1
 
     def drop(self, slot: int) -> None:
-        """Free a snapshot that nobody may read."""
+        """Free a snapshot that no request may begin from."""
         self.allocator.free([slot])
 
     def touch(self, node: Node) -> None:

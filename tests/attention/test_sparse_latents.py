@@ -16,7 +16,7 @@ STARTS, ENDS = [0, 76, 0, 199, 130], [150, 77, 9, 300, 131]
 @pytest.mark.parametrize("name", ["cpu", "torch"])
 def test_the_best_tokens_are_seen_and_no_others(name: str, dtype: str) -> None:
     """Rows with fewer tokens before them than are chosen see all; a whole block may hold none that is chosen. Scores are whole
-    numbers, so many tie.
+    numbers, and several tie.
     """
     width = DIM + INDEX
     sequences = make_sequences(Heads(q=HEADS, kv=1, dim=width), ENDS, page_size=PAGE, dtype=dtype)

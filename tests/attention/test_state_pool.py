@@ -1,4 +1,4 @@
-"""The pool of recurrent states: slots do not overlap, copies run in their order, and slot 0 is nobody's."""
+"""The pool of recurrent states: slots do not overlap, copies run in their order, and slot 0 has no owner."""
 
 import torch
 

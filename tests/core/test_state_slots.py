@@ -1,4 +1,4 @@
-"""Recurrent states: where prompts are cut, what a later request begins from, and who goes when slots are short."""
+"""Recurrent states: where prompts are cut, what a later request begins from, and which slots go when they are short."""
 
 import pytest
 

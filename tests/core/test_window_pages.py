@@ -1,4 +1,4 @@
-"""Pages of a window: how many a request holds, which prefixes can be used, and who waits."""
+"""Pages of a window: how many a request holds, which prefixes can be used, and which requests wait."""
 
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens

@@ -212,7 +212,7 @@ def test_waiting_for_memory_has_an_end() -> None:
 
 
 def test_recurrent_states_cross_with_the_pages() -> None:
-    """Whoever aborts or retracts when: decode goes on from the state of exactly its tokens, and every slot comes back."""
+    """Whichever side aborts or retracts: decode goes on from the state of exactly its tokens, and every slot comes back."""
     seen = seen_in(two_role_stories(states=True), examples=80)
     assert seen["sent_beside"] >= 100 and seen["retractions"] >= 10, seen
 

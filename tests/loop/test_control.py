@@ -1,4 +1,4 @@
-"""Control with the production scheduler and the hash model: pauses, weights, profiles, and who may enter meanwhile."""
+"""Control with the production scheduler and the hash model: pauses, weights, profiles, and which requests may enter meanwhile."""
 
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -1,4 +1,4 @@
-"""Released memory, with the production scheduler: what keeps it, who may enter meanwhile, and how it comes again."""
+"""Released memory, with the production scheduler: what keeps it, what happens to requests meanwhile, and how it comes again."""
 
 import pytest
 
