@@ -49,6 +49,11 @@ class Served:
             assert engine.tokens == self._right
             assert engine.cached["r2"] >= len(SYSTEM) // 2, engine.cached
 
+    def retracted(self) -> None:
+        with EngineInProcess(self._path, chunked_prefill_size=CHUNK, test_retract=2, **FLAGS) as engine:
+            assert _ask(engine) == self._right
+            assert engine.parts.scheduler.counters.retractions
+
     def two_ranks(self) -> None:
         with ranks(self._path, tp_size=2, **FLAGS) as group:
             assert _ask(group.engine) == self._right
@@ -95,6 +100,7 @@ class Served:
 WAYS: Mapping[str, Callable[[Served], None]] = {
     "chunks": Served.chunked,
     "prefix cache": Served.cached,
+    "retraction": Served.retracted,
     "PD by NIXL": Served.by_nixl,
     "PD by Mooncake": Served.by_mooncake,
     "TP 2": Served.two_ranks,
