@@ -49,9 +49,10 @@ from transfer_backends.engines.mooncake import protocol_here
 from transfer_backends.engines.rdma_devices import devices_here
 
 if TYPE_CHECKING:
-    from engine.build import EngineParts, EngineUse
+    from engine.build import EngineParts
     from engine.ranks.group import Group
     from engine.ranks.shared_board import SharedBoard
+    from engine.use import EngineUse
 
 NAMED_WITHIN_S = 5.0  # the parent looks at its children more often
 
@@ -319,7 +320,7 @@ def make_grammar_queue(
 def _engine_use(disagg: DisaggConfig, protocol: str | None) -> "EngineUse":
     """`protocol`: Mooncake's, which may need memory of its own kind."""
     from disagg.fabric_pool import kv_bytes_of
-    from engine.build import EngineUse
+    from engine.use import EngineUse
 
     decode = disagg.disaggregation_mode == "decode"
     return EngineUse(

@@ -1,9 +1,8 @@
 """Puts an engine together: the model and its device, the core, the host tier."""
 
 import logging
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -13,17 +12,8 @@ import torch
 from engine.config import EngineConfig
 from engine.core.cache_events import CacheEvents
 from engine.core.finish import TailTexts
-from engine.core.growth import MeasuredGrowth
-from engine.core.host_cache import HostCache
-from engine.core.memory import Memory
-from engine.core.new_token_ratio import NewTokenRatio
-from engine.core.page_allocator import PageAllocator
-from engine.core.page_keys import KVIdentity
-from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
-from engine.core.state import SchedulerState
-from engine.core.state_slots import StateSlots
-from engine.core.window_pages import WindowPages
+from engine.core_parts import build_memory, build_scheduler
 from engine.device import Device, build_device
 from engine.executor.compile_log import CompileLog
 from engine.executor.cuda_gauge import CudaGauge
@@ -31,22 +21,19 @@ from engine.executor.executor import Executor
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.warm_up import StepExecutor, by_executor
 from engine.executor.weights import WeightUpdater
-from engine.expert_flags import expert_plan
 from engine.gpu_memory import GpuMemory, MemoryGauge, await_share
 from engine.graphs import MakeCapture
-from engine.hicache.build import HostTier, build_host_tier
+from engine.hicache.build import build_host_tier
 from engine.hicache.disk import Disk
 from engine.kernels.linear import linear_kernel
 from engine.kv.held import HeldKV
-from engine.kv.host_memory import available_bytes, own_bytes
-from engine.kv.host_pool import HostPool
-from engine.kv.identity import fingerprint, kv_identity
-from engine.kv.kv_pool import AllocateBytes, CacheSpec, KVPool, zeroed_bytes
+from engine.kv.host_memory import HERE, HostMemory
+from engine.kv.host_pool import allocate_host_pool
+from engine.kv.identity import kv_identity
+from engine.kv.kv_pool import KVPool
 from engine.kv.page_backup import PageBackup
-from engine.kv.pool_memory import MappedMemory, SavedMemory
 from engine.kv.state_pool import StatePool
-from engine.kv_events_config import parse_kv_events_config
-from engine.local_defaults import usable_cores
+from engine.loading import load_at_start, weight_updater
 from engine.loop.occupation import FixedKV, KVMemory
 from engine.lora.store import LoraStore
 from engine.measure import measure, own_steps, warm
@@ -54,49 +41,28 @@ from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from engine.parallel.layout import ALONE
-from engine.pool import allocate_pool, count_pages, free_bytes, held_by, note_memory
+from engine.pool import count_pages, held_by, note_memory
+from engine.pools import Pools, build_pools, windows_apart
 from engine.ranks.future_maps import future_map_of
-from engine.ranks.group import Group, GroupAdapters, GroupKVMemory, GroupWeights
+from engine.ranks.group import Group, GroupAdapters, GroupKVMemory
 from engine.ranks.group_files import rank_files
 from engine.ranks.leading_executor import LeadingExecutor
 from engine.ranks.links import stage_input
 from engine.ranks.messages import PoolSize
 from engine.ranks.same_kernels import check_same_kernels, kernels_here
-from engine.recurrent import check_recurrent, cut_on_grid, make_state_slots
+from engine.ranks.share import Load, loader
+from engine.recurrent import check_recurrent, make_state_slots
 from engine.resolve import (
     backup_pages,
     depth,
-    limits,
-    priorities,
-    ratio_rule,
     resolve,
     state_slots,
-    step_budget,
     with_state_slots,
 )
-from engine.windows import window_group
+from engine.use import UNIFIED, EngineUse
 from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineUse:
-    """What a worker's role needs of its engine; the defaults are those of a unified worker.
-
-    `decodes`, `prefills`: whether such steps are recorded. `peers_write_pages`: there is no host tier, which needs writes in stream
-    order. `kv_stays`: why KV memory cannot be released. `retracted_kv`: as --disaggregation-decode-retraction-backup. `reserve_floor`: as in Limits. `allocate_kv`: memory for the
-    KV pool, as `zeroed_bytes`. `one_pool`: what reads pages knows one pool alone.
-    """
-
-    decodes: bool = True
-    prefills: bool = True
-    peers_write_pages: bool = False
-    kv_stays: str = ""
-    retracted_kv: str = "recompute"
-    reserve_floor: int = 0
-    allocate_kv: AllocateBytes = zeroed_bytes
-    one_pool: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +98,13 @@ def build_engine(
     *,
     tail_texts: TailTexts,
     num_token_ids: int | None = None,
-    use: EngineUse = EngineUse(),
+    use: EngineUse = UNIFIED,
     wakeup: Callable[[], None] = lambda: None,
     progress: bool,
     capture: MakeCapture | None = None,
     gauge: MemoryGauge | None = None,
-    load: Callable[..., DenseDecoder] = load_model,
+    host: HostMemory = HERE,
+    load: Load = load_model,
     group: Group | None = None,
 ) -> EngineParts:
     """Load the model and allocate its memory. Raises ConfigError.
@@ -145,7 +112,8 @@ def build_engine(
     `group`: of a leader, whose followers build their parts at the same time (engine/ranks/build.py).
     `num_token_ids`: ids that the tokenizer knows; a model may have meaningless rows beyond them. None: all have a meaning.
     `wakeup` is called in a thread when files of the hierarchical cache have been read or written.
-    `capture`: records decode graphs in place of CUDA. `gauge`: measures memory in place of CUDA; on a CPU nothing does.
+    `capture`: records decode graphs in place of CUDA. `gauge`: measures memory in place of CUDA; on a CPU nothing does. `host`:
+    the machine's memory.
     """
     config = resolve(config, model_config, cuda=torch.cuda.is_available())
     assert config.num_threads is not None and config.mem_fraction_static is not None, "resolved"
@@ -160,43 +128,28 @@ def build_engine(
     shares = gauge is not None and config.max_total_tokens is None
     if gauge is not None and shares:
         await_share(gauge, config.mem_fraction_static)
-    load_here = partial(
-        load,
-        dtype=config.dtype,
-        device=config.device,
-        context_length=config.context_length,
-        quantization=config.quantization,
-        **_share(config, model_config, group),
-    )
+    load_here = loader(config, model_config, group.links if group else None, load)
     fingerprinted = tiered or group is not None
-    before = own_bytes()
-    model, files = _load(config, model_config, load_here, fingerprinted=fingerprinted, progress=progress)
-    weights = own_bytes() - before
+    before = host.own()
+    model, files = load_at_start(config, model_config, load_here, fingerprinted=fingerprinted, progress=progress)
+    weights = host.own() - before
     recurrent = bool(model.state_specs())
     slots_bytes = 0
     if recurrent:
         check_recurrent(config, retracted_kv=use.retracted_kv)
         slot_bytes = StatePool.slot_bytes_of(model.state_specs())
-        config = with_state_slots(config, slot_bytes=slot_bytes, free_bytes=free_bytes(), sharers=config.ranks_here)
+        config = with_state_slots(config, slot_bytes=slot_bytes, free_bytes=host.available(), sharers=config.ranks_here)
         slots_bytes = (1 + state_slots(config)) * slot_bytes
     place = group.links.place if group else ALONE
     memory = _measured(config, model_config, model, gauge, use, group, progress=progress) if gauge and shares else None
     held = held_by(config, model_config, place)
     units, specs = len(held.units), model.cache_specs()
-    pages = _count_pages(config, specs, memory, group, units=units, files=files, beside=slots_bytes)
-    in_window = None
-    if _windows_apart(config, specs, use, recurrent=recurrent) and group is None and not tiered:
-        in_window = window_group(config, specs, pages=pages, units=units)
-    if in_window is not None:
-        pages = in_window.num_pages
-        specs = [spec for spec in specs if not spec.window]
-    saver = SavedMemory() if config.enable_memory_saver and config.device == "cuda" else None
-    allocate = saver.allocate if saver else use.allocate_kv
-    pool = allocate_pool(config, specs, num_pages=pages, units=units, allocate=allocate)
-    windows = None
-    if in_window is not None:
-        inside = [spec for spec in model.cache_specs() if spec.window]
-        windows = allocate_pool(config, inside, num_pages=in_window.window_pages, units=units, allocate=allocate)
+    pages = count_pages(config, specs, memory, units=units, host=host, beside=slots_bytes)
+    if group is not None:
+        pages = min(pages, group.followers.await_ready(fingerprint=files, timeout_s=group.timeout_s))
+    apart = group is None and windows_apart(config, specs, use, recurrent=recurrent)
+    pools = build_pools(config, specs, num_pages=pages, units=units, apart=apart, allocate=use.allocate_kv)
+    pool = pools.kv
     identity = partial(
         kv_identity,
         pool,
@@ -208,10 +161,9 @@ def build_engine(
         whole_experts=config.ep_size > 1,
     )
     own_identity = identity(version=config.weight_version, fingerprint=files)
-    sharers = config.ranks_here
     ranks = rank_files(config, model_config, specs, group.followers) if group else None
-    tier = build_host_tier(config, pool, own_identity, wakeup=wakeup, sharers=sharers, ranks=ranks) if tiered else None
-    backup = _page_backup(config, pool, group) if use.retracted_kv == "host" else None
+    tier = build_host_tier(config, pool, own_identity, wakeup=wakeup, host=host, ranks=ranks) if tiered else None
+    backup = _page_backup(config, pool, host) if use.retracted_kv == "host" else None
     if group is not None:
         host_pages, backup_pages = tier.pool.num_pages if tier else 0, backup.host.num_pages if backup else 0
         slots = state_slots(config) if recurrent else 0
@@ -228,7 +180,7 @@ def build_engine(
         prefills=use.prefills,
         progress=progress,
         place=place,
-        windows=windows,
+        windows=pools.windows,
         **_rank_inputs(config, model_config, group),
     )
     executor = _leading(config, device, group, wakeup) if group else device.executor
@@ -238,44 +190,50 @@ def build_engine(
     if gauge is not None:
         _warm(config, model_config, executor, use, positions=pool.num_pages * config.page_size, progress=progress)
     states = make_state_slots(config, keeps_snapshots=not use.peers_write_pages) if recurrent else None
-    kv_memory, events = _memory(
+    kv_memory, events = build_memory(
         config,
         num_pages=pool.num_pages,
         host=tier.cache if tier else None,
         states=states,
-        windows=None if in_window is None else in_window.make_pages(config.page_size),
+        windows=pools.window_pages(),
     )
     if config.device == "cpu":
         hosts = [*([tier.pool] if tier else []), *([backup.host] if backup else [])]
         note_memory(
             config,
-            [pool, *([windows] if windows else [])],
+            pools.buffers(None),
+            tokens=pool.num_pages * config.page_size,
+            free=host.available(),
             weights=weights,
             states=slots_bytes,
-            copies=sum(host.num_pages * pool.page_bytes for host in hosts),
+            copies=sum(copies.num_pages * copies.page_bytes for copies in hosts),
         )
-    num_ids = min(model_config.vocab_size, num_token_ids or model_config.vocab_size)
+
+    def rename_pages(version: str, files: str) -> None:
+        if tier is not None:
+            tier.cache.use_identity(identity(version=version, fingerprint=files))
+
     return EngineParts(
         config=config,
         model=model_config,
         pool=pool,
-        kv=_kv_memory(config, use, device, [pool, *([windows] if windows else [])], saver, group),
+        kv=_kv_memory(config, use, pools, device, group),
         device=device,
         executor=executor,
         adapters=GroupAdapters(device.adapters, group.followers) if group and device.adapters else device.adapters,
         group=group,
         held=held,
-        scheduler=_scheduler(
+        scheduler=build_scheduler(
             config,
             model_config,
             kv_memory,
             use,
             backup_pages=backup.host.num_pages if backup else 0,
             tail_texts=tail_texts,
-            num_token_ids=num_ids,
+            num_token_ids=num_token_ids,
         ),
         depth=depth(config),
-        weights=_weights(config, stored, device, group, load=load_here, tier=tier, identity=identity),
+        weights=weight_updater(config, stored, device, group, load=load_here, rename_pages=rename_pages),
         disk=tier.disk if tier else None,
         events=events,
         memory=memory,
@@ -311,6 +269,13 @@ def _measured(
     )
 
 
+def _kv_memory(config: EngineConfig, use: EngineUse, pools: Pools, device: Device, group: Group | None) -> KVMemory:
+    if use.kv_stays:
+        return FixedKV(f"{use.kv_stays}; name the tag weights alone")
+    own = pools.memory(config, device.states)
+    return own if group is None else GroupKVMemory(own, group.followers)
+
+
 def _rank_inputs(config: EngineConfig, model: ModelConfig, group: Group | None) -> dict[str, Any]:
     """What a leader's steps read of other ranks, as `build_device` takes it."""
     if group is None:
@@ -322,57 +287,6 @@ def _rank_inputs(config: EngineConfig, model: ModelConfig, group: Group | None) 
         "future_map": future_map_of(group.links, leads=True, device=device, num_slots=slots),
         "inputs": stage_input(group.links, config, model),
     }
-
-
-def _kv_memory(
-    config: EngineConfig,
-    use: EngineUse,
-    device: Device,
-    pools: Sequence[KVPool],
-    saver: SavedMemory | None,
-    group: Group | None,
-) -> KVMemory:
-    if use.kv_stays:
-        return FixedKV(f"{use.kv_stays}; name the tag weights alone")
-    if config.device != "cpu":
-        return saver or FixedKV("on a GPU KV memory is released by workers that start with --enable-memory-saver")
-    buffers = [*(pool.buffer for pool in pools), *([] if device.states is None else [device.states.buffer])]
-    own = MappedMemory(buffers, touched=config.prefault_kv)
-    return own if group is None else GroupKVMemory(own, group.followers)
-
-
-def _weights(
-    config: EngineConfig,
-    model: ModelConfig,
-    device: Device,
-    group: Group | None,
-    *,
-    load: Callable[..., DenseDecoder],
-    tier: HostTier | None,
-    identity: Callable[..., KVIdentity],
-) -> WeightUpdater:
-    def rename_pages(version: str, files: str) -> None:
-        if tier is not None:
-            tier.cache.use_identity(identity(version=version, fingerprint=files))
-
-    def install(other: DenseDecoder) -> None:
-        device.executor.call(lambda: device.executor.runner.use(other, needs_graphs=group is not None))
-
-    def drop() -> None:
-        device.executor.call(device.executor.runner.drop)
-
-    everywhere = None if group is None else GroupWeights(group.followers, load=load, install=install)
-    return WeightUpdater(
-        model_path=config.model_path,
-        version=config.weight_version,
-        model=model,
-        load=load if everywhere is None else everywhere.load,
-        on_cuda=config.device == "cuda",
-        install=install if everywhere is None else everywhere.install,
-        drop=drop if everywhere is None else partial(everywhere.drop, drop),
-        taken=rename_pages,
-        discard=everywhere.discard if everywhere else lambda: None,
-    )
 
 
 def _warm(
@@ -388,58 +302,6 @@ def _warm(
             f"--mem-fraction-static: no memory is left for the largest step beside the KV cache ({error}); lower it or "
             "--max-total-tokens"
         ) from None
-
-
-def _load(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    load: Callable[..., DenseDecoder],
-    *,
-    fingerprinted: bool,
-    progress: bool,
-) -> tuple[DenseDecoder, str]:
-    """Return the model, and the fingerprint of its files ("" if it is not `fingerprinted`). Raises ConfigError."""
-    path = config.model_path
-    files = fingerprint(path) if fingerprinted else ""
-    try:
-        model = load(path, model_config, progress=progress)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(f"--model-path {path}: the GPU has no memory for its weights ({error})") from None
-    if fingerprinted and fingerprint(path) != files:
-        raise ConfigError(f"--model-path {path}: its files changed while they were read; start again")
-    return model, files
-
-
-def _windows_apart(config: EngineConfig, specs: Sequence[CacheSpec], use: EngineUse, *, recurrent: bool) -> bool:
-    """Whether nothing is on that knows one pool alone: then all KV is kept, and windows only mask it."""
-    wanted = not (config.disable_hybrid_swa_memory or use.one_pool or use.retracted_kv == "host")
-    plain = not recurrent and not any(spec.latent for spec in specs)
-    return wanted and plain and config.device == "cpu" and config.attention_backend in ("auto", "cpu", "torch")
-
-
-def _memory(
-    config: EngineConfig,
-    *,
-    num_pages: int,
-    host: HostCache | None,
-    states: StateSlots | None,
-    windows: WindowPages | None,
-) -> tuple[Memory, CacheEvents | None]:
-    published = parse_kv_events_config(config.kv_events_config) is not None and not config.disable_radix_cache
-    events = CacheEvents(page_size=config.page_size) if published else None
-    allocator = PageAllocator(num_pages=num_pages, page_size=config.page_size)
-    cache = RadixCache(
-        allocator,
-        enabled=not config.disable_radix_cache,
-        policy=config.radix_eviction_policy,
-        below=host,
-        listener=events,
-        states=states,
-        windows=windows,
-    )
-    return Memory(
-        allocator=allocator, cache=cache, host=host, states=states, windows=windows, rank=priorities(config).rank
-    ), events
 
 
 def _leading(config: EngineConfig, device: Device, group: Group, wakeup: Callable[[], None]) -> LeadingExecutor:
@@ -471,78 +333,12 @@ def _check_integers(config: EngineConfig) -> None:
         )
 
 
-def _share(config: EngineConfig, model: ModelConfig, group: Group | None) -> dict[str, Any]:
-    """What `load_model` needs to know of ranks."""
-    if group is None:
-        return {"reduce_units": config.reduce_units} if config.reduce_units else {}
-    return {
-        "place": group.links.place,
-        "collectives": group.links.collectives,
-        "exchange": group.links.exchange,
-        "reduce_units": config.reduce_units,
-        "experts": expert_plan(config, model),
-    }
-
-
-def _count_pages(
-    config: EngineConfig,
-    specs: Sequence[CacheSpec],
-    memory: GpuMemory | None,
-    group: Group | None,
-    *,
-    units: int,
-    files: str,
-    beside: int,
-) -> int:
-    """Count the KV pages: of all ranks, the least that one holds. Raises ConfigError."""
-    if group is None:
-        return count_pages(config, specs, memory, units=units, beside=beside)
-    pages = count_pages(config, specs, memory, units=units, sharers=config.ranks_here, beside=beside)
-    return min(pages, group.followers.await_ready(fingerprint=files, timeout_s=group.timeout_s))
-
-
-def _page_backup(config: EngineConfig, pool: KVPool, group: Group | None) -> PageBackup | None:
+def _page_backup(config: EngineConfig, pool: KVPool, host: HostMemory) -> PageBackup | None:
     """Make room for copies of retracted requests; None: there is none, so they are computed again. Raises ConfigError."""
-    free_bytes = available_bytes() // config.ranks_here
+    free_bytes = host.available() // config.ranks_here
     pages = backup_pages(config, num_pages=pool.num_pages, page_bytes=pool.page_bytes, free_bytes=free_bytes)
     if pages == 0:
         log.warning("retracted requests are computed again: half of the free host memory does not hold one KV page")
         return None
-    try:
-        return PageBackup(HostPool(pool, num_pages=pages, threads=usable_cores()))
-    except (MemoryError, OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"--disaggregation-decode-retraction-backup host: no host memory for {pages * pool.page_bytes / 1e9:.1f} GB "
-            f"({error}); use recompute or prefill"
-        ) from error
-
-
-def _scheduler(
-    config: EngineConfig,
-    model: ModelConfig,
-    memory: Memory,
-    use: EngineUse,
-    *,
-    backup_pages: int,
-    tail_texts: TailTexts,
-    num_token_ids: int,
-) -> Scheduler:
-    own_limits = limits(config) if memory.states is None else cut_on_grid(limits(config), memory.states.grid)
-    state = SchedulerState(
-        limits=replace(
-            own_limits,
-            reserve_floor=use.reserve_floor,
-            resume_elsewhere=use.retracted_kv == "prefill",
-            vocab_size=num_token_ids,
-        ),
-        memory=memory,
-        ratio=NewTokenRatio(ratio_rule(config)),
-        growth=MeasuredGrowth(),
-        backup_pages=backup_pages,
-    )
-    return Scheduler(
-        state,
-        tail_texts=tail_texts,
-        uniform=random.Random(config.random_seed).random,
-        step_budget=step_budget(config, model, part_tokens=own_limits.part_tokens),
-    )
+    flag = "--disaggregation-decode-retraction-backup host"
+    return PageBackup(allocate_host_pool(pool, pages, flag=flag, remedy="use recompute or prefill"))

@@ -207,7 +207,7 @@ def build_device(
     )
     executor = Executor(runner=runner, stream=_stream(config, device))
     with memory_for_graphs():
-        executor.call(runner.record)
+        executor.call(runner.running.record)
     adapters = None if parts.adapters is None else adapter_store(config, model, parts.adapters, in_order=executor.call)
     states = None if parts.states is None else parts.states.pool
     return Device(executor, parts.layers, adapters, graphs, prefill_graphs, parts.tapes, states, windows)

@@ -1,7 +1,6 @@
 """How many KV pages an engine has, and their memory."""
 
 import logging
-import os
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +8,7 @@ import torch
 from engine.config import EngineConfig
 from engine.gpu_memory import GpuMemory, gib
 from engine.kv.held import HeldKV
+from engine.kv.host_memory import HostMemory
 from engine.kv.kv_pool import AllocateBytes, CacheSpec, KVPool
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import Place, model_units, share_of, units_of
@@ -34,26 +34,21 @@ def count_pages(
     memory: GpuMemory | None,
     *,
     units: int,
-    sharers: int = 1,
+    host: HostMemory,
     beside: int = 0,
 ) -> int:
     """Count the KV pages that --max-total-tokens or --mem-fraction-static asks for. Raises ConfigError.
 
     `memory`: of the GPU; None: on a CPU, or where --max-total-tokens says all. `units`: of
-    this rank's part of a page. `sharers`: ranks that share a CPU's memory. `beside`: bytes of recurrent states there.
+    this rank's part of a page. `host`: of a CPU, which its ranks share. `beside`: bytes of recurrent states there.
     """
     page_bytes = KVPool.page_bytes_of(specs, config.page_size, units=units)
     if memory is None:
-        kv_bytes = cpu_kv_bytes(config, free_bytes=free_bytes()) // sharers - beside
+        kv_bytes = cpu_kv_bytes(config, free_bytes=host.available()) // config.ranks_here - beside
         return num_pages(config, page_bytes=page_bytes, kv_bytes=kv_bytes)
     pages = gpu_pages(config, memory, page_bytes=page_bytes)
     _note_capacity(config, memory, tokens=pages * config.page_size)
     return pages
-
-
-def free_bytes() -> int:
-    """Return the bytes of this machine's memory that nothing uses."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def allocate_pool(
@@ -77,16 +72,18 @@ def allocate_pool(
 
 def note_memory(
     config: EngineConfig,
-    pools: Sequence[KVPool],
+    buffers: Sequence[torch.Tensor],
     *,
+    tokens: int,
+    free: int,
     weights: int,
     states: int,
     copies: int,
 ) -> None:
-    """Log what takes the memory of a CPU. `weights`, `states`, `copies` (of retracted and cached KV): bytes."""
+    """Log what takes the memory of a CPU. `buffers`: of `tokens`. `free`, `weights`, `states`, `copies` (of retracted and cached KV): bytes."""
     parts = {
         "weights": weights,
-        f"KV of {pools[0].num_pages * config.page_size} tokens": sum(pool.buffer.nbytes for pool in pools),
+        f"KV of {tokens} tokens": sum(buffer.nbytes for buffer in buffers),
         f"{state_slots(config)} recurrent states": states,
         "copies of KV": copies,
     }
@@ -94,7 +91,7 @@ def note_memory(
     log.info(
         "memory in GiB, most of it taken when it is used: %s; %s of the machine's are free now, most requests that run: %d",
         text,
-        gib(free_bytes()),
+        gib(free),
         config.max_running_requests,
     )
 

@@ -12,6 +12,7 @@ from engine.core.plan import Plan
 from engine.executor.copies import Copies
 from engine.executor.forward import Forward
 from engine.executor.forward_pass import ForwardPass
+from engine.executor.running_model import RunningModel
 from engine.executor.sample_pass import SamplePass, StepOutput, nothing_sampled
 from engine.models.decoder import DenseDecoder
 from engine.models.expert_balance import ExpertBalance
@@ -33,50 +34,23 @@ class ModelRunner:
         forward_pass: ForwardPass,
         sample_pass: SamplePass,
     ) -> None:
-        self._model: DenseDecoder | None = model
+        self.running = RunningModel(model, forward_pass)
         self._copies = copies
         self._forward_pass = forward_pass
         self._sample_pass = sample_pass
-        forward_pass.attach(model)
 
     @property
     def balance(self) -> ExpertBalance | None:
         """Of the model that runs."""
-        return self._model.balance
+        return self.running.model.balance
 
     def expert_gauges(self) -> dict[str, float]:
-        """Of the model that runs; from any thread."""
-        return expert_gauges(self._model)
+        """Of the model that runs, {} while its weights are released; from any thread."""
+        return {} if self.running.released else expert_gauges(self.running.model)
 
     def expert_loads(self) -> list[list[int]]:
         """The same, of each layer and expert."""
-        return expert_loads(self._model)
-
-    def use(self, model: DenseDecoder, *, needs_graphs: bool = False) -> None:
-        """Run another model of the same shape from the next step on. In stream order (`Executor.call`).
-
-        `needs_graphs`: raise torch.OutOfMemoryError rather than go on without: other ranks have theirs.
-        """
-        self._model = model
-        self._forward_pass.attach(model)
-        if needs_graphs:
-            self._forward_pass.record(model)
-        else:
-            self._forward_pass.record_if_possible(model)
-
-    def drop(self) -> None:
-        """Forget the model and what was recorded of it, until `use`. In stream order; no step comes meanwhile."""
-        self._model = None
-        self._forward_pass.detach()
-
-    @property
-    def model(self) -> DenseDecoder:
-        assert self._model is not None, "its weights are released"
-        return self._model
-
-    def record(self) -> None:
-        """Record the decode graphs, if there are any. In stream order, before the first step."""
-        self._forward_pass.record(self.model)
+        return [] if self.running.released else expert_loads(self.running.model)
 
     def run(self, plan: Plan) -> StepOutput:
         return self.sample(plan, self.forward(plan))
@@ -93,9 +67,9 @@ class ModelRunner:
             self._sample_pass.sampler.open(opened)
             self._forward_pass.open(opened)
         if not plan.items:
-            _compute(lambda: self._forward_pass.join(self.model, plan, arrival))
+            _compute(lambda: self._forward_pass.join(self.running.model, plan, arrival))
             return None
-        return _compute(lambda: self._forward_pass.run(self.model, plan, arrival))
+        return _compute(lambda: self._forward_pass.run(self.running.model, plan, arrival))
 
     def wait_for_copies(self, seq: int) -> None:
         """Block until the host pages of every step up to `seq` hold what left the device."""
@@ -113,7 +87,7 @@ class ModelRunner:
         if not plan.items:
             return nothing_sampled({})
         assert forward is not None, f"step {plan.seq}: the forward has failed"
-        return _compute(lambda: self._sample_pass.run(self.model, plan, forward))
+        return _compute(lambda: self._sample_pass.run(self.running.model, plan, forward))
 
 
 def _compute(work: Callable[[], T]) -> T:

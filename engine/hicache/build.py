@@ -13,10 +13,9 @@ from engine.hicache.page_file import HEADER_BYTES
 from engine.hicache.page_folder import PageFolder
 from engine.hicache.page_store import FolderStore, PageStore, PageView
 from engine.hicache.rank_files import OtherRanks, RankFolders, RanksStore
-from engine.kv.host_memory import available_bytes
-from engine.kv.host_pool import HostPool
+from engine.kv.host_memory import HostMemory
+from engine.kv.host_pool import HostPool, allocate_host_pool
 from engine.kv.kv_pool import KVPool
-from engine.local_defaults import usable_cores
 from engine.resolve import ahead_pages, host_pages
 from service.flags import ConfigError
 
@@ -46,16 +45,16 @@ def build_host_tier(
     identity: KVIdentity,
     *,
     wakeup: Callable[[], None],
-    sharers: int = 1,
+    host: HostMemory,
     ranks: RankFiles | None = None,
 ) -> HostTier:
-    """Raises ConfigError. `wakeup` is called in a disk thread whenever work has ended. `sharers`: ranks that take as much.
+    """Raises ConfigError. `wakeup` is called in a disk thread whenever work has ended. `host`: the ranks share it equally.
 
     `ranks`: None: there is one.
     """
-    free_bytes = available_bytes() // sharers
+    free_bytes = host.available() // config.ranks_here
     pages = host_pages(config, num_pages=pool.num_pages, page_bytes=pool.page_bytes, free_bytes=free_bytes)
-    host_pool = _allocate(pool, pages)
+    host_pool = allocate_host_pool(pool, pages, flag="--hicache-size", remedy="lower it")
     folders, index = None, None
     if config.hicache_storage_dir is not None:
         of_pages = [pool.page_bytes] if ranks is None else ranks.page_bytes
@@ -97,11 +96,3 @@ def open_index(folders: RankFolders, *, file_bytes: int, max_gb: float) -> DiskI
             f"in {folders.path}; delete them or raise the limit"
         )
     return index
-
-
-def _allocate(pool: KVPool, pages: int) -> HostPool:
-    try:
-        return HostPool(pool, num_pages=pages, threads=usable_cores())
-    except (MemoryError, OSError, RuntimeError, ValueError) as error:
-        size = pages * pool.page_bytes / 1e9
-        raise ConfigError(f"--hicache-size: no host memory for {size:.1f} GB ({error}); lower it") from error

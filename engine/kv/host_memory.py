@@ -1,21 +1,30 @@
 """How much memory this process may still take: what the machine has, and what its cgroups allow."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 
-def available_bytes(root: Path = Path("/")) -> int:
-    """Return the least of MemAvailable and the rest of each memory limit above this process, in bytes.
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Reads it in bytes. `root`: where proc and sys are."""
 
-    Sources: proc(5) meminfo, the kernel's cgroup-v2 (memory.max, memory.current) and v1 (memory.limit_in_bytes,
-    memory.usage_in_bytes). Files that the kernel drops under pressure count as free. `root`: where proc and sys are.
-    """
-    return max(0, min([_machine_bytes(root), *_cgroup_bytes(root)]))
+    root: Path = Path("/")
+
+    def available(self) -> int:
+        """Return the least of MemAvailable and the rest of each memory limit above this process.
+
+        Sources: proc(5) meminfo, the kernel's cgroup-v2 (memory.max, memory.current) and v1 (memory.limit_in_bytes,
+        memory.usage_in_bytes). Files that the kernel drops under pressure count as free.
+        """
+        return max(0, min([_machine_bytes(self.root), *_cgroup_bytes(self.root)]))
+
+    def own(self) -> int:
+        """Return what this process has written and no file backs (RssAnon of proc(5) status)."""
+        return _fields(self.root / "proc/self/status").get("RssAnon:", 0) * 1024
 
 
-def own_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes that this process has written and no file backs (RssAnon of proc(5) status)."""
-    return _fields(root / "proc/self/status").get("RssAnon:", 0) * 1024
+HERE = HostMemory()
 
 
 def _machine_bytes(root: Path) -> int:

@@ -14,6 +14,8 @@ from engine.kv.page_copies import DirectCopies, PageCopies, StagedCopies
 from engine.kv.pinned import CudaRegistrar, PinnedBytes
 from engine.kv.rows_by_cuda import CudaRows
 from engine.kv.side_stream import CudaSideStream
+from engine.local_defaults import usable_cores
+from service.flags import ConfigError
 
 WORD_BYTES = 8
 
@@ -80,6 +82,15 @@ class HostPool:
         self._copies.wait(sys.maxsize)
         if self._pinned is not None:
             self._pinned.close()
+
+
+def allocate_host_pool(pool: KVPool, num_pages: int, *, flag: str, remedy: str) -> HostPool:
+    """Raise ConfigError, with `remedy`, where the host has no memory for what `flag` asks for."""
+    try:
+        return HostPool(pool, num_pages=num_pages, threads=usable_cores())
+    except (MemoryError, OSError, RuntimeError, ValueError) as error:
+        size = num_pages * pool.page_bytes / 1e9
+        raise ConfigError(f"{flag}: no host memory for {size:.1f} GB ({error}); {remedy}") from error
 
 
 def _first_written(items: list[PlanItem], page_size: int) -> Iterator[int]:

@@ -16,26 +16,25 @@ from engine.device import ForwardParts, adapter_store, memory_for_graphs
 from engine.executor.copies import Copies
 from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.profiler import TorchProfiler
-from engine.expert_flags import expert_plan
 from engine.gpu_memory import MemoryGauge, await_share
 from engine.graphs import MakeCapture
 from engine.hicache.rank_files import FollowerFiles
 from engine.kernels.page_sums import page_sums_for
 from engine.kv.held import HeldKV
-from engine.kv.host_pool import HostPool
+from engine.kv.host_memory import HERE, HostMemory
+from engine.kv.host_pool import HostPool, allocate_host_pool
 from engine.kv.identity import fingerprint, kv_identity
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_backup import PageBackup
 from engine.kv.page_checksum import PageChecksum
-from engine.kv.pool_memory import MappedMemory
 from engine.measure import measure
 from engine.messages import StartProfile
 from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.models.decoder import DenseDecoder
-from engine.models.load import load_model
 from engine.parallel.process_groups import RankGroups
 from engine.parallel.region import SharedRegion
-from engine.pool import allocate_pool, count_pages, held_by
+from engine.pool import count_pages, held_by
+from engine.pools import build_pools
 from engine.rank_rules import check_device
 from engine.ranks.channel import Channel
 from engine.ranks.follower import Action, Follower, Reader
@@ -43,6 +42,7 @@ from engine.ranks.links import Joint, RankLinks, links_of
 from engine.ranks.messages import Loaded, PoolSize, Ready, Serving, ToFollower
 from engine.ranks.rank_parts import RankUse, rank_parts, steps_of_rank
 from engine.ranks.same_kernels import kernels_here
+from engine.ranks.share import loader
 from engine.resolve import resolve
 from service.flags import ConfigError
 
@@ -61,8 +61,9 @@ def build_follower(
     groups: RankGroups | None = None,
     capture: MakeCapture | None = None,
     gauge: MemoryGauge | None = None,
+    host: HostMemory = HERE,
 ) -> tuple[Follower, KVPool, HeldKV]:
-    """Build rank `rank` in step with its leader (`build_engine`). `wires`, `joint`, `groups`: as `links_of` takes them. `capture`, `gauge`:
+    """Build rank `rank` in step with its leader (`build_engine`). `wires`, `joint`, `groups`: as `links_of` takes them. `capture`, `gauge`, `host`:
     as in `build_engine`. Raises ConfigError, and ChannelClosed where the leader ends.
 
     On a GPU all that the calling thread enqueues from here on runs in one stream.
@@ -79,7 +80,7 @@ def build_follower(
         assert config.mem_fraction_static is not None, "resolved"
         await_share(gauge, config.mem_fraction_static)
     links = links_of(region, rank, config, wires, joint=joint, groups=groups)
-    load = partial(_load, config, links)
+    load = _load(config, model_config, links)
     model = load(config.model_path, model_config)
     if config.device == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
@@ -103,25 +104,25 @@ def build_follower(
             place=links.place,
         )
     units = len(held.units)
-    pages = count_pages(config, specs, memory, units=units, sharers=config.ranks_here)
+    pages = count_pages(config, specs, memory, units=units, host=host)
     channel.send(Ready(pages, fingerprint(config.model_path)))
     agreed = channel.receive()
     assert isinstance(agreed, PoolSize), agreed
-    pool = allocate_pool(config, specs, num_pages=agreed.num_pages, units=units, allocate=use.allocate_kv)
+    allocate = use.allocate_kv
+    pools = build_pools(config, specs, num_pages=agreed.num_pages, units=units, apart=False, allocate=allocate)
+    pool = pools.kv
     backup = _host_pool(pool, agreed.backup_pages, flag="--disaggregation-decode-retraction-backup host")
     host_pool = _host_pool(pool, agreed.host_pages, flag="--enable-hierarchical-cache")
     copies = Copies(backup=None if backup is None else PageBackup(backup), host_pool=host_pool)
     sized = replace(config, max_mamba_cache_size=agreed.state_slots or None)
     runner, parts = rank_parts(sized, model_config, model, links, pool, copies, use=use, capture=capture)
     with memory_for_graphs():
-        runner.record()
+        runner.running.record()
     readers: dict[str, Reader] = {"weights": lambda path: load(path, load_model_config(path))}
-    kv_memory = MappedMemory(
-        [pool.buffer, *([] if parts.states is None else [parts.states.pool.buffer])], touched=config.prefault_kv
-    )
+    kv_memory = pools.memory(config, None if parts.states is None else parts.states.pool)
     actions: dict[str, Action] = {
-        "use_weights": runner.use,
-        "drop_weights": runner.drop,
+        "use_weights": runner.running.use,
+        "drop_weights": runner.running.drop,
         "release_kv": kv_memory.release,
         "resume_kv": kv_memory.resume,
         "forget": lambda _: None,
@@ -152,38 +153,24 @@ def build_follower(
     return Follower(channel, runner, readers=readers, actions=actions, turning=turning), pool, held
 
 
-def _load(config: EngineConfig, links: RankLinks, path: str, model_config: ModelConfig) -> DenseDecoder:
-    """This rank's share of a checkpoint. Raises ConfigError."""
-    try:
-        model = load_model(
-            path,
-            model_config,
-            dtype=config.dtype,
-            device=config.device,
-            progress=False,
-            context_length=config.context_length,
-            quantization=config.quantization,
-            place=links.place,
-            collectives=links.collectives,
-            exchange=links.exchange,
-            reduce_units=config.reduce_units,
-            experts=expert_plan(config, model_config),
-        )
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(f"{path}: the GPU has no memory for this rank's share of its weights ({error})") from None
-    if config.device == "cuda":
-        torch.cuda.synchronize()  # the copies were enqueued on this thread's stream
-    return model
+def _load(config: EngineConfig, model: ModelConfig, links: RankLinks) -> Callable[[str, ModelConfig], DenseDecoder]:
+    """Return what reads this rank's share of a checkpoint. It raises ConfigError."""
+    read = loader(config, model, links)
+
+    def load(path: str, found: ModelConfig) -> DenseDecoder:
+        try:
+            share = read(path, found, progress=False)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(f"{path}: the GPU has no memory for this rank's share of its weights ({error})") from None
+        if config.device == "cuda":
+            torch.cuda.synchronize()  # the copies were enqueued on this thread's stream
+        return share
+
+    return load
 
 
 def _host_pool(pool: KVPool, num_pages: int, *, flag: str) -> HostPool | None:
-    if num_pages == 0:
-        return None
-    try:
-        return HostPool(pool, num_pages=num_pages)
-    except (MemoryError, OSError, RuntimeError, ValueError) as error:
-        size = num_pages * pool.page_bytes / 1e9
-        raise ConfigError(f"{flag}: no host memory for {size:.1f} GB of this rank ({error}); leave it out") from error
+    return allocate_host_pool(pool, num_pages, flag=flag, remedy="leave it out") if num_pages else None
 
 
 def _add_adapters(

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.plan import Plan
 from engine.executor.logit_rows import logit_calls
+from engine.executor.running_model import RunningModel
 
 if TYPE_CHECKING:  # they import torch, which a simulated rank does without
     from engine.executor.copies import Copies
@@ -25,32 +26,11 @@ class RankRunner:
         future_map: "FutureMap",
         after: "HiddenStates | None",
     ) -> None:
-        self._model: DenseDecoder | None = model
+        self.running = RunningModel(model, forward_pass)
         self._copies = copies
         self._forward_pass = forward_pass
         self._future_map = future_map
         self._after = after
-        forward_pass.attach(model)
-
-    def use(self, model: "DenseDecoder") -> None:
-        """Run another model of the same shape from the next step on; with the other ranks, which record it, too."""
-        self._model = model
-        self._forward_pass.attach(model)
-        self._forward_pass.record(model)
-
-    def drop(self) -> None:
-        """As `ModelRunner.drop`."""
-        self._model = None
-        self._forward_pass.detach()
-
-    @property
-    def model(self) -> "DenseDecoder":
-        assert self._model is not None, "its weights are released"
-        return self._model
-
-    def record(self) -> None:
-        """Record the graphs, if there are any: all ranks at once, before the first step. Raises torch.OutOfMemoryError."""
-        self._forward_pass.record(self.model)
 
     def run(self, plan: Plan) -> None:
         """Return once no copy of the step touches the pages of this rank. On a CPU the rest is done, too.
@@ -61,15 +41,15 @@ class RankRunner:
         for opened in plan.opens:
             self._forward_pass.open(opened)
         if not plan.items:
-            self._forward_pass.join(self.model, plan, arrival)
+            self._forward_pass.join(self.running.model, plan, arrival)
             self._copies.wait(plan.seq)
             return
-        forward = self._forward_pass.run(self.model, plan, arrival)
+        forward = self._forward_pass.run(self.running.model, plan, arrival)
         if self._after is not None:
             self._after.send(forward.hidden)
         elif not forward.gave_logits:
             for rows in logit_calls(plan.items):
-                self.model.logits(forward.hidden[rows])
+                self.running.model.logits(forward.hidden[rows])
         self._copies.wait(plan.seq)
         if any(item.sample for item in plan.items):
             self._future_map.on_sampled()

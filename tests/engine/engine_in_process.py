@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Self
 
-from engine.build import EngineParts, EngineUse, build_engine
+from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
 from engine.core.hooks import Grammar
 from engine.core.outputs import StepEffects
 from engine.core.request import Request
 from engine.executor.decode_graphs import Capture
 from engine.gpu_memory import MemoryGauge
+from engine.kv.host_memory import HERE, HostMemory
 from engine.loop.pipeline import Pipeline
 from engine.loop.rank_pipeline import RankPipeline
 from engine.messages import FinishReason, LogprobOptions, TokenLogprob, TokenOutput
@@ -21,6 +22,7 @@ from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from engine.ranks.group import Group
 from engine.sampling_params import SamplingParams
+from engine.use import EngineUse
 
 
 class EngineInProcess:
@@ -36,6 +38,7 @@ class EngineInProcess:
         use: EngineUse | None = None,
         load: Callable[..., DenseDecoder] = load_model,
         gauge: MemoryGauge | None = None,
+        host: HostMemory = HERE,
         group: Group | None = None,
         wakeup: Callable[[], None] = lambda: None,
         **flags: object,
@@ -52,6 +55,7 @@ class EngineInProcess:
             use=use or EngineUse(),
             load=load,
             gauge=gauge,
+            host=host,
             group=group,
             wakeup=wakeup,
         )

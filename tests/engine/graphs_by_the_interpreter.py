@@ -13,11 +13,11 @@ import torch
 
 import benchmarks.gpu.interpreter  # noqa: F401 (before kernels run)
 from benchmarks import random_model
-from engine.build import EngineUse
 from engine.executor.decode_graphs import T
 from engine.executor.forward import Forward
 from engine.kernels import triton_sample
 from engine.models.load import load_model
+from engine.use import EngineUse
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.late_copies import copy_late
 from tests.engine.three_requests import PROMPTS, run, two_models

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.build import EngineUse
 from engine.config import EngineConfig
 from engine.gpu_memory import MemoryGauge
 from engine.graphs import MakeCapture
 from engine.kv.held import HeldKV
+from engine.kv.host_memory import HERE, HostMemory
 from engine.kv.kv_pool import KVPool, zeroed_bytes
 from engine.model_files.model_config import load_model_config
 from engine.nodes import ENGINE, PLAN, Wire, leader_of, node_of, wires
@@ -35,6 +35,7 @@ from engine.ranks.group import Group
 from engine.ranks.links import Joint, links_of, place_of, region_plan
 from engine.ranks.rank_parts import RankUse
 from engine.resolve import resolve
+from engine.use import EngineUse
 from service.process.message_stream import socket_pair
 from tests.engine.engine_in_process import EngineInProcess
 
@@ -68,11 +69,12 @@ def ranks(
     by_groups: bool = False,
     capture: MakeCapture | None = None,
     gauge: Callable[[], MemoryGauge] | None = None,
+    host: HostMemory = HERE,
     **flags: Any,
 ) -> Iterator[Ranks]:
     """An engine of `tp_size` times `pp_size` ranks, or with `joint` one of several, with the ranks of its DP rank. A follower's error ends the waits of all, and is raised at the end.
 
-    `make`, `serve`: of a worker with a peer. `capture`, `gauge`: of every rank.
+    `make`, `serve`: of a worker with a peer. `capture`, `gauge`, `host`: of every rank.
     """
     flags = {"max_total_tokens": 8192, "tp_size": tp_size, "pp_size": pp_size, **flags}
     given, model = EngineConfig(model_path=model_path, **flags), load_model_config(model_path)
@@ -112,6 +114,7 @@ def ranks(
                     groups=groups(rank),
                     capture=capture,
                     gauge=gauge and gauge(),
+                    host=host,
                 )
                 if serve is not None:
                     engine = partial(serve, pools[rank], held, theirs_of[rank])
@@ -148,7 +151,8 @@ def ranks(
             late=partial(late_ranks, regions[0]),
             joint=joint,
         )
-        seams = {"capture": capture, "gauge": gauge and gauge()} if capture or gauge else {}
+        seams: dict[str, Any] = {"capture": capture, "gauge": gauge and gauge()} if capture or gauge else {}
+        seams |= {} if host is HERE else {"host": host}
         with make(model_path, group=group, **seams, **({} if use is None else {"use": use}), **flags) as engine:
             yield Ranks(engine, pools, followers)
     finally:

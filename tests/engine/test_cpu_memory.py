@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
+from engine.kv.host_memory import HostMemory
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.resolve import resolve, state_slots, with_state_slots
 from service.flags import ConfigError
@@ -15,6 +16,13 @@ from tests.engine.ranks_in_process import ranks
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 MIB = 1 << 20
+
+
+def with_free(root: Path, size_bytes: int) -> HostMemory:
+    """A machine that has so much free memory."""
+    (root / "proc").mkdir()
+    (root / "proc/meminfo").write_text(f"MemAvailable: {size_bytes // 1024} kB\n")
+    return HostMemory(root)
 
 
 def slots_of(slot_bytes: int, *, free: int = 10_000 * MIB, sharers: int = 1, **flags: Any) -> int:
@@ -41,19 +49,19 @@ def test_a_state_that_does_not_fit_is_refused_with_its_size() -> None:
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_an_engine_runs_with_the_states_that_fit(
-    tp_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tp_size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fewer than two for each request: what waits for a slot runs later."""
     path = make_tiny_checkpoint(tmp_path, "qwen3_next")
-    monkeypatch.setattr("engine.build.free_bytes", lambda: MIB)
+    host = with_free(tmp_path, MIB)
     caplog.set_level(logging.INFO)
     flags: dict[str, Any] = {"max_running_requests": 32, "num_threads": 1, "max_total_tokens": 4096}
     if tp_size == 1:
-        engine = EngineInProcess(path, **flags)
+        engine = EngineInProcess(path, host=host, **flags)
         run(engine)
         engine.close()
     else:
-        with ranks(path, tp_size=tp_size, **flags) as group:
+        with ranks(path, tp_size=tp_size, host=host, **flags) as group:
             run(group.engine)
     assert "recurrent states 0.0" in caplog.text and "KV of 4096 tokens" in caplog.text
 

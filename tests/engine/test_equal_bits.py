@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from engine.build import EngineUse
 from engine.kernels.linear import linear_kernel
 from engine.messages import LogprobOptions
+from engine.use import EngineUse
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 

@@ -33,7 +33,7 @@ def release_and_resume(engine: EngineInProcess, path: str) -> None:
     parts = engine.parts
     assert parts.scheduler.flush_cache()
     parts.kv.release()
-    model = weakref.ref(parts.device.executor.runner.model)
+    model = weakref.ref(parts.device.executor.runner.running.model)
     parts.weights.release()
     gc.collect()
     assert model() is None, "something keeps the weights"

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.build import EngineUse
 from engine.kernels.linear import linear_kernel
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_checksum import PageChecksum
@@ -21,6 +20,7 @@ from engine.messages import FinishReason, LogprobOptions
 from engine.nodes import leader_of
 from engine.ranks.group_checksum import GroupChecksum
 from engine.ranks.links import kv_copies
+from engine.use import EngineUse
 from service.flags import ConfigError
 from service.kv_events import BlockStored
 from tests.engine.engine_in_process import EngineInProcess, prompt_of

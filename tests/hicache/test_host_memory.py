@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kv.host_memory import available_bytes
+from engine.kv.host_memory import HostMemory
 
 GIB = 1 << 30
 
@@ -57,8 +57,8 @@ V1 = {"proc/self/cgroup": "5:cpu:/\n9:memory:/docker/a\n"}
     ],
 )
 def test_the_smallest_limit_counts(tmp_path: Path, files: dict[str, str], expected_gib: int) -> None:
-    assert available_bytes(write(tmp_path, files)) == expected_gib * GIB
+    assert HostMemory(write(tmp_path, files)).available() == expected_gib * GIB
 
 
 def test_this_machine_has_some() -> None:
-    assert available_bytes() > 1 << 20
+    assert HostMemory().available() > 1 << 20

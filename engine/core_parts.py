@@ -1,0 +1,81 @@
+"""Puts the core of an engine together: its memory's bookkeeping and the scheduler over it. Never torch."""
+
+import random
+from dataclasses import replace
+
+from engine.config import EngineConfig
+from engine.core.cache_events import CacheEvents
+from engine.core.finish import TailTexts
+from engine.core.growth import MeasuredGrowth
+from engine.core.host_cache import HostCache
+from engine.core.memory import Memory
+from engine.core.new_token_ratio import NewTokenRatio
+from engine.core.page_allocator import PageAllocator
+from engine.core.radix_cache import RadixCache
+from engine.core.scheduler import Scheduler
+from engine.core.state import SchedulerState
+from engine.core.state_slots import StateSlots
+from engine.core.window_pages import WindowPages
+from engine.kv_events_config import parse_kv_events_config
+from engine.model_files.model_config import ModelConfig
+from engine.recurrent import cut_on_grid
+from engine.resolve import limits, priorities, ratio_rule, step_budget
+from engine.use import EngineUse
+
+
+def build_memory(
+    config: EngineConfig,
+    *,
+    num_pages: int,
+    host: HostCache | None,
+    states: StateSlots | None,
+    windows: WindowPages | None,
+) -> tuple[Memory, CacheEvents | None]:
+    """Return the bookkeeping of all memory, and the events of its prefix cache if they are published. `config` is resolved."""
+    published = parse_kv_events_config(config.kv_events_config) is not None and not config.disable_radix_cache
+    events = CacheEvents(page_size=config.page_size) if published else None
+    allocator = PageAllocator(num_pages=num_pages, page_size=config.page_size)
+    cache = RadixCache(
+        allocator,
+        enabled=not config.disable_radix_cache,
+        policy=config.radix_eviction_policy,
+        below=host,
+        listener=events,
+        states=states,
+        windows=windows,
+    )
+    return Memory(
+        allocator=allocator, cache=cache, host=host, states=states, windows=windows, rank=priorities(config).rank
+    ), events
+
+
+def build_scheduler(
+    config: EngineConfig,
+    model: ModelConfig,
+    memory: Memory,
+    use: EngineUse,
+    *,
+    backup_pages: int,
+    tail_texts: TailTexts,
+    num_token_ids: int | None,
+) -> Scheduler:
+    """`backup_pages`: for copies of retracted requests. `num_token_ids`: None: all ids of the model have a meaning."""
+    own_limits = limits(config) if memory.states is None else cut_on_grid(limits(config), memory.states.grid)
+    state = SchedulerState(
+        limits=replace(
+            own_limits,
+            reserve_floor=use.reserve_floor,
+            resume_elsewhere=use.retracted_kv == "prefill",
+            vocab_size=min(model.vocab_size, num_token_ids or model.vocab_size),
+        ),
+        memory=memory,
+        ratio=NewTokenRatio(ratio_rule(config)),
+        growth=MeasuredGrowth(),
+        backup_pages=backup_pages,
+    )
+    return Scheduler(
+        state,
+        tail_texts=tail_texts,
+        uniform=random.Random(config.random_seed).random,
+        step_budget=step_budget(config, model, part_tokens=own_limits.part_tokens),
+    )

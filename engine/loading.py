@@ -1,0 +1,64 @@
+"""How an engine gets its weights at start, and others while it serves."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from engine.config import EngineConfig
+from engine.device import Device
+from engine.executor.weights import WeightUpdater
+from engine.kv.identity import fingerprint
+from engine.model_files.model_config import ModelConfig
+from engine.models.decoder import DenseDecoder
+from engine.ranks.group import Group, GroupWeights
+from engine.ranks.share import Load
+from service.flags import ConfigError
+
+
+def load_at_start(
+    config: EngineConfig, model: ModelConfig, load: Load, *, fingerprinted: bool, progress: bool
+) -> tuple[DenseDecoder, str]:
+    """Return the model, and the fingerprint of its files ("" if it is not `fingerprinted`). Raises ConfigError."""
+    path = config.model_path
+    files = fingerprint(path) if fingerprinted else ""
+    try:
+        loaded = load(path, model, progress=progress)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"--model-path {path}: the GPU has no memory for its weights ({error})") from None
+    if fingerprinted and fingerprint(path) != files:
+        raise ConfigError(f"--model-path {path}: its files changed while they were read; start again")
+    return loaded, files
+
+
+def weight_updater(
+    config: EngineConfig,
+    stored: ModelConfig,
+    device: Device,
+    group: Group | None,
+    *,
+    load: Load,
+    rename_pages: Callable[[str, str], None],
+) -> WeightUpdater:
+    """Of all ranks. `stored`: as the checkpoint says it. `rename_pages`: called with version and fingerprint of the new ones."""
+
+    running = device.executor.runner.running
+
+    def install(other: DenseDecoder) -> None:
+        device.executor.call(lambda: running.use(other, needs_graphs=group is not None))
+
+    def drop() -> None:
+        device.executor.call(running.drop)
+
+    everywhere = None if group is None else GroupWeights(group.followers, load=load, install=install)
+    return WeightUpdater(
+        model_path=config.model_path,
+        version=config.weight_version,
+        model=stored,
+        load=load if everywhere is None else everywhere.load,
+        on_cuda=config.device == "cuda",
+        install=install if everywhere is None else everywhere.install,
+        drop=drop if everywhere is None else partial(everywhere.drop, drop),
+        taken=rename_pages,
+        discard=everywhere.discard if everywhere else lambda: None,
+    )

@@ -1,0 +1,78 @@
+"""The pools of a rank's KV: of all layers, or apart for layers with a window; and how their memory goes and comes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.core.window_pages import WindowPages
+from engine.kv.kv_pool import AllocateBytes, CacheSpec, KVPool
+from engine.kv.pool_memory import MappedMemory, SavedMemory
+from engine.kv.state_pool import StatePool
+from engine.loop.occupation import FixedKV, KVMemory
+from engine.pool import allocate_pool
+from engine.use import EngineUse
+from engine.windows import WindowGroup, window_group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pools:
+    """`kv`: of the layers that see all tokens. `windows`: of the others, `group` says its share; None: `kv` has them, too.
+
+    `saver`: of a GPU, with --enable-memory-saver.
+    """
+
+    kv: KVPool
+    windows: KVPool | None = None
+    group: WindowGroup | None = None
+    saver: SavedMemory | None = None
+
+    def window_pages(self) -> WindowPages | None:
+        return None if self.group is None else self.group.make_pages(self.kv.page_size)
+
+    def buffers(self, states: StatePool | None) -> list[Tensor]:
+        """All memory of requests: pages, and `states`."""
+        pools = [self.kv] if self.windows is None else [self.kv, self.windows]
+        return [*(pool.buffer for pool in pools), *([] if states is None else [states.buffer])]
+
+    def memory(self, config: EngineConfig, states: StatePool | None) -> KVMemory:
+        """How this rank's memory of requests goes and comes."""
+        if config.device == "cpu":
+            return MappedMemory(self.buffers(states), touched=config.prefault_kv)
+        return self.saver or FixedKV("on a GPU KV memory is released by workers that start with --enable-memory-saver")
+
+
+def build_pools(
+    config: EngineConfig,
+    specs: Sequence[CacheSpec],
+    *,
+    num_pages: int,
+    units: int,
+    apart: bool,
+    allocate: AllocateBytes,
+) -> Pools:
+    """`num_pages`: that hold all layers; `units`: of this rank's part of one. `apart`: layers with a window have their own pool.
+
+    Raises ConfigError.
+    """
+    saver = SavedMemory() if config.enable_memory_saver and config.device == "cuda" else None
+    allocate = saver.allocate if saver else allocate
+    group = window_group(config, specs, pages=num_pages, units=units) if apart else None
+    if group is None:
+        return Pools(kv=allocate_pool(config, specs, num_pages=num_pages, units=units, allocate=allocate), saver=saver)
+    inside, beside = [spec for spec in specs if spec.window], [spec for spec in specs if not spec.window]
+    return Pools(
+        kv=allocate_pool(config, beside, num_pages=group.num_pages, units=units, allocate=allocate),
+        windows=allocate_pool(config, inside, num_pages=group.window_pages, units=units, allocate=allocate),
+        group=group,
+        saver=saver,
+    )
+
+
+def windows_apart(config: EngineConfig, specs: Sequence[CacheSpec], use: EngineUse, *, recurrent: bool) -> bool:
+    """Whether nothing is on that knows one pool alone: then all KV is kept, and windows only mask it."""
+    wanted = not (config.disable_hybrid_swa_memory or use.one_pool or use.retracted_kv == "host")
+    tiered = config.enable_hierarchical_cache and not use.peers_write_pages
+    plain = not recurrent and not tiered and not any(spec.latent for spec in specs)
+    return wanted and plain and config.device == "cpu" and config.attention_backend in ("auto", "cpu", "torch")

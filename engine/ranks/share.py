@@ -1,0 +1,34 @@
+"""What reads a rank's share of a checkpoint."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.expert_flags import expert_plan
+from engine.model_files.model_config import ModelConfig
+from engine.models.decoder import DenseDecoder
+from engine.models.load import load_model
+from engine.ranks.links import RankLinks
+
+Load = Callable[..., DenseDecoder]  # (model_path, config, progress=...)
+
+
+def loader(config: EngineConfig, model: ModelConfig, links: RankLinks | None, load: Load = load_model) -> Load:
+    """`links`: None: the rank is the only one. `config` is resolved."""
+    share: dict[str, Any] = {"reduce_units": config.reduce_units} if config.reduce_units or links else {}
+    if links is not None:
+        share |= {
+            "place": links.place,
+            "collectives": links.collectives,
+            "exchange": links.exchange,
+            "experts": expert_plan(config, model),
+        }
+    return partial(
+        load,
+        dtype=config.dtype,
+        device=config.device,
+        context_length=config.context_length,
+        quantization=config.quantization,
+        **share,
+    )
