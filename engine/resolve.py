@@ -136,7 +136,9 @@ def step_budget(config: EngineConfig, model: ModelConfig, *, part_tokens: int) -
     if config.max_step_time_s == 0:
         return None
     token_flops = (
-        2 * model.num_layers * (model.attention_weights() + 3 * model.hidden_size * model.mlp_width(active=True))
+        2
+        * model.num_layers
+        * (model.attention_weights() + model.mlp_matrices * model.hidden_size * model.mlp_width(active=True))
     )
     pair_flops = model.num_layers * model.pair_flops()
     threads = config.num_ranks * (config.num_threads if config.device == "cpu" else 1)

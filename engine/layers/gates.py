@@ -1,4 +1,4 @@
-"""What joins the two halves of a gated MLP: activation(gate) * up."""
+"""What stands between the products of an MLP: activation(gate) * up of its two halves, or an activation alone."""
 
 from collections.abc import Callable
 
@@ -21,4 +21,13 @@ def gelu_mul(x: torch.Tensor) -> torch.Tensor:
     return functional.gelu(gate, approximate="tanh").mul_(up)
 
 
-GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": silu_mul, "gelu_tanh": gelu_mul}
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """[T, width] of x [T, width], by tanh."""
+    return functional.gelu(x, approximate="tanh")
+
+
+GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu_mul,
+    "gelu_tanh": gelu_mul,
+    "gelu_tanh alone": gelu,
+}

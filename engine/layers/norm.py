@@ -1,4 +1,4 @@
-"""RMSNorm. Zhang and Sennrich 2019, "Root Mean Square Layer Normalization"."""
+"""RMSNorm. Zhang and Sennrich 2019, "Root Mean Square Layer Normalization". And LayerNorm, of older families."""
 
 import torch
 from torch.nn import functional
@@ -51,6 +51,25 @@ class OffsetNorm:
         return self(x if delta is None else x.add_(delta))
 
 
+class LayerNorm:
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dim of x [T, D], computed in fp32.
+
+    `weight`, `bias` [D]; None: 1 and 0. Ba et al. 2016, "Layer Normalization".
+    """
+
+    def __init__(self, weight: torch.Tensor | None, bias: torch.Tensor | None, *, eps: float) -> None:
+        self._weight = weight
+        self._bias = bias
+        self._eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, x.shape[-1:], self._weight, self._bias, self._eps)
+
+    def of_sum(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """The norm of x + delta, which x becomes."""
+        return self(x if delta is None else add(x, delta))
+
+
 class Scaled:
     """x * factor: what a layer adds, in families that scale it (Granite)."""
 
@@ -71,7 +90,8 @@ class NoNorm:
         return x if delta is None else add(x, delta)
 
 
-Normed = RMSNorm | OffsetNorm | NoNorm
+Norm = RMSNorm | OffsetNorm | LayerNorm
+Normed = Norm | NoNorm
 
 
 def rms_norm(weight: torch.Tensor, *, eps: float, offset: float) -> RMSNorm | OffsetNorm:

@@ -16,7 +16,8 @@ V = TypeVar("V")
 
 CONFIG_FILE = "adapter_config.json"
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")  # of latent attention
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", *_LATENT)
+_PHI = ("dense", "fc1", "fc2")
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", *_LATENT, *_PHI)
 MAX_CONFIG_BYTES = 1 << 20
 
 # field -> values that mean "no"; anything else needs what we do not have

@@ -12,7 +12,8 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"
 class Arithmetic:
     """The defaults are Llama's.
 
-    activation:       of the MLP's gate: "silu" or "gelu_tanh"
+    norm:             "rms", "layer" (LayerNorm) or "bare" (LayerNorm without weight and bias)
+    activation:       of the MLP's gate: "silu" or "gelu_tanh"; "gelu_tanh alone": of its only input, no gate
     norm_offset:      RMS norms multiply by weight + norm_offset
     embedding_scale:  what embeddings are multiplied by, rounded to the model's type
     residual_scale:   what attention and MLP are multiplied by before they are added
@@ -20,10 +21,12 @@ class Arithmetic:
     attention_scale:  what q.k is multiplied by; 0: head_dim ** -0.5
     score_cap:        scores of attention become cap * tanh(score / cap); 0: they stay
     sinks:            each query head has a score that takes weight and adds nothing
+    clip:             q, k and v are cut to -clip and clip before RoPE; 0: they stay
     logit_scale:      what logits are multiplied by
     logit_cap:        as score_cap, of logits
     """
 
+    norm: str = "rms"
     activation: str = "silu"
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
@@ -34,8 +37,14 @@ class Arithmetic:
     attention_scale: float = 0.0
     score_cap: float = 0.0
     sinks: bool = False
+    clip: float = 0.0
     logit_scale: float = 1.0
     logit_cap: float = 0.0
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether an MLP multiplies its activation by a second product."""
+        return not self.activation.endswith(" alone")
 
 
 PLAIN = Arithmetic()
@@ -47,6 +56,18 @@ def read_plain(fields: Fields) -> Arithmetic:
 
 def read_added_norms(fields: Fields) -> Arithmetic:
     return Arithmetic(activation=_activation(fields), norm_offset=1.0)
+
+
+def read_olmo(fields: Fields) -> Arithmetic:
+    return Arithmetic(norm="bare", activation=_activation(fields), clip=_cap(fields, "clip_qkv"))
+
+
+def read_phi(fields: Fields) -> Arithmetic:
+    if fields.flag("qk_layernorm", default=False):
+        raise fields.error("qk_layernorm", "LayerNorm of q and k is not supported")
+    if (name := fields.text("hidden_act", default="gelu_new")) not in ("gelu_new", "gelu_pytorch_tanh"):
+        raise fields.error("hidden_act", f"{name} is not supported; this architecture has gelu_new")
+    return Arithmetic(norm="layer", activation="gelu_tanh alone")
 
 
 def read_gpt_oss_attention(fields: Fields) -> Arithmetic:

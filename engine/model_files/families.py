@@ -11,6 +11,8 @@ from engine.model_files.arithmetic import (
     read_gemma,
     read_gpt_oss_attention,
     read_granite,
+    read_olmo,
+    read_phi,
     read_plain,
 )
 from engine.model_files.experts_config import (
@@ -42,12 +44,15 @@ from engine.model_files.recurrent_config import (
 
 @dataclass(frozen=True, slots=True)
 class MlpNames:
-    """Of a dense MLP. `place`: behind a layer's prefix; `gate_up`, `down`: its matrices, where gate and up are one; `width`: the field."""
+    """Of a dense MLP. `place`: behind a layer's prefix; `gate_up`, `down`: its matrices, where gate and up are one or there is no gate;
+    `width`: the field; `bias`: both matrices have one.
+    """
 
     place: str = "mlp"
     gate_up: str = "gate_up_proj"
     down: str = "down_proj"
     width: str = "intermediate_size"
+    bias: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +63,12 @@ class Family:
     out_bias:       o has one where q, k, v do
     qk_norm:        RMSNorm on q and k: "head" over each head, "whole" over all heads together, "" none
     qk_norm_flag:   `use_qk_norm` in the config says whether it is "head"
-    norms:          where RMSNorm stands: "before" attention and MLP, "after" them, "around" them, or "both" with Gemma's names
+    norms:          where they stand: "before" attention and MLP, "after" them, "around" them, "both" with Gemma's names, or one before
+                    both, which are "beside" one another
+    eps:            the field of the norms' epsilon, and what it is where the config says nothing
     final_norm:     the name of the norm behind all layers
+    out:            that of attention's output matrix
+    head_bias:      the output layer has a bias
     fused_qkv:      q, k and v are one matrix of the checkpoint
     fused_mlp:      gate and up are one
     interleaved:    RoPE's pairs are neighbours
@@ -88,7 +97,10 @@ class Family:
     qk_norm: str = ""
     qk_norm_flag: bool = False
     norms: str = "before"
+    eps: tuple[str, float] = ("rms_norm_eps", 1e-6)
     final_norm: str = "norm"
+    out: str = "o_proj"
+    head_bias: bool = False
     fused_qkv: bool = False
     fused_mlp: bool = False
     interleaved: bool = False
@@ -197,11 +209,24 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(out_bias=True),
     "MistralForCausalLM": Family(qkv_bias=False, default_window=4096),
     "MixtralForCausalLM": Family(qkv_bias=False, experts=read_mixtral, expert_names=MIXTRAL_NAMES),
+    "OlmoForCausalLM": Family(out_bias=True, eps=("layer_norm_eps", 1e-5), arithmetic=read_olmo),
     "Olmo2ForCausalLM": Family(out_bias=True, qk_norm="whole", norms="after"),
     "Olmo3ForCausalLM": Family(
         out_bias=True, qk_norm="whole", norms="after", default_window=4096, window_period=4, rope_of_kinds=True
     ),
     "Phi3ForCausalLM": Family(qkv_bias=False, fused_qkv=True, fused_mlp=True),
+    "PhiForCausalLM": Family(
+        qkv_bias=True,
+        out_bias=True,
+        norms="beside",
+        eps=("layer_norm_eps", 1e-5),
+        final_norm="final_layernorm",
+        out="dense",
+        head_bias=True,
+        rotary_share=0.5,
+        mlp=MlpNames("mlp", "fc1", "fc2", bias=True),
+        arithmetic=read_phi,
+    ),
     "Qwen2ForCausalLM": Family(qkv_bias=True, gated_window=True),
     "Qwen3ForCausalLM": Family(out_bias=True, qk_norm="head", gated_window=True),
     "Qwen3MoeForCausalLM": Family(out_bias=True, qk_norm="head", gated_window=True, experts=read_qwen3),

@@ -117,6 +117,11 @@ class ModelConfig:
             sizes["shared expert's intermediate_size"] = experts.shared_intermediate
         return sizes | ({"intermediate_size": self.intermediate_size} if experts.dense_layers else {})
 
+    @property
+    def mlp_matrices(self) -> int:
+        """Of an MLP, each [its intermediate, hidden]."""
+        return 3 if self.arithmetic.is_gated else 2
+
     def mlp_width(self, *, active: bool) -> float:
         """The mean over layers of what a layer's MLPs have together as intermediate; `active`: only those that a token takes."""
         experts = self.experts
@@ -217,7 +222,7 @@ def _model_config(fields: Fields, generation: Fields, *, folder: Path) -> ModelC
         num_kv_heads=kv_heads,
         head_dim=head_dim if latent is None else latent.width,
         vocab_size=vocab,
-        rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
+        rms_norm_eps=fields.number(family.eps[0], default=family.eps[1]),
         rope=rope,
         layer_ropes=layer_ropes,
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),

@@ -27,12 +27,13 @@ class Attention:
         self._heads, self._kv_heads, self._dim = len(share.heads), len(share.kv_heads), config.head_dim
         self._qkv, qkv = part.qkv(prefix)
         factor = config.arithmetic.attention_factor
-        self._out, out = part.rows(f"{prefix}o_proj", part.q, bias=config.attention_out_bias, factor=factor)
+        self._out, out = part.rows(f"{prefix}{part.out_name}", part.q, bias=config.attention_out_bias, factor=factor)
         self.sites = [LinearSite(self._qkv, qkv)]
         if factor == 1.0:  # an adapter would have to know it
             self.sites.append(LinearSite(self._out, out))
         norm = self._head_norm(part, prefix) if config.qk_norm == "head" else None
         self._softmax = _softmax(part, prefix)
+        self._clip = config.arithmetic.clip
         self._whole_norm = _whole_norm(part, prefix) if config.qk_norm == "whole" else None
         like = torch.empty(self._dim, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
         self._rope = NormedRope(norm, like=like, eps=config.rms_norm_eps, offset=config.arithmetic.norm_offset)
@@ -50,6 +51,8 @@ class Attention:
         """Attention of norm(x + delta), which x becomes before the norm."""
         heads, kv_heads = self._heads, self._kv_heads
         qkv = self._qkv.of_norm(norm, x, delta)
+        if self._clip:
+            qkv.clamp_(-self._clip, self._clip)
         if self._whole_norm is not None:
             self._whole_norm(qkv)
         if self._is_gated:

@@ -13,7 +13,7 @@ from engine.kv.kv_pool import CacheSpec
 from engine.kv.state_pool import StatePool, StateSpec
 from engine.layers.embedding import Embedding
 from engine.layers.linear import LinearSite, SiteShape
-from engine.layers.norm import add, rms_norm
+from engine.layers.norm import add
 from engine.layers.recurrence import StepStates
 from engine.layers.turns import LayerTurns
 from engine.models.attention import Attend
@@ -62,11 +62,7 @@ class DenseDecoder:
         self._recurrent = [layer.recurrent for layer in self._layers if layer.recurrent is not None]
         self._states: StepStates | None = None
         if place.is_last_stage:
-            self._norm = rms_norm(
-                part.vector(f"model.{part.final_norm}.weight"),
-                eps=config.rms_norm_eps,
-                offset=config.arithmetic.norm_offset,
-            )
+            self._norm = part.last_norm()
             self._head = part.head(table if tied else None) if config.generates else NoHead(len(share.vocab))
             self._labels = label_matrix(part)
         self._balance = part.balance
@@ -76,7 +72,9 @@ class DenseDecoder:
     @property
     def recordable(self) -> bool:
         """Whether a step of it can be calls of our C kernels alone."""
-        return self._config.qk_norm != "whole" and self._config.experts is None
+        config, numbers = self._config, self._config.arithmetic
+        own = numbers.norm == "rms" and numbers.is_gated and not numbers.clip
+        return own and config.qk_norm != "whole" and config.experts is None
 
     @property
     def attention_needs(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import torch
 
 from engine.layers.gates import GATES
 from engine.layers.linear import LinearSite
-from engine.layers.norm import NoNorm, Normed, OffsetNorm, RMSNorm, Scaled, rms_norm
+from engine.layers.norm import NoNorm, Norm, Normed, Scaled, add
 from engine.layers.rope import Turn
 from engine.model_files.head_config import family_of
 from engine.model_files.recurrent_config import MambaConfig
@@ -37,6 +37,7 @@ _NORMS = {
     "before, Falcon": _Norms("input", "", "pre_ff", ""),
     "after": _Norms("", "post_attention", "", "post_feedforward"),
     "both": _Norms("input", "post_attention", "pre_feedforward", "post_feedforward"),
+    "beside": _Norms("input", "", "", ""),
     "around": _Norms("input", "post_self_attn", "post_attention", "post_mlp"),
 }
 
@@ -48,24 +49,21 @@ class Layer:
     """Layer `index` of the model. `place`: its number in the stage among the layers that have KV."""
 
     def __init__(self, part: ModelPart, index: int, *, place: int) -> None:
-        prefix, eps = f"model.layers.{index}.", part.config.rms_norm_eps
-        names = _NORMS[part.config.norms]
+        names, scale = _NORMS[part.config.norms], part.config.arithmetic.residual_scale
 
-        arithmetic = part.config.arithmetic
+        def norm(name: str) -> Norm:
+            return part.norm(f"model.layers.{index}.{name}_layernorm")
 
-        def norm(name: str) -> RMSNorm | OffsetNorm:
-            vector = part.vector(f"{prefix}{name}_layernorm.weight")
-            return rms_norm(vector, eps=eps, offset=arithmetic.norm_offset)
-
-        def after(name: str) -> RMSNorm | OffsetNorm | Scaled | None:
+        def after(name: str) -> Norm | Scaled | None:
             if name:
                 return norm(name)
-            return None if arithmetic.residual_scale == 1.0 else Scaled(arithmetic.residual_scale)
+            return None if scale == 1.0 else Scaled(scale)
 
         self._attention_norm: Normed = norm(names.before_attention) if names.before_attention else NoNorm()
         self._mlp_norm: Normed = norm(names.before_mlp) if names.before_mlp else NoNorm()
         self._after_attention = after(names.after_attention)
         self._after_mlp = after(names.after_mlp)
+        self._is_beside = part.config.norms == "beside"
         self._attention = _mixer(part, index, place=place)
         self._mlp = _feed_forward(part, index)
         self.sites = [*self._attention.sites, *self._mlp.sites]
@@ -73,6 +71,10 @@ class Layer:
 
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
         """Add `delta`, the output of the layer before, to x; return this layer's. So each sum is one pass with a norm."""
+        if self._is_beside:
+            own = self._attention_norm.of_sum(x, delta)
+            answer = self._attention.of_norm(self._mlp_norm, own, None, turn, attend)
+            return add(answer, self._mlp.of_norm(self._mlp_norm, own, None))
         delta = self._attention.of_norm(self._attention_norm, x, delta, turn, attend)
         if self._after_attention is not None:
             delta = self._after_attention(delta)
@@ -127,13 +129,14 @@ class FeedForward(Protocol):
 
 
 class _MLP:
-    """down(act(gate(x)) * up(x)), gate and up in one matrix [2 * intermediate, hidden]."""
+    """down(act(gate(x)) * up(x)), gate and up in one matrix [2 * intermediate, hidden]; or down(act(up(x)))."""
 
     def __init__(self, part: ModelPart, prefix: str) -> None:
         self._activation = part.config.arithmetic.activation
         self._gate_up, gate_up = part.gate_up(prefix, gates=self._activation == "silu")
         width, factor = part.mlp_cut(part.config.intermediate_size), part.config.arithmetic.down_factor
-        self._down, down = part.rows(f"{prefix}{part.mlp_names.down}", width, factor=factor)
+        name, bias = f"{prefix}{part.mlp_names.down}", part.mlp_names.bias
+        self._down, down = part.rows(name, width, bias=bias, factor=factor)
         self.sites = [LinearSite(self._gate_up, gate_up), LinearSite(self._down, down)]
         if factor != 1.0:
             self.sites = []  # an adapter would have to know the factors

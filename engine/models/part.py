@@ -7,6 +7,7 @@ from itertools import accumulate
 import torch
 
 from engine.layers.linear import Linear, SiteShape
+from engine.layers.norm import LayerNorm, Norm, rms_norm
 from engine.layers.rope import head_order
 from engine.layers.row_linear import RowLinear
 from engine.model_files.head_config import family_of
@@ -59,7 +60,8 @@ class ModelPart:
         self.mlp_segments = max(1, reduce_units // place.mlp_size)
         self.whole_segments = max(1, reduce_units)  # of what one rank computes alone
         family = family_of(config.architecture)
-        self.mlp_names, self.final_norm = family.mlp, family.final_norm
+        self.mlp_names, self.out_name, self._final_norm = family.mlp, family.out, f"model.{family.final_norm}"
+        self._head_bias = family.head_bias
         self.q = Cut(config.num_heads, self.share.heads).times(config.head_dim)
         self.kv = Cut(config.num_kv_heads, self.share.kv_heads).times(config.head_dim)
 
@@ -91,14 +93,14 @@ class ModelPart:
 
     def head(self, table: torch.Tensor | None) -> Linear:
         """The output layer; `table`: of the embedding, if that is tied to it."""
-        if table is not None:
-            return Linear(table if self._scheme is None else quantized(table, HEAD))
-        name, rows = "lm_head.weight", Cut(self.config.vocab_size, self.share.vocab)
-        integers = self.checkpoint.take_integers([name], [rows], self.config.hidden_size)
-        if integers is not None:
-            return Linear(integers)
-        weight = self.table(name)
-        return Linear(weight if self._scheme is None else quantized(weight, HEAD))
+        rows = Cut(self.config.vocab_size, self.share.vocab)
+        bias = self.checkpoint.take("lm_head.bias", [rows]) if self._head_bias else None
+        if table is None:
+            integers = self.checkpoint.take_integers(["lm_head.weight"], [rows], self.config.hidden_size)
+            if integers is not None:
+                return Linear(integers, bias)
+            table = self.table("lm_head.weight")
+        return Linear(table if self._scheme is None else quantized(table, HEAD), bias)
 
     def matrix(
         self,
@@ -144,6 +146,20 @@ class ModelPart:
         """[hidden] of a norm or a bias."""
         return self.checkpoint.take(name, [self.config.hidden_size])
 
+    def norm(self, name: str) -> Norm:
+        """Of the family's kind, over the hidden size."""
+        arithmetic, eps = self.config.arithmetic, self.config.rms_norm_eps
+        if arithmetic.norm == "bare":
+            return LayerNorm(None, None, eps=eps)
+        weight = self.vector(f"{name}.weight")
+        if arithmetic.norm == "layer":
+            return LayerNorm(weight, self.vector(f"{name}.bias"), eps=eps)
+        return rms_norm(weight, eps=eps, offset=arithmetic.norm_offset)
+
+    def last_norm(self) -> Norm:
+        """The one behind all layers."""
+        return self.norm(self._final_norm)
+
     def qkv(self, prefix: str) -> tuple[Linear, SiteShape]:
         """q, k and v of the own heads, each head in the order that RoPE wants; before q its gates, if it has them."""
         config, rows = self.config, [self.q, self.kv, self.kv]
@@ -160,11 +176,13 @@ class ModelPart:
         return self.columns(names, rows, bias=config.attention_bias, order=order)
 
     def gate_up(self, prefix: str, *, gates: bool = False) -> tuple[Linear, SiteShape]:
-        """Gate and up, the own part of each. `gates`: as of `Linear`."""
-        cut = self.mlp_cut(self.config.intermediate_size)
+        """Gate and up, the own part of each, or the one matrix where there is no gate. `gates`: as of `Linear`."""
+        cut, own = self.mlp_cut(self.config.intermediate_size), self.mlp_names
+        if not self.config.arithmetic.is_gated:
+            return self.columns([f"{prefix}{own.gate_up}"], [cut], bias=own.bias)
         names, rows = [f"{prefix}{name}_proj" for name in ("gate", "up")], [cut, cut]
         if self.config.fused_mlp:
-            names, rows = [f"{prefix}{self.mlp_names.gate_up}"] * 2, in_one(rows)
+            names, rows = [f"{prefix}{own.gate_up}"] * 2, in_one(rows)
         return self.columns(names, rows, gates=gates, factors=[self.config.arithmetic.gate_factor, 1.0])
 
     def columns(
@@ -213,10 +231,12 @@ class ModelPart:
         if not place.is_first_stage:
             self.checkpoint.ignore("model.embed_tokens.weight")
         if not place.is_last_stage:
-            self.checkpoint.ignore(f"model.{self.final_norm}.weight")
+            self.checkpoint.ignore(f"{self._final_norm}.")
             self.checkpoint.ignore("score.weight")
         if config.tie_word_embeddings or not config.generates or not place.is_last_stage:
             self.checkpoint.ignore("lm_head.weight")
+        if not config.generates or not place.is_last_stage:
+            self.checkpoint.ignore("lm_head.bias")
 
 
 def in_one(rows: Sequence[Cut]) -> list[Cut]:

@@ -15,9 +15,10 @@ class SharedMLP:
     def __init__(self, part: ModelPart, prefix: str, *, exchange: RowExchange) -> None:
         self._gate_up, _ = part.gate_up(prefix)
         cut, segments = part.mlp_cut(part.config.intermediate_size), part.mlp_segments
-        name, factors = f"{prefix}{part.mlp_names.down}.weight", [part.config.arithmetic.down_factor]
-        down = part.matrix([name], [part.config.hidden_size], cut, segments=segments, factors=factors)
-        self._down = sums_matrix(down, None, segments=segments)
+        name, factors = f"{prefix}{part.mlp_names.down}", [part.config.arithmetic.down_factor]
+        down = part.matrix([f"{name}.weight"], [part.config.hidden_size], cut, segments=segments, factors=factors)
+        bias = part.vector(f"{name}.bias") if part.mlp_names.bias else None
+        self._down = sums_matrix(down, bias if cut.taken.start == 0 else None, segments=segments)
         self._gate = GATES[part.config.arithmetic.activation]
         self._exchange = exchange
         self._no_rows = part.no_rows()

@@ -309,7 +309,7 @@ def _kv_heads(total: int, rank: int, size: int) -> range:
 def _balanced(config: ModelConfig, pp_size: int) -> list[int]:
     """One layer after the other goes to the smallest stage, the first of equals: no other way makes the largest smaller."""
     hidden = config.hidden_size
-    layer = config.attention_weights() + hidden * round(3 * config.mlp_width(active=False))
+    layer = config.attention_weights() + hidden * round(config.mlp_matrices * config.mlp_width(active=False))
     table = hidden * config.vocab_size
     counts, sizes = [1] * pp_size, [layer] * pp_size
     sizes[0] += table

@@ -70,7 +70,7 @@ class Served:
 
     def adapted(self) -> None:
         folder = self._folder / "adapter"
-        adapter = make_tiny_adapter(folder, self._path, seed=1, targets=("o_proj",), lora_alpha=64)
+        adapter = make_tiny_adapter(folder, self._path, seed=1, targets=("o_proj", "dense"), lora_alpha=64)
         with EngineInProcess(self._path, enable_lora=True, **FLAGS) as engine:
             store = engine.parts.device.adapters
             assert store is not None

@@ -36,6 +36,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("mistral", {"sliding_window": 12}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {"rope_scaling": YARN}),
+    "olmo": ("olmo", {}),
+    "phi": ("phi", {}),
     "phi3": ("phi3", {"partial_rotary_factor": 0.75}),
     "qwen2-windows": ("qwen2", {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 2}),
     "qwen3-5": ("qwen3_5_text", {}),

@@ -212,6 +212,9 @@ BAD_FIELDS: list[tuple[str, str, dict[str, Any]]] = [
     ("id2label", "llama", {"architectures": ["LlamaForSequenceClassification"], "id2label": {"1": "yes"}}),
     ("architectures", "mixtral", {"architectures": ["MixtralForSequenceClassification"]}),
     ("mlp_bias", "llama", {"mlp_bias": True}),
+    ("qk_layernorm", "phi", {"qk_layernorm": True}),
+    ("hidden_act", "phi", {"hidden_act": "relu"}),
+    ("clip_qkv", "olmo", {"clip_qkv": 0}),
 ]
 
 

@@ -20,7 +20,7 @@ LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 128,  # so that the 8 pairs fall in all three ranges
+    "original_max_position_embeddings": 32,  # so that the 8 pairs fall in all three ranges
 }
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -79,15 +79,29 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),
     "glm4-all-turned": ("glm4", {"partial_rotary_factor": 1.0}),
+    "glm4-yarn": ("glm4", {"rope_scaling": YARN}),
     "glm4-moe": ("glm4_moe", {}),
     "mixtral": ("mixtral", {}),
+    "olmo": ("olmo", {}),
+    "olmo-wide": ("olmo", {"clip_qkv": None, "attention_bias": True, "tie_word_embeddings": True}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {}),
     "olmo3-yarn": ("olmo3", {"rope_scaling": YARN}),
+    "phi": ("phi", {}),
+    "phi-yarn": ("phi", {"rope_scaling": YARN, "num_key_value_heads": 4}),
     "phi3": ("phi3", {}),
     "phi3-part": ("phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
     # the whole of the 40 + 32 tokens lies beyond the original context, where transformers takes the long factors too
     "phi3-longrope": ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 32}),
+    "phi3-longrope-part": (  # Phi-4-mini: 12 of 16 dims
+        "phi3",
+        {
+            "rope_scaling": {name: LONGROPE[name][:6] for name in ("long_factor", "short_factor")}
+            | {"type": "longrope"},
+            "original_max_position_embeddings": 32,
+            "partial_rotary_factor": 0.75,
+        },
+    ),
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {}),

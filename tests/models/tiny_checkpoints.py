@@ -37,8 +37,10 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "olmo": "OlmoForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
+    "phi": "PhiForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -54,6 +56,7 @@ NORMS = {
     "gemma2": _GEMMA_NORMS,
     "gemma3_text": _GEMMA_NORMS,
     "glm4": ("input", "post_self_attn", "post_attention", "post_mlp"),
+    "olmo": (),
     "olmo2": ("post_attention", "post_feedforward"),
     "olmo3": ("post_attention", "post_feedforward"),
 }
@@ -122,7 +125,9 @@ OWN: dict[str, dict[str, Any]] = {  # fields that a family has or means otherwis
         "logits_scaling": 2.0,
     },
     "mistral": {"sliding_window": None},
+    "olmo": {"clip_qkv": 1.5},
     "olmo3": {"sliding_window": 12, "rope_theta": 5e5},
+    "phi": {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-4},
     "phi3": {"sliding_window": None},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0], "tie_word_embeddings": True},
 }
@@ -252,7 +257,8 @@ def make_tensors(config: dict[str, Any], *, seed: int) -> dict[str, torch.Tensor
     for name, shape in tensor_shapes(config).items():
         noise = torch.randn(shape, generator=generator) * 0.2
         adds = config["model_type"] in (*HYBRIDS, "gemma", "gemma2", "gemma3_text") and "linear_attn" not in name
-        is_factor = "norm" in name and not adds  # norms that add 1 themselves are around 0
+        # norms that add 1 themselves are around 0
+        is_factor = "norm" in name and not adds and not name.endswith("layernorm.bias")
         tensors[name] = (noise + 1.0 if is_factor else noise).to(dtype)
     return tensors
 
@@ -282,7 +288,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
         if family in ("qwen2", "glm", "glm4") or config.get("attention_bias"):
             biased = (
                 tuple(attention)
-                if family in ("llama", "qwen3", "smollm3", "granite", "gpt_oss")
+                if family in ("llama", "qwen3", "smollm3", "granite", "gpt_oss", "olmo")
                 else ("q_proj", "k_proj", "v_proj")
             )
             layer |= {f"self_attn.{name}.bias": attention[name][:1] for name in biased}
@@ -299,6 +305,8 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
         if family in HYBRIDS and (i + 1) % config["full_attention_interval"]:
             layer = {name: shape for name, shape in layer.items() if not name.startswith("self_attn.")}
             layer |= _delta(config)
+        if family == "phi":
+            layer = _phi_layer(layer)
         if family == "falcon_h1":
             layer = _falcon_layer(config, layer)
         if family == "granitemoehybrid":
@@ -306,7 +314,29 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     if family == "falcon_h1":
         shapes["model.final_layernorm.weight"] = shapes.pop("model.norm.weight")
+    if family == "olmo":
+        del shapes["model.norm.weight"]
+    if family == "phi":
+        del shapes["model.norm.weight"]
+        shapes |= {f"model.final_layernorm.{name}": [hidden] for name in ("weight", "bias")}
+        shapes["lm_head.bias"] = [config["vocab_size"]]
     return shapes
+
+
+def _phi_layer(plain: dict[str, list[int]]) -> dict[str, list[int]]:
+    names = {
+        **{f"self_attn.{name}_proj": f"self_attn.{name}_proj" for name in "qkv"},
+        "self_attn.o_proj": "self_attn.dense",
+        "mlp.up_proj": "mlp.fc1",
+        "mlp.down_proj": "mlp.fc2",
+        "input_layernorm": "input_layernorm",
+    }
+    weights = {name: plain[f"{old}.weight"] for old, name in names.items()}
+    return {
+        f"{name}.{kind}": shape[: 2 if kind == "weight" else 1]
+        for name, shape in weights.items()
+        for kind in ("weight", "bias")
+    }
 
 
 def _falcon_layer(config: dict[str, Any], plain: dict[str, list[int]]) -> dict[str, list[int]]:
