@@ -36,16 +36,17 @@ def memory_of(pool: KVPool, held: HeldKV | None) -> RankMemory:
 
 def pools_of(states: StatePool | None, windows: KVPool | None) -> tuple[SidePool, ...]:
     """What a request has beside pages (`Memory.tail`). Workers exchange items of one layout alone, which the kind names."""
+    pools = list[SidePool]()
+    if states is not None:
+        layout = "+".join(f"{spec.conv}{spec.dtype}/{spec.recurrent}" for spec in states.specs)
+        kind = f"recurrent state {hashlib.sha256(layout.encode()).hexdigest()[:16]}"
+        pools.append(SidePool(kind, Region(states.base_ptr, 1 + states.num_slots, states.slot_bytes, _device(states))))
     if windows is not None:
         layers = "+".join(f"{spec.num_kv_heads}x{spec.head_dim}:{spec.dtype}/{spec.window}" for spec in windows.specs)
         kind = f"pages of {len(windows.specs)} layers with a window {hashlib.sha256(layers.encode()).hexdigest()[:16]}"
         region = Region(windows.base_ptr, 1 + windows.num_pages, windows.page_bytes, _device(windows))
-        return (SidePool(kind, region),)
-    if states is None:
-        return ()
-    layout = "+".join(f"{spec.conv}{spec.dtype}/{spec.recurrent}" for spec in states.specs)
-    kind = f"recurrent state {hashlib.sha256(layout.encode()).hexdigest()[:16]}"
-    return (SidePool(kind, Region(states.base_ptr, 1 + states.num_slots, states.slot_bytes, _device(states))),)
+        pools.append(SidePool(kind, region))
+    return tuple(pools)
 
 
 def _device(pool: KVPool | StatePool) -> int | None:

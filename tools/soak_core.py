@@ -20,13 +20,14 @@ from hypothesis.strategies import SearchStrategy
 from tqdm import tqdm
 
 from tests.core.proof.driver import play
-from tests.core.proof.story import rushes, stories, stories_with_states, stories_with_windows
+from tests.core.proof.story import rushes, stories, stories_with_groups
 from tests.disagg.two_role_stories import play as play_two_roles
 from tests.disagg.two_role_stories import two_role_stories
 from tests.loop.test_dp_attention import fuzz
 
 STORIES_A_ROUND = 100  # of each kind
 AGREED_STEPS_A_ROUND = 300  # of ranks of DP attention
+GROUPS: tuple[dict[str, bool], ...] = ({"states": True}, {"windows": True}, {"states": True, "windows": True})
 
 T = TypeVar("T")
 
@@ -35,10 +36,10 @@ def drive_round(number: int, *, shrink: bool = True) -> Counter[str]:
     """The stories of seed `number`, of one engine, of two roles and of ranks; raises what a wrong one raises."""
     seen = _drive(number, stories(), lambda story: play(story).tally(), shrink=shrink)
     seen += _drive(number, rushes(), lambda story: play(story).tally(), shrink=shrink)
-    seen += _drive(number, stories_with_states(), lambda story: play(story).tally(), shrink=shrink)
-    seen += _drive(number, stories_with_windows(), lambda story: play(story).tally(), shrink=shrink)
-    seen += _drive(number, two_role_stories(), play_two_roles, shrink=shrink)
-    seen += _drive(number, two_role_stories(states=True), play_two_roles, shrink=shrink)
+    for groups in GROUPS:
+        seen += _drive(number, stories_with_groups(**groups), lambda story: play(story).tally(), shrink=shrink)
+    for groups in ({}, *GROUPS):
+        seen += _drive(number, two_role_stories(**groups), play_two_roles, shrink=shrink)
     seen["agreed_steps"] += fuzz(number, steps=AGREED_STEPS_A_ROUND)
     return seen
 

@@ -266,10 +266,9 @@ class Memory:
             self.windows.allocator.end_quarantine(detached.windows)
 
     def tail(self, request: Request, num_tokens: int) -> tuple[list[int], ...]:
-        """Return what a hand-over of the first `num_tokens` tokens brings along beside pages: a state, or a window's pages."""
-        if self.states is not None:
-            return ([request.state],)
-        return () if self.windows is None else (self.windows.tail(request, num_tokens),)
+        """Return what a hand-over of the first `num_tokens` tokens brings along beside pages: a state, and a window's pages."""
+        states = () if self.states is None else ([request.state],)
+        return states if self.windows is None else (*states, self.windows.tail(request, num_tokens))
 
     def _take(self, n: int) -> list[int]:
         short = n - self.allocator.num_free

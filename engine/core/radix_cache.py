@@ -106,18 +106,24 @@ class RadixCache:
         return Match(match.pages, match.node, window=tuple(found[:usable]))
 
     def match_state(self, tokens: Sequence[int], *, branch: Branch = TRUNK) -> Match:
-        """Find the longest prefix of `tokens` that ends where a recurrent state is kept, and mark it as used."""
+        """Find the longest prefix of `tokens` that ends where a recurrent state is kept, and mark it as used.
+
+        Where layers have a window, too, its last window is there.
+        """
         assert self._states is not None
         top = self._top(branch) if self.enabled else None
         if top is None:
             return Match([], self.root)
         self._clock += 1
         path, num_cached, usable = list[Node](), 0, 0
+        window, usable_window = list[int](), 0
         for child, shared in self._walk(tokens, top):
             num_cached += shared
             path.append(child)
-            if child.state and shared == len(child.pages):
-                usable = len(path)
+            window += child.window[:shared]
+            whole = self._windows is None or self._windows.is_whole(window)
+            if child.state and shared == len(child.pages) and whole:
+                usable, usable_window = len(path), len(window)
         for node in path:
             node.last_used = self._clock
             self._note_leaf(node)
@@ -126,7 +132,7 @@ class RadixCache:
         node = path[usable - 1]
         self._states.touch(node)
         pages = [page for above in path[:usable] for page in above.pages]
-        return Match(pages, node, state=node.state, num_cached=num_cached)
+        return Match(pages, node, state=node.state, num_cached=num_cached, window=tuple(window[:usable_window]))
 
     def use(self, node: Node, *, priority: int = 0) -> None:
         """Count an admitted request that reads the path to `node`, which it has locked."""

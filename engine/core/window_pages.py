@@ -152,6 +152,10 @@ class WindowPages:
                 best = length
         return best
 
+    def is_whole(self, cached: Sequence[int]) -> bool:
+        """Whether the last window of this prefix is there."""
+        return all(cached[self.first_page(len(cached) * self.allocator.page_size) :])
+
     def share(self, request: Request, node: Node, *, start: int, end: int) -> None:
         """Put its pages `start`..`end` - 1, which are computed, into the path to `node`, which ends there."""
         at: Node | None = node

@@ -71,3 +71,13 @@ def test_what_can_never_fit_is_refused() -> None:
     windows.allocator.num_pages = 20
     engine.add("large", list(range(90)), max_new_tokens=4)
     assert "80 tokens that layers with a window have room for" in engine.finish["large"].message
+
+
+def test_a_state_is_used_where_its_last_window_is_there() -> None:
+    """Of a model that has both: a state outlives the pages of the window before it."""
+    engine = engine_of(state_slots=8, grid=8)
+    windows = engine.scheduler.memory.windows
+    assert windows is not None and answer(engine, "first", PROMPT) == 0 and answer(engine, "again", PROMPT) == 40
+    node = engine.scheduler.memory.cache.match(PROMPT[:40]).node
+    windows._evict(node.window[-1])
+    assert answer(engine, "without its window", PROMPT) == 0 and answer(engine, "filled", PROMPT) == 40

@@ -214,13 +214,18 @@ def test_waiting_for_memory_has_an_end() -> None:
 def test_recurrent_states_cross_with_the_pages() -> None:
     """Whichever side aborts or retracts: decode goes on from the state of exactly its tokens, and every slot comes back."""
     seen = seen_in(two_role_stories(states=True), examples=80)
-    assert seen["sent_beside"] >= 100 and seen["retractions"] >= 10, seen
+    assert seen["sent_states"] >= 100 and seen["retractions"] >= 10, seen
 
 
 def test_pages_of_a_window_cross_with_the_others() -> None:
     """The same: decode finds in its own pool what the window of the next token holds."""
     seen = seen_in(two_role_stories(windows=True), examples=80)
-    assert seen["sent_beside"] >= 200 and seen["retractions"] >= 10, seen
+    assert seen["sent_window_pages"] >= 200 and seen["retractions"] >= 10, seen
+
+
+def test_states_and_pages_of_a_window_cross_together() -> None:
+    seen = seen_in(two_role_stories(states=True, windows=True), examples=40)
+    assert min(seen["sent_states"], seen["sent_window_pages"]) >= 50 and seen["retractions"] >= 5, seen
 
 
 def seen_in(drawn: SearchStrategy[TwoRoleStory], *, examples: int) -> Counter[str]:

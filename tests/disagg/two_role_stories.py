@@ -211,7 +211,8 @@ class _Play:
             gated=self.cluster.wire.num_gated,
             masks=sum(len(plan.masks) for plan in plans),
             quarantined=self.quarantined,
-            sent_beside=self.cluster.wire.num_beside,
+            sent_states=self.cluster.wire.num_states,
+            sent_window_pages=self.cluster.wire.num_windows,
         )
 
 

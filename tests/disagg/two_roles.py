@@ -133,8 +133,10 @@ class Cluster:
 
     def assert_all_back(self) -> None:
         for engine in (self.prefill, self.decode):
-            counts = engine.scheduler.memory.allocator.counts()
-            assert counts["held"] == counts["quarantined"] == 0
+            memory = engine.scheduler.memory
+            for group in (memory, memory.states, memory.windows):
+                counts = {} if group is None else group.allocator.counts()
+                assert not any(counts.get(kind) for kind in ("held", "quarantined")), f"{group} is left with {counts}"
             engine.role.check()
 
 

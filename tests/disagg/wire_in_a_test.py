@@ -67,7 +67,8 @@ class Wire:
         self.recompute_requests: list[RecomputeRequest] = []
         self.num_gated = 0
         self.num_skipped = 0
-        self.num_beside = 0  # states or pages of windows, copied
+        self.num_states = 0  # copied, and pages of windows
+        self.num_windows = 0
         self.copied: list[int] = []  # decode's pages, in order
         self.unreachable = False  # the handshake of a room that recomputes fails
 
@@ -138,13 +139,22 @@ class Wire:
     def copy_states(self, src: Sequence[int], dst: Sequence[int]) -> None:
         source, target = self.models
         for s, d in zip(src, dst, strict=True):
-            self.num_beside += 1
-            if not source.window:
-                target.states[d] = source.states[s]
-                continue
+            target.states[d] = source.states[s]
+            self.num_states += 1
+
+    def copy_windows(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        source, target = self.models
+        for s, d in zip(src, dst, strict=True):
+            self.num_windows += 1
             for offset in range(source.page_size):
                 if (s, offset) in source.window_kv:
                     target.window_kv[d, offset] = source.window_kv[s, offset]
+
+    @property
+    def _copies_beside(self) -> list[Callable[[Sequence[int], Sequence[int]], None]]:
+        """Of each pool beside pages, as `Memory.tail` has them."""
+        model = self.models[0]
+        return [self.copy_states] * bool(model.states) + [self.copy_windows] * bool(model.window)
 
     def copy_row(self, src: int, dst: int) -> None:
         self.rows[1]._rows[dst] = self.rows[0]._rows[src]
@@ -201,8 +211,8 @@ class Sender:
             self._wire.num_gated += gate is not None
         if metadata_row is not None:
             assert gate is None and [len(ids) for ids in tail] == [len(ids) for ids in room.tail]
-            for here, there in zip(tail, room.tail, strict=True):
-                room.writes.append(functools.partial(self._wire.copy_states, here, there))
+            for copy, here, there in zip(self._wire._copies_beside, tail, room.tail, strict=True):
+                room.writes.append(functools.partial(copy, here, there))
             room.writes.append(lambda: self._wire.copy_row(metadata_row, room.dst_row))
             room.writes.append(self._landed)
 

@@ -462,6 +462,22 @@ def _(original, states):
     return 1
 
 
+@CORE.bug("a snapshot is kept wherever its request is", Memory.keep_snapshot, "A state is found behind other tokens.")
+def _(original, memory, request, at):
+    slot = request.snapshots.pop(at, 0)
+    if slot and request.lock is not None and request.lock.parent is not None:
+        memory.states.keep(slot, request.lock)
+    elif slot:
+        memory.states.drop(slot)
+
+
+@CORE.bug("an aborted hand-over leaves its state behind", StateSlots.free, "A slot of an adopted request stays taken.")
+def _(original, states, request):
+    if request.bootstrap is not None and request.finish is not None and request.finish.kind == "abort":
+        request.state = 0
+    original(states, request)
+
+
 # ---- pages of a window
 
 
@@ -498,6 +514,31 @@ def _(original, windows, page):
 
 @CORE.bug("admission forgets the windows of others", WindowPages.fits, "More is admitted than the pool holds.")
 def _(original, windows, request, **kwargs):
+    return True
+
+
+@CORE.bug(
+    "the first page of a window is rounded up", WindowPages.first_page, "The page that it begins in counts as gone."
+)
+def _(original, windows, num_tokens):
+    return -(-max(0, num_tokens - windows.window + 1) // windows.allocator.page_size)
+
+
+@CORE.bug("a hand-over leaves the oldest page of the window out", WindowPages.tail, "The tail begins a page late.")
+def _(original, windows, request, num_tokens):
+    return original(windows, request, num_tokens)[1:]
+
+
+@CORE.bug("window pages in quarantine are free at once", WindowPages.quarantine, "A peer writes into another's window.")
+def _(original, windows, request):
+    windows.free(request)
+    return []
+
+
+@CORE.bug(
+    "a state is used where its window is gone", WindowPages.is_whole, "A prefix counts by pages and states alone."
+)
+def _(original, windows, cached):
     return True
 
 

@@ -159,28 +159,31 @@ KINDS = {
 KINDS |= {"flush": 1, "update": 1}
 
 
-def _with_states(setup: Setup) -> Setup:
-    """Prompts are cut on the grid alone, and a copy of retracted KV lacks the state."""
-    chunk = None if setup.chunk_pages is None else -(-setup.chunk_pages * setup.page_size // setup.grid)
-    return replace(setup, backup_pages=0, chunk_pages=None if chunk is None else chunk * setup.grid // setup.page_size)
+def _on_the_grid(setup: Setup) -> Setup:
+    """With states prompts are cut on the grid alone; a copy of retracted KV lacks states and windows."""
+    setup = replace(setup, backup_pages=0)
+    if not setup.state_slots or setup.chunk_pages is None:
+        return setup
+    grids = -(-setup.chunk_pages * setup.page_size // setup.grid)
+    return replace(setup, chunk_pages=grids * setup.grid // setup.page_size)
 
 
-def stories_with_states() -> st.SearchStrategy[Story]:
-    """Of a model with recurrent layers: more requests than there are slots, and prompts that begin alike."""
-    slots = _setups(state_slots=st.sampled_from([1, 2, 3, 5, 12]), grid=st.sampled_from([4, 8]))
+def stories_with_groups(*, states: bool = False, windows: bool = False) -> st.SearchStrategy[Story]:
+    """`states`: of a model with recurrent layers, and more requests than there are slots; `windows`: of layers that see one.
+
+    With both, states outlive the windows that they need.
+    """
+    few, many = [1, 2, 3, 5, 12], [3, 5, 12, 20]
+    drawn: dict[str, st.SearchStrategy[object]] = {}
+    if states:
+        drawn |= dict(state_slots=st.sampled_from(many if windows else few), grid=st.sampled_from([4, 8]))
+    if windows:
+        drawn |= dict(
+            window=st.sampled_from([1, 2, 3, 5, 6, 9, 16]),
+            more_window_pages=st.sampled_from([0, 0, 1, 3] if states else [0, 3, 10, 30]),
+        )
     event = st.one_of(asks(), _events(), asks(), _events(), _events())
-    return st.builds(Story, slots.map(_with_states), st.lists(event, min_size=25, max_size=60).map(tuple))
-
-
-def stories_with_windows() -> st.SearchStrategy[Story]:
-    """Of a model of whose layers some see a window."""
-    setups = _setups(
-        backup_pages=st.just(0),
-        window=st.sampled_from([1, 2, 3, 5, 6, 9, 16]),
-        more_window_pages=st.sampled_from([0, 3, 10, 30]),
-    )
-    event = st.one_of(asks(), _events(), asks(), _events(), _events())
-    return st.builds(Story, setups, st.lists(event, min_size=25, max_size=60).map(tuple))
+    return st.builds(Story, _setups(**drawn).map(_on_the_grid), st.lists(event, min_size=25, max_size=60).map(tuple))
 
 
 def _events() -> st.SearchStrategy[Event]:

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from tests.core.proof.driver import play
-from tests.core.proof.story import Story, rushes, stories, stories_with_states, stories_with_windows
+from tests.core.proof.story import Story, rushes, stories, stories_with_groups
 from tools.mutants.__main__ import find
 
 STEPS = 10_000
@@ -49,11 +49,14 @@ def seen_in(drawn: SearchStrategy[Story], *, examples: int) -> Counter[str]:
     return seen
 
 
-def test_10_000_steps_of_anything() -> None:
-    seen = seen_in(stories(), examples=EXAMPLES)
+def must_show(seen: Counter[str], least: dict[str, int]) -> None:
     assert seen["steps"] >= STEPS, seen
-    lacking = {name for name, least in LEAST.items() if seen[name] < least}
+    lacking = {name for name, most in least.items() if seen[name] < most}
     assert not lacking, f"the stories do not show enough of {lacking}: {dict(seen)}"
+
+
+def test_10_000_steps_of_anything() -> None:
+    must_show(seen_in(stories(), examples=EXAMPLES), LEAST)
 
 
 def test_rushes_of_any_priority() -> None:
@@ -62,35 +65,28 @@ def test_rushes_of_any_priority() -> None:
     assert seen["preemptions"] >= 20 and seen["retractions"] > seen["preemptions"], seen
 
 
+# By what a model's layers remember beside pages of all tokens.
+OF_STATES = {"snapshots": 150, "begun_from_snapshots": 25}
+OF_WINDOWS = {"window_pages_retired": 300}
+OF_GROUPS = {"retractions": 30, "preemptions": 10, "overlapped": 2000}
+
+
 def test_10_000_steps_with_recurrent_states() -> None:
     """Every step finds the state of exactly its tokens; snapshots are of the tokens of their node."""
-    seen = seen_in(stories_with_states(), examples=210)
-    assert seen["steps"] >= STEPS, seen
-    least = {
-        "snapshots": 150,
-        "begun_from_snapshots": 25,
-        "retractions": 30,
-        "preemptions": 10,
-        "overlapped": 2000,
-        "updates": 5,
-    }
-    lacking = {name for name, most in least.items() if seen[name] < most}
-    assert not lacking, f"the stories do not show enough of {lacking}: {dict(seen)}"
+    seen = seen_in(stories_with_groups(states=True), examples=EXAMPLES)
+    must_show(seen, {**OF_GROUPS, **OF_STATES, "updates": 5})
 
 
 def test_10_000_steps_with_windows() -> None:
     """Every step finds the KV of its window in the pages of the window's own pool, however few these are."""
-    seen = seen_in(stories_with_windows(), examples=210)
-    assert seen["steps"] >= STEPS, seen
-    least = {
-        "window_pages_retired": 300,
-        "cached_tokens": 300,
-        "retractions": 30,
-        "preemptions": 10,
-        "overlapped": 2000,
-    }
-    lacking = {name for name, most in least.items() if seen[name] < most}
-    assert not lacking, f"the stories do not show enough of {lacking}: {dict(seen)}"
+    seen = seen_in(stories_with_groups(windows=True), examples=EXAMPLES)
+    must_show(seen, {**OF_GROUPS, **OF_WINDOWS, "cached_tokens": 300})
+
+
+def test_10_000_steps_with_states_and_windows() -> None:
+    """Both at once: a prefix is used where both are there."""
+    seen = seen_in(stories_with_groups(states=True, windows=True), examples=EXAMPLES)
+    must_show(seen, {**OF_GROUPS, **OF_STATES, **OF_WINDOWS})
 
 
 @pytest.mark.parametrize("name", PLANTED)
