@@ -12,7 +12,7 @@ from disagg.page_sender import PageSender
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
 from disagg.registration import RouteFinder, registrar_of
-from disagg.transfer_engine import engine_of, memory_of, pools_of
+from disagg.transfer_engine import engine_of, memory_of, side_pools
 from engine.build import EngineParts
 from engine.kernels.page_sums import page_sums_for
 from engine.kv.kv_pool import UNIT_ALIGN_BYTES
@@ -23,6 +23,7 @@ from engine.nodes import leader_of
 from engine.ranks.group import Group
 from engine.ranks.group_checksum import GroupChecksum
 from engine.ranks.links import kv_copies
+from engine.ranks.rank_pools import RankPools
 from service.flags import ConfigError
 from transfer_backends.contract import KVArgs, LayerGroup, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
@@ -152,7 +153,8 @@ class _Transfers:
 def _transfers(spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers) -> _Transfers:
     """Raises BackendUnavailable, and EngineError where a follower's engine does not start."""
     own, remotes = engine_of(spec, parts.pool), _remotes(parts.group)
-    memory = memory_of(parts.pool, None if parts.device.windows else parts.held)
+    pools = RankPools(kv=parts.pool, held=parts.held, states=parts.device.states, windows=parts.device.windows)
+    memory = memory_of(pools)
     args = KVArgs(
         kv=memory.kv,
         aux=metadata.region,
@@ -163,13 +165,8 @@ def _transfers(spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffer
         layer_bytes=_layer_bytes(parts),
         kv_checksum=CHECKSUM_NAME if spec.disagg.disaggregation_kv_checksum else "off",
         ranks=(memory, *(remote.memory for remote in remotes)),
-        pools=pools_of(parts.device.states, parts.device.windows),
+        pools=side_pools(pools),
     )
-    if args.pools and remotes:
-        raise ConfigError(
-            f"--tp-size {parts.config.tp_size}, --pp-size {parts.config.pp_size}: recurrent states of several ranks are not handed "
-            "over yet; serve this model on one rank a worker, or without disaggregation"
-        )
     engine = RankEngines([own, *remotes]) if remotes else own
     return _Transfers(engine, args, tuple(remote.mark for remote in remotes))
 

@@ -72,7 +72,7 @@ def _run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
     if spec.store is not None:
         place = place_of(spec.rank, config)
         groups = joined(spec.store, place, torch.device("cuda", 0), timeout_s=config.dist_timeout_s)
-    follower, pool, held = build_follower(
+    follower, pools = build_follower(
         config,
         load_model_config(config.model_path),
         region=region,
@@ -90,7 +90,7 @@ def _run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
         groups=groups,
     )
     if len(spec.descriptors) > 2:
-        _serve_transfers(spec, engine_of(spec.scheduler, pool), memory_of(pool, held))
+        _serve_transfers(spec, engine_of(spec.scheduler, pools.kv), memory_of(pools))
     spare_what_lives()
     turns.loaded()
     watchdog = Watchdog(turns, on_stall=partial(_end_with_stacks, spec.name))

@@ -3,10 +3,10 @@
 import hashlib
 
 from disagg.config import SchedulerSpec
-from engine.kv.held import HeldKV
 from engine.kv.kv_pool import KVPool
 from engine.kv.state_pool import StatePool
-from transfer_backends.contract import RankMemory, Region, SidePool
+from engine.ranks.rank_pools import RankPools
+from transfer_backends.contract import Extent, RankMemory, Region, SideMemory, SidePool
 from transfer_backends.engines.registry import make_engine
 from transfer_backends.ports import Engine
 
@@ -26,27 +26,48 @@ def engine_of(spec: SchedulerSpec, pool: KVPool) -> Engine:
     )
 
 
-def memory_of(pool: KVPool, held: HeldKV | None) -> RankMemory:
-    """One item per unit of each page. `held`: None: all units, each a piece that no layer divides."""
+def memory_of(pools: RankPools) -> RankMemory:
+    """Of KV one item per unit of each page. Beside windows that have a pool of their own a unit is a piece that no layer divides."""
+    pool, held = pools.kv, pools.held
     region = Region(pool.base_ptr, (1 + pool.num_pages) * pool.units, pool.unit_bytes, _device(pool))
-    if held is None:
-        return RankMemory(region, 0, pool.units, 0, 1)
-    return RankMemory(region, held.units.start, len(held.units), held.layers.start, len(held.layers))
+    beside = list[SideMemory]()
+    if pools.states is not None:
+        beside.append(_parts_of_states(pools.states, held.state_layers))
+    if pools.windows is not None:
+        beside.append(_whole_pages(pools.windows))
+    layers = held.layers if pools.windows is None else range(1)
+    return RankMemory(region, held.units.start, len(held.units), layers.start, len(layers), pools=tuple(beside))
 
 
-def pools_of(states: StatePool | None, windows: KVPool | None) -> tuple[SidePool, ...]:
-    """What a request has beside pages (`Memory.tail`). Workers exchange items of one layout alone, which the kind names."""
-    pools = list[SidePool]()
-    if states is not None:
-        layout = "+".join(f"{spec.conv}{spec.dtype}/{spec.recurrent}" for spec in states.specs)
-        kind = f"recurrent state {hashlib.sha256(layout.encode()).hexdigest()[:16]}"
-        pools.append(SidePool(kind, Region(states.base_ptr, 1 + states.num_slots, states.slot_bytes, _device(states))))
-    if windows is not None:
+def _parts_of_states(states: StatePool, layers: range) -> SideMemory:
+    region = Region(states.base_ptr, 1 + states.num_slots, states.slot_bytes, _device(states))
+    return SideMemory(region, tuple(Extent(*run) for run in states.runs(layers)))
+
+
+def _whole_pages(windows: KVPool) -> SideMemory:
+    region = Region(windows.base_ptr, 1 + windows.num_pages, windows.page_bytes, _device(windows))
+    return SideMemory(region, (Extent(0, 0, windows.page_bytes),))
+
+
+def side_pools(pools: RankPools) -> tuple[SidePool, ...]:
+    """What a request has beside pages, in the order of `Memory.tail`. Workers exchange what has one meaning, which the kind names."""
+    found = list[SidePool]()
+    if pools.states is not None:
+        spec, num_layers = pools.states.specs[0], pools.held.num_state_layers
+        part, head = spec.part, spec.recurrent[1:]
+        layout = f"{part.num_channels}x{spec.conv[1]}{spec.dtype}/{part.num_heads}x{head}"
+        found.append(
+            SidePool(f"recurrent state of {num_layers} layers {_digest(layout)}", num_layers * spec.whole_bytes)
+        )
+    if (windows := pools.windows) is not None:
         layers = "+".join(f"{spec.num_kv_heads}x{spec.head_dim}:{spec.dtype}/{spec.window}" for spec in windows.specs)
-        kind = f"pages of {len(windows.specs)} layers with a window {hashlib.sha256(layers.encode()).hexdigest()[:16]}"
-        region = Region(windows.base_ptr, 1 + windows.num_pages, windows.page_bytes, _device(windows))
-        pools.append(SidePool(kind, region))
-    return tuple(pools)
+        kind = f"pages of {len(windows.specs)} layers with a window {_digest(layers)}"
+        found.append(SidePool(kind, windows.page_bytes))
+    return tuple(found)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _device(pool: KVPool | StatePool) -> int | None:

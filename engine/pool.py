@@ -20,11 +20,14 @@ log = logging.getLogger(__name__)
 
 def held_by(config: EngineConfig, model: ModelConfig, place: Place) -> HeldKV:
     """What of the model's KV the rank at `place` holds. `config` is resolved."""
+    stage = share_of(model, place).layers
     return HeldKV(
         units_of(model, place, config.kv_units),
         model_units(model, tp_size=place.tp_size, kv_units=config.kv_units),
-        model.kv_layers(share_of(model, place).layers),
+        model.kv_layers(stage),
         len(model.kv_layers(range(model.num_layers))),
+        model.state_layers(stage),
+        len(model.state_layers(range(model.num_layers))),
     )
 
 

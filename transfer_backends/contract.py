@@ -29,7 +29,30 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         return self.num_items * self.item_bytes
 
 
+MAX_POOLS = 8
+MAX_EXTENTS = 1 << 14  # of an item on one rank
+
 Small = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
+
+
+class Extent(msgspec.Struct, frozen=True, array_like=True):
+    """`size` bytes of an item: from byte `begin` of the model's, which a rank has from byte `at` of its own."""
+
+    begin: Count
+    at: Count
+    size: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+
+    @property
+    def end(self) -> int:
+        """Of the model's bytes."""
+        return self.begin + self.size
+
+
+class SideMemory(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank has of a `SidePool`: of each item its `extents`, in the order of `begin`, none over another."""
+
+    region: Region
+    extents: Annotated[tuple[Extent, ...], msgspec.Meta(min_length=1, max_length=MAX_EXTENTS)]
 
 
 class RankMemory(msgspec.Struct, frozen=True, array_like=True):
@@ -37,6 +60,7 @@ class RankMemory(msgspec.Struct, frozen=True, array_like=True):
 
     `kv`: one item per unit, index = page id * num_units + unit - first_unit; addresses are of that process
     `descriptor`: of the engine there; prefill needs none
+    `pools`: its part of each of `KVArgs.pools`
     """
 
     kv: Region
@@ -45,6 +69,7 @@ class RankMemory(msgspec.Struct, frozen=True, array_like=True):
     first_layer: Small
     num_layers: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
     descriptor: Annotated[bytes, msgspec.Meta(max_length=1 << 20)] = b""
+    pools: Annotated[tuple[SideMemory, ...], msgspec.Meta(max_length=MAX_POOLS)] = ()
 
     @property
     def units(self) -> range:
@@ -70,11 +95,11 @@ class LayerGroup:
 class SidePool(msgspec.Struct, frozen=True, array_like=True):
     """Memory beside pages of which a prompt has some items: they cross once, whole, behind its last page.
 
-    `kind`: names what the bytes of an item mean; items of one kind have equal bytes on both sides.
+    `kind`: names what the bytes of an item mean. `item_bytes`: of the model's item, of which each rank has a part (`SideMemory`).
     """
 
     kind: Annotated[str, msgspec.Meta(max_length=256)]
-    region: Region
+    item_bytes: Count
 
 
 Tail = Sequence[Sequence[int]]  # of each pool of `KVArgs.pools`, the items of a prompt
@@ -92,7 +117,7 @@ class KVArgs:
     layer_bytes: of each of the model's layers in a unit; (): a unit is one piece
     ranks: what each process of the worker holds, this one first; together everything, a replica all that another one has;
     (): this process holds all
-    pools: beside pages; this process holds all of them
+    pools: beside pages; `ranks` say where
     """
 
     kv: Region
@@ -118,6 +143,10 @@ class KVArgs:
     @property
     def num_pages(self) -> int:
         return min(rank.num_pages for rank in self.ranks)
+
+    def num_items(self, pool: int) -> int:
+        """Return how many items of `pools[pool]` every rank has."""
+        return min(rank.pools[pool].region.num_items for rank in self.ranks)
 
     def written(self, layers: int) -> int:
         """Return how many of the model's layers all ranks have written once this one has written `layers` of its own.
@@ -199,7 +228,7 @@ class Caps:
 
     def carried(self, args: KVArgs) -> list[Region]:
         """Return the memory that the engine has to reach."""
-        beside = [pool.region for pool in args.pools]
+        beside = [pool.region for pool in args.ranks[0].pools]
         return [args.kv, args.aux, *beside] if self.carries_host_memory else [args.kv, *beside]
 
 

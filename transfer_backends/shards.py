@@ -14,10 +14,11 @@ second source is of no use to one destination, whose own link is the bound. `tur
 fewer ranks than there are replicas does not always read from the first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -95,7 +96,12 @@ def plan_shards(mine: KVArgs, theirs: Sequence[RankMemory], *, turn: int = 0) ->
     return tuple(shards)
 
 
-def pairs_of(shards: Sequence[Shard]) -> list[Pair]:
+class OfPair(Protocol):
+    @property
+    def pair(self) -> Pair: ...
+
+
+def pairs_of(shards: Iterable[OfPair]) -> list[Pair]:
     """Return the pairs of ranks that need a connection: those of shards, and the leaders."""
     return sorted({LEADERS, *(shard.pair for shard in shards)})
 

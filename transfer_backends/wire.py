@@ -15,16 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from service.kv_events import MAX_NAMESPACE_CHARS
-from transfer_backends.contract import Count, KVArgs, RankMemory, Region
+from transfer_backends.contract import MAX_POOLS, Count, KVArgs, RankMemory, Region
 from transfer_backends.liveness import ProcessMark
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 MAX_FRAME_BYTES = 8 << 20
 MAX_PAGES = 1 << 20  # of one transfer
 MAX_ROW_BYTES = 64 << 10
 MAX_RANKS = 1024
 MAX_LAYERS = 4096
-MAX_POOLS = 8
 
 Room = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Attempt = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -85,17 +84,20 @@ NOWHERE = Origin()
 
 
 class Register(_Message, frozen=True):
-    """`ranks`: decode's processes; the first one has `aux`, `pools` (as in the layout) and this connection."""
+    """`ranks`: decode's processes; the first one has `aux` and this connection."""
 
     layout: Layout
     ranks: Annotated[tuple[RankMemory, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
     aux: Region
     origin: Origin = NOWHERE
-    pools: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_POOLS)] = ()
 
     @property
     def num_pages(self) -> int:
         return min(rank.num_pages for rank in self.ranks)
+
+    def num_items(self, pool: int) -> int:
+        """As of `KVArgs`."""
+        return min(rank.pools[pool].region.num_items for rank in self.ranks)
 
 
 class Registered(_Message, frozen=True):
@@ -248,7 +250,7 @@ def layout_of(args: KVArgs, *, backend: str) -> Layout:
         args.kv_checksum,
         args.kv_units,
         args.layer_bytes,
-        tuple((pool.kind, pool.region.item_bytes) for pool in args.pools),
+        tuple((pool.kind, pool.item_bytes) for pool in args.pools),
     )
 
 

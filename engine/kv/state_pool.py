@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import StateCopy
+from engine.kv.held import HeldState
 from engine.kv.kv_pool import DTYPES, AllocateBytes, zeroed_bytes
 from engine.kv.step_batch import StepBatch
 
@@ -26,12 +27,13 @@ class StateSpec:
     """What a recurrent layer keeps of a request.
 
     `conv`: (channels, kernel - 1), the last inputs of the convolution before its activation, in `dtype` ("bfloat16" | "float32");
-    `recurrent`: the state's shape, in float32.
+    `recurrent`: the state's shape by head, in float32. `held`: what these are of the model's; None: all.
     """
 
     conv: tuple[int, int]
     recurrent: tuple[int, ...]
     dtype: str
+    held: HeldState | None = None
 
     @property
     def conv_bytes(self) -> int:
@@ -40,6 +42,24 @@ class StateSpec:
     @property
     def recurrent_bytes(self) -> int:
         return prod(self.recurrent) * STATE.itemsize
+
+    @property
+    def part(self) -> HeldState:
+        channels, heads = self.conv[0], self.recurrent[0]
+        return self.held or HeldState((range(channels),), channels, range(heads), heads)
+
+    @property
+    def channel_bytes(self) -> int:
+        return self.conv_bytes // self.conv[0]
+
+    @property
+    def head_bytes(self) -> int:
+        return self.recurrent_bytes // self.recurrent[0]
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of all ranks: the channels of the model, and behind them its heads."""
+        return self.part.num_channels * self.channel_bytes + self.part.num_heads * self.head_bytes
 
 
 class StatePool:
@@ -95,6 +115,23 @@ class StatePool:
                 self._rows[copy.dst].zero_()
             else:
                 self._rows[copy.dst].copy_(self._rows[copy.src])
+
+    def runs(self, layers: range) -> list[tuple[int, int, int]]:
+        """Return (byte of the model's state, byte of a slot, bytes) of what a slot holds of it, in the order of the model's.
+
+        The model's state is its recurrent layers, which are alike, one behind the other; those here are `layers` of it.
+        """
+        assert len(layers) == len(self.specs), (layers, len(self.specs))
+        found = []
+        for layer, spec, (conv, recurrent) in zip(layers, self.specs, _offsets(self.specs), strict=True):
+            begin, part = layer * spec.whole_bytes, spec.part
+            for channels in part.channels:
+                size = len(channels) * spec.channel_bytes
+                found.append((begin + channels.start * spec.channel_bytes, conv, size))
+                conv += size
+            begin += part.num_channels * spec.channel_bytes
+            found.append((begin + part.heads.start * spec.head_bytes, recurrent, len(part.heads) * spec.head_bytes))
+        return found
 
     def keep(self, slots: Tensor) -> Callable[[], object]:
         """Copy `slots` [n] int64; the call that is returned puts them back."""

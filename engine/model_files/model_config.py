@@ -103,6 +103,12 @@ class ModelConfig:
         first = sum(map(self.has_kv, range(layers.start)))
         return range(first, first + sum(map(self.has_kv, layers)))
 
+    def state_layers(self, layers: range) -> range:
+        """Those of `layers` that are recurrent, in numbers of such layers."""
+        places = () if self.recurrent is None else self.recurrent.layers
+        first = sum(layer < layers.start for layer in places)
+        return range(first, first + sum(layer in layers for layer in places))
+
     def recurrent_sizes(self) -> dict[str, int]:
         """What recurrent layers give to their last product, by what it is called."""
         return {} if self.recurrent is None else self.recurrent.sizes()

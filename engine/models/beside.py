@@ -3,7 +3,6 @@
 from torch import Tensor
 
 from engine.layers.norm import NoNorm, Normed, add
-from engine.layers.recurrence import StepStates
 from engine.layers.rope import Turn
 from engine.models.attention import Attend, Attention
 from engine.models.mamba import MambaMixer
@@ -14,10 +13,7 @@ class BesideMixers:
 
     def __init__(self, attention: Attention, mamba: MambaMixer) -> None:
         self._attention, self._mamba = attention, mamba
-        self.sites, self.spec = attention.sites, mamba.spec
-
-    def use_states(self, step: StepStates, layer: int) -> None:
-        self._mamba.use_states(step, layer)
+        self.sites, self.states = attention.sites, mamba.states
 
     def of_norm(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
         """The sum of both answers to norm(x + delta), which x becomes before the norm."""

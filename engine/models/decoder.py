@@ -59,7 +59,7 @@ class DenseDecoder:
             Layer(part, index, place=sum(map(config.has_kv, range(share.layers.start, index))))
             for index in share.layers
         ]
-        self._recurrent = [layer.recurrent for layer in self._layers if layer.recurrent is not None]
+        self._recurrent = [layer.states for layer in self._layers if layer.states is not None]
         self._states: StepStates | None = None
         if place.is_last_stage:
             self._norm = part.last_norm()
@@ -97,7 +97,7 @@ class DenseDecoder:
         """Read and write the states of recurrent layers there from now on."""
         self._states = StepStates(states)
         for number, layer in enumerate(self._recurrent):
-            layer.use_states(self._states, number)
+            layer.use(self._states, number)
 
     def linear_sites(self) -> list[LinearSite]:
         """The matrices that adapters may change, in the same order for all models of one shape."""

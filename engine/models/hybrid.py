@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from engine.kernels.delta import DeltaWeights
-from engine.kv.state_pool import StateSpec
 from engine.layers.conv import ShortConv
 from engine.layers.delta import GatedDelta
 from engine.layers.linear import Linear, LinearSite
 from engine.layers.norm import Normed
-from engine.layers.recurrence import LayerStates, StepStates
 from engine.layers.rope import Turn
 from engine.model_files.recurrent_config import DeltaConfig
 from engine.models.attention import Attend
-from engine.models.part import ModelPart
+from engine.models.part import ModelPart, in_one
+from engine.models.remembered import Remembered
 from engine.parallel.layout import Cut
 
 
@@ -50,23 +49,13 @@ class DeltaMixer:
         weights = DeltaWeights(decay.exp().neg(), bias, norm, part.config.rms_norm_eps)
         self._delta = GatedDelta(weights, keys=config.key_dim, dtype=checkpoint.dtype)
         self._out, _ = part.rows(f"{prefix}out_proj", cuts.values)
-        self.spec = StateSpec(
-            conv=(self._widths[0], config.taps - 1),
-            recurrent=(len(heads), config.key_dim, config.value_dim),
-            dtype=checkpoint.dtype_name,
-        )
+        head = config.key_dim, config.value_dim
+        self.states = Remembered(_qkv(cuts), heads, taps=config.taps, head=head, dtype=checkpoint.dtype_name)
         self.sites: list[LinearSite] = []
-        self._step: StepStates | None = None
-        self._states: LayerStates | None = None
-
-    def use_states(self, step: StepStates, layer: int) -> None:
-        """Remember requests there, as the `layer`-th of the recurrent ones."""
-        self._step, self._states = step, step.of(layer)
 
     def of_norm(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
         """The layer's answer to norm(x + delta), which x becomes before the norm. Positions are in the state."""
-        step, states = self._step, self._states
-        assert step is not None and states is not None, "use_states() comes first"
+        step, states = self.states.now()
         qkv, z, gates = torch.split(self._in.of_norm(norm, x, delta), self._widths, dim=1)
         mixed = self._conv(qkv, states.conv, step)
         return self._out(self._delta(mixed, gates, z, states.recurrent, step))
@@ -83,12 +72,7 @@ def _cuts(part: ModelPart, config: DeltaConfig) -> _Cuts:
 def _qkv(cuts: _Cuts) -> list[Cut]:
     """The rows of q, k and v in one matrix, where they lie one above the other."""
     keys, values = cuts.keys, cuts.values
-    total = 2 * keys.total + values.total
-    return [
-        keys.within(total, at=0),
-        keys.within(total, at=keys.total),
-        values.within(total, at=2 * keys.total),
-    ]
+    return in_one([keys, keys, values])
 
 
 def _apart(part: ModelPart, prefix: str, cuts: _Cuts) -> Linear:

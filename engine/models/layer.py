@@ -18,6 +18,7 @@ from engine.models.hybrid import DeltaMixer
 from engine.models.mamba import MambaMixer
 from engine.models.mla import LatentAttention
 from engine.models.part import ModelPart
+from engine.models.remembered import Remembered
 from engine.models.shared_mlp import SharedMLP
 
 Mixture = ExpertMLP | ExpertParallelMLP
@@ -82,9 +83,9 @@ class Layer:
         return delta if self._after_mlp is None else self._after_mlp(delta)
 
     @property
-    def recurrent(self) -> RecurrentMixer | None:
-        """What remembers requests by a state, if it does."""
-        return self._attention if isinstance(self._attention, RecurrentMixer) else None
+    def states(self) -> Remembered | None:
+        """What it remembers of requests beside K and V, if it is recurrent."""
+        return self._attention.states if isinstance(self._attention, RecurrentMixer) else None
 
     def join(self) -> None:
         """Compute this rank's part for the rows of other DP ranks."""

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from engine.kernels.mamba import MambaWeights
-from engine.kv.state_pool import StateSpec
 from engine.layers.conv import ShortConv
 from engine.layers.linear import LinearSite
 from engine.layers.mamba import Mamba
 from engine.layers.norm import Normed
-from engine.layers.recurrence import LayerStates, StepStates
 from engine.layers.rope import Turn
 from engine.model_files.recurrent_config import MambaConfig
 from engine.models.attention import Attend
 from engine.models.part import ModelPart, in_one
+from engine.models.remembered import Remembered
 from engine.parallel.layout import Cut
 
 
@@ -62,23 +61,13 @@ class MambaMixer:
         )
         self._mamba = Mamba(weights, keys=config.state_dim, dtype=checkpoint.dtype)
         self._out, _ = part.rows(f"{prefix}out_proj", inner, factor=config.out_factor)
-        self.spec = StateSpec(
-            conv=(self._widths[1], config.taps - 1),
-            recurrent=(len(heads), config.state_dim, config.head_dim),
-            dtype=checkpoint.dtype_name,
-        )
+        head = config.state_dim, config.head_dim
+        self.states = Remembered(channels, heads, taps=config.taps, head=head, dtype=checkpoint.dtype_name)
         self.sites: list[LinearSite] = []
-        self._step: StepStates | None = None
-        self._states: LayerStates | None = None
-
-    def use_states(self, step: StepStates, layer: int) -> None:
-        """Remember requests there, as the `layer`-th of the recurrent ones."""
-        self._step, self._states = step, step.of(layer)
 
     def of_norm(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
         """The layer's answer to norm(x + delta), which x becomes before the norm. Positions are in the state."""
-        step, states = self._step, self._states
-        assert step is not None and states is not None, "use_states() comes first"
+        step, states = self.states.now()
         gate, mixed, time = torch.split(self._in.of_norm(norm, x, delta), self._widths, dim=1)
         return self._out(self._mamba(self._conv(mixed, states.conv, step), time, gate, states.recurrent, step))
 

@@ -41,6 +41,7 @@ from engine.ranks.follower import Action, Follower, Reader
 from engine.ranks.links import Joint, RankLinks, links_of
 from engine.ranks.messages import Loaded, PoolSize, Ready, Serving, ToFollower
 from engine.ranks.rank_parts import RankUse, rank_parts, steps_of_rank
+from engine.ranks.rank_pools import RankPools
 from engine.ranks.same_kernels import kernels_here
 from engine.ranks.share import loader
 from engine.resolve import resolve
@@ -62,7 +63,7 @@ def build_follower(
     capture: MakeCapture | None = None,
     gauge: MemoryGauge | None = None,
     host: HostMemory = HERE,
-) -> tuple[Follower, KVPool, HeldKV]:
+) -> tuple[Follower, RankPools]:
     """Build rank `rank` in step with its leader (`build_engine`). `wires`, `joint`, `groups`: as `links_of` takes them. `capture`, `gauge`, `host`:
     as in `build_engine`. Raises ConfigError, and ChannelClosed where the leader ends.
 
@@ -150,7 +151,9 @@ def build_follower(
         )
     _add_checksum(pool, held, actions)
     channel.send(Serving())
-    return Follower(channel, runner, readers=readers, actions=actions, turning=turning), pool, held
+    states = None if parts.states is None else parts.states.pool
+    follower = Follower(channel, runner, readers=readers, actions=actions, turning=turning)
+    return follower, RankPools(kv=pool, held=held, states=states)
 
 
 def _load(config: EngineConfig, model: ModelConfig, links: RankLinks) -> Callable[[str, ModelConfig], DenseDecoder]:

@@ -3,6 +3,7 @@
 import torch
 
 from engine.core.plan import StateCopy
+from engine.kv.held import HeldState
 from engine.kv.state_pool import StatePool, StateSpec, StateTable
 
 SPECS = [StateSpec((5, 3), (2, 3, 7), "bfloat16"), StateSpec((4, 3), (6,), "float32")]
@@ -37,3 +38,27 @@ def test_rows_without_a_request_have_the_scratch_slot() -> None:
     table.open(1, 5)
     table.open(0, 3)
     assert table.rows[torch.tensor([1, 0, 2])].tolist() == [5, 3, 0] and table.rows.dtype == torch.int32
+
+
+def test_runs_name_the_bytes_of_the_models_state() -> None:
+    """Of two ranks the second, with two of four parts of 2 channels and heads 2 and 3: what lies there is what the model has there."""
+    held = HeldState((range(2, 4), range(6, 8)), 8, range(2, 4), 4)
+    whole = [StateSpec((8, 3), (4, 2, 3), "float32")] * 3
+    here = [StateSpec((4, 3), (2, 2, 3), "float32", held)] * 2
+    model, pool = StatePool(whole, num_slots=1, device="cpu"), StatePool(here, num_slots=1, device="cpu")
+    numbers = iter(range(1, 1 + 3 * (8 * 3 + 4 * 6)))
+    flat = []
+    for layer in range(3):
+        for view in (model.conv(layer)[1], model.recurrent(layer)[1]):
+            view.copy_(torch.tensor([next(numbers) for _ in range(view.numel())]).view(view.shape))
+            flat.append(view.flatten())
+    for layer in (1, 2):
+        conv, recurrent = model.conv(layer)[1], model.recurrent(layer)[1]
+        pool.conv(layer - 1)[1] = torch.cat([conv[2:4], conv[6:8]])
+        pool.recurrent(layer - 1)[1] = recurrent[2:4]
+    state, slot = torch.cat(flat).view(torch.uint8), pool.buffer.view(2, -1)[1]
+    runs = pool.runs(range(1, 3))
+    for begin, at, size in runs:
+        assert torch.equal(state[begin : begin + size], slot[at : at + size])
+    assert sum(size for _, _, size in runs) * 2 == 2 * len(state) // 3 and runs == sorted(runs)
+    assert 3 * whole[0].whole_bytes == len(state) and here[0].whole_bytes == whole[0].whole_bytes

@@ -14,8 +14,7 @@ from disagg.config import DisaggConfig, SchedulerSpec
 from disagg.transfer_engine import engine_of, memory_of
 from engine.config import EngineConfig
 from engine.kernels.linear import linear_kernel
-from engine.kv.held import HeldKV
-from engine.kv.kv_pool import KVPool
+from engine.ranks.rank_pools import RankPools
 from tests.e2e.two_engines import HOST, Pair, WorkerInProcess, run
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks_in_process import ranks
@@ -71,9 +70,9 @@ def test_one_side_holds_whole_experts(
             assert (balance is not None) == (shape is MOVING)
 
 
-def _serve(path: str, disagg: DisaggConfig, pool: KVPool, held: HeldKV, sock: socket.socket) -> None:
+def _serve(path: str, disagg: DisaggConfig, pools: RankPools, sock: socket.socket) -> None:
     spec = SchedulerSpec(
         engine=EngineConfig(model_path=path), disagg=disagg, ipc_dir="", control_host=HOST, bootstrap=None
     )
     receives = disagg.disaggregation_mode == "decode"
-    serve_engine(engine_of(spec, pool), memory_of(pool, held), sock, receives=receives, host=HOST)
+    serve_engine(engine_of(spec, pools.kv), memory_of(pools), sock, receives=receives, host=HOST)

@@ -18,9 +18,8 @@ from bootstrap_server.server import BootstrapServer
 from disagg.config import DisaggConfig, SchedulerSpec
 from disagg.transfer_engine import engine_of, memory_of
 from engine.config import EngineConfig
-from engine.kv.held import HeldKV
-from engine.kv.kv_pool import KVPool
 from engine.model_files.model_config import WIDE_MODEL_PATH
+from engine.ranks.rank_pools import RankPools
 from tests.e2e.two_engines import HOST, Pair, WorkerInProcess, run
 from tests.e2e.workload import recall_prompt
 from tests.engine.ranks_in_process import ranks
@@ -40,7 +39,7 @@ Shape = tuple[int, int]  # --tp-size, --pp-size
 
 @dataclass(frozen=True)
 class Cell:
-    """`backup`: where the KV of a retracted request comes from. `nnodes`: machines of each side."""
+    """`backup`: where the KV of a retracted request comes from. `nnodes`: machines of each side. `checksum`: of KV."""
 
     backend: str
     prefill: Shape
@@ -48,6 +47,7 @@ class Cell:
     layerwise: str
     backup: str
     nnodes: tuple[int, int] = (1, 1)
+    checksum: bool = True
 
 
 # How decode computes it by itself: tests/engine/test_ranks.py
@@ -93,7 +93,7 @@ def pair_of(
     """`flags`: of both workers; `decode`: of that one alone."""
     disagg: dict[str, Any] = {
         "disaggregation_transfer_backend": cell.backend,
-        "disaggregation_kv_checksum": True,
+        "disaggregation_kv_checksum": cell.checksum,
         "disaggregation_layerwise_transfer": cell.layerwise,
         "disaggregation_decode_retraction_backup": cell.backup,
     }
@@ -120,9 +120,9 @@ def pair_of(
         yield Pair(*workers, port=server.port)
 
 
-def _serve(disagg: DisaggConfig, path: str, pool: KVPool, held: HeldKV, sock: socket.socket) -> None:
+def _serve(disagg: DisaggConfig, path: str, pools: RankPools, sock: socket.socket) -> None:
     spec = SchedulerSpec(
         engine=EngineConfig(model_path=path), disagg=disagg, ipc_dir="", control_host=HOST, bootstrap=None
     )
     receives = disagg.disaggregation_mode == "decode"
-    serve_engine(engine_of(spec, pool), memory_of(pool, held), sock, receives=receives, host=HOST)
+    serve_engine(engine_of(spec, pools.kv), memory_of(pools), sock, receives=receives, host=HOST)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from engine.config import EngineConfig
 from engine.gpu_memory import MemoryGauge
 from engine.graphs import MakeCapture
-from engine.kv.held import HeldKV
 from engine.kv.host_memory import HERE, HostMemory
 from engine.kv.kv_pool import KVPool, zeroed_bytes
 from engine.model_files.model_config import load_model_config
@@ -34,6 +33,7 @@ from engine.ranks.followers import Followers
 from engine.ranks.group import Group
 from engine.ranks.links import Joint, links_of, place_of, region_plan
 from engine.ranks.rank_parts import RankUse
+from engine.ranks.rank_pools import RankPools
 from engine.resolve import resolve
 from engine.use import EngineUse
 from service.process.message_stream import socket_pair
@@ -53,7 +53,7 @@ class Ranks:
 
 
 # A follower's transfer engine in a thread: its memory, and the socket of the leader.
-Serve = Callable[[KVPool, HeldKV, socket.socket], object]
+Serve = Callable[[RankPools, socket.socket], object]
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def ranks(
             assert region.descriptor is not None
             mine = SharedRegion.open(region.descriptor, region.plan, ends_with=ends_with)
             with torch.inference_mode():
-                followers[rank], pools[rank], held = build_follower(
+                followers[rank], own = build_follower(
                     given,
                     model,
                     region=mine,
@@ -116,8 +116,9 @@ def ranks(
                     gauge=gauge and gauge(),
                     host=host,
                 )
+                pools[rank] = own.kv
                 if serve is not None:
-                    engine = partial(serve, pools[rank], held, theirs_of[rank])
+                    engine = partial(serve, own, theirs_of[rank])
                     threading.Thread(target=engine, name=f"transfer engine of rank {rank}").start()
                 followers[rank].run()
         except BaseException as error:

@@ -6,14 +6,23 @@ import numpy as np
 import pytest
 
 from tests.transfer.cores import ARGS, CAPS, KEY, PAGES, SRC, JoinedCores, prefill_core
-from transfer_backends.contract import Region, SidePool
+from transfer_backends.contract import Extent, RankMemory, Region, SideMemory, SidePool
 from transfer_backends.kvpoll import KVPoll, PeerProtocolError
 from transfer_backends.prefill.posts import Chunk, Post
 from transfer_backends.wire import Register, TransferInfo, layout_conflict, layout_of, pack_ids
 
-STATES = SidePool("state", Region(1 << 40, 8, 5000, None))  # a slot takes three pieces of at most 2,048 bytes
-WINDOW = SidePool("window 8", Region(1 << 41, 16, 512, None))
-BOTH = replace(ARGS, pools=(STATES, WINDOW))
+STATES = Region(1 << 40, 8, 5000, None)  # a slot takes three pieces of at most 2,048 bytes
+WINDOW = Region(1 << 41, 16, 512, None)
+POOLS = (SidePool("state", 5000), SidePool("window 8", 512))
+
+
+def beside(*regions: Region) -> tuple[RankMemory, ...]:
+    """A rank that has all of each item."""
+    memories = tuple(SideMemory(region, (Extent(0, 0, region.item_bytes),)) for region in regions)
+    return (RankMemory(ARGS.kv, 0, 1, 0, 1, pools=memories),)
+
+
+BOTH = replace(ARGS, pools=POOLS, ranks=beside(STATES, WINDOW))
 HERE, THERE = ((3,), (4, 5, 9)), ((6,), (1, 2, 3))
 
 
@@ -58,12 +67,12 @@ def test_pages_then_tails_then_the_row() -> None:
     pair.send_all()
     posts = pair.take()
     slot = [(15000 + at, 30000 + at, n) for at, n in ((0, 2048), (2048, 2048), (4096, 904))]
-    assert copies(posts, STATES.region, STATES.region) == slot
+    assert copies(posts, STATES, STATES) == slot
     window = [(4 * 512, 512, 1024), (9 * 512, 3 * 512, 512)]
-    assert copies(posts, WINDOW.region, WINDOW.region) == window
+    assert copies(posts, WINDOW, WINDOW) == window
     order = [
         next(i for i, r in enumerate(regions) if r.base_ptr <= int(post.pieces.src[0]) < r.base_ptr + r.size_bytes)
-        for regions in [[ARGS.kv, STATES.region, WINDOW.region, ARGS.aux]]
+        for regions in [[ARGS.kv, STATES, WINDOW, ARGS.aux]]
         for post in posts
     ]
     assert order == sorted(order) and set(order) == {0, 1, 2, 3}
@@ -79,7 +88,7 @@ def test_a_second_try_sends_the_tail_again() -> None:
         pair.final(post, ok=True)
     pair.final(first[-1], ok=False)
     pair.core.completions.on_fenced("d", ok=True, now_s=0.0)
-    assert len(copies(pair.take(), STATES.region, STATES.region)) == 3
+    assert len(copies(pair.take(), STATES, STATES)) == 3
     assert pair.states == (KVPoll.Success, KVPoll.Success)
 
 
@@ -119,9 +128,9 @@ def test_our_own_mistakes_are_errors() -> None:
     ("pools", "message"),
     [
         ((), r"what a request has beside pages differs: prefill has \['state', 'window 8'\], decode has \[\]"),
-        ((STATES, SidePool("window 9", WINDOW.region)), "decode has .*'window 9'"),
+        ((POOLS[0], SidePool("window 9", 512)), "decode has .*'window 9'"),
         (
-            (SidePool("state", Region(1 << 40, 8, 5008, None)), WINDOW),
+            (SidePool("state", 5008), POOLS[1]),
             "bytes of an item of state differs: prefill has 5000, decode has 5008",
         ),
     ],
@@ -134,26 +143,30 @@ def test_workers_that_keep_other_things_do_not_fit(pools: tuple[SidePool, ...], 
         raise AssertionError(conflict)
 
 
+def region(item_bytes: int, *extents: tuple[int, int, int]) -> tuple[RankMemory, ...]:
+    window = SideMemory(Region(1 << 41, 16, item_bytes, None), tuple(Extent(*extent) for extent in extents))
+    return (RankMemory(ARGS.kv, 0, 1, 0, 1, pools=(beside(STATES)[0].pools[0], window)),)
+
+
 @pytest.mark.parametrize(
-    ("regions", "message"),
+    ("ranks", "message"),
     [
-        ((), "decode names the memory of 0 pools, its layout has 2"),
-        (
-            (STATES.region, Region(1 << 41, 16, 500, None)),
-            "bytes of an item of window 8 differ: prefill has 512, decode has 500",
-        ),
-        ((STATES.region, STATES.region), "bytes of an item of window 8 differ"),
-        ((STATES.region, Region((1 << 40) + 64, 16, 512, None)), "overlap"),
-        ((STATES.region, Region((1 << 64) - 64, 16, 512, None)), "does not fit into an address space"),
+        (beside(), "decode's rank 0 names the memory of 0 pools, its layout has 2"),
+        (beside(STATES, STATES), "has bytes up to 5000, which is more than the 512 of window 8"),
+        (beside(STATES, Region((1 << 40) + 64, 16, 512, None)), "overlap"),
+        (beside(STATES, Region((1 << 64) - 64, 16, 512, None)), "does not fit into an address space"),
+        (region(500, (0, 0, 512)), "has items of 500 bytes, and an extent that ends at 512, of window 8"),
+        (region(512, (0, 0, 500)), "none of decode's 1 ranks has byte 500 of window 8"),
+        (region(512, (0, 0, 100), (120, 100, 392)), "none of decode's 1 ranks has byte 100 of window 8"),
+        (region(612, (0, 0, 512), (0, 512, 100)), "has bytes twice or in another order of window 8"),
     ],
 )
-def test_a_registration_with_other_memory_is_refused(regions: tuple[Region, ...], message: str) -> None:
+def test_a_registration_with_other_memory_is_refused(ranks: tuple[RankMemory, ...], message: str) -> None:
     core = prefill_core(BOTH)
-    register = Register("d", "p", layout_of(BOTH, backend=CAPS.name), BOTH.ranks, BOTH.aux, pools=regions)
-    core.on_message("link", register, 0.0)
+    core.on_message("link", Register("d", "p", layout_of(BOTH, backend=CAPS.name), ranks, BOTH.aux), 0.0)
     assert message in core.effects.queue[-1].message.reason
 
 
 def test_an_engine_reaches_all_memory() -> None:
-    assert CAPS.carried(BOTH) == [ARGS.kv, ARGS.aux, STATES.region, WINDOW.region]
-    assert replace(CAPS, carries_host_memory=False).carried(BOTH) == [ARGS.kv, STATES.region, WINDOW.region]
+    assert CAPS.carried(BOTH) == [ARGS.kv, ARGS.aux, STATES, WINDOW]
+    assert replace(CAPS, carries_host_memory=False).carried(BOTH) == [ARGS.kv, STATES, WINDOW]

@@ -60,12 +60,11 @@ class DecodeCore:
         """`descriptor`: of this process's engine. `land_row(row, data)` puts a metadata row that a message brought in its place, before its room is Success."""
         layout = layout_of(kv_args, backend=caps.name)
         ranks = (msgspec.structs.replace(kv_args.ranks[0], descriptor=descriptor), *kv_args.ranks[1:])
-        pools = tuple(pool.region for pool in kv_args.pools)
         line = LookUpLine()
         self.peers: PeerTable[PrefillPeer] = PeerTable(incarnation=incarnation, config=config)
         self.connections = Connections(
             self.peers,
-            register=lambda dst: Register(incarnation, dst, layout, ranks, kv_args.aux, origin, pools),
+            register=lambda dst: Register(incarnation, dst, layout, ranks, kv_args.aux, origin),
             handshake_timeout_s=config.handshake_timeout_s,
         )
         self.proofs = Proofs(

@@ -87,9 +87,9 @@ class DecodeRooms(RoomTable[DecodeRoom]):
         items = [np.asarray(ids, dtype=np.int64) for ids in tail]
         if len(items) != len(self._args.pools):
             raise ValueError(f"room {key}: items of {len(items)} pools, there are {len(self._args.pools)}")
-        for pool, ids in zip(self._args.pools, items, strict=True):
-            if len(ids) and not (ids.min() >= 0 and ids.max() < pool.region.num_items):
-                raise ValueError(f"room {key}: an item of {pool.kind} is outside its {pool.region.num_items}")
+        for number, (pool, ids) in enumerate(zip(self._args.pools, items, strict=True)):
+            if len(ids) and not (ids.min() >= 0 and ids.max() < self._args.num_items(number)):
+                raise ValueError(f"room {key}: an item of {pool.kind} is outside its {self._args.num_items(number)}")
         packed = tuple(pack_ids(ids) for ids in items)
         assert room.peer is not None
         room.num_pages, room.metadata_row = len(pages), metadata_row

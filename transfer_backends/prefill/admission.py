@@ -8,6 +8,7 @@ from transfer_backends.liveness import ProcessMark
 from transfer_backends.peers import Link, PeerTable, Send
 from transfer_backends.prefill.paths import DecodePeer, Path, Paths, PathState
 from transfer_backends.shards import misfit
+from transfer_backends.side_shards import side_misfit
 from transfer_backends.wire import Refused, Register, Registered, clip, layout_conflict, layout_of
 
 ADDRESS_SPACE = 1 << 64
@@ -96,17 +97,14 @@ class PeerAdmission:
         mine, theirs = self._kv_args.aux.item_bytes, message.aux.item_bytes
         if theirs != mine:
             return f"bytes of a metadata row differ: prefill has {mine}, decode has {theirs}"
-        regions = [rank.kv for rank in message.ranks]
-        if len(message.pools) != len(self._kv_args.pools):
-            return f"decode names the memory of {len(message.pools)} pools, its layout has {len(self._kv_args.pools)}"
-        for pool, region in zip(self._kv_args.pools, message.pools, strict=True):
-            if region.item_bytes != pool.region.item_bytes:
-                return f"bytes of an item of {pool.kind} differ: prefill has {pool.region.item_bytes}, decode has {region.item_bytes}"
-        if not all(_is_mapped(region) for region in (*regions, message.aux, *message.pools)):
+        regions = [[rank.kv, *(pool.region for pool in rank.pools)] for rank in message.ranks]
+        regions[0].append(message.aux)
+        if not all(_is_mapped(region) for of_rank in regions for region in of_rank):
             return "a region of memory does not fit into an address space"
-        if (reason := misfit(self._kv_args, message.ranks)) is not None:
+        reason = misfit(self._kv_args, message.ranks) or side_misfit(self._kv_args, message.ranks)
+        if reason is not None:
             return reason
-        if any(_overlap(one, other) for one, other in combinations((regions[0], message.aux, *message.pools), 2)):
+        if any(_overlap(one, other) for of_rank in regions for one, other in combinations(of_rank, 2)):
             return "the regions of pages, of metadata rows and of pools overlap"
         if self._peers.get(message.src) is None and self._peers.is_full:
             return f"prefill has {len(self._peers)} decode workers, more than it may (max_peers)"

@@ -109,12 +109,14 @@ def _offer_of(peer: DecodePeer, message: TransferInfo | Recompute) -> Offer:
 
 
 def _tail_of(peer: DecodePeer, message: TransferInfo | Recompute) -> tuple[I64, ...]:
-    pools, tail = peer.path.memory.pools, tuple(unpack_ids(ids) for ids in message.tail)
-    if len(tail) != len(pools):
-        raise ValueError(f"room {message.room}: items of {len(tail)} pools, there are {len(pools)}")
-    for number, (region, ids) in enumerate(zip(pools, tail, strict=True)):
-        if len(ids) and not (ids.min() >= 0 and ids.max() < region.num_items):
-            raise ValueError(f"room {message.room}: an item is outside decode's pool {number} of {region.num_items}")
+    memory, tail = peer.path.memory, tuple(unpack_ids(ids) for ids in message.tail)
+    if len(tail) != len(memory.layout.pools):
+        raise ValueError(f"room {message.room}: items of {len(tail)} pools, there are {len(memory.layout.pools)}")
+    for number, ids in enumerate(tail):
+        if len(ids) and not (ids.min() >= 0 and ids.max() < memory.num_items(number)):
+            raise ValueError(
+                f"room {message.room}: an item is outside decode's pool {number} of {memory.num_items(number)}"
+            )
         if len(np.unique(ids)) != len(ids):
             raise ValueError(f"room {message.room}: an item of pool {number} is given twice")
     return tail

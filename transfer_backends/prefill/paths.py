@@ -23,6 +23,7 @@ from transfer_backends.contract import KVArgs, Pieces
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.peers import Peer, PeerTable
 from transfer_backends.shards import LEADERS, Pair, Shard, pack_descriptors, pairs_of, plan_shards
+from transfer_backends.side_shards import SideShard, plan_side_shards
 from transfer_backends.timers import RetryTimer, RunningTime
 from transfer_backends.wire import Drained, Origin, PollRequest, Register
 
@@ -39,7 +40,8 @@ class PathState(Enum):
 
 @dataclass(eq=False)
 class Path:
-    """`memory`: as decode registered it. `shards`: what each pair of ranks exchanges; `of_ranks`: one side has several. `num_ops`, `num_pieces`, `num_bytes`: posted and not final.
+    """`memory`: as decode registered it. `shards`, `side_shards`: what each pair of ranks exchanges of pages, and beside them;
+    `of_ranks`: one side has several. `num_ops`, `num_pieces`, `num_bytes`: posted and not final.
     `taken_at_s`, of each pair of ranks with operations: the network took its bytes then, or had none to take. `whole_at_s`: the
     earliest of those, of the operations that failed since nothing was landing (inf: none has).
 
@@ -50,6 +52,7 @@ class Path:
 
     memory: Register
     shards: tuple[Shard, ...]
+    side_shards: tuple[SideShard, ...]
     of_ranks: bool
     state: PathState = PathState.CONNECTING
     num_ops: int = 0
@@ -69,7 +72,9 @@ class Path:
     def to(cls, memory: Register, mine: KVArgs, *, turn: int = 0) -> "Path":
         """`turn`: `plan_shards`'s."""
         shards = plan_shards(mine, memory.ranks, turn=turn)
-        return cls(memory, shards, of_ranks=len(mine.ranks) > 1 or pairs_of(shards) != [LEADERS])
+        beside = plan_side_shards(mine, memory.ranks, turn=turn)
+        of_ranks = len(mine.ranks) > 1 or pairs_of([*shards, *beside]) != [LEADERS]
+        return cls(memory, shards, beside, of_ranks=of_ranks)
 
     @cached_property
     def unit_bytes(self) -> int:
@@ -85,7 +90,11 @@ class Path:
     def descriptor(self) -> bytes:
         """What the engine connects to: of several pairs of ranks as `RankEngines` reads it."""
         ranks = self.memory.ranks
-        return pack_descriptors(pairs_of(self.shards), ranks) if self.of_ranks else ranks[0].descriptor
+        return (
+            pack_descriptors(pairs_of([*self.shards, *self.side_shards]), ranks)
+            if self.of_ranks
+            else ranks[0].descriptor
+        )
 
     @property
     def open(self) -> bool:

@@ -7,7 +7,7 @@ import numpy as np
 
 from transfer_backends.contract import Caps, Gate, KVArgs, Pieces, Progress
 from transfer_backends.kvpoll import RoomKey
-from transfer_backends.merge import I64, batches, plan_items, plan_pieces
+from transfer_backends.merge import I64, batches, plan_pieces
 from transfer_backends.prefill.inbox import Offer
 
 
@@ -85,8 +85,9 @@ def plan_ops(
     # in turn: each pair of ranks has a link of its own
     parts = plans[0] if len(plans) == 1 else (part for turn in zip_longest(*plans) for part in turn if part is not None)
     planned = [(part, part.size_bytes) for part in parts]
-    for pool, here, there, region in zip(args.pools, chunk.tail, offer.tail, path.memory.pools, strict=False):
-        pieces = plan_items(here, there, src=pool.region, dst=region, max_piece_bytes=caps.max_piece_bytes)
+    for beside in path.side_shards if chunk.tail else ():
+        here, there = chunk.tail[beside.pool], offer.tail[beside.pool]
+        pieces = beside.plan(here, there, max_piece_bytes=caps.max_piece_bytes)
         parts = batches(pieces, max_pieces=caps.max_post_pieces, max_bytes=caps.max_post_bytes)
         planned += [(part, 0) for part in parts]
     if chunk.metadata_row is not None and chunk.row is None:

@@ -142,6 +142,6 @@ def check_chunk(room: PrefillRoom, chunk: Chunk, args: KVArgs) -> None:
         raise ValueError(
             f"room {room.key}: items of {len(chunk.tail)} pools, the last chunk has {len(args.pools)}, others none"
         )
-    for pool, ids in zip(args.pools, chunk.tail, strict=False):
-        if len(ids) and not (ids.min() >= 0 and ids.max() < pool.region.num_items):
-            raise ValueError(f"room {room.key}: an item of {pool.kind} is outside its {pool.region.num_items}")
+    for number, (pool, ids) in enumerate(zip(args.pools, chunk.tail, strict=False)):
+        if len(ids) and not (ids.min() >= 0 and ids.max() < args.num_items(number)):
+            raise ValueError(f"room {room.key}: an item of {pool.kind} is outside its {args.num_items(number)}")

@@ -46,7 +46,7 @@ def serve_engine(engine: Engine, memory: RankMemory, sock: socket.socket, *, rec
     `host` is bound: when that refuses, a decode worker elsewhere knows that this process is dead.
     """
     leader = MessageStream(sock)
-    engine.register([memory.kv])
+    engine.register([memory.kv, *(pool.region for pool in memory.pools)])
     described = msgspec.structs.replace(memory, descriptor=engine.descriptor())
     with sock, contextlib.ExitStack() as at_end:
         mark = own_mark()

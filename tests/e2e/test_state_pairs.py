@@ -1,0 +1,57 @@
+"""Recurrent states cross between workers of different shapes: the tokens of one rank, to the bit, and after retraction too."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.kernels.linear import linear_kernel
+from tests.e2e.test_rank_pairs import Cell, pair_of
+from tests.e2e.two_engines import run
+from tests.engine.engine_in_process import EngineInProcess, prompt_of
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
+
+HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+FLAGS: dict[str, Any] = {
+    "page_size": 16,
+    "chunked_prefill_size": 64,
+    "kv_units": 2,
+    "num_threads": 1,
+    "schedule_conservativeness": 0.0,
+    "max_total_tokens": 4096,
+}
+RETRACTS = {"test_retract": 3}  # decode, every third step
+CELLS = {
+    "delta rule, TP 2 to TP 4": ("qwen3_5_text", Cell("nixl", (2, 1), (4, 1), "on", "prefill", checksum=False)),
+    "delta rule, TP 4 to PP 2": ("qwen3_next", Cell("mooncake", (4, 1), (1, 2), "off", "recompute", checksum=False)),
+    "Mamba2, one to TP 2": ("granitemoehybrid", Cell("mooncake", (1, 1), (2, 1), "off", "recompute", checksum=False)),
+    "Mamba2, PP 2 to one": ("falcon_h1", Cell("nixl", (1, 2), (1, 1), "on", "recompute", checksum=False)),
+}
+
+
+@pytest.mark.skipif(linear_kernel() is None, reason="bits are promised of the C kernel of bf16")
+@pytest.mark.parametrize("name", CELLS)
+def test_states_cross_between_all_ranks(name: str, tmp_path: Path) -> None:
+    """In bf16 to the bit. What is retracted is computed again as a prompt, which rounds otherwise: in fp32."""
+    family, cell = CELLS[name]
+    exact = "PP 2" in name
+    numbers: dict[str, Any] = {"dtype": "bfloat16", "reduce_units": 4} if exact else {"dtype": "float32"}
+    path = make_tiny_checkpoint(tmp_path, family, dtype=numbers["dtype"], **(HEADS if "delta" in name else {}))
+    shared = prompt_of(70, 9)
+    asked = [(f"r{i}", [*shared, *prompt_of(30 + 9 * i, i)], 36 - 4 * i) for i in range(4)]
+    flags = {**FLAGS, **numbers}
+    alone = {**flags, "chunked_prefill_size": -1, "disable_radix_cache": True}
+    with EngineInProcess(path, **alone) as engine:
+        for rid, prompt, new in asked:
+            engine.add(rid, prompt, max_new_tokens=new, ignore_eos=True)
+        engine.run()
+        right = dict(engine.tokens)
+    with pair_of(cell, path, flags=flags, decode={} if exact else RETRACTS) as pair:
+        assert run(pair, asked, turns_between=6) == right
+        for worker in pair.workers:
+            scheduler = worker.parts.scheduler
+            scheduler.check()
+            assert scheduler.memory.states is not None and scheduler.memory.states.allocator.counts()["held"] == 0
+        assert (pair.workers[1].parts.scheduler.counters.retractions > 0) != exact
+        sent = pair.workers[0].peered.counters()
+        assert (sent.get("posts_of_followers", 0) > 0) == (cell.prefill != (1, 1))
