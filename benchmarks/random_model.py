@@ -1,6 +1,6 @@
 """A checkpoint with random bf16 weights in the shape of Qwen3-0.6B and a small vocabulary: for speed, not for sense.
 
-usage: python -m benchmarks.random_model DIR [--layers 28] [--hidden 1024]
+usage: python -m benchmarks.random_model DIR [--layers 28] [--hidden 1024] [--intermediate N] [--experts N --per-token N]
 
 Layers as Qwen3-0.6B's (hidden 1024, 28 layers, 16 query and 8 KV heads of 128, intermediate 3072): 0.88 GB are read per
 decode step. The vocabulary and tokenizer are those of the model that ships with Tandem.
@@ -117,8 +117,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--intermediate", type=int, help="width of an MLP or of each expert (3 * hidden)")
+    parser.add_argument("--experts", type=int, help="number of experts in the place of each MLP")
+    parser.add_argument("--per-token", type=int, default=2, help="experts that a token takes")
     args = parser.parse_args()
-    print(f"{write_model(args.folder, layers=args.layers, hidden=args.hidden) / 1e9:.2f} GB of weights")
+    experts = Experts(args.experts, args.per_token) if args.experts else None
+    num_bytes = write_model(
+        args.folder, layers=args.layers, hidden=args.hidden, intermediate=args.intermediate, experts=experts
+    )
+    print(f"{num_bytes / 1e9:.2f} GB of weights")
 
 
 if __name__ == "__main__":
