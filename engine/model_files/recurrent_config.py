@@ -29,10 +29,9 @@ class DeltaConfig:
 
     beside_attention = False
 
-    @property
-    def units(self) -> int:
-        """What TP ranks divide."""
-        return self.key_heads
+    def tp_problem(self, size: int) -> str | None:
+        """Why `size` ranks cannot share the layers."""
+        return None if self.key_heads % size == 0 else f"does not divide the {self.key_heads} key heads"
 
     def sizes(self) -> dict[str, int]:
         """What the layers give to their last product, by what it is called."""
@@ -65,10 +64,14 @@ class MambaConfig:
     factors: tuple[float, ...] = ()
     out_factor: float = 1.0
 
-    @property
-    def units(self) -> int:
-        """What TP ranks divide."""
-        return self.groups
+    def tp_problem(self, size: int) -> str | None:
+        """Why `size` ranks cannot share the layers. More ranks than groups hold copies of B and C, unless the norm sums over a group."""
+        if self.groups % size == 0:
+            return None
+        if self.norm:
+            return f"does not divide the {self.groups} groups of heads, over which there is a norm,"
+        copies = size % self.groups == 0 and self.heads % size == 0
+        return None if copies else f"does not fit the {self.heads} heads in {self.groups} groups"
 
     def sizes(self) -> dict[str, int]:
         """What the layers give to their last product, by what it is called."""

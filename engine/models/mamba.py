@@ -3,7 +3,7 @@
     x -> gate | values | B | C | time   one product
     values | B | C -> short convolution -> state space -> gate and norm -> one product
 
-A rank has some groups, the heads that read them, and their channels of the convolution.
+A rank has some heads, the groups that they read, and their channels of the convolution. Ranks may share a group.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from engine.model_files.recurrent_config import MambaConfig
 from engine.models.attention import Attend
 from engine.models.part import ModelPart, in_one
 from engine.models.remembered import Remembered
-from engine.parallel.layout import Cut
+from engine.parallel.layout import Cut, shared_range
 
 
 class _Cuts(NamedTuple):
@@ -74,7 +74,7 @@ class MambaMixer:
 
 def _cuts(part: ModelPart, config: MambaConfig) -> _Cuts:
     size, rank = part.place.tp_size, part.place.tp_rank
-    own = config.groups // size
-    groups = Cut(config.groups, range(own * rank, own * (rank + 1)))
-    heads = Cut(config.heads, groups.times(config.heads // config.groups).taken)
+    own = config.heads // size
+    heads = Cut(config.heads, range(own * rank, own * (rank + 1)))
+    groups = Cut(config.groups, shared_range(config.groups, rank, size))
     return _Cuts(heads, heads.times(config.head_dim), groups.times(config.state_dim))

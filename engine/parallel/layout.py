@@ -106,7 +106,7 @@ def share_of(config: ModelConfig, place: Place) -> Share:
     rank, size = place.tp_rank, place.tp_size
     return Share(
         heads=_even(config.num_heads, rank, size),
-        kv_heads=_kv_heads(config.num_kv_heads, rank, size),
+        kv_heads=shared_range(config.num_kv_heads, rank, size),
         vocab=range(config.vocab_size * rank // size, config.vocab_size * (rank + 1) // size),
         layers=stage_layers(config, pp_size=place.pp_size, partition=place.partition)[place.pp_rank],
     )
@@ -130,7 +130,7 @@ def units_of(config: ModelConfig, place: Place, kv_units: int | None) -> range:
     Unit u holds kv_heads / kv_units neighbouring KV heads. Where ranks outnumber KV heads, a unit is one head.
     """
     total = model_units(config, tp_size=place.tp_size, kv_units=kv_units)
-    return _kv_heads(total, place.tp_rank, place.tp_size)
+    return shared_range(total, place.tp_rank, place.tp_size)
 
 
 def model_units(config: ModelConfig, *, tp_size: int, kv_units: int | None) -> int:
@@ -188,8 +188,8 @@ def _tp_problem(config: ModelConfig, tp_size: int, dp_size: int, ep_size: int) -
         return f"{each}does not divide the model's {heads} attention heads"
     if kv_heads % size and size % kv_heads:
         return f"{each}neither divides the model's {kv_heads} KV heads nor is a multiple of them"
-    if config.recurrent is not None and config.recurrent.units % size:
-        return f"{each}does not divide the {config.recurrent.units} groups of heads in the model's recurrent layers"
+    if config.recurrent is not None and (problem := config.recurrent.tp_problem(size)) is not None:
+        return f"{each}{problem} in the model's recurrent layers"
     for name, width in _cut_sizes(config, ep_size).items():
         if width % tp_size:
             return f"does not divide the model's {name} {width}"
@@ -298,8 +298,8 @@ def _even(total: int, rank: int, size: int) -> range:
     return range(total // size * rank, total // size * (rank + 1))
 
 
-def _kv_heads(total: int, rank: int, size: int) -> range:
-    """`total` KV heads, or units of them; one of them where ranks outnumber them."""
+def shared_range(total: int, rank: int, size: int) -> range:
+    """Of `total` KV heads, units or groups of heads those of a rank; one of them where ranks outnumber them."""
     if size <= total:
         return _even(total, rank, size)
     assert size % total == 0, (total, size)

@@ -21,11 +21,17 @@ FLAGS: dict[str, Any] = {
     "max_total_tokens": 4096,
 }
 RETRACTS = {"test_retract": 3}  # decode, every third step
+FIELDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": HEADS,
+    "qwen3_next": HEADS,
+    "granitemoehybrid": {},
+    "falcon_h1": {"mamba_n_groups": 1, "mamba_rms_norm": False},  # ranks share the group
+}
 CELLS = {
     "delta rule, TP 2 to TP 4": ("qwen3_5_text", Cell("nixl", (2, 1), (4, 1), "on", "prefill", checksum=False)),
     "delta rule, TP 4 to PP 2": ("qwen3_next", Cell("mooncake", (4, 1), (1, 2), "off", "recompute", checksum=False)),
     "Mamba2, one to TP 2": ("granitemoehybrid", Cell("mooncake", (1, 1), (2, 1), "off", "recompute", checksum=False)),
-    "Mamba2, PP 2 to one": ("falcon_h1", Cell("nixl", (1, 2), (1, 1), "on", "recompute", checksum=False)),
+    "Mamba2, TP 2 to PP 2": ("falcon_h1", Cell("nixl", (2, 1), (1, 2), "on", "recompute", checksum=False)),
 }
 
 
@@ -36,7 +42,7 @@ def test_states_cross_between_all_ranks(name: str, tmp_path: Path) -> None:
     family, cell = CELLS[name]
     exact = "PP 2" in name
     numbers: dict[str, Any] = {"dtype": "bfloat16", "reduce_units": 4} if exact else {"dtype": "float32"}
-    path = make_tiny_checkpoint(tmp_path, family, dtype=numbers["dtype"], **(HEADS if "delta" in name else {}))
+    path = make_tiny_checkpoint(tmp_path, family, dtype=numbers["dtype"], **FIELDS[family])
     shared = prompt_of(70, 9)
     asked = [(f"r{i}", [*shared, *prompt_of(30 + 9 * i, i)], 36 - 4 * i) for i in range(4)]
     flags = {**FLAGS, **numbers}

@@ -1,14 +1,16 @@
 """Which part of a model each rank holds: every part is somewhere once, and every size that does not fit is refused by name."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain, product
 from typing import Any
 
 import pytest
 
 from engine.model_files.model_config import ModelConfig
-from engine.model_files.recurrent_config import DeltaConfig
+from engine.model_files.recurrent_config import DeltaConfig, MambaConfig
 from engine.parallel.layout import (
     Cut,
     Place,
@@ -24,6 +26,17 @@ from service.flags import ConfigError
 from tests.parallel.some_config import some_config
 
 SIZES = range(1, 17)
+MAMBA = MambaConfig(
+    layers=(0, 1),
+    heads=8,
+    head_dim=8,
+    groups=2,
+    state_dim=8,
+    taps=4,
+    conv_bias=True,
+    norm="gate first",
+    limits=(0.0, math.inf),
+)
 DELTA = DeltaConfig(layers=(0, 1), key_heads=2, value_heads=4, key_dim=8, value_dim=10, taps=4, by_key_head=False)
 KV_HEADS = (1, 2, 3, 4, 6, 8)
 
@@ -217,7 +230,15 @@ REFUSED = [
     ),
     (
         {"tp_size": 4, "recurrent": DELTA},
-        "--tp-size 4: does not divide the 2 groups of heads in the model's recurrent layers; choose 1 or 2",
+        "--tp-size 4: does not divide the 2 key heads in the model's recurrent layers; choose 1 or 2",
+    ),
+    (
+        {"tp_size": 4, "recurrent": MAMBA},
+        "--tp-size 4: does not divide the 2 groups of heads, over which there is a norm, in the model's recurrent layers; choose 1 or 2",
+    ),
+    (
+        {"tp_size": 4, "recurrent": replace(MAMBA, norm="", heads=6)},
+        "--tp-size 4: does not fit the 6 heads in 2 groups in the model's recurrent layers; choose 1 or 2",
     ),
     (
         {"pp_size": 2, "recurrent": DELTA},
