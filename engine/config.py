@@ -335,9 +335,10 @@ class EngineConfig(FlagSet):
         None, "format of the model's reasoning; default: it stays part of the text", choices=tuple(REASONING_FORMATS)
     )
     enable_return_hidden_states: bool = flag(False, "requests may ask for hidden states (`return_hidden_states`)")
-    embedding_pooling: str = flag(
-        "last",
-        "how /v1/embeddings pools a prompt's hidden states into a vector of unit length",
+    is_embedding: bool = flag(False, "serve vectors alone: requests to generate are refused")
+    embedding_pooling: str | None = flag(
+        None,
+        "how /v1/embeddings pools a prompt's hidden states into a vector of unit length (unset: as the checkpoint says, or last)",
         choices=("last", "mean"),
     )
     stream_interval: int = flag(1, "tokens between two messages of a stream; a request may set its own", least=1)

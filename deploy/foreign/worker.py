@@ -192,7 +192,6 @@ _MISSING: dict[str, Entry] = {
     "--download-dir": Missing("set HF_HOME"),
     "--hf-token": Missing("set HF_TOKEN"),
     "--skip-tokenizer-init": Missing("a worker reads text; send input_ids, and read output_ids"),
-    "--is-embedding": Missing("every worker serves /v1/embeddings beside the rest"),
     "--enable-multimodal": Missing(NO_VLM),
     "--limit-mm-per-prompt": Missing(NO_VLM),
     "--language-model-only": Missing(NO_VLM),

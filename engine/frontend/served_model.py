@@ -1,13 +1,13 @@
 """The model that a worker serves, as its API sees it: checkpoint, tokenizer, template, limits, defaults."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
 from engine.lora.names import lora_enabled
-from engine.model_files.head_config import HeadConfig
+from engine.model_files.head_config import NOTHING, TOKENS, HeadConfig
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
 from engine.text.chat_template import ChatTemplate, load_chat_template
@@ -43,13 +43,18 @@ def load_served_model(engine: EngineConfig, *, mode: str) -> ServedModel:
     """Raises ConfigError for a checkpoint that cannot be used."""
     path = engine.model_path or DEFAULT_MODEL_PATH
     config = load_model_config(path)
+    head = replace(config.head, kind=NOTHING) if engine.is_embedding and config.generates else config.head
+    if mode == "decode" and head.kind != TOKENS:
+        raise ConfigError(
+            f"--disaggregation-mode decode: the model of {path} generates nothing, so nothing is decoded; serve it without the flag"
+        )
     tokenizer = load_tokenizer(path)
     served_name = engine.served_model_name or _name_of(path)
     return ServedModel(
         path=path,
         served_name=served_name,
         tokenizer=tokenizer,
-        head=config.head,
+        head=head,
         template=load_chat_template(path, config=tokenizer.config, special_tokens=tokenizer.special_tokens),
         vocab_size=config.vocab_size,
         context_length=engine.context_length or config.max_position_embeddings,
@@ -58,7 +63,7 @@ def load_served_model(engine: EngineConfig, *, mode: str) -> ServedModel:
             "model_path": path,
             "served_model_name": served_name,
             "tokenizer_path": path,
-            "is_generation": config.generates,
+            "is_generation": head.kind == TOKENS,
             "model_type": config.model_type,
             "architectures": [config.architecture],
             "weight_version": engine.weight_version,

@@ -1,13 +1,11 @@
 """What stands behind a model's last norm: logits of tokens, of labels, or nothing. From its files, checked. Never torch."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.model_files.families import FAMILIES, Family
 from engine.model_files.fields import Fields
-from service.flags import ConfigError
+from engine.model_files.sentence_config import read_pooling
 
 TOKENS, LABELS, NOTHING = "tokens", "labels", "nothing"
 _TEXT_PARTS = {  # the architectures of their text models
@@ -17,15 +15,18 @@ _TEXT_PARTS = {  # the architectures of their text models
 }
 _OUTSIDE = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id")
 _KINDS = {"ForCausalLM": TOKENS, "ForSequenceClassification": LABELS, "Model": NOTHING}
-MODULES_FILE = "modules.json"  # of sentence-transformers
 
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """`kind`: TOKENS, LABELS or NOTHING (the vectors are the answer). `labels`: their names; (): there are none."""
+    """`kind`: TOKENS, LABELS or NOTHING (the vectors are the answer). `labels`: their names; (): there are none.
+
+    `pooling`: how sentence-transformers pools vectors, "mean" or "last".
+    """
 
     kind: str = TOKENS
     labels: tuple[str, ...] = ()
+    pooling: str = "last"
 
 
 TOKEN_HEAD = HeadConfig()
@@ -82,7 +83,10 @@ def read_head(fields: Fields, kind: str, *, folder: Path) -> HeadConfig:
     """The head of kind `kind`, or none where `folder` says that sentence-transformers pools the states."""
     if kind == LABELS:
         return HeadConfig(LABELS, _labels(fields))
-    return HeadConfig(NOTHING) if kind == NOTHING or _pools(folder) else TOKEN_HEAD
+    pooling = read_pooling(folder)
+    if pooling is not None:
+        return HeadConfig(NOTHING, pooling=pooling)
+    return HeadConfig(NOTHING) if kind == NOTHING else TOKEN_HEAD
 
 
 def _labels(fields: Fields) -> tuple[str, ...]:
@@ -93,16 +97,3 @@ def _labels(fields: Fields) -> tuple[str, ...]:
     if not numbers or set(given) != set(numbers) or not all(isinstance(name, str) for name in given.values()):
         raise fields.error("id2label", "must name the labels 0, 1, ... of the classifier")
     return tuple(given[number] for number in numbers)
-
-
-def _pools(folder: Path) -> bool:
-    path = folder / MODULES_FILE
-    if not folder.is_dir() or not path.is_file():
-        return False
-    try:
-        modules: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        raise ConfigError(f"{path}: is not readable JSON; download the file again") from None
-    return isinstance(modules, list) and any(
-        isinstance(one, dict) and str(one.get("type", "")).endswith(".Pooling") for one in modules
-    )

@@ -19,6 +19,8 @@ FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
     "chat_template.json",
+    "modules.json",
+    "*_Pooling/config.json",
 )
 
 _OTHER_WAYS = (

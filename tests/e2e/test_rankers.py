@@ -6,12 +6,12 @@ from typing import Any
 
 import httpx2 as httpx
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from engine.frontend.apis.ranking.pairs import INSTRUCTION, question
 from engine.text.tokenizer import load_tokenizer
 from tests.e2e.cluster import Cluster, cluster
-from tests.models.headless import make_classifier
+from tests.models.headless import make_classifier, make_embedding_model
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 FLAGS = ("--unified", "--max-total-tokens", "4096", "--log-level", "warning")
@@ -99,3 +99,16 @@ def test_a_classifier_names_classes_and_generates_nothing(tmp_path: Path) -> Non
         ):
             assert post(c, asked, body, status=404)["error"]["code"] == "model_has_no_head"
         assert httpx.get(f"{c.router}/model_info", timeout=60).json()["is_generation"] is False
+
+
+@torch.inference_mode()
+def test_an_embedding_model_pools_as_its_files_say(tmp_path: Path) -> None:
+    path = make_embedding_model(tmp_path / "model", bare=False, pooling="mean")
+    states = AutoModel.from_pretrained(path, dtype=torch.float32)(
+        torch.tensor([load_tokenizer(path).encode(QUERY)])
+    ).last_hidden_state[0]
+    mean = states.mean(0)
+    with cluster(tmp_path / "run", *FLAGS, "--model-path", path, "--is-embedding") as c:
+        found = post(c, "/v1/embeddings", {"input": QUERY})["data"][0]["embedding"]
+        assert close(found, (mean / mean.norm()).tolist())
+        assert post(c, "/generate", {"text": "a"}, status=404)["error"]["code"] == "model_has_no_head"

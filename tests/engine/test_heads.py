@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForSequenceClassification
 
+from engine.model_files.model_config import load_model_config
 from tests.engine.engine_in_process import prompt_of
 from tests.engine.test_families import WAYS, engine_of
 from tests.models.headless import make_classifier, make_embedding_model
@@ -42,10 +43,12 @@ def test_labels_have_the_logits_of_transformers(family: str, tmp_path: Path) -> 
     check(path, "labels", wanted)
 
 
-@pytest.mark.parametrize("bare", [True, False])
+@pytest.mark.parametrize(("bare", "pooling"), [(True, "lasttoken"), (False, "lasttoken"), (False, "mean")])
 @torch.inference_mode()
-def test_embedding_models_need_no_head(bare: bool, tmp_path: Path) -> None:
-    path = make_embedding_model(tmp_path, bare=bare)
+def test_embedding_models_pool_as_sentence_transformers_do(bare: bool, pooling: str, tmp_path: Path) -> None:
+    path = make_embedding_model(tmp_path, bare=bare, pooling=pooling)
     theirs = AutoModel.from_pretrained(path, dtype=torch.float32)
-    last = {rid: theirs(torch.tensor([ids])).last_hidden_state[0, -1] for rid, ids in PROMPTS.items()}
-    check(path, "last", {rid: vector / vector.norm() for rid, vector in last.items()})
+    states = {rid: theirs(torch.tensor([ids])).last_hidden_state[0] for rid, ids in PROMPTS.items()}
+    vectors = {rid: rows.mean(0) if pooling == "mean" else rows[-1] for rid, rows in states.items()}
+    wanted = {rid: vector / vector.norm() for rid, vector in vectors.items()}
+    check(path, load_model_config(path).head.pooling, wanted)

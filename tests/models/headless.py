@@ -27,8 +27,11 @@ def make_classifier(folder: Path, family: str, *, labels: tuple[str, ...], **ove
     return path
 
 
-def make_embedding_model(folder: Path, *, bare: bool, **overrides: Any) -> str:
-    """`bare`: its class is Qwen3Model and names in the file leave out "model."; else sentence-transformers' modules.json tells."""
+def make_embedding_model(folder: Path, *, bare: bool, pooling: str = "lasttoken", **overrides: Any) -> str:
+    """`bare`: its class is Qwen3Model and names in the file leave out "model."; else sentence-transformers' modules.json tells.
+
+    `pooling`: as sentence-transformers calls it.
+    """
     architecture = "Qwen3Model" if bare else "Qwen3ForCausalLM"
     path = make_tiny_checkpoint(folder, "qwen3", architectures=[architecture], **overrides)
 
@@ -39,6 +42,15 @@ def make_embedding_model(folder: Path, *, bare: bool, **overrides: Any) -> str:
 
     edit_tensors(folder / "model.safetensors", edit)
     if not bare:
-        types = ("Transformer", "Pooling", "Normalize")
-        write_json(folder / "modules.json", [{"type": f"sentence_transformers.models.{name}"} for name in types])
+        write_modules(folder, {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"})
+        modes = {f"pooling_mode_{name}": name.startswith(pooling) for name in ("cls_token", "mean_tokens", "lasttoken")}
+        write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": 64, **modes})
     return path
+
+
+def write_modules(folder: Path, modules: dict[str, str]) -> None:
+    """modules.json of `modules`, each in a folder of its own."""
+    listed = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in modules.items()]
+    write_json(folder / "modules.json", listed)
+    for path in modules:
+        (folder / path).mkdir(exist_ok=True)

@@ -3,33 +3,21 @@
 import time
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from engine.frontend.apis.native.view import shown_finish
-from engine.frontend.apis.shared.alone import Prompts, check_computes_prompts, embed, fitting_ids, vector_of
+from engine.frontend.apis.shared.alone import AloneBody, check_computes_prompts, embed, prompts_in, vector_of
 from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
-from engine.frontend.apis.shared.fields import check_num_samples, prompts_of
-from engine.frontend.apis.shared.models import choose_model
-from engine.frontend.apis.shared.namespaces import PerPrompt, namespaces_of
 from engine.frontend.apis.shared.refused import EMBEDDING, TEXT_ONLY
-from engine.frontend.apis.shared.routed import routed_rank
 from engine.frontend.services import SERVICES
 from engine.text.sample import TextOutput
 from service.http.errors import bad_field
 from service.http.stream import json_response
 
 
-class EncodeBody(msgspec.Struct, kw_only=True):
+class EncodeBody(AloneBody, kw_only=True):
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
-    model: str | None = None
-    rid: str | None = None
-    lora_path: str | None = None
-    cache_salt: PerPrompt = None
-    extra_key: PerPrompt = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None
 
 
 READER = BodyReader(
@@ -47,20 +35,11 @@ async def encode(request: web.BaseRequest) -> web.Response:
     started_s = time.monotonic()
     body = await READER.read(request)
     check_computes_prompts(s)
-    model = choose_model(s, body.model, body.lora_path)
     if (body.text is None) == (body.input_ids is None):
         raise bad_field("text", "give either text or input_ids")
     field, given = ("text", body.text) if body.text is not None else ("input_ids", body.input_ids)
     assert given is not None
-    several = prompts_of(given, field=field)  # type: ignore[arg-type]
-    check_num_samples(len(several), 1, field=field)
-    prompts = Prompts(
-        ids=[await fitting_ids(s, one, field=field) for one in several],
-        name=body.rid or s.mint_id("encode-"),
-        lora=model.lora,
-        namespaces=namespaces_of(body, len(several)),
-        dp_rank=routed_rank(body, request.headers),
-    )
+    prompts = await prompts_in(request, body, given, field=field, prefix="encode-")
     answers = await embed(request, prompts)
     is_list = isinstance(given, list) and not isinstance(given[0], int)
 

@@ -5,22 +5,24 @@ The shape is SGLang's `ScoringRequest` (srt/entrypoints/openai/protocol.py). A q
 
 import math
 
-import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.shared.alone import Prompts, check_computes_prompts, fitting_ids, next_logprobs
+from engine.frontend.apis.shared.alone import (
+    AloneBody,
+    check_computes_prompts,
+    fitting_ids,
+    named_prompts,
+    next_logprobs,
+)
 from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
 from engine.frontend.apis.shared.fields import check_num_samples, check_priority, check_token_ids, prompts_of
-from engine.frontend.apis.shared.models import choose_model
-from engine.frontend.apis.shared.namespaces import PerPrompt, namespaces_of
-from engine.frontend.apis.shared.routed import routed_rank
 from engine.frontend.services import SERVICES
 from engine.messages import MAX_ASKED_TOKEN_IDS
 from service.http.errors import bad_field
 from service.http.stream import json_response
 
 
-class ScoreBody(msgspec.Struct, kw_only=True):
+class ScoreBody(AloneBody, kw_only=True):
     """`query` and `items`: texts, or token ids both. `apply_softmax`: the labels of an item sum to 1."""
 
     label_token_ids: list[int] | None = None
@@ -28,15 +30,8 @@ class ScoreBody(msgspec.Struct, kw_only=True):
     items: str | list[str | int | list[int]] | None = None
     apply_softmax: bool | None = None
     item_first: bool | None = None
-    model: str | None = None
-    rid: str | None = None
     priority: int | None = None
     user: str | None = None
-    lora_path: str | None = None
-    cache_salt: PerPrompt = None
-    extra_key: PerPrompt = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None
 
 
 _PAIRS = Unserved(
@@ -52,24 +47,18 @@ async def score(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
     body = await READER.read(request)
     check_computes_prompts(s)
-    model = choose_model(s, body.model, body.lora_path)
     labels = _labels(body, vocab_size=s.model.vocab_size)
     joined = _joined(body)
     check_num_samples(len(joined), 1, field="items")
-    prompts = Prompts(
-        ids=[await fitting_ids(s, one, field="items", room=1) for one in joined],
-        name=body.rid or s.mint_id("score-"),
-        lora=model.lora,
-        namespaces=namespaces_of(body, len(joined)),
-        dp_rank=routed_rank(body, request.headers),
-    )
+    ids = [await fitting_ids(s, one, field="items", room=1) for one in joined]
+    prompts = named_prompts(request, body, ids, prefix="score-")
     logprobs = await next_logprobs(request, prompts, token_ids=labels, priority=check_priority(body.priority))
     shown = shares if body.apply_softmax else probabilities
     return json_response(
         {
             "object": "scoring",
             "scores": [shown(row) for row in logprobs],
-            "model": model.shown,
+            "model": prompts.model,
             "usage": {"prompt_tokens": prompts.num_tokens, "total_tokens": prompts.num_tokens},
         }
     )

@@ -4,30 +4,18 @@ import math
 import time
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.shared.alone import Prompts, check_computes_prompts, fitting_ids, label_logits
+from engine.frontend.apis.shared.alone import AloneBody, check_computes_prompts, label_logits, prompts_in
 from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
-from engine.frontend.apis.shared.fields import check_num_samples, prompts_of
 from engine.frontend.apis.shared.heads import check_classifies
-from engine.frontend.apis.shared.models import choose_model
-from engine.frontend.apis.shared.namespaces import PerPrompt, namespaces_of
-from engine.frontend.apis.shared.routed import routed_rank
 from engine.frontend.services import SERVICES
 from service.http.stream import json_response
 
 
-class ClassifyBody(msgspec.Struct, kw_only=True):
+class ClassifyBody(AloneBody, kw_only=True):
     input: str | list[str | int | list[int]]
-    model: str | None = None
     user: str | None = None
-    rid: str | None = None
-    lora_path: str | None = None
-    cache_salt: PerPrompt = None
-    extra_key: PerPrompt = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None
 
 
 READER = BodyReader(
@@ -45,16 +33,7 @@ async def classify(request: web.BaseRequest) -> web.Response:
     body = await READER.read(request)
     check_classifies(s)
     check_computes_prompts(s)
-    model = choose_model(s, body.model, body.lora_path)
-    several = prompts_of(body.input, field="input")
-    check_num_samples(len(several), 1, field="input")
-    prompts = Prompts(
-        ids=[await fitting_ids(s, one, field="input") for one in several],
-        name=body.rid or s.mint_id("classify-"),
-        lora=model.lora,
-        namespaces=namespaces_of(body, len(several)),
-        dp_rank=routed_rank(body, request.headers),
-    )
+    prompts = await prompts_in(request, body, body.input, field="input", prefix="classify-")
     labels = s.model.head.labels
 
     def shown(index: int, logits: list[float]) -> dict[str, Any]:
@@ -68,7 +47,7 @@ async def classify(request: web.BaseRequest) -> web.Response:
             "id": prompts.name,
             "object": "list",
             "created": int(time.time()),
-            "model": model.shown,
+            "model": prompts.model,
             "data": [shown(index, logits) for index, logits in enumerate(rows)],
             "usage": {"prompt_tokens": prompts.num_tokens, "total_tokens": prompts.num_tokens},
         }

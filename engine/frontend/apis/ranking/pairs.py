@@ -7,14 +7,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.shared.alone import Prompts, check_computes_prompts, fitting_ids, label_logits, next_logprobs
+from engine.frontend.apis.shared.alone import (
+    AloneBody,
+    check_computes_prompts,
+    fitting_ids,
+    label_logits,
+    named_prompts,
+    next_logprobs,
+)
 from engine.frontend.apis.shared.fields import check_num_samples
-from engine.frontend.apis.shared.models import choose_model
-from engine.frontend.apis.shared.namespaces import PerPrompt, namespaces_of
-from engine.frontend.apis.shared.routed import routed_rank
 from engine.frontend.services import SERVICES, Services
 from service.http.errors import ApiError, bad_field
 
@@ -29,18 +32,11 @@ _QUESTION = (
 )
 
 
-class PairBody(msgspec.Struct, kw_only=True):
+class PairBody(AloneBody, kw_only=True):
     """What bodies with pairs share. `instruct`: what Qwen3-Reranker is to look for."""
 
     instruct: str | None = None
-    model: str | None = None
     user: str | None = None
-    rid: str | None = None
-    lora_path: str | None = None
-    cache_salt: PerPrompt = None
-    extra_key: PerPrompt = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +60,6 @@ async def judge(
     """Scores of `pairs` (query, text), which came in `fields` of the body. Raises ApiError(400, 404)."""
     s = request[SERVICES]
     check_computes_prompts(s)
-    model = choose_model(s, body.model, body.lora_path)
     check_num_samples(len(pairs), 1, field=fields[1])
     answers = None if s.model.head.labels else _yes_no(s)
     if s.model.head.labels:
@@ -76,19 +71,13 @@ async def judge(
         named = INSTRUCTION if body.instruct is None else body.instruct
         asked = [question(query, text, named) for query, text in pairs]
         ids = [await fitting_ids(s, one, field=fields[1], room=1) for one in asked]
-    prompts = Prompts(
-        ids=ids,
-        name=body.rid or s.mint_id(prefix),
-        lora=model.lora,
-        namespaces=namespaces_of(body, len(pairs)),
-        dp_rank=routed_rank(body, request.headers),
-    )
+    prompts = named_prompts(request, body, ids, prefix=prefix)
     if answers is None:
         scores = [_sigmoid(row[0]) for row in await label_logits(request, prompts)]
     else:
         rows = await next_logprobs(request, prompts, token_ids=answers, priority=0)
         scores = [_sigmoid(yes - no) for yes, no in rows]
-    return Judged(scores, prompts.name, model.shown, prompts.num_tokens)
+    return Judged(scores, prompts.name, prompts.model, prompts.num_tokens)
 
 
 def question(query: str, text: str, instruction: str) -> str:

@@ -1,12 +1,17 @@
 """Prompts that the worker of prompts answers alone: embeddings and scores. No decode worker takes part, nothing is transferred."""
 
 import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.shared.fields import prompt_ids, too_long
+from engine.frontend.apis.shared.fields import check_num_samples, prompt_ids, prompts_of, too_long
 from engine.frontend.apis.shared.heads import check_generates
+from engine.frontend.apis.shared.models import choose_model
+from engine.frontend.apis.shared.namespaces import PerPrompt, namespaces_of
+from engine.frontend.apis.shared.routed import routed_rank
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
@@ -19,10 +24,11 @@ ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, seed=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """`name`: of the whole request; `namespaces`: of each prompt. `dp_rank`: that the client names."""
+    """`name`: of the whole request; `namespaces`: of each prompt. `dp_rank`: that the client names. `model`: as answers show it."""
 
     ids: list[list[int]]
     name: str
+    model: str
     lora: str
     namespaces: list[tuple[str, ...]]
     dp_rank: int | None
@@ -34,6 +40,42 @@ class Prompts:
     @property
     def rids(self) -> list[str]:
         return [self.name] if len(self.ids) == 1 else [f"{self.name}-{i}" for i in range(len(self.ids))]
+
+
+class AloneBody(msgspec.Struct, kw_only=True):
+    """What bodies of such prompts share."""
+
+    model: str | None = None
+    rid: str | None = None
+    lora_path: str | None = None
+    cache_salt: PerPrompt = None
+    extra_key: PerPrompt = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
+
+
+async def prompts_in(
+    request: web.BaseRequest, body: AloneBody, given: str | Sequence[str | int | list[int]], *, field: str, prefix: str
+) -> Prompts:
+    """Those of `field`, one or several. `prefix`: of a name where the body has none. Raises ApiError(400, 404)."""
+    s = request[SERVICES]
+    several = prompts_of(given, field=field)  # type: ignore[arg-type]
+    check_num_samples(len(several), 1, field=field)
+    return named_prompts(request, body, [await fitting_ids(s, one, field=field) for one in several], prefix=prefix)
+
+
+def named_prompts(request: web.BaseRequest, body: AloneBody, ids: list[list[int]], *, prefix: str) -> Prompts:
+    """Prompts of token ids. Raises ApiError(400, 404)."""
+    s = request[SERVICES]
+    model = choose_model(s, body.model, body.lora_path)
+    return Prompts(
+        ids=ids,
+        name=body.rid or s.mint_id(prefix),
+        model=model.shown,
+        lora=model.lora,
+        namespaces=namespaces_of(body, len(ids)),
+        dp_rank=routed_rank(body, request.headers),
+    )
 
 
 def check_computes_prompts(s: Services) -> None:
@@ -51,7 +93,8 @@ async def fitting_ids(s: Services, prompt: str | list[int], *, field: str, room:
 
 async def embed(request: web.BaseRequest, prompts: Prompts) -> list[TextOutput]:
     """Answers for `vector_of`."""
-    return await _pooled(request, prompts, request[SERVICES].spec.engine.embedding_pooling)
+    s = request[SERVICES]
+    return await _pooled(request, prompts, s.spec.engine.embedding_pooling or s.model.head.pooling)
 
 
 async def label_logits(request: web.BaseRequest, prompts: Prompts) -> list[list[float]]:
