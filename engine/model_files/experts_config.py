@@ -10,7 +10,7 @@ class ExpertNames:
     """Names in the checkpoint, behind a layer's prefix. `router`, `experts`: their places; `gate`, `up`, `down`: an expert's matrices.
 
     `shared_gate`: what the sigmoid that weighs the shared expert comes from; "": its weight is 1. `shared_gate_up`: its gate and up
-    in one matrix; "": there are two. `stacks`: tensors of all experts, [experts, gate and up, hidden] and [experts, hidden, size],
+    in one matrix; "": there are two. `choice_bias`: what is added to scores for the choice; "": it lies in the router. `stacks`: tensors of all experts, [experts, gate and up, hidden] and [experts, hidden, size],
     which count where the checkpoint has them.
     """
 
@@ -23,6 +23,7 @@ class ExpertNames:
     shared_gate: str = ""
     shared_gate_up: str = ""
     shared_down: str = "down_proj"
+    choice_bias: str = ""
     stacks: tuple[str, str] | None = None
 
 
@@ -43,6 +44,7 @@ GRANITE_NAMES = ExpertNames(
 MIXTRAL_NAMES = ExpertNames(
     router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
 )
+MINIMAX_NAMES = replace(MIXTRAL_NAMES, choice_bias="block_sparse_moe.e_score_correction_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,15 @@ def read_mixtral(fields: Fields, num_layers: int) -> ExpertsConfig:
             intermediate=fields.count("intermediate_size"),
         ),
     )
+
+
+def read_minimax(fields: Fields, num_layers: int) -> ExpertsConfig:
+    _check_scores(fields, scores="sigmoid", methods=("noaux_tc",))
+    if any(kind != 1 for kind in fields.get("attn_type_list") or []):
+        raise fields.error("attn_type_list", "must be 1 for each layer; linear attention is not supported")
+    if fields.get("shared_intermediate_size"):
+        raise fields.error("shared_intermediate_size", "an expert of all tokens is not supported")
+    return replace(read_mixtral(fields, num_layers), sigmoid=True)
 
 
 def read_granite_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:

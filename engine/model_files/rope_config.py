@@ -97,6 +97,8 @@ def _name(fields: Fields) -> str:
 
 def _rotary_dim(fields: Fields, inner: Fields, *, head_dim: int, default_share: float) -> int:
     name = "partial_rotary_factor"
+    if fields.get("rotary_dim") is not None:  # what MiniMax says in its place
+        default_share = fields.count("rotary_dim", most=head_dim) / head_dim
     share = inner.number(name, default=fields.number(name, default=default_share))
     dim = int(head_dim * share)
     if not 0 < share <= 1 or dim % 2 or dim == 0:

@@ -73,6 +73,8 @@ def _whole_norm(part: ModelPart, prefix: str) -> WholeNorm:
     weights = [
         part.checkpoint.take(f"{prefix}{name}_norm.weight", [cut]) for name, cut in (("q", part.q), ("k", part.kv))
     ]
+    if (order := head_order(part.config.rope, part.config.head_dim)) is not None:
+        weights = [weight.view(-1, part.config.head_dim)[:, order].flatten() for weight in weights]
     return WholeNorm(
         (weights[0], weights[1]),
         sizes=(part.q.total, part.kv.total),

@@ -89,7 +89,8 @@ def load_router(part: ModelPart, prefix: str, experts: ExpertsConfig, names: Exp
         own = checkpoint.take(f"{prefix}{names.router}.bias", [experts.count])
         return ExpertRouter(weight, None, experts, logit_bias=own)
     if experts.sigmoid:
-        bias = checkpoint.take(f"{prefix}{names.router}.e_score_correction_bias", [experts.count], dtype=torch.float32)
+        name = names.choice_bias or f"{names.router}.e_score_correction_bias"
+        bias = checkpoint.take(f"{prefix}{name}", [experts.count], dtype=torch.float32)
     return ExpertRouter(weight, bias, experts)
 
 

@@ -81,6 +81,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-all-turned": ("glm4", {"partial_rotary_factor": 1.0}),
     "glm4-yarn": ("glm4", {"rope_scaling": YARN}),
     "glm4-moe": ("glm4_moe", {}),
+    "minimax-m2": ("minimax_m2", {}),
     "mixtral": ("mixtral", {}),
     "olmo": ("olmo", {}),
     "olmo-wide": ("olmo", {"clip_qkv": None, "attention_bias": True, "tie_word_embeddings": True}),

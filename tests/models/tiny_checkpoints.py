@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "llama": "LlamaForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "olmo": "OlmoForCausalLM",
@@ -220,6 +221,7 @@ MIXTURES: dict[str, dict[str, Any]] = {  # fields of their own
             "original_max_position_embeddings": 32,
         },
     },
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 8},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen3_5_moe_text": _QWEN_SPARSE | _QWEN_HYBRID,
     "qwen3_moe": _QWEN_SPARSE,
@@ -300,7 +302,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
                 layer |= {f"self_attn.indexer.k_norm.{name}": [config["index_head_dim"]] for name in ("weight", "bias")}
             if config["q_lora_rank"]:
                 layer["self_attn.q_a_layernorm.weight"] = [config["q_lora_rank"]]
-        if family in ("olmo2", "olmo3"):
+        if family in ("olmo2", "olmo3", "minimax_m2"):
             layer |= {"self_attn.q_norm.weight": [q], "self_attn.k_norm.weight": [kv]}
         if family in HYBRIDS and (i + 1) % config["full_attention_interval"]:
             layer = {name: shape for name, shape in layer.items() if not name.startswith("self_attn.")}
@@ -421,15 +423,17 @@ def _experts(config: dict[str, Any]) -> dict[str, list[int]]:
     if config["model_type"] == "gpt_oss":
         return _fused_experts(config)
     hidden, family = config["hidden_size"], config["model_type"]
-    size = config["intermediate_size"] if family == "mixtral" else config["moe_intermediate_size"]
+    size = config.get("moe_intermediate_size", config["intermediate_size"])
     count = config.get("num_local_experts") or config.get("num_experts") or config["n_routed_experts"]
     place, gate, up, down = ("mlp", "gate_proj", "up_proj", "down_proj")
-    if family == "mixtral":
+    if family in ("mixtral", "minimax_m2"):
         place, gate, up, down = ("block_sparse_moe", "w1", "w3", "w2")
     shapes = {f"{place}.gate.weight": [count, hidden]}
     parts = [f"{place}.experts.{i}" for i in range(count)]
     if family in ("glm4_moe", "deepseek_v3", "deepseek_v32"):
         shapes["mlp.gate.e_score_correction_bias"] = [count]
+    if family == "minimax_m2":
+        shapes["block_sparse_moe.e_score_correction_bias"] = [count]
     sizes = dict.fromkeys(parts, size)
     if family in HYBRIDS:
         shapes["mlp.shared_expert_gate.weight"] = [1, hidden]
