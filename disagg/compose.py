@@ -160,7 +160,7 @@ def _transfers(spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffer
         aux=metadata.region,
         signature=parts.model.signature(),
         page_size=parts.pool.page_size,
-        dtype=parts.config.dtype,
+        dtype=_dtype(parts),
         kv_units=parts.held.num_units,
         layer_bytes=_layer_bytes(parts),
         kv_checksum=CHECKSUM_NAME if spec.disagg.disaggregation_kv_checksum else "off",
@@ -191,6 +191,12 @@ def _layer_bytes(parts: EngineParts) -> tuple[int, ...]:
     own = {spec.bytes_per_token() * pool.page_size // pool.units for spec in pool.specs}
     assert len(own) == 1, own
     return tuple(own) * parts.held.num_layers
+
+
+def _dtype(parts: EngineParts) -> str:
+    """Of the model, and of its KV where that is another one."""
+    own, kept = parts.config.dtype, parts.config.kv_cache_dtype
+    return own if kept == own else f"{own}, KV in {kept}"
 
 
 def _transfer_config(spec: SchedulerSpec) -> TransferConfig:

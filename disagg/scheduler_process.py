@@ -265,6 +265,7 @@ def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s:
         "rank_pids": [os.getpid()] if parts.group is None else [pid for _, pid in sorted(parts.group.pids.items())],
         "device": config.device,
         "dtype": config.dtype,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "stream": config.stream,
         "overlap_depth": parts.depth,
         "context_length": config.context_length,

@@ -41,7 +41,7 @@ from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from engine.parallel.layout import ALONE
-from engine.pool import count_pages, held_by, note_memory
+from engine.pool import count_pages, held_by, kept_specs, note_memory
 from engine.pools import Pools, build_pools, windows_apart
 from engine.ranks.future_maps import future_map_of
 from engine.ranks.group import Group, GroupAdapters, GroupKVMemory
@@ -143,7 +143,7 @@ def build_engine(
     place = group.links.place if group else ALONE
     memory = _measured(config, model_config, model, gauge, use, group, progress=progress) if gauge and shares else None
     held = held_by(config, model_config, place)
-    units, specs = len(held.units), model.cache_specs()
+    units, specs = len(held.units), kept_specs(config, model.cache_specs())
     pages = count_pages(config, specs, memory, units=units, host=host, beside=slots_bytes)
     if group is not None:
         pages = min(pages, group.followers.await_ready(fingerprint=files, timeout_s=group.timeout_s))

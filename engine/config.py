@@ -43,7 +43,13 @@ class EngineConfig(FlagSet):
         None,
         "model name in /v1/models and in answers; default: the name of the directory, the file or the model of the hub",
     )
-    dtype: str = flag("auto", "data type of weights and KV cache", choices=("auto", "bfloat16", "float32"))
+    dtype: str = flag("auto", "data type of weights", choices=("auto", "bfloat16", "float32"))
+    kv_cache_dtype: str = flag(
+        "auto",
+        "data type of the KV cache, the same for prefill and decode workers; auto: --dtype; fp8_e4m3 (on cpu): 8 bits, with a scale "
+        "for each token and KV head: half the bytes in memory and on their way",
+        choices=("auto", "bf16", "bfloat16", "float32", "fp8_e4m3"),
+    )
     quantization: str | None = flag(
         None,
         "on cpu: round weights to integers while they are loaded, int8wo with a scale for each output, int4wo-N with a scale and an "

@@ -23,7 +23,7 @@ from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.parallel.layout import ALONE, Place
 from engine.parallel.row_exchange import RowExchange
-from engine.pool import held_by
+from engine.pool import held_by, kept_specs
 from engine.resolve import largest_prompt_step
 from service.flags import ConfigError
 
@@ -55,7 +55,8 @@ def measure(
     own = gauge.own()
     gauge.begin_peak()
     units = len(held_by(config, model_config, place).units)
-    pool = KVPool(model.cache_specs(), num_pages=1, page_size=config.page_size, device=config.device, units=units)
+    specs = kept_specs(config, model.cache_specs())
+    pool = KVPool(specs, num_pages=1, page_size=config.page_size, device=config.device, units=units)
     try:
         with steps_over(pool) as run:
             warm(config, model_config, run, positions=config.context_length, decodes=decodes, progress=progress)

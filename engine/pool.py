@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -10,6 +11,7 @@ from engine.gpu_memory import GpuMemory, gib
 from engine.kv.held import HeldKV
 from engine.kv.host_memory import HostMemory
 from engine.kv.kv_pool import AllocateBytes, CacheSpec, KVPool
+from engine.kv_dtype import FP8
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import Place, model_units, share_of, units_of
 from engine.resolve import cpu_kv_bytes, gpu_pages, num_pages, state_slots
@@ -29,6 +31,12 @@ def held_by(config: EngineConfig, model: ModelConfig, place: Place) -> HeldKV:
         model.state_layers(stage),
         len(model.state_layers(range(model.num_layers))),
     )
+
+
+def kept_specs(config: EngineConfig, specs: Sequence[CacheSpec]) -> list[CacheSpec]:
+    """What layers keep by --kv-cache-dtype; 8 bits are read as the model's own type. `config` is resolved."""
+    kept = config.kv_cache_dtype
+    return [replace(spec, fp8=True) if kept == FP8 else replace(spec, dtype=kept) for spec in specs]
 
 
 def count_pages(
@@ -86,7 +94,7 @@ def note_memory(
     """Log what takes the memory of a CPU. `buffers`: of `tokens`. `free`, `weights`, `states`, `copies` (of retracted and cached KV): bytes."""
     parts = {
         "weights": weights,
-        f"KV of {tokens} tokens": sum(buffer.nbytes for buffer in buffers),
+        f"KV of {tokens} tokens in {config.kv_cache_dtype}": sum(buffer.nbytes for buffer in buffers),
         f"{state_slots(config)} recurrent states": states,
         "copies of KV": copies,
     }

@@ -10,6 +10,7 @@ from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.core.prefill_gate import PrefillDelayer, PrefillPolicy, ScheduleEnhancer
 from engine.core.step_budget import StepBudget
 from engine.gpu_memory import GpuMemory
+from engine.kv_dtype import kv_dtype
 from engine.lora.names import check_lora, lora_enabled
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import model_units
@@ -59,6 +60,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         mem_fraction_static=config.mem_fraction_static or MEM_FRACTION_OF[device],
         max_running_requests=config.max_running_requests or MAX_RUNNING_OF[device],
         dtype=dtype,
+        kv_cache_dtype=kv_dtype(config, model, device=device, dtype=dtype),
         stream=_stream(config.stream, device, watched=config.watches_steps),
         context_length=_context_length(config.context_length, model.max_position_embeddings),
         chunked_prefill_size=_chunk(config.chunked_prefill_size, config.page_size, device),

@@ -1,6 +1,5 @@
 """Attention in plain torch for any dtype and device: slow, and the reference for the kernels."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -53,16 +52,11 @@ class TorchBackend:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[kv_len, kv_heads, head_dim] each. Without a prefix the new tokens are all there is: no gather."""
         if request.prefix_len == 0:
-            rows, dtype = slice(request.first, request.end), self._pool.k(layer).dtype
-            # through the cache's dtype: what a later chunk reads back must be what this one saw
-            return k[rows].to(dtype).to(k.dtype), v[rows].to(dtype).to(v.dtype)
-        keys, values = (self._gather(cache, layer, request) for cache in (self._pool.k, self._pool.v))
-        return keys.to(k.dtype), values.to(v.dtype)
-
-    def _gather(self, cache: Callable[[int, int], torch.Tensor], layer: int, request: "_Request") -> torch.Tensor:
-        """`cache`: of (layer, unit)."""
-        parts = [request.gather(cache(layer, unit)) for unit in range(self._pool.units)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            rows = slice(request.first, request.end)
+            # through the cache: what a later chunk reads back must be what this one saw
+            return self._pool.rounded(layer, k[rows]).to(k.dtype), self._pool.rounded(layer, v[rows]).to(v.dtype)
+        keys, values = self._pool.read(layer, request.pages)
+        return keys[: request.kv_len].to(k.dtype), values[: request.kv_len].to(v.dtype)
 
     def _attend_request(
         self,
@@ -107,11 +101,8 @@ class _Request:
         self.prefix_len = self.kv_len - self.q_len
         assert self.prefix_len >= 0, (self.q_len, self.kv_len)
         num_pages = -(-self.kv_len // page_size)
-        self._pages = pages[:num_pages]
+        self.pages = pages[:num_pages]
         self._tiles: dict[int, list[_Tile]] = {}
-
-    def gather(self, cache: torch.Tensor) -> torch.Tensor:
-        return cache.index_select(0, self._pages).flatten(0, 1)[: self.kv_len]
 
     def tiles(self, window: int) -> "list[_Tile]":
         """Return the tiles of the query rows. `window`: 0 is all tokens."""
@@ -121,7 +112,7 @@ class _Request:
         return self._tiles[window]
 
     def _tile(self, first: int, end: int, window: int) -> "_Tile":
-        device, start = self._pages.device, self.prefix_len + first
+        device, start = self.pages.device, self.prefix_len + first
         seen = slice(max(0, start - window + 1) if window else 0, self.prefix_len + end)
         rows = torch.arange(start, self.prefix_len + end, device=device)[:, None]
         keys = torch.arange(seen.start, seen.stop, device=device)[None, :]

@@ -7,7 +7,7 @@ import torch
 
 from engine.kernels import tape
 from engine.kernels.softmax import Softmax
-from engine.kv.kv_pool import KVPool
+from engine.kv.kv_pool import DTYPES, KVPool
 
 POINTERS = ("q", "k_new", "v_new", "out", "k_cache", "v_cache", "sinks")
 STRIDES = ("q_stride", "k_stride", "v_stride", "page_stride_bytes", "unit_stride_bytes")
@@ -16,7 +16,7 @@ SCORES = ("scale", "cap")
 
 
 class Rows(NamedTuple):
-    """New tokens in the cache's dtype, and their output; they must live as long as the call."""
+    """New tokens in the dtype in which the cache is read, and their output; they must live as long as the call."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -32,8 +32,9 @@ class LayerCall:
     def fill(
         self, args: ctypes.Structure, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax
     ) -> Rows:
-        """Fill in `args`: addresses, strides, heads. q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
-        spec, dtype = self._pool.specs[layer], self._pool.k(layer).dtype
+        """Fill in `args`: addresses, strides, heads, how the cache keeps them. q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
+        spec = self._pool.specs[layer]
+        dtype = DTYPES[spec.dtype]
         q, k, v = (_dense_heads(x.to(dtype)) for x in (q, k, v))
         assert k.shape == v.shape == (len(q), spec.num_kv_heads, spec.head_dim), (q.shape, k.shape, v.shape)
         assert q.shape[2] == spec.head_dim, q.shape
@@ -43,7 +44,7 @@ class LayerCall:
         args.k_cache, args.v_cache = self._caches[layer]
         args.heads, args.kv_heads, args.dim = q.shape[1], spec.num_kv_heads, spec.head_dim
         args.window, args.scale, args.cap = spec.window, softmax.scale, softmax.cap
-        args.sinks = None
+        args.is_fp8, args.sinks = spec.fp8, None
         if softmax.sinks is not None:
             assert len(softmax.sinks) == q.shape[1], (softmax.sinks.shape, q.shape)
             args.sinks = softmax.sinks.data_ptr()

@@ -1,4 +1,5 @@
-/* Paged decode attention: one query token a request, online softmax over the request's pages. bf16 and fp32 caches.
+/* Paged decode attention: one query token a request, online softmax over the request's pages. Caches of bf16, fp32, and 8 bits
+ * (fp8.h) beside bf16 queries.
  *
  * A work item is (request, a run of kv heads of one unit): all query heads of a kv head are computed together, so each byte of
  * K and V is read from memory once. Tokens go in blocks of BLOCK from the first one that is seen on, in this order whatever the batch is: a
@@ -19,8 +20,9 @@
 #include <string.h>
 
 #include "attention.h"
+#include "fp8.h"
 
-#define ABI_VERSION 5
+#define ABI_VERSION 6
 #define BLOCK 64         /* tokens whose scores are held at once */
 #define SUB 8            /* query heads computed together */
 #define ACCUMULATORS 16  /* vectors of output held in registers */
@@ -50,7 +52,7 @@ struct args {
     int64_t page_stride_bytes, unit_stride_bytes;
     int64_t heads, kv_heads, units, dim, page_size; /* each unit of a page holds kv_heads / units */
     int64_t window;                                 /* the last tokens that a query sees, itself included; 0: all */
-    int64_t is_bf16, threads;
+    int64_t is_bf16, is_fp8, threads; /* is_fp8: of the cache; is_bf16: of all else, and of the cache unless is_fp8 */
     float scale, cap; /* a score s becomes cap * tanh(s / cap); 0: it stays */
 };
 
@@ -63,14 +65,18 @@ struct block {
 /* One work item: what is shared by the functions below. */
 struct item {
     const struct args *a;
-    int64_t heads, group, row_bytes; /* kv heads of the run; query heads of each; bytes of a head's row */
+    int64_t heads, group, row_bytes; /* kv heads of the run; query heads of each; bytes of a head's row in the cache */
+    int64_t exponents;               /* of 8 bits: where those of the run's heads lie, from its first row on */
     int count, ahead;                /* tokens of the block at hand; rows that are fetched before they are needed */
     const char *rows[3 * BLOCK];     /* K of the block, then its V, then what is read next */
-    const char *q;                   /* [query heads of the run, dim] in the cache's dtype */
+    const char *q;                   /* [query heads of the run, dim] */
     float *o, *m, *l, *factor;       /* [query heads, dim] unnormalised output, [query heads] running maximum and sum, [query heads] */
     float *p;                        /* [query heads, BLOCK] scores, then weights */
     f16v *parts;                     /* [query heads, LANES] of the dot products of DOTS tokens */
 };
+
+/* Exponent of kv head h in a token's row, which begins at the run's first head. */
+INLINE int exponent_of(const struct item *it, const char *row, int64_t h) { return (uint8_t)row[it->exponents + h]; }
 
 /* Row `at` of kv head h, and on the way to it, the one that is needed `ahead` rows later. */
 INLINE const char *row_of(const struct item *it, int at, int64_t h, int64_t row_bytes) {
@@ -81,21 +87,23 @@ INLINE const char *row_of(const struct item *it, int at, int64_t h, int64_t row_
 
 /* ---- scores, softmax weights, weighted sum */
 
-/* parts[g] = products of q[g] with a row of K, for `heads` query heads. */
-INLINE void multiply_row(f16v *parts, const char *q, const char *k, const int heads, const int is_bf16, const int dim) {
+/* parts[g] = products of q[g] with a row of K, for `heads` query heads. `exponent`: of the row, if is_fp8. */
+INLINE void multiply_row(f16v *parts, const char *q, const char *k, int exponent, const int heads, const int is_bf16, const int is_fp8, const int dim) {
     const int64_t q_row = (int64_t)dim * (is_bf16 ? 2 : 4);
 #if defined(__AVX512BF16__) && defined(__AVX512F__)
     if (is_bf16) {
         __m512 acc[SUB];
+        const struct code_row row = is_fp8 ? code_row(exponent) : (struct code_row){_mm512_setzero_si512(), _mm512_setzero_si512()};
         for (int g = 0; g < heads; g++) acc[g] = _mm512_setzero_ps();
         int at = 0;
         for (; at + 32 <= dim; at += 32) {
-            __m512bh kv = (__m512bh)_mm512_loadu_si512(k + at * 2);
+            __m512bh kv = (__m512bh)(is_fp8 ? words_of(_mm256_loadu_si256((const __m256i *)(k + at)), &row) : _mm512_loadu_si512(k + at * 2));
             for (int g = 0; g < heads; g++)
                 acc[g] = _mm512_dpbf16_ps(acc[g], (__m512bh)_mm512_loadu_si512(q + g * q_row + at * 2), kv);
         }
         if (at < dim) { /* dim is a multiple of 16: half a vector is left */
-            __m512bh kv = (__m512bh)_mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)(k + at * 2)));
+            __m512bh kv = (__m512bh)(is_fp8 ? words_of(_mm256_zextsi128_si256(_mm_loadu_si128((const __m128i *)(k + at))), &row)
+                                            : _mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)(k + at * 2))));
             for (int g = 0; g < heads; g++)
                 acc[g] = _mm512_dpbf16_ps(acc[g], (__m512bh)_mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)(q + g * q_row + at * 2))), kv);
         }
@@ -106,20 +114,21 @@ INLINE void multiply_row(f16v *parts, const char *q, const char *k, const int he
     f16v acc[SUB];
     for (int g = 0; g < heads; g++) acc[g] = (f16v){0};
     for (int at = 0; at < dim; at += LANES) {
-        f16v kv = load(k, at, is_bf16);
+        f16v kv = is_fp8 ? load_codes(k + at, exponent) : load(k, at, is_bf16);
         for (int g = 0; g < heads; g++) acc[g] += load(q + g * q_row, at, is_bf16) * kv;
     }
     for (int g = 0; g < heads; g++) parts[g * LANES] = acc[g];
 }
 
 /* p[r][from + t] = scale * q[r] . k[from + t] for t < n <= DOTS, of each kv head `heads` query heads from `first` on. */
-INLINE void scores(struct item *it, int first, int from, int n, const int heads, const int is_bf16, const int fixed) {
+INLINE void scores(struct item *it, int first, int from, int n, const int heads, const int is_bf16, const int is_fp8, const int fixed) {
     const int dim = fixed ? fixed : (int)it->a->dim;
-    const int64_t row_bytes = (int64_t)dim * (is_bf16 ? 2 : 4);
+    const int64_t q_bytes = (int64_t)dim * (is_bf16 ? 2 : 4), row_bytes = is_fp8 ? dim : q_bytes;
     for (int t = 0; t < n; t++)
         for (int64_t h = 0; h < it->heads; h++) {
             const int64_t r = h * it->group + first;
-            multiply_row(it->parts + r * LANES + t, it->q + r * row_bytes, row_of(it, from + t, h, row_bytes), heads, is_bf16, dim);
+            const int exponent = is_fp8 ? exponent_of(it, it->rows[from + t], h) : 0;
+            multiply_row(it->parts + r * LANES + t, it->q + r * q_bytes, row_of(it, from + t, h, row_bytes), exponent, heads, is_bf16, is_fp8, dim);
         }
     for (int64_t h = 0; h < it->heads; h++)
         for (int64_t r = h * it->group + first; r < h * it->group + first + heads; r++)
@@ -136,8 +145,8 @@ static void weigh(struct item *it, int64_t g) {
 }
 
 /* o[g] += sum over t < n of p[g][t] * v[t], for `vectors` vectors of each row from element `at` on; o[g] is first multiplied
- * by factor[g] where there is one. */
-INLINE void add_values(float *o, const float *p, const float *factor, const char *const *v, int n, const int heads, int64_t at, const int vectors, const int is_bf16, const int64_t dim) {
+ * by factor[g] where there is one. exponents[t]: of v[t], if is_fp8. */
+INLINE void add_values(float *o, const float *p, const float *factor, const char *const *v, const int *exponents, int n, const int heads, int64_t at, const int vectors, const int is_bf16, const int is_fp8, const int64_t dim) {
     f16v acc[ACCUMULATORS], row[MAX_VECTORS];
     for (int g = 0; g < heads; g++)
         for (int w = 0; w < vectors; w++) {
@@ -145,7 +154,8 @@ INLINE void add_values(float *o, const float *p, const float *factor, const char
             if (factor) acc[g * vectors + w] *= factor[g];
         }
     for (int t = 0; t < n; t++) {
-        load_values(row, v[t], at, vectors, is_bf16);
+        if (is_fp8) load_code_values(row, v[t], at, vectors, exponents[t]);
+        else load_values(row, v[t], at, vectors, is_bf16);
         for (int g = 0; g < heads; g++)
             for (int w = 0; w < vectors; w++) acc[g * vectors + w] += row[w] * p[g * BLOCK + t];
     }
@@ -154,44 +164,52 @@ INLINE void add_values(float *o, const float *p, const float *factor, const char
 }
 
 /* The same for tokens from..from + n - 1 of the block (n <= TOGETHER) and of each kv head `heads` query heads from `first` on. */
-INLINE void values(struct item *it, int first, int from, int n, const int heads, const int is_bf16, const int fixed) {
+INLINE void values(struct item *it, int first, int from, int n, const int heads, const int is_bf16, const int is_fp8, const int fixed) {
     const int most = ACCUMULATORS / heads >= 8 ? 8 : ACCUMULATORS / heads >= 4 ? 4 : 2; /* vectors of a row at a time */
-    const int64_t dim = fixed ? fixed : it->a->dim, row_bytes = dim * (is_bf16 ? 2 : 4);
+    const int64_t dim = fixed ? fixed : it->a->dim, row_bytes = dim * (is_fp8 ? 1 : is_bf16 ? 2 : 4);
     for (int64_t h = 0; h < it->heads; h++) {
         const char *v[TOGETHER];
-        for (int t = 0; t < n; t++) v[t] = row_of(it, it->count + from + t, h, row_bytes);
+        int e[TOGETHER];
+        for (int t = 0; t < n; t++) {
+            v[t] = row_of(it, it->count + from + t, h, row_bytes);
+            e[t] = is_fp8 ? exponent_of(it, it->rows[it->count + from + t], h) : 0;
+        }
         const int64_t r = h * it->group + first;
         float *o = it->o + r * dim;
         const float *p = it->p + r * BLOCK + from, *factor = from ? NULL : it->factor + r;
         int64_t at = 0;
-        for (; at + most * LANES <= dim; at += most * LANES) add_values(o, p, factor, v, n, heads, at, most, is_bf16, dim);
-        for (; at + 2 * LANES <= dim; at += 2 * LANES) add_values(o, p, factor, v, n, heads, at, 2, is_bf16, dim);
-        if (at < dim) add_values(o, p, factor, v, n, heads, at, 1, is_bf16, dim);
+        for (; at + most * LANES <= dim; at += most * LANES) add_values(o, p, factor, v, e, n, heads, at, most, is_bf16, is_fp8, dim);
+        for (; at + 2 * LANES <= dim; at += 2 * LANES) add_values(o, p, factor, v, e, n, heads, at, 2, is_bf16, is_fp8, dim);
+        if (at < dim) add_values(o, p, factor, v, e, n, heads, at, 1, is_bf16, is_fp8, dim);
     }
 }
 
 /* The number of heads is a constant in each copy, so that accumulators stay in registers; so is the usual size of a head. */
-enum kind { FP32, BF16, BF16_OF_128, KINDS };
+enum kind { FP32, BF16, BF16_OF_128, FP8, FP8_OF_128, KINDS };
 typedef void (*tokens_fn)(struct item *, int first, int from, int n);
-#define COPY(what, kind, heads, is_bf16, dim) \
-    static __attribute__((noinline)) void what##_##kind##_##heads(struct item *it, int first, int from, int n) { what(it, first, from, n, heads, is_bf16, dim); }
-#define COPIES(what, kind, is_bf16, dim) \
-    COPY(what, kind, 1, is_bf16, dim) COPY(what, kind, 2, is_bf16, dim) COPY(what, kind, 3, is_bf16, dim) COPY(what, kind, 4, is_bf16, dim) \
-    COPY(what, kind, 5, is_bf16, dim) COPY(what, kind, 6, is_bf16, dim) COPY(what, kind, 7, is_bf16, dim) COPY(what, kind, 8, is_bf16, dim)
-#define KINDS_OF(what) COPIES(what, FP32, 0, 0) COPIES(what, BF16, 1, 0) COPIES(what, BF16_OF_128, 1, 128)
+#define COPY(what, kind, heads, is_bf16, is_fp8, dim) \
+    static __attribute__((noinline)) void what##_##kind##_##heads(struct item *it, int first, int from, int n) { what(it, first, from, n, heads, is_bf16, is_fp8, dim); }
+#define COPIES(what, kind, is_bf16, is_fp8, dim) \
+    COPY(what, kind, 1, is_bf16, is_fp8, dim) COPY(what, kind, 2, is_bf16, is_fp8, dim) COPY(what, kind, 3, is_bf16, is_fp8, dim) COPY(what, kind, 4, is_bf16, is_fp8, dim) \
+    COPY(what, kind, 5, is_bf16, is_fp8, dim) COPY(what, kind, 6, is_bf16, is_fp8, dim) COPY(what, kind, 7, is_bf16, is_fp8, dim) COPY(what, kind, 8, is_bf16, is_fp8, dim)
+#define KINDS_OF(what) \
+    COPIES(what, FP32, 0, 0, 0) COPIES(what, BF16, 1, 0, 0) COPIES(what, BF16_OF_128, 1, 0, 128) COPIES(what, FP8, 1, 1, 0) COPIES(what, FP8_OF_128, 1, 1, 128)
 KINDS_OF(scores)
 KINDS_OF(values)
 #define NAMES(what, kind) \
     {0, what##_##kind##_1, what##_##kind##_2, what##_##kind##_3, what##_##kind##_4, what##_##kind##_5, what##_##kind##_6, what##_##kind##_7, what##_##kind##_8}
-static const tokens_fn SCORES[KINDS][SUB + 1] = {NAMES(scores, FP32), NAMES(scores, BF16), NAMES(scores, BF16_OF_128)};
-static const tokens_fn VALUES[KINDS][SUB + 1] = {NAMES(values, FP32), NAMES(values, BF16), NAMES(values, BF16_OF_128)};
+static const tokens_fn SCORES[KINDS][SUB + 1] = {NAMES(scores, FP32), NAMES(scores, BF16), NAMES(scores, BF16_OF_128), NAMES(scores, FP8), NAMES(scores, FP8_OF_128)};
+static const tokens_fn VALUES[KINDS][SUB + 1] = {NAMES(values, FP32), NAMES(values, BF16), NAMES(values, BF16_OF_128), NAMES(values, FP8), NAMES(values, FP8_OF_128)};
 
 /* ---- one request and run of kv heads */
+
+/* Bytes of a token's row of K or V in a unit: its heads, and behind them, of 8 bits, their exponents. */
+INLINE int64_t bytes_of_token(const struct args *a, int64_t row_bytes) { return a->kv_heads / a->units * (row_bytes + (a->is_fp8 ? 1 : 0)); }
 
 /* Byte of a page, from this layer's K or V in unit 0 on, where the row of token `offset` and kv head `head` lies. */
 INLINE int64_t in_page(const struct args *a, int64_t offset, int64_t head, int64_t row_bytes) {
     const int64_t heads = a->kv_heads / a->units;
-    return head / heads * a->unit_stride_bytes + (offset * heads + head % heads) * row_bytes;
+    return head / heads * a->unit_stride_bytes + offset * bytes_of_token(a, row_bytes) + head % heads * row_bytes;
 }
 
 /* Rows of tokens from..from + BLOCK - 1 of `request`, as far as there are any, at kv head `head`. */
@@ -199,7 +217,7 @@ static void locate(const struct args *a, int64_t request, int64_t from, int64_t 
     const int32_t *pages = a->step->page_table + request * a->step->table_width;
     const int64_t left = a->step->kv_lens[request] - from;
     to->count = left <= 0 ? 0 : left < BLOCK ? (int)left : BLOCK;
-    const int64_t first = in_page(a, 0, head, row_bytes), token_bytes = a->kv_heads / a->units * row_bytes;
+    const int64_t first = in_page(a, 0, head, row_bytes), token_bytes = bytes_of_token(a, row_bytes);
     int64_t page = from / a->page_size, offset = from % a->page_size;
     for (int t = 0; t < to->count; t++) {
         const int64_t at = pages[page] * a->page_stride_bytes + first + offset * token_bytes;
@@ -209,11 +227,22 @@ static void locate(const struct args *a, int64_t request, int64_t from, int64_t 
     }
 }
 
+/* Rows of bf16, of the kv heads of the run, into the cache. */
+static void write_codes(const struct item *it, char *to, const bf16 *rows) {
+    const int64_t dim = it->a->dim;
+    for (int64_t h = 0; h < it->heads; h++) to[it->exponents + h] = (char)put_codes(to + h * dim, rows + h * dim, dim);
+}
+
 /* K and V of the new token, for the kv heads of the run. */
 static void write_token(const struct item *it, int64_t request, int64_t head) {
     const struct args *a = it->a;
     const int64_t size = it->row_bytes / a->dim, bytes = it->heads * it->row_bytes;
     const int64_t at = a->step->token_pages[request] * a->page_stride_bytes + in_page(a, a->step->token_offsets[request], head, it->row_bytes);
+    if (a->is_fp8) {
+        write_codes(it, (char *)a->k_cache + at, (const bf16 *)a->k_new + request * a->k_stride + head * a->dim);
+        write_codes(it, (char *)a->v_cache + at, (const bf16 *)a->v_new + request * a->v_stride + head * a->dim);
+        return;
+    }
     memcpy((char *)a->k_cache + at, (char *)a->k_new + (request * a->k_stride + head * a->dim) * size, bytes);
     memcpy((char *)a->v_cache + at, (char *)a->v_new + (request * a->v_stride + head * a->dim) * size, bytes);
 }
@@ -230,7 +259,8 @@ static void line_up(struct item *it, const struct block *now, const struct block
 }
 
 static void add_block(struct item *it) {
-    const enum kind kind = !it->a->is_bf16 ? FP32 : it->a->dim == 128 ? BF16_OF_128 : BF16;
+    const int is_128 = it->a->dim == 128;
+    const enum kind kind = it->a->is_fp8 ? (is_128 ? FP8_OF_128 : FP8) : !it->a->is_bf16 ? FP32 : is_128 ? BF16_OF_128 : BF16;
     const int group = (int)it->group, count = it->count;
     for (int from = 0; from < count; from += DOTS)
         for (int g = 0; g < group; g += SUB) SCORES[kind][group - g < SUB ? group - g : SUB](it, g, from, count - from < DOTS ? count - from : DOTS);
@@ -271,8 +301,9 @@ static void attend(const struct args *a, int64_t number, int64_t coming, int64_t
     it.a = a;
     it.heads = (number % runs + 1) * a->kv_heads / runs - first;
     it.group = a->heads / a->kv_heads;
-    it.row_bytes = a->dim * (a->is_bf16 ? 2 : 4);
-    it.q = (char *)a->q + (request * a->q_stride + first * it.group * a->dim) * (it.row_bytes / a->dim);
+    it.row_bytes = a->dim * (a->is_fp8 ? 1 : a->is_bf16 ? 2 : 4);
+    it.exponents = (a->kv_heads / a->units - first % (a->kv_heads / a->units)) * a->dim + first % (a->kv_heads / a->units);
+    it.q = (char *)a->q + (request * a->q_stride + first * it.group * a->dim) * (a->is_bf16 ? 2 : 4);
     it.ahead = (int)(AHEAD_BYTES / (it.heads * it.row_bytes) + 1);
     if (it.ahead > BLOCK) it.ahead = BLOCK;
     lay_out(&it, scratch, first);

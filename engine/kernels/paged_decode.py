@@ -13,9 +13,10 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 5
+ABI_VERSION = 6
 LANES = 16
 DTYPES = ("bfloat16", "float32")
+QUERIES_OF_FP8 = "bfloat16"
 
 
 class _Step(ctypes.Structure):
@@ -27,7 +28,7 @@ class _Step(ctypes.Structure):
 class _Args(ctypes.Structure):
     """Mirror of `struct args` in paged_decode.c."""
 
-    _fields_ = fields((*POINTERS, "step"), (*STRIDES, *HEADS, "is_bf16", "threads"), SCORES)
+    _fields_ = fields((*POINTERS, "step"), (*STRIDES, *HEADS, "is_bf16", "is_fp8", "threads"), SCORES)
 
 
 class PagedDecode:
@@ -73,6 +74,8 @@ class PagedDecode:
 def make_paged_decode(pool: KVPool) -> PagedDecode | None:
     """The C kernel for this pool; None: a layer does not fit, or there is no compiler (logged)."""
     if not all(spec.head_dim % LANES == 0 and spec.dtype in DTYPES for spec in pool.specs):
+        return None
+    if any(spec.fp8 and spec.dtype != QUERIES_OF_FP8 for spec in pool.specs):
         return None
     library = load_library(SOURCE)
     if library is None:

@@ -1,4 +1,4 @@
-/* Attention of prompt chunks over a paged bf16 KV cache, causal, K and V read straight from their pages. The new tokens'
+/* Attention of prompt chunks over a paged KV cache of bf16 or of 8 bits (fp8.h), causal, K and V read straight from their pages. The new tokens'
  * K and V are written first, so that a chunk and the prefix before it (cached, or of earlier chunks) are read alike.
  *
  * A work item is (request, kv head, block of query tokens): the query heads of a kv head are computed together. It passes
@@ -20,10 +20,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "fp8.h"
 #include "tiles.h"
 #include "vectors.h"
 
-#define ABI_VERSION 4
+#define ABI_VERSION 5
 #define KEYS 256           /* keys of a block: S' and P' of 32 queries stay in the L1 cache */
 #define KEY_STEPS (KEYS / STEP)
 #define COLUMNS 1024       /* queries of an item, all heads counted: O' stays in the L2 cache, K and V are tiled once for them */
@@ -43,7 +44,7 @@ struct args {
     int64_t page_stride_bytes, unit_stride_bytes, table_width;
     int64_t tokens, requests, heads, kv_heads, units, dim, page_size; /* each unit of a page holds kv_heads / units */
     int64_t window;                             /* the last tokens that a query sees, itself included; 0: all */
-    int64_t threads, kind;
+    int64_t is_fp8, threads, kind;              /* is_fp8: of the cache */
     float scale, cap; /* a score s becomes cap * tanh(s / cap); 0: it stays */
 };
 
@@ -91,11 +92,11 @@ INLINE void transpose(__m512i r[TILE]) {
     }
 }
 
+/* Which of the elements from..from+31 there are. */
+INLINE __mmask32 there(int64_t from, int64_t dim) { return dim - from >= STEP ? 0xffffffffu : (1u << (dim - from)) - 1; }
+
 /* Elements from..from+31 of a row, zeros past its end. */
-INLINE __m512i line_of(const bf16 *row, int64_t from, int64_t dim) {
-    const int64_t left = dim - from;
-    return _mm512_maskz_loadu_epi16(left >= STEP ? 0xffffffffu : (1u << left) - 1, row + from);
-}
+INLINE __m512i line_of(const bf16 *row, int64_t from, int64_t dim) { return _mm512_maskz_loadu_epi16(there(from, dim), row + from); }
 
 PART void tile_queries(const struct work *w) {
     const struct args *a = w->a;
@@ -112,42 +113,61 @@ PART void tile_queries(const struct work *w) {
     }
 }
 
+/* Bytes of a token's row of K or V in a unit: its heads, and behind them, of 8 bits, their exponents. */
+INLINE int64_t bytes_of_token(const struct args *a) { return a->kv_heads / a->units * (a->is_fp8 ? a->dim + 1 : a->dim * (int64_t)sizeof(bf16)); }
+
 /* Rows of `count` keys of this kv head from position `from` on. */
-static void find_rows(const struct work *w, const char *cache, int64_t from, int64_t count, const bf16 **rows) {
+static void find_rows(const struct work *w, const char *cache, int64_t from, int64_t count, const char **rows) {
     const struct args *a = w->a;
     const int32_t *pages = a->page_table + w->at.request * a->table_width;
     const int64_t heads = a->kv_heads / a->units; /* of a unit */
-    const char *first = cache + w->head / heads * a->unit_stride_bytes + w->head % heads * a->dim * (int64_t)sizeof(bf16);
+    const char *first = cache + w->head / heads * a->unit_stride_bytes + w->head % heads * a->dim * (a->is_fp8 ? 1 : (int64_t)sizeof(bf16));
     int64_t page = from / a->page_size, offset = from % a->page_size;
     for (int64_t i = 0; i < count; i++) {
-        rows[i] = (const bf16 *)(first + pages[page] * a->page_stride_bytes) + offset * heads * a->dim;
+        rows[i] = first + pages[page] * a->page_stride_bytes + offset * bytes_of_token(a);
         if (++offset == a->page_size) offset = 0, page++;
     }
 }
 
+/* How a row of this kv head decodes, of 8 bits. */
+INLINE struct code_row decoder_of(const struct work *w, const char *row) {
+    const int64_t heads = w->a->kv_heads / w->a->units, head = w->head % heads;
+    return code_row((uint8_t)row[(heads - head) * w->a->dim + head]);
+}
+
+/* As line_of, of a row of the cache. */
+INLINE __m512i kept_line(const char *row, const struct code_row *how, int64_t from, int64_t dim, const int is_fp8) {
+    return is_fp8 ? words_of(_mm256_maskz_loadu_epi8(there(from, dim), row + from), how) : line_of((const bf16 *)row, from, dim);
+}
+
 /* `count` keys into tiles of K, filled up with zeros to a multiple of 32. */
-PART void tile_keys(const struct work *w, int64_t from, int64_t count) {
-    const bf16 *rows[KEYS];
+INLINE void tile_keys(const struct work *w, int64_t from, int64_t count, const int is_fp8) {
+    const char *rows[KEYS];
     find_rows(w, w->a->k_cache, from, count, rows);
-    for (int64_t i = 0; i < ceil_div(count, STEP) * STEP; i++)
+    for (int64_t i = 0; i < ceil_div(count, STEP) * STEP; i++) {
+        struct code_row how;
+        if (is_fp8 && i < count) how = decoder_of(w, rows[i]);
         for (int64_t step = 0; step < w->steps; step++) {
             char *to = w->k + (i / TILE * w->steps + step) * TILE_BYTES + i % TILE * LINE_BYTES;
-            _mm512_store_si512(to, i < count ? line_of(rows[i], step * STEP, w->a->dim) : _mm512_setzero_si512());
+            _mm512_store_si512(to, i < count ? kept_line(rows[i], &how, step * STEP, w->a->dim, is_fp8) : _mm512_setzero_si512());
         }
+    }
 }
 
 /* The same keys' V, transposed. Two keys' elements of a dim become a dword; unpacking leaves dims 0-3, 8-11, 16-19 and
  * 24-27 of 32 in one line and the rest in another. */
-PART void tile_values(const struct work *w, int64_t from, int64_t count) {
-    const bf16 *rows[KEYS];
+INLINE void tile_values(const struct work *w, int64_t from, int64_t count, const int is_fp8) {
+    const char *rows[KEYS];
+    struct code_row how[STEP];
     find_rows(w, w->a->v_cache, from, count, rows);
-    for (int64_t key = 0; key < count; key += STEP)
+    for (int64_t key = 0; key < count; key += STEP) {
+        for (int64_t i = key; is_fp8 && i < smaller(key + STEP, count); i++) how[i - key] = decoder_of(w, rows[i]);
         for (int64_t step = 0; step < w->steps; step++) {
             __m512i low[TILE], high[TILE];
             for (int i = 0; i < TILE; i++) {
                 const int64_t even = key + 2 * i, odd = even + 1;
-                const __m512i x = even < count ? line_of(rows[even], step * STEP, w->a->dim) : _mm512_setzero_si512();
-                const __m512i y = odd < count ? line_of(rows[odd], step * STEP, w->a->dim) : _mm512_setzero_si512();
+                const __m512i x = even < count ? kept_line(rows[even], how + 2 * i, step * STEP, w->a->dim, is_fp8) : _mm512_setzero_si512();
+                const __m512i y = odd < count ? kept_line(rows[odd], how + 2 * i + 1, step * STEP, w->a->dim, is_fp8) : _mm512_setzero_si512();
                 low[i] = _mm512_unpacklo_epi16(x, y);
                 high[i] = _mm512_unpackhi_epi16(x, y);
             }
@@ -161,7 +181,13 @@ PART void tile_values(const struct work *w, int64_t from, int64_t count) {
                 _mm512_store_si512(to + 4 * LINE_BYTES, high[i]);
             }
         }
+    }
 }
+
+PART void tile_bf16_keys(const struct work *w, int64_t from, int64_t count) { tile_keys(w, from, count, 0); }
+PART void tile_fp8_keys(const struct work *w, int64_t from, int64_t count) { tile_keys(w, from, count, 1); }
+PART void tile_bf16_values(const struct work *w, int64_t from, int64_t count) { tile_values(w, from, count, 0); }
+PART void tile_fp8_values(const struct work *w, int64_t from, int64_t count) { tile_values(w, from, count, 1); }
 
 /* sums [32, 32] = 32 rows of tiles x, x_block bytes from tile to tile, times `steps` steps of `right`. */
 INLINE void product(const struct work *w, const char *x, int64_t x_block, const char *right, float *sums, int64_t steps, const int begun) {
@@ -317,7 +343,7 @@ PART void write_tile(const struct work *w, int64_t tile) {
     const __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(w->l + tile / 2 * PANEL + side));
     bf16 *out = a->out + ((w->at.row + token) * a->heads + w->head * w->group + tile % w->group) * a->dim;
     for (int64_t d = 0; d < a->dim; d += STEP) {
-        const __mmask32 there = a->dim - d >= STEP ? 0xffffffffu : 0xffffu;
+        const __mmask32 kept = there(d, a->dim);
         __m512i low[TILE], high[TILE];
         for (int i = 0; i < TILE; i++) {
             low[i] = (__m512i)_mm512_mul_ps(_mm512_load_ps(o + (d + i) * PANEL), inverse);
@@ -325,7 +351,7 @@ PART void write_tile(const struct work *w, int64_t tile) {
         }
         transpose(low);
         transpose(high);
-        for (int64_t i = 0; i < rows; i++) _mm512_mask_storeu_epi16(out + i * a->heads * a->dim + d, there, (__m512i)_mm512_cvtne2ps_pbh((__m512)high[i], (__m512)low[i]));
+        for (int64_t i = 0; i < rows; i++) _mm512_mask_storeu_epi16(out + i * a->heads * a->dim + d, kept, (__m512i)_mm512_cvtne2ps_pbh((__m512)high[i], (__m512)low[i]));
     }
 }
 
@@ -337,8 +363,8 @@ PART void attend(struct work *w) {
     begin_weights(w);
     for (int64_t from = first_block(w, w->at.position); from < end; from += KEYS) {
         const int64_t count = smaller(KEYS, end - from);
-        tile_keys(w, from, count);
-        tile_values(w, from, count);
+        (w->a->is_fp8 ? tile_fp8_keys : tile_bf16_keys)(w, from, count);
+        (w->a->is_fp8 ? tile_fp8_values : tile_bf16_values)(w, from, count);
         for (int64_t pair = 0; pair < w->pairs; pair++) attend_pair(w, pair, from);
     }
     for (int64_t tile = 0; tile < w->tiles; tile++) write_tile(w, tile);
@@ -391,12 +417,20 @@ static void cut(const struct args *a, int64_t tokens, struct block *to) {
         }
 }
 
+/* A token's heads of one unit into the cache. */
+static void write_row(const struct args *a, char *to, const bf16 *row) {
+    const int64_t heads = a->kv_heads / a->units;
+    if (!a->is_fp8) memcpy(to, row, (size_t)(heads * a->dim) * sizeof(bf16));
+    else
+        for (int64_t h = 0; h < heads; h++) to[heads * a->dim + h] = (char)put_codes(to + h * a->dim, row + h * a->dim, a->dim);
+}
+
 static void write_token(const struct args *a, int64_t t) {
     const int64_t row = a->kv_heads / a->units * a->dim;
-    int64_t at = a->token_pages[t] * a->page_stride_bytes + a->token_offsets[t] * row * (int64_t)sizeof(bf16);
+    int64_t at = a->token_pages[t] * a->page_stride_bytes + a->token_offsets[t] * bytes_of_token(a);
     for (int64_t unit = 0; unit < a->units; unit++, at += a->unit_stride_bytes) {
-        memcpy(a->k_cache + at, a->k_new + t * a->k_stride + unit * row, (size_t)row * sizeof(bf16));
-        memcpy(a->v_cache + at, a->v_new + t * a->v_stride + unit * row, (size_t)row * sizeof(bf16));
+        write_row(a, a->k_cache + at, a->k_new + t * a->k_stride + unit * row);
+        write_row(a, a->v_cache + at, a->v_new + t * a->v_stride + unit * row);
     }
 }
 

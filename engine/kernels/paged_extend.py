@@ -12,12 +12,12 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 4
+ABI_VERSION = 5
 LANES = 16
 DTYPE = "bfloat16"
 
 _TABLES = ("page_table", "first_rows", "q_lens", "kv_lens", "token_pages", "token_offsets")
-_NUMBERS = ("tokens", "requests", *HEADS, "threads", "kind")
+_NUMBERS = ("tokens", "requests", *HEADS, "is_fp8", "threads", "kind")
 
 
 class _Args(ctypes.Structure):

@@ -34,7 +34,7 @@ def kv_identity(
     held = held or pool.held
     layers = "+".join(
         f"{len(list(group))}x{kv_heads}x{head_dim}:{kind}"
-        for (kv_heads, head_dim, kind), group in groupby((s.num_kv_heads, s.head_dim, s.dtype) for s in pool.specs)
+        for (kv_heads, head_dim, kind), group in groupby((s.num_kv_heads, s.head_dim, s.kept_name) for s in pool.specs)
     )
     return KVIdentity(
         layout=hashed_if_long(

@@ -3,6 +3,7 @@
     base ->  | page 0 (scratch) | page 1 | ... | page num_pages |          page_bytes apart
     page ->  | unit 0 | unit 1 | ... |                                     unit_bytes apart, a multiple of 64
     unit ->  | layer 0 K [page_size, heads, head_dim] | layer 0 V | layer 1 K | layer 1 V | ... | pad |   latents: K alone
+    with fp8:     K [page_size, heads * head_dim + heads]: of each token the codes of its heads, then their exponents (fp8.py)
 
 A unit holds an equal share of the kv heads, in their order, of all layers. A page of all layers is one run, so a transfer of
 adjacent pages is one piece; a unit is one run, so workers whose ranks hold other heads exchange units (engine/kv/held.py).
@@ -16,7 +17,9 @@ from typing import NamedTuple
 
 import torch
 
+from engine.kv.fp8 import dequantized, quantized
 from engine.kv.held import HeldKV
+from engine.kv_dtype import FP8
 
 UNIT_ALIGN_BYTES = 64  # a cache line: what the SIMD kernels and the transfer engines like best
 AllocateBytes = Callable[[int, torch.device], torch.Tensor]  # (bytes, device) -> [bytes] uint8, zero
@@ -27,6 +30,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class CacheSpec:
     """What a layer keeps: K and V of every token. Per token: 2 * num_kv_heads * head_dim elements of `dtype` ("bfloat16" | "float32").
 
+    `fp8`: kept as codes and exponents (engine/kv/fp8.py), and read as `dtype`.
     `window`: the last tokens that a query sees, its own included; 0: all. `latent`: of latent attention, the first elements of
     K that are V, too, which is not kept; 0: V is kept. `index`: the last elements of K, which an index reads alone.
     """
@@ -37,13 +41,24 @@ class CacheSpec:
     window: int = 0
     latent: int = 0
     index: int = 0
+    fp8: bool = False
 
     @property
-    def itemsize_bytes(self) -> int:
-        return DTYPES[self.dtype].itemsize
+    def kept_as(self) -> torch.dtype:
+        """Type of an element in memory."""
+        return torch.uint8 if self.fp8 else DTYPES[self.dtype]
+
+    @property
+    def kept_name(self) -> str:
+        """As --kv-cache-dtype names it, resolved."""
+        return FP8 if self.fp8 else self.dtype
 
     def bytes_per_token(self) -> int:
-        return (1 if self.latent else 2) * self.num_kv_heads * self.head_dim * self.itemsize_bytes
+        return (1 if self.latent else 2) * self.num_kv_heads * self.row_bytes()
+
+    def row_bytes(self) -> int:
+        """Of K or V of a token and head."""
+        return self.head_dim * self.kept_as.itemsize + self.fp8
 
 
 def zeroed_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
@@ -126,7 +141,7 @@ class KVPool:
         return HeldKV.whole(num_units=self.units, num_layers=self.num_layers)
 
     def k(self, layer: int, unit: int = 0) -> torch.Tensor:
-        """Return a [1 + num_pages, page_size, kv heads of a unit, head_dim] view, contiguous within a page.
+        """Return a [1 + num_pages, page_size, kv heads of a unit, head_dim] view, contiguous within a page; with fp8, of codes.
 
         That of unit u lies u * unit_bytes behind the one of unit 0.
         """
@@ -144,18 +159,49 @@ class KVPool:
         for caches, new in kept[:1] if self.specs[layer].latent else kept:
             parts = (new,) if self.units == 1 else new.chunk(self.units, 1)
             for cache, part in zip(caches, parts, strict=True):
+                if self.specs[layer].fp8:
+                    part, exponents = quantized(part)
+                    self._exponents(cache).index_put_((pages, offsets), exponents)
                 cache.index_put_((pages, offsets), part.to(cache.dtype))
+
+    def read(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of all tokens of `pages` [n], in their order: [n * page_size, kv_heads, head_dim] of the spec's dtype."""
+        k, v = (self._gathered(layer, caches, pages) for caches in (self._k[layer], self._v[layer]))
+        return k, v
+
+    def rounded(self, layer: int, new: torch.Tensor) -> torch.Tensor:
+        """Return what `read` gives of K or V `new` [T, kv_heads, head_dim] once it is written."""
+        spec = self.specs[layer]
+        return dequantized(*quantized(new), DTYPES[spec.dtype]) if spec.fp8 else new.to(DTYPES[spec.dtype])
+
+    def _gathered(self, layer: int, caches: Sequence[torch.Tensor], pages: torch.Tensor) -> torch.Tensor:
+        parts = [cache.index_select(0, pages).flatten(0, 1) for cache in caches]
+        if self.specs[layer].fp8:
+            exponents = [self._exponents(cache).index_select(0, pages).flatten(0, 1) for cache in caches]
+            dtype = DTYPES[self.specs[layer].dtype]
+            parts = [dequantized(part, own, dtype) for part, own in zip(parts, exponents, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _exponents(self, codes: torch.Tensor) -> torch.Tensor:
+        """[1 + num_pages, page_size, kv heads of a unit], of a view as `k` gives it."""
+        page, token, head_dim, _ = codes.stride()
+        heads = codes.shape[2]
+        return self.buffer.as_strided(codes.shape[:3], (page, token, 1), codes.storage_offset() + heads * head_dim)
 
     def _views(self, part: CacheSpec, offset_bytes: int) -> list[torch.Tensor]:
         """Of each unit, where `part` lies `offset_bytes` behind the unit's begin."""
         return [self._view(part, unit * self.unit_bytes + offset_bytes) for unit in range(self.units)]
 
     def _view(self, part: CacheSpec, offset_bytes: int) -> torch.Tensor:
-        dtype = DTYPES[part.dtype]
-        row = part.num_kv_heads * part.head_dim
+        dtype = part.kept_as
         return self.buffer.view(dtype).as_strided(
             (1 + self.num_pages, self.page_size, part.num_kv_heads, part.head_dim),
-            (self.page_bytes // dtype.itemsize, row, part.head_dim, 1),
+            (
+                self.page_bytes // dtype.itemsize,
+                part.num_kv_heads * part.row_bytes() // dtype.itemsize,
+                part.head_dim,
+                1,
+            ),
             offset_bytes // dtype.itemsize,
         )
 
@@ -175,7 +221,7 @@ def _layer_offsets(specs: Sequence[CacheSpec], page_size: int) -> list[int]:
     """Return the byte offset of each layer inside a unit, aligned to its element. `specs`: of a unit."""
     offsets, at = [], 0
     for spec in specs:
-        at = _align(at, spec.itemsize_bytes)
+        at = _align(at, spec.kept_as.itemsize)
         offsets.append(at)
         at += spec.bytes_per_token() * page_size
     return offsets

@@ -33,7 +33,7 @@ from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.models.decoder import DenseDecoder
 from engine.parallel.process_groups import RankGroups
 from engine.parallel.region import SharedRegion
-from engine.pool import count_pages, held_by
+from engine.pool import count_pages, held_by, kept_specs
 from engine.pools import build_pools
 from engine.rank_rules import check_device
 from engine.ranks.channel import Channel
@@ -85,7 +85,7 @@ def build_follower(
     model = load(config.model_path, model_config)
     if config.device == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
-    held, specs = held_by(config, model_config, links.place), model.cache_specs()
+    held, specs = held_by(config, model_config, links.place), kept_specs(config, model.cache_specs())
     memory = None
     if gauge is not None and shares:
         channel.send(Loaded())

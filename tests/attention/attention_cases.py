@@ -41,8 +41,9 @@ def make_pool(
     layers: int = 2,
     units: int = 1,
     window: int = 0,
+    fp8: bool = False,
 ) -> KVPool:
-    spec = CacheSpec(num_kv_heads=heads.kv, head_dim=heads.dim, dtype=dtype, window=window)
+    spec = CacheSpec(num_kv_heads=heads.kv, head_dim=heads.dim, dtype=dtype, window=window, fp8=fp8)
     return KVPool([spec] * layers, num_pages=num_pages, page_size=page_size, device="cpu", units=units)
 
 

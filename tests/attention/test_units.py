@@ -26,14 +26,14 @@ STARTS, ENDS = [0, 76, 40, 299, 0, 511], [50, 77, 90, 300, 1, 530]
 def test_each_head_lies_in_its_unit_in_the_order_of_a_page_of_one(units: int) -> None:
     specs = [CacheSpec(4, 16, "bfloat16"), CacheSpec(8, 24, "float32")]
     pool = KVPool(specs, num_pages=3, page_size=4, device="cpu", units=units)
-    halves = [4 * spec.num_kv_heads // units * spec.head_dim * spec.itemsize_bytes for spec in specs]
+    halves = [4 * spec.num_kv_heads // units * spec.row_bytes() for spec in specs]
     assert pool.layer_ends() == [2 * halves[0], pool.unit_bytes]
     assert pool.page_bytes == units * pool.unit_bytes == KVPool.page_bytes_of(specs, 4, units=units)
     assert pool.unit_bytes % 64 == 0 and 0 <= pool.unit_bytes - 2 * sum(halves) < 64
     for layer, page, token in product(range(2), range(4), range(4)):
         of_unit = specs[layer].num_kv_heads // units
         for head in range(specs[layer].num_kv_heads):
-            row = specs[layer].head_dim * specs[layer].itemsize_bytes
+            row = specs[layer].row_bytes()
             at = page * pool.page_bytes + head // of_unit * pool.unit_bytes + 2 * sum(halves[:layer])
             at += (token * of_unit + head % of_unit) * row
             for half, kept in enumerate((pool.k, pool.v)):

@@ -99,7 +99,7 @@ def test_a_command_line_of_a_routers_users(capsys: Capture) -> None:
         (["--quantization", "fp8"], "--quantization: "),
         (
             ["--kv-cache-dtype=fp8_e5m2"],
-            "--kv-cache-dtype: KV has the type of --dtype; got 'fp8_e5m2', and auto is what",
+            "--kv-cache-dtype: invalid choice: 'fp8_e5m2' (choose from 'auto', 'bf16', 'bfloat16', 'float32', 'fp8_e4m3')",
         ),
         (["--speculative-algorithm", "EAGLE"], "--speculative-algorithm: speculative decoding is not supported"),
         (["--speculative_config", "{}"], "--speculative-config: speculative decoding"),

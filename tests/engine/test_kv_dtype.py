@@ -1,0 +1,122 @@
+"""KV of 8 bits in an engine: half the bytes, and not a bit less the same whatever the way to a token; and what is refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.kernels.linear import linear_kernel
+from engine.kv_dtype import kv_dtype
+from engine.model_files.model_config import load_model_config
+from engine.resolve import resolve
+from service.flags import ConfigError
+from tests.engine.engine_in_process import EngineInProcess
+from tests.engine.ranks_in_process import ranks
+from tests.engine.test_equal_bits import FLAGS, PROMPTS, QWEN3, WAYS, answers
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
+
+FP8: dict[str, Any] = {**FLAGS, "kv_cache_dtype": "fp8_e4m3"}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", QWEN3),
+    "windows": ("mistral", {**QWEN3, "sliding_window": 22}),
+    "sinks": ("gpt_oss", {}),
+    "softcaps": ("gemma2", {}),
+    "states": ("falcon_h1", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("fp8") / "model", "qwen3", dtype="bfloat16", **QWEN3)
+
+
+@pytest.fixture(scope="module")
+def plain(path: str) -> dict[str, Any]:
+    with EngineInProcess(path, **FP8) as engine:
+        return answers(engine, PROMPTS)
+
+
+@pytest.mark.skipif(linear_kernel() is None, reason="products of torch depend on the batch")
+@pytest.mark.parametrize("way", WAYS)
+def test_the_way_changes_no_bit(way: str, path: str, plain: dict[str, Any]) -> None:
+    flags, use, times = WAYS[way]
+    with EngineInProcess(path, use=use, **{**FP8, **flags}) as engine:
+        assert answers(engine, PROMPTS) == plain
+        if way == "cached prompts":
+            assert answers(engine, {"again": PROMPTS["a"]})["again"] == plain["a"]
+        assert times(engine) > 0, "not at work"
+
+
+@pytest.mark.skipif(linear_kernel() is None, reason="products of torch depend on the batch")
+def test_without_tapes_and_over_two_ranks_the_bits_are_the_same(path: str) -> None:
+    with EngineInProcess(path, **FP8, reduce_units=2) as engine:
+        whole = answers(engine, PROMPTS)
+        assert engine.parts.device.tapes is not None
+    with EngineInProcess(path, **FP8, reduce_units=2, disable_cuda_graph=True) as engine:
+        assert answers(engine, PROMPTS) == whole and engine.parts.device.tapes is None
+    with ranks(path, tp_size=2, **FP8, reduce_units=2) as group:
+        assert answers(group.engine, PROMPTS) == whole
+        assert group.engine.parts.pool.page_bytes == 4 * 4 * 2 * 2 * 33, "layers, tokens, K and V, heads, bytes"
+
+
+def test_it_is_half_the_bytes_and_other_numbers(path: str, plain: dict[str, Any]) -> None:
+    with EngineInProcess(path, **FLAGS) as engine:
+        assert answers(engine, PROMPTS) != plain, "8 bits changed nothing: they are not used"
+        whole = engine.parts.pool.page_bytes
+    with EngineInProcess(path, **FP8) as engine:
+        assert engine.parts.pool.page_bytes / whole == 33 / 64
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_models_of_other_kinds_keep_their_tokens_in_chunks_and_cached(name: str, dtype: str, tmp_path: Any) -> None:
+    family, overrides = MODELS[name]
+    path = make_tiny_checkpoint(tmp_path / family, family, dtype=dtype, **overrides)
+    flags: dict[str, Any] = {"page_size": 4, "max_total_tokens": 2048, "kv_cache_dtype": "fp8_e4m3"}
+    got = []
+    for chunk in (-1, 64):
+        with EngineInProcess(path, **flags, chunked_prefill_size=chunk) as engine:
+            for rid in ("one", "again"):
+                engine.add(rid, PROMPTS["a"], max_new_tokens=12)
+                engine.run()
+            got += [engine.tokens["one"], engine.tokens["again"]]
+            assert engine.cached["again"] > 0
+            assert all(spec.fp8 for spec in engine.parts.pool.specs)
+    assert got == [got[0]] * 4
+
+
+def test_bf16_beside_a_model_of_fp32(tmp_path: Any) -> None:
+    path = make_tiny_checkpoint(tmp_path / "model", "qwen3", **QWEN3)
+    for name in ("bf16", "bfloat16"):
+        with EngineInProcess(path, **FLAGS, kv_cache_dtype=name) as engine:
+            assert answers(engine, PROMPTS) and engine.parts.pool.specs[0].kept_name == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"page_size": 6}, r"--kv-cache-dtype fp8_e4m3: needs a --page-size that is a multiple of 4, got 6"),
+        (
+            {"attention_backend": "triton"},
+            r"--kv-cache-dtype fp8_e4m3: --attention-backend triton on cpu .* cpu, or leave",
+        ),
+    ],
+)
+def test_what_does_not_go_is_refused_by_name(flags: dict[str, Any], said: str, path: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        resolve(EngineConfig(model_path=path, **{**FP8, **flags}), load_model_config(path), cuda=False)
+
+
+def test_a_gpu_and_latents_are_refused(path: str, tmp_path: Any) -> None:
+    config, model = EngineConfig(model_path=path, **FP8), load_model_config(path)
+    with pytest.raises(
+        ConfigError, match=r"--attention-backend auto on cuda does not read it; give .* torch, which is slow"
+    ):
+        kv_dtype(config, model, device="cuda", dtype="bfloat16")
+    assert kv_dtype(replace(config, attention_backend="torch"), model, device="cuda", dtype="bfloat16") == "fp8_e4m3"
+    latents = load_model_config(make_tiny_checkpoint(tmp_path / "latents", "deepseek_v3"))
+    with pytest.raises(
+        ConfigError, match=r"--kv-cache-dtype fp8_e4m3: latent attention keeps .* float32 here; leave it out"
+    ):
+        kv_dtype(config, latents, device="cpu", dtype="float32")
