@@ -189,7 +189,7 @@ def build_engine(
         check_same_kernels(kernels_here(), group.followers.apply("kernels").wait())
     if gauge is not None:
         _warm(config, model_config, executor, use, positions=pool.num_pages * config.page_size, progress=progress)
-    states = make_state_slots(config, keeps_snapshots=not use.peers_write_pages) if recurrent else None
+    states = make_state_slots(config, peers_write=use.peers_write_pages) if recurrent else None
     kv_memory, events = build_memory(
         config,
         num_pages=pool.num_pages,

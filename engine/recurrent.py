@@ -28,12 +28,13 @@ def check_recurrent(config: EngineConfig, *, retracted_kv: str) -> None:
         )
 
 
-def make_state_slots(config: EngineConfig, *, keeps_snapshots: bool) -> StateSlots:
-    """`keeps_snapshots`: False where peers write slots outside the stream's order."""
+def make_state_slots(config: EngineConfig, *, peers_write: bool) -> StateSlots:
+    """`peers_write`: outside the stream's order."""
     return StateSlots(
         num_slots=state_slots(config),
         grid=grid_of(config.page_size),
-        keeps_snapshots=keeps_snapshots and not config.disable_radix_cache,
+        keeps_snapshots=not config.disable_radix_cache,
+        peers_write=peers_write,
     )
 
 

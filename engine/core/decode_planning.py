@@ -35,6 +35,7 @@ class DecodePlanner:
         opens = [open_slot(r, self._table) for r in ready if r.slot is None]
         for request in ready:
             self._memory.extend(request, request.launched_len + 1)
+            self._memory.snapshot_answer(request, request.launched_len + 1)
         items = [plan_item(r, r.launched_len, r.launched_len + 1, sample=True, extend=False) for r in ready]
         return items, opens
 

@@ -222,13 +222,21 @@ class Memory:
         if self.states is not None:
             self.states.snapshot(request, at)
 
+    def snapshot_answer(self, request: Request, at: int) -> None:
+        """The same of a step that computes a token of an answer."""
+        if self.states is not None and self.cache.enabled:
+            self.states.snapshot_answer(request, at)
+
     def keep_snapshot(self, request: Request, at: int) -> None:
-        """Give the snapshot after `at` tokens, if one was taken, to the tree, where `request` has just been shared so far."""
+        """Give the snapshot after `at` tokens, if one was taken, to the tree, where `request` is shared so far."""
         if self.states is None or (slot := request.snapshots.pop(at, 0)) == 0:
             return
+        above = request.answer_snapshot if at > len(request.input_ids) else None
+        self.share(request)
         shared = request.shared_pages * self.allocator.page_size == at == request.computed_len
         if shared and request.keep_kv and request.finish is None and request.lock is not None:
-            self.states.keep(slot, request.lock)
+            self.states.keep(slot, request.lock, above=above)
+            request.answer_snapshot = request.lock if at > len(request.input_ids) else None
         else:
             self.states.drop(slot)
 
@@ -285,7 +293,7 @@ class Memory:
 def _forget(request: Request) -> None:
     request.lock, request.pages, request.dup_pages, request.shared_pages = None, [], [], 0
     request.launched_len = request.computed_len = 0
-    request.snapshots_at = ()
+    request.snapshots_at, request.answer_snapshot = (), None
 
 
 def growth_pages(allocator: PageAllocator, request: Request, num_tokens: int) -> int:

@@ -98,6 +98,7 @@ class Request:
     state: int = 0  # slot of its recurrent state; 0: none
     snapshots_at: tuple[int, ...] = ()  # ascending: lengths at which copies of it are kept
     snapshots: dict[int, int] = field(default_factory=dict)  # of those, slots of the copies that are in flight
+    answer_snapshot: Node | None = None  # where the last one of its answer is
     slot: int | None = None
     num_synced_pages: int = 0  # of `pages`, how many the executor knows
     num_synced_window: int = 0  # of `window`

@@ -39,11 +39,11 @@ class Results:
                 continue
             if (kv_len := item.kv_len) > request.computed_len:
                 request.computed_len = kv_len
+            memory.keep_snapshot(request, kv_len)
             if request.finish is None:
                 self._apply(request, item, item_result, effects)
             else:
                 self._state.counters.wasted_samples += item.sample
-            memory.keep_snapshot(request, item.kv_len)
             memory.retire(request)
         self._state.counters.failed_steps += bool(result.failure)
         self._departures.settle()

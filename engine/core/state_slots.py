@@ -5,8 +5,11 @@
 
 A state cannot be cut like pages: it is of one length. So a prefix can be used up to a node with a snapshot, and prompts are
 computed in parts that end at multiples of `grid`, where a state does not depend on how the prompt was cut. A snapshot is a copy
-in the step that ends there. It needs no lock: copies are plan data and run in order, so a slot may have its next owner as soon as
-the copy from it is planned. (Peers write slots outside that order: a decode worker keeps no snapshots.)
+in the step that ends there. Of an answer the last one at a multiple of `every` tokens is kept: the next turn of a chat begins there.
+
+A snapshot needs no lock: copies are plan data and run in order, so a slot may have its next owner as soon as the copy from it is
+planned. Where peers write slots, which they do outside that order, a snapshot stays while a request reads its node: until then a
+copy from it may not have run.
 
 After SGLang's MambaRadixCache; snapshots where prompts part are Marconi's (arXiv:2411.19379).
 """
@@ -20,15 +23,26 @@ from engine.core.radix_node import Node
 from engine.core.request import Request
 
 CHUNK = 64  # tokens that recurrent layers compute in one piece: other cuts round otherwise
+EVERY = 256  # tokens of an answer between two snapshots
 
 
 class StateSlots:
     """`grid`: tokens, a multiple of the page. `keeps_snapshots`: False: no prefix is found again."""
 
-    def __init__(self, *, num_slots: int, grid: int, keeps_snapshots: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        grid: int,
+        every: int | None = None,
+        keeps_snapshots: bool = True,
+        peers_write: bool = False,
+    ) -> None:
         self.allocator = PageAllocator(num_pages=num_slots, page_size=1)
         self.grid = grid
         self.keeps_snapshots = keeps_snapshots
+        self._every = lcm(EVERY, grid) if every is None else every
+        self._peers_write = peers_write
         self.num_snapshots = 0  # kept since start
         self._nodes: OrderedDict[int, Node] = OrderedDict()  # slot of a snapshot -> node, least recently used first
         self._begins: list[StateCopy] = []  # since the last plan
@@ -36,7 +50,7 @@ class StateSlots:
 
     @property
     def num_available(self) -> int:
-        return self.allocator.num_free + len(self._nodes)
+        return self.allocator.num_free + sum(map(self._may_go, self._nodes.values()))
 
     # ---- requests
 
@@ -79,8 +93,15 @@ class StateSlots:
 
     def snapshot(self, request: Request, at: int) -> None:
         """Copy the state of `request` when the step that is being planned has computed its first `at` tokens, if there is room."""
-        if at not in request.snapshots_at or not self.num_available:
-            return
+        if at in request.snapshots_at and self.num_available:
+            self._copy(request, at)
+
+    def snapshot_answer(self, request: Request, at: int) -> None:
+        """The same of a step that computes a token of its answer."""
+        if at % self._every == 0 and self.keeps_snapshots and request.keep_kv and self.num_available:
+            self._copy(request, at)
+
+    def _copy(self, request: Request, at: int) -> None:
         assert at % self.grid == 0, f"{request.rid}: a snapshot off the grid"
         slot = self._take()
         self._snapshots.append(StateCopy(request.state, slot))
@@ -88,8 +109,10 @@ class StateSlots:
 
     # ---- the tree
 
-    def keep(self, slot: int, node: Node) -> None:
-        """Keep a snapshot, which has been made, at the end of `node`."""
+    def keep(self, slot: int, node: Node, *, above: Node | None = None) -> None:
+        """Keep a snapshot, which has been made, at the end of `node`. `above`: of the same answer: it goes, if no other request reads it."""
+        if above is not None and above.state and above.locks == 1:
+            self._evict(above)
         if node.state:  # another request's, of the same tokens
             self.drop(slot)
             return
@@ -111,8 +134,11 @@ class StateSlots:
 
     def _take(self) -> int:
         if not self.allocator.num_free:
-            self._evict(next(iter(self._nodes.values())))
+            self._evict(next(filter(self._may_go, self._nodes.values())))
         return self.allocator.allocate(1)[0]
+
+    def _may_go(self, node: Node) -> bool:
+        return not self._peers_write or node.locks == 0
 
     def _evict(self, node: Node) -> None:
         del self._nodes[node.state]

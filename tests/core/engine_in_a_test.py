@@ -80,12 +80,17 @@ class EngineInATest:
         state_slots: int = 0,
         grid: int = 8,
         snapshots: bool = True,
+        peers_write: bool = False,
         window: int = 0,
         more_window_pages: int = 0,
         **limits: object,
     ) -> None:
         allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
-        states = StateSlots(num_slots=state_slots, grid=grid, keeps_snapshots=snapshots) if state_slots else None
+        states = None
+        if state_slots:
+            states = StateSlots(
+                num_slots=state_slots, grid=grid, every=grid, keeps_snapshots=snapshots, peers_write=peers_write
+            )
         windows = None
         if window:
             step_tokens = None if chunk is None else chunk + chunk // TAIL_SHARE

@@ -106,3 +106,31 @@ def test_chunks_end_on_the_grid() -> None:
     own = cut_on_grid(limits(config), 64)
     assert (own.chunked_prefill_size, own.part_tokens) == (128, 64)
     assert limits(config).part_tokens == 16
+
+
+def test_the_next_turn_of_a_chat_begins_in_the_answer() -> None:
+    """At 24 of 21 + 12 tokens; of an answer the last snapshot stays."""
+    engine = engine_of()
+    engine.add("turn", PROMPT, max_new_tokens=12)
+    while engine.turn():
+        pass
+    states = engine.scheduler.memory.states
+    assert states is not None and states.allocator.counts()["cached"] == 2, "at 16 and at 32"
+    assert answer(engine, "next", [*PROMPT, *engine.tokens["turn"], 50]) == 32
+    branch = [*PROMPT, *engine.tokens["turn"][:8], 60, 61]
+    assert answer(engine, "branch", branch) == 16, "the one at 24 went when the one at 32 came"
+    engine.scheduler.check()
+
+
+def test_what_another_request_reads_stays_where_peers_write() -> None:
+    """The copy from the snapshot is in flight: the slot must not go to one that a peer writes at once."""
+    engine = engine_of(state_slots=3, peers_write=True, depth=2)
+    answer(engine, "first", PROMPT)
+    states = engine.scheduler.memory.states
+    assert states is not None and states.num_available == 3
+    request = engine.add("again", [*PROMPT, 40], max_new_tokens=30)
+    engine.turn()
+    assert request.state and states.num_available == 1, "one slot is its own, one is the snapshot that it reads"
+    while engine.turn():
+        engine.scheduler.check()
+    assert states.num_available == 3

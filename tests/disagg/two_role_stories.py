@@ -110,7 +110,7 @@ class _Play:
             prefill={"pp_size": story.stages[0], "state_slots": story.state_slots[0]},
             pp_size=story.stages[1],
             state_slots=story.state_slots[1],
-            snapshots=False,
+            peers_write=True,
             backup_pages=0 if story.resume_elsewhere or any(story.state_slots) or story.window else story.backup_pages,
             resume_elsewhere=story.resume_elsewhere,
         )

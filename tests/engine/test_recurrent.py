@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+import torch
 
+from engine.core.radix_node import Node
 from engine.messages import LogprobOptions
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -45,3 +47,43 @@ def test_prefix_hits_batches_and_cuts_leave_all_bits(checkpoint: str) -> None:
     ):
         *same, _ = served(checkpoint, at_once=True, **flags)
         assert same == cold, flags
+
+
+def test_the_next_turn_of_a_chat_goes_on_from_the_answer(checkpoint: str) -> None:
+    """The state after 256 tokens, of which it has computed most one by one, has the bits of a prompt's; so have the tokens behind it.
+
+    Attention reads KV of an answer, which single tokens round otherwise: of states the first layer's alone, whose inputs are embeddings.
+    """
+    prompt, more = prompt_of(70, 5), prompt_of(9, 6)
+    with EngineInProcess(checkpoint, **FLAGS, stream="threaded", stream_delay_s=0.0002) as engine:
+        engine.add("turn", prompt, max_new_tokens=200, ignore_eos=True)
+        engine.run()
+        chat = [*prompt, *engine.tokens["turn"], *more]
+        made = _states_at(engine, 256)
+        engine.add("next", chat, max_new_tokens=12)
+        engine.run()
+        assert engine.cached["next"] == 256
+        answer = engine.tokens["next"]
+    with EngineInProcess(checkpoint, **FLAGS) as engine:
+        engine.add("whole", chat[:257], max_new_tokens=1)
+        engine.run()
+        right = _states_at(engine, 256)
+        engine.add("next", chat, max_new_tokens=12)
+        engine.run()
+        assert answer == engine.tokens["next"]
+    assert all(torch.equal(one, other) for one, other in zip(made[0], right[0], strict=True))
+    assert all(
+        torch.allclose(one.float(), other.float(), atol=0.05) for one, other in zip(made[1], right[1], strict=True)
+    )
+
+
+def _states_at(engine: EngineInProcess, num_tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Copies of both states of each recurrent layer in the snapshot after so many tokens."""
+    states, pool = engine.parts.scheduler.memory.states, engine.parts.device.states
+    assert states is not None and pool is not None
+    [slot] = [slot for slot, node in states._nodes.items() if _length(node) == num_tokens]
+    return [(pool.conv(i)[slot].clone(), pool.recurrent(i)[slot].clone()) for i in range(len(pool.specs))]
+
+
+def _length(node: Node | None) -> int:
+    return 0 if node is None else len(node.key) + _length(node.parent)

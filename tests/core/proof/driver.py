@@ -44,7 +44,7 @@ class Driver(EngineInATest):
     def __init__(self, setup: Setup) -> None:
         super().__init__(
             num_pages=setup.capacity // setup.page_size,
-            snapshots=setup.role != "decode",
+            peers_write=setup.role == "decode",
             chunk=None if setup.chunk_pages is None else setup.chunk_pages * setup.page_size,
             **{name: value for name, value in vars(setup).items() if name not in OF_THE_STORY},  # type: ignore[arg-type]
         )
