@@ -1,4 +1,5 @@
-"""Latent attention on CPU: a decode step beside the bytes it reads, and prompts absorbed beside prompts whose K and V are expanded.
+"""Latent attention on CPU: a decode step beside the bytes it reads, prompts absorbed beside prompts whose K and V are expanded, and
+decode by the index of DeepSeek V3.2 beside the same without it.
 
 usage: python -m benchmarks.latents [--heads 16] [--context 4096] [--layers 8] [--rounds 5] [--threads 1]
 
@@ -15,25 +16,29 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from deploy.bench.report import table
+from engine.attention.latent_sparse import SparseLatents
 from engine.kernels.latent_attention import make_latent_kernel
 from engine.kv.kv_pool import CacheSpec, KVPool
 from engine.kv.step_batch import StepBatch
-from engine.layers.latents import HeadProducts
+from engine.layers.latents import HeadProducts, NewLatents, TokenChooser
 from engine.layers.linear import Linear
 
 RANK, TURNED, PLAIN, VALUES = 512, 64, 128, 128
 SPEC = CacheSpec(num_kv_heads=1, head_dim=RANK + TURNED, dtype="bfloat16", latent=RANK)
 SCALE = (PLAIN + TURNED) ** -0.5
 PAGE_SIZE = 16
+INDEX = CacheSpec(num_kv_heads=1, head_dim=RANK + TURNED + 128, dtype="bfloat16", latent=RANK, index=128)
+INDEX_HEADS, CHOSEN = 64, 2048
+CONTEXTS = (2048, 4096, 16384, 32768)
 CHUNKS = ((256, 256), (1024, 1024), (1024, 4096))  # (rows, context at their end)
 
 
 class Layers:
     """Requests of one length in a pool larger than the caches; their new rows and what they are multiplied by."""
 
-    def __init__(self, *, heads: int, rows: int, context: int, batch: int, layers: int) -> None:
+    def __init__(self, *, heads: int, rows: int, context: int, batch: int, layers: int, spec: CacheSpec = SPEC) -> None:
         pages = -(-context // PAGE_SIZE)
-        self.pool = KVPool([SPEC] * layers, num_pages=batch * pages, page_size=PAGE_SIZE, device="cpu")
+        self.pool = KVPool([spec] * layers, num_pages=batch * pages, page_size=PAGE_SIZE, device="cpu")
         self.pool.buffer.view(torch.bfloat16).copy_(torch.randn(self.pool.buffer.nbytes // 2))
         order = (torch.randperm(batch * pages, generator=torch.Generator().manual_seed(0)) + 1).int().view(batch, pages)
         at = torch.arange(context - rows, context)
@@ -50,7 +55,9 @@ class Layers:
         assert kernel is not None, "no C kernel here"
         self._kernel = kernel
         self._q = torch.randn(batch * rows, heads, RANK + TURNED).bfloat16()
-        self._new = torch.randn(batch * rows, RANK + TURNED).bfloat16()
+        self._new = torch.randn(batch * rows, spec.head_dim).bfloat16()
+        queries = torch.randn(batch * rows, INDEX_HEADS, INDEX.index).bfloat16()
+        self._chooser = TokenChooser(queries, torch.randn(batch * rows, INDEX_HEADS), CHOSEN)
         up = torch.randn(heads, PLAIN + VALUES, RANK).bfloat16() * 0.05
         self._keys = HeadProducts([matrix.t() for matrix in up[:, :PLAIN]])
         self._values = HeadProducts(list(up[:, PLAIN:]))
@@ -60,6 +67,12 @@ class Layers:
         self._kernel.begin(self._step)
         for layer in range(self.pool.num_layers):
             self._kernel.attend(layer, self._q, self._new, scale=SCALE)
+
+    def sparse(self) -> None:
+        backend = SparseLatents(self.pool, self._kernel)
+        backend.begin(self._step)
+        for layer in range(self.pool.num_layers):
+            backend.attend(layer, NewLatents(self._q, self._new, SCALE, self._chooser))
 
     def absorbed(self) -> None:
         self._kernel.begin(self._step)
@@ -129,6 +142,13 @@ def main() -> None:
                 ]
             )
     print(table(["rows of context", "absorbed, ms a layer", "expanded, ms a layer", "ratio"], prompts))
+    indexed = []
+    for context in CONTEXTS:
+        made = Layers(heads=args.heads, rows=1, context=context, batch=1, layers=2, spec=INDEX)
+        took = seconds_of({"dense": made.decode, "sparse": made.sparse}, args.rounds)
+        shown = [f"{seconds * 1e3 / 2:.2f}" for seconds in took.values()]
+        indexed.append([str(context), *shown, f"{took['dense'] / took['sparse']:.2f}"])
+    print(table(["context", "dense, ms a layer", f"{CHOSEN} chosen, ms a layer", "times faster"], indexed))
 
 
 if __name__ == "__main__":

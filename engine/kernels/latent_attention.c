@@ -4,6 +4,7 @@
  * A work item is a tile of query vectors of one request, one behind the other: all heads of a row, then those of the next. It
  * passes over the request's latents in blocks of BLOCK tokens from the first one on, so a vector's result depends on that vector and
  * its tokens alone: not on the batch, the chunk, the tile nor the number of threads. Tokens behind a vector's own weigh exactly 0.
+ * Where tokens are chosen, a tile is of one row, and its blocks are of the row's chosen tokens: the others are not read.
  * All sums are fp32. AVX512-BF16 multiplies weights that are rounded to bf16.
  *
  * With many heads arithmetic is the limit, not memory: 4 vectors times 4 tokens share their loads, and so do 4 vectors of a
@@ -15,7 +16,7 @@
 
 #include "attention.h"
 
-#define ABI_VERSION 2
+#define ABI_VERSION 3
 #define BLOCK 64 /* tokens whose scores are held at once */
 #define TILE 16  /* query vectors of a work item, at most */
 #define SUB 4    /* vectors, and tokens, computed together */
@@ -35,7 +36,7 @@ struct step {
 struct args {
     void *q, *latents, *out; /* [rows, heads, dim], [rows, width], [rows, heads, rank] */
     void *cache;             /* address of this layer's latents in page 0; `width` elements each, of which `dim` are read */
-    const uint8_t *chosen;   /* [rows, chosen_stride] which tokens a row sees; NULL: all up to its own */
+    const int32_t *chosen;   /* [rows, chosen_stride] the tokens that a row sees, in order, as many as it has; NULL: all up to its own */
     const struct step *step;
     int64_t page_stride_bytes, heads, dim, width, rank, page_size, chosen_stride, is_bf16, threads;
     float scale;
@@ -200,11 +201,19 @@ static __attribute__((noinline)) void values_bf16(struct item *it) { values(it, 
 static __attribute__((noinline)) void values_pairs(struct item *it) { values(it, 1, 1); }
 static __attribute__((noinline)) void values_fp32(struct item *it) { values(it, 0, 0); }
 
-/* Rows of tokens from..from + BLOCK - 1 of `request`, as far as there are any before `end`; returns how many. */
-static int locate(const struct args *a, int64_t request, int64_t from, int64_t end, const char **to) {
+/* Rows of tokens from..from + BLOCK - 1 of `request`, or of `chosen` if that is not NULL, as far as there are any before `end`; returns
+ * how many. */
+static int locate(const struct args *a, int64_t request, const int32_t *chosen, int64_t from, int64_t end, const char **to) {
     const int32_t *pages = a->step->page_table + request * a->step->table_width;
     const int64_t row_bytes = a->width * size_of(a);
     const int count = end <= from ? 0 : end - from < BLOCK ? (int)(end - from) : BLOCK;
+    if (chosen) {
+        for (int t = 0; t < count; t++) {
+            const int64_t token = chosen[from + t];
+            to[t] = (const char *)a->cache + pages[token / a->page_size] * a->page_stride_bytes + token % a->page_size * row_bytes;
+        }
+        return count;
+    }
     int64_t page = from / a->page_size, offset = from % a->page_size;
     for (int t = 0; t < count; t++) {
         to[t] = (const char *)a->cache + pages[page] * a->page_stride_bytes + offset * row_bytes;
@@ -213,20 +222,13 @@ static int locate(const struct args *a, int64_t request, int64_t from, int64_t e
     return count;
 }
 
-/* Tokens of the block that vector v of the tile does not see score -inf; returns how many it sees. `vector`: the tile's first. */
-static int hide(const struct item *it, int v, int64_t vector, int64_t from) {
+/* Tokens of the block that vector v of the tile does not see score -inf; returns how many it sees. */
+static int hide(const struct item *it, int v, int64_t from) {
     const int64_t left = it->seen[v] - from;
     const int seen = left < 0 ? 0 : left < it->count ? (int)left : it->count;
     float *p = it->p + v * BLOCK;
     for (int t = seen; t < it->count; t++) p[t] = -INFINITY;
-    if (!it->a->chosen) return seen;
-    const uint8_t *chosen = it->a->chosen + (vector + v) / it->a->heads * it->a->chosen_stride + from;
-    int found = 0;
-    for (int t = 0; t < seen; t++) {
-        if (chosen[t]) found++;
-        else p[t] = -INFINITY;
-    }
-    return found;
+    return seen;
 }
 
 /* Query vectors first..first + count - 1 of `request`. */
@@ -243,19 +245,21 @@ static void attend(const struct args *a, int64_t request, int64_t first, int cou
         const int own = v < count ? v : count - 1;
         it.q[v] = (const char *)a->q + (vector + own) * a->dim * size_of(a);
         it.seen[v] = before + (first + own) / a->heads + 1;
+        if (a->chosen && it.seen[v] > a->chosen_stride) it.seen[v] = a->chosen_stride;
         it.m[v] = -INFINITY, it.l[v] = 0;
     }
     const int64_t end = it.seen[count - 1];
-    it.next_count = locate(a, request, 0, end, it.next);
+    const int32_t *chosen = a->chosen ? a->chosen + vector / a->heads * a->chosen_stride : NULL;
+    it.next_count = locate(a, request, chosen, 0, end, it.next);
     for (int64_t from = 0; from < end; from += BLOCK) {
         it.count = it.next_count;
         memcpy(it.rows, it.next, sizeof it.rows);
-        it.next_count = locate(a, request, from + BLOCK, end, it.next);
+        it.next_count = locate(a, request, chosen, from + BLOCK, end, it.next);
         if (a->is_bf16) scores_bf16(&it);
         else scores_fp32(&it);
         for (int v = 0; v < it.vectors; v++) {
             float *p = it.p + v * BLOCK;
-            if (hide(&it, v, vector, from)) it.factor[v] = weights_of(p, it.count, it.m + v, it.l + v);
+            if (hide(&it, v, from)) it.factor[v] = weights_of(p, it.count, it.m + v, it.l + v);
             else memset(p, 0, BLOCK * sizeof(float)), it.factor[v] = 1.0f;
         }
         if (a->is_bf16 && PAIRS && a->rank % (2 * LANES) == 0) values_pairs(&it);
@@ -280,6 +284,11 @@ static int tile_of(const struct args *a) {
     return tile;
 }
 
+/* Vectors that are cut into tiles together: all of a request, or of a row where each row has tokens of its own. */
+static int64_t group_of(const struct args *a, int64_t request) {
+    return a->chosen ? a->heads : (a->step->starts[request + 1] - a->step->starts[request]) * a->heads;
+}
+
 int tandem_latent_attention_abi(void) { return ABI_VERSION; }
 
 /* Writes the new tokens' latents, then attends. Returns 0, or -1 when out of memory. */
@@ -289,8 +298,10 @@ int tandem_latent_attention(const struct args *a) {
     const int tile = tile_of(a);
     int64_t *ends = malloc(batch * sizeof(int64_t)); /* items of the requests up to each one */
     if (!ends) return -1;
-    for (int64_t i = 0; i < batch; i++)
-        ends[i] = (i ? ends[i - 1] : 0) + ((a->step->starts[i + 1] - a->step->starts[i]) * a->heads + tile - 1) / tile;
+    for (int64_t i = 0; i < batch; i++) {
+        const int64_t group = group_of(a, i), groups = (a->step->starts[i + 1] - a->step->starts[i]) * a->heads / group;
+        ends[i] = (i ? ends[i - 1] : 0) + groups * ((group + tile - 1) / tile);
+    }
     int failed = 0;
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
     {
@@ -305,9 +316,9 @@ int tandem_latent_attention(const struct args *a) {
         for (int64_t i = ends[batch - 1] - 1; i >= 0; i--) { /* a prompt's last rows see most */
             int64_t request = 0;
             while (ends[request] <= i) request++;
-            const int64_t first = (i - (request ? ends[request - 1] : 0)) * tile;
-            const int64_t left = (a->step->starts[request + 1] - a->step->starts[request]) * a->heads - first;
-            if (scratch) attend(a, request, first, left < tile ? (int)left : tile, scratch);
+            const int64_t group = group_of(a, request), tiles = (group + tile - 1) / tile;
+            const int64_t at = i - (request ? ends[request - 1] : 0), inside = at % tiles * tile, left = group - inside;
+            if (scratch) attend(a, request, at / tiles * group + inside, left < tile ? (int)left : tile, scratch);
         }
         free(scratch);
     }

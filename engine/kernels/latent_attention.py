@@ -13,7 +13,7 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 2
+ABI_VERSION = 3
 LANES = 16
 DTYPES = ("bfloat16", "float32")
 
@@ -77,13 +77,16 @@ class LatentKernel:
     ) -> torch.Tensor:
         """[T, heads * rank] for q [T, heads, dim], after latents [T, width] are written; dim <= width.
 
-        `chosen` [T, at least the longest kv_len] bool: which tokens a row sees, one at least; None: all up to its own.
+        `chosen` [T, n] i32: the tokens that each row sees, ascending, the first n where it has as many; None: all up to its own. What
+        is chosen has the bits of the same tokens without the others.
         """
         spec, dtype, args = self._pool.specs[layer], self._pool.k(layer).dtype, self._args
         rows, new = q.to(dtype).contiguous(), latents.to(dtype).contiguous()
         assert len(rows) == len(new) == len(self._kept[3]), (q.shape, latents.shape)
         assert rows.shape[2] <= new.shape[1] == spec.head_dim and rows.shape[2] % LANES == 0, (q.shape, latents.shape)
-        assert chosen is None or (chosen.dtype == torch.bool and chosen.is_contiguous() and len(chosen) == len(rows))
+        if chosen is not None:
+            assert chosen.dtype == torch.int32 and chosen.is_contiguous() and len(chosen) == len(rows), chosen.shape
+            assert (chosen >= 0).all(), "a token before the first"
         out = tape.empty((len(rows), rows.shape[1] * spec.latent), dtype)
         args.q, args.latents, args.out = rows.data_ptr(), new.data_ptr(), out.data_ptr()
         args.cache, args.heads, args.dim, args.rank = self._caches[layer], rows.shape[1], rows.shape[2], spec.latent

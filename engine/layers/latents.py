@@ -34,6 +34,16 @@ class TokenChooser:
             [self._mask(at, min(at + step, rows.stop), before + at - rows.start, keys.float()) for at in starts]
         )
 
+    def tokens(self, rows: slice, keys: Tensor) -> Tensor:
+        """[n, chosen] i32, ascending: the tokens that `mask` shows. Of rows that see fewer the first ones are 0, 1, ..."""
+        count, before = rows.stop - rows.start, len(keys) - (rows.stop - rows.start)
+        few = min(count, max(0, self.chosen - before))  # rows that see all, and at most as many as are chosen
+        found = torch.arange(self.chosen, dtype=torch.int32, device=keys.device).repeat(count, 1)
+        if few < count:
+            mask = self.mask(rows, keys)[few:]
+            found[few:] = mask.nonzero()[:, 1].view(-1, self.chosen)
+        return found
+
     def _mask(self, first: int, end: int, before: int, keys: Tensor) -> Tensor:
         """Of rows first..end - 1, of which the first has `before` tokens before it."""
         positions = torch.arange(before, before + end - first, device=keys.device)[:, None]
@@ -42,8 +52,11 @@ class TokenChooser:
             return seen
         products = torch.einsum("thd,kd->thk", self.q[first:end].float(), keys).relu_()
         scores = torch.einsum("thk,th->tk", products, self.weights[first:end]).masked_fill_(~seen, -torch.inf)
-        best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : self.chosen]
-        return torch.zeros_like(seen).scatter_(1, best, True) & seen
+        scores.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)  # a broken token is chosen last
+        worst = scores.topk(self.chosen, sorted=False).values.amin(1, keepdim=True)
+        better, equal = scores > worst, scores == worst
+        room = self.chosen - better.sum(1, keepdim=True)
+        return (better | (equal & (equal.cumsum(1) <= room))) & seen
 
 
 @dataclass(frozen=True, slots=True)

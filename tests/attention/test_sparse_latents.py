@@ -38,6 +38,35 @@ def test_the_best_tokens_are_seen_and_no_others(name: str, dtype: str) -> None:
             first += 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_not_chosen_is_not_read(dtype: str) -> None:
+    """Keys of one token alone are best: what the others hold, be it NaN, changes no bit. They are what is left out of a pool of these."""
+    sequences = make_sequences(Heads(q=HEADS, kv=1, dim=DIM + INDEX), ENDS, page_size=PAGE, dtype=dtype)
+    rows = sum(b - a for a, b in zip(STARTS, ENDS, strict=True))
+    ones = torch.ones(rows, INDEX_HEADS, INDEX, dtype=getattr(torch, dtype))
+    chooser = TokenChooser(ones, torch.ones(rows, INDEX_HEADS), CHOSEN)
+    for s in sequences:
+        s.k[:, 0, DIM:] = -1  # of equal scores the first ones count
+    found = _run("cpu", sequences, chooser, dtype=dtype)
+    for s, start in zip(sequences, STARTS, strict=True):
+        s.k[CHOSEN:start, 0, :DIM] = torch.nan
+    again = _run("cpu", sequences, chooser, dtype=dtype)
+    first = 0
+    for start, end in zip(STARTS, ENDS, strict=True):
+        seen = [first + position - start for position in range(start, end) if start > CHOSEN or position < CHOSEN]
+        assert torch.equal(found[seen], again[seen]) and not again[seen].isnan().any()
+        first += end - start
+
+
+def test_equal_scores_are_ordered_by_position() -> None:
+    keys = torch.tensor([[1.0], [2.0], [1.0], [3.0], [1.0], [1.0]])
+    chooser = TokenChooser(torch.ones(3, 1, 1), torch.ones(3, 1), 3)
+    assert chooser.tokens(slice(0, 3), keys).tolist() == [[0, 1, 3], [0, 1, 3], [0, 1, 3]]
+    assert chooser.tokens(slice(0, 3), keys[:4]).tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 3]]
+    broken = torch.full_like(keys, torch.nan)
+    assert chooser.tokens(slice(0, 3), broken).tolist() == [[0, 1, 2]] * 3, "as many as ever"
+
+
 def _run(name: str, sequences: list[Sequence], chooser: TokenChooser, *, dtype: str) -> torch.Tensor:
     spec = CacheSpec(num_kv_heads=1, head_dim=DIM + INDEX, dtype=dtype, latent=RANK, index=INDEX)
     pool = KVPool([spec], num_pages=max(max(s.pages) for s in sequences), page_size=PAGE, device="cpu")
