@@ -61,3 +61,21 @@ def test_two_workers_give_the_tokens_of_one(way: str, checkpoint: str, right: di
         for scheduler in (prefill, last):
             scheduler.check()
             assert scheduler.memory.states is not None and scheduler.memory.states.allocator.counts()["held"] == 0
+
+
+def test_a_chat_goes_on_from_what_decode_has_kept(checkpoint: str) -> None:
+    """Decode has the answer's KV up to its snapshot, and asks for the rest alone; the state crosses whole."""
+    first = prompt_of(200, 30)
+    flags = {**FLAGS, "max_total_tokens": 4096}
+    with disaggregated(checkpoint, decode={}, disagg={}, **flags) as pair:
+        chat = [*first, *run(pair, [("turn", first, 80)], turns_between=1)["turn"], *prompt_of(20, 31)]
+        decode = pair.workers[1].parts.scheduler
+        assert decode.memory.states is not None and decode.memory.states.num_snapshots == 1
+        found = run(pair, [("next", chat, 16)], turns_between=1)
+        sent = pair.workers[0].peered
+        assert sent is not None
+        assert sent.counters()["kv_skipped_bytes"] == 256 // 16 * pair.workers[0].parts.pool.page_bytes
+    with EngineInProcess(checkpoint, page_size=16, disable_radix_cache=True) as engine:
+        engine.add("next", chat, max_new_tokens=16, ignore_eos=True)
+        engine.run()
+        assert found["next"] == engine.tokens["next"]
