@@ -76,12 +76,15 @@ class HeldRequests:
 
     def start_decoding(self, request: Request, first: ItemResult, *, cached_tokens: int) -> list[TokenOutput]:
         """Run an adopted request whose KV has landed, with `first` as its first token."""
-        self._run(request)
-        request.computed_len = request.launched_len = request.hidden_launched = len(request.input_ids)
+        request.hidden_launched = len(request.input_ids)
+        self._run(request, num_landed=len(request.input_ids))
         request.cached_tokens, request.admitted = cached_tokens, True
         return [self._results.commit_sample(request, first)]
 
-    def _run(self, request: Request) -> None:
+    def _run(self, request: Request, *, num_landed: int) -> None:
+        """Pages of a window behind the last one were reserved, too, and nothing landed there: others must not find them."""
+        request.computed_len = request.launched_len = num_landed
+        self._memory.retire(request)
         self._stages.held.remove(request)
         self._stages.running.append(request)
 
@@ -94,8 +97,7 @@ class HeldRequests:
 
     def resume_decoding(self, request: Request) -> None:
         """Run a request whose pages hold the KV of all its tokens but the last."""
-        self._run(request)
-        request.computed_len = request.launched_len = request.num_tokens - 1
+        self._run(request, num_landed=request.num_tokens - 1)
 
     def resume_here(self, request: Request) -> None:
         """Queue a request whose KV this engine computes."""

@@ -211,15 +211,23 @@ class HashModel:
         return value
 
     def write(self, pages: list[int], tokens: list[int], *, state: int = 0, window: Sequence[int] = ()) -> None:
-        """As a transfer does: KV of `tokens` into `pages`, slot `state` and the last pages in `window`, behind the back of the stream."""
+        """As a transfer does: KV of `tokens` into `pages`, slot `state` and the last window in `window`, behind the back of the stream."""
         if state:
             self.states[state] = State(len(tokens), prefix_hash(tokens, self.weights))
         value = self.weights
         for position, token in enumerate(tokens):
             value = step_hash(value, token)
             self.kv[self._at(pages, position)] = Slot(value, token)
-            if window and (at := self._at(list(window), position))[0]:
+            in_window = position // self.page_size >= max(0, len(tokens) - self.window + 1) // self.page_size
+            if window and in_window and (at := self._at(list(window), position))[0]:
                 self.window_kv[at] = Slot(value, token)
+
+    def verify_window(self, pages: list[int], window: list[int]) -> None:
+        """Every page in `window` (0: gone) holds what the page beside it holds."""
+        for page, beside in zip(pages, window, strict=False):
+            for offset in range(self.page_size if beside else 0):
+                found, right = self.window_kv.get((beside, offset)), self.kv[page, offset]
+                assert found == right, f"page {beside} of a window holds {found}, not {right}"
 
     def verify_state(self, slot: int, tokens: list[int], *, adapter: int = 0) -> None:
         right = State(len(tokens), prefix_hash(tokens, self.weights + adapter))

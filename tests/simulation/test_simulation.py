@@ -46,7 +46,7 @@ LEAST_SEEN: dict[int, str] = {
     50: "hedges lost; late messages; notices in time; writes of followers",
     100: "checksums verified",
     150: "writes of some layers",
-    300: "rows by message",
+    300: "rows by message; writes of states; writes of windows",
     500: "pages not sent",
 }
 

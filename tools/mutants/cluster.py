@@ -12,11 +12,14 @@ from disagg.metadata import verify
 from disagg.page_sender import PageSender
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import request_for
+from engine.core.held import HeldRequests
 from engine.core.memory import Memory
 from engine.core.page_allocator import PageAllocator
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.stages import Stages
+from engine.core.state_slots import StateSlots
+from engine.core.window_pages import WindowPages
 from engine.frontend import draining
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.errors import from_finish
@@ -198,6 +201,49 @@ def _(original, chunk, offer, *args, **kwargs):
 )
 def _(original, completions, room, post, now_s):
     original(completions, room, replace(post, write_try=max(post.write_try, room.write_try)), now_s)
+
+
+# ---- what crosses beside pages
+
+
+@CLUSTER.bug("send no tail", plan_ops, "States and pages of windows do not leave with the last chunk.")
+def _(original, chunk, *args, **kwargs):
+    return original(replace(chunk, tail=()), *args, **kwargs)
+
+
+@CLUSTER.bug("send the tail once", PrefillRoom.start_over, "A second try leaves out states and pages of windows.")
+def _(original, room):
+    without = [replace(chunk, tail=()) for chunk in room.all_chunks]
+    room.all_chunks.clear()
+    room.all_chunks.extend(without)
+    original(room)
+
+
+@CLUSTER.bug(
+    "clear a state that has landed", StateSlots.adopt, "The slot of a handed-over request is zeroed as a new one."
+)
+def _(original, states, request):
+    states.open(request, source=0)
+
+
+@CLUSTER.bug("free states in quarantine at once", StateSlots.quarantine, "A peer writes into another request's state.")
+def _(original, states, request):
+    states.free(request)
+    return []
+
+
+@CLUSTER.bug("free window pages in quarantine at once", WindowPages.quarantine, "A peer writes into another's window.")
+def _(original, windows, request):
+    windows.free(request)
+    return []
+
+
+CLUSTER.skip(
+    "others find pages of a window in which nothing landed",
+    Memory.retire,
+    "Decode shares a page that it reserved behind the last window.",
+    called_by=HeldRequests._run,
+)
 
 
 # ---- ranks

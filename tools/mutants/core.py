@@ -542,6 +542,14 @@ def _(original, windows, cached):
     return True
 
 
+CORE.skip(
+    "others find pages of a window in which nothing landed",
+    Memory.retire,
+    "Decode shares a page that it reserved behind the last window.",
+    called_by=HeldRequests._run,
+)
+
+
 # ---- the end of a request
 
 

@@ -24,8 +24,14 @@ FIXED_SEEDS = (
     241,
     271,
     383,
-    709,
-)  # the last ten show planted bugs that the others miss
+    709,  # the last ten show planted bugs that the others miss
+    1002,  # and of models that remember more than pages of all tokens
+    1006,
+    1009,
+    1017,
+    1058,
+    1141,
+)
 
 
 def replay_line(options: Options) -> str:

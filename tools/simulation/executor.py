@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.core.plan import Plan, PlanItem, StepResult
-from tests.core.hash_model import HashModel, Slot, prefix_hash, step_hash
+from tests.core.hash_model import HashModel, Slot, State, prefix_hash, step_hash
 from tools.simulation.world import Violation
 from transfer_backends.contract import NOTHING_YET, Progress
 
@@ -130,7 +130,8 @@ class CheckedModel(HashModel):
     def forget(self) -> None:
         """Whatever is cached belongs to other weights."""
         self.num_forgotten += 1
-        self.kv.clear()
+        for memory in (self.kv, self.window_kv, self.states):
+            memory.clear()
         for key, pages in self.copies.items():
             self.copies[key] = [[None] * self.page_size for _ in pages]
 
@@ -138,6 +139,14 @@ class CheckedModel(HashModel):
         """A bit flips."""
         slot = self.kv[page, offset]
         self.kv[page, offset] = Slot(slot.value ^ 1, slot.token)
+
+    def land_beside(self, other: "CheckedModel", kind: str, src: int, dst: int) -> None:
+        """A state or a page of a window of `other` comes to `dst`."""
+        if kind == "state":
+            self.states[dst] = other.states.get(src, State(-1, -1))
+            return
+        for offset in range(self.page_size):
+            self.window_kv[dst, offset] = other.window_kv.get((src, offset), NOTHING)
 
     def checksum(self, pages: Sequence[int]) -> Callable[[], int]:
         """As engine/kv/page_checksum.py: of what lies in `pages`, in their order; signed, 64 bits."""

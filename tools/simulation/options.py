@@ -23,6 +23,8 @@ EARLIER_FAULTS = (
     "pause generation",
 )
 LATER_FAULTS = ("drain prefill", "drain decode", "drain router", "update weights")
+GRID = 4  # where prompts of a model with recurrent layers may be cut: a multiple of every page
+FIRST_WITH_GROUPS = 1000  # what earlier seeds draw stays
 RANK_FAULT = "kill rank"  # in clusters that have followers
 FAULTS = (*EARLIER_FAULTS, *LATER_FAULTS, RANK_FAULT)
 
@@ -73,6 +75,9 @@ class Options:
     kv_units: int = 1  # of a page; fewer than ranks: all ranks hold replicas
     host_pages: int = 0  # of the host tier of prefill workers that have followers
     must_poll: bool = False  # writes land while decode polls its engines
+    state_slots: tuple[int, int] = (0, 0)  # of a model with recurrent layers; (0, 0): it has none
+    window: int = 0  # tokens that queries of some layers see; 0: all layers see all
+    more_window_pages: int = 0  # than the least
 
     def lines(self) -> list[str]:
         return [f"  {name:18} {value}" for name, value in asdict(self).items()]
@@ -100,51 +105,75 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
     tight = draw.random() < 0.5
     wide = 1 if draw.random() < 0.8 else 4
     low_s = draw.choice([0.0001, 0.001, 0.005])
-    return Options(
-        seed=seed,
-        num_prefill=num_prefill,
-        num_decode=num_nodes - num_prefill,
-        faults=chosen,
-        fault_every_s=draw.choice([0.2, 0.5, 1.0]),
-        length_s=draw.choice([4.0, 8.0, 12.0]),
-        num_requests=draw.choice([20, 40, 60]),
-        burst=draw.choice([2, 10, 20]),
-        page_size=page_size,
-        pages=(draw.randint(60, 120) * (1 if tight else 4) // page_size, draw.randint(48, 90) * wide // page_size),
-        chunk=draw.choice([1, 2, 8]) * page_size,
-        depth=(draw.randint(1, 2), draw.randint(1, 2)),
-        max_running=draw.choice([2, 6, 8]),
-        rows=draw.choice([2, 6, 16]),
-        resume=draw.choice(["recompute", "host", "prefill", "prefill"]),
-        backup_pages=draw.choice([8, 1000]),
-        shared_bootstrap=draw.random() < 0.5,
-        fixed_control_port=draw.random() < 0.5,
-        same_host=draw.random() < 0.5,
-        secret=draw.random() < 0.5,
-        policy=draw.choice(["least_load", "round_robin", "random"]),
-        retry_max=draw.choice([0, 1, 3]),
-        delay_s=(low_s, low_s * draw.choice([1.5, 5.0, 20.0])),
-        clock_s=draw.choice([0.0005, 0.002]),
-        engine=replace(_engine(draw, faulty=bool(chosen)), flip_rate=flip_rate if chosen and checksum else 0.0),
-        transfer_retries=draw.choice([0, 1, 1]),
-        max_queued=later.choice([4, 100, 100]),
-        max_concurrent=later.choice([6, 10_000, 10_000, 10_000]),
-        early_rejection=later.random() < 0.5,
-        deadlines=later.random() < 0.5,
-        drain_timeout_s=later.choice([0.1, 0.5, 3.0]),
-        checksum=checksum,
-        priorities=later.random() < 0.4,
-        embeddings=later.random() < 0.4,
-        prealloc_timeout_s=later.choice([0.5, 10.0, 10.0, 10.0]),
-        hedge_after_ms=latest.choice([0.0, 0.0, 5.0, 50.0, 300.0]),
-        layers=later.choice([1, 1, 2, 4]),
-        num_tenants=random.Random(f"{seed}/tenants").choice([0, 0, 1, 2]),
-        stages=stages,
-        host_memory=random.Random(f"{seed}/rows").random() < 0.6,
-        ranks=of_ranks.choice([(1, 2), (2, 1), (2, 2)]) if has_ranks else (1, 1),
-        kv_units=of_ranks.choice([1, 2, 2]) if has_ranks else 1,
-        must_poll=has_ranks and of_ranks.random() < 0.5,
-        host_pages=random.Random(f"{seed}/host tier").choice([0, 20, 200]) if has_ranks or stages[0] > 1 else 0,
+    return _with_groups(
+        seed,
+        Options(
+            seed=seed,
+            num_prefill=num_prefill,
+            num_decode=num_nodes - num_prefill,
+            faults=chosen,
+            fault_every_s=draw.choice([0.2, 0.5, 1.0]),
+            length_s=draw.choice([4.0, 8.0, 12.0]),
+            num_requests=draw.choice([20, 40, 60]),
+            burst=draw.choice([2, 10, 20]),
+            page_size=page_size,
+            pages=(draw.randint(60, 120) * (1 if tight else 4) // page_size, draw.randint(48, 90) * wide // page_size),
+            chunk=draw.choice([1, 2, 8]) * page_size,
+            depth=(draw.randint(1, 2), draw.randint(1, 2)),
+            max_running=draw.choice([2, 6, 8]),
+            rows=draw.choice([2, 6, 16]),
+            resume=draw.choice(["recompute", "host", "prefill", "prefill"]),
+            backup_pages=draw.choice([8, 1000]),
+            shared_bootstrap=draw.random() < 0.5,
+            fixed_control_port=draw.random() < 0.5,
+            same_host=draw.random() < 0.5,
+            secret=draw.random() < 0.5,
+            policy=draw.choice(["least_load", "round_robin", "random"]),
+            retry_max=draw.choice([0, 1, 3]),
+            delay_s=(low_s, low_s * draw.choice([1.5, 5.0, 20.0])),
+            clock_s=draw.choice([0.0005, 0.002]),
+            engine=replace(_engine(draw, faulty=bool(chosen)), flip_rate=flip_rate if chosen and checksum else 0.0),
+            transfer_retries=draw.choice([0, 1, 1]),
+            max_queued=later.choice([4, 100, 100]),
+            max_concurrent=later.choice([6, 10_000, 10_000, 10_000]),
+            early_rejection=later.random() < 0.5,
+            deadlines=later.random() < 0.5,
+            drain_timeout_s=later.choice([0.1, 0.5, 3.0]),
+            checksum=checksum,
+            priorities=later.random() < 0.4,
+            embeddings=later.random() < 0.4,
+            prealloc_timeout_s=later.choice([0.5, 10.0, 10.0, 10.0]),
+            hedge_after_ms=latest.choice([0.0, 0.0, 5.0, 50.0, 300.0]),
+            layers=later.choice([1, 1, 2, 4]),
+            num_tenants=random.Random(f"{seed}/tenants").choice([0, 0, 1, 2]),
+            stages=stages,
+            host_memory=random.Random(f"{seed}/rows").random() < 0.6,
+            ranks=of_ranks.choice([(1, 2), (2, 1), (2, 2)]) if has_ranks else (1, 1),
+            kv_units=of_ranks.choice([1, 2, 2]) if has_ranks else 1,
+            must_poll=has_ranks and of_ranks.random() < 0.5,
+            host_pages=random.Random(f"{seed}/host tier").choice([0, 20, 200]) if has_ranks or stages[0] > 1 else 0,
+        ),
+    )
+
+
+def _with_groups(seed: int, options: Options) -> Options:
+    """Of half the seeds from `FIRST_WITH_GROUPS` on the model remembers states, windows, or both, beside pages of all tokens."""
+    draw = random.Random(f"{seed}/groups")
+    if seed < FIRST_WITH_GROUPS or draw.random() < 0.5:
+        return options
+    states, windows = draw.choice([(True, False), (False, True), (True, True)])
+    return replace(
+        options,
+        faults=tuple(kind for kind in options.faults if kind != RANK_FAULT),
+        ranks=(1, 1),
+        kv_units=1,
+        stages=(1, 1),
+        host_pages=0,
+        resume="recompute" if options.resume == "host" else options.resume,
+        chunk=-(-options.chunk // GRID) * GRID if states else options.chunk,
+        state_slots=(draw.choice([4, 8, 16]), draw.choice([2, 4, 10])) if states else (0, 0),
+        window=draw.choice([1, 3, 6, 11]) if windows else 0,
+        more_window_pages=draw.choice([0, 4, 20]),
     )
 
 

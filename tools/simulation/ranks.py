@@ -55,6 +55,7 @@ class Whole(Protocol):
     def write_allowed(self, kind: str, idx: int) -> bool: ...
     def read_allowed(self, kind: str, idx: int) -> bool: ...
     def copy_row(self, other: Any, src: int, dst: int) -> None: ...
+    def copy_beside(self, other: Any, kind: str, src: int, dst: int) -> None: ...
 
 
 class RankView:
@@ -79,7 +80,9 @@ class RankView:
         return self.whole.kv_args.page_size
 
     def region(self, kind: str) -> Region:
-        return self.memory.kv if kind == "kv" else self.whole.kv_args.aux
+        args = self.whole.kv_args
+        pools = {pool.kind: part.region for pool, part in zip(args.pools, self.memory.pools, strict=True)}
+        return {"kv": self.memory.kv, "aux": args.aux, **pools}[kind]
 
     def write_allowed(self, kind: str, idx: int) -> bool:
         return self.whole.write_allowed(kind, self._place(kind, idx)[0])
@@ -98,6 +101,10 @@ class RankView:
         if kind == "aux":
             self.whole.copy_row(other.whole, src, dst)
             return
+        if kind != "kv":
+            self.process.world.seen[f"writes of {kind}s"] += 1
+            self.whole.copy_beside(other.whole, kind, src, dst)
+            return
         (src_page, unit), (dst_page, mine) = other._place(kind, src), self._place(kind, dst)
         if unit != mine:
             raise Violation(f"{other.process.name} writes unit {unit} where {self.process.name} has unit {mine}")
@@ -114,8 +121,8 @@ class RankView:
             model.land(sources[i % len(sources)], src_page, dst_page, layers, at=at, of=of, lag=min(1, other.rank))
 
     def _place(self, kind: str, item: int) -> tuple[int, int]:
-        """Return (page, unit of the model), or (row, 0)."""
-        if kind == "aux":
+        """Return (page, unit of the model), or of what is no page (item, 0)."""
+        if kind != "kv":
             return item, 0
         page, unit = divmod(item, self.memory.num_units)
         return page, self.memory.first_unit + unit

@@ -7,8 +7,11 @@ from tools.simulation.worker import Worker
 
 def leftovers(worker: Worker) -> list[str]:
     """What is not at rest; empty when everything has ended and all memory is back."""
-    counts = worker.scheduler.memory.allocator.counts()
+    memory = worker.scheduler.memory
+    counts = memory.allocator.counts()
+    beside = [group.allocator.counts() for group in (memory.states, memory.windows) if group is not None]
     open_things = {
+        "held states and window pages": sum(group["held"] + group["quarantined"] for group in beside),
         "requests": len(worker.scheduler.stages.live),
         "role entries": len(worker.role._handovers),
         "held pages": counts["held"],
@@ -16,7 +19,7 @@ def leftovers(worker: Worker) -> list[str]:
         "locked cached pages": worker.scheduler.memory.cache.num_pages - worker.scheduler.memory.cache.num_evictable,
         "metadata rows": worker.metadata.num_used,
         "rooms": len(worker.manager.core.rooms),
-        "exposed pages": sum(worker.exposed["kv"].values()) + sum(worker.exposed["aux"].values()),
+        "exposed pages": sum(sum(exposed.values()) for exposed in worker.exposed.values()),
         "open HTTP requests": worker.frontend.num_open,
         "held requests": worker.loop._control.num_held,
         "pending updates of weights": int(worker.loop._control._update is not None),
@@ -42,6 +45,9 @@ def check_cached(worker: Worker) -> None:
             node, tokens, pages = stack.pop()
             for model in worker.models:
                 model.verify(pages, tokens, adapter=adapter_of(branch.namespace))
+                if node.state:
+                    model.verify_state(node.state, tokens, adapter=adapter_of(branch.namespace))
+                model.verify_window(node.pages, node.window)
             stack += [(c, [*tokens, *c.key], [*pages, *c.pages]) for c in node.children.values()]
 
 

@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from disagg.metadata import ROW
 from engine.core.growth import MeasuredGrowth
 from engine.core.host_cache import HostCache
-from engine.core.limits import Limits
+from engine.core.limits import TAIL_SHARE, Limits
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio, RatioRule
 from engine.core.page_allocator import PageAllocator
@@ -17,12 +19,23 @@ from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
+from engine.core.state_slots import StateSlots
+from engine.core.window_pages import WindowPages
 from tools.simulation.bootstrap import SimBootstrap
 from tools.simulation.network import Network
-from tools.simulation.options import Options
-from tools.simulation.transfer_engine import AUX_BASE, KV_BASE, descriptor_of
+from tools.simulation.options import GRID, Options
+from tools.simulation.transfer_engine import AUX_BASE, KV_BASE, STATE_BASE, WINDOW_BASE, descriptor_of
 from tools.simulation.world import Process, World
-from transfer_backends.contract import KVArgs, LayerGroup, RankMemory, Region, TransferConfig
+from transfer_backends.contract import (
+    Extent,
+    KVArgs,
+    LayerGroup,
+    RankMemory,
+    Region,
+    SideMemory,
+    SidePool,
+    TransferConfig,
+)
 from transfer_backends.decode.lookup import LookUp
 from transfer_backends.liveness import GONE, Liveness, ProcessMark
 
@@ -62,7 +75,9 @@ class Surroundings:
         return Liveness.ALIVE if address in self.network.listeners else Liveness.DEAD
 
 
-def kv_args_of(options: Options, *, num_pages: int, names: Sequence[str]) -> KVArgs:
+def kv_args_of(
+    options: Options, *, num_pages: int, names: Sequence[str], states: StateSlots | None, windows: WindowPages | None
+) -> KVArgs:
     """`names`: of the ranks' processes. Where there are fewer units than ranks, all hold the same."""
     units, num_ranks = options.kv_units, len(names)
     unit_bytes, held = options.page_size * SLOT_BYTES // units, max(1, units // num_ranks)
@@ -77,7 +92,13 @@ def kv_args_of(options: Options, *, num_pages: int, names: Sequence[str]) -> KVA
         )
         for rank, name in enumerate(names)
     ]
-    plain = options.ranks == (1, 1) and units == 1
+    beside = list[tuple[SidePool, SideMemory]]()
+    if states is not None:
+        beside.append(_pool_of("state", STATE_BASE, states.allocator, SLOT_BYTES))
+    if windows is not None:
+        beside.append(_pool_of("window", WINDOW_BASE, windows.allocator, options.page_size * SLOT_BYTES))
+    parts = tuple(memory for _, memory in beside)
+    plain = options.ranks == (1, 1) and units == 1 and not parts
     return KVArgs(
         kv=ranks[0].kv,
         aux=Region(AUX_BASE, options.rows, ROW.itemsize, None),
@@ -88,11 +109,46 @@ def kv_args_of(options: Options, *, num_pages: int, names: Sequence[str]) -> KVA
         groups=tuple(LayerGroup(i, i * unit_bytes // options.layers) for i in range(1, 1 + options.layers)),
         kv_units=units,
         layer_bytes=() if plain else (unit_bytes // options.layers,) * options.layers,
-        ranks=() if plain else tuple(ranks),
+        ranks=() if plain else tuple(msgspec.structs.replace(rank, pools=parts) for rank in ranks),
+        pools=tuple(pool for pool, _ in beside),
     )
 
 
-def make_scheduler(options: Options, *, num_pages: int, draw: random.Random, decodes: bool, stages: int) -> Scheduler:
+def _pool_of(kind: str, base: int, items: PageAllocator, item_bytes: int) -> tuple[SidePool, SideMemory]:
+    region = Region(base, 1 + items.num_pages, item_bytes, None)
+    return SidePool(kind, item_bytes), SideMemory(region, (Extent(0, 0, item_bytes),))
+
+
+def make_states(options: Options, *, decodes: bool) -> StateSlots | None:
+    slots = options.state_slots[decodes]
+    return StateSlots(num_slots=slots, grid=GRID, keeps_snapshots=not decodes) if slots else None
+
+
+def make_windows(options: Options, *, decodes: bool) -> WindowPages | None:
+    """A pool in which any request fits alone, and few beside it."""
+    if not options.window:
+        return None
+    size, steps, step_tokens = options.page_size, options.depth[decodes], options.chunk + options.chunk // TAIL_SHARE
+    least = -(-(options.window - 1 + steps) // size) + 2 + -(-step_tokens * steps // size)
+    return WindowPages(
+        num_pages=least + options.more_window_pages,
+        page_size=size,
+        window=options.window,
+        steps=steps,
+        step_tokens=step_tokens,
+    )
+
+
+def make_scheduler(
+    options: Options,
+    *,
+    num_pages: int,
+    draw: random.Random,
+    decodes: bool,
+    stages: int,
+    states: StateSlots | None,
+    windows: WindowPages | None,
+) -> Scheduler:
     allocator = PageAllocator(num_pages=num_pages, page_size=options.page_size)
     host = None if decodes or not options.host_pages else _host_tier(options)
     state = SchedulerState(
@@ -105,8 +161,15 @@ def make_scheduler(options: Options, *, num_pages: int, draw: random.Random, dec
             priorities=Priorities(preempt_threshold=1, aging_s=1.0) if options.priorities else NO_PRIORITIES,
             resume_elsewhere=decodes and options.resume == "prefill",
             pp_size=stages,
+            grid=None if states is None else GRID,
         ),
-        memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=True, below=host), host=host),
+        memory=Memory(
+            allocator=allocator,
+            cache=RadixCache(allocator, enabled=True, below=host, states=states, windows=windows),
+            host=host,
+            states=states,
+            windows=windows,
+        ),
         ratio=NewTokenRatio(RatioRule(conservativeness=draw.choice([0.0, 0.0, 0.3, 1.0]))),
         growth=MeasuredGrowth(),
         backup_pages=options.backup_pages if decodes and options.resume == "host" else 0,

@@ -15,6 +15,8 @@ from tools.simulation.world import Process, Violation, World
 from transfer_backends.contract import Caps, EngineError, OpState, Pieces, Region
 
 KV_BASE, AUX_BASE = 1 << 40, 1 << 20
+STATE_BASE, WINDOW_BASE = 1 << 30, 1 << 34  # of what a request has beside pages
+BASES = {"kv": KV_BASE, "window": WINDOW_BASE, "state": STATE_BASE, "aux": AUX_BASE}  # from the highest
 AGAIN_S = 0.25
 POLLED_S = 0.5  # what arrives later after the last poll of the target waits for the next one
 RESEND_S = 6.0
@@ -238,7 +240,7 @@ class SimEngine:
 
     def _copies(self, op: Op, pieces: Pieces, i: int) -> list[Copy]:
         src, dst, length = int(pieces.src[i]), int(pieces.dst[i]), int(pieces.lengths[i])
-        kind = "kv" if src >= KV_BASE else "aux"
+        kind = next(kind for kind, base in BASES.items() if src >= base)
         if kind == "aux" and not self.caps.carries_host_memory:
             raise Violation(f"{self._process.name} writes host memory")
         mine, theirs = (m.region(kind) for m in (self._memory, op.peer.target))

@@ -36,13 +36,13 @@ class WatchedReceivers:
 
 
 class WatchedReceiver:
-    """Delegates; counts what is exposed."""
+    """Delegates; counts what is exposed, by kind: pages, the row, then the tail's pools."""
 
     def __init__(self, receiver: KVReceiver, exposed: dict[str, Counter[int]], seen: Counter[str]) -> None:
         self._seen = seen
         self._receiver = receiver
         self._exposed = exposed
-        self._given: tuple[list[int], list[int]] = ([], [])
+        self._given: list[Sequence[int]] = []
 
     def __getattr__(self, name: str) -> Any:
         """The rest as it is."""
@@ -59,13 +59,13 @@ class WatchedReceiver:
     ) -> None:
         if work is None:
             self._seen["pages not sent"] += skip_pages
-        self._given = (list(dst_pages), [metadata_row])
-        for kind, given in zip(("kv", "aux"), self._given, strict=True):
+        self._given = [list(items) for items in (dst_pages, [metadata_row], *tail)]
+        for kind, given in zip(self._exposed, self._given, strict=True):
             self._exposed[kind].update(given)
         self._receiver.provide(dst_pages, metadata_row, skip_pages=skip_pages, work=work, tail=tail)
 
     def close(self) -> None:
         self._receiver.close()
-        for kind, given in zip(("kv", "aux"), self._given, strict=True):
+        for kind, given in zip(self._exposed, self._given, strict=False):
             self._exposed[kind].subtract(given)
-        self._given = ([], [])
+        self._given = []

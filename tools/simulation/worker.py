@@ -38,7 +38,16 @@ from tools.simulation.group import GroupExecutor, Shape, SimGroup, SimRank, own_
 from tools.simulation.http import serve
 from tools.simulation.rank_models import RankModel
 from tools.simulation.ranks import Follower, RankView
-from tools.simulation.surroundings import ONE_HOST, SLOT_BYTES, SimPool, Surroundings, kv_args_of, make_scheduler
+from tools.simulation.surroundings import (
+    ONE_HOST,
+    SLOT_BYTES,
+    SimPool,
+    Surroundings,
+    kv_args_of,
+    make_scheduler,
+    make_states,
+    make_windows,
+)
 from tools.simulation.transfer_engine import SimEngine, make_caps
 from tools.simulation.watched import WatchedReceivers
 from tools.simulation.weights import SimWeights
@@ -65,6 +74,11 @@ class Worker:
         self.draw = around.world.rng(f"worker/{process.name}")
         options, is_prefill = around.options, role_name == "prefill"
         self.model = CheckedModel(page_size=options.page_size, name=process.name)
+        self.model.window = options.window
+        groups: dict[str, Any] = {
+            "states": make_states(options, decodes=not is_prefill),
+            "windows": make_windows(options, decodes=not is_prefill),
+        }
         self.metadata = MetadataBuffers(options.rows)
         self.executor = SimExecutor(
             self.model, layers=options.layers if is_prefill else 1, namespace_of=self._namespace_of
@@ -78,9 +92,10 @@ class Worker:
             self.group = self.model.ranks = self._start_group(num_pages)
             num_pages = self.group.agree(num_pages + self.draw_of_group.randint(0, 20))
         ranks = [process, *self.followers[: self.shape.tp - 1]]
-        self.kv_args = kv_args_of(options, num_pages=num_pages, names=[rank.name for rank in ranks])
+        self.kv_args = kv_args_of(options, num_pages=num_pages, names=[rank.name for rank in ranks], **groups)
         self.views = [RankView(self, i, rank, layers=options.layers) for i, rank in enumerate(ranks)]
-        self.exposed: dict[str, Counter[int]] = {"kv": Counter(), "aux": Counter()}
+        kinds = ("kv", "aux", *(pool.kind for pool in self.kv_args.pools))
+        self.exposed: dict[str, Counter[int]] = {kind: Counter() for kind in kinds}
         self.said: dict[str, int] = {}
         self.most_quarantined = 0
         self._num_idle = 0
@@ -89,7 +104,7 @@ class Worker:
         self.wait_s = 0.0
         self.on_stopped: Callable[[], None] = lambda: None  # the loop has ended
         self.scheduler = make_scheduler(
-            options, num_pages=num_pages, draw=self.draw, decodes=not is_prefill, stages=stages
+            options, num_pages=num_pages, draw=self.draw, decodes=not is_prefill, stages=stages, **groups
         )
         self.threads: dict[str, Activity] = {}
         self.manager = self._prefill_manager() if is_prefill else self._decode_manager()
@@ -437,12 +452,17 @@ class Worker:
         return self.exposed[kind][idx] > 0
 
     def read_allowed(self, kind: str, idx: int) -> bool:
-        if kind == "kv":
-            return self.scheduler.memory.allocator.state_of(idx) in ("held", "cached")
-        return idx not in self.metadata._free
+        if kind == "aux":
+            return idx not in self.metadata._free
+        memory: Any = self.scheduler.memory
+        group = {"kv": memory, "state": memory.states, "window": memory.windows}[kind]
+        return group.allocator.state_of(idx) in ("held", "cached")
 
     def copy_row(self, other: Any, src: int, dst: int) -> None:
         self.metadata._rows[dst] = np.array(other.metadata._rows[src])
+
+    def copy_beside(self, other: Any, kind: str, src: int, dst: int) -> None:
+        self.model.land_beside(other.model, kind, src, dst)
 
     def _read_row(self, region: Region, row: int) -> bytes:
         if not self.read_allowed("aux", row):

@@ -394,6 +394,7 @@ class Driver(EngineInATest):
             self.model.verify(pages, tokens)
             if node.state:
                 self.model.verify_state(node.state, tokens)
+            self.model.verify_window(node.pages, node.window)
             paths += [(c, [*tokens, *c.key], [*pages, *c.pages]) for c in node.children.values()]
 
 
