@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.kernels.latent_attention import LatentKernel
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
-from engine.layers.latents import NewLatents, TokenChooser
+from engine.layers.latents import NewLatents, Scores, TokenChooser
 
 
 class SparseLatents:
@@ -35,23 +35,30 @@ class SparseLatents:
             kept = new.latents.unsqueeze(1)
             self._pool.write(layer, step.token_pages, step.token_offsets, kept, kept)
         if self._kernel is not None:
-            chosen = self._tokens(layer, new.q.shape[2], chooser) if sparse else None
+            chosen = self._tokens(self._kernel, layer, chooser) if sparse else None
             return self._kernel.attend(layer, new.q, new.latents, scale=new.scale, chosen=chosen)
         out = [self._attend(layer, i, new, slice(*span), chooser) for i, span in enumerate(step.spans())]
         return torch.cat(out)[:, :, : self._pool.specs[layer].latent].flatten(1)
 
-    def _tokens(self, layer: int, dim: int, chooser: TokenChooser) -> torch.Tensor:
-        """[T, chosen] i32. `dim`: elements of a latent before the index' key."""
-        assert self._step is not None
-        spans = [slice(*span) for span in self._step.spans()]
-        return torch.cat([chooser.tokens(rows, self._kept(layer, i, dim)) for i, rows in enumerate(spans)])
+    def _tokens(self, kernel: LatentKernel, layer: int, chooser: TokenChooser) -> torch.Tensor:
+        """[T, chosen] i32."""
+        step = self._step
+        assert step is not None
 
-    def _kept(self, layer: int, request: int, first: int = 0) -> torch.Tensor:
-        """[kv_len, width - first]: what is kept of the request's tokens, from element `first` on."""
+        def of(request: int) -> Scores:
+            return lambda first, end: kernel.index_scores(
+                layer, request, chooser.q[first:end], chooser.weights[first:end]
+            )
+
+        spans = zip(step.spans(), step.kv_lens, strict=True)
+        return torch.cat([chooser.tokens(slice(*span), kv_len, of(i)) for i, (span, kv_len) in enumerate(spans)])
+
+    def _kept(self, layer: int, request: int) -> torch.Tensor:
+        """[kv_len, width]: what is kept of the request's tokens."""
         assert self._step is not None
         kv_len = self._step.kv_lens[request]
         pages = self._pages[request, : -(-kv_len // self._pool.page_size)]
-        return self._pool.k(layer)[..., first:].index_select(0, pages).flatten(0, 2)[:kv_len]
+        return self._pool.k(layer).index_select(0, pages).flatten(0, 2)[:kv_len]
 
     def _attend(self, layer: int, request: int, new: NewLatents, rows: slice, chooser: TokenChooser) -> torch.Tensor:
         """[n, heads, dim] of one request."""

@@ -16,7 +16,7 @@
 
 #include "attention.h"
 
-#define ABI_VERSION 3
+#define ABI_VERSION 4
 #define BLOCK 64 /* tokens whose scores are held at once */
 #define TILE 16  /* query vectors of a work item, at most */
 #define SUB 4    /* vectors, and tokens, computed together */
@@ -324,4 +324,52 @@ int tandem_latent_attention(const struct args *a) {
     }
     free(ends);
     return failed ? -1 : 0;
+}
+
+/* The index of sparse attention: rows of one request and all its tokens. Mirrored by _Scores in latent_attention.py. */
+struct index_scores {
+    const void *q;        /* [rows, heads, dim] */
+    const float *weights; /* [rows, heads] */
+    const char *keys;     /* address of this layer's first key in page 0; keys are row_bytes apart */
+    const int32_t *pages; /* of the request */
+    float *out;           /* [rows, tokens] */
+    int64_t rows, heads, dim, tokens, page_stride_bytes, row_bytes, page_size, is_bf16, threads;
+};
+
+/* out[r][t] = sum over heads, in their order, of weight * relu(q . key), for tokens from..from + SUB - 1. */
+INLINE void score_tokens(const struct index_scores *a, int64_t from, const int is_bf16) {
+    const int64_t size = is_bf16 ? 2 : 4, left = a->tokens - from, count = left < SUB ? left : SUB;
+    const char *rows[SUB];
+    for (int64_t t = 0; t < SUB; t++) {
+        const int64_t token = from + (t < count ? t : count - 1);
+        rows[t] = a->keys + a->pages[token / a->page_size] * a->page_stride_bytes + token % a->page_size * a->row_bytes;
+    }
+    for (int64_t r = 0; r < a->rows; r++) {
+        float total[SUB] = {0};
+        for (int64_t head = 0; head < a->heads; head += SUB) {
+            const char *q[SUB];
+            for (int64_t i = 0; i < SUB; i++)
+                q[i] = (const char *)a->q + (r * a->heads + (head + i < a->heads ? head + i : a->heads - 1)) * a->dim * size;
+            f16v parts[SUB * SUB];
+            multiply(parts, q, rows, a->dim, is_bf16);
+            float found[SUB * SUB];
+            store_f32(found, sums(parts));
+            for (int64_t i = 0; i < SUB && head + i < a->heads; i++)
+                for (int t = 0; t < SUB; t++)
+                    total[t] += a->weights[r * a->heads + head + i] * (found[i * SUB + t] > 0 ? found[i * SUB + t] : 0);
+        }
+        memcpy(a->out + r * a->tokens + from, total, count * sizeof(float));
+    }
+}
+
+/* The type is a constant in each copy. */
+static __attribute__((noinline)) void score_bf16(const struct index_scores *a, int64_t from) { score_tokens(a, from, 1); }
+static __attribute__((noinline)) void score_fp32(const struct index_scores *a, int64_t from) { score_tokens(a, from, 0); }
+
+void tandem_index_scores(const struct index_scores *a) {
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
+    for (int64_t from = 0; from < a->tokens; from += SUB) {
+        if (a->is_bf16) score_bf16(a, from);
+        else score_fp32(a, from);
+    }
 }

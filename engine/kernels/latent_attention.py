@@ -13,7 +13,7 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 3
+ABI_VERSION = 4
 LANES = 16
 DTYPES = ("bfloat16", "float32")
 
@@ -44,12 +44,23 @@ class _Args(ctypes.Structure):
     )
 
 
+class _Scores(ctypes.Structure):
+    """Mirror of `struct index_scores` in latent_attention.c."""
+
+    _fields_ = fields(
+        ("q", "weights", "keys", "pages", "out"),
+        ("rows", "heads", "dim", "tokens", "page_stride_bytes", "row_bytes", "page_size", "is_bf16", "threads"),
+    )
+
+
 class LatentKernel:
     """One pool's latent attention; drops the GIL. A row gives the same bits in any step: alone, in a batch, in any chunk of a prompt."""
 
     def __init__(self, library: ctypes.CDLL, pool: KVPool) -> None:
         self._call = library.tandem_latent_attention
         self._call.argtypes = [ctypes.POINTER(_Args)]
+        self._scores = library.tandem_index_scores
+        self._scores.argtypes, self._scores.restype = [ctypes.POINTER(_Scores)], None
         self._pool = pool
         self._caches = [pool.k(layer).data_ptr() for layer in range(pool.num_layers)]
         self._step = _Step()
@@ -96,6 +107,36 @@ class LatentKernel:
         if tape.call(self._call, args):
             raise MemoryError("latent attention: no memory for the sums of one tile")
         return out.to(q.dtype)
+
+    def index_scores(self, layer: int, request: int, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[n, kv_len] fp32: how good each of the request's tokens is for n rows; q [n, heads, dim], weights [n, heads] fp32.
+
+        As `TokenChooser` says. The keys are in the cache. A score has the same bits in any step.
+        """
+        spec, k = self._pool.specs[layer], self._pool.k(layer)
+        table, kv_lens = self._kept[:2]
+        rows, tokens, size = q.to(k.dtype).contiguous(), int(kv_lens[request]), k.element_size()
+        assert q.shape[2] == spec.index and weights.shape == q.shape[:2] and weights.dtype == torch.float32, q.shape
+        weights = weights.contiguous()
+        out = torch.empty((len(rows), tokens), dtype=torch.float32)
+        args = _Scores(
+            q=rows.data_ptr(),
+            weights=weights.data_ptr(),
+            keys=self._caches[layer] + (spec.head_dim - spec.index) * size,
+            pages=table[request].data_ptr(),
+            out=out.data_ptr(),
+            rows=len(rows),
+            heads=rows.shape[1],
+            dim=spec.index,
+            tokens=tokens,
+            page_stride_bytes=self._pool.page_bytes,
+            row_bytes=spec.head_dim * size,
+            page_size=self._pool.page_size,
+            is_bf16=k.dtype == torch.bfloat16,
+            threads=torch.get_num_threads(),
+        )
+        self._scores(args)
+        return out
 
 
 def make_latent_kernel(pool: KVPool) -> LatentKernel | None:

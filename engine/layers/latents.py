@@ -1,5 +1,6 @@
 """What latent attention (MLA) hands to its backends, and the products of each head with a matrix of its own."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from engine.kernels.linear import linear_kernel
 from engine.kernels.matrices import PackedMatrices
 
+Scores = Callable[[int, int], Tensor]  # (first row, end) -> [n, kv_len] fp32
 SCORES_AT_ONCE = 1 << 24  # of the index, over rows, heads and tokens: 64 MiB
 
 
@@ -27,34 +29,46 @@ class TokenChooser:
 
         Of equal scores the earlier token's counts as better.
         """
-        before = len(keys) - (rows.stop - rows.start)
-        step = max(1, SCORES_AT_ONCE // (self.q.shape[1] * len(keys)))
-        starts = range(rows.start, rows.stop, step)
-        return torch.cat(
-            [self._mask(at, min(at + step, rows.stop), before + at - rows.start, keys.float()) for at in starts]
-        )
+        return self._mask(rows, len(keys), self.scores(keys))
 
-    def tokens(self, rows: slice, keys: Tensor) -> Tensor:
+    def scores(self, keys: Tensor) -> Scores:
+        """By torch."""
+        floats = keys.float()
+
+        def of_rows(first: int, end: int) -> Tensor:
+            products = torch.einsum("thd,kd->thk", self.q[first:end].float(), floats).relu_()
+            return torch.einsum("thk,th->tk", products, self.weights[first:end])
+
+        return of_rows
+
+    def tokens(self, rows: slice, kv_len: int, scores: Scores) -> Tensor:
         """[n, chosen] i32, ascending: the tokens that `mask` shows. Of rows that see fewer the first ones are 0, 1, ..."""
-        count, before = rows.stop - rows.start, len(keys) - (rows.stop - rows.start)
+        count, before = rows.stop - rows.start, kv_len - (rows.stop - rows.start)
         few = min(count, max(0, self.chosen - before))  # rows that see all, and at most as many as are chosen
-        found = torch.arange(self.chosen, dtype=torch.int32, device=keys.device).repeat(count, 1)
+        found = torch.arange(self.chosen, dtype=torch.int32, device=self.q.device).repeat(count, 1)
         if few < count:
-            mask = self.mask(rows, keys)[few:]
+            mask = self._mask(slice(rows.start + few, rows.stop), kv_len, scores)
             found[few:] = mask.nonzero()[:, 1].view(-1, self.chosen)
         return found
 
-    def _mask(self, first: int, end: int, before: int, keys: Tensor) -> Tensor:
+    def _mask(self, rows: slice, kv_len: int, scores: Scores) -> Tensor:
+        before = kv_len - (rows.stop - rows.start)
+        step = max(1, SCORES_AT_ONCE // (self.q.shape[1] * kv_len))
+        starts = range(rows.start, rows.stop, step)
+        return torch.cat(
+            [self._part(at, min(at + step, rows.stop), before + at - rows.start, kv_len, scores) for at in starts]
+        )
+
+    def _part(self, first: int, end: int, before: int, kv_len: int, scores: Scores) -> Tensor:
         """Of rows first..end - 1, of which the first has `before` tokens before it."""
-        positions = torch.arange(before, before + end - first, device=keys.device)[:, None]
-        seen = torch.arange(len(keys), device=keys.device)[None] <= positions
+        positions = torch.arange(before, before + end - first, device=self.q.device)[:, None]
+        seen = torch.arange(kv_len, device=self.q.device)[None] <= positions
         if before + end - first <= self.chosen:
             return seen
-        products = torch.einsum("thd,kd->thk", self.q[first:end].float(), keys).relu_()
-        scores = torch.einsum("thk,th->tk", products, self.weights[first:end]).masked_fill_(~seen, -torch.inf)
-        scores.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)  # a broken token is chosen last
-        worst = scores.topk(self.chosen, sorted=False).values.amin(1, keepdim=True)
-        better, equal = scores > worst, scores == worst
+        found = scores(first, end).masked_fill_(~seen, -torch.inf)
+        found.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)  # a broken token is chosen last
+        worst = found.topk(self.chosen, sorted=False).values.amin(1, keepdim=True)
+        better, equal = found > worst, found == worst
         room = self.chosen - better.sum(1, keepdim=True)
         return (better | (equal & (equal.cumsum(1) <= room))) & seen
 

@@ -61,10 +61,10 @@ def test_what_is_not_chosen_is_not_read(dtype: str) -> None:
 def test_equal_scores_are_ordered_by_position() -> None:
     keys = torch.tensor([[1.0], [2.0], [1.0], [3.0], [1.0], [1.0]])
     chooser = TokenChooser(torch.ones(3, 1, 1), torch.ones(3, 1), 3)
-    assert chooser.tokens(slice(0, 3), keys).tolist() == [[0, 1, 3], [0, 1, 3], [0, 1, 3]]
-    assert chooser.tokens(slice(0, 3), keys[:4]).tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 3]]
-    broken = torch.full_like(keys, torch.nan)
-    assert chooser.tokens(slice(0, 3), broken).tolist() == [[0, 1, 2]] * 3, "as many as ever"
+    found = {count: chooser.tokens(slice(0, 3), count, chooser.scores(keys[:count])).tolist() for count in (6, 4)}
+    assert found == {6: [[0, 1, 3], [0, 1, 3], [0, 1, 3]], 4: [[0, 1, 2], [0, 1, 2], [0, 1, 3]]}
+    broken = chooser.scores(torch.full_like(keys, torch.nan))
+    assert chooser.tokens(slice(0, 3), 6, broken).tolist() == [[0, 1, 2]] * 3, "as many as ever"
 
 
 def _run(name: str, sequences: list[Sequence], chooser: TokenChooser, *, dtype: str) -> torch.Tensor:
