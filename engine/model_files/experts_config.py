@@ -147,22 +147,7 @@ def read_qwen3_next(fields: Fields, num_layers: int) -> ExpertsConfig:
 
 
 def read_glm4(fields: Fields, num_layers: int) -> ExpertsConfig:
-    intermediate = fields.count("moe_intermediate_size")
-    return _checked(
-        fields,
-        ExpertsConfig(
-            count=_count(fields, "n_routed_experts", "num_local_experts"),
-            per_token=fields.count("num_experts_per_tok"),
-            intermediate=intermediate,
-            dense_layers=_first_dense(fields, num_layers, default=1),
-            shared_intermediate=intermediate * fields.count("n_shared_experts", default=1),
-            sigmoid=True,
-            normalized=fields.flag("norm_topk_prob", default=True),
-            groups=fields.count("n_group", default=1),
-            chosen_groups=fields.count("topk_group", default=1),
-            scaling=fields.number("routed_scaling_factor", default=1.0),
-        ),
-    )
+    return _sigmoid_experts(fields, num_layers, dense=1, groups=1, chosen_groups=1, scaling=1.0)
 
 
 def read_deepseek_v2(fields: Fields, num_layers: int) -> ExpertsConfig:
@@ -192,6 +177,13 @@ def read_deepseek_v2(fields: Fields, num_layers: int) -> ExpertsConfig:
 
 def read_deepseek_v3(fields: Fields, num_layers: int) -> ExpertsConfig:
     _check_scores(fields, scores="sigmoid", methods=("noaux_tc",))
+    return _sigmoid_experts(fields, num_layers, dense=3, groups=8, chosen_groups=4, scaling=2.5)
+
+
+def _sigmoid_experts(
+    fields: Fields, num_layers: int, *, dense: int, groups: int, chosen_groups: int, scaling: float
+) -> ExpertsConfig:
+    """The numbers are those of fields that a file leaves out."""
     intermediate = fields.count("moe_intermediate_size")
     return _checked(
         fields,
@@ -199,13 +191,13 @@ def read_deepseek_v3(fields: Fields, num_layers: int) -> ExpertsConfig:
             count=_count(fields, "n_routed_experts", "num_local_experts"),
             per_token=fields.count("num_experts_per_tok"),
             intermediate=intermediate,
-            dense_layers=_first_dense(fields, num_layers, default=3),
+            dense_layers=_first_dense(fields, num_layers, default=dense),
             shared_intermediate=intermediate * fields.count("n_shared_experts", default=1),
             sigmoid=True,
             normalized=fields.flag("norm_topk_prob", default=True),
-            groups=fields.count("n_group", default=8),
-            chosen_groups=fields.count("topk_group", default=4),
-            scaling=fields.number("routed_scaling_factor", default=2.5),
+            groups=fields.count("n_group", default=groups),
+            chosen_groups=fields.count("topk_group", default=chosen_groups),
+            scaling=fields.number("routed_scaling_factor", default=scaling),
         ),
     )
 

@@ -141,6 +141,17 @@ LATENTS: dict[str, Any] = {
     "num_key_value_heads": 4,
 }
 
+_SIGMOID_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}
 _QWEN_SPARSE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
 _QWEN_HYBRID = {
     "linear_num_key_heads": 2,
@@ -169,42 +180,18 @@ MIXTURES: dict[str, dict[str, Any]] = {  # fields of their own
     "deepseek_v3": {
         **LATENTS,
         "q_lora_rank": 48,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 32,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
+        **_SIGMOID_EXPERTS,
     },
     "deepseek_v32": {
         **LATENTS,
         "q_lora_rank": 48,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 32,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
+        **_SIGMOID_EXPERTS,
         "index_n_heads": 16,
         "index_head_dim": 32,
         "index_topk": 24,
     },
     "glm4_moe": {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 32,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
+        **_SIGMOID_EXPERTS,
         "use_qk_norm": True,
     },
     "gpt_oss": {
