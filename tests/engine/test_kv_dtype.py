@@ -1,6 +1,7 @@
 """KV of 8 bits in an engine: half the bytes, and not a bit less the same whatever the way to a token; and what is refused."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks_in_process import ranks
 from tests.engine.test_equal_bits import FLAGS, PROMPTS, QWEN3, WAYS, answers
+from tests.engine.test_host_tier import settle
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 FP8: dict[str, Any] = {**FLAGS, "kv_cache_dtype": "fp8_e4m3"}
@@ -84,6 +86,30 @@ def test_models_of_other_kinds_keep_their_tokens_in_chunks_and_cached(name: str,
             assert engine.cached["again"] > 0
             assert all(spec.fp8 for spec in engine.parts.pool.specs)
     assert got == [got[0]] * 4
+
+
+def test_prefixes_come_back_from_the_host_and_from_files_of_8_bits_alone(path: str, tmp_path: Path) -> None:
+    """An engine with KV of another type finds none of them."""
+    flags = {**FLAGS, "max_total_tokens": 200, "enable_hierarchical_cache": True, "hicache_ratio": 4.0}
+    files = {
+        "hicache_storage_backend": "file",
+        "hicache_storage_dir": str(tmp_path),
+        "hicache_storage_prefetch_policy": "wait_complete",
+    }
+    seen = []
+    for dtype in ("fp8_e4m3", "fp8_e4m3", "bf16"):
+        with EngineInProcess(path, **flags, **files, kv_cache_dtype=dtype) as engine:
+            host = engine.parts.scheduler.memory.host
+            assert host is not None
+            tokens = []
+            for name in ("a", "c", "a again", "c again"):
+                engine.add(name, PROMPTS[name[0]], max_new_tokens=12)
+                settle(engine)
+                tokens.append(engine.tokens[name])
+            assert tokens[:2] == tokens[2:]
+            seen.append((tokens, host.counters["hicache_host_hit_tokens"], host.counters["hicache_disk_hit_tokens"]))
+    assert seen[0][0] == seen[1][0] != seen[2][0]
+    assert seen[0][1] > 0 and [disk > 0 for _, _, disk in seen] == [False, True, False]
 
 
 def test_bf16_beside_a_model_of_fp32(tmp_path: Any) -> None:
