@@ -164,7 +164,7 @@ def read_deepseek_v2(fields: Fields, num_layers: int) -> ExpertsConfig:
             count=_count(fields, "n_routed_experts", "num_local_experts"),
             per_token=fields.count("num_experts_per_tok"),
             intermediate=intermediate,
-            dense_layers=_first_dense(fields, num_layers, default=0),
+            dense_layers=_dense_layers(fields, num_layers, default=0),
             shared_intermediate=intermediate * fields.count("n_shared_experts", default=2),
             normalized=False,
             groups=fields.count("n_group") if grouped else 1,
@@ -173,6 +173,11 @@ def read_deepseek_v2(fields: Fields, num_layers: int) -> ExpertsConfig:
             scaling=fields.number("routed_scaling_factor", default=1.0),
         ),
     )
+
+
+def read_glm4_lite(fields: Fields, num_layers: int) -> ExpertsConfig:
+    _check_scores(fields, scores="sigmoid", methods=("noaux_tc",))
+    return _sigmoid_experts(fields, num_layers, dense=1, groups=1, chosen_groups=1, scaling=1.8)
 
 
 def read_deepseek_v3(fields: Fields, num_layers: int) -> ExpertsConfig:
@@ -191,7 +196,7 @@ def _sigmoid_experts(
             count=_count(fields, "n_routed_experts", "num_local_experts"),
             per_token=fields.count("num_experts_per_tok"),
             intermediate=intermediate,
-            dense_layers=_first_dense(fields, num_layers, default=dense),
+            dense_layers=_dense_layers(fields, num_layers, default=dense),
             shared_intermediate=intermediate * fields.count("n_shared_experts", default=1),
             sigmoid=True,
             normalized=fields.flag("norm_topk_prob", default=True),
@@ -210,7 +215,12 @@ def _check_scores(fields: Fields, *, scores: str, methods: tuple[str, ...]) -> N
         raise fields.error("moe_layer_freq", f"{every} is not supported; only 1 is, experts in each layer")
 
 
-def _first_dense(fields: Fields, num_layers: int, *, default: int) -> tuple[int, ...]:
+def _dense_layers(fields: Fields, num_layers: int, *, default: int) -> tuple[int, ...]:
+    """`mlp_layer_types`, or the first `first_k_dense_replace`."""
+    if (kinds := fields.get("mlp_layer_types")) is not None:
+        if not isinstance(kinds, list) or len(kinds) != num_layers or not {*kinds} <= {"dense", "sparse"}:
+            raise fields.error("mlp_layer_types", f"must name {num_layers} layers, each dense or sparse")
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
     dense = fields.get("first_k_dense_replace", default)
     if not isinstance(dense, int) or dense < 0:
         raise fields.error("first_k_dense_replace", f"must be a number of layers, got {dense!r}")

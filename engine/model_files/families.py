@@ -27,6 +27,7 @@ from engine.model_files.experts_config import (
     read_deepseek_v2,
     read_deepseek_v3,
     read_glm4,
+    read_glm4_lite,
     read_gpt_oss,
     read_granite_experts,
     read_minimax,
@@ -184,6 +185,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"tie_word_embeddings": True, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"},
     ),
     "Glm4MoeForCausalLM": Family(rotary_share=0.5, qk_norm_flag=True, experts=read_glm4),
+    "Glm4MoeLiteForCausalLM": Family(interleaved=True, latent=True, experts=read_glm4_lite),
     "Glm4ForCausalLM": replace(_GLM, norms="around"),
     "GlmForCausalLM": _GLM,
     "GptOssForCausalLM": Family(

@@ -216,6 +216,7 @@ BAD_FIELDS: list[tuple[str, str, dict[str, Any]]] = [
     ("qk_layernorm", "phi", {"qk_layernorm": True}),
     ("hidden_act", "phi", {"hidden_act": "relu"}),
     ("clip_qkv", "olmo", {"clip_qkv": 0}),
+    ("mlp_layer_types", "glm4_moe_lite", {"mlp_layer_types": ["dense", "linear", "sparse", "sparse"]}),
     ("attn_type_list", "minimax_m2", {"attn_type_list": [1, 0, 1, 1]}),
     ("shared_intermediate_size", "minimax_m2", {"shared_intermediate_size": 64}),
     ("scoring_func", "minimax_m2", {"scoring_func": "softmax"}),

@@ -81,6 +81,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-all-turned": ("glm4", {"partial_rotary_factor": 1.0}),
     "glm4-yarn": ("glm4", {"rope_scaling": YARN}),
     "glm4-moe": ("glm4_moe", {}),
+    "glm4-moe-lite": ("glm4_moe_lite", {}),
+    "glm4-moe-lite-kinds": (
+        "glm4_moe_lite",
+        {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "first_k_dense_replace": 2},
+    ),
     "minimax-m2": ("minimax_m2", {}),
     "mixtral": ("mixtral", {}),
     "olmo": ("olmo", {}),
