@@ -208,6 +208,7 @@ def _services(
     return LoopServices(
         weights=parts.weights,
         kv=parts.kv,
+        memory=parts.memory,
         profiler=profiler if parts.group is None else GroupProfiler(profiler, parts.group.followers),
         grammars=grammars,
         adapters=adapters,
@@ -272,7 +273,7 @@ def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s:
         "chunked_prefill_size": config.chunked_prefill_size,
         "max_running_requests": config.max_running_requests,
         "mem_fraction_static": config.mem_fraction_static,
-        "gpu_memory": None if parts.memory is None else f"{parts.memory} GiB",
+        **{f"memory_{name}_bytes": size for name, size in parts.memory.items()},
         "load_time_s": round(load_time_s, 3),
         "kv_events_config": None if publisher is None else publisher.describe(),
         **machine_facts(config.device, config.dtype),

@@ -1,7 +1,7 @@
 """Puts an engine together: the model and its device, the core, the host tier."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from engine.core.cache_events import CacheEvents
 from engine.core.finish import TailTexts
 from engine.core.scheduler import Scheduler
+from engine.core.state_slots import grid_of
 from engine.core_parts import build_memory, build_scheduler
 from engine.device import Device, build_device
 from engine.executor.compile_log import CompileLog
@@ -21,7 +22,7 @@ from engine.executor.executor import Executor
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.warm_up import StepExecutor, by_executor
 from engine.executor.weights import WeightUpdater
-from engine.gpu_memory import GpuMemory, MemoryGauge, await_share
+from engine.gpu_memory import MemoryGauge, await_share
 from engine.graphs import MakeCapture
 from engine.hicache.build import build_host_tier
 from engine.hicache.disk import Disk
@@ -36,12 +37,13 @@ from engine.kv.state_pool import StatePool
 from engine.loading import load_at_start, weight_updater
 from engine.loop.occupation import FixedKV, KVMemory
 from engine.lora.store import LoraStore
-from engine.measure import measure, own_steps, warm
+from engine.measure import measure, measure_on_cpu, own_steps, warm
+from engine.memory_plan import MeasuredMemory, kv_pages, with_fitting_chunk, with_running_requests, with_state_slots
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from engine.parallel.layout import ALONE
-from engine.pool import count_pages, held_by, kept_specs, note_memory
+from engine.pool import held_by, kept_specs, note_memory
 from engine.pools import Pools, build_pools, windows_apart
 from engine.ranks.future_maps import future_map_of
 from engine.ranks.group import Group, GroupAdapters, GroupKVMemory
@@ -57,7 +59,6 @@ from engine.resolve import (
     depth,
     resolve,
     state_slots,
-    with_state_slots,
 )
 from engine.use import UNIFIED, EngineUse
 from service.flags import ConfigError
@@ -70,8 +71,8 @@ class EngineParts:
     """A ready engine. `config` is resolved. `disk`: None without files. `events`: of the prefix cache; None: they are not published.
 
     `executor`, `adapters`: of all ranks (`adapters` None: without --enable-lora); `device` is the leader's own rank.
-    `held`: what of the model's KV that has. `kv`: of all ranks, in stream order. `memory`: of the GPU, where --mem-fraction-static shares it
-    out. `compiles`: of a GPU; its `serve` comes when the worker is ready.
+    `held`: what of the model's KV that has. `kv`: of all ranks, in stream order. `memory`: bytes of the
+    leader's rank by what takes them. `compiles`: of a GPU; its `serve` comes when the worker is ready.
     """
 
     config: EngineConfig
@@ -88,7 +89,7 @@ class EngineParts:
     weights: WeightUpdater
     disk: Disk | None
     events: CacheEvents | None
-    memory: GpuMemory | None
+    memory: Mapping[str, int]
     compiles: CompileLog | None
 
 
@@ -112,10 +113,10 @@ def build_engine(
     `group`: of a leader, whose followers build their parts at the same time (engine/ranks/build.py).
     `num_token_ids`: ids that the tokenizer knows; a model may have meaningless rows beyond them. None: all have a meaning.
     `wakeup` is called in a thread when files of the hierarchical cache have been read or written.
-    `capture`: records decode graphs in place of CUDA. `gauge`: measures memory in place of CUDA; on a CPU nothing does. `host`:
-    the machine's memory.
+    `capture`: records decode graphs in place of CUDA. `gauge`: measures memory in place of CUDA. `host`: the machine's
+    memory, which a CPU's engine shares.
     """
-    config = resolve(config, model_config, cuda=torch.cuda.is_available())
+    given, config = config, resolve(config, model_config, cuda=torch.cuda.is_available())
     assert config.num_threads is not None and config.mem_fraction_static is not None, "resolved"
     torch.set_num_threads(config.num_threads)
     _check_sums(config)
@@ -130,21 +131,33 @@ def build_engine(
         await_share(gauge, config.mem_fraction_static)
     load_here = loader(config, model_config, group.links if group else None, load)
     fingerprinted = tiered or group is not None
-    before = host.own()
+    before, free = host.own(), host.available() // (config.dp_size * config.ranks_here)
     model, files = load_at_start(config, model_config, load_here, fingerprinted=fingerprinted, progress=progress)
-    weights = host.own() - before
+    weights = max(0, host.own() - before)
     recurrent = bool(model.state_specs())
-    slots_bytes = 0
     if recurrent:
         check_recurrent(config, retracted_kv=use.retracted_kv)
-        slot_bytes = StatePool.slot_bytes_of(model.state_specs())
-        config = with_state_slots(config, slot_bytes=slot_bytes, free_bytes=host.available(), sharers=config.ranks_here)
-        slots_bytes = (1 + state_slots(config)) * slot_bytes
     place = group.links.place if group else ALONE
-    memory = _measured(config, model_config, model, gauge, use, group, progress=progress) if gauge and shares else None
+    found = None
+    if gauge is not None:
+        found = _measured(config, model_config, model, gauge, use, group, progress=progress) if shares else None
+    else:
+        steps = 0
+        if config.max_total_tokens is None and group is None:
+            steps = _steps_on_cpu(config, model_config, model, host, use)
+        found = MeasuredMemory(memory=free, free=free, weights=weights, steps=steps, graphs=0, on_gpu=False)
+    if found is not None:
+        multiple = grid_of(config.page_size) if recurrent else config.page_size
+        config = with_fitting_chunk(given, config, found, multiple=multiple)
+    slots_bytes = 0
+    if recurrent:
+        slot_bytes = StatePool.slot_bytes_of(model.state_specs())
+        config = with_state_slots(given, config, found, slot_bytes=slot_bytes)
+        slots_bytes = (1 + state_slots(config)) * slot_bytes
     held = held_by(config, model_config, place)
     units, specs = len(held.units), kept_specs(config, model.cache_specs())
-    pages = count_pages(config, specs, memory, units=units, host=host, beside=slots_bytes)
+    page_bytes = KVPool.page_bytes_of(specs, config.page_size, units=units)
+    pages = kv_pages(given, config, found, page_bytes=page_bytes, states=slots_bytes)
     if group is not None:
         pages = min(pages, group.followers.await_ready(fingerprint=files, timeout_s=group.timeout_s))
     apart = group is None and windows_apart(config, specs, use, recurrent=recurrent)
@@ -189,6 +202,8 @@ def build_engine(
         check_same_kernels(kernels_here(), group.followers.apply("kernels").wait())
     if gauge is not None:
         _warm(config, model_config, executor, use, positions=pool.num_pages * config.page_size, progress=progress)
+    slots = state_slots(config) if recurrent else 0
+    config = with_running_requests(given, config, pages=pool.num_pages, slots=slots, windows=pools.num_windows)
     states = make_state_slots(config, peers_write=use.peers_write_pages) if recurrent else None
     kv_memory, events = build_memory(
         config,
@@ -197,17 +212,14 @@ def build_engine(
         states=states,
         windows=pools.window_pages(),
     )
-    if config.device == "cpu":
-        hosts = [*([tier.pool] if tier else []), *([backup.host] if backup else [])]
-        note_memory(
-            config,
-            pools.buffers(None),
-            tokens=pool.num_pages * config.page_size,
-            free=host.available(),
-            weights=weights,
-            states=slots_bytes,
-            copies=sum(copies.num_pages * copies.page_bytes for copies in hosts),
-        )
+    hosts = [*([tier.pool] if tier else []), *([backup.host] if backup else [])]
+    memory = note_memory(
+        config,
+        found,
+        {**pools.bytes_by_name(), "states": slots_bytes},
+        copies=sum(copies.num_pages * copies.page_bytes for copies in hosts),
+        tokens=pool.num_pages * config.page_size,
+    )
 
     def rename_pages(version: str, files: str) -> None:
         if tier is not None:
@@ -250,7 +262,7 @@ def _measured(
     group: Group | None,
     *,
     progress: bool,
-) -> GpuMemory:
+) -> MeasuredMemory:
     """Raises ConfigError."""
     if group is not None:
         group.followers.await_loaded(timeout_s=group.timeout_s)
@@ -266,6 +278,19 @@ def _measured(
         progress=progress,
         steps_over=partial(own_steps, config, model_config, model, progress=progress, place=place, **inputs),
         place=place,
+    )
+
+
+def _steps_on_cpu(
+    config: EngineConfig, model_config: ModelConfig, model: DenseDecoder, host: HostMemory, use: EngineUse
+) -> int:
+    return measure_on_cpu(
+        config,
+        model_config,
+        model,
+        host,
+        decodes=use.decodes,
+        steps_over=partial(own_steps, config, model_config, model, progress=False),
     )
 
 

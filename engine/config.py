@@ -23,7 +23,7 @@ LOAD_BALANCE_METHODS = (
 MAX_PAGE_SIZE = 1024
 MAX_PORT = 65535
 MAX_NODES = 64
-MEM_FRACTION_OF = {"cpu": 0.2, "cuda": 0.9}  # of free memory, of the GPU's memory
+MEM_FRACTION_OF = {"cpu": 0.2, "cuda": 0.9}  # of what weights and steps leave, of the GPU's memory
 MAX_RUNNING_OF = {"cpu": 64, "cuda": 256}  # a GPU's products are bound by memory below some 200 rows
 
 
@@ -139,9 +139,9 @@ class EngineConfig(FlagSet):
     )
     mem_fraction_static: float | None = flag(
         None,
-        "on cuda: share of the GPU's memory for all of this worker (weights, steps, KV cache); several workers on one GPU "
-        "divide it. On cpu: share of free memory for the KV cache, at most 4 GiB, if --max-total-tokens is unset. Default: "
-        f"{MEM_FRACTION_OF['cuda']} on cuda, {MEM_FRACTION_OF['cpu']} on cpu",
+        "share of memory for weights and KV cache together, states included: of the GPU's, which several workers on it divide; on "
+        "cpu of what is free at start. The largest steps must fit beside it. Default: as much as they leave, on cuda at most "
+        f"{MEM_FRACTION_OF['cuda']}; on cpu {MEM_FRACTION_OF['cpu']} of what weights and steps leave, at most 4 GiB, is for KV",
         above=0,
         below=1,
     )
@@ -151,26 +151,26 @@ class EngineConfig(FlagSet):
     )
     max_mamba_cache_size: int | None = flag(
         None,
-        "states of a recurrent model: of running requests, and snapshots of prefixes; default: two for each running request, on "
-        "cpu no more than their share of memory holds (--mamba-full-memory-ratio)",
+        "states of a recurrent model: of running requests, and snapshots of prefixes; default: two for each running request, no "
+        "more than their share of memory holds (--mamba-full-memory-ratio)",
         least=2,
     )
     mamba_full_memory_ratio: float = flag(
-        0.9, "on cpu: memory for recurrent states, beside that for KV pages of the same model", above=0
+        0.9, "memory for recurrent states, beside that for KV pages of the same model", above=0
     )
     prefault_kv: bool = flag(
         False, "on cpu: touch all KV memory at start, so that no step waits until the system provides it"
     )
     max_running_requests: int | None = flag(
         None,
-        f"most requests in the running batch; default: {MAX_RUNNING_OF['cpu']} on cpu, {MAX_RUNNING_OF['cuda']} on cuda",
+        f"most requests in the running batch; default: {MAX_RUNNING_OF['cpu']} on cpu, {MAX_RUNNING_OF['cuda']} on cuda, or what memory holds",
         least=1,
     )
     max_queued_requests: int = flag(4096, "most requests that wait; further ones are answered 503", least=0)
     chunked_prefill_size: int | None = flag(
         None,
         "most prompt tokens per step; longer prompts are split into chunks, and the last chunk may be larger by a 16th; "
-        "default: 1024 on cpu, 8192 on cuda",
+        "default: 1024 on cpu, 8192 on cuda, less where memory is short",
         least=1,
         special={-1: "no chunking"},
     )

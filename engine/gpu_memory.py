@@ -1,16 +1,11 @@
-"""A GPU's memory: what this process may use, what it uses, and what is left for KV. Measured, never guessed from what is free.
+"""A GPU's memory: what reads it, and the wait for this process's share of it (engine/memory_plan.py).
 
-    share of the total (--mem-fraction-static)
-    |-- own: CUDA context, weights --|-- graphs --|-- step: the largest steps' peak --|-- KV pool --|   the rest: other processes
-
-Two workers on one GPU so never race: each keeps to its share, whatever the other has taken yet. After vLLM's
-gpu_memory_utilization and its profiled forward. Pure but for the wait; never run on a GPU yet.
+Two workers on one GPU never race: each keeps to its share of the total, whatever the other has taken yet. Never run on a GPU yet.
 """
 
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from service.flags import ConfigError
@@ -20,30 +15,6 @@ WAIT_S = 30.0  # a process that has just ended gives its memory back a little la
 ASK_EVERY_S = 0.5
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuMemory:
-    """In bytes. `share`: of `total`, for this process. `own`, `graphs`, `step`: as drawn above."""
-
-    total: int
-    share: float
-    own: int
-    step: int
-    graphs: int
-
-    @property
-    def budget(self) -> int:
-        return int(self.total * self.share)
-
-    @property
-    def left(self) -> int:
-        """Return the bytes left for KV; negative: the share is too small for the model."""
-        return self.budget - self.own - self.step - self.graphs
-
-    def __str__(self) -> str:
-        parts = f"weights and context {gib(self.own)}, steps {gib(self.step)}, decode graphs {gib(self.graphs)}"
-        return f"{gib(self.budget)} of {gib(self.total)} GiB: {parts}, left for KV {gib(self.left)}"
 
 
 def gib(size_bytes: int) -> str:

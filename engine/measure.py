@@ -1,4 +1,4 @@
-"""What an engine's steps take of a GPU's memory: measured by running the largest ones before the KV pool exists."""
+"""What an engine's steps take of memory: measured by running the largest ones before the KV pool exists."""
 
 import gc
 import logging
@@ -16,15 +16,17 @@ from engine.executor.future_map import FutureMap
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.step_inputs import StepInputs
 from engine.executor.warm_up import WarmUp, by_executor, warm_up
-from engine.gpu_memory import GRAPH_BYTES, GpuMemory, MemoryGauge
+from engine.gpu_memory import GRAPH_BYTES, MemoryGauge
 from engine.graphs import logits_bytes, num_graphs
+from engine.kv.host_memory import HostMemory
 from engine.kv.kv_pool import KVPool
+from engine.memory_plan import MeasuredMemory
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.parallel.layout import ALONE, Place
 from engine.parallel.row_exchange import RowExchange
 from engine.pool import held_by, kept_specs
-from engine.resolve import largest_prompt_step
+from engine.resolve import largest_prompt_step, profiled_tokens
 from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
@@ -44,13 +46,13 @@ def measure(
     progress: bool,
     steps_over: StepsOver,
     place: Place = ALONE,
-) -> GpuMemory:
+) -> MeasuredMemory:
     """Run every kind of step over a pool of scratch alone, which also compiles its kernels. Raises ConfigError.
 
     `decodes`, `prefills`: as in EngineUse. Ranks measure at the same time, each at its `place`: their steps need one another.
     After vLLM's profiled run. Adapters are not loaded yet: what they add to a step is not in it.
     """
-    assert config.mem_fraction_static is not None and config.context_length is not None, "resolved"
+    assert config.context_length is not None, "resolved"
     gauge.release()
     own = gauge.own()
     gauge.begin_peak()
@@ -71,7 +73,42 @@ def measure(
     gauge.release()
     graphs = num_graphs(config, decodes=decodes, prefills=prefills) * GRAPH_BYTES
     graphs += logits_bytes(config, vocab_size=model_config.vocab_size, decodes=decodes)
-    return GpuMemory(total=gauge.total(), share=config.mem_fraction_static, own=own, step=step, graphs=graphs)
+    total = gauge.total()
+    free = min(total, gauge.free() + gauge.own())
+    return MeasuredMemory(memory=total, free=free, weights=own, steps=step, graphs=graphs, on_gpu=True)
+
+
+def measure_on_cpu(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: DenseDecoder,
+    host: HostMemory,
+    *,
+    decodes: bool,
+    steps_over: StepsOver,
+) -> int:
+    """Return the bytes that the largest steps of the only rank take at their peak.
+
+    A prompt step whose tokens a slow machine computes too long is measured with fewer: what it takes grows with them.
+    """
+    assert config.context_length is not None, "resolved"
+    units = len(held_by(config, model_config, ALONE).units)
+    specs = kept_specs(config, model.cache_specs())
+    pool = KVPool(specs, num_pages=1, page_size=config.page_size, device=config.device, units=units)
+    tokens = profiled_tokens(config, model_config)
+    steps = replace(
+        _steps(config, model_config, positions=config.context_length, decodes=decodes), prompt_tokens=tokens
+    )
+    first, prompt, samples, end = steps.largest()
+    peaks = []
+    with steps_over(pool) as run:
+        run(first)
+        for plan in (prompt, samples):
+            before = host.begin_peak()
+            run(plan)
+            peaks.append(max(0, host.peak() - before))
+        run(end)
+    return max(peaks[0] * largest_prompt_step(config) // tokens, peaks[1])
 
 
 @contextmanager
@@ -89,7 +126,7 @@ def own_steps(
 ) -> Iterator[RunStep]:
     """The steps of a rank that samples. The rest as in `build_device`."""
     device = build_device(
-        replace(config, enable_lora=False),
+        replace(config, enable_lora=False, max_mamba_cache_size=2),
         model_config,
         model,
         pool,
@@ -121,8 +158,15 @@ def warm(
     progress: bool,
 ) -> None:
     """Run every kind of step that there may be. `positions`: of a request. Raises DeviceOutOfMemory."""
+    steps = _steps(config, model_config, positions=positions, decodes=decodes)
+    begun_s = time.monotonic()
+    warm_up(run, steps, progress=progress)
+    log.info("warm-up: every kind of step has run, in %.1f s", time.monotonic() - begun_s)
+
+
+def _steps(config: EngineConfig, model_config: ModelConfig, *, positions: int, decodes: bool) -> WarmUp:
     assert config.max_running_requests is not None, "resolved"
-    steps = WarmUp(
+    return WarmUp(
         prompt_tokens=largest_prompt_step(config),
         rows=config.max_running_requests,
         positions=positions,
@@ -131,6 +175,3 @@ def warm(
         decodes=decodes,
         mixed=bool(config.enable_mixed_chunk),
     )
-    begun_s = time.monotonic()
-    warm_up(run, steps, progress=progress)
-    log.info("warm-up: every kind of step has run, in %.1f s", time.monotonic() - begun_s)

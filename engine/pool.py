@@ -1,20 +1,19 @@
-"""How many KV pages an engine has, and their memory."""
+"""The memory of an engine's KV pages, and what it says of all its memory."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from engine.config import EngineConfig
-from engine.gpu_memory import GpuMemory, gib
 from engine.kv.held import HeldKV
-from engine.kv.host_memory import HostMemory
 from engine.kv.kv_pool import AllocateBytes, CacheSpec, KVPool
 from engine.kv_dtype import FP8
+from engine.memory_plan import MeasuredMemory, memory_text
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import Place, model_units, share_of, units_of
-from engine.resolve import cpu_kv_bytes, gpu_pages, num_pages, state_slots
+from engine.resolve import state_slots
 from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
@@ -39,29 +38,6 @@ def kept_specs(config: EngineConfig, specs: Sequence[CacheSpec]) -> list[CacheSp
     return [replace(spec, fp8=True) if kept == FP8 else replace(spec, dtype=kept) for spec in specs]
 
 
-def count_pages(
-    config: EngineConfig,
-    specs: Sequence[CacheSpec],
-    memory: GpuMemory | None,
-    *,
-    units: int,
-    host: HostMemory,
-    beside: int = 0,
-) -> int:
-    """Count the KV pages that --max-total-tokens or --mem-fraction-static asks for. Raises ConfigError.
-
-    `memory`: of the GPU; None: on a CPU, or where --max-total-tokens says all. `units`: of
-    this rank's part of a page. `host`: of a CPU, which its ranks share. `beside`: bytes of recurrent states there.
-    """
-    page_bytes = KVPool.page_bytes_of(specs, config.page_size, units=units)
-    if memory is None:
-        kv_bytes = cpu_kv_bytes(config, free_bytes=host.available()) // config.ranks_here - beside
-        return num_pages(config, page_bytes=page_bytes, kv_bytes=kv_bytes)
-    pages = gpu_pages(config, memory, page_bytes=page_bytes)
-    _note_capacity(config, memory, tokens=pages * config.page_size)
-    return pages
-
-
 def allocate_pool(
     config: EngineConfig, specs: Sequence[CacheSpec], *, num_pages: int, units: int, allocate: AllocateBytes
 ) -> KVPool:
@@ -82,37 +58,33 @@ def allocate_pool(
 
 
 def note_memory(
-    config: EngineConfig,
-    buffers: Sequence[torch.Tensor],
-    *,
-    tokens: int,
-    free: int,
-    weights: int,
-    states: int,
-    copies: int,
-) -> None:
-    """Log what takes the memory of a CPU. `buffers`: of `tokens`. `free`, `weights`, `states`, `copies` (of retracted and cached KV): bytes."""
-    parts = {
-        "weights": weights,
-        f"KV of {tokens} tokens in {config.kv_cache_dtype}": sum(buffer.nbytes for buffer in buffers),
-        f"{state_slots(config)} recurrent states": states,
-        "copies of KV": copies,
-    }
-    text = ", ".join(f"{what} {gib(size)}" for what, size in parts.items() if size)
-    log.info(
-        "memory in GiB, most of it taken when it is used: %s; %s of the machine's are free now, most requests that run: %d",
-        text,
-        gib(free),
-        config.max_running_requests,
-    )
+    config: EngineConfig, found: MeasuredMemory | None, pools: Mapping[str, int], *, copies: int, tokens: int
+) -> dict[str, int]:
+    """Return, and log, the bytes of each part of memory. `config`: as it serves. `pools`: of pages and states, by name.
 
-
-def _note_capacity(config: EngineConfig, memory: GpuMemory, *, tokens: int) -> None:
+    `copies`: of KV on the host. `tokens`: that the KV cache holds.
+    """
     assert config.context_length is not None, "resolved"
-    log.info("GPU memory: %s GiB, a KV cache of %d tokens", memory, tokens)
-    if tokens < config.context_length:
+    measured = {} if found is None else {"weights": found.weights, "steps": found.steps, "graphs": found.graphs}
+    parts = {**measured, **pools, "host_copies": copies}
+    if found is not None:
+        parts["rest"] = max(
+            0, found.free - sum(measured.values()) - sum(pools.values()) - (0 if found.on_gpu else copies)
+        )
+    states = f", {state_slots(config)} recurrent states" if pools.get("states") else ""
+    log.info(
+        "memory: %s; a KV cache of %d tokens in %s%s, at most %d running requests, chunks of %d tokens",
+        memory_text(parts),
+        tokens,
+        config.kv_cache_dtype,
+        states,
+        config.max_running_requests,
+        config.chunked_prefill_size,
+    )
+    if config.max_total_tokens is None and tokens < config.context_length:
         log.warning(
             "the KV cache holds %d tokens, the model's context %d: longer requests are refused (--context-length)",
             tokens,
             config.context_length,
         )
+    return parts

@@ -31,6 +31,15 @@ class Pools:
     def window_pages(self) -> WindowPages | None:
         return None if self.group is None else self.group.make_pages(self.kv.page_size)
 
+    @property
+    def num_windows(self) -> int:
+        """Count the windows that their pool holds."""
+        return 0 if self.group is None else self.group.window_pages // self.group.pages_of_window
+
+    def bytes_by_name(self) -> dict[str, int]:
+        windows = {} if self.windows is None else {"window_pages": self.windows.buffer.nbytes}
+        return {"kv_pages": self.kv.buffer.nbytes, **windows}
+
     def buffers(self, states: StatePool | None) -> list[Tensor]:
         """All memory of requests: pages, and `states`."""
         pools = [self.kv] if self.windows is None else [self.kv, self.windows]

@@ -9,7 +9,6 @@ from engine.core.new_token_ratio import RatioRule
 from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.core.prefill_gate import PrefillDelayer, PrefillPolicy, ScheduleEnhancer
 from engine.core.step_budget import StepBudget
-from engine.gpu_memory import GpuMemory
 from engine.kv_dtype import kv_dtype
 from engine.lora.names import check_lora, lora_enabled
 from engine.model_files.model_config import ModelConfig
@@ -17,9 +16,9 @@ from engine.parallel.layout import model_units
 from engine.rank_rules import check_sizes
 from service.flags import ConfigError
 
-MAX_CPU_KV_BYTES = 4 << 30
 MAX_STEP_TIME_S = {"cpu": 1.0, "cuda": 0.5}  # below the time after which a router calls a worker silent (1.5 s)
 FIRST_FLOPS = {"cpu": 50e9, "cuda": 50e12}  # per second of a thread or GPU: a cautious guess, for the first step only
+PROFILE_S = 1.0  # a start should not wait for more
 GPU_LORA_RANK = 64  # grouped kernels start programs for this rank, and leave those that an adapter lacks
 BACKUP_SHARE = 0.5
 LOAD_AHEAD_MB = {"cpu": 0, "cuda": 64}  # 1.3 ms of a PCIe 5 bus: a step ends with its copies, and takes longer
@@ -152,6 +151,17 @@ def step_budget(config: EngineConfig, model: ModelConfig, *, part_tokens: int) -
     )
 
 
+def _token_flops(model: ModelConfig) -> float:
+    return 2 * model.num_layers * (model.attention_weights() + 3 * model.hidden_size * model.mlp_width(active=True))
+
+
+def profiled_tokens(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the tokens of the prompt step that a CPU measures: the most, or what PROFILE_S surely computes."""
+    assert config.num_threads is not None, "resolved"
+    tokens = int(PROFILE_S * FIRST_FLOPS["cpu"] * config.num_threads / _token_flops(model))
+    return min(largest_prompt_step(config), max(config.page_size, tokens))
+
+
 def priorities(config: EngineConfig) -> Priorities:
     if not config.enable_priority_scheduling:
         return NO_PRIORITIES
@@ -160,12 +170,6 @@ def priorities(config: EngineConfig) -> Priorities:
         aging_s=config.priority_aging_s,
         preempt_threshold=config.priority_scheduling_preemption_threshold,
     )
-
-
-def cpu_kv_bytes(config: EngineConfig, *, free_bytes: int) -> int:
-    """Return the bytes for KV of a DP rank on a CPU, of host memory that is free."""
-    assert config.mem_fraction_static is not None, "resolved"
-    return min(int(free_bytes * config.mem_fraction_static), MAX_CPU_KV_BYTES) // config.dp_size
 
 
 def num_pages(config: EngineConfig, *, page_bytes: int, kv_bytes: int) -> int:
@@ -183,41 +187,10 @@ def num_pages(config: EngineConfig, *, page_bytes: int, kv_bytes: int) -> int:
     return pages
 
 
-def gpu_pages(config: EngineConfig, memory: GpuMemory, *, page_bytes: int) -> int:
-    """Return the KV pages of a GPU. Raises ConfigError where --mem-fraction-static leaves less than one prompt step needs."""
-    assert config.context_length is not None and config.mem_fraction_static is not None, "resolved"
-    if config.max_total_tokens is None:
-        least = min(largest_prompt_step(config), config.context_length)
-        tokens = max(0, memory.left // page_bytes) * config.page_size
-        if tokens < least:
-            raise ConfigError(
-                f"--mem-fraction-static {config.mem_fraction_static:g}: {memory} GiB, {tokens} tokens, fewer than a step's "
-                f"{least}; raise it, take a smaller model, lower --chunked-prefill-size and --max-running-requests, or "
-                "serve with so few by --max-total-tokens"
-            )
-    return num_pages(config, page_bytes=page_bytes, kv_bytes=memory.left)
-
-
 def state_slots(config: EngineConfig) -> int:
     """Return the slots of a model with recurrent states: of running requests, and as many that are cached or on their way."""
     assert config.max_running_requests is not None, "resolved"
     return config.max_mamba_cache_size or 2 * config.max_running_requests
-
-
-def with_state_slots(config: EngineConfig, *, slot_bytes: int, free_bytes: int, sharers: int) -> EngineConfig:
-    """Let recurrent states take no more than their share of a CPU's memory. `sharers`: ranks that share it. Raises ConfigError."""
-    if config.device != "cpu" or config.max_mamba_cache_size is not None:
-        return config
-    memory = cpu_kv_bytes(config, free_bytes=free_bytes) // sharers
-    ratio = config.mamba_full_memory_ratio
-    fitting = int(memory * ratio / (1 + ratio)) // slot_bytes
-    if fitting < 2:
-        raise ConfigError(
-            f"--mem-fraction-static {config.mem_fraction_static:g}: {memory / 2**20:.0f} MiB, of which --mamba-full-memory-ratio "
-            f"{ratio:g} is for recurrent states of {slot_bytes / 2**20:.1f} MiB, and one request needs two; raise one of them, or set "
-            "--max-mamba-cache-size"
-        )
-    return replace(config, max_mamba_cache_size=min(fitting, state_slots(config)))
 
 
 def largest_prompt_step(config: EngineConfig) -> int:

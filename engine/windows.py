@@ -13,9 +13,10 @@ PREFIXES = 2  # windows for each request that may run: its own, and one of a cac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowGroup:
-    """`num_pages`: of the layers that see all; `window_pages`: of the others. `step_tokens`, `steps`: as of WindowPages."""
+    """`pages_of_window`: that a running request holds. `num_pages`: of the layers that see all; `window_pages`: of the others. `step_tokens`, `steps`: as of WindowPages."""
 
     window: int
+    pages_of_window: int
     num_pages: int
     window_pages: int
     steps: int
@@ -53,5 +54,10 @@ def window_group(config: EngineConfig, specs: Sequence[CacheSpec], *, pages: int
         beside = [spec for spec in specs if not spec.window]
         num_pages = max(pages, min(usable, left // KVPool.page_bytes_of(beside, size, units=units)))
     return WindowGroup(
-        window=window, num_pages=num_pages, window_pages=window_pages, steps=steps, step_tokens=step_tokens
+        window=window,
+        pages_of_window=each,
+        num_pages=num_pages,
+        window_pages=window_pages,
+        steps=steps,
+        step_tokens=step_tokens,
     )

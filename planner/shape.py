@@ -6,6 +6,7 @@ What a GPU holds, and which numbers of GPUs fit, is engine/parallel/layout.py's 
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
+from engine.memory_plan import MeasuredMemory, static_left
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import Place, check_layout, share_of
 from engine.resolve import num_pages
@@ -94,9 +95,11 @@ def _fits(model: ModelConfig, tp: int) -> bool:
 
 
 def _left_for_kv(engine: EngineConfig, shape: Shape, *, memory_bytes: int) -> int:
-    """Bytes of each GPU's share besides weights: as a worker divides it, without the memory of its steps."""
-    assert engine.mem_fraction_static is not None, "`tandem plan` has a default of its own"
-    return int(memory_bytes * engine.mem_fraction_static) - shape.weight_bytes
+    """Bytes of each GPU's share besides weights: as a worker divides it, if its steps fit beside."""
+    found = MeasuredMemory(
+        memory=memory_bytes, free=memory_bytes, weights=shape.weight_bytes, steps=0, graphs=0, on_gpu=True
+    )
+    return static_left(engine, found)
 
 
 def _gb(size_bytes: float) -> str:

@@ -3,7 +3,7 @@
 A GPU compiles each kernel when it is first launched (Triton: seconds each; torch loads its own module by module), on the
 thread that runs every step. These steps go through the whole runner, in plans like any other, with token 0 in slots that they
 close again; their KV goes to page 0. Which steps is decided here, without torch. A CPU has nothing to compile by then (C
-kernels are built when they are loaded), and needs none of this.
+kernels are built when they are loaded), and runs the largest steps alone, to measure them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -51,12 +51,14 @@ class WarmUp:
 
     def plans(self) -> list[Plan]:
         """Return the steps; slots are closed by the next step, the last ones by a step of their own."""
-        plans = [*self._prompts(), *self._samples(), *(self._decodes() if self.decodes else ())]
-        opened = [[opened.slot for opened in plan.opens] for plan in plans]
-        plans.append(Plan(seq=0, extend=False, items=[]))
-        for plan, closes in zip(plans[1:], opened, strict=True):
-            plan.closes = closes
-        return plans
+        return _closing([*self._prompts(), *self._samples(), *(self._decodes() if self.decodes else ())])
+
+    def largest(self) -> tuple[Plan, Plan, Plan, Plan]:
+        """A step of one token, which reads the weights; the largest prompt; the most samples, of every kind; their end."""
+        first, prompt = self._step([(1, 0)]), self._step([(n, 0) for n in self._parts(self.prompt_tokens)])
+        samples = self._step([(1, 0)] * self.rows, list(KINDS.values()), extend=not self.decodes)
+        first, prompt, samples, end = _closing([first, prompt, samples])
+        return first, prompt, samples, end
 
     def _prompts(self) -> Iterator[Plan]:
         """Prompts of every class of length, one behind a long prefix, with logprobs, pooled, and one that a decode rides."""
@@ -129,6 +131,15 @@ class WarmUp:
         all_tokens = b"\xff" * (4 * -(-self.vocab_size // 32))
         masks = dict.fromkeys(range(masked), all_tokens)
         return Plan(seq=0, extend=extend, items=items, opens=opens, masks=masks)
+
+
+def _closing(plans: list[Plan]) -> list[Plan]:
+    """Let each step close the slots of the one before, and a further step the last ones."""
+    opened = [[opened.slot for opened in plan.opens] for plan in plans]
+    plans.append(Plan(seq=0, extend=False, items=[]))
+    for plan, closes in zip(plans[1:], opened, strict=True):
+        plan.closes = closes
+    return plans
 
 
 class StepExecutor(Protocol):

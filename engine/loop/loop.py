@@ -108,7 +108,7 @@ class LoopSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopServices:
-    """What the loop serves besides requests and steps. `late_compiles`: kernels that were compiled while serving. `experts`: gauges of a mixture,
+    """What the loop serves besides requests and steps. `late_compiles`: kernels that were compiled while serving. `memory`: bytes by what takes them. `experts`: gauges of a mixture,
 
     `expert_loads`: its counts. `name`: of the worker, in files.
 
@@ -123,6 +123,7 @@ class LoopServices:
     disk: Disk | None = None
     events: ZmqPublisher | None = None
     late_compiles: Callable[[], int] = int
+    memory: Mapping[str, int] = field(default_factory=dict)
     experts: Callable[[], Mapping[str, float]] = dict
     expert_loads: Callable[[], Loads] = list
     name: str = "worker"
@@ -206,6 +207,7 @@ class EngineLoop:
             adapters=self._adapters,
             intervals=intervals,
             late_compiles=services.late_compiles,
+            memory=services.memory,
             experts=services.experts,
         )
         budget = scheduler.step_budget

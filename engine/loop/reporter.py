@@ -30,6 +30,7 @@ class Reporter:
         adapters: AdapterControl,
         intervals: IntervalLog,
         late_compiles: Callable[[], int],
+        memory: Mapping[str, int],
         experts: Callable[[], Mapping[str, float]],
     ) -> None:
         self._scheduler = scheduler
@@ -41,6 +42,7 @@ class Reporter:
         self._adapters = adapters
         self._intervals = intervals
         self._late_compiles = late_compiles
+        self._memory = {f"memory_{name}_bytes": float(size) for name, size in memory.items()}
         self._experts = experts
         self._next_check_s = 0.0
         self._problems: list[str] = []
@@ -81,6 +83,7 @@ class Reporter:
                 "new_token_ratio": scheduler.ratio.value,
                 "batch_is_full": float(scheduler.stages.batch_is_full),
                 **self._adapters.gauges(),
+                **self._memory,
                 **self._experts(),
                 **self._intervals.gauges(),
                 **({} if host is None else host.gauges()),

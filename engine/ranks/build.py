@@ -27,13 +27,15 @@ from engine.kv.identity import fingerprint, kv_identity
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_backup import PageBackup
 from engine.kv.page_checksum import PageChecksum
+from engine.kv.state_pool import StatePool
 from engine.measure import measure
+from engine.memory_plan import MeasuredMemory, kv_pages, with_state_slots
 from engine.messages import StartProfile
 from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.models.decoder import DenseDecoder
 from engine.parallel.process_groups import RankGroups
 from engine.parallel.region import SharedRegion
-from engine.pool import count_pages, held_by, kept_specs
+from engine.pool import held_by, kept_specs
 from engine.pools import build_pools
 from engine.rank_rules import check_device
 from engine.ranks.channel import Channel
@@ -44,7 +46,7 @@ from engine.ranks.rank_parts import RankUse, rank_parts, steps_of_rank
 from engine.ranks.rank_pools import RankPools
 from engine.ranks.same_kernels import kernels_here
 from engine.ranks.share import loader
-from engine.resolve import resolve
+from engine.resolve import resolve, state_slots
 from service.flags import ConfigError
 
 
@@ -69,7 +71,7 @@ def build_follower(
 
     On a GPU all that the calling thread enqueues from here on runs in one stream.
     """
-    config = resolve(config, model_config, cuda=torch.cuda.is_available())
+    given, config = config, resolve(config, model_config, cuda=torch.cuda.is_available())
     check_device(config)
     model_config = model_config.quantized(config.quantization)
     assert config.num_threads is not None, "resolved"
@@ -82,14 +84,18 @@ def build_follower(
         await_share(gauge, config.mem_fraction_static)
     links = links_of(region, rank, config, wires, joint=joint, groups=groups)
     load = _load(config, model_config, links)
+    before, free = host.own(), host.available() // (config.dp_size * config.ranks_here)
     model = load(config.model_path, model_config)
+    weights = max(0, host.own() - before)
     if config.device == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
     held, specs = held_by(config, model_config, links.place), kept_specs(config, model.cache_specs())
-    memory = None
-    if gauge is not None and shares:
+    found = None
+    if gauge is None:
+        found = MeasuredMemory(memory=free, free=free, weights=weights, steps=0, graphs=0, on_gpu=False)
+    elif shares:
         channel.send(Loaded())
-        memory = measure(
+        found = measure(
             config,
             model_config,
             model,
@@ -99,13 +105,20 @@ def build_follower(
             progress=False,
             steps_over=partial(
                 steps_of_rank,
-                partial(rank_parts, replace(config, enable_lora=False), model_config, model, links),
+                partial(
+                    rank_parts, replace(config, enable_lora=False, max_mamba_cache_size=2), model_config, model, links
+                ),
                 config,
             ),
             place=links.place,
         )
     units = len(held.units)
-    pages = count_pages(config, specs, memory, units=units, host=host)
+    page_bytes = KVPool.page_bytes_of(specs, config.page_size, units=units)
+    states_bytes = 0
+    if model.state_specs():
+        slot_bytes = StatePool.slot_bytes_of(model.state_specs())
+        states_bytes = (1 + state_slots(with_state_slots(given, config, found, slot_bytes=slot_bytes))) * slot_bytes
+    pages = kv_pages(given, config, found, page_bytes=page_bytes, states=states_bytes)
     channel.send(Ready(pages, fingerprint(config.model_path)))
     agreed = channel.receive()
     assert isinstance(agreed, PoolSize), agreed

@@ -8,8 +8,16 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.kv.host_memory import HostMemory
+from engine.memory_plan import (
+    MeasuredMemory,
+    kv_pages,
+    static_left,
+    with_fitting_chunk,
+    with_running_requests,
+    with_state_slots,
+)
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
-from engine.resolve import resolve, state_slots, with_state_slots
+from engine.resolve import resolve, state_slots
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks_in_process import ranks
@@ -25,10 +33,19 @@ def with_free(root: Path, size_bytes: int) -> HostMemory:
     return HostMemory(root)
 
 
+def configs(**flags: Any) -> tuple[EngineConfig, EngineConfig]:
+    """As given, and resolved."""
+    given = EngineConfig(model_path=DEFAULT_MODEL_PATH, device="cpu", **flags)
+    return given, resolve(given, load_model_config(DEFAULT_MODEL_PATH), cuda=False)
+
+
+def measured(free: int, *, weights: int = 0, steps: int = 0) -> MeasuredMemory:
+    return MeasuredMemory(memory=free, free=free, weights=weights, steps=steps, graphs=0, on_gpu=False)
+
+
 def slots_of(slot_bytes: int, *, free: int = 10_000 * MIB, sharers: int = 1, **flags: Any) -> int:
-    config = EngineConfig(model_path=DEFAULT_MODEL_PATH, mem_fraction_static=0.2, device="cpu", **flags)
-    config = resolve(config, load_model_config(DEFAULT_MODEL_PATH), cuda=False)
-    return state_slots(with_state_slots(config, slot_bytes=slot_bytes, free_bytes=free, sharers=sharers))
+    given, config = configs(mem_fraction_static=0.2, **flags)
+    return state_slots(with_state_slots(given, config, measured(free // sharers), slot_bytes=slot_bytes))
 
 
 def test_states_take_no_more_than_their_share() -> None:
@@ -55,7 +72,7 @@ def test_an_engine_runs_with_the_states_that_fit(
     path = make_tiny_checkpoint(tmp_path, "qwen3_next")
     host = with_free(tmp_path, MIB)
     caplog.set_level(logging.INFO)
-    flags: dict[str, Any] = {"max_running_requests": 32, "num_threads": 1, "max_total_tokens": 4096}
+    flags: dict[str, Any] = {"max_running_requests": 32, "num_threads": 1, "max_total_tokens": 1024}
     if tp_size == 1:
         engine = EngineInProcess(path, host=host, **flags)
         run(engine)
@@ -63,7 +80,7 @@ def test_an_engine_runs_with_the_states_that_fit(
     else:
         with ranks(path, tp_size=tp_size, host=host, **flags) as group:
             run(group.engine)
-    assert "recurrent states 0.0" in caplog.text and "KV of 4096 tokens" in caplog.text
+    assert "a KV cache of 1024 tokens in " in caplog.text and ", states 0." in caplog.text
 
 
 def run(engine: EngineInProcess) -> None:
@@ -73,3 +90,86 @@ def run(engine: EngineInProcess) -> None:
         engine.add(str(i), list(range(16, 100 + i)), max_new_tokens=3)
     engine.run()
     assert all(len(tokens) == 3 for tokens in engine.tokens.values()) and len(engine.tokens) == 32
+
+
+def test_the_share_is_of_weights_and_pages_together() -> None:
+    found = measured(1000 * MIB, weights=300 * MIB, steps=50 * MIB)
+    given, _ = configs(mem_fraction_static=0.5)
+    assert static_left(given, found) == 200 * MIB
+    assert static_left(configs()[0], found) == int(0.2 * 650 * MIB), "unset: a part of what weights and steps leave"
+    with pytest.raises(
+        ConfigError, match=r"^--mem-fraction-static 0.97: .* 0.9 GiB, .* 50.0 MiB beside .* at most 0.95,"
+    ):
+        static_left(configs(mem_fraction_static=0.97)[0], found)
+
+
+def test_little_memory_lets_fewer_requests_run() -> None:
+    def running(free: int, *, slots: int = 0, windows: int = 0, **flags: Any) -> int:
+        given, config = configs(context_length=1024, **flags)
+        pages = kv_pages(given, config, measured(free), page_bytes=MIB, states=0)
+        config = with_running_requests(given, config, pages=pages, slots=slots, windows=windows)
+        assert config.max_running_requests is not None
+        return config.max_running_requests
+
+    assert running(4000 * MIB) == 64
+    assert running(200 * MIB) == 20, "40 pages, and a request takes two"
+    assert running(5 * MIB) == 1
+    assert running(4000 * MIB, slots=24) == 12
+    assert running(4000 * MIB, windows=7) == 7
+    assert running(200 * MIB, max_running_requests=30) == 30, "a flag wins where it can"
+    with pytest.raises(
+        ConfigError, match=r"^--max-running-requests 64: .* 40 KV pages; give at most 20, or raise --mem-f"
+    ):
+        running(200 * MIB, max_running_requests=64)
+    with pytest.raises(ConfigError, match=r"64: .* 800 KV pages and 24 recurrent states; give at most 12"):
+        running(4000 * MIB, slots=24, max_running_requests=64)
+    with pytest.raises(ConfigError, match=r"^--mem-fraction-static 0.2: .* 0 tokens, fewer than a page's 16"):
+        running(4 * MIB)
+    with pytest.raises(
+        ConfigError, match=r"^--max-total-tokens 6400: a KV cache of 0.4 GiB, .* 200.0 MiB .* at most 3200"
+    ):
+        running(200 * MIB, max_total_tokens=6400)
+
+
+def test_chunks_that_take_too_much_are_shorter_unless_a_flag_says_their_length() -> None:
+    def chunk(steps: int, *, multiple: int = 16, **flags: Any) -> int:
+        given, config = configs(**flags)
+        found = with_fitting_chunk(
+            given, config, measured(1000 * MIB, weights=200 * MIB, steps=steps), multiple=multiple
+        )
+        assert found.chunked_prefill_size is not None
+        return found.chunked_prefill_size
+
+    assert chunk(400 * MIB) == 1024
+    assert chunk(800 * MIB) == 512
+    assert chunk(801 * MIB, multiple=64) == 448
+    assert chunk(400_000 * MIB) == 16
+    assert chunk(800 * MIB, chunked_prefill_size=768) == 768
+
+
+def test_a_small_machine_serves_with_fewer_requests(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It has 1 MiB for weights, steps and KV; what a step takes is read from the process."""
+    path = make_tiny_checkpoint(tmp_path, "llama")
+    host = with_free(tmp_path, MIB)
+    caplog.set_level(logging.INFO)
+    with EngineInProcess(path, host=host, max_total_tokens=None, context_length=512, num_threads=1) as engine:
+        most = engine.parts.config.max_running_requests
+        assert most is not None and 1 <= most < 64 and engine.parts.scheduler.limits.max_running_requests == most
+        for i in range(32):
+            engine.add(str(i), list(range(16, 60 + i)), max_new_tokens=3)
+        engine.run()
+        assert all(len(tokens) == 3 for tokens in engine.tokens.values()) and len(engine.tokens) == 32
+        assert engine.parts.memory["kv_pages"] < 0.3 * MIB
+    assert f"at most {most} running requests" in caplog.text
+
+
+def test_the_largest_steps_are_measured(tmp_path: Path) -> None:
+    """A longer chunk takes more."""
+    path = make_tiny_checkpoint(tmp_path, "llama")
+
+    def steps(chunk: int) -> int:
+        flags: dict[str, Any] = {"chunked_prefill_size": chunk, "context_length": 512, "num_threads": 1}
+        with EngineInProcess(path, max_total_tokens=None, **flags) as engine:
+            return engine.parts.memory["steps"]
+
+    assert steps(8192) > steps(16) + MIB

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.gpu_memory import GpuMemory, await_share
+from engine.gpu_memory import await_share
+from engine.memory_plan import MeasuredMemory, kv_pages
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.models.load import load_model
-from engine.resolve import gpu_pages, resolve
+from engine.resolve import resolve
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -27,41 +28,58 @@ def config_of(**flags: Any) -> EngineConfig:
     return resolve(config, load_model_config(DEFAULT_MODEL_PATH), cuda=True)
 
 
-def memory_of(share: float, weights: float, *, step: float = 2.0, graphs: float = 0.5) -> GpuMemory:
-    own, step, graphs = (int(x * GIB) for x in (weights + CONTEXT, step, graphs))
-    return GpuMemory(total=H200, share=share, own=own, step=step, graphs=graphs)
+def memory_of(weights: float, *, steps: float = 2.0, graphs: float = 0.5, free: int = H200) -> MeasuredMemory:
+    own, step, graph = (int(x * GIB) for x in (weights + CONTEXT, steps, graphs))
+    return MeasuredMemory(memory=H200, free=free, weights=own, steps=step, graphs=graph, on_gpu=True)
+
+
+def pages_of(found: MeasuredMemory, kib: int, **flags: Any) -> int:
+    given = EngineConfig(model_path=DEFAULT_MODEL_PATH, device="cuda", **flags)
+    return kv_pages(given, config_of(**flags), found, page_bytes=16 * kib << 10, states=0)
 
 
 @pytest.mark.parametrize(
     ("share", "model", "thousands"),
     [
-        (0.9, QWEN, 781),
-        (0.9, LLAMA, 881),
-        (0.45, QWEN, 323),  # two workers on one GPU
-        (0.45, LLAMA, 365),
+        (0.9, QWEN, 799),
+        (0.9, LLAMA, 901),
+        (0.45, QWEN, 341),  # two workers on one GPU
+        (0.45, LLAMA, 386),
     ],
 )
 def test_tokens_of_an_h200(share: float, model: tuple[float, int], thousands: int) -> None:
+    """Weights and KV take the share, as in SGLang; steps and graphs have the rest."""
     weights, kib = model
-    memory = memory_of(share, weights)
-    assert memory.own + memory.step + memory.graphs + memory.left == int(share * H200)
-    config = config_of(mem_fraction_static=share, context_length=1024, max_running_requests=1024)
-    pages = gpu_pages(config, memory, page_bytes=16 * kib << 10)
-    assert pages * 16 // 1000 == thousands
+    flags = {"context_length": 1024, "max_running_requests": 1024}
+    assert pages_of(memory_of(weights), kib, mem_fraction_static=share, **flags) * 16 // 1000 == thousands
 
 
-@pytest.mark.parametrize("share", [0.9, 0.97])
+def test_an_unset_share_leaves_the_steps_their_room() -> None:
+    weights, kib = QWEN
+    flags = {"context_length": 1024, "max_running_requests": 1024}
+    usual = pages_of(memory_of(weights), kib, **flags)
+    assert usual == pages_of(memory_of(weights), kib, mem_fraction_static=0.9, **flags)
+    assert pages_of(memory_of(weights, steps=30.0), kib, **flags) * kib * 16 << 10 <= H200 - int(
+        (weights + 31.25) * GIB
+    )
+    others = memory_of(weights, free=H200 - 60 * GIB)
+    assert pages_of(others, kib, **flags) * kib * 16 << 10 <= others.most
+    with pytest.raises(
+        ConfigError, match=r"^--mem-fraction-static 0\.9: .* 125\.8 GiB, .* need 30\.5 .* at most 0\.78"
+    ):
+        pages_of(memory_of(weights, steps=30.0), kib, mem_fraction_static=0.9, **flags)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.95])
 def test_a_model_that_leaves_too_little_is_refused_with_its_figures(share: float) -> None:
-    """At 0.97 a 70B model would start with some thousand tokens."""
-    config = config_of(mem_fraction_static=share)
+    """At 0.95 a 70B model would start with some thousand tokens."""
     weights, kib = LLAMA_70B
     with pytest.raises(ConfigError) as refused:
-        gpu_pages(config, memory_of(share, weights), page_bytes=16 * kib << 10)
+        pages_of(memory_of(weights), kib, mem_fraction_static=share)
     said = str(refused.value)
     assert said.startswith(f"--mem-fraction-static {share:g}: ")
-    assert "weights and context 132.1" in said and "fewer than a step's" in said and "--max-total-tokens" in said
-    few = config_of(mem_fraction_static=share, max_total_tokens=160)
-    assert gpu_pages(few, memory_of(share, weights), page_bytes=16 * kib << 10) == 10
+    assert "weights 132.1" in said and "fewer than a step's" in said and "--max-total-tokens" in said
+    assert pages_of(memory_of(weights), kib, mem_fraction_static=share, max_total_tokens=160) == 10
 
 
 def test_defaults_of_each_device() -> None:
@@ -136,7 +154,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def start(checkpoint: str, gauge: StandIn, load: Callable[..., Any] = load_model, **flags: Any) -> EngineInProcess:
-    flags = {"mem_fraction_static": 0.9, "max_total_tokens": None, "chunked_prefill_size": 64, **flags}
+    flags = {"mem_fraction_static": 0.8, "max_total_tokens": None, "chunked_prefill_size": 64, **flags}
     flags |= {"disable_cuda_graph": True}
     return EngineInProcess(
         checkpoint, gauge=gauge, load=load, dtype="float32", max_running_requests=4, context_length=512, **flags
@@ -158,10 +176,10 @@ def test_an_engine_measures_its_largest_steps_before_it_has_a_pool(checkpoint: s
 
     with start(checkpoint, gauge, load) as engine:
         assert loaded == [["free"]], "the share is asked for before the weights are read"
-        assert gauge.calls[1:] == ["release", "begin_peak", "peak", "release"]
+        assert gauge.calls[1:] == ["release", "begin_peak", "peak", "release", "free"]
         assert max(n for n, _ in rows) == 68, "a chunk and a 16th"
         assert {after for n, after in rows if n == 68} == {0, 1}, "measured, and again on what serves"
-        left = int(0.9 * (3 << 20)) - (1 << 20) - (1 << 19)
+        left = int(0.8 * (3 << 20)) - (1 << 20)
         assert engine.parts.pool.num_pages == left // engine.parts.pool.page_bytes
         engine.add("r", [20, 30, 40])
         engine.run()
@@ -173,7 +191,7 @@ def test_an_engine_measures_its_largest_steps_before_it_has_a_pool(checkpoint: s
 
 def test_a_pool_smaller_than_the_context_is_a_warning(checkpoint: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    start(checkpoint, StandIn(total=2 << 20, peak=1 << 19)).close()
+    start(checkpoint, StandIn(total=2 << 20, peak=1 << 18), mem_fraction_static=0.65).close()
     said = [r.getMessage() for r in caplog.records]
     assert any("a KV cache of 304 tokens" in line for line in said)
     assert any("holds 304 tokens, the model's context 512" in line and "--context-length" in line for line in said)
@@ -182,7 +200,7 @@ def test_a_pool_smaller_than_the_context_is_a_warning(checkpoint: str, caplog: p
 def test_a_capacity_in_tokens_needs_no_measurement(checkpoint: str) -> None:
     gauge = StandIn(others=3 << 20)
     with start(checkpoint, gauge, max_total_tokens=160) as engine:
-        assert engine.parts.pool.num_pages == 10 and gauge.calls == [] and engine.parts.memory is None
+        assert engine.parts.pool.num_pages == 10 and gauge.calls == [] and "steps" not in engine.parts.memory
 
 
 def test_steps_that_do_not_fit_name_their_flags(checkpoint: str) -> None:

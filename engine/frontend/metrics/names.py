@@ -29,6 +29,16 @@ QUEUES = {
     "quarantined": Figure("tandem_num_quarantined_reqs", "ended requests whose memory a peer may still write"),
 }
 GAUGES = {
+    "memory_weights_bytes": Figure(
+        "tandem_memory_weights_bytes", "memory of weights, of the leader's rank like the rest"
+    ),
+    "memory_steps_bytes": Figure("tandem_memory_steps_bytes", "memory of the largest steps at their peak, measured"),
+    "memory_graphs_bytes": Figure("tandem_memory_graphs_bytes", "memory of recorded steps"),
+    "memory_kv_pages_bytes": Figure("tandem_memory_kv_pages_bytes", "memory of KV pages"),
+    "memory_window_pages_bytes": Figure("tandem_memory_window_pages_bytes", "memory of pages of layers with a window"),
+    "memory_states_bytes": Figure("tandem_memory_states_bytes", "memory of recurrent states"),
+    "memory_host_copies_bytes": Figure("tandem_memory_host_copies_bytes", "host memory of cached and retracted KV"),
+    "memory_rest_bytes": Figure("tandem_memory_rest_bytes", "memory that was free at start and has no use"),
     "gen_throughput": Figure("sglang:gen_throughput", "generated tokens per second"),
     "new_token_ratio": Figure("sglang:new_token_ratio", "share of the possible answer that admission reserves"),
     "kv_transfer_speed_gb_s": Figure("sglang:kv_transfer_speed_gb_s", "GB/s of the last transfers"),
