@@ -1,5 +1,6 @@
 """KV of 8 bits through two workers, by NIXL and Mooncake, whole and layer by layer, retracted, between other numbers of ranks: the tokens of one, by half the bytes."""
 
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
@@ -64,6 +65,19 @@ def test_units_of_two_ranks_are_those_of_one(path: str) -> None:
     flags = {**FP8, "num_threads": 1, "reduce_units": 2, "kv_units": 2}
     with pair_of(cell, path, flags=flags, decode={}) as pair:
         assert run(pair, ASKED, turns_between=6) == wanted
+
+
+def test_windows_in_a_pool_of_their_own(tmp_path: Path) -> None:
+    """Of whose pages the last ones of a prompt cross."""
+    some = {"sliding_window": 22, "use_sliding_window": True, "max_window_layers": 2}
+    path, flags = make_tiny_checkpoint(tmp_path / "model", "qwen2", **some), {**FP8, "page_size": 4}
+    with unified(path, **flags, disable_hybrid_swa_memory=True) as system:
+        wanted = run(system, ASKED, turns_between=6)
+    with disaggregated(path, decode={}, **flags) as pair:
+        assert run(pair, ASKED, turns_between=6) == wanted
+        for worker in pair.workers:
+            assert worker.parts.device.windows is not None
+            assert all(spec.fp8 for spec in worker.parts.device.windows.specs)
 
 
 def test_workers_of_other_types_are_refused_with_both_and_the_flag(path: str) -> None:
