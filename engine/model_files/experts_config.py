@@ -180,6 +180,11 @@ def read_glm4_lite(fields: Fields, num_layers: int) -> ExpertsConfig:
     return _sigmoid_experts(fields, num_layers, dense=1, groups=1, chosen_groups=1, scaling=1.8)
 
 
+def read_glm_sparse(fields: Fields, num_layers: int) -> ExpertsConfig:
+    _check_scores(fields, scores="sigmoid", methods=("noaux_tc",))
+    return _sigmoid_experts(fields, num_layers, dense=3, groups=1, chosen_groups=1, scaling=2.5)
+
+
 def read_deepseek_v3(fields: Fields, num_layers: int) -> ExpertsConfig:
     _check_scores(fields, scores="sigmoid", methods=("noaux_tc",))
     return _sigmoid_experts(fields, num_layers, dense=3, groups=8, chosen_groups=4, scaling=2.5)

@@ -28,6 +28,7 @@ from engine.model_files.experts_config import (
     read_deepseek_v3,
     read_glm4,
     read_glm4_lite,
+    read_glm_sparse,
     read_gpt_oss,
     read_granite_experts,
     read_minimax,
@@ -89,6 +90,7 @@ class Family:
     expert_names:   of its tensors
     latent:         attention reads one latent vector of each token
     indexed:        of the latents an index chooses the best
+    index_pairs:    RoPE's pairs are neighbours in the index, too
     recurrent:      reads which layers have a state in place of K and V, and its sizes
     attention_gate: q_proj has a gate behind each head of q, whose sigmoid attention is multiplied by
     mxfp4:          experts may be MXFP4 blocks
@@ -121,6 +123,7 @@ class Family:
     expert_names: ExpertNames = PLAIN_NAMES
     latent: bool = False
     indexed: bool = False
+    index_pairs: bool = False
     recurrent: Callable[[Fields, int], RecurrentConfig] | None = None
     attention_gate: bool = False
     mxfp4: bool = False
@@ -188,6 +191,9 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeLiteForCausalLM": Family(interleaved=True, latent=True, experts=read_glm4_lite),
     "Glm4ForCausalLM": replace(_GLM, norms="around"),
     "GlmForCausalLM": _GLM,
+    "GlmMoeDsaForCausalLM": Family(
+        interleaved=True, latent=True, indexed=True, index_pairs=True, experts=read_glm_sparse
+    ),
     "GptOssForCausalLM": Family(
         default_bias=True,
         out_bias=True,

@@ -2,17 +2,22 @@
 
 from dataclasses import dataclass
 
+from engine.model_files.families import Family
 from engine.model_files.fields import Fields
 from engine.model_files.rope_config import RopeConfig, softmax_factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexConfig:
-    """DeepSeek V3.2's index: a query attends to the `chosen` tokens with the best scores. `heads` of its queries, `dim` each, as its keys."""
+    """DeepSeek V3.2's index: a query attends to the `chosen` tokens with the best scores. `heads` of its queries, `dim` each, as its keys.
+
+    `interleaved`: pairs that RoPE turns are neighbours.
+    """
 
     heads: int
     dim: int
     chosen: int
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +66,8 @@ def rope_dim(fields: Fields) -> int:
     return dim
 
 
-def read_latent(fields: Fields, rope: RopeConfig, *, indexed: bool) -> LatentConfig:
-    """Raises ConfigError. `indexed`: there is an index."""
+def read_latent(fields: Fields, rope: RopeConfig, family: Family) -> LatentConfig:
+    """Raises ConfigError."""
     if fields.flag("attention_bias", default=False):
         raise fields.error("attention_bias", "latent attention with biases is not supported")
     plain = fields.count("qk_nope_head_dim")
@@ -73,13 +78,30 @@ def read_latent(fields: Fields, rope: RopeConfig, *, indexed: bool) -> LatentCon
         rope_dim=rope.dim,
         value_dim=fields.count("v_head_dim"),
         scale=(plain + rope.dim) ** -0.5 * softmax_factor(fields, rope),
-        index=_index(fields, rope) if indexed else None,
+        index=_index(fields, rope, pairs=family.index_pairs) if family.indexed else None,
     )
 
 
-def _index(fields: Fields, rope: RopeConfig) -> IndexConfig:
+def _index(fields: Fields, rope: RopeConfig, *, pairs: bool) -> IndexConfig:
+    _refuse_sharing(fields)
     dim = fields.count("index_head_dim")
     if dim < rope.dim:
         raise fields.error("index_head_dim", f"{dim} is less than qk_rope_head_dim {rope.dim}, which RoPE turns of it")
     fields.count("q_lora_rank")  # the index's queries come from the vector of that size
-    return IndexConfig(heads=fields.count("index_n_heads"), dim=dim, chosen=fields.count("index_topk"))
+    return IndexConfig(
+        heads=fields.count("index_n_heads"),
+        dim=dim,
+        chosen=fields.count("index_topk"),
+        interleaved=fields.flag("indexer_rope_interleave", default=pairs),
+    )
+
+
+def _refuse_sharing(fields: Fields) -> None:
+    shared = {
+        "indexer_types": "shared" in (fields.get("indexer_types") or ()),
+        "index_topk_pattern": "S" in (fields.get("index_topk_pattern") or ""),
+        "index_topk_freq": fields.count("index_topk_freq", default=1) > 1 and fields.get("indexer_types") is None,
+    }
+    for name, there in shared.items():
+        if there:
+            raise fields.error(name, "layers that take over the choice of another are not supported")

@@ -12,7 +12,7 @@ def read_kinds(fields: Fields, *, family: Family, num_layers: int) -> list[str]:
 
     That is, all but each `window_period`-th are SLIDING, or all but the first `max_window_layers`.
     """
-    if family.recurrent is not None:
+    if family.recurrent is not None or family.latent:
         return [FULL] * num_layers  # of those with KV; which ones have a state: recurrent_config.py
     if (kinds := fields.get("layer_types")) is not None:
         if not isinstance(kinds, list) or len(kinds) < num_layers or not {*kinds} <= {FULL, SLIDING}:

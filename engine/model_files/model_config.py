@@ -216,7 +216,7 @@ def _model_config(fields: Fields, generation: Fields, *, folder: Path) -> ModelC
         bias = fields.flag("attention_bias", default=family.default_bias)
     kinds = read_kinds(fields, family=family, num_layers=num_layers)
     rope, layer_ropes = read_ropes(fields, kinds, family=family, context=context, head_dim=head_dim)
-    latent = read_latent(fields, rope, indexed=family.indexed) if family.latent else None
+    latent = read_latent(fields, rope, family) if family.latent else None
     experts = None if family.experts is None else family.experts(fields, num_layers)
     return ModelConfig(
         architecture=name,

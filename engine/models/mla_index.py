@@ -1,7 +1,7 @@
 """The index of DeepSeek V3.2's sparse attention: small queries and keys of its own, which choose the tokens that attention sees.
 
 Its products are rows of the layer's own matrices: key and weights of heads beside the latents, queries beside q. All ranks have all of
-it. Its RoPE pairs dims (i, i + rope_dim / 2), whatever attention does.
+it. Its RoPE pairs dims (i, i + rope_dim / 2), whatever attention does; in GLM-5 (2 i, 2 i + 1), which are put in that order here.
 """
 
 import torch
@@ -35,6 +35,8 @@ class Index:
         key = functional.layer_norm(key.contiguous(), key.shape[1:], *self._norm, eps=EPS)
         both = torch.cat((q.reshape(len(q), index.heads, index.dim), key.unsqueeze(1)), 1)
         turned, plain = both[:, :, : self._turned], both[:, :, self._turned :]
+        if index.interleaved:  # scores do not see an order that queries and keys share
+            turned = torch.cat((turned[:, :, ::2], turned[:, :, 1::2]), 2)
         both = torch.cat((apply_rope(turned, *turn), plain), 2)
         scaled = weights.float() * (index.heads * index.dim) ** -0.5
         return both[:, -1], TokenChooser(both[:, :-1], scaled, index.chosen)

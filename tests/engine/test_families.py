@@ -29,6 +29,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),
     "glm4-moe": ("glm4_moe", {}),
+    "glm-5": ("glm_moe_dsa", {}),
     "glm4-moe-lite": ("glm4_moe_lite", {}),
     "falcon-h1": ("falcon_h1", {}),
     "falcon-h1-one-group": ("falcon_h1", {"mamba_n_groups": 1, "mamba_rms_norm": False}),

@@ -81,6 +81,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-all-turned": ("glm4", {"partial_rotary_factor": 1.0}),
     "glm4-yarn": ("glm4", {"rope_scaling": YARN}),
     "glm4-moe": ("glm4_moe", {}),
+    "glm-5": ("glm_moe_dsa", {}),
     "glm4-moe-lite": ("glm4_moe_lite", {}),
     "glm4-moe-lite-kinds": (
         "glm4_moe_lite",

@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
@@ -184,6 +185,14 @@ MIXTURES: dict[str, dict[str, Any]] = {  # fields of their own
         **_SIGMOID_EXPERTS,
     },
     "deepseek_v32": {
+        **LATENTS,
+        "q_lora_rank": 48,
+        **_SIGMOID_EXPERTS,
+        "index_n_heads": 16,
+        "index_head_dim": 32,
+        "index_topk": 24,
+    },
+    "glm_moe_dsa": {
         **LATENTS,
         "q_lora_rank": 48,
         **_SIGMOID_EXPERTS,
@@ -423,7 +432,7 @@ def _experts(config: dict[str, Any]) -> dict[str, list[int]]:
         place, gate, up, down = ("block_sparse_moe", "w1", "w3", "w2")
     shapes = {f"{place}.gate.weight": [count, hidden]}
     parts = [f"{place}.experts.{i}" for i in range(count)]
-    if family in ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "deepseek_v32"):
+    if family in ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "deepseek_v3", "deepseek_v32"):
         shapes["mlp.gate.e_score_correction_bias"] = [count]
     if family == "minimax_m2":
         shapes["block_sparse_moe.e_score_correction_bias"] = [count]
