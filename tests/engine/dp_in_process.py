@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -54,10 +54,13 @@ class DpEngine(EngineInProcess):
 
 
 class DpRanks:
-    def __init__(self, engines: list[DpEngine], region: SharedRegion, called: threading.Event) -> None:
+    def __init__(
+        self, engines: list[DpEngine], region: SharedRegion, called: threading.Event, errors: list[BaseException]
+    ) -> None:
         self.engines = engines
         self.region = region
         self._called = called
+        self._errors = errors  # of steps, the first one first
 
     def run(self) -> None:
         """Turn all until nothing is left to do."""
@@ -69,7 +72,10 @@ class DpRanks:
     def turn(self) -> bool:
         """Let each turn once; where none can, wait until one is called. False: all are done."""
         self._called.clear()
-        worked = [engine.turn() for engine in self.engines]
+        try:
+            worked = [engine.turn() for engine in self.engines]
+        except RanksEnded:
+            raise self._errors[0] from None
         if any(worked):
             return True
         if all(engine.done for engine in self.engines):
@@ -88,15 +94,36 @@ def dp_ranks(model_path: str, *, tp_size: int, dp_size: int, **flags: Any) -> It
     with ExitStack() as stack:
         region = SharedRegion.create(joint_plan(config))
         stack.callback(region.close)
-        engines = []
+        engines, errors = [], list[BaseException]()
         for dp_rank in range(dp_size):
             make: Any = partial(DpEngine, called=called)
             one = ranks(model_path, tp_size=tp_size, joint=Joint(region, dp_rank), make=make, **given)
             engine = stack.enter_context(one).engine
             assert isinstance(engine, DpEngine)
             engines.append(engine)
+            _end_all_with(engine, region, errors)
         stack.callback(_let_go, engines)
-        yield DpRanks(engines, region, called)
+        yield DpRanks(engines, region, called, errors)
+
+
+def _end_all_with(engine: DpEngine, region: SharedRegion, errors: list[BaseException]) -> None:
+    """A rank whose step raises joins no other: its process would end, and the others with it."""
+    executor: Any = engine.parts.executor
+    stream = executor._own._stream
+    submit = stream.submit
+
+    def submit_guarded(work: Callable[[], Any]) -> Any:
+        def guarded() -> Any:
+            try:
+                return work()
+            except BaseException as error:
+                errors.append(error)
+                region.abort()
+                raise
+
+        return submit(guarded)
+
+    stream.submit = submit_guarded
 
 
 def _let_go(engines: list[DpEngine]) -> None:

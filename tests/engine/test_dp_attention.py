@@ -127,3 +127,16 @@ def answers_by(model: str, shape: tuple[int, int], where: list[int], **flags: An
         steps = {group.engines[0].board.last_step(rank) for rank in range(dp_size)}
         assert len(steps) == 1 and steps.pop() > 20, "each rank takes part in every step"
         return answers_of(group.engines), [engine.parts.scheduler.counters for engine in group.engines]
+
+
+def test_a_rank_whose_step_fails_ends_the_waits_of_the_others(model: str) -> None:
+    with pytest.raises(OSError, match="a step fails"), dp_ranks(model, tp_size=2, dp_size=2, **FLAGS) as group:
+        executor: Any = group.engines[1].parts.executor
+
+        def fail(plan: Any) -> None:
+            raise OSError("a step fails")
+
+        executor._own.runner.run = fail
+        for engine, i in zip(group.engines, (0, 1), strict=True):
+            add(engine, i)
+        group.run()

@@ -226,12 +226,6 @@ def _(original, states, request):
     states.open(request, source=0)
 
 
-@CLUSTER.bug("free states in quarantine at once", StateSlots.quarantine, "A peer writes into another request's state.")
-def _(original, states, request):
-    states.free(request)
-    return []
-
-
 @CLUSTER.bug("free window pages in quarantine at once", WindowPages.quarantine, "A peer writes into another's window.")
 def _(original, windows, request):
     windows.free(request)
