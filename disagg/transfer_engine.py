@@ -34,7 +34,7 @@ def memory_of(pools: RankPools) -> RankMemory:
     if pools.states is not None:
         beside.append(_parts_of_states(pools.states, held.state_layers))
     if pools.windows is not None:
-        beside.append(_whole_pages(pools.windows))
+        beside.append(_units_of_pages(pools.windows, held.units))
     layers = held.layers if pools.windows is None else range(1)
     return RankMemory(region, held.units.start, len(held.units), layers.start, len(layers), pools=tuple(beside))
 
@@ -44,9 +44,9 @@ def _parts_of_states(states: StatePool, layers: range) -> SideMemory:
     return SideMemory(region, tuple(Extent(*run) for run in states.runs(layers)))
 
 
-def _whole_pages(windows: KVPool) -> SideMemory:
+def _units_of_pages(windows: KVPool, units: range) -> SideMemory:
     region = Region(windows.base_ptr, 1 + windows.num_pages, windows.page_bytes, _device(windows))
-    return SideMemory(region, (Extent(0, 0, windows.page_bytes),))
+    return SideMemory(region, (Extent(units.start * windows.unit_bytes, 0, windows.page_bytes),))
 
 
 def side_pools(pools: RankPools) -> tuple[SidePool, ...]:
@@ -60,9 +60,11 @@ def side_pools(pools: RankPools) -> tuple[SidePool, ...]:
             SidePool(f"recurrent state of {num_layers} layers {_digest(layout)}", num_layers * spec.whole_bytes)
         )
     if (windows := pools.windows) is not None:
-        layers = "+".join(f"{spec.num_kv_heads}x{spec.head_dim}:{spec.dtype}/{spec.window}" for spec in windows.specs)
+        layers = "+".join(
+            f"{spec.num_kv_heads // windows.units}x{spec.head_dim}:{spec.dtype}/{spec.window}" for spec in windows.specs
+        )
         kind = f"pages of {len(windows.specs)} layers with a window {_digest(layers)}"
-        found.append(SidePool(kind, windows.page_bytes))
+        found.append(SidePool(kind, pools.held.num_units * windows.unit_bytes))
     return tuple(found)
 
 

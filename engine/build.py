@@ -160,7 +160,7 @@ def build_engine(
     pages = kv_pages(given, config, found, page_bytes=page_bytes, states=slots_bytes)
     if group is not None:
         pages = min(pages, group.followers.await_ready(fingerprint=files, timeout_s=group.timeout_s))
-    apart = group is None and windows_apart(config, specs, use, recurrent=recurrent)
+    apart = windows_apart(config, specs, use, recurrent=recurrent)
     pools = build_pools(config, specs, num_pages=pages, units=units, apart=apart, allocate=use.allocate_kv)
     pool = pools.kv
     identity = partial(
@@ -180,7 +180,7 @@ def build_engine(
     if group is not None:
         host_pages, backup_pages = tier.pool.num_pages if tier else 0, backup.host.num_pages if backup else 0
         slots = state_slots(config) if recurrent else 0
-        group.followers.place(PoolSize(pages, host_pages, backup_pages, tier.files if tier else "", slots))
+        group.followers.place(PoolSize(pages, host_pages, backup_pages, tier.files if tier else "", slots, apart))
     device = build_device(
         config,
         model_config,

@@ -84,4 +84,5 @@ def windows_apart(config: EngineConfig, specs: Sequence[CacheSpec], use: EngineU
     wanted = not (config.disable_hybrid_swa_memory or use.one_pool or use.retracted_kv == "host")
     tiered = config.enable_hierarchical_cache and not use.peers_write_pages
     plain = not recurrent and not tiered and not any(spec.latent for spec in specs)
+    plain = plain and config.pp_size == 1 and not config.enable_dp_attention  # each rank has all layers, and each step
     return wanted and plain and config.device == "cpu" and config.attention_backend in ("auto", "cpu", "torch")

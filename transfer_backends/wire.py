@@ -43,7 +43,7 @@ BESIDE = "what a request has beside pages"
 REMEDIES = {
     "dtype": "start both workers with one --dtype and one --kv-cache-dtype",
     "kv_units": "give both workers one --kv-units, a multiple of each --tp-size",
-    BESIDE: "start both workers with the same model and flags, and --disable-hybrid-swa-memory if one has several ranks",
+    BESIDE: "start both workers with the same model and flags, and --disable-hybrid-swa-memory if one has pipeline stages",
 }
 
 

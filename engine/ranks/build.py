@@ -123,13 +123,15 @@ def build_follower(
     agreed = channel.receive()
     assert isinstance(agreed, PoolSize), agreed
     allocate = use.allocate_kv
-    pools = build_pools(config, specs, num_pages=agreed.num_pages, units=units, apart=False, allocate=allocate)
+    pools = build_pools(config, specs, num_pages=agreed.num_pages, units=units, apart=agreed.apart, allocate=allocate)
     pool = pools.kv
     backup = _host_pool(pool, agreed.backup_pages, flag="--disaggregation-decode-retraction-backup host")
     host_pool = _host_pool(pool, agreed.host_pages, flag="--enable-hierarchical-cache")
     copies = Copies(backup=None if backup is None else PageBackup(backup), host_pool=host_pool)
     sized = replace(config, max_mamba_cache_size=agreed.state_slots or None)
-    runner, parts = rank_parts(sized, model_config, model, links, pool, copies, use=use, capture=capture)
+    runner, parts = rank_parts(
+        sized, model_config, model, links, pool, copies, use=use, capture=capture, windows=pools.windows
+    )
     with memory_for_graphs():
         runner.running.record()
     readers: dict[str, Reader] = {"weights": lambda path: load(path, load_model_config(path))}
@@ -162,11 +164,12 @@ def build_follower(
             ),
             actions,
         )
-    _add_checksum(pool, held, actions)
+    if pools.windows is None:  # checksums know one pool alone
+        _add_checksum(pool, held, actions)
     channel.send(Serving())
     states = None if parts.states is None else parts.states.pool
     follower = Follower(channel, runner, readers=readers, actions=actions, turning=turning)
-    return follower, RankPools(kv=pool, held=held, states=states)
+    return follower, RankPools(kv=pool, held=held, states=states, windows=pools.windows)
 
 
 def _load(config: EngineConfig, model: ModelConfig, links: RankLinks) -> Callable[[str, ModelConfig], DenseDecoder]:

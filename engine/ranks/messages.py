@@ -35,7 +35,8 @@ class Ready(_Frame, frozen=True):
 class PoolSize(_Frame, frozen=True):
     """What every rank allocates: the least of all. `host_pages`, `backup_pages`: of the host tier, of retracted requests.
 
-    `state_slots`: of recurrent states; 0: the model has none. `files`: the folder of the worker's files; "" without.
+    `state_slots`: of recurrent states; 0: the model has none. `apart`: of `num_pages` layers with a window have a pool of their own
+    (engine/pools.py). `files`: the folder of the worker's files; "" without.
     """
 
     num_pages: int
@@ -43,6 +44,7 @@ class PoolSize(_Frame, frozen=True):
     backup_pages: int = 0
     files: str = ""
     state_slots: int = 0
+    apart: bool = False
 
 
 class Serving(_Frame, frozen=True):
@@ -76,6 +78,7 @@ class Step(_Frame, frozen=True):
     drops: list[int] = []
     to_host: list[tuple[int, int]] = []
     from_host: list[tuple[int, int]] = []
+    windows: list[tuple[int, int, list[int]]] = []  # as `pages`, of the pool of windows
     answer: int = 0
     agreed: AgreedStep | None = None
 
@@ -143,6 +146,7 @@ def step_of(plan: Plan, *, answer: int = 0) -> Step:
         drops=plan.drops,
         to_host=[(copy.page, copy.host_page) for copy in plan.to_host],
         from_host=[(copy.page, copy.host_page) for copy in plan.from_host],
+        windows=[(i, item.window_start, item.new_window) for i, item in enumerate(items) if item.new_window],
         answer=answer,
         agreed=plan.agreed,
     )
@@ -168,12 +172,14 @@ def plan_of(step: Step) -> Plan:
 
 def _items(step: Step) -> list[PlanItem]:
     pages = {i: (first, ids) for i, first, ids in step.pages}
+    windows = {i: (first, ids) for i, first, ids in step.windows}
     wanted = {i: (first, more) for i, first, more in step.logprobs}
     decodes, unsampled = frozenset(step.decodes), frozenset(step.unsampled)
     items, at = [], 0
     for i, (slot, start) in enumerate(zip(step.slots, step.starts, strict=True)):
         length = step.lens[i] if step.extend else 1
         first, ids = pages.get(i, (0, []))
+        window_first, window_ids = windows.get(i, (0, []))
         logprob_from, more = wanted.get(i, (None, False))
         items.append(
             PlanItem(
@@ -189,6 +195,8 @@ def _items(step: Step) -> list[PlanItem]:
                 logprobs=None if logprob_from is None else _ANY_LOGPROBS,
                 logprob_from=logprob_from,
                 logprob_next=0 if more else None,
+                window_start=window_first,
+                new_window=window_ids,
             )
         )
         at += length

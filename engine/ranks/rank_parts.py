@@ -42,8 +42,9 @@ def rank_parts(
     use: RankUse | None = None,
     capture: MakeCapture | None = None,
     max_pages: int | None = None,
+    windows: KVPool | None = None,
 ) -> tuple[RankRunner, ForwardParts]:
-    """`config` is resolved. `use`: None: no steps are recorded."""
+    """`config` is resolved. `use`: None: no steps are recorded. `windows`: as `build_forward` takes it."""
     assert config.max_running_requests is not None, "resolved"
     decodes = use is not None and use.decodes
     parts = build_forward(
@@ -54,6 +55,7 @@ def rank_parts(
         tapes=decodes and capture is None,
         exchange=links.exchange,
         max_pages=max_pages,
+        windows=windows,
     )
     future_map = future_map_of(links, leads=False, device=pool.device, num_slots=config.max_running_requests)
     inputs = stage_input(links, config, model_config) or future_map

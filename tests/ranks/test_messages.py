@@ -32,7 +32,7 @@ def mixed_plan() -> Plan:
         seq=9,
         extend=True,
         items=[
-            item(4, [11, 12, 13], 16, page_start=1, new_pages=[5, 6], sample=False),
+            item(4, [11, 12, 13], 16, page_start=1, new_pages=[5, 6], window_start=1, new_window=[3], sample=False),
             item(2, [-3], 40, extend=False),
             item(7, [1, 2], 0, new_pages=[8], logprobs=LogprobOptions(start_len=1), logprob_from=1, logprob_next=99),
         ],
@@ -51,7 +51,18 @@ def mixed_plan() -> Plan:
 
 def test_what_the_forward_reads_arrives() -> None:
     plan, arrived = mixed_plan(), through_the_wire(mixed_plan())
-    for name in ("slot", "tokens", "start", "page_start", "new_pages", "sample", "extend", "logprob_from"):
+    for name in (
+        "slot",
+        "tokens",
+        "start",
+        "page_start",
+        "new_pages",
+        "window_start",
+        "new_window",
+        "sample",
+        "extend",
+        "logprob_from",
+    ):
         assert [getattr(i, name) for i in arrived.items] == [getattr(i, name) for i in plan.items], name
     for name in ("seq", "extend", "saves", "loads", "drops", "to_host", "from_host", "states", "snapshots"):
         assert getattr(arrived, name) == getattr(plan, name), name
@@ -67,6 +78,7 @@ def forward_inputs(plan: Plan) -> dict[str, Any]:
         "positions": [(item.start, item.q_len, item.kv_len) for item in items],
         "slots": [item.slot for item in items],
         "page rows": [(item.slot, item.page_start, item.new_pages) for item in items if item.new_pages],
+        "window rows": [(item.slot, item.window_start, item.new_window) for item in items if item.new_window],
         "riders": [i for i, item in enumerate(items) if not item.extend] if plan.extend else [],
         "rows of logits": list(logit_calls(items)),
         "samples": any(item.sample for item in items),
