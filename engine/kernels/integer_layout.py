@@ -9,7 +9,9 @@ from torch.nn import functional
 from engine.quant.integers import Integers
 
 TILE, STEP, PANEL = 16, 32, 32  # outputs of a tile, inputs of a step, outputs of a panel
-PANELS_AT_ONCE = 64  # rearranged at a time: copies stay small
+PAIR = 2 * PANEL  # outputs of two panels, which lie together
+PAIRS_AT_ONCE = 32  # rearranged at a time: copies stay small
+FACTOR_BYTES = 4  # fp32
 
 
 def step_bytes(bits: int) -> int:
@@ -28,24 +30,58 @@ def group_steps(weight: Integers, *, segments: int) -> int:
     return -(-min(size, weight.group) // STEP)
 
 
-def packed_steps(weight: Integers, *, segments: int, gates: bool) -> Iterator[Tensor]:
-    """The packed integers, uint8, some panels after the other."""
+def packed_bytes(weight: Integers, *, segments: int, offsets: bool) -> int:
+    """Of all `packed_parts`."""
     outputs, inputs = weight.shape
-    size = inputs // segments
-    for panels in _panel_rows(outputs, gates=gates).split(PANELS_AT_ONCE * PANEL):
-        values = _rows(weight.values, panels).view(len(panels), segments, size)
-        values = functional.pad(values, (0, -size % STEP))
-        tiles = values.reshape(len(panels) // PANEL, 2, TILE, -1, TILE, 2)
-        lines = tiles.permute(0, 3, 1, 4, 2, 5).reshape(-1, STEP)  # of 16 outputs, two inputs each
-        yield (_nibbles(lines) if weight.bits == 4 else _bytes(lines)).contiguous().view(torch.uint8).view(-1)
+    steps = -(-(inputs // segments) // STEP)
+    groups = -(-steps // group_steps(weight, segments=segments))
+    factors = (2 if offsets else 1) * PANEL * FACTOR_BYTES
+    return -(-outputs // PANEL) * segments * (steps * step_bytes(weight.bits) + groups * factors)
 
 
-def packed_groups(of_groups: Tensor, weight: Integers, *, segments: int, gates: bool) -> Tensor:
-    """[panels, groups of all segments, 32] of `of_groups` [out, groups]."""
-    rows = _panel_rows(len(of_groups), gates=gates)
+def packed_parts(weight: Integers, *, segments: int, gates: bool, offsets: bool) -> Iterator[Tensor]:
+    """The matrix in memory, uint8, some pairs of panels after the other. `offsets`: it has some, which may be zeros."""
+    rows = _panel_rows(len(weight), gates=gates)
+    end = len(rows) // PAIR * PAIR
+    for at in range(0, end, PAIRS_AT_ONCE * PAIR):
+        own = rows[at : min(at + PAIRS_AT_ONCE * PAIR, end)]
+        yield _packed(weight, own, 2, segments=segments, offsets=offsets)
+    if end < len(rows):
+        yield _packed(weight, rows[end:], 1, segments=segments, offsets=offsets)
+
+
+def _packed(weight: Integers, rows: Tensor, panels: int, *, segments: int, offsets: bool) -> Tensor:
+    """The outputs `rows`, `panels` panels together."""
+    each, runs = group_steps(weight, segments=segments), len(rows) // (panels * PANEL)
+    steps = _steps(weight, rows, segments).view(runs, panels, segments, -1, step_bytes(weight.bits))
+    steps = steps.permute(0, 2, 3, 1, 4).flatten(3)  # [runs, segments, steps, bytes]
+    given = [weight.scales]
+    if offsets:
+        given.append(torch.zeros_like(weight.scales) if weight.offsets is None else weight.offsets)
+    factors = [_factors(of_groups, rows, segments).unflatten(0, (runs, -1)) for of_groups in given]
+    parts: list[Tensor] = []
+    for group, own in enumerate(steps.split(each, dim=2)):
+        parts.append(own.flatten(2))
+        parts += [
+            of_groups[:, :, :, group].transpose(1, 2).contiguous().view(torch.uint8).flatten(2) for of_groups in factors
+        ]
+    return torch.cat(parts, dim=2).view(-1)
+
+
+def _steps(weight: Integers, rows: Tensor, segments: int) -> Tensor:
+    """The integers of `rows`, packed step by step, panel after panel."""
+    values = _rows(weight.values, rows).view(len(rows), segments, weight.shape[1] // segments)
+    values = functional.pad(values, (0, -values.shape[2] % STEP))
+    tiles = values.reshape(len(rows) // PANEL, 2, TILE, -1, TILE, 2)
+    lines = tiles.permute(0, 3, 1, 4, 2, 5).reshape(-1, STEP)  # of 16 outputs, two inputs each
+    return (_nibbles(lines) if weight.bits == 4 else _bytes(lines)).contiguous().view(torch.uint8)
+
+
+def _factors(of_groups: Tensor, rows: Tensor, segments: int) -> Tensor:
+    """[rows, segments, groups of a segment] of `of_groups` [out, groups]."""
     if of_groups.shape[1] == 1:
         of_groups = of_groups.expand(-1, segments)
-    return _rows(of_groups, rows).view(len(rows) // PANEL, PANEL, -1).transpose(1, 2).contiguous()
+    return _rows(of_groups, rows).view(len(rows), segments, -1)
 
 
 def _panel_rows(outputs: int, *, gates: bool) -> Tensor:

@@ -5,12 +5,18 @@
  *
  *   4 bits   64 bytes are 32 words; nibble j of word i, less 8, is integer i of line j of four
  *   8 bits   of 16 bytes 8 belong to a line, 8 to the next: 64 bytes are two lines
+ *
+ * Panels lie in pairs, the last of an odd number alone. A pair is one run of memory, group after group of inputs: for each step
+ * one panel's and the other's, then the scales of all their outputs, then the offsets, if there are any, fp32. A core that reads
+ * one run gets 1.5 times the bytes of one that reads two (docs/reports/benchmarks.md).
  */
 #ifndef TANDEM_INTEGER_STEPS_H
 #define TANDEM_INTEGER_STEPS_H
 #include "tiles.h"
 
 #if defined(HAVE_AVX512)
+#define INTEGERS_AHEAD 8192 /* bytes that are fetched before their use; measured from 2048 to 16384 */
+
 INLINE int64_t integer_step_bytes(int64_t bits) { return PANEL * STEP * bits / 8; }
 
 enum { MOST_LINES = 4 }; /* in 64 bytes */
@@ -82,48 +88,44 @@ INLINE void expand_lines(const char *from, __m512i *lines, struct values v, cons
     }
 }
 
-INLINE void expand_steps(const char *from, char *to, int64_t steps, const int bits) {
+/* Some steps that lie `apart` bytes apart -> bf16, one behind the other. */
+INLINE void expand_steps(const char *from, int64_t apart, char *to, int64_t steps, const int bits) {
     const struct values values = values_of(bits);
     __m512i lines[MOST_LINES];
-    for (int64_t i = 0; i < steps * 2 * TILE; i += lines_of(bits), from += LINE_BYTES) {
-        expand_lines(from, lines, values, bits);
-        for (int j = 0; j < lines_of(bits); j++) _mm512_store_si512(to + (i + j) * LINE_BYTES, lines[j]);
+    for (int64_t k = 0; k < steps; k++, from += apart) {
+        fetch(from + INTEGERS_AHEAD, integer_step_bytes(bits));
+        for (int i = 0; i < 2 * TILE; i += lines_of(bits), to += lines_of(bits) * LINE_BYTES) {
+            expand_lines(from + i / lines_of(bits) * LINE_BYTES, lines, values, bits);
+            for (int j = 0; j < lines_of(bits); j++) _mm512_store_si512(to + j * LINE_BYTES, lines[j]);
+        }
     }
 }
 
-INLINE void expand(const char *from, char *to, int64_t steps, int64_t bits) {
-    if (bits == 4) expand_steps(from, to, steps, 4);
-    else expand_steps(from, to, steps, 8);
+INLINE void expand(const char *from, int64_t apart, char *to, int64_t steps, int64_t bits) {
+    if (bits == 4) expand_steps(from, apart, to, steps, 4);
+    else expand_steps(from, apart, to, steps, 8);
 }
 
-/* part [panels][rows][32], sums over `steps` steps of panels that lie panel_bytes apart, without a way through memory. Several
- * panels for few rows: an instruction needs the sum of the one before, and others fill the time. */
-INLINE void integer_block(const char *x, const char *w, int64_t panel_bytes, float *part, int64_t steps, struct values values, const int rows, const int panels, const int bits, int64_t ahead) {
+/* acc [row][half panel] += a step of one panel or two, without a way through memory. Two for few rows: an instruction needs the
+ * sum of the one before, and others fill the time. */
+INLINE void add_step(const char *x, const char *w, __m512 acc[][4], struct values values, const int rows, const int panels, const int bits) {
     const int64_t bytes = integer_step_bytes(bits);
-    __m512 acc[ROWS][4];
-    for (int r = 0; r < rows; r++)
-        for (int h = 0; h < 2 * panels; h++) acc[r][h] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < steps; k++, x += TILE_BYTES, w += bytes) {
-        for (int p = 0; p < panels; p++)
-            for (int64_t at = ahead; at < ahead + bytes; at += LINE_BYTES) _mm_prefetch(w + p * panel_bytes + at, _MM_HINT_T0);
-        for (int i = 0; i < TILE; i += lines_of(bits))
-            for (int p = 0; p < panels; p++) {
-                __m512i low[MOST_LINES], high[MOST_LINES];
-                const char *from = w + p * panel_bytes + i / lines_of(bits) * LINE_BYTES;
-                expand_lines(from, low, values, bits);
-                expand_lines(from + bytes / 2, high, values, bits);
-                for (int j = 0; j < lines_of(bits); j++)
-                    for (int r = 0; r < rows; r++) {
-                        int32_t pair;
-                        memcpy(&pair, x + r * LINE_BYTES + (i + j) * sizeof pair, sizeof pair);
-                        const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-                        acc[r][2 * p] = _mm512_dpbf16_ps(acc[r][2 * p], both, (__m512bh)low[j]);
-                        acc[r][2 * p + 1] = _mm512_dpbf16_ps(acc[r][2 * p + 1], both, (__m512bh)high[j]);
-                    }
-            }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int h = 0; h < 2 * panels; h++) _mm512_store_ps(part + (h / 2 * rows + r) * PANEL + h % 2 * TILE, acc[r][h]);
+    for (int64_t at = 0; at < panels * bytes; at += LINE_BYTES) _mm_prefetch(w + INTEGERS_AHEAD + at, _MM_HINT_T0);
+    for (int i = 0; i < TILE; i += lines_of(bits))
+        for (int p = 0; p < panels; p++) {
+            __m512i low[MOST_LINES], high[MOST_LINES];
+            const char *from = w + p * bytes + i / lines_of(bits) * LINE_BYTES;
+            expand_lines(from, low, values, bits);
+            expand_lines(from + bytes / 2, high, values, bits);
+            for (int j = 0; j < lines_of(bits); j++)
+                for (int r = 0; r < rows; r++) {
+                    int32_t pair;
+                    memcpy(&pair, x + r * LINE_BYTES + (i + j) * sizeof pair, sizeof pair);
+                    const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+                    acc[r][2 * p] = _mm512_dpbf16_ps(acc[r][2 * p], both, (__m512bh)low[j]);
+                    acc[r][2 * p + 1] = _mm512_dpbf16_ps(acc[r][2 * p + 1], both, (__m512bh)high[j]);
+                }
+        }
 }
 
 /* The sum of a row's inputs over some steps; `x`: its line in the first tile. */
@@ -134,18 +136,10 @@ INLINE float sum_of_row(const char *x, int64_t steps) {
     return _mm512_reduce_add_ps(sum);
 }
 
-/* sums (+)= part * scales, for a row of 32. */
-INLINE void add_scaled(float *sums, const float *part, const float *scales, const int begun) {
-    for (int half = 0; half < PANEL; half += TILE) {
-        const __m512 before = begun ? _mm512_load_ps(sums + half) : _mm512_setzero_ps();
-        _mm512_store_ps(sums + half, _mm512_fmadd_ps(_mm512_load_ps(part + half), _mm512_loadu_ps(scales + half), before));
-    }
-}
-
-/* sums += offsets * of_x, for a row of 32. */
-INLINE void add_offsets(float *sums, const float *offsets, float of_x) {
-    for (int half = 0; half < PANEL; half += TILE)
-        _mm512_store_ps(sums + half, _mm512_fmadd_ps(_mm512_set1_ps(of_x), _mm512_loadu_ps(offsets + half), _mm512_load_ps(sums + half)));
+/* What 16 outputs' sums become by a group: `part` is theirs over it, `of_x` its inputs'. offsets: or NULL. */
+INLINE __m512 with_group(__m512 sums, __m512 part, const float *scales, const float *offsets, const float *of_x) {
+    sums = _mm512_fmadd_ps(part, _mm512_load_ps(scales), sums);
+    return offsets ? _mm512_fmadd_ps(_mm512_set1_ps(*of_x), _mm512_load_ps(offsets), sums) : sums;
 }
 #endif
 

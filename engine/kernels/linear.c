@@ -32,7 +32,7 @@
 #include "rows.h"
 #include "tiles.h"
 
-#define ABI_VERSION 5
+#define ABI_VERSION 6
 #define FEW (4 * PANEL)         /* rows up to which a panel is passed over once for every 32 of them */
 #define CHUNK 256               /* rows that share one reading of the weights */
 #define PACKED (2 * CHUNK)      /* rows that lie packed at a time */
@@ -41,7 +41,7 @@
 #define ITEMS_A_THREAD 2        /* at least, with groups of 2 panels or more */
 #define ITEMS_AT_ONCE 4         /* of many matrices: neighbours in memory, for one thread */
 #define AHEAD_BYTES 1024        /* few rows: weights are fetched this long before their use; longer is slower */
-#define INTEGERS_AHEAD 4096     /* few rows of integer weights: the same, measured from 1024 to 16384 */
+#define MOST_FEW 16             /* rows up to which integers become bf16 in registers, again for every 4 rows */
 #define SPAN 4                  /* steps of integer weights that become bf16 at a time, in the L1 cache */
 
 enum form { BF16 = 0, ROUNDED_F32 = 1, F32 = 2 }; /* of y; the second: the values of the first */
@@ -50,20 +50,19 @@ enum form { BF16 = 0, ROUNDED_F32 = 1, F32 = 2 }; /* of y; the second: the value
  * multiplied is x; or, with `norm` [inputs], x's RMS norm times it, after x += delta where there is one [rows, inputs]
  * (inputs: a multiple of 16). With `interleaved` weights (outputs: a multiple of 32) y may be `gated`: [rows, outputs / 2],
  * silu of the first half's outputs times those of the second. The bias belongs to the first of the `segments`.
- * With `bits` (4 or 8; 0: bf16) a group has `group` steps, of a segment; scales and offsets are [panel][group][32]. */
+ * With `bits` (4 or 8; 0: bf16) a group has `group` steps, of a segment, and has offsets or not. */
 struct args {
     bf16 *x;
     const char *weight;
     const bf16 *bias; /* [outputs] or NULL */
     void *y;          /* of `form`; gated: bf16 */
     const bf16 *norm, *delta;
-    const float *scales, *offsets; /* offsets: or NULL */
-    int64_t rows, inputs, outputs, segments, x_stride, form, interleaved, gated, threads, kind, bits, group;
+    int64_t rows, inputs, outputs, segments, x_stride, form, interleaved, gated, threads, kind, bits, group, offsets;
     float eps;
 };
 
-/* Mirrored by _Each in matrices.py. `like`: of the first matrix, without its rows. Matrix i lies i * `apart` bytes behind it, and its
- * scales and offsets as many floats as its groups have; its rows[i] rows of x and of y lie behind those of matrix i - 1. */
+/* Mirrored by _Each in matrices.py. `like`: of the first matrix, without its rows. Matrix i lies i * `apart` bytes behind it; its
+ * rows[i] rows of x and of y lie behind those of matrix i - 1. */
 struct each {
     struct args like;
     const int64_t *rows; /* [matrices] */
@@ -321,84 +320,99 @@ static void add_steps(const struct args *a, const char *x, int64_t x_block, cons
     }
 }
 
-/* A row's sums (+)= those of a group, which is number `at` of the scales; `of_x`: the sum of its inputs. */
-INLINE void add_group(const struct args *a, float *sums, const float *part, int64_t at, const float *of_x, const int begun) {
-    add_scaled(sums, part, a->scales + at * PANEL, begun);
-    if (a->offsets) add_offsets(sums, a->offsets + at * PANEL, *of_x);
-}
-
 INLINE const char *line_of(const char *x, int64_t x_block, int64_t r) { return x + r / TILE * x_block + r % TILE * LINE_BYTES; }
 
-/* sums [rows, 32] over the `steps` steps of a segment of a panel, whose groups' scales begin at number `first`. of_x: the
- * rows' sums of these groups, `apart` floats from row to row. */
-PART void integer_panel(const struct args *a, const char *x, int64_t x_block, const float *of_x, int64_t apart, const char *w, int64_t first, float *sums, int64_t steps, int64_t rows) {
-    _Alignas(LINE_BYTES) char ready[SPAN * STEP_BYTES];
-    _Alignas(LINE_BYTES) float part[FEW * PANEL];
-    const int64_t bytes = integer_step_bytes(a->bits);
-    for (int64_t at = 0; at < steps; at += a->group, first++, of_x++) {
-        const int64_t end = smaller(at + a->group, steps);
-        for (int64_t k = at; k < end; k += SPAN) {
-            const int64_t span = smaller(SPAN, end - k);
-            fetch(w + k * bytes + AHEAD_BYTES, span * bytes);
-            expand(w + k * bytes, ready, span, a->bits);
-            add_steps(a, x + k * TILE_BYTES, x_block, ready, part, span, rows, k > at);
-        }
-        for (int64_t r = 0; r < rows; r++) add_group(a, sums + r * PANEL, part + r * PANEL, first, of_x + r * apart, at > 0);
-    }
-}
-
-/* What the rows of a block have in common: panels whose weights lie panel_bytes apart, whose first group is `first`, those of the
- * next panel groups_apart behind, and whose sums lie sums_apart. of_x: as in integer_panel, `apart`. */
+/* Rows and integer weights: `steps` steps of a segment of a panel, or of two that lie in a pair of `paired` panels. of_x: the rows'
+ * sums of these groups, `apart` floats from row to row. The panels' sums, [rows, 32] each, lie sums_apart. */
 struct block {
     const struct args *a;
     const char *x, *w;
     const float *of_x;
     float *sums;
-    int64_t panel_bytes, first, groups_apart, sums_apart, apart, steps;
+    int64_t sums_apart, apart, steps, paired;
 };
 
-/* The same bits as integer_panel's, for some rows of one tile. */
-INLINE void integer_few(const struct block *b, const int rows, const int panels, const int bits) {
-    _Alignas(LINE_BYTES) float part[2 * ROWS * PANEL];
-    const struct values values = values_of(bits);
-    const int64_t group = b->a->group;
-    for (int64_t at = 0, g = 0; at < b->steps; at += group, g++) {
-        const char *w = b->w + at * integer_step_bytes(bits);
-        integer_block(b->x + at * TILE_BYTES, w, b->panel_bytes, part, smaller(group, b->steps - at), values, rows, panels, bits, INTEGERS_AHEAD);
-        for (int p = 0; p < panels; p++)
-            for (int r = 0; r < rows; r++)
-                add_group(b->a, b->sums + p * b->sums_apart + r * PANEL, part + (p * rows + r) * PANEL, b->first + g + p * b->groups_apart, b->of_x + g + r * b->apart, g > 0);
+/* Of a group that has `panels` panels; of one panel. */
+INLINE int64_t factor_bytes(const struct args *a, int64_t panels) { return panels * (a->offsets ? 2 : 1) * PANEL * sizeof(float); }
+
+INLINE int64_t segment_bytes(const struct args *a, int64_t steps) { return steps * integer_step_bytes(a->bits) + groups_of(a, steps) * factor_bytes(a, 1); }
+
+/* The scales of a group of a pair, behind whose steps they lie, and its offsets or NULL; of the first panel. */
+INLINE const float *offsets_of(const struct block *b, const float *scales) { return b->a->offsets ? scales + b->paired * PANEL : NULL; }
+
+/* Any number of rows by panel `panel` of the pair. x: tiles of all of them, those of 16 rows x_block bytes apart. */
+PART void integer_tiles(const struct block *b, int64_t x_block, int64_t rows, int64_t panel) {
+    _Alignas(LINE_BYTES) char ready[SPAN * STEP_BYTES];
+    _Alignas(LINE_BYTES) float part[FEW * PANEL];
+    const int64_t bytes = integer_step_bytes(b->a->bits), apart = b->paired * bytes, group = b->a->group;
+    float *const sums = b->sums + panel * b->sums_apart;
+    const char *w = b->w;
+    for (int64_t at = 0, g = 0; at < b->steps; at += group, g++, w += factor_bytes(b->a, b->paired)) {
+        const int64_t end = smaller(at + group, b->steps);
+        for (int64_t k = at, span; k < end; k += span, w += span * apart) {
+            span = smaller(SPAN, end - k);
+            expand(w + panel * bytes, apart, ready, span, b->a->bits);
+            add_steps(b->a, b->x + k * TILE_BYTES, x_block, ready, part, span, rows, k > at);
+        }
+        const float *scales = (const float *)w, *offsets = offsets_of(b, scales);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t h = panel * PANEL, i = r * PANEL; h < (panel + 1) * PANEL; h += TILE, i += TILE) {
+                const __m512 before = at ? _mm512_load_ps(sums + i) : _mm512_setzero_ps();
+                _mm512_store_ps(sums + i, with_group(before, _mm512_load_ps(part + i), scales + h, offsets ? offsets + h : NULL, b->of_x + r * b->apart + g));
+            }
     }
+}
+
+/* The same bits, for some rows of one tile and all panels of the pair. */
+INLINE void integer_few(const struct block *b, const int rows, const int panels, const int bits) {
+    const struct values values = values_of(bits);
+    const char *x = b->x, *w = b->w;
+    __m512 sums[ROWS][4];
+    for (int r = 0; r < rows; r++)
+        for (int h = 0; h < 2 * panels; h++) sums[r][h] = _mm512_setzero_ps();
+    for (int64_t at = 0, g = 0; at < b->steps; at += b->a->group, g++, w += factor_bytes(b->a, panels)) {
+        const int64_t steps = smaller(b->a->group, b->steps - at);
+        __m512 acc[ROWS][4];
+        for (int r = 0; r < rows; r++)
+            for (int h = 0; h < 2 * panels; h++) acc[r][h] = _mm512_setzero_ps();
+        for (int64_t k = 0; k < steps; k++, x += TILE_BYTES, w += panels * integer_step_bytes(bits)) add_step(x, w, acc, values, rows, panels, bits);
+        const float *scales = (const float *)w, *offsets = offsets_of(b, scales);
+        for (int r = 0; r < rows; r++)
+            for (int h = 0; h < 2 * panels; h++) sums[r][h] = with_group(sums[r][h], acc[r][h], scales + h * TILE, offsets ? offsets + h * TILE : NULL, b->of_x + r * b->apart + g);
+    }
+    for (int r = 0; r < rows; r++)
+        for (int h = 0; h < 2 * panels; h++) _mm512_store_ps(b->sums + h / 2 * b->sums_apart + r * PANEL + h % 2 * TILE, sums[r][h]);
 }
 
 #define FEW_INTEGERS(rows, panels, bits) \
     PART void integer_few_##rows##_##panels##_##bits(const struct block *b) { integer_few(b, rows, panels, bits); }
 #define FEW_ROWS(panels, bits) FEW_INTEGERS(1, panels, bits) FEW_INTEGERS(2, panels, bits) FEW_INTEGERS(4, panels, bits)
-FEW_ROWS(1, 4) FEW_ROWS(2, 4) FEW_ROWS(1, 8) FEW_ROWS(2, 8) FEW_INTEGERS(8, 1, 4) FEW_INTEGERS(8, 1, 8)
+FEW_ROWS(1, 4) FEW_ROWS(2, 4) FEW_ROWS(1, 8) FEW_ROWS(2, 8)
 
-/* [bits / 8][panels - 1][log2 of rows]; 8 rows of one panel fill the registers. */
-static void (*const FEW_OF[2][2][4])(const struct block *) = {
-    {{integer_few_1_1_4, integer_few_2_1_4, integer_few_4_1_4, integer_few_8_1_4}, {integer_few_1_2_4, integer_few_2_2_4, integer_few_4_2_4, NULL}},
-    {{integer_few_1_1_8, integer_few_2_1_8, integer_few_4_1_8, integer_few_8_1_8}, {integer_few_1_2_8, integer_few_2_2_8, integer_few_4_2_8, NULL}},
+/* [bits / 8][panels - 1][log2 of rows] */
+static void (*const FEW_OF[2][2][3])(const struct block *) = {
+    {{integer_few_1_1_4, integer_few_2_1_4, integer_few_4_1_4}, {integer_few_1_2_4, integer_few_2_2_4, integer_few_4_2_4}},
+    {{integer_few_1_1_8, integer_few_2_1_8, integer_few_4_1_8}, {integer_few_1_2_8, integer_few_2_2_8, integer_few_4_2_8}},
 };
 
-/* As sum_panels, of the rows from `row` on of those that lie packed. */
+/* As sum_panels, of the rows from `row` on of those that lie packed; `from` begins a pair. */
 static void sum_integer_panels(const struct work *w, int64_t segment, int64_t row, int64_t from, int64_t to, float *sums, int64_t rows) {
     const struct args *a = w->a;
     const int64_t at = segment * w->each, groups = groups_of(a, w->each), all = a->segments * groups, apart = w->chunk * PANEL;
-    const int64_t panel_bytes = w->steps * integer_step_bytes(a->bits), x_block = w->steps * TILE_BYTES;
-    const int by_tiles = a->kind == AMX || rows > TILE;
-    const char *weight = a->weight + from * panel_bytes + at * integer_step_bytes(a->bits), *x = tile_of(w, row) + at * TILE_BYTES;
+    const int64_t bytes = segment_bytes(a, w->each), panel_bytes = a->segments * bytes, x_block = w->steps * TILE_BYTES;
+    const int by_tiles = a->kind == AMX || rows > MOST_FEW;
+    const char *x = tile_of(w, row) + at * TILE_BYTES;
     const float *of_x = w->of_x + row * all + segment * groups;
-    int64_t first = from * all + segment * groups;
-    for (int64_t p = from, panels; p < to; p += panels, weight += panels * panel_bytes, first += panels * all, sums += panels * apart) {
-        panels = !by_tiles && rows < ROWS && to - p >= 2 ? 2 : 1;
-        if (by_tiles) integer_panel(a, x, x_block, of_x, all, weight, first, sums, w->each, rows);
+    for (int64_t p = from; p < to; p += 2, sums += 2 * apart) {
+        const int64_t paired = smaller(2, w->panels - p);
+        struct block b = {a, x, a->weight + p * panel_bytes + segment * paired * bytes, of_x, sums, apart, all, w->each, paired};
+        if (by_tiles)
+            for (int64_t panel = 0; panel < paired; panel++) integer_tiles(&b, x_block, rows, panel);
         else
             for (int64_t r = 0, log; r < rows; r += 1 << log) {
-                log = rows - r >= 8 ? 3 : rows - r >= 4 ? 2 : rows - r >= 2 ? 1 : 0;
-                const struct block b = {a, line_of(x, x_block, r), weight, of_x + r * all, sums + r * PANEL, panel_bytes, first, all, apart, all, w->each};
-                FEW_OF[a->bits / 8][panels - 1][log](&b);
+                log = rows - r >= 4 ? 2 : rows - r >= 2 ? 1 : 0;
+                b.x = line_of(x, x_block, r), b.of_x = of_x + r * all, b.sums = sums + r * PANEL;
+                FEW_OF[a->bits / 8][paired - 1][log](&b);
             }
     }
 }
@@ -440,7 +454,7 @@ static void plan(struct work *w, int64_t first) {
     w->rows = smaller(PACKED, a->rows - first);
     w->many = a->kind == AMX && w->rows > FEW && !a->bits;
     w->chunk = smaller(w->many ? CHUNK : FEW, ceil_div(w->rows, PANEL) * PANEL);
-    w->group = w->rows > PANEL ? GROUP : w->rows <= TILE ? 2 : 1;
+    w->group = w->rows > PANEL ? GROUP : w->rows <= TILE || a->bits ? 2 : 1;
     while (w->group > 2 && count_items(w) < ITEMS_A_THREAD * a->threads) w->group /= 2;
 }
 
@@ -516,11 +530,6 @@ static struct args of_matrix(const struct each *e, int64_t i, int64_t rows_befor
     a.x += rows_before * a.x_stride;
     a.y = (char *)a.y + rows_before * width * item;
     a.weight += i * e->apart;
-    if (a.bits) {
-        const int64_t scales = i * a.segments * groups_of(&a, ceil_div(a.inputs / a.segments, STEP)) * ceil_div(a.outputs, PANEL) * PANEL;
-        a.scales += scales;
-        if (a.offsets) a.offsets += scales;
-    }
     a.rows = e->rows[i];
     return a;
 }

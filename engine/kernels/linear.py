@@ -12,11 +12,11 @@ import torch
 
 from engine.kernels import tape
 from engine.kernels.build import fields, load_library
-from engine.kernels.integer_layout import fits, group_steps, packed_groups, packed_steps, step_bytes
+from engine.kernels.integer_layout import fits, group_steps, packed_bytes, packed_parts, step_bytes
 from engine.quant.integers import Integers, Weight
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 5
+ABI_VERSION = 6
 PANEL = 32  # outputs of a panel, and inputs of a step
 AVX512, AMX = 1, 2  # kinds of arithmetic; 0 is none
 
@@ -25,9 +25,9 @@ HUGE_BYTES = 2 << 20
 LINE_BYTES = 64
 LANES = 16  # inputs are a multiple of it where rows are computed before they are multiplied
 
-_POINTERS = ("x", "weight", "bias", "y", "norm", "delta", "scales", "offsets")
+_POINTERS = ("x", "weight", "bias", "y", "norm", "delta")
 _NUMBERS = ("rows", "inputs", "outputs", "segments", "x_stride", "form", "interleaved", "gated", "threads", "kind")
-_INTEGERS = ("bits", "group")
+_INTEGERS = ("bits", "group", "offsets")
 
 
 class Form(IntEnum):
@@ -45,28 +45,31 @@ class LinearArgs(ctypes.Structure):
 
 
 class PackedWeights(NamedTuple):
-    """Weights in linear.c's layout, one matrix behind the other, `apart` bytes each. `scales`, `offsets`: of integers, or None."""
+    """Weights in linear.c's layout, one matrix behind the other, `apart` bytes each. `group`: steps; `offsets`: groups have some."""
 
     weight: torch.Tensor
     apart: int
-    scales: torch.Tensor | None = None
-    offsets: torch.Tensor | None = None
     bits: int = 0
     group: int = 0
+    offsets: bool = False
 
     def fill(self, args: LinearArgs) -> None:
         """Write down where the first matrix lies. `self` must live as long as `args`."""
-        args.weight, args.bits, args.group = self.weight.data_ptr(), self.bits, self.group
-        args.scales, args.offsets = (None if x is None else x.data_ptr() for x in (self.scales, self.offsets))
+        args.weight, args.bits, args.group, args.offsets = (
+            self.weight.data_ptr(),
+            self.bits,
+            self.group,
+            self.offsets,
+        )
 
 
 def pack(library: ctypes.CDLL, matrices: list[Weight], *, segments: int, gates: bool) -> PackedWeights:
     """`matrices` of one shape and kind, which are dropped one by one."""
     first = matrices[0]
     outputs, inputs = first.shape
-    steps = -(-outputs // PANEL) * segments * -(-(inputs // segments) // PANEL)
     if isinstance(first, Integers):
-        return _pack_integers(matrices, steps, segments=segments, gates=gates)
+        return _pack_integers(matrices, segments=segments, gates=gates)
+    steps = -(-outputs // PANEL) * segments * -(-(inputs // segments) // PANEL)
     apart, threads = steps * step_bytes(16), torch.get_num_threads()
     memory = allocate(len(matrices) * apart)
     for index, matrix in enumerate(matrices):
@@ -78,25 +81,22 @@ def pack(library: ctypes.CDLL, matrices: list[Weight], *, segments: int, gates: 
     return PackedWeights(memory, apart)
 
 
-def _pack_integers(matrices: list[Weight], steps: int, *, segments: int, gates: bool) -> PackedWeights:
-    first = matrices[0]
-    assert isinstance(first, Integers), first
+def _pack_integers(matrices: list[Weight], *, segments: int, gates: bool) -> PackedWeights:
+    own = [matrix for matrix in matrices if isinstance(matrix, Integers)]
+    first = own[0]
     groups_fit = fits(first, segments=segments)
     assert groups_fit, "groups are whole steps of a segment"
-    bits, group, apart = first.bits, group_steps(first, segments=segments), steps * step_bytes(first.bits)
-    memory = allocate(len(matrices) * apart)
-    scales, offsets, at = [], [], 0
-    for index, matrix in enumerate(matrices):
-        assert isinstance(matrix, Integers) and (matrix.bits, matrix.shape) == (bits, first.shape), "of one kind"
-        for part in packed_steps(matrix, segments=segments, gates=gates):
+    assert len({(one.bits, one.group, one.shape) for one in own}) == 1 and len(own) == len(matrices), "of one kind"
+    matrices[:] = [one.scales[:0] for one in own]
+    offsets = any(one.offsets is not None for one in own)
+    apart = packed_bytes(first, segments=segments, offsets=offsets)
+    memory, at = allocate(len(own) * apart), 0
+    while own:
+        for part in packed_parts(own.pop(0), segments=segments, gates=gates, offsets=offsets):
             memory[at : at + len(part)] = part
             at += len(part)
-        scales.append(packed_groups(matrix.scales, matrix, segments=segments, gates=gates))
-        if matrix.offsets is not None:
-            offsets.append(packed_groups(matrix.offsets, matrix, segments=segments, gates=gates))
-        matrices[index] = matrix.scales[:0]
-    assert at == len(memory) and len(offsets) in (0, len(scales)), (at, len(memory), len(offsets))
-    return PackedWeights(memory, apart, torch.cat(scales), torch.cat(offsets) if offsets else None, bits, group)
+    assert at == len(memory), (at, len(memory))
+    return PackedWeights(memory, apart, first.bits, group_steps(first, segments=segments), offsets)
 
 
 class PackedMatrix:
