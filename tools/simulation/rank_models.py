@@ -16,13 +16,16 @@ from tools.simulation.world import Violation
 
 
 def page_sum(model: CheckedModel, held: HeldKV, pages: Sequence[int]) -> int:
-    """As engine/kv/page_checksum.py: a sum over what `held` names of `pages`, so that ranks' sums add up."""
+    """As engine/kv/page_checksum.py: a sum over what `held` names of `pages`, so that ranks' sums add up.
+
+    Two flipped bits move Python's hashes of tuples by amounts that may cancel out; their cubes do not.
+    """
     parts = [unit * held.num_layers + layer for unit in held.units for layer in held.layers]
     total = 0
     for at, page in enumerate(pages):
         for offset in range(model.page_size):
             slot = model.kv.get((page, offset), NOTHING)
-            total += sum(hash((at, offset, part, slot.value, slot.token)) for part in parts)
+            total += sum(hash((at, offset, part, slot.value, slot.token)) ** 3 for part in parts)
     return combine([total])
 
 
