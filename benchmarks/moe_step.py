@@ -12,6 +12,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -129,6 +130,27 @@ def render(result: dict[str, Any]) -> str:
     )
 
 
+def run_steps(
+    parser: argparse.ArgumentParser,
+    name: str,
+    measure: Callable[[argparse.Namespace, Path], list[dict[str, Any]]],
+    render: Callable[[dict[str, Any]], str],
+) -> None:
+    """Read the arguments, to which those of `Steps` are added, `measure` in an empty folder, and print the table."""
+    parser.add_argument("--tokens", type=int, default=64, help="of each request in the cache")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory(prefix=f"tandem-{name}-") as folder, torch.inference_mode():
+        rows = measure(args, Path(folder))
+    result = {"environment": environment.describe(), "threads": args.threads, "rows": rows}
+    print(render(result))
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=12)
@@ -136,18 +158,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--per-token", type=int, default=2)
     parser.add_argument("--intermediate", type=int, default=2720, help="of each expert")
-    parser.add_argument("--tokens", type=int, default=64, help="of each request in the cache")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    with tempfile.TemporaryDirectory(prefix="tandem-moe-") as folder, torch.inference_mode():
-        rows = measure_all(args, Path(folder))
-    result = {"environment": environment.describe(), "threads": args.threads, "rows": rows}
-    print(render(result))
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=1))
+    run_steps(parser, "moe", measure_all, render)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,6 @@ own seconds count, which others on the machine disturb less.
 """
 
 import argparse
-import json
-import os
-import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -18,9 +15,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.moe_step import Steps
+from benchmarks.moe_step import Steps, run_steps
 from benchmarks.random_model import write_model
-from deploy.bench import environment
 from deploy.bench.report import table
 from engine.executor.decode_tapes import DecodeTapes
 from engine.model_files.model_config import load_model_config
@@ -115,18 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=64, help="of each request in the cache")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    with tempfile.TemporaryDirectory(prefix="tandem-quantized-") as folder, torch.inference_mode():
-        rows = measure_all(args, Path(folder))
-    result = {"environment": environment.describe(), "threads": args.threads, "rows": rows}
-    print(render(result))
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=1))
+    run_steps(parser, "quantized", measure_all, render)
 
 
 if __name__ == "__main__":
