@@ -50,6 +50,17 @@ def test_weights_and_pages_go_and_come(flags: dict[str, Any], tmp_path: Path) ->
         assert tokens(engine, "after") == before
 
 
+def test_a_mixture_without_its_weights_has_no_loads(tmp_path: Path) -> None:
+    """/metrics asks for them at any time."""
+    path = make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    with EngineInProcess(path) as engine:
+        tokens(engine, "before")
+        runner = engine.parts.device.executor.runner
+        assert runner.expert_gauges() and runner.expert_loads()
+        engine.parts.weights.release()
+        assert not runner.expert_gauges() and not runner.expert_loads()
+
+
 def test_all_ranks_give_theirs(tmp_path: Path) -> None:
     path = make_tiny_checkpoint(tmp_path, "qwen3")
     with ranks(path, tp_size=2) as group:
