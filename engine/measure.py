@@ -89,7 +89,7 @@ def measure_on_cpu(
 ) -> int:
     """Return the bytes that the largest steps of the only rank take at their peak.
 
-    A prompt step whose tokens a slow machine computes too long is measured with fewer: what it takes grows with them.
+    Where a prompt step would take a slow machine too long, two shorter ones say what each further token takes.
     """
     assert config.context_length is not None, "resolved"
     units = len(held_by(config, model_config, ALONE).units)
@@ -99,16 +99,18 @@ def measure_on_cpu(
     steps = replace(
         _steps(config, model_config, positions=config.context_length, decodes=decodes), prompt_tokens=tokens
     )
-    first, prompt, samples, end = steps.largest()
+    first, *largest, end = steps.largest()
     peaks = []
     with steps_over(pool) as run:
         run(first)
-        for plan in (prompt, samples):
+        for plan in largest:
             before = host.begin_peak()
             run(plan)
             peaks.append(max(0, host.peak() - before))
         run(end)
-    return max(peaks[0] * largest_prompt_step(config) // tokens, peaks[1])
+    half, prompt, samples = peaks
+    by_token = max(0, prompt - half) / max(1, tokens - tokens // 2)
+    return max(int(prompt + by_token * (largest_prompt_step(config) - tokens)), samples)
 
 
 @contextmanager

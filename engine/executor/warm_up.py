@@ -53,12 +53,12 @@ class WarmUp:
         """Return the steps; slots are closed by the next step, the last ones by a step of their own."""
         return _closing([*self._prompts(), *self._samples(), *(self._decodes() if self.decodes else ())])
 
-    def largest(self) -> tuple[Plan, Plan, Plan, Plan]:
-        """A step of one token, which reads the weights; the largest prompt; the most samples, of every kind; their end."""
-        first, prompt = self._step([(1, 0)]), self._step([(n, 0) for n in self._parts(self.prompt_tokens)])
+    def largest(self) -> list[Plan]:
+        """A step of one token, which reads the weights; half of the largest prompt, all of it; the most samples; their end."""
+        half = max(1, self.prompt_tokens // 2)
+        prompts = [self._step([(n, 0) for n in self._parts(tokens)]) for tokens in (half, self.prompt_tokens)]
         samples = self._step([(1, 0)] * self.rows, list(KINDS.values()), extend=not self.decodes)
-        first, prompt, samples, end = _closing([first, prompt, samples])
-        return first, prompt, samples, end
+        return _closing([self._step([(1, 0)]), *prompts, samples])
 
     def _prompts(self) -> Iterator[Plan]:
         """Prompts of every class of length, one behind a long prefix, with logprobs, pooled, and one that a decode rides."""
