@@ -258,6 +258,8 @@ def test_the_signature_tells_apart_what_must_match(tmp_path: Path) -> None:
     assert base.signature().startswith("LlamaForCausalLM/L4/kv2x16/V272/")
     for i, change in enumerate(({"rope_theta": 5e5}, {"num_hidden_layers": 3}, {"rms_norm_eps": 1e-5})):
         assert edited(tmp_path / str(i), **change).signature() != base.signature()
+    assert base.quantized(None).signature() == base.signature()
+    assert base.quantized("int4wo-64").signature() == f"{base.signature()}/int4wo-64", "the refusal names it"
 
 
 def test_the_config_needs_no_torch() -> None:
