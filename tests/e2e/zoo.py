@@ -86,6 +86,12 @@ class Served:
             dtype="bfloat16", quantization="int8wo", chunked_prefill_size=CHUNK
         )
 
+    def small_cache(self) -> None:
+        """Rounded KV has tokens of its own, which a prompt in parts and a cached one share."""
+        flags: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"}
+        whole = self._tokens(**flags, chunked_prefill_size=-1, disable_radix_cache=True)
+        assert self._tokens(**flags, chunked_prefill_size=CHUNK) == whole
+
     def _disaggregated(self, backend: str) -> None:
         disagg = {"disaggregation_transfer_backend": backend}
         asked = [(rid, prompt, NEW) for rid, prompt in PROMPTS.items()]
@@ -107,6 +113,7 @@ WAYS: Mapping[str, Callable[[Served], None]] = {
     "PP 2": Served.two_stages,
     "LoRA": Served.adapted,
     "int8 weights": Served.quantized,
+    "fp8 KV": Served.small_cache,
 }
 
 
