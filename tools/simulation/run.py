@@ -108,7 +108,7 @@ class Run:
     def _demand_service(self) -> None:
         """The same processes serve again: new requests all succeed."""
         self.world.run_until(self.world.now_s + 6.0)  # a registrar that found no server tries again within 5 s
-        for _ in range(10):
+        for _ in range(4 if self.options.window else 10):  # a pool of windows may hold one request's
             self.cluster.clients.ask(must_succeed=True, capacity=self.cluster.capacity)
         start_s = self.world.now_s
         if not self.world.run_until(start_s + PROBE_S, lambda: not self.cluster.clients.live):
