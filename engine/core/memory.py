@@ -75,7 +75,9 @@ class Memory:
             self.host.on_read(match.node)
         request.lock = match.node
         if self.states is not None:
+            self.cache.unlock(match.node)  # the last snapshot that may go can lie on its own path
             self._open_state(self.states, request, match, lands=lands)
+            self.cache.lock(match.node)
         if self.windows is not None:
             if lands:
                 self.windows.adopt(request)

@@ -122,6 +122,18 @@ def test_the_next_turn_of_a_chat_begins_in_the_answer() -> None:
     engine.scheduler.check()
 
 
+def test_the_last_snapshot_that_may_go_is_the_requests_own() -> None:
+    """Where peers write, a snapshot that a request reads stays; the one that it begins from may become its live state."""
+    engine = engine_of(state_slots=2, peers_write=True)
+    answer(engine, "first", PROMPT)
+    beside = PROMPT[:4:-1][:8]  # too short for a snapshot of its own
+    engine.add("beside", beside, max_new_tokens=6)
+    engine.turn()
+    assert answer(engine, "again", PROMPT) == 16, "in the slot of the snapshot itself"
+    assert engine.tokens["beside"] == expected_tokens(beside, 6)
+    engine.scheduler.check()
+
+
 def test_what_another_request_reads_stays_where_peers_write() -> None:
     """The copy from the snapshot is in flight: the slot must not go to one that a peer writes at once."""
     engine = engine_of(state_slots=3, peers_write=True, depth=2)
