@@ -46,7 +46,8 @@ def load_served_model(engine: EngineConfig, *, mode: str) -> ServedModel:
     head = replace(config.head, kind=NOTHING) if engine.is_embedding and config.generates else config.head
     if mode == "decode" and head.kind != TOKENS:
         raise ConfigError(
-            f"--disaggregation-mode decode: the model of {path} generates nothing, so nothing is decoded; serve it without the flag"
+            f"--disaggregation-mode decode: the model of {path} generates nothing, so nothing is decoded; "
+            "start one worker for it: tandem serve without the flag, or tandem up --unified"
         )
     tokenizer = load_tokenizer(path)
     served_name = engine.served_model_name or _name_of(path)
