@@ -344,7 +344,7 @@ class EngineConfig(FlagSet):
     is_embedding: bool = flag(False, "serve vectors alone: requests to generate are refused")
     embedding_pooling: str | None = flag(
         None,
-        "how /v1/embeddings pools a prompt's hidden states into a vector of unit length (unset: as the checkpoint says, or last)",
+        "how /v1/embeddings pools a prompt's hidden states into a vector (unset: as the checkpoint says, or last)",
         choices=("last", "mean"),
     )
     stream_interval: int = flag(1, "tokens between two messages of a stream; a request may set its own", least=1)

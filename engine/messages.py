@@ -42,7 +42,8 @@ class GenerateRequest(_Message, frozen=True):
     """One sample. `sampling` is checked and complete (max_new_tokens and seed are set, n is 1).
 
     `stream_interval`: tokens between two messages; None: the engine's. `alone`: the worker that computes the prompt answers,
-    without a decode worker. `pooling` ("last" | "mean" | ""): an embedding of the prompt, or ("labels") a classifier's logits; nothing is generated (max_new_tokens is 0). `lora`: name of the adapter; "": the model alone.
+    without a decode worker. `pooling` ("last" | "mean" | ""): an embedding of the prompt, or ("labels") a classifier's logits; nothing is generated (max_new_tokens is 0).
+    `unit`: the embedding is scaled to unit length. `lora`: name of the adapter; "": the model alone.
     `timeout_s`: from now; None: no limit.
     """
 
@@ -58,6 +59,7 @@ class GenerateRequest(_Message, frozen=True):
     grammar_field: str = ""  # the client's name of the grammar, for errors
     return_hidden_states: bool = False
     pooling: str = ""
+    unit: bool = True
     alone: bool = False
     lora: str = ""
     timeout_s: float | None = None

@@ -37,12 +37,15 @@ def take(request: Request, item: PlanItem, rows: bytes) -> None:
 
 
 def _pooled(request: Request, rows: bytes) -> bytes:
-    """Scale to unit length, after SGLang's pooler and OpenAI's embeddings; logits of labels stay."""
+    """Scale to unit length, after SGLang's pooler and OpenAI's embeddings, unless the request says otherwise; logits of labels stay."""
     if request.pooling == "labels":
         return rows
     vector = array.array("f", _sum(request.unsent.hidden, rows))
-    norm = math.sqrt(math.fsum(x * x for x in vector)) or 1.0
-    return array.array("f", [x / norm for x in vector]).tobytes()
+    if request.unit:
+        divisor = math.sqrt(math.fsum(x * x for x in vector)) or 1.0
+    else:
+        divisor = len(request.input_ids) if request.pooling == "mean" else 1
+    return array.array("f", [x / divisor for x in vector]).tobytes()
 
 
 def _sum(before: list[bytes], rows: bytes) -> bytes:

@@ -75,6 +75,7 @@ class Request:
     return_hidden_states: bool = False
     alone: bool = False  # answered by the worker of its prompt, whatever its role
     pooling: str = ""  # "last" | "mean": an embedding request; "labels": one of a classifier
+    unit: bool = True  # the embedding is scaled to unit length
     adapter: int = 0  # number of the adapter's load (engine/core/adapters.py); 0: the model alone
     namespace: tuple[str, ...] = ()  # of the prefix cache: it shares KV with requests of the same one
     request_id: str = ""  # of the HTTP request, for log lines

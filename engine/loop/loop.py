@@ -401,6 +401,7 @@ class EngineLoop:
             return_hidden_states=message.return_hidden_states,
             alone=message.alone,
             pooling=message.pooling,
+            unit=message.unit,
             adapter=adapter,
             namespace=message.namespace,
             request_id=message.request_id,

@@ -21,12 +21,13 @@ _KINDS = {"ForCausalLM": TOKENS, "ForSequenceClassification": LABELS, "Model": N
 class HeadConfig:
     """`kind`: TOKENS, LABELS or NOTHING (the vectors are the answer). `labels`: their names; (): there are none.
 
-    `pooling`: how sentence-transformers pools vectors, "mean" or "last".
+    `pooling`: how sentence-transformers pools vectors, "mean" or "last". `unit`: it scales them to unit length.
     """
 
     kind: str = TOKENS
     labels: tuple[str, ...] = ()
     pooling: str = "last"
+    unit: bool = True
 
 
 TOKEN_HEAD = HeadConfig()
@@ -85,7 +86,7 @@ def read_head(fields: Fields, kind: str, *, folder: Path) -> HeadConfig:
         return HeadConfig(LABELS, _labels(fields))
     pooling = read_pooling(folder)
     if pooling is not None:
-        return HeadConfig(NOTHING, pooling=pooling)
+        return HeadConfig(NOTHING, pooling=pooling.mode, unit=pooling.unit)
     return HeadConfig(NOTHING) if kind == NOTHING else TOKEN_HEAD
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,16 @@ _OLD_MODES = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "las
 _OLD_PREFIX = "pooling_mode_"
 
 
-def read_pooling(folder: Path) -> str | None:
-    """How its vectors are pooled: "mean" or "last"; None: the checkpoint in `folder` is no embedding model. Raises ConfigError."""
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """`mode`: "mean" or "last". `unit`: the vector is scaled to unit length."""
+
+    mode: str
+    unit: bool
+
+
+def read_pooling(folder: Path) -> Pooling | None:
+    """How vectors are made of the states; None: the checkpoint in `folder` is no embedding model. Raises ConfigError."""
     path = folder / FILE
     if not folder.is_dir() or not path.is_file():
         return None
@@ -33,7 +42,7 @@ def read_pooling(folder: Path) -> str | None:
     place = str(modules[1].get("path", ""))
     if not re.fullmatch(r"\w+", place):
         raise ConfigError(f"{path}: path {place!r} of Pooling must be the name of a folder beside it")
-    return _mode(folder / place / "config.json")
+    return Pooling(_mode(folder / place / "config.json"), unit="Normalize" in kinds)
 
 
 def _mode(path: Path) -> str:

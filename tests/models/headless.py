@@ -27,10 +27,12 @@ def make_classifier(folder: Path, family: str, *, labels: tuple[str, ...], **ove
     return path
 
 
-def make_embedding_model(folder: Path, *, bare: bool, pooling: str = "lasttoken", **overrides: Any) -> str:
+def make_embedding_model(
+    folder: Path, *, bare: bool, pooling: str = "lasttoken", unit: bool = True, **overrides: Any
+) -> str:
     """`bare`: its class is Qwen3Model and names in the file leave out "model."; else sentence-transformers' modules.json tells.
 
-    `pooling`: as sentence-transformers calls it.
+    `pooling`: as sentence-transformers calls it. `unit`: it has Normalize behind that.
     """
     architecture = "Qwen3Model" if bare else "Qwen3ForCausalLM"
     path = make_tiny_checkpoint(folder, "qwen3", architectures=[architecture], **overrides)
@@ -42,7 +44,8 @@ def make_embedding_model(folder: Path, *, bare: bool, pooling: str = "lasttoken"
 
     edit_tensors(folder / "model.safetensors", edit)
     if not bare:
-        write_modules(folder, {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"})
+        last = {"2_Normalize": "Normalize"} if unit else {}
+        write_modules(folder, {"": "Transformer", "1_Pooling": "Pooling", **last})
         modes = {f"pooling_mode_{name}": name.startswith(pooling) for name in ("cls_token", "mean_tokens", "lasttoken")}
         write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": 64, **modes})
     return path

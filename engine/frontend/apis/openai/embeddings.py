@@ -30,7 +30,9 @@ async def embeddings(request: web.BaseRequest) -> web.Response:
     _check(request[SERVICES], body)
     prompts = await prompts_in(request, body, body.input, field="input", prefix="embd-")
     answers = await embed(request, prompts)
-    vectors = [_shown(shortened(vector_of(answer), body.dimensions), body.encoding_format) for answer in answers]
+    unit = request[SERVICES].model.head.unit
+    heads = [shortened(vector_of(answer), body.dimensions, unit=unit) for answer in answers]
+    vectors = [_shown(head, body.encoding_format) for head in heads]
     return json_response(
         {
             "object": "list",
@@ -41,13 +43,15 @@ async def embeddings(request: web.BaseRequest) -> web.Response:
     )
 
 
-def shortened(vector: "array.array[float]", dimensions: int | None) -> "array.array[float]":
-    """Its first `dimensions`, again of unit length (Matryoshka, arXiv:2205.13147). Raises ApiError(400)."""
+def shortened(vector: "array.array[float]", dimensions: int | None, *, unit: bool) -> "array.array[float]":
+    """Its first `dimensions`, again of unit length if `unit` (Matryoshka, arXiv:2205.13147). Raises ApiError(400)."""
     if dimensions is None:
         return vector
     if not 0 < dimensions <= len(vector):
         raise bad_field("dimensions", f"must be 1 to {len(vector)}, the size of this model's vectors, got {dimensions}")
     head = vector[:dimensions]
+    if not unit:
+        return head
     norm = math.sqrt(math.fsum(x * x for x in head)) or 1.0
     return array.array("f", [x / norm for x in head])
 

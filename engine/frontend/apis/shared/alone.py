@@ -111,6 +111,7 @@ async def _pooled(request: web.BaseRequest, prompts: Prompts, pooling: str) -> l
             skip_cache_insert=True,
             alone=True,
             pooling=pooling,
+            unit=request[SERVICES].model.head.unit,
             lora=prompts.lora,
             namespace=namespace,
         )
