@@ -107,10 +107,10 @@ INLINE void expand(const char *from, int64_t apart, char *to, int64_t steps, int
 }
 
 /* acc [row][half panel] += a step of one panel or two, without a way through memory. Two for few rows: an instruction needs the
- * sum of the one before, and others fill the time. */
-INLINE void add_step(const char *x, const char *w, __m512 acc[][4], struct values values, const int rows, const int panels, const int bits) {
+ * sum of the one before, and others fill the time. `fetched`: bytes to fetch for later, 0 where another pass does. */
+INLINE void add_step(const char *x, const char *w, __m512 acc[][4], struct values values, const int rows, const int panels, const int bits, int64_t fetched) {
     const int64_t bytes = integer_step_bytes(bits);
-    for (int64_t at = 0; at < panels * bytes; at += LINE_BYTES) _mm_prefetch(w + INTEGERS_AHEAD + at, _MM_HINT_T0);
+    for (int64_t at = 0; at < fetched; at += LINE_BYTES) _mm_prefetch(w + INTEGERS_AHEAD + at, _MM_HINT_T0);
     for (int i = 0; i < TILE; i += lines_of(bits))
         for (int p = 0; p < panels; p++) {
             __m512i low[MOST_LINES], high[MOST_LINES];

@@ -41,7 +41,7 @@
 #define ITEMS_A_THREAD 2        /* at least, with groups of 2 panels or more */
 #define ITEMS_AT_ONCE 4         /* of many matrices: neighbours in memory, for one thread */
 #define AHEAD_BYTES 1024        /* few rows: weights are fetched this long before their use; longer is slower */
-#define MOST_FEW 16             /* rows up to which integers become bf16 in registers, again for every 4 rows */
+#define MOST_FEW 16             /* rows up to which integers become bf16 in registers, again for every 8 rows */
 #define SPAN 4                  /* steps of integer weights that become bf16 at a time, in the L1 cache */
 
 enum form { BF16 = 0, ROUNDED_F32 = 1, F32 = 2 }; /* of y; the second: the values of the first */
@@ -375,7 +375,8 @@ INLINE void integer_few(const struct block *b, const int rows, const int panels,
         __m512 acc[ROWS][4];
         for (int r = 0; r < rows; r++)
             for (int h = 0; h < 2 * panels; h++) acc[r][h] = _mm512_setzero_ps();
-        for (int64_t k = 0; k < steps; k++, x += TILE_BYTES, w += panels * integer_step_bytes(bits)) add_step(x, w, acc, values, rows, panels, bits);
+        for (int64_t k = 0; k < steps; k++, x += TILE_BYTES, w += panels * integer_step_bytes(bits)) add_step(x, w, acc, values, rows, panels, bits, panels * integer_step_bytes(bits));
+        fetch(w + INTEGERS_AHEAD, factor_bytes(b->a, panels));
         const float *scales = (const float *)w, *offsets = offsets_of(b, scales);
         for (int r = 0; r < rows; r++)
             for (int h = 0; h < 2 * panels; h++) sums[r][h] = with_group(sums[r][h], acc[r][h], scales + h * TILE, offsets ? offsets + h * TILE : NULL, b->of_x + r * b->apart + g);
@@ -383,6 +384,31 @@ INLINE void integer_few(const struct block *b, const int rows, const int panels,
     for (int r = 0; r < rows; r++)
         for (int h = 0; h < 2 * panels; h++) _mm512_store_ps(b->sums + h / 2 * b->sums_apart + r * PANEL + h % 2 * TILE, sums[r][h]);
 }
+
+/* The same bits, for eight rows of one tile, which fill the registers with one panel of the pair. `fetched`: of each step, from its
+ * begin in the first panel, and then its group's factors, too. */
+INLINE void integer_eight(const struct block *b, int64_t panel, const int bits, int64_t fetched) {
+    const struct values values = values_of(bits);
+    const int64_t bytes = integer_step_bytes(bits), apart = b->paired * bytes;
+    float *const sums = b->sums + panel * b->sums_apart;
+    const char *x = b->x, *w = b->w;
+    for (int64_t at = 0, g = 0; at < b->steps; at += b->a->group, g++, w += factor_bytes(b->a, b->paired)) {
+        const int64_t steps = smaller(b->a->group, b->steps - at);
+        __m512 acc[ROWS][4];
+        for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
+        for (int64_t k = 0; k < steps; k++, x += TILE_BYTES, w += apart) add_step(x, w + panel * bytes, acc, values, ROWS, 1, bits, fetched);
+        if (fetched) fetch(w + INTEGERS_AHEAD, factor_bytes(b->a, b->paired));
+        const float *scales = (const float *)w + panel * PANEL, *offsets = b->a->offsets ? scales + b->paired * PANEL : NULL;
+        for (int r = 0; r < ROWS; r++)
+            for (int h = 0; h < 2; h++) {
+                float *to = sums + r * PANEL + h * TILE;
+                _mm512_store_ps(to, with_group(at ? _mm512_load_ps(to) : _mm512_setzero_ps(), acc[r][h], scales + h * TILE, offsets ? offsets + h * TILE : NULL, b->of_x + r * b->apart + g));
+            }
+    }
+}
+
+PART void integer_eight_4(const struct block *b, int64_t panel, int64_t fetched) { integer_eight(b, panel, 4, fetched); }
+PART void integer_eight_8(const struct block *b, int64_t panel, int64_t fetched) { integer_eight(b, panel, 8, fetched); }
 
 #define FEW_INTEGERS(rows, panels, bits) \
     PART void integer_few_##rows##_##panels##_##bits(const struct block *b) { integer_few(b, rows, panels, bits); }
@@ -395,6 +421,28 @@ static void (*const FEW_OF[2][2][3])(const struct block *) = {
     {{integer_few_1_1_8, integer_few_2_1_8, integer_few_4_1_8}, {integer_few_1_2_8, integer_few_2_2_8, integer_few_4_2_8}},
 };
 
+INLINE struct block rows_of(const struct block *b, int64_t x_block, int64_t r) {
+    struct block rows = *b;
+    rows.x = line_of(b->x, x_block, r), rows.of_x = b->of_x + r * b->apart, rows.sums = b->sums + r * PANEL;
+    return rows;
+}
+
+/* Up to MOST_FEW rows: eights of them panel by panel, which stays in the L1 cache; the first pass fetches for all. */
+static void integer_rows(const struct block *b, int64_t x_block, int64_t rows) {
+    const int64_t bits = b->a->bits, eights = rows / ROWS * ROWS;
+    for (int64_t panel = 0; panel < b->paired; panel++)
+        for (int64_t r = 0; r < eights; r += ROWS) {
+            const int64_t fetched = r || panel ? 0 : b->paired * integer_step_bytes(bits);
+            const struct block some = rows_of(b, x_block, r);
+            bits == 4 ? integer_eight_4(&some, panel, fetched) : integer_eight_8(&some, panel, fetched);
+        }
+    for (int64_t r = eights, log; r < rows; r += 1 << log) {
+        log = rows - r >= 4 ? 2 : rows - r >= 2 ? 1 : 0;
+        const struct block some = rows_of(b, x_block, r);
+        FEW_OF[bits / 8][b->paired - 1][log](&some);
+    }
+}
+
 /* As sum_panels, of the rows from `row` on of those that lie packed; `from` begins a pair. */
 static void sum_integer_panels(const struct work *w, int64_t segment, int64_t row, int64_t from, int64_t to, float *sums, int64_t rows) {
     const struct args *a = w->a;
@@ -405,15 +453,10 @@ static void sum_integer_panels(const struct work *w, int64_t segment, int64_t ro
     const float *of_x = w->of_x + row * all + segment * groups;
     for (int64_t p = from; p < to; p += 2, sums += 2 * apart) {
         const int64_t paired = smaller(2, w->panels - p);
-        struct block b = {a, x, a->weight + p * panel_bytes + segment * paired * bytes, of_x, sums, apart, all, w->each, paired};
+        const struct block b = {a, x, a->weight + p * panel_bytes + segment * paired * bytes, of_x, sums, apart, all, w->each, paired};
         if (by_tiles)
             for (int64_t panel = 0; panel < paired; panel++) integer_tiles(&b, x_block, rows, panel);
-        else
-            for (int64_t r = 0, log; r < rows; r += 1 << log) {
-                log = rows - r >= 4 ? 2 : rows - r >= 2 ? 1 : 0;
-                b.x = line_of(x, x_block, r), b.of_x = of_x + r * all, b.sums = sums + r * PANEL;
-                FEW_OF[a->bits / 8][paired - 1][log](&b);
-            }
+        else integer_rows(&b, x_block, rows);
     }
 }
 
