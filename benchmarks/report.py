@@ -118,8 +118,7 @@ SECTIONS = {
         "Integer weights",
         "A decode step on a CPU with `--quantization` beside bf16, in turns in one process: a random checkpoint with the layers of "
         "Qwen3-0.6B. The aim at batch 1: 1.7 times bf16's rate with 8 bits, 2.6 times with 4. Larger batches are bound by "
-        "arithmetic, which is bf16's, and by integers that are unpacked again for every four rows. Panels lie in pairs because "
-        "a core reads 37 GB/s from one run of memory and 25 from two in turns.",
+        "arithmetic, which is bf16's. Panels lie in pairs because a core reads 37 GB/s from one run of memory and 25 from two in turns.",
         quantized_step.render,
     ),
     "step_gap": (
