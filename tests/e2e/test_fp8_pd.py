@@ -47,7 +47,7 @@ def test_two_workers_give_the_tokens_of_one_by_half_the_bytes(
     for dtype in ("bf16", "fp8_e4m3"):
         flags = {**FLAGS, "kv_cache_dtype": dtype, "disagg": disagg}
         with disaggregated(path, decode=TIGHT if way == "nixl" else {}, **flags) as pair:
-            tokens = run(pair, ASKED, turns_between=6)
+            tokens = run(pair, ASKED, together=len(ASKED), turns_between=6)
             prefill, decode = pair.workers
             assert prefill.peered is not None and decode.peered is not None
             sent[dtype] = prefill.peered.counters()["kv_sent_bytes"]
@@ -64,7 +64,7 @@ def test_units_of_two_ranks_are_those_of_one(path: str) -> None:
     cell = Cell("nixl", (2, 1), (1, 1), "on", "host")
     flags = {**FP8, "num_threads": 1, "reduce_units": 2, "kv_units": 2}
     with pair_of(cell, path, flags=flags, decode={}) as pair:
-        assert run(pair, ASKED, turns_between=6) == wanted
+        assert run(pair, ASKED, together=len(ASKED), turns_between=6) == wanted
 
 
 def test_windows_in_a_pool_of_their_own(tmp_path: Path) -> None:

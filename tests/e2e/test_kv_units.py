@@ -19,7 +19,7 @@ def test_units_change_no_token(way: str) -> None:
     rng = random.Random(4)
     asked = [(f"r{i}", recall_prompt(rng, 40), 44 - 4 * i) for i in range(4)]
     with _system(way) as system:
-        found = run(system, asked, turns_between=6)
+        found = run(system, asked, together=len(asked), turns_between=6)
         first, last = system.workers[0].parts, system.workers[-1].parts
         assert first.pool.units == last.pool.units == UNITS
         assert (last.scheduler.counters.retractions > 0) == (way != "mooncake")

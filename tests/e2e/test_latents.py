@@ -32,7 +32,7 @@ def test_two_workers_give_the_tokens_of_one(way: str, family: str, tmp_path: Pat
     }
     decode_flags: dict[str, object] = {"max_total_tokens": TIGHT} if way == "nixl" else {}
     with disaggregated(path, decode=decode_flags, **flags) as pair:
-        assert run(pair, ASKED, turns_between=6) == wanted
+        assert run(pair, ASKED, together=len(ASKED), turns_between=6) == wanted
         decode = pair.workers[-1]
         assert decode.peered is not None
         assert decode.peered.counters()["kv_checksum_verified"] == len(ASKED)
@@ -47,6 +47,6 @@ def test_each_rank_has_all_latents(tmp_path: Path) -> None:
     flags = {"max_total_tokens": 8192, "chunked_prefill_size": 32, "num_threads": 1, "schedule_conservativeness": 0.0}
     cell = Cell("nixl", (2, 1), (1, 1), "on", "prefill")
     with pair_of(cell, path, flags=flags, decode={"max_total_tokens": TIGHT}) as pair:
-        assert run(pair, ASKED, turns_between=6) == wanted
+        assert run(pair, ASKED, together=len(ASKED), turns_between=6) == wanted
         decode = pair.workers[-1]
         assert decode.peered is not None and decode.peered.counters()["resumed_through_prefill"] > 0

@@ -66,7 +66,7 @@ def test_kv_crosses_between_all_ranks_and_comes_back(name: str) -> None:
     cell, rng = CELLS[name], random.Random(4)
     asked = [(f"r{i}", recall_prompt(rng, 40), 44 - 4 * i) for i in range(4)]
     with pair_of(cell) as pair:
-        assert run(pair, asked, turns_between=6) == {
+        assert run(pair, asked, together=4, turns_between=6) == {
             rid: continuation(prompt, new, ignore_eos=True) for rid, prompt, new in asked
         }
         sent, received = (worker.peered.counters() for worker in pair.workers if worker.peered is not None)

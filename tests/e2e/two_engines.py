@@ -199,17 +199,22 @@ def disaggregated(model_path: str, *, decode: dict[str, object], **flags: object
 
 
 def run(
-    system: System, asked: list[tuple[str, list[int], int]], *, turns_between: int, rest_s: float = REST_S
+    system: System,
+    asked: list[tuple[str, list[int], int]],
+    *,
+    turns_between: int,
+    together: int | None = None,
+    rest_s: float = REST_S,
 ) -> dict[str, list[int]]:
-    """Half of `asked` (name, prompt, new tokens) at once, the others one by one while those run.
+    """The first `together` of `asked` (name, prompt, new tokens) at once, half unless told; then one by one while those run.
 
     The tokens of each; all memory is back then. Fails after `rest_s`.
     """
-    half = len(asked) // 2
-    waiting = asked[half:]
-    for rid, prompt, new in asked[:half]:
+    together = len(asked) // 2 if together is None else together
+    waiting = asked[together:]
+    for rid, prompt, new in asked[:together]:
         system.submit(rid, prompt, new=new)
-    system.gather(half)
+    system.gather(together)
     deadline_s, turns = monotonic() + rest_s, 0
     while waiting or not all(worker.at_rest for worker in system.workers):
         assert monotonic() < deadline_s, [worker.queues() for worker in system.workers]
