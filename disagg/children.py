@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.gpus import VISIBLE
+from engine.device.gpus import VISIBLE
 from service.process.start import die_with_parent
 
 TERM_S = 3.0  # what a child may take to end before it is killed

@@ -14,12 +14,12 @@ from disagg.recompute import Bounds
 from disagg.registration import RouteFinder, registrar_of
 from disagg.transfer_engine import engine_of, memory_of, side_pools
 from engine.build import EngineParts
+from engine.flags.nodes import leader_of
 from engine.kernels.page_sums import page_sums_for
 from engine.kv.kv_pool import UNIT_ALIGN_BYTES
 from engine.kv.page_checksum import NAME as CHECKSUM_NAME
 from engine.kv.page_checksum import PageChecksum
 from engine.loop.role import EngineRole, UnifiedRole
-from engine.nodes import leader_of
 from engine.ranks.group import Group
 from engine.ranks.group_checksum import GroupChecksum
 from engine.ranks.links import kv_copies

@@ -145,7 +145,7 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a leader sends a follower. `descriptors`: of the memory that the ranks share, of the channel to the leader, and
     with a peer of the socket to its transfer engine. `wires`: descriptors of its connections to another machine's ranks, by its
-    end of them (engine/nodes.py). `store`: descriptor of the file in which ranks on GPUs meet.
+    end of them (engine/flags/nodes.py). `store`: descriptor of the file in which ranks on GPUs meet.
     """
 
     scheduler: SchedulerSpec

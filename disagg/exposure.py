@@ -4,9 +4,9 @@ import logging
 
 from disagg.config import DisaggConfig, read_secret
 from engine.config import EngineConfig, ServerConfig
+from engine.flags.kv_events_config import FLAG, parse_kv_events_config
+from engine.flags.nodes import address_of
 from engine.frontend.bootstraps import BootstrapAllowlist
-from engine.kv_events_config import FLAG, parse_kv_events_config
-from engine.nodes import address_of
 from service.flags import ConfigError
 from service.security.addresses import AllowedAddresses, is_loopback, require_secret
 

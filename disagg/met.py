@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from disagg.node_control import Control
-from engine.nodes import ENGINE, PLAN, Wire
+from engine.flags.nodes import ENGINE, PLAN, Wire
 from engine.parallel.region_plan import RegionPlan
 
 

@@ -13,7 +13,7 @@ from disagg.node_control import Control, NodeBye
 from disagg.node_meeting import joined
 from disagg.rank_start import how_ended, start_rank
 from disagg.role_session import ANY_ADDRESS, SessionPlan
-from engine.nodes import named, ranks_of
+from engine.flags.nodes import named, ranks_of
 from engine.parallel.region_memory import new_memory
 from service.flags import ConfigError
 from service.process.message_stream import ChannelClosed

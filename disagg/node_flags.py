@@ -8,7 +8,7 @@ import msgspec
 
 from disagg.config import DisaggConfig
 from engine.config import EngineConfig
-from engine.nodes import named, ranks_of
+from engine.flags.nodes import named, ranks_of
 from service.flags import ConfigError, option_of
 
 # What the machines may differ in: files are compared by their fingerprints, seeds and bootstrap servers are the leader's.

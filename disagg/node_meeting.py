@@ -1,6 +1,6 @@
 """How the machines of a group meet: node 0 listens at --dist-init-addr, every other node dials and says hello (node_control.py).
 
-Once all are there, they connect their ranks, one connection for each of `wires` (engine/nodes.py): a node dials those of lower
+Once all are there, they connect their ranks, one connection for each of `wires` (engine/flags/nodes.py): a node dials those of lower
 numbers and awaits those of higher ones. Each connection begins with a proof of the cluster's secret (engine/parallel/meeting.py),
 a rank's with its name, too.
 """
@@ -18,7 +18,7 @@ from disagg.met import Met
 from disagg.node_control import Control, NodeHello, NodeRefused, NodeWelcome
 from disagg.node_flags import check_same, flags_of
 from engine.config import EngineConfig
-from engine.nodes import Wire, address_of, named, ranks_of, wires_at
+from engine.flags.nodes import Wire, address_of, named, ranks_of, wires_at
 from engine.parallel.meeting import PROOF_S, RETRY_S, MeetingError, dial, listen
 from engine.parallel.region_plan import RegionPlan
 from service.flags import ConfigError

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from engine.config import EngineConfig
-from engine.gpus import VISIBLE, installed_gpus, visible_gpus
+from engine.device.gpus import VISIBLE, installed_gpus, visible_gpus
 from service.flags import ConfigError
 from transfer_backends.engines.wheels import installed_torch, torch_cuda_major
 

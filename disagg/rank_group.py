@@ -19,17 +19,17 @@ from disagg.node_control import NodeBye
 from disagg.node_meeting import gathered
 from disagg.rank_start import how_ended, start_rank
 from engine.config import EngineConfig
+from engine.flags.nodes import leader_of, node_of, ranks_of
+from engine.flags.rank_rules import check_device
+from engine.flags.resolve import resolve
 from engine.model_files.model_config import ModelConfig
-from engine.nodes import leader_of, node_of, ranks_of
 from engine.parallel.late import late_ranks, ranks_without_row
 from engine.parallel.process_groups import joined, new_store
 from engine.parallel.region import SharedRegion
-from engine.rank_rules import check_device
 from engine.ranks.channel import leader_end
 from engine.ranks.followers import Followers, Member
 from engine.ranks.group import Group
 from engine.ranks.links import Joint, links_of, place_of, region_plan
-from engine.resolve import resolve
 from service.process.message_stream import ChannelClosed, ChannelFull, socket_pair
 
 OWN_GPU = torch.device("cuda", 0)  # each rank sees one

@@ -8,7 +8,7 @@ import msgspec
 
 from disagg.children import POLL_S, Children
 from disagg.config import RankSpec
-from engine.local_defaults import shares_cores
+from engine.flags.local_defaults import shares_cores
 
 STATUS_WAIT_S = 0.3  # a process that has closed its socket ends at once, unless it hangs
 

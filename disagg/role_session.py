@@ -17,15 +17,15 @@ from disagg.exposure import check_events_exposure, check_exposure, check_nodes_e
 from disagg.joint_memory import JointMemory
 from disagg.rank_gpus import gpus_of_ranks, visible_here
 from engine.config import EngineConfig, ServerConfig
+from engine.flags.local_defaults import shares_cores
+from engine.flags.nodes import leader_of
+from engine.flags.rank_rules import check_ranks
 from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.frontend.client.dp_policy import Rule, rule_of
 from engine.frontend.role_switch import RoleSwitchState
 from engine.ipc import IpcPaths
-from engine.local_defaults import shares_cores
 from engine.lora.names import named_paths
 from engine.model_files.model_config import load_model_config
-from engine.nodes import leader_of
-from engine.rank_rules import check_ranks
 from engine.text.tokenizer import load_tokenizer
 from service.flags import ConfigError
 from service.http.listening import ListeningPort, require_free

@@ -20,11 +20,13 @@ from disagg.config import DisaggConfig, SchedulerSpec, read_secret
 from disagg.transfer_machine import check_flags, check_transfer_machine
 from engine.config import EngineConfig
 from engine.core.dp_update import UpdateAgreement
+from engine.flags.kv_events_config import parse_kv_events_config
+from engine.flags.nodes import leader_of
+from engine.flags.resolve import agreement_of
 from engine.grammar.compiler import JsonStyle, make_compiler
 from engine.grammar.queue import GrammarQueue
 from engine.grammar.reasoning import ReasoningGates
 from engine.ipc import IpcPaths
-from engine.kv_events_config import parse_kv_events_config
 from engine.loop.adapter_control import AdapterControl
 from engine.loop.decode_skipper import TurnWeights
 from engine.loop.heartbeat import HeartbeatResponder
@@ -36,9 +38,7 @@ from engine.loop.watchdog import Watchdog, dump_of_others, end_with_stacks
 from engine.lora.names import named_paths
 from engine.messages import SchedulerReady
 from engine.model_files.model_config import ModelConfig, load_model_config
-from engine.nodes import leader_of
 from engine.parallel.meeting import LOST_S
-from engine.resolve import agreement_of
 from engine.text.incremental import tail_texts
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from service.flags import ConfigError
@@ -253,7 +253,7 @@ def _loop_settings(parts: "EngineParts", disagg: DisaggConfig) -> LoopSettings:
 
 def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s: float) -> dict[str, Any]:
     """What /server_info shows of the engine."""
-    from engine.machine import machine_facts
+    from engine.device.machine import machine_facts
 
     allocator, config = parts.scheduler.memory.allocator, parts.config
     return {

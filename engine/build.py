@@ -15,15 +15,31 @@ from engine.core.finish import TailTexts
 from engine.core.scheduler import Scheduler
 from engine.core.state_slots import grid_of
 from engine.core_parts import build_memory, build_scheduler
-from engine.device import Device, build_device
+from engine.device.device import Device, build_device
+from engine.device.gpu_memory import MemoryGauge, await_share
+from engine.device.graphs import MakeCapture
+from engine.device.kv_memory import held_by, kept_specs, note_memory
+from engine.device.measure import measure, measure_on_cpu, own_steps, warm
+from engine.device.memory_plan import (
+    MeasuredMemory,
+    kv_pages,
+    with_fitting_chunk,
+    with_running_requests,
+    with_state_slots,
+)
+from engine.device.pools import Pools, build_pools, windows_apart
 from engine.executor.compile_log import CompileLog
 from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.executor import Executor
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.warm_up import StepExecutor, by_executor
 from engine.executor.weights import WeightUpdater
-from engine.gpu_memory import MemoryGauge, await_share
-from engine.graphs import MakeCapture
+from engine.flags.resolve import (
+    backup_pages,
+    depth,
+    resolve,
+    state_slots,
+)
 from engine.hicache.build import build_host_tier
 from engine.hicache.disk import Disk
 from engine.kernels.linear import linear_kernel
@@ -37,14 +53,10 @@ from engine.kv.state_pool import StatePool
 from engine.loading import load_at_start, weight_updater
 from engine.loop.occupation import FixedKV, KVMemory
 from engine.lora.store import LoraStore
-from engine.measure import measure, measure_on_cpu, own_steps, warm
-from engine.memory_plan import MeasuredMemory, kv_pages, with_fitting_chunk, with_running_requests, with_state_slots
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from engine.parallel.layout import ALONE
-from engine.pool import held_by, kept_specs, note_memory
-from engine.pools import Pools, build_pools, windows_apart
 from engine.ranks.future_maps import future_map_of
 from engine.ranks.group import Group, GroupAdapters, GroupKVMemory
 from engine.ranks.group_files import rank_files
@@ -54,12 +66,6 @@ from engine.ranks.messages import PoolSize
 from engine.ranks.same_kernels import check_same_kernels, kernels_here
 from engine.ranks.share import Load, loader
 from engine.recurrent import check_recurrent, make_state_slots
-from engine.resolve import (
-    backup_pages,
-    depth,
-    resolve,
-    state_slots,
-)
 from engine.use import UNIFIED, EngineUse
 from service.flags import ConfigError
 

@@ -23,6 +23,7 @@ LOAD_BALANCE_METHODS = (
 MAX_PAGE_SIZE = 1024
 MAX_PORT = 65535
 MAX_NODES = 64
+FP8 = "fp8_e4m3"  # of --kv-cache-dtype
 MEM_FRACTION_OF = {"cpu": 0.2, "cuda": 0.9}  # of what weights and steps leave, of the GPU's memory
 MAX_RUNNING_OF = {"cpu": 64, "cuda": 256}  # a GPU's products are bound by memory below some 200 rows
 
@@ -48,7 +49,7 @@ class EngineConfig(FlagSet):
         "auto",
         "data type of the KV cache, the same for prefill and decode workers; auto: --dtype; fp8_e4m3 (on cpu): 8 bits, with a scale "
         "for each token and KV head: half the bytes in memory and on their way",
-        choices=("auto", "bf16", "bfloat16", "float32", "fp8_e4m3"),
+        choices=("auto", "bf16", "bfloat16", "float32", FP8),
     )
     quantization: str | None = flag(
         None,

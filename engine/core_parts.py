@@ -16,10 +16,10 @@ from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
 from engine.core.state_slots import StateSlots
 from engine.core.window_pages import WindowPages
-from engine.kv_events_config import parse_kv_events_config
+from engine.flags.kv_events_config import parse_kv_events_config
+from engine.flags.resolve import limits, priorities, ratio_rule, step_budget
 from engine.model_files.model_config import ModelConfig
 from engine.recurrent import cut_on_grid
-from engine.resolve import limits, priorities, ratio_rule, step_budget
 from engine.use import EngineUse
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from engine.config import EngineConfig
-from engine.device import Device
+from engine.device.device import Device
 from engine.executor.weights import WeightUpdater
 from engine.kv.identity import fingerprint
 from engine.model_files.model_config import ModelConfig

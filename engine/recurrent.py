@@ -5,7 +5,7 @@ from dataclasses import replace
 from engine.config import EngineConfig
 from engine.core.limits import Limits
 from engine.core.state_slots import StateSlots, grid_of
-from engine.resolve import state_slots
+from engine.flags.resolve import state_slots
 from service.flags import ConfigError
 
 NEEDS = "a model with recurrent states cannot go on from pages alone"

@@ -6,10 +6,10 @@ What a GPU holds, and which numbers of GPUs fit, is engine/parallel/layout.py's 
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
-from engine.memory_plan import MeasuredMemory, static_left
+from engine.device.memory_plan import MeasuredMemory, static_left
+from engine.flags.resolve import num_pages
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import Place, check_layout, share_of
-from engine.resolve import num_pages
 from service.flags import ConfigError
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}

@@ -11,9 +11,9 @@ from statistics import mean
 
 from deploy.bench.stats import RequestRecord
 from engine.config import EngineConfig
+from engine.flags.resolve import resolve
 from engine.model_files.model_config import load_model_config
 from engine.parallel.layout import check_layout
-from engine.resolve import resolve
 from planner.cluster import ClusterCosts, PlannedCluster
 from planner.config import PlanConfig
 from planner.goodput import Point, SloTargets, point_of

@@ -23,11 +23,11 @@ from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
+from engine.flags.resolve import depth, limits, ratio_rule
 from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
 from engine.loop.role import EngineRole, UnifiedRole
 from engine.loop.turn_clock import TurnClock
 from engine.messages import StateReply, ToFrontend, TokenBatch, TokenOutput, ToScheduler
-from engine.resolve import depth, limits, ratio_rule
 from engine.sampling_params import SamplingParams
 from planner.executor import TimedExecutor, WorkerClock
 from planner.host import Host

@@ -21,8 +21,8 @@ from deploy.launcher.probe import get_json
 from deploy.launcher.process import Child
 from deploy.launcher.supervisor import Supervisor
 from engine.config import MEM_FRACTION_OF, EngineConfig, ServerConfig
-from engine.gpus import VISIBLE, installed_gpus, visible_gpus
-from engine.local_defaults import usable_cores
+from engine.cores import usable_cores
+from engine.device.gpus import VISIBLE, installed_gpus, visible_gpus
 from service.flags import ConfigError
 from service.http.listening import require_free, url_of
 from service.process.ready_file import write_ready_file

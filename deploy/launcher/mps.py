@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from engine.gpus import VISIBLE
+from engine.device.gpus import VISIBLE
 from service.process.start import die_with_parent
 
 CONTROL = "nvidia-cuda-mps-control"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from deploy.launcher.config import ClusterConfig
 from deploy.launcher.gpus import Seat, seats_of
 from deploy.launcher.roles import RoleFlags
-from engine.gpus import VISIBLE
+from engine.device.gpus import VISIBLE
 from service.http.listening import url_of
 
 LOOPBACK = "127.0.0.1"

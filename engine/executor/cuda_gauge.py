@@ -9,7 +9,7 @@ CONTEXT_BYTES = 768 << 20  # CUDA's context and loaded kernels, which torch does
 
 
 class CudaGauge:
-    """A `MemoryGauge` (engine/gpu_memory.py)."""
+    """A `MemoryGauge` (engine/device/gpu_memory.py)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -8,6 +8,7 @@ from engine.config import EngineConfig
 from engine.core.disk_index import DiskIndex
 from engine.core.host_cache import HostCache
 from engine.core.page_keys import KVIdentity
+from engine.flags.resolve import ahead_pages, host_pages
 from engine.hicache.disk import Disk
 from engine.hicache.page_file import HEADER_BYTES
 from engine.hicache.page_folder import PageFolder
@@ -16,7 +17,6 @@ from engine.hicache.rank_files import OtherRanks, RankFolders, RanksStore
 from engine.kv.host_memory import HostMemory
 from engine.kv.host_pool import HostPool, allocate_host_pool
 from engine.kv.kv_pool import KVPool
-from engine.resolve import ahead_pages, host_pages
 from service.flags import ConfigError
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import PageCopy, Plan, PlanItem
+from engine.cores import usable_cores
 from engine.kv.arrival import Arrival
 from engine.kv.kv_pool import KVPool, zeroed_bytes
 from engine.kv.layer_groups import word_cuts
@@ -14,7 +15,6 @@ from engine.kv.page_copies import DirectCopies, PageCopies, StagedCopies
 from engine.kv.pinned import CudaRegistrar, PinnedBytes
 from engine.kv.rows_by_cuda import CudaRows
 from engine.kv.side_stream import CudaSideStream
-from engine.local_defaults import usable_cores
 from service.flags import ConfigError
 
 WORD_BYTES = 8

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 
+from engine.config import FP8
 from engine.kv.fp8 import dequantized, quantized
 from engine.kv.held import HeldKV
-from engine.kv_dtype import FP8
 
 UNIT_ALIGN_BYTES = 64  # a cache line: what the SIMD kernels and the transfer engines like best
 AllocateBytes = Callable[[int, torch.device], torch.Tensor]  # (bytes, device) -> [bytes] uint8, zero

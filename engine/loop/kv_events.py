@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 
 from engine.core.cache_events import CacheEvents
-from engine.kv_events_config import FLAG, KVEventsConfig
+from engine.flags.kv_events_config import FLAG, KVEventsConfig
 from service.flags import ConfigError
 from service.kv_events import END_SEQ, KVEvent, KVEventBatch, encode_batch, seq_bytes
 from service.security.curve import ZapAuthenticator, guard_listener

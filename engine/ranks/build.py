@@ -12,12 +12,18 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.page_keys import KVIdentity
-from engine.device import ForwardParts, adapter_store, memory_for_graphs
+from engine.device.device import ForwardParts, adapter_store, memory_for_graphs
+from engine.device.gpu_memory import MemoryGauge, await_share
+from engine.device.graphs import MakeCapture
+from engine.device.kv_memory import held_by, kept_specs
+from engine.device.measure import measure
+from engine.device.memory_plan import MeasuredMemory, kv_pages, with_state_slots
+from engine.device.pools import build_pools
 from engine.executor.copies import Copies
 from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.profiler import TorchProfiler
-from engine.gpu_memory import MemoryGauge, await_share
-from engine.graphs import MakeCapture
+from engine.flags.rank_rules import check_device
+from engine.flags.resolve import resolve, state_slots
 from engine.hicache.rank_files import FollowerFiles
 from engine.kernels.page_sums import page_sums_for
 from engine.kv.held import HeldKV
@@ -28,16 +34,11 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.page_backup import PageBackup
 from engine.kv.page_checksum import PageChecksum
 from engine.kv.state_pool import StatePool
-from engine.measure import measure
-from engine.memory_plan import MeasuredMemory, kv_pages, with_state_slots
 from engine.messages import StartProfile
 from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.models.decoder import DenseDecoder
 from engine.parallel.process_groups import RankGroups
 from engine.parallel.region import SharedRegion
-from engine.pool import held_by, kept_specs
-from engine.pools import build_pools
-from engine.rank_rules import check_device
 from engine.ranks.channel import Channel
 from engine.ranks.follower import Action, Follower, Reader
 from engine.ranks.links import Joint, RankLinks, links_of
@@ -46,7 +47,6 @@ from engine.ranks.rank_parts import RankUse, rank_parts, steps_of_rank
 from engine.ranks.rank_pools import RankPools
 from engine.ranks.same_kernels import kernels_here
 from engine.ranks.share import loader
-from engine.resolve import resolve, state_slots
 from service.flags import ConfigError
 
 

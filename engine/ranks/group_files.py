@@ -6,11 +6,11 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.core.disk_index import DiskRead, DiskWrite
+from engine.device.kv_memory import held_by
+from engine.flags.nodes import leader_of
 from engine.hicache.build import RankFiles
 from engine.kv.kv_pool import CacheSpec, KVPool
 from engine.model_files.model_config import ModelConfig
-from engine.nodes import leader_of
-from engine.pool import held_by
 from engine.ranks.followers import Followers
 from engine.ranks.links import place_of
 

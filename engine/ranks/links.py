@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.device.graphs import most_recorded_rows
+from engine.device.kv_memory import held_by
 from engine.executor.logit_rows import PROMPT_LOGPROB_ROWS
-from engine.graphs import most_recorded_rows
+from engine.flags.resolve import largest_prompt_step, limits
 from engine.kv.held import copies_of
 from engine.kv.kv_pool import DTYPES
 from engine.model_files.model_config import ModelConfig
@@ -27,9 +29,7 @@ from engine.parallel.region_plan import RegionPlan
 from engine.parallel.row_exchange import RowExchange
 from engine.parallel.shared_tokens import SharedTokens
 from engine.parallel.stage_link import HiddenStates, StageLink
-from engine.pool import held_by
 from engine.ranks.stages import StageInput
-from engine.resolve import largest_prompt_step, limits
 
 MOST_LINK_ROWS = 1024  # hidden states of more tokens go from stage to stage in parts
 
@@ -109,7 +109,7 @@ def links_of(
     joint: Joint | None = None,
     groups: RankGroups | None = None,
 ) -> RankLinks:
-    """`config` is resolved. `joint`: with DP attention. `wires`: connections of this rank to those of other machines, by its end of them (engine/nodes.py).
+    """`config` is resolved. `joint`: with DP attention. `wires`: connections of this rank to those of other machines, by its end of them (engine/flags/nodes.py).
 
     `groups`: of ranks on GPUs, which exchange nothing through the region.
     """

@@ -36,7 +36,7 @@ class PoolSize(_Frame, frozen=True):
     """What every rank allocates: the least of all. `host_pages`, `backup_pages`: of the host tier, of retracted requests.
 
     `state_slots`: of recurrent states; 0: the model has none. `apart`: of `num_pages` layers with a window have a pool of their own
-    (engine/pools.py). `files`: the folder of the worker's files; "" without.
+    (engine/device/pools.py). `files`: the folder of the worker's files; "" without.
     """
 
     num_pages: int

@@ -8,10 +8,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.plan import Plan
-from engine.device import ForwardParts, build_forward, context_pages
+from engine.device.device import ForwardParts, build_forward, context_pages
+from engine.device.graphs import MakeCapture, make_graphs
 from engine.executor.copies import Copies
 from engine.executor.recorded_ends import FollowedEnd
-from engine.graphs import MakeCapture, make_graphs
 from engine.kv.kv_pool import AllocateBytes, KVPool
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder

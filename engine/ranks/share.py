@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.expert_flags import expert_plan
+from engine.flags.expert_flags import expert_plan
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model

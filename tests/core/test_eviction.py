@@ -5,8 +5,8 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import RadixCache
+from engine.flags.resolve import resolve
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
-from engine.resolve import resolve
 from service.flags import ConfigError
 
 A, B, C = [1, 1], [2, 2], [3, 3]

@@ -3,8 +3,8 @@
 import pytest
 
 from engine.config import EngineConfig
+from engine.flags.resolve import limits
 from engine.recurrent import check_recurrent, cut_on_grid
-from engine.resolve import limits
 from service.flags import ConfigError
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens

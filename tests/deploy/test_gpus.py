@@ -14,7 +14,7 @@ from deploy.launcher.gpus import chosen_gpus
 from deploy.launcher.mps import CONTROL, PIPE, mps_for
 from deploy.launcher.plan import ProcessSpec, num_ports, plan_cluster, shared_gpus, with_env
 from deploy.launcher.roles import RoleFlags
-from engine.gpus import VISIBLE, parse_listing, visible_gpus
+from engine.device.gpus import VISIBLE, parse_listing, visible_gpus
 from service.flags import ConfigError
 from tests.e2e.cluster import wait_until
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from deploy.launcher.shortfalls import shortfalls
+from engine.device.machine import machine_facts
 from engine.kernels import build
-from engine.machine import machine_facts
 
 GOOD = {"c_kernels": "built", "c_kernels_error": None, "cpu_lacks": None, "huge_pages": "madvise"}
 WHOLE_CPU = ("cpu", "float32")

@@ -17,8 +17,8 @@ from disagg.node_flags import check_same, flags_of
 from disagg.node_meeting import CONTROL, _version, gathered, joined
 from disagg.role_session import SessionPlan
 from engine.config import EngineConfig, ServerConfig
+from engine.flags.nodes import wires, wires_at
 from engine.frontend.bootstraps import BootstrapAllowlist
-from engine.nodes import wires, wires_at
 from engine.parallel.meeting import LOST_S, dial
 from engine.parallel.region_plan import RegionPlan
 from service.flags import ConfigError

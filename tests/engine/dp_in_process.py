@@ -9,6 +9,7 @@ from typing import Any
 
 from disagg.joint_memory import joint_plan
 from engine.config import EngineConfig
+from engine.flags.resolve import agreement_of
 from engine.kernels.failures import RanksEnded
 from engine.loop.rank_pipeline import RankPipeline
 from engine.parallel.region import SharedRegion
@@ -16,7 +17,6 @@ from engine.ranks.group import Group
 from engine.ranks.leading_executor import LeadingExecutor
 from engine.ranks.links import Joint
 from engine.ranks.shared_board import SharedBoard
-from engine.resolve import agreement_of
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks_in_process import ranks
 

@@ -11,8 +11,8 @@ from engine.config import EngineConfig
 from engine.core.hooks import Grammar
 from engine.core.outputs import StepEffects
 from engine.core.request import Request
+from engine.device.gpu_memory import MemoryGauge
 from engine.executor.decode_graphs import Capture
-from engine.gpu_memory import MemoryGauge
 from engine.kv.host_memory import HERE, HostMemory
 from engine.loop.pipeline import Pipeline
 from engine.loop.rank_pipeline import RankPipeline

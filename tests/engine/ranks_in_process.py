@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 
 from engine.config import EngineConfig
-from engine.gpu_memory import MemoryGauge
-from engine.graphs import MakeCapture
+from engine.device.gpu_memory import MemoryGauge
+from engine.device.graphs import MakeCapture
+from engine.flags.nodes import ENGINE, PLAN, Wire, leader_of, node_of, wires
+from engine.flags.resolve import resolve
 from engine.kv.host_memory import HERE, HostMemory
 from engine.kv.kv_pool import KVPool, zeroed_bytes
 from engine.model_files.model_config import load_model_config
-from engine.nodes import ENGINE, PLAN, Wire, leader_of, node_of, wires
 from engine.parallel.late import late_ranks
 from engine.parallel.process_groups import RankGroups
 from engine.parallel.region import SharedRegion
@@ -34,7 +35,6 @@ from engine.ranks.group import Group
 from engine.ranks.links import Joint, links_of, place_of, region_plan
 from engine.ranks.rank_parts import RankUse
 from engine.ranks.rank_pools import RankPools
-from engine.resolve import resolve
 from engine.use import EngineUse
 from service.process.message_stream import socket_pair
 from tests.engine.engine_in_process import EngineInProcess

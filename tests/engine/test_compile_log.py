@@ -82,7 +82,7 @@ def test_every_kernel_of_an_engine_is_heard(
 
     monkeypatch.setattr(JITFunction, "_do_compile", only_hooks)
     monkeypatch.setattr(
-        "engine.device.make_attention_backend",
+        "engine.device.device.make_attention_backend",
         lambda name, pool, num_heads, needs: TritonBackend(pool, num_heads=num_heads),
     )
     monkeypatch.setattr(torch, "empty", torch.zeros)  # what a kernel leaves unwritten here must be a token

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.kv.host_memory import HostMemory
-from engine.memory_plan import (
+from engine.device.memory_plan import (
     MeasuredMemory,
     kv_pages,
     static_left,
@@ -16,8 +15,9 @@ from engine.memory_plan import (
     with_running_requests,
     with_state_slots,
 )
+from engine.flags.resolve import resolve, state_slots
+from engine.kv.host_memory import HostMemory
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
-from engine.resolve import resolve, state_slots
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks_in_process import ranks

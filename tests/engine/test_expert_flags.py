@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.expert_flags import expert_plan
+from engine.flags.expert_flags import expert_plan
 from engine.model_files.model_config import load_model_config
 from service.flags import ConfigError
 from tests.models.tiny_checkpoints import make_tiny_checkpoint

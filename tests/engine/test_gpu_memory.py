@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.gpu_memory import await_share
-from engine.memory_plan import MeasuredMemory, kv_pages
+from engine.device.gpu_memory import await_share
+from engine.device.memory_plan import MeasuredMemory, kv_pages
+from engine.flags.resolve import resolve
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.models.load import load_model
-from engine.resolve import resolve
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess
 from tests.models.tiny_checkpoints import make_tiny_checkpoint

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
+from engine.flags.resolve import ahead_pages, backup_pages, host_pages, resolve
 from engine.kv.identity import fingerprint, weights_number
 from engine.model_files.model_config import load_model_config
-from engine.resolve import ahead_pages, backup_pages, host_pages, resolve
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.late_copies import copy_late

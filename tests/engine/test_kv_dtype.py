@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
+from engine.flags.kv_dtype import kv_dtype
+from engine.flags.resolve import resolve
 from engine.kernels.linear import linear_kernel
-from engine.kv_dtype import kv_dtype
 from engine.model_files.model_config import load_model_config
-from engine.resolve import resolve
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks_in_process import ranks

@@ -17,9 +17,10 @@ from triton.runtime.jit import JITFunction
 
 from engine.config import EngineConfig
 from engine.core.plan import Plan, PlanItem, SlotOpen
-from engine.device import build_device
+from engine.device.device import build_device
 from engine.executor.decode_graphs import Work
 from engine.executor.model_runner import ModelRunner
+from engine.flags.resolve import resolve
 from engine.kernels.triton_elementwise import TritonElementwise
 from engine.kv.kv_pool import KVPool
 from engine.messages import LogprobOptions
@@ -27,7 +28,6 @@ from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.models.decoder import DenseDecoder
 from engine.models.part import ModelPart
 from engine.parallel.layout import Extent, cut_of
-from engine.resolve import resolve
 from engine.sampling_params import SamplingParams
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
-from engine.local_defaults import BYTES_A_THREAD, default_threads, usable_cores, with_random_seed, with_threads
+from engine.cores import usable_cores
+from engine.flags.local_defaults import BYTES_A_THREAD, default_threads, with_random_seed, with_threads
 
 
 @pytest.fixture

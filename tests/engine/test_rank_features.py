@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from engine.flags.nodes import leader_of
 from engine.kernels.linear import linear_kernel
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_checksum import PageChecksum
 from engine.messages import FinishReason, LogprobOptions
-from engine.nodes import leader_of
 from engine.ranks.group_checksum import GroupChecksum
 from engine.ranks.links import kv_copies
 from engine.use import EngineUse

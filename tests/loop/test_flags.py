@@ -5,8 +5,8 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.limits import Limits
 from engine.core.new_token_ratio import RatioRule
+from engine.flags.resolve import limits, ratio_rule, resolve, step_budget
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH, load_model_config
-from engine.resolve import limits, ratio_rule, resolve, step_budget
 from service.flags import ConfigError
 
 

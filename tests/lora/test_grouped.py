@@ -12,7 +12,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from engine.config import EngineConfig
-from engine.graphs import logits_bytes, num_graphs
+from engine.device.graphs import logits_bytes, num_graphs
 from engine.kernels.triton_lora import (
     DECODE_TILES,
     EXTEND_TILES,

@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from engine.flags.local_defaults import default_threads
 from engine.gguf import tensors
 from engine.gguf.config import config_fields
 from engine.gguf.file import STORAGES, open_gguf
 from engine.gguf.tokenizer import gguf_tokenizer
 from engine.kv.identity import fingerprint
-from engine.local_defaults import default_threads
 from engine.model_files.fields import Fields
 from engine.model_files.model_config import _model_config, load_model_config
 from engine.models.checkpoint import Checkpoint
@@ -123,7 +123,7 @@ def test_a_model_is_dequantized_some_rows_at_a_time(tmp_path: Path, monkeypatch:
 
 
 def test_threads_and_fingerprint_follow_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.local_defaults.BYTES_A_THREAD", 8 << 20)
+    monkeypatch.setattr("engine.flags.local_defaults.BYTES_A_THREAD", 8 << 20)
     file, _ = make_tiny_gguf(tmp_path, "llama", "Q4_0", vocab_size=(8 << 20) // 512)
     assert default_threads(str(file), cores=64) == 2, "embedding and head, 8 MiB each in two bytes a weight"
     before = fingerprint(str(file))

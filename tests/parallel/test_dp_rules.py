@@ -7,9 +7,9 @@ import pytest
 from disagg.config import DisaggConfig
 from disagg.role_session import plan_session
 from engine.config import EngineConfig, ServerConfig
+from engine.flags.rank_rules import check_device, check_ranks
+from engine.flags.resolve import resolve
 from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
-from engine.rank_rules import check_device, check_ranks
-from engine.resolve import resolve
 from service.flags import ConfigError
 
 TWO: dict[str, Any] = {"enable_dp_attention": True, "tp_size": 2, "dp_size": 2}

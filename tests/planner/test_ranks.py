@@ -3,10 +3,10 @@
 import pytest
 
 from engine.config import EngineConfig
-from engine.memory_plan import MeasuredMemory
-from engine.memory_plan import kv_pages as worker_pages
+from engine.device.memory_plan import MeasuredMemory
+from engine.device.memory_plan import kv_pages as worker_pages
+from engine.flags.resolve import resolve
 from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
-from engine.resolve import resolve
 from planner.shape import kv_pages, shape_of
 from tests.engine.ranks_in_process import ranks
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.flags.resolve import resolve
 from engine.kernels.linear import linear_kernel
 from engine.model_files.model_config import load_model_config
 from engine.models.load import load_model
 from engine.quant.online import HEAD, SCHEMES, quantized
-from engine.resolve import resolve
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks_in_process import ranks

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.config import EngineConfig
-from engine.nodes import ENGINE, PLAN, address_of, check_nodes, leader_of, node_of, ranks_of, wires, wires_at
+from engine.flags.nodes import ENGINE, PLAN, address_of, check_nodes, leader_of, node_of, ranks_of, wires, wires_at
 from service.flags import ConfigError
 
 MEETING = {"nnodes": 2, "dist_init_addr": "10.0.0.1:5000"}

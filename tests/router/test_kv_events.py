@@ -15,7 +15,7 @@ from engine.core.cache_events import CacheEvents
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import RadixCache
 from engine.core.radix_node import TRUNK, Branch
-from engine.kv_events_config import KVEventsConfig, parse_kv_events_config
+from engine.flags.kv_events_config import KVEventsConfig, parse_kv_events_config
 from engine.loop.kv_events import ZmqPublisher
 from router.choice.chooser import make_chooser
 from router.choice.kv_feed import KVEventFeed

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from engine.config import MEM_FRACTION_OF, EngineConfig
-from engine.resolve import largest_prompt_step, num_pages, state_slots
+from engine.flags.resolve import largest_prompt_step, num_pages, state_slots
 from service.flags import ConfigError
 
 MAX_CPU_BYTES = 4 << 30  # where no flag says more: other processes use the machine, too

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.core.window_pages import WindowPages
+from engine.device.kv_memory import allocate_pool
+from engine.device.windows import WindowGroup, window_group
 from engine.kv.kv_pool import AllocateBytes, CacheSpec, KVPool
 from engine.kv.pool_memory import MappedMemory, SavedMemory
 from engine.kv.state_pool import StatePool
 from engine.loop.occupation import FixedKV, KVMemory
-from engine.pool import allocate_pool
 from engine.use import EngineUse
-from engine.windows import WindowGroup, window_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,22 +11,22 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.plan import Plan
-from engine.device import build_device, context_pages
+from engine.device.device import build_device, context_pages
+from engine.device.gpu_memory import GRAPH_BYTES, MemoryGauge
+from engine.device.graphs import logits_bytes, num_graphs
+from engine.device.kv_memory import held_by, kept_specs
+from engine.device.memory_plan import MeasuredMemory
 from engine.executor.future_map import FutureMap
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.step_inputs import StepInputs
 from engine.executor.warm_up import WarmUp, by_executor, warm_up
-from engine.gpu_memory import GRAPH_BYTES, MemoryGauge
-from engine.graphs import logits_bytes, num_graphs
+from engine.flags.resolve import largest_prompt_step, profiled_tokens
 from engine.kv.host_memory import HostMemory
 from engine.kv.kv_pool import KVPool
-from engine.memory_plan import MeasuredMemory
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.parallel.layout import ALONE, Place
 from engine.parallel.row_exchange import RowExchange
-from engine.pool import held_by, kept_specs
-from engine.resolve import largest_prompt_step, profiled_tokens
 from service.flags import ConfigError
 
 log = logging.getLogger(__name__)

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import FP8, EngineConfig
+from engine.device.memory_plan import MeasuredMemory, memory_text
+from engine.flags.resolve import state_slots
 from engine.kv.held import HeldKV
 from engine.kv.kv_pool import AllocateBytes, CacheSpec, KVPool
-from engine.kv_dtype import FP8
-from engine.memory_plan import MeasuredMemory, memory_text
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import Place, model_units, share_of, units_of
-from engine.resolve import state_slots
 from service.flags import ConfigError
 
 log = logging.getLogger(__name__)

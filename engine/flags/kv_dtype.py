@@ -1,10 +1,9 @@
 """The data type of the KV cache (--kv-cache-dtype): what may be asked for, and what layers keep then."""
 
-from engine.config import EngineConfig
+from engine.config import FP8, EngineConfig
 from engine.model_files.model_config import ModelConfig
 from service.flags import ConfigError
 
-FP8 = "fp8_e4m3"
 NAMES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "float32": "float32", FP8: FP8}
 WHOLE_WORDS = 4  # tokens of a page, so that a layer's 8-bit rows fill the words of a checksum
 

@@ -9,11 +9,11 @@ from engine.core.new_token_ratio import RatioRule
 from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.core.prefill_gate import PrefillDelayer, PrefillPolicy, ScheduleEnhancer
 from engine.core.step_budget import StepBudget
-from engine.kv_dtype import kv_dtype
+from engine.flags.kv_dtype import kv_dtype
+from engine.flags.rank_rules import check_sizes
 from engine.lora.names import check_lora, lora_enabled
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import model_units
-from engine.rank_rules import check_sizes
 from service.flags import ConfigError
 
 MAX_STEP_TIME_S = {"cpu": 1.0, "cuda": 0.5}  # below the time after which a router calls a worker silent (1.5 s)
@@ -64,7 +64,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         context_length=_context_length(config.context_length, model.max_position_embeddings),
         chunked_prefill_size=_chunk(config.chunked_prefill_size, config.page_size, device),
         max_step_time_s=_max_step_time_s(config.max_step_time_s, device, chunked=config.chunked_prefill_size != -1),
-        num_threads=config.num_threads or 1,  # a worker has counted its cores by now (engine/local_defaults.py)
+        num_threads=config.num_threads or 1,  # a worker has counted its cores by now (engine/flags/local_defaults.py)
         hicache_load_ahead_mb=_load_ahead_mb(config.hicache_load_ahead_mb, device),
         enable_mixed_chunk=device == "cpu" if config.enable_mixed_chunk is None else config.enable_mixed_chunk,
     )

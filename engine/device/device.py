@@ -11,6 +11,7 @@ from engine.attention.backend import AttentionBackend, CapturableBackend, make_a
 from engine.attention.cpu_backend import CpuBackend
 from engine.attention.windowed import WindowedBackend, windowed
 from engine.config import EngineConfig
+from engine.device.graphs import MakeCapture, make_graphs
 from engine.executor.copies import Copies
 from engine.executor.decode_graphs import DecodeGraphs
 from engine.executor.decode_tapes import DecodeTapes
@@ -26,7 +27,7 @@ from engine.executor.sample_pass import SamplePass
 from engine.executor.states import States
 from engine.executor.step_inputs import StepInputs
 from engine.executor.stream import CudaStream, InlineStream, Stream, ThreadStream
-from engine.graphs import MakeCapture, make_graphs
+from engine.flags.resolve import state_slots
 from engine.kernels.linear import linear_kernel
 from engine.kernels.tape import tape_library
 from engine.kv.host_pool import HostPool
@@ -41,7 +42,6 @@ from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.parallel.layout import ALONE, Place, share_of
 from engine.parallel.row_exchange import RowExchange
-from engine.resolve import state_slots
 from engine.sampler.make import CapturableSampler, make_sampler
 from service.flags import ConfigError
 

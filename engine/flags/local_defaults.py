@@ -4,13 +4,13 @@ Never torch: OpenMP reads the environment once, when torch is imported, and thre
 """
 
 import math
-import os
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from engine.config import EngineConfig
+from engine.cores import usable_cores
 from engine.gguf.file import open_gguf
 
 # A thread needs a few ms of weights to read between two of its hundreds of barriers a step.
@@ -31,12 +31,6 @@ def shares_cores(config: EngineConfig) -> bool:
     assert config.num_threads is not None, "prepared"
     ranks = config.dp_size * config.ranks_here
     return ranks > 1 and ranks * config.num_threads > usable_cores()
-
-
-def usable_cores() -> int:
-    """Return OMP_NUM_THREADS if set, else the cores that this process may use."""
-    value = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(value) if value.isdigit() and int(value) > 0 else len(os.sched_getaffinity(0))
 
 
 def default_threads(model_path: str, *, cores: int) -> int:

@@ -19,11 +19,11 @@ ports of KV events that DP ranks would share                    the same
 import logging
 
 from engine.config import EngineConfig
-from engine.expert_flags import check_experts
-from engine.kv_events_config import check_ports
-from engine.local_defaults import usable_cores
+from engine.cores import usable_cores
+from engine.flags.expert_flags import check_experts
+from engine.flags.kv_events_config import check_ports
+from engine.flags.nodes import check_nodes
 from engine.model_files.model_config import ModelConfig
-from engine.nodes import check_nodes
 from engine.parallel.layout import check_layout
 from service.flags import ConfigError
 

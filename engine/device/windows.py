@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.core.window_pages import WindowPages
+from engine.flags.resolve import depth, largest_prompt_step
 from engine.kv.kv_pool import CacheSpec, KVPool
-from engine.resolve import depth, largest_prompt_step
 
 PREFIXES = 2  # windows for each request that may run: its own, and one of a cached prefix
 
