@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under their Hugging Face names, dequantized by the `gguf` package.
+"""The tensors of a GGUF file under their Hugging Face names: as they are stored, or dequantized by the `gguf` package.
 
 It dequantizes a few rows at a time into the final tensor, so the model exists in memory once.
 """
@@ -51,6 +51,29 @@ class GGUFTensors:
 
     def open(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Callable[[torch.Tensor], object]:
         """What fills a tensor with the `taken` part; of rows that RoPE turns in pairs, whole heads."""
+        tensor = self._tensor(name, shape)
+        return lambda out: self._fill(tensor, out, taken)
+
+    def type_of(self, name: str) -> str:
+        """Such as "Q4_K"; "" where there is no such tensor."""
+        return self._tensors[name].storage.name if name in self._tensors else ""
+
+    def blocks(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> tuple[torch.Tensor, slice]:
+        """The blocks [rows, n, bytes] uint8 that hold the `taken` part of a matrix, and where its columns lie in their values."""
+        tensor = self._tensor(name, shape)
+        of_row, columns = _column_blocks(tensor, taken[1])
+        stored = self._data[tensor.start : tensor.start + tensor.size_bytes].reshape(tensor.shape[0], -1)
+        blocks = torch.from_numpy(np.array(stored[taken[0].start : taken[0].stop, of_row]))
+        place = self._place_of_rows(tensor, taken[0])
+        if place is not None:
+            blocks = torch.empty_like(blocks).index_copy_(0, place, blocks)
+        return blocks.view(len(blocks), -1, tensor.storage.size_bytes), columns
+
+    def close(self) -> None:
+        del self._data
+
+    def _tensor(self, name: str, shape: Sequence[int]) -> TensorInfo:
+        """Raises `ConfigError` if it is missing or has another shape."""
         tensor = self._tensors.get(name)
         if tensor is None:
             raise self._file.error(f"tensor {name} is missing; download the file again")
@@ -59,10 +82,7 @@ class GGUFTensors:
                 f"tensor {tensor.name} has shape {list(tensor.shape)}, its metadata asks for {list(shape)}; "
                 "convert the model again"
             )
-        return lambda out: self._fill(tensor, out, taken)
-
-    def close(self) -> None:
-        del self._data
+        return tensor
 
     def _fill(self, tensor: TensorInfo, out: torch.Tensor, taken: Sequence[range]) -> None:
         stored = self._data[tensor.start : tensor.start + tensor.size_bytes]

@@ -121,7 +121,12 @@ def sums_matrix(weight: Weight, bias: torch.Tensor | None, *, segments: int) -> 
 
 def kernel_for(weight: Weight) -> LinearKernel | None:
     """What multiplies by `weight`, or None: torch does."""
-    return linear_kernel() if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else None
+    return kernel_on(weight.device, weight.dtype)
+
+
+def kernel_on(device: torch.device, dtype: torch.dtype) -> LinearKernel | None:
+    """What multiplies by weights of `dtype`, or None: torch does."""
+    return linear_kernel() if device.type == "cpu" and dtype == torch.bfloat16 else None
 
 
 def packable(weight: Weight, *, segments: int = 1) -> Weight:

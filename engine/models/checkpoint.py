@@ -16,7 +16,9 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from engine.gguf.file import open_gguf
 from engine.kv.kv_pool import DTYPES
+from engine.layers.linear import kernel_on
 from engine.model_files.stored_weights import StoredWeights
+from engine.models.packed_gguf import PackedGGUF
 from engine.models.quantized_tensors import QuantizedTensors
 from engine.parallel.layout import Extent, cut_of
 from engine.quant.integers import Integers, stacked
@@ -49,7 +51,8 @@ class Checkpoint:
         self.dtype_name = dtype
         self.dtype = DTYPES[dtype]
         self.device = torch.device(device)
-        self._tensors = _open_tensors(Path(model_path), stored)
+        packs = kernel_on(self.device, self.dtype) is not None
+        self._tensors = _open_tensors(Path(model_path), stored, packs=packs)
         self._opened, self._stamp = (model_path, dtype, device, stored), _stamp(model_path)
         self._left = {name for name in self._tensors.names() if not _DERIVED.match(name)}
         self._bar = tqdm(total=len(self._left), desc="Loading weights", unit="tensor", disable=not progress)
@@ -121,7 +124,7 @@ class Checkpoint:
 
         None: they are not stored so.
         """
-        if not isinstance(self._tensors, QuantizedTensors):
+        if not isinstance(self._tensors, QuantizedTensors | PackedGGUF):
             return None
         columns, parts = cut_of(inputs), []
         for name, cut, factor in zip(names, map(cut_of, rows), factors or [1.0] * len(names), strict=True):
@@ -158,11 +161,15 @@ def _stamp(model_path: str) -> list[tuple[str, int, int]]:
     return [(file.name, status.st_size, status.st_mtime_ns) for file in files if (status := file.stat())]
 
 
-def _open_tensors(path: Path, stored: StoredWeights | None) -> "_Safetensors | QuantizedTensors | GGUFTensors":
+def _open_tensors(
+    path: Path, stored: StoredWeights | None, *, packs: bool
+) -> "_Safetensors | QuantizedTensors | GGUFTensors | PackedGGUF":
+    """`packs`: integers of a GGUF file can stay integers; elsewhere it becomes floats some rows at a time."""
     if path.is_file():
         from engine.gguf.tensors import GGUFTensors  # the `gguf` package is for GGUF files only
 
-        return GGUFTensors(open_gguf(path))
+        tensors = GGUFTensors(open_gguf(path))
+        return PackedGGUF(tensors) if packs else tensors
     return _Safetensors(path) if stored is None else QuantizedTensors(_Safetensors(path), stored)
 
 

@@ -20,7 +20,7 @@ from engine.models.attention import Attend
 from engine.models.expert_balance import ExpertBalance
 from engine.models.heads import NoHead, label_matrix
 from engine.models.layer import Layer, Mixture
-from engine.models.part import ModelPart
+from engine.models.part import EMBEDDING, ModelPart
 
 Begun = tuple[torch.Tensor, ...]  # what the layers start from: a row for each token
 
@@ -47,9 +47,7 @@ class DenseDecoder:
             if config.has_kv(layer)
         ]
         tied = config.tie_word_embeddings and config.generates
-        table = (
-            part.table("model.embed_tokens.weight") if place.is_first_stage or (tied and place.is_last_stage) else None
-        )
+        table = part.table(EMBEDDING) if place.is_first_stage or (tied and place.is_last_stage) else None
         self._embedding = self._norm = self._head = self._labels = None
         if place.is_first_stage:
             assert table is not None

@@ -22,6 +22,8 @@ from engine.quant.integers import Weight, columns_of, rows_of
 from engine.quant.online import HEAD, Scheme, quantized
 from service.flags import ConfigError
 
+EMBEDDING = "model.embed_tokens.weight"
+
 
 class ModelPart:
     """`collectives`: of the stage's ranks; None where there is one. `exchange`: with DP attention, of all ranks.
@@ -95,11 +97,13 @@ class ModelPart:
         """The output layer; `table`: of the embedding, if that is tied to it."""
         rows = Cut(self.config.vocab_size, self.share.vocab)
         bias = self.checkpoint.take("lm_head.bias", [rows]) if self._head_bias else None
-        if table is None:
-            integers = self.checkpoint.take_integers(["lm_head.weight"], [rows], self.config.hidden_size)
+        name = "lm_head.weight" if table is None else EMBEDDING
+        if self._scheme is None:
+            integers = self.checkpoint.take_integers([name], [rows], self.config.hidden_size)
             if integers is not None:
                 return Linear(integers, bias)
-            table = self.table("lm_head.weight")
+        if table is None:
+            table = self.table(name)
         return Linear(table if self._scheme is None else quantized(table, HEAD), bias)
 
     def matrix(
@@ -115,11 +119,9 @@ class ModelPart:
 
         Its inputs are summed in `segments`.
         """
-        integers = self.checkpoint.take_integers(names, rows, inputs, factors)
-        if integers is not None:
-            return integers
         if self._scheme is None:
-            return self._taken(names, rows, inputs, factors)
+            integers = self.checkpoint.take_integers(names, rows, inputs, factors)
+            return self._taken(names, rows, inputs, factors) if integers is None else integers
         cut, group = cut_of(inputs), self._scheme.group
         parts = cut.total // len(cut) * segments
         if group and parts > 1 and cut.total // parts % group:
@@ -229,7 +231,7 @@ class ModelPart:
         if config.experts is not None:
             self.checkpoint.ignore(f"model.layers.{config.num_layers}.")  # predicts tokens beyond the next (MTP)
         if not place.is_first_stage:
-            self.checkpoint.ignore("model.embed_tokens.weight")
+            self.checkpoint.ignore(EMBEDDING)
         if not place.is_last_stage:
             self.checkpoint.ignore(f"{self._final_norm}.")
             self.checkpoint.ignore("score.weight")

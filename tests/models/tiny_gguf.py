@@ -4,7 +4,7 @@ Beside the file stands a checkpoint with exactly the values that its tensors sta
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,19 @@ Edit = Callable[[gguf.GGUFWriter], object]
 
 
 def make_tiny_gguf(
-    folder: Path, family: str, kind: str = "F32", *, edit: Edit | None = None, seed: int = 0, **overrides: Any
+    folder: Path,
+    family: str,
+    kind: str = "F32",
+    *,
+    edit: Edit | None = None,
+    seed: int = 0,
+    kinds: Mapping[str, Kind] | None = None,
+    **overrides: Any,
 ) -> tuple[Path, Path]:
-    """(model.gguf with matrices of type `kind`, the checkpoint that says the same). `edit` adds metadata or tensors."""
+    """(model.gguf with matrices of type `kind`, the checkpoint that says the same). `edit` adds metadata or tensors.
+
+    `kinds`: of matrices whose names in the checkpoint contain the key.
+    """
     checkpoint = folder / "checkpoint"
     make_tiny_checkpoint(checkpoint, family, seed=seed, **SIZES | overrides)
     config = json.loads((checkpoint / "config.json").read_text())
@@ -34,7 +44,9 @@ def make_tiny_gguf(
     _add_config(writer, config)
     add_tokenizer(writer, json.loads((checkpoint / "tokenizer.json").read_text()))
     weights = checkpoint / "model.safetensors"
-    save_file(_add_tensors(writer, config, load_file(weights), kind, seed), weights, metadata={"format": "pt"})
+    save_file(
+        _add_tensors(writer, config, load_file(weights), kind, seed, kinds or {}), weights, metadata={"format": "pt"}
+    )
     if edit is not None:
         edit(writer)
     write(writer)
@@ -111,7 +123,12 @@ def _llama3_factors(scaling: dict[str, Any], *, theta: float, dim: int) -> "np.n
 
 
 def _add_tensors(
-    writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, torch.Tensor], kind: str, seed: int
+    writer: gguf.GGUFWriter,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    kind: str,
+    seed: int,
+    kinds: Mapping[str, Kind],
 ) -> dict[str, torch.Tensor]:
     """The values that were written, by their Hugging Face names."""
     arch = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[config["model_type"]])
@@ -123,7 +140,8 @@ def _add_tensors(
         heads = _heads_to_permute(config, name)
         if heads:
             values = _permuted(values, heads)
-        stored, type_ = _stored(values, Kind[kind] if values.ndim > 1 else Kind.F32, rng)
+        own = next((other for key, other in kinds.items() if key in name), Kind[kind])
+        stored, type_ = _stored(values, own if values.ndim > 1 else Kind.F32, rng)
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), stored, raw_dtype=type_)
         exact = gguf.quants.dequantize(stored.view(np.uint8) if type_ == Kind.BF16 else stored, type_)
         exact = exact.astype(np.float32).reshape(values.shape)
