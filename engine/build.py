@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig
+from engine.core.backups import NOTHING
 from engine.core.cache_events import CacheEvents
 from engine.core.finish import TailTexts
 from engine.core.scheduler import Scheduler
@@ -18,6 +19,7 @@ from engine.core_parts import build_memory, build_scheduler
 from engine.device.device import Device, build_device
 from engine.device.gpu_memory import MemoryGauge, await_share
 from engine.device.graphs import MakeCapture
+from engine.device.host_copies import backup_bytes, backup_room
 from engine.device.kv_memory import held_by, kept_specs, note_memory
 from engine.device.measure import measure, measure_on_cpu, own_steps, warm
 from engine.device.memory_plan import (
@@ -34,21 +36,14 @@ from engine.executor.executor import Executor
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.warm_up import StepExecutor, by_executor
 from engine.executor.weights import WeightUpdater
-from engine.flags.resolve import (
-    backup_pages,
-    depth,
-    resolve,
-    state_slots,
-)
+from engine.flags.resolve import depth, resolve, state_slots
 from engine.hicache.build import build_host_tier
 from engine.hicache.disk import Disk
 from engine.kernels.linear import linear_kernel
 from engine.kv.held import HeldKV
 from engine.kv.host_memory import HERE, HostMemory
-from engine.kv.host_pool import allocate_host_pool
 from engine.kv.identity import kv_identity
 from engine.kv.kv_pool import KVPool
-from engine.kv.page_backup import PageBackup
 from engine.kv.state_pool import StatePool
 from engine.loading import load_at_start, weight_updater
 from engine.loop.occupation import FixedKV, KVMemory
@@ -142,7 +137,7 @@ def build_engine(
     weights = max(0, host.own() - before)
     recurrent = bool(model.state_specs())
     if recurrent:
-        check_recurrent(config, retracted_kv=use.retracted_kv)
+        check_recurrent(config)
     place = group.links.place if group else ALONE
     found = None
     if gauge is not None:
@@ -155,11 +150,12 @@ def build_engine(
     if found is not None:
         multiple = grid_of(config.page_size) if recurrent else config.page_size
         config = with_fitting_chunk(given, config, found, multiple=multiple)
-    slots_bytes = 0
+    slot_bytes = slots = 0
     if recurrent:
         slot_bytes = StatePool.slot_bytes_of(model.state_specs())
         config = with_state_slots(given, config, found, slot_bytes=slot_bytes)
-        slots_bytes = (1 + state_slots(config)) * slot_bytes
+        slots = state_slots(config)
+    slots_bytes = (1 + slots) * slot_bytes
     held = held_by(config, model_config, place)
     units, specs = len(held.units), kept_specs(config, model.cache_specs())
     page_bytes = KVPool.page_bytes_of(specs, config.page_size, units=units)
@@ -182,18 +178,29 @@ def build_engine(
     own_identity = identity(version=config.weight_version, fingerprint=files)
     ranks = rank_files(config, model_config, specs, group.followers) if group else None
     tier = build_host_tier(config, pool, own_identity, wakeup=wakeup, host=host, ranks=ranks) if tiered else None
-    backup = _page_backup(config, pool, host) if use.retracted_kv == "host" else None
+    room = NOTHING
+    if use.retracted_kv == "host":
+        free_bytes = host.available() // config.ranks_here
+        room = backup_room(config, pools, slots=slots, slot_bytes=slot_bytes, free_bytes=free_bytes)
     if group is not None:
-        host_pages, backup_pages = tier.pool.num_pages if tier else 0, backup.host.num_pages if backup else 0
-        slots = state_slots(config) if recurrent else 0
-        group.followers.place(PoolSize(pages, host_pages, backup_pages, tier.files if tier else "", slots, apart))
+        agreed = PoolSize(
+            num_pages=pages,
+            host_pages=tier.pool.num_pages if tier else 0,
+            backup_pages=room.pages,
+            backup_windows=room.windows,
+            backup_states=room.states,
+            files=tier.files if tier else "",
+            state_slots=slots,
+            apart=apart,
+        )
+        group.followers.place(agreed)
     device = build_device(
         config,
         model_config,
         model,
         pool,
         host_pool=tier.pool if tier else None,
-        backup=backup,
+        backup_room=room,
         capture=capture,
         decodes=use.decodes,
         prefills=use.prefills,
@@ -208,9 +215,8 @@ def build_engine(
         check_same_kernels(kernels_here(), group.followers.apply("kernels").wait())
     if gauge is not None:
         _warm(config, model_config, executor, use, positions=pool.num_pages * config.page_size, progress=progress)
-    slots = state_slots(config) if recurrent else 0
     config = with_running_requests(given, config, pages=pool.num_pages, slots=slots, windows=pools.num_windows)
-    states = make_state_slots(config, peers_write=use.peers_write_pages) if recurrent else None
+    states = make_state_slots(config, peers_write=use.peers_write_pages or room != NOTHING) if recurrent else None
     kv_memory, events = build_memory(
         config,
         num_pages=pool.num_pages,
@@ -218,12 +224,12 @@ def build_engine(
         states=states,
         windows=pools.window_pages(),
     )
-    hosts = [*([tier.pool] if tier else []), *([backup.host] if backup else [])]
+    tier_bytes = tier.pool.num_pages * tier.pool.page_bytes if tier else 0
     memory = note_memory(
         config,
         found,
         {**pools.bytes_by_name(), "states": slots_bytes},
-        copies=sum(copies.num_pages * copies.page_bytes for copies in hosts),
+        copies=tier_bytes + backup_bytes(room, pools, slot_bytes=slot_bytes),
         tokens=pool.num_pages * config.page_size,
     )
 
@@ -246,7 +252,7 @@ def build_engine(
             model_config,
             kv_memory,
             use,
-            backup_pages=backup.host.num_pages if backup else 0,
+            backup_room=room,
             tail_texts=tail_texts,
             num_token_ids=num_token_ids,
         ),
@@ -362,14 +368,3 @@ def _check_integers(config: EngineConfig) -> None:
             f"--quantization {config.quantization}: needs the C kernel of integer products, which this machine cannot build or "
             "whose arithmetic (AVX512-BF16) its CPU lacks; leave it out"
         )
-
-
-def _page_backup(config: EngineConfig, pool: KVPool, host: HostMemory) -> PageBackup | None:
-    """Make room for copies of retracted requests; None: there is none, so they are computed again. Raises ConfigError."""
-    free_bytes = host.available() // config.ranks_here
-    pages = backup_pages(config, num_pages=pool.num_pages, page_bytes=pool.page_bytes, free_bytes=free_bytes)
-    if pages == 0:
-        log.warning("retracted requests are computed again: half of the free host memory does not hold one KV page")
-        return None
-    flag = "--disaggregation-decode-retraction-backup host"
-    return PageBackup(allocate_host_pool(pool, pages, flag=flag, remedy="use recompute or prefill"))

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 from engine.config import EngineConfig
+from engine.core.backups import CopySize
 from engine.core.cache_events import CacheEvents
 from engine.core.finish import TailTexts
 from engine.core.growth import MeasuredGrowth
@@ -55,11 +56,11 @@ def build_scheduler(
     memory: Memory,
     use: EngineUse,
     *,
-    backup_pages: int,
+    backup_room: CopySize,
     tail_texts: TailTexts,
     num_token_ids: int | None,
 ) -> Scheduler:
-    """`backup_pages`: for copies of retracted requests. `num_token_ids`: None: all ids of the model have a meaning."""
+    """`backup_room`: for copies of retracted requests. `num_token_ids`: None: all ids of the model have a meaning."""
     own_limits = limits(config) if memory.states is None else cut_on_grid(limits(config), memory.states.grid)
     state = SchedulerState(
         limits=replace(
@@ -71,7 +72,7 @@ def build_scheduler(
         memory=memory,
         ratio=NewTokenRatio(ratio_rule(config)),
         growth=MeasuredGrowth(),
-        backup_pages=backup_pages,
+        backup_room=backup_room,
     )
     return Scheduler(
         state,

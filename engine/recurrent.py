@@ -11,14 +11,10 @@ from service.flags import ConfigError
 NEEDS = "a model with recurrent states cannot go on from pages alone"
 
 
-def check_recurrent(config: EngineConfig, *, retracted_kv: str) -> None:
-    """Raise ConfigError for what would keep pages without the state behind them. `retracted_kv`: as in EngineUse."""
+def check_recurrent(config: EngineConfig) -> None:
+    """Raise ConfigError for what would keep pages without the state behind them."""
     if config.enable_hierarchical_cache:
         raise ConfigError(f"--enable-hierarchical-cache: keeps pages of KV, and {NEEDS}; leave it out")
-    if retracted_kv == "host":
-        raise ConfigError(
-            f"--disaggregation-decode-retraction-backup host: keeps pages of KV, and {NEEDS}; use recompute or prefill"
-        )
     assert config.chunked_prefill_size is not None, "resolved"
     grid = grid_of(config.page_size)
     if 0 < config.chunked_prefill_size < grid:
@@ -29,7 +25,7 @@ def check_recurrent(config: EngineConfig, *, retracted_kv: str) -> None:
 
 
 def make_state_slots(config: EngineConfig, *, peers_write: bool) -> StateSlots:
-    """`peers_write`: outside the stream's order."""
+    """`peers_write`: outside the stream's order; or copies from the host do, ahead of a step's own."""
     return StateSlots(
         num_slots=state_slots(config),
         grid=grid_of(config.page_size),

@@ -1,25 +1,47 @@
-"""KV of retracted requests in host memory: which pages are copied out, back, or forgotten, and when.
+"""KV of retracted requests in host memory: what is copied out, back, or forgotten, and when.
 
     retracted --begin--> saving --its step collected--> saved (memory given back) --restore--> running, no forward
                             \\__ aborted, or no room for the copy: dropped; it waits and is computed again
 
 Copies travel in plans, in stream order. A copy in flight counts as a step in flight, so pages leave the request only after
-it: a transfer peer may write a freed page next, and does not wait for our stream.
+it: a transfer peer may write a freed page next, and does not wait for our stream. Beside its pages a copy has what the next token
+needs of other memory: the pages of the last window, and the recurrent state.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from engine.core.plan import PageLoad, PageSave, Plan
 from engine.core.request import Request
+from engine.core.window_pages import WindowPages
+
+
+@dataclass(frozen=True, slots=True)
+class CopySize:
+    """Of copies on the host: pages, pages of layers with a window that have their own pool, recurrent states."""
+
+    pages: int = 0
+    windows: int = 0
+    states: int = 0
+
+    def __add__(self, other: "CopySize") -> "CopySize":
+        return CopySize(self.pages + other.pages, self.windows + other.windows, self.states + other.states)
+
+    def fits(self, room: "CopySize") -> bool:
+        return self.pages <= room.pages and self.windows <= room.windows and self.states <= room.states
+
+
+NOTHING = CopySize()
 
 
 class Backups:
-    """`max_pages`: of all copies together; KV that does not fit is computed again."""
+    """`room`: of all copies together; KV that does not fit is computed again. `windows`: of layers that have their own pool."""
 
-    def __init__(self, *, max_pages: int, page_size: int) -> None:
-        self._max_pages = max_pages
+    def __init__(self, *, room: CopySize, page_size: int, windows: WindowPages | None = None) -> None:
+        self._room = room
         self._page_size = page_size
-        self._pages: dict[int, int] = {}  # serial of a request -> pages of its copy, also while it is made
+        self._windows = windows
+        self._copies: dict[int, CopySize] = {}  # serial of a request -> its copy, also while it is made
         self._saves: list[PageSave] = []
         self._loads: list[PageLoad] = []
         self._drops: list[int] = []
@@ -30,10 +52,14 @@ class Backups:
     def begin(self, request: Request) -> bool:
         """Copy a retracted request's KV out; False: no KV, or no room."""
         count = -(-request.computed_len // self._page_size)
-        if request.serial in self._pages or count == 0 or self.num_pages + count > self._max_pages:
+        if request.serial in self._copies or count == 0:
             return False
-        self._pages[request.serial] = count
-        self._saves.append(PageSave(request.serial, request.pages[:count]))
+        window = self._window_of(request, request.computed_len)
+        copy = CopySize(count, len(window), int(request.state > 0))
+        if not (self._held + copy).fits(self._room):
+            return False
+        self._copies[request.serial] = copy
+        self._saves.append(PageSave(request.serial, request.pages[:count], window, request.state))
         request.saved_len = request.computed_len
         self._copying[request.serial] = request
         request.inflight += 1
@@ -41,11 +67,11 @@ class Backups:
         return True
 
     def restore(self, request: Request) -> None:
-        """Fill the pages of a readmitted request, except those that it found in the cache."""
+        """Fill the memory of a readmitted request, except pages that it found in the cache."""
         assert request.saved_len == request.num_tokens - 1, "all but the token sampled last is in the copy"
         start = request.launched_len // self._page_size
-        count = self._pages.pop(request.serial)
-        self._loads.append(PageLoad(request.serial, start, request.pages[start:count]))
+        count, window = self._copies.pop(request.serial).pages, self._window_of(request, request.saved_len)
+        self._loads.append(PageLoad(request.serial, start, request.pages[start:count], window, request.state))
         request.launched_len = request.computed_len = request.saved_len
         request.saved_len = 0
         self._copying[request.serial] = request
@@ -54,7 +80,7 @@ class Backups:
 
     def drop(self, request: Request) -> None:
         """Forget the copy of a request that has ended."""
-        if self._pages.pop(request.serial, None) is not None:
+        if self._copies.pop(request.serial, None) is not None:
             self._drops.append(request.serial)
             request.saved_len = 0
 
@@ -62,7 +88,7 @@ class Backups:
         """Drop all copies, requested ones too. No step may be in flight."""
         for save in self._saves:
             self._copying.pop(save.key).inflight -= 1
-            del self._pages[save.key]
+            del self._copies[save.key]
         self._saves.clear()
         assert not self._copying, "copies forgotten while one is in flight"
         for request in requests:
@@ -86,8 +112,16 @@ class Backups:
 
     @property
     def num_pages(self) -> int:
-        return sum(self._pages.values())
+        return self._held.pages
+
+    @property
+    def _held(self) -> CopySize:
+        return sum(self._copies.values(), NOTHING)
+
+    def _window_of(self, request: Request, num_tokens: int) -> list[int]:
+        return [] if self._windows is None else self._windows.tail(request, num_tokens)
 
     def check(self, live: list[Request]) -> None:
-        assert set(self._pages) <= {r.serial for r in live}, "a copy of an ended request is kept"
-        assert self.num_pages <= self._max_pages
+        assert set(self._copies) <= {r.serial for r in live}, "a copy of an ended request is kept"
+        fits = self._held.fits(self._room)
+        assert fits, "copies take more than their room"

@@ -55,7 +55,8 @@ class Memory:
     def admit(self, request: Request, *, reserved_pages: int, lands: bool = False) -> bool:
         """Lock the cached prefix and take pages for the rest of the known tokens; False: they do not fit.
 
-        `reserved_pages`: left free, for the growth of this request and of others. `lands`: what is not cached comes from elsewhere.
+        `reserved_pages`: left free, for the growth of this request and of others. `lands`: what is not cached comes from elsewhere, or back
+        from the host.
         """
         if self.states is not None and not self.states.num_available:
             return False

@@ -73,19 +73,23 @@ class PlanItem(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, frozen=True)
 class PageSave:
-    """Copy `pages` to host memory under `key`."""
+    """Copy `pages` to host memory under `key`; with them the pages of the last `window`, and the slot of a recurrent `state` (0: none)."""
 
     key: int
     pages: list[int]
+    window: list[int] = field(default_factory=list)
+    state: int = 0
 
 
 @dataclass(slots=True, frozen=True)
 class PageLoad:
-    """Copy pages `start`.. of copy `key` into `pages`, and forget the copy."""
+    """Copy pages `start`.. of copy `key` into `pages`, all of its window into `window`, its state into `state`; and forget the copy."""
 
     key: int
     start: int
     pages: list[int]
+    window: list[int] = field(default_factory=list)
+    state: int = 0
 
 
 @dataclass(slots=True, frozen=True)

@@ -59,7 +59,8 @@ class PrefillAdder:
         """Admit `request` if it fits. CONTINUE: it has its pages, and `take` may be called."""
         if self._no_budget(request):
             return AddResult.OTHER
-        if not self._memory.admit(request, reserved_pages=self.reserve_for(request, without=())):
+        reserved, lands = self.reserve_for(request, without=()), request.saved_len > 0
+        if not self._memory.admit(request, reserved_pages=reserved, lands=lands):
             return AddResult.NO_TOKEN
         self._reserved_pages += self._pages(self._ratio.new_growth(request))
         return AddResult.CONTINUE

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.core.backups import Backups
+from engine.core.backups import NOTHING, Backups, CopySize
 from engine.core.growth import MeasuredGrowth
 from engine.core.limits import Limits
 from engine.core.memory import Memory
@@ -41,7 +41,7 @@ class Counters:
 
 
 class SchedulerState:
-    """`backup_pages`: room for host copies of retracted KV. `growth`: measured from answers that have ended."""
+    """`backup_room`: for host copies of retracted KV. `growth`: measured from answers that have ended."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class SchedulerState:
         memory: Memory,
         ratio: NewTokenRatio | None = None,
         growth: MeasuredGrowth | None = None,
-        backup_pages: int = 0,
+        backup_room: CopySize = NOTHING,
     ) -> None:
         self.limits = limits
         self.memory = memory
@@ -59,7 +59,7 @@ class SchedulerState:
         self.stages = Stages()
         self.micro_batches = MicroBatches(limits.micro_batches)
         self.table = RequestTable(limits.max_running_requests)
-        self.backups = Backups(max_pages=backup_pages, page_size=limits.page_size)
+        self.backups = Backups(room=backup_room, page_size=limits.page_size, windows=memory.windows)
         self.counters = Counters()
 
     def register(self, request: Request) -> None:

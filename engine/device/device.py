@@ -11,8 +11,9 @@ from engine.attention.backend import AttentionBackend, CapturableBackend, make_a
 from engine.attention.cpu_backend import CpuBackend
 from engine.attention.windowed import WindowedBackend, windowed
 from engine.config import EngineConfig
+from engine.core.backups import NOTHING, CopySize
 from engine.device.graphs import MakeCapture, make_graphs
-from engine.executor.copies import Copies
+from engine.device.host_copies import make_copies
 from engine.executor.decode_graphs import DecodeGraphs
 from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.executor import Executor
@@ -32,7 +33,6 @@ from engine.kernels.linear import linear_kernel
 from engine.kernels.tape import tape_library
 from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import DTYPES, KVPool
-from engine.kv.page_backup import PageBackup
 from engine.kv.page_table import PageTable
 from engine.kv.state_pool import StatePool
 from engine.lora.bank import AdapterBank
@@ -152,7 +152,6 @@ def build_device(
     pool: KVPool,
     *,
     host_pool: HostPool | None,
-    backup: PageBackup | None,
     capture: MakeCapture | None,
     decodes: bool,
     prefills: bool,
@@ -163,13 +162,14 @@ def build_device(
     future_map: FutureMap | None = None,
     inputs: StepInputs | None = None,
     windows: KVPool | None = None,
+    backup_room: CopySize = NOTHING,
 ) -> Device:
     """Put `model` and `pool` under an executor and record its decode steps. Raises ConfigError.
 
     `config` is resolved. `decodes`, `prefills`: whether such steps are recorded, as CUDA graphs or (decode steps) as tapes of
     C kernels. `capture`: records graphs in place of CUDA. `max_pages`: of a request; None: as many as the pool has and the context
     needs. `place`: which rank of the model this is. `exchange`: with DP attention. `future_map`: shared with other ranks. `inputs`: of
-    steps; None: the future map's. `windows`: as of `build_forward`.
+    steps; None: the future map's. `windows`: as of `build_forward`. `backup_room`: for copies of retracted requests.
     """
     assert config.num_threads is not None and config.max_running_requests is not None, "resolved"
     device, num_slots = pool.device, config.max_running_requests
@@ -199,9 +199,10 @@ def build_device(
         has_states=parts.states is not None,
         progress=progress,
     )
+    states = None if parts.states is None else parts.states.pool
     runner = ModelRunner(
         model=model,
-        copies=Copies(backup=backup, host_pool=host_pool),
+        copies=make_copies(backup_room, host_pool=host_pool, pool=pool, windows=windows, states=states),
         forward_pass=parts.forward_pass(inputs or future_map, graphs=graphs, prefill_graphs=prefill_graphs),
         sample_pass=SamplePass(sampler=sampler, future_map=future_map, device=device),
     )
@@ -209,7 +210,6 @@ def build_device(
     with memory_for_graphs():
         executor.call(runner.running.record)
     adapters = None if parts.adapters is None else adapter_store(config, model, parts.adapters, in_order=executor.call)
-    states = None if parts.states is None else parts.states.pool
     return Device(executor, parts.layers, adapters, graphs, prefill_graphs, parts.tapes, states, windows)
 
 

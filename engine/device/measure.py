@@ -133,7 +133,6 @@ def own_steps(
         model,
         pool,
         host_pool=None,
-        backup=None,
         capture=None,
         decodes=False,
         prefills=False,

@@ -81,7 +81,7 @@ def build_pools(
 
 def windows_apart(config: EngineConfig, specs: Sequence[CacheSpec], use: EngineUse, *, recurrent: bool) -> bool:
     """Whether nothing is on that knows one pool alone: then all KV is kept, and windows only mask it."""
-    wanted = not (config.disable_hybrid_swa_memory or use.one_pool or use.retracted_kv == "host")
+    wanted = not (config.disable_hybrid_swa_memory or use.one_pool)
     tiered = config.enable_hierarchical_cache and not use.peers_write_pages
     plain = not recurrent and not tiered and not any(spec.latent for spec in specs)
     plain = plain and config.pp_size == 1 and not config.enable_dp_attention  # each rank has all layers, and each step

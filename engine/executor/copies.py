@@ -37,5 +37,5 @@ class Copies:
             pool.close()
 
     def _host_pools(self) -> list[HostPool]:
-        pools = [self._host_pool, None if self._backup is None else self._backup.host]
-        return [pool for pool in pools if pool is not None]
+        tier = [] if self._host_pool is None else [self._host_pool]
+        return tier + ([] if self._backup is None else self._backup.hosts)

@@ -15,20 +15,22 @@ from engine.kv.page_copies import DirectCopies, PageCopies, StagedCopies
 from engine.kv.pinned import CudaRegistrar, PinnedBytes
 from engine.kv.rows_by_cuda import CudaRows
 from engine.kv.side_stream import CudaSideStream
+from engine.kv.state_pool import StatePool
 from service.flags import ConfigError
 
 WORD_BYTES = 8
 
 
 class HostPool:
-    """`num_pages` pages, numbered from 0. For a pool on a CUDA device they are pinned, and `threads` touch them at start."""
+    """`num_pages` pages, numbered from 0; of a pool of states a page is a slot. For a pool on a CUDA device they are pinned, and
+    `threads` touch them at start.
+    """
 
-    def __init__(self, pool: KVPool, *, num_pages: int, threads: int = 1) -> None:
+    def __init__(self, pool: KVPool | StatePool, *, num_pages: int, threads: int = 1) -> None:
         self.num_pages = num_pages
-        self.page_bytes = pool.page_bytes
-        self._page_size = pool.page_size
-        size_bytes, device = num_pages * pool.page_bytes, pool.device
-        device_pages = _words(pool.buffer, 1 + pool.num_pages)
+        self.page_bytes, self._page_size, units, layer_ends = _pages_of(pool)
+        size_bytes, device = num_pages * self.page_bytes, pool.device
+        device_pages = _words(pool.buffer, pool.buffer.nbytes // self.page_bytes)
         self._pinned: PinnedBytes | None = None
         if device.type == "cpu":
             buffer = zeroed_bytes(size_bytes, device)
@@ -39,8 +41,8 @@ class HostPool:
             self._copies = StagedCopies(
                 device_pages,
                 _words(buffer, num_pages),
-                layer_cuts=word_cuts(pool.layer_ends(), WORD_BYTES),
-                units=pool.units,
+                layer_cuts=word_cuts(layer_ends, WORD_BYTES),
+                units=units,
                 make_stream=lambda: CudaSideStream.on(device),
                 copy_rows=CudaRows().copy,
             )
@@ -84,12 +86,19 @@ class HostPool:
             self._pinned.close()
 
 
-def allocate_host_pool(pool: KVPool, num_pages: int, *, flag: str, remedy: str) -> HostPool:
+def _pages_of(pool: KVPool | StatePool) -> tuple[int, int, int, list[int]]:
+    """Return (bytes of a page, its tokens, its units, where the layers of a unit end in bytes)."""
+    if isinstance(pool, StatePool):
+        return pool.slot_bytes, 1, 1, [pool.slot_bytes]
+    return pool.page_bytes, pool.page_size, pool.units, pool.layer_ends()
+
+
+def allocate_host_pool(pool: KVPool | StatePool, num_pages: int, *, flag: str, remedy: str) -> HostPool:
     """Raise ConfigError, with `remedy`, where the host has no memory for what `flag` asks for."""
     try:
         return HostPool(pool, num_pages=num_pages, threads=usable_cores())
     except (MemoryError, OSError, RuntimeError, ValueError) as error:
-        size = num_pages * pool.page_bytes / 1e9
+        size = num_pages * _pages_of(pool)[0] / 1e9
         raise ConfigError(f"{flag}: no host memory for {size:.1f} GB ({error}); {remedy}") from error
 
 

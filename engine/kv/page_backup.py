@@ -1,35 +1,60 @@
-"""Copies of retracted requests' KV pages in host memory, out and back in the order of plans."""
+"""Copies of retracted requests' KV in host memory, out and back in the order of plans."""
 
-from engine.core.plan import PageCopy, PageLoad, PageSave, Plan
+from collections.abc import Iterable, Sequence
+
+from engine.core.plan import PageCopy, Plan
 from engine.kv.host_pool import HostPool
 
 
 class PageBackup:
-    """`host`: room for the pages of all copies at once."""
+    """`host`: room for the pages of all copies at once; `windows`, `states`: the same of these pools, if the model has such."""
 
-    def __init__(self, host: HostPool) -> None:
-        self.host = host
-        self._free = list(range(host.num_pages - 1, -1, -1))  # popped from the end: low pages first
-        self._copies: dict[int, list[int]] = {}  # key -> host pages
+    def __init__(self, host: HostPool, *, windows: HostPool | None = None, states: HostPool | None = None) -> None:
+        self.hosts = [pool for pool in (host, windows, states) if pool is not None]
+        self._pages = _Copies(host)
+        self._windows = None if windows is None else _Copies(windows)
+        self._states = None if states is None else _Copies(states)
 
     def run(self, plan: Plan) -> None:
         """Drop copies, then copy back, then out: what is dropped or loaded makes room for what is saved in the same step."""
+        loads, saves = plan.loads, plan.saves
+        self._pages.run(plan, [(b.key, b.start, b.pages) for b in loads], [(out.key, out.pages) for out in saves])
+        if self._windows is not None:
+            self._windows.run(plan, [(b.key, 0, b.window) for b in loads], [(out.key, out.window) for out in saves])
+        if self._states is not None:
+            self._states.run(plan, [(b.key, 0, [b.state]) for b in loads], [(out.key, [out.state]) for out in saves])
+
+
+class _Copies:
+    """What copies have of one pool, whose `pages` may be states."""
+
+    def __init__(self, host: HostPool) -> None:
+        self._host = host
+        self._free = list(range(host.num_pages - 1, -1, -1))  # popped from the end: low pages first
+        self._copies: dict[int, list[int]] = {}  # key -> host pages
+
+    def run(
+        self, plan: Plan, loads: Iterable[tuple[int, int, Sequence[int]]], saves: Iterable[tuple[int, Sequence[int]]]
+    ) -> None:
+        """`loads`: (key, first page of the copy, pages). `saves`: (key, pages)."""
         for key in plan.drops:
             self._free += reversed(self._copies.pop(key))
-        if plan.loads:
-            self.host.copy(plan.seq, out=[], back=[copy for load in plan.loads for copy in self._load(load)])
-        if plan.saves:
-            self.host.copy(plan.seq, out=[copy for save in plan.saves for copy in self._save(save)], back=[])
+        back = [copy for load in loads for copy in self._load(*load)]
+        if back:
+            self._host.copy(plan.seq, out=[], back=back)
+        out = [copy for save in saves for copy in self._save(*save)]
+        if out:
+            self._host.copy(plan.seq, out=out, back=[])
 
-    def _save(self, save: PageSave) -> list[PageCopy]:
-        assert len(save.pages) <= len(self._free), "more copies than the host has room for"
-        host_pages = [self._free.pop() for _ in save.pages]
-        self._copies[save.key] = host_pages
-        return [PageCopy(page, host_page) for page, host_page in zip(save.pages, host_pages, strict=True)]
+    def _save(self, key: int, pages: Sequence[int]) -> list[PageCopy]:
+        assert len(pages) <= len(self._free), "more copies than the host has room for"
+        host_pages = [self._free.pop() for _ in pages]
+        self._copies[key] = host_pages
+        return [PageCopy(page, host_page) for page, host_page in zip(pages, host_pages, strict=True)]
 
-    def _load(self, load: PageLoad) -> list[PageCopy]:
+    def _load(self, key: int, start: int, pages: Sequence[int]) -> list[PageCopy]:
         """Its host pages are free at once: the next copy out runs behind."""
-        host_pages = self._copies.pop(load.key)
+        host_pages = self._copies.pop(key)
         self._free += reversed(host_pages)
-        chosen = host_pages[load.start : load.start + len(load.pages)]
-        return [PageCopy(page, host_page) for page, host_page in zip(load.pages, chosen, strict=True)]
+        chosen = host_pages[start : start + len(pages)]
+        return [PageCopy(page, host_page) for page, host_page in zip(pages, chosen, strict=True)]

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from engine.config import EngineConfig
+from engine.core.backups import CopySize
 from engine.core.page_keys import KVIdentity
 from engine.device.device import ForwardParts, adapter_store, memory_for_graphs
 from engine.device.gpu_memory import MemoryGauge, await_share
@@ -19,7 +20,6 @@ from engine.device.kv_memory import held_by, kept_specs
 from engine.device.measure import measure
 from engine.device.memory_plan import MeasuredMemory, kv_pages, with_state_slots
 from engine.device.pools import build_pools
-from engine.executor.copies import Copies
 from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.profiler import TorchProfiler
 from engine.flags.rank_rules import check_device
@@ -31,7 +31,6 @@ from engine.kv.host_memory import HERE, HostMemory
 from engine.kv.host_pool import HostPool, allocate_host_pool
 from engine.kv.identity import fingerprint, kv_identity
 from engine.kv.kv_pool import KVPool
-from engine.kv.page_backup import PageBackup
 from engine.kv.page_checksum import PageChecksum
 from engine.kv.state_pool import StatePool
 from engine.messages import StartProfile
@@ -125,12 +124,22 @@ def build_follower(
     allocate = use.allocate_kv
     pools = build_pools(config, specs, num_pages=agreed.num_pages, units=units, apart=agreed.apart, allocate=allocate)
     pool = pools.kv
-    backup = _host_pool(pool, agreed.backup_pages, flag="--disaggregation-decode-retraction-backup host")
-    host_pool = _host_pool(pool, agreed.host_pages, flag="--enable-hierarchical-cache")
-    copies = Copies(backup=None if backup is None else PageBackup(backup), host_pool=host_pool)
+    host_pool = None
+    if agreed.host_pages:
+        flag = "--enable-hierarchical-cache"
+        host_pool = allocate_host_pool(pool, agreed.host_pages, flag=flag, remedy="leave it out")
     sized = replace(config, max_mamba_cache_size=agreed.state_slots or None)
     runner, parts = rank_parts(
-        sized, model_config, model, links, pool, copies, use=use, capture=capture, windows=pools.windows
+        sized,
+        model_config,
+        model,
+        links,
+        pool,
+        host_pool=host_pool,
+        backup_room=CopySize(agreed.backup_pages, agreed.backup_windows, agreed.backup_states),
+        use=use,
+        capture=capture,
+        windows=pools.windows,
     )
     with memory_for_graphs():
         runner.running.record()
@@ -186,10 +195,6 @@ def _load(config: EngineConfig, model: ModelConfig, links: RankLinks) -> Callabl
         return share
 
     return load
-
-
-def _host_pool(pool: KVPool, num_pages: int, *, flag: str) -> HostPool | None:
-    return allocate_host_pool(pool, num_pages, flag=flag, remedy="leave it out") if num_pages else None
 
 
 def _add_adapters(

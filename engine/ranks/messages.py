@@ -33,7 +33,8 @@ class Ready(_Frame, frozen=True):
 
 
 class PoolSize(_Frame, frozen=True):
-    """What every rank allocates: the least of all. `host_pages`, `backup_pages`: of the host tier, of retracted requests.
+    """What every rank allocates: the least of all. `host_pages`, `backup_pages`: of the host tier, of retracted requests; `backup_windows`,
+    `backup_states`: of these, in the pools of windows and of states.
 
     `state_slots`: of recurrent states; 0: the model has none. `apart`: of `num_pages` layers with a window have a pool of their own
     (engine/device/pools.py). `files`: the folder of the worker's files; "" without.
@@ -42,6 +43,8 @@ class PoolSize(_Frame, frozen=True):
     num_pages: int
     host_pages: int = 0
     backup_pages: int = 0
+    backup_windows: int = 0
+    backup_states: int = 0
     files: str = ""
     state_slots: int = 0
     apart: bool = False
@@ -73,8 +76,8 @@ class Step(_Frame, frozen=True):
     opens: list[tuple[int, int, int]] = []  # (slot, adapter, slot of its state)
     states: list[tuple[int | None, int]] = []
     snapshots: list[tuple[int | None, int]] = []
-    saves: list[tuple[int, list[int]]] = []
-    loads: list[tuple[int, int, list[int]]] = []
+    saves: list[tuple[int, list[int], list[int], int]] = []
+    loads: list[tuple[int, int, list[int], list[int], int]] = []
     drops: list[int] = []
     to_host: list[tuple[int, int]] = []
     from_host: list[tuple[int, int]] = []
@@ -141,8 +144,8 @@ def step_of(plan: Plan, *, answer: int = 0) -> Step:
         opens=[(opened.slot, opened.adapter, opened.state) for opened in plan.opens],
         states=[(copy.src, copy.dst) for copy in plan.states],
         snapshots=[(copy.src, copy.dst) for copy in plan.snapshots],
-        saves=[(save.key, save.pages) for save in plan.saves],
-        loads=[(load.key, load.start, load.pages) for load in plan.loads],
+        saves=[(save.key, save.pages, save.window, save.state) for save in plan.saves],
+        loads=[(load.key, load.start, load.pages, load.window, load.state) for load in plan.loads],
         drops=plan.drops,
         to_host=[(copy.page, copy.host_page) for copy in plan.to_host],
         from_host=[(copy.page, copy.host_page) for copy in plan.from_host],
@@ -161,8 +164,8 @@ def plan_of(step: Step) -> Plan:
         opens=[SlotOpen(slot, _NO_SAMPLING, [], [], (), adapter, state) for slot, adapter, state in step.opens],
         states=[StateCopy(src, dst) for src, dst in step.states],
         snapshots=[StateCopy(src, dst) for src, dst in step.snapshots],
-        saves=[PageSave(key, pages) for key, pages in step.saves],
-        loads=[PageLoad(key, start, pages) for key, start, pages in step.loads],
+        saves=[PageSave(*save) for save in step.saves],
+        loads=[PageLoad(*load) for load in step.loads],
         drops=step.drops,
         to_host=[PageCopy(page, host_page) for page, host_page in step.to_host],
         from_host=[PageCopy(page, host_page) for page, host_page in step.from_host],

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import EngineConfig
+from engine.core.backups import NOTHING, CopySize
 from engine.core.plan import Plan
 from engine.device.device import ForwardParts, build_forward, context_pages
 from engine.device.graphs import MakeCapture, make_graphs
-from engine.executor.copies import Copies
+from engine.device.host_copies import make_copies
 from engine.executor.recorded_ends import FollowedEnd
+from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import AllocateBytes, KVPool
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
@@ -37,14 +39,15 @@ def rank_parts(
     model: DenseDecoder,
     links: RankLinks,
     pool: KVPool,
-    copies: Copies,
     *,
+    host_pool: HostPool | None = None,
+    backup_room: CopySize = NOTHING,
     use: RankUse | None = None,
     capture: MakeCapture | None = None,
     max_pages: int | None = None,
     windows: KVPool | None = None,
 ) -> tuple[RankRunner, ForwardParts]:
-    """`config` is resolved. `use`: None: no steps are recorded. `windows`: as `build_forward` takes it."""
+    """`config` is resolved. `use`: None: no steps are recorded. `windows`, `backup_room`: as `build_device` takes them."""
     assert config.max_running_requests is not None, "resolved"
     decodes = use is not None and use.decodes
     parts = build_forward(
@@ -74,7 +77,13 @@ def rank_parts(
     )
     runner = RankRunner(
         model=model,
-        copies=copies,
+        copies=make_copies(
+            backup_room,
+            host_pool=host_pool,
+            pool=pool,
+            windows=windows,
+            states=None if parts.states is None else parts.states.pool,
+        ),
         forward_pass=parts.forward_pass(inputs, graphs=graphs, prefill_graphs=prefill_graphs),
         future_map=future_map,
         after=links.after,
@@ -87,7 +96,7 @@ def steps_of_rank(
     make: Callable[..., tuple[RankRunner, ForwardParts]], config: EngineConfig, pool: KVPool
 ) -> Iterator[Callable[[Plan], None]]:
     """As `measure` takes them."""
-    runner, _ = make(pool, Copies(backup=None, host_pool=None), max_pages=context_pages(config))
+    runner, _ = make(pool, max_pages=context_pages(config))
     yield runner.run
     if pool.device.type == "cuda":
         torch.cuda.synchronize()

@@ -3,6 +3,7 @@
 import random
 from collections import deque
 
+from engine.core.backups import CopySize
 from engine.core.growth import MeasuredGrowth
 from engine.core.host_cache import HostCache
 from engine.core.limits import TAIL_SHARE, Limits
@@ -89,7 +90,11 @@ class EngineInATest:
         states = None
         if state_slots:
             states = StateSlots(
-                num_slots=state_slots, grid=grid, every=grid, keeps_snapshots=snapshots, peers_write=peers_write
+                num_slots=state_slots,
+                grid=grid,
+                every=grid,
+                keeps_snapshots=snapshots,
+                peers_write=peers_write or backup_pages > 0,
             )
         windows = None
         if window:
@@ -119,7 +124,7 @@ class EngineInATest:
                 memory=memory,
                 ratio=NewTokenRatio(RatioRule(conservativeness=conservativeness, clip_tokens=clip)),
                 growth=MeasuredGrowth(),
-                backup_pages=backup_pages,
+                backup_room=CopySize(backup_pages, backup_pages, backup_pages),
             ),
             tail_texts=lambda ids, skip: ("".join(f"<{i}>" for i in ids),),
             uniform=random.Random(5).random,

@@ -79,6 +79,18 @@ class Slot:
     token: int
 
 
+KV = dict[tuple[int, int], Slot]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Of what a request remembers, in host memory."""
+
+    pages: list[list[Slot | None]]
+    window: list[list[Slot | None]]
+    state: State | None
+
+
 class HashModel:
     """Executes plans in the order of the stream, like the model runner: page rows, FutureMap, KV by (page, offset).
 
@@ -92,14 +104,14 @@ class HashModel:
         self.gives_nan = False
         self.fails: Callable[[Plan], bool] = lambda plan: False
         self.lost: set[int] = set()  # slots of requests in failed steps
-        self.kv: dict[tuple[int, int], Slot] = {}
+        self.kv: KV = {}
         self.rows: dict[int, list[int]] = {}
         self.adapters: dict[int, int] = {}
         self.last: dict[int, int] = {}
-        self.copies: dict[int, list[list[Slot | None]]] = {}  # of pages, in host memory
+        self.copies: dict[int, Copy] = {}  # in host memory
         self.host: dict[int, list[Slot]] = {}  # host page -> its slots
         self.window = 0  # tokens that a query of some layers sees; 0: all layers see all
-        self.window_kv: dict[tuple[int, int], Slot] = {}
+        self.window_kv: KV = {}
         self.window_rows: dict[int, list[int]] = {}
         self.states: dict[int, State] = {}  # recurrent ones by slot
         self.state_of: dict[int, int] = {}  # row -> slot; 0: the model has none
@@ -191,12 +203,26 @@ class HashModel:
             self.kv.update({(back.page, o): v for o, v in enumerate(self.host[back.host_page])})
         for key in plan.drops:
             del self.copies[key]
-        for save in plan.saves:
-            self.copies[save.key] = [[self.kv.get((p, o)) for o in range(self.page_size)] for p in save.pages]
         for load in plan.loads:
-            copy = self.copies.pop(load.key)[load.start : load.start + len(load.pages)]
-            for page, slots in zip(load.pages, copy, strict=True):
-                self.kv.update({(page, o): v for o, v in enumerate(slots) if v is not None})
+            copy = self.copies.pop(load.key)
+            self._write_pages(self.kv, load.pages, copy.pages[load.start : load.start + len(load.pages)])
+            self._write_pages(self.window_kv, load.window, copy.window)
+            if load.state:
+                assert copy.state is not None
+                self.states[load.state] = copy.state
+        for save in plan.saves:
+            self.copies[save.key] = Copy(
+                self._read_pages(self.kv, save.pages),
+                self._read_pages(self.window_kv, save.window),
+                self.states[save.state] if save.state else None,
+            )
+
+    def _read_pages(self, kv: KV, pages: list[int]) -> list[list[Slot | None]]:
+        return [[kv.get((page, o)) for o in range(self.page_size)] for page in pages]
+
+    def _write_pages(self, kv: KV, pages: list[int], found: list[list[Slot | None]]) -> None:
+        for page, slots in zip(pages, found, strict=True):
+            kv.update({(page, o): v for o, v in enumerate(slots) if v is not None})
 
     def _at(self, row: list[int], position: int) -> tuple[int, int]:
         return row[position // self.page_size], position % self.page_size

@@ -84,21 +84,19 @@ def test_a_full_page_takes_its_state_along() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "retracted_kv", "message"),
+    ("flags", "message"),
     [
-        ({"enable_hierarchical_cache": True}, "recompute", "--enable-hierarchical-cache: keeps pages"),
-        ({}, "host", "--disaggregation-decode-retraction-backup host: keeps pages"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache: keeps pages"),
         (
             {"page_size": 48, "chunked_prefill_size": 144},
-            "recompute",
             "--chunked-prefill-size 144: .* 192 tokens .*give 192",
         ),
     ],
 )
-def test_what_would_lose_the_state_is_refused(flags: dict[str, object], retracted_kv: str, message: str) -> None:
+def test_what_would_lose_the_state_is_refused(flags: dict[str, object], message: str) -> None:
     config = EngineConfig(model_path="m", **{"page_size": 16, "chunked_prefill_size": 512, **flags})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
-        check_recurrent(config, retracted_kv=retracted_kv)
+        check_recurrent(config)
 
 
 def test_chunks_end_on_the_grid() -> None:

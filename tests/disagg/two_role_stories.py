@@ -111,7 +111,7 @@ class _Play:
             pp_size=story.stages[1],
             state_slots=story.state_slots[1],
             peers_write=True,
-            backup_pages=0 if story.resume_elsewhere or any(story.state_slots) or story.window else story.backup_pages,
+            backup_pages=0 if story.resume_elsewhere else story.backup_pages,
             resume_elsewhere=story.resume_elsewhere,
         )
         self.cluster.decode.depth = story.decode_depth

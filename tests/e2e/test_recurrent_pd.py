@@ -23,6 +23,10 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # flags of the trans
     "nixl": ({}, {}),
     "nixl by layers": ({"disaggregation_layerwise_transfer": "on"}, {}),
     "mooncake": ({"disaggregation_transfer_backend": "mooncake"}, {}),
+    "host": (
+        {"disaggregation_decode_retraction_backup": "host", "disaggregation_transfer_backend": "mooncake"},
+        {"max_total_tokens": TIGHT, "schedule_conservativeness": 0.0},
+    ),
     "recompute": ({}, {"max_total_tokens": TIGHT, "schedule_conservativeness": 0.0}),
     "prefill": (
         {"disaggregation_decode_retraction_backup": "prefill"},

@@ -27,6 +27,7 @@ WAYS: dict[
     "all layers": (ALL, {}, {}),
     "mooncake": (SOME, {"disaggregation_transfer_backend": "mooncake"}, {}),
     "recompute": (SOME, {}, TIGHT),
+    "host": (SOME, {"disaggregation_decode_retraction_backup": "host"}, TIGHT),
     "prefill": (SOME, {"disaggregation_decode_retraction_backup": "prefill"}, TIGHT),
 }
 

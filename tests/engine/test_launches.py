@@ -164,7 +164,6 @@ def build(recorder: Recorder, model_config: ModelConfig) -> ModelRunner:
             model,
             KVPool(model.cache_specs(), num_pages=256, page_size=16, device=META),
             host_pool=None,
-            backup=None,
             capture=lambda: OneLaunch(recorder),
             decodes=True,
             prefills=False,

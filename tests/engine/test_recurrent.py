@@ -7,6 +7,7 @@ import torch
 
 from engine.core.radix_node import Node
 from engine.messages import LogprobOptions
+from engine.use import EngineUse
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
@@ -47,6 +48,20 @@ def test_prefix_hits_batches_and_cuts_leave_all_bits(checkpoint: str) -> None:
     ):
         *same, _ = served(checkpoint, at_once=True, **flags)
         assert same == cold, flags
+
+
+def test_a_state_copied_to_the_host_comes_back_in_every_bit(checkpoint: str) -> None:
+    *right, _ = served(checkpoint, at_once=True)
+    flags = {**FLAGS, "test_retract": 3}
+    with EngineInProcess(checkpoint, use=EngineUse(retracted_kv="host"), **flags) as engine:
+        for i, prompt in enumerate(PROMPTS):
+            engine.add(str(i), prompt, max_new_tokens=12, logprobs=LogprobOptions())
+        engine.run()
+        names = [str(i) for i in range(len(PROMPTS))]
+        assert [engine.tokens[name] for name in names] == right[0]
+        assert [[entry.logprob for entry in engine.logprobs[name]] for name in names] == right[1]
+        counters = engine.parts.scheduler.counters
+        assert counters.resumed_restored >= 3 and counters.resumed_computed == 0
 
 
 def test_the_next_turn_of_a_chat_goes_on_from_the_answer(checkpoint: str) -> None:

@@ -10,7 +10,10 @@ import torch
 from engine.core.window_pages import WindowPages
 from engine.kernels.linear import linear_kernel
 from engine.kv.kv_pool import DTYPES, KVPool
+from engine.messages import LogprobOptions
+from engine.use import EngineUse
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
+from tests.engine.ranks_in_process import ranks
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 WINDOW, NEW = 20, 120
@@ -121,3 +124,27 @@ def test_a_small_pool_serves_more_requests_than_it_holds(tmp_path: Any) -> None:
     with engine_of("some layers", tmp_path, **flags) as engine:
         assert engine.device.windows.allocator.num_pages < 60
         assert answers(engine) == all_kept("some layers", tmp_path, "float32")
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_window_copied_to_the_host_comes_back_in_every_bit(tp_size: int, tmp_path: Any) -> None:
+    if linear_kernel() is None:
+        pytest.skip("bits of bf16 need the C kernel")
+    name, overrides = FAMILIES["some layers"]
+    path = make_tiny_checkpoint(tmp_path / name, name, dtype="bfloat16", **overrides)
+    flags = {**FLAGS, "dtype": "bfloat16", "tp_size": tp_size}
+    with ranks(path, **{**flags, "disable_hybrid_swa_memory": True}) as kept:
+        right = logprobs_of(kept.engine)
+        assert kept.engine.parts.scheduler.memory.windows is None
+    with ranks(path, use=EngineUse(retracted_kv="host"), **{**flags, "test_retract": 5}) as group:
+        assert logprobs_of(group.engine) == right
+        scheduler = group.engine.parts.scheduler
+        assert scheduler.memory.windows is not None and scheduler.counters.resumed_restored > 5
+        assert scheduler.counters.resumed_computed == 0
+
+
+def logprobs_of(engine: EngineInProcess) -> dict[str, list[tuple[int, float]]]:
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(str(i), prompt, max_new_tokens=NEW, logprobs=LogprobOptions())
+    engine.run()
+    return {rid: [(entry.token_id, entry.logprob) for entry in found] for rid, found in engine.logprobs.items()}

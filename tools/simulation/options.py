@@ -169,7 +169,6 @@ def _with_groups(seed: int, options: Options) -> Options:
         kv_units=1,
         stages=(1, 1),
         host_pages=0,
-        resume="recompute" if options.resume == "host" else options.resume,
         chunk=-(-options.chunk // GRID) * GRID if states else options.chunk,
         state_slots=(draw.choice([4, 8, 16]), draw.choice([2, 4, 10])) if states else (0, 0),
         window=draw.choice([1, 3, 6, 11]) if windows else 0,

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from disagg.metadata import ROW
+from engine.core.backups import CopySize
 from engine.core.growth import MeasuredGrowth
 from engine.core.host_cache import HostCache
 from engine.core.limits import TAIL_SHARE, Limits
@@ -151,6 +152,7 @@ def make_scheduler(
 ) -> Scheduler:
     allocator = PageAllocator(num_pages=num_pages, page_size=options.page_size)
     host = None if decodes or not options.host_pages else _host_tier(options)
+    room = options.backup_pages if decodes and options.resume == "host" else 0
     state = SchedulerState(
         limits=Limits(
             page_size=options.page_size,
@@ -172,7 +174,7 @@ def make_scheduler(
         ),
         ratio=NewTokenRatio(RatioRule(conservativeness=draw.choice([0.0, 0.0, 0.3, 1.0]))),
         growth=MeasuredGrowth(),
-        backup_pages=options.backup_pages if decodes and options.resume == "host" else 0,
+        backup_room=CopySize(room, room, room),
     )
     return Scheduler(state, tail_texts=lambda ids, skip: (), uniform=draw.random)
 

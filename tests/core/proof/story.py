@@ -160,8 +160,7 @@ KINDS |= {"flush": 1, "update": 1}
 
 
 def _on_the_grid(setup: Setup) -> Setup:
-    """With states prompts are cut on the grid alone; a copy of retracted KV lacks states and windows."""
-    setup = replace(setup, backup_pages=0)
+    """With states prompts are cut on the grid alone."""
     if not setup.state_slots or setup.chunk_pages is None:
         return setup
     grids = -(-setup.chunk_pages * setup.page_size // setup.grid)

@@ -1,0 +1,60 @@
+"""Host memory that steps copy to and from: of retracted requests, and of the host tier."""
+
+import logging
+
+from engine.config import EngineConfig
+from engine.core.backups import NOTHING, CopySize
+from engine.device.pools import Pools
+from engine.executor.copies import Copies
+from engine.flags.resolve import backup_pages
+from engine.kv.host_pool import HostPool, allocate_host_pool
+from engine.kv.kv_pool import KVPool
+from engine.kv.page_backup import PageBackup
+from engine.kv.state_pool import StatePool
+
+log = logging.getLogger(__name__)
+FLAG = "--disaggregation-decode-retraction-backup host"
+
+
+def backup_room(config: EngineConfig, pools: Pools, *, slots: int, slot_bytes: int, free_bytes: int) -> CopySize:
+    """Share the host's memory for copies of retracted requests out between the pools; NOTHING: a page or a state finds no room.
+
+    `slots`: of recurrent states; 0: the model has none.
+    """
+    found = [(pools.kv.num_pages, pools.kv.page_bytes), (0, 0), (slots, slot_bytes)]
+    if pools.windows is not None:
+        found[1] = pools.windows.num_pages, pools.windows.page_bytes
+    total = sum(count * size for count, size in found)
+    pages, windows, states = (
+        backup_pages(config, num_pages=count, page_bytes=size, free_bytes=free_bytes * count * size // total)
+        if count
+        else 0
+        for count, size in found
+    )
+    if pages == 0 or (slots and not states):
+        log.warning("retracted requests are computed again: half of the free host memory does not hold one KV page")
+        return NOTHING
+    return CopySize(pages, windows, states)
+
+
+def backup_bytes(room: CopySize, pools: Pools, *, slot_bytes: int) -> int:
+    windows = 0 if pools.windows is None else pools.windows.page_bytes
+    return room.pages * pools.kv.page_bytes + room.windows * windows + room.states * slot_bytes
+
+
+def make_copies(
+    room: CopySize, *, host_pool: HostPool | None, pool: KVPool, windows: KVPool | None, states: StatePool | None
+) -> Copies:
+    """`room`: for copies of retracted requests, of which this rank has its part. Raises ConfigError."""
+    if room == NOTHING:
+        return Copies(backup=None, host_pool=host_pool)
+    backup = PageBackup(
+        _host(pool, room.pages),
+        windows=None if windows is None else _host(windows, room.windows),
+        states=None if states is None else _host(states, room.states),
+    )
+    return Copies(backup=backup, host_pool=host_pool)
+
+
+def _host(pool: KVPool | StatePool, count: int) -> HostPool:
+    return allocate_host_pool(pool, count, flag=FLAG, remedy="use recompute or prefill")
