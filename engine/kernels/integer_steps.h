@@ -1,9 +1,9 @@
 /* Steps of integer weights -> steps of bf16 tiles as tiles.h multiplies them. Integers of 4 and 8 bits are exact in bf16, so
- * nothing is rounded here: scales and offsets belong to the sums of a group of inputs.
+ * nothing is rounded here: scales and offsets belong to the sums of a group of inputs. So are floats of 4 bits (E2M1).
  *
  * A step of 32 inputs x 32 outputs is 32 lines of 32 integers, in the order of the bf16 step's lines:
  *
- *   4 bits   64 bytes are 32 words; nibble j of word i, less 8, is integer i of line j of four
+ *   4 bits   64 bytes are 32 words; nibble j of word i, less 8 (or a float's bits), is integer i of line j of four
  *   8 bits   of 16 bytes 8 belong to a line, 8 to the next: 64 bytes are two lines
  *
  * Panels lie in pairs, the last of an odd number alone. A pair is one run of memory, group after group of inputs: for each step
@@ -30,12 +30,18 @@ struct values {
 #endif
 };
 
-INLINE struct values values_of(const int bits) {
+/* Floats of 4 bits: a sign, 2 bits of exponent, 1 of mantissa (Open Compute Project, "Microscaling Formats (MX)" 1.0). */
+INLINE __m256i e2m1_values(void) {
+    const __m128i positive = _mm_set_epi16(0x40c0, 0x4080, 0x4040, 0x4000, 0x3fc0, 0x3f80, 0x3f00, 0); /* 6, 4, 3, 2, 1.5, 1, 0.5, 0 */
+    return _mm256_set_m128i(_mm_or_si128(positive, _mm_set1_epi16((short)0x8000)), positive);
+}
+
+INLINE struct values values_of(const int bits, const int64_t e2m1) {
     const __m512i places = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     struct values v = {0};
     if (bits == 4) {
         const __m256i half = (__m256i)_mm512_cvtneps_pbh(_mm512_cvtepi32_ps(_mm512_sub_epi32(places, _mm512_set1_epi32(8))));
-        v.nibbles = _mm512_broadcast_i64x4(half);
+        v.nibbles = _mm512_broadcast_i64x4(e2m1 ? e2m1_values() : half);
     }
 #if defined(__AVX512VBMI__)
     if (bits == 8) {
@@ -89,8 +95,8 @@ INLINE void expand_lines(const char *from, __m512i *lines, struct values v, cons
 }
 
 /* Some steps that lie `apart` bytes apart -> bf16, one behind the other. */
-INLINE void expand_steps(const char *from, int64_t apart, char *to, int64_t steps, const int bits) {
-    const struct values values = values_of(bits);
+INLINE void expand_steps(const char *from, int64_t apart, char *to, int64_t steps, const int bits, int64_t e2m1) {
+    const struct values values = values_of(bits, e2m1);
     __m512i lines[MOST_LINES];
     for (int64_t k = 0; k < steps; k++, from += apart) {
         fetch(from + INTEGERS_AHEAD, integer_step_bytes(bits));
@@ -101,9 +107,9 @@ INLINE void expand_steps(const char *from, int64_t apart, char *to, int64_t step
     }
 }
 
-INLINE void expand(const char *from, int64_t apart, char *to, int64_t steps, int64_t bits) {
-    if (bits == 4) expand_steps(from, apart, to, steps, 4);
-    else expand_steps(from, apart, to, steps, 8);
+INLINE void expand(const char *from, int64_t apart, char *to, int64_t steps, int64_t bits, int64_t e2m1) {
+    if (bits == 4) expand_steps(from, apart, to, steps, 4, e2m1);
+    else expand_steps(from, apart, to, steps, 8, 0);
 }
 
 /* acc [row][half panel] += a step of one panel or two, without a way through memory. Two for few rows: an instruction needs the

@@ -32,7 +32,7 @@
 #include "rows.h"
 #include "tiles.h"
 
-#define ABI_VERSION 6
+#define ABI_VERSION 7
 #define FEW (4 * PANEL)         /* rows up to which a panel is passed over once for every 32 of them */
 #define CHUNK 256               /* rows that share one reading of the weights */
 #define PACKED (2 * CHUNK)      /* rows that lie packed at a time */
@@ -50,14 +50,14 @@ enum form { BF16 = 0, ROUNDED_F32 = 1, F32 = 2 }; /* of y; the second: the value
  * multiplied is x; or, with `norm` [inputs], x's RMS norm times it, after x += delta where there is one [rows, inputs]
  * (inputs: a multiple of 16). With `interleaved` weights (outputs: a multiple of 32) y may be `gated`: [rows, outputs / 2],
  * silu of the first half's outputs times those of the second. The bias belongs to the first of the `segments`.
- * With `bits` (4 or 8; 0: bf16) a group has `group` steps, of a segment, and has offsets or not. */
+ * With `bits` (4 or 8; 0: bf16) a group has `group` steps, of a segment, and has offsets or not. `e2m1`: 4 bits are a float. */
 struct args {
     bf16 *x;
     const char *weight;
     const bf16 *bias; /* [outputs] or NULL */
     void *y;          /* of `form`; gated: bf16 */
     const bf16 *norm, *delta;
-    int64_t rows, inputs, outputs, segments, x_stride, form, interleaved, gated, threads, kind, bits, group, offsets;
+    int64_t rows, inputs, outputs, segments, x_stride, form, interleaved, gated, threads, kind, bits, group, offsets, e2m1;
     float eps;
 };
 
@@ -351,7 +351,7 @@ PART void integer_tiles(const struct block *b, int64_t x_block, int64_t rows, in
         const int64_t end = smaller(at + group, b->steps);
         for (int64_t k = at, span; k < end; k += span, w += span * apart) {
             span = smaller(SPAN, end - k);
-            expand(w + panel * bytes, apart, ready, span, b->a->bits);
+            expand(w + panel * bytes, apart, ready, span, b->a->bits, b->a->e2m1);
             add_steps(b->a, b->x + k * TILE_BYTES, x_block, ready, part, span, rows, k > at);
         }
         const float *scales = (const float *)w, *offsets = offsets_of(b, scales);
@@ -365,7 +365,7 @@ PART void integer_tiles(const struct block *b, int64_t x_block, int64_t rows, in
 
 /* The same bits, for some rows of one tile and all panels of the pair. */
 INLINE void integer_few(const struct block *b, const int rows, const int panels, const int bits) {
-    const struct values values = values_of(bits);
+    const struct values values = values_of(bits, b->a->e2m1);
     const char *x = b->x, *w = b->w;
     __m512 sums[ROWS][4];
     for (int r = 0; r < rows; r++)
@@ -388,7 +388,7 @@ INLINE void integer_few(const struct block *b, const int rows, const int panels,
 /* The same bits, for eight rows of one tile, which fill the registers with one panel of the pair. `fetched`: of each step, from its
  * begin in the first panel, and then its group's factors, too. */
 INLINE void integer_eight(const struct block *b, int64_t panel, const int bits, int64_t fetched) {
-    const struct values values = values_of(bits);
+    const struct values values = values_of(bits, b->a->e2m1);
     const int64_t bytes = integer_step_bytes(bits), apart = b->paired * bytes;
     float *const sums = b->sums + panel * b->sums_apart;
     const char *x = b->x, *w = b->w;

@@ -16,7 +16,7 @@ from engine.kernels.integer_layout import fits, group_steps, packed_bytes, packe
 from engine.quant.integers import Integers, Weight
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 6
+ABI_VERSION = 7
 PANEL = 32  # outputs of a panel, and inputs of a step
 AVX512, AMX = 1, 2  # kinds of arithmetic; 0 is none
 
@@ -27,7 +27,7 @@ LANES = 16  # inputs are a multiple of it where rows are computed before they ar
 
 _POINTERS = ("x", "weight", "bias", "y", "norm", "delta")
 _NUMBERS = ("rows", "inputs", "outputs", "segments", "x_stride", "form", "interleaved", "gated", "threads", "kind")
-_INTEGERS = ("bits", "group", "offsets")
+_INTEGERS = ("bits", "group", "offsets", "e2m1")
 
 
 class Form(IntEnum):
@@ -45,22 +45,22 @@ class LinearArgs(ctypes.Structure):
 
 
 class PackedWeights(NamedTuple):
-    """Weights in linear.c's layout, one matrix behind the other, `apart` bytes each. `group`: steps; `offsets`: groups have some."""
+    """Weights in linear.c's layout, one matrix behind the other, `apart` bytes each. `group`: steps; `offsets`: groups have some.
+
+    `e2m1`: as of `Integers`.
+    """
 
     weight: torch.Tensor
     apart: int
     bits: int = 0
     group: int = 0
     offsets: bool = False
+    e2m1: bool = False
 
     def fill(self, args: LinearArgs) -> None:
         """Write down where the first matrix lies. `self` must live as long as `args`."""
-        args.weight, args.bits, args.group, args.offsets = (
-            self.weight.data_ptr(),
-            self.bits,
-            self.group,
-            self.offsets,
-        )
+        args.weight, args.bits, args.group = self.weight.data_ptr(), self.bits, self.group
+        args.offsets, args.e2m1 = self.offsets, self.e2m1
 
 
 def pack(library: ctypes.CDLL, matrices: list[Weight], *, segments: int, gates: bool) -> PackedWeights:
@@ -86,7 +86,7 @@ def _pack_integers(matrices: list[Weight], *, segments: int, gates: bool) -> Pac
     first = own[0]
     groups_fit = fits(first, segments=segments)
     assert groups_fit, "groups are whole steps of a segment"
-    assert len({(one.bits, one.group, one.shape) for one in own}) == 1 and len(own) == len(matrices), "of one kind"
+    assert len({(one.kind, one.shape) for one in own}) == 1 and len(own) == len(matrices), "of one kind"
     matrices[:] = [one.scales[:0] for one in own]
     offsets = any(one.offsets is not None for one in own)
     apart = packed_bytes(first, segments=segments, offsets=offsets)
@@ -96,7 +96,7 @@ def _pack_integers(matrices: list[Weight], *, segments: int, gates: bool) -> Pac
             memory[at : at + len(part)] = part
             at += len(part)
     assert at == len(memory), (at, len(memory))
-    return PackedWeights(memory, apart, first.bits, group_steps(first, segments=segments), offsets)
+    return PackedWeights(memory, apart, first.bits, group_steps(first, segments=segments), offsets, first.e2m1)
 
 
 class PackedMatrix:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels.linear import linear_kernel
 from engine.kernels.matrices import PackedMatrices
+from engine.layers.linear import kernel_for, packable
+from engine.quant.integers import Weight, columns_of, dense_of
 
 
 class BiasedExperts:
@@ -20,9 +21,9 @@ class BiasedExperts:
 
     def __init__(
         self,
-        gate_up: Sequence[Tensor],
+        gate_up: Sequence[Weight],
         gate_up_bias: Tensor,
-        down: Sequence[Tensor],
+        down: Sequence[Weight],
         down_bias: Tensor | None,
         *,
         alpha: float,
@@ -33,7 +34,7 @@ class BiasedExperts:
         self._alpha, self._limit = alpha, limit
         self._width = down[0].shape[1] // segments
         starts = range(0, down[0].shape[1], self._width)
-        self._downs = [_Sums([matrix[:, at : at + self._width] for matrix in down]) for at in starts]
+        self._downs = [_Sums([columns_of(matrix, slice(at, at + self._width)) for matrix in down]) for at in starts]
         self._count = len(gate_up)
 
     def __call__(self, x: Tensor, rows: Tensor) -> list[Tensor]:
@@ -53,11 +54,10 @@ class BiasedExperts:
 class _Sums:
     """fp32 products of all experts' matrices [out, in], by our kernel or by torch's grouped product."""
 
-    def __init__(self, matrices: Sequence[Tensor]) -> None:
-        first = matrices[0]
-        kernel = linear_kernel() if first.device.type == "cpu" and first.dtype == torch.bfloat16 else None
-        self._packed = None if kernel is None else PackedMatrices(kernel, list(matrices), gates=False)
-        self._weights = torch.stack([matrix.t() for matrix in matrices]) if kernel is None else None
+    def __init__(self, matrices: Sequence[Weight]) -> None:
+        kernel = kernel_for(matrices[0])
+        self._packed = None if kernel is None else PackedMatrices(kernel, [packable(matrix) for matrix in matrices])
+        self._weights = torch.stack([dense_of(matrix).t() for matrix in matrices]) if kernel is None else None
 
     def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
         if self._packed is not None:

@@ -130,7 +130,7 @@ class Checkpoint:
         for name, cut, factor in zip(names, map(cut_of, rows), factors or [1.0] * len(names), strict=True):
             shape, taken = (cut.total, columns.total), (cut.taken, columns.taken)
             part = self._tensors.integers(name, shape, taken, self.dtype)
-            if part is None or (parts and (part.bits, part.group) != (parts[0].bits, parts[0].group)):
+            if part is None or (parts and part.kind != parts[0].kind):
                 return None
             parts.append(part.times(factor).to(self.device))
         self._bar.update(len(self._left.intersection(names)))

@@ -121,18 +121,29 @@ class ModelPart:
         """
         if self._scheme is None:
             integers = self.checkpoint.take_integers(names, rows, inputs, factors)
-            return self._taken(names, rows, inputs, factors) if integers is None else integers
+            if integers is not None:
+                return integers
+        return self.rounded(self._taken(names, rows, self.read_inputs(names[0], inputs, segments), factors), inputs)
+
+    def read_inputs(self, name: str, inputs: Extent, segments: int) -> Extent:
+        """What `rounded` needs of a matrix's `inputs`, which are summed in `segments`. Raises ConfigError."""
+        if self._scheme is None:
+            return inputs
         cut, group = cut_of(inputs), self._scheme.group
         parts = cut.total // len(cut) * segments
         if group and parts > 1 and cut.total // parts % group:
             raise ConfigError(
-                f"--quantization: groups of {group} inputs do not divide a part of {names[0]}, {cut.total} inputs in {parts} "
+                f"--quantization: groups of {group} inputs do not divide a part of {name}, {cut.total} inputs in {parts} "
                 "parts (--tp-size, --reduce-units); take smaller groups or int8wo, or fewer parts"
             )
-        if group:
-            return quantized(self._taken(names, rows, inputs, factors), self._scheme)
-        whole = quantized(self._taken(names, rows, cut.total, factors), self._scheme)  # one scale on all ranks
-        return columns_of(whole, slice(cut.taken.start, cut.taken.stop))
+        return inputs if group else cut.total  # one scale on all ranks
+
+    def rounded(self, weight: torch.Tensor, inputs: Extent) -> Weight:
+        """The own inputs of `weight`, which has its `read_inputs`, quantized if `--quantization` says so."""
+        if self._scheme is None:
+            return weight
+        whole, own = quantized(weight, self._scheme), cut_of(inputs).taken
+        return whole if self._scheme.group else columns_of(whole, slice(own.start, own.stop))
 
     def _taken(
         self, names: Sequence[str], rows: Sequence[Extent], inputs: Extent, factors: Sequence[float]

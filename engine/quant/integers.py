@@ -6,13 +6,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_HALF, *(-value for value in _HALF))  # by 4 bits: a sign, 2 of the exponent, 1 of the mantissa
+
 
 @dataclass(frozen=True, slots=True)
 class Integers:
     """A matrix [out, in]: scales * values + offsets.
 
     `values` [out, in] int8, of 4 `bits` (-8 to 7) or of 8. `scales`, and `offsets` or None: fp32 [out, ceil(in / group)], where
-    `group` counts inputs. `dtype`: of the products.
+    `group` counts inputs. `dtype`: of the products. `e2m1`: a value plus 8 stands for a float of 4 bits, one of E2M1.
     """
 
     values: Tensor
@@ -21,15 +24,22 @@ class Integers:
     bits: int
     group: int
     dtype: torch.dtype
+    e2m1: bool = False
 
     def __post_init__(self) -> None:
         groups = (len(self.values), -(-self.values.shape[1] // self.group))
-        assert self.bits in (4, 8) and self.values.dtype == torch.int8, (self.bits, self.values.dtype)
+        assert self.bits in (4, 8) and (self.bits == 4 or not self.e2m1), (self.bits, self.e2m1)
+        assert self.values.dtype == torch.int8, (self.bits, self.values.dtype)
         assert self.scales.shape == groups and self.scales.dtype == torch.float32, (self.scales.shape, groups)
         assert self.offsets is None or (self.offsets.shape == groups and self.offsets.dtype == torch.float32), groups
 
     def __len__(self) -> int:
         return len(self.values)
+
+    @property
+    def kind(self) -> tuple[int, int, bool]:
+        """Equal for those that can lie in one matrix."""
+        return self.bits, self.group, self.e2m1
 
     @property
     def shape(self) -> torch.Size:
@@ -57,7 +67,8 @@ class Integers:
     def dense(self) -> Tensor:
         """[out, in] in `dtype`, each value rounded once."""
         inputs = self.shape[1]
-        each = self.scales.repeat_interleave(self.group, dim=1)[:, :inputs] * self.values
+        values = torch.tensor(E2M1)[self.values.int() + 8] if self.e2m1 else self.values
+        each = self.scales.repeat_interleave(self.group, dim=1)[:, :inputs] * values
         if self.offsets is not None:
             each += self.offsets.repeat_interleave(self.group, dim=1)[:, :inputs]
         return each.to(self.dtype)
@@ -76,23 +87,21 @@ def rows_of(weight: Weight, order: Sequence[int]) -> Weight:
     if isinstance(weight, Tensor):
         return weight[index]
     offsets = None if weight.offsets is None else weight.offsets[index]
-    return Integers(weight.values[index], weight.scales[index], offsets, weight.bits, weight.group, weight.dtype)
+    return replace(weight, values=weight.values[index], scales=weight.scales[index], offsets=offsets)
 
 
 def stacked(parts: Sequence[Integers]) -> Integers:
     """One above the other; of one kind each."""
     first = parts[0]
-    assert all((part.bits, part.group) == (first.bits, first.group) for part in parts), parts
+    assert all(part.kind == first.kind for part in parts), parts
     offsets = []
     if any(part.offsets is not None for part in parts):
         offsets = [torch.zeros_like(part.scales) if part.offsets is None else part.offsets for part in parts]
-    return Integers(
-        torch.cat([part.values for part in parts]),
-        torch.cat([part.scales for part in parts]),
-        torch.cat(offsets) if offsets else None,
-        first.bits,
-        first.group,
-        first.dtype,
+    return replace(
+        first,
+        values=torch.cat([part.values for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        offsets=torch.cat(offsets) if offsets else None,
     )
 
 
@@ -102,8 +111,8 @@ def columns_of(weight: Weight, columns: slice) -> Weight:
         return weight[:, columns]
     values, group = weight.values[:, columns], min(weight.group, columns.stop - columns.start)
     if weight.scales.shape[1] == 1:
-        return Integers(values, weight.scales, weight.offsets, weight.bits, group, weight.dtype)
+        return replace(weight, values=values, group=group)
     assert columns.start % weight.group == columns.stop % weight.group == 0, (columns, weight.group)
     groups = slice(columns.start // weight.group, columns.stop // weight.group)
     offsets = None if weight.offsets is None else weight.offsets[:, groups]
-    return Integers(values, weight.scales[:, groups], offsets, weight.bits, weight.group, weight.dtype)
+    return replace(weight, values=values, scales=weight.scales[:, groups], offsets=offsets)

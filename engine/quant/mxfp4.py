@@ -5,11 +5,11 @@ Source: Open Compute Project, "Microscaling Formats (MX) Specification" 1.0: ele
 
 import torch
 
+from engine.quant.integers import E2M1, Integers
+
 BLOCK = 32  # values that share a scale
 BIAS = 127
 NAN_SCALE = 255
-
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def mxfp4_values(blocks: torch.Tensor, scales: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
@@ -18,7 +18,17 @@ def mxfp4_values(blocks: torch.Tensor, scales: torch.Tensor, *, dtype: torch.dty
     """
     assert blocks.dtype == scales.dtype == torch.uint8, (blocks.dtype, scales.dtype)
     assert blocks.shape == (*scales.shape, BLOCK // 2), (blocks.shape, scales.shape)
-    both = torch.tensor([*_VALUES, *(-value for value in _VALUES)], dtype=torch.float32, device=blocks.device)
+    both = torch.tensor(E2M1, dtype=torch.float32, device=blocks.device)
     values = torch.stack([both[(blocks & 15).long()], both[(blocks >> 4).long()]], dim=-1).flatten(-2)
-    scaled = torch.ldexp(values, (scales.to(torch.int32) - BIAS)[..., None])
-    return scaled.masked_fill((scales == NAN_SCALE)[..., None], torch.nan).to(dtype).flatten(-2)
+    return (values * _powers(scales)[..., None]).to(dtype).flatten(-2)
+
+
+def mxfp4_codes(blocks: torch.Tensor, scales: torch.Tensor, *, dtype: torch.dtype) -> Integers:
+    """The same values of a matrix, `blocks` [rows, n, 16] and `scales` [rows, n], as they are stored. `dtype`: of products."""
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).view(torch.int8) - 8
+    return Integers(codes.flatten(1), _powers(scales), None, 4, BLOCK, dtype, e2m1=True)
+
+
+def _powers(scales: torch.Tensor) -> torch.Tensor:
+    powers = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.to(torch.int32) - BIAS)
+    return powers.masked_fill_(scales == NAN_SCALE, torch.nan)

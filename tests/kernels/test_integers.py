@@ -1,25 +1,39 @@
 """Integer weights in linear.c: their product in fp64, the same bits in any batch, and beside many matrices."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from engine.kernels.linear import PANEL, PackedMatrix
 from engine.kernels.matrices import PackedMatrices
 from engine.layers.linear import silu_mul
-from engine.quant.integers import Integers, columns_of
+from engine.quant.integers import E2M1, Integers, columns_of
+from engine.quant.mxfp4 import BLOCK, mxfp4_codes
 from engine.quant.online import SCHEMES, quantized
 from tests.kernels.test_linear import ROWS, drawn, kernel_of, kinds, tree
 
 SHAPES = [(64, 64), (320, 256), (100, 72), (33, 31), (17, 1500)]
 
 
-def integers(scheme: str, *shape: int, seed: int) -> Integers:
+KINDS = [*SCHEMES, "mxfp4"]
+
+
+def integers(scheme: str, outputs: int, inputs: int, *, seed: int) -> Integers:
+    shape = outputs, inputs
+    if scheme == "mxfp4":
+        random = torch.Generator().manual_seed(seed)
+        blocks = torch.randint(0, 256, (outputs, -(-inputs // BLOCK), BLOCK // 2), generator=random).byte()
+        scales = torch.randint(120, 127, blocks.shape[:2], generator=random).byte()
+        weight = mxfp4_codes(blocks, scales, dtype=torch.bfloat16)
+        return replace(weight, values=weight.values[:, :inputs].contiguous())
     return quantized(drawn(*shape, seed=seed), SCHEMES[scheme])
 
 
 def values(weight: Integers) -> torch.Tensor:
     """In fp64, unrounded."""
-    each = weight.scales.double().repeat_interleave(weight.group, 1)[:, : weight.shape[1]] * weight.values
+    own = torch.tensor(E2M1).double()[weight.values.int() + 8] if weight.e2m1 else weight.values
+    each = weight.scales.double().repeat_interleave(weight.group, 1)[:, : weight.shape[1]] * own
     if weight.offsets is not None:
         each += weight.offsets.double().repeat_interleave(weight.group, 1)[:, : weight.shape[1]]
     return each
@@ -31,7 +45,7 @@ def packed(kind: int, weight: Integers, bias: torch.Tensor | None = None, *, seg
 
 @pytest.mark.parametrize("kind", kinds())
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", KINDS)
 def test_any_shape_equals_the_product(kind: int, shape: tuple[int, int], scheme: str) -> None:
     weight, bias = integers(scheme, *shape, seed=1), drawn(shape[0], seed=2)
     matrix, exact = packed(kind, weight, bias), values(weight)
@@ -53,7 +67,7 @@ def test_every_integer_is_exact(kind: int) -> None:
 
 
 @pytest.mark.parametrize("kind", kinds())
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", KINDS)
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(kind: int, scheme: str) -> None:
     matrix, x = packed(kind, integers(scheme, 320, 256, seed=1)), drawn(300, 256, seed=3)
     whole, before = matrix.times(x), torch.get_num_threads()
@@ -67,7 +81,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(kind: int, sche
 
 
 @pytest.mark.parametrize("kind", kinds())
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", KINDS)
 def test_segments_are_those_of_ranks(kind: int, scheme: str) -> None:
     weight, x = integers(scheme, 100, 512, seed=1), drawn(40, 512, seed=2)
     spans = [slice(at, at + 128) for at in range(0, 512, 128)]
@@ -80,7 +94,7 @@ def test_segments_are_those_of_ranks(kind: int, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("kind", kinds())
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", KINDS)
 def test_norm_and_gate_are_those_of_bf16_products(kind: int, scheme: str) -> None:
     matrix, x = kernel_of(kind).pack(integers(scheme, 96, 64, seed=1), None, gates=True), drawn(9, 64, seed=2)
     ones = torch.ones(64).bfloat16()
@@ -91,7 +105,7 @@ def test_norm_and_gate_are_those_of_bf16_products(kind: int, scheme: str) -> Non
 
 
 @pytest.mark.parametrize("kind", kinds())
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", KINDS)
 def test_experts_have_the_bits_of_each_alone(kind: int, scheme: str) -> None:
     kernel, weights = kernel_of(kind), [integers(scheme, 96, 160, seed=i) for i in range(4)]
     alone = [kernel.pack(weight, None, gates=weight.shape[0] % PANEL == 0) for weight in weights]

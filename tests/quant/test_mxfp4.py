@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from engine.quant.mxfp4 import mxfp4_values
+from engine.quant.mxfp4 import mxfp4_codes, mxfp4_values
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -14,6 +14,10 @@ def test_every_nibble_and_scale_has_transformers_value(dtype: torch.dtype) -> No
     scales = torch.randint(100, 140, (3, 8, 5), generator=generator, dtype=torch.uint8)
     expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2)
     assert torch.equal(mxfp4_values(blocks, scales, dtype=dtype), expected)
+    assert all(
+        torch.equal(mxfp4_codes(*one, dtype=dtype).dense(), own)
+        for *one, own in zip(blocks, scales, expected, strict=True)
+    )
 
 
 def test_ends_of_the_scales_and_the_first_nibble() -> None:

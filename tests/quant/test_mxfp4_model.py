@@ -14,7 +14,7 @@ from tests.models.tiny_checkpoints import edit_tensors, make_tiny_checkpoint
 HALF_BLOCKS = 96  # of which a rank of two has one block and a half
 
 
-def packed(tensors: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
+def with_blocks(tensors: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Put random blocks for the experts' matrices; return the same model with their values."""
     twin = dict(tensors)
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -34,7 +34,7 @@ def test_blocks_give_the_tokens_of_their_values(tmp_path: Path) -> None:
     twins = {}
     edit_tensors(
         tmp_path / "blocks" / "model.safetensors",
-        lambda tensors: twins.update(packed(tensors, torch.Generator().manual_seed(1))),
+        lambda tensors: twins.update(with_blocks(tensors, torch.Generator().manual_seed(1))),
     )
     edit_tensors(tmp_path / "values" / "model.safetensors", lambda tensors: tensors.update(twins))
     flags = {"dtype": "bfloat16", "num_threads": 1}
