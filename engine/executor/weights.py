@@ -103,4 +103,5 @@ def check_fits(running: ModelConfig, found: ModelConfig) -> None:
     theirs = asdict(found)
     for name, value in asdict(running).items():
         if name not in FREE_FIELDS and theirs[name] != value:
-            raise ConfigError(f"config.json: {name} is {theirs[name]}, the running model has {value}")
+            there, here = ("none" if one == "" else one for one in (theirs[name], value))
+            raise ConfigError(f"config.json: {name} is {there}, the running model has {here}")
