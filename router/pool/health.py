@@ -21,6 +21,7 @@ from router.pool.reports import (
     parse_mode,
     parse_ranks,
     says_draining,
+    why_draining,
 )
 from router.pool.states import Check, Health
 from router.pool.worker import LoadReport, Role, Worker
@@ -168,7 +169,7 @@ class HealthMonitor:
         incarnation, worker.busy_s = parse_health(body)
         self.table.on_incarnation(worker, incarnation, checked_s=checked_s)
         if status == 503 and says_draining(body):
-            return Check.DRAINING, "it is draining"
+            return Check.DRAINING, why_draining(body)
         return (Check.OK, "") if status == 200 else (Check.FAILED, f"/health answers {status}")
 
     async def _read_info(self, watch: "_Watch") -> str:

@@ -108,6 +108,14 @@ def says_draining(body: bytes) -> bool:
     return DRAINING in (answer.get("status"), answer.get("code"), _error(answer).get("code"))
 
 
+def why_draining(body: bytes) -> str:
+    """Of a worker whose /health says so."""
+    released = object_of(body).get("released")
+    if isinstance(released, list) and released:
+        return f"it has released its memory ({', '.join(map(str, released))}): POST /resume_memory_occupation"
+    return "it is draining"
+
+
 def parse_error(body: bytes) -> str | None:
     """The message of an error in a shape that we know (service/http/api_shapes.py); None for any other answer."""
     answer = object_of(body)

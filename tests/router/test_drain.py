@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from router.attempts.request import less_time, time_given
-from router.pool.reports import says_draining
+from router.pool.reports import says_draining, why_draining
 from router.pool.states import Check, Health
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
@@ -43,6 +43,21 @@ def test_a_draining_worker_is_not_a_dead_one() -> None:
 )
 def test_what_counts_as_draining(body: bytes, is_so: bool) -> None:
     assert says_draining(body) is is_so
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b'{"status":"draining"}', "it is draining"),
+        (b'{"status":"draining","released":[]}', "it is draining"),
+        (
+            b'{"status":"draining","released":["kv_cache","weights"]}',
+            "it has released its memory (kv_cache, weights): POST /resume_memory_occupation",
+        ),
+    ],
+)
+def test_released_memory_is_named_and_what_brings_it_back(body: bytes, why: str) -> None:
+    assert why_draining(body) == why
 
 
 async def test_a_worker_that_says_so_on_health_gets_nothing_new_and_keeps_what_it_has() -> None:

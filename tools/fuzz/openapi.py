@@ -21,6 +21,7 @@ import psutil
 from tests.e2e.client import assert_all_back, generate_all
 from tests.e2e.cluster import Cluster, cluster
 from tests.e2e.workload import recall_body
+from tests.transfer.rig import until
 from tools.fuzz.footprint import Footprint, assert_no_leak, footprint, told
 from tools.fuzz.progress import Progress
 
@@ -29,7 +30,9 @@ CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,unsupported_method"
 )
 # A profile is written where an admin says, not where a fuzzer says; roles stay. The others stop generation, and come last.
-LAST = "pause|continue_generation|update_weights"
+LAST = "pause|continue_generation|update_weights|memory_occupation"
+CONTINUES = ("/continue_generation", "/resume_memory_occupation")
+SERVES_S = 20.0  # until the router has noticed
 NEVER = "profile|workers|switch_role"
 FLAGS = ("--max-total-tokens", "16384", "--context-length", "256", "--log-level", "warning")
 GROWTH_MIB = 64.0  # of one process from the first part on: caches with a bound fill up
@@ -161,8 +164,11 @@ def _growth_mib(name: str) -> float:
 
 
 def _continue(c: Cluster) -> None:
-    if httpx.post(f"{c.router}/continue_generation").status_code != 200:
-        raise Refuted("generation does not continue")
+    for path in CONTINUES:
+        answer = httpx.post(f"{c.router}{path}", timeout=60)
+        if answer.status_code != 200:
+            raise Refuted(f"generation does not continue: {path} answers {answer.text}")
+    until(lambda: httpx.get(f"{c.router}/health").status_code == 200, timeout_s=SERVES_S, what="the router serves again")
 
 
 def _serve_well(c: Cluster, seed: int = 0) -> None:
