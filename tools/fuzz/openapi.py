@@ -168,7 +168,9 @@ def _continue(c: Cluster) -> None:
         answer = httpx.post(f"{c.router}{path}", timeout=60)
         if answer.status_code != 200:
             raise Refuted(f"generation does not continue: {path} answers {answer.text}")
-    until(lambda: httpx.get(f"{c.router}/health").status_code == 200, timeout_s=SERVES_S, what="the router serves again")
+    until(
+        lambda: httpx.get(f"{c.router}/health").status_code == 200, timeout_s=SERVES_S, what="the router serves again"
+    )
 
 
 def _serve_well(c: Cluster, seed: int = 0) -> None:
