@@ -14,17 +14,13 @@ from disagg.recompute import Bounds
 from disagg.registration import RouteFinder, registrar_of
 from disagg.transfer_engine import engine_of, memory_of, side_pools
 from engine.build import EngineParts
-from engine.flags.nodes import leader_of
-from engine.kernels.page_sums import page_sums_for
 from engine.kv.kv_pool import UNIT_ALIGN_BYTES
 from engine.kv.page_checksum import NAME as CHECKSUM_NAME
-from engine.kv.page_checksum import PageChecksum
 from engine.loop.role import EngineRole, UnifiedRole
 from engine.ranks.group import Group
 from engine.ranks.group_checksum import GroupChecksum
-from engine.ranks.links import kv_copies
+from engine.ranks.rank_checksum import RankChecksum, alone
 from engine.ranks.rank_pools import RankPools
-from service.flags import ConfigError
 from transfer_backends.contract import KVArgs, LayerGroup, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.liveness import ProcessMark
@@ -130,15 +126,12 @@ def _bounds(parts: EngineParts) -> Bounds:
 def _checksum(spec: SchedulerSpec, parts: EngineParts, wakeup: Callable[[], None]) -> Checksum | None:
     if not spec.disagg.disaggregation_kv_checksum:
         return None
-    if parts.device.states is not None:
-        raise ConfigError(
-            "--disaggregation-kv-checksum: covers pages alone, and this model has recurrent states; leave it out"
-        )
-    own = PageChecksum(parts.pool, held=parts.held, page_sums=page_sums_for(parts.pool.device), wakeup=wakeup)
-    if parts.group is None:
-        return own
-    leader, copies = leader_of(parts.config), kv_copies(parts.config, parts.model)
-    return GroupChecksum(own, parts.group.followers, leader=leader, copies=copies)
+    own = RankChecksum(_pools(parts), wakeup=wakeup)
+    return alone(own) if parts.group is None else GroupChecksum(own, parts.group.followers)
+
+
+def _pools(parts: EngineParts) -> RankPools:
+    return RankPools(kv=parts.pool, held=parts.held, states=parts.device.states, windows=parts.device.windows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +145,7 @@ class _Transfers:
 
 def _transfers(spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers) -> _Transfers:
     """Raises BackendUnavailable, and EngineError where a follower's engine does not start."""
-    own, remotes = engine_of(spec, parts.pool), _remotes(parts.group)
-    pools = RankPools(kv=parts.pool, held=parts.held, states=parts.device.states, windows=parts.device.windows)
+    own, remotes, pools = engine_of(spec, parts.pool), _remotes(parts.group), _pools(parts)
     memory = memory_of(pools)
     args = KVArgs(
         kv=memory.kv,

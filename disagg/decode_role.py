@@ -41,7 +41,7 @@ class DecodeRole:
         prealloc_timeout_s: float,
         checksum: Checksum | None = None,
     ) -> None:
-        """`checksum`: of pages, compared with prefill's before decode starts."""
+        """`checksum`: of what lands, compared with prefill's before decode starts."""
         self._scheduler = scheduler
         self._manager = manager
         self._metadata = metadata
@@ -154,8 +154,8 @@ class DecodeRole:
         handover.metadata_row, handover.stage = row, HandoverStage.TRANSFER
         handover.request.times.queued_s = now_s
         skip = handover.request.shared_pages  # cached here: neither written nor exposed
-        tail = self._scheduler.memory.tail(handover.request, len(handover.request.input_ids))
-        handover.receiver.provide(handover.request.pages[skip:], row, skip_pages=skip, tail=tail)
+        handover.tail = self._scheduler.memory.tail(handover.request, len(handover.request.input_ids))
+        handover.receiver.provide(handover.request.pages[skip:], row, skip_pages=skip, tail=handover.tail)
         return True
 
     def _expire(self, handover: DecodeHandover, now_s: float) -> list[TokenOutput]:
@@ -168,7 +168,7 @@ class DecodeRole:
     def _start(self, handover: DecodeHandover, now_s: float) -> list[TokenOutput]:
         pages = handover.request.pages[handover.request.shared_pages :]
         try:
-            first = handover.read_row(self._metadata, pages, self._checksum)
+            first = handover.read_row(self._metadata, pages, handover.tail, self._checksum)
         except (MetadataCorrupt, KVCorrupt) as error:
             rid, room = handover.request.rid, handover.room
             log.error("decode %s (room %d): %s", rid, room, error, extra=handover.log_fields)

@@ -36,7 +36,10 @@ class Handover:
     moves_bytes: bool
     stage: HandoverStage = HandoverStage.WAITING
     metadata_row: int | None = None
-    checksum: PendingChecksum | None = None  # of the pages that move, once they are computed or have landed
+    tail: Tail = ()  # what goes behind the last page
+    checksum: PendingChecksum | None = (
+        None  # of the pages and the tail that move, once they are computed or have landed
+    )
 
     @property
     def log_fields(self) -> dict[str, dict[str, str | int | float]]:
@@ -48,14 +51,13 @@ class Handover:
 class PrefillHandover(Handover):
     """`recompute`: decode requested it; no client waits for an answer. `answer`: to send once decode has everything.
 
-    `tail`: what goes behind the last page. `last_pages` went with the last chunk, at `last_sent_s`.
+    `last_pages` went with the last chunk, at `last_sent_s`.
     """
 
     sender: KVSender
     recompute: bool = False
     sent_pages: int = 0
     last_pages: int = 0
-    tail: Tail = ()
     last_sent_s: float = 0.0
     answer: TokenOutput | None = None
 
@@ -70,17 +72,19 @@ class DecodeHandover(Handover):
     receiver: KVReceiver
     joined: bool = False
 
-    def read_row(self, rows: MetadataBuffers, pages: Sequence[int], checksum: Checksum | None) -> FirstToken | None:
-        """Return what has landed; None: ask again, the checksum of `pages` is under way.
+    def read_row(
+        self, rows: MetadataBuffers, pages: Sequence[int], tail: Tail, checksum: Checksum | None
+    ) -> FirstToken | None:
+        """Return what has landed; None: ask again, the checksum of `pages` and `tail` is under way.
 
-        KV of other weights than this worker's stays out of its prefix cache, where later requests would read it. Raises MetadataCorrupt, or KVCorrupt if `pages` are not those that prefill sent.
+        KV of other weights than this worker's stays out of its prefix cache, where later requests would read it. Raises MetadataCorrupt, or KVCorrupt if these are not what prefill sent.
         """
         assert self.metadata_row is not None
         first = rows.read(self.metadata_row, room=self.room if self.moves_bytes else None)
         if first.other_weights:
             self.request.keep_kv = False
         if checksum is not None and self.moves_bytes:
-            self.checksum = self.checksum or checksum(pages)
+            self.checksum = self.checksum or checksum(pages, tail)
             found = self.checksum()
             if found is None:
                 return None

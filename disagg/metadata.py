@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.core.plan import ItemResult
 from engine.messages import MAX_ASKED_TOKEN_IDS, TokenLogprob
-from transfer_backends.contract import Region
+from transfer_backends.contract import Region, Tail
 
 MAX_TOP = 128
 MAX_ASKED = MAX_ASKED_TOKEN_IDS
@@ -61,7 +61,9 @@ ROW = np.dtype(
 
 
 PendingChecksum = Callable[[], int | None]  # signed, 64 bits; None: the device has not come to it
-Checksum = Callable[[Sequence[int]], PendingChecksum]  # of the bytes of pages, in their order
+Checksum = Callable[
+    [Sequence[int], Tail], PendingChecksum
+]  # of the bytes of pages, in their order, and what goes beside them
 
 
 class MetadataCorrupt(Exception):

@@ -111,8 +111,8 @@ class Resumption:
         known = request.tokens(0, request.num_tokens - 1)
         given = self._requested_pages(request)
         work = Work(tokens=known, priority=request.priority, share=request.keep_kv, namespace=request.namespace)
-        tail = self._scheduler.memory.tail(request, len(known))
-        handover.receiver.provide(given, row, skip_pages=request.shared_pages, work=work, tail=tail)
+        handover.tail = self._scheduler.memory.tail(request, len(known))
+        handover.receiver.provide(given, row, skip_pages=request.shared_pages, work=work, tail=handover.tail)
         return True
 
     def _requested_pages(self, request: Request) -> list[int]:
@@ -121,7 +121,8 @@ class Resumption:
 
     def _land(self, handover: DecodeHandover) -> None:
         try:
-            first = handover.read_row(self._metadata, self._requested_pages(handover.request), self._checksum)
+            pages = self._requested_pages(handover.request)
+            first = handover.read_row(self._metadata, pages, handover.tail, self._checksum)
         except (MetadataCorrupt, KVCorrupt) as error:
             self.counters["kv_checksum_failed"] += isinstance(error, KVCorrupt)
             return self._fail(handover, str(error))

@@ -333,7 +333,7 @@ def _engine_use(disagg: DisaggConfig, protocol: str | None) -> "EngineUse":
         retracted_kv=disagg.disaggregation_decode_retraction_backup if decode else "recompute",
         reserve_floor=disagg.num_reserved_decode_tokens,
         allocate_kv=kv_bytes_of(protocol),
-        one_pool=disagg.disaggregation_kv_checksum or disagg.disaggregation_layerwise_transfer == "on",
+        one_pool=disagg.disaggregation_layerwise_transfer == "on",
     )
 
 

@@ -22,6 +22,12 @@ class HeldKV:
         for held, total in ((self.units, self.num_units), (self.layers, self.num_layers)):
             assert 0 <= held.start < held.stop <= total and held.step == 1, self
 
+    @property
+    def name(self) -> str:
+        """The same of every rank that holds the same."""
+        units, layers = self.units, self.layers
+        return f"units {units.start}-{units.stop - 1}, layers {layers.start}-{layers.stop - 1}"
+
     @staticmethod
     def whole(*, num_units: int, num_layers: int) -> "HeldKV":
         return HeldKV(range(num_units), num_units, range(num_layers), num_layers)
@@ -42,15 +48,21 @@ class HeldState:
         assert 0 <= self.heads.start < self.heads.stop <= self.num_heads, self
 
 
-def copies_of(held: Mapping[int, HeldKV]) -> list[list[int]]:
-    """Ranks that hold the same, for each part; of all parts, everything that `held` names."""
-    ranks: dict[HeldKV, list[int]] = {}
-    for rank, part in held.items():
-        ranks.setdefault(part, []).append(rank)
-    return list(ranks.values())
+class CopiesDiffer(Exception):
+    """Ranks that hold the same part hold other bytes of it. Its text names the part."""
+
+
+def total(ranks: Iterable[Mapping[str, int]]) -> int:
+    """Add up the checksums of all ranks, each by the part of the model's memory that it covers. Raises CopiesDiffer."""
+    parts: dict[str, int] = {}
+    for rank in ranks:
+        for part, value in rank.items():
+            if parts.setdefault(part, value) != value:
+                raise CopiesDiffer(part)
+    return combine(parts.values())
 
 
 def combine(parts: Iterable[int]) -> int:
-    """Add up the checksums of ranks that hold each unit and layer once (engine/kv/page_checksum.py); signed, 64 bits."""
+    """Add up checksums of parts of the model's memory, each once (engine/kv/page_checksum.py); signed, 64 bits."""
     total = sum(parts) & ((1 << 64) - 1)
     return total - (1 << 64) if total >> 63 else total

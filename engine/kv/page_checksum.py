@@ -25,6 +25,7 @@ SCRATCH_BYTES = {"cpu": 1 << 18}  # stays in a core's cache; other devices:
 MORE_SCRATCH_BYTES = 1 << 26
 MOST_ROWS = 1 << 16  # of a kernel's launch
 WORD_BYTES = 8
+WINDOWS = 1 << 61  # where the words of pages of windows begin: behind all others
 ODD = signed(GOLDEN)
 
 # (words [rows, n], rows [k], keys [k], count) -> [k], all int64: of each of `rows` the sum over its first `count` words
@@ -37,7 +38,7 @@ class PageChecksum:
 
     `held`: what of the model's KV `pool` holds; None: all. `page_sums`: a kernel for the inner sums
     (engine/kernels/page_sums.py): one pass, where torch's operators take twelve.
-    `wakeup` is called in a thread when a checksum is there that was not when it was asked for.
+    `begin`: the place of its first word. `wakeup` is called in a thread when a checksum is there that was not when it was asked for.
     """
 
     def __init__(
@@ -46,13 +47,15 @@ class PageChecksum:
         *,
         held: HeldKV | None = None,
         page_sums: PageSums | None = None,
+        begin: int = 0,
         wakeup: Callable[[], None] = lambda: None,
     ) -> None:
         assert pool.unit_bytes % WORD_BYTES == 0, pool.unit_bytes
         self._held = held or pool.held
         assert len(self._held.units) == pool.units and len(self._held.layers) == pool.num_layers, self._held
         self._words = pool.buffer.view(torch.int64).view((1 + pool.num_pages) * pool.units, -1)
-        self._count, self._begin, self._of_unit = _places(pool, self._held)
+        self._count, first, self._of_unit = _places(pool, self._held)
+        self._begin = begin + first
         self._offsets = torch.arange(1, self._count + 1, dtype=torch.int64, device=pool.device) * ODD
         self._units = torch.arange(pool.units, dtype=torch.int64)
         scratch = SCRATCH_BYTES.get(pool.device.type, MORE_SCRATCH_BYTES)
@@ -74,7 +77,13 @@ class PageChecksum:
             else:
                 words = self._words[:, : self._count][rows]
                 total += mix(words.add_(self._offsets).add_(keys[:, None])).sum()
-        return _known(int(total)) if total.device.type == "cpu" else _on_its_way(total, self._wakeup)
+        values = values_of(total.view(1), self._wakeup)
+
+        def value() -> int | None:
+            there = values()
+            return None if there is None else there[0]
+
+        return value
 
     def _places_of(self, pages: Sequence[int], first: int) -> torch.Tensor:
         """[2, units of all pages] int64: their rows of words, and where their words begin in the model's, times ODD."""
@@ -95,18 +104,18 @@ def _places(pool: KVPool, held: HeldKV) -> tuple[int, int, int]:
     return count, held.layers.start * layer, held.num_layers * layer
 
 
-def _known(value: int) -> Pending:
-    return lambda: value
-
-
-def _on_its_way(total: torch.Tensor, wakeup: Callable[[], None]) -> Pending:
-    host = torch.empty(total.shape, dtype=total.dtype, pin_memory=True).copy_(total, non_blocking=True)
+def values_of(totals: torch.Tensor, wakeup: Callable[[], None]) -> Callable[[], list[int] | None]:
+    """Return what gives `totals` [n] int64 once the device has come to them. `wakeup`: as of PageChecksum."""
+    if totals.device.type == "cpu":
+        known = totals.tolist()
+        return lambda: known
+    host = torch.empty(totals.shape, dtype=totals.dtype, pin_memory=True).copy_(totals, non_blocking=True)
     event = torch.cuda.Event(blocking=True)
     event.record()
 
-    def value() -> int:
+    def values() -> list[int]:
         event.synchronize()
-        return int(host)
+        return list(host.tolist())
 
-    landed = start_in_thread(value, name="checksum", when_done=wakeup)
+    landed = start_in_thread(values, name="checksum", when_done=wakeup)
     return lambda: landed.result() if landed.done() else None

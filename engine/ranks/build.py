@@ -25,13 +25,10 @@ from engine.executor.profiler import TorchProfiler
 from engine.flags.rank_rules import check_device
 from engine.flags.resolve import resolve, state_slots
 from engine.hicache.rank_files import FollowerFiles
-from engine.kernels.page_sums import page_sums_for
-from engine.kv.held import HeldKV
 from engine.kv.host_memory import HERE, HostMemory
 from engine.kv.host_pool import HostPool, allocate_host_pool
 from engine.kv.identity import fingerprint, kv_identity
 from engine.kv.kv_pool import KVPool
-from engine.kv.page_checksum import PageChecksum
 from engine.kv.state_pool import StatePool
 from engine.messages import StartProfile
 from engine.model_files.model_config import ModelConfig, load_model_config
@@ -42,6 +39,7 @@ from engine.ranks.channel import Channel
 from engine.ranks.follower import Action, Follower, Reader
 from engine.ranks.links import Joint, RankLinks, links_of
 from engine.ranks.messages import Loaded, PoolSize, Ready, Serving, ToFollower
+from engine.ranks.rank_checksum import RankChecksum, Tail
 from engine.ranks.rank_parts import RankUse, rank_parts, steps_of_rank
 from engine.ranks.rank_pools import RankPools
 from engine.ranks.same_kernels import kernels_here
@@ -173,12 +171,12 @@ def build_follower(
             ),
             actions,
         )
-    if pools.windows is None:  # checksums know one pool alone
-        _add_checksum(pool, held, actions)
-    channel.send(Serving())
     states = None if parts.states is None else parts.states.pool
+    own = RankPools(kv=pool, held=held, states=states, windows=pools.windows)
+    _add_checksum(own, actions)
+    channel.send(Serving())
     follower = Follower(channel, runner, readers=readers, actions=actions, turning=turning)
-    return follower, RankPools(kv=pool, held=held, states=states, windows=pools.windows)
+    return follower, own
 
 
 def _load(config: EngineConfig, model: ModelConfig, links: RankLinks) -> Callable[[str, ModelConfig], DenseDecoder]:
@@ -212,12 +210,12 @@ def _add_adapters(
     actions["remove_adapter"] = lambda adapter: store.remove(adapter)
 
 
-def _add_checksum(pool: KVPool, held: HeldKV, actions: dict[str, Action]) -> None:
+def _add_checksum(pools: RankPools, actions: dict[str, Action]) -> None:
     landed = threading.Event()
-    checksum = PageChecksum(pool, held=held, page_sums=page_sums_for(pool.device), wakeup=landed.set)
+    checksum = RankChecksum(pools, wakeup=landed.set)
 
-    def value_of(pages: Sequence[int]) -> int:
-        value = checksum(pages)
+    def value_of(pages: Sequence[int], tail: Tail) -> Mapping[str, int]:
+        value = checksum(pages, tail)
         while (found := value()) is None:
             landed.wait()
             landed.clear()

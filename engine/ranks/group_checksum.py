@@ -1,55 +1,40 @@
-"""A checksum of KV pages over all ranks of a group."""
+"""A checksum of what a hand-over moves, over all ranks of a group."""
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
-from engine.kv.held import combine
+from engine.kv.held import CopiesDiffer, total
 from engine.ranks.followers import Followers
+from engine.ranks.rank_checksum import Parts, Tail, Value
 
 log = logging.getLogger(__name__)
 
-Value = Callable[[], int | None]  # None: the device has not come to it; ask again
-
-
-class RankChecksum(Protocol):
-    """Of one rank, such as `PageChecksum`."""
-
-    def __call__(self, pages: Sequence[int]) -> Value: ...
-
 
 class GroupChecksum:
-    """As `PageChecksum`, of what all ranks hold. `leader`: the rank of `own`. `copies`: ranks that hold the same, for each part.
+    """Of what all ranks hold. `own`: the leader's `RankChecksum`.
 
-    A peer's ranks write each copy, so each one is checked. Where two differ the value is a random one, which no peer's equals.
+    A peer's ranks write each copy of a part, so each one is checked. Where two differ the value is a random one, which no peer's equals.
     """
 
-    def __init__(
-        self, own: RankChecksum, followers: Followers, *, leader: int, copies: Sequence[Sequence[int]]
-    ) -> None:
+    def __init__(self, own: Callable[[Sequence[int], Tail], Parts], followers: Followers) -> None:
         self._own = own
         self._followers = followers
-        self._leader = leader
-        self._copies = copies
 
-    def __call__(self, pages: Sequence[int]) -> Value:
-        theirs, own = self._followers.apply("checksum", pages=list(pages)), self._own(pages)
-        found: list[int] = []  # once it is there; the answers are gone then
+    def __call__(self, pages: Sequence[int], tail: Tail = ()) -> Value:
+        theirs = self._followers.apply("checksum", pages=list(pages), tail=[list(items) for items in tail])
+        own, found = self._own(pages, tail), list[int]()  # once it is there; the answers are gone then
 
         def value() -> int | None:
             mine = own()
             if mine is None or not (found or theirs.there()):
                 return None
             if not found:
-                found.append(self._total({self._leader: mine, **theirs.wait()}))
+                try:
+                    found.append(total([mine, *theirs.wait().values()]))
+                except CopiesDiffer as error:
+                    log.error("ranks hold the same %s, and their bytes differ", error)
+                    found.append(secrets.randbits(63))
             return found[0]
 
         return value
-
-    def _total(self, values: Mapping[int, int]) -> int:
-        for ranks in self._copies:
-            if len({values[rank] for rank in ranks}) > 1:
-                log.error("ranks %s hold the same KV heads, and their pages differ", ", ".join(map(str, ranks)))
-                return secrets.randbits(63)
-        return combine(values[ranks[0]] for ranks in self._copies)

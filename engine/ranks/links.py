@@ -10,10 +10,8 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.device.graphs import most_recorded_rows
-from engine.device.kv_memory import held_by
 from engine.executor.logit_rows import PROMPT_LOGPROB_ROWS
 from engine.flags.resolve import largest_prompt_step, limits
-from engine.kv.held import copies_of
 from engine.kv.kv_pool import DTYPES
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.collectives import Collectives, SharedMemoryCollectives
@@ -70,11 +68,6 @@ def place_of(rank: int, config: EngineConfig, *, dp_rank: int = 0) -> Place:
         ep_size=config.ep_size,
         partition=config.pp_layer_partition,
     )
-
-
-def kv_copies(config: EngineConfig, model: ModelConfig) -> list[list[int]]:
-    """Ranks that hold the same units and layers; together everything. `config` is resolved."""
-    return copies_of({rank: held_by(config, model, place_of(rank, config)) for rank in range(config.num_ranks)})
 
 
 def region_plan(config: EngineConfig, model: ModelConfig) -> RegionPlan:

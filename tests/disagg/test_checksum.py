@@ -10,7 +10,7 @@ from engine.core.plan import ItemResult
 from tests.core.hash_model import HashModel, Slot, expected_tokens
 from tests.disagg.test_resumption import assert_right, resumed
 from tests.disagg.two_roles import Cluster, crowded
-from transfer_backends.contract import KVArgs, Region
+from transfer_backends.contract import KVArgs, Region, Tail
 from transfer_backends.wire import layout_conflict, layout_of
 
 ROOM = Region(1 << 20, 8, 64, None)
@@ -18,12 +18,12 @@ EMPTY, DAMAGED = Slot(0, 0), Slot(7, 7)
 
 
 class Checksums:
-    """Of what the model remembers; the pages that were asked for. Known when it has been asked for three times."""
+    """Of what the model remembers of pages; those that were asked for. Known when it has been asked for three times."""
 
     def __init__(self, model: HashModel) -> None:
         self._model = model
 
-    def __call__(self, pages: Sequence[int]) -> Callable[[], int | None]:
+    def __call__(self, pages: Sequence[int], tail: Tail) -> Callable[[], int | None]:
         slots = [(page, offset) for page in pages for offset in range(self._model.page_size)]
         value = sum(i * (self._model.kv.get(slot, EMPTY).value % 1000003) for i, slot in enumerate(slots, 1))
         answers = iter((None, None))

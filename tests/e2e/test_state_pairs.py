@@ -28,10 +28,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_n_groups": 1, "mamba_rms_norm": False},  # ranks share the group
 }
 CELLS = {
-    "delta rule, TP 2 to TP 4": ("qwen3_5_text", Cell("nixl", (2, 1), (4, 1), "on", "prefill", checksum=False)),
-    "delta rule, TP 4 to PP 2": ("qwen3_next", Cell("mooncake", (4, 1), (1, 2), "off", "recompute", checksum=False)),
-    "Mamba2, one to TP 2": ("granitemoehybrid", Cell("mooncake", (1, 1), (2, 1), "off", "recompute", checksum=False)),
-    "Mamba2, TP 2 to PP 2": ("falcon_h1", Cell("nixl", (2, 1), (1, 2), "on", "recompute", checksum=False)),
+    "delta rule, TP 2 to TP 4": ("qwen3_5_text", Cell("nixl", (2, 1), (4, 1), "on", "prefill")),
+    "delta rule, TP 4 to PP 2": ("qwen3_next", Cell("mooncake", (4, 1), (1, 2), "off", "recompute")),
+    "Mamba2, one to TP 2": ("granitemoehybrid", Cell("mooncake", (1, 1), (2, 1), "off", "recompute")),
+    "Mamba2, TP 2 to PP 2": ("falcon_h1", Cell("nixl", (2, 1), (1, 2), "on", "recompute")),
 }
 
 
@@ -59,5 +59,6 @@ def test_states_cross_between_all_ranks(name: str, tmp_path: Path) -> None:
             scheduler.check()
             assert scheduler.memory.states is not None and scheduler.memory.states.allocator.counts()["held"] == 0
         assert (pair.workers[1].parts.scheduler.counters.retractions > 0) != exact
-        sent = pair.workers[0].peered.counters()
+        sent, received = (worker.peered.counters() for worker in pair.workers)
+        assert received["kv_checksum_verified"] == sent["kv_transfers"] >= len(asked)
         assert (sent.get("posts_of_followers", 0) > 0) == (cell.prefill != (1, 1))

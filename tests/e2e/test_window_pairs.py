@@ -23,9 +23,9 @@ FLAGS: dict[str, Any] = {
     "dtype": "float32",
 }
 CELLS = {
-    "some layers, TP 2 to TP 2": (SOME, Cell("nixl", (2, 1), (2, 1), "off", "prefill", checksum=False)),
-    "some layers, one to TP 4": (SOME, Cell("mooncake", (1, 1), (4, 1), "off", "recompute", checksum=False)),
-    "all layers, TP 2 to one": (ALL, Cell("nixl", (2, 1), (1, 1), "off", "recompute", checksum=False)),
+    "some layers, TP 2 to TP 2": (SOME, Cell("nixl", (2, 1), (2, 1), "off", "prefill")),
+    "some layers, one to TP 4": (SOME, Cell("mooncake", (1, 1), (4, 1), "off", "recompute")),
+    "all layers, TP 2 to one": (ALL, Cell("nixl", (2, 1), (1, 1), "off", "recompute")),
 }
 ASKED = [(f"r{i}", [*prompt_of(40, 9), *prompt_of(20 + 7 * i, i)], 40) for i in range(4)]
 
@@ -65,3 +65,5 @@ def test_windows_cross_between_ranks(name: str, tmp_path: Path) -> None:
         for worker in pair.workers:
             check_all_is_back(worker.parts.scheduler)
         assert pair.workers[1].parts.scheduler.counters.retractions > 0
+        sent, received = (worker.peered.counters() for worker in pair.workers)
+        assert received["kv_checksum_verified"] == sent["kv_transfers"] >= len(ASKED)

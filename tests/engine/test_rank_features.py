@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.flags.nodes import leader_of
 from engine.kernels.linear import linear_kernel
 from engine.kv.kv_pool import KVPool
-from engine.kv.page_checksum import PageChecksum
 from engine.messages import FinishReason, LogprobOptions
 from engine.ranks.group_checksum import GroupChecksum
-from engine.ranks.links import kv_copies
+from engine.ranks.rank_checksum import RankChecksum, alone
+from engine.ranks.rank_pools import RankPools
 from engine.use import EngineUse
 from service.flags import ConfigError
 from service.kv_events import BlockStored
@@ -314,14 +313,9 @@ def checksums(engine: EngineInProcess, paths: Paths) -> Answers:
 def checksum_of(engine: EngineInProcess) -> int:
     """Of the KV that the prefix cache keeps, over all ranks."""
     parts = engine.parts
-    own = PageChecksum(parts.pool, held=parts.held)
+    own = RankChecksum(RankPools(kv=parts.pool, held=parts.held))
     pages = range(1, 1 + parts.scheduler.memory.allocator.counts()["cached"])
-    if parts.group is None:
-        alone = own(pages)()
-        assert alone is not None
-        return alone
-    copies = kv_copies(parts.config, parts.model)
-    value = GroupChecksum(own, parts.group.followers, leader=leader_of(parts.config), copies=copies)(pages)
+    value = (alone(own) if parts.group is None else GroupChecksum(own, parts.group.followers))(pages, ())
     deadline_s = time.monotonic() + DEADLINE_S
     while (found := value()) is None:
         assert time.monotonic() < deadline_s

@@ -184,12 +184,13 @@ def test_values_come_by_rank_and_a_refusal_names_its_rank(group: Group) -> None:
 
 def checksum(group: Group, copies: list[list[int]], values: dict[int, int]) -> int | None:
     """Of one page, when rank r of `copies` has computed `values[r]`."""
-    value = GroupChecksum(lambda _: lambda: values[0], group.followers, leader=0, copies=copies)([1])
+    parts = {rank: {str(copy): values[rank]} for copy in copies for rank in copy}
+    value = GroupChecksum(lambda pages, tail: lambda: parts[0], group.followers)([1])
     assert value() is None
     for rank, channel in group.there.items():
         applied = channel.receive()
         assert isinstance(applied, Apply)
-        channel.send(Done(applied.number, value=values[rank]))
+        channel.send(Done(applied.number, value=parts[rank]))
     answered = threading.Event()
     late = group.followers.apply("anything")  # the reading thread takes answers in order
     late.when_there(answered.set)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import msgspec
 
-from engine.kv.held import copies_of
+from engine.kv.held import total
 from engine.ranks.answers import Answers, is_proven
 from engine.ranks.follower import Follower
 from engine.ranks.followers import Followers
@@ -130,9 +130,9 @@ def _(original, followers, **named):
     return 1 << 30
 
 
-@RANKS.bug("the checksum counts a replica twice", copies_of, "Ranks that hold the same are all added.")
-def _(original, held):
-    return [[rank] for rank in held]
+@RANKS.bug("the checksum counts a replica twice", total, "Ranks that hold the same are all added.")
+def _(original, ranks):
+    return original({f"{part} of {rank}": value for part, value in parts.items()} for rank, parts in enumerate(ranks))
 
 
 @RANKS.bug("other weights reach the leader alone", Follower._apply, "A follower answers and keeps the weights it has.")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.core.plan import Plan, PlanItem, StepResult
-from tests.core.hash_model import HashModel, Slot, State, prefix_hash, step_hash
+from tests.core.hash_model import Copy, HashModel, Slot, State, prefix_hash, step_hash
 from tools.simulation.world import Violation
 from transfer_backends.contract import NOTHING_YET, Progress
 
@@ -132,8 +132,10 @@ class CheckedModel(HashModel):
         self.num_forgotten += 1
         for memory in (self.kv, self.window_kv, self.states):
             memory.clear()
-        for key, pages in self.copies.items():
-            self.copies[key] = [[None] * self.page_size for _ in pages]
+        for key, copy in self.copies.items():
+            blank: list[Slot | None] = [None] * self.page_size
+            state = None if copy.state is None else State(-1, -1)
+            self.copies[key] = Copy([blank] * len(copy.pages), [blank] * len(copy.window), state)
 
     def damage(self, page: int, offset: int) -> None:
         """A bit flips."""

@@ -16,13 +16,14 @@ from typing import Any
 import msgspec
 
 from engine.core.plan import Plan, StepResult
-from engine.kv.held import HeldKV, copies_of
+from engine.kv.held import HeldKV
 from engine.ranks.follower import Follower, LostStep
 from engine.ranks.followers import Followers, GroupEnded
-from engine.ranks.group_checksum import GroupChecksum, RankChecksum
+from engine.ranks.group_checksum import GroupChecksum
 from engine.ranks.leading_executor import GroupLaunch, LeadingExecutor
 from engine.ranks.mail import Take
 from engine.ranks.messages import Failed, PoolSize, Ready, Serving, Step, ToFollower, ToLeader
+from engine.ranks.rank_checksum import Parts, Tail
 from engine.ranks.rank_runner import RankRunner
 from tests.core.hash_model import next_token
 from tools.simulation.executor import CheckedModel, SimExecutor
@@ -140,7 +141,7 @@ class SimRank:
         actions: dict[str, Callable[..., Any]] = {
             "use_weights": self.model.forget,
             "forget": lambda: None,
-            "checksum": lambda pages: page_sum(self.model, self.held, pages),
+            "checksum": lambda pages, tail: {self.held.name: page_sum(self.model, self.held, pages)},
         }
         self._follower = Follower(end, self._runner, readers={}, actions=actions, turning=lambda _: None)
         self.send(Serving())
@@ -221,10 +222,8 @@ class SimGroup:
 
     def checksum(self) -> GroupChecksum:
         """As disagg/compose.py."""
-        leader = self._shape.leader
-        held = {rank: self._shape.held(rank) for rank in (leader, *self.ranks)}
-        own = own_checksum(self._own, held[leader])
-        return GroupChecksum(own, self.followers, leader=leader, copies=copies_of(held))
+        own = own_checksum(self._own, self._shape.held(self._shape.leader))
+        return GroupChecksum(own, self.followers)
 
     def forget(self) -> None:
         """Other weights on every rank: what was cached before is gone."""
@@ -312,12 +311,12 @@ class SimGroup:
         self._on_end()
 
 
-def own_checksum(model: CheckedModel, held: HeldKV) -> RankChecksum:
-    """Of one rank: it is there at once."""
+def own_checksum(model: CheckedModel, held: HeldKV) -> Callable[[Sequence[int], Tail], Parts]:
+    """Of one rank's pages: it is there at once. Nothing damages what goes beside them."""
 
-    def of(pages: Sequence[int]) -> Callable[[], int]:
-        value = page_sum(model, held, pages)
-        return lambda: value
+    def of(pages: Sequence[int], tail: Tail) -> Parts:
+        parts = {held.name: page_sum(model, held, pages)}
+        return lambda: parts
 
     return of
 

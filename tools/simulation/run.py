@@ -16,7 +16,7 @@ from tools.simulation.world import Violation, World
 START_S = 3.0  # until everybody must have found everybody
 SETTLE_S = 60.0  # after the faults: everything has ended, in virtual time
 PROBE_S = 30.0
-DAMAGED = ("KV was corrupted", "hold the same KV heads, and their pages differ")
+DAMAGED = ("KV was corrupted", "and their bytes differ")
 
 
 @dataclass

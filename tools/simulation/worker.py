@@ -28,6 +28,7 @@ from engine.messages import (
     ToScheduler,
 )
 from engine.ranks.followers import GroupEnded
+from engine.ranks.rank_checksum import alone
 from tests.core.hash_model import VOCAB
 from tools.simulation.activity import Activity, Flag
 from tools.simulation.bootstrap import SimBootstrap, SimRegistrar, look_up_in
@@ -312,7 +313,7 @@ class Worker:
             return None
         if self.group is not None:
             return self.group.checksum()
-        return own_checksum(self.model, self.shape.held(0))
+        return alone(own_checksum(self.model, self.shape.held(0)))
 
     def _loop(self, depth: int, *, watched: bool) -> EngineLoop:
         idle: Any = SimpleNamespace()

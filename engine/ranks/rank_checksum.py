@@ -1,0 +1,70 @@
+"""A checksum of what a hand-over moves, of one rank's part: pages, and beside them what `Memory.tail` names."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from engine.kernels.page_sums import page_sums_for
+from engine.kv.held import HeldKV, total
+from engine.kv.kv_pool import KVPool
+from engine.kv.page_checksum import WINDOWS, PageChecksum
+from engine.kv.state_checksum import StateChecksum
+from engine.ranks.rank_pools import RankPools
+
+Tail = Sequence[Sequence[int]]
+Parts = Callable[
+    [], Mapping[str, int] | None
+]  # by part of the model's memory; None: the device has not come to it, ask again
+Value = Callable[[], int | None]
+
+
+class RankChecksum:
+    """Call it once the step that wrote the memory has been collected, and then what it returns. `wakeup`: as of PageChecksum."""
+
+    def __init__(self, pools: RankPools, *, wakeup: Callable[[], None] = lambda: None) -> None:
+        held, apart = pools.held, pools.windows is not None
+
+        def of_pages(pool: KVPool | None, *, begin: int = 0) -> PageChecksum | None:
+            if pool is None or not pool.specs:  # all layers have a window
+                return None
+            own = _all_layers(held, pool) if apart else held
+            return PageChecksum(pool, held=own, page_sums=page_sums_for(pool.device), begin=begin, wakeup=wakeup)
+
+        self._pages, self._windows = of_pages(pools.kv), of_pages(pools.windows, begin=WINDOWS)
+        self._states = None
+        if pools.states is not None:
+            self._states = StateChecksum(pools.states, layers=held.state_layers, wakeup=wakeup)
+        self._name = held.name
+
+    def __call__(self, pages: Sequence[int], tail: Tail = ()) -> Parts:
+        beside = iter(tail)
+        of_state = None if self._states is None else self._states(next(beside)[0])
+        sums = [] if self._pages is None else [("pages", self._pages(pages))]
+        if self._windows is not None:
+            sums.append(("windows", self._windows(next(beside))))
+
+        def found() -> Mapping[str, int] | None:
+            parts = {} if of_state is None else of_state()
+            values = {f"{kind} of {self._name}": value() for kind, value in sums}
+            there = {name: value for name, value in values.items() if value is not None}
+            return None if parts is None or len(there) < len(values) else {**parts, **there}
+
+        return found
+
+
+def alone(own: Callable[[Sequence[int], Tail], Parts]) -> Callable[[Sequence[int], Tail], Value]:
+    """Of an engine of one rank."""
+
+    def of(pages: Sequence[int], tail: Tail) -> Value:
+        parts = own(pages, tail)
+
+        def value() -> int | None:
+            found = parts()
+            return None if found is None else total([found])
+
+        return value
+
+    return of
+
+
+def _all_layers(held: HeldKV, pool: KVPool) -> HeldKV:
+    """Of layers that have a pool of their own, which each rank has all of."""
+    return HeldKV(held.units, held.num_units, range(pool.num_layers), pool.num_layers)
