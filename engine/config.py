@@ -20,6 +20,8 @@ LOAD_BALANCE_METHODS = (
     *("auto", "round_robin", "decode_round_robin", "follow_bootstrap_room"),
     *("shortest_queue", "total_requests", "minimum_tokens", "total_tokens"),
 )
+SPECULATIVE_ALGORITHMS = ("NGRAM",)
+MAX_DRAFT_TOKENS = 64
 MAX_PAGE_SIZE = 1024
 MAX_PORT = 65535
 MAX_NODES = 64
@@ -288,6 +290,27 @@ class EngineConfig(FlagSet):
     )
     kv_events_config: str | None = flag(
         None, 'publish the events of the prefix cache over ZMQ; JSON such as {"endpoint": "tcp://127.0.0.1:5557"}'
+    )
+    speculative_algorithm: str | None = flag(
+        None,
+        "verify several tokens of a request in a decode step; NGRAM: guess what followed the same words earlier in its prompt and "
+        "answer; default: none",
+        choices=SPECULATIVE_ALGORITHMS,
+    )
+    speculative_num_draft_tokens: int = flag(
+        32,
+        "most tokens of a request that a decode step computes: the last known one and its drafts; fewer where drafts are often wrong "
+        "or rows cost",
+        least=2,
+        most=MAX_DRAFT_TOKENS,
+    )
+    speculative_ngram_min_match_window_size: int = flag(
+        2, "with NGRAM: tokens that must have occurred before, at least", least=1
+    )
+    speculative_ngram_max_match_window_size: int = flag(
+        32,
+        "with NGRAM: of places where they occurred, the one counts with the longest match, up to so many tokens",
+        least=1,
     )
     disable_overlap_schedule: bool = flag(False, "collect each step before the next one is launched (depth 1)")
     disable_cuda_graph: bool = flag(

@@ -19,6 +19,7 @@ from engine.core.state_slots import StateSlots
 from engine.core.window_pages import WindowPages
 from engine.flags.kv_events_config import parse_kv_events_config
 from engine.flags.resolve import limits, priorities, ratio_rule, step_budget
+from engine.flags.speculation import drafting_of
 from engine.model_files.model_config import ModelConfig
 from engine.recurrent import cut_on_grid
 from engine.use import EngineUse
@@ -79,4 +80,5 @@ def build_scheduler(
         tail_texts=tail_texts,
         uniform=random.Random(config.random_seed).random,
         step_budget=step_budget(config, model, part_tokens=own_limits.part_tokens),
+        drafting=drafting_of(config, model, decodes=use.decodes),
     )

@@ -249,6 +249,14 @@ class Stage(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int = 0
 
 
+class DraftCounts(msgspec.Struct, array_like=True, frozen=True):
+    """Speculation of one request so far. `steps`: that verified its drafts, or could have; `drafted`, `accepted`: tokens."""
+
+    steps: int
+    drafted: int
+    accepted: int
+
+
 class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
     """New tokens of one request. The first output has `input_logprobs` and `input_hidden`; the last has `times` and `stages`.
 
@@ -273,6 +281,7 @@ class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
     cached_by_tier: list[int] = []  # of cached_tokens: from device, host, disk; empty: there is one tier
     transfer_retries: int = 0
     stages: list[Stage] = []
+    drafts: DraftCounts | None = None  # of a worker that speculates
 
 
 class TokenBatch(_Message, frozen=True):

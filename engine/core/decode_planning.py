@@ -1,15 +1,23 @@
-"""Every running request by one token, as far as rows and pages reach; with pipeline stages a share of them."""
+"""Every running request by one token, as far as rows and pages reach; with pipeline stages a share of them.
+
+Drafts follow known tokens. So where drafts pay, decodes are planned when none is in flight, and not again before these are collected:
+two half batches in turn would read the weights twice.
+"""
 
 from engine.core.departures import Departures
+from engine.core.drafting import Drafting
 from engine.core.plan import PlanItem, SlotOpen
-from engine.core.plan_items import open_slot, plan_item
+from engine.core.plan_items import draft_items, open_slot, plan_item
 from engine.core.preemption import Preemption
 from engine.core.request import Request
 from engine.core.state import SchedulerState
 
 
 class DecodePlanner:
-    def __init__(self, state: SchedulerState, departures: Departures, preemption: Preemption) -> None:
+    def __init__(
+        self, state: SchedulerState, departures: Departures, preemption: Preemption, *, drafting: Drafting | None
+    ) -> None:
+        self._drafting = drafting
         self._state = state
         self._memory = state.memory
         self._stages = state.stages
@@ -25,6 +33,16 @@ class DecodePlanner:
         ready = self._micro_batches.ready(self._stages.running)
         if planned:
             ready = [r for r in ready if r.rid not in planned]
+        drafts = dict[str, list[int]]()
+        if self._drafting is not None:
+            if self._awaits_drafts():
+                return [], []
+            in_flight = any(r.pending for r in ready)
+            drafts = self._drafting.choose(ready, overlaps=in_flight)
+            if drafts and in_flight:
+                return [], []
+            for request in ready:
+                request.drafts.steps += 1
         ready = self._with_rows(ready, now_s)
         del ready[self._micro_batches.share(len(ready), num_running=len(self._stages.running)) :]
         self._grow(ready)
@@ -34,10 +52,21 @@ class DecodePlanner:
             ready.sort(key=lambda r: r.adapter)  # tokens of one adapter lie together: its part of the work is one slice
         opens = [open_slot(r, self._table) for r in ready if r.slot is None]
         for request in ready:
-            self._memory.extend(request, request.launched_len + 1)
+            end = request.launched_len + 1
+            if guesses := drafts.get(request.rid):
+                end += self._memory.make_room(request, len(guesses), left_free=len(ready))
+                drafts[request.rid] = guesses[: end - request.launched_len - 1]
+            self._memory.extend(request, end)
             self._memory.snapshot_answer(request, request.launched_len + 1)
-        items = [plan_item(r, r.launched_len, r.launched_len + 1, sample=True, extend=False) for r in ready]
-        return items, opens
+        if drafts:
+            return self._rows(ready, drafts), opens
+        return [_row(r) for r in ready], opens
+
+    def _rows(self, ready: list[Request], drafts: dict[str, list[int]]) -> list[PlanItem]:
+        return [item for r in ready for item in (_row(r), *draft_items(r, drafts.get(r.rid, [])))]
+
+    def _awaits_drafts(self) -> bool:
+        return any(r.drafts.rows for r in self._stages.running)
 
     def _with_rows(self, ready: list[Request], now_s: float) -> list[Request]:
         """Drop the least urgent of those without a row, where there are too few rows for all."""
@@ -80,3 +109,7 @@ class DecodePlanner:
         """Victims come from the end: lowest priority first, longest output, shortest input; rid breaks ties."""
         rank = self._priorities.rank(request)
         return (-rank, len(request.output_ids), -len(request.input_ids), request.rid)
+
+
+def _row(request: Request) -> PlanItem:
+    return plan_item(request, request.launched_len, request.launched_len + 1, sample=True, extend=False)

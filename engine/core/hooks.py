@@ -1,5 +1,6 @@
 """What a request brings along, compiled outside: its grammar and its stop patterns, as the scheduler uses them."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -20,6 +21,12 @@ class Grammar(Protocol):
 
     def bitmask(self) -> bytes:
         """Return the tokens that may come next: bit t % 8 of byte t // 8; 4 * ceil(vocab_size / 32) bytes."""
+
+    def forced(self) -> Sequence[int]:
+        """Return tokens that must come next, if any are known."""
+
+    def fork(self) -> "Grammar":
+        """Return a copy that advances by itself."""
 
 
 class StopPattern(Protocol):

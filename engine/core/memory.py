@@ -187,6 +187,18 @@ class Memory:
         request.pages += self._take(1)
         return True
 
+    def make_room(self, request: Request, count: int, *, left_free: int) -> int:
+        """Take free pages for `count` tokens behind the next one, and return for how many there is room. Nothing is evicted for guesses.
+
+        `left_free`: pages that others may need.
+        """
+        size = self.allocator.page_size
+        while (room := len(request.pages) * size - request.launched_len - 1) < count:
+            if self.allocator.num_free <= left_free:
+                return room
+            request.pages += self.allocator.allocate(1)
+        return count
+
     def share(self, request: Request) -> None:
         """Put the computed whole pages into the cache; the request keeps reading its own row."""
         whole = min(request.computed_len, request.num_tokens) // self.allocator.page_size

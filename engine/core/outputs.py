@@ -44,7 +44,18 @@ def output_of(request: Request, new_ids: list[int]) -> TokenOutput:
         hidden=hidden,
         cached_by_tier=request.cached_by_tier,
         transfer_retries=request.transfer_retries,
+        drafts=request.drafts.counts() if request.drafts.steps else None,
     )
+
+
+def joined(held: TokenOutput, new: TokenOutput) -> TokenOutput:
+    """Join the lists of two outputs of a request, and take the newer value of all else."""
+    new.new_ids = held.new_ids + new.new_ids
+    new.logprobs = held.logprobs + new.logprobs
+    new.input_logprobs = held.input_logprobs + new.input_logprobs
+    new.input_hidden = held.input_hidden + new.input_hidden
+    new.hidden = held.hidden + new.hidden
+    return new
 
 
 def refused(request: Request | GenerateRequest, reason: FinishReason) -> TokenOutput:

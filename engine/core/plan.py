@@ -30,7 +30,7 @@ class SlotOpen:
 
 
 class PlanItem(msgspec.Struct, frozen=True):
-    """One request's part of a step. A struct: a frozen dataclass costs 1 us for every request and step.
+    """One request's part of a step; with drafts, one of its rows. A struct: a frozen dataclass costs 1 us for every request and step.
 
     tokens:       [q_len] ids at positions start..; -(slot+1) stands for the token that `slot` sampled last
     start:        tokens whose KV is in the pages already
@@ -42,6 +42,7 @@ class PlanItem(msgspec.Struct, frozen=True):
     hidden_from:  first position whose hidden state is wanted in this step
     window_start: as `page_start`, for `new_window`: pages of layers with a window; 0 where a page is gone
     pool:         "last" | "mean": instead, one vector of these positions: the last state, or their sum
+    draft:        its token is a guess of what the item before it, of the same request, samples (engine/core/drafting.py)
     """
 
     rid: str
@@ -60,6 +61,7 @@ class PlanItem(msgspec.Struct, frozen=True):
     pool: str = ""
     window_start: int = 0
     new_window: list[int] = []
+    draft: bool = False
 
     @property
     def q_len(self) -> int:

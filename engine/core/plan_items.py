@@ -41,6 +41,37 @@ def plan_item(request: Request, start: int, end: int, *, sample: bool, extend: b
     return item
 
 
+def draft_items(request: Request, drafts: list[int]) -> list[PlanItem]:
+    """Plan a row for each drafted token, behind the row of the last known one; its item has all pages of `request`."""
+    assert request.slot is not None
+    items = []
+    for token in drafts:
+        start = request.launched_len
+        items.append(
+            PlanItem(
+                rid=request.rid,
+                slot=request.slot,
+                tokens=[token],
+                start=start,
+                page_start=request.num_synced_pages,
+                new_pages=[],
+                sample=True,
+                output_len=len(request.output_ids) + request.pending,
+                extend=False,
+                logprobs=request.logprobs,
+                hidden_from=note_launch(request, start, start + 1),
+                window_start=request.num_synced_window,
+                draft=True,
+            )
+        )
+        request.launched_len += 1
+        request.inflight += 1
+        request.pending += 1
+        request.drafts.rows += 1
+        request.drafts.drafted += 1
+    return items
+
+
 def open_slot(request: Request, table: RequestTable) -> SlotOpen:
     return SlotOpen(
         slot=table.open(request),

@@ -11,6 +11,7 @@ Token positions of a request, page by page (page_size 4, prompt of 6, two tokens
 
 from dataclasses import dataclass, field
 
+from engine.core.drafts import Drafts
 from engine.core.hooks import Grammar, StopPattern
 from engine.core.radix_node import TRUNK, Branch, Node
 from engine.core.times import Times
@@ -111,6 +112,7 @@ class Request:
     hidden_launched: int = 0  # positions whose hidden state was computed or is in flight
     inflight: int = 0  # launched steps that are not collected
     pending: int = 0  # of those, how many sample a token
+    drafts: Drafts = field(default_factory=Drafts)
     admitted: bool = False
     saved_len: int = 0  # Backups: tokens whose KV is copied to the host, or on its way there
 

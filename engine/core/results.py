@@ -3,7 +3,7 @@
 from engine.core.departures import Departures
 from engine.core.finish import TailTexts, check_finish
 from engine.core.hidden import take as take_hidden
-from engine.core.outputs import StepEffects, output_of, refusal
+from engine.core.outputs import StepEffects, joined, output_of, refusal
 from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
 from engine.core.request import Request
 from engine.core.state import SchedulerState
@@ -33,9 +33,13 @@ class Results:
             request = live[item.rid]
             request.inflight -= 1
             request.pending -= item.sample
+            request.drafts.rows -= item.draft
             if result.failure:
                 self._lose(request, effects)
                 memory.keep_snapshot(request, item.kv_len)
+                continue
+            if item.draft and not _was_right(request, item):
+                _take_back(request)
                 continue
             if (kv_len := item.kv_len) > request.computed_len:
                 request.computed_len = kv_len
@@ -73,6 +77,15 @@ class Results:
             self._state.table.close(request)  # its pages are still read, its row is not
             effects.prefilled.append((request, output, result))
         else:
+            self._say(effects, request, item, output)
+
+    def _say(self, effects: StepEffects, request: Request, item: PlanItem, output: TokenOutput) -> None:
+        """One output for all rows of a request."""
+        if item.draft:
+            request.drafts.accepted += 1
+            self._state.counters.accepted_drafts += 1
+            effects.outputs[-1] = joined(effects.outputs[-1], output)
+        else:
             effects.outputs.append(output)
 
     def commit_sample(self, request: Request, result: ItemResult) -> TokenOutput:
@@ -98,3 +111,14 @@ class Results:
 
     def _has_meaning(self, token: int) -> bool:
         return token >= 0 and (self._vocab_size is None or token < self._vocab_size)
+
+
+def _was_right(request: Request, item: PlanItem) -> bool:
+    """Whether the row before sampled what the draft guessed, and so did all before that."""
+    return request.finish is None and request.num_tokens == item.kv_len and request.output_ids[-1] == item.tokens[0]
+
+
+def _take_back(request: Request) -> None:
+    """The next step computes this position again, with the token that was sampled."""
+    request.launched_len = request.computed_len
+    request.hidden_launched = min(request.hidden_launched, request.launched_len)

@@ -18,8 +18,10 @@ from collections.abc import Callable
 
 from engine.core.decode_planning import DecodePlanner
 from engine.core.departures import Departures
+from engine.core.drafting import Drafting
 from engine.core.finish import TailTexts
 from engine.core.held import HeldRequests
+from engine.core.hooks import Grammar
 from engine.core.load_ahead import LoadAhead
 from engine.core.outputs import StepEffects, refused
 from engine.core.plan import Plan, PlanItem, SlotOpen, StepResult
@@ -43,8 +45,12 @@ class Scheduler:
         tail_texts: TailTexts,
         uniform: Uniform = lambda: 0.0,
         step_budget: StepBudget | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
-        """`uniform`: random numbers for the policy "random". `step_budget`: None: steps have no limit in time."""
+        """`uniform`: random numbers for the policy "random". `step_budget`: None: steps have no limit in time.
+
+        `drafting`: None: nothing is drafted.
+        """
         self.limits = state.limits
         self.memory = state.memory
         self.stages = state.stages
@@ -53,11 +59,12 @@ class Scheduler:
         self.counters = state.counters
         self.ratio = state.ratio
         self.step_budget = step_budget
+        self.drafting = drafting
         self._state = state
         self._departures = Departures(state)
         preemption = Preemption(state, self._departures)
         self._prefill = PrefillPlanner(state, preemption, uniform=uniform, budget=step_budget)
-        self._decode = DecodePlanner(state, self._departures, preemption)
+        self._decode = DecodePlanner(state, self._departures, preemption, drafting=drafting)
         self._ahead = LoadAhead(state, in_order=self._prefill.in_order)
         self._results = Results(state, self._departures, tail_texts=tail_texts)
         self.held = HeldRequests(state, self._departures, self._results, preemption)
@@ -84,6 +91,9 @@ class Scheduler:
         counters.prefill_steps += extend
         counters.mixed_steps += extend and not all(item.extend for item in items)
         counters.deferred_samples += sample_deferred
+        if self.drafting is not None and (drafts := sum(item.draft for item in items)):
+            counters.verify_steps += 1
+            counters.drafts += drafts
         plan = Plan(
             seq=self._seq,
             extend=extend,
@@ -118,17 +128,24 @@ class Scheduler:
     def _awaits_token(self, item: PlanItem) -> bool:
         """Whether the tokens that `item` may sample depend on one that is still in flight."""
         request = self.stages.live[item.rid]
-        return item.sample and request.grammar is not None and request.pending > 1
+        return item.sample and request.grammar is not None and request.pending - request.drafts.rows > 1
 
     def fill_masks(self, plan: Plan) -> None:
         """Fill in the tokens that the items of `plan` may sample; call it just before sampling is launched."""
         live = self.stages.live
+        grammar: Grammar | None = None
         for i, item in enumerate(plan.items):
             request = live[item.rid]
-            if item.sample and request.grammar is not None and request.finish is None:
-                known = len(request.output_ids)
-                assert item.output_len == known, f"{request.rid}: a mask before the token it follows from"
-                plan.masks[i] = request.grammar.bitmask()
+            if not item.sample or request.grammar is None or request.finish is not None:
+                continue
+            if item.draft:
+                grammar = (grammar or request.grammar).fork()
+                grammar.accept(item.tokens[0])
+                plan.masks[i] = grammar.bitmask()
+                continue
+            grammar, known = None, len(request.output_ids)
+            assert item.output_len == known, f"{request.rid}: a mask before the token it follows from"
+            plan.masks[i] = request.grammar.bitmask()
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
         """Take the results of the oldest launched step."""

@@ -24,17 +24,25 @@ from engine.core.request import Request
 
 class WindowPages:
     """`window`: tokens that a query sees, its own included. `steps`: in flight at most. `step_tokens`: prompt tokens of a step; None: a
-    prompt goes whole.
+    prompt goes whole. `rows`: tokens of an answer in one step.
     """
 
     def __init__(
-        self, *, num_pages: int, page_size: int, window: int, steps: int = 1, step_tokens: int | None = None
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        window: int,
+        steps: int = 1,
+        step_tokens: int | None = None,
+        rows: int = 1,
     ) -> None:
         self.allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
         self.window = window
         self.num_retired = 0  # pages since start
         self._steps = steps
         self._step_tokens = step_tokens
+        self._answer_tokens = max(steps, rows)  # in flight: drafts follow known tokens, so their step is alone
         self._bounds: dict[int, tuple[int, int]] = {}  # serial of a request with memory -> `_bound`
         self._readers: dict[int, int] = {}  # of cached pages
         self._homes: dict[int, Node] = {}
@@ -65,11 +73,11 @@ class WindowPages:
         return min(windows, whole) <= self.allocator.num_pages - quarantined
 
     def _bound(self, request: Request) -> tuple[int, int]:
-        """(pages of its window at any time, pages of all its tokens); `steps` tokens are in flight beside the prompts'."""
+        """(pages of its window at any time, pages of all its tokens); tokens of the answer are in flight beside the prompts'."""
         whole = self.allocator.pages_for(request.num_tokens + request.tokens_left)
         if self._step_tokens is None:
             return whole, whole
-        return min(whole, self.allocator.pages_for(self.window - 1 + self._steps) + 2), whole
+        return min(whole, self.allocator.pages_for(self.window - 1 + self._answer_tokens) + 2), whole
 
     # ---- requests
 

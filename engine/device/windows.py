@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from engine.config import EngineConfig
 from engine.core.window_pages import WindowPages
 from engine.flags.resolve import depth, largest_prompt_step
+from engine.flags.speculation import rows_of_request
 from engine.kv.kv_pool import CacheSpec, KVPool
 
 PREFIXES = 2  # windows for each request that may run: its own, and one of a cached prefix
@@ -13,7 +14,7 @@ PREFIXES = 2  # windows for each request that may run: its own, and one of a cac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowGroup:
-    """`pages_of_window`: that a running request holds. `num_pages`: of the layers that see all; `window_pages`: of the others. `step_tokens`, `steps`: as of WindowPages."""
+    """`pages_of_window`: that a running request holds. `num_pages`: of the layers that see all; `window_pages`: of the others. `step_tokens`, `steps`, `rows`: as of WindowPages."""
 
     window: int
     pages_of_window: int
@@ -21,6 +22,7 @@ class WindowGroup:
     window_pages: int
     steps: int
     step_tokens: int | None
+    rows: int = 1
 
     def make_pages(self, page_size: int) -> WindowPages:
         return WindowPages(
@@ -29,6 +31,7 @@ class WindowGroup:
             window=self.window,
             steps=self.steps,
             step_tokens=self.step_tokens,
+            rows=self.rows,
         )
 
 
@@ -43,7 +46,8 @@ def window_group(config: EngineConfig, specs: Sequence[CacheSpec], *, pages: int
         return None
     size, steps, window = config.page_size, depth(config), max(spec.window for spec in inside)
     step_tokens = None if config.chunked_prefill_size == -1 else largest_prompt_step(config)
-    each = -(-(window - 1 + steps) // size) + 2
+    rows = rows_of_request(config)
+    each = -(-(window - 1 + max(steps, rows)) // size) + 2
     wanted = PREFIXES * config.max_running_requests * each + -(-(step_tokens or 0) * steps // size)
     window_pages = pages if step_tokens is None else min(pages, wanted)
     num_pages = pages
@@ -60,4 +64,5 @@ def window_group(config: EngineConfig, specs: Sequence[CacheSpec], *, pages: int
         window_pages=window_pages,
         steps=steps,
         step_tokens=step_tokens,
+        rows=rows,
     )

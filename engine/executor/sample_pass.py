@@ -88,7 +88,8 @@ class SamplePass:
         masks = {row: plan.masks[i] for row, i in enumerate(sampled) if i in plan.masks}
         slots = [item.slot for item in items]
         mask = token_mask(masks, device=self._device)
-        tokens, bad = self.sampler.sample(logits, slots, [item.output_len for item in items], mask=mask)
+        drafts = [item.tokens[0] if item.draft else None for item in items] if any(i.draft for i in items) else []
+        tokens, bad = self.sampler.sample(logits, slots, [i.output_len for i in items], mask=mask, drafts=drafts)
         self._future_map.store(self._upload(slots), tokens)
         return tokens, bad
 

@@ -11,6 +11,7 @@ from engine.core.prefill_gate import PrefillDelayer, PrefillPolicy, ScheduleEnha
 from engine.core.step_budget import StepBudget
 from engine.flags.kv_dtype import kv_dtype
 from engine.flags.rank_rules import check_sizes
+from engine.flags.speculation import check_speculation
 from engine.lora.names import check_lora, lora_enabled
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import model_units
@@ -50,6 +51,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         )
     check_lora(config.lora_paths, max_loaded=config.max_loaded_loras)
     check_sizes(config, model)
+    check_speculation(config, model)
     return replace(
         config,
         enable_lora=lora_enabled(config.enable_lora, config.lora_paths),

@@ -115,6 +115,12 @@ class LlguidanceState:
     def bitmask(self) -> bytes:
         return self._matcher.compute_bitmask()
 
+    def forced(self) -> Sequence[int]:
+        return self._matcher.compute_ff_tokens()
+
+    def fork(self) -> "LlguidanceState":
+        return LlguidanceState(self._matcher.deep_copy())
+
 
 class _Vocabulary:
     """The tokenizer that llguidance's TokenizerWrapper expects."""

@@ -7,6 +7,7 @@ It is a grammar like any other: its state follows committed tokens, so that both
 """
 
 from collections.abc import Sequence
+from copy import copy
 
 from engine.core.hooks import Grammar
 from engine.sampling_params import ReasoningGate
@@ -65,6 +66,17 @@ class ReasoningGrammar:
         if self._inner is None:
             return self._every_token()
         return self._inner.bitmask() if opening is Opening.CLOSED else self._or_start(self._inner.bitmask())
+
+    def forced(self) -> Sequence[int]:
+        if self._tokens.opening is Opening.OPEN:
+            return self._forced[self._num_forced :] if self._is_spent() else ()
+        return self._inner.forced() if self._tokens.opening is Opening.CLOSED and self._inner is not None else ()
+
+    def fork(self) -> "ReasoningGrammar":
+        forked = copy(self)
+        forked._tokens = copy(self._tokens)
+        forked._inner = None if self._inner is None else self._inner.fork()
+        return forked
 
     def _follow(self, token: int) -> None:
         if self._tokens.opening is Opening.OPEN:

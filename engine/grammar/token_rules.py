@@ -5,6 +5,7 @@ A grammar like any other: masks follow committed tokens, so that both roles and 
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from copy import copy
 
 from engine.core.hooks import Grammar
 from engine.sampling_params import SamplingParams
@@ -72,6 +73,16 @@ class TokenRules:
             return self._left().to_bytes(self._num_bytes, "little")
         inner, both = self._both()
         return (both or inner).to_bytes(self._num_bytes, "little")
+
+    def forced(self) -> Sequence[int]:
+        """They may still meet a rule."""
+        return () if self._inner is None else self._inner.forced()
+
+    def fork(self) -> "TokenRules":
+        forked = copy(self)
+        forked._tail = self._tail.copy()
+        forked._inner = None if self._inner is None else self._inner.fork()
+        return forked
 
     def _is_stuck(self) -> bool:
         """No token may follow. The mask is that of `inner` then, so that a token comes and is refused."""

@@ -146,6 +146,15 @@ class XgrammarState:
         mask = self.mask()
         return mask.tobytes() if mask.any() else b"\xff" * mask.nbytes
 
+    def forced(self) -> Sequence[int]:
+        """xgrammar knows forced text, and not how the model would cut it into tokens."""
+        return ()
+
+    def fork(self) -> "XgrammarState":
+        forked = XgrammarState(self._matcher.fork(), self._not_end)
+        forked.problem = self.problem
+        return forked
+
     def mask(self) -> np.ndarray:
         """Mask of the present state; after the end only an end token may follow."""
         if self._bits is None:

@@ -233,7 +233,7 @@ static void write_codes(const struct item *it, char *to, const bf16 *rows) {
     for (int64_t h = 0; h < it->heads; h++) to[it->exponents + h] = (char)put_codes(to + h * dim, rows + h * dim, dim);
 }
 
-/* K and V of the new token, for the kv heads of the run. */
+/* K and V of the new token, for the kv heads of the run, which begins at `head`. */
 static void write_token(const struct item *it, int64_t request, int64_t head) {
     const struct args *a = it->a;
     const int64_t size = it->row_bytes / a->dim, bytes = it->heads * it->row_bytes;
@@ -293,21 +293,37 @@ INLINE int64_t first_seen(const struct args *a, int64_t request) {
     return a->window && kv_len > a->window ? kv_len - a->window : 0;
 }
 
-/* Items are (request, run) in this order. `coming`: the item that this thread is likely to have next. */
+/* Items are (request, run) in this order. Return the first kv head of the run. */
+static int64_t open_item(const struct args *a, int64_t number, int64_t runs, struct item *it) {
+    const int64_t first = number % runs * a->kv_heads / runs, of_unit = a->kv_heads / a->units;
+    it->a = a;
+    it->heads = (number % runs + 1) * a->kv_heads / runs - first;
+    it->group = a->heads / a->kv_heads;
+    it->row_bytes = a->dim * (a->is_fp8 ? 1 : a->is_bf16 ? 2 : 4);
+    it->exponents = (of_unit - first % of_unit) * a->dim + first % of_unit;
+    return first;
+}
+
+/* Rows of one request (a draft is a row) read what the rows before them write: all write before any attends. */
+static void write_all(const struct args *a, int64_t runs) {
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < a->step->batch * runs; i++) {
+        struct item it;
+        const int64_t first = open_item(a, i, runs, &it);
+        write_token(&it, i / runs, first);
+    }
+}
+
+/* `coming`: the item that this thread is likely to have next. */
 static void attend(const struct args *a, int64_t number, int64_t coming, int64_t runs, float *scratch) {
-    const int64_t request = number / runs, first = number % runs * a->kv_heads / runs;
+    const int64_t request = number / runs;
     struct item it;
     struct block now, next;
-    it.a = a;
-    it.heads = (number % runs + 1) * a->kv_heads / runs - first;
-    it.group = a->heads / a->kv_heads;
-    it.row_bytes = a->dim * (a->is_fp8 ? 1 : a->is_bf16 ? 2 : 4);
-    it.exponents = (a->kv_heads / a->units - first % (a->kv_heads / a->units)) * a->dim + first % (a->kv_heads / a->units);
+    const int64_t first = open_item(a, number, runs, &it);
     it.q = (char *)a->q + (request * a->q_stride + first * it.group * a->dim) * (a->is_bf16 ? 2 : 4);
     it.ahead = (int)(AHEAD_BYTES / (it.heads * it.row_bytes) + 1);
     if (it.ahead > BLOCK) it.ahead = BLOCK;
     lay_out(&it, scratch, first);
-    write_token(&it, request, first);
     const int64_t begin = first_seen(a, request);
     locate(a, request, begin, first, it.row_bytes, &next);
     for (int64_t from = begin; from < a->step->kv_lens[request]; from += BLOCK) {
@@ -351,6 +367,7 @@ int tandem_paged_decode(const struct args *a) {
 #pragma omp atomic write
             failed = 1;
         }
+        write_all(a, runs);
 #pragma omp for schedule(dynamic) nowait
         for (int64_t i = 0; i < items; i++)
             if (scratch) attend(a, i, i + a->threads, runs, scratch);

@@ -210,10 +210,11 @@ class EngineLoop:
             memory=services.memory,
             experts=services.experts,
         )
-        budget = scheduler.step_budget
+        budget, drafting = scheduler.step_budget, scheduler.drafting
         self._listeners: tuple[LoopListener, ...] = (
             self._profiles,
             *([] if budget is None else [StepDurations(budget.note, stages=scheduler.limits.pp_size)]),
+            *([] if drafting is None else [StepDurations(drafting.note, stages=1)]),
             Timekeeper(self._requests),
             self._adapters,
             self._deadlines,

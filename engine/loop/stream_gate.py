@@ -1,5 +1,6 @@
 """Sends a request's tokens every `stream_interval` of them, so that the frontend handles fewer messages."""
 
+from engine.core.outputs import joined
 from engine.loop.listener import LoopListener
 from engine.messages import GenerateRequest, TokenOutput
 
@@ -34,23 +35,13 @@ class StreamGate(LoopListener):
         return request.stream_interval or self._interval
 
     def _judge(self, output: TokenOutput) -> TokenOutput | None:
-        rid = output.rid
+        rid, new = output.rid, len(output.new_ids)
         interval = self._interval_of.get(rid, 1)
         if (held := self._held.pop(rid, None)) is not None:
-            output = _joined(held, output)
+            output = joined(held, output)
         if output.finish is not None:
             self._interval_of.pop(rid, None)
-        elif interval > 1 and output.completion_tokens % interval != 1:
+        elif (output.completion_tokens - 1) // interval == (output.completion_tokens - new - 1) // interval:
             self._held[rid] = output
             return None
         return output
-
-
-def _joined(held: TokenOutput, new: TokenOutput) -> TokenOutput:
-    """Join the lists, and take the newer value of all else."""
-    new.new_ids = held.new_ids + new.new_ids
-    new.logprobs = held.logprobs + new.logprobs
-    new.input_logprobs = held.input_logprobs + new.input_logprobs
-    new.input_hidden = held.input_hidden + new.input_hidden
-    new.hidden = held.hidden + new.hidden
-    return new

@@ -22,7 +22,13 @@ class TokenSampler(Protocol):
     def close(self, slot: int) -> None: ...
 
     def sample(
-        self, logits: Tensor, slots: Sequence[int], output_lens: Sequence[int], *, mask: TokenMask | None = None
+        self,
+        logits: Tensor,
+        slots: Sequence[int],
+        output_lens: Sequence[int],
+        *,
+        mask: TokenMask | None = None,
+        drafts: Sequence[int | None] = (),
     ) -> tuple[Tensor, Tensor]: ...
 
 

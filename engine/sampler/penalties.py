@@ -13,9 +13,10 @@ from engine.kv.upload import upload
 class PenaltyRows:
     """The penalised rows of a batch, on the device.
 
-    rows [p] int64: index in the batch; states [p] int64: index in the counts; the rest [p, 1] float32.
+    at: their index in the batch, as rows [p] int64: index in the batch; states [p] int64: index in the counts; the rest [p, 1] float32.
     """
 
+    at: list[int]
     rows: torch.Tensor
     states: torch.Tensor
     repetition: torch.Tensor
@@ -58,6 +59,7 @@ class Penalties:
             return None
         params = [s.sampling for _, s in found]
         return PenaltyRows(
+            at=[i for i, _ in found],
             rows=self._ints([i for i, _ in found]),
             states=self._ints([self._state_of[s.slot] for _, s in found]),
             repetition=self._column([p.repetition_penalty for p in params]),
@@ -65,20 +67,31 @@ class Penalties:
             presence=self._column([p.presence_penalty for p in params]),
         )
 
-    def apply(self, logits: torch.Tensor, which: PenaltyRows) -> None:
-        """Penalise in place, repetition first (on the sign of the raw logit, as in CTRL, Keskar et al. 2019)."""
+    def apply(self, logits: torch.Tensor, which: PenaltyRows, drafts: Sequence[int | None] = ()) -> None:
+        """Penalise in place, repetition first (on the sign of the raw logit, as in CTRL, Keskar et al. 2019).
+
+        `drafts`: as of Sampler.sample; a row counts those that it follows, and is of use only if they are right.
+        """
         x = logits.index_select(0, which.rows)
-        counts = self._counts.index_select(0, which.states)
+        counts, seen = self._counts.index_select(0, which.states), self._seen.index_select(0, which.states)
+        if ahead := _followed(which.at, drafts):
+            row, token = self._ints([p for p, _ in ahead]), self._ints([t for _, t in ahead])
+            counts.index_put_((row, token), torch.ones_like(row, dtype=counts.dtype), accumulate=True)
+            seen[row, token] = True
         repeated = torch.where(x > 0, x / which.repetition, x * which.repetition)
-        x = torch.where(self._seen.index_select(0, which.states), repeated, x)
+        x = torch.where(seen, repeated, x)
         x -= which.frequency * counts
         x -= which.presence * (counts > 0)
         logits.index_copy_(0, which.rows, x)
 
-    def count(self, tokens: torch.Tensor, which: PenaltyRows) -> None:
-        """Count the tokens just sampled ([n] of the whole batch), on the device."""
-        at = (which.states, tokens.index_select(0, which.rows))
-        self._counts[at] += 1  # states are distinct: no accumulation needed
+    def count(self, tokens: torch.Tensor, which: PenaltyRows, drafts: Sequence[int | None] = ()) -> None:
+        """Count the tokens just sampled ([n] of the whole batch), on the device; with `drafts` the host waits for them."""
+        states, counted = which.states, tokens.index_select(0, which.rows)
+        if any(drafts[i] is not None for i in which.at if drafts):
+            right = self._ints(_right(which.at, drafts, tokens.tolist()))
+            states, counted = states[right], counted[right]
+        at = (states, counted)
+        self._counts.index_put_(at, torch.ones_like(counted, dtype=self._counts.dtype), accumulate=True)
         self._seen[at] = True
 
     def _take_state(self) -> int:
@@ -100,3 +113,25 @@ class Penalties:
 
     def _column(self, values: list[float]) -> torch.Tensor:
         return upload(torch.tensor(values, dtype=torch.float32), self._device)[:, None]
+
+
+def _followed(at: list[int], drafts: Sequence[int | None]) -> list[tuple[int, int]]:
+    """(index in `at`, drafted token that its row follows)."""
+    followed: list[tuple[int, int]] = []
+    tokens: list[int] = []
+    for p, row in enumerate(at if drafts else ()):
+        draft = drafts[row]
+        tokens = [] if draft is None else [*tokens, draft]
+        followed += [(p, token) for token in tokens]
+    return followed
+
+
+def _right(at: list[int], drafts: Sequence[int | None], tokens: list[int]) -> list[int]:
+    """Indices in `at` of rows that follow what was sampled."""
+    right: list[int] = []
+    follows = True
+    for p, row in enumerate(at):
+        draft = drafts[row]
+        follows = draft is None or (follows and tokens[row - 1] == draft)
+        right += [p] if follows else []
+    return right

@@ -48,19 +48,26 @@ class Sampler:
         self._penalties.close(slot)
 
     def sample(
-        self, logits: torch.Tensor, slots: Sequence[int], output_lens: Sequence[int], *, mask: TokenMask | None = None
+        self,
+        logits: torch.Tensor,
+        slots: Sequence[int],
+        output_lens: Sequence[int],
+        *,
+        mask: TokenMask | None = None,
+        drafts: Sequence[int | None] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample a token for each row: ([n] int64, [n] bool whether the row was bad).
 
         logits [n, V] float32, left as they are; `output_lens`: tokens that each slot has generated before;
         `mask`: the tokens that a grammar allows. A row with a NaN or +inf, or with nothing but -inf, is bad: token 0.
+        `drafts`: by row, the guess of what the row before it samples, which it follows; None: it follows known tokens. Empty: all do.
         """
         assert logits.shape == (len(slots), self._vocab_size), (logits.shape, len(slots), self._vocab_size)
         assert logits.dtype == torch.float32, logits.dtype
         batch = self._batch_of(slots)
         values, indices = row_max(logits)
         bad = ~values.isfinite()
-        edited = self._edited(logits, batch, output_lens)
+        edited = self._edited(logits, batch, output_lens, drafts)
         if mask is not None:
             edited = mask.apply(edited, fallback=logits)
         if edited is not logits:
@@ -68,17 +75,19 @@ class Sampler:
         tokens = self._sampled(edited, values, indices, batch, output_lens)
         tokens = tokens.masked_fill(bad, 0)
         if batch.penalties is not None:
-            self._penalties.count(tokens, batch.penalties)
+            self._penalties.count(tokens, batch.penalties, drafts)
         return tokens, bad
 
-    def _edited(self, logits: torch.Tensor, batch: "_Batch", output_lens: Sequence[int]) -> torch.Tensor:
+    def _edited(
+        self, logits: torch.Tensor, batch: "_Batch", output_lens: Sequence[int], drafts: Sequence[int | None]
+    ) -> torch.Tensor:
         """`logits` itself when no row changes, else a changed copy."""
         banned = batch.banned(output_lens)
         if batch.penalties is None and batch.bias is None and not banned:
             return logits
         logits = logits.clone()
         if batch.penalties is not None:
-            self._penalties.apply(logits, batch.penalties)
+            self._penalties.apply(logits, batch.penalties, drafts)
         if batch.bias is not None:
             logits.index_put_((batch.bias.rows, batch.bias.ids), batch.bias.values, accumulate=True)
         if banned:

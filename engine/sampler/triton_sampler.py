@@ -37,9 +37,15 @@ class TritonSampler:
         del self._slots[slot], self._memory[slot]  # its next owner writes to it behind the steps in flight
 
     def sample(
-        self, logits: Tensor, slots: Sequence[int], output_lens: Sequence[int], *, mask: TokenMask | None = None
+        self,
+        logits: Tensor,
+        slots: Sequence[int],
+        output_lens: Sequence[int],
+        *,
+        mask: TokenMask | None = None,
+        drafts: Sequence[int | None] = (),
     ) -> tuple[Tensor, Tensor]:
-        """As `Sampler.sample`."""
+        """As `Sampler.sample`, but that no slot with drafts has penalties: its counts change in the kernel."""
         assert logits.shape == (len(slots), self._vocab_size), (logits.shape, len(slots), self._vocab_size)
         inputs = upload(torch.tensor([list(slots), list(output_lens)]), self._device)
         masks = None if mask is None else self._masks(mask, slots, output_lens)

@@ -21,6 +21,7 @@ from engine.core.step_budget import StepBudget
 from engine.core.window_pages import WindowPages
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
+from tests.core.guesses import drafting
 from tests.core.hash_model import HashModel, next_token, prefix_hash
 
 
@@ -55,7 +56,7 @@ def plan_item(num_tokens: int = 1, *, start: int = 0, extend: bool, sample: bool
 
 
 class EngineInATest:
-    """`lag`: a launched step runs when it is collected, as late as a stream may; otherwise at once.
+    """`lag`: a launched step runs when it is collected, as late as a stream may; otherwise at once. `drafts`: as in tests/core/guesses.py.
 
     `window`: of some layers, whose pool has `more_window_pages` than the least.
 
@@ -84,8 +85,12 @@ class EngineInATest:
         peers_write: bool = False,
         window: int = 0,
         more_window_pages: int = 0,
+        drafts: str = "",
+        most_drafts: int = 0,
         **limits: object,
     ) -> None:
+        self.model = HashModel(page_size=page_size)
+        self.model.window = window
         allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
         states = None
         if state_slots:
@@ -129,10 +134,9 @@ class EngineInATest:
             tail_texts=lambda ids, skip: ("".join(f"<{i}>" for i in ids),),
             uniform=random.Random(5).random,
             step_budget=step_budget,
+            drafting=drafting(drafts, most=most_drafts, model=self.model) if drafts else None,
         )
         self.now_s = 0.0
-        self.model = HashModel(page_size=page_size)
-        self.model.window = window
         self.depth = depth
         self.lag = lag
         self.launched: deque[tuple[Plan, StepResult | None]] = deque()

@@ -6,6 +6,7 @@ The whole engine with decode graphs (eager ones: the same work over the same buf
 import sys
 import tempfile
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,12 @@ class EveryThird:
         assert token % 3 == self._seen % 3
         self._seen += 1
         return True
+
+    def forced(self) -> list[int]:
+        return []
+
+    def fork(self) -> "EveryThird":
+        return deepcopy(self)
 
     def bitmask(self) -> bytes:
         words = bytearray(4 * -(-self._vocab_size // 32))

@@ -6,6 +6,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,12 @@ class Steps:
     def accept(self, token: int) -> bool:
         self.seen.append(token)
         return True
+
+    def forced(self) -> list[int]:
+        return []
+
+    def fork(self) -> "Steps":
+        return deepcopy(self)
 
     def bitmask(self) -> bytes:
         last = self.seen[-1] if self.seen else 0

@@ -1,5 +1,7 @@
 """A grammar that notes what it saw, refuses one token, and ends after a number of tokens."""
 
+from copy import deepcopy
+
 
 class Fixed:
     """Refuses the token `refuses` and ends after `length` tokens."""
@@ -18,6 +20,12 @@ class Fixed:
     def accept(self, token: int) -> bool:
         self.seen.append(token)
         return token != self._refuses
+
+    def forced(self) -> list[int]:
+        return []
+
+    def fork(self) -> "Fixed":
+        return deepcopy(self)
 
     def bitmask(self) -> bytes:
         self.masks += 1

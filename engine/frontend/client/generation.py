@@ -156,6 +156,7 @@ def absorb(into: TextOutput, new: TextOutput) -> None:
     a.cached_by_tier = b.cached_by_tier or a.cached_by_tier
     a.times = {**a.times, **b.times}
     a.stages = b.stages or a.stages
+    a.drafts = b.drafts or a.drafts
 
 
 def without_tokens(output: TextOutput) -> TextOutput:

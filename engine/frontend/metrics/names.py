@@ -106,6 +106,9 @@ COUNTERS = {
     "deferred_samples": Figure(
         "tandem_num_delayed_samples", "steps whose sampling waited for grammar masks while their forward ran"
     ),
+    "verify_steps": Figure("tandem_num_verify_steps", "decode steps that verified drafted tokens"),
+    "drafts": Figure("vllm:spec_decode_num_draft_tokens", "tokens that were drafted"),
+    "accepted_drafts": Figure("vllm:spec_decode_num_accepted_tokens", "drafted tokens that the model sampled, too"),
     "backup_saved_tokens": Figure("tandem_retraction_saved_tokens", "retracted tokens whose KV was copied to the host"),
     "backup_restored_tokens": Figure(
         "tandem_retraction_restored_tokens", "retracted tokens whose KV came back from the host"

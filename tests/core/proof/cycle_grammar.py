@@ -1,6 +1,6 @@
 """A grammar of three lines, in the protocol of engine/core/hooks.py: which token may stand depends on its place."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.core.hash_model import MASK_BYTES, VOCAB
 
@@ -27,6 +27,12 @@ class CycleGrammar:
             return False
         self.place += 1
         return True
+
+    def forced(self) -> list[int]:
+        return []
+
+    def fork(self) -> "CycleGrammar":
+        return replace(self)
 
     def bitmask(self) -> bytes:
         mask = bytearray(MASK_BYTES)

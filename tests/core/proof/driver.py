@@ -343,14 +343,14 @@ class Driver(EngineInATest):
 
     def _check_plan(self, plan: Plan) -> None:
         """Budgets hold, nobody is computed twice, and nothing is written that is not the request's own."""
-        limits, items = self.scheduler.limits, plan.items
+        limits, items = self.scheduler.limits, [item for item in plan.items if not item.draft]
         assert len({item.rid for item in items}) == len(items) <= limits.max_running_requests
         extends = [item for item in items if item.extend]
         assert limits.prefill_max_requests is None or len(extends) <= limits.prefill_max_requests
         if limits.chunked_prefill_size is not None and extends:
             tokens = sum(item.q_len for item in extends)
             assert tokens <= limits.chunked_prefill_size + limits.tail_tokens, f"a step of {tokens} tokens"
-        for item in items:
+        for item in plan.items:
             request = self.lives[item.rid].request
             assert item.sample or item.kv_len % limits.part_tokens == 0, "a chunk ends inside a page"
             last = -(-item.kv_len // limits.page_size)
@@ -374,6 +374,8 @@ class Driver(EngineInATest):
             restored_tokens=self.scheduler.backups.restored_tokens,
             cached_tokens=counters.cached_tokens,
             updates=self.updates,
+            accepted_drafts=counters.accepted_drafts,
+            rejected_drafts=counters.drafts - counters.accepted_drafts,
             mixed=sum(len({item.extend for item in plan.items}) == 2 for plan in plans),
             chunks=sum(not item.sample for plan in plans for item in plan.items),
             overlapped=self.overlapped,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from engine.core.policy import NO_PRIORITIES, POLICIES, Priorities
+from tests.core.guesses import KINDS as GUESSES
 
 ROLES = ("unified", "prefill", "decode")
 
@@ -18,7 +19,8 @@ class Setup:
 
     `lag`: steps run when they are collected. `gives_nan`: the model sometimes does. `depth`: with one pipeline stage; more
     stages are so much deeper. `state_slots`: of a model with recurrent states; 0: it has none. `grid`: where its prompts may be cut.
-    `window`: tokens that queries of some layers see; 0: all layers see all.
+    `window`: tokens that queries of some layers see; 0: all layers see all. `drafts`: how requests are drafted (tests/core/guesses.py), by up
+    to `most_drafts` tokens; "": not at all.
     """
 
     role: str
@@ -47,6 +49,8 @@ class Setup:
     grid: int = 8
     window: int = 0
     more_window_pages: int = 0
+    drafts: str = ""
+    most_drafts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +197,18 @@ def _events() -> st.SearchStrategy[Event]:
 def stories(*, min_events: int = 25, max_events: int = 60) -> st.SearchStrategy[Story]:
     event = st.one_of(asks(), _events(), asks(), _events(), _events())
     return st.builds(Story, _setups(), st.lists(event, min_size=min_events, max_size=max_events).map(tuple))
+
+
+def stories_with_drafts() -> st.SearchStrategy[Story]:
+    """One pipeline stage: drafts follow known tokens, and stages have others in flight."""
+    setup = _setups(
+        role=st.sampled_from(["unified", "decode"]),
+        pp_size=st.just(1),
+        drafts=st.sampled_from(GUESSES),
+        most_drafts=st.sampled_from([1, 2, 3, 7, 20]),
+    )
+    event = st.one_of(asks(), _events(), asks(), _events(), _events())
+    return st.builds(Story, setup, st.lists(event, min_size=25, max_size=60).map(tuple))
 
 
 def rushes() -> st.SearchStrategy[Story]:

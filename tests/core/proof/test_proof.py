@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from tests.core.proof.driver import play
-from tests.core.proof.story import Story, rushes, stories, stories_with_groups
+from tests.core.proof.story import Story, rushes, stories, stories_with_drafts, stories_with_groups
 from tools.mutants.__main__ import find
 
 STEPS = 10_000
@@ -87,6 +87,14 @@ def test_10_000_steps_with_states_and_windows() -> None:
     """Both at once: a prefix is used where both are there."""
     seen = seen_in(stories_with_groups(states=True, windows=True), examples=EXAMPLES)
     must_show(seen, {**OF_GROUPS, **OF_STATES, **OF_WINDOWS})
+
+
+def test_10_000_steps_with_drafts() -> None:
+    """Right, wrong and in turn, past the end of an answer, at any depth: each request gets the tokens of plain decoding."""
+    seen = seen_in(stories_with_drafts(), examples=EXAMPLES + 30)
+    must_show(
+        seen, {"retractions": 30, "overlapped": 500, "accepted_drafts": 1000, "rejected_drafts": 1000, "masks": 200}
+    )
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.frontend.apis.shared.stream import finite
 from engine.frontend.client.generation import Generation, absorb
-from engine.messages import FinishReason, GenerateRequest, LogprobOptions, TokenLogprob, TokenOutput
+from engine.messages import DraftCounts, FinishReason, GenerateRequest, LogprobOptions, TokenLogprob, TokenOutput
 from engine.text.sample import TextOutput
 
 
@@ -67,6 +67,8 @@ class NativeView:
             meta["num_transfer_retries"] = t.transfer_retries
         if t.cached_by_tier:
             meta["cached_tokens_details"] = dict(zip(("device", "host", "storage"), t.cached_by_tier, strict=True))
+        if t.drafts is not None:
+            meta |= _speculation_info(t.drafts, completion_tokens=len(t.new_ids))
         if request.lora:
             meta["lora_path"] = request.lora
         if request.return_hidden_states:
@@ -122,6 +124,17 @@ def shown_finish(finish: FinishReason | None, num_tokens: int) -> dict[str, Any]
             "err_type": None,
         }
     return {"type": finish.kind, "matched": finish.matched}
+
+
+def _speculation_info(counts: DraftCounts, *, completion_tokens: int) -> dict[str, float]:
+    """SGLang's names. `spec_accept_length`: tokens of a decode step on average."""
+    return {
+        "spec_verify_ct": counts.steps,
+        "spec_accept_length": completion_tokens / counts.steps,
+        "spec_accept_rate": counts.accepted / counts.drafted if counts.drafted else 0.0,
+        "spec_accept_token_num": counts.accepted,
+        "spec_draft_token_num": counts.drafted,
+    }
 
 
 def _hidden_state_lists(tokens: TokenOutput) -> list[Any]:

@@ -1,0 +1,136 @@
+"""Speculative decoding: which requests get drafts, and how long ones, so that a step yields the most tokens a second.
+
+A draft guesses the tokens that a request samples next. Each drafted token is one more row of a decode step: it reads the draft, and
+samples what follows. Results (engine/core/results.py) keep a row if the row before it sampled exactly its draft. A sample is a function of
+seed, position and logits alone, so the tokens are those of plain decoding at any temperature, and nothing is drawn twice.
+
+A row pays if
+
+    chance that it is kept > tokens a second of the step without it * seconds that it adds
+
+Chances come from how drafts behind such matches fared, also those that were not computed; seconds from RowCosts. So in a full batch, where
+rows cost, drafts become short and end.
+"""
+
+import math
+from bisect import bisect
+from collections.abc import Sequence
+from typing import Protocol
+
+from engine.core.drafts import NO_DRAFT, Chance, Draft, Drafts
+from engine.core.hooks import Grammar
+from engine.core.plan import Plan
+from engine.core.request import Request
+from engine.core.row_costs import RowCosts
+
+FORCED = 1 << 30  # the match of tokens that a grammar forces
+MATCHES = (3, 4, 6, 9, 17, FORCED)  # first length of each class of matches but the shortest
+FIRST_CHANCES = (0.4, 0.55, 0.7, 0.8, 0.87, 0.92, 0.98)  # by class
+TRUST = 8.0  # drafted tokens that weigh as much as FIRST_CHANCES
+TRUST_OF_CLASS = 4.0  # that weigh in a request's chance as much as its class of matches
+KEPT, KEPT_OF_REQUEST = 0.998, 0.95  # weight of a drafted token when the next one is known
+NEVER, SURE = 0.01, 0.99
+ROUNDS = 3
+SWITCH_COST = 0.1  # of a step: what overlap saves, which a step with drafts does without
+
+
+class Drafter(Protocol):
+    def draft(self, request: Request) -> Draft:
+        """Guess what follows the known tokens of `request`; called once for each length."""
+
+
+class Costs(Protocol):
+    def step(self, rows: int) -> float:
+        """Predict what a decode step takes."""
+
+    def note(self, rows: int, taken_s: float) -> None:
+        """Learn from a decode step."""
+
+
+class Drafting:
+    """`drafter`: None: only what a grammar forces is drafted. `most`: drafted tokens of a request in a step. `counts`: whether penalties can be computed for several rows of a request."""
+
+    def __init__(self, drafter: Drafter | None, *, most: int, counts: bool = True, costs: Costs | None = None) -> None:
+        self.costs: Costs = costs or RowCosts()
+        self._drafter = drafter
+        self._most = most
+        self._counts = counts
+        self._of_match = [Chance() for _ in FIRST_CHANCES]
+
+    def choose(self, requests: Sequence[Request], *, overlaps: bool) -> dict[str, list[int]]:
+        """Return the drafts of the next step, which decodes `requests`. `overlaps`: without drafts it would overlap another."""
+        found = [(r, draft, self._chance(r.drafts)) for r in requests if (draft := self._draft(r)).tokens]
+        rows, tokens, best = len(requests), float(len(requests)), dict[str, list[int]]()
+        if not found:
+            return best
+        best_rate = tokens / self.costs.step(rows) * (1 + SWITCH_COST * overlaps)
+        for _ in range(ROUNDS):
+            least = tokens / self.costs.step(rows) * (self.costs.step(rows + 1) - self.costs.step(rows))
+            rows, tokens, chosen = len(requests), float(len(requests)), dict[str, list[int]]()
+            for request, draft, chance in found:
+                if count := min(_rows_above(least, chance), len(draft.tokens), request.samples_left - 1, self._most):
+                    chosen[request.rid] = draft.tokens[:count]
+                    rows += count
+                    tokens += chance * (1 - chance**count) / (1 - chance)
+            if (rate := tokens / self.costs.step(rows)) > best_rate:
+                best, best_rate = chosen, rate
+        return best
+
+    def note(self, plan: Plan, taken_s: float) -> None:
+        """Learn from a step that took `taken_s`."""
+        if not plan.extend and plan.items and taken_s > 0:
+            self.costs.note(len(plan.items), taken_s)
+
+    def _draft(self, request: Request) -> Draft:
+        drafts = request.drafts
+        if not self._can_draft(request):
+            return NO_DRAFT
+        if drafts.known < request.num_tokens:
+            self._score(request)
+            drafts.draft, drafts.known = self._guess(request), request.num_tokens
+        return drafts.draft
+
+    def _can_draft(self, request: Request) -> bool:
+        if request.grammar is None and self._drafter is None:
+            return False
+        sampling = request.sampling
+        ends_late = sampling.min_new_tokens > 0 and (sampling.stop or sampling.stop_regex)  # engine/loop/stream_gate.py
+        return not ends_late and (self._counts or not sampling.penalized)
+
+    def _guess(self, request: Request) -> Draft:
+        grammar = request.grammar
+        if grammar is not None and (forced := grammar.forced()):
+            return Draft(_fitting(grammar, forced), FORCED)
+        draft = NO_DRAFT if self._drafter is None else self._drafter.draft(request)
+        return draft if grammar is None else Draft(_fitting(grammar, draft.tokens), draft.match)
+
+    def _score(self, request: Request) -> None:
+        """Note how far the last draft was right, whether it was computed or not."""
+        drafts = request.drafts
+        guesses, of_match = drafts.draft.tokens, self._of_match[bisect(MATCHES, drafts.draft.match)]
+        for guess, token in zip(guesses, request.tokens(drafts.known, request.num_tokens), strict=False):
+            of_match.note(hit=guess == token, kept=KEPT)
+            drafts.chance.note(hit=guess == token, kept=KEPT_OF_REQUEST)
+            if guess != token:
+                return
+
+    def _chance(self, drafts: Drafts) -> float:
+        kind = bisect(MATCHES, drafts.draft.match)
+        of_match = self._of_match[kind].value(FIRST_CHANCES[kind], TRUST)
+        return min(SURE, max(NEVER, drafts.chance.value(of_match, TRUST_OF_CLASS)))
+
+
+def _fitting(grammar: Grammar, tokens: Sequence[int]) -> list[int]:
+    """`tokens` before the first that may not stand, or that ends the grammar: nothing is sampled behind it."""
+    fork = grammar.fork() if tokens else grammar
+    for i, token in enumerate(tokens):
+        if not fork.accept(token) or fork.ended:
+            return list(tokens[:i])
+    return list(tokens)
+
+
+def _rows_above(least: float, chance: float) -> int:
+    """How many rows are kept with a chance above `least`; row j is with chance**j."""
+    if least >= 1:
+        return 0
+    return int(math.log(max(least, 1e-9)) / math.log(chance))

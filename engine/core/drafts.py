@@ -1,0 +1,54 @@
+"""What is drafted for a request, and how its drafts fared."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.messages import DraftCounts
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """`tokens` may come next. `match`: how many of the newest tokens occurred before them."""
+
+    tokens: list[int]
+    match: int
+
+
+NO_DRAFT = Draft([], 0)
+
+
+@dataclass(slots=True)
+class Chance:
+    """That a drafted token is right: counts, of which older ones count less."""
+
+    hits: float = 0.0
+    tries: float = 0.0
+
+    def note(self, *, hit: bool, kept: float) -> None:
+        """`kept`: weight of what was noted before."""
+        self.hits = self.hits * kept + hit
+        self.tries = self.tries * kept + 1
+
+    def value(self, prior: float, trust: float) -> float:
+        """The share of hits, with `trust` more tries of which `prior` hit."""
+        return (self.hits + prior * trust) / (self.tries + trust)
+
+
+@dataclass(slots=True, eq=False)
+class Drafts:
+    """Of one request. `draft` follows its first `known` tokens; `rows`: drafted tokens in flight. `index`: the drafter's own.
+
+    `steps`: its decode steps that could hold drafts; `drafted`, `accepted`: tokens in them.
+    """
+
+    draft: Draft = NO_DRAFT
+    known: int = 0
+    chance: Chance = field(default_factory=Chance)
+    index: Any = None
+    rows: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def counts(self) -> DraftCounts:
+        return DraftCounts(self.steps, self.drafted, self.accepted)

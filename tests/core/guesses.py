@@ -1,0 +1,42 @@
+"""Drafters that are right, wrong, or both in turn, about the model of hashes; and rows that always pay."""
+
+import random
+
+from engine.core.drafting import Drafting
+from engine.core.drafts import Draft
+from engine.core.request import Request
+from tests.core.hash_model import HashModel, next_token, prefix_hash, step_hash
+
+KINDS = ("right", "wrong", "mixed")
+
+
+class Guesses:
+    """`kind`: what it guesses, up to `most` tokens behind the known ones, also past the end of an answer. `model`: knows the weights."""
+
+    def __init__(self, kind: str, *, most: int, model: HashModel) -> None:
+        self._kind = kind
+        self._most = most
+        self._model = model
+        self._random = random.Random(3)
+
+    def draft(self, request: Request) -> Draft:
+        value = prefix_hash(request.tokens(0, request.num_tokens), self._model.weights + request.adapter)
+        guesses = []
+        for _ in range(self._random.randint(0, self._most)):
+            right = next_token(value)
+            is_wrong = self._kind == "wrong" or (self._kind == "mixed" and self._random.random() < 0.3)
+            guesses.append((right + 1) % 50 if is_wrong else right)
+            value = step_hash(value, guesses[-1])
+        return Draft(guesses, match=2)
+
+
+class FreeRows:
+    def step(self, rows: int) -> float:
+        return 1 / rows  # more of them pay, however unlikely
+
+    def note(self, rows: int, taken_s: float) -> None:
+        """Nothing is learned."""
+
+
+def drafting(kind: str, *, most: int, model: HashModel) -> Drafting:
+    return Drafting(Guesses(kind, most=most, model=model), most=most, costs=FreeRows())

@@ -1,0 +1,110 @@
+"""How many rows go to drafts: as many as yield more tokens a second."""
+
+from collections.abc import Callable
+
+import pytest
+
+from engine.core.drafting import Drafting
+from engine.core.drafts import Draft
+from engine.core.request import Request
+from engine.core.row_costs import RowCosts
+from tests.core.engine_in_a_test import request_of
+
+
+class Constant:
+    """Drafts ten tokens for every request, all of the same number."""
+
+    def draft(self, request: Request) -> Draft:
+        return Draft([7] * 10, match=3)
+
+
+def drafting(cost: Callable[[int], float], *, rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32)) -> Drafting:
+    """`cost`: of a step by its rows, measured at `rows`."""
+    costs = RowCosts()
+    for _ in range(10):
+        for n in rows:
+            costs.note(n, cost(n))
+    return Drafting(Constant(), most=10, costs=costs)
+
+
+def generate(one: Drafting, request: Request, token: int, count: int) -> None:
+    for _ in range(count):
+        one.choose([request], overlaps=False)
+        request.output_ids.append(token)
+
+
+def num_drafted(one: Drafting, requests: list[Request], *, overlaps: bool = False) -> int:
+    return sum(map(len, one.choose(requests, overlaps=overlaps).values()))
+
+
+def ask(n: int = 0) -> Request:
+    return request_of([1, 2, 3], rid=f"r{n}", max_new_tokens=1000)
+
+
+def test_drafts_that_are_right_become_long() -> None:
+    one, request = drafting(lambda rows: 1 + 0.03 * rows), ask()
+    first = num_drafted(one, [request])
+    generate(one, request, 7, 30)
+    assert 0 < first < num_drafted(one, [request]) == 10
+
+
+def test_drafts_that_are_wrong_end_though_they_were_not_computed() -> None:
+    one, request = drafting(lambda rows: 1 + 0.1 * rows), ask()
+    generate(one, request, 8, 30)
+    assert num_drafted(one, [request]) == 0
+    generate(one, request, 7, 60)
+    assert num_drafted(one, [request]) > 0
+
+
+def test_where_rows_cost_all_that_they_yield_nothing_is_drafted() -> None:
+    """Two of three are right, and a row adds as much as a step takes."""
+    one, request = drafting(lambda rows: float(rows)), ask()
+    for _ in range(10):
+        generate(one, request, 8, 1)
+        generate(one, request, 7, 2)
+    assert num_drafted(one, [request]) == 0
+
+
+def test_a_full_batch_drafts_less() -> None:
+    """Up to 32 rows cost little, then each costs as much as the step yields."""
+    one = drafting(lambda rows: 1 + 0.02 * rows)
+    requests = [ask(n) for n in range(64)]
+    alone = num_drafted(one, requests[:1])
+    assert num_drafted(one, requests) / 64 < alone
+
+
+def test_overlap_is_worth_something() -> None:
+    one, request = drafting(lambda rows: 1 + 0.15 * rows), ask()
+    generate(one, request, 8, 8)
+    generate(one, request, 7, 1)
+    assert num_drafted(one, [request]) > num_drafted(one, [request], overlaps=True) == 0
+
+
+@pytest.mark.parametrize(("left", "drafted"), [(1, 0), (2, 1), (4, 3)])
+def test_no_more_is_drafted_than_may_be_sampled(left: int, drafted: int) -> None:
+    one, request = drafting(lambda rows: 1.0), request_of([1, 2, 3], max_new_tokens=left)
+    assert num_drafted(one, [request]) == drafted
+
+
+def test_costs_are_a_line_through_what_was_measured() -> None:
+    costs = RowCosts()
+    for _ in range(30):
+        for rows in (1, 3, 8):
+            costs.note(rows, 0.1 + 0.01 * rows)
+    assert costs.step(1) == pytest.approx(0.11, rel=0.02) and costs.step(20) == pytest.approx(0.3, rel=0.1)
+
+
+def test_costs_follow_what_was_measured_last() -> None:
+    costs = RowCosts()
+    for scale in (1.0, 5.0):
+        for _ in range(200):
+            for rows in (1, 3, 8):
+                costs.note(rows, scale * (0.1 + 0.01 * rows))
+    assert costs.step(4) == pytest.approx(5 * 0.14, rel=0.02)
+
+
+def test_before_anything_was_measured_rows_are_cheap() -> None:
+    costs = RowCosts()
+    assert costs.step(1) < costs.step(8) < 2 * costs.step(1)
+    costs.note(4, 0.2)
+    assert costs.step(4) == pytest.approx(0.2) and 0.2 < costs.step(8) < 0.4
