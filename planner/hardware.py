@@ -57,7 +57,12 @@ def hardware_of(config: PlanConfig, model: ModelConfig, *, tps: Sequence[int], p
     else:
         assert gpu is not None, "checked"
         efficiency = _efficiency(config, profile, assumed, several_gpus=max(tps) > 1)
-        step_times = {tp: Roofline(gpu=gpu, shape=shape_of(model, tp), efficiency=efficiency, tp=tp) for tp in tps}
+        step_times = {
+            tp: Roofline(
+                gpu=gpu, shape=shape_of(model, tp, on_cpu=config.host_cores is not None), efficiency=efficiency, tp=tp
+            )
+            for tp in tps
+        }
         text = f"{gpu.name}, by its data sheet"
     if config.transfer_gb_s is None and profile.handover is None:
         assumed.notes.append(f"transfers at {link_bytes_per_s / GB:g} GB/s a GPU")

@@ -83,13 +83,12 @@ class Roofline:
         flops_s = self.gpu.tflops * 1e12 * self.efficiency.compute
         bytes_s = self.gpu.memory_gb_s * 1e9 * self.efficiency.memory
         shape, tokens = self.shape, load.prefill_tokens + load.decodes
-        read = (shape.layer_params + shape.head_params) * shape.element_bytes
         linear = 2 * (shape.layer_params * tokens + shape.head_params * load.samples)
         prefill_read = load.prefill_context * shape.kv_bytes
         prefill = max(load.prefill_pairs * shape.pair_flops / flops_s, prefill_read / bytes_s)
         decode = load.decode_context * shape.kv_bytes / bytes_s
         ranks_s = 0.0 if self.tp == 1 else self._sums_s(tokens) + self._gather_s(load.samples)
-        return self.efficiency.step_s + max(linear / flops_s, read / bytes_s) + prefill + decode + ranks_s
+        return self.efficiency.step_s + max(linear / flops_s, shape.read_bytes / bytes_s) + prefill + decode + ranks_s
 
     def _sums_s(self, tokens: int) -> float:
         """Small sums read all partials of the others; large ones a slice of each, and then the others' rounded slices."""

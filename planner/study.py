@@ -78,11 +78,12 @@ def study_of(config: PlanConfig) -> Study:
         raise ConfigError(
             f"--model-path: its context of {engine.context_length} tokens is shorter than a request of {longest}"
         )
+    on_cpu = config.host_cores is not None
     return Study(
         config=config,
         model=model.architecture,
         engine=engine,
-        shape=shape_of(model),
+        shape=shape_of(model, on_cpu=on_cpu),
         hardware=hardware,
         slo=SloTargets(
             ttft_s=config.slo_ttft_s,
@@ -109,6 +110,7 @@ def study_of(config: PlanConfig) -> Study:
                 memory_bytes=hardware.memory_bytes,
                 gpu=hardware.gpu_flag,
                 longest=longest,
+                on_cpu=on_cpu,
             )
             for tp in tps
         },

@@ -16,7 +16,7 @@ from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.models.decoder import DenseDecoder
 from service.flags import ConfigError
 
-FREE_FIELDS = ("dtype",)  # how weights are stored; they are converted to the engine's type
+FREE_FIELDS = ("dtype", "stored")  # they are converted to the engine's type; `quantization` says what must be equal
 
 
 class WeightUpdater:

@@ -1,6 +1,6 @@
 """How the weights of a checkpoint are quantized: its `quantization_config`, checked. Never torch.
 
-Bits and groups follow from the tensors' shapes; here stands what they do not say.
+Bits and groups of what is loaded follow from the tensors' shapes; here stands what they do not say, and what a plan needs.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,28 @@ _COMPRESSED = ("int-quantized", "float-quantized", "pack-quantized", "naive-quan
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """How integers lie in memory: `bits` each, a scale for `group` inputs of an output (0: for all), with an offset beside it or not."""
+
+    bits: int
+    group: int
+    offsets: bool
+
+    def size_bytes(self, outputs: int, inputs: int) -> int:
+        """Of a matrix, but for what fills its last panels. Scales and offsets are fp32."""
+        groups = -(-inputs // self.group) if self.group else 1
+        return outputs * inputs * self.bits // 8 + 4 * outputs * groups * (1 + self.offsets)
+
+
+@dataclass(frozen=True, slots=True)
 class StoredWeights:
     """`layout`: of the tensors ("fp8", "awq", "gptq", "compressed"). `bits`: of an integer in a word (awq, gptq). `zeros_less_one`: zero
-    points are stored minus 1 (the first format of GPTQ)."""
+    points are stored minus 1 (the first format of GPTQ). `packing`: where they stay integers; None: they become floats."""
 
     layout: str
     bits: int = 8
     zeros_less_one: bool = False
+    packing: Packing | None = None
 
     def __str__(self) -> str:
         return f"{self.layout}{self.bits}"
@@ -59,7 +74,8 @@ def _awq(config: Fields) -> StoredWeights:
         raise config.error("bits", f"AWQ of {bits} bits is not supported, only of 4; {REMEDY}")
     if version.lower() != "gemm":
         raise config.error("version", f"the packing {version} is not supported, only gemm is; {REMEDY}")
-    return StoredWeights("awq", 4)
+    group = _group(config, "group_size" if config.get("group_size") is not None else "q_group_size")
+    return StoredWeights("awq", 4, packing=Packing(4, group, config.flag("zero_point", default=True)))
 
 
 def _gptq(config: Fields) -> StoredWeights:
@@ -68,20 +84,29 @@ def _gptq(config: Fields) -> StoredWeights:
         raise config.error("bits", f"GPTQ of {bits} bits is not supported, only of 4 and 8; {REMEDY}")
     if packing not in ("gptq", "gptq_v2"):
         raise config.error("checkpoint_format", f"{packing} is not supported, only gptq and gptq_v2 are; {REMEDY}")
-    return StoredWeights("gptq", bits, zeros_less_one=packing == "gptq")
+    own = Packing(bits, _group(config, "group_size"), not config.flag("sym", default=True))
+    by_activation = config.flag("desc_act", default=False)
+    return StoredWeights("gptq", bits, zeros_less_one=packing == "gptq", packing=None if by_activation else own)
 
 
 def _compressed(config: Fields) -> StoredWeights:
     form = config.text("format", default="")
     if form not in _COMPRESSED:
         raise config.error("format", f"{form or 'none'} is not supported, only {', '.join(_COMPRESSED)} are; {REMEDY}")
-    groups, bits = config.inside("config_groups"), set()
+    groups, bits, packing = config.inside("config_groups"), set(), None
     for name in groups.names():
         weights = groups.inside(name).inside("weights")
         kind, size = weights.text("type", default="int"), weights.count("num_bits")
         if (kind, size) not in (("int", 4), ("int", 8), ("float", 8)) or (size == 4 and form != "pack-quantized"):
             raise weights.error("num_bits", f"{kind} of {size} bits as {form} is not supported; {REMEDY}")
         bits.add(size)
+        if kind == "int":
+            packing = Packing(size, _group(weights, "group_size"), not weights.flag("symmetric", default=True))
     if len(bits) != 1:
         raise config.error("config_groups", f"must have weights of one size, has {len(bits)}; {REMEDY}")
-    return StoredWeights("compressed", bits.pop())
+    return StoredWeights("compressed", bits.pop(), packing=packing)
+
+
+def _group(config: Fields, name: str) -> int:
+    """0: absent, or -1, one for all inputs."""
+    return 0 if config.get(name) in (None, -1) else config.count(name)

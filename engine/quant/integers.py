@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from engine.model_files.stored_weights import Packing
+
 _HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_HALF, *(-value for value in _HALF))  # by 4 bits: a sign, 2 of the exponent, 1 of the mantissa
 
@@ -52,8 +54,7 @@ class Integers:
     @property
     def size_bytes(self) -> int:
         """Of the packed matrix."""
-        offsets = 0 if self.offsets is None else self.offsets.numel()
-        return self.values.numel() * self.bits // 8 + 4 * (self.scales.numel() + offsets)
+        return Packing(self.bits, self.group, self.offsets is not None).size_bytes(*self.shape)
 
     def times(self, factor: float) -> "Integers":
         """Each value times `factor`."""

@@ -44,6 +44,7 @@ SHAPE = Shape(
     layer_params=10**9,
     head_params=10**8,
     weight_bytes=2_200_000_000,
+    read_bytes=2_200_000_000,
     kv_bytes=10**5,
     pair_flops=10**6,
     element_bytes=2,

@@ -112,8 +112,8 @@ def fp8(weight: Tensor, *, scale: str) -> Stored:
     return Stored({"weight": values, **tensors[scale], **extra}, values.float() * scales[cell])
 
 
-def _compressed(form: str, bits: int, kind: str = "int") -> dict[str, Any]:
-    group = {"weights": {"num_bits": bits, "type": kind}, "targets": ["Linear"]}
+def _compressed(form: str, bits: int, kind: str = "int", **weights: Any) -> dict[str, Any]:
+    group = {"weights": {"num_bits": bits, "type": kind, **weights}, "targets": ["Linear"]}
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -124,12 +124,15 @@ def _compressed(form: str, bits: int, kind: str = "int") -> dict[str, Any]:
 
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Stored]]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, awq),
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}, gptq),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}, gptq),
     "gptq-8": ({"quant_method": "gptq", "bits": 8, "group_size": 32}, lambda w: gptq(w, bits=8)),
     "gptq-v2": ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}, lambda w: gptq(w, less_one=0)),
     "gptq-by-activation": ({"quant_method": "gptq", "bits": 4, "desc_act": True}, lambda w: gptq(w, shuffled=True)),
-    "packed-4": (_compressed("pack-quantized", 4), packed),
-    "packed-4-zeros": (_compressed("pack-quantized", 4), lambda w: packed(w, zeros=True)),
+    "packed-4": (_compressed("pack-quantized", 4, group_size=32), packed),
+    "packed-4-zeros": (
+        _compressed("pack-quantized", 4, group_size=32, symmetric=False),
+        lambda w: packed(w, zeros=True),
+    ),
     "packed-8": (_compressed("pack-quantized", 8), lambda w: packed(w, bits=8)),
     "int8": (_compressed("int-quantized", 8), int8),
     "int8-one-scale": (_compressed("int-quantized", 8), lambda w: int8(w, whole=True)),
