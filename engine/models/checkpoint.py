@@ -120,7 +120,7 @@ class Checkpoint:
     def take_integers(
         self, names: Sequence[str], rows: Sequence[Extent], inputs: Extent, factors: Sequence[float] = ()
     ) -> Integers | None:
-        """As `take_rows` of matrices that are stored as integers of one kind, each times its factor if there are `factors`.
+        """As `take_rows` of matrices that are stored as integers of equal groups, each times its factor if there are `factors`.
 
         None: they are not stored so.
         """
@@ -130,7 +130,7 @@ class Checkpoint:
         for name, cut, factor in zip(names, map(cut_of, rows), factors or [1.0] * len(names), strict=True):
             shape, taken = (cut.total, columns.total), (cut.taken, columns.taken)
             part = self._tensors.integers(name, shape, taken, self.dtype)
-            if part is None or (parts and part.kind != parts[0].kind):
+            if part is None or (parts and not part.stacks_with(parts[0])):
                 return None
             parts.append(part.times(factor).to(self.device))
         self._bar.update(len(self._left.intersection(names)))

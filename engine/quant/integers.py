@@ -40,8 +40,12 @@ class Integers:
 
     @property
     def kind(self) -> tuple[int, int, bool]:
-        """Equal for those that can lie in one matrix."""
+        """Equal for matrices that lie side by side."""
         return self.bits, self.group, self.e2m1
+
+    def stacks_with(self, other: "Integers") -> bool:
+        """Whether one matrix can hold both: integers of 4 bits then take 8, if the other's do."""
+        return self.kind == other.kind or (self.group == other.group and not self.e2m1 and not other.e2m1)
 
     @property
     def shape(self) -> torch.Size:
@@ -92,9 +96,10 @@ def rows_of(weight: Weight, order: Sequence[int]) -> Weight:
 
 
 def stacked(parts: Sequence[Integers]) -> Integers:
-    """One above the other; of one kind each."""
+    """One above the other."""
     first = parts[0]
-    assert all(part.kind == first.kind for part in parts), parts
+    fit = [part.stacks_with(first) for part in parts]
+    assert all(fit), parts
     offsets = []
     if any(part.offsets is not None for part in parts):
         offsets = [torch.zeros_like(part.scales) if part.offsets is None else part.offsets for part in parts]
@@ -103,6 +108,7 @@ def stacked(parts: Sequence[Integers]) -> Integers:
         values=torch.cat([part.values for part in parts]),
         scales=torch.cat([part.scales for part in parts]),
         offsets=torch.cat(offsets) if offsets else None,
+        bits=max(part.bits for part in parts),
     )
 
 

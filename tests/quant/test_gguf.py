@@ -69,6 +69,18 @@ def test_integers_of_one_type_stay_packed_the_head_too(tmp_path: Path) -> None:
 
 
 @needs_kernel
+def test_of_4_and_8_bits_both_take_8(tmp_path: Path) -> None:
+    """As files Q4_K_S are: v of some layers in Q5_K."""
+    file, checkpoint = make_tiny_gguf(tmp_path, "llama", "Q4_K", kinds={V: Kind.Q5_K})
+    exact = load_file(checkpoint / "model.safetensors")
+    with opened(file) as taken:
+        found = taken.take_integers(names([Q, K, V]), [256, 128, 128], 256)
+        assert found is not None and found.bits == 8
+        assert torch.equal(found.dense(), torch.cat([exact[name] for name in names([Q, K, V])]).bfloat16())
+    assert {bits for name, bits in matrices(file) if name.endswith("q_proj")} == {8}
+
+
+@needs_kernel
 def test_in_a_mixed_file_only_what_cannot_stay_becomes_floats(tmp_path: Path) -> None:
     """As files Q4_K_M are: v of some layers and the output in Q6_K."""
     kinds = {"layers.0.self_attn.v_proj": Kind.Q6_K, "layers.1.mlp.down_proj": Kind.F16, "lm_head": Kind.Q6_K}
