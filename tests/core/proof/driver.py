@@ -28,13 +28,16 @@ OF_THE_STORY = ("role", "capacity", "chunk_pages", "gives_nan")  # the rest of a
 
 @dataclass(eq=False)
 class Life:
-    """One request. `stage`: what the role outside waits for ("": nothing). `since`, `weights`: as the oracle has them."""
+    """One request. `stage`: what the role outside waits for ("": nothing). `exposed`: what a peer knew and may write, whatever the core
+    keeps in quarantine. `since`, `weights`: as the oracle has them.
+    """
 
     ask: Ask
     wishes: Wishes
     request: Request
     stage: str = ""
     answer: TokenOutput | None = None
+    exposed: Detached = field(default_factory=Detached)
     quarantined: Detached = field(default_factory=Detached)
     since: list[int] = field(default_factory=lambda: [0])
     weights: list[int] = field(default_factory=list)
@@ -169,6 +172,8 @@ class Driver(EngineInATest):
             if life.stage == "prealloc":
                 self.scheduler.held.release(request)
             else:
+                states = [request.state] if request.state else []
+                life.exposed = Detached(request.own_pages(), states, [page for page in request.window if page])
                 life.quarantined = self.scheduler.held.quarantine(request)
                 self.scheduler.held.release(request)
             life.stage = "" if life.stage == "prealloc" else "quarantined"
@@ -196,11 +201,7 @@ class Driver(EngineInATest):
             life.stage = ""
             self.say(self.scheduler.held.start_decoding(request, self._first_token(life), cached_tokens=0))
         elif life.stage == "quarantined":
-            junk = {(p, o): Slot(7, 7) for p in life.quarantined.pages for o in range(self.setup.page_size)}
-            self.model.kv.update(junk)  # a peer writes late
-            late = {(p, o): Slot(7, 7) for p in life.quarantined.windows for o in range(self.setup.page_size)}
-            self.model.window_kv.update(late)
-            self.model.states.update({slot: State(7, 7) for slot in life.quarantined.states})
+            self._write_late(life.exposed)
             self.scheduler.held.end_quarantine(life.quarantined)
             life.stage = ""
         elif life.stage in ("computed", "reading"):
@@ -211,6 +212,19 @@ class Driver(EngineInATest):
                 self.say([life.answer])
             self.scheduler.held.release(request)
             life.stage = ""
+
+    def _write_late(self, exposed: Detached) -> None:
+        """A peer writes what it was given, which therefore no other request can get."""
+        memory, offsets = self.scheduler.memory, range(self.setup.page_size)
+        self.model.kv.update({(page, offset): Slot(7, 7) for page in exposed.pages for offset in offsets})
+        self.model.window_kv.update({(page, offset): Slot(7, 7) for page in exposed.windows for offset in offsets})
+        self.model.states.update({slot: State(7, 7) for slot in exposed.states})
+        lists = [(memory.allocator, exposed.pages)]
+        lists += [] if memory.states is None else [(memory.states.allocator, exposed.states)]
+        lists += [] if memory.windows is None else [(memory.windows.allocator, exposed.windows)]
+        for allocator, numbers in lists:
+            free = [number for number in numbers if allocator.state_of(number) != "quarantined"]
+            assert not free, f"a peer may still write {free}, which others can get"
 
     def _first_in_line(self, life: Life) -> bool:
         def urgency(request: Request) -> float:
