@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator, Mapping
 
 
@@ -24,15 +25,38 @@ def defaults_inside(settings: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet(*fds: int) -> Iterator[None]:
-    """Send what C code writes to `fds` (1: stdout, 2: stderr) to /dev/null inside the block."""
-    saved = [(fd, os.dup(fd)) for fd in fds]
-    null = os.open(os.devnull, os.O_WRONLY)
-    try:
+    """Send what C code writes to `fds` (1: stdout, 2: stderr) to /dev/null inside the block. Blocks of several threads may overlap."""
+    with _lock:
         for fd in fds:
-            os.dup2(null, fd)
+            _silence(fd)
+    try:
         yield
     finally:
+        with _lock:
+            for fd in fds:
+                _unsilence(fd)
+
+
+_lock = threading.Lock()
+_blocks: dict[int, tuple[int, int]] = {}  # by file descriptor: (a copy of what it was, blocks that it is silent for)
+
+
+def _silence(fd: int) -> None:
+    if fd not in _blocks:
+        _blocks[fd] = os.dup(fd), 0
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, fd)
         os.close(null)
-        for fd, copy in saved:
-            os.dup2(copy, fd)
-            os.close(copy)
+    copy, count = _blocks[fd]
+    _blocks[fd] = copy, count + 1
+
+
+def _unsilence(fd: int) -> None:
+    """The last block restores it. A copy that a second block made would be of /dev/null."""
+    copy, count = _blocks[fd]
+    if count > 1:
+        _blocks[fd] = copy, count - 1
+        return
+    del _blocks[fd]
+    os.dup2(copy, fd)
+    os.close(copy)
