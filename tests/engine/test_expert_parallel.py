@@ -5,15 +5,17 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from engine.kernels.linear import linear_kernel
 from engine.messages import LogprobOptions
 from engine.model_files.model_config import load_model_config
 from engine.models.expert_balance import ExpertBalance
+from engine.models.expert_parallel import Placed
 from engine.parallel.expert_placement import imbalance, trivial
 from tests.engine.dp_in_process import dp_ranks
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
@@ -127,6 +129,14 @@ def skewed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 EPLB: dict[str, Any] = {"enable_eplb": True, "eplb_rebalance_num_iterations": 16}
+
+
+def test_copies_of_an_expert_share_its_tokens() -> None:
+    """A map needs no weights. Expert 0 has three slots."""
+    placed = Placed((0, 1, 0, 2, 0, 3), cast(Any, None), count=4, device=torch.device("cpu"))
+    slots = placed.slots_of(torch.zeros((9, 1), dtype=torch.int64))
+    assert torch.bincount(slots.flatten(), minlength=6).tolist() == [3, 0, 3, 0, 3, 0]
+    assert placed.loads(torch.tensor([3, 5, 4, 7, 2, 1])).tolist() == [9, 5, 7, 1]
 
 
 def balances(engines: list[Any]) -> list[ExpertBalance]:

@@ -1,1 +1,1 @@
-"""Planted bugs: `make mutants` (in the core and the roles) and `make sim-mutants` (in a whole cluster) must find each."""
+"""Planted bugs: `make mutants` (in the core and the roles, and in the moves of experts) and `make sim-mutants` (in a whole cluster) must find each."""

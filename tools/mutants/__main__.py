@@ -1,9 +1,9 @@
 """`make mutants`, `make sim-mutants`: plants each bug in a process of its own and demands that it is found.
 
-usage: python -m tools.mutants core|cluster [--only TEXT] [--report FILE]
+usage: python -m tools.mutants core|cluster|experts [--only TEXT] [--report FILE]
 
 The core's bugs are for the stories of tests/core/proof, the cluster's for the fixed seeds and scenarios of
-tools/simulation. A bug that survives means that the proof does not look there: status 1, and its name.
+tools/simulation, those of experts that move for tests of ranks in one process. A bug that survives means that the proof does not look there: status 1, and its name.
 """
 
 import argparse
@@ -14,17 +14,19 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from tqdm import tqdm
 
 from tests.packages import ROOT
 from tools.mutants.cluster import CLUSTER
 from tools.mutants.core import CORE
+from tools.mutants.experts import EXPERTS, FINDERS
 from tools.mutants.planting import BROKEN
 from tools.mutants.ranks import RANKS
 from tools.simulation.__main__ import first_failure
 from tools.soak_core import drive_round
 
-TABLES = {"core": CORE, "cluster": {**CLUSTER, **RANKS}}
+TABLES = {"core": CORE, "cluster": {**CLUSTER, **RANKS}, "experts": EXPERTS}
 FOUND = 1
 SEEDS, STEPS = (1, 2, 3), 60_000  # of the core's stories
 LIMIT_S = 720.0  # a bug may also show by a run that does not end
@@ -32,7 +34,26 @@ LIMIT_S = 720.0  # a bug may also show by a run that does not end
 
 def look(table: str) -> str:
     """What the proof of `table` finds in this process; "": nothing."""
-    return _look_by_stories() if table == "core" else first_failure()
+    return {"core": _look_by_stories, "cluster": first_failure, "experts": _look_by_tests}[table]()
+
+
+def _look_by_tests() -> str:
+    failed = _FirstFailure()
+    options = ("-q", "-x", "-p", "no:cacheprovider", "--assert=plain")
+    status = pytest.main([*options, *(str(ROOT / path) for path in FINDERS)], plugins=[failed])
+    assert status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), f"pytest ends with {status!r}"
+    return failed.error
+
+
+class _FirstFailure:
+    """A plugin of pytest that keeps where a test failed, and by which error."""
+
+    error = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not self.error:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.error = f"{report.nodeid}: {report.longrepr if crash is None else crash.message}"
 
 
 def _look_by_stories() -> str:
