@@ -105,13 +105,18 @@ class EngineInATest:
         if window:
             step_tokens = None if chunk is None else chunk + chunk // TAIL_SHARE
             steps = depth + int(str(limits.get("pp_size", 1))) + int(str(limits.get("pp_async_batch_depth", 0)))
-            least = -(-(window - 1 + steps) // page_size) + 2 + -(-(step_tokens or 0) * steps // page_size)
+            least = (
+                -(-(window - 1 + max(steps, 1 + most_drafts)) // page_size)
+                + 2
+                + -(-(step_tokens or 0) * steps // page_size)
+            )
             windows = WindowPages(
                 num_pages=num_pages if chunk is None else min(num_pages, least + more_window_pages),
                 page_size=page_size,
                 window=window,
                 steps=steps,
                 step_tokens=step_tokens,
+                rows=1 + most_drafts,
             )
         bounds = Limits(
             grid=grid if state_slots else None,

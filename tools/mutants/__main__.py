@@ -20,13 +20,14 @@ from tqdm import tqdm
 from tests.packages import ROOT
 from tools.mutants.cluster import CLUSTER
 from tools.mutants.core import CORE
+from tools.mutants.drafts import DRAFTS
 from tools.mutants.experts import EXPERTS, FINDERS
 from tools.mutants.planting import BROKEN
 from tools.mutants.ranks import RANKS
 from tools.simulation.__main__ import first_failure
 from tools.soak_core import drive_round
 
-TABLES = {"core": CORE, "cluster": {**CLUSTER, **RANKS}, "experts": EXPERTS}
+TABLES = {"core": {**CORE, **DRAFTS}, "cluster": {**CLUSTER, **RANKS}, "experts": EXPERTS}
 FOUND = 1
 SEEDS, STEPS = (1, 2, 3), 60_000  # of the core's stories
 LIMIT_S = 720.0  # a bug may also show by a run that does not end

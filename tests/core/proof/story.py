@@ -206,6 +206,8 @@ def stories_with_drafts() -> st.SearchStrategy[Story]:
         pp_size=st.just(1),
         drafts=st.sampled_from(GUESSES),
         most_drafts=st.sampled_from([1, 2, 3, 7, 20]),
+        window=st.sampled_from([0, 0, 1, 5, 9]),
+        more_window_pages=st.sampled_from([0, 3, 10]),
     )
     event = st.one_of(asks(), _events(), asks(), _events(), _events())
     return st.builds(Story, setup, st.lists(event, min_size=25, max_size=60).map(tuple))

@@ -1,0 +1,97 @@
+"""Bugs in speculation, which the stories with drafts must find."""
+
+from engine.core import drafting, finish, results
+from engine.core.decode_planning import DecodePlanner
+from engine.core.drafting import Drafting
+from engine.core.memory import Memory
+from engine.core.results import Results
+from engine.core.scheduler import Scheduler
+from tools.mutants.planting import Bugs
+
+DRAFTS = Bugs()
+
+
+@DRAFTS.bug(
+    "a wrong draft is accepted", results._was_right, "A row counts though the row before it sampled another token."
+)
+def _(original, request, item):
+    return request.finish is None and request.num_tokens == item.kv_len
+
+
+@DRAFTS.bug(
+    "a row behind a wrong draft is accepted",
+    results._was_right,
+    "A row counts if its own draft is right, whatever stood before it.",
+)
+def _(original, request, item):
+    return request.finish is None and request.output_ids[-1] == item.tokens[0]
+
+
+@DRAFTS.bug("the KV of a wrong draft stays", results._take_back, "The next step goes on behind the rejected position.")
+def _(original, request):
+    original(request)
+    request.launched_len = request.computed_len = min(request.computed_len + 1, len(request.pages))
+
+
+DRAFTS.skip("a rejected row is not taken back", results._take_back, "The request goes on behind all rows of the step.")
+
+
+@DRAFTS.bug(
+    "a stop string inside the drafts is found late",
+    finish._stop_string,
+    "Only the text behind the last row of a step is searched.",
+)
+def _(original, request, tail_texts):
+    return None if request.drafts.rows else original(request, tail_texts)
+
+
+@DRAFTS.bug(
+    "a row has the logprob of the one before it", Results.collect, "Each draft's row says what the first row said."
+)
+def _(original, results_, plan, result):
+    for i, item in enumerate(plan.items):
+        if item.draft and result.items[i].logprob is not None:
+            result.items[i].logprob = result.items[i - 1].logprob
+    return original(results_, plan, result)
+
+
+@DRAFTS.bug(
+    "another step goes out before the rows are judged",
+    DecodePlanner._awaits_drafts,
+    "A request with drafts in flight is planned again.",
+)
+def _(original, planner):
+    return False
+
+
+@DRAFTS.bug("a draft leaves its grammar", drafting._fitting, "Drafts are not cut where the grammar refuses them.")
+def _(original, grammar, tokens):
+    return list(tokens)
+
+
+@DRAFTS.bug("masks forget the drafts before them", Scheduler.fill_masks, "Each row has the mask of the first.")
+def _(original, scheduler, plan):
+    original(scheduler, plan)
+    for i, item in enumerate(plan.items):
+        if item.draft and i in plan.masks:
+            plan.masks[i] = plan.masks[i - 1]
+
+
+@DRAFTS.bug(
+    "the walk is not undone", drafting._fitting, "The grammar stands behind the drafts, not behind what was sampled."
+)
+def _(original, grammar, tokens):
+    fitting = original(grammar, tokens)
+    for token in fitting:
+        grammar.accept(token)
+    return fitting
+
+
+@DRAFTS.bug("drafts take pages that are not there", Memory.make_room, "A request drafts beyond its pages.")
+def _(original, memory, request, count, *, left_free):
+    return count
+
+
+@DRAFTS.bug("more is drafted than may be sampled", Drafting.choose, "Drafts reach beyond the length.")
+def _(original, one, requests, *, overlaps):
+    return {rid: [*tokens, 7, 7] for rid, tokens in original(one, requests, overlaps=overlaps).items()}
