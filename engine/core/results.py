@@ -38,9 +38,12 @@ class Results:
                 self._lose(request, effects)
                 memory.keep_snapshot(request, item.kv_len)
                 continue
-            if item.draft and not _was_right(request, item):
-                _take_back(request)
-                continue
+            if item.draft:
+                if not _was_right(request, item):
+                    _take_back(request)
+                    continue
+                request.drafts.accepted += 1
+                self._state.counters.accepted_drafts += 1
             if (kv_len := item.kv_len) > request.computed_len:
                 request.computed_len = kv_len
             memory.keep_snapshot(request, kv_len)
@@ -76,14 +79,7 @@ class Results:
         if request.prefill_only:
             self._state.table.close(request)  # its pages are still read, its row is not
             effects.prefilled.append((request, output, result))
-        else:
-            self._say(effects, request, item, output)
-
-    def _say(self, effects: StepEffects, request: Request, item: PlanItem, output: TokenOutput) -> None:
-        """One output for all rows of a request."""
-        if item.draft:
-            request.drafts.accepted += 1
-            self._state.counters.accepted_drafts += 1
+        elif item.draft:  # one output for all rows of a request
             effects.outputs[-1] = joined(effects.outputs[-1], output)
         else:
             effects.outputs.append(output)

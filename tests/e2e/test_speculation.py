@@ -1,11 +1,15 @@
 """Speculation through two workers: the tokens of plain decoding in a part of the steps, also after a retraction and between ranks."""
 
+import json
 import random
+from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
 from engine.model_files.model_config import WIDE_MODEL_PATH
+from tests.e2e.cluster import tandem
 from tests.e2e.test_rank_pairs import Cell, pair_of
 from tests.e2e.two_engines import disaggregated, run
 from tests.e2e.workload import recall_prompt
@@ -37,3 +41,28 @@ def test_ranks_of_a_pair_verify_the_same_drafts() -> None:
         assert run(pair, ASKED, together=len(ASKED), turns_between=6) == RIGHT
         counters = pair.workers[1].parts.scheduler.counters
     assert counters.accepted_drafts > 0.8 * counters.drafts > 0 and counters.steps < NEW
+
+
+def test_a_server_says_how_drafts_fared(tmp_path: Path) -> None:
+    """In `meta_info` and /metrics; a stream's chunks hold the same tokens, several at a time."""
+    rid, prompt, new = ASKED[0]
+    flags = ("--model-path", WIDE_MODEL_PATH, "--max-total-tokens", "8192", "--speculative-algorithm", "NGRAM")
+    body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}}
+    with tandem(tmp_path, "serve", "--port", "0", *flags) as server:
+        answer = json.loads(_post(f"{server.url}/generate", body))
+        lines = _post(f"{server.url}/generate", {**body, "stream": True}).decode().splitlines()
+        metrics = urlopen(f"{server.url}/metrics", timeout=30).read().decode()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert answer["output_ids"] == chunks[-1]["output_ids"] == RIGHT[rid] and len(chunks) < new / 3
+    info, streamed = answer["meta_info"], chunks[-1]["meta_info"]
+    assert info["spec_accept_length"] == new / info["spec_verify_ct"] > 3
+    assert info["spec_accept_token_num"] == pytest.approx(info["spec_accept_rate"] * info["spec_draft_token_num"])
+    accepted = info["spec_accept_token_num"] + streamed["spec_accept_token_num"]
+    (line,) = [line for line in metrics.splitlines() if line.startswith("vllm:spec_decode_num_accepted_tokens_total")]
+    assert float(line.split()[-1]) == accepted
+
+
+def _post(url: str, body: dict[str, Any]) -> bytes:
+    request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urlopen(request, timeout=60) as response:
+        return bytes(response.read())
