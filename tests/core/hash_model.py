@@ -236,11 +236,19 @@ class HashModel:
             assert slot.value == value, f"wrong KV at position {position}"
         return value
 
-    def write(self, pages: list[int], tokens: list[int], *, state: int = 0, window: Sequence[int] = ()) -> None:
+    def write(
+        self,
+        pages: list[int],
+        tokens: list[int],
+        *,
+        state: int = 0,
+        window: Sequence[int] = (),
+        adapter: int = 0,
+    ) -> None:
         """As a transfer does: KV of `tokens` into `pages`, slot `state` and the last window in `window`, behind the back of the stream."""
         if state:
-            self.states[state] = State(len(tokens), prefix_hash(tokens, self.weights))
-        value = self.weights
+            self.states[state] = State(len(tokens), prefix_hash(tokens, self.weights + adapter))
+        value = self.weights + adapter
         for position, token in enumerate(tokens):
             value = step_hash(value, token)
             self.kv[self._at(pages, position)] = Slot(value, token)

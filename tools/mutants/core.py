@@ -9,6 +9,7 @@ from disagg.decode_role import DecodeRole
 from disagg.page_sender import PageSender
 from disagg.prefill_role import PrefillRole
 from engine.core import finish, hidden
+from engine.core.adapter_budget import AdapterBudget
 from engine.core.backups import Backups
 from engine.core.decode_planning import DecodePlanner
 from engine.core.departures import Departures
@@ -24,6 +25,7 @@ from engine.core.preemption import Preemption
 from engine.core.prefill_adder import PrefillAdder
 from engine.core.prefill_planning import PrefillPlanner
 from engine.core.radix_cache import RadixCache
+from engine.core.radix_node import Branch
 from engine.core.request import Request
 from engine.core.request_table import RequestTable
 from engine.core.results import Results
@@ -548,6 +550,24 @@ CORE.skip(
     "Decode shares a page that it reserved behind the last window.",
     called_by=HeldRequests._run,
 )
+
+
+# ---- adapters and namespaces
+
+
+@CORE.bug("adapters share prefixes", Request.branch, "A request finds KV that another adapter has computed.")
+def _(original, request):
+    return Branch(0, request.namespace)
+
+
+@CORE.bug("namespaces share prefixes", Request.branch, "A request finds KV of another namespace.")
+def _(original, request):
+    return Branch(request.adapter)
+
+
+@CORE.bug("any number of adapters in a step", AdapterBudget.has_place, "Adapters are not counted.")
+def _(original, budget, request):
+    return True
 
 
 # ---- the end of a request

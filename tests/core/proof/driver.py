@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from engine.core.memory import Detached
 from engine.core.outputs import StepEffects, output_of
 from engine.core.plan import ItemResult, Plan
-from engine.core.radix_node import Node
+from engine.core.radix_node import TRUNK, Branch, Node
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED
 from engine.messages import LogprobOptions, TokenLogprob, TokenOutput
@@ -60,6 +60,7 @@ class Driver(EngineInATest):
         self.pause_mode = ""  # asked for, not done
         self.updating = False
         self.updates = 0
+        self.branch_of: dict[int, Branch] = {}  # of each page's KV
         self.overlapped = 0  # steps launched before the last was collected
         self.piped = 0  # steps with decodes, planned while all other stages had theirs
 
@@ -137,8 +138,10 @@ class Driver(EngineInATest):
             return_hidden_states=ask.hidden and not pooling,
             pooling=pooling,
             keep_kv=ask.keep_kv and not pooling,
+            adapter=ask.adapter,
+            namespace=ask.namespace,
         )
-        life = self.lives[request.rid] = Life(ask, wishes, request, weights=[self.model.weights])
+        life = self.lives[request.rid] = Life(ask, wishes, request, weights=[self.model.weights + ask.adapter])
         full = len(self.scheduler.stages.live) >= self.setup.max_queued + self.setup.max_running
         if role == "decode":
             reason = self.scheduler.held.adopt(request)
@@ -191,13 +194,21 @@ class Driver(EngineInATest):
     def _move(self, life: Life) -> None:
         request = life.request
         if life.stage == "prealloc":
-            if self._first_in_line(life) and not self.paused:
+            has_place = self.scheduler.held.adapter_has_place(request, self.now_s)
+            if has_place and self._first_in_line(life) and not self.paused:
                 life.stage = "transfer" if self._reserve(request) else "prealloc"
         elif life.stage == "transfer":
-            self.model.write(request.pages, request.input_ids, state=request.state, window=request.window)
+            self.model.write(
+                request.pages,
+                request.input_ids,
+                state=request.state,
+                window=request.window,
+                adapter=request.adapter,
+            )
+            self._note_owners()
             life.stage = "landed"
         elif life.stage == "landed":
-            self.model.verify(request.pages, request.input_ids)
+            self.model.verify(request.pages, request.input_ids, adapter=request.adapter)
             life.stage = ""
             self.say(self.scheduler.held.start_decoding(request, self._first_token(life), cached_tokens=0))
         elif life.stage == "quarantined":
@@ -205,9 +216,9 @@ class Driver(EngineInATest):
             self.scheduler.held.end_quarantine(life.quarantined)
             life.stage = ""
         elif life.stage in ("computed", "reading"):
-            self.model.verify(request.pages, request.input_ids[: request.computed_len])
+            self.model.verify(request.pages, request.input_ids[: request.computed_len], adapter=request.adapter)
             if request.state and life.stage == "computed":
-                self.model.verify_state(request.state, request.input_ids)
+                self.model.verify_state(request.state, request.input_ids, adapter=request.adapter)
             if life.answer is not None and life.stage == "computed":
                 self.say([life.answer])
             self.scheduler.held.release(request)
@@ -244,7 +255,7 @@ class Driver(EngineInATest):
 
     def _first_token(self, life: Life) -> ItemResult:
         request = life.request
-        value = prefix_hash(request.input_ids, self.model.weights)
+        value = prefix_hash(request.input_ids, self.model.weights + request.adapter)
         token = next_token(value, request.grammar.bitmask() if request.grammar is not None else None)
         said = TokenLogprob(logprob_of(value, token), token) if request.logprobs is not None else None
         return ItemResult(token, logprob=said, bad=self.setup.gives_nan and is_bad(value))
@@ -254,7 +265,8 @@ class Driver(EngineInATest):
         page_size = self.setup.page_size
         for request in effects.progressed:
             whole = request.computed_len // page_size
-            self.model.verify(request.pages[:whole], request.tokens(0, whole * page_size))
+            tokens = request.tokens(0, whole * page_size)
+            self.model.verify(request.pages[:whole], tokens, adapter=request.adapter)
         for request, output, _ in effects.prefilled:
             self.lives[request.rid].answer, self.lives[request.rid].stage = output, "computed"
 
@@ -296,7 +308,7 @@ class Driver(EngineInATest):
         for rid, life in self.lives.items():
             if rid not in self.finish:
                 life.since.append(len(life.request.output_ids))
-                life.weights.append(self.model.weights)
+                life.weights.append(self.model.weights + life.ask.adapter)
 
     def turn(self) -> bool:
         self.now_s += 1.0
@@ -364,13 +376,27 @@ class Driver(EngineInATest):
         if limits.chunked_prefill_size is not None and extends:
             tokens = sum(item.q_len for item in extends)
             assert tokens <= limits.chunked_prefill_size + limits.tail_tokens, f"a step of {tokens} tokens"
+        self._note_owners()
+        adapters = {request.adapter for item in items if (request := self.lives[item.rid].request).adapter}
+        assert len(adapters) <= limits.max_loras_per_batch, f"{len(adapters)} adapters in a step"
         for item in plan.items:
             request = self.lives[item.rid].request
+            shared = request.pages[: request.shared_pages]
+            assert all(self.branch_of[page] == self._branch(request) for page in shared), "KV of another namespace"
             assert item.sample or item.kv_len % limits.part_tokens == 0, "a chunk ends inside a page"
             last = -(-item.kv_len // limits.page_size)
             written = request.pages[item.start // limits.page_size : last]
             assert not item.sample or item.output_len < max(1, request.max_new_tokens), "a step past the length"
             assert set(written) <= set(request.pages[request.shared_pages :]), "a step writes into shared pages"
+
+    def _note_owners(self) -> None:
+        for request in self.scheduler.stages.all():
+            self.branch_of.update(dict.fromkeys(request.own_pages(), self._branch(request)))
+
+    def _branch(self, request: Request) -> Branch:
+        """By what was asked, whatever the core makes of it."""
+        ask = self.lives[request.rid].ask
+        return Branch(ask.adapter, ask.namespace)
 
     def tally(self) -> Counter[str]:
         """What has happened, for those who count."""
@@ -391,6 +417,8 @@ class Driver(EngineInATest):
             accepted_drafts=counters.accepted_drafts,
             rejected_drafts=counters.drafts - counters.accepted_drafts,
             mixed=sum(len({item.extend for item in plan.items}) == 2 for plan in plans),
+            adapters_together=sum(len({self.lives[i.rid].ask.adapter for i in plan.items}) > 1 for plan in plans),
+            in_namespaces=sum(bool(life.ask.namespace) for life in self.lives.values()),
             chunks=sum(not item.sample for plan in plans for item in plan.items),
             overlapped=self.overlapped,
             piped=self.piped,
@@ -404,14 +432,16 @@ class Driver(EngineInATest):
 
     def check_cache(self) -> None:
         """What the radix tree promises is in its pages."""
-        paths: list[tuple[Node, list[int], list[int]]] = [(self.scheduler.memory.cache.root, [], [])]
+        paths: list[tuple[Node, Branch, list[int], list[int]]] = [(self.scheduler.memory.cache.root, TRUNK, [], [])]
         while paths:
-            node, tokens, pages = paths.pop()
-            self.model.verify(pages, tokens)
+            node, above, tokens, pages = paths.pop()
+            branch = node.branch or above
+            self.model.verify(pages, tokens, adapter=branch.adapter)
+            assert all(self.branch_of[page] == branch for page in node.pages), "a prefix of another namespace"
             if node.state:
-                self.model.verify_state(node.state, tokens)
+                self.model.verify_state(node.state, tokens, adapter=branch.adapter)
             self.model.verify_window(node.pages, node.window)
-            paths += [(c, [*tokens, *c.key], [*pages, *c.pages]) for c in node.children.values()]
+            paths += [(c, branch, [*tokens, *c.key], [*pages, *c.pages]) for c in node.children.values()]
 
 
 def play(story: Story) -> Driver:

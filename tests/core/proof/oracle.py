@@ -41,7 +41,7 @@ def text_of(tokens: list[int]) -> str:
 
 def wishes_of(ask: Ask, *, new: int, gives_nan: bool) -> Wishes:
     """A stop is a token (or two) that would come at `stop_at`, so that it happens."""
-    free = answer_of(Wishes(ask, ask.stop_at + 2), [0], [0]).tokens
+    free = answer_of(Wishes(ask, ask.stop_at + 2), [0], [ask.adapter]).tokens
     wishes = Wishes(ask, new, gives_nan=gives_nan)
     if not free or not ask.stop:
         return wishes
@@ -56,7 +56,7 @@ def wishes_of(ask: Ask, *, new: int, gives_nan: bool) -> Wishes:
 
 
 def answer_of(wishes: Wishes, since: list[int], weights: list[int]) -> Answer:
-    """`weights[i]` were in use from token number `since[i]` on."""
+    """`weights[i]`, those of its adapter added, were in use from token number `since[i]` on."""
     ask, answer = wishes.ask, Answer()
     grammar = CycleGrammar(*ask.grammar) if ask.grammar is not None else None
     if wishes.new == 0:

@@ -3,6 +3,7 @@
 A story says nothing of what is right; that is the driver's and the oracle's.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ class Setup:
     `lag`: steps run when they are collected. `gives_nan`: the model sometimes does. `depth`: with one pipeline stage; more
     stages are so much deeper. `state_slots`: of a model with recurrent states; 0: it has none. `grid`: where its prompts may be cut.
     `window`: tokens that queries of some layers see; 0: all layers see all. `drafts`: how requests are drafted (tests/core/guesses.py), by up
-    to `most_drafts` tokens; "": not at all.
+    to `most_drafts` tokens; "": not at all. `max_loras_per_batch`: adapters in a step.
     """
 
     role: str
@@ -51,13 +52,15 @@ class Setup:
     more_window_pages: int = 0
     drafts: str = ""
     most_drafts: int = 0
+    max_loras_per_batch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
     """One request: a prompt of `length` tokens of one of few families (so that prefixes are shared), and its wishes.
 
-    `stop`: "" | "eos" | "ids" | "string"; `stop_at`: which of the expected tokens it is. `logprob_from`: -1 output only.
+    `stop`: "" | "eos" | "ids" | "string"; `stop_at`: which of the expected tokens it is. `logprob_from`: -1 output only. `adapter`: number
+    of its load; 0: the model alone.
     """
 
     family: int
@@ -73,6 +76,8 @@ class Ask:
     pooling: str
     keep_kv: bool
     fill: bool  # `new` is as much as the whole memory holds
+    adapter: int = 0
+    namespace: tuple[str, ...] = ()
 
     @property
     def prompt(self) -> list[int]:
@@ -150,6 +155,9 @@ def asks() -> st.SearchStrategy[Ask]:
     )
 
 
+ADAPTERS = (0, 0, 1000, 2000, 3000)  # far apart: the hash model adds the number of its weights
+
+
 KINDS = {
     "turns": 40,
     "move": 30,
@@ -187,6 +195,22 @@ def stories_with_groups(*, states: bool = False, windows: bool = False) -> st.Se
         )
     event = st.one_of(asks(), _events(), asks(), _events(), _events())
     return st.builds(Story, _setups(**drawn).map(_on_the_grid), st.lists(event, min_size=25, max_size=60).map(tuple))
+
+
+def stories_with_adapters(*, states: bool = False, windows: bool = False) -> st.SearchStrategy[Story]:
+    """Requests of few prompts whose KV depends on an adapter, too, or that share it in a namespace alone."""
+    branches = st.tuples(st.sampled_from(ADAPTERS), st.sampled_from([(), (), ("a",), ("a", "b")]))
+
+    def spread(story: Story, drawn: list[tuple[int, tuple[str, ...]]], places: int) -> Story:
+        among = itertools.cycle(drawn)
+        events = [
+            replace(event, adapter=adapter, namespace=namespace) if isinstance(event, Ask) else event
+            for event, (adapter, namespace) in zip(story.events, among, strict=False)
+        ]
+        return Story(replace(story.setup, max_loras_per_batch=places), tuple(events))
+
+    of_groups = stories_with_groups(states=states, windows=windows)
+    return st.builds(spread, of_groups, st.lists(branches, min_size=5, max_size=20), st.sampled_from([1, 2, 3]))
 
 
 def _events() -> st.SearchStrategy[Event]:

@@ -7,7 +7,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from tests.core.proof.driver import play
-from tests.core.proof.story import Story, rushes, stories, stories_with_drafts, stories_with_groups
+from tests.core.proof.story import (
+    Story,
+    rushes,
+    stories,
+    stories_with_adapters,
+    stories_with_drafts,
+    stories_with_groups,
+)
 from tools.mutants.__main__ import find
 
 STEPS = 10_000
@@ -95,6 +102,12 @@ def test_10_000_steps_with_drafts() -> None:
     must_show(
         seen, {"retractions": 30, "overlapped": 500, "accepted_drafts": 1000, "rejected_drafts": 1000, "masks": 200}
     )
+
+
+def test_10_000_steps_with_adapters_in_namespaces() -> None:
+    """No request reads KV of another adapter or namespace, with states and windows, and no step has more adapters than there is room for."""
+    seen = seen_in(stories_with_adapters(states=True, windows=True), examples=EXAMPLES)
+    must_show(seen, {**OF_GROUPS, "adapters_together": 300, "in_namespaces": 500, "cached_tokens": 100})
 
 
 @pytest.mark.parametrize("name", PLANTED)
