@@ -17,6 +17,7 @@ class _Sums:
     decode_steps: int = 0
     new_tokens: int = 0
     new_requests: int = 0
+    known_rows: int = 0  # of decode steps: rows that read no draft
 
 
 class IntervalLog(LoopListener):
@@ -31,9 +32,11 @@ class IntervalLog(LoopListener):
         self._sums: _Sums | None = None
         self._last_line_s = float("-inf")
         self._cached_before = self._generated_before = 0  # the scheduler's counters when the last interval ended
+        self._drafts_before = self._accepted_before = 0
         self.busy_s = 0.0  # since start, in turns that had something to compute
         self.gen_throughput = 0.0  # tokens a second in the last interval; 0 at rest
         self.cache_hit_rate: float | None = None  # of the last interval with a prefill in it
+        self.accepted: dict[str, float] = {}  # of the last interval with drafts in it
 
     def on_launch(self, plan: Plan, now_s: float) -> None:
         sums = self._sums = self._sums or _Sums(now_s)
@@ -41,6 +44,8 @@ class IntervalLog(LoopListener):
         sums.decode_steps += not plan.extend
         sums.new_tokens += sum(item.q_len for item in plan.items if item.extend)
         sums.new_requests += len(plan.opens) if plan.extend else 0
+        if self._scheduler.drafting is not None:
+            sums.known_rows += sum(not item.draft and not item.extend for item in plan.items)
         if sums.prefill_steps + sums.decode_steps >= self._steps:
             self._end(now_s)
 
@@ -57,7 +62,7 @@ class IntervalLog(LoopListener):
 
     def gauges(self) -> dict[str, float]:
         hit = {} if self.cache_hit_rate is None else {"cache_hit_rate": self.cache_hit_rate}
-        return {"gen_throughput": self.gen_throughput, **hit}
+        return {"gen_throughput": self.gen_throughput, **hit, **self.accepted}
 
     def _end(self, now_s: float) -> None:
         assert self._sums is not None
@@ -69,6 +74,13 @@ class IntervalLog(LoopListener):
         if sums.prefill_steps:
             self._write(self._prefill_line(sums, counters.cached_tokens - self._cached_before))
         self._cached_before, self._generated_before = counters.cached_tokens, counters.generation_tokens
+        drafts, accepted = counters.drafts - self._drafts_before, counters.accepted_drafts - self._accepted_before
+        self._drafts_before, self._accepted_before = counters.drafts, counters.accepted_drafts
+        if drafts and sums.known_rows:
+            self.accepted = {
+                "spec_accept_length": 1 + accepted / sums.known_rows,
+                "spec_accept_rate": accepted / drafts,
+            }
         if sums.decode_steps:
             self._write(self._decode_line(sums))
 
@@ -81,7 +93,9 @@ class IntervalLog(LoopListener):
         )
 
     def _decode_line(self, sums: _Sums) -> str:
-        return f"decode: {sums.decode_steps} steps, {self.gen_throughput:.1f} tokens/s, {self._load()}"
+        length = self.accepted.get("spec_accept_length")
+        drafted = "" if length is None else f"{length:.2f} tokens a step and request, "
+        return f"decode: {sums.decode_steps} steps, {self.gen_throughput:.1f} tokens/s, {drafted}{self._load()}"
 
     def _load(self) -> str:
         scheduler = self._scheduler

@@ -297,3 +297,18 @@ def test_a_broken_scheduler_hides_no_other_finding() -> None:
     scheduler.table._free.append(scheduler.table._free[0])
     owners = [problem.split(":")[0] for problem in problems_of(scheduler.checks())]
     assert owners == ["request table", "scheduler"]
+
+
+def test_the_interval_says_how_drafts_fared() -> None:
+    lines: list[str] = []
+    engine = EngineInATest(drafts="right", most_drafts=3)
+    log = IntervalLog(engine.scheduler, steps=100, write=lines.append)
+    engine.add("r", [1, 2, 3], max_new_tokens=40)
+    while (plan := engine.next_plan()) is not None:
+        log.on_launch(plan, 0.0)
+        engine.launch(plan)
+        engine.collect()
+    log.on_rest(1.0)
+    length, rate = (log.gauges()[name] for name in ("spec_accept_length", "spec_accept_rate"))
+    assert 1.5 < length <= 4 and rate == 1.0
+    assert f"{length:.2f} tokens a step and request" in lines[-1]

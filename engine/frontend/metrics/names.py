@@ -40,6 +40,10 @@ GAUGES = {
     "memory_host_copies_bytes": Figure("tandem_memory_host_copies_bytes", "host memory of cached and retracted KV"),
     "memory_rest_bytes": Figure("tandem_memory_rest_bytes", "memory that was free at start and has no use"),
     "gen_throughput": Figure("sglang:gen_throughput", "generated tokens per second"),
+    "spec_accept_length": Figure(
+        "sglang:spec_accept_length", "tokens of a request in a decode step, with accepted drafts"
+    ),
+    "spec_accept_rate": Figure("sglang:spec_accept_rate", "share of drafted tokens that the model sampled, too"),
     "new_token_ratio": Figure("sglang:new_token_ratio", "share of the possible answer that admission reserves"),
     "kv_transfer_speed_gb_s": Figure("sglang:kv_transfer_speed_gb_s", "GB/s of the last transfers"),
     "kv_transfer_latency_ms": Figure("sglang:kv_transfer_latency_ms", "last chunk sent until all has landed, mean"),
