@@ -63,8 +63,11 @@ class Steps:
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         self._backend.begin(self._step)
         begin = clock()
-        self._model.forward(self._ids, self._positions, self._backend.attend)
+        self._compute()
         return clock() - begin
+
+    def _compute(self) -> None:
+        self._model.forward(self._ids, self._positions, self._backend.attend)
 
 
 def load(folder: Path, **shape: Any) -> tuple[DenseDecoder, int]:

@@ -7,12 +7,10 @@ own seconds count, which others on the machine disturb less.
 """
 
 import argparse
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from benchmarks.moe_step import Steps, run_steps
@@ -36,13 +34,9 @@ class TapedSteps(Steps):
         super().__init__(model, vocab, batch, tokens=tokens)
         self._tapes = DecodeTapes()
 
-    def run(self) -> float:
-        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-        self._backend.begin(self._step)
-        begin = clock()
+    def _compute(self) -> None:
         hidden = self._tapes.forward(self._model, self._ids, self._positions, self._backend.attend)
         self._model.logits(hidden)
-        return clock() - begin
 
 
 def read_bytes(model: DenseDecoder, scheme: Scheme | None) -> int:

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from engine.kernels.conv import DTYPES
 from engine.kernels.delta import DeltaWeights, delta_kernel
-from engine.layers.chunks import GRID, advance, decays_of, in_chunks
-from engine.layers.recurrence import StepStates
+from engine.layers.chunks import GRID, advance, decays_of
+from engine.layers.recurrence import StepStates, recur
 
 
 class GatedDelta:
@@ -37,10 +37,7 @@ class GatedDelta:
         beta, time = gates.float().view(-1, 2, value_heads).unbind(1)
         decay = self._weights.decay * functional.softplus(time + self._weights.bias)
         rule = (q * keys**-0.5, k, v.view(-1, value_heads, values), beta.sigmoid(), decay)
-        sums = torch.empty(len(mixed), value_heads, values, device=mixed.device)
-        for (first, end, decodes), slot in zip(step.spans, step.slots, strict=True):
-            own, before = tuple(x[first:end] for x in rule), state[slot]
-            sums[first:end], state[slot] = _one(own, before) if decodes else in_chunks(own, before, _chunk)
+        sums = recur(rule, state, step, one=_one, chunk=_chunk)
         normed = functional.rms_norm(sums, (values,), self._weights.norm, self._weights.eps)
         return (normed.flatten(1) * functional.silu(z.float())).to(mixed.dtype)
 

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from engine.kernels.conv import DTYPES
 from engine.kernels.mamba import MambaWeights, mamba_kernel
-from engine.layers.chunks import advance, decays_of, in_chunks
-from engine.layers.recurrence import StepStates
+from engine.layers.chunks import advance, decays_of
+from engine.layers.recurrence import StepStates, recur
 
 
 class Mamba:
@@ -35,10 +35,7 @@ class Mamba:
         times = functional.softplus(time.float() + weights.bias).clamp(*weights.limits)
         x = x.unflatten(1, (heads, values))
         rule = (q, k, x * times.unsqueeze(-1), times * weights.decay)
-        sums = torch.empty_like(x)
-        for (first, end, decodes), slot in zip(step.spans, step.slots, strict=True):
-            own, before = tuple(part[first:end] for part in rule), state[slot]
-            sums[first:end], state[slot] = _one(own, before) if decodes else in_chunks(own, before, _chunk)
+        sums = recur(rule, state, step, one=_one, chunk=_chunk)
         return self._gated((sums + x * weights.skip.unsqueeze(-1)).flatten(1), gate.float()).to(mixed.dtype)
 
     def _gated(self, x: Tensor, gate: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.kernels.state_rows import StateRows
 from engine.kv.state_pool import StatePool
+from engine.layers.chunks import Chunk, in_chunks
 
 
 class RequestRows(NamedTuple):
@@ -49,3 +50,16 @@ class StepStates:
 
     def of(self, layer: int) -> LayerStates:
         return LayerStates(self._pool.conv(layer), self._pool.recurrent(layer))
+
+
+def recur(rule: tuple[Tensor, ...], state: Tensor, step: StepStates, *, one: Chunk, chunk: Chunk) -> Tensor:
+    """The outputs [T, heads, values] of a step's rows, in torch; `state` [slots, heads, keys, values] becomes that behind them.
+
+    `rule`: [T, heads, ...] fp32 each. `one` takes the token of a request that decodes, `chunk` `GRID` tokens of a prompt.
+    """
+    heads, _, values = state.shape[1:]
+    outputs = torch.empty(len(rule[0]), heads, values, device=state.device)
+    for (first, end, decodes), slot in zip(step.spans, step.slots, strict=True):
+        rows, before = tuple(x[first:end] for x in rule), state[slot]
+        outputs[first:end], state[slot] = one(rows, before) if decodes else in_chunks(rows, before, chunk)
+    return outputs
