@@ -159,6 +159,7 @@ class ForwardPass:
             riders=[i for i, item in enumerate(items) if not item.extend],
             state_slots=None if self._states is None else self._states.of(slots),
             windows=self._window_rows(token_slots, positions),
+            drafts=any(item.draft for item in items),
         )
         self._backend.begin(step)
         if self._states is not None:

@@ -1,8 +1,8 @@
-/* Paged decode attention: one query token a request, online softmax over the request's pages. Caches of bf16, fp32, and 8 bits
- * (fp8.h) beside bf16 queries.
+/* Paged decode attention: online softmax over a request's pages, for one query token of it or, with drafts, several that follow one
+ * another. Caches of bf16, fp32, and 8 bits (fp8.h) beside bf16 queries.
  *
- * A work item is (request, a run of kv heads of one unit): all query heads of a kv head are computed together, so each byte of
- * K and V is read from memory once. Tokens go in blocks of BLOCK from the first one that is seen on, in this order whatever the batch is: a
+ * A work item is (request, a run of kv heads of one unit): all query heads of a kv head are computed together, and all rows of the
+ * request block by block, so each byte of K and V is read from memory once. Tokens go in blocks of BLOCK from the first one that is seen on, in this order whatever the batch is: a
  * request's result does not depend on its neighbours, on the run, nor on the number of threads. All sums are fp32.
  *
  * Memory is the limit. A block's K is passed over token by token, all heads of the run, as it lies in memory, and then its
@@ -22,7 +22,7 @@
 #include "attention.h"
 #include "fp8.h"
 
-#define ABI_VERSION 6
+#define ABI_VERSION 7
 #define BLOCK 64         /* tokens whose scores are held at once */
 #define SUB 8            /* query heads computed together */
 #define ACCUMULATORS 16  /* vectors of output held in registers */
@@ -39,7 +39,8 @@ struct step {
     const int32_t *page_table;                  /* [B, table_width] */
     const int32_t *kv_lens;                     /* [B], the new token included */
     const int64_t *token_pages, *token_offsets; /* [B] where the new token goes */
-    int64_t batch, table_width;
+    const int64_t *requests;                    /* [R + 1] the first row of each request, and the end; its kv_lens ascend by one */
+    int64_t batch, num_requests, table_width;
 };
 
 /* Mirrored by _Args in paged_decode.py. Strides of q, k_new, v_new are elements from token to token; heads are dense. */
@@ -70,7 +71,7 @@ struct item {
     int count, ahead;                /* tokens of the block at hand; rows that are fetched before they are needed */
     const char *rows[3 * BLOCK];     /* K of the block, then its V, then what is read next */
     const char *q;                   /* [query heads of the run, dim] */
-    float *o, *m, *l, *factor;       /* [query heads, dim] unnormalised output, [query heads] running maximum and sum, [query heads] */
+    float *o, *m, *l, *factor;       /* of a row: [query heads, dim] unnormalised output, [query heads] running maximum and sum, [query heads] */
     float *p;                        /* [query heads, BLOCK] scores, then weights */
     f16v *parts;                     /* [query heads, LANES] of the dot products of DOTS tokens */
 };
@@ -212,10 +213,10 @@ INLINE int64_t in_page(const struct args *a, int64_t offset, int64_t head, int64
     return head / heads * a->unit_stride_bytes + offset * bytes_of_token(a, row_bytes) + head % heads * row_bytes;
 }
 
-/* Rows of tokens from..from + BLOCK - 1 of `request`, as far as there are any, at kv head `head`. */
-static void locate(const struct args *a, int64_t request, int64_t from, int64_t head, int64_t row_bytes, struct block *to) {
-    const int32_t *pages = a->step->page_table + request * a->step->table_width;
-    const int64_t left = a->step->kv_lens[request] - from;
+/* Rows of tokens from..from + BLOCK - 1 that query `row` sees, as far as there are any, at kv head `head`. */
+static void locate(const struct args *a, int64_t row, int64_t from, int64_t head, int64_t row_bytes, struct block *to) {
+    const int32_t *pages = a->step->page_table + row * a->step->table_width;
+    const int64_t left = a->step->kv_lens[row] - from;
     to->count = left <= 0 ? 0 : left < BLOCK ? (int)left : BLOCK;
     const int64_t first = in_page(a, 0, head, row_bytes), token_bytes = bytes_of_token(a, row_bytes);
     int64_t page = from / a->page_size, offset = from % a->page_size;
@@ -233,29 +234,29 @@ static void write_codes(const struct item *it, char *to, const bf16 *rows) {
     for (int64_t h = 0; h < it->heads; h++) to[it->exponents + h] = (char)put_codes(to + h * dim, rows + h * dim, dim);
 }
 
-/* K and V of the new token, for the kv heads of the run, which begins at `head`. */
-static void write_token(const struct item *it, int64_t request, int64_t head) {
+/* K and V of the new token of `row`, for the kv heads of the run, which begins at `head`. */
+static void write_token(const struct item *it, int64_t row, int64_t head) {
     const struct args *a = it->a;
     const int64_t size = it->row_bytes / a->dim, bytes = it->heads * it->row_bytes;
-    const int64_t at = a->step->token_pages[request] * a->page_stride_bytes + in_page(a, a->step->token_offsets[request], head, it->row_bytes);
+    const int64_t at = a->step->token_pages[row] * a->page_stride_bytes + in_page(a, a->step->token_offsets[row], head, it->row_bytes);
     if (a->is_fp8) {
-        write_codes(it, (char *)a->k_cache + at, (const bf16 *)a->k_new + request * a->k_stride + head * a->dim);
-        write_codes(it, (char *)a->v_cache + at, (const bf16 *)a->v_new + request * a->v_stride + head * a->dim);
+        write_codes(it, (char *)a->k_cache + at, (const bf16 *)a->k_new + row * a->k_stride + head * a->dim);
+        write_codes(it, (char *)a->v_cache + at, (const bf16 *)a->v_new + row * a->v_stride + head * a->dim);
         return;
     }
-    memcpy((char *)a->k_cache + at, (char *)a->k_new + (request * a->k_stride + head * a->dim) * size, bytes);
-    memcpy((char *)a->v_cache + at, (char *)a->v_new + (request * a->v_stride + head * a->dim) * size, bytes);
+    memcpy((char *)a->k_cache + at, (char *)a->k_new + (row * a->k_stride + head * a->dim) * size, bytes);
+    memcpy((char *)a->v_cache + at, (char *)a->v_new + (row * a->v_stride + head * a->dim) * size, bytes);
 }
 
-/* The rows of `now`, and those that are read after it. */
-static void line_up(struct item *it, const struct block *now, const struct block *next) {
+/* The first `count` rows of `now`, and those that are read after it. */
+static void line_up(struct item *it, const struct block *now, int count, const struct block *next) {
     const char **to = it->rows;
-    it->count = now->count;
-    for (int t = 0; t < now->count; t++) *to++ = now->k[t];
-    for (int t = 0; t < now->count; t++) *to++ = now->v[t];
+    it->count = count;
+    for (int t = 0; t < count; t++) *to++ = now->k[t];
+    for (int t = 0; t < count; t++) *to++ = now->v[t];
     for (int t = 0; t < next->count; t++) *to++ = next->k[t];
     const char *last = to[-1];
-    for (const char **end = it->rows + 2 * now->count + it->ahead; to < end;) *to++ = last;
+    for (const char **end = it->rows + 2 * count + it->ahead; to < end;) *to++ = last;
 }
 
 static void add_block(struct item *it) {
@@ -269,31 +270,44 @@ static void add_block(struct item *it) {
         for (int g = 0; g < group; g += SUB) VALUES[kind][group - g < SUB ? group - g : SUB](it, g, from, count - from < TOGETHER ? count - from : TOGETHER);
 }
 
-/* Floats of scratch for each query head of a run: parts, p, o, m, l, factor; rounded up to whole vectors. */
-INLINE int64_t own_floats(const struct args *a) { return LANES * LANES + BLOCK + a->dim + LANES; }
+/* Floats of scratch for each query head of a run: parts, p, factor, rounded up to whole vectors; and for each of its rows: o, m, l. */
+INLINE int64_t shared_floats(void) { return LANES * LANES + BLOCK + LANES; }
+INLINE int64_t row_floats(const struct args *a) { return a->dim + LANES; }
 
-/* `head`: the first kv head of the run. A sink is a token before all others, whose value is 0. */
-static void lay_out(struct item *it, float *scratch, int64_t head) {
-    const int64_t rows = it->heads * it->group;
+/* What rows share. */
+static void lay_out(struct item *it, float *scratch) {
+    const int64_t heads = it->heads * it->group;
     it->parts = (f16v *)scratch;
-    it->p = scratch + rows * LANES * LANES;
-    it->o = it->p + rows * BLOCK;
-    it->m = it->o + rows * it->a->dim;
-    it->l = it->m + rows;
-    it->factor = it->l + rows;
-    memset(it->o, 0, rows * it->a->dim * sizeof(float));
-    for (int64_t r = 0; r < rows; r++) it->m[r] = -INFINITY, it->l[r] = 0;
-    if (it->a->sinks)
-        for (int64_t r = 0; r < rows; r++) it->m[r] = it->a->sinks[head * it->group + r], it->l[r] = 1;
+    it->p = scratch + heads * LANES * LANES;
+    it->factor = it->p + heads * BLOCK;
 }
 
-/* The first token that a request's query sees. */
-INLINE int64_t first_seen(const struct args *a, int64_t request) {
-    const int64_t kv_len = a->step->kv_lens[request];
+/* Row number `at` of the request is the next that is computed. */
+INLINE void choose_row(struct item *it, float *scratch, int64_t row, int64_t at, int64_t head) {
+    const struct args *a = it->a;
+    const int64_t heads = it->heads * it->group;
+    it->o = scratch + heads * shared_floats() + at * heads * row_floats(a);
+    it->m = it->o + heads * a->dim;
+    it->l = it->m + heads;
+    it->q = (char *)a->q + (row * a->q_stride + head * it->group * a->dim) * (a->is_bf16 ? 2 : 4);
+}
+
+/* A sink is a token before all others, whose value is 0. */
+static void begin_row(struct item *it, int64_t head) {
+    const int64_t heads = it->heads * it->group;
+    memset(it->o, 0, heads * it->a->dim * sizeof(float));
+    for (int64_t h = 0; h < heads; h++) it->m[h] = -INFINITY, it->l[h] = 0;
+    if (it->a->sinks)
+        for (int64_t h = 0; h < heads; h++) it->m[h] = it->a->sinks[head * it->group + h], it->l[h] = 1;
+}
+
+/* The first token that the query of `row` sees. */
+INLINE int64_t first_seen(const struct args *a, int64_t row) {
+    const int64_t kv_len = a->step->kv_lens[row];
     return a->window && kv_len > a->window ? kv_len - a->window : 0;
 }
 
-/* Items are (request, run) in this order. Return the first kv head of the run. */
+/* Items are (request, run) in this order, or with rows in place of requests. Return the first kv head of the run. */
 static int64_t open_item(const struct args *a, int64_t number, int64_t runs, struct item *it) {
     const int64_t first = number % runs * a->kv_heads / runs, of_unit = a->kv_heads / a->units;
     it->a = a;
@@ -304,7 +318,7 @@ static int64_t open_item(const struct args *a, int64_t number, int64_t runs, str
     return first;
 }
 
-/* Rows of one request (a draft is a row) read what the rows before them write: all write before any attends. */
+/* Rows of a request read what the rows before them write: all write before any attends. */
 static void write_all(const struct args *a, int64_t runs) {
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < a->step->batch * runs; i++) {
@@ -314,36 +328,58 @@ static void write_all(const struct args *a, int64_t runs) {
     }
 }
 
-/* `coming`: the item that this thread is likely to have next. */
-static void attend(const struct args *a, int64_t number, int64_t coming, int64_t runs, float *scratch) {
-    const int64_t request = number / runs;
+/* Rows `row`..`end` - 1 of a request, which see their tokens from the same one on. `coming`: the item that this thread is likely to have next. */
+static void attend_rows(const struct args *a, int64_t number, int64_t row, int64_t end, int64_t coming, int64_t runs, float *scratch) {
     struct item it;
     struct block now, next;
-    const int64_t first = open_item(a, number, runs, &it);
-    it.q = (char *)a->q + (request * a->q_stride + first * it.group * a->dim) * (a->is_bf16 ? 2 : 4);
+    const int64_t head = open_item(a, number, runs, &it), begin = first_seen(a, row), last = end - 1;
     it.ahead = (int)(AHEAD_BYTES / (it.heads * it.row_bytes) + 1);
     if (it.ahead > BLOCK) it.ahead = BLOCK;
-    lay_out(&it, scratch, first);
-    const int64_t begin = first_seen(a, request);
-    locate(a, request, begin, first, it.row_bytes, &next);
-    for (int64_t from = begin; from < a->step->kv_lens[request]; from += BLOCK) {
+    lay_out(&it, scratch);
+    for (int64_t r = row; r < end; r++) choose_row(&it, scratch, r, r - row, head), begin_row(&it, head);
+    locate(a, last, begin, head, it.row_bytes, &next);
+    for (int64_t from = begin; from < a->step->kv_lens[last]; from += BLOCK) {
         now = next;
-        locate(a, request, from + BLOCK, first, it.row_bytes, &next);
-        if (!next.count && coming < a->step->batch * runs) locate(a, coming / runs, first_seen(a, coming / runs), coming % runs * a->kv_heads / runs, it.row_bytes, &next);
-        line_up(&it, &now, &next);
-        add_block(&it);
+        locate(a, last, from + BLOCK, head, it.row_bytes, &next);
+        if (!next.count && coming < a->step->num_requests * runs) {
+            const int64_t then = a->step->requests[coming / runs];
+            locate(a, then, first_seen(a, then), coming % runs * a->kv_heads / runs, it.row_bytes, &next);
+        }
+        it.count = 0;
+        for (int64_t r = row; r < end; r++) {
+            const int64_t left = a->step->kv_lens[r] - from;
+            const int count = left < now.count ? (int)left : now.count;
+            if (count <= 0) continue;
+            if (count != it.count) line_up(&it, &now, count, &next);
+            choose_row(&it, scratch, r, r - row, head);
+            add_block(&it);
+        }
     }
-    for (int64_t r = 0; r < it.heads * it.group; r++)
-        store_divided(it.o + r * a->dim, it.l[r], a->out, (request * a->heads + first * it.group + r) * a->dim, a->dim, a->is_bf16);
+    for (int64_t r = row; r < end; r++) {
+        choose_row(&it, scratch, r, r - row, head);
+        for (int64_t h = 0; h < it.heads * it.group; h++)
+            store_divided(it.o + h * a->dim, it.l[h], a->out, (r * a->heads + head * it.group + h) * a->dim, a->dim, a->is_bf16);
+    }
+}
+
+static void attend(const struct args *a, int64_t number, int64_t coming, int64_t runs, float *scratch) {
+    const int64_t request = number / runs, begin = a->step->requests[request], end = a->step->requests[request + 1];
+    if (first_seen(a, end - 1) == 0) {
+        attend_rows(a, number, begin, end, coming, runs, scratch);
+        return;
+    }
+    for (int64_t row = begin; row < end; row++) attend_rows(a, number, row, row + 1, coming, runs, scratch); /* each window begins elsewhere */
 }
 
 /* Into how many runs the kv heads of each request are cut, so that none has too many query heads, and the longest request
  * keeps no thread busy alone; a multiple of the units, so that each run lies in one. */
 static int64_t runs_of(const struct args *a) {
     int64_t longest = 0, all = 0;
-    for (int64_t i = 0; i < a->step->batch; i++) {
-        longest = a->step->kv_lens[i] > longest ? a->step->kv_lens[i] : longest;
-        all += a->step->kv_lens[i];
+    for (int64_t i = 0; i < a->step->num_requests; i++) {
+        int64_t tokens = 0;
+        for (int64_t row = a->step->requests[i]; row < a->step->requests[i + 1]; row++) tokens += a->step->kv_lens[row];
+        longest = tokens > longest ? tokens : longest;
+        all += tokens;
     }
     const int64_t least = (a->heads + MOST_HEADS - 1) / MOST_HEADS;
     int64_t runs = a->threads > 1 ? (ITEMS * a->threads * longest + all - 1) / all : 1;
@@ -357,8 +393,14 @@ int tandem_paged_decode_abi(void) { return ABI_VERSION; }
 /* Writes the new tokens' K and V, then attends. Returns 0, or -1 when out of memory. */
 int tandem_paged_decode(const struct args *a) {
     if (a->step->batch == 0) return 0;
-    const int64_t runs = runs_of(a), items = a->step->batch * runs;
-    const size_t scratch_bytes = (size_t)((a->kv_heads + runs - 1) / runs * (a->heads / a->kv_heads) * own_floats(a)) * sizeof(float);
+    const int64_t runs = runs_of(a), items = a->step->num_requests * runs;
+    int64_t rows = 1; /* of a request, at most */
+    for (int64_t i = 0; i < a->step->num_requests; i++) {
+        const int64_t own = a->step->requests[i + 1] - a->step->requests[i];
+        rows = own > rows ? own : rows;
+    }
+    const int64_t heads = (a->kv_heads + runs - 1) / runs * (a->heads / a->kv_heads);
+    const size_t scratch_bytes = (size_t)(heads * (shared_floats() + rows * row_floats(a))) * sizeof(float);
     int failed = 0;
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
     {

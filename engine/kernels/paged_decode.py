@@ -13,7 +13,7 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 6
+ABI_VERSION = 7
 LANES = 16
 DTYPES = ("bfloat16", "float32")
 QUERIES_OF_FP8 = "bfloat16"
@@ -22,7 +22,9 @@ QUERIES_OF_FP8 = "bfloat16"
 class _Step(ctypes.Structure):
     """Mirror of `struct step` in paged_decode.c."""
 
-    _fields_ = fields(("page_table", "kv_lens", "token_pages", "token_offsets"), ("batch", "table_width"))
+    _fields_ = fields(
+        ("page_table", "kv_lens", "token_pages", "token_offsets", "requests"), ("batch", "num_requests", "table_width")
+    )
 
 
 class _Args(ctypes.Structure):
@@ -32,7 +34,7 @@ class _Args(ctypes.Structure):
 
 
 class PagedDecode:
-    """One pool's decode attention, for steps of single tokens; drops the GIL."""
+    """One pool's decode attention, for steps of single tokens, a row each; drops the GIL."""
 
     def __init__(self, library: ctypes.CDLL, pool: KVPool) -> None:
         self._call = library.tandem_paged_decode
@@ -47,10 +49,13 @@ class PagedDecode:
         table = step.page_rows(self._pool.page_size)
         kv_lens = torch.tensor(step.kv_lens, dtype=torch.int32)
         self._check(step, table)
-        self._kept = (table, kv_lens, step.token_pages.contiguous(), step.token_offsets.contiguous())
+        requests = torch.tensor(step.first_rows())
+        self._kept = (table, kv_lens, step.token_pages.contiguous(), step.token_offsets.contiguous(), requests)
         now = self._step
-        now.page_table, now.kv_lens, now.token_pages, now.token_offsets = (x.data_ptr() for x in self._kept)
-        now.batch, now.table_width = len(kv_lens), table.stride(0)
+        now.page_table, now.kv_lens, now.token_pages, now.token_offsets, now.requests = (
+            x.data_ptr() for x in self._kept
+        )
+        now.batch, now.num_requests, now.table_width = len(kv_lens), len(requests) - 1, table.stride(0)
         self._args.threads = torch.get_num_threads()
 
     def attend_turned(

@@ -28,6 +28,7 @@ class StepBatch:
     riders:      requests of an extend step that decode; None: any request of one token may
     state_slots: [B] int32, where each request's recurrent state lies (engine/kv/state_pool.py); None: the model has none
     windows:     where layers with a window have their KV; None: where the others have it
+    drafts:      some requests of single tokens stand in several rows one after another, each a token further; False: in one
     """
 
     extend: bool
@@ -40,6 +41,14 @@ class StepBatch:
     riders: Sequence[int] | None = None
     state_slots: torch.Tensor | None = None
     windows: WindowRows | None = None
+    drafts: bool = False
+
+    def first_rows(self) -> list[int]:
+        """Return where each request of single tokens begins, and the end."""
+        if not self.drafts:
+            return list(range(len(self.q_lens) + 1))
+        slots = self.slots.tolist()
+        return [i for i, slot in enumerate(slots) if i == 0 or slots[i - 1] != slot] + [len(slots)]
 
     def spans(self) -> list[tuple[int, int]]:
         """Return the (first, end) row of each request in the [T, ...] tensors."""
