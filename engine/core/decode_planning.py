@@ -34,14 +34,14 @@ class DecodePlanner:
         if planned:
             ready = [r for r in ready if r.rid not in planned]
         drafts = dict[str, list[int]]()
-        if self._drafting is not None:
-            if self._awaits_drafts():
+        if self._drafting is not None and (able := self._drafting.able(ready)):
+            if any(r.drafts.rows for r in able):
                 return [], []
             in_flight = any(r.pending for r in ready)
-            drafts = self._drafting.choose(ready, overlaps=in_flight)
+            drafts = self._drafting.choose(able, rows=len(ready), overlaps=in_flight)
             if drafts and in_flight:
                 return [], []
-            for request in ready:
+            for request in able:
                 request.drafts.steps += 1
         ready = self._with_rows(ready, now_s)
         del ready[self._micro_batches.share(len(ready), num_running=len(self._stages.running)) :]
@@ -64,9 +64,6 @@ class DecodePlanner:
 
     def _rows(self, ready: list[Request], drafts: dict[str, list[int]]) -> list[PlanItem]:
         return [item for r in ready for item in (_row(r), *draft_items(r, drafts.get(r.rid, [])))]
-
-    def _awaits_drafts(self) -> bool:
-        return any(r.drafts.rows for r in self._stages.running)
 
     def _with_rows(self, ready: list[Request], now_s: float) -> list[Request]:
         """Drop the least urgent of those without a row, where there are too few rows for all."""

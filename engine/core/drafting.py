@@ -4,9 +4,9 @@ A draft guesses the tokens that a request samples next. Each drafted token is on
 samples what follows. Results (engine/core/results.py) keep a row if the row before it sampled exactly its draft. A sample is a function of
 seed, position and logits alone, so the tokens are those of plain decoding at any temperature, and nothing is drawn twice.
 
-A row pays if
+Rows are taken in the order of the chance that they are kept, as many as give most of
 
-    chance that it is kept > tokens a second of the step without it * seconds that it adds
+    tokens that the step is expected to yield / seconds that so many rows take
 
 Chances come from how drafts behind such matches fared, also those that were not computed; seconds from RowCosts. So in a full batch, where
 rows cost, drafts become short and end.
@@ -30,7 +30,7 @@ TRUST = 8.0  # drafted tokens that weigh as much as FIRST_CHANCES
 TRUST_OF_CLASS = 4.0  # that weigh in a request's chance as much as its class of matches
 KEPT, KEPT_OF_REQUEST = 0.998, 0.95  # weight of a drafted token when the next one is known
 NEVER, SURE = 0.01, 0.99
-ROUNDS = 3
+LEAST = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # chances down to which rows are taken, tried in turn
 SWITCH_COST = 0.1  # of a step: what overlap saves, which a step with drafts does without
 
 
@@ -57,18 +57,22 @@ class Drafting:
         self._counts = counts
         self._of_match = [Chance() for _ in FIRST_CHANCES]
 
-    def choose(self, requests: Sequence[Request], *, overlaps: bool) -> dict[str, list[int]]:
-        """Return the drafts of the next step, which decodes `requests`. `overlaps`: without drafts it would overlap another."""
+    def able(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Return those that drafts may be found for."""
+        return requests if self._drafter is not None else [r for r in requests if r.grammar is not None]
+
+    def choose(self, requests: Sequence[Request], *, rows: int, overlaps: bool) -> dict[str, list[int]]:
+        """Return drafts of the next step for `requests`, which are `able`. `rows`: of the step without drafts, `overlaps`: then another one."""
         found = [(r, draft, self._chance(r.drafts)) for r in requests if (draft := self._draft(r)).tokens]
-        rows, tokens, best = len(requests), float(len(requests)), dict[str, list[int]]()
+        best = dict[str, list[int]]()
         if not found:
             return best
-        best_rate = tokens / self.costs.step(rows) * (1 + SWITCH_COST * overlaps)
-        for _ in range(ROUNDS):
-            least = tokens / self.costs.step(rows) * (self.costs.step(rows + 1) - self.costs.step(rows))
-            rows, tokens, chosen = len(requests), float(len(requests)), dict[str, list[int]]()
+        plain, best_rate = rows, (1 + SWITCH_COST * overlaps) * rows / self.costs.step(rows)
+        for least in LEAST:
+            rows, tokens, chosen = plain, float(plain), dict[str, list[int]]()
             for request, draft, chance in found:
-                if count := min(_rows_above(least, chance), len(draft.tokens), request.samples_left - 1, self._most):
+                count = min(_rows_above(least, chance), len(draft.tokens), request.samples_left - 1, self._most)
+                if count > 0:
                     chosen[request.rid] = draft.tokens[:count]
                     rows += count
                     tokens += chance * (1 - chance**count) / (1 - chance)
@@ -91,8 +95,6 @@ class Drafting:
         return drafts.draft
 
     def _can_draft(self, request: Request) -> bool:
-        if request.grammar is None and self._drafter is None:
-            return False
         sampling = request.sampling
         ends_late = sampling.min_new_tokens > 0 and (sampling.stop or sampling.stop_regex)  # engine/loop/stream_gate.py
         return not ends_late and (self._counts or not sampling.penalized)
@@ -130,7 +132,5 @@ def _fitting(grammar: Grammar, tokens: Sequence[int]) -> list[int]:
 
 
 def _rows_above(least: float, chance: float) -> int:
-    """How many rows are kept with a chance above `least`; row j is with chance**j."""
-    if least >= 1:
-        return 0
-    return int(math.log(max(least, 1e-9)) / math.log(chance))
+    """How many rows are kept with a chance of at least `least`; row j is with chance**j."""
+    return int(math.log(least) / math.log(chance))

@@ -29,12 +29,12 @@ def drafting(cost: Callable[[int], float], *, rows: tuple[int, ...] = (1, 2, 4, 
 
 def generate(one: Drafting, request: Request, token: int, count: int) -> None:
     for _ in range(count):
-        one.choose([request], overlaps=False)
+        one.choose([request], rows=1, overlaps=False)
         request.output_ids.append(token)
 
 
 def num_drafted(one: Drafting, requests: list[Request], *, overlaps: bool = False) -> int:
-    return sum(map(len, one.choose(requests, overlaps=overlaps).values()))
+    return sum(map(len, one.choose(requests, rows=len(requests), overlaps=overlaps).values()))
 
 
 def ask(n: int = 0) -> Request:
@@ -86,21 +86,45 @@ def test_no_more_is_drafted_than_may_be_sampled(left: int, drafted: int) -> None
     assert num_drafted(one, [request]) == drafted
 
 
-def test_costs_are_a_line_through_what_was_measured() -> None:
+def test_rows_that_cost_nothing_are_all_taken() -> None:
+    """Four rows take as long as one, eight twice as long: three drafts."""
+    one, request = (
+        drafting(lambda rows: 1.0 if rows <= 4 else 2.0 + 0.25 * (rows - 8), rows=(1, 2, 3, 4, 6, 8, 12)),
+        ask(),
+    )
+    generate(one, request, 7, 12)
+    for _ in range(4):
+        generate(one, request, 8, 1)
+        generate(one, request, 7, 4)
+    assert num_drafted(one, [request]) == 3
+
+
+def test_costs_are_what_was_measured() -> None:
     costs = RowCosts()
     for _ in range(30):
-        for rows in (1, 3, 8):
-            costs.note(rows, 0.1 + 0.01 * rows)
-    assert costs.step(1) == pytest.approx(0.11, rel=0.02) and costs.step(20) == pytest.approx(0.3, rel=0.1)
+        for rows, seconds in ((1, 0.1), (4, 0.11), (8, 0.2)):
+            costs.note(rows, seconds)
+    assert [costs.step(n) for n in (1, 4, 8)] == pytest.approx([0.1, 0.11, 0.2], rel=0.06)
+    assert 0.11 < costs.step(6) < 0.2 < costs.step(12) < 0.3
 
 
 def test_costs_follow_what_was_measured_last() -> None:
     costs = RowCosts()
     for scale in (1.0, 5.0):
-        for _ in range(200):
-            for rows in (1, 3, 8):
+        for _ in range(30):
+            for rows in (1, 4, 8):
                 costs.note(rows, scale * (0.1 + 0.01 * rows))
-    assert costs.step(4) == pytest.approx(5 * 0.14, rel=0.02)
+    assert costs.step(4) == pytest.approx(5 * 0.14, rel=0.06)
+
+
+def test_a_range_that_was_slow_once_is_tried_again() -> None:
+    costs = RowCosts()
+    costs.note(1, 0.1)
+    costs.note(4, 10.0)
+    assert costs.step(4) > 1.0
+    for _ in range(3000):
+        costs.note(1, 0.1)
+    assert costs.step(4) < 0.3
 
 
 def test_before_anything_was_measured_rows_are_cheap() -> None:
@@ -108,3 +132,4 @@ def test_before_anything_was_measured_rows_are_cheap() -> None:
     assert costs.step(1) < costs.step(8) < 2 * costs.step(1)
     costs.note(4, 0.2)
     assert costs.step(4) == pytest.approx(0.2) and 0.2 < costs.step(8) < 0.4
+    assert costs.step(5000) > costs.step(512)

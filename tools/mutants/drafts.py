@@ -1,7 +1,6 @@
 """Bugs in speculation, which the stories with drafts must find."""
 
 from engine.core import drafting, finish, results
-from engine.core.decode_planning import DecodePlanner
 from engine.core.drafting import Drafting
 from engine.core.memory import Memory
 from engine.core.results import Results
@@ -57,11 +56,11 @@ def _(original, results_, plan, result):
 
 @DRAFTS.bug(
     "another step goes out before the rows are judged",
-    DecodePlanner._awaits_drafts,
+    Drafting.able,
     "A request with drafts in flight is planned again.",
 )
-def _(original, planner):
-    return False
+def _(original, one, requests):
+    return [r for r in original(one, requests) if not r.drafts.rows]
 
 
 @DRAFTS.bug("a draft leaves its grammar", drafting._fitting, "Drafts are not cut where the grammar refuses them.")
@@ -93,5 +92,6 @@ def _(original, memory, request, count, *, left_free):
 
 
 @DRAFTS.bug("more is drafted than may be sampled", Drafting.choose, "Drafts reach beyond the length.")
-def _(original, one, requests, *, overlaps):
-    return {rid: [*tokens, 7, 7] for rid, tokens in original(one, requests, overlaps=overlaps).items()}
+def _(original, one, requests, *, rows, overlaps):
+    drafts = original(one, requests, rows=rows, overlaps=overlaps)
+    return {rid: [*tokens, 7, 7] for rid, tokens in drafts.items()}
