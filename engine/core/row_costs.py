@@ -67,8 +67,11 @@ def _between(means: Sequence[float | None], at: int) -> float | None:
         return low + (high - low) * (ENDS[at] - begin) / (end - begin)
     if not below and not above:
         return None
-    rows, mean = below[-1] if below else above[0]
-    return mean * _ratio(rows, ENDS[at])
+    if below:
+        rows, mean = below[-1]
+        return mean * _ratio(rows, ENDS[at])
+    rows, mean = above[0]
+    return mean * ENDS[at] / rows  # as cheap as may be, so that fewer rows are tried, too
 
 
 def _ratio(rows: int, others: int) -> float:

@@ -117,6 +117,19 @@ def test_costs_follow_what_was_measured_last() -> None:
     assert costs.step(4) == pytest.approx(5 * 0.14, rel=0.06)
 
 
+def test_a_batch_that_has_always_drafted_tries_without() -> None:
+    """Eight rows take 2.4, 32 take 10: what was measured first hides that plain steps are better."""
+    one = drafting(lambda rows: 10.0, rows=(32,))
+    requests = [ask(n) for n in range(8)]
+    for request in requests:
+        generate(one, request, 7, 12)
+        generate(one, request, 8, 2)
+        generate(one, request, 7, 4)
+    one.costs.note(8, 2.4)
+    assert num_drafted(one, requests) == 0
+    assert drafting(lambda rows: 10.0, rows=(32,)).costs.step(8) <= 2.5
+
+
 def test_a_range_that_was_slow_once_is_tried_again() -> None:
     costs = RowCosts()
     costs.note(1, 0.1)
