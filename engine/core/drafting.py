@@ -31,7 +31,8 @@ TRUST_OF_CLASS = 4.0  # that weigh in a request's chance as much as its class of
 KEPT, KEPT_OF_REQUEST = 0.998, 0.95  # weight of a drafted token when the next one is known
 NEVER, SURE = 0.01, 0.99
 LEAST = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # chances down to which rows are taken, tried in turn
-SWITCH_COST = 0.1  # of a step: what overlap saves, which a step with drafts does without
+LEAST_GAIN = 0.1  # by which drafts must promise more tokens a second: both estimates err
+OVERLAP_GAIN = 0.1  # what overlap saves, which a step with drafts does without
 
 
 class Drafter(Protocol):
@@ -67,7 +68,7 @@ class Drafting:
         best = dict[str, list[int]]()
         if not found:
             return best
-        plain, best_rate = rows, (1 + SWITCH_COST * overlaps) * rows / self.costs.step(rows)
+        plain, best_rate = rows, (1 + LEAST_GAIN + OVERLAP_GAIN * overlaps) * rows / self.costs.step(rows)
         for least in LEAST:
             rows, tokens, chosen = plain, float(plain), dict[str, list[int]]()
             for request, draft, chance in found:

@@ -1,11 +1,13 @@
 """Decode steps on a CPU as tapes (engine/kernels/tape.py): recorded at the first step of a batch size, then played.
 
 A tape holds calls of C kernels only. To check that a model's layers are nothing else, the first two steps of a size are
-also computed without the tape, and these results count; if the second one's bits differ, that size has no tape. Embeddings
-and positions are copied to where the tape reads them; the attention kernel receives pages and lengths as in any step.
+also computed without the tape, and these results count; if the second one's bits differ, that size has no tape. Sizes of steps with
+drafts come and go: they are recorded once they have come `OFTEN`. Embeddings and positions are copied to where the tape reads
+them; the attention kernel receives pages and lengths as in any step.
 """
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,7 @@ from engine.models.attention import Attend
 from engine.models.decoder import Begun, DenseDecoder
 
 MOST_ROWS = 64  # of larger batches Python's share is small
+OFTEN = 8  # steps of a size: its tape takes two steps more
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,7 @@ class DecodeTapes:
     def __init__(self, *, shared_by: int = 1) -> None:
         self._workspace = Workspace(MOST_ROWS * shared_by)
         self._tapes: dict[int, _Recorded | None] = {}
+        self._seen: Counter[int] = Counter()  # steps with drafts, by size
 
     def forget(self) -> None:
         """The next step may be another model's."""
@@ -54,9 +58,15 @@ class DecodeTapes:
         """Whether a decode step of `num_rows` requests can be recorded."""
         return num_rows <= MOST_ROWS
 
-    def forward(self, model: DenseDecoder, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, model: DenseDecoder, input_ids: Tensor, positions: Tensor, attend: Attend, *, drafts: bool = False
+    ) -> Tensor:
         """`model.forward` of a step that `takes` accepted and the attention backend has begun."""
         begun, size = model.begin(input_ids, positions), len(input_ids)
+        if drafts and size not in self._tapes:
+            self._seen[size] += 1
+            if self._seen[size] < OFTEN:
+                return model.layers(begun, attend)
         if size not in self._tapes:
             put_back = model.keep_states()
             self._tapes[size] = self._record(model, begun, attend)

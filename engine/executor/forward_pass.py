@@ -167,7 +167,7 @@ class ForwardPass:
         inputs = self._inputs.resolve(flat)
         if (tapes := self._tapes_for(plan)) is not None:
             arrival.hold_all()
-            hidden = tapes.forward(model, inputs, positions, self._backend.attend)
+            hidden = tapes.forward(model, inputs, positions, self._backend.attend, drafts=step.drafts)
         else:
             attend = self._layers.attend(plan.seq, self._backend.attend, arrival)
             hidden = model.forward(inputs, positions, attend)

@@ -82,6 +82,7 @@ class Step(_Frame, frozen=True):
     to_host: list[tuple[int, int]] = []
     from_host: list[tuple[int, int]] = []
     windows: list[tuple[int, int, list[int]]] = []  # as `pages`, of the pool of windows
+    drafts: list[int] = []  # items that read a draft: all ranks record such steps alike
     answer: int = 0
     agreed: AgreedStep | None = None
 
@@ -150,6 +151,7 @@ def step_of(plan: Plan, *, answer: int = 0) -> Step:
         to_host=[(copy.page, copy.host_page) for copy in plan.to_host],
         from_host=[(copy.page, copy.host_page) for copy in plan.from_host],
         windows=[(i, item.window_start, item.new_window) for i, item in enumerate(items) if item.new_window],
+        drafts=[i for i, item in enumerate(items) if item.draft],
         answer=answer,
         agreed=plan.agreed,
     )
@@ -177,7 +179,7 @@ def _items(step: Step) -> list[PlanItem]:
     pages = {i: (first, ids) for i, first, ids in step.pages}
     windows = {i: (first, ids) for i, first, ids in step.windows}
     wanted = {i: (first, more) for i, first, more in step.logprobs}
-    decodes, unsampled = frozenset(step.decodes), frozenset(step.unsampled)
+    decodes, unsampled, drafts = frozenset(step.decodes), frozenset(step.unsampled), frozenset(step.drafts)
     items, at = [], 0
     for i, (slot, start) in enumerate(zip(step.slots, step.starts, strict=True)):
         length = step.lens[i] if step.extend else 1
@@ -200,6 +202,7 @@ def _items(step: Step) -> list[PlanItem]:
                 logprob_next=0 if more else None,
                 window_start=window_first,
                 new_window=window_ids,
+                draft=i in drafts,
             )
         )
         at += length

@@ -76,7 +76,7 @@ def test_a_full_batch_drafts_less() -> None:
 def test_overlap_is_worth_something() -> None:
     one, request = drafting(lambda rows: 1 + 0.15 * rows), ask()
     generate(one, request, 8, 8)
-    generate(one, request, 7, 1)
+    generate(one, request, 7, 2)
     assert num_drafted(one, [request]) > num_drafted(one, [request], overlaps=True) == 0
 
 
