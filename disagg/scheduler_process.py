@@ -271,6 +271,7 @@ def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s:
         "overlap_depth": parts.depth,
         "context_length": config.context_length,
         "chunked_prefill_size": config.chunked_prefill_size,
+        "max_prefill_tokens": config.max_prefill_tokens,
         "max_running_requests": config.max_running_requests,
         "mem_fraction_static": config.mem_fraction_static,
         **{f"memory_{name}_bytes": size for name, size in parts.memory.items()},

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -14,18 +14,16 @@ from engine.core.backups import NOTHING
 from engine.core.cache_events import CacheEvents
 from engine.core.finish import TailTexts
 from engine.core.scheduler import Scheduler
-from engine.core.state_slots import grid_of
 from engine.core_parts import build_memory, build_scheduler
 from engine.device.device import Device, build_device
 from engine.device.gpu_memory import MemoryGauge, await_share
 from engine.device.graphs import MakeCapture
 from engine.device.host_copies import backup_bytes, backup_room
 from engine.device.kv_memory import held_by, kept_specs, note_memory
-from engine.device.measure import measure, measure_on_cpu, own_steps, warm
+from engine.device.measure import measured, own_steps, warm
 from engine.device.memory_plan import (
-    MeasuredMemory,
     kv_pages,
-    with_fitting_chunk,
+    with_fitting_prompts,
     with_running_requests,
     with_state_slots,
 )
@@ -49,7 +47,6 @@ from engine.loading import load_at_start, weight_updater
 from engine.loop.occupation import FixedKV, KVMemory
 from engine.lora.store import LoraStore
 from engine.model_files.model_config import ModelConfig
-from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from engine.parallel.layout import ALONE
 from engine.ranks.future_maps import future_map_of
@@ -57,7 +54,7 @@ from engine.ranks.group import Group, GroupAdapters, GroupKVMemory
 from engine.ranks.group_files import rank_files
 from engine.ranks.leading_executor import LeadingExecutor
 from engine.ranks.links import stage_input
-from engine.ranks.messages import PoolSize
+from engine.ranks.messages import PoolSize, Ready
 from engine.ranks.same_kernels import check_same_kernels, kernels_here
 from engine.ranks.share import Load, loader
 from engine.recurrent import check_recurrent, make_state_slots
@@ -139,17 +136,25 @@ def build_engine(
     if recurrent:
         check_recurrent(config)
     place = group.links.place if group else ALONE
-    found = None
-    if gauge is not None:
-        found = _measured(config, model_config, model, gauge, use, group, progress=progress) if shares else None
-    else:
-        steps = 0
-        if config.max_total_tokens is None and group is None:
-            steps = _steps_on_cpu(config, model_config, model, host, use)
-        found = MeasuredMemory(memory=free, free=free, weights=weights, steps=steps, graphs=0, on_gpu=False)
+    if group is not None and config.max_total_tokens is None:
+        group.followers.await_loaded(timeout_s=group.timeout_s)
+    inputs = _rank_inputs(config, model_config, group)
+    found = measured(
+        config,
+        model_config,
+        model,
+        gauge=gauge,
+        host=host,
+        free=free,
+        weights=weights,
+        decodes=use.decodes,
+        prefills=use.prefills,
+        progress=progress,
+        steps_over=partial(own_steps, config, model_config, model, progress=progress, place=place, **inputs),
+        place=place,
+    )
     if found is not None:
-        multiple = grid_of(config.page_size) if recurrent else config.page_size
-        config = with_fitting_chunk(given, config, found, multiple=multiple)
+        config, found = with_fitting_prompts(given, config, found, recurrent=recurrent)
     slot_bytes = slots = 0
     if recurrent:
         slot_bytes = StatePool.slot_bytes_of(model.state_specs())
@@ -161,7 +166,10 @@ def build_engine(
     page_bytes = KVPool.page_bytes_of(specs, config.page_size, units=units)
     pages = kv_pages(given, config, found, page_bytes=page_bytes, states=slots_bytes)
     if group is not None:
-        pages = min(pages, group.followers.await_ready(fingerprint=files, timeout_s=group.timeout_s))
+        least = group.followers.await_ready(fingerprint=files, timeout_s=group.timeout_s)
+        pages, config = min(pages, least.num_pages), _with_least(config, least)
+        slots = state_slots(config) if recurrent else 0
+        slots_bytes = (1 + slots) * slot_bytes
     apart = windows_apart(config, specs, use, recurrent=recurrent)
     pools = build_pools(config, specs, num_pages=pages, units=units, apart=apart, allocate=use.allocate_kv)
     pool = pools.kv
@@ -183,6 +191,7 @@ def build_engine(
         free_bytes = host.available() // config.ranks_here
         room = backup_room(config, pools, slots=slots, slot_bytes=slot_bytes, free_bytes=free_bytes)
     if group is not None:
+        assert config.chunked_prefill_size is not None, "resolved"
         agreed = PoolSize(
             num_pages=pages,
             host_pages=tier.pool.num_pages if tier else 0,
@@ -192,6 +201,7 @@ def build_engine(
             files=tier.files if tier else "",
             state_slots=slots,
             apart=apart,
+            chunked_prefill_size=config.chunked_prefill_size,
         )
         group.followers.place(agreed)
     device = build_device(
@@ -265,44 +275,15 @@ def build_engine(
     )
 
 
-def _measured(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    model: DenseDecoder,
-    gauge: MemoryGauge,
-    use: EngineUse,
-    group: Group | None,
-    *,
-    progress: bool,
-) -> MeasuredMemory:
-    """Raises ConfigError."""
-    if group is not None:
-        group.followers.await_loaded(timeout_s=group.timeout_s)
-    place = group.links.place if group else ALONE
-    inputs = _rank_inputs(config, model_config, group)
-    return measure(
+def _with_least(config: EngineConfig, least: Ready) -> EngineConfig:
+    """Let all ranks have what each has room for."""
+    assert config.chunked_prefill_size is not None and config.max_prefill_tokens is not None, "resolved"
+    slots = least.state_slots if least.state_slots < state_slots(config) else config.max_mamba_cache_size
+    return replace(
         config,
-        model_config,
-        model,
-        gauge,
-        decodes=use.decodes,
-        prefills=use.prefills,
-        progress=progress,
-        steps_over=partial(own_steps, config, model_config, model, progress=progress, place=place, **inputs),
-        place=place,
-    )
-
-
-def _steps_on_cpu(
-    config: EngineConfig, model_config: ModelConfig, model: DenseDecoder, host: HostMemory, use: EngineUse
-) -> int:
-    return measure_on_cpu(
-        config,
-        model_config,
-        model,
-        host,
-        decodes=use.decodes,
-        steps_over=partial(own_steps, config, model_config, model, progress=False),
+        chunked_prefill_size=min(config.chunked_prefill_size, least.chunked_prefill_size),
+        max_prefill_tokens=min(config.max_prefill_tokens, least.max_prefill_tokens),
+        max_mamba_cache_size=slots,
     )
 
 

@@ -27,6 +27,7 @@ MAX_PORT = 65535
 MAX_NODES = 64
 FP8 = "fp8_e4m3"  # of --kv-cache-dtype
 MEM_FRACTION_OF = {"cpu": 0.2, "cuda": 0.9}  # of what weights and steps leave, of the GPU's memory
+MAX_PREFILL_TOKENS = 16384  # SGLang's default
 MAX_RUNNING_OF = {"cpu": 64, "cuda": 256}  # a GPU's products are bound by memory below some 200 rows
 
 
@@ -186,7 +187,12 @@ class EngineConfig(FlagSet):
         below=math.inf,
         special={0: "no limit"},
     )
-    max_prefill_tokens: int = flag(16384, "most prompt tokens per prefill batch if chunking is off", least=1)
+    max_prefill_tokens: int | None = flag(
+        None,
+        "most prompt tokens of a step if chunking is off; a longer prompt is a step of its own; default: "
+        f"{MAX_PREFILL_TOKENS}, less where memory is short",
+        least=1,
+    )
     prefill_max_requests: int | None = flag(None, "most prompts per prefill step; default: no limit")
     enable_mixed_chunk: bool | None = flag(
         None, "run decodes in the same step as prefills; default: yes on cpu, no on cuda"

@@ -112,7 +112,14 @@ def _fits(model: ModelConfig, tp: int) -> bool:
 def _left_for_kv(engine: EngineConfig, shape: Shape, *, memory_bytes: int) -> int:
     """Bytes of each GPU's share besides weights: as a worker divides it, if its steps fit beside."""
     found = MeasuredMemory(
-        memory=memory_bytes, free=memory_bytes, weights=shape.weight_bytes, steps=0, graphs=0, on_gpu=True
+        memory=memory_bytes,
+        free=memory_bytes,
+        weights=shape.weight_bytes,
+        prompts=0,
+        token_bytes=0,
+        samples=0,
+        graphs=0,
+        on_gpu=True,
     )
     return static_left(engine, found)
 

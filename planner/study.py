@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 
 from deploy.bench.stats import RequestRecord
-from engine.config import EngineConfig
+from engine.config import MAX_PREFILL_TOKENS, EngineConfig
 from engine.flags.resolve import resolve
 from engine.model_files.model_config import load_model_config
 from engine.parallel.layout import check_layout
@@ -186,6 +186,7 @@ def _engine(config: PlanConfig) -> EngineConfig:
         device="cuda",
         page_size=config.page_size,
         chunked_prefill_size=config.chunked_prefill_size,
+        max_prefill_tokens=MAX_PREFILL_TOKENS,
         max_running_requests=config.max_running_requests,
         max_queued_requests=100_000,
         mem_fraction_static=config.mem_fraction_static,

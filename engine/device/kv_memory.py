@@ -56,6 +56,12 @@ def allocate_pool(
     return pool
 
 
+def _steps_text(config: EngineConfig) -> str:
+    if config.chunked_prefill_size == -1:
+        return f"whole prompts, at most {config.max_prefill_tokens} tokens of several in a step"
+    return f"chunks of {config.chunked_prefill_size} tokens"
+
+
 def note_memory(
     config: EngineConfig, found: MeasuredMemory | None, pools: Mapping[str, int], *, copies: int, tokens: int
 ) -> dict[str, int]:
@@ -72,13 +78,13 @@ def note_memory(
         )
     states = f", {state_slots(config)} recurrent states" if pools.get("states") else ""
     log.info(
-        "memory: %s; a KV cache of %d tokens in %s%s, at most %d running requests, chunks of %d tokens",
+        "memory: %s; a KV cache of %d tokens in %s%s, at most %d running requests, %s",
         memory_text(parts),
         tokens,
         config.kv_cache_dtype,
         states,
         config.max_running_requests,
-        config.chunked_prefill_size,
+        _steps_text(config),
     )
     if config.max_total_tokens is None and tokens < config.context_length:
         log.warning(

@@ -10,12 +10,13 @@ from dataclasses import replace
 import torch
 
 from engine.config import EngineConfig
+from engine.core.dp_step import Row, agree
 from engine.core.plan import Plan
 from engine.device.device import build_device, context_pages
 from engine.device.gpu_memory import GRAPH_BYTES, MemoryGauge
 from engine.device.graphs import logits_bytes, num_graphs
 from engine.device.kv_memory import held_by, kept_specs
-from engine.device.memory_plan import MeasuredMemory
+from engine.device.memory_plan import MeasuredMemory, unmeasured
 from engine.executor.future_map import FutureMap
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.step_inputs import StepInputs
@@ -33,6 +34,52 @@ log = logging.getLogger(__name__)
 
 RunStep = Callable[[Plan], None]
 StepsOver = Callable[[KVPool], AbstractContextManager[RunStep]]  # what runs steps over a pool, while the block lasts
+
+
+def measured(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: DenseDecoder,
+    *,
+    gauge: MemoryGauge | None,
+    host: HostMemory,
+    free: int,
+    weights: int,
+    decodes: bool,
+    prefills: bool,
+    progress: bool,
+    steps_over: StepsOver,
+    place: Place,
+) -> MeasuredMemory | None:
+    """Return what memory there is, and what weights and steps of a rank take. None: of a GPU whose --max-total-tokens says all.
+
+    `gauge`: of a GPU. `host`, `free`, `weights`: as in `measure_on_cpu`, the rest as in `measure`. Raises ConfigError.
+    """
+    if config.max_total_tokens is not None:
+        return unmeasured(free, weights) if gauge is None else None
+    if gauge is None:
+        return measure_on_cpu(
+            config,
+            model_config,
+            model,
+            host,
+            free=free,
+            weights=weights,
+            decodes=decodes,
+            steps_over=steps_over,
+            place=place,
+        )
+    return measure(
+        config,
+        model_config,
+        model,
+        gauge,
+        decodes=decodes,
+        prefills=prefills,
+        progress=progress,
+        steps_over=steps_over,
+        place=place,
+    )
 
 
 def measure(
@@ -75,7 +122,16 @@ def measure(
     graphs += logits_bytes(config, vocab_size=model_config.vocab_size, decodes=decodes)
     total = gauge.total()
     free = min(total, gauge.free() + gauge.own())
-    return MeasuredMemory(memory=total, free=free, weights=own, steps=step, graphs=graphs, on_gpu=True)
+    return MeasuredMemory(
+        memory=total,
+        free=free,
+        weights=own,
+        prompts=step,
+        token_bytes=step / largest_prompt_step(config),
+        samples=step,  # one figure is measured: what shorter prompts leave is not counted on
+        graphs=graphs,
+        on_gpu=True,
+    )
 
 
 def measure_on_cpu(
@@ -84,22 +140,25 @@ def measure_on_cpu(
     model: DenseDecoder,
     host: HostMemory,
     *,
+    free: int,
+    weights: int,
     decodes: bool,
     steps_over: StepsOver,
-) -> int:
-    """Return the bytes that the largest steps of the only rank take at their peak.
+    place: Place = ALONE,
+) -> MeasuredMemory:
+    """Run the largest steps over a pool of scratch. `free`: of the machine's memory, for this rank, its `weights` included.
 
-    Where a prompt step would take a slow machine too long, two shorter ones say what each further token takes.
+    Where a prompt step would take a slow machine too long, two shorter ones say what each further token takes. The rest as in `measure`.
     """
     assert config.context_length is not None, "resolved"
-    units = len(held_by(config, model_config, ALONE).units)
+    units = len(held_by(config, model_config, place).units)
     specs = kept_specs(config, model.cache_specs())
     pool = KVPool(specs, num_pages=1, page_size=config.page_size, device=config.device, units=units)
     tokens = profiled_tokens(config, model_config)
     steps = replace(
         _steps(config, model_config, positions=config.context_length, decodes=decodes), prompt_tokens=tokens
     )
-    first, *largest, end = steps.largest()
+    first, *largest, end = [_agreed(plan, config) for plan in steps.largest()]
     peaks = []
     with steps_over(pool) as run:
         run(first)
@@ -110,7 +169,24 @@ def measure_on_cpu(
         run(end)
     half, prompt, samples = peaks
     by_token = max(0, prompt - half) / max(1, tokens - tokens // 2)
-    return max(int(prompt + by_token * (largest_prompt_step(config) - tokens)), samples)
+    return MeasuredMemory(
+        memory=free,
+        free=free,
+        weights=weights,
+        prompts=int(prompt + by_token * (largest_prompt_step(config) - tokens)),
+        token_bytes=by_token,
+        samples=samples,
+        graphs=0,
+        on_gpu=False,
+    )
+
+
+def _agreed(plan: Plan, config: EngineConfig) -> Plan:
+    """With DP attention, the step in which each DP rank has this plan."""
+    if config.enable_dp_attention:
+        rows = Row(step=plan.seq, idle=False, tokens=sum(item.q_len for item in plan.items), extend=True)
+        plan.agreed = agree([rows] * config.dp_size)
+    return plan
 
 
 @contextmanager

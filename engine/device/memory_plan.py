@@ -7,11 +7,14 @@ The fraction means what SGLang's means. Where it is unset it follows from the fi
 After vLLM's profiled forward. `given`: the flags before `resolve`, which fills in what is unset.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from engine.config import MEM_FRACTION_OF, EngineConfig
-from engine.flags.resolve import largest_prompt_step, num_pages, state_slots
+from engine.core.limits import TAIL_SHARE
+from engine.core.state_slots import grid_of
+from engine.flags.resolve import largest_prompt_step, longest_prompt, num_pages, state_slots
 from service.flags import ConfigError
 
 MAX_CPU_BYTES = 4 << 30  # where no flag says more: other processes use the machine, too
@@ -23,24 +26,53 @@ LEAST_SLOTS = 2  # the state of a running request, and a snapshot
 class MeasuredMemory:
     """In bytes, of one rank. `memory`: as drawn above. `free`: of it, for this rank, its weights included.
 
-    `weights`: on a GPU with CUDA's context. `steps`: the peak of the largest ones. `graphs`: recorded steps.
+    `weights`: on a GPU with CUDA's context. `prompts`: the peak of the largest prompt step, `token_bytes` of it for each token;
+    `samples`: of the largest other step. `graphs`: recorded steps.
     """
 
     memory: int
     free: int
     weights: int
-    steps: int
+    prompts: int
+    token_bytes: float
+    samples: int
     graphs: int
     on_gpu: bool
 
     @property
+    def steps(self) -> int:
+        """The peak of the largest steps."""
+        return max(self.prompts, self.samples)
+
+    @property
+    def beside_weights(self) -> int:
+        """What weights and graphs leave."""
+        return self.free - self.weights - self.graphs
+
+    @property
     def most(self) -> int:
         """Return what pages and states can take beside all the rest; negative: the weights or the steps do not fit."""
-        return self.free - self.weights - self.steps - self.graphs
+        return self.beside_weights - self.steps
+
+    def fitting(self, tokens: int, room: int) -> int:
+        """Return how many of `tokens`, whose step was measured, fit in so many bytes; 0 or less: none."""
+        over = self.prompts - room
+        return tokens if over <= 0 or self.token_bytes == 0 else tokens - math.ceil(over / self.token_bytes)
+
+    def with_fewer(self, tokens: int) -> "MeasuredMemory":
+        """Return it for prompt steps shorter by so many tokens."""
+        return replace(self, prompts=max(0, int(self.prompts - tokens * self.token_bytes)))
 
     def __str__(self) -> str:
         parts = f"weights {sized(self.weights)}, steps {sized(self.steps)}, graphs {sized(self.graphs)}"
         return f"{sized(self.free)} free, {parts}"
+
+
+def unmeasured(free: int, weights: int) -> MeasuredMemory:
+    """Of a CPU's rank whose --max-total-tokens says what pages take: nothing is left to the steps on purpose."""
+    return MeasuredMemory(
+        memory=free, free=free, weights=weights, prompts=0, token_bytes=0, samples=0, graphs=0, on_gpu=False
+    )
 
 
 def sized(size_bytes: float) -> str:
@@ -60,8 +92,7 @@ def static_left(given: EngineConfig, found: MeasuredMemory) -> int:
         fits = max(0, int((found.free - beside) / found.memory * 100)) / 100
         raise ConfigError(
             f"--mem-fraction-static {fraction:g}: weights and KV cache may take {sized(static)}, and the largest steps need "
-            f"{sized(beside)} beside them ({found}); give at most {fits:g}, or lower --chunked-prefill-size and "
-            "--max-running-requests"
+            f"{sized(beside)} beside them ({found}); give at most {fits:g}, or {_smaller_steps(given)}"
         )
     return static - found.weights
 
@@ -85,12 +116,14 @@ def kv_pages(
     assert found is not None and config.context_length is not None, "measured"
     left = static_left(given, found) - states
     tokens = max(0, left // page_bytes) * config.page_size
-    least = min(largest_prompt_step(config), config.context_length) if found.on_gpu else config.page_size
+    assert config.max_prefill_tokens is not None, "resolved"
+    step = config.max_prefill_tokens if config.chunked_prefill_size == -1 else largest_prompt_step(config)
+    least = min(step, config.context_length) if found.on_gpu else config.page_size
     if tokens < least:
         raise ConfigError(
             f"--mem-fraction-static {config.mem_fraction_static:g}: left for KV {sized(left)} ({found}), {tokens} tokens, fewer "
-            f"than {'a step' if found.on_gpu else 'a page'}'s {least}; raise it, take a smaller model, lower --chunked-prefill-size and "
-            "--max-running-requests, or serve with so few by --max-total-tokens"
+            f"than {'a step' if found.on_gpu else 'a page'}'s {least}; raise it, take a smaller model, {_smaller_steps(given)}, or serve "
+            "with so few by --max-total-tokens"
         )
     return num_pages(config, page_bytes=page_bytes, kv_bytes=left)
 
@@ -134,19 +167,52 @@ def with_running_requests(
     return config
 
 
-def with_fitting_chunk(
-    given: EngineConfig, config: EngineConfig, found: MeasuredMemory, *, multiple: int
-) -> EngineConfig:
-    """Lower an unset --chunked-prefill-size where steps would take more than half of what weights and graphs leave.
+def with_fitting_prompts(
+    given: EngineConfig, config: EngineConfig, found: MeasuredMemory, *, recurrent: bool
+) -> tuple[EngineConfig, MeasuredMemory]:
+    """Shorten prompt steps, unless a flag says their length, that take more than half of what weights and graphs leave.
 
-    What steps take grows with their tokens. `multiple`: of tokens, at which chunks end.
+    Return `found` for the shorter ones, too. Raises ConfigError.
     """
-    room = (found.free - found.weights - found.graphs) // 2
-    if given.chunked_prefill_size is not None or found.steps <= room:
-        return config
-    assert config.chunked_prefill_size is not None, "resolved"
-    parts = int(config.chunked_prefill_size * max(0, room) / found.steps) // multiple
-    return replace(config, chunked_prefill_size=max(1, parts) * multiple)
+    most = largest_prompt_step(config)
+    fits = found.fitting(most, found.beside_weights // 2)
+    if config.chunked_prefill_size == -1:
+        shorter = _with_fitting_batch(given, config, found, fits=fits)
+    elif given.chunked_prefill_size is not None or fits >= most:
+        return config, found
+    else:
+        multiple = grid_of(config.page_size) if recurrent else config.page_size  # at which chunks end
+        parts = fits * TAIL_SHARE // (TAIL_SHARE + 1) // multiple
+        shorter = replace(config, chunked_prefill_size=max(1, parts) * multiple)
+    return shorter, found.with_fewer(max(0, most - largest_prompt_step(shorter)))
+
+
+def _with_fitting_batch(given: EngineConfig, config: EngineConfig, found: MeasuredMemory, *, fits: int) -> EngineConfig:
+    """Whole prompts: a step has to hold the longest, and with --max-prefill-tokens more than one."""
+    assert config.max_prefill_tokens is not None and config.max_running_requests is not None, "resolved"
+    most, longest = largest_prompt_step(config), longest_prompt(config)
+    can = found.fitting(most, found.beside_weights)
+    if can < longest:
+        raise ConfigError(
+            f"--chunked-prefill-size -1: the longest prompt, {longest} tokens, is one step, and memory holds a step of {max(0, can)} "
+            f"({found.with_fewer(most - longest)}); leave the flag out, or give --context-length {max(1, can)} at most"
+        )
+    if given.max_prefill_tokens is None:
+        least = longest + config.max_running_requests  # decodes that ride along count, too
+        return replace(config, max_prefill_tokens=min(config.max_prefill_tokens, max(fits, least)))
+    if can < given.max_prefill_tokens:
+        raise ConfigError(
+            f"--max-prefill-tokens {given.max_prefill_tokens}: memory holds a step of {can} prompt tokens ({found}); give at most "
+            f"{can}, or leave --chunked-prefill-size -1 out"
+        )
+    return config
+
+
+def _smaller_steps(given: EngineConfig) -> str:
+    """What makes the largest steps smaller."""
+    if given.chunked_prefill_size == -1:
+        return "leave --chunked-prefill-size -1 out, or lower --context-length and --max-prefill-tokens"
+    return "lower --chunked-prefill-size and --max-running-requests"
 
 
 def memory_text(parts: Mapping[str, int]) -> str:

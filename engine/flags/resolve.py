@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from engine.config import MAX_RUNNING_OF, MEM_FRACTION_OF, EngineConfig
+from engine.config import MAX_PREFILL_TOKENS, MAX_RUNNING_OF, MEM_FRACTION_OF, EngineConfig
 from engine.core.dp_agreement import DECIDES, Agreement, Board
 from engine.core.limits import TAIL_SHARE, Limits
 from engine.core.new_token_ratio import RatioRule
@@ -65,6 +65,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         stream=_stream(config.stream, device, watched=config.watches_steps),
         context_length=_context_length(config.context_length, model.max_position_embeddings),
         chunked_prefill_size=_chunk(config.chunked_prefill_size, config.page_size, device),
+        max_prefill_tokens=config.max_prefill_tokens or MAX_PREFILL_TOKENS,
         max_step_time_s=_max_step_time_s(config.max_step_time_s, device, chunked=config.chunked_prefill_size != -1),
         num_threads=config.num_threads or 1,  # a worker has counted its cores by now (engine/flags/local_defaults.py)
         hicache_load_ahead_mb=_load_ahead_mb(config.hicache_load_ahead_mb, device),
@@ -85,6 +86,7 @@ def depth(config: EngineConfig) -> int:
 
 def limits(config: EngineConfig) -> Limits:
     assert config.chunked_prefill_size is not None and config.max_running_requests is not None
+    assert config.max_prefill_tokens is not None, "resolved"
     return Limits(
         page_size=config.page_size,
         max_running_requests=config.max_running_requests,
@@ -196,11 +198,16 @@ def state_slots(config: EngineConfig) -> int:
 
 
 def largest_prompt_step(config: EngineConfig) -> int:
-    """Return the most prompt tokens of a step."""
-    assert config.chunked_prefill_size is not None, "resolved"
+    """Return the most prompt tokens of a step. The first prompt of a step without chunks goes whole, however long (as in SGLang)."""
+    assert config.chunked_prefill_size is not None and config.max_prefill_tokens is not None, "resolved"
     if config.chunked_prefill_size == -1:
-        return config.max_prefill_tokens
+        return max(config.max_prefill_tokens, longest_prompt(config))
     return config.chunked_prefill_size + config.chunked_prefill_size // TAIL_SHARE
+
+
+def longest_prompt(config: EngineConfig) -> int:
+    assert config.context_length is not None, "resolved"
+    return min(config.context_length, config.max_total_tokens or config.context_length)
 
 
 def host_pages(config: EngineConfig, *, num_pages: int, page_bytes: int, free_bytes: int) -> int:

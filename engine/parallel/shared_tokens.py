@@ -11,11 +11,14 @@ from engine.parallel.region import SharedRegion
 class SharedTokens:
     """`row` [slots] int64: the last token of each slot. `count`: how many times the leader has published.
 
+    `sampled`: on a follower, how many steps before the present one sampled; it counts on from steps that were measured.
+
     The leader writes a slot again only when no step that reads it is still to run: a token needs the step that read the last one.
     """
 
     def __init__(self, region: SharedRegion) -> None:
         self._region = region
+        self.sampled = 0
         self._count = region.word(region.plan.tokens_count)
         self.row = region.tensor(region.plan.tokens, (region.plan.slots,), torch.int64)
 

@@ -17,8 +17,8 @@ from engine.device.device import ForwardParts, adapter_store, memory_for_graphs
 from engine.device.gpu_memory import MemoryGauge, await_share
 from engine.device.graphs import MakeCapture
 from engine.device.kv_memory import held_by, kept_specs
-from engine.device.measure import measure
-from engine.device.memory_plan import MeasuredMemory, kv_pages, with_state_slots
+from engine.device.measure import measured
+from engine.device.memory_plan import kv_pages, with_fitting_prompts, with_state_slots
 from engine.device.pools import build_pools
 from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.profiler import TorchProfiler
@@ -38,7 +38,7 @@ from engine.parallel.region import SharedRegion
 from engine.ranks.channel import Channel
 from engine.ranks.follower import Action, Follower, Reader
 from engine.ranks.links import Joint, RankLinks, links_of
-from engine.ranks.messages import Loaded, PoolSize, Ready, Serving, ToFollower
+from engine.ranks.messages import NO_LIMIT, Loaded, PoolSize, Ready, Serving, ToFollower
 from engine.ranks.rank_checksum import RankChecksum, Tail
 from engine.ranks.rank_parts import RankUse, rank_parts, steps_of_rank
 from engine.ranks.rank_pools import RankPools
@@ -87,39 +87,43 @@ def build_follower(
     if config.device == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
     held, specs = held_by(config, model_config, links.place), kept_specs(config, model.cache_specs())
-    found = None
-    if gauge is None:
-        found = MeasuredMemory(memory=free, free=free, weights=weights, steps=0, graphs=0, on_gpu=False)
-    elif shares:
+    if config.max_total_tokens is None:
         channel.send(Loaded())
-        found = measure(
+    found = measured(
+        config,
+        model_config,
+        model,
+        gauge=gauge,
+        host=host,
+        free=free,
+        weights=weights,
+        decodes=use.decodes,
+        prefills=use.prefills,
+        progress=False,
+        steps_over=partial(
+            steps_of_rank,
+            partial(rank_parts, replace(config, enable_lora=False, max_mamba_cache_size=2), model_config, model, links),
             config,
-            model_config,
-            model,
-            gauge,
-            decodes=use.decodes,
-            prefills=use.prefills,
-            progress=False,
-            steps_over=partial(
-                steps_of_rank,
-                partial(
-                    rank_parts, replace(config, enable_lora=False, max_mamba_cache_size=2), model_config, model, links
-                ),
-                config,
-            ),
-            place=links.place,
-        )
+        ),
+        place=links.place,
+    )
+    recurrent = bool(model.state_specs())
+    if found is not None:
+        config, found = with_fitting_prompts(given, config, found, recurrent=recurrent)
     units = len(held.units)
     page_bytes = KVPool.page_bytes_of(specs, config.page_size, units=units)
-    states_bytes = 0
-    if model.state_specs():
+    states_bytes, slots = 0, NO_LIMIT
+    if recurrent:
         slot_bytes = StatePool.slot_bytes_of(model.state_specs())
-        states_bytes = (1 + state_slots(with_state_slots(given, config, found, slot_bytes=slot_bytes))) * slot_bytes
+        slots = state_slots(with_state_slots(given, config, found, slot_bytes=slot_bytes))
+        states_bytes = (1 + slots) * slot_bytes
     pages = kv_pages(given, config, found, page_bytes=page_bytes, states=states_bytes)
-    channel.send(Ready(pages, fingerprint(config.model_path)))
+    assert config.chunked_prefill_size is not None and config.max_prefill_tokens is not None, "resolved"
+    files, batch = fingerprint(config.model_path), config.max_prefill_tokens
+    channel.send(Ready(pages, files, slots, config.chunked_prefill_size, batch))
     agreed = channel.receive()
     assert isinstance(agreed, PoolSize), agreed
-    allocate = use.allocate_kv
+    config, allocate = replace(config, chunked_prefill_size=agreed.chunked_prefill_size), use.allocate_kv
     pools = build_pools(config, specs, num_pages=agreed.num_pages, units=units, apart=agreed.apart, allocate=allocate)
     pool = pools.kv
     host_pool = None

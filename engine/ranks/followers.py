@@ -4,7 +4,6 @@ A follower that ends, fails or reads no messages is reported once, by name; the 
 """
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +14,18 @@ from engine.core.plan import Plan
 from engine.ranks.answers import Answers, is_proven
 from engine.ranks.channel import Channel
 from engine.ranks.mail import Mail, MailThread
-from engine.ranks.messages import Apply, Loaded, PoolSize, Prepare, Ready, Serving, ToFollower, ToLeader, step_of
+from engine.ranks.messages import (
+    NO_LIMIT,
+    Apply,
+    Loaded,
+    PoolSize,
+    Prepare,
+    Ready,
+    Serving,
+    ToFollower,
+    ToLeader,
+    step_of,
+)
 from engine.ranks.roll_call import RollCall
 from service.flags import ConfigError
 from service.process.message_stream import ChannelClosed, ChannelFull
@@ -31,8 +41,6 @@ class Process(Protocol):
     def ended(self) -> str:
         """How it ended, such as "ended: SIGKILL"."""
 
-
-NO_LIMIT = sys.maxsize  # pages, where there is no follower
 
 Member = tuple[Channel[ToLeader], Process]
 
@@ -78,8 +86,8 @@ class Followers:
         """Wait until every follower has its weights. Raises ConfigError."""
         self._await(Loaded, timeout_s=timeout_s, doing="has not loaded its weights")
 
-    def await_ready(self, *, fingerprint: str, timeout_s: float) -> int:
-        """Wait until every follower has its weights; return the least KV pages that one of them holds.
+    def await_ready(self, *, fingerprint: str, timeout_s: float) -> Ready:
+        """Wait until every follower has its weights; return the least of what one of them holds.
 
         `fingerprint`: of the leader's weights. Raises ConfigError, also where a follower has others.
         """
@@ -90,7 +98,13 @@ class Followers:
                     f"--model-path: {self.answers.names[rank]} reads other files than rank 0 (fingerprints "
                     f"{answer.fingerprint} and {fingerprint}); give all ranks the same checkpoint"
                 )
-        return min((answer.num_pages for answer in ready.values()), default=NO_LIMIT)
+        return Ready(
+            min((answer.num_pages for answer in ready.values()), default=NO_LIMIT),
+            fingerprint,
+            min((answer.state_slots for answer in ready.values()), default=NO_LIMIT),
+            min((answer.chunked_prefill_size for answer in ready.values()), default=NO_LIMIT),
+            min((answer.max_prefill_tokens for answer in ready.values()), default=NO_LIMIT),
+        )
 
     def place(self, pool: PoolSize) -> None:
         self._send_all(pool)

@@ -30,17 +30,16 @@ class FollowerFutureMap(FutureMap):
     def __init__(self, shared: SharedTokens) -> None:
         super().__init__(shared.row)
         self._shared = shared
-        self._sampled = 0  # steps before the present one that sampled
 
     def resolve(self, token_ids: Tensor) -> Tensor:
         """Wait for the leader's samples if one is needed."""
         if bool((token_ids < 0).any()):
-            self._shared.wait(self._sampled)
+            self._shared.wait(self._shared.sampled)
         return super().resolve(token_ids)
 
     def on_sampled(self) -> None:
         """Note that the leader samples the step that has just run."""
-        self._sampled += 1
+        self._shared.sampled += 1
 
     def store(self, slots: Tensor, tokens: Tensor) -> None:
         raise AssertionError("a follower samples nothing")

@@ -7,6 +7,7 @@ A `Step` is a view of a plan: what a forward needs, in columns. No names of requ
 leader samples. A step of 256 decodes takes 3 KB.
 """
 
+import sys
 from typing import Any
 
 import msgspec
@@ -21,15 +22,24 @@ class _Frame(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
 
+NO_LIMIT = sys.maxsize
+
+
 class Loaded(_Frame, frozen=True):
-    """The rank has its weights, and measures on its GPU what steps take: all ranks at once."""
+    """The rank has its weights, and measures what steps take: all ranks at once."""
 
 
 class Ready(_Frame, frozen=True):
-    """The rank has its weights. `num_pages`: KV pages that its memory holds. `fingerprint`: of the files of its weights."""
+    """The rank has its weights, and its memory holds `num_pages` of KV, `state_slots`, and steps of the other two.
+
+    `fingerprint`: of the files of its weights.
+    """
 
     num_pages: int
     fingerprint: str
+    state_slots: int = NO_LIMIT
+    chunked_prefill_size: int = NO_LIMIT
+    max_prefill_tokens: int = NO_LIMIT
 
 
 class PoolSize(_Frame, frozen=True):
@@ -37,7 +47,7 @@ class PoolSize(_Frame, frozen=True):
     `backup_states`: of these, in the pools of windows and of states.
 
     `state_slots`: of recurrent states; 0: the model has none. `apart`: of `num_pages` layers with a window have a pool of their own
-    (engine/device/pools.py). `files`: the folder of the worker's files; "" without.
+    (engine/device/pools.py). `files`: the folder of the worker's files; "" without. `chunked_prefill_size`: as resolved.
     """
 
     num_pages: int
@@ -48,6 +58,7 @@ class PoolSize(_Frame, frozen=True):
     files: str = ""
     state_slots: int = 0
     apart: bool = False
+    chunked_prefill_size: int = -1
 
 
 class Serving(_Frame, frozen=True):

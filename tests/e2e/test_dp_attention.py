@@ -20,7 +20,8 @@ from tests.engine.engine_in_process import tokens_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 WITHIN_S = 10.0
-FLAGS = ("--max-total-tokens", "32768", "--chunked-prefill-size", "128", "--log-level", "warning")
+STEPS = ("--chunked-prefill-size", "128", "--log-level", "warning")
+FLAGS = ("--max-total-tokens", "32768", *STEPS)
 DP = ("--enable-dp-attention", "--dp-size", "2")
 LONG = {"temperature": 0, "max_new_tokens": 3000, "ignore_eos": True}
 
@@ -39,7 +40,17 @@ async def pids_of(worker: Started) -> list[int]:
 
 async def test_it_answers_takes_other_weights_and_ends_with_any_of_its_ranks(qwen3: str, tmp_path: Path) -> None:
     other = make_tiny_checkpoint(tmp_path / "other", "qwen3", seed=1)
-    flags = ("--model-path", qwen3, "--tp-size", "4", "--enable-prefill-delayer", "--port", "0", *DP, *FLAGS)
+    flags = (
+        "--model-path",
+        qwen3,
+        "--tp-size",
+        "4",
+        "--enable-prefill-delayer",
+        "--port",
+        "0",
+        *DP,
+        *STEPS,
+    )  # and measures
     with tandem(tmp_path, "serve", *flags) as worker:
         answers = await generate_all(worker.url, mixed_bodies(seed=1, count=16))
         assert [answer["output_ids"] for answer in answers] == references(qwen3)

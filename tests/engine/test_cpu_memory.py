@@ -1,17 +1,20 @@
 """How a CPU's memory is shared out between KV pages and recurrent states, and what the log says of it."""
 
 import logging
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.config import EngineConfig
+from engine.device.measure import measure_on_cpu
 from engine.device.memory_plan import (
     MeasuredMemory,
     kv_pages,
     static_left,
-    with_fitting_chunk,
+    with_fitting_prompts,
     with_running_requests,
     with_state_slots,
 )
@@ -39,8 +42,20 @@ def configs(**flags: Any) -> tuple[EngineConfig, EngineConfig]:
     return given, resolve(given, load_model_config(DEFAULT_MODEL_PATH), cuda=False)
 
 
-def measured(free: int, *, weights: int = 0, steps: int = 0) -> MeasuredMemory:
-    return MeasuredMemory(memory=free, free=free, weights=weights, steps=steps, graphs=0, on_gpu=False)
+def measured(
+    free: int, *, weights: int = 0, steps: int = 0, tokens: int = 1, samples: int = 0, graphs: int = 0
+) -> MeasuredMemory:
+    """`steps`: of a prompt of so many `tokens`."""
+    return MeasuredMemory(
+        memory=free,
+        free=free,
+        weights=weights,
+        prompts=steps,
+        token_bytes=steps / tokens,
+        samples=samples,
+        graphs=graphs,
+        on_gpu=False,
+    )
 
 
 def slots_of(slot_bytes: int, *, free: int = 10_000 * MIB, sharers: int = 1, **flags: Any) -> int:
@@ -132,19 +147,46 @@ def test_little_memory_lets_fewer_requests_run() -> None:
 
 
 def test_chunks_that_take_too_much_are_shorter_unless_a_flag_says_their_length() -> None:
-    def chunk(steps: int, *, multiple: int = 16, **flags: Any) -> int:
+    def chunk(steps: int, *, recurrent: bool = False, **flags: Any) -> tuple[int | None, int]:
         given, config = configs(**flags)
-        found = with_fitting_chunk(
-            given, config, measured(1000 * MIB, weights=200 * MIB, steps=steps), multiple=multiple
-        )
-        assert found.chunked_prefill_size is not None
-        return found.chunked_prefill_size
+        found = measured(1000 * MIB, weights=200 * MIB, steps=steps, tokens=1088, samples=90 * MIB)
+        config, found = with_fitting_prompts(given, config, found, recurrent=recurrent)
+        return config.chunked_prefill_size, found.steps // MIB
 
-    assert chunk(400 * MIB) == 1024
-    assert chunk(800 * MIB) == 512
-    assert chunk(801 * MIB, multiple=64) == 448
-    assert chunk(400_000 * MIB) == 16
-    assert chunk(800 * MIB, chunked_prefill_size=768) == 768
+    assert chunk(400 * MIB) == (1024, 400)
+    assert chunk(800 * MIB) == (512, 400), "a chunk and a 16th"
+    assert chunk(801 * MIB, recurrent=True) == (448, 350)
+    assert chunk(400_000 * MIB) == (16, 6250)
+    assert chunk(1600 * MIB, max_running_requests=7) == (256, 400)
+    assert chunk(800 * MIB, chunked_prefill_size=768) == (768, 800)
+
+
+def test_steps_of_whole_prompts_follow_from_memory() -> None:
+    """A step of the longest prompt has to fit; the rest is for further prompts in it."""
+
+    def batch(free: int, *, context: int = 1000, **flags: Any) -> tuple[int | None, int]:
+        given, config = configs(chunked_prefill_size=-1, context_length=context, max_running_requests=10, **flags)
+        tokens = max(config.max_prefill_tokens or 0, context)
+        found = measured(free + 50 * MIB, weights=50 * MIB, steps=tokens * MIB, tokens=tokens)
+        config, found = with_fitting_prompts(given, config, found, recurrent=False)
+        return config.max_prefill_tokens, found.steps // MIB
+
+    assert batch(40_000 * MIB) == (16384, 16384), "the default"
+    assert batch(20_000 * MIB) == (10_000, 10_000), "half of what weights leave"
+    assert batch(1600 * MIB) == (1010, 1010), "a prompt, and decodes that ride along"
+    assert batch(40_000 * MIB, context=20_000) == (16384, 20_000)
+    assert batch(3000 * MIB, max_prefill_tokens=2800) == (2800, 2800), "a flag wins where it can"
+    with pytest.raises(
+        ConfigError,
+        match=r"^--max-prefill-tokens 3001: memory holds a step of 3000 .* at most 3000, or leave --chunked-pr",
+    ):
+        batch(3000 * MIB, max_prefill_tokens=3001)
+    with pytest.raises(
+        ConfigError,
+        match=r"^--chunked-prefill-size -1: .* 1000 tokens, .* holds a step of 999 .* --context-length 999 at",
+    ):
+        batch(999 * MIB)
+    assert batch(999 * MIB, max_total_tokens=512)[0] == 522, "no prompt is longer than the KV cache"
 
 
 def test_a_small_machine_serves_with_fewer_requests(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -173,3 +215,40 @@ def test_the_largest_steps_are_measured(tmp_path: Path) -> None:
             return engine.parts.memory["steps"]
 
     assert steps(8192) > steps(16) + MIB
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"pp_size": 2}], ids=["TP 2", "PP 2"])
+def test_ranks_measure_their_steps_and_have_what_each_holds(
+    sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps of a follower take more than its leader's: all have the chunks that it holds, and answer as one rank does."""
+    path = make_tiny_checkpoint(tmp_path, "gemma3_text")
+    caplog.set_level(logging.INFO)
+    flags: dict[str, Any] = {"context_length": 512, "num_threads": 1, "dtype": "float32", "max_running_requests": 4}
+    with EngineInProcess(path, max_total_tokens=4096, **flags) as engine:
+        alone = answers(engine)
+    found: dict[bool, MeasuredMemory] = {}
+
+    def large(*args: Any, **kwargs: Any) -> MeasuredMemory:
+        """Run the steps, and give figures of a larger model on a small machine."""
+        leads = threading.current_thread() is threading.main_thread()
+        token = MIB // (16 if leads else 4)
+        one = replace(measure_on_cpu(*args, **kwargs), memory=100 * MIB, free=100 * MIB, weights=0)
+        found[leads] = replace(one, prompts=1088 * token, token_bytes=token)
+        return found[leads]
+
+    monkeypatch.setattr("engine.device.measure.measure_on_cpu", large)
+    with ranks(path, **sizes, **{**flags, "max_total_tokens": None}) as group:
+        parts = group.engine.parts
+        assert len(found) == 2, "both measured, at the same time: steps need both"
+        assert parts.config.chunked_prefill_size == 176, "half of a follower's 100 MiB"
+        assert [pool.num_pages for pool in group.pools.values()] == [parts.pool.num_pages]
+        assert answers(group.engine) == alone
+    assert "chunks of 176 tokens" in caplog.text
+
+
+def answers(engine: EngineInProcess) -> dict[str, list[int]]:
+    for i in range(6):
+        engine.add(str(i), list(range(16, 60 + 90 * (i % 3))), max_new_tokens=5)
+    engine.run()
+    return dict(engine.tokens)

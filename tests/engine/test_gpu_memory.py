@@ -30,7 +30,9 @@ def config_of(**flags: Any) -> EngineConfig:
 
 def memory_of(weights: float, *, steps: float = 2.0, graphs: float = 0.5, free: int = H200) -> MeasuredMemory:
     own, step, graph = (int(x * GIB) for x in (weights + CONTEXT, steps, graphs))
-    return MeasuredMemory(memory=H200, free=free, weights=own, steps=step, graphs=graph, on_gpu=True)
+    return MeasuredMemory(
+        memory=H200, free=free, weights=own, prompts=step, token_bytes=0, samples=step, graphs=graph, on_gpu=True
+    )
 
 
 def pages_of(found: MeasuredMemory, kib: int, **flags: Any) -> int:

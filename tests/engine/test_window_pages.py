@@ -110,7 +110,7 @@ def test_prefixes_are_found_while_their_window_is_there(family: str, tmp_path: A
         engine.add("longer", longer, max_new_tokens=4)
         engine.run()
         assert engine.tokens["longer"] == before["0"][60:64]
-        windows = engine.device.windows
+        windows = engine.windows
         while windows._idle:
             windows._evict(next(iter(windows._idle)))
         engine.add("forgotten", PROMPTS[0], max_new_tokens=NEW)
@@ -122,7 +122,7 @@ def test_a_small_pool_serves_more_requests_than_it_holds(tmp_path: Any) -> None:
     """Few pages of the window's pool: requests wait for their bound, none fails, and the answers stay."""
     flags = {"max_running_requests": 2, "chunked_prefill_size": 16, "max_total_tokens": 4096}
     with engine_of("some layers", tmp_path, **flags) as engine:
-        assert engine.device.windows.allocator.num_pages < 60
+        assert engine.windows.allocator.num_pages < 60
         assert answers(engine) == all_kept("some layers", tmp_path, "float32")
 
 

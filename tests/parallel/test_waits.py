@@ -18,6 +18,7 @@ from engine.parallel.region import SharedRegion
 from engine.parallel.region_plan import RegionPlan
 from engine.parallel.shared_tokens import SharedTokens
 from engine.parallel.stage_link import StageLink
+from engine.ranks.future_maps import FollowerFutureMap
 from tests.parallel.ranks_in_threads import opened, together
 from tests.parallel.test_sums import without_c
 
@@ -96,6 +97,18 @@ def test_a_sender_is_no_more_than_the_slots_ahead(regions: list[SharedRegion]) -
     assert [float(receiver.receive(1)[0, 0]) for _ in range(3)] == [0.0, 1.0, 2.0]
     thread.join()
     assert events[2] == "sent 2"
+
+
+def test_a_follower_counts_on_from_steps_that_it_measured(regions: list[SharedRegion]) -> None:
+    """What serves has a map of its own, and waits for the tokens behind those of the measured steps."""
+    leader, shared = SharedTokens(regions[0]), SharedTokens(regions[1])
+    FollowerFutureMap(shared).on_sampled()
+    serves = FollowerFutureMap(shared)
+    regions[2].abort()
+    with pytest.raises(RanksEnded):
+        serves.resolve(torch.tensor([-1]))
+    leader.publish([0], [7])
+    assert serves.resolve(torch.tensor([-1, 3])).tolist() == [7, 3]
 
 
 WAITS: dict[str, Callable[[SharedRegion], object]] = {

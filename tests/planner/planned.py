@@ -39,6 +39,7 @@ def cluster(
         disable_overlap_schedule=True,
         page_size=PAGE_SIZE,
         chunked_prefill_size=2048,
+        max_prefill_tokens=16384,
         context_length=100_000,
         max_running_requests=max_running,
         enable_mixed_chunk=layout.mixed,

@@ -30,7 +30,14 @@ def test_a_planned_gpu_has_the_pages_of_a_worker_whose_steps_fit(fraction: float
     config, shape = resolve(given, model, cuda=True), shape_of(model)
     memory = shape.weight_bytes + (200 << 20)
     found = MeasuredMemory(
-        memory=memory, free=memory, weights=shape.weight_bytes, steps=4 << 20, graphs=1 << 20, on_gpu=True
+        memory=memory,
+        free=memory,
+        weights=shape.weight_bytes,
+        prompts=4 << 20,
+        token_bytes=0,
+        samples=4 << 20,
+        graphs=1 << 20,
+        on_gpu=True,
     )
     pages = worker_pages(given, config, found, page_bytes=16 * shape.kv_bytes, states=0)
     assert pages == kv_pages(config, model, tp=1, memory_bytes=memory, gpu="--gpu L4", longest=10) > 0

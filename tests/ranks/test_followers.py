@@ -87,10 +87,10 @@ def group(request: pytest.FixtureRequest) -> Iterator[Group]:
         channel.close()
 
 
-def test_the_group_has_the_least_pages_of_any_rank(group: Group) -> None:
-    group.there[1].send(Ready(900, "f"))
-    group.there[2].send(Ready(700, "f"))
-    assert group.followers.await_ready(fingerprint="f", timeout_s=SOON_S) == 700
+def test_the_group_has_the_least_of_what_any_rank_holds(group: Group) -> None:
+    group.there[1].send(Ready(900, "f", 20, 512, 4096))
+    group.there[2].send(Ready(700, "f", 30, 1024, 2048))
+    assert group.followers.await_ready(fingerprint="f", timeout_s=SOON_S) == Ready(700, "f", 20, 512, 2048)
     group.followers.place(PoolSize(700, 10))
     assert [channel.receive() for channel in group.there.values()] == [PoolSize(700, 10)] * 2
     group.answer(Serving())

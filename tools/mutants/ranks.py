@@ -126,8 +126,7 @@ def _(original, step):
     "every rank has the pages that it has room for", Followers.await_ready, "The pool is not the least of all ranks."
 )
 def _(original, followers, **named):
-    original(followers, **named)
-    return 1 << 30
+    return replace(original(followers, **named), num_pages=1 << 30)
 
 
 @RANKS.bug("the checksum counts a replica twice", total, "Ranks that hold the same are all added.")

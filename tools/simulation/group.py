@@ -215,7 +215,7 @@ class SimGroup:
 
     def agree(self, num_pages: int) -> int:
         """As engine/build.py: what every rank allocates."""
-        agreed = min(num_pages, self.followers.await_ready(fingerprint=FILES, timeout_s=1.0))
+        agreed = min(num_pages, self.followers.await_ready(fingerprint=FILES, timeout_s=1.0).num_pages)
         self.followers.place(PoolSize(agreed))
         self.followers.await_serving(timeout_s=1.0)
         return agreed
