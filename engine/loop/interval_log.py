@@ -37,6 +37,8 @@ class IntervalLog(LoopListener):
         self.gen_throughput = 0.0  # tokens a second in the last interval; 0 at rest
         self.cache_hit_rate: float | None = None  # of the last interval with a prefill in it
         self.accepted: dict[str, float] = {}  # of the last interval with drafts in it
+        if scheduler.drafting is not None:
+            self.accepted = {"spec_accept_length": 1.0, "spec_accept_rate": 0.0}
 
     def on_launch(self, plan: Plan, now_s: float) -> None:
         sums = self._sums = self._sums or _Sums(now_s)
@@ -93,8 +95,8 @@ class IntervalLog(LoopListener):
         )
 
     def _decode_line(self, sums: _Sums) -> str:
-        length = self.accepted.get("spec_accept_length")
-        drafted = "" if length is None else f"{length:.2f} tokens a step and request, "
+        length = self.accepted.get("spec_accept_length", 1.0)
+        drafted = "" if length == 1 else f"{length:.2f} tokens a step and request, "
         return f"decode: {sums.decode_steps} steps, {self.gen_throughput:.1f} tokens/s, {drafted}{self._load()}"
 
     def _load(self) -> str:

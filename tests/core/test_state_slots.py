@@ -100,7 +100,8 @@ def test_what_would_lose_the_state_is_refused(flags: dict[str, object], message:
 
 
 def test_chunks_end_on_the_grid() -> None:
-    config = EngineConfig(model_path="m", page_size=16, chunked_prefill_size=144, max_running_requests=4)
+    flags = {"page_size": 16, "chunked_prefill_size": 144, "max_prefill_tokens": 16384, "max_running_requests": 4}
+    config = EngineConfig(model_path="m", **flags)  # type: ignore[arg-type]
     own = cut_on_grid(limits(config), 64)
     assert (own.chunked_prefill_size, own.part_tokens) == (128, 64)
     assert limits(config).part_tokens == 16
