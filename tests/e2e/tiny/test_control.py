@@ -141,7 +141,7 @@ async def test_a_pause_may_abort_and_its_errors_name_the_field(way: tuple[str, C
 
 async def test_memory_is_released_and_comes_again(way: tuple[str, Cluster], checkpoints: tuple[str, str]) -> None:
     """Through the router; peers have registered the KV memory, and write to it afterwards."""
-    (kind, c), wanted = way, expected(checkpoints[0], body(new=24))
+    (_, c), wanted = way, expected(checkpoints[0], body(new=24))
     worker = c.workers[-1].url
     async with session() as http:
         assert (await generate(http, c.router, body(new=24)))["output_ids"] == wanted
