@@ -45,7 +45,7 @@ help:
 	@echo "Checks that write a report into docs/reports:"
 	@echo "make bench [ARGS=...]  benchmarks.md: measure this machine (some minutes)"
 	@echo "make plan-error        plan_error.md: the same requests on real workers and in tandem plan"
-	@echo "make gpu-check [PYTHON=python3]       gpu_check.json: kernels, steps and transfers on a GPU (9 minutes)"
+	@echo "make gpu-check [PYTHON=python3]       gpu_check.json: kernels, steps and transfers on a GPU (4 minutes, at most 12)"
 	@echo "make fault-matrix [CELLS=kill:prefill:*] [JOBS=2]  reliability.md: real processes, every fault in every phase"
 	@echo "                       (the rows unplug need root and iproute2: network namespaces)"
 	@echo "make death-notice      reliability.md: how soon the router notices a frozen or cut worker"

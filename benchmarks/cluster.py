@@ -51,7 +51,7 @@ def tandem_up(*args: str, tree: Path = ROOT) -> Iterator[Cluster]:
             argv,
             stdout=sys.stderr,
             cwd=tree,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _path_with(tree)},
             preexec_fn=die_with_parent(),
         )
         try:
@@ -61,6 +61,11 @@ def tandem_up(*args: str, tree: Path = ROOT) -> Iterator[Cluster]:
             yield Cluster(ready["router"], time.monotonic() - begin, workers, pids)
         finally:
             _end(process)
+
+
+def _path_with(tree: Path) -> str:
+    """`tree` before what is on PYTHONPATH already."""
+    return os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def pin_tree(root: psutil.Process, core: int) -> None:

@@ -2,7 +2,7 @@
 
 usage: python -m benchmarks.gpu_check [--output FILE] [--parts limits,decode_attention,...] [--small]
 
-Each part runs in a process of its own with a time of its own (under nine minutes in all): one that fails or hangs leaves
+Each part runs in a process of its own with a time of its own (about four minutes in all, at most twelve): one that fails or hangs leaves
 its error in the file and the others their figures. The checks, which time nothing, run side by side first and compile most
 kernels; then come the measurements, one at a time. Shares are of what the part `limits` measured in the same run. --small
 walks the same code on a CPU, at sizes that mean nothing, in this one process.
@@ -42,16 +42,18 @@ class Part:
 
 
 PARTS = {
-    "numerics": Part("attention:numerics", 120, is_timed=False),
-    "identity": Part("identity:measure", 120, is_timed=False),
+    "numerics": Part("attention:numerics", 90, is_timed=False),
+    "identity": Part("identity:measure", 90, is_timed=False),
     "host_tier": Part("host_tier:measure", 60, is_timed=False),
-    "ranks": Part("ranks:measure", 120, is_timed=False),
-    "sanitizer": Part("sanitizer:measure", 120, is_timed=False),
+    "ranks": Part("ranks:measure", 90, is_timed=False),
+    "sanitizer": Part("sanitizer:measure", 90, is_timed=False),
+    "families": Part("families:measure", 90, is_timed=False),
     "limits": Part("limits:measure", 20),
     "decode_attention": Part("attention:decode_bandwidth", 40),
     "extend_attention": Part("attention:extend_rate", 40),
     "sampler": Part("sampler:measure", 30),
     "decode": Part("steps:decode", 60),
+    "mixture": Part("steps:mixture", 40),
     "products": Part("products:measure", 15),
     "prefill": Part("steps:prefill", 35),
     "short_prompts": Part("steps:short_prompts", 25),
@@ -59,7 +61,8 @@ PARTS = {
     "gap": Part("steps:gap", 40),
     "transfer": Part("transfer:measure", 40),
     "transfer_mooncake": Part("transfer:measure_mooncake", 24),
-    "restart": Part("restart:measure", 25),
+    "restart": Part("restart:measure", 60),
+    "cluster": Part("cluster:measure", 90),
 }
 
 
@@ -72,8 +75,17 @@ def longest_s(parts: Iterable[Part]) -> float:
 RunPart = Callable[[str, dict[str, float]], dict[str, Any]]  # from a part's name and the limits
 
 
-def check(names: list[str], run: RunPart, *, side_by_side: bool = True) -> dict[str, Any]:
-    """{part: its result, or {"error": ...}}; each with its seconds. `side_by_side`: the checks, which time nothing."""
+def check(
+    names: list[str],
+    run: RunPart,
+    *,
+    side_by_side: bool = True,
+    save: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> dict[str, Any]:
+    """{part: its result, or {"error": ...}}; each with its seconds. `side_by_side`: the checks, which time nothing.
+
+    `save` gets what is found after each part: a run that is cut off leaves the parts that were done.
+    """
     found: dict[str, Any] = {}
 
     def run_one(name: str) -> None:
@@ -83,6 +95,7 @@ def check(names: list[str], run: RunPart, *, side_by_side: bool = True) -> dict[
         result["seconds"] = round(time.monotonic() - begin, 1)
         print(f"{name}: {result.get('error', 'done')} ({result['seconds']} s)", file=sys.stderr, flush=True)
         found[name] = result
+        save({name: found[name] for name in names if name in found})
 
     checks = [name for name in names if not PARTS[name].is_timed]
     with ThreadPoolExecutor(len(checks) if side_by_side and checks else 1) as pool:
@@ -120,9 +133,10 @@ def run_apart(name: str, limits: dict[str, float]) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             _kill_group(child)
             return {"error": f"not done after {PARTS[name].budget_s:.0f} s"}
-        if output.exists():
-            return dict(json.loads(output.read_text()))
-        return {"error": f"its process ended with {child.returncode}", "trace": said[-3000:]}
+        if not output.exists():
+            return {"error": f"its process ended with {child.returncode}", "trace": said[-3000:]}
+        found = dict(json.loads(output.read_text()))
+        return found | {"said": said[-3000:]} if "error" in found else found
 
 
 def _kill_group(child: "subprocess.Popen[str]") -> None:
@@ -254,11 +268,14 @@ def main() -> None:
             "gpu_check: torch finds no CUDA device here; --small shows on a CPU that everything runs", file=sys.stderr
         )
         raise SystemExit(NO_GPU)
-    parts = check(names, run_here if args.small else run_apart, side_by_side=not args.small)
-    result = {"environment": environment.describe(), "gpu": _versions(), "aims": aims(parts), "parts": parts}
-    print(render(result))
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=1))
+    made_by = {"environment": environment.describe(), "gpu": _versions()}
+
+    def save(parts: dict[str, Any]) -> None:
+        if args.output:
+            args.output.write_text(json.dumps({**made_by, "aims": aims(parts), "parts": parts}, indent=1))
+
+    parts = check(names, run_here if args.small else run_apart, side_by_side=not args.small, save=save)
+    print(render({"aims": aims(parts), "parts": parts}))
     if any("error" in part for part in parts.values()):
         raise SystemExit(1)
 

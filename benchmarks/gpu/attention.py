@@ -127,14 +127,17 @@ def _extend_ms(
 def numerics(target: Target) -> dict[str, Any]:
     """The compiled kernels beside torch: turns, a prompt in two chunks, then single tokens; raises where they differ."""
     dtypes = target.pick(("bfloat16", "float32"), ("float32",))  # the interpreter multiplies no bf16
-    heads = target.pick(((128, 8), (64, 8), (256, 2)), ((16, 2),))
+    heads = target.pick(((128, 8), (64, 8), (256, 2), (128, 1)), ((16, 2),))
     cases = [(Shape(1, 0, 0, 4 * kv_heads, kv_heads, dim, 0), dtype) for dtype in dtypes for dim, kv_heads in heads]
     if target.small:
         errors = [worst_error(target, *case) for case in cases]
     else:  # each case compiles for a minute or so, on a core of its own
         with ProcessPoolExecutor(len(cases), mp_context=get_context("spawn")) as pool:
             errors = list(pool.map(partial(_case_error, target), cases))
-    found = {f"{dtype}, head_dim {shape.head_dim}": error for (shape, dtype), error in zip(cases, errors, strict=True)}
+    found = {
+        f"{dtype}, {shape.kv_heads} x {shape.head_dim}": error
+        for (shape, dtype), error in zip(cases, errors, strict=True)
+    }
     for (_, dtype), (name, error) in zip(cases, found.items(), strict=True):
         if not error < TOLERANCE[dtype]:
             raise AssertionError(f"{name}: {error} beside torch, at most {TOLERANCE[dtype]}")

@@ -57,6 +57,8 @@ def _kill_and_watch(device: torch.device, *, num_pages: int, page_bytes: int) ->
     peer = start_peer(manager, memory, device, backend="nixl")
     try:
         send(manager, memory, peer, changed, room=1, num_send=NUM_SEND)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what the comparison of bytes took is this process's own
         peer.kill()
         peer.wait()
         killed_at = time.monotonic()

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.engine import Run, Steps, make_engine
-from benchmarks.gpu.target import QWEN3_8B, TINY, Target
+from benchmarks.gpu.target import QWEN3_8B, QWEN3_30B_A3B, TINY, TINY_MIXTURE, Shape, Target
 from benchmarks.step_gap import SETTLED, TimedRunner, gaps
 from engine.build import EngineParts
+from service.process.collector import spare_what_lives
 
 KERNELS_SHOWN = 14
 
@@ -24,12 +25,7 @@ def decode(target: Target) -> dict[str, Any]:
     for graphs in (True, False):
         parts = make_engine(target, shape, context=context + 16, disable_cuda_graph=not graphs, **flags)
         for batch in batches:
-            ms = step_ms(target, parts, Steps(parts, batch=batch, context=context))
-            floor_ms = None
-            if "copy_gb_s" in target.limits:
-                floor_ms = shape.step_bytes(batch=batch, context=context) / target.limits["copy_gb_s"] / 1e6
-            row = {"batch": batch, "graphs": graphs, "ms": ms, "floor_ms": floor_ms}
-            row["of_floor"] = ms / floor_ms if floor_ms else None
+            row = _decode_row(target, parts, shape, batch=batch, context=context) | {"graphs": graphs}
             if graphs and not target.small:
                 row["kernels"] = _kernels(parts, batch=batch, context=context)
             found["rows"].append(row)
@@ -37,6 +33,27 @@ def decode(target: Target) -> dict[str, Any]:
         del parts
         _give_back(target)
     return found
+
+
+def mixture(target: Target) -> dict[str, Any]:
+    """Decode steps of a mixture of experts, as graphs."""
+    shape, context = target.pick((QWEN3_30B_A3B, 1024), (TINY_MIXTURE, 20))
+    batches = target.pick((1, 8, 64), (2,))
+    flags = {"max_running_requests": max(batches), "max_total_tokens": max(batches) * (context + 32)}
+    parts = make_engine(target, shape, context=context + 16, **flags)
+    rows = [_decode_row(target, parts, shape, batch=batch, context=context) for batch in batches]
+    if not target.small:
+        rows[-1]["kernels"] = _kernels(parts, batch=batches[-1], context=context)
+    parts.device.executor.close()
+    return {"layers": shape.layers, "context": context, "rows": rows}
+
+
+def _decode_row(target: Target, parts: EngineParts, shape: Shape, *, batch: int, context: int) -> dict[str, Any]:
+    ms = step_ms(target, parts, Steps(parts, batch=batch, context=context))
+    floor_ms = None
+    if "copy_gb_s" in target.limits:
+        floor_ms = shape.step_bytes(batch=batch, context=context) / target.limits["copy_gb_s"] / 1e6
+    return {"batch": batch, "ms": ms, "floor_ms": floor_ms, "of_floor": ms / floor_ms if floor_ms else None}
 
 
 def prefill(target: Target) -> dict[str, Any]:
@@ -109,6 +126,7 @@ def _gap_row(
     parts: EngineParts, timed: TimedRunner, *, batch: int, depth: int, prompt_len: int, num_steps: int
 ) -> dict[str, Any]:
     timed.steps.clear()
+    spare_what_lives()  # as a worker does
     run = Run(parts, depth=depth)
     for i in range(batch):
         run.add(f"{batch}-{depth}-{i}", prompt=[1 + (i + t) % 500 for t in range(prompt_len)], new_tokens=num_steps)

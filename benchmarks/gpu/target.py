@@ -70,7 +70,7 @@ def _wall_ms(work: Work) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder of the Qwen3 family."""
+    """A decoder of the Qwen3 family. `experts`: of `intermediate` each in every layer, of which a token takes `per_token`; 0: one MLP."""
 
     layers: int
     hidden: int
@@ -79,6 +79,8 @@ class Shape:
     kv_heads: int
     head_dim: int
     vocab: int
+    experts: int = 0
+    per_token: int = 0
 
     def config(self, *, context: int) -> ModelConfig:
         text = {
@@ -100,20 +102,28 @@ class Shape:
             "tie_word_embeddings": False,
             "eos_token_id": 0,
         }
+        if self.experts:
+            text |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
+            text |= {"moe_intermediate_size": self.intermediate, "num_experts": self.experts}
+            text |= {"num_experts_per_tok": self.per_token}
         with TemporaryDirectory(prefix="tandem-gpu-") as folder:
             (Path(folder) / "config.json").write_text(json.dumps(text))
             return load_model_config(folder)
 
     @property
     def products(self) -> int:
-        """Weights of the layers' matrices."""
+        """Weights of the layers' matrices, one expert's in the place of an MLP."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     def step_bytes(self, *, batch: int, context: int) -> int:
-        """What a decode step has to read in bf16: every matrix once, and each request's K and V."""
+        """What a decode step has to read in bf16: every matrix once, of experts those that any token takes if all are equally likely, and each request's K and V."""
         kv = 2 * self.kv_heads * self.head_dim * self.layers * batch * context
-        return 2 * (self.products + self.hidden * self.vocab + kv)
+        others = 0.0
+        if self.experts:
+            taken = self.experts * (1 - (1 - self.per_token / self.experts) ** batch)
+            others = (taken - 1) * self.layers * 3 * self.hidden * self.intermediate
+        return 2 * (self.products + round(others) + self.hidden * self.vocab + kv)
 
     def prefill_flop(self, tokens: int) -> int:
         """Of a prompt alone: two operations a weight and token, and causal attention (half of QK and PV); one row of logits."""
@@ -121,4 +131,6 @@ class Shape:
 
 
 QWEN3_8B = Shape(36, 4096, 12288, 32, 8, 128, 151936)
+QWEN3_30B_A3B = Shape(12, 2048, 768, 32, 4, 128, 151936, experts=128, per_token=8)  # 12 of its 48 layers
 TINY = Shape(2, 64, 64, 4, 2, 16, 528)
+TINY_MIXTURE = Shape(2, 64, 32, 4, 2, 16, 528, experts=4, per_token=2)

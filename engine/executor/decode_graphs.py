@@ -1,4 +1,4 @@
-"""Decode steps as graphs (never run on a GPU yet): recorded once for each batch size, replayed with one launch.
+"""Decode steps as graphs: recorded once for each batch size, replayed with one launch.
 
 A batch takes the graph of the next size. Its padded rows are token 0 at position 0 of the page table's scratch row, write to page
 0 and are not sampled. A graph reads and writes the same memory every time: its input (token ids, positions, slots, output
@@ -27,6 +27,7 @@ from engine.kv.upload import upload_into
 from engine.lora.bank import AdapterBank
 from engine.models.decoder import DenseDecoder
 from engine.sampler.make import NOT_SAMPLED
+from service.process.collector import no_collections
 
 WARM_UP_RUNS = 2  # compile kernels and allocate workspaces before a capture
 MOST_BY_DEFAULT = 256
@@ -52,7 +53,8 @@ class CudaCapture:
         self._warm_up(work)
         graph = torch.cuda.CUDAGraph()
         # thread_local: a transfer engine's thread may ask CUDA something meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with no_collections(), recording:  # a graph that is collected meanwhile ends the capture
             out = work()
 
         def replay() -> T:

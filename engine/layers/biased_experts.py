@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engine.kernels.matrices import PackedMatrices
+from engine.layers.grouped_product import grouped_product
 from engine.layers.linear import kernel_for, packable
 from engine.quant.integers import Weight, columns_of, dense_of
 
@@ -63,4 +63,4 @@ class _Sums:
         if self._packed is not None:
             return self._packed.partial(x, rows)
         assert self._weights is not None
-        return functional.grouped_mm(x, self._weights, offs=rows.cumsum(0).to(torch.int32)).float()
+        return grouped_product(x, self._weights, rows).float()

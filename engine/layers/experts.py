@@ -4,10 +4,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engine.kernels.linear import PANEL
 from engine.kernels.matrices import PackedMatrices
+from engine.layers.grouped_product import grouped_product
 from engine.layers.linear import kernel_for, packable, silu_mul
 from engine.quant.integers import Weight, columns_of, dense_of
 
@@ -51,7 +51,7 @@ class _TorchMatrices:
         return self._times(x, rows).float()
 
     def _times(self, x: Tensor, rows: Tensor) -> Tensor:
-        return functional.grouped_mm(x, self._weights, offs=rows.cumsum(0).to(torch.int32))
+        return grouped_product(x, self._weights, rows)
 
 
 class _PlainlyGated:

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 @contextmanager
 def no_collections() -> Iterator[None]:
     """Import large libraries inside the block: what they make lives to the end (torch's import collects 365 times: a tenth of it)."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def spare_what_lives() -> None:
