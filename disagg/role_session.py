@@ -20,6 +20,7 @@ from engine.config import EngineConfig, ServerConfig
 from engine.flags.local_defaults import shares_cores
 from engine.flags.nodes import leader_of
 from engine.flags.rank_rules import check_ranks
+from engine.flags.tokenizer import check_tokenizer_flags
 from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.frontend.client.dp_policy import Rule, rule_of
 from engine.frontend.role_switch import RoleSwitchState
@@ -66,6 +67,7 @@ def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggCo
             f"--enable-schedule-enhancer: not with --disaggregation-mode {disagg.disaggregation_mode}, whose workers decode or "
             "compute prompts, not both; leave it out"
         )
+    check_tokenizer_flags(engine)
     gpus_of_ranks(engine, visible_here)
     check_ranks(engine, load_model_config(engine.model_path))
     control_host = _control_host(server, disagg) if engine.node_rank == 0 else ""  # of others: disagg/node.py
@@ -85,7 +87,7 @@ def next_session(plan: SessionPlan, to: RoleSwitchState) -> SessionPlan:
         raise ConfigError(
             f"--nnodes {plan.engine.nnodes}: a worker on several machines keeps its role; start another one"
         )
-    if to.model_path != plan.engine.model_path:
+    if to.model_path != plan.engine.model_path and not plan.engine.skip_tokenizer_init:
         load_tokenizer(to.model_path)  # loading new weights did not check it
     engine = replace(
         plan.engine,

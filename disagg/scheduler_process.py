@@ -39,7 +39,7 @@ from engine.lora.names import named_paths
 from engine.messages import SchedulerReady
 from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.parallel.meeting import LOST_S
-from engine.text.incremental import tail_texts
+from engine.text.incremental import no_texts, tail_texts
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from service.flags import ConfigError
 from service.process.collector import no_collections, spare_what_lives
@@ -89,7 +89,7 @@ def _serve(
         from engine.kernels.failures import RanksEnded
 
     started_s = time.monotonic()
-    tokenizer = load_tokenizer(spec.engine.model_path)
+    tokenizer = None if spec.engine.skip_tokenizer_init else load_tokenizer(spec.engine.model_path)
     ports = ZmqPorts(
         IpcPaths(spec.ipc_dir, spec.dp_rank),
         num_frontends=spec.num_frontends,
@@ -98,8 +98,8 @@ def _serve(
     parts = build_engine(
         spec.engine,
         model,
-        tail_texts=partial(tail_texts, tokenizer),
-        num_token_ids=tokenizer.num_ids,
+        tail_texts=no_texts if tokenizer is None else partial(tail_texts, tokenizer),
+        num_token_ids=None if tokenizer is None else tokenizer.num_ids,
         use=_engine_use(spec.disagg, protocol),
         wakeup=ports.call_attention,
         progress=spec.progress,
@@ -267,6 +267,7 @@ def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s:
         "device": config.device,
         "dtype": config.dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
+        "grammar_backend": config.grammar_backend,
         "stream": config.stream,
         "overlap_depth": parts.depth,
         "context_length": config.context_length,
@@ -293,10 +294,10 @@ def _publisher(spec: SchedulerSpec, parts: "EngineParts") -> ZmqPublisher | None
 
 
 def make_grammar_queue(
-    config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer, *, wakeup: Callable[[], None]
+    config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer | None, *, wakeup: Callable[[], None]
 ) -> GrammarQueue:
     """`config` is resolved. Raises ConfigError when the backend's library is missing."""
-    assert config.max_running_requests is not None, "resolved"
+    assert config.max_running_requests is not None and config.grammar_backend is not None, "resolved"
     compiler = make_compiler(
         config.grammar_backend,
         tokenizer,
@@ -310,7 +311,7 @@ def make_grammar_queue(
     )
     return GrammarQueue(
         compiler,
-        gates=ReasoningGates(tokenizer, vocab_size=model.vocab_size),
+        gates=None if tokenizer is None else ReasoningGates(tokenizer, vocab_size=model.vocab_size),
         vocab_size=model.vocab_size,
         eos_ids=model.eos_token_ids,
         wakeup=wakeup,

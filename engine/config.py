@@ -43,6 +43,10 @@ class EngineConfig(FlagSet):
     revision: str | None = flag(
         None, "branch, tag or commit of a model of the Hugging Face hub; default: its main branch"
     )
+    skip_tokenizer_init: bool = flag(
+        False,
+        "load no tokenizer: requests bring token ids (input_ids) and answers have token ids (output_ids); what needs text is refused",
+    )
     served_model_name: str | None = flag(
         None,
         "model name in /v1/models and in answers; default: the name of the directory, the file or the model of the hub",
@@ -348,8 +352,11 @@ class EngineConfig(FlagSet):
         least=0,
         special={0: "never"},
     )
-    grammar_backend: str = flag(
-        "llguidance", "compiler of JSON schemas, regexes and grammars for constrained answers", choices=GRAMMAR_BACKENDS
+    grammar_backend: str | None = flag(
+        None,
+        "compiler of JSON schemas, regexes and grammars for constrained answers; default: llguidance, or none with "
+        "--skip-tokenizer-init",
+        choices=GRAMMAR_BACKENDS,
     )
     grammar_compile_timeout_s: float = flag(
         10.0, "time after which a request is refused whose grammar is still compiling", unit="s", above=0

@@ -190,7 +190,6 @@ _MISSING: dict[str, Entry] = {
     "--trust-request-chat-template": Missing("requests bring no templates; they may render chats themselves"),
     "--download-dir": Missing("set HF_HOME"),
     "--hf-token": Missing("set HF_TOKEN"),
-    "--skip-tokenizer-init": Missing("a worker reads text; send input_ids, and read output_ids"),
     "--enable-multimodal": Missing(NO_VLM),
     "--limit-mm-per-prompt": Missing(NO_VLM),
     "--language-model-only": Missing(NO_VLM),

@@ -12,6 +12,7 @@ from engine.core.step_budget import StepBudget
 from engine.flags.kv_dtype import kv_dtype
 from engine.flags.rank_rules import check_sizes
 from engine.flags.speculation import check_speculation
+from engine.flags.tokenizer import grammar_backend
 from engine.lora.names import check_lora, lora_enabled
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import model_units
@@ -60,6 +61,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         kv_units=model_units(model, tp_size=config.attention_tp_size, kv_units=config.kv_units),
         mem_fraction_static=config.mem_fraction_static or MEM_FRACTION_OF[device],
         max_running_requests=config.max_running_requests or MAX_RUNNING_OF[device],
+        grammar_backend=grammar_backend(config),
         dtype=dtype,
         kv_cache_dtype=kv_dtype(config, model, device=device, dtype=dtype),
         stream=_stream(config.stream, device, watched=config.watches_steps),

@@ -58,8 +58,8 @@ def _routes(bounded: Callable[[Handler], Handler]) -> Iterator[web.RouteDef]:
 
 
 def _files(services: Services) -> Mapping[str, Path]:
-    """A worker of a pair answers no chat by itself."""
-    return SHARED | CHAT if services.spec.mode == "null" else SHARED
+    """A worker of a pair answers no chat by itself, one without a tokenizer none at all."""
+    return SHARED | CHAT if services.spec.mode == "null" and services.model.has_text else SHARED
 
 
 def _home(services: Services) -> Home:

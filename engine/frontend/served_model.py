@@ -13,18 +13,20 @@ from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_
 from engine.text.chat_template import ChatTemplate, load_chat_template
 from engine.text.tokenizer import Tokenizer, load_tokenizer, read_json
 from service.flags import ConfigError
+from service.http.errors import ApiError
 
 DEFAULT_MODEL_NAME = "recall"  # the model that ships with Tandem
+NO_TOKENIZER = "this server has no tokenizer (--skip-tokenizer-init)"
 ANY_MODEL = ("", "default", "unknown")  # "unknown" is what sglang-router writes when the client named none
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """`info`: what /model_info shows. `lora`: requests may name adapters."""
+    """`loaded_tokenizer`: None with --skip-tokenizer-init. `info`: what /model_info shows. `lora`: requests may name adapters."""
 
     path: str
     served_name: str
-    tokenizer: Tokenizer
+    loaded_tokenizer: Tokenizer | None
     head: HeadConfig
     template: ChatTemplate | None
     vocab_size: int
@@ -32,6 +34,17 @@ class ServedModel:
     sampling_defaults: Mapping[str, float | int]
     info: Mapping[str, Any]
     lora: bool
+
+    @property
+    def has_text(self) -> bool:
+        return self.loaded_tokenizer is not None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ApiError(400) where there is none; bodies with text are refused before, by field (shared/ids_only.py)."""
+        if self.loaded_tokenizer is None:
+            raise ApiError(400, f"{NO_TOKENIZER}; send input_ids to /generate", code="unsupported_parameter")
+        return self.loaded_tokenizer
 
     @property
     def own_names(self) -> tuple[str, ...]:
@@ -49,14 +62,14 @@ def load_served_model(engine: EngineConfig, *, mode: str) -> ServedModel:
             f"--disaggregation-mode decode: the model of {path} generates nothing, so nothing is decoded; "
             "start one worker for it: tandem serve without the flag, or tandem up --unified"
         )
-    tokenizer = load_tokenizer(path)
+    tokenizer = None if engine.skip_tokenizer_init else load_tokenizer(path)
     served_name = engine.served_model_name or _name_of(path)
     return ServedModel(
         path=path,
         served_name=served_name,
-        tokenizer=tokenizer,
+        loaded_tokenizer=tokenizer,
         head=head,
-        template=load_chat_template(path, config=tokenizer.config, special_tokens=tokenizer.special_tokens),
+        template=None if tokenizer is None else _template(path, tokenizer),
         vocab_size=config.vocab_size,
         context_length=engine.context_length or config.max_position_embeddings,
         sampling_defaults=load_sampling_defaults(path, vocab_size=config.vocab_size),
@@ -72,6 +85,10 @@ def load_served_model(engine: EngineConfig, *, mode: str) -> ServedModel:
         },
         lora=lora_enabled(engine.enable_lora, engine.lora_paths),
     )
+
+
+def _template(path: str, tokenizer: Tokenizer) -> ChatTemplate | None:
+    return load_chat_template(path, config=tokenizer.config, special_tokens=tokenizer.special_tokens)
 
 
 def load_sampling_defaults(model_path: str, *, vocab_size: int) -> dict[str, float | int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.config import ServerConfig
 from engine.frontend.client.dp_policy import RankPolicy, Rule, rule_of
-from engine.frontend.client.engine_client import EngineClient
+from engine.frontend.client.engine_client import EngineClient, TextReader
 from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.other_frontends import OtherFrontends
 from engine.frontend.client.shared_requests import SharedRequests
@@ -18,7 +18,9 @@ from engine.frontend.served_model import load_served_model
 from engine.frontend.services import FrontendSpec, Services
 from engine.ipc import MAIN_FRONTEND
 from engine.lora.names import named_paths
-from engine.text.sample import SampleText
+from engine.messages import GenerateRequest
+from engine.text.sample import SampleIds, SampleText
+from engine.text.tokenizer import Tokenizer
 from service.flags import ConfigError, values_by_name
 from service.http.server import RequestLimits
 from service.responses.book import LocalBook
@@ -62,7 +64,7 @@ def make_services(
     tracer = Tracer(ring_size=server.trace_ring, exporter=exporter)
     client = EngineClient(
         leaders,
-        open_text=partial(SampleText, model.tokenizer),
+        open_text=_open_text(model.loaded_tokenizer),
         observer=metrics,
         max_running=engine.max_running_requests,
         max_queued=engine.max_queued_requests,
@@ -90,6 +92,10 @@ def make_services(
         responses=_responses(spec) if slot.row == MAIN_FRONTEND else None,
         others=slot.others,
     )
+
+
+def _open_text(tokenizer: Tokenizer | None) -> Callable[[GenerateRequest], TextReader]:
+    return (lambda request: SampleIds()) if tokenizer is None else partial(SampleText, tokenizer)
 
 
 def _policy(spec: FrontendSpec, *, first: int) -> RankPolicy:

@@ -47,11 +47,17 @@ class Compiler(Protocol):
 
 
 def make_compiler(
-    backend: str, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int], style: JsonStyle | None = None
+    backend: str,
+    tokenizer: Tokenizer | None,
+    *,
+    vocab_size: int,
+    eos_ids: Sequence[int],
+    style: JsonStyle | None = None,
 ) -> Compiler | None:
-    """`backend`: "llguidance" | "xgrammar" | "none". Raises ConfigError when its library is missing."""
+    """`backend`: "llguidance" | "xgrammar" | "none", without a tokenizer. Raises ConfigError when its library is missing."""
     if backend == "none":
         return None
+    assert tokenizer is not None, "checked (engine/flags/tokenizer.py)"
     make: Callable[..., Compiler]
     try:
         if backend == "xgrammar":

@@ -152,6 +152,11 @@ def tail_texts(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bo
     return tuple(IncrementalText(tokenizer, prompt_tail=[], skip_special_tokens=skip).push(list(ids)) for skip in skips)
 
 
+def no_texts(ids: Sequence[int], skip_special_tokens: bool) -> tuple[str, ...]:
+    """`tail_texts` of a worker without a tokenizer: its frontend refuses stop strings."""
+    return ()
+
+
 def _without_stop_token(ids: list[int], finish: FinishReason | None) -> list[int]:
     if finish is not None and finish.kind == "stop" and ids and finish.matched == ids[-1]:
         return ids[:-1]

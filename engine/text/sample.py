@@ -61,3 +61,19 @@ class SampleText:
     def _texts(self, lp: TokenLogprob) -> tuple[str, list[str]]:
         text = self._token_text
         return text(lp.token_id), [text(token_id) for _, token_id in [*lp.top, *lp.requested]]
+
+
+class SampleIds:
+    """Follows one sample on a worker without a tokenizer: all its texts are empty."""
+
+    def read(self, output: TokenOutput) -> TextOutput:
+        return TextOutput(
+            text="",
+            tokens=output,
+            logprob_texts=list(map(_no_texts, output.logprobs)),
+            input_logprob_texts=list(map(_no_texts, output.input_logprobs)),
+        )
+
+
+def _no_texts(lp: TokenLogprob) -> tuple[str, list[str]]:
+    return "", [""] * (len(lp.top) + len(lp.requested))

@@ -111,7 +111,8 @@ def load_tokenizer(model_path: str | Path) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(
-            f"--model-path {path}: no tokenizer.json there (convert an older tokenizer with transformers' save_pretrained)"
+            f"--model-path {path}: no tokenizer.json there; give --skip-tokenizer-init to send and read token ids, or convert "
+            "an older tokenizer with transformers' save_pretrained"
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))

@@ -10,6 +10,7 @@ from disagg.config import DisaggConfig
 from disagg.rank_gpus import gpus_of_ranks
 from disagg.role_session import SessionPlan, next_session, plan_session
 from engine.config import EngineConfig, ServerConfig
+from engine.flags.tokenizer import grammar_backend
 from engine.frontend.draining import Patience
 from engine.frontend.role_switch import RoleSwitchState
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH
@@ -118,6 +119,35 @@ def test_new_weights_without_a_tokenizer_or_without_a_model_are_told(tmp_path: P
     (tmp_path / "config.json").write_bytes((Path(DEFAULT_MODEL_PATH) / "config.json").read_bytes())
     with pytest.raises(ConfigError, match="tokenizer"):
         next_session(plan(), replace(UNCHANGED, model_path=str(tmp_path)))
+
+
+def test_a_worker_without_a_tokenizer_needs_none_for_new_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((Path(DEFAULT_MODEL_PATH) / "config.json").read_bytes())
+    engine = EngineConfig(model_path=DEFAULT_MODEL_PATH, skip_tokenizer_init=True)
+    assert next_session(plan(engine=engine), replace(UNCHANGED, model_path=str(tmp_path))).engine.skip_tokenizer_init
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"tool_call_parser": "qwen25"}, "--tool-call-parser qwen25"),
+        ({"reasoning_parser": "qwen3"}, "--reasoning-parser qwen3"),
+        ({"grammar_backend": "llguidance"}, "--grammar-backend llguidance"),
+        ({"constrained_json_disable_any_whitespace": True}, "--constrained-json-disable-any-whitespace"),
+        ({"constrained_json_allow_additional_properties": True}, "--constrained-json-allow-additional-properties"),
+    ],
+)
+def test_flags_that_need_text_contradict_a_worker_without_a_tokenizer(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{said}: needs the tokenizer that --skip-tokenizer-init leaves out; "):
+        plan(engine=EngineConfig(model_path=DEFAULT_MODEL_PATH, skip_tokenizer_init=True, **flags))
+    assert plan(engine=EngineConfig(model_path=DEFAULT_MODEL_PATH, **flags))
+
+
+def test_grammars_are_off_without_a_tokenizer() -> None:
+    assert plan(engine=EngineConfig(model_path=DEFAULT_MODEL_PATH, skip_tokenizer_init=True, grammar_backend="none"))
+    assert grammar_backend(EngineConfig(skip_tokenizer_init=True)) == "none"
+    assert grammar_backend(EngineConfig()) == "llguidance"
+    assert grammar_backend(EngineConfig(grammar_backend="xgrammar")) == "xgrammar"
 
 
 def test_rules_of_the_new_role_hold() -> None:

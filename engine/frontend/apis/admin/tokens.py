@@ -4,6 +4,7 @@ import msgspec
 from aiohttp import web
 
 from engine.frontend.apis.shared.fields import check_token_ids, id_lists
+from engine.frontend.apis.shared.ids_only import check_ids_only
 from engine.frontend.services import SERVICES
 from service.http.errors import decode_body
 from service.http.stream import json_response
@@ -24,6 +25,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 async def tokenize(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
     body = decode_body(await request.read(), TokenizeBody)
+    check_ids_only(s, body)
     add = body.add_special_tokens is not False
     single = isinstance(body.prompt, str)
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -36,6 +38,7 @@ async def tokenize(request: web.BaseRequest) -> web.Response:
 async def detokenize(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
     body = decode_body(await request.read(), DetokenizeBody)
+    check_ids_only(s, body)
     lists, single = id_lists(body.tokens, field="tokens")
     for ids in lists:
         check_token_ids(ids, field="tokens", vocab_size=s.model.vocab_size)

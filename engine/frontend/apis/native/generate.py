@@ -63,6 +63,7 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
     view = NativeView(
         generation,
         requests,
+        has_text=s.model.has_text,
         texts=bool(body.return_text_in_logprobs),
         single=single and n == 1,
         weight_version=lambda: s.weight_version,

@@ -12,19 +12,24 @@ from engine.text.sample import TextOutput
 
 
 class NativeView:
-    """Every chunk shows its sample from the beginning, as SGLang's clients expect."""
+    """Every chunk shows its sample from the beginning, as SGLang's clients expect.
+
+    `has_text`: False: token ids alone, as SGLang's servers without a tokenizer show. `texts`: beside logprobs.
+    """
 
     def __init__(
         self,
         generation: Generation,
         requests: list[GenerateRequest],
         *,
+        has_text: bool,
         texts: bool,
         single: bool,
         weight_version: Callable[[], str],
     ) -> None:
         self._samples = generation.samples
         self._requests = requests
+        self._has_text = has_text
         self._texts = texts
         self._single = single
         self._weight_version = weight_version
@@ -47,7 +52,8 @@ class NativeView:
         return []
 
     def _show(self, index: int, output: TextOutput) -> dict[str, Any]:
-        return {"text": output.text, "output_ids": output.tokens.new_ids, "meta_info": self._meta_info(index, output)}
+        shown = {"output_ids": output.tokens.new_ids, "meta_info": self._meta_info(index, output)}
+        return {"text": output.text, **shown} if self._has_text else shown
 
     def _meta_info(self, index: int, output: TextOutput) -> dict[str, Any]:
         t, sample, request = output.tokens, self._samples[index], self._requests[index]

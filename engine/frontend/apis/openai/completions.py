@@ -43,6 +43,7 @@ async def completions(request: web.BaseRequest) -> web.StreamResponse:
             CompletionView,
             body,
             echoes=echoes,
+            has_text=s.model.has_text,
             prompts=[p for p in ids for _ in range(params.n)],
             weight_version=lambda: s.weight_version,
         ),

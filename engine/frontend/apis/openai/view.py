@@ -96,13 +96,14 @@ class OpenAIView:
 
 
 class CompletionView(OpenAIView):
-    """`echoes`: the prompt text before each sample ("" without echo)."""
+    """`echoes`: the prompt text before each sample ("" without echo). `has_text`: False: each chunk of a stream is without."""
 
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, body: CompletionBody, *, echoes: list[str], **head: Any) -> None:
+    def __init__(self, body: CompletionBody, *, echoes: list[str], has_text: bool, **head: Any) -> None:
         super().__init__(body, **head)
+        self._has_text = has_text
         self._logprobs = body.logprobs is not None
         self._echoes = echoes
         self._begun: set[int] = set()
@@ -117,7 +118,7 @@ class CompletionView(OpenAIView):
         logprobs = self._logprobs_of(index, output)
         self._begun.add(index)
         finished = output.tokens.finish is not None
-        if not text and not finished and not (logprobs and logprobs["tokens"]):
+        if self._has_text and not text and not finished and not (logprobs and logprobs["tokens"]):
             return []
         ending = ending_of(output) if finished else {"finish_reason": None, "matched_stop": None}
         return [{"index": index, "text": text, "logprobs": logprobs, **ending}]

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from aiohttp import web
 
+from engine.frontend.apis.shared.ids_only import check_ids_only
 from engine.frontend.apis.shared.inner_fields import strict, unknown_inside
 from engine.frontend.ignored_fields import IGNORED_HEADER, shown
 from engine.frontend.services import SERVICES
@@ -62,6 +63,7 @@ class BodyReader(Generic[T]):
             extra = request[EXTRA_HEADERS] | {IGNORED_HEADER: shown(ignored)}
             request[EXTRA_HEADERS] = extra
             request[SERVICES].ignored.note(request.path, ignored)
+        check_ids_only(request[SERVICES], body)
         return body
 
     def decode(self, data: bytes) -> tuple[T, list[str]]:

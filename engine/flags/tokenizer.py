@@ -1,0 +1,31 @@
+"""What --skip-tokenizer-init means for other flags."""
+
+from engine.config import EngineConfig
+from service.flags import ConfigError
+
+FLAG = "--skip-tokenizer-init"
+
+
+def check_tokenizer_flags(config: EngineConfig) -> None:
+    """Raises ConfigError for a flag that needs the tokenizer which the worker does not load."""
+    if not config.skip_tokenizer_init:
+        return
+    for name, value in _needing_text(config).items():
+        if value:
+            shown = name if value is True else f"{name} {value}"
+            raise ConfigError(f"{shown}: needs the tokenizer that {FLAG} leaves out; leave one of them out")
+
+
+def grammar_backend(config: EngineConfig) -> str:
+    """Return the backend; unset: the default, which needs a tokenizer."""
+    return config.grammar_backend or ("none" if config.skip_tokenizer_init else "llguidance")
+
+
+def _needing_text(config: EngineConfig) -> dict[str, str | bool | None]:
+    return {
+        "--tool-call-parser": config.tool_call_parser,
+        "--reasoning-parser": config.reasoning_parser,
+        "--grammar-backend": None if config.grammar_backend == "none" else config.grammar_backend,
+        "--constrained-json-disable-any-whitespace": config.constrained_json_disable_any_whitespace,
+        "--constrained-json-allow-additional-properties": config.constrained_json_allow_additional_properties,
+    }
