@@ -1,4 +1,4 @@
-"""What one GPU reaches, in one JSON file: `make gpu-check`. Never run on a GPU yet; without one it says so and exits with 2.
+"""What one GPU reaches, in one JSON file and the page gpu.md beside it: `make gpu-check`. Without one it says so and exits with 2.
 
 usage: python -m benchmarks.gpu_check [--output FILE] [--parts limits,decode_attention,...] [--small]
 
@@ -246,6 +246,14 @@ def render(result: dict[str, Any]) -> str:
     return text + ("\n\nParts without figures: " + "; ".join(failed) if failed else "")
 
 
+def write_page(output: Path) -> None:
+    """Write the page beside the JSON file: gpu.md."""
+    from benchmarks.gpu.page import page
+
+    result = json.loads(output.read_text())
+    output.with_name("gpu.md").write_text(page(result, render(result)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
@@ -276,6 +284,8 @@ def main() -> None:
 
     parts = check(names, run_here if args.small else run_apart, side_by_side=not args.small, save=save)
     print(render({"aims": aims(parts), "parts": parts}))
+    if args.output:
+        write_page(args.output)
     if any("error" in part for part in parts.values()):
         raise SystemExit(1)
 

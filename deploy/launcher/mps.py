@@ -1,4 +1,4 @@
-"""NVIDIA's Multi-Process Service for engines that share a GPU: a control daemon of the cluster's own. Never run on a GPU yet.
+"""NVIDIA's Multi-Process Service for engines that share a GPU: a control daemon of the cluster's own.
 
 Without it the driver gives processes on one GPU turns of some milliseconds, so a decode step waits for a whole chunk of a
 prompt. The daemon lives in a private folder under the run's, and ends with the cluster.

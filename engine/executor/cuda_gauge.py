@@ -1,7 +1,4 @@
-"""A GPU's memory as torch counts it, for this process alone: free memory says nothing of whose the rest is.
-
-Never run on a GPU yet.
-"""
+"""A GPU's memory as torch counts it, for this process alone: free memory says nothing of whose the rest is."""
 
 import torch
 

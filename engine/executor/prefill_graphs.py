@@ -1,4 +1,4 @@
-"""Short prompts as graphs (never run on a GPU yet): recorded once for each number of tokens, replayed with one launch.
+"""Short prompts as graphs: recorded once for each number of tokens, replayed with one launch.
 
 Launching the kernels of a forward one by one takes the host longer than a GPU takes to compute a few hundred tokens. A step takes
 the graph of the next size: its padded tokens belong to no request and write to page 0, its padded requests have no tokens.

@@ -1,7 +1,7 @@
 """Copies between device pages and host pages, in the order of plans.
 
 DirectCopies   page by page, done when they return (a pool on a CPU)
-StagedCopies   on streams of their own beside the forward (a GPU; never run on one yet)
+StagedCopies   on streams of their own beside the forward (a GPU)
 """
 
 from collections import deque

@@ -1,6 +1,6 @@
 """Host memory that a GPU reads and writes by itself: mapped, touched, then registered as it is.
 
-torch's own pinned allocator rounds each block up to a power of two and never gives it back. Never run on a GPU yet.
+torch's own pinned allocator rounds each block up to a power of two and never gives it back.
 """
 
 import mmap

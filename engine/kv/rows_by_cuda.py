@@ -1,4 +1,4 @@
-"""Rows of host memory to the GPU in one operation, although other bytes lie between them. Never run on a GPU yet.
+"""Rows of host memory to the GPU in one operation, although other bytes lie between them.
 
 torch gathers such rows on the host first, and waits for that: the CUDA driver copies them as they are (cuMemcpy2DAsync).
 """

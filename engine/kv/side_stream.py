@@ -1,7 +1,6 @@
 """Streams beside the one that computes: what runs there runs at the same time, except where a mark orders it.
 
 "main" is the stream on which the caller's work is enqueued (torch's current stream). Nothing here waits but `Mark.wait`.
-Never run on a GPU yet.
 """
 
 from collections.abc import Callable

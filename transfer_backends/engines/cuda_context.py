@@ -1,4 +1,4 @@
-"""The GPU's context in each thread that drives an engine, by the CUDA driver's library. Never run on a GPU yet.
+"""The GPU's context in each thread that drives an engine, by the CUDA driver's library.
 
 Without it UCX silently copies through the host, or crashes in cuEventQuery (openucx/ucx#11194, ai-dynamo/nixl#2102).
 """

@@ -18,7 +18,7 @@ class GpuAllocator(Protocol):
 
 
 class TrialMemory:
-    """Touched once, so that no page fault is part of a measurement. A GPU's is never run yet."""
+    """Touched once, so that no page fault is part of a measurement."""
 
     def __init__(self, device: int | None, memory: GpuAllocator | None) -> None:
         """`memory`: of the GPU `device`. Raises `BackendUnavailable` where it has not that much left."""
