@@ -154,7 +154,7 @@ class DecodeRole:
         handover.metadata_row, handover.stage = row, HandoverStage.TRANSFER
         handover.request.times.queued_s = now_s
         skip = handover.request.shared_pages  # cached here: neither written nor exposed
-        handover.tail = self._scheduler.memory.tail(handover.request, len(handover.request.input_ids))
+        handover.tail = self._scheduler.memory.tail(handover.request, handover.request.handed_tokens)
         handover.receiver.provide(handover.request.pages[skip:], row, skip_pages=skip, tail=handover.tail)
         return True
 
@@ -225,7 +225,7 @@ class DecodeRole:
         return {**self._manager.counters, **(self._counters + self._resumption.counters), **own}
 
     def gauges(self) -> dict[str, float]:
-        wanted = sum(len(h.request.input_ids) for h in self._handovers.values() if h.stage is HandoverStage.WAITING)
+        wanted = sum(h.request.handed_tokens for h in self._handovers.values() if h.stage is HandoverStage.WAITING)
         allocator = self._scheduler.memory.allocator
         return {"pending_prealloc_token_usage": wanted / (allocator.num_pages * allocator.page_size)}
 

@@ -1,6 +1,6 @@
 """What the frontends of one worker serve, from its flags."""
 
-from disagg.config import DisaggConfig
+from disagg.config import DisaggConfig, read_secret
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.frontend.role_switch import RoleSwitch
@@ -25,4 +25,5 @@ def frontend_spec(
         bootstrap_allowlist=allowlist,
         warms_up=not server.skip_server_warmup,
         switch=switch,
+        secret=read_secret(disagg.cluster_secret_file),
     )

@@ -90,7 +90,7 @@ class PageSender:
         Other cached pages leave once the step has begun, which follows the loads of all steps before.
         """
         size, request = self._page_size, handover.request
-        end = len(request.pages) if item.kv_len >= len(request.input_ids) else item.kv_len // size
+        end = len(request.pages) if item.kv_len >= request.handed_tokens else item.kv_len // size
         cached = min(item.start // size, end)
         there = next((i for i in range(handover.sent_pages, cached) if request.pages[i] in loaded), cached)
         for until, by_layer in ((there, False), (end, True)):
@@ -103,7 +103,7 @@ class PageSender:
     def send_whole_pages(self, handover: PrefillHandover) -> None:
         request, sent = handover.request, handover.sent_pages
         whole = request.computed_len // self._page_size
-        complete = request.computed_len >= len(request.input_ids)
+        complete = request.computed_len >= request.handed_tokens
         if handover.stage is HandoverStage.COMPUTING and not complete and whole - sent >= self._least_pages:
             handover.sender.send(request.pages[sent:whole], start=sent)
             handover.sent_pages = whole
@@ -154,7 +154,7 @@ class PageSender:
         """Count what was computed for decode, and what has moved."""
         if handover.recompute:
             self.counters["recomputed"] += 1
-            self.counters["recomputed_tokens"] += len(handover.request.input_ids) - handover.request.cached_tokens
+            self.counters["recomputed_tokens"] += handover.request.handed_tokens - handover.request.cached_tokens
         if not handover.moves_bytes:
             return
         skip = handover.sender.skip_pages

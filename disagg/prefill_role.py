@@ -107,7 +107,7 @@ class PrefillRole:
         for request, output, first in effects.prefilled:
             request.times.computed_s = now_s
             handover = self._handovers[request.rid]
-            handover.tail = self._scheduler.memory.tail(request, len(request.input_ids))
+            handover.tail = self._scheduler.memory.tail(request, request.handed_tokens)
             self._pages.add_computed(handover, output, first)
         self._pages.send_computed(now_s)
         return effects.outputs
@@ -148,7 +148,7 @@ class PrefillRole:
         """Decode's pages are known: the request may compute."""
         request, sender = handover.request, handover.sender
         skip = sender.skip_pages
-        need = self._scheduler.memory.allocator.pages_for(len(request.input_ids)) - skip
+        need = self._scheduler.memory.allocator.pages_for(request.handed_tokens) - skip
         if sender.num_pages not in (None, need):
             besides = f" besides {skip} that decode has" * bool(skip)
             sender.abort(f"decode gave {sender.num_pages} pages, the prompt needs {need}{besides}")

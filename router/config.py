@@ -152,6 +152,9 @@ class RouterConfig(
     retry_max: int = flag(3, "most retries while nothing was sent to the client", least=0, special={0: "none"})
     retry_backoff_s: float = _seconds(0.05, "pause before the second retry, doubled for each further one")
     retry_wait_s: float = _seconds(2.0, "time that a failed request waits for a worker if none is left", zero="none")
+    failover_max: int = flag(
+        3, "workers that may be lost under one stream, which goes on at others", least=0, special={0: "none"}
+    )
     hedge_after_s: float = _seconds(0.0, "silence after which a stream goes to a second pair as well", zero="never")
     hedge_budget: float = flag(0.05, "largest share of requests that are hedged", above=0, most=1)
     connect_timeout_s: float = _seconds(5.0, "longest time to connect to a worker", above=0)

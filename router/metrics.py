@@ -62,6 +62,8 @@ class RouterMetrics(Collector):
         self.errors = count("tandem_router_errors", "Failures seen while serving requests", ["reason", "role"])
         self.refused = count("tandem_router_refused", "Requests refused before they were read", ["why"])
         self.retries = count("tandem_router_retries", "Attempts after the first one", ["reason"])
+        failovers = "Streams whose worker was lost: those that went on at others, and those that ended with an error"
+        self.failovers = count("tandem_router_failovers", failovers, ["reason", "result"])
         moves = "Moves of workers between the pools (--auto-roles), by how they ended"
         self.role_moves = count("tandem_router_role_moves", moves, ["model", "to_role", "result"])
         pressure = "Work of a pool, counted in workers, over its workers (--auto-roles); 1: as much as it can bear"
@@ -83,6 +85,9 @@ class RouterMetrics(Collector):
 
     def on_retry(self, failure: CallFailed) -> None:
         self.retries.labels(failure.reason).inc()
+
+    def on_failover(self, failure: CallFailed, went_on: bool) -> None:
+        self.failovers.labels(failure.label, "went_on" if went_on else "ended").inc()
 
     def on_first_byte(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
         self._ttfb_s.observe(request.path, now_s - request.started_s)

@@ -76,8 +76,8 @@ class HeldRequests:
 
     def start_decoding(self, request: Request, first: ItemResult, *, cached_tokens: int) -> list[TokenOutput]:
         """Run an adopted request whose KV has landed, with `first` as its first token."""
-        request.hidden_launched = len(request.input_ids)
-        self._run(request, num_landed=len(request.input_ids))
+        request.hidden_launched = request.handed_tokens
+        self._run(request, num_landed=request.handed_tokens)
         request.cached_tokens, request.admitted = cached_tokens, True
         return [self._results.commit_sample(request, first)]
 

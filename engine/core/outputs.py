@@ -34,7 +34,7 @@ def output_of(request: Request, new_ids: list[int]) -> TokenOutput:
         new_ids=new_ids,
         finish=request.finish,
         prompt_tokens=len(request.input_ids),
-        cached_tokens=request.cached_tokens,
+        cached_tokens=min(request.cached_tokens, len(request.input_ids)),
         completion_tokens=len(request.output_ids),
         logprobs=logprobs,
         input_logprobs=_input_logprobs_once(request),

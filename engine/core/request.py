@@ -82,6 +82,7 @@ class Request:
     request_id: str = ""  # of the HTTP request, for log lines
     stop_patterns: tuple[StopPattern, ...] = ()  # compiled `sampling.stop_regex`
     serial: int = 0  # order of arrival
+    num_resumed: int = 0  # of `output_ids`, how many another worker generated before
 
     # Results: what it has generated, and how it ends
     output_ids: list[int] = field(default_factory=list)
@@ -135,9 +136,14 @@ class Request:
         return len(self.input_ids) + len(self.output_ids)
 
     @property
+    def handed_tokens(self) -> int:
+        """Count the tokens whose KV prefill computes for decode: the prompt, and what was generated before."""
+        return len(self.input_ids) + self.num_resumed
+
+    @property
     def max_new_tokens(self) -> int:
         if self.prefill_only:
-            return min(1, self.sampling.max_new_tokens or 0)
+            return min(self.num_resumed + 1, self.sampling.max_new_tokens or 0)
         assert self.sampling.max_new_tokens is not None, "the frontend fills it in"
         return self.sampling.max_new_tokens
 

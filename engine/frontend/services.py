@@ -40,7 +40,7 @@ INLINE_CHARS = 2000  # the event loop tokenizes shorter texts: that costs less t
 class FrontendSpec:
     """What one role session serves. `extra_info`: for /server_info, no secrets. `switch`: None for a fixed role.
 
-    `warms_up`: a first request is computed before the worker is ready.
+    `warms_up`: a first request is computed before the worker is ready. `secret`: of the cluster.
     """
 
     server: ServerConfig
@@ -52,6 +52,7 @@ class FrontendSpec:
     switch: RoleSwitch | None = None
     health_timeout_s: float = HEALTH_TIMEOUT_S
     warms_up: bool = False
+    secret: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

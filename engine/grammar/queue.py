@@ -125,7 +125,17 @@ class GrammarQueue:
         return ready, outputs
 
     def state_of(self, request: Request, grammar: Grammar | None) -> Grammar | None:
-        """`grammar` (None: the answer is free) under the token rules and behind the reasoning that the request has."""
+        """`grammar` (None: the answer is free) under the token rules and behind the reasoning that the request has.
+
+        It stands behind the tokens that another worker generated.
+        """
+        state = self._begin(request, grammar)
+        if state is not None:
+            for token in request.output_ids:
+                state.accept(token)
+        return state
+
+    def _begin(self, request: Request, grammar: Grammar | None) -> Grammar | None:
         sampling, gate = request.sampling, request.sampling.reasoning
         rules = partial(rules_of, sampling, vocab_size=self._vocab_size, eos_ids=self._eos_ids)
         if grammar is not None or gate is None:

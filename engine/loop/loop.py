@@ -391,6 +391,8 @@ class EngineLoop:
         request = Request(
             rid=message.rid,
             input_ids=message.input_ids,
+            output_ids=list(message.output_ids),
+            num_resumed=len(message.output_ids),
             sampling=sampling,
             eos_ids=self._settings.eos_ids,
             arrived_s=now_s,
@@ -407,6 +409,7 @@ class EngineLoop:
             namespace=message.namespace,
             request_id=message.request_id,
             stop_patterns=compile_all(sampling.stop_regex),
+            input_logprobs_sent=bool(message.output_ids),
         )
         for listener in self._listeners:
             listener.on_added(request, now_s)

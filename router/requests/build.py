@@ -22,6 +22,7 @@ from router.metrics import RouterMetrics
 from router.pool.health import HealthMonitor
 from router.pool.worker import Role
 from router.requests.dispatch import Dispatcher
+from router.requests.failover import Failover
 from router.requests.hedging import Budget, Hedging
 from router.requests.live import LiveRequests
 from router.requests.picking import Picker
@@ -53,6 +54,7 @@ def make_events(
             partial(report_unreachable, monitor),
         ),
         on_retry=(metrics.on_retry,),
+        on_failover=(metrics.on_failover,),
         on_no_worker=(recorder.on_no_worker, metrics.on_no_worker),
         on_attempt_ended=(forecast.on_attempt_ended, circuit_answered),
         on_prefill_ended=(circuit_prefilled,),
@@ -90,6 +92,9 @@ def make_dispatcher(
             admission=admission,
             metrics=metrics,
         )
+    failover = None
+    if config.failover_max:
+        failover = Failover(most=config.failover_max, retry_max=config.retry_max, picker=picker, launcher=launcher)
     return Dispatcher(
         roles=roles_of(config),
         picker=picker,
@@ -103,4 +108,5 @@ def make_dispatcher(
         credentials=credentials if credentials.has_own else None,
         chooser=chooser if chooser.needs_keys or chooser.needs_session else None,
         hedging=hedging,
+        failover=failover,
     )

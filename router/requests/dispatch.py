@@ -20,6 +20,7 @@ from router.choice.policies import RoutingHints
 from router.client.credentials import Credentials
 from router.pool.models import UnknownModel
 from router.pool.worker import Role
+from router.requests.failover import Failover
 from router.requests.hedging import Hedging
 from router.requests.kept_alive import serve_kept_alive
 from router.requests.live import LiveRequests
@@ -34,6 +35,7 @@ from service.http.errors import ApiError
 from service.http.guard import CALLER, CLIENT_GONE
 from service.http.invocations import invoked_path
 from service.http.keep_alive import NO_BEATS_HEADER
+from service.http.resume import FrameRecord
 from service.http.routes import errors_of
 from service.http.stream import REQUEST_ID
 from service.security.keys import authorization_of
@@ -73,6 +75,7 @@ class Dispatcher:
     credentials: Credentials | None
     chooser: Chooser | None
     hedging: Hedging | None
+    failover: Failover | None
 
     async def invoke(self, http: web.BaseRequest) -> web.StreamResponse:
         """Answer POST /invocations: the body says which API it is for."""
@@ -160,6 +163,8 @@ class Dispatcher:
             headers["traceparent"] = request.traceparent
         if request.parsed.streams:
             headers[NO_BEATS_HEADER] = "1"
+            if self.failover is not None:
+                headers |= self.failover.headers()
         authorization = authorization_of(given)
         if self.credentials is not None:
             headers |= self.credentials.for_client(authorization)
@@ -247,9 +252,33 @@ class Dispatcher:
             request.last_byte_s = now_s
             request.num_chunks += 1
 
-        splitter = _splitter(request, attempt, merger)
+        stream = None if self.failover is None else self.failover.open(request)
+        splitter = _splitter(request, attempt, merger, None if stream is None else stream.record)
         out = await open_answer(request.http, attempt.answering.reply, request.alive)
-        failure = await relay_stream(out, attempt.answering, splitter=splitter, on_more=on_more)
+        try:
+            failure = await relay_stream(out, attempt.answering, splitter=splitter, on_more=on_more)
+            while stream is not None and (lost := failure or stream.failure(attempt)) and not request.handed_back:
+                self._note(lost)
+                failure, rest = lost, None if attempt.refused else await stream.go_on(attempt, lost)
+                for notify in self.launcher.events.on_failover:
+                    notify(lost, rest is not None)
+                if rest is None:
+                    break
+                attempt = rest
+                attempt.begin_answer()
+                attempt.watch_prefill(self._note)
+                request.cut = attempt.answering.reply.close
+                splitter.restart()
+                failure = await relay_stream(out, attempt.answering, splitter=splitter, on_more=on_more)
+            return await self._end(request, attempt, out, failure)
+        finally:
+            if stream is not None:
+                stream.close()
+
+    async def _end(
+        self, request: RequestContext, attempt: PairAttempt, out: web.StreamResponse, failure: CallFailed | None
+    ) -> web.StreamResponse:
+        """End the client's stream: in order, or with an error as its last event."""
         if request.alive is not None:
             await request.alive.end()
         if request.handed_back:
@@ -257,7 +286,8 @@ class Dispatcher:
         elif attempt.refused is not None:  # reported when it came
             request.failure, error = str(attempt.refused), failure_error(attempt.refused)
         elif failure is not None:
-            self._note(failure)
+            if self.failover is None:
+                self._note(failure)
             request.failure, error = str(failure), failure_error(failure)
         else:
             await out.write_eof()
@@ -291,10 +321,14 @@ class Dispatcher:
         raise no_worker(self.launcher.table, missing, request.model, retry_after_s=RETRY_AFTER_S)
 
 
-def _splitter(request: RequestContext, attempt: PairAttempt, merger: Merger | None) -> StreamSplitter:
+def _splitter(
+    request: RequestContext, attempt: PairAttempt, merger: Merger | None, record: FrameRecord | None
+) -> StreamSplitter:
     if request.keeper is not None:
-        return KeptStream(request.keeper)
-    return SseMerger(merger) if merger else StreamSplitter(attempt.answering.reply.headers["content-type"])
+        return KeptStream(request.keeper, record=record)
+    if merger is not None:
+        return SseMerger(merger, record=record)
+    return StreamSplitter(attempt.answering.reply.headers["content-type"], record=record)
 
 
 def pause_s(number: int, backoff_s: float) -> float:

@@ -11,6 +11,7 @@ import msgspec
 from router.body import Api
 from router.requests.relay import StreamSplitter
 from service.http.json_depth import decode_or_none
+from service.http.resume import FrameRecord
 
 _INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
 _COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -79,8 +80,8 @@ class Merger:
 
 
 class SseMerger(StreamSplitter):
-    def __init__(self, merger: Merger) -> None:
-        super().__init__()
+    def __init__(self, merger: Merger, *, record: FrameRecord | None = None) -> None:
+        super().__init__(record=record)
         self._merger = merger
 
     def feed(self, chunk: bytes) -> bytes:

@@ -7,6 +7,7 @@ from aiohttp import web
 from router.attempts.upstream_call import CallFailed, UpstreamCall, broken_stream
 from router.client.upstream import HttpReply, UpstreamError
 from service.http.keep_alive import KeepAlive
+from service.http.resume import FrameRecord
 from service.http.stream import EVENTS_TYPE, LINES_TYPE, open_stream
 
 MAX_EVENT_BYTES = 16 << 20  # an event longer than this is passed on in pieces
@@ -25,11 +26,21 @@ class StreamSplitter:
     Workers nearly always write whole events; then the chunk itself is returned.
     """
 
-    def __init__(self, content_type: str = EVENTS_TYPE) -> None:
+    def __init__(self, content_type: str = EVENTS_TYPE, *, record: FrameRecord | None = None) -> None:
+        """`record`: takes the frames out of the events (service/http/resume.py)."""
         self._ends = next(ends for kind, ends in _ENDS.items() if content_type.startswith(kind))
         self._tail = b""
+        self._record = record
 
     def feed(self, chunk: bytes) -> bytes:
+        events = self._whole(chunk)
+        return events if self._record is None else self._record.take(events)
+
+    def restart(self) -> None:
+        """Another worker goes on behind the last whole event."""
+        self._tail = b""
+
+    def _whole(self, chunk: bytes) -> bytes:
         data = self._tail + chunk if self._tail else chunk
         if data.endswith(self._ends):
             self._tail = b""

@@ -16,6 +16,7 @@ from router.fleet.peer_processes import PeerProcesses
 from router.requests.relay import StreamSplitter
 from service.http.errors import bad_field
 from service.http.json_depth import decode_or_none
+from service.http.resume import FrameRecord
 from service.responses.api import caller_of
 from service.responses.book import LocalBook
 from service.responses.conversation import Conversation, StoreFields, open_conversation, to_store
@@ -167,8 +168,8 @@ class ResponseKeeper:
 class KeptStream(StreamSplitter):
     """Shows a keeper each piece of whole events before it is passed on."""
 
-    def __init__(self, keeper: AnswerKeeper) -> None:
-        super().__init__()
+    def __init__(self, keeper: AnswerKeeper, *, record: FrameRecord | None = None) -> None:
+        super().__init__(record=record)
         self._keeper = keeper
 
     def feed(self, chunk: bytes) -> bytes:

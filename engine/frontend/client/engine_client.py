@@ -3,7 +3,7 @@
 A sample has its own name on the wire, so late outputs of an aborted request never reach a new one of the same name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,12 +22,14 @@ from engine.frontend.client.tracing import NO_TRACES, SampleTrace, Traces
 from engine.frontend.errors import not_ready, too_late
 from engine.messages import (
     AbortRequest,
+    FinishReason,
     GenerateBatch,
     GenerateRequest,
     StateReply,
     StepReply,
     ToFrontend,
     TokenBatch,
+    TokenLogprob,
     TokenOutput,
 )
 from engine.text.sample import TextOutput
@@ -114,9 +116,10 @@ class EngineClient:
         groups: list[str] | None = None,
         timeout_s: float | None = None,
         dp_rank: int | None = None,
+        ended: Sequence[bool] = (),
     ) -> Generation:
         """Send the samples. `requests[i].rid` is the user's name of sample i; `groups[i]` another name to abort it by.
-        `dp_rank`: which the client names.
+        `dp_rank`: which the client names. `ended`: by sample, whether another worker finished it: it is not sent.
 
         The engine ends them after `timeout_s`. Raises ApiError: 503 while starting, ending, full, or too busy for the
         timeout, 400 for a name that is in use, or a rank that is not there.
@@ -137,6 +140,7 @@ class EngineClient:
             )
             for r, name, rank in zip(requests, names, ranks, strict=True)
         ]
+        over = {i for i, has_ended in enumerate(ended) if has_ended}
         generation = Generation(
             samples,
             groups or [],
@@ -144,15 +148,24 @@ class EngineClient:
             now_s=self._now_s,
             on_done=self._free_names,
             on_leave=self._on_leave,
+            resumed=[
+                (i, texts[i].read(_generated_before(r, ended=i in over)))
+                for i, r in enumerate(requests)
+                if r.output_ids or i in over
+            ],
+            ended=over,
         )
         self._names.claim([*names, *(groups or [])])
         for i, (sample, group) in enumerate(zip(samples, groups or names, strict=True)):
+            if i in over:
+                continue
             self._live[sample.wire_rid] = _Live(generation, i, texts[i], ranks[i], sample.num_prompt_tokens)
             self.loads.change(ranks[i], requests=1, tokens=sample.num_prompt_tokens)
             for name in {sample.name, group}:
                 self._names.add(name, sample.wire_rid)
         try:
-            self._send(requests, samples, ranks, request_id=context.request_id, timeout_s=timeout_s)
+            left = [one for i, one in enumerate(zip(requests, samples, ranks, strict=True)) if i not in over]
+            self._send(left, request_id=context.request_id, timeout_s=timeout_s)
         except BaseException:
             generation.__exit__(None, None, None)
             raise
@@ -207,13 +220,12 @@ class EngineClient:
 
     def _send(
         self,
-        requests: list[GenerateRequest],
-        samples: list[Sample],
-        ranks: list[int],
+        samples: list[tuple[GenerateRequest, Sample, int]],
         *,
         request_id: str,
         timeout_s: float | None,
     ) -> None:
+        """`samples`: each with its DP rank."""
         sent = [
             msgspec.structs.replace(
                 r,
@@ -222,12 +234,12 @@ class EngineClient:
                 timeout_s=timeout_s,
                 request_id=request_id,
             )
-            for r, sample in zip(requests, samples, strict=True)
+            for r, sample, _ in samples
         ]
-        for rank in dict.fromkeys(ranks):
-            part = [one for one, owner in zip(sent, ranks, strict=True) if owner == rank]
+        for rank in dict.fromkeys(rank for _, _, rank in samples):
+            part = [one for one, (_, _, owner) in zip(sent, samples, strict=True) if owner == rank]
             self.leaders.links[rank].send(part[0] if len(part) == 1 else GenerateBatch(part))
-        for sample, rank in zip(samples, ranks, strict=True):
+        for _, sample, rank in samples:
             self.observer.on_start(sample.num_prompt_tokens)
             if self.forecasts:
                 self.forecasts[rank].add(sample.wire_rid, sample.num_prompt_tokens, self._now_s())
@@ -273,3 +285,16 @@ class EngineClient:
             if wait_s is not None and wait_s > timeout_s:
                 self.observer.on_reject()
                 raise too_late(wait_s, timeout_s)
+
+
+def _generated_before(request: GenerateRequest, *, ended: bool) -> TokenOutput:
+    """What another worker has shown of a sample. Its logprobs are not known here, and not shown again: they stand for their tokens."""
+    ids = request.output_ids
+    return TokenOutput(
+        rid=request.rid,
+        new_ids=list(ids),
+        prompt_tokens=len(request.input_ids),
+        completion_tokens=len(ids),
+        logprobs=[] if request.logprobs is None else [TokenLogprob(0.0, id) for id in ids],
+        finish=FinishReason(kind="stop") if ended else None,
+    )

@@ -1,6 +1,6 @@
 """The samples of one HTTP request while they run: `feed` adds their outputs, a handler takes them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
@@ -35,7 +35,10 @@ class Sample:
 
 
 class Generation:
-    """A context manager; `on_leave` aborts the unfinished samples at its end."""
+    """A context manager; `on_leave` aborts the unfinished samples at its end.
+
+    `resumed`: by sample, what another worker generated of it before; `ended`: the samples that it finished.
+    """
 
     def __init__(
         self,
@@ -46,6 +49,8 @@ class Generation:
         now_s: Callable[[], float],
         on_done: Callable[["Generation"], None],
         on_leave: Callable[["Generation"], None],
+        resumed: Sequence[tuple[int, TextOutput]] = (),
+        ended: Collection[int] = (),
     ) -> None:
         self.samples = samples
         self.groups = groups
@@ -53,7 +58,8 @@ class Generation:
         self._now_s = now_s
         self._on_done = on_done
         self._on_leave = on_leave
-        self._unfinished = set(range(len(samples)))
+        self.resumed = resumed
+        self._unfinished = set(range(len(samples))) - set(ended)
         self._pending: dict[int, TextOutput] = {}
         self._error: ApiError | None = None
         self._changed = Waiter()
@@ -81,7 +87,7 @@ class Generation:
         return list(pending.items())
 
     async def collect(self) -> list[TextOutput]:
-        answers: dict[int, TextOutput] = {}
+        answers = dict(self.resumed)
         while not self.done:
             for index, output in await self.next():
                 _add(answers, index, output)

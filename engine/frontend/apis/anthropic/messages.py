@@ -9,6 +9,7 @@ from engine.frontend.apis.anthropic.translate import NAMES, chat_of, sampled_cha
 from engine.frontend.apis.anthropic.view import MessageShape, MessageView
 from engine.frontend.apis.chat.plan import ChatPlan, answer_chat, plan_chat
 from engine.frontend.apis.shared.other_apis import in_words_of
+from engine.frontend.apis.shared.resumable import MintedIds, ids_of
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
 from service.http.stream import json_response, typed_event
@@ -22,7 +23,7 @@ async def messages(request: web.BaseRequest) -> web.StreamResponse:
     with in_words_of(NAMES):
         chat = sampled_chat_of(body, reasons=bool(s.spec.engine.reasoning_parser))
         plan = await plan_chat(s, chat)
-        view = partial(MessageView, _shape(s, body, plan))
+        view = partial(MessageView, _shape(s, body, plan, ids_of(request)))
         return await answer_chat(request, chat, plan, id_prefix="msg_", view=view, framing=TYPED, cut=True)
 
 
@@ -34,10 +35,10 @@ async def count_tokens(request: web.BaseRequest) -> web.StreamResponse:
     return json_response({"input_tokens": len(plan.input_ids)})
 
 
-def _shape(s: Services, body: MessagesBody, plan: ChatPlan) -> MessageShape:
+def _shape(s: Services, body: MessagesBody, plan: ChatPlan, ids: MintedIds) -> MessageShape:
     return MessageShape(
         reader=plan.reader,
-        mint_id=lambda: s.mint_id("toolu_"),
+        mint_id=partial(ids.mint, "toolu_"),
         fills_context=len(plan.input_ids) + body.max_tokens > s.context_length,
         shows_thinking=body.thinking is None or body.thinking.display != "omitted",
     )

@@ -7,6 +7,7 @@ from aiohttp import web
 from engine.frontend.apis.chat.body import READER
 from engine.frontend.apis.chat.plan import answer_chat, plan_chat
 from engine.frontend.apis.openai.chat_view import ChatView
+from engine.frontend.apis.shared.resumable import ids_of
 from engine.frontend.services import SERVICES
 
 
@@ -19,7 +20,7 @@ async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
         body,
         tokenizer=s.model.tokenizer,
         reader=plan.reader,
-        mint_id=lambda: s.mint_id("call_"),
+        mint_id=partial(ids_of(request).mint, "call_"),
         prompts=[plan.input_ids] * plan.sampling.n,
         weight_version=lambda: s.weight_version,
     )

@@ -14,6 +14,7 @@ from engine.frontend.apis.responses.chat import NAMES, to_chat
 from engine.frontend.apis.responses.truncation import truncated, turns_of
 from engine.frontend.apis.responses.view import ResponseView
 from engine.frontend.apis.shared.other_apis import in_words_of
+from engine.frontend.apis.shared.resumable import ids_of, resume_of
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
 from service.http.errors import bad_field, decode_body
@@ -82,14 +83,15 @@ def _refuse_stored(body: ResponseBody, mode: str) -> None:
 async def _answer(
     request: web.BaseRequest, s: Services, body: ResponseBody, chat: ChatBody, keeper: _Keeper | None
 ) -> web.StreamResponse:
-    chat.rid = s.mint_id(RESPONSE)
+    resume = resume_of(request)
+    chat.rid = s.mint_id(RESPONSE) if resume is None else resume.id
     plan = await (_truncated(s, chat) if body.truncation == "auto" else plan_chat(s, chat))
     view = partial(
         ResponseView,
         body,
         plan,
         tokenizer=s.model.tokenizer,
-        mint_id=partial(s.mint_id, "call_"),
+        mint_id=partial(ids_of(request).mint, "call_"),
         on_done=_nothing if keeper is None else keeper.put,
     )
     with nullcontext() if keeper is None else keeper.running(chat.rid):

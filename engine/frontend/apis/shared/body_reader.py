@@ -14,6 +14,7 @@ from aiohttp import web
 
 from engine.frontend.apis.shared.ids_only import check_ids_only
 from engine.frontend.apis.shared.inner_fields import strict, unknown_inside
+from engine.frontend.apis.shared.resumable import take_resume
 from engine.frontend.ignored_fields import IGNORED_HEADER, shown
 from engine.frontend.services import SERVICES
 from service.http.errors import ApiError, bad_field, decode_body
@@ -58,7 +59,7 @@ class BodyReader(Generic[T]):
 
     async def read(self, request: web.BaseRequest) -> T:
         """Raises ApiError(400)."""
-        body, ignored = self.decode(await request.read())
+        body, ignored = self.decode(take_resume(request, await request.read()))
         if ignored:
             extra = request[EXTRA_HEADERS] | {IGNORED_HEADER: shown(ignored)}
             request[EXTRA_HEADERS] = extra

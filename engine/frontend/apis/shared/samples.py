@@ -16,6 +16,7 @@ from engine.frontend.apis.shared.fields import (
 from engine.frontend.apis.shared.models import Chosen
 from engine.frontend.apis.shared.namespaces import namespaces_of
 from engine.frontend.apis.shared.request import RequestFields
+from engine.frontend.apis.shared.resumable import begun_of, going_on, resume_of
 from engine.frontend.apis.shared.routed import routed_rank
 from engine.frontend.apis.shared.stream import EVENTS, Framing, View, answer
 from engine.frontend.apis.shared.structured_outputs import structured_constraint
@@ -74,7 +75,8 @@ async def answer_samples(
     created, usage. `count_reasoning`: makes the counter of a sample's reasoning; None: it has none.
     """
     s, n = request[SERVICES], params.n
-    id = body.rid or s.mint_id(id_prefix)
+    resume = resume_of(request)
+    id = body.rid or s.mint_id(id_prefix) if resume is None else resume.id
     samplings = [
         sampling
         for ids in prompts
@@ -103,12 +105,16 @@ async def answer_samples(
         )
         for i, sampling in enumerate(samplings)
     ]
+    requests, groups = going_on(resume, requests), [id] * len(requests)
     generation = s.client.generate(
         requests,
-        groups=[id] * len(requests),
+        groups=groups,
         timeout_s=s.timeout_of(request),
         dp_rank=routed_rank(body, request.headers),
+        ended=() if resume is None else resume.ended,
     )
     usage = Usage([len(ids) for ids in prompts], n=n, count_reasoning=count_reasoning)
-    shown = view(id=id, model=model.shown, created=int(time.time()), usage=usage)
-    return await answer(request, generation, view=shown, stream=bool(body.stream), framing=framing)
+    created = int(time.time()) if resume is None else resume.created
+    shown = view(id=id, model=model.shown, created=created, usage=usage)
+    begun = begun_of(request, requests, id=id, groups=groups, created=created)
+    return await answer(request, generation, view=shown, stream=bool(body.stream), framing=framing, begun=begun)

@@ -6,11 +6,13 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
+from engine.frontend.apis.shared.resumable import Frames
 from engine.frontend.client.generation import Generation
 from engine.frontend.services import SERVICES
 from engine.text.sample import TextOutput
 from service.http.errors import ApiError
 from service.http.keep_alive import NO_BEATS_HEADER, KeepAlive
+from service.http.resume import Begun, failed_frame
 from service.http.routes import errors_of
 from service.http.stream import DONE, SSE_HEADERS, event, json_response
 
@@ -42,17 +44,24 @@ def finite(logprob: float | None) -> float | None:
 
 
 async def answer(
-    request: web.BaseRequest, generation: Generation, *, view: View, stream: bool, framing: Framing = EVENTS
+    request: web.BaseRequest,
+    generation: Generation,
+    *,
+    view: View,
+    stream: bool,
+    framing: Framing = EVENTS,
+    begun: Begun | None = None,
 ) -> web.StreamResponse:
     """Serve the generation, then abort what is unfinished. Headers wait for the first output: its error has a status.
 
-    They do so for --sse-keep-alive-interval at most.
+    They do so for --sse-keep-alive-interval at most. `begun`: the router may take a stream to another worker.
     """
     with generation:
         if not stream:
             return json_response(view.body(await generation.collect()))
         with KeepAlive(request, interval_s=_silence_s(request)) as alive:
-            return await _stream(request, generation, view=view, framing=framing, alive=alive)
+            frames = None if begun is None else Frames(begun)
+            return await _stream(request, generation, view=view, framing=framing, alive=alive, frames=frames)
 
 
 def _silence_s(request: web.BaseRequest) -> float:
@@ -60,28 +69,41 @@ def _silence_s(request: web.BaseRequest) -> float:
 
 
 async def _stream(
-    request: web.BaseRequest, generation: Generation, *, view: View, framing: Framing, alive: KeepAlive
+    request: web.BaseRequest,
+    generation: Generation,
+    *,
+    view: View,
+    framing: Framing,
+    alive: KeepAlive,
+    frames: Frames | None,
 ) -> web.StreamResponse:
+    for index, output in generation.resumed:
+        view.chunks(index, output)  # the client has them
     try:
-        news = await generation.next()
+        news = [] if generation.done else await generation.next()
         response = await alive.open(headers=framing.headers)
         while True:
-            await _send(response, framing, [c for index, output in news for c in view.chunks(index, output)])
+            if frames is not None:
+                frames.note(news)
+            await _send(response, framing, [c for index, output in news for c in view.chunks(index, output)], frames)
             if generation.done:
                 break
             news = await generation.next()
-        await _send(response, framing, view.last())
+        await _send(response, framing, view.last(), frames)
         await response.write(framing.done)
     except ApiError as e:
         if alive.stream is None:
             raise
         response = alive.stream
+        if frames is not None:
+            await response.write(failed_frame(e.status))
         await response.write(errors_of(request).last_event(e))  # too late for a status; `done` does not follow
     await alive.end()
     await response.write_eof()
     return response
 
 
-async def _send(response: web.StreamResponse, framing: Framing, chunks: list[Any]) -> None:
+async def _send(response: web.StreamResponse, framing: Framing, chunks: list[Any], frames: Frames | None) -> None:
     if chunks:
-        await response.write(b"".join(map(framing.encode, chunks)))
+        events = b"".join(map(framing.encode, chunks))
+        await response.write(events if frames is None else frames.take() + events)
