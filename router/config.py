@@ -58,7 +58,10 @@ class HealthFlags(FlagSet):
     health_check_timeout_s: float = _seconds(
         5.0, "longest time for a health check", above=0, option="--health-check-timeout-secs"
     )
-    health_silence_s: float = _seconds(1.5, "silence after which other workers are preferred", zero="no limit")
+    health_silence_s: float = _seconds(
+        1.0, "silence after which other workers are preferred, and take over what runs there", zero="no limit"
+    )
+    disable_moves: bool = flag(False, "what runs at a worker that is silent or drains stays there")
     health_failure_threshold: int = flag(2, "failed health checks in a row that take a worker out", least=1)
     health_success_threshold: int = flag(1, "good health checks in a row that bring a worker back", least=1)
     load_poll_interval_s: float = _seconds(1.0, "time between two polls of a worker's load", zero="own counts alone")

@@ -13,7 +13,7 @@ from functools import partial
 from router.attempts.dp_rank import asked_of
 from router.attempts.events import Events
 from router.attempts.request import RequestContext
-from router.attempts.upstream_call import CallFailed, UpstreamCall
+from router.attempts.upstream_call import CallFailed, UpstreamCall, stays
 from router.body import write_bodies
 from router.choice.policies import Placement, cost_tokens
 from router.client.upstream import Upstream, UpstreamError
@@ -119,7 +119,9 @@ class PairAttempt:
 
     def begin_answer(self) -> None:
         """Release the prefill worker: decode would not have begun before the prompt was computed."""
+        self.answering.goes_on = stays
         if self.prefill is not None:
+            self.prefill.goes_on = stays
             self.launcher.table.loads.release(self.leases[0])
 
     def watch_prefill(self, on_failure: Callable[[CallFailed], None]) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from router.client.upstream import HttpReply, UpstreamError
@@ -82,6 +82,16 @@ class UpstreamCall:
         self.reply = reply
         self._stream = stream
         self._failure: CallFailed | None = None
+        # Once its client has a part of the answer, or no longer waits for it: whether another worker can do the rest.
+        self.goes_on: Callable[[], bool] | None = None
+
+    @property
+    def movable(self) -> bool:
+        return not self.ended and (self.goes_on is None or self.goes_on())
+
+    @property
+    def continuable(self) -> bool:
+        return not self.ended and self.goes_on is not None and self.goes_on()
 
     @property
     def streaming(self) -> bool:
@@ -134,6 +144,11 @@ class UpstreamCall:
         """Report a good end to the worker's circuit; a fault was reported when it happened."""
         if not self.worker.circuit.quiet and self.reply.complete and self.reply.status < 300:
             self.worker.circuit.record(Event.WELL, now_s)
+
+
+def stays() -> bool:
+    """No other worker can do the rest."""
+    return False
 
 
 def broken_stream(worker: Worker, err: UpstreamError) -> CallFailed:

@@ -65,6 +65,7 @@ class WorkersApi:
             web.post("/workers", self.add_worker),
             web.delete("/workers", self.remove_worker),
             web.post("/workers/role", self.switch_role),
+            web.post("/workers/migrate", self.migrate),
             web.get("/get_loads", self.get_loads),
             web.get("/get_server_info", self.server_info),
             web.get("/server_info", self.server_info),
@@ -103,6 +104,16 @@ class WorkersApi:
         headers = self.calls.credentials.for_admin(authorization_of(request.headers))
         await self.switch.move(worker, role, force=bool(body.force), drain_s=body.timeout, headers=headers)
         return json_response(describe(worker))
+
+    async def migrate(self, request: web.BaseRequest) -> web.Response:
+        """Others take over what runs at a worker, which stays in the table. `moved`: calls of this router process."""
+        body = decode_body(await request.read(), _NamedWorker)
+        worker = self.calls.table.find(body.url)
+        if not self.calls.table.has_others(worker):
+            raise ApiError(409, f"url: no other {worker.role} worker answers", field="url")
+        moved = self.monitor.move_calls(worker, "POST /workers/migrate")
+        await self.peers.forward(request, {"url": body.url})
+        return json_response({**describe(worker), "moved": moved})
 
     async def get_loads(self, request: web.BaseRequest) -> web.Response:
         return json_response({"workers": [describe(w) for w in self.calls.table.workers()]})

@@ -1,4 +1,4 @@
-"""Ends calls that wait for a worker in vain (`Worker.calls`). Pure: receives the time.
+"""Ends calls that wait for a worker in vain (`Worker.calls`), or that others are to take over. Pure: receives the time.
 
 A call is given up when, both for `timeout_s`, its worker passed no health check and no byte came; and at once when another process
 answers at the address and no byte came since the old one was last seen. A call that gets bytes, or whose client is too slow to take
@@ -13,13 +13,22 @@ from router.pool.worker import Worker
 
 
 class ActiveCall(Protocol):
-    """A call to a worker. `waits_since_s`: nothing came since; None: its client does not take what came."""
+    """A call to a worker. `waits_since_s`: nothing came since; None: its client does not take what came.
+
+    `movable`: another worker can do the rest; `continuable`: without computing again what the client has.
+    """
 
     @property
     def waits_since_s(self) -> float | None: ...
 
     @property
     def last_byte_s(self) -> float: ...
+
+    @property
+    def movable(self) -> bool: ...
+
+    @property
+    def continuable(self) -> bool: ...
 
     def give_up(self, why: str) -> None: ...
 
@@ -37,6 +46,15 @@ def give_up_vain_calls(worker: Worker, now_s: float, *, timeout_s: float) -> int
         worker.calls.pop(call, None)
         call.give_up(why)
     return len(vain)
+
+
+def move_calls(worker: Worker, why: str, *, answers: bool) -> int:
+    """Give up the calls at `worker` that others can take over, and return how many. `answers`: the worker still does."""
+    moved = [call for call in worker.calls if (call.continuable if answers else call.movable)]
+    for call in moved:
+        worker.calls.pop(call, None)
+        call.give_up(why)
+    return len(moved)
 
 
 def _why_vain(worker: Worker, call: ActiveCall, now_s: float, *, timeout_s: float) -> str:

@@ -10,7 +10,7 @@ import aiohttp
 from router.client.credentials import Credentials
 from router.client.session import call_worker
 from router.config import HealthFlags
-from router.pool.active_calls import give_up_vain_calls
+from router.pool.active_calls import give_up_vain_calls, move_calls
 from router.pool.models import has_adapters, parse_models, says_models
 from router.pool.probe import FAILURES, Prober
 from router.pool.reports import (
@@ -148,8 +148,22 @@ class HealthMonitor:
             self.on_report(worker, report)
             self.table.loads.on_report(worker, report)
 
+    def move_calls(self, worker: Worker, why: str, *, answers: bool = True) -> int:
+        """Have other workers take over what runs at `worker`, if there are any; return how many calls.
+
+        What a worker that `answers` has computed and not shown is not thrown away: such calls stay.
+        """
+        if self.config.disable_moves or not self.table.has_others(worker):
+            return 0
+        count = move_calls(worker, why, answers=answers)
+        if count:
+            log.info("%d calls of %s worker %s go to others: %s", count, worker.role, worker.url, why)
+        return count
+
     def _note(self, worker: Worker, result: Check, error: str) -> None:
         if self.table.on_check(worker, result, now_s=loop_time_s(), error=error):
+            if worker.health is Health.DRAINING:
+                self.move_calls(worker, "it is draining")
             level = logging.INFO if worker.health is Health.UP else logging.WARNING
             log.log(level, "%s worker %s is %s %s", worker.role, worker.url, worker.health, error)
 
@@ -157,6 +171,8 @@ class HealthMonitor:
         if self.table.on_silence(worker, silent) and worker.health is Health.UP:
             what = "silent: others are preferred" if silent else "answering again"
             log.log(logging.WARNING if silent else logging.INFO, "%s worker %s is %s", worker.role, worker.url, what)
+            if silent:
+                self.move_calls(worker, "it does not answer its checks (--health-silence)", answers=False)
 
     async def _check_health(self, worker: Worker) -> tuple[Check, str]:
         checked_s = loop_time_s()

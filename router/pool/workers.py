@@ -140,6 +140,11 @@ class WorkerTable:
             faulty.update(self._by_slot[slot].worker_id for slot in others if slot in self._by_slot)
         return (pool.without(frozenset(faulty)) or pool) if faulty else pool
 
+    def has_others(self, worker: Worker) -> bool:
+        """Whether another worker that answers could do what `worker` does."""
+        model = worker.models[0] if worker.models else ""
+        return any(other is not worker and other.answers for other in self.pool(worker.role, model))
+
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
         """Take the result of a check, or of a request that could not connect. True if the worker's state changed."""
         same = worker.last_check is not None and _kind(worker.last_check) is _kind(result)

@@ -256,6 +256,8 @@ class Dispatcher:
         splitter = _splitter(request, attempt, merger, None if stream is None else stream.record)
         out = await open_answer(request.http, attempt.answering.reply, request.alive)
         try:
+            if stream is not None:
+                attempt.answering.goes_on = stream.record.can_resume
             failure = await relay_stream(out, attempt.answering, splitter=splitter, on_more=on_more)
             while stream is not None and (lost := failure or stream.failure(attempt)) and not request.handed_back:
                 self._note(lost)
@@ -266,6 +268,7 @@ class Dispatcher:
                     break
                 attempt = rest
                 attempt.begin_answer()
+                attempt.answering.goes_on = stream.record.can_resume
                 attempt.watch_prefill(self._note)
                 request.cut = attempt.answering.reply.close
                 splitter.restart()

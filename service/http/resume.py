@@ -104,9 +104,12 @@ class FrameRecord:
                 kept.append(line)
         return b"".join(kept)
 
+    def can_resume(self) -> bool:
+        return bool(self._begin) and self._num_bytes <= MOST_FRAME_BYTES
+
     def resume(self) -> bytes | None:
         """Return the JSON text of the `Resume` for the next worker; None: the stream cannot go on elsewhere."""
-        if not self._begin or self._num_bytes > MOST_FRAME_BYTES:
+        if not self.can_resume():
             return None
         begun = msgspec.json.decode(self._begin[len(_BEGIN) :], type=Begun)
         output_ids: list[list[int]] = [[] for _ in begun.seeds]

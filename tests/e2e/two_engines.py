@@ -5,6 +5,7 @@ A pair is a prefill and a decode worker whose KV crosses by the real transfer en
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from time import monotonic, sleep
 from types import MappingProxyType
@@ -83,15 +84,27 @@ class WorkerInProcess(EngineInProcess):
         self.prefill_only = mode == "prefill"
         self.seen, self.outputs = Seen(), Outputs()
 
-    def submit(self, rid: str, prompt: list[int], *, new: int, meeting: Bootstrap | None) -> None:
+    def submit(
+        self,
+        rid: str,
+        prompt: list[int],
+        *,
+        new: int,
+        meeting: Bootstrap | None,
+        sampling: Mapping[str, Any] = MappingProxyType({}),
+        wanted: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """`wanted`: other fields of the request."""
+        values = {"temperature": 0.0, "seed": 0, "ignore_eos": True, **sampling}
         request = Request(
             rid=rid,
             input_ids=prompt,
-            sampling=SamplingParams(max_new_tokens=new, temperature=0.0, seed=0, ignore_eos=True),
+            sampling=SamplingParams(max_new_tokens=new, **values),
             eos_ids=frozenset(self.model.eos_token_ids),
             arrived_s=monotonic(),
             bootstrap=meeting,
             prefill_only=self.prefill_only,
+            **deepcopy(dict(wanted)),
         )
         self.outputs.hear(self.role.add(request, monotonic()))
 
@@ -161,10 +174,11 @@ class Pair:
         self._port = port
         self._rooms = 0
 
-    def submit(self, rid: str, prompt: list[int], *, new: int) -> None:
+    def submit(self, rid: str, prompt: list[int], *, new: int, **more: Mapping[str, Any]) -> None:
         self._rooms += 1
         for worker in self.workers:
-            worker.submit(rid, prompt, new=new, meeting=Bootstrap(HOST, self._port, self._rooms))
+            meeting = Bootstrap(HOST, self._port, self._rooms)
+            worker.submit(rid, prompt, new=new, meeting=meeting, **more)
 
     def gather(self, count: int) -> None:
         prefill, decode = self.workers

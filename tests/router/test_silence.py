@@ -1,4 +1,4 @@
-"""Workers that say nothing while they are asked: new requests go elsewhere at once, running ones are left alone."""
+"""Workers that say nothing while they are asked: requests go elsewhere at once, those that run there too, unless told otherwise."""
 
 import asyncio
 import math
@@ -21,8 +21,20 @@ def state(c: Cluster, index: int) -> Worker:
     return c.router.table.workers()[index]
 
 
-async def test_a_frozen_worker_gets_no_new_requests_and_keeps_those_that_run() -> None:
+async def test_what_waits_for_a_frozen_worker_moves_to_another() -> None:
     async with cluster(decode=2, **PATIENT) as c:
+        frozen, other = c.decodes
+        frozen.behave = hang
+        running = asyncio.create_task(c.post("/v1/chat/completions", CHAT))
+        await until(lambda: frozen.seen)
+        frozen.frozen = True
+        assert (await running)[0] == 200
+        assert len(frozen.seen) == len(other.seen) == 1 and frozen.cancelled == 1
+        await c.settled()
+
+
+async def test_a_frozen_worker_keeps_what_runs_where_nothing_moves() -> None:
+    async with cluster(decode=2, **PATIENT, disable_moves=True) as c:
         frozen, other = c.decodes
         frozen.behave = hang
         running = asyncio.create_task(c.post("/v1/chat/completions", CHAT))

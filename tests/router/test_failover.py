@@ -1,0 +1,234 @@
+"""Streams whose worker is lost, through the router's own code: scripted workers write frames, and one of them breaks off."""
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from service.http.resume import (
+    FRAMES_HEADER,
+    RESUME_FIELD,
+    RESUME_HEADER,
+    Begun,
+    FrameRecord,
+    Resume,
+    begin_frame,
+    end_frame,
+    failed_frame,
+    ids_frame,
+    is_signed,
+    sign,
+)
+from tests.router.dummies import STREAM, Cluster, DummyWorker, begin_stream, cluster, until
+
+BEGUN = Begun(id="chat-1", created=7, names=["chat-1"], groups=["chat-1"], seeds=[42], salt="salt")
+SECRET = b"a secret of the cluster"
+DONE = b"data: [DONE]\n\n"
+
+
+def event(token: int) -> bytes:
+    return ids_frame(0, [token]) + b'data: {"token": %d}\n\n' % token
+
+
+def error(status: int) -> bytes:
+    return failed_frame(status) + b'data: {"error": {"message": "as it said"}}\n\n'
+
+
+def lost_after(*tokens: int, last: bytes = b"", begins: bool = True) -> Any:
+    """Streams these tokens; then the connection breaks, in the middle of an event, or `last` ends it."""
+
+    async def behave(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        assert request.headers[FRAMES_HEADER] == "1"
+        head = begin_frame(BEGUN) if begins else b""
+        out = await begin_stream(
+            request, head + b"".join(map(event, tokens)) + (last or ids_frame(0, [99]) + b"data: {")
+        )
+        if last:
+            await out.write_eof()
+            return out
+        await asyncio.sleep(0)
+        assert request.transport is not None
+        request.transport.abort()
+        return out
+
+    return behave
+
+
+async def goes_on(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """Two tokens behind what the client has, and the end."""
+    resume = msgspec.convert(body[RESUME_FIELD], Resume)
+    begin = resume.output_ids[0][-1] + 1 if resume.output_ids[0] else 1
+    rest = event(begin) + event(begin + 1)[: len(ids_frame(0, [begin + 1]))] + end_frame(0)
+    rest += event(begin + 1)[len(ids_frame(0, [begin + 1])) :] + DONE
+    out = await begin_stream(request, begin_frame(BEGUN) + rest)
+    await out.write_eof()
+    return out
+
+
+async def read(c: Cluster, body: dict[str, Any] = STREAM, **headers: str) -> bytes:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(c.url + "/v1/chat/completions", json=body, headers=headers) as got,
+    ):
+        assert got.status == 200
+        return await got.read()
+
+
+def tokens_of(text: bytes) -> list[int]:
+    assert b":" not in [line[:1] for line in text.split(b"\n")], text  # no frame reaches a client
+    return [json.loads(line[6:])["token"] for line in text.split(b"\n") if line.startswith(b'data: {"token"')]
+
+
+async def test_the_rest_comes_from_another_worker_and_nothing_is_seen_of_it() -> None:
+    async with cluster(prefill=2, decode=2) as c:
+        for worker in c.decodes:
+            worker.behave = lost_after(1, 2, 3)
+        first = asyncio.create_task(read(c))
+        await until(lambda: sum(len(w.seen) for w in c.decodes))
+        for worker in c.decodes:
+            if not worker.seen:
+                worker.behave = goes_on
+        text = await first
+        assert tokens_of(text) == [1, 2, 3, 4, 5] and text.endswith(DONE)
+        (second,) = [w.seen[0] for w in c.decodes if RESUME_FIELD in w.seen[0].body]
+        resume = msgspec.convert(second.body[RESUME_FIELD], Resume)
+        assert resume.output_ids == [[1, 2, 3]] and resume.ended == [False] and resume.seeds == [42]
+        asked = [seen for w in c.prefills for seen in w.seen if RESUME_FIELD in seen.body]
+        assert len(asked) == 1 and asked[0].body["bootstrap_room"] == second.body["bootstrap_room"]
+        assert second.headers[RESUME_HEADER.lower()] == "-"
+        await c.settled()
+
+
+@pytest.mark.parametrize("status", [500, 502, 503])
+async def test_a_worker_that_ends_its_stream_with_a_fault_is_lost_too(status: int) -> None:
+    async with cluster(decode=2) as c:
+        bad, good = c.decodes
+        bad.behave, good.behave = lost_after(1, last=error(status)), goes_on
+        assert tokens_of(await read(c)) == [1, 2, 3] or not bad.seen
+        await c.settled()
+
+
+async def test_an_error_of_the_request_ends_the_stream_as_its_worker_said() -> None:
+    async with cluster(decode=2) as c:
+        for worker in c.decodes:
+            worker.behave = lost_after(1, last=error(400))
+        text = await read(c)
+        assert tokens_of(text) == [1] and b"as it said" in text and DONE not in text
+        assert sum(len(w.seen) for w in c.decodes) == 1
+        await c.settled()
+
+
+async def test_a_stream_without_frames_ends_with_an_error() -> None:
+    """That of another maker's worker, or one that cannot go on elsewhere."""
+    async with cluster(decode=2) as c:
+        for worker in c.decodes:
+            worker.behave = lost_after(1, begins=False)
+        text = await read(c)
+        assert tokens_of(text) == [1] and b"broke off" in text and DONE not in text
+        await c.settled()
+
+
+async def test_a_request_that_ends_its_workers_is_refused_after_so_many() -> None:
+    async with cluster(decode=5, failover_max=2) as c:
+        for worker in c.decodes:
+            worker.behave = lost_after(1)
+        text = await read(c)
+        assert tokens_of(text) == [1, 1, 1] and b"broke off" in text
+        assert sum(len(w.seen) for w in c.decodes) == 3
+        await c.settled()
+
+
+async def test_without_failover_no_worker_is_asked_for_frames() -> None:
+    async with cluster(failover_max=0) as c:
+        assert b'"i": 2' in await read(c)
+        assert FRAMES_HEADER.lower() not in c.decodes[0].seen[0].headers
+        await c.settled()
+
+
+async def test_a_client_cannot_resume() -> None:
+    async with cluster() as c:
+        await read(c, **{RESUME_HEADER: "-", FRAMES_HEADER: "7"})
+        headers = c.decodes[0].seen[0].headers
+        assert RESUME_HEADER.lower() not in headers and headers[FRAMES_HEADER.lower()] == "1"
+        await c.settled()
+
+
+async def streams_until_moved(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    await begin_stream(request, begin_frame(BEGUN) + event(1))
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def moved(c: Cluster, move: Any) -> bytes:
+    """Read a stream whose worker stops in the middle while `move(worker)` is done to it."""
+    for worker in c.decodes:
+        worker.behave = streams_until_moved
+    running = asyncio.create_task(read(c))
+    await until(lambda: any(w.seen for w in c.decodes))
+    (at,) = [w for w in c.decodes if w.seen]
+    (other,) = [w for w in c.decodes if w is not at]
+    other.behave = goes_on
+    await until(lambda: c.router.live.requests and next(iter(c.router.live.requests)).first_byte_s is not None)
+    await move(at)
+    return await running
+
+
+async def test_streams_of_a_frozen_worker_go_on_at_another() -> None:
+    async def freeze(worker: DummyWorker) -> None:
+        worker.frozen = True
+
+    async with cluster(decode=2, health_check_interval_s=0.02, health_silence_s=0.05) as c:
+        assert tokens_of(await moved(c, freeze)) == [1, 2, 3]
+        await c.settled()
+
+
+async def test_streams_of_a_draining_worker_go_on_at_another() -> None:
+    async def drain(worker: DummyWorker) -> None:
+        worker.draining = True
+
+    async with cluster(decode=2, health_check_interval_s=0.02) as c:
+        assert tokens_of(await moved(c, drain)) == [1, 2, 3]
+        await c.settled()
+
+
+async def test_an_operator_moves_streams() -> None:
+    async with cluster(decode=2) as c:
+
+        async def migrate(worker: DummyWorker) -> None:
+            status, answer = (await c.post("/workers/migrate", {"url": worker.url}))[0::2]
+            assert (status, json.loads(answer)["moved"]) == (200, 1)
+
+        assert tokens_of(await moved(c, migrate)) == [1, 2, 3]
+        await c.settled()
+
+
+async def test_nothing_moves_from_the_only_worker() -> None:
+    async with cluster() as c:
+        status, _, answer = await c.post("/workers/migrate", {"url": c.decodes[0].url})
+        assert status == 409 and b"no other decode worker answers" in answer
+
+
+# ---- the protocol
+
+
+def test_what_a_router_keeps_is_what_a_worker_wrote() -> None:
+    record = FrameRecord()
+    assert record.resume() is None
+    two = Begun(id="c", created=1, names=["c-0", "c-1"], groups=["c", "c"], seeds=[1, 2], salt="s")
+    assert (
+        record.take(begin_frame(two) + ids_frame(1, [5]) + b"data: x\n\n" + ids_frame(0, [6, 7]) + b"data: y\n\n")
+        == b"data: x\n\ndata: y\n\n"
+    )
+    assert record.take(b"data: : no frame\n\n: beat\n\n") == b"data: : no frame\n\n: beat\n\n"
+    assert record.take(ids_frame(1, [8]) + end_frame(1) + b"data: z\n\n") == b"data: z\n\n"
+    resume = msgspec.json.decode(record.resume() or b"", type=Resume)
+    assert (resume.output_ids, resume.ended, resume.names) == ([[6, 7], [5, 8]], [False, True], ["c-0", "c-1"])
+
+
+def test_a_signature_is_of_one_secret_and_one_text() -> None:
+    assert is_signed(sign(SECRET, b"text"), SECRET, b"text") and is_signed("anything", None, b"text")
+    assert not is_signed(sign(SECRET, b"text"), SECRET, b"other") and not is_signed("-", SECRET, b"text")
