@@ -11,9 +11,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.backups import NOTHING
-from engine.core.cache_events import CacheEvents
 from engine.core.finish import TailTexts
 from engine.core.scheduler import Scheduler
+from engine.core.usable_prefixes import PrefixEvents
 from engine.core_parts import build_memory, build_scheduler
 from engine.device.device import Device, build_device
 from engine.device.gpu_memory import MemoryGauge, await_share
@@ -86,7 +86,7 @@ class EngineParts:
     depth: int
     weights: WeightUpdater
     disk: Disk | None
-    events: CacheEvents | None
+    events: PrefixEvents | None
     memory: Mapping[str, int]
     compiles: CompileLog | None
 

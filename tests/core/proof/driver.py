@@ -15,6 +15,7 @@ from engine.core.request import Request
 from engine.core.scheduler import ABORTED
 from engine.messages import LogprobOptions, TokenLogprob, TokenOutput
 from engine.sampling_params import SamplingParams
+from tests.core.announced import Announced
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import Slot, State, is_bad, logprob_of, next_token, prefix_hash
 from tests.core.proof.cycle_grammar import CycleGrammar
@@ -61,6 +62,7 @@ class Driver(EngineInATest):
         self.updating = False
         self.updates = 0
         self.branch_of: dict[int, Branch] = {}  # of each page's KV
+        self.announced = Announced()
         self.overlapped = 0  # steps launched before the last was collected
         self.piped = 0  # steps with decodes, planned while all other stages had theirs
 
@@ -313,7 +315,11 @@ class Driver(EngineInATest):
     def turn(self) -> bool:
         self.now_s += 1.0
         self._control()
-        return super().turn()
+        worked = super().turn()
+        if (events := self.events.take()) or not worked:
+            self.announced.read(events)
+            self.announced.check(self.scheduler.memory)
+        return worked
 
     def next_plan(self) -> Plan | None:
         if self.paused:
@@ -416,6 +422,7 @@ class Driver(EngineInATest):
             updates=self.updates,
             accepted_drafts=counters.accepted_drafts,
             rejected_drafts=counters.drafts - counters.accepted_drafts,
+            unannounced=self.announced.num_removed,
             mixed=sum(len({item.extend for item in plan.items}) == 2 for plan in plans),
             adapters_together=sum(len({self.lives[i.rid].ask.adapter for i in plan.items}) > 1 for plan in plans),
             in_namespaces=sum(bool(life.ask.namespace) for life in self.lives.values()),

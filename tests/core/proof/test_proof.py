@@ -73,8 +73,8 @@ def test_rushes_of_any_priority() -> None:
 
 
 # By what a model's layers remember beside pages of all tokens.
-OF_STATES = {"snapshots": 150, "begun_from_snapshots": 25}
-OF_WINDOWS = {"window_pages_retired": 300}
+OF_STATES = {"snapshots": 150, "begun_from_snapshots": 25, "unannounced": 1000}
+OF_WINDOWS = {"window_pages_retired": 300, "unannounced": 1000}
 OF_GROUPS = {"retractions": 30, "preemptions": 10, "overlapped": 2000}
 
 
