@@ -175,14 +175,17 @@ def _remotes(group: Group | None) -> list[RemoteEngine]:
 def _layer_bytes(parts: EngineParts) -> tuple[int, ...]:
     """Of each layer of the model in a unit. All layers keep as much, so this rank's say it for all.
 
-    A model with recurrent layers has the others' alone. Where layers with a window have another pool, a unit is one piece.
+    A model with recurrent layers has the others' alone; what a drafter keeps is one more. Where layers with a window have another pool, a unit is one piece.
     """
     pool = parts.pool
     if parts.device.windows is not None:
         return (pool.unit_bytes,)
     own = {spec.bytes_per_token() * pool.page_size // pool.units for spec in pool.specs}
     assert len(own) == 1, own
-    return tuple(own) * parts.held.num_layers
+    if pool.drafter is None:
+        return tuple(own) * parts.held.num_layers
+    layers = tuple(own) * pool.num_layers
+    return (*layers, pool.unit_end - sum(layers))
 
 
 def _dtype(parts: EngineParts) -> str:

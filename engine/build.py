@@ -35,6 +35,7 @@ from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.warm_up import StepExecutor, by_executor
 from engine.executor.weights import WeightUpdater
 from engine.flags.resolve import depth, resolve, state_slots
+from engine.flags.speculation import with_drafter
 from engine.hicache.build import build_host_tier
 from engine.hicache.disk import Disk
 from engine.kernels.linear import linear_kernel
@@ -119,7 +120,7 @@ def build_engine(
     torch.set_num_threads(config.num_threads)
     _check_sums(config)
     _check_integers(config)
-    stored, model_config = model_config, model_config.quantized(config.quantization)
+    stored, model_config = model_config, with_drafter(config, model_config.quantized(config.quantization))
     tiered = config.enable_hierarchical_cache and not use.peers_write_pages
     compiles = CompileLog() if config.device == "cuda" and find_spec("triton") else None
     if gauge is None and config.device == "cuda":

@@ -83,6 +83,6 @@ def windows_apart(config: EngineConfig, specs: Sequence[CacheSpec], use: EngineU
     """Whether nothing is on that knows one pool alone: then all KV is kept, and windows only mask it."""
     wanted = not (config.disable_hybrid_swa_memory or use.one_pool)
     tiered = config.enable_hierarchical_cache and not use.peers_write_pages
-    plain = not recurrent and not tiered and not any(spec.latent for spec in specs)
+    plain = not recurrent and not tiered and not any(spec.latent or spec.drafter for spec in specs)
     plain = plain and config.pp_size == 1 and not config.enable_dp_attention  # each rank has all layers, and each step
     return wanted and plain and config.device == "cpu" and config.attention_backend in ("auto", "cpu", "torch")

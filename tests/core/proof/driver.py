@@ -389,8 +389,10 @@ class Driver(EngineInATest):
             request = self.lives[item.rid].request
             shared = request.pages[: request.shared_pages]
             assert all(self.branch_of[page] == self._branch(request) for page in shared), "KV of another namespace"
-            assert item.sample or item.kv_len % limits.part_tokens == 0, "a chunk ends inside a page"
-            last = -(-item.kv_len // limits.page_size)
+            cut = item.kv_len % limits.part_tokens != 0
+            assert item.sample or item.to_draft or not cut, "a chunk ends inside a page"
+            last = -(-(item.kv_len + max(0, item.to_draft - 1)) // limits.page_size)
+            assert last <= len(request.pages), "drafts behind the last page"
             written = request.pages[item.start // limits.page_size : last]
             assert not item.sample or item.output_len < max(1, request.max_new_tokens), "a step past the length"
             assert set(written) <= set(request.pages[request.shared_pages :]), "a step writes into shared pages"
@@ -426,7 +428,8 @@ class Driver(EngineInATest):
             mixed=sum(len({item.extend for item in plan.items}) == 2 for plan in plans),
             adapters_together=sum(len({self.lives[i.rid].ask.adapter for i in plan.items}) > 1 for plan in plans),
             in_namespaces=sum(bool(life.ask.namespace) for life in self.lives.values()),
-            chunks=sum(not item.sample for plan in plans for item in plan.items),
+            chunks=sum(not item.sample and not item.to_draft for plan in plans for item in plan.items),
+            draft_steps=counters.draft_steps,
             overlapped=self.overlapped,
             piped=self.piped,
             masks=sum(len(plan.masks) for plan in plans),
