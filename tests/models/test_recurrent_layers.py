@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.kernels.conv import conv_kernel
-from engine.layers.chunks import GRID
+from engine.layers.chunks import GRID, decays_of
 from tests.models.recurrent_layers import DeltaLayers, Layers, MambaLayers, run, run_in_parts
 
 Make = Callable[..., Layers]
@@ -41,6 +41,14 @@ def test_prompts_and_answers_are_those_of_transformers(form: str, name: str) -> 
         x = layers.inputs.rows(count + 3)
         ours, theirs = run_in_parts(layers, x, [count, count + 1, count + 2, count + 3], slot), layers.theirs(x)
         assert (ours - theirs).abs().max() < 2e-5 * max(1, theirs.abs().max()), count
+
+
+def test_weak_decays_keep_their_digits_behind_a_strong_one() -> None:
+    decay = torch.full((1, GRID), -0.001)
+    decay[0, 3] = -1000.0
+    between = decays_of(decay).between[0]
+    counts = torch.arange(GRID - 4)
+    torch.testing.assert_close(between[4:, 4], (-0.001 * counts.double()).exp().float(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
