@@ -1,7 +1,7 @@
 """Puts an engine together: the model and its device, the core, the host tier."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -27,7 +27,7 @@ from engine.device.memory_plan import (
     with_running_requests,
     with_state_slots,
 )
-from engine.device.pools import Pools, build_pools, windows_apart
+from engine.device.pools import Pools, behind_windows, build_pools, why_kept
 from engine.executor.compile_log import CompileLog
 from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.executor import Executor
@@ -71,7 +71,8 @@ class EngineParts:
 
     `executor`, `adapters`: of all ranks (`adapters` None: without --enable-lora); `device` is the leader's own rank.
     `held`: what of the model's KV that has. `kv`: of all ranks, in stream order. `memory`: bytes of the
-    leader's rank by what takes them. `compiles`: of a GPU; its `serve` comes when the worker is ready.
+    leader's rank by what takes them. `layers_in_pages`: of its layers with KV those whose KV is in `pool`; the others have a window, and a
+    pool of their own. `behind_windows`: as of `engine.device.pools.behind_windows`. `compiles`: of a GPU; its `serve` comes when the worker is ready.
     """
 
     config: EngineConfig
@@ -89,6 +90,8 @@ class EngineParts:
     disk: Disk | None
     events: PrefixEvents | None
     memory: Mapping[str, int]
+    layers_in_pages: Sequence[int]
+    behind_windows: str | None
     compiles: CompileLog | None
 
 
@@ -171,7 +174,8 @@ def build_engine(
         pages, config = min(pages, least.num_pages), _with_least(config, least)
         slots = state_slots(config) if recurrent else 0
         slots_bytes = (1 + slots) * slot_bytes
-    apart = windows_apart(config, specs, use, recurrent=recurrent)
+    kept = why_kept(config, specs, use, recurrent=recurrent)
+    apart = not kept
     pools = build_pools(config, specs, num_pages=pages, units=units, apart=apart, allocate=use.allocate_kv)
     pool = pools.kv
     identity = partial(
@@ -272,6 +276,8 @@ def build_engine(
         disk=tier.disk if tier else None,
         events=events,
         memory=memory,
+        layers_in_pages=[i for i, spec in enumerate(specs) if pools.windows is None or not spec.window],
+        behind_windows=behind_windows(specs, kept),
         compiles=compiles,
     )
 

@@ -247,7 +247,7 @@ class EngineConfig(FlagSet):
     )
     disable_radix_cache: bool = flag(False, "do not reuse the KV of equal prefixes")
     disable_hybrid_swa_memory: bool = flag(
-        False, "keep all KV of layers with a window, as workers of several ranks do: a pair must do it alike"
+        False, "keep all KV of layers with a window: a pair must do it alike"
     )
     radix_eviction_policy: str = flag(
         "lru", "which cached prefixes make room first (docs/tuning.md)", choices=EVICTION_POLICIES
