@@ -47,19 +47,20 @@ def _prefill(
     spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers, wakeup: Callable[[], None]
 ) -> PrefillRole:
     transfers = _transfers(spec, parts, metadata)
-    groups = () if parts.device.windows is not None else _layer_groups(spec, transfers.args)
+    groups = _layer_groups(spec, transfers.args) if parts.pool.specs else ()
     kv_args = replace(transfers.args, groups=groups)
     config = _transfer_config(spec)
+    clock = StepClock(parts.device.layers, parts.layers_in_pages)
     manager = PrefillManager(
         kv_args,
         transfers.engine,
         config,
-        layers=StepClock(parts.device.layers) if groups else None,
+        layers=clock if groups else None,
         followers=transfers.followers,
     )
     manager.set_wakeup(wakeup)
     if groups:
-        parts.device.layers.watch(kv_args.marks(), manager.wake_sender)
+        clock.watch(kv_args.marks(), manager.wake_sender)
     manager.start()
     assert spec.bootstrap is not None, "the worker names a bootstrap server"
     registrar = registrar_of(
@@ -175,14 +176,20 @@ def _remotes(group: Group | None) -> list[RemoteEngine]:
 def _layer_bytes(parts: EngineParts) -> tuple[int, ...]:
     """Of each layer of the model in a unit. All layers keep as much, so this rank's say it for all.
 
-    A model with recurrent layers has the others' alone. Where layers with a window have another pool, a unit is one piece.
+    A model with recurrent layers has the others' alone, and so has one of whose layers some have a window and another pool. If all have
+    that, a unit is one piece. What a drafter keeps is one layer more.
     """
     pool = parts.pool
-    if parts.device.windows is not None:
+    if not pool.specs:
         return (pool.unit_bytes,)
     own = {spec.bytes_per_token() * pool.page_size // pool.units for spec in pool.specs}
     assert len(own) == 1, own
-    return tuple(own) * parts.held.num_layers
+    if parts.device.windows is not None:
+        return tuple(own) * len(pool.specs)
+    if pool.drafter is None:
+        return tuple(own) * parts.held.num_layers
+    layers = tuple(own) * pool.num_layers
+    return (*layers, pool.unit_end - sum(layers))
 
 
 def _dtype(parts: EngineParts) -> str:

@@ -1,6 +1,7 @@
 """Transfer layer by layer: how pages are cut, and the clock that shows how far a step is."""
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Sequence
 
 from engine.executor.layer_marks import LayerMarks
 from engine.kv.layer_groups import equal_groups
@@ -26,13 +27,19 @@ def group_layers(layer_ends: Sequence[int], *, min_piece_bytes: int) -> tuple[La
 
 
 class StepClock:
-    """`LayerClock` over the marks of the runner."""
+    """`LayerClock` over the marks of the runner. `layers`: of those that it marks, the ones whose KV pages have, in order."""
 
-    def __init__(self, marks: LayerMarks) -> None:
+    def __init__(self, marks: LayerMarks, layers: Sequence[int]) -> None:
         self._marks = marks
+        self._ends = [layer + 1 for layer in layers]
+
+    def watch(self, counts: Collection[int], wake: Callable[[], None]) -> None:
+        """Tick when each number of layers in `counts` is in its pages, and then call `wake` in the stream's thread."""
+        self._marks.watch([self._ends[count - 1] for count in counts], wake)
 
     def progress(self) -> Progress:
-        return Progress(*self._marks.reached())
+        step, marked = self._marks.reached()
+        return Progress(step, bisect_right(self._ends, marked))
 
     @property
     def ticking(self) -> bool:

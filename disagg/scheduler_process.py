@@ -267,6 +267,7 @@ def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s:
         "device": config.device,
         "dtype": config.dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
+        "kv_behind_windows": parts.behind_windows,
         "grammar_backend": config.grammar_backend,
         "stream": config.stream,
         "overlap_depth": parts.depth,
@@ -335,7 +336,6 @@ def _engine_use(disagg: DisaggConfig, protocol: str | None) -> "EngineUse":
         retracted_kv=disagg.disaggregation_decode_retraction_backup if decode else "recompute",
         reserve_floor=disagg.num_reserved_decode_tokens,
         allocate_kv=kv_bytes_of(protocol),
-        one_pool=disagg.disaggregation_layerwise_transfer == "on",
     )
 
 

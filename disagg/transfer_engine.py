@@ -27,7 +27,7 @@ def engine_of(spec: SchedulerSpec, pool: KVPool) -> Engine:
 
 
 def memory_of(pools: RankPools) -> RankMemory:
-    """Of KV one item per unit of each page. Beside windows that have a pool of their own a unit is a piece that no layer divides."""
+    """Of KV one item per unit of each page. If all layers have a window, and another pool, a unit is a piece that no layer divides."""
     pool, held = pools.kv, pools.held
     region = Region(pool.base_ptr, (1 + pool.num_pages) * pool.units, pool.unit_bytes, _device(pool))
     beside = list[SideMemory]()
@@ -35,7 +35,7 @@ def memory_of(pools: RankPools) -> RankMemory:
         beside.append(_parts_of_states(pools.states, held.state_layers))
     if pools.windows is not None:
         beside.append(_units_of_pages(pools.windows, held.units))
-    layers = held.layers if pools.windows is None else range(1)
+    layers = held.layers if pools.windows is None else range(max(1, len(pool.specs)))
     return RankMemory(region, held.units.start, len(held.units), layers.start, len(layers), pools=tuple(beside))
 
 

@@ -1,7 +1,7 @@
 """Puts an engine together: the model and its device, the core, the host tier."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -11,9 +11,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.backups import NOTHING
-from engine.core.cache_events import CacheEvents
 from engine.core.finish import TailTexts
 from engine.core.scheduler import Scheduler
+from engine.core.usable_prefixes import PrefixEvents
 from engine.core_parts import build_memory, build_scheduler
 from engine.device.device import Device, build_device
 from engine.device.gpu_memory import MemoryGauge, await_share
@@ -27,7 +27,7 @@ from engine.device.memory_plan import (
     with_running_requests,
     with_state_slots,
 )
-from engine.device.pools import Pools, build_pools, windows_apart
+from engine.device.pools import Pools, behind_windows, build_pools, why_kept
 from engine.executor.compile_log import CompileLog
 from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.executor import Executor
@@ -35,6 +35,7 @@ from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.warm_up import StepExecutor, by_executor
 from engine.executor.weights import WeightUpdater
 from engine.flags.resolve import depth, resolve, state_slots
+from engine.flags.speculation import with_drafter
 from engine.hicache.build import build_host_tier
 from engine.hicache.disk import Disk
 from engine.kernels.linear import linear_kernel
@@ -70,7 +71,8 @@ class EngineParts:
 
     `executor`, `adapters`: of all ranks (`adapters` None: without --enable-lora); `device` is the leader's own rank.
     `held`: what of the model's KV that has. `kv`: of all ranks, in stream order. `memory`: bytes of the
-    leader's rank by what takes them. `compiles`: of a GPU; its `serve` comes when the worker is ready.
+    leader's rank by what takes them. `layers_in_pages`: of its layers with KV those whose KV is in `pool`; the others have a window, and a
+    pool of their own. `behind_windows`: as of `engine.device.pools.behind_windows`. `compiles`: of a GPU; its `serve` comes when the worker is ready.
     """
 
     config: EngineConfig
@@ -86,8 +88,10 @@ class EngineParts:
     depth: int
     weights: WeightUpdater
     disk: Disk | None
-    events: CacheEvents | None
+    events: PrefixEvents | None
     memory: Mapping[str, int]
+    layers_in_pages: Sequence[int]
+    behind_windows: str | None
     compiles: CompileLog | None
 
 
@@ -119,7 +123,7 @@ def build_engine(
     torch.set_num_threads(config.num_threads)
     _check_sums(config)
     _check_integers(config)
-    stored, model_config = model_config, model_config.quantized(config.quantization)
+    stored, model_config = model_config, with_drafter(config, model_config.quantized(config.quantization))
     tiered = config.enable_hierarchical_cache and not use.peers_write_pages
     compiles = CompileLog() if config.device == "cuda" and find_spec("triton") else None
     if gauge is None and config.device == "cuda":
@@ -170,7 +174,8 @@ def build_engine(
         pages, config = min(pages, least.num_pages), _with_least(config, least)
         slots = state_slots(config) if recurrent else 0
         slots_bytes = (1 + slots) * slot_bytes
-    apart = windows_apart(config, specs, use, recurrent=recurrent)
+    kept = why_kept(config, specs, use, recurrent=recurrent)
+    apart = not kept
     pools = build_pools(config, specs, num_pages=pages, units=units, apart=apart, allocate=use.allocate_kv)
     pool = pools.kv
     identity = partial(
@@ -271,6 +276,8 @@ def build_engine(
         disk=tier.disk if tier else None,
         events=events,
         memory=memory,
+        layers_in_pages=[i for i, spec in enumerate(specs) if pools.windows is None or not spec.window],
+        behind_windows=behind_windows(specs, kept),
         compiles=compiles,
     )
 

@@ -20,7 +20,7 @@ LOAD_BALANCE_METHODS = (
     *("auto", "round_robin", "decode_round_robin", "follow_bootstrap_room"),
     *("shortest_queue", "total_requests", "minimum_tokens", "total_tokens"),
 )
-SPECULATIVE_ALGORITHMS = ("NGRAM",)
+SPECULATIVE_ALGORITHMS = ("NGRAM", "STANDALONE")
 MAX_DRAFT_TOKENS = 64
 MAX_PAGE_SIZE = 1024
 MAX_PORT = 65535
@@ -247,7 +247,7 @@ class EngineConfig(FlagSet):
     )
     disable_radix_cache: bool = flag(False, "do not reuse the KV of equal prefixes")
     disable_hybrid_swa_memory: bool = flag(
-        False, "keep all KV of layers with a window, as workers of several ranks do: a pair must do it alike"
+        False, "keep all KV of layers with a window: a pair must do it alike"
     )
     radix_eviction_policy: str = flag(
         "lru", "which cached prefixes make room first (docs/tuning.md)", choices=EVICTION_POLICIES
@@ -304,13 +304,24 @@ class EngineConfig(FlagSet):
     speculative_algorithm: str | None = flag(
         None,
         "verify several tokens of a request in a decode step; NGRAM: guess what followed the same words earlier in its prompt and "
-        "answer; default: none",
+        "answer; STANDALONE: a small model drafts them; default: none",
         choices=SPECULATIVE_ALGORITHMS,
     )
-    speculative_num_draft_tokens: int = flag(
-        32,
+    speculative_draft_model_path: str | None = flag(
+        None, "with STANDALONE: checkpoint of the model that drafts, as --model-path; of the same tokenizer"
+    )
+    speculative_num_steps: int | None = flag(
+        None,
+        "most tokens that a model drafts for a request, one after the other; fewer where drafts are often wrong or cost too much; "
+        "default: one less than --speculative-num-draft-tokens, or 4",
+        least=1,
+        most=MAX_DRAFT_TOKENS - 1,
+    )
+    speculative_eagle_topk: int | None = flag(None, "drafts that a model tries for each token: 1, no trees", least=1)
+    speculative_num_draft_tokens: int | None = flag(
+        None,
         "most tokens of a request that a decode step computes: the last known one and its drafts; fewer where drafts are often wrong "
-        "or rows cost",
+        "or rows cost; default: 32 with NGRAM, one more than --speculative-num-steps with a model",
         least=2,
         most=MAX_DRAFT_TOKENS,
     )

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.core.backups import CopySize
-from engine.core.cache_events import CacheEvents
 from engine.core.finish import TailTexts
 from engine.core.growth import MeasuredGrowth
 from engine.core.host_cache import HostCache
@@ -16,6 +15,7 @@ from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
 from engine.core.state_slots import StateSlots
+from engine.core.usable_prefixes import PrefixEvents, events_of_tree
 from engine.core.window_pages import WindowPages
 from engine.flags.kv_events_config import parse_kv_events_config
 from engine.flags.resolve import limits, priorities, ratio_rule, step_budget
@@ -32,10 +32,10 @@ def build_memory(
     host: HostCache | None,
     states: StateSlots | None,
     windows: WindowPages | None,
-) -> tuple[Memory, CacheEvents | None]:
+) -> tuple[Memory, PrefixEvents | None]:
     """Return the bookkeeping of all memory, and the events of its prefix cache if they are published. `config` is resolved."""
     published = parse_kv_events_config(config.kv_events_config) is not None and not config.disable_radix_cache
-    events = CacheEvents(page_size=config.page_size) if published else None
+    events = events_of_tree(config.page_size, states=states, windows=windows) if published else None
     allocator = PageAllocator(num_pages=num_pages, page_size=config.page_size)
     cache = RadixCache(
         allocator,

@@ -8,7 +8,7 @@ import torch
 from engine.config import EngineConfig
 from engine.device.device import Device
 from engine.executor.weights import WeightUpdater
-from engine.kv.identity import fingerprint
+from engine.kv.identity import fingerprint_of
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.ranks.group import Group, GroupWeights
@@ -21,12 +21,12 @@ def load_at_start(
 ) -> tuple[DenseDecoder, str]:
     """Return the model, and the fingerprint of its files ("" if it is not `fingerprinted`). Raises ConfigError."""
     path = config.model_path
-    files = fingerprint(path) if fingerprinted else ""
+    files = fingerprint_of(config) if fingerprinted else ""
     try:
         loaded = load(path, model, progress=progress)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"--model-path {path}: the GPU has no memory for its weights ({error})") from None
-    if fingerprinted and fingerprint(path) != files:
+    if fingerprinted and fingerprint_of(config) != files:
         raise ConfigError(f"--model-path {path}: its files changed while they were read; start again")
     return loaded, files
 

@@ -338,7 +338,7 @@ class StateReply(_Message, frozen=True):
 
 
 class StepInfo(msgspec.Struct, frozen=True):
-    """A step. `kind`: "prefill" | "decode" | "mixed" | "copy" (of pages alone)."""
+    """A step. `kind`: "prefill" | "decode" | "mixed" | "draft" (by a model) | "copy" (of pages alone)."""
 
     seq: int
     kind: str

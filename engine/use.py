@@ -11,8 +11,7 @@ class EngineUse:
 
     `decodes`, `prefills`: whether such steps are recorded. `peers_write_pages`: there is no host tier, which needs writes in stream
     order. `kv_stays`: why KV memory cannot be released. `retracted_kv`: as --disaggregation-decode-retraction-backup.
-    `reserve_floor`: as in Limits. `allocate_kv`: memory for the KV pool, as `zeroed_bytes`. `one_pool`: what reads pages knows
-    one pool alone.
+    `reserve_floor`: as in Limits. `allocate_kv`: memory for the KV pool, as `zeroed_bytes`.
     """
 
     decodes: bool = True
@@ -22,7 +21,6 @@ class EngineUse:
     retracted_kv: str = "recompute"
     reserve_floor: int = 0
     allocate_kv: AllocateBytes = zeroed_bytes
-    one_pool: bool = False
 
 
 UNIFIED = EngineUse()

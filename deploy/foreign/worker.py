@@ -9,7 +9,7 @@ SPEED_ALONE = "it changes speed alone, and this engine has no such choice"
 NO_VLM = "models of this server take text"
 ONE_WAY = "experts are computed and exchanged in one way, which the device decides"
 NO_BALANCE = "experts move by DeepSeek's algorithm, by the loads of all steps since the last time"
-NO_DRAFT_MODEL = "drafts come from the request's own text: give --speculative-algorithm NGRAM"
+OTHER_DRAFTS = "drafts are chains of --speculative-num-steps tokens: see --speculative-algorithm and --speculative-draft-model-path"
 SHARE_BY_TIME = "`tandem up --share-gpus` has a prefill and a decode worker share a GPU by time"
 TLS = "put a proxy that ends TLS in front"
 ALWAYS = "this is always so"
@@ -252,8 +252,8 @@ _MISSING: dict[str, Entry] = {
 WORKER = ForeignFlags(
     flags={**_RENAMED, **_IGNORED, **_FIXED, **_MISSING},
     families={
-        "--speculative-": NO_DRAFT_MODEL,
-        "--spec-": NO_DRAFT_MODEL,
+        "--speculative-": OTHER_DRAFTS,
+        "--spec-": OTHER_DRAFTS,
         "--mm-": NO_VLM,
         "--encoder-": NO_VLM,
         "--moe-": ONE_WAY,

@@ -17,6 +17,9 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
 from service.flags import ConfigError
 
+LATENTS = "latent attention"
+NOT_IN_TRITON = (LATENTS,)
+
 
 class AttentionBackend(Protocol):
     """The caller calls `begin` once a step, then `attend` once for each layer, on one thread or stream."""
@@ -54,15 +57,23 @@ def make_attention_backend(name: str, pool: KVPool, *, num_heads: int, needs: Se
         needs = ("sliding windows", *needs)
     latent = any(spec.latent for spec in pool.specs)
     if latent:
-        needs = ("latent attention", *needs)
+        needs = (LATENTS, *needs)
     if name == "auto":
-        on_gpu = "triton" if find_spec("triton") and not needs else "torch"
+        on_gpu = "triton" if find_spec("triton") and not _lacks("triton", needs) else "torch"
         name = "cpu" if pool.device.type == "cpu" else on_gpu
-    if needs and name not in ("cpu", "torch"):
-        raise ConfigError(f"--attention-backend {name}: has no {needs[0]}, which this model needs; choose torch")
+    if lacks := _lacks(name, needs):
+        other = "torch" if _lacks("triton", needs) else "triton"
+        raise ConfigError(f"--attention-backend {name}: has no {lacks[0]}, which this model needs; choose {other}")
     if name == "torch":
         return _of_latents(pool, None) if latent else TorchBackend(pool)
     return _cpu(pool) if name == "cpu" else _on_gpu(name, pool, num_heads=num_heads)
+
+
+def _lacks(name: str, needs: Sequence[str]) -> list[str]:
+    """What of `needs` a backend does not have."""
+    if name in ("cpu", "torch"):
+        return []
+    return [need for need in needs if name == "flashinfer" or need in NOT_IN_TRITON]
 
 
 def _cpu(pool: KVPool) -> AttentionBackend:

@@ -11,6 +11,7 @@ import torch
 
 from engine.attention.flashinfer_prompts import FlashInferPrompts
 from engine.kernels.extend_plan import plan_extend
+from engine.kernels.softmax import Softmax
 from engine.kernels.triton_decode import DecodeTiles, SplitList, decode, decode_tiles, split_list
 from engine.kernels.triton_extend import ExtendTiles, ExtendWork, any_whole, extend, extend_tiles, lists_of, work_of
 from engine.kernels.triton_turn_write import turn_write
@@ -52,9 +53,10 @@ class _Extend:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What the cut of a layer's work depends on, beside lengths."""
+    """What the cut of a layer's work depends on, beside lengths. `window`: of CacheSpec."""
 
     kv_heads: int
+    window: int
     decode: DecodeTiles
     extend: ExtendTiles
 
@@ -106,9 +108,9 @@ class TritonBackend:
             offsets=self._token_offsets,
             units=self._units[layer],
         )
-        rows, shape, scale = q.to(cache_k.dtype), self._shapes[layer], new.softmax.scale
+        rows, shape, softmax = q.to(cache_k.dtype), self._shapes[layer], new.softmax
         if isinstance(now, _Decode):
-            out = self._decode(layer, rows, now, self._slots, scale=scale)
+            out = self._decode(layer, rows, now, self._slots, softmax)
         else:
             out = extend(
                 rows,
@@ -120,19 +122,22 @@ class TritonBackend:
                 kv_lens=now.kv_lens,
                 work=now.work[shape],
                 tiles=shape.extend,
-                scale=scale,
+                scale=softmax.scale,
                 units=self._units[layer],
+                window=shape.window,
+                cap=softmax.cap,
+                sinks=softmax.sinks,
             )
             if now.library and self._prompts is not None:
                 self._prompts.attend(layer, rows, out)
             if (riders := now.riders) is not None:
                 out.index_copy_(
-                    0, riders.rows, self._decode(layer, rows[riders.rows], riders.decode, riders.slots, scale=scale)
+                    0, riders.rows, self._decode(layer, rows[riders.rows], riders.decode, riders.slots, softmax)
                 )
         return out.flatten(1).to(q.dtype)
 
     def _decode(
-        self, layer: int, rows: torch.Tensor, now: _Decode, slots: torch.Tensor, *, scale: float
+        self, layer: int, rows: torch.Tensor, now: _Decode, slots: torch.Tensor, softmax: Softmax
     ) -> torch.Tensor:
         shape = self._shapes[layer]
         return decode(
@@ -144,8 +149,11 @@ class TritonBackend:
             kv_lens=now.kv_lens,
             splits=now.splits[shape],
             tiles=shape.decode,
-            scale=scale,
+            scale=softmax.scale,
             units=self._units[layer],
+            window=shape.window,
+            cap=softmax.cap,
+            sinks=softmax.sinks,
         )
 
     def _take(self, step: StepBatch | DeviceStep | DeviceExtend) -> None:
@@ -155,7 +163,7 @@ class TritonBackend:
 
     def _decode_of(self, kv_lens: torch.Tensor) -> _Decode:
         splits = {
-            shape: split_list(kv_lens, kv_heads=shape.kv_heads, tiles=shape.decode)
+            shape: split_list(kv_lens, kv_heads=shape.kv_heads, tiles=shape.decode, window=shape.window)
             for shape in dict.fromkeys(self._shapes)
         }
         return _Decode(kv_lens, splits)
@@ -170,6 +178,7 @@ class TritonBackend:
                 kv_heads=shape.kv_heads,
                 rows=shape.extend.rows,
                 block=shape.extend.block,
+                window=shape.window,
                 has_library=self._prompts is not None,
                 skip=frozenset(riders),
             )
@@ -191,10 +200,13 @@ class TritonBackend:
         return _Riders(rows, step.slots[requests], self._decode_of(kv_lens))
 
     def _shape_of(self, layer: int) -> _Shape:
-        cache = self._pool.k(layer)
-        kv_heads, dim, dtype = self._pool.specs[layer].num_kv_heads, cache.shape[3], cache.dtype
+        cache, spec = self._pool.k(layer), self._pool.specs[layer]
+        kv_heads, dim, dtype = spec.num_kv_heads, cache.shape[3], cache.dtype
         return _Shape(
-            kv_heads, decode_tiles(kv_heads=kv_heads, dim=dim, dtype=dtype), extend_tiles(dim=dim, dtype=dtype)
+            kv_heads,
+            spec.window,
+            decode_tiles(kv_heads=kv_heads, dim=dim, dtype=dtype),
+            extend_tiles(dim=dim, dtype=dtype),
         )
 
     def _upload(self, *lists: Sequence[int]) -> tuple[torch.Tensor, ...]:

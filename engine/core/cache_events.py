@@ -22,32 +22,63 @@ class CacheEvents:
         self._keys: dict[int, bytes] = {}  # of cached pages
         self._events: list[KVEvent] = []
 
+    # ---- the tree of a model to which pages are all: what is in the tree can be used
+
     def on_stored(self, node: Node) -> None:
         """Note a new leaf."""
-        parent = node.parent
-        assert parent is not None
-        above = self._keys[parent.pages[-1]] if parent.pages else None
-        branch = _branch(node)
-        keys = next_keys(above or _seed(branch), node.key, self._page_size)
+        self.enter(node)
+        self.announce(node, 0, len(node.pages))
+
+    def on_split(self, upper: Node, lower: Node) -> None:
+        """`upper` has got the first pages of `lower`."""
+
+    def on_removed(self, node: Node) -> None:
+        """Note that a leaf goes."""
+        self.retract(node, 0, len(node.pages))
+        self.leave(node)
+
+    # ---- names and events
+
+    def enter(self, node: Node) -> None:
+        """Name the pages of a new leaf."""
+        above = self._above(node)
+        keys = next_keys(_seed(_branch(node)) if above is None else above, node.key, self._page_size)
         self._keys.update(zip(node.pages, keys, strict=True))
-        parent_hash = None if above is None else _short(above)
-        hashes: list[BlockHash] = [_short(key) for key in keys]
-        tokens, namespaces = list(node.key), [branch.namespace] * len(keys) if branch.namespace else None
+
+    def leave(self, node: Node) -> None:
+        """Forget the names of a leaf that goes."""
+        for page in node.pages:
+            del self._keys[page]
+
+    def announce(self, node: Node, start: int, end: int) -> None:
+        """Say that pages `start`..`end` - 1 of `node` can be used, as those before them."""
+        above = self._keys[node.pages[start - 1]] if start else self._above(node)
+        branch, hashes = _branch(node), self._hashes(node, start, end)
         self._events.append(
             BlockStored(
                 hashes,
-                parent_hash,
-                tokens,
+                None if above is None else _short(above),
+                list(node.key[start * self._page_size : end * self._page_size]),
                 self._page_size,
                 branch.adapter or None,
                 medium=MEDIUM,
-                extra_keys=namespaces,
+                extra_keys=[branch.namespace] * len(hashes) if branch.namespace else None,
             )
         )
 
-    def on_removed(self, node: Node) -> None:
-        if node.pages:
-            self._events.append(BlockRemoved([_short(self._keys.pop(page)) for page in node.pages], MEDIUM))
+    def retract(self, node: Node, start: int, end: int) -> None:
+        """Say that pages `start`..`end` - 1 of `node` can no longer be used."""
+        if end > start:
+            self._events.append(BlockRemoved(self._hashes(node, start, end), MEDIUM))
+
+    def _above(self, node: Node) -> bytes | None:
+        """Return the key of the page before `node`; None: a prompt begins with it."""
+        parent = node.parent
+        assert parent is not None
+        return self._keys[parent.pages[-1]] if parent.pages else None
+
+    def _hashes(self, node: Node, start: int, end: int) -> list[BlockHash]:
+        return [_short(self._keys[page]) for page in node.pages[start:end]]
 
     def on_cleared(self) -> None:
         self._keys.clear()

@@ -1,13 +1,13 @@
 """Every running request by one token, as far as rows and pages reach; with pipeline stages a share of them.
 
 Drafts follow known tokens. So where drafts pay, decodes are planned when none is in flight, and not again before these are collected:
-two half batches in turn would read the weights twice.
+two half batches in turn would read the weights twice. What the executor's drafter drafts is a step of its own before them.
 """
 
 from engine.core.departures import Departures
 from engine.core.drafting import Drafting
 from engine.core.plan import PlanItem, SlotOpen
-from engine.core.plan_items import draft_items, open_slot, plan_item
+from engine.core.plan_items import ask_drafter, draft_items, open_slot, plan_item
 from engine.core.preemption import Preemption
 from engine.core.request import Request
 from engine.core.state import SchedulerState
@@ -27,6 +27,32 @@ class DecodePlanner:
         self._preemption = preemption
         self._priorities = state.limits.priorities
         self._num_planned = 0
+        self._awaits_tokens = False  # before the drafter is asked: its drafts follow known ones
+
+    def ask(self) -> tuple[list[PlanItem], list[SlotOpen]]:
+        """Plan a step of the executor's drafter, where its drafts pay and there are none; nothing: decodes may come."""
+        self._awaits_tokens = False
+        drafting = self._drafting
+        if drafting is None or not drafting.passes:
+            return [], []
+        ready = self._micro_batches.ready(self._stages.running)
+        if any(r.drafts.rows or r.drafts.is_asked for r in ready):
+            return [], []
+        in_flight = any(r.pending for r in ready)
+        counts = drafting.ask(ready, rows=len(ready), overlaps=in_flight)
+        self._awaits_tokens = bool(counts) and in_flight
+        if not counts or in_flight:
+            return [], []
+        asked = [r for r in ready if r.rid in counts]
+        rooms = {r.rid: self._memory.make_room(r, counts[r.rid], left_free=len(ready)) for r in asked}
+        asked = self._with_slots([r for r in asked if rooms[r.rid] > 0])
+        opens = [open_slot(r, self._table) for r in asked if r.slot is None]
+        return [ask_drafter(r, min(counts[r.rid], rooms[r.rid])) for r in asked], opens
+
+    def _with_slots(self, requests: list[Request]) -> list[Request]:
+        """Those that have a row, or find one: no other loses its own for guesses."""
+        rowless = [r.rid for r in requests if r.slot is None][self._table.num_free :]
+        return [r for r in requests if r.rid not in rowless]
 
     def plan(self, planned: set[str], now_s: float) -> tuple[list[PlanItem], list[SlotOpen]]:
         """Plan a token for each running request that is not in this step already (`planned`)."""
@@ -35,7 +61,7 @@ class DecodePlanner:
             ready = [r for r in ready if r.rid not in planned]
         drafts = dict[str, list[int]]()
         if self._drafting is not None and (able := self._drafting.able(ready)):
-            if any(r.drafts.rows for r in able):
+            if self._awaits_tokens or any(r.drafts.rows or r.drafts.is_asked for r in able):
                 return [], []
             in_flight = any(r.pending for r in ready)
             drafts = self._drafting.choose(able, rows=len(ready), overlaps=in_flight)

@@ -8,13 +8,15 @@ from engine.messages import DraftCounts
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """`tokens` may come next. `match`: how many of the newest tokens occurred before them."""
+    """`tokens` may come next. `match`: how many of the newest tokens occurred before them, or MODELED, FORCED."""
 
     tokens: list[int]
     match: int
 
 
 NO_DRAFT = Draft([], 0)
+FORCED = 1 << 30  # the match of tokens that a grammar forces
+MODELED = FORCED - 1  # of those that a drafter of the executor computed
 
 
 @dataclass(slots=True)
@@ -38,6 +40,8 @@ class Chance:
 class Drafts:
     """Of one request. `draft` follows its first `known` tokens; `rows`: drafted tokens in flight. `index`: the drafter's own.
 
+    `is_asked`: the executor's drafter drafts for it in a step that is in flight; `asked_at`: its known tokens when it was asked last.
+
     `steps`: its decode steps that could hold drafts; `drafted`, `accepted`: tokens in them.
     """
 
@@ -46,6 +50,8 @@ class Drafts:
     chance: Chance = field(default_factory=Chance)
     index: Any = None
     rows: int = 0
+    is_asked: bool = False
+    asked_at: int = 0
     steps: int = 0
     drafted: int = 0
     accepted: int = 0

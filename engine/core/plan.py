@@ -43,6 +43,7 @@ class PlanItem(msgspec.Struct, frozen=True):
     window_start: as `page_start`, for `new_window`: pages of layers with a window; 0 where a page is gone
     pool:         "last" | "mean": instead, one vector of these positions: the last state, or their sum
     draft:        its token is a guess of what the item before it, of the same request, samples (engine/core/drafting.py)
+    to_draft:     tokens that the executor's drafter drafts behind the item's token, which nothing else computes in this step
     """
 
     rid: str
@@ -62,6 +63,7 @@ class PlanItem(msgspec.Struct, frozen=True):
     window_start: int = 0
     new_window: list[int] = []
     draft: bool = False
+    to_draft: int = 0
 
     @property
     def q_len(self) -> int:
@@ -143,12 +145,17 @@ class Plan:
     agreed: AgreedStep | None = None
 
     @property
+    def only_drafts(self) -> bool:
+        """Whether the executor's drafter drafts for the items, and the model computes nothing."""
+        return bool(self.items) and self.items[0].to_draft > 0
+
+    @property
     def copies_pages(self) -> bool:
         return bool(self.saves or self.loads or self.to_host or self.from_host)
 
 
 class ItemResult(msgspec.Struct):
-    """`token`: sampled id, if any. `input_logprobs`: for positions from `logprob_from`.
+    """`token`: sampled id, if any. `input_logprobs`: for positions from `logprob_from`. `drafted`: `to_draft` ids.
 
     `hidden`: float32 rows, one for each position from `hidden_from`, or one when they are pooled.
     """
@@ -158,6 +165,7 @@ class ItemResult(msgspec.Struct):
     input_logprobs: list[TokenLogprob] = []  # each its own: msgspec copies an empty default
     bad: bool = False  # NaN logits
     hidden: bytes = b""
+    drafted: list[int] = []
 
 
 @dataclass(slots=True)

@@ -72,6 +72,28 @@ def draft_items(request: Request, drafts: list[int]) -> list[PlanItem]:
     return items
 
 
+def ask_drafter(request: Request, count: int) -> PlanItem:
+    """Plan `count` drafts by the executor's drafter behind the last known token, which no step has computed yet."""
+    assert request.slot is not None and request.launched_len == request.num_tokens - 1, request.rid
+    item = PlanItem(
+        rid=request.rid,
+        slot=request.slot,
+        tokens=request.tokens(request.launched_len, request.num_tokens),
+        start=request.launched_len,
+        page_start=request.num_synced_pages,
+        new_pages=request.pages[request.num_synced_pages :],
+        sample=False,
+        output_len=len(request.output_ids),
+        extend=False,
+        window_start=request.num_synced_window,
+        to_draft=count,
+    )
+    request.num_synced_pages = len(request.pages)
+    request.inflight += 1
+    request.drafts.asked_at, request.drafts.is_asked = request.num_tokens, True
+    return item
+
+
 def open_slot(request: Request, table: RequestTable) -> SlotOpen:
     return SlotOpen(
         slot=table.open(request),

@@ -12,12 +12,12 @@ After SGLang's RadixAttention (arXiv:2312.07104).
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.core.cache_events import CacheEvents
 from engine.core.eviction import EvictionOrder
 from engine.core.host_cache import HostCache
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_node import TRUNK, Branch, Node
 from engine.core.state_slots import StateSlots
+from engine.core.usable_prefixes import PrefixEvents
 from engine.core.window_pages import WindowPages
 
 
@@ -55,7 +55,7 @@ class RadixCache:
         enabled: bool = True,
         policy: str = "lru",
         below: HostCache | None = None,
-        listener: CacheEvents | None = None,
+        listener: PrefixEvents | None = None,
         states: StateSlots | None = None,
         windows: WindowPages | None = None,
     ) -> None:
@@ -264,6 +264,8 @@ class RadixCache:
         upper.children[node.key[: self._page_size]] = node
         if self._windows is not None:
             self._windows.on_split(upper, node)
+        if self._listener is not None:
+            self._listener.on_split(upper, node)
         return upper
 
     def _new_node(self, key: tuple[int, ...], pages: list[int], parent: Node) -> Node:
@@ -282,12 +284,12 @@ class RadixCache:
             del self._tops[node.branch]
         if self._below is not None:
             self._below.on_evict(node)
-        if self._listener is not None:
-            self._listener.on_removed(node)
         if self._states is not None:
             self._states.on_removed(node)
         if self._windows is not None:
             self._windows.on_removed(node)
+        if self._listener is not None:
+            self._listener.on_removed(node)
         self._allocator.evict(node.pages)
         self.num_pages -= len(node.pages)
         self.num_evictable -= len(node.pages)

@@ -1,6 +1,8 @@
 """What a finished step means: tokens committed, KV shared, ends noticed, memory given back."""
 
 from engine.core.departures import Departures
+from engine.core.drafting import fitting
+from engine.core.drafts import MODELED, NO_DRAFT, Draft
 from engine.core.finish import TailTexts, check_finish
 from engine.core.hidden import take as take_hidden
 from engine.core.outputs import StepEffects, joined, output_of, refusal
@@ -34,6 +36,9 @@ class Results:
             request.inflight -= 1
             request.pending -= item.sample
             request.drafts.rows -= item.draft
+            if item.to_draft:
+                _take_drafts(request, item, item_result)
+                continue
             if result.failure:
                 self._lose(request, effects)
                 memory.keep_snapshot(request, item.kv_len)
@@ -54,7 +59,7 @@ class Results:
             memory.retire(request)
         self._state.counters.failed_steps += bool(result.failure)
         self._departures.settle()
-        if not all(item.extend for item in plan.items):
+        if not plan.only_drafts and not all(item.extend for item in plan.items):
             self._state.ratio.decay(self._share)
         if not live:
             self._state.ratio.reset()
@@ -107,6 +112,16 @@ class Results:
 
     def _has_meaning(self, token: int) -> bool:
         return token >= 0 and (self._vocab_size is None or token < self._vocab_size)
+
+
+def _take_drafts(request: Request, item: PlanItem, result: ItemResult) -> None:
+    """Of a step that failed there are none: the request decodes by itself."""
+    request.drafts.is_asked = False
+    if request.finish is not None or request.num_tokens != item.kv_len:
+        return
+    grammar, tokens = request.grammar, result.drafted
+    tokens = tokens if grammar is None else fitting(grammar, tokens)
+    request.drafts.draft = Draft(tokens, MODELED) if tokens else NO_DRAFT
 
 
 def _was_right(request: Request, item: PlanItem) -> bool:

@@ -88,6 +88,7 @@ class Scheduler:
         sample_deferred = any(self._awaits_token(item) for item in items)
         self._seq += 1
         counters.steps += 1
+        counters.draft_steps += items[0].to_draft > 0 if items else 0
         counters.prefill_steps += extend
         counters.mixed_steps += extend and not all(item.extend for item in items)
         counters.deferred_samples += sample_deferred
@@ -118,7 +119,10 @@ class Scheduler:
         return Plan(seq=self._seq, extend=False, items=[])
 
     def _draft(self, now_s: float, *, admits: bool) -> tuple[list[PlanItem], list[SlotOpen]]:
-        """Plan prefill first, else every running request by one token, or both."""
+        """Plan prefill first, else every running request by one token, or both. A step that only drafts comes before decodes."""
+        items, opens = self._decode.ask()
+        if items:
+            return items, opens
         items, opens = self._prefill.plan(now_s, admits=admits)
         if self.limits.mixed_chunk or not any(item.extend for item in items):
             decodes, opened = self._decode.plan({item.rid for item in items}, now_s)

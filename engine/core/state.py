@@ -38,6 +38,7 @@ class Counters:
     joined_steps: int = 0  # that only other ranks of DP attention had something for
     delayed_steps: int = 0  # in which a prompt waited for those of other ranks
     deferred_samples: int = 0  # steps whose sampling waited for masks
+    draft_steps: int = 0  # of the executor's drafter alone
     verify_steps: int = 0  # decode steps with drafts
     drafts: int = 0  # tokens drafted in them
     accepted_drafts: int = 0

@@ -15,6 +15,7 @@ After SGLang's MambaRadixCache; snapshots where prompts part are Marconi's (arXi
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from math import lcm
 
 from engine.core.page_allocator import PageAllocator
@@ -44,6 +45,7 @@ class StateSlots:
         self._every = lcm(EVERY, grid) if every is None else every
         self._peers_write = peers_write
         self.num_snapshots = 0  # kept since start
+        self.on_change: Callable[[Node], None] = lambda node: None  # a snapshot has come to a node, or gone
         self._nodes: OrderedDict[int, Node] = OrderedDict()  # slot of a snapshot -> node, least recently used first
         self._begins: list[StateCopy] = []  # since the last plan
         self._snapshots: list[StateCopy] = []
@@ -119,6 +121,7 @@ class StateSlots:
         self.allocator.to_cache([slot])
         node.state = slot
         self._nodes[slot] = node
+        self.on_change(node)
         self.num_snapshots += 1
 
     def drop(self, slot: int) -> None:
@@ -144,6 +147,7 @@ class StateSlots:
         del self._nodes[node.state]
         self.allocator.evict([node.state])
         node.state = 0
+        self.on_change(node)
 
     # ---- steps
 

@@ -15,7 +15,7 @@ After SGLang's SWARadixCache; counts of readers as vLLM has them.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_node import Node
@@ -40,6 +40,7 @@ class WindowPages:
         self.allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
         self.window = window
         self.num_retired = 0  # pages since start
+        self.on_change: Callable[[Node], None] = lambda node: None  # a page of a window has come to a node, or gone
         self._steps = steps
         self._step_tokens = step_tokens
         self._answer_tokens = max(steps, rows)  # in flight: drafts follow known tokens, so their step is alone
@@ -65,12 +66,14 @@ class WindowPages:
         return self._holds([*bounds, self._bound(request)])
 
     def _holds(self, bounds: list[tuple[int, int]], *, quarantined: int | None = None) -> bool:
-        """Two bounds, each of all that requests can hold at once: windows with the prompt tokens in flight, and whole requests."""
-        in_flight = self.allocator.pages_for((self._step_tokens or 0) * self._steps)
-        windows, whole = sum(w for w, _ in bounds) + in_flight, sum(t for _, t in bounds)
         if quarantined is None:
             quarantined = self.allocator.counts()["quarantined"]
-        return min(windows, whole) <= self.allocator.num_pages - quarantined
+        return self._most(bounds) <= self.allocator.num_pages - quarantined
+
+    def _most(self, bounds: list[tuple[int, int]]) -> int:
+        """Two bounds, each of all that requests can hold at once: windows with the prompt tokens in flight, and whole requests."""
+        in_flight = self.allocator.pages_for((self._step_tokens or 0) * self._steps)
+        return min(sum(w for w, _ in bounds) + in_flight, sum(t for _, t in bounds))
 
     def _bound(self, request: Request) -> tuple[int, int]:
         """(pages of its window at any time, pages of all its tokens); tokens of the answer are in flight beside the prompts'."""
@@ -164,6 +167,27 @@ class WindowPages:
         """Whether the last window of this prefix is there."""
         return all(cached[self.first_page(len(cached) * self.allocator.page_size) :])
 
+    def reach(self, node: Node) -> int:
+        """Count the pages of `node` before the last length in it of which the last window is there."""
+        depth, alive, best = _before(node), self._alive_before(node), 0
+        for i, page in enumerate(node.window, 1):
+            alive = alive + 1 if page else 0
+            length = depth + i
+            if alive >= length - self.first_page(length * self.allocator.page_size):
+                best = i
+        return best
+
+    def _alive_before(self, node: Node) -> int:
+        """Count the pages of windows right before `node`, one after another, that are there; no more than a window has."""
+        alive, at = 0, node.parent
+        while at is not None and at.pages and alive <= self.window:
+            for page in reversed(at.window):
+                if not page:
+                    return alive
+                alive += 1
+            at = at.parent
+        return alive
+
     def share(self, request: Request, node: Node, *, start: int, end: int) -> None:
         """Put its pages `start`..`end` - 1, which are computed, into the path to `node`, which ends there."""
         at: Node | None = node
@@ -175,6 +199,7 @@ class WindowPages:
                     self.allocator.to_cache([page])
                     at.window[i - begin] = page
                     self._readers[page], self._homes[page] = 1, at
+                    self.on_change(at)
             at, end = at.parent, begin
 
     def on_split(self, upper: Node, lower: Node) -> None:
@@ -190,6 +215,7 @@ class WindowPages:
     def _evict(self, page: int) -> None:
         node = self._homes.pop(page)
         node.window[node.window.index(page)] = 0
+        self.on_change(node)
         readers = self._readers.pop(page)
         assert readers == 0, f"window page {page} goes while a request reads it"
         del self._idle[page]
@@ -215,8 +241,19 @@ class WindowPages:
         assert all(page in node.window and node.parent is not None for page, node in self._homes.items())
         assert len(self._homes) == len(self._readers) == self.allocator.counts()["cached"]
         assert {r.serial for r in requests if r.pages} == set(self._bounds), "bounds of requests without memory"
-        fits = self._holds(list(self._bounds.values()))
-        assert fits, "more is admitted than there is room for"
+        bounds = list(self._bounds.values())
+        assert self._holds(bounds), "more is admitted than there is room for"
+        assert sum(bool(page) for r in requests for page in r.window) <= self._most(bounds), (
+            "more is held than admitted"
+        )
         for r in requests:
             assert all(r.window[r.window_first :]), f"{r.rid} lost a page of its window"
             assert not any(r.window[: r.window_first]), f"{r.rid} keeps pages behind its window"
+
+
+def _before(node: Node) -> int:
+    """Count the pages before `node`."""
+    count, at = 0, node.parent
+    while at is not None:
+        count, at = count + len(at.pages), at.parent
+    return count

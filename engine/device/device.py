@@ -12,10 +12,12 @@ from engine.attention.cpu_backend import CpuBackend
 from engine.attention.windowed import WindowedBackend, windowed
 from engine.config import EngineConfig
 from engine.core.backups import NOTHING, CopySize
+from engine.device.drafts import make_draft_pass
 from engine.device.graphs import MakeCapture, make_graphs
 from engine.device.host_copies import make_copies
 from engine.executor.decode_graphs import DecodeGraphs
 from engine.executor.decode_tapes import DecodeTapes
+from engine.executor.draft_pass import DraftPass
 from engine.executor.executor import Executor
 from engine.executor.forward_pass import ForwardPass
 from engine.executor.future_map import FutureMap
@@ -81,7 +83,12 @@ class ForwardParts:
     window_table: PageTable | None
 
     def forward_pass(
-        self, inputs: StepInputs, *, graphs: DecodeGraphs | None = None, prefill_graphs: PrefillGraphs | None = None
+        self,
+        inputs: StepInputs,
+        *,
+        graphs: DecodeGraphs | None = None,
+        prefill_graphs: PrefillGraphs | None = None,
+        drafts: DraftPass | None = None,
     ) -> ForwardPass:
         return ForwardPass(
             backend=self.backend,
@@ -95,6 +102,7 @@ class ForwardParts:
             joint=self.joint,
             states=self.states,
             window_table=self.window_table,
+            drafts=drafts,
         )
 
 
@@ -136,7 +144,7 @@ def build_forward(
     return ForwardParts(
         backend=backend,
         page_table=page_table,
-        layers=LayerMarks(pool.device),
+        layers=LayerMarks(pool.device, more_follows=model.drafter is not None),
         adapters=_bank(config, model, grouped=isinstance(backend, CapturableBackend)) if config.enable_lora else None,
         tapes=recorded,
         joint=None if exchange is None else JointSteps(exchange, tapes=recorded, scratch_slot=scratch),
@@ -199,12 +207,16 @@ def build_device(
         has_states=parts.states is not None,
         progress=progress,
     )
+    drafts = make_draft_pass(config, model, pool, page_table=parts.page_table, future_map=future_map, sampler=sampler)
     states = None if parts.states is None else parts.states.pool
     runner = ModelRunner(
         model=model,
         copies=make_copies(backup_room, host_pool=host_pool, pool=pool, windows=windows, states=states),
-        forward_pass=parts.forward_pass(inputs or future_map, graphs=graphs, prefill_graphs=prefill_graphs),
+        forward_pass=parts.forward_pass(
+            inputs or future_map, graphs=graphs, prefill_graphs=prefill_graphs, drafts=drafts
+        ),
         sample_pass=SamplePass(sampler=sampler, future_map=future_map, device=device),
+        drafts=drafts,
     )
     executor = Executor(runner=runner, stream=_stream(config, device))
     with memory_for_graphs():

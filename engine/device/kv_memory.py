@@ -10,7 +10,7 @@ from engine.config import FP8, EngineConfig
 from engine.device.memory_plan import MeasuredMemory, memory_text
 from engine.flags.resolve import state_slots
 from engine.kv.held import HeldKV
-from engine.kv.kv_pool import AllocateBytes, CacheSpec, KVPool
+from engine.kv.kv_pool import TAIL, AllocateBytes, CacheSpec, KVPool
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import Place, model_units, share_of, units_of
 from service.flags import ConfigError
@@ -21,20 +21,22 @@ log = logging.getLogger(__name__)
 def held_by(config: EngineConfig, model: ModelConfig, place: Place) -> HeldKV:
     """What of the model's KV the rank at `place` holds. `config` is resolved."""
     stage = share_of(model, place).layers
+    layers, num_layers = model.kv_layers(stage), len(model.kv_layers(range(model.num_layers)))
+    drafter = model.drafter is not None  # which counts as one more layer
     return HeldKV(
         units_of(model, place, config.kv_units),
         model_units(model, tp_size=place.tp_size, kv_units=config.kv_units),
-        model.kv_layers(stage),
-        len(model.kv_layers(range(model.num_layers))),
+        range(layers.start, layers.stop + drafter),
+        num_layers + drafter,
         model.state_layers(stage),
         len(model.state_layers(range(model.num_layers))),
     )
 
 
 def kept_specs(config: EngineConfig, specs: Sequence[CacheSpec]) -> list[CacheSpec]:
-    """What layers keep by --kv-cache-dtype; 8 bits are read as the model's own type. `config` is resolved."""
-    kept = config.kv_cache_dtype
-    return [replace(spec, fp8=True) if kept == FP8 else replace(spec, dtype=kept) for spec in specs]
+    """What layers keep by --kv-cache-dtype; 8 bits are read as the model's own type. Tails are as they are. `config` is resolved."""
+    kept = {"fp8": True} if config.kv_cache_dtype == FP8 else {"dtype": config.kv_cache_dtype}
+    return [spec if spec.drafter == TAIL else replace(spec, **kept) for spec in specs]
 
 
 def allocate_pool(

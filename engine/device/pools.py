@@ -1,5 +1,6 @@
 """The pools of a rank's KV: of all layers, or apart for layers with a window; and how their memory goes and comes."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from engine.kv.pool_memory import MappedMemory, SavedMemory
 from engine.kv.state_pool import StatePool
 from engine.loop.occupation import FixedKV, KVMemory
 from engine.use import EngineUse
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +82,31 @@ def build_pools(
     )
 
 
-def windows_apart(config: EngineConfig, specs: Sequence[CacheSpec], use: EngineUse, *, recurrent: bool) -> bool:
-    """Whether nothing is on that knows one pool alone: then all KV is kept, and windows only mask it."""
-    wanted = not (config.disable_hybrid_swa_memory or use.one_pool)
+def why_kept(config: EngineConfig, specs: Sequence[CacheSpec], use: EngineUse, *, recurrent: bool) -> str:
+    """Return what prevents that KV behind windows is freed: it knows one pool alone, so all KV is kept, and windows only mask it.
+
+    "": nothing does, and layers with a window have a pool of their own.
+    """
     tiered = config.enable_hierarchical_cache and not use.peers_write_pages
-    plain = not recurrent and not tiered and not any(spec.latent for spec in specs)
-    plain = plain and config.pp_size == 1 and not config.enable_dp_attention  # each rank has all layers, and each step
-    return wanted and plain and config.device == "cpu" and config.attention_backend in ("auto", "cpu", "torch")
+    knows_both = config.attention_backend in ("auto", "cpu", "torch")
+    reasons = {
+        "--disable-hybrid-swa-memory": config.disable_hybrid_swa_memory,
+        "--enable-hierarchical-cache": tiered,
+        f"--pp-size {config.pp_size}": config.pp_size > 1,  # each rank has all layers
+        "--enable-dp-attention": config.enable_dp_attention,  # and each step
+        f"--device {config.device}": config.device != "cpu",
+        f"--attention-backend {config.attention_backend}": not knows_both,
+        f"--speculative-algorithm {config.speculative_algorithm}": any(spec.drafter for spec in specs),
+        "the model's latent attention": any(spec.latent for spec in specs),
+        "the model's recurrent states": recurrent,
+    }
+    return next((reason for reason, prevents in reasons.items() if prevents), "")
+
+
+def behind_windows(specs: Sequence[CacheSpec], kept: str) -> str | None:
+    """Return, and log, what becomes of KV behind windows, for users; None: no layer has one. `kept`: as from `why_kept`."""
+    if not any(spec.window for spec in specs):
+        return None
+    found = f"kept: {kept}" if kept else "freed"
+    log.info("KV behind the windows of %d layers is %s", sum(spec.window > 0 for spec in specs), found)
+    return found

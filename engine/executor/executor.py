@@ -83,6 +83,9 @@ def _step_result(plan: Plan, output: StepOutput) -> StepResult:
         items[i].input_logprobs = [entry for part in parts for entry in _token_logprobs(part)]
     for i, rows in output.hidden.items():
         items[i].hidden = rows.numpy().tobytes()
+    for one in output.drafted:
+        for i, token in zip(one.of, one.tokens.tolist(), strict=True):
+            items[i].drafted.append(token)
     return StepResult(seq=plan.seq, items=items)
 
 

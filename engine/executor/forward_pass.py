@@ -9,6 +9,7 @@ from engine.attention.backend import AttentionBackend
 from engine.core.plan import Plan, PlanItem, SlotOpen
 from engine.executor.decode_graphs import DecodeGraphs
 from engine.executor.decode_tapes import DecodeTapes
+from engine.executor.draft_pass import DraftPass
 from engine.executor.forward import Forward
 from engine.executor.joint_steps import JointSteps
 from engine.executor.layer_marks import LayerMarks
@@ -29,7 +30,7 @@ class ForwardPass:
     """`graphs` and `tapes` are recorded decode steps, `prefill_graphs` short prompts; `adapters` change the model's layers.
 
     `joint`: with DP attention, what a step needs to know of the other DP ranks. `states`: of a model with recurrent layers.
-    `window_table`: of layers with a window, where they have a pool of their own.
+    `window_table`: of layers with a window, where they have a pool of their own. `drafts`: of a model with a drafter.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ForwardPass:
         joint: JointSteps | None = None,
         states: States | None = None,
         window_table: PageTable | None = None,
+        drafts: DraftPass | None = None,
     ) -> None:
         self._backend = backend
         self._page_table = page_table
@@ -58,6 +60,7 @@ class ForwardPass:
         self._joint = joint
         self._states = states
         self._window_table = window_table
+        self._drafts = drafts
 
     def attach(self, model: DenseDecoder) -> None:
         """Forget the tapes of another model, and attach the adapters to this one."""
@@ -102,9 +105,7 @@ class ForwardPass:
         What is recorded waits for all of `arrival`, anything else for a layer of it just before that layer's attention.
         """
         items = self._items(plan)
-        self._page_table.update(items)
-        if self._window_table is not None:
-            self._window_table.update_windows(items)
+        self.place(items)
         graphs = self._graphs if self._graphs is not None and self._graphs.takes(plan) else None
         if self._layers.watched:
             graphs = None  # a recorded step marks no layers
@@ -115,9 +116,25 @@ class ForwardPass:
                 graphs = None
         if graphs is not None:
             arrival.hold_all()
-            return graphs.run(plan, adapted=self._adapted())
+            return self._replayed(model, plan, graphs)
         hidden = self._hidden(model, plan, items, arrival)
         return Forward(hidden if len(items) == len(plan.items) else hidden[: len(plan.items)])
+
+    def place(self, items: list[PlanItem]) -> None:
+        """Note the new pages of items."""
+        self._page_table.update(items)
+        if self._window_table is not None:
+            self._window_table.update_windows(items)
+
+    def _replayed(self, model: DenseDecoder, plan: Plan, graphs: DecodeGraphs) -> Forward:
+        """A decode step by its graph, and behind it the drafter's part, kernel by kernel."""
+        if self._drafts is None:
+            return graphs.run(plan, adapted=self._adapted())
+        step, positions, flat = self._batch(plan, plan.items)
+        inputs = self._inputs.resolve(flat)  # the graph stores other tokens
+        forward = graphs.run(plan, adapted=self._adapted())
+        self._follow(model, plan, plan.items, step, inputs, positions, forward.hidden)
+        return forward
 
     def join(self, model: DenseDecoder, plan: Plan, arrival: Arrival) -> None:
         """Take part in a step that at most other DP ranks have tokens in: a plan without items."""
@@ -140,7 +157,45 @@ class ForwardPass:
         prompts = self._prefill_graphs
         if prompts is not None and prompts.takes(plan) and not self._adapted():
             arrival.hold_all()
-            return self._layers.whole(plan.seq, lambda: prompts.run(items))
+            hidden = self._layers.whole(plan.seq, lambda: prompts.run(items))
+            if self._drafts is not None:
+                step, positions, flat = self._batch(plan, items)
+                self._follow(model, plan, items, step, self._inputs.resolve(flat), positions, hidden)
+            return hidden
+        step, positions, flat = self._batch(plan, items)
+        self._backend.begin(step)
+        if self._states is not None:
+            self._states.begin(plan, step)
+        inputs = self._inputs.resolve(flat)
+        if (tapes := self._tapes_for(plan)) is not None:
+            arrival.hold_all()
+            hidden = tapes.forward(model, inputs, positions, self._backend.attend, drafts=step.drafts)
+        else:
+            attend = self._layers.attend(plan.seq, self._backend.attend, arrival)
+            hidden = model.forward(inputs, positions, attend)
+        if self._states is not None:
+            self._states.end(plan)
+        if self._drafts is not None:
+            arrival.hold_all()
+            self._follow(model, plan, items, step, inputs, positions, hidden)
+        return hidden
+
+    def _follow(
+        self,
+        model: DenseDecoder,
+        plan: Plan,
+        items: list[PlanItem],
+        step: StepBatch,
+        inputs: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+    ) -> None:
+        assert self._drafts is not None
+        self._drafts.follow(model, items, step, inputs, positions, hidden)
+        self._layers.all_written(plan.seq)
+
+    def _batch(self, plan: Plan, items: list[PlanItem]) -> tuple[StepBatch, Tensor, Tensor]:
+        """The step as kernels see it, and of its rows positions and token ids, some of them placeholders."""
         q_lens = [item.q_len for item in items]
         flat = self._ids([t for item in items for t in item.tokens])
         positions = self._ids([p for i in items for p in range(i.start, i.kv_len)])
@@ -161,19 +216,7 @@ class ForwardPass:
             windows=self._window_rows(token_slots, positions),
             drafts=any(item.draft for item in items),
         )
-        self._backend.begin(step)
-        if self._states is not None:
-            self._states.begin(plan, step)
-        inputs = self._inputs.resolve(flat)
-        if (tapes := self._tapes_for(plan)) is not None:
-            arrival.hold_all()
-            hidden = tapes.forward(model, inputs, positions, self._backend.attend, drafts=step.drafts)
-        else:
-            attend = self._layers.attend(plan.seq, self._backend.attend, arrival)
-            hidden = model.forward(inputs, positions, attend)
-        if self._states is not None:
-            self._states.end(plan)
-        return hidden
+        return step, positions, flat
 
     def _window_rows(self, token_slots: Tensor, positions: Tensor) -> WindowRows | None:
         if self._window_table is None:

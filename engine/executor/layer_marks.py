@@ -17,8 +17,11 @@ Mark = tuple[int, int]  # (step, layers): the first `layers` of it are written, 
 
 
 class LayerMarks:
-    def __init__(self, device: torch.device) -> None:
+    """`more_follows`: a drafter writes behind the model's layers, which counts as one more layer (`all_written`)."""
+
+    def __init__(self, device: torch.device, *, more_follows: bool = False) -> None:
         self._cuda = device.type == "cuda"
+        self._more_follows = more_follows
         self._ends: frozenset[int] = frozenset()
         self._wake: Callable[[], None] = lambda: None
         self._reached: Mark = (-1, 0)
@@ -53,8 +56,14 @@ class LayerMarks:
             return forward()
         self._mark((step, 0))
         out = forward()
-        self._mark((step, max(self._ends)))
+        if not self._more_follows:
+            self.all_written(step)
         return out
+
+    def all_written(self, step: int) -> None:
+        """Mark the end of a step's KV, the drafter's included."""
+        if self._ends:
+            self._mark((step, max(self._ends)))
 
     def _mark(self, mark: Mark) -> None:
         if self._cuda:

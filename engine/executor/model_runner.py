@@ -10,6 +10,7 @@ import torch
 
 from engine.core.plan import Plan
 from engine.executor.copies import Copies
+from engine.executor.draft_pass import DraftPass
 from engine.executor.forward import Forward
 from engine.executor.forward_pass import ForwardPass
 from engine.executor.running_model import RunningModel
@@ -26,6 +27,8 @@ class DeviceOutOfMemory(Exception):
 
 
 class ModelRunner:
+    """`drafts`: of a model with a drafter."""
+
     def __init__(
         self,
         *,
@@ -33,11 +36,13 @@ class ModelRunner:
         copies: Copies,
         forward_pass: ForwardPass,
         sample_pass: SamplePass,
+        drafts: DraftPass | None = None,
     ) -> None:
         self.running = RunningModel(model, forward_pass)
         self._copies = copies
         self._forward_pass = forward_pass
         self._sample_pass = sample_pass
+        self._drafts = drafts
 
     @property
     def balance(self) -> ExpertBalance | None:
@@ -69,6 +74,10 @@ class ModelRunner:
         if not plan.items:
             _compute(lambda: self._forward_pass.join(self.running.model, plan, arrival))
             return None
+        if plan.only_drafts:
+            arrival.hold_all()
+            self._forward_pass.place(plan.items)
+            return None
         return _compute(lambda: self._forward_pass.run(self.running.model, plan, arrival))
 
     def wait_for_copies(self, seq: int) -> None:
@@ -86,8 +95,20 @@ class ModelRunner:
         """
         if not plan.items:
             return nothing_sampled({})
+        if plan.only_drafts:
+            return _compute(lambda: self._drafted(plan))
         assert forward is not None, f"step {plan.seq}: the forward has failed"
-        return _compute(lambda: self._sample_pass.run(self.running.model, plan, forward))
+        return _compute(lambda: self._sampled(plan, forward))
+
+    def _sampled(self, plan: Plan, forward: Forward) -> StepOutput:
+        output = self._sample_pass.run(self.running.model, plan, forward)
+        if self._drafts is not None and any(item.draft for item in plan.items):
+            self._drafts.accept(plan.items, output.on_device)
+        return output
+
+    def _drafted(self, plan: Plan) -> StepOutput:
+        assert self._drafts is not None, "a plan asks a drafter, and there is none"
+        return self._sample_pass.drafted(self._drafts.draft(self.running.model, plan.items))
 
 
 def _compute(work: Callable[[], T]) -> T:

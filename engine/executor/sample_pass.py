@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import Plan, PlanItem
+from engine.executor.draft_pass import Drafted
 from engine.executor.forward import Forward
 from engine.executor.future_map import FutureMap
 from engine.executor.logit_rows import first_rows, prompt_parts, sampled_rows
@@ -30,6 +31,8 @@ class StepOutput:
     logprobs: dict[int, Logprobs]  # by item index
     input_logprobs: dict[int, list[Logprobs]]
     hidden: dict[int, Tensor] = field(default_factory=dict)  # [n, hidden] float32, by item index
+    drafted: list[Drafted] = field(default_factory=list)
+    on_device: Tensor = _NO_TOKENS  # the tokens, where they were sampled
 
 
 class SamplePass:
@@ -72,7 +75,14 @@ class SamplePass:
             bad=_to_host(bad),
             logprobs=self._logprobs(logits, tokens, [(r, i, items[i].logprobs) for r, i in enumerate(sampled)]),
             input_logprobs=input_logprobs,
+            on_device=tokens,
         )
+
+    def drafted(self, passes: Sequence[Drafted]) -> StepOutput:
+        """What a step of the drafter gives the host."""
+        output = nothing_sampled({})
+        output.drafted = [Drafted(one.of, _to_host(one.tokens)) for one in passes]
+        return output
 
     def _logits(self, model: DenseDecoder, forward: Forward, rows: list[int]) -> Tensor:
         """[len(rows), V] of these rows, ascending; a recorded step has those of all."""

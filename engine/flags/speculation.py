@@ -1,18 +1,26 @@
 """What the --speculative flags mean, and what speculation does not work with."""
 
+from dataclasses import replace
+
 from engine.config import EngineConfig
 from engine.core.drafting import Drafting
 from engine.core.ngram import NgramDrafter
+from engine.model_files.drafter_config import DRAFT_PATH, STANDALONE, DrafterConfig, load_standalone
 from engine.model_files.model_config import ModelConfig
+from engine.parallel.layout import check_layout
 from service.flags import ConfigError
 
 FLAG = "--speculative-algorithm"
+NGRAM = "NGRAM"
 FORCED_ROWS = 8  # of a request whose grammar forces tokens, without the flag
+NGRAM_ROWS = 32
+MODEL_STEPS = 4  # tokens that a model drafts: the first ones are right most often, and each costs a pass
 
 
 def check_speculation(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ConfigError."""
     algorithm = config.speculative_algorithm
+    _check_model_flags(config)
     if algorithm is None:
         return
     shortest, longest = config.speculative_ngram_min_match_window_size, config.speculative_ngram_max_match_window_size
@@ -25,6 +33,33 @@ def check_speculation(config: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError(f"{FLAG} {algorithm}: {why}")
 
 
+def _check_model_flags(config: EngineConfig) -> None:
+    algorithm, by_model = config.speculative_algorithm, drafts_by_model(config)
+    given = {
+        DRAFT_PATH: config.speculative_draft_model_path,
+        "--speculative-num-steps": config.speculative_num_steps,
+        "--speculative-eagle-topk": config.speculative_eagle_topk,
+    }
+    for flag, value in given.items():
+        if value is not None and not by_model:
+            raise ConfigError(
+                f"{flag} {value}: {FLAG} {algorithm or 'is not given, and'} drafts by no model; leave it out"
+            )
+    if (topk := config.speculative_eagle_topk or 1) > 1:
+        raise ConfigError(
+            f"--speculative-eagle-topk {topk}: drafts are chains, of which each row is a decode of its own and gives the same tokens "
+            "as without drafts; give 1, and more --speculative-num-steps"
+        )
+    if algorithm == STANDALONE and not config.speculative_draft_model_path:
+        raise ConfigError(f"{FLAG} {STANDALONE}: needs {DRAFT_PATH}, a small model of the same tokenizer")
+    steps, rows = config.speculative_num_steps, config.speculative_num_draft_tokens
+    if steps is not None and rows is not None and rows != steps + 1:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens {rows}: a step computes the last known token and --speculative-num-steps {steps} drafts; "
+            f"give {steps + 1}, or leave one of them out"
+        )
+
+
 def _why_not(config: EngineConfig, model: ModelConfig) -> str:
     """Why a decode step has one token of each request, and the remedy; "": it may have more."""
     if model.recurrent is not None:
@@ -33,12 +68,55 @@ def _why_not(config: EngineConfig, model: ModelConfig) -> str:
         return f"--pp-size {config.pp_size} has other tokens in flight; leave it out, or give --tp-size"
     if config.enable_dp_attention:
         return "--enable-dp-attention agrees on steps of one token; leave one of them out"
+    if drafts_by_model(config) and config.ep_size > 1:
+        return f"--ep-size {config.ep_size} divides the model's experts alone, not a drafter's; leave it out"
     return ""
+
+
+def drafts_by_model(config: EngineConfig) -> bool:
+    return config.speculative_algorithm not in (None, NGRAM)
+
+
+def with_drafter(config: EngineConfig, model: ModelConfig) -> ModelConfig:
+    """`model` with what drafts for it. `config` is resolved. Raises ConfigError for a drafter that does not fit."""
+    if not drafts_by_model(config):
+        return model
+    drafter = _drafter(config, model)
+    _check_size(config, drafter)
+    return replace(model, drafter=drafter)
+
+
+def _drafter(config: EngineConfig, model: ModelConfig) -> DrafterConfig:
+    assert config.speculative_draft_model_path is not None, "resolved"
+    return load_standalone(config.speculative_draft_model_path, model)
+
+
+def _check_size(config: EngineConfig, drafter: DrafterConfig) -> None:
+    assert config.context_length is not None, "resolved"
+    layers, flag = drafter.layers, f"{DRAFT_PATH} {drafter.path}"
+    if layers.max_position_embeddings < config.context_length:
+        raise ConfigError(
+            f"{flag}: it has {layers.max_position_embeddings} positions, the model's context {config.context_length}; give "
+            f"--context-length {layers.max_position_embeddings}, or another drafter"
+        )
+    try:
+        check_layout(
+            layers,
+            tp_size=config.tp_size,
+            pp_size=1,
+            kv_units=config.kv_units,
+            reduce_units=config.reduce_units,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from None
 
 
 def rows_of_request(config: EngineConfig) -> int:
     """Return the most rows that a request has in a decode step."""
-    return FORCED_ROWS if config.speculative_algorithm is None else config.speculative_num_draft_tokens
+    if config.speculative_algorithm is None:
+        return FORCED_ROWS
+    default = NGRAM_ROWS if config.speculative_algorithm == NGRAM else 1 + (config.speculative_num_steps or MODEL_STEPS)
+    return config.speculative_num_draft_tokens or default
 
 
 def drafting_of(config: EngineConfig, model: ModelConfig, *, decodes: bool) -> Drafting | None:
@@ -52,4 +130,9 @@ def drafting_of(config: EngineConfig, model: ModelConfig, *, decodes: bool) -> D
         longest_match=config.speculative_ngram_max_match_window_size,
         most=most,
     )
-    return Drafting(None if algorithm is None else drafter, most=most, counts=config.device == "cpu")
+    return Drafting(
+        drafter if algorithm == NGRAM else None,
+        most=most,
+        passes=most if drafts_by_model(config) else 0,
+        counts=config.device == "cpu",
+    )

@@ -7,6 +7,8 @@ A request is cut by its own lengths alone, so that its result is the same in any
                        K and V once; the context is cut into spans, a program for each, whose parts are merged
     library            as whole, by a library's kernel where there is one: contexts that no recorded step takes
 
+With a window the context is what the first new token sees, and what follows: a tile has no span that none of its rows sees.
+
     rows of a split tile, 3 heads a group: | token 0: head 0, 1, 2 | token 1: head 0, 1, 2 | ...
 """
 
@@ -57,10 +59,11 @@ def plan_extend(
     kv_heads: int,
     rows: int,
     block: int,
+    window: int = 0,
     has_library: bool = False,
     skip: Collection[int] = (),
 ) -> ExtendPlan:
-    """`group`: query heads of a kv head; `rows`: of a tile; `block`: tokens that a program takes at a time.
+    """`group`: query heads of a kv head; `rows`: of a tile; `block`: tokens that a program takes at a time; `window`: of CacheSpec.
 
     `skip`: requests that others compute.
     """
@@ -69,12 +72,15 @@ def plan_extend(
         if request in skip:
             continue
         tiles = -(-q_len * group // rows)
-        span = span_tokens(kv_len, programs=tiles * kv_heads, block=block)
-        if span < kv_len:
-            parts = q_len * group * -(-kv_len // span) * kv_heads  # at most
+        hidden = first_seen(kv_len - q_len, window) // block * block
+        context = kv_len - hidden
+        span = span_tokens(context, programs=tiles * kv_heads, block=block)
+        if span < context:
+            parts = q_len * group * -(-context // span) * kv_heads  # at most
             if not plan.rounds or plan.rounds[-1].part_rows * kv_heads + parts > MOST_PARTS:
                 plan.rounds.append(SplitRound())
-            _split(plan.rounds[-1], request, q_len, kv_len, span=span, group=group, rows=rows)
+            begins = range(hidden, kv_len, span)
+            _split(plan.rounds[-1], request, q_len, kv_len, begins=begins, group=group, rows=rows, window=window)
         elif has_library and kv_len > MOST_WHOLE:
             plan.library.append(request)
         else:
@@ -83,22 +89,31 @@ def plan_extend(
     return plan
 
 
-def span_tokens(kv_len: int, *, programs: int, block: int) -> int:
-    """Return the tokens of a span, a multiple of `block`; kv_len or more: no split. `programs`: of one span."""
-    if kv_len <= MOST_WHOLE:
-        return kv_len
-    spans = min(PROGRAMS // programs, MOST_SPANS, kv_len // MIN_SPAN)
-    return -(-kv_len // (block * max(spans, 1))) * block
+def first_seen(position: int, window: int) -> int:
+    """Return the first token that a query at `position` sees. `window`: of CacheSpec."""
+    return max(0, position + 1 - window) if window else 0
 
 
-def _split(into: SplitRound, request: int, q_len: int, kv_len: int, *, span: int, group: int, rows: int) -> None:
-    part_row, parts = into.part_rows, []
+def span_tokens(context: int, *, programs: int, block: int) -> int:
+    """Return the tokens of a span, a multiple of `block`; `context` or more: no split. `programs`: of one span."""
+    if context <= MOST_WHOLE:
+        return context
+    spans = min(PROGRAMS // programs, MOST_SPANS, context // MIN_SPAN)
+    return -(-context // (block * max(spans, 1))) * block
+
+
+def _split(
+    into: SplitRound, request: int, q_len: int, kv_len: int, *, begins: range, group: int, rows: int, window: int
+) -> None:
+    """`begins`: of the request's spans."""
+    part_row, parts, span, before = into.part_rows, [], begins.step, kv_len - q_len
     for tile in range(-(-q_len * group // rows)):
         height = min(rows, q_len * group - tile * rows)
-        seen = kv_len - q_len + (tile * rows + height - 1) // group + 1  # by the tile's last row
-        begins = range(0, seen, span)
-        into.merges += (request, tile, part_row, len(begins))
-        for begin in begins:
+        first = first_seen(before + tile * rows // group, window)  # of the tile's first row
+        seen = before + (tile * rows + height - 1) // group + 1  # by its last one
+        mine = [begin for begin in begins if first < begin + span and begin < seen]
+        into.merges += (request, tile, part_row, len(mine))
+        for begin in mine:
             parts.append((begin, tile, min(begin + span, seen), part_row))
             part_row += height
         into.most_rows = max(into.most_rows, height)

@@ -12,6 +12,9 @@ program waits for another, and each merges behind its loop over splits, which ne
 Lengths are read on the device: `split_list` lists all splits once a step, and each of n programs takes every n-th. So one
 captured graph serves every length, and a long context costs a short request nothing. For the same reason numbers that
 change from step to step are in `do_not_specialize`: a kernel is compiled once for a model, whatever it serves.
+
+A layer with a window has a list of its own, of the splits of the tokens that the window shows: others cost nothing. Sinks
+join the first split, as a score that the softmax begins with.
 """
 
 from dataclasses import dataclass
@@ -26,6 +29,7 @@ from engine.kv.kv_pool import ONE_UNIT, Units
 
 MIN_TILE_HEADS = 16  # what tl.dot takes at least
 LOG2_E = 1.4426950408889634
+KERNEL_LOG2_E = tl.constexpr(LOG2_E)
 LIST_TILE = 256  # requests that a program of the split list reads at a time
 MERGED_AT_ONCE, MERGED_ELEMENTS = 8, 4096  # splits in flight, and what of them registers hold without spills
 INTERPRETED_PROGRAMS = 3  # no device to ask: few, so that each has several splits
@@ -64,6 +68,21 @@ def split_tokens(kv_len, MIN_SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: t
     return tl.maximum(per_split, MIN_SPLIT)
 
 
+@triton.jit
+def seen_tokens(kv_len, WINDOW: tl.constexpr):
+    """The last tokens of a request, which its newest one sees. WINDOW: 0 is all."""
+    seen = kv_len
+    if WINDOW:
+        seen = tl.minimum(kv_len, WINDOW)
+    return seen
+
+
+@triton.jit
+def capped(scores, CAP: tl.constexpr):
+    """CAP * tanh(score / CAP), of scores times log2(e). exp2 gives infinity or 0 of large ones, and so 1 or -1."""
+    return CAP * KERNEL_LOG2_E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / CAP)) + 1.0))
+
+
 @triton.jit(do_not_specialize=["batch"])
 def split_list_kernel(
     kv_lens_ptr,  # [B] int32
@@ -76,17 +95,18 @@ def split_list_kernel(
     BLOCK: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """Program (request): its splits, behind those of the requests before it; none of them is done."""
     request = tl.program_id(0)
     before = tl.zeros([TILE_BATCH], tl.int32)
     for start in range(0, request, TILE_BATCH):
         at = start + tl.arange(0, TILE_BATCH)
-        lens = tl.load(kv_lens_ptr + at, mask=at < request, other=0)
+        lens = seen_tokens(tl.load(kv_lens_ptr + at, mask=at < request, other=0), WINDOW)
         before += tl.cdiv(lens, split_tokens(lens, MIN_SPLIT, SPLITS, BLOCK))
     first = tl.sum(before)
-    kv_len = tl.load(kv_lens_ptr + request)
-    count = tl.cdiv(kv_len, split_tokens(kv_len, MIN_SPLIT, SPLITS, BLOCK))
+    seen = seen_tokens(tl.load(kv_lens_ptr + request), WINDOW)
+    count = tl.cdiv(seen, split_tokens(seen, MIN_SPLIT, SPLITS, BLOCK))
     split = tl.arange(0, SPLITS)
     tl.store(list_ptr + first + split, request * SPLITS + split, mask=split < count)
     if request == batch - 1:
@@ -161,6 +181,7 @@ def decode_split_kernel(
     table_ptr,  # [slots, table_stride] int32
     slots_ptr,  # [B] int64
     kv_lens_ptr,  # [B] int32
+    sinks_ptr,  # [heads] fp32: a score of each that no value belongs to; None: there is none
     batch,
     q_stride,
     table_stride,
@@ -180,6 +201,8 @@ def decode_split_kernel(
     SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Program i of n: every n-th (split, kv head) of the list, from the i-th on; then the merges it is the last for."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -195,13 +218,20 @@ def decode_split_kernel(
         kv_head = work % KV_HEADS
         request = unit // SPLITS
         kv_len = tl.load(kv_lens_ptr + request)
-        per_split = split_tokens(kv_len, MIN_SPLIT, SPLITS, BLOCK)
+        seen = seen_tokens(kv_len, WINDOW)
+        per_split = split_tokens(seen, MIN_SPLIT, SPLITS, BLOCK)
         begin = (unit % SPLITS) * per_split
+        if WINDOW:
+            begin += kv_len - seen
         end = tl.minimum(begin + per_split, kv_len)
         at_q = request.to(tl.int64) * q_stride + kv_head * GROUP * DIM
         q = tl.load(q_ptr + at_q + (in_group[:, None] * DIM + dims[None, :]), mask=mask_hd, other=0.0)
         best = tl.full([TILE_HEADS], float("-inf"), tl.float32)
         total = tl.zeros([TILE_HEADS], tl.float32)
+        if sinks_ptr is not None:  # noqa: SIM102 (known when compiled); in the first split, which every request has
+            if unit % SPLITS == 0:
+                best = tl.load(sinks_ptr + kv_head * GROUP + in_group, mask=mask_h, other=0.0) * KERNEL_LOG2_E
+                total += 1.0
         acc = tl.zeros([TILE_HEADS, TILE_DIM], tl.float32)
         table = table_ptr + tl.load(slots_ptr + request) * table_stride
         for at in range(begin, end, BLOCK):
@@ -211,6 +241,8 @@ def decode_split_kernel(
             start = page * page_stride + row_in_page(token % PAGE_SIZE, kv_head, unit_stride, KV_HEADS, UNIT_HEADS, DIM)
             k = tl.load(k_ptr + start[None, :] + dims[:, None], mask=mask_n[None, :] & mask_d[:, None], other=0.0)
             scores = tl.dot(q, k, input_precision=PRECISION) * scale
+            if CAP != 0.0:
+                scores = capped(scores, CAP)
             scores = tl.where(mask_n[None, :], scores, float("-inf"))
             best_now = tl.maximum(best, tl.max(scores, 1))
             factor = tl.exp2(best - best_now)
@@ -221,7 +253,7 @@ def decode_split_kernel(
             best = best_now
         acc = acc / total[:, None]
         in_heads = in_group[:, None] * DIM + dims[None, :]
-        used = tl.cdiv(kv_len, per_split)
+        used = tl.cdiv(seen, per_split)
         if used == 1:
             row = request.to(tl.int64) * HEADS + kv_head * GROUP
             tl.store(out_ptr + row * DIM + in_heads, acc.to(out_ptr.dtype.element_ty), mask=mask_hd)
@@ -239,8 +271,8 @@ def decode_split_kernel(
     for i in range(0, num_merges):
         group = tl.load(merges_ptr + tl.program_id(0) + i * tl.num_programs(0))
         request, kv_head = group // KV_HEADS, group % KV_HEADS
-        kv_len = tl.load(kv_lens_ptr + request)
-        used = tl.cdiv(kv_len, split_tokens(kv_len, MIN_SPLIT, SPLITS, BLOCK))
+        seen = seen_tokens(tl.load(kv_lens_ptr + request), WINDOW)
+        used = tl.cdiv(seen, split_tokens(seen, MIN_SPLIT, SPLITS, BLOCK))
         merge_splits(
             part_ptr, lse_ptr, out_ptr, request, kv_head, used,
             HEADS, KV_HEADS, DIM, TILE_GROUP, TILE_DIM, SPLITS, AT_ONCE,
@@ -262,16 +294,16 @@ def cache_constants(
     }
 
 
-def split_constants(cache: dict[str, Any], tiles: DecodeTiles) -> dict[str, Any]:
+def split_constants(cache: dict[str, Any], tiles: DecodeTiles, *, window: int = 0, cap: float = 0.0) -> dict[str, Any]:
     group = triton.next_power_of_2(cache["HEADS"] // cache["KV_HEADS"])
     at_once = max(1, min(MERGED_AT_ONCE, MERGED_ELEMENTS // (group * cache["TILE_DIM"])))
     heads = {"TILE_HEADS": max(MIN_TILE_HEADS, group), "TILE_GROUP": group}
-    return {**cache, **heads, "AT_ONCE": at_once, **split_rule(tiles)}
+    return {**cache, **heads, "AT_ONCE": at_once, **split_rule(tiles), "WINDOW": window, "CAP": cap}
 
 
-def list_constants(*, kv_heads: int, tiles: DecodeTiles) -> dict[str, Any]:
+def list_constants(*, kv_heads: int, tiles: DecodeTiles, window: int = 0) -> dict[str, Any]:
     heads = {"KV_HEADS": kv_heads, "TILE_KV_HEADS": triton.next_power_of_2(kv_heads)}
-    return {**heads, "TILE_BATCH": LIST_TILE, **split_rule(tiles)}
+    return {**heads, "TILE_BATCH": LIST_TILE, **split_rule(tiles), "WINDOW": window}
 
 
 def tile_dim(dim: int) -> int:
@@ -298,12 +330,12 @@ class SplitList:
     done: torch.Tensor
 
 
-def split_list(kv_lens: torch.Tensor, *, kv_heads: int, tiles: DecodeTiles) -> SplitList:
-    """The splits of requests of `kv_lens` [B] int32, for `decode`; once a step, for all layers, one after another."""
+def split_list(kv_lens: torch.Tensor, *, kv_heads: int, tiles: DecodeTiles, window: int = 0) -> SplitList:
+    """The splits of requests of `kv_lens` [B] int32, for `decode`; once a step, for all layers of a window, one after another."""
     batch = len(kv_lens)
     units = torch.empty((batch * tiles.splits + 1,), dtype=torch.int32, device=kv_lens.device)
     done = torch.empty((batch, kv_heads), dtype=torch.int32, device=kv_lens.device)
-    constants = list_constants(kv_heads=kv_heads, tiles=tiles)
+    constants = list_constants(kv_heads=kv_heads, tiles=tiles, window=window)
     split_list_kernel[(batch,)](kv_lens, units, done, batch, **constants, num_warps=1)
     return SplitList(units, done)
 
@@ -320,9 +352,14 @@ def decode(
     tiles: DecodeTiles,
     scale: float,
     units: Units = ONE_UNIT,
+    window: int = 0,
+    cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[B, heads, dim] dense. q [B, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k, of unit 0; page_table
-    [slots, pages] int32; slots [B] int64; kv_lens [B] int32, at least 1; `splits`: `split_list` of these lengths, kv heads and tiles.
+    [slots, pages] int32; slots [B] int64; kv_lens [B] int32, at least 1; `splits`: `split_list` of these lengths, kv heads, tiles and `window`.
+
+    `window`: of CacheSpec; `cap`, `sinks`: of Softmax.
     """
     batch, heads, dim = q.shape
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2] * units.count
@@ -347,13 +384,14 @@ def decode(
         page_table,
         slots,
         kv_lens,
+        sinks,
         batch,
         q.stride(0),
         page_table.stride(0),
         k_cache.stride(0),
         units.stride,
         scale * LOG2_E,
-        **split_constants(cache, tiles),
+        **split_constants(cache, tiles, window=window, cap=cap),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )

@@ -6,6 +6,9 @@ sees, without a mask, then the few at its diagonal. Apart from rounding, chunks 
 
 Few rows behind a long context would leave most multiprocessors idle: their programs take a span of the context and all
 query heads of a kv head (engine/kernels/extend_plan.py), and a merge follows, as in Flash-Decoding (Dao et al. 2023).
+
+With a window a program begins at the first token that its first row sees: blocks before it are not read, those that some
+row does not see are masked. Sinks join a row's first span, as a score that the softmax begins with.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +21,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.extend_plan import MOST_SPANS, ExtendPlan
-from engine.kernels.triton_decode import LOG2_E, cache_constants, row_in_page, tile_dim
+from engine.kernels.triton_decode import KERNEL_LOG2_E, LOG2_E, cache_constants, capped, row_in_page, tile_dim
 from engine.kv.kv_pool import ONE_UNIT, Units
 
 
@@ -49,6 +52,7 @@ def extend_block(
     total,
     acc,
     at,
+    low,  # the first token that any row sees
     end,
     position,  # of each row
     table,
@@ -67,12 +71,16 @@ def extend_block(
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,  # some row does not see some token of this block
     SPLIT: tl.constexpr,  # some row may see none
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Tokens at..at + BLOCK: (best, total, acc) with them."""
     dims = tl.arange(0, TILE_DIM)
     token = at + tl.arange(0, BLOCK)
     if MASKED:
         mask_n = token < end
+        if WINDOW:
+            mask_n = mask_n & (token >= low)  # the page table may name another's page before
         page = tl.load(table + token // PAGE_SIZE, mask=mask_n, other=0).to(tl.int64)
     else:
         page = tl.load(table + token // PAGE_SIZE).to(tl.int64)
@@ -86,13 +94,17 @@ def extend_block(
     else:
         k = tl.load(at_k, mask=(dims < DIM)[:, None], other=0.0)
     scores = tl.dot(q, k, input_precision=PRECISION) * scale
+    if CAP != 0.0:
+        scores = capped(scores, CAP)
     if MASKED:
         # rows past the end see what the last row sees: no row is empty, no NaN arises
         seen = (token[None, :] <= position[:, None]) & mask_n[None, :]
+        if WINDOW:
+            seen = seen & (token[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
     best_now = tl.maximum(best, tl.max(scores, 1))
     base = best_now
-    if MASKED and SPLIT:
+    if MASKED and (SPLIT or WINDOW):
         base = tl.where(best_now == float("-inf"), 0.0, best_now)  # of a row that saw nothing yet: weights of 0, no NaN
     factor = tl.exp2(best - base)
     weights = tl.exp2(scores - base[:, None])
@@ -119,6 +131,7 @@ def extend_kernel(
     slots_ptr,  # [B] int64
     starts_ptr,  # [B + 1] int32: first row of each request in q
     kv_lens_ptr,  # [B] int32
+    sinks_ptr,  # [heads] fp32: a score of each that no value belongs to; None: there is none
     q_stride,
     table_stride,
     page_stride,  # elements; page * page_stride exceeds 32 bits
@@ -134,6 +147,8 @@ def extend_kernel(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
     SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Program (unit, head); SPLIT: (unit, kv head), whose rows are (token, head of the group) pairs."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -167,19 +182,39 @@ def extend_kernel(
     in_batch = (first + tokens).to(tl.int64)
     q = tl.load(q_ptr + in_batch[:, None] * q_stride + at_head, mask=mask_md, other=0.0)
     position = kv_len - q_len + tokens
+    low = 0
+    if WINDOW:
+        position = tl.minimum(position, kv_len - 1)
+        low = tl.maximum(before + 1 - WINDOW, 0)
     best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
+    if sinks_ptr is not None:
+        is_first = begin <= low  # of the spans that the tile sees
+        best = tl.where(is_first, tl.load(sinks_ptr + head) * KERNEL_LOG2_E, best)
+        total = tl.where(is_first, 1.0, total)
     acc = tl.zeros([BLOCK_ROWS, TILE_DIM], tl.float32)
     table = table_ptr + tl.load(slots_ptr + request) * table_stride
+    if WINDOW:
+        begin = tl.maximum(begin, low // BLOCK * BLOCK)
+        last = tl.minimum(kv_len - q_len + (tile * BLOCK_ROWS + BLOCK_ROWS - 1) // (GROUP if SPLIT else 1), kv_len - 1)
+        edge = tl.minimum(tl.cdiv(tl.maximum(last + 1 - WINDOW, 0), BLOCK) * BLOCK, end)
+        # of fp32, which the products bound, loads ahead would only spill
+        for at in tl.range(begin, edge, BLOCK, num_stages=1 if PRECISION == "ieee" else None):
+            best, total, acc = extend_block(
+                q, best, total, acc, at, low, end, position, table, k_ptr, v_ptr, page_stride, unit_stride, kv_head, scale,
+                KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, True, SPLIT, WINDOW, CAP,
+            )  # fmt: skip
+        begin = tl.maximum(begin, edge)
+        seen_by_all = tl.maximum(begin, seen_by_all)
     for at in range(begin, seen_by_all, BLOCK):
         best, total, acc = extend_block(
-            q, best, total, acc, at, end, position, table, k_ptr, v_ptr, page_stride, unit_stride, kv_head, scale,
-            KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, False, SPLIT,
+            q, best, total, acc, at, low, end, position, table, k_ptr, v_ptr, page_stride, unit_stride, kv_head, scale,
+            KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, False, SPLIT, WINDOW, CAP,
         )  # fmt: skip
     for at in range(seen_by_all, end, BLOCK):
         best, total, acc = extend_block(
-            q, best, total, acc, at, end, position, table, k_ptr, v_ptr, page_stride, unit_stride, kv_head, scale,
-            KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, True, SPLIT,
+            q, best, total, acc, at, low, end, position, table, k_ptr, v_ptr, page_stride, unit_stride, kv_head, scale,
+            KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, True, SPLIT, WINDOW, CAP,
         )  # fmt: skip
     if SPLIT:
         # of a row that sees nothing of the span: 0, and log2(0) is no weight in the merge; a NaN stays
@@ -266,8 +301,11 @@ def any_whole(*, most_rows: int, requests: int, tiles: ExtendTiles, device: torc
     return ExtendWork(torch.cartesian_prod(each, last_first).flatten())
 
 
-def extend_constants(cache: dict[str, Any], tiles: ExtendTiles, *, split: bool) -> dict[str, Any]:
-    return {**cache, "BLOCK_ROWS": tiles.rows, "BLOCK": tiles.block, "SPLIT": split}
+def extend_constants(
+    cache: dict[str, Any], tiles: ExtendTiles, *, split: bool, window: int = 0, cap: float = 0.0
+) -> dict[str, Any]:
+    rows = {"BLOCK_ROWS": tiles.rows, "BLOCK": tiles.block}
+    return {**cache, **rows, "SPLIT": split, "WINDOW": window, "CAP": cap}
 
 
 def extend_merge_constants(*, heads: int, kv_heads: int, dim: int, tiles: ExtendTiles) -> dict[str, Any]:
@@ -288,10 +326,15 @@ def extend(
     tiles: ExtendTiles,
     scale: float,
     units: Units = ONE_UNIT,
+    window: int = 0,
+    cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[T, heads, dim] dense. q [T, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k, of unit 0; page_table
-    [slots, pages] int32; slots [B] int64; starts [B + 1] int32; kv_lens [B] int32; `work`: `plan_extend` of these lengths
-    and tiles.
+    [slots, pages] int32; slots [B] int64; starts [B + 1] int32; kv_lens [B] int32; `work`: `plan_extend` of these lengths,
+    tiles and `window`.
+
+    `window`: of CacheSpec; `cap`, `sinks`: of Softmax.
     """
     (_, heads, dim), (_, page_size, unit_heads, _) = q.shape, k_cache.shape
     kv_heads = unit_heads * units.count
@@ -313,12 +356,13 @@ def extend(
             slots,
             starts,
             kv_lens,
+            sinks,
             q.stride(0),
             page_table.stride(0),
             k_cache.stride(0),
             units.stride,
             scale * LOG2_E,
-            **extend_constants(cache, tiles, split=split),
+            **extend_constants(cache, tiles, split=split, window=window, cap=cap),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )

@@ -4,6 +4,7 @@ import hashlib
 from itertools import groupby
 from pathlib import Path
 
+from engine.config import EngineConfig
 from engine.core.page_keys import KVIdentity
 from engine.kv.held import HeldKV
 from engine.kv.kv_pool import KVPool
@@ -62,6 +63,12 @@ def fingerprint(model_path: str) -> str:
     Reading gigabytes would take minutes, and images may give all files one time.
     """
     return _hash(model_path, times=True)[:32]
+
+
+def fingerprint_of(config: EngineConfig) -> str:
+    """Of the model's files, and of the drafter's, if it has its own: pages hold what both compute. Raises ConfigError."""
+    own, drafter = fingerprint(config.model_path), config.speculative_draft_model_path
+    return own if drafter is None else f"{own}+{fingerprint(drafter)}"
 
 
 def weights_number(model_path: str) -> int:

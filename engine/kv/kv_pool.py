@@ -2,16 +2,20 @@
 
     base ->  | page 0 (scratch) | page 1 | ... | page num_pages |          page_bytes apart
     page ->  | unit 0 | unit 1 | ... |                                     unit_bytes apart, a multiple of 64
-    unit ->  | layer 0 K [page_size, heads, head_dim] | layer 0 V | layer 1 K | layer 1 V | ... | pad |   latents: K alone
+    unit ->  | layer 0 K [page_size, heads, head_dim] | layer 0 V | layer 1 K | layer 1 V | ... | drafter | pad |   latents: K alone
     with fp8:     K [page_size, heads * head_dim + heads]: of each token the codes of its heads, then their exponents (fp8.py)
+    drafter: its layers, as those of the model, and the page's tail: one vector, in each unit the same
 
 A unit holds an equal share of the kv heads, in their order, of all layers. A page of all layers is one run, so a transfer of
 adjacent pages is one piece; a unit is one run, so workers whose ranks hold other heads exchange units (engine/kv/held.py).
+What a drafter keeps (engine/models/draft_model.py) counts as one more layer of a page: prefixes, copies and transfers have it without
+knowing it.
 """
 
 import contextlib
 import mmap
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,6 +27,7 @@ from engine.kv.held import HeldKV
 
 UNIT_ALIGN_BYTES = 64  # a cache line: what the SIMD kernels and the transfer engines like best
 AllocateBytes = Callable[[int, torch.device], torch.Tensor]  # (bytes, device) -> [bytes] uint8, zero
+LAYER, TAIL = "layer", "tail"  # of a drafter
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -33,6 +38,7 @@ class CacheSpec:
     `fp8`: kept as codes and exponents (engine/kv/fp8.py), and read as `dtype`.
     `window`: the last tokens that a query sees, its own included; 0: all. `latent`: of latent attention, the first elements of
     K that are V, too, which is not kept; 0: V is kept. `index`: the last elements of K, which an index reads alone.
+    `drafter`: "layer": of the drafter; "tail": one vector of each page, in each unit, for it; "": a layer of the model.
     """
 
     num_kv_heads: int
@@ -42,6 +48,7 @@ class CacheSpec:
     latent: int = 0
     index: int = 0
     fp8: bool = False
+    drafter: str = ""
 
     @property
     def kept_as(self) -> torch.dtype:
@@ -56,8 +63,11 @@ class CacheSpec:
     def bytes_per_token(self) -> int:
         return (1 if self.latent else 2) * self.num_kv_heads * self.row_bytes()
 
+    def bytes_in_page(self, page_size: int) -> int:
+        return self.row_bytes() if self.drafter == TAIL else self.bytes_per_token() * page_size
+
     def row_bytes(self) -> int:
-        """Of K or V of a token and head."""
+        """Of K or V of a token and head, or of a tail."""
         return self.head_dim * self.kept_as.itemsize + self.fp8
 
 
@@ -83,7 +93,8 @@ ONE_UNIT = Units(1, 0)
 
 
 class KVPool:
-    """`specs[i]`: of layer i. `units`: of a page, divides the kv heads. Page 0 is scratch for padding; real pages are 1..num_pages.
+    """`specs[i]`: of layer i, the drafter's last. `units`: of a page, divides the kv heads. Page 0 is scratch for padding; real pages are
+    1..num_pages. `drafter`: the same pages, as the drafter's layers see them; None: there is none.
 
     New memory is zero, so a stale NaN never reaches a masked sum. On CPU it is mapped lazily.
     """
@@ -99,7 +110,7 @@ class KVPool:
         allocate: AllocateBytes = zeroed_bytes,
     ) -> None:
         assert num_pages >= 1 and page_size >= 1, (num_pages, page_size)
-        self.specs = tuple(specs)
+        self.specs = tuple(spec for spec in specs if not spec.drafter)
         self.num_pages = num_pages
         self.page_size = page_size
         self.units = units
@@ -107,10 +118,36 @@ class KVPool:
         self.page_bytes = self.page_bytes_of(specs, page_size, units=units)
         self.unit_bytes = self.page_bytes // units
         self.buffer = allocate((1 + num_pages) * self.page_bytes, self.device)
-        self._parts = _parts(self.specs, units)
-        layers = list(zip(self._parts, _layer_offsets(self._parts, page_size), strict=True))
+        self._parts = _parts(specs, units)
+        offsets = _layer_offsets(self._parts, page_size)
+        self._show(list(zip(self._parts, offsets, strict=True))[: len(self.specs)])
+        self.drafter = self._drafter(specs, offsets) if len(self.specs) < len(specs) else None
+
+    def _show(self, layers: Sequence[tuple[CacheSpec, int]]) -> None:
+        """`layers`: parts in a unit, and where they begin there."""
         self._k = [self._views(part, at) for part, at in layers]
-        self._v = [self._views(part, at + _v_offset(part, page_size)) for part, at in layers]
+        self._v = [self._views(part, at + _v_offset(part, self.page_size)) for part, at in layers]
+
+    def _drafter(self, specs: Sequence[CacheSpec], offsets: Sequence[int]) -> "KVPool":
+        own = copy(self)
+        own.specs = tuple(spec for spec in specs if spec.drafter == LAYER)
+        first = len(self.specs)
+        own._show(list(zip(self._parts, offsets, strict=True))[first : first + len(own.specs)])
+        own.drafter = None
+        return own
+
+    @property
+    def tails(self) -> torch.Tensor | None:
+        """[1 + num_pages, units, size]: the tail of each page, which a drafter reads and writes; None: pages have none."""
+        if self.drafter is None or self._parts[-1].drafter != TAIL:
+            return None
+        part, at = self._parts[-1], _layer_offsets(self._parts, self.page_size)[-1]
+        dtype = part.kept_as
+        return self.buffer.view(dtype).as_strided(
+            (1 + self.num_pages, self.units, part.head_dim),
+            (self.page_bytes // dtype.itemsize, self.unit_bytes // dtype.itemsize, 1),
+            at // dtype.itemsize,
+        )
 
     @staticmethod
     def page_bytes_of(specs: Sequence[CacheSpec], page_size: int, *, units: int = 1) -> int:
@@ -124,11 +161,17 @@ class KVPool:
 
     @property
     def num_layers(self) -> int:
+        """Of the model."""
         return len(self.specs)
 
+    @property
+    def num_parts(self) -> int:
+        """Layers of a page, where what the drafter keeps is one more."""
+        return len(self.specs) + (self.drafter is not None)
+
     def layer_ends(self) -> list[int]:
-        """Return the byte of a unit where each layer ends, padding included."""
-        return [*_layer_offsets(self._parts, self.page_size)[1:], self.unit_bytes]
+        """Return the byte of a unit where each of its parts ends, padding included."""
+        return [*_layer_offsets(self._parts, self.page_size)[1 : self.num_parts], self.unit_bytes]
 
     @property
     def unit_end(self) -> int:
@@ -138,7 +181,7 @@ class KVPool:
     @property
     def held(self) -> HeldKV:
         """Return what the pool holds if it is the model's only one."""
-        return HeldKV.whole(num_units=self.units, num_layers=self.num_layers)
+        return HeldKV.whole(num_units=self.units, num_layers=self.num_parts)
 
     def k(self, layer: int, unit: int = 0) -> torch.Tensor:
         """Return a [1 + num_pages, page_size, kv heads of a unit, head_dim] view, contiguous within a page; with fp8, of codes.
@@ -208,8 +251,9 @@ class KVPool:
 
 def _parts(specs: Sequence[CacheSpec], units: int) -> list[CacheSpec]:
     """Of each layer, what a unit holds."""
-    assert units >= 1 and all(spec.num_kv_heads % units == 0 for spec in specs), (units, specs)
-    return [replace(spec, num_kv_heads=spec.num_kv_heads // units) for spec in specs]
+    heads = [spec.num_kv_heads for spec in specs if spec.drafter != TAIL]
+    assert units >= 1 and not any(count % units for count in heads), (units, specs)
+    return [spec if spec.drafter == TAIL else replace(spec, num_kv_heads=spec.num_kv_heads // units) for spec in specs]
 
 
 def _v_offset(spec: CacheSpec, page_size: int) -> int:
@@ -223,14 +267,14 @@ def _layer_offsets(specs: Sequence[CacheSpec], page_size: int) -> list[int]:
     for spec in specs:
         at = _align(at, spec.kept_as.itemsize)
         offsets.append(at)
-        at += spec.bytes_per_token() * page_size
+        at += spec.bytes_in_page(page_size)
     return offsets
 
 
 def _end(parts: Sequence[CacheSpec], page_size: int) -> int:
     if not parts:  # all layers have a window, and another pool
         return 0
-    return _layer_offsets(parts, page_size)[-1] + parts[-1].bytes_per_token() * page_size
+    return _layer_offsets(parts, page_size)[-1] + parts[-1].bytes_in_page(page_size)
 
 
 def _align(n: int, to: int) -> int:

@@ -52,7 +52,7 @@ class PageChecksum:
     ) -> None:
         assert pool.unit_bytes % WORD_BYTES == 0, pool.unit_bytes
         self._held = held or pool.held
-        assert len(self._held.units) == pool.units and len(self._held.layers) == pool.num_layers, self._held
+        assert len(self._held.units) == pool.units and len(self._held.layers) == pool.num_parts, self._held
         self._words = pool.buffer.view(torch.int64).view((1 + pool.num_pages) * pool.units, -1)
         self._count, first, self._of_unit = _places(pool, self._held)
         self._begin = begin + first

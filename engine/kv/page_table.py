@@ -18,7 +18,7 @@ class PageTable:
     def __init__(self, *, num_slots: int, max_pages: int, page_size: int, device: torch.device) -> None:
         self.rows = torch.zeros((num_slots + 1, max_pages), dtype=torch.int32, device=device)
         self.scratch_slot = num_slots
-        self._page_size = page_size
+        self.page_size = page_size
         self.device = device
 
     def update(self, items: list[PlanItem]) -> None:
@@ -45,5 +45,5 @@ class PageTable:
 
     def locate(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the (pages, offsets) of positions of the slots' requests, all [T] int64."""
-        column = positions // self._page_size
-        return self.rows[slots, column].to(torch.int64), positions - column * self._page_size
+        column = positions // self.page_size
+        return self.rows[slots, column].to(torch.int64), positions - column * self.page_size

@@ -21,9 +21,13 @@ class Decays(NamedTuple):
 
 
 def decays_of(decay: Tensor) -> Decays:
-    """`decay` [heads, GRID]: logarithms, at most 0."""
-    total = decay.cumsum(1)
-    return Decays(total, (total.unsqueeze(2) - total.unsqueeze(1)).tril().exp().tril())
+    """`decay` [heads, GRID]: logarithms, at most 0.
+
+    Sums are float64: behind one strong decay two sums of fp32 hold too few digits of the weak ones between them.
+    """
+    total = decay.double().cumsum(1)
+    between = (total.unsqueeze(2) - total.unsqueeze(1)).float()
+    return Decays(total.float(), between.tril().exp().tril())
 
 
 def advance(q: Tensor, k: Tensor, added: Tensor, decays: Decays, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,8 +37,8 @@ def advance(q: Tensor, k: Tensor, added: Tensor, decays: Decays, state: Tensor) 
     """
     total, between = decays
     output = (q * total.exp().unsqueeze(-1)) @ state + (q @ k.transpose(1, 2) * between) @ added
-    left = (total[:, -1:] - total).exp()
-    return output, state * total[:, -1, None, None].exp() + (k * left.unsqueeze(-1)).transpose(1, 2) @ added
+    left = between[:, -1, :, None]
+    return output, state * total[:, -1, None, None].exp() + (k * left).transpose(1, 2) @ added
 
 
 Chunk = Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, Tensor]]

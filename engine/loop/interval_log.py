@@ -41,6 +41,8 @@ class IntervalLog(LoopListener):
             self.accepted = {"spec_accept_length": 1.0, "spec_accept_rate": 0.0}
 
     def on_launch(self, plan: Plan, now_s: float) -> None:
+        if plan.only_drafts:  # a part of the decode step behind it
+            return
         sums = self._sums = self._sums or _Sums(now_s)
         sums.prefill_steps += plan.extend
         sums.decode_steps += not plan.extend

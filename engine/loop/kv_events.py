@@ -14,7 +14,7 @@ from typing import Any
 
 import zmq
 
-from engine.core.cache_events import CacheEvents
+from engine.core.usable_prefixes import PrefixEvents
 from engine.flags.kv_events_config import FLAG, KVEventsConfig
 from service.flags import ConfigError
 from service.kv_events import END_SEQ, KVEvent, KVEventBatch, encode_batch, seq_bytes
@@ -37,7 +37,7 @@ class ZmqPublisher:
         self,
         config: KVEventsConfig,
         *,
-        events: CacheEvents | None = None,
+        events: PrefixEvents | None = None,
         secret: bytes | None = None,
         dp_rank: int | None = None,
     ) -> None:

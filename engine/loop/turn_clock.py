@@ -69,6 +69,8 @@ def _info(plan: Plan) -> StepInfo:
 def _kind(plan: Plan) -> str:
     if not plan.items:
         return "copy"  # pages between tiers
+    if plan.only_drafts:
+        return "draft"
     if not plan.extend:
         return "decode"
     return "prefill" if all(item.extend for item in plan.items) else "mixed"

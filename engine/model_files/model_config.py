@@ -7,6 +7,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.gguf.config import config_fields
 from engine.gguf.file import open_gguf
@@ -20,6 +21,9 @@ from engine.model_files.recurrent_config import RecurrentConfig
 from engine.model_files.rope_config import RopeConfig
 from engine.model_files.stored_weights import StoredWeights, read_stored_weights
 from service.flags import ConfigError
+
+if TYPE_CHECKING:
+    from engine.model_files.drafter_config import DrafterConfig
 
 DEFAULT_MODEL_PATH = str(Path(__file__).parents[1] / "models" / "recall" / "checkpoint")
 WIDE_MODEL_PATH = str(Path(__file__).parents[1] / "models" / "recall" / "wide")
@@ -40,6 +44,8 @@ class ModelConfig:
     `recurrent`: which layers have a state in place of K and V; None: none has. `attention_gate`: as in `Family`.
     `layer_ropes`: of each layer, None where it turns nothing; (): all are `rope`.
     `windows`: the last tokens that a query of each layer sees, 0 for all; (): no layer has a window below the context.
+    `nextn_layers`: layers of the checkpoint behind those of the model, which predict the token after the next.
+    `drafter`: what drafts for it (`--speculative-algorithm`); None: no model does.
     """
 
     architecture: str
@@ -74,6 +80,8 @@ class ModelConfig:
     attention_gate: bool = False
     quantization: str = ""
     stored: StoredWeights | None = None
+    nextn_layers: int = 0
+    drafter: "DrafterConfig | None" = None
 
     @property
     def generates(self) -> bool:
@@ -160,7 +168,7 @@ class ModelConfig:
     def signature(self) -> str:
         """What prefill and decode must agree on: "Qwen3ForCausalLM/L2/kv1x128/V528/1f2e3d4c5b6a".
 
-        The tail hashes every field that changes the numbers, but a quantization, which stands behind it.
+        The tail hashes every field that changes the numbers, but a quantization and a drafter, which stand behind it.
         """
         silent = {
             "dtype",
@@ -170,12 +178,15 @@ class ModelConfig:
             "model_type",
             "quantization",
             "stored",
+            "nextn_layers",
+            "drafter",
         }
-        fields = {name: value for name, value in asdict(self).items() if name not in silent}
+        fields = {name: value for name, value in asdict(replace(self, drafter=None)).items() if name not in silent}
         digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:12]
         return (
             f"{self.architecture}/L{self.num_layers}/kv{self.num_kv_heads}x{self.head_dim}/V{self.vocab_size}/{digest}"
             + (f"/{self.quantization}" if self.quantization else "")
+            + (f"/drafts by {self.drafter.signature()}" if self.drafter else "")
         )
 
 
@@ -248,6 +259,7 @@ def _model_config(fields: Fields, generation: Fields, *, folder: Path) -> ModelC
         stored=stored,
         max_position_embeddings=context,
         windows=read_windows(fields, kinds, family=family, context=context),
+        nextn_layers=_nextn_layers(fields),
         dtype=_dtype(fields),
         bos_token_id=next(iter(_token_ids(fields, "bos_token_id", vocab=vocab)), None),
         eos_token_ids=tuple(
@@ -279,6 +291,10 @@ def _kv_heads(fields: Fields, *, heads: int, hidden: int) -> tuple[int, int]:
 def _refuse_unsupported(fields: Fields) -> None:
     if fields.flag("mlp_bias", default=False):
         raise fields.error("mlp_bias", "a bias in the MLP is not supported")
+
+
+def _nextn_layers(fields: Fields) -> int:
+    return fields.count("num_nextn_predict_layers") if fields.get("num_nextn_predict_layers") else 0
 
 
 def _dtype(fields: Fields) -> str:

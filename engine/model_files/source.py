@@ -21,6 +21,8 @@ def with_local_model(config: EngineConfig) -> EngineConfig:
 
     An existing path has precedence over a model with that name.
     """
+    if config.speculative_draft_model_path is not None:
+        config = replace(config, speculative_draft_model_path=_local_drafter(config.speculative_draft_model_path))
     given = config.model_path
     by_name = bool(given) and not Path(given).exists()
     on_hub = by_name and given not in (SMOLLM2, RECALL_WIDE) and is_model_id(given)
@@ -36,6 +38,12 @@ def with_local_model(config: EngineConfig) -> EngineConfig:
     if by_name and given == RECALL_WIDE:
         return _served_as(config, WIDE_MODEL_PATH)
     return replace(config, model_path=given or DEFAULT_MODEL_PATH)
+
+
+def _local_drafter(given: str) -> str:
+    if given == SMOLLM2 and not Path(given).exists():
+        return str(smollm2_file())
+    return download(given, None) if is_model_id(given) and not Path(given).exists() else given
 
 
 def smollm2_file() -> Path:

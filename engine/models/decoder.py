@@ -17,10 +17,12 @@ from engine.layers.norm import add
 from engine.layers.recurrence import StepStates
 from engine.layers.turns import LayerTurns
 from engine.models.attention import Attend
+from engine.models.draft_model import DraftModel
 from engine.models.expert_balance import ExpertBalance
 from engine.models.heads import NoHead, label_matrix
 from engine.models.layer import Layer, Mixture
 from engine.models.part import EMBEDDING, ModelPart
+from engine.parallel.collectives import Collectives
 
 Begun = tuple[torch.Tensor, ...]  # what the layers start from: a row for each token
 
@@ -64,6 +66,7 @@ class DenseDecoder:
             self._head = part.head(table if tied else None) if config.generates else NoHead(len(share.vocab))
             self._labels = label_matrix(part)
         self._balance = part.balance
+        self.drafter: DraftModel | None = None
         part.leave_the_rest()
         self._turns = LayerTurns(config, share.layers, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
 
@@ -84,8 +87,8 @@ class DenseDecoder:
         return self._config.vocab_size
 
     def cache_specs(self) -> list[CacheSpec]:
-        """Of the rank's layers and KV heads."""
-        return list(self._specs)
+        """Of the rank's layers and KV heads, and what its drafter keeps."""
+        return list(self._specs) + ([] if self.drafter is None else self.drafter.cache_specs())
 
     def state_specs(self) -> list[StateSpec]:
         """Of the rank's recurrent layers, in their order."""
@@ -109,6 +112,11 @@ class DenseDecoder:
             if index not in self._share.layers
             for site in self._layers[0].sites
         ]
+
+    @property
+    def collectives(self) -> Collectives | None:
+        """Of the ranks of the stage; None where there is one."""
+        return self._collectives
 
     @property
     def num_layers(self) -> int:

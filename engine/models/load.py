@@ -1,16 +1,19 @@
-"""How a model is loaded. One class runs all families of `engine.model_files.families.FAMILIES`."""
+"""How a model is loaded, and what drafts for it. One class runs all families of `engine.model_files.families.FAMILIES`."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
+from engine.model_files.drafter_config import DrafterConfig
 from engine.model_files.model_config import ModelConfig
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import DenseDecoder
 from engine.models.part import ModelPart
+from engine.models.standalone import StandaloneModel
 from engine.parallel.collectives import Collectives
 from engine.parallel.expert_placement import IN_ORDER, ExpertPlan
-from engine.parallel.layout import ALONE, Place
+from engine.parallel.layout import ALONE, Place, share_of
 from engine.parallel.row_exchange import RowExchange
 from engine.quant.online import SCHEMES
 
@@ -29,12 +32,13 @@ def load_model(
     reduce_units: int = 0,
     quantization: str | None = None,
     experts: ExpertPlan = IN_ORDER,
+    drafter: DrafterConfig | None = None,
 ) -> DenseDecoder:
     """The model of `model_path`, or the part of it that the rank at `place` has, with its weights in `dtype` ("bfloat16" |
     "float32" | "float16") on `device`.
 
     `context_length`: positions in use (the RoPE table of a million is half a GiB). `collectives`: of the stage's ranks, if there
-    are several. `exchange`: of all ranks, with DP attention. `quantization`: as `--quantization`. `check_layout` has accepted the sizes. Raises `ConfigError` for files that do not fit `config`.
+    are several. `exchange`: of all ranks, with DP attention. `quantization`: as `--quantization`. `drafter`: loaded beside it. `check_layout` has accepted the sizes. Raises `ConfigError` for files that do not fit `config`.
     """
     stored = config.stored
     with (
@@ -55,4 +59,18 @@ def load_model(
         )
         model = DenseDecoder(part)
         checkpoint.check_all_taken()
+    if drafter is not None:
+        other = partial(
+            load_model,
+            drafter.path,
+            dtype=dtype,
+            device=device,
+            progress=progress,
+            context_length=context_length,
+            place=place,
+            collectives=collectives,
+            reduce_units=reduce_units,
+        )
+        heads = len(share_of(drafter.layers, place).heads)
+        model.drafter = StandaloneModel(other(config=drafter.layers), num_heads=heads)
     return model

@@ -24,10 +24,11 @@ from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.profiler import TorchProfiler
 from engine.flags.rank_rules import check_device
 from engine.flags.resolve import resolve, state_slots
+from engine.flags.speculation import with_drafter
 from engine.hicache.rank_files import FollowerFiles
 from engine.kv.host_memory import HERE, HostMemory
 from engine.kv.host_pool import HostPool, allocate_host_pool
-from engine.kv.identity import fingerprint, kv_identity
+from engine.kv.identity import fingerprint_of, kv_identity
 from engine.kv.kv_pool import KVPool
 from engine.kv.state_pool import StatePool
 from engine.messages import StartProfile
@@ -70,7 +71,7 @@ def build_follower(
     """
     given, config = config, resolve(config, model_config, cuda=torch.cuda.is_available())
     check_device(config)
-    model_config = model_config.quantized(config.quantization)
+    model_config = with_drafter(config, model_config.quantized(config.quantization))
     assert config.num_threads is not None, "resolved"
     torch.set_num_threads(config.num_threads)
     if gauge is None and config.device == "cuda":
@@ -119,7 +120,7 @@ def build_follower(
         states_bytes = (1 + slots) * slot_bytes
     pages = kv_pages(given, config, found, page_bytes=page_bytes, states=states_bytes)
     assert config.chunked_prefill_size is not None and config.max_prefill_tokens is not None, "resolved"
-    files, batch = fingerprint(config.model_path), config.max_prefill_tokens
+    files, batch = fingerprint_of(config), config.max_prefill_tokens
     channel.send(Ready(pages, files, slots, config.chunked_prefill_size, batch))
     agreed = channel.receive()
     assert isinstance(agreed, PoolSize), agreed

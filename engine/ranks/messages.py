@@ -94,6 +94,7 @@ class Step(_Frame, frozen=True):
     from_host: list[tuple[int, int]] = []
     windows: list[tuple[int, int, list[int]]] = []  # as `pages`, of the pool of windows
     drafts: list[int] = []  # items that read a draft: all ranks record such steps alike
+    to_draft: list[int] = []  # of each item of a step that only drafts
     answer: int = 0
     agreed: AgreedStep | None = None
 
@@ -163,6 +164,7 @@ def step_of(plan: Plan, *, answer: int = 0) -> Step:
         from_host=[(copy.page, copy.host_page) for copy in plan.from_host],
         windows=[(i, item.window_start, item.new_window) for i, item in enumerate(items) if item.new_window],
         drafts=[i for i, item in enumerate(items) if item.draft],
+        to_draft=[item.to_draft for item in items] if plan.only_drafts else [],
         answer=answer,
         agreed=plan.agreed,
     )
@@ -214,6 +216,7 @@ def _items(step: Step) -> list[PlanItem]:
                 window_start=window_first,
                 new_window=window_ids,
                 draft=i in drafts,
+                to_draft=step.to_draft[i] if step.to_draft else 0,
             )
         )
         at += length

@@ -67,4 +67,4 @@ def alone(own: Callable[[Sequence[int], Tail], Parts]) -> Callable[[Sequence[int
 
 def _all_layers(held: HeldKV, pool: KVPool) -> HeldKV:
     """Of layers that have a pool of their own, which each rank has all of."""
-    return HeldKV(held.units, held.num_units, range(pool.num_layers), pool.num_layers)
+    return HeldKV(held.units, held.num_units, range(pool.num_parts), pool.num_parts)

@@ -10,6 +10,7 @@ from engine.config import EngineConfig
 from engine.core.backups import NOTHING, CopySize
 from engine.core.plan import Plan
 from engine.device.device import ForwardParts, build_forward, context_pages
+from engine.device.drafts import make_draft_pass
 from engine.device.graphs import MakeCapture, make_graphs
 from engine.device.host_copies import make_copies
 from engine.executor.recorded_ends import FollowedEnd
@@ -75,6 +76,7 @@ def rank_parts(
         has_states=parts.states is not None,
         progress=False,
     )
+    drafts = make_draft_pass(config, model, pool, page_table=parts.page_table, future_map=future_map, sampler=None)
     runner = RankRunner(
         model=model,
         copies=make_copies(
@@ -84,9 +86,10 @@ def rank_parts(
             windows=windows,
             states=None if parts.states is None else parts.states.pool,
         ),
-        forward_pass=parts.forward_pass(inputs, graphs=graphs, prefill_graphs=prefill_graphs),
+        forward_pass=parts.forward_pass(inputs, graphs=graphs, prefill_graphs=prefill_graphs, drafts=drafts),
         future_map=future_map,
         after=links.after,
+        drafts=drafts,
     )
     return runner, parts
 

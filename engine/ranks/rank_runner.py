@@ -8,14 +8,16 @@ from engine.executor.running_model import RunningModel
 
 if TYPE_CHECKING:  # they import torch, which a simulated rank does without
     from engine.executor.copies import Copies
+    from engine.executor.draft_pass import DraftPass
     from engine.executor.forward_pass import ForwardPass
     from engine.executor.future_map import FutureMap
+    from engine.kv.arrival import Arrival
     from engine.models.decoder import DenseDecoder
     from engine.parallel.stage_link import HiddenStates
 
 
 class RankRunner:
-    """`after`: link to the next stage; None: this is the last one, whose ranks compute logits together."""
+    """`after`: link to the next stage; None: this is the last one, whose ranks compute logits together. `drafts`: of a model with a drafter."""
 
     def __init__(
         self,
@@ -25,12 +27,14 @@ class RankRunner:
         forward_pass: "ForwardPass",
         future_map: "FutureMap",
         after: "HiddenStates | None",
+        drafts: "DraftPass | None" = None,
     ) -> None:
         self.running = RunningModel(model, forward_pass)
         self._copies = copies
         self._forward_pass = forward_pass
         self._future_map = future_map
         self._after = after
+        self._drafts = drafts
 
     def run(self, plan: Plan) -> None:
         """Return once no copy of the step touches the pages of this rank. On a CPU the rest is done, too.
@@ -44,12 +48,24 @@ class RankRunner:
             self._forward_pass.join(self.running.model, plan, arrival)
             self._copies.wait(plan.seq)
             return
+        if plan.only_drafts:
+            self._draft(plan, arrival)
+            return
         forward = self._forward_pass.run(self.running.model, plan, arrival)
         if self._after is not None:
             self._after.send(forward.hidden)
         elif not forward.gave_logits:
             for rows in logit_calls(plan.items):
                 self.running.model.logits(forward.hidden[rows])
+        if self._drafts is not None and any(item.draft for item in plan.items):
+            self._drafts.accept(plan.items, None)
         self._copies.wait(plan.seq)
         if any(item.sample for item in plan.items):
             self._future_map.on_sampled()
+
+    def _draft(self, plan: Plan, arrival: "Arrival") -> None:
+        assert self._drafts is not None, "a plan asks a drafter, and there is none"
+        arrival.hold_all()
+        self._forward_pass.place(plan.items)
+        self._drafts.draft(self.running.model, plan.items)
+        self._copies.wait(plan.seq)

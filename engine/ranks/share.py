@@ -17,6 +17,8 @@ Load = Callable[..., DenseDecoder]  # (model_path, config, progress=...)
 def loader(config: EngineConfig, model: ModelConfig, links: RankLinks | None, load: Load = load_model) -> Load:
     """`links`: None: the rank is the only one. `config` is resolved."""
     share: dict[str, Any] = {"reduce_units": config.reduce_units} if config.reduce_units or links else {}
+    if model.drafter is not None:
+        share["drafter"] = model.drafter
     if links is not None:
         share |= {
             "place": links.place,

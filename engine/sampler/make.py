@@ -31,6 +31,8 @@ class TokenSampler(Protocol):
         drafts: Sequence[int | None] = (),
     ) -> tuple[Tensor, Tensor]: ...
 
+    def guess(self, logits: Tensor, slots: Sequence[int], output_lens: Sequence[int]) -> Tensor: ...
+
 
 @runtime_checkable
 class CapturableSampler(TokenSampler, Protocol):

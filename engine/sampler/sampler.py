@@ -78,6 +78,13 @@ class Sampler:
             self._penalties.count(tokens, batch.penalties, drafts)
         return tokens, bad
 
+    def guess(self, logits: torch.Tensor, slots: Sequence[int], output_lens: Sequence[int]) -> torch.Tensor:
+        """As `sample`, of logits that stand for the model's: nothing is counted."""
+        batch = self._batch_of(slots)
+        edited = self._edited(logits, batch, output_lens, ())
+        values, indices = row_max(edited)
+        return self._sampled(edited, values, indices, batch, output_lens).masked_fill(~values.isfinite(), 0)
+
     def _edited(
         self, logits: torch.Tensor, batch: "_Batch", output_lens: Sequence[int], drafts: Sequence[int | None]
     ) -> torch.Tensor:

@@ -51,6 +51,10 @@ class TritonSampler:
         masks = None if mask is None else self._masks(mask, slots, output_lens)
         return triton_sample.sample(logits, inputs[0], inputs[1], self._requests, masks)
 
+    def guess(self, logits: Tensor, slots: Sequence[int], output_lens: Sequence[int]) -> Tensor:
+        """As `Sampler.guess`, of slots without penalties."""
+        return self.sample(logits, slots, output_lens)[0]
+
     def sample_on_device(self, logits: Tensor, slots: Tensor, output_lens: Tensor) -> tuple[Tensor, Tensor]:
         """As CapturableSampler."""
         return triton_sample.sample(logits, slots, output_lens, self._requests, None)

@@ -65,7 +65,32 @@ def test_every_row_meets_every_token_once(shape: dict[str, int]) -> None:
         check_split(now, q_len, kv_len, **shape)
 
 
-def check_split(now: SplitRound, q_len: int, kv_len: int, *, group: int, kv_heads: int, rows: int, block: int) -> None:
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_row_meets_the_tokens_of_its_window_once(shape: dict[str, int]) -> None:
+    rng = random.Random(3)
+    split = 0
+    for _ in range(200):
+        q_len, window = rng.choice([1, 2, 50, rng.randint(1, 600)]), rng.choice([1, 128, 4096, rng.randint(1, 9000)])
+        kv_len = q_len + rng.choice([0, 1, 5000, rng.randint(0, 40000)])
+        plan = plan_extend([q_len], [kv_len], **shape, window=window)
+        if plan.whole:
+            assert sorted(plan.whole[1::2]) == list(range(-(-q_len // shape["rows"])))
+            continue
+        split += 1
+        check_split(plan.rounds[0], q_len, kv_len, **shape, window=window)
+    assert split > 20
+
+
+def test_a_window_bounds_the_work_of_a_turn() -> None:
+    plan = plan_extend([50], [131072], **QWEN3_8B, window=4096)
+    read = sum(end - begin for _, _, begin, end, _ in in_groups(split(plan), 5))
+    assert read <= 2 * (4096 + 50 + QWEN3_8B["block"])  # of two tiles
+    assert plan_extend([50], [131072], **QWEN3_8B, window=1024).rounds == []
+
+
+def check_split(
+    now: SplitRound, q_len: int, kv_len: int, *, group: int, kv_heads: int, rows: int, block: int, window: int = 0
+) -> None:
     assert len(now.split) // 5 * kv_heads <= PROGRAMS + kv_heads * -(-q_len * group // rows)
     units = in_groups(now.split, 5)
     taken: list[int] = []
@@ -75,7 +100,9 @@ def check_split(now: SplitRound, q_len: int, kv_len: int, *, group: int, kv_head
         assert 1 <= spans <= MOST_SPANS and height <= now.most_rows
         mine = [(begin, end, at) for _, other, begin, end, at in units if other == tile]
         last = kv_len - q_len + (tile * rows + height - 1) // group
-        assert [begin for begin, _, _ in mine] == [0, *(end for _, end, _ in mine[:-1])]
+        low = max(0, kv_len - q_len + tile * rows // group + 1 - window) if window else 0
+        assert [begin for begin, _, _ in mine] == [mine[0][0], *(end for _, end, _ in mine[:-1])]
+        assert mine[0][0] <= low < mine[0][1], "the first span, by which the kernel knows where sinks join"
         assert mine[-1][1] == last + 1 and len(mine) == spans
         assert all(begin % block == 0 and begin < end for begin, end, _ in mine)
         assert [at for _, _, at in mine] == [part_row + i * height for i in range(spans)]

@@ -48,9 +48,20 @@ SHAPES = {
 }
 
 
-def test_numerics_by_the_interpreter():
+# Beside plain attention: window, cap, whether there are sinks. Shapes of the layers that have them.
+SOFTMAXES = {
+    "Gemma 2": ({"heads": 16, "kv_heads": 8, "dim": 256}, 4096, 50.0, False),
+    "Gemma 3": ({"heads": 16, "kv_heads": 8, "dim": 256}, 1024, 0.0, False),
+    "Mistral": ({"heads": 32, "kv_heads": 8, "dim": 128}, 4096, 0.0, False),
+    "gpt-oss": ({"heads": 64, "kv_heads": 8, "dim": 64}, 128, 0.0, True),
+    "gpt-oss, all tokens": ({"heads": 64, "kv_heads": 8, "dim": 64}, 0, 0.0, True),
+}
+
+
+@pytest.mark.parametrize("cases", ["triton_numerics", "triton_windows"])
+def test_numerics_by_the_interpreter(cases):
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.attention.triton_numerics"]
+    command = [sys.executable, "-m", f"tests.attention.{cases}"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -59,21 +70,39 @@ def test_numerics_by_the_interpreter():
     ("dtype", "shape"), [*product(["bf16", "fp32"], list(SHAPES)[:3]), ("bf16", "Qwen2.5-7B"), ("bf16", "in units")]
 )
 def test_decode_compiles_for_sm_90_without_spills(shape, dtype):
+    check_last_split_sees_all(compiled_decode(SHAPES[shape], dtype))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_decode_with_windows_caps_and_sinks_compiles_for_sm_90_without_spills(name, dtype):
+    heads, window, cap, sinks = SOFTMAXES[name]
+    compiled_decode(heads, dtype, window=window, cap=cap, sinks=sinks)
+
+
+def compiled_decode(
+    heads: dict[str, int], dtype: str, *, window: int = 0, cap: float = 0.0, sinks: bool = False
+) -> "Made":
     signature = {
         **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr", "out_ptr"], f"*{dtype}"),
         **dict.fromkeys(["part_ptr", "lse_ptr"], "*fp32"),
         **dict.fromkeys(["list_ptr", "done_ptr", "merges_ptr", "table_ptr"], "*i32"),
         **{"slots_ptr": "*i64", "kv_lens_ptr": "*i32"},
+        **sinks_argument(sinks),
         **dict.fromkeys(["batch", "q_stride", "table_stride"], "i32"),
         **{"page_stride": "i64", "unit_stride": "i32", "scale": "fp32"},
     }
-    heads = SHAPES[shape]
     tiles = decode_tiles(kv_heads=heads["kv_heads"], dim=heads["dim"], dtype=TORCH_DTYPES[dtype])
-    constants = split_constants(cache_constants(**heads, page_size=16, dtype=TORCH_DTYPES[dtype]), tiles)
+    cache = cache_constants(**heads, page_size=16, dtype=TORCH_DTYPES[dtype])
+    constants = split_constants(cache, tiles, window=window, cap=cap)
     made = check_compiled(decode_split_kernel, signature, constants, aligned=STRIDES, **launch_of(tiles))
     assert made.metadata.shared * tiles.per_sm <= SHARED_LIMIT_BYTES
     assert made.usage["REG"] * 32 * tiles.warps * tiles.per_sm <= REGISTERS
-    check_last_split_sees_all(made)
+    return made
+
+
+def sinks_argument(there: bool) -> dict[str, str]:
+    return {"sinks_ptr": "*fp32"} if there else {}
 
 
 def check_last_split_sees_all(made: "Made") -> None:
@@ -133,18 +162,32 @@ def test_the_turn_compiles_for_sm_90_without_spills(norms):
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("split", [False, True])
 def test_extend_compiles_for_sm_90_without_spills(shape, dtype, split):
+    compiled_extend(SHAPES[shape], dtype, split=split)
+
+
+@pytest.mark.parametrize("name", SOFTMAXES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("split", [False, True])
+def test_extend_with_windows_caps_and_sinks_compiles_for_sm_90_without_spills(name, dtype, split):
+    heads, window, cap, sinks = SOFTMAXES[name]
+    compiled_extend(heads, dtype, split=split, window=window, cap=cap, sinks=sinks)
+
+
+def compiled_extend(
+    heads: dict[str, int], dtype: str, *, split: bool, window: int = 0, cap: float = 0.0, sinks: bool = False
+) -> None:
     signature = {
         **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr"], f"*{dtype}"),
         **dict.fromkeys(["out_ptr", "lse_ptr"], "*fp32" if split else f"*{dtype}"),
         **{"units_ptr": "*i32", "table_ptr": "*i32", "slots_ptr": "*i64"},
         **dict.fromkeys(["starts_ptr", "kv_lens_ptr"], "*i32"),
+        **sinks_argument(sinks),
         **{"q_stride": "i32", "table_stride": "i32", "page_stride": "i64"},
         **{"unit_stride": "i32", "scale": "fp32"},
     }
-    tiles = extend_tiles(dim=SHAPES[shape]["dim"], dtype=TORCH_DTYPES[dtype])
-    constants = extend_constants(
-        cache_constants(**SHAPES[shape], page_size=16, dtype=TORCH_DTYPES[dtype]), tiles, split=split
-    )
+    tiles = extend_tiles(dim=heads["dim"], dtype=TORCH_DTYPES[dtype])
+    cache = cache_constants(**heads, page_size=16, dtype=TORCH_DTYPES[dtype])
+    constants = extend_constants(cache, tiles, split=split, window=window, cap=cap)
     made = check_compiled(extend_kernel, signature, constants, aligned=STRIDES, **launch_of(tiles))
     if dtype == "bf16":
         assert "wgmma" in made.asm["ptx"], "Hopper's own products are idle"
@@ -189,6 +232,8 @@ def check_compiled(
     `streams`: it multiplies what it loads in a loop.
     """
     names = kernel.arg_names
+    if "sinks_ptr" in names and "sinks_ptr" not in signature:
+        constants = {**constants, "sinks_ptr": None}
     assert [n for n in names if n not in constants] == list(signature)
     whole = {n: signature.get(n, "constexpr") for n in names}
     divisible = [n for n in names if whole[n].startswith("*") or n in aligned]

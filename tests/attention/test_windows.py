@@ -9,6 +9,7 @@ import torch
 from engine.attention.backend import make_attention_backend
 from engine.attention.cpu_backend import CpuBackend
 from engine.attention.torch_backend import TorchBackend
+from engine.attention.triton_backend import TritonBackend
 from engine.kernels import build
 from engine.kernels.paged_extend import SOURCE, PagedExtend, make_paged_extend
 from engine.kv.kv_pool import KVPool
@@ -100,8 +101,14 @@ def test_what_a_window_leaves_out_is_not_read() -> None:
         assert not out.isnan().any()
 
 
-def test_backends_without_windows_refuse_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+def test_the_backend_without_windows_refuses_them() -> None:
     pool = make_pool(HEADS, num_pages=2, page_size=PAGE, window=4)
-    with pytest.raises(ConfigError, match="--attention-backend triton: has no sliding windows"):
-        make_attention_backend("triton", pool, num_heads=6)
+    with pytest.raises(ConfigError, match=r"--attention-backend flashinfer: has no sliding windows.*; choose triton"):
+        make_attention_backend("flashinfer", pool, num_heads=6)
+
+
+@pytest.mark.parametrize("needs", [(), ("softcaps of scores",), ("attention sinks",)])
+def test_triton_is_chosen_on_devices_other_than_a_cpu(needs: tuple[str, ...]) -> None:
+    spec = make_pool(HEADS, num_pages=2, page_size=PAGE, window=4).specs[0]
+    pool = KVPool([spec], num_pages=2, page_size=PAGE, device="meta")
+    assert isinstance(make_attention_backend("auto", pool, num_heads=6, needs=needs), TritonBackend)

@@ -18,6 +18,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
 from engine.core.state_slots import StateSlots
 from engine.core.step_budget import StepBudget
+from engine.core.usable_prefixes import events_of_tree
 from engine.core.window_pages import WindowPages
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
@@ -126,7 +127,8 @@ class EngineInATest:
             chunked_prefill_size=chunk,
             **{"max_prefill_tokens": 64, **limits},  # type: ignore[arg-type]
         )
-        cache = RadixCache(allocator, enabled=radix, below=host, states=states, windows=windows)
+        self.events = events_of_tree(page_size, states=states, windows=windows)
+        cache = RadixCache(allocator, enabled=radix, below=host, listener=self.events, states=states, windows=windows)
         memory = Memory(allocator=allocator, cache=cache, host=host, states=states, windows=windows)
         self.scheduler = Scheduler(
             SchedulerState(

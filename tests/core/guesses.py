@@ -5,9 +5,11 @@ import random
 from engine.core.drafting import Drafting
 from engine.core.drafts import Draft
 from engine.core.request import Request
+from tests.core.drafter_model import DrafterModel
 from tests.core.hash_model import HashModel, next_token, prefix_hash, step_hash
 
 KINDS = ("right", "wrong", "mixed")
+MODELED = "modeled "  # before a kind: the executor's drafter drafts so
 
 
 class Guesses:
@@ -38,5 +40,15 @@ class FreeRows:
         """Nothing is learned."""
 
 
+class FreePasses(FreeRows):
+    def step(self, rows: int) -> float:
+        return 0.0
+
+
 def drafting(kind: str, *, most: int, model: HashModel) -> Drafting:
+    """As `kind` says, or where it begins so by a drafter in the executor, which `model` gets."""
+    if kind.startswith(MODELED):
+        kind = kind.removeprefix(MODELED)
+        model.drafter = DrafterModel(kind, kv=model.kv, at=model._at, page_size=model.page_size)
+        return Drafting(None, most=most, passes=most, costs=FreeRows(), pass_costs=FreePasses())
     return Drafting(Guesses(kind, most=most, model=model), most=most, costs=FreeRows())

@@ -7,9 +7,13 @@ says (next token, logprob, hidden state) is a function of the whole prefix, so t
 import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.core.plan import ItemResult, Plan, PlanItem, StateCopy, StepResult
 from engine.messages import TokenLogprob
+
+if TYPE_CHECKING:
+    from tests.core.drafter_model import DrafterModel
 
 VOCAB = 50
 MASK_BYTES = 8
@@ -116,6 +120,7 @@ class HashModel:
         self.states: dict[int, State] = {}  # recurrent ones by slot
         self.state_of: dict[int, int] = {}  # row -> slot; 0: the model has none
         self.last_seq = -1  # of the steps that were run
+        self.drafter: DrafterModel | None = None  # in the executor
 
     def run(self, plan: Plan) -> StepResult:
         self.last_seq = plan.seq
@@ -130,12 +135,31 @@ class HashModel:
             self.state_of[opened.slot] = opened.state
             self.lost.discard(opened.slot)
         self._copy_states(plan.states)
+        if self.fails(plan) and plan.only_drafts:
+            for item in plan.items:
+                self.rows[item.slot] += item.new_pages
+            return StepResult(plan.seq, [ItemResult(None) for _ in plan.items], failure=NO_MEMORY)
         if self.fails(plan):
             self.lost |= {item.slot for item in plan.items}
             return StepResult(plan.seq, [self._rubbish(item) for item in plan.items], failure=NO_MEMORY)
         results = [self._forward(item, plan.masks.get(i)) for i, item in enumerate(plan.items)]
         self._copy_states(plan.snapshots)
+        if self.drafter is not None and not plan.only_drafts:
+            self.drafter.follow(self._runs(plan.items, results))
         return StepResult(plan.seq, results)
+
+    def _runs(
+        self, items: list[PlanItem], results: list[ItemResult]
+    ) -> list[tuple[list[int], int, list[PlanItem], list[ItemResult]]]:
+        """Of each request: its row, what its hashes begin from, and its items with their results."""
+        runs: list[tuple[list[int], int, list[PlanItem], list[ItemResult]]] = []
+        for item, result in zip(items, results, strict=True):
+            if item.draft:
+                runs[-1][2].append(item)
+                runs[-1][3].append(result)
+            else:
+                runs.append((self.rows[item.slot], self.weights + self.adapters[item.slot], [item], [result]))
+        return runs
 
     def _copy_states(self, copies: list[StateCopy]) -> None:
         for copy in copies:
@@ -158,6 +182,11 @@ class HashModel:
         row = self.rows[item.slot]
         assert len(row) == item.page_start
         row += item.new_pages
+        if item.to_draft:
+            assert self.drafter is not None, "a plan asks a drafter, and there is none"
+            self.read(row, item.start, adapter=self.adapters[item.slot])
+            seed = self.weights + self.adapters[item.slot]
+            return ItemResult(None, drafted=self.drafter.draft(item, row, seed))
         tokens = [t if t >= 0 else self.last[-t - 1] for t in item.tokens]
         values = [self.read(row, item.start, adapter=self.adapters[item.slot])]
         if state_slot := self.state_of[item.slot]:
@@ -197,6 +226,8 @@ class HashModel:
         return mine
 
     def _copy_pages(self, plan: Plan) -> None:
+        if self.drafter is not None:
+            self.drafter.copy_pages(plan)
         for out in plan.to_host:
             self.host[out.host_page] = [self.kv[out.page, o] for o in range(self.page_size)]
         for back in plan.from_host:
@@ -255,6 +286,8 @@ class HashModel:
             in_window = position // self.page_size >= max(0, len(tokens) - self.window + 1) // self.page_size
             if window and in_window and (at := self._at(list(window), position))[0]:
                 self.window_kv[at] = Slot(value, token)
+        if self.drafter is not None:
+            self.drafter.write(pages, len(tokens))
 
     def verify_window(self, pages: list[int], window: list[int]) -> None:
         """Every page in `window` (0: gone) holds what the page beside it holds."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +21,7 @@ from disagg.transfer_engine import engine_of, memory_of
 from engine.config import EngineConfig
 from engine.model_files.model_config import WIDE_MODEL_PATH
 from engine.ranks.rank_pools import RankPools
+from tests.e2e.group_models import Made
 from tests.e2e.two_engines import HOST, Pair, WorkerInProcess, run
 from tests.e2e.workload import recall_prompt
 from tests.engine.ranks_in_process import ranks
@@ -48,6 +50,22 @@ class Cell:
     backup: str
     nnodes: tuple[int, int] = (1, 1)
     checksum: bool = True
+
+
+def name_of(cell: Cell) -> str:
+    """Its shapes and engine."""
+    prefill, decode = (
+        "one" if tp * pp == 1 else f"PP {pp}" if pp > 1 else f"TP {tp}" for tp, pp in (cell.prefill, cell.decode)
+    )
+    return f"{prefill} to {decode} by {cell.backend}"
+
+
+def both_ways(what: str, made: Made, one: Shape, other: Shape) -> "dict[str, tuple[Made, Cell]]":
+    """Each direction by each engine: by layers and through prefill, or whole and computed again."""
+    ways = (("nixl", "on", "prefill"), ("mooncake", "off", "recompute"))
+    directions = dict.fromkeys(((one, other), (other, one)))
+    cells = [Cell(backend, *shapes, *how) for shapes, (backend, *how) in product(directions, ways)]
+    return {f"{what}, {name_of(cell)}": (made, cell) for cell in cells}
 
 
 # How decode computes it by itself: tests/engine/test_ranks.py

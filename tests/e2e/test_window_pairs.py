@@ -1,4 +1,7 @@
-"""Pages of windows in a pool of their own on several ranks: the tokens of one rank that keeps all KV, between workers of any TP, too."""
+"""Pages of windows in a pool of their own on several ranks: the tokens of one rank that keeps all KV, between workers of any TP, too.
+
+Every direction of every shape over real processes: `make rank-shapes`.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,14 +9,13 @@ from typing import Any
 import pytest
 
 from engine.core.scheduler import Scheduler
-from tests.e2e.test_rank_pairs import Cell, pair_of
+from tests.e2e.group_models import ALL_WINDOWS, SOME_WINDOWS
+from tests.e2e.test_rank_pairs import both_ways, pair_of
 from tests.e2e.two_engines import run
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks_in_process import ranks
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
-SOME = ("qwen2", {"sliding_window": 22, "use_sliding_window": True, "max_window_layers": 2})
-ALL = ("mistral", {"sliding_window": 22})
 FLAGS: dict[str, Any] = {
     "page_size": 4,
     "chunked_prefill_size": 32,
@@ -23,9 +25,9 @@ FLAGS: dict[str, Any] = {
     "dtype": "float32",
 }
 CELLS = {
-    "some layers, TP 2 to TP 2": (SOME, Cell("nixl", (2, 1), (2, 1), "off", "prefill")),
-    "some layers, one to TP 4": (SOME, Cell("mooncake", (1, 1), (4, 1), "off", "recompute")),
-    "all layers, TP 2 to one": (ALL, Cell("nixl", (2, 1), (1, 1), "off", "recompute")),
+    **both_ways("some layers", SOME_WINDOWS, (2, 1), (2, 1)),
+    **both_ways("some layers", SOME_WINDOWS, (1, 1), (4, 1)),
+    **both_ways("all layers", ALL_WINDOWS, (2, 1), (1, 1)),
 }
 ASKED = [(f"r{i}", [*prompt_of(40, 9), *prompt_of(20 + 7 * i, i)], 40) for i in range(4)]
 
@@ -50,7 +52,8 @@ def check_all_is_back(scheduler: Scheduler) -> None:
 
 
 def test_two_ranks_free_what_lies_behind_the_window(tmp_path: Path) -> None:
-    path = make_tiny_checkpoint(tmp_path, SOME[0], **SOME[1])
+    family, fields = SOME_WINDOWS
+    path = make_tiny_checkpoint(tmp_path, family, **fields)
     with ranks(path, tp_size=2, **FLAGS) as group:
         assert asked_of(group.engine) == right_of(path)
         check_all_is_back(group.engine.parts.scheduler)
@@ -58,8 +61,8 @@ def test_two_ranks_free_what_lies_behind_the_window(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", CELLS)
 def test_windows_cross_between_ranks(name: str, tmp_path: Path) -> None:
-    (family, overrides), cell = CELLS[name]
-    path = make_tiny_checkpoint(tmp_path, family, **overrides)
+    (family, fields), cell = CELLS[name]
+    path = make_tiny_checkpoint(tmp_path, family, **fields)
     with pair_of(cell, path, flags=FLAGS, decode={"test_retract": 3}) as pair:
         assert run(pair, ASKED, turns_between=6) == right_of(path)
         for worker in pair.workers:

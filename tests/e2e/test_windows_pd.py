@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.group_models import ALL_WINDOWS, SOME_WINDOWS
 from tests.e2e.two_engines import disaggregated, run
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -18,13 +19,14 @@ PROMPTS = [
 ASKED = [(f"r{i}", prompt, 40) for i, prompt in enumerate(PROMPTS)]
 FLAGS: dict[str, Any] = {"page_size": 4, "chunked_prefill_size": 32, "stream": "threaded", "stream_delay_s": 0.0003}
 TIGHT = {"max_total_tokens": 400, "schedule_conservativeness": 0.0}
-SOME = ("qwen2", {"sliding_window": 22, "use_sliding_window": True, "max_window_layers": 2})
-ALL = ("mistral", {"sliding_window": 22})
+SOME, ALL = SOME_WINDOWS, ALL_WINDOWS
+IN_TURN = ("gpt_oss", {"sliding_window": 22})  # the first layer has a window, the second one none
 WAYS: dict[
     str, tuple[tuple[str, dict[str, Any]], dict[str, Any], dict[str, Any]]
 ] = {  # model, flags of transfer, of decode
     "nixl": (SOME, {}, {}),
     "all layers": (ALL, {}, {}),
+    "by layers": (IN_TURN, {"disaggregation_layerwise_transfer": "on"}, {}),
     "mooncake": (SOME, {"disaggregation_transfer_backend": "mooncake"}, {}),
     "recompute": (SOME, {}, TIGHT),
     "host": (SOME, {"disaggregation_decode_retraction_backup": "host"}, TIGHT),
@@ -47,6 +49,7 @@ def test_two_workers_give_the_tokens_of_one(way: str, tmp_path: Any) -> None:
         again = [(f"again {rid}", prompt, new) for rid, prompt, new in ASKED]
         answers = run(pair, again, turns_between=6)
         assert [answers[rid] for rid, _, _ in again] == [right[rid] for rid, _, _ in ASKED]
+        assert pair.workers[0].parts.device.layers.watched == (way == "by layers")
         prefill, last = (worker.parts.scheduler for worker in pair.workers)
         assert prefill.counters.cached_tokens >= 80 * 4 and (last.counters.retractions > 0) == bool(decode)
         for scheduler in (prefill, last):

@@ -148,3 +148,23 @@ def logprobs_of(engine: EngineInProcess) -> dict[str, list[tuple[int, float]]]:
         engine.add(str(i), prompt, max_new_tokens=NEW, logprobs=LogprobOptions())
     engine.run()
     return {rid: [(entry.token_id, entry.logprob) for entry in found] for rid, found in engine.logprobs.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "told"),
+    [
+        ("some layers", {}, "freed"),
+        ("some layers", {"disable_hybrid_swa_memory": True}, "kept: --disable-hybrid-swa-memory"),
+        ("some layers", {"enable_hierarchical_cache": True, "hicache_ratio": 1.0}, "kept: --enable-hierarchical-cache"),
+        ("none", {}, None),
+    ],
+)
+def test_the_start_tells_whether_kv_behind_windows_is_freed(
+    family: str, flags: dict[str, Any], told: str | None, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="engine.device.pools")
+    name, fields = FAMILIES.get(family, ("qwen2", {}))
+    with EngineInProcess(make_tiny_checkpoint(tmp_path, name, **fields), **{**FLAGS, **flags}) as engine:
+        assert engine.parts.behind_windows == told
+        assert (engine.parts.scheduler.memory.windows is not None) == (told == "freed")
+    assert caplog.text.count("KV behind the windows") == (told is not None) and (told or "") in caplog.text

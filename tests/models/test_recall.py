@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH, load_model_config
 from engine.models.decoder import DenseDecoder
@@ -159,13 +159,20 @@ def long_prompt(length: int, *, seed: int) -> tuple[list[int], dict[int, int]]:
 
 def ask(model: PreTrainedModel, ids: list[int], questions: list[int]) -> list[torch.Tensor]:
     """Logits [vocab] after `ids` and each one of `questions`."""
+    cache = DynamicCache(config=model.config)
     with torch.inference_mode():
-        cache = model(torch.tensor([ids]), use_cache=True, logits_to_keep=1).past_key_values
+        _read(model, ids, cache)
         answers = []
         for question in questions:
-            answers.append(model(torch.tensor([[question]]), past_key_values=cache).logits[0, -1].float())
+            answers.append(_read(model, [question], cache))
             cache.crop(-1)
     return answers
+
+
+def _read(model: PreTrainedModel, ids: list[int], cache: DynamicCache) -> torch.Tensor:
+    """Logits [vocab] after `ids`. The cache goes by position: its name is past_key_values until transformers 5.23, cache since."""
+    logits: torch.Tensor = model(torch.tensor([ids]), None, None, cache, logits_to_keep=1).logits
+    return logits[0, -1].float()
 
 
 def test_every_key_is_recalled_among_filler_by_a_wide_margin(theirs: PreTrainedModel) -> None:

@@ -1,9 +1,9 @@
 """`make mutants`, `make sim-mutants`: plants each bug in a process of its own and demands that it is found.
 
-usage: python -m tools.mutants core|cluster|experts [--only TEXT] [--report FILE]
+usage: python -m tools.mutants core|cluster|experts|states [--only TEXT] [--report FILE]
 
 The core's bugs are for the stories of tests/core/proof, the cluster's for the fixed seeds and scenarios of
-tools/simulation, those of experts that move for tests of ranks in one process. A bug that survives means that the proof does not look there: status 1, and its name.
+tools/simulation, those of experts that move and of states that cross for tests of ranks in one process. A bug that survives means that the proof does not look there: status 1, and its name.
 """
 
 import argparse
@@ -12,22 +12,29 @@ import logging
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from tqdm import tqdm
 
 from tests.packages import ROOT
+from tools.mutants import experts, states
 from tools.mutants.cluster import CLUSTER
 from tools.mutants.core import CORE
 from tools.mutants.drafts import DRAFTS
-from tools.mutants.experts import EXPERTS, FINDERS
 from tools.mutants.planting import BROKEN
 from tools.mutants.ranks import RANKS
 from tools.simulation.__main__ import first_failure
 from tools.soak_core import drive_round
 
-TABLES = {"core": {**CORE, **DRAFTS}, "cluster": {**CLUSTER, **RANKS}, "experts": EXPERTS}
+TABLES = {
+    "core": {**CORE, **DRAFTS},
+    "cluster": {**CLUSTER, **RANKS},
+    "experts": experts.EXPERTS,
+    "states": states.STATES,
+}
+FINDERS = {"experts": experts.FINDERS, "states": states.FINDERS}
 FOUND = 1
 SEEDS, STEPS = (1, 2, 3), 60_000  # of the core's stories
 LIMIT_S = 720.0  # a bug may also show by a run that does not end
@@ -35,13 +42,15 @@ LIMIT_S = 720.0  # a bug may also show by a run that does not end
 
 def look(table: str) -> str:
     """What the proof of `table` finds in this process; "": nothing."""
-    return {"core": _look_by_stories, "cluster": first_failure, "experts": _look_by_tests}[table]()
+    if table in FINDERS:
+        return _look_by_tests(FINDERS[table])
+    return {"core": _look_by_stories, "cluster": first_failure}[table]()
 
 
-def _look_by_tests() -> str:
+def _look_by_tests(paths: Sequence[str]) -> str:
     failed = _FirstFailure()
     options = ("-q", "-x", "-p", "no:cacheprovider", "--assert=plain")
-    status = pytest.main([*options, *(str(ROOT / path) for path in FINDERS)], plugins=[failed])
+    status = pytest.main([*options, *(str(ROOT / path) for path in paths)], plugins=[failed])
     assert status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), f"pytest ends with {status!r}"
     return failed.error
 

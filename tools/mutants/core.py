@@ -32,6 +32,7 @@ from engine.core.results import Results
 from engine.core.scheduler import Scheduler
 from engine.core.stages import Stages
 from engine.core.state_slots import StateSlots
+from engine.core.usable_prefixes import UsablePrefixes
 from engine.core.window_pages import WindowPages
 from engine.loop.rank_pipeline import RankPipeline
 from tools.mutants.planting import Bugs
@@ -531,6 +532,41 @@ def _(original, windows, request, num_tokens):
     return original(windows, request, num_tokens)[1:]
 
 
+@CORE.bug(
+    "a window page goes while a step in flight reads it",
+    WindowPages.retire,
+    "Pages retire by what is planned: what a plan reads of the window has another owner when its step runs (SGLang #31501).",
+)
+def _(original, windows, request):
+    computed, request.computed_len = request.computed_len, max(request.computed_len, request.launched_len)
+    original(windows, request)
+    request.computed_len = computed
+
+
+@CORE.bug(
+    "decode reserves the window's tail a page late",
+    WindowPages.adopt,
+    "The oldest page of the window has no place in which it could land (SGLang #24857).",
+)
+def _(original, windows, request):
+    original(windows, request)
+    if len(request.window) > request.window_first + 1:
+        windows.allocator.free([request.window[request.window_first]])
+        request.window[request.window_first] = 0
+        request.window_first += 1
+
+
+@CORE.bug(
+    "decode reserves the window's tail as if it were the whole prompt",
+    WindowPages.adopt,
+    "A hand-over takes pages for all tokens, of which admission has counted one window (SGLang #24857).",
+)
+def _(original, windows, request):
+    original(windows, request)
+    request.window[: request.window_first] = windows._take(request.window_first)
+    request.window_first = 0
+
+
 @CORE.bug("window pages in quarantine are free at once", WindowPages.quarantine, "A peer writes into another's window.")
 def _(original, windows, request):
     windows.free(request)
@@ -550,6 +586,35 @@ CORE.skip(
     "Decode shares a page that it reserved behind the last window.",
     called_by=HeldRequests._run,
 )
+
+
+# ---- KV events
+
+CORE.skip(
+    "a page is announced whose window is gone",
+    UsablePrefixes._on_window,
+    "Routers count on prefixes that no request can use.",
+    called_by=WindowPages._evict,
+)
+CORE.skip(
+    "a prefix is announced whose state is gone",
+    UsablePrefixes._on_state,
+    "Routers count on prefixes that no request can use.",
+    called_by=StateSlots._evict,
+)
+CORE.skip(
+    "what ends behind a hole stays announced",
+    UsablePrefixes._settle_below,
+    "A window reaches back over several nodes; only that with the hole is looked at again.",
+)
+
+
+@CORE.bug("a child that goes takes its parent's announcement along", UsablePrefixes._count, "Children are not counted.")
+def _(original, prefixes, node, by):
+    parent = original(prefixes, node, by)
+    if parent is not None and by < 0:
+        prefixes._below[parent] = 0
+    return parent
 
 
 # ---- adapters and namespaces

@@ -63,7 +63,7 @@ def _(original, one, requests):
     return [r for r in original(one, requests) if not r.drafts.rows]
 
 
-@DRAFTS.bug("a draft leaves its grammar", drafting._fitting, "Drafts are not cut where the grammar refuses them.")
+@DRAFTS.bug("a draft leaves its grammar", drafting.fitting, "Drafts are not cut where the grammar refuses them.")
 def _(original, grammar, tokens):
     return list(tokens)
 
@@ -77,7 +77,7 @@ def _(original, scheduler, plan):
 
 
 @DRAFTS.bug(
-    "the walk is not undone", drafting._fitting, "The grammar stands behind the drafts, not behind what was sampled."
+    "the walk is not undone", drafting.fitting, "The grammar stands behind the drafts, not behind what was sampled."
 )
 def _(original, grammar, tokens):
     fitting = original(grammar, tokens)

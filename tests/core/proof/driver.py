@@ -15,6 +15,7 @@ from engine.core.request import Request
 from engine.core.scheduler import ABORTED
 from engine.messages import LogprobOptions, TokenLogprob, TokenOutput
 from engine.sampling_params import SamplingParams
+from tests.core.announced import Announced
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import Slot, State, is_bad, logprob_of, next_token, prefix_hash
 from tests.core.proof.cycle_grammar import CycleGrammar
@@ -61,6 +62,7 @@ class Driver(EngineInATest):
         self.updating = False
         self.updates = 0
         self.branch_of: dict[int, Branch] = {}  # of each page's KV
+        self.announced = Announced()
         self.overlapped = 0  # steps launched before the last was collected
         self.piped = 0  # steps with decodes, planned while all other stages had theirs
 
@@ -313,7 +315,11 @@ class Driver(EngineInATest):
     def turn(self) -> bool:
         self.now_s += 1.0
         self._control()
-        return super().turn()
+        worked = super().turn()
+        if (events := self.events.take()) or not worked:
+            self.announced.read(events)
+            self.announced.check(self.scheduler.memory)
+        return worked
 
     def next_plan(self) -> Plan | None:
         if self.paused:
@@ -383,8 +389,10 @@ class Driver(EngineInATest):
             request = self.lives[item.rid].request
             shared = request.pages[: request.shared_pages]
             assert all(self.branch_of[page] == self._branch(request) for page in shared), "KV of another namespace"
-            assert item.sample or item.kv_len % limits.part_tokens == 0, "a chunk ends inside a page"
-            last = -(-item.kv_len // limits.page_size)
+            cut = item.kv_len % limits.part_tokens != 0
+            assert item.sample or item.to_draft or not cut, "a chunk ends inside a page"
+            last = -(-(item.kv_len + max(0, item.to_draft - 1)) // limits.page_size)
+            assert last <= len(request.pages), "drafts behind the last page"
             written = request.pages[item.start // limits.page_size : last]
             assert not item.sample or item.output_len < max(1, request.max_new_tokens), "a step past the length"
             assert set(written) <= set(request.pages[request.shared_pages :]), "a step writes into shared pages"
@@ -416,10 +424,12 @@ class Driver(EngineInATest):
             updates=self.updates,
             accepted_drafts=counters.accepted_drafts,
             rejected_drafts=counters.drafts - counters.accepted_drafts,
+            unannounced=self.announced.num_removed,
             mixed=sum(len({item.extend for item in plan.items}) == 2 for plan in plans),
             adapters_together=sum(len({self.lives[i.rid].ask.adapter for i in plan.items}) > 1 for plan in plans),
             in_namespaces=sum(bool(life.ask.namespace) for life in self.lives.values()),
-            chunks=sum(not item.sample for plan in plans for item in plan.items),
+            chunks=sum(not item.sample and not item.to_draft for plan in plans for item in plan.items),
+            draft_steps=counters.draft_steps,
             overlapped=self.overlapped,
             piped=self.piped,
             masks=sum(len(plan.masks) for plan in plans),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.core.policy import NO_PRIORITIES, POLICIES, Priorities
 from tests.core.guesses import KINDS as GUESSES
+from tests.core.guesses import MODELED
 
 ROLES = ("unified", "prefill", "decode")
 
@@ -232,6 +233,18 @@ def stories_with_drafts() -> st.SearchStrategy[Story]:
         most_drafts=st.sampled_from([1, 2, 3, 7, 20]),
         window=st.sampled_from([0, 0, 1, 5, 9]),
         more_window_pages=st.sampled_from([0, 3, 10]),
+    )
+    event = st.one_of(asks(), _events(), asks(), _events(), _events())
+    return st.builds(Story, setup, st.lists(event, min_size=25, max_size=60).map(tuple))
+
+
+def stories_with_a_drafter() -> st.SearchStrategy[Story]:
+    """As with drafts, which a model in the executor makes: its entries of tokens and the tails of pages follow from prefixes, too."""
+    setup = _setups(
+        role=st.sampled_from(["unified", "decode"]),
+        pp_size=st.just(1),
+        drafts=st.sampled_from([MODELED + kind for kind in GUESSES]),
+        most_drafts=st.sampled_from([1, 2, 3, 7]),
     )
     event = st.one_of(asks(), _events(), asks(), _events(), _events())
     return st.builds(Story, setup, st.lists(event, min_size=25, max_size=60).map(tuple))

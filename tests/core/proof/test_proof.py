@@ -11,6 +11,7 @@ from tests.core.proof.story import (
     Story,
     rushes,
     stories,
+    stories_with_a_drafter,
     stories_with_adapters,
     stories_with_drafts,
     stories_with_groups,
@@ -73,8 +74,8 @@ def test_rushes_of_any_priority() -> None:
 
 
 # By what a model's layers remember beside pages of all tokens.
-OF_STATES = {"snapshots": 150, "begun_from_snapshots": 25}
-OF_WINDOWS = {"window_pages_retired": 300}
+OF_STATES = {"snapshots": 150, "begun_from_snapshots": 25, "unannounced": 1000}
+OF_WINDOWS = {"window_pages_retired": 300, "unannounced": 1000}
 OF_GROUPS = {"retractions": 30, "preemptions": 10, "overlapped": 2000}
 
 
@@ -102,6 +103,20 @@ def test_10_000_steps_with_drafts() -> None:
     must_show(
         seen, {"retractions": 30, "overlapped": 500, "accepted_drafts": 1000, "rejected_drafts": 1000, "masks": 200}
     )
+
+
+def test_10_000_steps_with_a_drafter() -> None:
+    """A model in the executor: whatever happens to a request, what the drafter keeps of its tokens is that of its prefix."""
+    seen = seen_in(stories_with_a_drafter(), examples=EXAMPLES - 50)
+    least = {
+        "retractions": 30,
+        "overlapped": 100,
+        "draft_steps": 300,
+        "accepted_drafts": 500,
+        "rejected_drafts": 500,
+        "restored_tokens": 100,
+    }
+    must_show(seen, {**least, "cached_tokens": 300, "masks": 100, "mixed": 50})
 
 
 def test_10_000_steps_with_adapters_in_namespaces() -> None:

@@ -1,0 +1,139 @@
+"""How far the prefixes of a model with windows or recurrent states can be used, for its KV events.
+
+A page stays in the tree when the window or the state behind it is gone; no request can use it then. So a page is announced while some
+prefix that can be used goes through it: a router counts the pages of a prompt that are announced one after another. A prompt that
+parts from such a prefix before its end finds less: the format of the events has no word for it.
+
+    root -- page -- page -- page(state) -- page -- page        announced: the first three
+                       \\-- page -- page                        nothing of it
+
+Changes are settled when the events are taken: between two of them a window comes and goes page by page.
+"""
+
+from collections import Counter
+
+from engine.core.cache_events import CacheEvents
+from engine.core.radix_node import Node
+from engine.core.state_slots import StateSlots
+from engine.core.window_pages import WindowPages
+from service.kv_events import KVEvent
+
+
+class UsablePrefixes:
+    """Between the tree and its `events`. `states`, `windows`: as of the tree, one of them is there."""
+
+    def __init__(self, events: CacheEvents, *, states: StateSlots | None, windows: WindowPages | None) -> None:
+        assert states is not None or windows is not None
+        self._events = events
+        self._states = states
+        self._windows = windows
+        self._announced: dict[Node, int] = {}  # pages of a node, if there are any
+        self._below = Counter[Node]()  # children of which pages are announced
+        self._changed: dict[Node, bool] = {}  # node -> whether prefixes that end below it have changed, too
+        if states is not None:
+            states.on_change = self._on_state
+        if windows is not None:
+            windows.on_change = self._on_window
+
+    # ---- the tree
+
+    def on_stored(self, node: Node) -> None:
+        """Note a new leaf."""
+        self._events.enter(node)
+        self._changed.setdefault(node, False)
+
+    def on_split(self, upper: Node, lower: Node) -> None:
+        """`upper` has got the first pages of `lower`."""
+        announced, cut = self._announced.pop(lower, 0), len(upper.pages)
+        if announced:
+            self._announced[upper] = min(announced, cut)
+        if announced > cut:
+            self._announced[lower] = announced - cut
+            self._below[upper] = 1
+        if lower in self._changed:
+            self._changed[upper] = self._changed[lower]
+
+    def on_removed(self, node: Node) -> None:
+        """Note that a leaf goes, whose window and state have gone."""
+        self._changed.pop(node, None)
+        self._below.pop(node, None)
+        if announced := self._announced.pop(node, 0):
+            self._events.retract(node, 0, announced)
+            if parent := self._count(node, -1):
+                self._changed.setdefault(parent, False)
+        self._events.leave(node)
+
+    def on_cleared(self) -> None:
+        for kept in (self._announced, self._below, self._changed):
+            kept.clear()
+        self._events.on_cleared()
+
+    def _on_state(self, node: Node) -> None:
+        self._changed.setdefault(node, False)
+
+    def _on_window(self, node: Node) -> None:
+        self._changed[node] = True
+
+    # ---- what is announced
+
+    def take(self) -> list[KVEvent]:
+        """Take the changes since the last call, in order."""
+        while self._changed:
+            node, deep = self._changed.popitem()
+            self._settle(node)
+            if deep:
+                self._settle_below(node)
+        return self._events.take()
+
+    def _settle_below(self, top: Node) -> None:
+        """Settle the nodes that end where a query may read pages of `top`."""
+        assert self._windows is not None
+        reach = self._windows.allocator.pages_for(self._windows.window)
+        stack = [(child, reach) for child in top.children.values()]
+        while stack:
+            node, left = stack.pop()
+            self._settle(node)
+            if left > len(node.pages):
+                stack += [(child, left - len(node.pages)) for child in node.children.values()]
+
+    def _settle(self, node: Node) -> None:
+        """Announce and retract pages of `node`, and of the path to it."""
+        grown, shrunk, at = list[tuple[Node, int, int]](), list[tuple[Node, int, int]](), node
+        while True:
+            old, new = self._announced.get(at, 0), len(at.pages) if self._below[at] else self._usable(at)
+            if new != old:
+                (grown if new > old else shrunk).append((at, old, new))
+                self._announced[at] = new
+            if bool(old) == bool(new) or not (parent := self._count(at, 1 if new else -1)):
+                break
+            at = parent
+        for changed, old, new in shrunk:  # children before parents
+            self._events.retract(changed, new, old)
+        for changed, old, new in reversed(grown):
+            self._events.announce(changed, old, new)
+
+    def _count(self, node: Node, by: int) -> Node | None:
+        """Count `node` with its parent, and return that; None: a prompt begins with `node`."""
+        parent = node.parent
+        assert parent is not None
+        if not parent.pages:
+            return None
+        self._below[parent] += by
+        return parent
+
+    def _usable(self, node: Node) -> int:
+        """Count the pages of `node` before the last length in it that a request can begin from."""
+        pages = len(node.pages)
+        reach = pages if self._windows is None else self._windows.reach(node)
+        if self._states is not None and not (node.state and reach == pages):
+            return 0
+        return reach
+
+
+PrefixEvents = CacheEvents | UsablePrefixes
+
+
+def events_of_tree(page_size: int, *, states: StateSlots | None, windows: WindowPages | None) -> PrefixEvents:
+    """Return what a tree tells of its changes."""
+    events = CacheEvents(page_size=page_size)
+    return events if states is None and windows is None else UsablePrefixes(events, states=states, windows=windows)

@@ -1,0 +1,40 @@
+"""What a model drafts with: another, smaller one, whose tokens it verifies (engine/executor/draft_pass.py).
+
+STANDALONE   a model of its own with the same vocabulary: it reads tokens alone
+NEXTN        layers of the model's own checkpoint that predict the token after the next (MTP)
+EAGLE        a layer that reads a token and the model's hidden state before it
+EAGLE3       the same, of hidden states inside the model
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.kv.kv_pool import CacheSpec
+from engine.models.attention import Attend
+
+
+class DraftModel(Protocol):
+    """`num_heads`: query heads of its layers on this rank. `attention_needs`: as `make_attention_backend` takes them."""
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def attention_needs(self) -> Sequence[str]: ...
+
+    def cache_specs(self) -> list[CacheSpec]:
+        """Of its layers on this rank, and behind them of its tail, if it reads hidden states."""
+
+    def features(self, hidden: Tensor) -> Tensor | None:
+        """[T, size] of what it reads of the step whose `hidden` states [T, H] the model has just computed; None: nothing."""
+
+    def forward(self, ids: Tensor, features: Tensor | None, positions: Tensor, attend: Attend) -> Tensor:
+        """[T, size] for tokens `ids` [T] i64 and the features of the tokens before them; `attend`: of its own layers.
+
+        A row is the features of the next token, for a further pass, and what `logits` takes.
+        """
+
+    def logits(self, rows: Tensor) -> Tensor | None:
+        """[n, vocab] float32 for `rows` [n, size] of `forward`; None but on rank 0."""
