@@ -98,6 +98,14 @@ def test_workers_that_drain_one_by_one_lose_nothing() -> None:
     assert set(outcome.outcomes) == {"ok"} and outcome.injected["drain prefill"] and outcome.injected["drain decode"]
 
 
+def test_streams_of_decode_workers_that_die_or_drain_go_on_elsewhere() -> None:
+    """Their clients judge each token: none is missing, doubled or another's."""
+    outcome = run(scenario.load(scenario.FOLDER / "an_answer_finds_its_own_name_in_use.json").options)
+    _must_hold(outcome)
+    assert set(outcome.outcomes) == {"ok"} and outcome.injected["drain decode"]
+    assert outcome.seen["failovers went_on"] >= 3 and not outcome.seen["failovers ended"]
+
+
 def test_hedges_answer_for_workers_that_freeze_and_leave_nothing_behind() -> None:
     outcome = run(replace(_calm(options_of(8, nodes=6, faults=("freeze",))), hedge_after_ms=20.0))
     _must_hold(outcome)

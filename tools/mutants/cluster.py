@@ -21,6 +21,7 @@ from engine.core.stages import Stages
 from engine.core.state_slots import StateSlots
 from engine.core.window_pages import WindowPages
 from engine.frontend import draining
+from engine.frontend.apis.shared.resumable import Frames
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.errors import from_finish
 from engine.loop.control import EngineControl
@@ -30,6 +31,7 @@ from router.attempts.pair_attempt import AttemptGroup, PairAttempt, RoomMinter
 from router.attempts.request import RequestContext
 from router.pool.worker import Loads
 from router.requests.live import LiveRequests
+from service.http.resume import FrameRecord
 from tools.mutants.core import CORE
 from tools.mutants.planting import Bugs
 from transfer_backends.contract import KVArgs, OpState
@@ -532,6 +534,38 @@ def _(original, request, now_s):
 def _(original, attempt, why=None):
     if why is None:
         original(attempt, why)
+
+
+# ---- answers that go on at another worker
+
+
+@CLUSTER.bug(
+    "forget the newest tokens of a lost worker",
+    FrameRecord.resume,
+    "The next worker generates again what the client has.",
+)
+def _(original, record):
+    newest = record._ids[-1:]
+    del record._ids[-1:]
+    resume = original(record)
+    record._ids += newest
+    return resume
+
+
+@CLUSTER.bug(
+    "keep tokens that no event has shown", FrameRecord.take, "The newest tokens are kept, and their event is lost."
+)
+def _(original, record, events):
+    kept = original(record, events)
+    has_ended = bool(record._ended)
+    return kept if has_ended or len(record._ids) % 7 else b""
+
+
+@CLUSTER.bug(
+    "show an answer from its beginning", Frames.note, "Frames name no tokens, so that the next worker begins anew."
+)
+def _(original, frames, news):
+    return None
 
 
 # ---- steps in flight

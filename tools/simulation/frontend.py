@@ -5,13 +5,14 @@ early rejected or handed back (engine/frontend/client/engine_client.py, forecast
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
 
 from engine.frontend.apis.admin.load import v1_loads_entry
 from engine.frontend.apis.shared.alone import NOTHING_NEW, vector_of
+from engine.frontend.apis.shared.resumable import Frames, going_on
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.generation import Generation
 from engine.frontend.client.leaders import Leaders
@@ -22,6 +23,7 @@ from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput
 from service.http.api_shapes import OPENAI
 from service.http.errors import DRAINING, ApiError, bad_field, decode_body
+from service.http.resume import FRAMES_HEADER, RESUME_HEADER, Begun, Resume, failed_frame
 from service.kv_events import namespace_of
 from service.process.stop_signals import StopSignals
 from tools.simulation.aio import VirtualLoop
@@ -49,6 +51,7 @@ class GenerateBody(msgspec.Struct):
     stream: bool = False
     priority: int = 0
     extra_key: str = ""
+    resume: Resume | None = None
 
 
 class EmbeddingBody(msgspec.Struct):
@@ -152,9 +155,13 @@ class Frontend:
 
     async def _generate(self, request: Request, reply: Reply) -> None:
         body = decode_body(request.body, GenerateBody)
-        with self._begin(self._read(body), request) as generation:
+        if (body.resume is None) is (RESUME_HEADER in request.headers):
+            raise Violation(f"{self._process.name}: a resumed answer and its header belong together")
+        requests = going_on(body.resume, self._read(body))
+        ended = () if body.resume is None else body.resume.ended
+        with self._begin(requests, request, ended=ended) as generation:
             if body.stream:
-                await _stream(generation, reply)
+                await _stream(generation, reply, _frames(request, requests))
                 return
             samples = [_sample(output) for output in await generation.collect()]
         reply.whole(200, msgspec.json.encode({"samples": samples}))
@@ -177,13 +184,13 @@ class Frontend:
             vectors = [vector_of(output).tolist() for output in await generation.collect()]
         reply.whole(200, msgspec.json.encode({"vectors": vectors}))
 
-    def _begin(self, requests: list[GenerateRequest], request: Request) -> Generation:
+    def _begin(self, requests: list[GenerateRequest], request: Request, *, ended: Sequence[bool] = ()) -> Generation:
         """Who would come too late for its deadline must not get past here."""
         timeout_s = request_timeout_s(request.headers, default_s=None)
         forecast = next(iter(self.client.forecasts), None)
         num_tokens = sum(len(r.input_ids) for r in requests)
         wait_s = None if forecast is None else forecast.wait_s(num_tokens, self.aio.time())
-        generation = self.client.generate(requests, timeout_s=timeout_s)
+        generation = self.client.generate(requests, timeout_s=timeout_s, ended=ended)
         if self.signals.requested.is_set():
             raise Violation(f"{self._process.name}: takes a request while it drains")
         if wait_s is not None and timeout_s is not None and wait_s > timeout_s:
@@ -255,24 +262,32 @@ async def _answered(
         reply.whole(error.status, msgspec.json.encode(OPENAI.body(error)), retry_after=retry_after)
 
 
-async def _stream(generation: Generation, reply: Reply) -> None:
+def _frames(request: Request, requests: list[GenerateRequest]) -> Frames:
+    if FRAMES_HEADER not in request.headers:
+        raise Violation("a router that asks for no frames")
+    names = [r.rid for r in requests]
+    return Frames(Begun(id="", created=0, names=names, groups=names, seeds=[0] * len(names), salt=""))
+
+
+async def _stream(generation: Generation, reply: Reply, frames: Frames) -> None:
     """As engine/frontend/apis/shared/stream.py: what fails before the first output has a status."""
-    news = await generation.next()
+    news = [] if generation.done else await generation.next()
     reply.head(200, "text/event-stream")
     try:
         while True:
+            frames.note(news)
             for _, output in news:
-                _send_event(reply, _sample(output))
+                _send_event(reply, frames.take(), _sample(output))
             if generation.done:
                 break
             news = await generation.next()
     except ApiError as error:
-        _send_event(reply, OPENAI.body(error))
+        _send_event(reply, failed_frame(error.status), OPENAI.body(error))
     reply.finish()
 
 
-def _send_event(reply: Reply, event: Any) -> None:
-    reply.chunk(b"data: " + msgspec.json.encode(event) + b"\n\n")
+def _send_event(reply: Reply, frames: bytes, event: Any) -> None:
+    reply.chunk(frames + b"data: " + msgspec.json.encode(event) + b"\n\n")
 
 
 def _sample(output: TextOutput) -> dict[str, Any]:

@@ -78,8 +78,9 @@ class Router:
             network=network, process=process, aio=self.aio, request_timeout_s=config.request_timeout_s
         )
         metrics = RouterMetrics(self.table)
-        hedges: Any = _Hedges(network.world.seen)
-        metrics.hedges = hedges
+        hedges: Any = _Counted(network.world.seen, "hedges")
+        failovers: Any = _Counted(network.world.seen, "failovers")
+        metrics.hedges, metrics.failovers = hedges, failovers
         gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
         credentials = Credentials(api=gate.api)
         self.live = LiveRequests()
@@ -160,15 +161,15 @@ class Router:
         return [f"{self.process.name}: {count} {what}" for what, count in open_things.items() if count]
 
 
-class _Hedges:
-    """The metric of that name: what it counts is seen by the whole run, whatever becomes of the router."""
+class _Counted:
+    """A metric of that name: what it counts by its last label is seen by the whole run, whatever becomes of the router."""
 
-    def __init__(self, seen: Counter[str], name: str = "") -> None:
+    def __init__(self, seen: Counter[str], name: str) -> None:
         self._seen = seen
         self._name = name
 
-    def labels(self, what: str) -> "_Hedges":
-        return _Hedges(self._seen, f"hedges {what}")
+    def labels(self, *values: str) -> "_Counted":
+        return _Counted(self._seen, f"{self._name} {values[-1]}")
 
     def inc(self) -> None:
         self._seen[self._name] += 1

@@ -119,7 +119,7 @@ class EngineClient:
         ended: Sequence[bool] = (),
     ) -> Generation:
         """Send the samples. `requests[i].rid` is the user's name of sample i; `groups[i]` another name to abort it by.
-        `dp_rank`: which the client names. `ended`: by sample, whether another worker finished it: it is not sent.
+        `dp_rank`: which the client names. `ended`: of an answer that another worker began, by sample, whether it finished it: such a one is not sent.
 
         The engine ends them after `timeout_s`. Raises ApiError: 503 while starting, ending, full, or too busy for the
         timeout, 400 for a name that is in use, or a rank that is not there.
@@ -128,7 +128,9 @@ class EngineClient:
         ranks = self._policy.place(requests, self.loads.of_all(), routed=dp_rank)
         self._check_timeout(requests, ranks, timeout_s)
         names, texts = [r.rid for r in requests], [self._open_text(r) for r in requests]
-        self._names.check(names, groups or [])
+        takes_over = bool(ended)  # an earlier try of the answer may still be leaving under the same names
+        if not takes_over:
+            self._names.check(names, groups or [])
         context = CURRENT.get()
         samples = [
             Sample(
@@ -155,7 +157,8 @@ class EngineClient:
             ],
             ended=over,
         )
-        self._names.claim([*names, *(groups or [])])
+        if not takes_over:
+            self._names.claim([*names, *(groups or [])])
         for i, (sample, group) in enumerate(zip(samples, groups or names, strict=True)):
             if i in over:
                 continue
