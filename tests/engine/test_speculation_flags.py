@@ -53,6 +53,14 @@ MODEL = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": 
             {"speculative_num_steps": 3},
             "--speculative-num-steps 3: --speculative-algorithm is not given, and drafts by no",
         ),
+        (
+            {"speculative_algorithm": "EAGLE3"},
+            "EAGLE3: needs --speculative-draft-model-path, a checkpoint that is trained",
+        ),
+        (
+            {"speculative_algorithm": "NEXTN", "speculative_draft_model_path": "there"},
+            "--speculative-draft-model-path there: NEXTN reads layers of the model's own checkpoint; leave it out",
+        ),
         ({**MODEL, "speculative_eagle_topk": 4}, "--speculative-eagle-topk 4: drafts are chains, .* give 1, and more"),
         (
             {**MODEL, "speculative_num_steps": 3, "speculative_num_draft_tokens": 8},
