@@ -14,8 +14,6 @@ from tests.models.float64_oracle import Float64Oracle
 from tests.models.reference_attend import Sequence
 from tests.models.tiny_checkpoints import VOCAB_SIZE, make_tiny_checkpoint
 
-TOLERANCE = 1e-4
-
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
