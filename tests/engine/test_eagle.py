@@ -4,11 +4,13 @@ The right drafters' first draft needs the model's hidden state before the last k
 """
 
 import random
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.core.plan import StepResult
 from engine.model_files.model_config import WIDE_MODEL_PATH
 from engine.use import EngineUse
 from tests.e2e.workload import recall_prompt
@@ -63,6 +65,32 @@ def test_a_drafter_that_is_right_gives_all_that_a_step_can_hold(right: dict[str,
     assert how.drafts == 4 * 32 or (
         ("retract" in way or way in ("recomputed", "mixed", "overlapped")) and how.drafts > 90
     )
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_behind_rejected_drafts_the_next_ones_are_right(right: dict[str, str], tp_size: int) -> None:
+    """Each second draft is made wrong on its way to the core, so a step accepts one, and the next begins behind rejected rows."""
+    flags = {"tp_size": tp_size, "num_threads": 1, "kv_units": 2, **by("EAGLE", right["EAGLE"])}
+    with ExitStack() as stack:
+        group = stack.enter_context(ranks(WIDE_MODEL_PATH, **flags)) if tp_size > 1 else None
+        engine = group.engine if group else stack.enter_context(EngineInProcess(WIDE_MODEL_PATH, **flags))
+        always(engine.parts.scheduler)
+        executor: Any = engine.parts.executor
+        collect = executor.collect
+
+        def with_wrong_drafts(launch: Any) -> StepResult:
+            result: StepResult = collect(launch)
+            for item in result.items:
+                item.drafted[1:] = [token - 1 for token in item.drafted[1:]]
+            return result
+
+        executor.collect = with_wrong_drafts
+        for i, prompt in enumerate(PROMPTS):
+            engine.add(f"r{i}", prompt, max_new_tokens=NEW)
+        engine.run()
+        assert [engine.tokens[f"r{i}"] for i in range(4)] == RIGHT
+        counters = engine.parts.scheduler.counters
+    assert counters.accepted_drafts == 4 * 20 and counters.verify_steps == 20  # 40 tokens behind the first, two a step
 
 
 def test_prefixes_bring_their_tails(right: dict[str, str]) -> None:
