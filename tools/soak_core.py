@@ -50,6 +50,7 @@ def drive_round(number: int, *, shrink: bool = True) -> Counter[str]:
     for groups in ({}, *GROUPS):
         seen += _drive(number, stories_with_adapters(**groups), lambda story: play(story).tally(), shrink=shrink)
         seen += _drive(number, two_role_stories(**groups), play_two_roles, shrink=shrink)
+        seen += _drive(number, two_role_stories(**groups, adapters=True), play_two_roles, shrink=shrink)
     seen["agreed_steps"] += fuzz(number, steps=AGREED_STEPS_A_ROUND)
     return seen
 
