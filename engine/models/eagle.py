@@ -21,6 +21,7 @@ from engine.layers.turns import LayerTurns
 from engine.model_files.drafter_config import EAGLE3, DrafterConfig
 from engine.models.attention import Attend, Attention
 from engine.models.decoder import DenseDecoder
+from engine.models.draft_model import Lender
 from engine.models.layer import DenseMLP
 from engine.models.part import ModelPart
 from engine.parallel.layout import Cut
@@ -33,7 +34,7 @@ class EagleLayer:
         config, checkpoint = part.config, part.checkpoint
         prefix = "model." if checkpoint.has("model.fc.weight") else ""  # as where embeddings are in the file
         layer = f"{prefix}midlayer." if drafter.kind == EAGLE3 else f"{prefix}layers.0."
-        self._model = model
+        self._lender = Lender(model)
         self._reads_inside = drafter.kind == EAGLE3
         inputs = len(drafter.inside) * drafter.hidden if self._reads_inside else 2 * config.hidden_size
         self._join = _linear(part, f"{prefix}fc", inputs)
@@ -49,7 +50,7 @@ class EagleLayer:
             self._norm = part.norm(f"{prefix}norm")
             model.watch(drafter.inside)
         own_head = self._reads_inside and checkpoint.has(f"{prefix}lm_head.weight")
-        self._head = _DraftHead(part, drafter, model, prefix) if own_head else model
+        self._head = _DraftHead(part, drafter, model, prefix) if own_head else None
         for lent in ("embed_tokens.weight", "lm_head.weight", "t2d"):  # the model's, and what follows from d2t
             checkpoint.ignore(f"{prefix}{lent}")
             checkpoint.ignore(lent)
@@ -64,11 +65,11 @@ class EagleLayer:
         return list(self._specs)
 
     def features(self, hidden: Tensor) -> Tensor:
-        return self._join(torch.cat(self._model.seen_inside(), 1)) if self._reads_inside else hidden
+        return self._join(torch.cat(self._lender.model.seen_inside(), 1)) if self._reads_inside else hidden
 
     def forward(self, ids: Tensor, features: Tensor | None, positions: Tensor, attend: Attend) -> Tensor:
         assert features is not None
-        embedded, (cos, sin) = self._model.embedded(ids), self._turns.at(positions)
+        embedded, (cos, sin) = self._lender.model.embedded(ids), self._turns.at(positions)
         if self._reads_inside:
             x = features.clone()  # it becomes the sum
             both = torch.cat((self._embedding_norm(embedded), self._hidden_norm(features)), 1)
@@ -78,7 +79,8 @@ class EagleLayer:
         return add(x, self._mlp.of_norm(self._mlp_norm, x, delta))
 
     def logits(self, rows: Tensor) -> Tensor | None:
-        return self._head.logits(self._norm(rows) if self._reads_inside else rows)
+        head = self._head or self._lender.model
+        return head.logits(self._norm(rows) if self._reads_inside else rows)
 
 
 class _DraftHead:

@@ -17,6 +17,7 @@ from engine.kv.kv_pool import LAYER, TAIL, CacheSpec
 from engine.layers.turns import LayerTurns
 from engine.models.attention import Attend
 from engine.models.decoder import DenseDecoder
+from engine.models.draft_model import Lender
 from engine.models.layer import Layer
 from engine.models.part import ModelPart
 from engine.parallel.layout import Cut
@@ -39,13 +40,18 @@ class NextnLayer:
             replace(part.cache_spec(), drafter=LAYER),
             CacheSpec(num_kv_heads=1, head_dim=hidden, dtype=checkpoint.dtype_name, drafter=TAIL),
         ]
-        self._model: DenseDecoder | None = None
+        self._lender: Lender | None = None
         self.num_heads = len(part.share.heads)
         self.attention_needs: Sequence[str] = config.attention_needs()
 
     def use(self, model: DenseDecoder) -> None:
         """Take embeddings and head of `model`."""
-        self._model = model
+        self._lender = Lender(model)
+
+    @property
+    def _model(self) -> DenseDecoder:
+        assert self._lender is not None, "use() comes first"
+        return self._lender.model
 
     def cache_specs(self) -> list[CacheSpec]:
         return list(self._specs)
@@ -54,12 +60,11 @@ class NextnLayer:
         return hidden
 
     def forward(self, ids: Tensor, features: Tensor | None, positions: Tensor, attend: Attend) -> Tensor:
-        assert self._model is not None and features is not None
+        assert features is not None
         embedded = self._embedding_norm(self._model.embedded(ids))
         x = self._join(torch.cat((embedded, self._hidden_norm(features)), 1))
         cos, sin = self._turns.at(positions)
         return self._norm.of_sum(x, self._layer(x, None, (cos, sin), attend))
 
     def logits(self, rows: Tensor) -> Tensor | None:
-        assert self._model is not None
         return self._model.logits(rows)

@@ -128,3 +128,28 @@ def test_any_sampling_gives_the_tokens_of_plain_decoding(tmp_path: Path, kind: s
     said, how = answers(path, **by(kind, make_tiny_eagle(tmp_path / "eagle", kind, dtype="bfloat16")))
     assert said == answers(path)[0]
     assert how.passes > 0 and how.accepted < how.drafts
+
+
+def test_kv_of_8_bits_and_measured_memory(right: dict[str, str]) -> None:
+    """Tails stay as they are; the largest steps, the drafter's among them, are measured before there are pages."""
+    flags = {"kv_cache_dtype": "fp8_e4m3", "max_total_tokens": None, "mem_fraction_static": 0.01, "context_length": 512}
+    with EngineInProcess(WIDE_MODEL_PATH, **flags, **by("EAGLE3", right["EAGLE3"])) as engine:
+        always(engine.parts.scheduler)
+        for i, prompt in enumerate(PROMPTS):
+            engine.add(f"r{i}", prompt, max_new_tokens=NEW)
+        engine.run()
+        assert [engine.tokens[f"r{i}"] for i in range(4)] == RIGHT
+        how = fared(engine)
+    assert how.accepted == how.drafts == 4 * 32
+
+
+def test_other_weights_come_with_the_drafter(right: dict[str, str]) -> None:
+    with EngineInProcess(WIDE_MODEL_PATH, **by("EAGLE", right["EAGLE"])) as engine:
+        always(engine.parts.scheduler)
+        weights = engine.parts.weights
+        model = weights.read(WIDE_MODEL_PATH, when_done=lambda: None).result(60.0)
+        weights.take(model, model_path=WIDE_MODEL_PATH, version="next")
+        engine.add("r", PROMPTS[0], max_new_tokens=NEW)
+        engine.run()
+        assert engine.tokens["r"] == RIGHT[0]
+        assert fared(engine).accepted == fared(engine).drafts == 32

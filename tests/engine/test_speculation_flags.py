@@ -66,6 +66,10 @@ MODEL = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": 
             {**MODEL, "speculative_num_steps": 3, "speculative_num_draft_tokens": 8},
             "--speculative-num-draft-tokens 8: a step computes the last known token and --speculative-num-steps 3 drafts; give 4",
         ),
+        (
+            {**MODEL, "tp_size": 2, "ep_size": 2},
+            "STANDALONE: --ep-size 2 divides the model's experts alone, not a drafter's; leave it out",
+        ),
         ({**MODEL, "pp_size": 2}, "STANDALONE: --pp-size 2 has other tokens in flight"),
         (
             {**MODEL, "tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
@@ -73,9 +77,12 @@ MODEL = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": 
         ),
     ],
 )
-def test_flags_of_drafters_that_contradict_are_refused(checkpoint: str, flags: dict[str, Any], said: str) -> None:
+def test_flags_of_drafters_that_contradict_are_refused(
+    tmp_path: Path, checkpoint: str, flags: dict[str, Any], said: str
+) -> None:
+    path = make_tiny_checkpoint(tmp_path / "mixture", "mixtral") if "ep_size" in flags else checkpoint
     with pytest.raises(ConfigError, match=said):
-        resolve(EngineConfig(model_path=checkpoint, **flags), load_model_config(checkpoint), cuda=False)
+        resolve(EngineConfig(model_path=path, **flags), load_model_config(path), cuda=False)
 
 
 @pytest.mark.parametrize(
