@@ -13,10 +13,9 @@ DRAFTERS = Bugs()
 _RIGHT = "tests/engine/test_eagle.py"
 FINDERS = (
     "tests/models/test_draft_models.py",
-    f"{_RIGHT}::test_a_drafter_that_is_right_gives_all_that_a_step_can_hold",
     f"{_RIGHT}::test_behind_rejected_drafts_the_next_ones_are_right",
+    f"{_RIGHT}::test_a_drafter_that_is_right_gives_all_that_a_step_can_hold",
     f"{_RIGHT}::test_prefixes_bring_their_tails",
-    f"{_RIGHT}::test_ranks_draft_the_same",
     "tests/engine/test_standalone_drafter.py::test_the_model_itself_is_always_right",
     "tests/e2e/test_drafters.py::test_a_handed_over_prompt_is_drafted_as_well_as_ones_own",
 )
