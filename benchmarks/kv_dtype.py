@@ -1,17 +1,21 @@
 """KV of 8 bits beside bf16 in one run, on a CPU: attention of a decode step at long contexts, and of a chunk of a prompt.
 
-usage: python -m benchmarks.kv_dtype [--layers 28] [--rounds 5] [--threads 1] [--contexts 1024 4096 16384]
+usage: python -m benchmarks.kv_dtype [--layers 28] [--rounds 5] [--threads 1] [--contexts 1024 4096 16384] [--output FILE]
 
 Heads of a 0.6B model: 16 of 128 over 8 kv heads. Pages are scattered over a pool that is larger than the caches. The least CPU time of
 the rounds, in which both take turns: a busy machine disturbs that less.
 """
 
 import argparse
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from deploy.bench import environment
 from deploy.bench.report import table
 from engine.attention.cpu_backend import CpuBackend
 from engine.kernels.paged_decode import make_paged_decode
@@ -73,16 +77,40 @@ def main() -> None:
     for name, default in (("layers", 28), ("rounds", 5), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    rows = []
+    result = {"environment": environment.describe(), "rows": measure(args)}
+    print(render(result))
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1))
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = list[dict[str, Any]]()
     for new in (1, CHUNK):
         layers = args.layers if new == 1 else 1
         for context in args.contexts:
             readers = [Reader(fp8=fp8, context=context, rows=new, layers=layers) for fp8 in (False, True)]
             bf16, fp8 = times([reader.read for reader in readers], args.rounds)
-            rows.append([f"{new} of {context}", f"{bf16 * 1e3:.2f}", f"{fp8 * 1e3:.2f}", f"{bf16 / fp8:.2f}"])
-    print(table(["new tokens of all", "bf16, ms", "fp8, ms", "times as fast"], rows))
+            rows.append({"new": new, "context": context, "bf16_ms": 1000 * bf16, "fp8_ms": 1000 * fp8})
+    return rows
+
+
+def render(result: dict[str, Any]) -> str:
+    """The table of a result (benchmarks/report.py uses it too)."""
+    return table(
+        ["new tokens of all", "bf16, ms", "fp8, ms", "times as fast"],
+        [
+            [
+                f"{r['new']} of {r['context']}",
+                f"{r['bf16_ms']:.2f}",
+                f"{r['fp8_ms']:.2f}",
+                f"{r['bf16_ms'] / r['fp8_ms']:.2f}",
+            ]
+            for r in result["rows"]
+        ],
+    )
 
 
 if __name__ == "__main__":

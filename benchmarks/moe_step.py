@@ -4,7 +4,8 @@ usage: python -m benchmarks.moe_step [--layers 12] [--hidden 1024] [--experts 8]
                                      [--steps 40] [--threads N] [--output FILE]
 
 Random checkpoints: 8 experts of 0.1B, two of which a token takes. How many experts a step reads follows from its tokens, which are
-drawn; it is counted. The dense model's MLPs are as wide as these experts together.
+drawn; it is counted. The dense model's MLPs are as wide as these experts together. The limit of a step is the time in which as many
+threads read the bytes of its weights (the experts that it reads alone) and of its KV, at the rate measured in the same run.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +22,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.random_model import SPECIAL_TOKENS, Experts, write_model
+from benchmarks.random_model import HEAD_DIM, KV_HEADS, SPECIAL_TOKENS, Experts, write_model
+from benchmarks.step_time import read_rate
 from deploy.bench import environment
 from deploy.bench.report import table
 from engine.attention.cpu_backend import CpuBackend
@@ -34,6 +37,7 @@ BATCHES = (1, 4, 16)
 PAGE_SIZE = 16
 PANEL = 32  # widths are multiples of it, as those of published models
 WARM_UP = 3
+BF16_BYTES = 2
 
 
 class Steps:
@@ -70,11 +74,20 @@ class Steps:
         self._model.forward(self._ids, self._positions, self._backend.attend)
 
 
-def load(folder: Path, **shape: Any) -> tuple[DenseDecoder, int]:
-    """A random model of this shape and its vocabulary."""
-    write_model(folder, **shape)
+@dataclass(frozen=True)
+class Loaded:
+    """A random model, its vocabulary, and the bytes of what a forward can read: all weights but the embedding's."""
+
+    model: DenseDecoder
+    vocab: int
+    weight_bytes: int
+
+
+def load(folder: Path, **shape: Any) -> Loaded:
+    all_bytes = write_model(folder, **shape)
     config = load_model_config(str(folder))
-    return load_model(str(folder), config, dtype="bfloat16", device="cpu", progress=False), config.vocab_size
+    model = load_model(str(folder), config, dtype="bfloat16", device="cpu", progress=False)
+    return Loaded(model, config.vocab_size, all_bytes - config.vocab_size * config.hidden_size * BF16_BYTES)
 
 
 def experts_read(model: DenseDecoder, steps: Steps) -> float:
@@ -89,34 +102,52 @@ def experts_read(model: DenseDecoder, steps: Steps) -> float:
 def measure_all(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     shape, rows = {"layers": args.layers, "hidden": args.hidden}, []
     experts = Experts(args.experts, args.per_token)
-    mixture, vocab = load(folder / "mixture", intermediate=args.intermediate, experts=experts, **shape)
+    mixture = load(folder / "mixture", intermediate=args.intermediate, experts=experts, **shape)
+    expert_bytes = args.layers * 3 * args.intermediate * args.hidden * BF16_BYTES  # one in each layer
+    kv_bytes = args.tokens * args.layers * 2 * KV_HEADS * HEAD_DIM * BF16_BYTES  # of a request
+    clock = time.process_time if args.threads == 1 else time.perf_counter  # as `Steps.run` counts
+    rates = [read_rate(args.threads, clock=clock)]
     with tqdm(total=len(BATCHES) * args.steps, unit="step", disable=None) as bar:
         for batch in BATCHES:
-            ours = Steps(mixture, vocab, batch, tokens=args.tokens)
-            read = experts_read(mixture, ours)
+            ours = Steps(mixture.model, mixture.vocab, batch, tokens=args.tokens)
+            read = experts_read(mixture.model, ours)
             wide = round(read * args.intermediate / PANEL) * PANEL
-            dense = Steps(*load(folder / f"dense{batch}", intermediate=wide, **shape), batch, tokens=args.tokens)
+            twin = load(folder / f"dense{batch}", intermediate=wide, **shape)
+            dense = Steps(twin.model, twin.vocab, batch, tokens=args.tokens)
             times: list[tuple[float, float]] = []
             for _ in range(args.steps):
                 times.append((ours.run(), dense.run()))
                 bar.update()
             mixture_s, dense_s = zip(*times[WARM_UP:], strict=True)
+            rates.append(read_rate(args.threads, 3, clock=clock))
             rows.append(
                 {
                     "batch": batch,
                     "experts_read": read,
+                    "read_bytes": mixture.weight_bytes - (args.experts - read) * expert_bytes + batch * kv_bytes,
                     "mixture_ms": 1000 * median(mixture_s),
                     "dense_ms": 1000 * median(dense_s),
                     "ratio": median(ours / theirs for ours, theirs in times[WARM_UP:]),
                     "ratio_of_best": min(mixture_s) / min(dense_s),
                 }
             )
+    for row in rows:
+        row["limit_ms"] = 1000 * row["read_bytes"] / max(rates)
     return rows
 
 
 def render(result: dict[str, Any]) -> str:
     """The table of a result (benchmarks/report.py uses it too)."""
-    head = ["batch", "experts read in a layer", "mixture, ms", "dense, ms", "times as long", "of the best steps"]
+    head = [
+        "batch",
+        "experts read in a layer",
+        "mixture, ms",
+        "limit, ms",
+        "of the limit",
+        "dense, ms",
+        "times as long",
+    ]
+    head += ["of the best steps"]
     return table(
         head,
         [
@@ -124,6 +155,8 @@ def render(result: dict[str, Any]) -> str:
                 str(r["batch"]),
                 f"{r['experts_read']:.1f}",
                 f"{r['mixture_ms']:.1f}",
+                f"{r['limit_ms']:.1f}",
+                f"{100 * r['limit_ms'] / r['mixture_ms']:.0f} %",
                 f"{r['dense_ms']:.1f}",
                 f"{r['ratio']:.2f}",
                 f"{r['ratio_of_best']:.2f}",

@@ -1,15 +1,17 @@
 """Runs the benchmarks (or takes their JSON) and writes docs/reports/benchmarks.md from them.
 
-usage: python -m benchmarks.report [--results DIR] [--quick] [--reuse] [--trace PATH ...]     (`make bench` runs it)
+usage: python -m benchmarks.report [--results DIR] [--quick] [--reuse] [--only NAME ...] [--trace PATH ...]     (`make bench` runs it)
 
-Results are kept in DIR as JSON, one file a benchmark; --reuse only writes the page again from what is there. Benchmarks
-that replay traces run where --trace names some (none is shipped); else their last figures stay.
+Results are kept in DIR as JSON, one file a benchmark; --reuse only writes the page again from what is there. Sections of which
+nothing is there stay as they are, and so does what was written behind a section's last line. Benchmarks that replay traces run where
+--trace names some (none is shipped).
 """
 
 import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from benchmarks import (
     frontends,
     gpu_check,
     interference,
+    kv_dtype,
+    kv_quality,
     layerwise,
     moe_step,
     pd_overhead,
@@ -45,6 +49,8 @@ QUICK: dict[str, list[str]] = {
     "pd_overhead": ["--requests", "10"],
     "step_time": ["--layers", "4", "--output-len", "16"],
     "moe_step": ["--layers", "2", "--hidden", "256", "--intermediate", "320", "--steps", "6"],
+    "kv_quality": ["--most", "600"],
+    "kv_dtype": ["--layers", "2", "--contexts", "1024"],
     "tapes": ["--layers", "4", "--steps", "4"],
     "quantized_step": ["--layers", "4", "--steps", "6"],
     "step_gap": ["--layers", "2", "--batches", "1", "8", "--steps", "8"],
@@ -110,7 +116,8 @@ SECTIONS = {
     "moe_step": (
         "A mixture of experts",
         "A decode step of 8 experts of 0.1B, two of which a token takes, beside that of a dense model whose MLPs are as wide as the experts "
-        "that the step reads, in turns in one process. The aim: 1.2 times. With one thread times are what it computes, so others on "
+        "that the step reads, in turns in one process. The aim: 1.2 times. The limit is the time to read these experts, the other weights and "
+        "the KV from memory. With one thread times are what it computes, so others on "
         "the machine disturb little. A dense MLP multiplies each row by all it reads, a mixture by two experts: so larger batches gain.",
         moe_step.render,
     ),
@@ -120,6 +127,18 @@ SECTIONS = {
         "Qwen3-0.6B. The aim at batch 1: 1.7 times bf16's rate with 8 bits, 2.6 times with 4. Larger batches are bound by "
         "arithmetic, which is bf16's. Panels lie in pairs because a core reads 37 GB/s from one run of memory and 25 from two in turns.",
         quantized_step.render,
+    ),
+    "kv_quality": (
+        "KV of 8 bits: quality",
+        "Perplexity of Tandem's design pages and of the GPL with `--kv-cache-dtype fp8_e4m3` beside bf16, in pieces of 2,048 tokens; how often the "
+        "likeliest next token is the same, always after the right ones.",
+        kv_quality.render,
+    ),
+    "kv_dtype": (
+        "KV of 8 bits: attention",
+        "Attention of a decode step over 28 layers, and of a prompt's last 512 tokens in one layer, with Qwen3-0.6B's heads: CPU time of one "
+        "thread, the least of five rounds in turns.",
+        kv_dtype.render,
     ),
     "step_gap": (
         "Between two steps",
@@ -190,13 +209,24 @@ SECTIONS = {
         scale.render,
     ),
 }
+ARGUMENTS = {
+    "moe_step": ["--threads", "1", "--steps", "60"],
+    "kv_quality": ["docs/design", "/usr/share/common-licenses/GPL-3"],
+}
 REPLAYS = ("router_policies", "scale")
 ELSEWHERE = ("gpu_check",)  # run where a GPU is: `make gpu-check`
 
 
 def run(name: str, *, results: Path, quick: bool) -> None:
     """Run one benchmark in a process of its own."""
-    argv = [sys.executable, "-m", f"benchmarks.{name}", "--output", str(results / f"{name}.json")]
+    argv = [
+        sys.executable,
+        "-m",
+        f"benchmarks.{name}",
+        "--output",
+        str(results / f"{name}.json"),
+        *ARGUMENTS.get(name, []),
+    ]
     subprocess.run([*argv, *(QUICK[name] if quick else [])], cwd=ROOT, check=True)
 
 
@@ -209,21 +239,43 @@ def replay(name: str, traces: list[Path]) -> None:
     subprocess.run(argv, cwd=ROOT, check=True)
 
 
-def page(results: Path) -> str:
-    """Write the text of docs/reports/benchmarks.md."""
-    parts = ["# Benchmarks", "", "`make bench` writes this page (benchmarks/report.py). Do not edit it by hand."]
-    for name, (title, text, render) in SECTIONS.items():
+def page(before: str, names: Iterable[str], results: Path) -> str:
+    """Return docs/reports/benchmarks.md, which says `before`, with the sections of `names` of which there are results."""
+    text = before or "# Benchmarks\n\n`make bench` writes this page (benchmarks/report.py). Do not edit it by hand.\n"
+    for name in names:
         path = (KEPT if name in (*REPLAYS, *ELSEWHERE) else results) / f"{name}.json"
         if path.exists():
-            result = json.loads(path.read_text())
-            parts += ["", f"## {title}", "", text, "", render(result), "", _where(name, result["environment"])]
-    return "\n".join(parts) + "\n"
+            text = with_section(text, name, json.loads(path.read_text()))
+    return text
+
+
+def with_section(page: str, name: str, result: dict[str, Any]) -> str:
+    """Put a section in the place of its last version up to that one's stamp, or where its place among the others is."""
+    title, text, render = SECTIONS[name]
+    section = f"\n## {title}\n\n{text}\n\n{render(result)}\n\n{_where(name, result['environment'])}\n"
+    begin = page.find(f"\n## {title}\n")
+    if begin >= 0:
+        end = _end_of(page, begin)
+        stamp = page.find(f"\n`python -m benchmarks.{name}", begin, end)
+        rest = page[page.index("\n", stamp + 1) + 1 :] if stamp >= 0 else page[end:]
+        return page[:begin] + section + rest
+    order = list(SECTIONS)
+    later = (page.find(f"\n## {SECTIONS[other][0]}\n") for other in order[order.index(name) + 1 :])
+    at = min((found for found in later if found >= 0), default=len(page))
+    return page[:at] + section + page[at:]
+
+
+def _end_of(page: str, begin: int) -> int:
+    """Where the section that begins at `begin` ends."""
+    end = page.find("\n## ", begin + 1)
+    return len(page) if end < 0 else end
 
 
 def _where(name: str, env: dict[str, Any]) -> str:
     versions = ", ".join(f"{key} {value}" for key, value in env["versions"].items())
     machine = f"{env['cpu']}, {env['cores']} cores, {env['memory_gib']} GiB" + (f", {env['gpu']}" if env["gpu"] else "")
-    return f"`python -m benchmarks.{name}` on {machine}; commit {env['commit']}, {env['time']}; {versions}."
+    command = " ".join([f"python -m benchmarks.{name}", *ARGUMENTS.get(name, [])])
+    return f"`{command}` on {machine}; commit {env['commit']}, {env['time']}; {versions}."
 
 
 def main() -> None:
@@ -231,15 +283,18 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / ".build" / "bench")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that everything runs")
     parser.add_argument("--reuse", action="store_true", help="write the page from the JSON that is there")
+    parser.add_argument(
+        "--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="NAME", help="these benchmarks"
+    )
     parser.add_argument("--trace", type=Path, action="append", default=[], help="a trace to replay; repeatable")
     args = parser.parse_args()
     args.results.mkdir(parents=True, exist_ok=True)
-    for name in SECTIONS:
+    for name in args.only:
         if name in REPLAYS and args.trace:
             replay(name, args.trace)
         elif name not in (*REPLAYS, *ELSEWHERE) and not args.reuse:
             run(name, results=args.results, quick=args.quick)
-    PAGE.write_text(page(args.results))
+    PAGE.write_text(page(PAGE.read_text() if PAGE.exists() else "", args.only, args.results))
     print(f"wrote {PAGE}")
 
 

@@ -20,7 +20,7 @@ LOAD_BALANCE_METHODS = (
     *("auto", "round_robin", "decode_round_robin", "follow_bootstrap_room"),
     *("shortest_queue", "total_requests", "minimum_tokens", "total_tokens"),
 )
-SPECULATIVE_ALGORITHMS = ("NGRAM", "STANDALONE")
+SPECULATIVE_ALGORITHMS = ("NGRAM", "STANDALONE", "NEXTN", "EAGLE", "EAGLE3")
 MAX_DRAFT_TOKENS = 64
 MAX_PAGE_SIZE = 1024
 MAX_PORT = 65535
@@ -246,9 +246,7 @@ class EngineConfig(FlagSet):
         "launch no prefill step before the results of the previous prefill step are there: first tokens come earlier",
     )
     disable_radix_cache: bool = flag(False, "do not reuse the KV of equal prefixes")
-    disable_hybrid_swa_memory: bool = flag(
-        False, "keep all KV of layers with a window: a pair must do it alike"
-    )
+    disable_hybrid_swa_memory: bool = flag(False, "keep all KV of layers with a window: a pair must do it alike")
     radix_eviction_policy: str = flag(
         "lru", "which cached prefixes make room first (docs/tuning.md)", choices=EVICTION_POLICIES
     )
@@ -304,11 +302,13 @@ class EngineConfig(FlagSet):
     speculative_algorithm: str | None = flag(
         None,
         "verify several tokens of a request in a decode step; NGRAM: guess what followed the same words earlier in its prompt and "
-        "answer; STANDALONE: a small model drafts them; default: none",
+        "answer; STANDALONE: a small model drafts them; NEXTN: the model's own layer for it (MTP); EAGLE, EAGLE3: a layer trained for "
+        "the model; default: none",
         choices=SPECULATIVE_ALGORITHMS,
     )
     speculative_draft_model_path: str | None = flag(
-        None, "with STANDALONE: checkpoint of the model that drafts, as --model-path; of the same tokenizer"
+        None,
+        "with STANDALONE, EAGLE or EAGLE3: checkpoint of what drafts, a directory or a model of the Hugging Face hub",
     )
     speculative_num_steps: int | None = flag(
         None,

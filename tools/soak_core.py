@@ -20,7 +20,14 @@ from hypothesis.strategies import SearchStrategy
 from tqdm import tqdm
 
 from tests.core.proof.driver import play
-from tests.core.proof.story import rushes, stories, stories_with_adapters, stories_with_drafts, stories_with_groups
+from tests.core.proof.story import (
+    rushes,
+    stories,
+    stories_with_a_drafter,
+    stories_with_adapters,
+    stories_with_drafts,
+    stories_with_groups,
+)
 from tests.disagg.two_role_stories import play as play_two_roles
 from tests.disagg.two_role_stories import two_role_stories
 from tests.loop.test_dp_attention import fuzz
@@ -37,11 +44,13 @@ def drive_round(number: int, *, shrink: bool = True) -> Counter[str]:
     seen = _drive(number, stories(), lambda story: play(story).tally(), shrink=shrink)
     seen += _drive(number, rushes(), lambda story: play(story).tally(), shrink=shrink)
     seen += _drive(number, stories_with_drafts(), lambda story: play(story).tally(), shrink=shrink)
+    seen += _drive(number, stories_with_a_drafter(), lambda story: play(story).tally(), shrink=shrink)
     for groups in GROUPS:
         seen += _drive(number, stories_with_groups(**groups), lambda story: play(story).tally(), shrink=shrink)
     for groups in ({}, *GROUPS):
         seen += _drive(number, stories_with_adapters(**groups), lambda story: play(story).tally(), shrink=shrink)
         seen += _drive(number, two_role_stories(**groups), play_two_roles, shrink=shrink)
+        seen += _drive(number, two_role_stories(**groups, adapters=True), play_two_roles, shrink=shrink)
     seen["agreed_steps"] += fuzz(number, steps=AGREED_STEPS_A_ROUND)
     return seen
 

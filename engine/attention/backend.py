@@ -17,8 +17,8 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
 from service.flags import ConfigError
 
-LATENTS = "latent attention"
-NOT_IN_TRITON = (LATENTS,)
+INDEX = "index of latents"
+NOT_IN_TRITON = (INDEX,)
 
 
 class AttentionBackend(Protocol):
@@ -57,7 +57,9 @@ def make_attention_backend(name: str, pool: KVPool, *, num_heads: int, needs: Se
         needs = ("sliding windows", *needs)
     latent = any(spec.latent for spec in pool.specs)
     if latent:
-        needs = (LATENTS, *needs)
+        needs = ("latent attention", *needs)
+    if any(spec.index for spec in pool.specs):
+        needs = (INDEX, *needs)
     if name == "auto":
         on_gpu = "triton" if find_spec("triton") and not _lacks("triton", needs) else "torch"
         name = "cpu" if pool.device.type == "cpu" else on_gpu
@@ -99,6 +101,10 @@ def _on_gpu(name: str, pool: KVPool, *, num_heads: int) -> AttentionBackend:
         from engine.attention.triton_backend import TritonBackend
     except ImportError as e:
         raise ConfigError(f"--attention-backend {name}: {e}; pip install triton, or choose torch") from e
+    if any(spec.latent for spec in pool.specs):
+        from engine.attention.latent_triton import TritonLatents
+
+        return TritonLatents(pool, num_heads=num_heads)
     return TritonBackend(pool, num_heads=num_heads, prompts=_prompts(pool, num_heads) if name == "flashinfer" else None)
 
 

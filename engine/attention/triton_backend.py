@@ -12,8 +12,25 @@ import torch
 from engine.attention.flashinfer_prompts import FlashInferPrompts
 from engine.kernels.extend_plan import plan_extend
 from engine.kernels.softmax import Softmax
-from engine.kernels.triton_decode import DecodeTiles, SplitList, decode, decode_tiles, split_list
-from engine.kernels.triton_extend import ExtendTiles, ExtendWork, any_whole, extend, extend_tiles, lists_of, work_of
+from engine.kernels.triton_decode import (
+    DecodeTiles,
+    SplitList,
+    decode,
+    decode_tiles,
+    head_tiles,
+    latent_decode_tiles,
+    split_list,
+)
+from engine.kernels.triton_extend import (
+    ExtendTiles,
+    ExtendWork,
+    any_whole,
+    extend,
+    extend_tiles,
+    latent_extend_tiles,
+    lists_of,
+    work_of,
+)
 from engine.kernels.triton_turn_write import turn_write
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
@@ -53,10 +70,15 @@ class _Extend:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What the cut of a layer's work depends on, beside lengths. `window`: of CacheSpec."""
+    """What the cut of a layer's work depends on, beside lengths. `window`: of CacheSpec; `rest`: of latents, as of `decode`.
+
+    `decode_heads`: kv heads as single tokens have them: of latents, tiles of query heads.
+    """
 
     kv_heads: int
+    decode_heads: int
     window: int
+    rest: int
     decode: DecodeTiles
     extend: ExtendTiles
 
@@ -84,7 +106,12 @@ class TritonBackend:
         if isinstance(step, DeviceExtend):
             most_rows, requests, device = len(step.token_pages), len(step.kv_lens), self._pool.device
             work = {
-                shape: any_whole(most_rows=most_rows, requests=requests, tiles=shape.extend, device=device)
+                shape: any_whole(
+                    most_rows=most_rows * (self._num_heads if shape.rest else 1),
+                    requests=requests,
+                    tiles=shape.extend,
+                    device=device,
+                )
                 for shape in dict.fromkeys(self._shapes)
             }
             self._now = _Extend(step.kv_lens, step.starts, work)
@@ -93,14 +120,11 @@ class TritonBackend:
         self._take(step)
 
     def attend(self, layer: int, new: Unturned) -> torch.Tensor:
-        now = self._now
-        assert now is not None, "begin() comes first"
-        cache_k, cache_v = self._pool.k(layer), self._pool.v(layer)
         q = turn_write(
             new.qkv,
             new.turn,
-            cache_k,
-            cache_v,
+            self._pool.k(layer),
+            self._pool.v(layer),
             weight=new.rope.weight,
             eps=new.rope.eps,
             offset=new.rope.offset,
@@ -108,7 +132,14 @@ class TritonBackend:
             offsets=self._token_offsets,
             units=self._units[layer],
         )
-        rows, shape, softmax = q.to(cache_k.dtype), self._shapes[layer], new.softmax
+        return self.attend_written(layer, q, new.softmax)
+
+    def attend_written(self, layer: int, q: torch.Tensor, softmax: Softmax) -> torch.Tensor:
+        """As `attend`, where K and V of the new tokens are in the pool. q [T, heads, head_dim], turned; heads of a row are dense."""
+        now = self._now
+        assert now is not None, "begin() comes first"
+        cache_k, cache_v = self._pool.k(layer), self._pool.v(layer)
+        rows, shape = q.to(cache_k.dtype), self._shapes[layer]
         if isinstance(now, _Decode):
             out = self._decode(layer, rows, now, self._slots, softmax)
         else:
@@ -127,6 +158,7 @@ class TritonBackend:
                 window=shape.window,
                 cap=softmax.cap,
                 sinks=softmax.sinks,
+                rest=shape.rest,
             )
             if now.library and self._prompts is not None:
                 self._prompts.attend(layer, rows, out)
@@ -154,6 +186,7 @@ class TritonBackend:
             window=shape.window,
             cap=softmax.cap,
             sinks=softmax.sinks,
+            rest=shape.rest,
         )
 
     def _take(self, step: StepBatch | DeviceStep | DeviceExtend) -> None:
@@ -163,7 +196,7 @@ class TritonBackend:
 
     def _decode_of(self, kv_lens: torch.Tensor) -> _Decode:
         splits = {
-            shape: split_list(kv_lens, kv_heads=shape.kv_heads, tiles=shape.decode, window=shape.window)
+            shape: split_list(kv_lens, kv_heads=shape.decode_heads, tiles=shape.decode, window=shape.window)
             for shape in dict.fromkeys(self._shapes)
         }
         return _Decode(kv_lens, splits)
@@ -179,6 +212,7 @@ class TritonBackend:
                 rows=shape.extend.rows,
                 block=shape.extend.block,
                 window=shape.window,
+                pairs=shape.rest > 0,
                 has_library=self._prompts is not None,
                 skip=frozenset(riders),
             )
@@ -202,12 +236,13 @@ class TritonBackend:
     def _shape_of(self, layer: int) -> _Shape:
         cache, spec = self._pool.k(layer), self._pool.specs[layer]
         kv_heads, dim, dtype = spec.num_kv_heads, cache.shape[3], cache.dtype
-        return _Shape(
-            kv_heads,
-            spec.window,
-            decode_tiles(kv_heads=kv_heads, dim=dim, dtype=dtype),
-            extend_tiles(dim=dim, dtype=dtype),
-        )
+        if not spec.latent:
+            decode, extend = decode_tiles(kv_heads=kv_heads, dim=dim, dtype=dtype), extend_tiles(dim=dim, dtype=dtype)
+            return _Shape(kv_heads, kv_heads, spec.window, 0, decode, extend)
+        heads, rest = head_tiles(self._num_heads), dim - spec.latent
+        assert kv_heads == 1 and rest > 0 and not spec.index, spec
+        decode, extend = latent_decode_tiles(tiles_of_heads=heads, dtype=dtype), latent_extend_tiles(dtype=dtype)
+        return _Shape(kv_heads, heads, spec.window, rest, decode, extend)
 
     def _upload(self, *lists: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """int32, in one copy. Each begins at a multiple of 16 bytes: for another Triton compiles a kernel anew."""

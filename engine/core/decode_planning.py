@@ -44,6 +44,9 @@ class DecodePlanner:
         if not counts or in_flight:
             return [], []
         asked = [r for r in ready if r.rid in counts]
+        for request in asked:
+            if self._memory.needs_page(request) and self._memory.available > len(ready):
+                self._memory.grow(request)  # the decode step would
         rooms = {r.rid: self._memory.make_room(r, counts[r.rid], left_free=len(ready)) for r in asked}
         asked = self._with_slots([r for r in asked if rooms[r.rid] > 0])
         opens = [open_slot(r, self._table) for r in asked if r.slot is None]

@@ -205,6 +205,7 @@ def build_device(
         end=SampledEnd(sampler, future_map, device=device) if isinstance(sampler, CapturableSampler) else None,
         adapters=parts.adapters,
         has_states=parts.states is not None,
+        is_watched=model.is_watched,
         progress=progress,
     )
     drafts = make_draft_pass(config, model, pool, page_table=parts.page_table, future_map=future_map, sampler=sampler)

@@ -32,12 +32,13 @@ def make_graphs(
     end: RecordedEnd | None,
     adapters: AdapterBank | None,
     has_states: bool,
+    is_watched: bool = False,
     progress: bool,
 ) -> tuple[DecodeGraphs | None, PrefillGraphs | None]:
     """Return the graphs of decode steps and of short prompts, still to be recorded. `capture` takes the place of CUDA's.
 
     `config` is resolved. `decodes`, `prefills`: whether the worker has such steps. `end`: of decode steps; None: they cannot be
-    recorded.
+    recorded. `is_watched`: as of DenseDecoder.
     """
     if capture is None and page_table.device.type == "cuda":
         capture = partial(CudaCapture, page_table.device)
@@ -45,6 +46,9 @@ def make_graphs(
         return None, None
     if has_states:
         log.warning("no graphs: the model has recurrent states, which no recorded step knows")
+        return None, None
+    if is_watched:
+        log.warning("no graphs: the drafter reads hidden states inside the model, which no recorded step gives")
         return None, None
     if not isinstance(backend, CapturableBackend) or end is None:
         log.warning("no graphs: the attention backend asks the host for lengths; triton does not")

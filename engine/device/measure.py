@@ -251,4 +251,5 @@ def _steps(config: EngineConfig, model_config: ModelConfig, *, positions: int, d
         vocab_size=model_config.vocab_size,
         decodes=decodes,
         mixed=bool(config.enable_mixed_chunk),
+        drafts=model_config.drafter is not None,
     )

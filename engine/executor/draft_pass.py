@@ -42,10 +42,9 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Rows of a step that read drafts, with the known ones before them: a run for each request. Row numbers count in the step.
+    """Rows of a step that read drafts, each behind the known one of its request: a run. Row numbers count in the step.
 
-    `features` [T, size]: what the tails are made of. `rows` [runs, most rows], padded with the run's first.
-    `drafts` [runs, most rows - 1]: the tokens of the rows behind the first, -1 where there are none.
+    `features` [T, size]: what the tails are made of. `rows` and `items`: of each run.
     """
 
     features: Tensor

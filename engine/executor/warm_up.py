@@ -38,7 +38,7 @@ KINDS = {
 class WarmUp:
     """What an engine may be given: `prompt_tokens` and `rows` in a step, `positions` of a request.
 
-    `decodes`: False: it only computes prompts. `mixed`: decodes ride along in prompt steps.
+    `decodes`: False: it only computes prompts. `mixed`: decodes ride along in prompt steps. `drafts`: a drafter of the executor does.
     """
 
     prompt_tokens: int
@@ -48,6 +48,7 @@ class WarmUp:
     vocab_size: int
     decodes: bool
     mixed: bool
+    drafts: bool = False
 
     def plans(self) -> list[Plan]:
         """Return the steps; slots are closed by the next step, the last ones by a step of their own."""
@@ -87,6 +88,8 @@ class WarmUp:
         """Decode steps of every power of two: without graphs, or beyond the largest, each is launched kernel by kernel."""
         for rows in sorted({min(1 << n, self.rows) for n in range(self.rows.bit_length() + 1)}):
             yield self._step([(1, 0)] * rows, extend=False)
+            if self.drafts:
+                yield self._step([(1, 0)] * rows, extend=False, drafts=True)
         yield self._step([(1, self.positions - 1)], extend=False)
 
     def _parts(self, length: int) -> list[int]:
@@ -104,6 +107,7 @@ class WarmUp:
         masked: int = 0,
         logprobs: LogprobOptions | None = None,
         pool: str = "",
+        drafts: bool = False,
     ) -> Plan:
         """`parts`: (tokens, tokens before them) of each request; the last `riders` decode, the first `masked` have a mask."""
         items = [
@@ -114,7 +118,8 @@ class WarmUp:
                 start=start,
                 page_start=0,
                 new_pages=[0] * -(-(start + length) // self.page_size),
-                sample=True,
+                sample=not drafts,
+                to_draft=int(drafts),
                 output_len=0,
                 extend=extend and slot < len(parts) - riders,
                 logprobs=logprobs,

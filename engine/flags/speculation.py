@@ -5,7 +5,17 @@ from dataclasses import replace
 from engine.config import EngineConfig
 from engine.core.drafting import Drafting
 from engine.core.ngram import NgramDrafter
-from engine.model_files.drafter_config import DRAFT_PATH, STANDALONE, DrafterConfig, load_standalone
+from engine.model_files.drafter_config import (
+    DRAFT_PATH,
+    EAGLE,
+    EAGLE3,
+    NEXTN,
+    STANDALONE,
+    DrafterConfig,
+    load_eagle,
+    load_standalone,
+    nextn_of,
+)
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import check_layout
 from service.flags import ConfigError
@@ -14,6 +24,7 @@ FLAG = "--speculative-algorithm"
 NGRAM = "NGRAM"
 FORCED_ROWS = 8  # of a request whose grammar forces tokens, without the flag
 NGRAM_ROWS = 32
+NEEDED = {STANDALONE: "a small model of the same tokenizer", EAGLE3: "a checkpoint that is trained for the model"}
 MODEL_STEPS = 4  # tokens that a model drafts: the first ones are right most often, and each costs a pass
 
 
@@ -50,8 +61,11 @@ def _check_model_flags(config: EngineConfig) -> None:
             f"--speculative-eagle-topk {topk}: drafts are chains, of which each row is a decode of its own and gives the same tokens "
             "as without drafts; give 1, and more --speculative-num-steps"
         )
-    if algorithm == STANDALONE and not config.speculative_draft_model_path:
-        raise ConfigError(f"{FLAG} {STANDALONE}: needs {DRAFT_PATH}, a small model of the same tokenizer")
+    path = config.speculative_draft_model_path
+    if algorithm in NEEDED and path is None:
+        raise ConfigError(f"{FLAG} {algorithm}: needs {DRAFT_PATH}, {NEEDED[algorithm]}")
+    if algorithm == NEXTN and path is not None:
+        raise ConfigError(f"{DRAFT_PATH} {path}: NEXTN reads layers of the model's own checkpoint; leave it out")
     steps, rows = config.speculative_num_steps, config.speculative_num_draft_tokens
     if steps is not None and rows is not None and rows != steps + 1:
         raise ConfigError(
@@ -87,14 +101,19 @@ def with_drafter(config: EngineConfig, model: ModelConfig) -> ModelConfig:
 
 
 def _drafter(config: EngineConfig, model: ModelConfig) -> DrafterConfig:
-    assert config.speculative_draft_model_path is not None, "resolved"
-    return load_standalone(config.speculative_draft_model_path, model)
+    algorithm, path = config.speculative_algorithm, config.speculative_draft_model_path
+    if algorithm == NEXTN or (algorithm == EAGLE and path is None):  # SGLang calls both so
+        return nextn_of(model, flag=f"{FLAG} {algorithm}")
+    assert algorithm is not None and path is not None, "resolved"
+    return load_standalone(path, model) if algorithm == STANDALONE else load_eagle(path, model, kind=algorithm)
 
 
 def _check_size(config: EngineConfig, drafter: DrafterConfig) -> None:
     assert config.context_length is not None, "resolved"
+    if not drafter.path:
+        return
     layers, flag = drafter.layers, f"{DRAFT_PATH} {drafter.path}"
-    if layers.max_position_embeddings < config.context_length:
+    if drafter.kind == STANDALONE and layers.max_position_embeddings < config.context_length:
         raise ConfigError(
             f"{flag}: it has {layers.max_position_embeddings} positions, the model's context {config.context_length}; give "
             f"--context-length {layers.max_position_embeddings}, or another drafter"

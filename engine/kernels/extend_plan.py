@@ -60,12 +60,13 @@ def plan_extend(
     rows: int,
     block: int,
     window: int = 0,
+    pairs: bool = False,
     has_library: bool = False,
     skip: Collection[int] = (),
 ) -> ExtendPlan:
     """`group`: query heads of a kv head; `rows`: of a tile; `block`: tokens that a program takes at a time; `window`: of CacheSpec.
 
-    `skip`: requests that others compute.
+    `pairs`: rows of whole requests are (token, head) pairs, too. `skip`: requests that others compute.
     """
     plan = ExtendPlan()
     for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
@@ -84,7 +85,7 @@ def plan_extend(
         elif has_library and kv_len > MOST_WHOLE:
             plan.library.append(request)
         else:
-            for tile in reversed(range(-(-q_len // rows))):
+            for tile in reversed(range(tiles if pairs else -(-q_len // rows))):
                 plan.whole += (request, tile)
     return plan
 

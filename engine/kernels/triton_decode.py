@@ -13,6 +13,10 @@ Lengths are read on the device: `split_list` lists all splits once a step, and e
 captured graph serves every length, and a long context costs a short request nothing. For the same reason numbers that
 change from step to step are in `do_not_specialize`: a kernel is compiled once for a model, whatever it serves.
 
+Latents (MLA) are one row of a token for all heads: V is the first DIM elements of K, and REST are behind them. What is called a
+kv head then is a tile of query heads. V is loaded anew, from a cache: the small products need another layout of it than of
+K, and the pipeliner loads nothing ahead that is needed in two.
+
 A layer with a window has a list of its own, of the splits of the tokens that the window shows: others cost nothing. Sinks
 join the first split, as a score that the softmax begins with.
 """
@@ -59,6 +63,20 @@ def decode_tiles(*, kv_heads: int, dim: int, dtype: torch.dtype) -> DecodeTiles:
             splits=splits, warps=8 if dim > 128 else 4, stages=3, block=64 if dim <= 128 else 32, per_sm=1
         )
     return DecodeTiles(splits=splits, stages=3, per_sm=2) if dim > 128 else DecodeTiles(splits=splits)
+
+
+def head_tiles(heads: int) -> int:
+    """Of latents: how many tiles of query heads read a token's row, each with the same number of heads."""
+    return heads // max(n for n in range(1, MIN_TILE_HEADS + 1) if heads % n == 0)
+
+
+@cache
+def latent_decode_tiles(*, tiles_of_heads: int, dtype: torch.dtype) -> DecodeTiles:
+    """As `decode_tiles`. Parts of a split are large: with many heads there are few splits."""
+    splits = min(64, max(8, 64 // triton.next_power_of_2(tiles_of_heads)))
+    if dtype == torch.float32:
+        return DecodeTiles(splits=splits, warps=8, stages=1, block=16, per_sm=1)
+    return DecodeTiles(splits=splits, warps=8, stages=5, block=32, per_sm=1)
 
 
 @triton.jit
@@ -159,8 +177,18 @@ def merge_splits(
 
 
 @triton.jit
-def row_in_page(token, kv_head, unit_stride, KV_HEADS: tl.constexpr, UNIT_HEADS: tl.constexpr, DIM: tl.constexpr):
+def row_in_page(
+    token,
+    kv_head,
+    unit_stride,
+    KV_HEADS: tl.constexpr,
+    UNIT_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    REST: tl.constexpr,
+):
     """Element of a page, from unit 0 on, where the row of a kv head begins. `token`: of the page."""
+    if REST:
+        return token * (DIM + REST)
     row = (token * UNIT_HEADS + kv_head) * DIM
     if UNIT_HEADS < KV_HEADS:
         row += kv_head // UNIT_HEADS * (unit_stride - UNIT_HEADS * DIM)
@@ -169,7 +197,7 @@ def row_in_page(token, kv_head, unit_stride, KV_HEADS: tl.constexpr, UNIT_HEADS:
 
 @triton.jit(do_not_specialize=["batch", "table_stride"])
 def decode_split_kernel(
-    q_ptr,  # [B, heads, dim]; heads of a row are dense
+    q_ptr,  # [B, heads, dim + rest]; heads of a row are dense
     k_ptr,  # unit 0 of page 0 of this layer's K; rows of a token are dense in a unit
     v_ptr,
     out_ptr,  # [B, heads, dim] dense
@@ -203,6 +231,8 @@ def decode_split_kernel(
     PRECISION: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    REST: tl.constexpr,  # of latents: elements of K that V does not have; 0: K and V are apart
+    TILE_REST: tl.constexpr,
 ):
     """Program i of n: every n-th (split, kv head) of the list, from the i-th on; then the merges it is the last for."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -224,8 +254,12 @@ def decode_split_kernel(
         if WINDOW:
             begin += kv_len - seen
         end = tl.minimum(begin + per_split, kv_len)
-        at_q = request.to(tl.int64) * q_stride + kv_head * GROUP * DIM
-        q = tl.load(q_ptr + at_q + (in_group[:, None] * DIM + dims[None, :]), mask=mask_hd, other=0.0)
+        at_q = request.to(tl.int64) * q_stride + kv_head * GROUP * (DIM + REST)
+        q = tl.load(q_ptr + at_q + (in_group[:, None] * (DIM + REST) + dims[None, :]), mask=mask_hd, other=0.0)
+        if REST:
+            rest = tl.arange(0, TILE_REST)
+            at_q_rest = at_q + DIM + in_group[:, None] * (DIM + REST) + rest[None, :]
+            q_rest = tl.load(q_ptr + at_q_rest, mask=mask_h[:, None] & (rest < REST)[None, :], other=0.0)
         best = tl.full([TILE_HEADS], float("-inf"), tl.float32)
         total = tl.zeros([TILE_HEADS], tl.float32)
         if sinks_ptr is not None:  # noqa: SIM102 (known when compiled); in the first split, which every request has
@@ -238,9 +272,16 @@ def decode_split_kernel(
             token = at + tl.arange(0, BLOCK)
             mask_n = token < end
             page = tl.load(table + token // PAGE_SIZE, mask=mask_n, other=0).to(tl.int64)
-            start = page * page_stride + row_in_page(token % PAGE_SIZE, kv_head, unit_stride, KV_HEADS, UNIT_HEADS, DIM)
+            start = page * page_stride + row_in_page(
+                token % PAGE_SIZE, kv_head, unit_stride, KV_HEADS, UNIT_HEADS, DIM, REST
+            )
             k = tl.load(k_ptr + start[None, :] + dims[:, None], mask=mask_n[None, :] & mask_d[:, None], other=0.0)
-            scores = tl.dot(q, k, input_precision=PRECISION) * scale
+            scores = tl.dot(q, k, input_precision=PRECISION)
+            if REST:
+                mask_r = mask_n[None, :] & (rest < REST)[:, None]
+                k_rest = tl.load(k_ptr + DIM + start[None, :] + rest[:, None], mask=mask_r, other=0.0)
+                scores = tl.dot(q_rest, k_rest, scores, input_precision=PRECISION)
+            scores = scores * scale
             if CAP != 0.0:
                 scores = capped(scores, CAP)
             scores = tl.where(mask_n[None, :], scores, float("-inf"))
@@ -280,9 +321,9 @@ def decode_split_kernel(
 
 
 def cache_constants(
-    *, heads: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtype, units: int = 1
+    *, heads: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtype, units: int = 1, rest: int = 0
 ) -> dict[str, Any]:
-    """What kernels that read K and V know when they are compiled. `dtype`: of the cache."""
+    """What kernels that read K and V know when they are compiled. `dtype`: of the cache; `rest`: of latents, what K has behind V."""
     return {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
@@ -291,6 +332,8 @@ def cache_constants(
         "PAGE_SIZE": page_size,
         "TILE_DIM": tile_dim(dim),
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "REST": rest,
+        "TILE_REST": tile_dim(rest),
     }
 
 
@@ -355,16 +398,18 @@ def decode(
     window: int = 0,
     cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    rest: int = 0,
 ) -> torch.Tensor:
     """[B, heads, dim] dense. q [B, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k, of unit 0; page_table
     [slots, pages] int32; slots [B] int64; kv_lens [B] int32, at least 1; `splits`: `split_list` of these lengths, kv heads, tiles and `window`.
 
-    `window`: of CacheSpec; `cap`, `sinks`: of Softmax.
+    `window`: of CacheSpec; `cap`, `sinks`: of Softmax. `rest`: of latents, the last elements of q and K, which V, their first `dim`,
+    does not have; kv heads are `head_tiles` of them then.
     """
-    batch, heads, dim = q.shape
-    page_size, kv_heads = k_cache.shape[1], k_cache.shape[2] * units.count
+    (batch, heads, width), page_size = q.shape, k_cache.shape[1]
+    dim, kv_heads = width - rest, head_tiles(heads) if rest else k_cache.shape[2] * units.count
     cache = cache_constants(
-        heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, dtype=k_cache.dtype, units=units.count
+        heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, dtype=k_cache.dtype, units=units.count, rest=rest
     )
     parts = torch.empty((batch, tiles.splits, heads, dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((batch, tiles.splits, heads), dtype=torch.float32, device=q.device)

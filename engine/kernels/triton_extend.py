@@ -7,6 +7,8 @@ sees, without a mask, then the few at its diagonal. Apart from rounding, chunks 
 Few rows behind a long context would leave most multiprocessors idle: their programs take a span of the context and all
 query heads of a kv head (engine/kernels/extend_plan.py), and a merge follows, as in Flash-Decoding (Dao et al. 2023).
 
+Latents (MLA) are K and V of all heads (engine/kernels/triton_decode.py): their rows are pairs in every program.
+
 With a window a program begins at the first token that its first row sees: blocks before it are not read, those that some
 row does not see are masked. Sinks join a row's first span, as a score that the softmax begins with.
 """
@@ -45,9 +47,18 @@ def extend_tiles(*, dim: int, dtype: torch.dtype) -> ExtendTiles:
     return ExtendTiles(rows=128, block=64, warps=8 if dim > 64 else 4, stages=5)  # 5: two blocks ahead, see DecodeTiles
 
 
+@cache
+def latent_extend_tiles(*, dtype: torch.dtype) -> ExtendTiles:
+    """As `extend_tiles`; rows are (token, head) pairs."""
+    if dtype == torch.float32:
+        return ExtendTiles(rows=16, block=16, warps=8, stages=2)
+    return ExtendTiles(rows=64, block=32, warps=8, stages=2)
+
+
 @triton.jit
 def extend_block(
     q,
+    q_rest,  # of latents
     best,
     total,
     acc,
@@ -73,6 +84,8 @@ def extend_block(
     SPLIT: tl.constexpr,  # some row may see none
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    REST: tl.constexpr,
+    TILE_REST: tl.constexpr,
 ):
     """Tokens at..at + BLOCK: (best, total, acc) with them."""
     dims = tl.arange(0, TILE_DIM)
@@ -84,7 +97,7 @@ def extend_block(
         page = tl.load(table + token // PAGE_SIZE, mask=mask_n, other=0).to(tl.int64)
     else:
         page = tl.load(table + token // PAGE_SIZE).to(tl.int64)
-    start = page * page_stride + row_in_page(token % PAGE_SIZE, kv_head, unit_stride, KV_HEADS, UNIT_HEADS, DIM)
+    start = page * page_stride + row_in_page(token % PAGE_SIZE, kv_head, unit_stride, KV_HEADS, UNIT_HEADS, DIM, REST)
     at_k = k_ptr + start[None, :] + dims[:, None]
     at_v = v_ptr + start[:, None] + dims[None, :]
     if MASKED:
@@ -93,7 +106,15 @@ def extend_block(
         k = tl.load(at_k)
     else:
         k = tl.load(at_k, mask=(dims < DIM)[:, None], other=0.0)
-    scores = tl.dot(q, k, input_precision=PRECISION) * scale
+    scores = tl.dot(q, k, input_precision=PRECISION)
+    if REST:
+        rest = tl.arange(0, TILE_REST)
+        mask_r = (rest < REST)[:, None]
+        if MASKED:
+            mask_r = mask_r & mask_n[None, :]
+        k_rest = tl.load(k_ptr + DIM + start[None, :] + rest[:, None], mask=mask_r, other=0.0)
+        scores = tl.dot(q_rest, k_rest, scores, input_precision=PRECISION)
+    scores = scores * scale
     if CAP != 0.0:
         scores = capped(scores, CAP)
     if MASKED:
@@ -108,7 +129,9 @@ def extend_block(
         base = tl.where(best_now == float("-inf"), 0.0, best_now)  # of a row that saw nothing yet: weights of 0, no NaN
     factor = tl.exp2(best - base)
     weights = tl.exp2(scores - base[:, None])
-    if MASKED:
+    if REST:
+        v = tl.trans(k)
+    elif MASKED:
         v = tl.load(at_v, mask=mask_n[:, None] & (dims < DIM)[None, :], other=0.0)
     elif TILE_DIM == DIM:
         v = tl.load(at_v)
@@ -121,7 +144,7 @@ def extend_block(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def extend_kernel(
-    q_ptr,  # [T, heads, dim]; heads of a row are dense
+    q_ptr,  # [T, heads, dim + rest]; heads of a row are dense
     k_ptr,  # unit 0 of page 0 of this layer's K; rows of a token are dense in a unit
     v_ptr,
     out_ptr,  # [T, heads, dim] dense; SPLIT: [part_rows, kv_heads, dim] fp32, normalised
@@ -149,26 +172,35 @@ def extend_kernel(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    REST: tl.constexpr,  # of latents: elements of K that V does not have; 0: K and V are apart
+    TILE_REST: tl.constexpr,
 ):
-    """Program (unit, head); SPLIT: (unit, kv head), whose rows are (token, head of the group) pairs."""
+    """Program (unit, head); SPLIT, or of latents: (unit, kv head), whose rows are (token, head of the group) pairs."""
+    PAIRS: tl.constexpr = SPLIT or REST > 0
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    WIDTH: tl.constexpr = DIM + REST
     unit = units_ptr + tl.program_id(0) * (5 if SPLIT else 2)
     request, tile = tl.load(unit), tl.load(unit + 1)
     first = tl.load(starts_ptr + request)
     q_len = tl.load(starts_ptr + request + 1) - first
-    if tile * BLOCK_ROWS >= q_len * (GROUP if SPLIT else 1):  # of a list that does not know the lengths
+    if tile * BLOCK_ROWS >= q_len * (GROUP if PAIRS else 1):  # of a list that does not know the lengths
         return
     kv_len = tl.load(kv_lens_ptr + request)
     rows = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, TILE_DIM)
-    if SPLIT:
+    if PAIRS:
         kv_head = tl.program_id(1)
         tokens = rows // GROUP
         head = kv_head * GROUP + rows % GROUP
-        begin, end = tl.load(unit + 2), tl.load(unit + 3)
+        if SPLIT:
+            begin, end = tl.load(unit + 2), tl.load(unit + 3)
+        else:
+            begin = 0
+            end = tl.minimum(kv_len, kv_len - q_len + (tile * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP + 1)
         before = kv_len - q_len + tile * BLOCK_ROWS // GROUP  # tokens before the first row's
-        seen_by_all = tl.maximum(begin, tl.minimum(before + 1, end) // BLOCK * BLOCK)
-        at_head = head[:, None] * DIM + dims[None, :]
+        # of latents all blocks are masked: registers hold one such loop
+        seen_by_all = begin if REST else tl.maximum(begin, tl.minimum(before + 1, end) // BLOCK * BLOCK)
+        at_head = head[:, None] * WIDTH + dims[None, :]
     else:
         head = tl.program_id(1)
         kv_head = head // GROUP
@@ -181,6 +213,11 @@ def extend_kernel(
     mask_md = (tokens < q_len)[:, None] & (dims < DIM)[None, :]
     in_batch = (first + tokens).to(tl.int64)
     q = tl.load(q_ptr + in_batch[:, None] * q_stride + at_head, mask=mask_md, other=0.0)
+    q_rest = q
+    if REST:
+        rest = tl.arange(0, TILE_REST)
+        at_rest = in_batch[:, None] * q_stride + head[:, None] * WIDTH + DIM + rest[None, :]
+        q_rest = tl.load(q_ptr + at_rest, mask=(tokens < q_len)[:, None] & (rest < REST)[None, :], other=0.0)
     position = kv_len - q_len + tokens
     low = 0
     if WINDOW:
@@ -196,25 +233,28 @@ def extend_kernel(
     table = table_ptr + tl.load(slots_ptr + request) * table_stride
     if WINDOW:
         begin = tl.maximum(begin, low // BLOCK * BLOCK)
-        last = tl.minimum(kv_len - q_len + (tile * BLOCK_ROWS + BLOCK_ROWS - 1) // (GROUP if SPLIT else 1), kv_len - 1)
+        last = tl.minimum(kv_len - q_len + (tile * BLOCK_ROWS + BLOCK_ROWS - 1) // (GROUP if PAIRS else 1), kv_len - 1)
         edge = tl.minimum(tl.cdiv(tl.maximum(last + 1 - WINDOW, 0), BLOCK) * BLOCK, end)
         # of fp32, which the products bound, loads ahead would only spill
         for at in tl.range(begin, edge, BLOCK, num_stages=1 if PRECISION == "ieee" else None):
             best, total, acc = extend_block(
-                q, best, total, acc, at, low, end, position, table, k_ptr, v_ptr, page_stride, unit_stride, kv_head, scale,
+                q, q_rest, best, total, acc, at, low, end, position, table, k_ptr, v_ptr, page_stride, unit_stride, kv_head, scale,
                 KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, True, SPLIT, WINDOW, CAP,
+                REST, TILE_REST,
             )  # fmt: skip
         begin = tl.maximum(begin, edge)
         seen_by_all = tl.maximum(begin, seen_by_all)
     for at in range(begin, seen_by_all, BLOCK):
         best, total, acc = extend_block(
-            q, best, total, acc, at, low, end, position, table, k_ptr, v_ptr, page_stride, unit_stride, kv_head, scale,
+            q, q_rest, best, total, acc, at, low, end, position, table, k_ptr, v_ptr, page_stride, unit_stride, kv_head, scale,
             KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, False, SPLIT, WINDOW, CAP,
+                REST, TILE_REST,
         )  # fmt: skip
     for at in range(seen_by_all, end, BLOCK):
         best, total, acc = extend_block(
-            q, best, total, acc, at, low, end, position, table, k_ptr, v_ptr, page_stride, unit_stride, kv_head, scale,
+            q, q_rest, best, total, acc, at, low, end, position, table, k_ptr, v_ptr, page_stride, unit_stride, kv_head, scale,
             KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, True, SPLIT, WINDOW, CAP,
+                REST, TILE_REST,
         )  # fmt: skip
     if SPLIT:
         # of a row that sees nothing of the span: 0, and log2(0) is no weight in the merge; a NaN stays
@@ -295,7 +335,10 @@ def work_of(plan: ExtendPlan, lists: Iterator[torch.Tensor]) -> ExtendWork:
 
 
 def any_whole(*, most_rows: int, requests: int, tiles: ExtendTiles, device: torch.device) -> ExtendWork:
-    """The work of requests whose lengths only the device knows, none split: all tiles that `most_rows` may have."""
+    """The work of requests whose lengths only the device knows, none split: all tiles that `most_rows` may have.
+
+    Rows are tokens; of latents, (token, head) pairs.
+    """
     last_first = torch.arange(triton.cdiv(most_rows, tiles.rows) - 1, -1, -1, dtype=torch.int32, device=device)
     each = torch.arange(requests, dtype=torch.int32, device=device)
     return ExtendWork(torch.cartesian_prod(each, last_first).flatten())
@@ -306,6 +349,11 @@ def extend_constants(
 ) -> dict[str, Any]:
     rows = {"BLOCK_ROWS": tiles.rows, "BLOCK": tiles.block}
     return {**cache, **rows, "SPLIT": split, "WINDOW": window, "CAP": cap}
+
+
+def merge_warps(dim: int) -> int:
+    """Whose registers hold MOST_SPANS parts of a row."""
+    return 4 if dim <= 256 else 16
 
 
 def extend_merge_constants(*, heads: int, kv_heads: int, dim: int, tiles: ExtendTiles) -> dict[str, Any]:
@@ -329,22 +377,24 @@ def extend(
     window: int = 0,
     cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    rest: int = 0,
 ) -> torch.Tensor:
     """[T, heads, dim] dense. q [T, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k, of unit 0; page_table
     [slots, pages] int32; slots [B] int64; starts [B + 1] int32; kv_lens [B] int32; `work`: `plan_extend` of these lengths,
     tiles and `window`.
 
-    `window`: of CacheSpec; `cap`, `sinks`: of Softmax.
+    `window`: of CacheSpec; `cap`, `sinks`: of Softmax. `rest`: of latents, the last elements of q and K, which V, their first `dim`,
+    does not have.
     """
-    (_, heads, dim), (_, page_size, unit_heads, _) = q.shape, k_cache.shape
-    kv_heads = unit_heads * units.count
+    (tokens, heads, width), (_, page_size, unit_heads, _) = q.shape, k_cache.shape
+    dim, kv_heads = width - rest, unit_heads * units.count
     cache = cache_constants(
-        heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, dtype=k_cache.dtype, units=units.count
+        heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, dtype=k_cache.dtype, units=units.count, rest=rest
     )
-    out = torch.empty(tuple(q.shape), dtype=q.dtype, device=q.device)
+    out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
 
     def launch(programs: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, *, split: bool) -> None:
-        grid = (len(programs) // 5, kv_heads) if split else (len(programs) // 2, heads)
+        grid = (len(programs) // 5, kv_heads) if split else (len(programs) // 2, kv_heads if rest else heads)
         extend_kernel[grid](
             q,
             k_cache,
@@ -380,6 +430,6 @@ def extend(
             now.merges,
             starts,
             **extend_merge_constants(heads=heads, kv_heads=kv_heads, dim=dim, tiles=tiles),
-            num_warps=4,
+            num_warps=merge_warps(dim),
         )
     return out

@@ -1,29 +1,40 @@
 """The configuration of a drafter, from its checkpoint or the model's own. Never torch."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from engine.model_files.families import FAMILIES
+from engine.model_files.fields import Fields, read_fields
 from engine.model_files.model_config import ModelConfig, load_model_config
 from service.flags import ConfigError
 
 STANDALONE, NEXTN, EAGLE, EAGLE3 = "STANDALONE", "NEXTN", "EAGLE", "EAGLE3"
 DRAFT_PATH = "--speculative-draft-model-path"
+EAGLE_MARKS = ("Eagle3", "Eagle")  # in names of architectures, which are those of models else
+FEWEST_LAYERS = 6  # of a model of which EAGLE3 reads three by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterConfig:
     """`kind`: as engine/models/draft_model.py names it. `path`: its checkpoint; "": it is in the model's. `layers`: describes them.
 
-    `hidden`: size of the hidden states of the model that it reads; 0: none.
+    `hidden`: size of the hidden states of the model that it reads; 0: none. `inside`: the layers that begin from those; (): they are the
+    model's last. `head_rows`: tokens of its own head; 0: it has the model's.
     """
 
     kind: str
     path: str
     layers: ModelConfig
     hidden: int
+    inside: tuple[int, ...] = ()
+    head_rows: int = 0
 
     def signature(self) -> str:
         """What prefill and decode must agree on."""
-        return f"{self.kind} {self.layers.signature()}"
+        if not self.path:
+            return self.kind
+        inside = f" of {','.join(map(str, self.inside))}" if self.inside else ""
+        return f"{self.kind}{inside} {self.layers.signature()}"
 
 
 def load_standalone(path: str, model: ModelConfig) -> DrafterConfig:
@@ -42,3 +53,73 @@ def load_standalone(path: str, model: ModelConfig) -> DrafterConfig:
             f"{flag}: its recurrent states cannot go back behind tokens that were guessed wrong; give another"
         )
     return DrafterConfig(kind=STANDALONE, path=path, layers=layers, hidden=0)
+
+
+def nextn_of(model: ModelConfig, *, flag: str) -> DrafterConfig:
+    """The layer of the model's own checkpoint. `flag`: that asks for it. Raises ConfigError."""
+    if not model.nextn_layers:
+        raise ConfigError(
+            f"{flag}: the model's config.json has no num_nextn_predict_layers, so no layer that drafts; leave it out, or give EAGLE "
+            f"with {DRAFT_PATH}, or NGRAM"
+        )
+    return DrafterConfig(kind=NEXTN, path="", layers=model, hidden=model.hidden_size)
+
+
+def load_eagle(path: str, model: ModelConfig, *, kind: str) -> DrafterConfig:
+    """A layer that is trained for `model`. `kind`: EAGLE or EAGLE3. Raises ConfigError."""
+    fields, flag = read_fields(Path(path) / "config.json", required=True), f"{DRAFT_PATH} {path}"
+    layers = load_model_config(path, architecture=_architecture(fields))
+    hidden = fields.count("target_hidden_size", default=layers.hidden_size if kind == EAGLE else model.hidden_size)
+    _check_eagle(flag, layers, model, hidden=hidden)
+    if kind == EAGLE:
+        return DrafterConfig(kind=kind, path=path, layers=layers, hidden=hidden)
+    return DrafterConfig(
+        kind=kind,
+        path=path,
+        layers=layers,
+        hidden=hidden,
+        inside=_inside(fields, model),
+        head_rows=fields.count("draft_vocab_size", default=layers.vocab_size),
+    )
+
+
+def _architecture(fields: Fields) -> str:
+    """Of the layers, which are those of a model."""
+    names = fields.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    for mark in EAGLE_MARKS:
+        name = name.replace(mark, "")
+    if name not in FAMILIES or FAMILIES[name].experts is not None:
+        raise fields.error(
+            "architectures", f"{names!r} is not supported for a drafter; such as LlamaForCausalLMEagle3 is"
+        )
+    return name
+
+
+def _check_eagle(flag: str, layers: ModelConfig, model: ModelConfig, *, hidden: int) -> None:
+    for name, own, theirs in (
+        ("hidden_size", layers.hidden_size, model.hidden_size),
+        ("target_hidden_size", hidden, model.hidden_size),
+        ("vocab_size", layers.vocab_size, model.vocab_size),
+    ):
+        if own != theirs:
+            raise ConfigError(f"{flag}: {name} is {own}, the model's {theirs}; give a drafter that is trained for it")
+    if layers.num_layers != 1:
+        raise ConfigError(f"{flag}: num_hidden_layers is {layers.num_layers}; drafters of one layer are supported")
+
+
+def _inside(fields: Fields, model: ModelConfig) -> tuple[int, ...]:
+    """Named layers' outputs are what the next layers begin from."""
+    count = model.num_layers
+    named = fields.inside("eagle_config").get("eagle_aux_hidden_state_layer_ids")
+    if named is None:
+        if count < FEWEST_LAYERS:
+            raise fields.error(
+                "eagle_config", f"must name eagle_aux_hidden_state_layer_ids: the model has {count} layers"
+            )
+        return 2, count // 2, count - 3
+    if not isinstance(named, list) or not all(isinstance(i, int) and 0 <= i < count - 1 for i in named) or not named:
+        raise fields.error(
+            "eagle_aux_hidden_state_layer_ids", f"must be layers of the model, 0 to {count - 2}, got {named!r}"
+        )
+    return tuple(layer + 1 for layer in named)

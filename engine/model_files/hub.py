@@ -33,15 +33,15 @@ def is_model_id(text: str) -> bool:
     return _MODEL_ID.fullmatch(text) is not None
 
 
-def download(model_id: str, revision: str | None) -> str:
-    """The directory of `model_id` at `revision` (None: its default branch); fetch what is missing, with a progress bar.
+def download(model_id: str, revision: str | None, *, option: str = "--model-path") -> str:
+    """The directory of `model_id` at `revision` (None: its default branch); fetch what is missing, with a progress bar. `option` names it.
 
     Raises `ConfigError`, one line.
     """
     import httpx2
     from huggingface_hub import errors, snapshot_download
 
-    flag = f"--model-path {model_id}" + (f" --revision {revision}" if revision else "")
+    flag = f"{option} {model_id}" + (f" --revision {revision}" if revision else "")
     try:
         folder = snapshot_download(model_id, revision=revision, allow_patterns=list(FILES))
     except errors.GatedRepoError:

@@ -190,12 +190,16 @@ class ModelConfig:
         )
 
 
-def load_model_config(model_path: str) -> ModelConfig:
-    """Read and check the configuration of `model_path`, a directory or a GGUF file. Raises ConfigError."""
+def load_model_config(model_path: str, *, architecture: str = "") -> ModelConfig:
+    """Read and check the configuration of `model_path`, a directory or a GGUF file. `architecture`: in place of the named one.
+
+    Raises ConfigError.
+    """
     path = Path(model_path)
     if path.is_dir():
+        fields = read_fields(path / "config.json", required=True)
         return _model_config(
-            read_fields(path / "config.json", required=True),
+            fields.with_values(architectures=[architecture]) if architecture else fields,
             read_fields(path / "generation_config.json", required=False),
             folder=path,
         )

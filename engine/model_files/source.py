@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.config import EngineConfig
+from engine.model_files.drafter_config import DRAFT_PATH
 from engine.model_files.hub import download, is_model_id
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH
 from service.flags import ConfigError
@@ -43,7 +44,8 @@ def with_local_model(config: EngineConfig) -> EngineConfig:
 def _local_drafter(given: str) -> str:
     if given == SMOLLM2 and not Path(given).exists():
         return str(smollm2_file())
-    return download(given, None) if is_model_id(given) and not Path(given).exists() else given
+    on_hub = is_model_id(given) and not Path(given).exists()
+    return download(given, None, option=DRAFT_PATH) if on_hub else given
 
 
 def smollm2_file() -> Path:

@@ -20,12 +20,13 @@ Attend = Callable[[int, Any], torch.Tensor]
 class Attention:
     """q, k and v come from one matrix and stay one tensor until they are turned, since every operation counts."""
 
-    def __init__(self, part: ModelPart, prefix: str, *, place: int) -> None:
+    def __init__(self, part: ModelPart, prefix: str, *, place: int, inputs: int | None = None) -> None:
+        """`inputs`: that q, k and v are computed from; None: the hidden size."""
         config, share = part.config, part.share
         self._layer = place
         self._is_gated = config.attention_gate
         self._heads, self._kv_heads, self._dim = len(share.heads), len(share.kv_heads), config.head_dim
-        self._qkv, qkv = part.qkv(prefix)
+        self._qkv, qkv = part.qkv(prefix, inputs=inputs)
         factor = config.arithmetic.attention_factor
         self._out, out = part.rows(f"{prefix}{part.out_name}", part.q, bias=config.attention_out_bias, factor=factor)
         self.sites = [LinearSite(self._qkv, qkv)]

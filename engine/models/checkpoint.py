@@ -117,6 +117,19 @@ class Checkpoint:
         self._bar.update(1)
         return taken
 
+    def take_ids(self, name: str, count: int) -> torch.Tensor:
+        """Tensor `name` of `count` whole numbers, as int64."""
+        assert isinstance(self._tensors, _Safetensors), "a drafter's weights are floats"
+        found = self._tensors.stored(name)
+        if list(found.shape) != [count] or found.dtype not in (torch.int64, torch.int32):
+            raise ConfigError(
+                f"{self._tensors.where(name)}: tensor {name} is {str(found.dtype).removeprefix('torch.')} {list(found.shape)}, and "
+                f"must be {count} whole numbers; check that both belong together"
+            )
+        self._left.discard(name)
+        self._bar.update(1)
+        return found.to(torch.int64).to(self.device)
+
     def take_integers(
         self, names: Sequence[str], rows: Sequence[Extent], inputs: Extent, factors: Sequence[float] = ()
     ) -> Integers | None:

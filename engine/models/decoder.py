@@ -37,14 +37,7 @@ class DenseDecoder:
         config, place, share = part.config, part.place, part.share
         self._config, self._share, self._collectives = config, share, part.collectives
         self._specs = [
-            CacheSpec(
-                num_kv_heads=len(share.kv_heads),
-                head_dim=config.head_dim,
-                dtype=part.checkpoint.dtype_name,
-                window=config.windows[layer] if config.windows else 0,
-                latent=config.latent.rank if config.latent else 0,
-                index=config.latent.index.dim if config.latent and config.latent.index else 0,
-            )
+            part.cache_spec(window=config.windows[layer] if config.windows else 0)
             for layer in share.layers
             if config.has_kv(layer)
         ]
@@ -67,6 +60,8 @@ class DenseDecoder:
             self._labels = label_matrix(part)
         self._balance = part.balance
         self.drafter: DraftModel | None = None
+        self._watched: tuple[int, ...] = ()
+        self._seen_inside: dict[int, torch.Tensor] = {}
         part.leave_the_rest()
         self._turns = LayerTurns(config, share.layers, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
 
@@ -75,7 +70,7 @@ class DenseDecoder:
         """Whether a step of it can be calls of our C kernels alone."""
         config, numbers = self._config, self._config.arithmetic
         own = numbers.norm == "rms" and numbers.is_gated and not numbers.clip
-        return own and config.qk_norm != "whole" and config.experts is None
+        return own and config.qk_norm != "whole" and config.experts is None and not self.is_watched
 
     @property
     def attention_needs(self) -> tuple[str, ...]:
@@ -144,13 +139,26 @@ class DenseDecoder:
         """
         if self._states is not None:
             self._states.begin()
-        hidden = inputs if self._embedding is None else self._embedded(inputs)
+        hidden = inputs if self._embedding is None else self.embedded(inputs)
         return hidden, *self._turns.at(positions)
 
-    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] for token ids [T] i64, of the first stage."""
         assert self._embedding is not None
         rows = self._embedding(ids)
         return rows if self._embedding_scale == 1.0 else rows.mul_(self._embedding_scale)
+
+    def watch(self, layers: tuple[int, ...]) -> None:
+        """Keep what the `layers` of every step begin from, for a drafter: so no step is recorded."""
+        self._watched = layers
+
+    @property
+    def is_watched(self) -> bool:
+        return bool(self._watched)
+
+    def seen_inside(self) -> list[torch.Tensor]:
+        """[T, hidden] of each layer that is watched, of the last step."""
+        return [self._seen_inside[layer] for layer in self._watched]
 
     def keep_states(self) -> Callable[[], object]:
         """Between `begin` and `layers`: what is returned undoes what `layers` makes of recurrent states."""
@@ -160,7 +168,9 @@ class DenseDecoder:
         """The rest of `forward`; may change `begun` in place, and return a part of it."""
         x, *turns = begun
         delta = None
-        for layer, way in zip(self._layers, self._turns.way_of, strict=True):
+        for index, (layer, way) in enumerate(zip(self._layers, self._turns.way_of, strict=True)):
+            if index in self._watched:
+                self._seen_inside[index] = x.clone() if delta is None else x + delta
             delta = layer(x, delta, (turns[2 * way], turns[2 * way + 1]), attend)
         if self._norm is not None:
             return self._norm.of_sum(x, delta)

@@ -6,13 +6,17 @@ EAGLE        a layer that reads a token and the model's hidden state before it
 EAGLE3       the same, of hidden states inside the model
 """
 
+import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from engine.kv.kv_pool import CacheSpec
 from engine.models.attention import Attend
+
+if TYPE_CHECKING:
+    from engine.models.decoder import DenseDecoder
 
 
 class DraftModel(Protocol):
@@ -38,3 +42,16 @@ class DraftModel(Protocol):
 
     def logits(self, rows: Tensor) -> Tensor | None:
         """[n, vocab] float32 for `rows` [n, size] of `forward`; None but on rank 0."""
+
+
+class Lender:
+    """The model that lends a drafter embeddings and head. It holds the drafter, so a drafter does not keep its weights."""
+
+    def __init__(self, model: "DenseDecoder") -> None:
+        self._model = weakref.ref(model)
+
+    @property
+    def model(self) -> "DenseDecoder":
+        model = self._model()
+        assert model is not None, "its weights are released"
+        return model

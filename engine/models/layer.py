@@ -68,7 +68,7 @@ class Layer:
         self._attention = _mixer(part, index, place=place)
         self._mlp = _feed_forward(part, index)
         self.sites = [*self._attention.sites, *self._mlp.sites]
-        self.mixture = None if isinstance(self._mlp, _MLP | SharedMLP) else self._mlp
+        self.mixture = None if isinstance(self._mlp, DenseMLP | SharedMLP) else self._mlp
 
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
         """Add `delta`, the output of the layer before, to x; return this layer's. So each sum is one pass with a norm."""
@@ -89,7 +89,7 @@ class Layer:
 
     def join(self) -> None:
         """Compute this rank's part for the rows of other DP ranks."""
-        assert not isinstance(self._mlp, _MLP), "without DP attention no rank computes for others"
+        assert not isinstance(self._mlp, DenseMLP), "without DP attention no rank computes for others"
         self._mlp.join()
 
 
@@ -106,7 +106,7 @@ def _mixer(part: ModelPart, index: int, *, place: int) -> "Attention | LatentAtt
     return kind(part, f"{prefix}self_attn.", place=place)
 
 
-def _feed_forward(part: ModelPart, index: int) -> "_MLP | SharedMLP | Mixture":
+def _feed_forward(part: ModelPart, index: int) -> "DenseMLP | SharedMLP | Mixture":
     prefix, experts = f"model.layers.{index}.", part.config.experts
     if experts is not None and not part.config.is_dense(index):
         names = family_of(part.config.architecture).expert_names
@@ -115,7 +115,7 @@ def _feed_forward(part: ModelPart, index: int) -> "_MLP | SharedMLP | Mixture":
         return ExpertMLP(part, prefix, experts, names)
     if part.exchange is not None:
         return SharedMLP(part, f"{prefix}{part.mlp_names.place}.", exchange=part.exchange)
-    return _MLP(part, f"{prefix}{part.mlp_names.place}.")
+    return DenseMLP(part, f"{prefix}{part.mlp_names.place}.")
 
 
 class FeedForward(Protocol):
@@ -129,7 +129,7 @@ class FeedForward(Protocol):
         """[T, hidden] of norm(x + delta), which x becomes before the norm; the same on all ranks."""
 
 
-class _MLP:
+class DenseMLP:
     """down(act(gate(x)) * up(x)), gate and up in one matrix [2 * intermediate, hidden]; or down(act(up(x)))."""
 
     def __init__(self, part: ModelPart, prefix: str) -> None:

@@ -1,14 +1,16 @@
 """How a model is loaded, and what drafts for it. One class runs all families of `engine.model_files.families.FAMILIES`."""
 
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import torch
 
-from engine.model_files.drafter_config import DrafterConfig
+from engine.model_files.drafter_config import NEXTN, STANDALONE, DrafterConfig
 from engine.model_files.model_config import ModelConfig
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import DenseDecoder
+from engine.models.eagle import EagleLayer
+from engine.models.nextn import NextnLayer
 from engine.models.part import ModelPart
 from engine.models.standalone import StandaloneModel
 from engine.parallel.collectives import Collectives
@@ -57,20 +59,29 @@ def load_model(
             scheme=SCHEMES[quantization] if quantization else None,
             experts=experts,
         )
+        nextn = NextnLayer(part) if drafter is not None and drafter.kind == NEXTN else None
         model = DenseDecoder(part)
         checkpoint.check_all_taken()
-    if drafter is not None:
-        other = partial(
-            load_model,
-            drafter.path,
-            dtype=dtype,
-            device=device,
-            progress=progress,
-            context_length=context_length,
-            place=place,
-            collectives=collectives,
-            reduce_units=reduce_units,
-        )
-        heads = len(share_of(drafter.layers, place).heads)
-        model.drafter = StandaloneModel(other(config=drafter.layers), num_heads=heads)
+    if nextn is not None:
+        nextn.use(model)
+        model.drafter = nextn
+    elif drafter is not None:
+        own = {"dtype": dtype, "device": device, "progress": progress}
+        shared = {"place": place, "collectives": collectives, "reduce_units": reduce_units}
+        if drafter.kind == STANDALONE:
+            other = load_model(drafter.path, drafter.layers, context_length=positions, **own, **shared)
+            model.drafter = StandaloneModel(other, num_heads=len(share_of(drafter.layers, place).heads))
+        else:
+            model.drafter = _eagle(drafter, model, positions, own, shared)
     return model
+
+
+def _eagle(
+    drafter: DrafterConfig, model: DenseDecoder, positions: int, own: dict[str, Any], shared: dict[str, Any]
+) -> EagleLayer:
+    """`own`: of its checkpoint; `shared`: of its part, both as of the model's."""
+    config = replace(drafter.layers, max_position_embeddings=positions)
+    with torch.inference_mode(), Checkpoint(drafter.path, **own) as checkpoint:
+        eagle = EagleLayer(ModelPart(config, checkpoint, **shared), drafter, model)
+        checkpoint.check_all_taken()
+    return eagle

@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import torch
 
+from engine.kv.kv_pool import CacheSpec
 from engine.layers.linear import Linear, SiteShape
 from engine.layers.norm import LayerNorm, Norm, rms_norm
 from engine.layers.rope import head_order
@@ -93,6 +94,18 @@ class ModelPart:
         """[rows of the own vocabulary, hidden] of matrix `name`."""
         return self.checkpoint.take(name, [Cut(self.config.vocab_size, self.share.vocab), self.config.hidden_size])
 
+    def cache_spec(self, *, window: int = 0) -> CacheSpec:
+        """What a layer with attention keeps on this rank."""
+        config = self.config
+        return CacheSpec(
+            num_kv_heads=len(self.share.kv_heads),
+            head_dim=config.head_dim,
+            dtype=self.checkpoint.dtype_name,
+            window=window,
+            latent=config.latent.rank if config.latent else 0,
+            index=config.latent.index.dim if config.latent and config.latent.index else 0,
+        )
+
     def head(self, table: torch.Tensor | None) -> Linear:
         """The output layer; `table`: of the embedding, if that is tied to it."""
         rows = Cut(self.config.vocab_size, self.share.vocab)
@@ -173,8 +186,8 @@ class ModelPart:
         """The one behind all layers."""
         return self.norm(self._final_norm)
 
-    def qkv(self, prefix: str) -> tuple[Linear, SiteShape]:
-        """q, k and v of the own heads, each head in the order that RoPE wants; before q its gates, if it has them."""
+    def qkv(self, prefix: str, *, inputs: int | None = None) -> tuple[Linear, SiteShape]:
+        """q, k and v of the own heads, each head in the order that RoPE wants; before q its gates, if it has them. `inputs`: as of `columns`."""
         config, rows = self.config, [self.q, self.kv, self.kv]
         names = [f"{prefix}{name}_proj" for name in "qkv"]
         if config.fused_qkv:
@@ -186,7 +199,7 @@ class ModelPart:
             order = _gated_order(turn or range(config.head_dim), heads, kv_heads)
         elif turn is not None:
             order = _row_order(turn, heads, kv_heads)
-        return self.columns(names, rows, bias=config.attention_bias, order=order)
+        return self.columns(names, rows, bias=config.attention_bias, order=order, inputs=inputs)
 
     def gate_up(self, prefix: str, *, gates: bool = False) -> tuple[Linear, SiteShape]:
         """Gate and up, the own part of each, or the one matrix where there is no gate. `gates`: as of `Linear`."""
@@ -241,6 +254,10 @@ class ModelPart:
                 self.checkpoint.ignore(f"model.layers.{index}.")
         if config.experts is not None:
             self.checkpoint.ignore(f"model.layers.{config.num_layers}.")  # predicts tokens beyond the next (MTP)
+        for index in range(config.num_layers, config.num_layers + config.nextn_layers):
+            self.checkpoint.ignore(f"model.layers.{index}.")
+        if config.recurrent is not None:
+            self.checkpoint.ignore("mtp.")  # the same of hybrids
         if not place.is_first_stage:
             self.checkpoint.ignore(EMBEDDING)
         if not place.is_last_stage:

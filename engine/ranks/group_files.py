@@ -16,10 +16,15 @@ from engine.ranks.links import place_of
 
 
 def rank_files(config: EngineConfig, model: ModelConfig, specs: Sequence[CacheSpec], followers: Followers) -> RankFiles:
-    """`specs`: of the leader's layers; those of the model are alike."""
-    assert len({(spec.num_kv_heads, spec.head_dim, spec.dtype) for spec in specs}) == 1, specs
+    """`specs`: of the leader's layers; those of the model are alike. With a drafter each rank has them all."""
+    own, drafters = [spec for spec in specs if not spec.drafter], [spec for spec in specs if spec.drafter]
+    assert len({(spec.num_kv_heads, spec.head_dim, spec.dtype) for spec in own}) == 1, specs
     held = [held_by(config, model, place_of(rank, config)) for rank in range(config.num_ranks)]
-    sizes = [KVPool.page_bytes_of([specs[0]] * len(h.layers), config.page_size, units=len(h.units)) for h in held]
+    layers = [own[:1] * len(h.layers) if not drafters else [*own, *drafters] for h in held]
+    sizes = [
+        KVPool.page_bytes_of(of_rank, config.page_size, units=len(h.units))
+        for of_rank, h in zip(layers, held, strict=True)
+    ]
     return RankFiles(leader_of(config), sizes, GroupFiles(followers))
 
 

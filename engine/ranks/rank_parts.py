@@ -74,6 +74,7 @@ def rank_parts(
         end=FollowedEnd(is_last=links.after is None),
         adapters=parts.adapters,
         has_states=parts.states is not None,
+        is_watched=model.is_watched,
         progress=False,
     )
     drafts = make_draft_pass(config, model, pool, page_table=parts.page_table, future_map=future_map, sampler=None)

@@ -1,6 +1,6 @@
 """Latent attention: one vector of a token is K of all heads and, in its first elements, V."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -8,7 +8,9 @@ import torch
 
 from engine.attention.backend import make_attention_backend
 from engine.attention.latent_cpu import CpuLatents
+from engine.attention.latent_sparse import SparseLatents
 from engine.attention.latent_torch import TorchLatents
+from engine.attention.latent_triton import TritonLatents
 from engine.kv.kv_pool import CacheSpec, KVPool
 from engine.layers.latents import NewLatents
 from service.flags import ConfigError
@@ -28,11 +30,21 @@ SHAPES = [Shape(1, 16, 16), Shape(4, 48, 32), Shape(5, 80, 48), Shape(16, 576, 5
 SCALE = 0.11
 
 
-@pytest.mark.parametrize("name", ["triton", "flashinfer"])
-def test_backends_without_latents_are_refused(name: str) -> None:
-    pool = _pool(Shape(4, 48, 32), "bfloat16", num_pages=1)
-    with pytest.raises(ConfigError, match=f"--attention-backend {name}: has no latent attention.*; choose torch"):
-        make_attention_backend(name, pool, num_heads=4)
+def test_the_backend_without_latents_is_refused() -> None:
+    pool = latent_pool(Shape(4, 48, 32), "bfloat16", num_pages=1)
+    with pytest.raises(ConfigError, match=r"--attention-backend flashinfer: has no latent attention.*; choose triton"):
+        make_attention_backend("flashinfer", pool, num_heads=4)
+
+
+def test_triton_is_chosen_on_devices_other_than_a_cpu_unless_there_is_an_index() -> None:
+    spec = CacheSpec(num_kv_heads=1, head_dim=48, dtype="bfloat16", latent=32)
+    pool, indexed = (
+        KVPool([each], num_pages=1, page_size=PAGE, device="meta") for each in (spec, replace(spec, index=8))
+    )
+    assert isinstance(make_attention_backend("auto", pool, num_heads=4), TritonLatents)
+    assert isinstance(make_attention_backend("auto", indexed, num_heads=4), SparseLatents)
+    with pytest.raises(ConfigError, match=r"--attention-backend triton: has no index of latents.*; choose torch"):
+        make_attention_backend("triton", indexed, num_heads=4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -40,11 +52,11 @@ def test_backends_without_latents_are_refused(name: str) -> None:
 def test_the_kernel_equals_float64(shape: Shape, dtype: str) -> None:
     """Prompts, the rest of prompts and single tokens in one step; NaN lies where it must not read."""
     starts, ends = [0, 76, 40, 299, 0, 199, 63, 128], [50, 77, 300, 300, 1, 200, 65, 190]
-    sequences = _sequences(shape, ends, dtype)
+    sequences = latent_sequences(shape, ends, dtype)
     for name in ("cpu", "torch"):
         outs = _run(name, shape, sequences, starts, ends, dtype=dtype)
         for out, s, start, end in zip(outs, sequences, starts, ends, strict=True):
-            assert (out.double() - _reference(shape, s, start, end)).abs().max() < TOLERANCE[dtype]
+            assert (out.double() - latent_reference(shape, s, start, end)).abs().max() < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -52,7 +64,7 @@ def test_the_kernel_equals_float64(shape: Shape, dtype: str) -> None:
 def test_a_row_has_the_same_bits_in_any_step(dtype: str, threads: int) -> None:
     """A prompt at once = in chunks = token by token, alone or beside others."""
     shape, lengths = Shape(6, 48, 32), [150, 67, 1]
-    sequences = _sequences(shape, lengths, dtype)
+    sequences = latent_sequences(shape, lengths, dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -69,23 +81,25 @@ def test_a_row_has_the_same_bits_in_any_step(dtype: str, threads: int) -> None:
 
 def test_sizes_that_do_not_fit_vectors_are_computed_by_torch() -> None:
     for width, rank in ((40, 32), (48, 24)):
-        backend = make_attention_backend("auto", _pool(Shape(4, width, rank), "float32", num_pages=1), num_heads=4)
+        backend = make_attention_backend(
+            "auto", latent_pool(Shape(4, width, rank), "float32", num_pages=1), num_heads=4
+        )
         assert isinstance(backend, TorchLatents)
 
 
-def _pool(shape: Shape, dtype: str, *, num_pages: int) -> KVPool:
+def latent_pool(shape: Shape, dtype: str, *, num_pages: int) -> KVPool:
     spec = CacheSpec(num_kv_heads=1, head_dim=shape.width, dtype=dtype, latent=shape.rank)
     return KVPool([spec, spec], num_pages=num_pages, page_size=PAGE, device="cpu")
 
 
-def _sequences(shape: Shape, lengths: list[int], dtype: str) -> list[Sequence]:
+def latent_sequences(shape: Shape, lengths: list[int], dtype: str) -> list[Sequence]:
     return make_sequences(Heads(q=shape.heads, kv=1, dim=shape.width), lengths, page_size=PAGE, dtype=dtype)
 
 
 def _run(
     name: str, shape: Shape, sequences: list[Sequence], starts: list[int], ends: list[int], *, dtype: str
 ) -> list[torch.Tensor]:
-    pool = _pool(shape, dtype, num_pages=max(max(s.pages) for s in sequences))
+    pool = latent_pool(shape, dtype, num_pages=max(max(s.pages) for s in sequences))
     assert pool.num_pages >= pages_needed(ends, PAGE) or len(sequences) == 1
     for layer in range(2):
         pool.k(layer).fill_(torch.nan)
@@ -103,7 +117,7 @@ def _run(
     return list(out.split([b - a for a, b in zip(starts, ends, strict=True)]))
 
 
-def _reference(shape: Shape, s: Sequence, start: int, end: int) -> torch.Tensor:
+def latent_reference(shape: Shape, s: Sequence, start: int, end: int) -> torch.Tensor:
     q, latents = s.q[start:end].double(), s.k[:end, 0].double()
     scores = torch.einsum("qhd,kd->hqk", q, latents) * SCALE
     hidden = torch.arange(end)[None, :] > torch.arange(start, end)[:, None]

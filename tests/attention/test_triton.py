@@ -16,20 +16,26 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels.triton_decode import (
+    DecodeTiles,
     cache_constants,
     decode_split_kernel,
     decode_tiles,
+    head_tiles,
+    latent_decode_tiles,
     list_constants,
     split_constants,
     split_list_kernel,
 )
 from engine.kernels.triton_elementwise import GATE_TILE, rms_norm_kernel, silu_mul_kernel
 from engine.kernels.triton_extend import (
+    ExtendTiles,
     extend_constants,
     extend_kernel,
     extend_merge_constants,
     extend_merge_kernel,
     extend_tiles,
+    latent_extend_tiles,
+    merge_warps,
 )
 from engine.kernels.triton_turn_write import HEAD_TILE, turn_write_kernel
 
@@ -58,7 +64,10 @@ SOFTMAXES = {
 }
 
 
-@pytest.mark.parametrize("cases", ["triton_numerics", "triton_windows"])
+LATENTS = {"dim": 512, "rest": 64}  # of DeepSeek and GLM-4.7
+
+
+@pytest.mark.parametrize("cases", ["triton_numerics", "triton_windows", "triton_latents"])
 def test_numerics_by_the_interpreter(cases):
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", f"tests.attention.{cases}"]
@@ -80,8 +89,22 @@ def test_decode_with_windows_caps_and_sinks_compiles_for_sm_90_without_spills(na
     compiled_decode(heads, dtype, window=window, cap=cap, sinks=sinks)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("heads", [16, 20, 128])
+def test_decode_of_latents_compiles_for_sm_90_without_spills(heads, dtype):
+    kv_heads = head_tiles(heads)
+    tiles = latent_decode_tiles(tiles_of_heads=kv_heads, dtype=TORCH_DTYPES[dtype])
+    compiled_decode({"heads": heads, "kv_heads": kv_heads, **LATENTS}, dtype, tiles=tiles)
+
+
 def compiled_decode(
-    heads: dict[str, int], dtype: str, *, window: int = 0, cap: float = 0.0, sinks: bool = False
+    heads: dict[str, int],
+    dtype: str,
+    *,
+    window: int = 0,
+    cap: float = 0.0,
+    sinks: bool = False,
+    tiles: DecodeTiles | None = None,
 ) -> "Made":
     signature = {
         **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr", "out_ptr"], f"*{dtype}"),
@@ -92,7 +115,7 @@ def compiled_decode(
         **dict.fromkeys(["batch", "q_stride", "table_stride"], "i32"),
         **{"page_stride": "i64", "unit_stride": "i32", "scale": "fp32"},
     }
-    tiles = decode_tiles(kv_heads=heads["kv_heads"], dim=heads["dim"], dtype=TORCH_DTYPES[dtype])
+    tiles = tiles or decode_tiles(kv_heads=heads["kv_heads"], dim=heads["dim"], dtype=TORCH_DTYPES[dtype])
     cache = cache_constants(**heads, page_size=16, dtype=TORCH_DTYPES[dtype])
     constants = split_constants(cache, tiles, window=window, cap=cap)
     made = check_compiled(decode_split_kernel, signature, constants, aligned=STRIDES, **launch_of(tiles))
@@ -173,8 +196,23 @@ def test_extend_with_windows_caps_and_sinks_compiles_for_sm_90_without_spills(na
     compiled_extend(heads, dtype, split=split, window=window, cap=cap, sinks=sinks)
 
 
+@pytest.mark.parametrize("heads", [16, 20, 128])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("split", [False, True])
+def test_extend_of_latents_compiles_for_sm_90_without_spills(heads, dtype, split):
+    tiles = latent_extend_tiles(dtype=TORCH_DTYPES[dtype])
+    compiled_extend({"heads": heads, "kv_heads": 1, **LATENTS}, dtype, split=split, tiles=tiles)
+
+
 def compiled_extend(
-    heads: dict[str, int], dtype: str, *, split: bool, window: int = 0, cap: float = 0.0, sinks: bool = False
+    heads: dict[str, int],
+    dtype: str,
+    *,
+    split: bool,
+    window: int = 0,
+    cap: float = 0.0,
+    sinks: bool = False,
+    tiles: ExtendTiles | None = None,
 ) -> None:
     signature = {
         **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr"], f"*{dtype}"),
@@ -185,7 +223,7 @@ def compiled_extend(
         **{"q_stride": "i32", "table_stride": "i32", "page_stride": "i64"},
         **{"unit_stride": "i32", "scale": "fp32"},
     }
-    tiles = extend_tiles(dim=heads["dim"], dtype=TORCH_DTYPES[dtype])
+    tiles = tiles or extend_tiles(dim=heads["dim"], dtype=TORCH_DTYPES[dtype])
     cache = cache_constants(**heads, page_size=16, dtype=TORCH_DTYPES[dtype])
     constants = extend_constants(cache, tiles, split=split, window=window, cap=cap)
     made = check_compiled(extend_kernel, signature, constants, aligned=STRIDES, **launch_of(tiles))
@@ -194,16 +232,19 @@ def compiled_extend(
         assert made.usage["REG"] <= REGISTERS // (32 * tiles.warps), made.usage
 
 
-def test_the_merge_of_extend_compiles_for_sm_90_without_spills():
-    """Of Qwen3-8B."""
-    tiles = extend_tiles(dim=128, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    "heads", [{"heads": 32, "kv_heads": 8, "dim": 128}, {"heads": 16, "kv_heads": 1, "dim": 512}], ids=str
+)
+def test_the_merge_of_extend_compiles_for_sm_90_without_spills(heads):
+    """Of Qwen3-8B, and of latents."""
+    tiles, warps = extend_tiles(dim=128, dtype=torch.bfloat16), merge_warps(heads["dim"])
     signature = {
         **dict.fromkeys(["part_ptr", "lse_ptr"], "*fp32"),
         **{"out_ptr": "*bf16", "merges_ptr": "*i32", "starts_ptr": "*i32"},
     }
-    constants = extend_merge_constants(heads=32, kv_heads=8, dim=128, tiles=tiles)
-    made = check_compiled(extend_merge_kernel, signature, constants, aligned=[], warps=4, stages=3)
-    assert made.usage["REG"] <= 128, made.usage
+    constants = extend_merge_constants(**heads, tiles=tiles)
+    made = check_compiled(extend_merge_kernel, signature, constants, aligned=[], warps=warps, stages=3)
+    assert made.usage["REG"] * 32 * warps <= REGISTERS // (4 if warps == 4 else 1), made.usage
 
 
 def launch_of(tiles: Any) -> dict[str, int]:

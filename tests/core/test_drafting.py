@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.core.drafting import Drafting
-from engine.core.drafts import Draft
+from engine.core.drafting import TRY_EVERY, Drafting
+from engine.core.drafts import MODELED, NO_DRAFT, Draft
+from engine.core.plan import Plan, PlanItem
 from engine.core.request import Request
 from engine.core.row_costs import RowCosts
 from tests.core.engine_in_a_test import request_of
@@ -146,3 +147,85 @@ def test_before_anything_was_measured_rows_are_cheap() -> None:
     costs.note(4, 0.2)
     assert costs.step(4) == pytest.approx(0.2) and 0.2 < costs.step(8) < 0.4
     assert costs.step(5000) > costs.step(512)
+
+
+# ---- a drafter in the executor
+
+
+def asking(cost: Callable[[int], float], *, of_pass: Callable[[int], float], passes: int = 4) -> Drafting:
+    """`of_pass`: of a pass by its rows."""
+    measured = (RowCosts(), RowCosts())
+    for costs, what in zip(measured, (cost, of_pass), strict=True):
+        for rows in (1, 2, 4, 8, 16, 32, 64):
+            for _ in range(10):
+                costs.note(rows, what(rows))
+    return Drafting(None, most=passes, passes=passes, costs=measured[0], pass_costs=measured[1])
+
+
+def known(one: Drafting, request: Request, guesses: list[int], sampled: list[int]) -> None:
+    """The drafter's last guesses, and what came of them."""
+    request.drafts.draft, request.drafts.known = Draft(guesses, MODELED), request.num_tokens
+    request.output_ids += sampled
+    one.choose([request], rows=1, overlaps=False)
+
+
+def num_asked(one: Drafting, requests: list[Request]) -> list[int]:
+    asked = one.ask(requests, rows=len(requests), overlaps=False)
+    return [asked.get(request.rid, 0) for request in requests]
+
+
+def test_a_cheap_drafter_that_is_right_drafts_all_it_may() -> None:
+    one, request = asking(lambda rows: 1 + 0.02 * rows, of_pass=lambda rows: 0.02), ask()
+    for _ in range(10):
+        known(one, request, [7], [7])
+    assert num_asked(one, [request]) == [4]
+
+
+def test_one_that_is_wrong_is_asked_now_and_then() -> None:
+    one, request = asking(lambda rows: 1 + 0.1 * rows, of_pass=lambda rows: 0.1), ask()
+    for _ in range(30):
+        known(one, request, [7], [8])
+    asked = []
+    for _ in range(2 * TRY_EVERY):
+        asked += num_asked(one, [request])
+        request.drafts.draft = NO_DRAFT
+        request.output_ids.append(8)
+    assert sum(asked) == asked.count(1) == 2
+
+
+@pytest.mark.parametrize(("of_pass", "asked"), [(0.01, 4), (0.45, 2), (0.9, 0)])
+def test_what_passes_cost_counts(of_pass: float, asked: int) -> None:
+    """Four of five are right, and rows cost little."""
+    one, request = asking(lambda rows: 1 + 0.01 * rows, of_pass=lambda rows: of_pass), ask()
+    for _ in range(12):
+        known(one, request, [7], [8])
+        for _ in range(4):
+            known(one, request, [7], [7])
+    assert num_asked(one, [request]) == [asked]
+
+
+def test_in_a_full_batch_where_rows_cost_nothing_is_asked() -> None:
+    one = asking(lambda rows: 1 + max(0, rows - 8), of_pass=lambda rows: 0.05)
+    requests = [ask(n) for n in range(16)]
+    for request in requests:
+        for _ in range(10):
+            known(one, request, [7], [7])
+    assert num_asked(one, requests[:1]) == [4]
+    requests[0].output_ids.append(7)
+    assert num_asked(one, requests) == [0] * 16
+
+
+def test_no_more_is_asked_than_may_be_sampled_and_not_twice() -> None:
+    one = asking(lambda rows: 1 + 0.02 * rows, of_pass=lambda rows: 0.01)
+    one_left, three_left, asked = (request_of([1, 2], rid=f"l{n}", max_new_tokens=n) for n in (1, 3, 9))
+    asked.drafts.asked_at = asked.num_tokens
+    assert num_asked(one, [one_left, three_left, asked]) == [0, 2, 0]
+
+
+def test_a_pass_costs_what_its_steps_took() -> None:
+    one = Drafting(None, most=4, passes=4)
+    items = [PlanItem(f"r{n}", n, [1], 3, 0, [], False, 0, False, to_draft=4) for n in range(8)]
+    for _ in range(20):
+        one.note(Plan(seq=1, extend=False, items=items), 0.4)
+    assert one.pass_costs is not None and one.pass_costs.step(8) == pytest.approx(0.1, rel=0.05)
+    assert one.costs.step(8) == RowCosts().step(8)  # no step of the model

@@ -211,21 +211,24 @@ def test_waiting_for_memory_has_an_end() -> None:
     cluster.assert_all_back()
 
 
-def test_recurrent_states_cross_with_the_pages() -> None:
-    """Whichever side aborts or retracts: decode goes on from the state of exactly its tokens, and every slot comes back."""
-    seen = seen_in(two_role_stories(states=True), examples=80)
-    assert seen["sent_states"] >= 100 and seen["retractions"] >= 10, seen
+# By what crosses beside pages, each in so many steps; other combinations: make soak-core.
+BESIDE: dict[str, tuple[dict[str, bool], int, dict[str, int]]] = {
+    "recurrent states": ({"states": True}, 200, {"sent_states": 500}),
+    "pages of a window": ({"windows": True}, 140, {"sent_window_pages": 1000}),
+    "states, windows and adapters": (
+        {"states": True, "windows": True, "adapters": True},
+        150,
+        {"sent_states": 500, "sent_window_pages": 1000, "adapters": 500},
+    ),
+}
 
 
-def test_pages_of_a_window_cross_with_the_others() -> None:
-    """The same: decode finds in its own pool what the window of the next token holds."""
-    seen = seen_in(two_role_stories(windows=True), examples=80)
-    assert seen["sent_window_pages"] >= 200 and seen["retractions"] >= 10, seen
-
-
-def test_states_and_pages_of_a_window_cross_together() -> None:
-    seen = seen_in(two_role_stories(states=True, windows=True), examples=40)
-    assert min(seen["sent_states"], seen["sent_window_pages"]) >= 50 and seen["retractions"] >= 5, seen
+@pytest.mark.parametrize("what", BESIDE)
+def test_10_000_steps_with(what: str) -> None:
+    """Whichever side aborts or retracts: decode goes on from the memory of exactly its tokens, and all of it comes back."""
+    groups, examples, least = BESIDE[what]
+    seen = seen_in(two_role_stories(**groups), examples=examples)
+    must_show(seen, {"retractions": 20, "quarantined": 100, "failed_steps": 30, **least})
 
 
 def seen_in(drawn: SearchStrategy[TwoRoleStory], *, examples: int) -> Counter[str]:
@@ -241,9 +244,12 @@ def seen_in(drawn: SearchStrategy[TwoRoleStory], *, examples: int) -> Counter[st
     return seen
 
 
+def must_show(seen: Counter[str], least: dict[str, int]) -> None:
+    assert seen["steps"] >= STEPS, seen
+    lacking = {name for name, count in least.items() if seen[name] < count}
+    assert not lacking, f"the stories do not show enough of {lacking}: {dict(seen)}"
+
+
 def test_10_000_steps_of_anything_leave_nothing_behind() -> None:
     """Fixed examples (derandomized); `make soak-core` draws others."""
-    seen = seen_in(two_role_stories(), examples=150)
-    assert seen["steps"] >= STEPS, seen
-    lacking = {name for name, least in LEAST.items() if seen[name] < least}
-    assert not lacking, f"the stories do not show enough of {lacking}: {dict(seen)}"
+    must_show(seen_in(two_role_stories(), examples=150), LEAST)

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
@@ -11,7 +11,7 @@ from engine.messages import LogprobOptions
 from engine.sampling_params import SamplingParams
 from tests.core.proof.cycle_grammar import CycleGrammar
 from tests.core.proof.oracle import Answer, answer_of, wishes_of
-from tests.core.proof.story import PRIORITIES, Ask, asks
+from tests.core.proof.story import PRIORITIES, Ask, asks, branches, spread_among
 from tests.disagg.two_roles import Cluster, RoleEngine
 
 GRID = 8  # where prompts of a model with recurrent states may be cut
@@ -28,7 +28,7 @@ class Event:
 @dataclass(frozen=True, kw_only=True)
 class TwoRoleStory:
     """`rows`: metadata rows of each side. `faults`: share of moves in which handshakes, or recomputes under way, fail. `failing`: of
-    steps, those that find no memory. `stages`: of each side's pipeline, which is so much deeper.
+    steps, those that find no memory. `stages`: of each side's pipeline, which is so much deeper. `places`: adapters in a step.
     """
 
     page_size: int
@@ -52,10 +52,24 @@ class TwoRoleStory:
     events: tuple[Ask | Event, ...]
     state_slots: tuple[int, int] = (0, 0)
     window: int = 0
+    places: int = 0
 
 
-def two_role_stories(*, states: bool = False, windows: bool = False) -> st.SearchStrategy[TwoRoleStory]:
-    """`states`: of a model with recurrent layers, of whose slots there are few. `windows`: of one with layers that see one."""
+def two_role_stories(
+    *, states: bool = False, windows: bool = False, adapters: bool = False
+) -> st.SearchStrategy[TwoRoleStory]:
+    """`states`: of a model with recurrent layers, of whose slots there are few. `windows`: of one with layers that see one.
+
+    `adapters`: KV depends on them, too, and requests share it in namespaces alone.
+    """
+    if adapters:
+        plain, places = two_role_stories(states=states, windows=windows), st.sampled_from([1, 2, 3])
+        return st.builds(
+            lambda story, drawn, places: replace(story, places=places, events=spread_among(drawn, story.events)),
+            plain,
+            branches(),
+            places,
+        )
     slots = st.tuples(st.sampled_from([1, 3, 8]), st.sampled_from([1, 3, 8])) if states else st.just((0, 0))
     kinds = ["go"] * 10 + ["abort-prefill", "abort-decode", "abort-both"]
     event = st.builds(Event, st.sampled_from(kinds), st.sampled_from(range(20)))
@@ -95,6 +109,7 @@ class _Play:
             chunk=max(story.chunk_pages * size, GRID if any(story.state_slots) else 0),
             depth=story.depth,
             rows=story.rows,
+            places=story.places,
             layerwise=story.layerwise,
             both={
                 "max_running": 8,
@@ -154,7 +169,7 @@ class _Play:
             return
         number = len(self.right) + 1
         rid, wishes = f"r{number - 1}", wishes_of(ask, new=max(1, ask.new), gives_nan=False)
-        self.right[rid] = answer_of(wishes, [0], [0]), ask.logprob_from is not None
+        self.right[rid] = answer_of(wishes, [0], [ask.adapter]), ask.logprob_from is not None
         for engine in self.engines:
             engine.submit(
                 rid,
@@ -173,6 +188,8 @@ class _Play:
                 logprobs=None if ask.logprob_from is None else LogprobOptions(),
                 keep_kv=ask.keep_kv,
                 priority=ask.priority,
+                adapter=ask.adapter,
+                namespace=ask.namespace,
             )
 
     def judge(self) -> None:
@@ -213,6 +230,7 @@ class _Play:
             quarantined=self.quarantined,
             sent_states=self.cluster.wire.num_states,
             sent_window_pages=self.cluster.wire.num_windows,
+            adapters=sum(bool(ask.adapter) for ask in self.story.events if isinstance(ask, Ask)),
         )
 
 

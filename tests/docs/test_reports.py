@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from benchmarks import auto_roles, plan_error, ranks
-from benchmarks.report import ELSEWHERE, KEPT, SECTIONS
+from benchmarks.report import ELSEWHERE, KEPT, SECTIONS, with_section
 from tests.packages import ROOT
 from tools.api_table import page as api_table
 from tools.faults import report as faults
@@ -47,3 +47,30 @@ def test_benchmarks_say_what_was_measured() -> None:
     page = (KEPT / "benchmarks.md").read_text()
     for name, (title, text, _) in SECTIONS.items():
         assert name in ELSEWHERE or f"## {title}\n\n{text}\n" in page, name
+
+
+def test_a_section_is_written_again_alone() -> None:
+    """What stands behind its stamp stays, and so do all other sections; a new one comes before the later ones."""
+    env = {
+        "cpu": "C",
+        "cores": 2,
+        "memory_gib": 1,
+        "gpu": "",
+        "commit": "abc",
+        "time": "now",
+        "versions": {"torch": "2"},
+    }
+    result = {"environment": env, "rows": []}
+    tail = "\nBy hand.\n\n## Integer weights\n\nx\n\n`python -m benchmarks.quantized_step` on A.\n"
+    old = "# B\n\n## A mixture of experts\n\nold\n\n`python -m benchmarks.moe_step` on A.\n" + tail
+    new = with_section(old, "moe_step", result)
+    assert (
+        new.endswith("commit abc, now; torch 2.\n" + tail)
+        and "old" not in new
+        and new.startswith("# B\n\n## A mixture")
+    )
+    before, after = new.split("\n## Integer weights")
+    assert with_section(before + "\n## Between two steps\n", "kv_dtype", result).startswith(
+        before + "\n## KV of 8 bits: attention\n"
+    )
+    assert with_section(new, "kv_dtype", result).endswith("commit abc, now; torch 2.\n") and after

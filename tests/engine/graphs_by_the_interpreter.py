@@ -19,9 +19,10 @@ from engine.executor.forward import Forward
 from engine.kernels import triton_sample
 from engine.models.load import load_model
 from engine.use import EngineUse
+from tests.engine.drafters import always, fared
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.late_copies import copy_late
-from tests.engine.three_requests import PROMPTS, run, two_models
+from tests.engine.three_requests import PROMPTS, SAMPLING, run, two_models
 
 LENGTHS = {"a": 5, "b": 2, "c": 4}  # the batch shrinks from 3 to 1
 
@@ -35,6 +36,7 @@ def main() -> None:
         check(*models)
         check_prompts(models[0])
         check_loads(models[0])
+        check_drafter(models[0])
 
 
 class EveryThird:
@@ -156,6 +158,28 @@ def check_loads(folder: str) -> None:
         assert engine.cached == {"first": 0, "other": 0, "again": 24}, engine.cached
         assert engine.tokens["again"] == engine.tokens["first"], "a graph was replayed before its prefix was there"
         assert capture.replays == 3, capture.replays
+
+
+def check_drafter(folder: str) -> None:
+    """Recorded verify steps and prompts, behind which a drafter, the model itself, keeps what it needs of their tokens."""
+    flags = {"dtype": "float32", "max_running_requests": 4, "max_total_tokens": 160, "disable_radix_cache": True}
+
+    def ask(engine: EngineInProcess) -> dict[str, list[int]]:
+        for rid in ("a", "c"):
+            engine.add(rid, PROMPTS[rid], max_new_tokens=6, seed=3, **SAMPLING[rid])
+        engine.run()
+        return engine.tokens
+
+    capture = CountingCapture()
+    own = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": folder, "speculative_num_steps": 1}
+    with (
+        EngineInProcess(folder, attention_backend="torch", **flags) as plain,
+        EngineInProcess(folder, attention_backend="triton", capture=lambda: capture, **flags, **own) as engine,
+    ):
+        always(engine.parts.scheduler)
+        assert ask(engine) == ask(plain)
+        how = fared(engine)
+    assert how.accepted == how.drafts > 3 and capture.replays > 2, (how, capture.replays)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,14 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from engine.core.outputs import StepEffects
 from engine.core.request import Request
 from engine.messages import LogprobOptions, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
+from tests.models.float64_oracle import Float64Oracle
 
-MAX_ERROR = 1e-4
 NEW_TOKENS = 6
 WAYS = {
     "whole": {},
@@ -59,14 +58,8 @@ class Engine(EngineInProcess):
         return effects.outputs
 
 
-@torch.inference_mode()
-def states(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    """[tokens, hidden] after the final norm."""
-    return model.model(torch.tensor([tokens])).last_hidden_state[0]
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_hidden_states_equal_transformers(checkpoint: str, reference: PreTrainedModel, way: str) -> None:
+def test_hidden_states_equal_transformers(checkpoint: str, oracle: Float64Oracle, way: str) -> None:
     """Twice: what is cached is computed again, because its states are wanted."""
     prompts = {"short": prompt_of(5, 1), "long": prompt_of(150, 2)}
     with Engine(checkpoint, **WAYS[way]) as engine:
@@ -76,14 +69,13 @@ def test_hidden_states_equal_transformers(checkpoint: str, reference: PreTrained
             for rid, said in engine.answers().items():
                 prompt = prompts[rid]
                 assert len(said.rows[0]) == len(prompt) and len(said.rows) == len(said.tokens) == NEW_TOKENS
-                expected = states(reference, [*prompt, *said.tokens[:-1]])
-                torch.testing.assert_close(torch.cat(said.rows), expected, atol=MAX_ERROR, rtol=0)
+                oracle.states([*prompt, *said.tokens[:-1]]).check(torch.cat(said.rows))
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 @pytest.mark.parametrize("way", ["whole", "chunked", "overlap"])
 def test_embeddings_equal_transformers_and_keep_no_kv(
-    checkpoint: str, reference: PreTrainedModel, way: str, pooling: str
+    checkpoint: str, oracle: Float64Oracle, way: str, pooling: str
 ) -> None:
     prompts = {f"r{n}": prompt_of(n, n) for n in (1, 16, 90)}
     with Engine(checkpoint, **WAYS[way]) as engine:
@@ -94,23 +86,27 @@ def test_embeddings_equal_transformers_and_keep_no_kv(
     for rid, prompt in prompts.items():
         said = answers[rid]
         assert said.tokens == [] and len(said.rows) == 1
-        hidden = states(reference, prompt)
-        expected = torch.nn.functional.normalize(hidden[-1] if pooling == "last" else hidden.mean(0), dim=0)
-        torch.testing.assert_close(said.rows[0][0], expected, atol=MAX_ERROR, rtol=0)
+        oracle.states(prompt).map(lambda states: pooled(states, pooling)).check(said.rows[0])
+
+
+def pooled(states: torch.Tensor, pooling: str) -> torch.Tensor:
+    """[..., 1, hidden], of length 1, of [..., tokens, hidden]."""
+    vector = states[..., -1:, :] if pooling == "last" else states.mean(-2, keepdim=True)
+    return torch.nn.functional.normalize(vector, dim=-1)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_logprobs_of_chosen_ids_equal_transformers(checkpoint: str, reference: PreTrainedModel, way: str) -> None:
+def test_logprobs_of_chosen_ids_equal_transformers(checkpoint: str, oracle: Float64Oracle, way: str) -> None:
     prompt, ids = prompt_of(150, 3), (271, 17, 40)
     with Engine(checkpoint, **WAYS[way]) as engine:
         engine.ask("r", prompt, logprobs=LogprobOptions(3, 1, ids))
         said = engine.answers()["r"]
-    with torch.inference_mode():
-        logprobs = reference(torch.tensor([[*prompt, *said.tokens]])).logits[0].log_softmax(-1)
+    exact = oracle.logprobs([*prompt, *said.tokens])
+    bounds = exact.bound().tolist()
     entries = [*said.outputs[0].input_logprobs, *(lp for output in said.outputs for lp in output.logprobs)]
     assert len(entries) == len(prompt) - 3 + NEW_TOKENS
     for position, entry in enumerate(entries, 3):
         assert [i for _, i in entry.requested] == list(ids)
-        expected = logprobs[position - 1, list(ids)].tolist()
-        assert [value for value, _ in entry.requested] == pytest.approx(expected, abs=MAX_ERROR)
+        expected = exact.value[position - 1, list(ids)].tolist()
+        assert [value for value, _ in entry.requested] == pytest.approx(expected, rel=0.0, abs=bounds[position - 1])
         assert len(entry.top) == 1

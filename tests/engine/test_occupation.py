@@ -18,6 +18,7 @@ from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks_in_process import ranks
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.models.tiny_drafters import make_tiny_eagle
 
 PROMPT = prompt_of(50, 1)
 SIZE = 64 << 20
@@ -41,9 +42,15 @@ def release_and_resume(engine: EngineInProcess, path: str) -> None:
     parts.weights.take(parts.weights.read(path, when_done=lambda: None).result(), model_path=path, version=None)
 
 
-@pytest.mark.parametrize("flags", [{}, {"enable_lora": True, "max_lora_rank": 8}, {"dtype": "bfloat16"}], ids=str)
+DRAFTER = {"speculative_algorithm": "EAGLE3", "num_threads": 1}
+WITH: tuple[dict[str, Any], ...] = ({}, {"enable_lora": True, "max_lora_rank": 8}, {"dtype": "bfloat16"}, DRAFTER)
+
+
+@pytest.mark.parametrize("flags", WITH, ids=str)
 def test_weights_and_pages_go_and_come(flags: dict[str, Any], tmp_path: Path) -> None:
     path = make_tiny_checkpoint(tmp_path, "qwen3")
+    if flags is DRAFTER:
+        flags = {**flags, "speculative_draft_model_path": make_tiny_eagle(tmp_path / "drafter", "EAGLE3")}
     with EngineInProcess(path, **flags) as engine:
         before = tokens(engine, "before")
         release_and_resume(engine, path)

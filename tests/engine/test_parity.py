@@ -1,11 +1,14 @@
 """The engine against transformers, fp32, random weights: logprobs and greedy tokens, however the prompt is computed."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from engine.messages import LogprobOptions
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
+from tests.models.float64_oracle import Float64Oracle
 
 MAX_ERROR = 1e-4
 NEW_TOKENS = 8
@@ -63,15 +66,15 @@ def test_tokens_and_logprobs_equal_transformers(
 
 
 @pytest.mark.parametrize("start", [0, 5, 299])
-def test_prompt_logprobs_equal_transformers(checkpoint: str, reference: PreTrainedModel, start: int) -> None:
+def test_prompt_logprobs_equal_transformers(checkpoint: str, oracle: Float64Oracle, start: int) -> None:
     """Across chunks, and although the prefix is cached."""
     engine = EngineInProcess(checkpoint, chunked_prefill_size=128)
     prompt = prompt_of(300, 9)
     for rid in ("first", "again"):
         engine.add(rid, prompt, logprobs=LogprobOptions(start, 3), max_new_tokens=1)
         engine.run()
-    with torch.inference_mode():
-        logprobs = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    exact = oracle.logprobs(prompt)
+    bounds = exact.bound().tolist()
     for rid in ("first", "again"):
         entries = engine.input_logprobs[rid]
         assert [e.token_id for e in entries] == prompt[start:]
@@ -79,7 +82,7 @@ def test_prompt_logprobs_equal_transformers(checkpoint: str, reference: PreTrain
             if position == 0:
                 assert entry.logprob is None
                 continue
-            row = logprobs[position - 1]
-            assert entry.logprob == pytest.approx(row[prompt[position]].item(), abs=MAX_ERROR)
+            row, near = exact.value[position - 1], partial(pytest.approx, rel=0.0, abs=bounds[position - 1])
+            assert entry.logprob == near(row[prompt[position]].item())
             best = row.topk(3)
-            assert [value for value, _ in entry.top] == pytest.approx(best.values.tolist(), abs=MAX_ERROR)
+            assert [value for value, _ in entry.top] == near(best.values.tolist())

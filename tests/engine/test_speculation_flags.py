@@ -53,10 +53,22 @@ MODEL = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": 
             {"speculative_num_steps": 3},
             "--speculative-num-steps 3: --speculative-algorithm is not given, and drafts by no",
         ),
+        (
+            {"speculative_algorithm": "EAGLE3"},
+            "EAGLE3: needs --speculative-draft-model-path, a checkpoint that is trained",
+        ),
+        (
+            {"speculative_algorithm": "NEXTN", "speculative_draft_model_path": "there"},
+            "--speculative-draft-model-path there: NEXTN reads layers of the model's own checkpoint; leave it out",
+        ),
         ({**MODEL, "speculative_eagle_topk": 4}, "--speculative-eagle-topk 4: drafts are chains, .* give 1, and more"),
         (
             {**MODEL, "speculative_num_steps": 3, "speculative_num_draft_tokens": 8},
             "--speculative-num-draft-tokens 8: a step computes the last known token and --speculative-num-steps 3 drafts; give 4",
+        ),
+        (
+            {**MODEL, "tp_size": 2, "ep_size": 2},
+            "STANDALONE: --ep-size 2 divides the model's experts alone, not a drafter's; leave it out",
         ),
         ({**MODEL, "pp_size": 2}, "STANDALONE: --pp-size 2 has other tokens in flight"),
         (
@@ -65,9 +77,12 @@ MODEL = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": 
         ),
     ],
 )
-def test_flags_of_drafters_that_contradict_are_refused(checkpoint: str, flags: dict[str, Any], said: str) -> None:
+def test_flags_of_drafters_that_contradict_are_refused(
+    tmp_path: Path, checkpoint: str, flags: dict[str, Any], said: str
+) -> None:
+    path = make_tiny_checkpoint(tmp_path / "mixture", "mixtral") if "ep_size" in flags else checkpoint
     with pytest.raises(ConfigError, match=said):
-        resolve(EngineConfig(model_path=checkpoint, **flags), load_model_config(checkpoint), cuda=False)
+        resolve(EngineConfig(model_path=path, **flags), load_model_config(path), cuda=False)
 
 
 @pytest.mark.parametrize(

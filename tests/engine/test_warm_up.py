@@ -42,6 +42,7 @@ def test_steps_keep_to_what_the_engine_has(rows: int, prompt_tokens: int, positi
         vocab_size=100,
         decodes=True,
         mixed=True,
+        drafts=True,
     )
     is_open: set[int] = set()
     for plan in steps.plans():

@@ -34,7 +34,8 @@ from engine.model_files.source import with_local_model
 from service.flags import ConfigError
 try:
     config = with_local_model(EngineConfig(**json.loads(sys.argv[1])))
-    print(json.dumps({"path": config.model_path, "name": config.served_model_name, "revision": config.revision}))
+    found = {"path": config.model_path, "name": config.served_model_name, "revision": config.revision}
+    print(json.dumps(found | {"drafter": config.speculative_draft_model_path}))
 except ConfigError as error:
     print(json.dumps({"error": str(error)}))
 assert "torch" not in sys.modules
@@ -76,6 +77,16 @@ def test_only_the_files_that_serving_reads_are_downloaded_once(hub: Hub, tmp_pat
     assert hub.downloads == dict.fromkeys(needed, 1)
     assert ask(tmp_path / "home", hub.url) == answer
     assert hub.downloads == dict.fromkeys(needed, 1)
+
+
+def test_a_drafter_comes_from_the_hub_too(hub: Hub, tmp_path: Path) -> None:
+    own = {"model_path": DEFAULT_MODEL_PATH, "speculative_algorithm": "STANDALONE"}
+    answer = ask(tmp_path / "home", hub.url, **own, speculative_draft_model_path=MODEL)
+    assert (answer["path"], answer["name"]) == (DEFAULT_MODEL_PATH, None)
+    assert (Path(answer["drafter"]) / "model.safetensors").is_file()
+    missing = ask(tmp_path / "home", hub.url, **own, speculative_draft_model_path="acme/none")
+    assert missing["error"].startswith("--speculative-draft-model-path acme/none: no such directory, and no such model")
+
 
 
 def test_a_revision_has_its_own_files_and_a_name_may_be_given(hub: Hub, tmp_path: Path) -> None:

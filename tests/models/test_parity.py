@@ -10,10 +10,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.model_files.model_config import load_model_config
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
+from tests.models.float64_oracle import Float64Oracle
 from tests.models.reference_attend import Sequence
 from tests.models.tiny_checkpoints import VOCAB_SIZE, make_tiny_checkpoint
-
-TOLERANCE = 1e-4
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -144,7 +143,8 @@ def their_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_greedy_tokens_equal_transformers(variant: str, tmp_path: Path) -> None:
     family, overrides = VARIANTS[variant]
-    ours, theirs = open_both(make_tiny_checkpoint(tmp_path, family, **overrides))
+    path = make_tiny_checkpoint(tmp_path, family, **overrides)
+    ours, theirs = open_both(path)
     prompt = random_ids(40)
     tokens = Sequence(ours).greedy(prompt, 32)
     with torch.inference_mode():
@@ -152,9 +152,9 @@ def test_logits_and_greedy_tokens_equal_transformers(variant: str, tmp_path: Pat
     assert tokens == expected[0, len(prompt) :].tolist()
     assert len(set(tokens)) > 8, "a model that repeats itself proves little"
     whole = prompt + tokens
-    reference = their_logits(theirs, whole)
-    assert reference.std() > 0.5
-    assert (Sequence(ours).extend(whole) - reference).abs().max() < TOLERANCE
+    exact = Float64Oracle(path).logits(whole)
+    assert exact.value.std() > 0.5
+    exact.check(Sequence(ours).extend(whole))
 
 
 def test_bf16_is_as_close_to_fp32_as_transformers_bf16_is(tmp_path: Path) -> None:

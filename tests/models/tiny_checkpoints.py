@@ -274,7 +274,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = [config["vocab_size"], hidden]
     family = config["model_type"]
-    for i in range(config["num_hidden_layers"]):
+    for i in range(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)):
         attention = {"q_proj": [q, hidden], "k_proj": [kv, hidden], "v_proj": [kv, hidden], "o_proj": [hidden, q]}
         if family == "phi3":
             attention = {"qkv_proj": [q + 2 * kv, hidden], "o_proj": [hidden, q]}
@@ -315,6 +315,12 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
             layer = _falcon_layer(config, layer)
         if family == "granitemoehybrid":
             layer = _granite_layer(config, i, layer)
+        if i >= config["num_hidden_layers"]:
+            layer |= {f"{name}.weight": [hidden] for name in ("enorm", "hnorm", "shared_head.norm")}
+            layer |= {"eh_proj.weight": [hidden, 2 * hidden]}
+            layer |= dict.fromkeys(
+                ("embed_tokens.weight", "shared_head.head.weight"), shapes["model.embed_tokens.weight"]
+            )
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     if family == "falcon_h1":
         shapes["model.final_layernorm.weight"] = shapes.pop("model.norm.weight")

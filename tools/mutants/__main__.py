@@ -19,7 +19,7 @@ import pytest
 from tqdm import tqdm
 
 from tests.packages import ROOT
-from tools.mutants import experts, states
+from tools.mutants import drafters, experts, states
 from tools.mutants.cluster import CLUSTER
 from tools.mutants.core import CORE
 from tools.mutants.drafts import DRAFTS
@@ -31,10 +31,11 @@ from tools.soak_core import drive_round
 TABLES = {
     "core": {**CORE, **DRAFTS},
     "cluster": {**CLUSTER, **RANKS},
+    "drafters": drafters.DRAFTERS,
     "experts": experts.EXPERTS,
     "states": states.STATES,
 }
-FINDERS = {"experts": experts.FINDERS, "states": states.FINDERS}
+FINDERS = {"drafters": drafters.FINDERS, "experts": experts.FINDERS, "states": states.FINDERS}
 FOUND = 1
 SEEDS, STEPS = (1, 2, 3), 60_000  # of the core's stories
 LIMIT_S = 720.0  # a bug may also show by a run that does not end

@@ -111,7 +111,7 @@ def _look_back() -> dict[str, torch.Tensor]:
     for kv_head in range(NUM_KV_HEADS):
         first = kv_head * HEAD_DIM
         v[first : first + BLOCK_DIMS, _block(NAME, kv_head)] = torch.eye(BLOCK_DIMS)
-        for head in _query_heads(kv_head):
+        for head in query_heads(kv_head):
             o[_block(BEFORE, kv_head), head : head + BLOCK_DIMS] = BEFORE_GAIN / GROUP * torch.eye(BLOCK_DIMS)
     return {"q": q, "k": k, "v": v, "o": o}
 
@@ -147,14 +147,14 @@ def _look_up(
         k[first + SINK_DIM, START] = SINK_LENGTH / START_SIZE
         v[first : first + CODE_DIMS, NAME] = torch.eye(CODE_DIMS)
         v[first : first + CODE_DIMS, START] = (unseen * codes[vocab.UNSEEN] - codes[vocab.BOS]) / START_SIZE
-        for head in _query_heads(kv_head):
+        for head in query_heads(kv_head):
             q[[head + dim for dim in content], _block(wanted, kv_head)] = own
             q[head + SINK_DIM, ONE] = SINK_SIMILARITY * math.sqrt(BLOCK_DIMS)
             o[target, head : head + CODE_DIMS] = gain / GROUP * torch.eye(CODE_DIMS)
     return {"q": q, "k": k, "v": v, "o": o}
 
 
-def _query_heads(kv_head: int) -> range:
+def query_heads(kv_head: int) -> range:
     """The first dims of the query heads of a KV head."""
     return range(kv_head * GROUP * HEAD_DIM, (kv_head + 1) * GROUP * HEAD_DIM, HEAD_DIM)
 

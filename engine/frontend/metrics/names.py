@@ -110,6 +110,7 @@ COUNTERS = {
     "deferred_samples": Figure(
         "tandem_num_delayed_samples", "steps whose sampling waited for grammar masks while their forward ran"
     ),
+    "draft_steps": Figure("tandem_num_draft_steps", "steps in which a model drafted, before a decode step"),
     "verify_steps": Figure("tandem_num_verify_steps", "decode steps that verified drafted tokens"),
     "drafts": Figure("vllm:spec_decode_num_draft_tokens", "tokens that were drafted"),
     "accepted_drafts": Figure("vllm:spec_decode_num_accepted_tokens", "drafted tokens that the model sampled, too"),

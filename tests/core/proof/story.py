@@ -4,15 +4,19 @@ A story says nothing of what is right; that is the driver's and the oracle's.
 """
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from hypothesis import strategies as st
 
 from engine.core.policy import NO_PRIORITIES, POLICIES, Priorities
+from engine.core.radix_node import Branch
 from tests.core.guesses import KINDS as GUESSES
 from tests.core.guesses import MODELED
 
 ROLES = ("unified", "prefill", "decode")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,18 +204,26 @@ def stories_with_groups(*, states: bool = False, windows: bool = False) -> st.Se
 
 def stories_with_adapters(*, states: bool = False, windows: bool = False) -> st.SearchStrategy[Story]:
     """Requests of few prompts whose KV depends on an adapter, too, or that share it in a namespace alone."""
-    branches = st.tuples(st.sampled_from(ADAPTERS), st.sampled_from([(), (), ("a",), ("a", "b")]))
 
-    def spread(story: Story, drawn: list[tuple[int, tuple[str, ...]]], places: int) -> Story:
-        among = itertools.cycle(drawn)
-        events = [
-            replace(event, adapter=adapter, namespace=namespace) if isinstance(event, Ask) else event
-            for event, (adapter, namespace) in zip(story.events, among, strict=False)
-        ]
-        return Story(replace(story.setup, max_loras_per_batch=places), tuple(events))
+    def spread(story: Story, drawn: list[Branch], places: int) -> Story:
+        return Story(replace(story.setup, max_loras_per_batch=places), spread_among(drawn, story.events))
 
     of_groups = stories_with_groups(states=states, windows=windows)
-    return st.builds(spread, of_groups, st.lists(branches, min_size=5, max_size=20), st.sampled_from([1, 2, 3]))
+    return st.builds(spread, of_groups, branches(), st.sampled_from([1, 2, 3]))
+
+
+def branches() -> st.SearchStrategy[list[Branch]]:
+    """Adapters and namespaces for requests in turn."""
+    one = st.builds(Branch, st.sampled_from(ADAPTERS), st.sampled_from([(), (), ("a",), ("a", "b")]))
+    return st.lists(one, min_size=5, max_size=20)
+
+
+def spread_among(drawn: list[Branch], events: Iterable[Ask | T]) -> tuple[Ask | T, ...]:
+    """Give each request among `events` the adapter and the namespace that are its turn."""
+    return tuple(
+        replace(event, adapter=branch.adapter, namespace=branch.namespace) if isinstance(event, Ask) else event
+        for event, branch in zip(events, itertools.cycle(drawn), strict=False)
+    )
 
 
 def _events() -> st.SearchStrategy[Event]:

@@ -1,9 +1,10 @@
 """`make rank-shapes`: prefill workers of one shape to decode workers of another, over real transfer engines; docs/reports/rank_faults.json.
 
-usage: python -m tools.faults.ranks.shapes [--backends nixl mooncake] [--report FILE]
+usage: python -m tools.faults.ranks.shapes [--backends nixl mooncake] [--subjects recall delta-rule ...] [--report FILE]
 
-All workers of a backend run at once, and each prefill worker serves each decode worker. A cell's answers are the oracle's, and
-counters show that the KV came from prefill's ranks: all checksums agree, decode computed no prompt, prefill no token twice.
+All workers of a backend and subject run at once, and each prefill worker serves each decode worker. A cell's answers are right, and
+counters show that the KV came from prefill's ranks: all checksums agree, decode computed no prompt, prefill no token twice. Recurrent
+states and windows cross between the same shapes; stages keep KV behind windows, so they fit no worker that frees it.
 """
 
 import argparse
@@ -11,6 +12,8 @@ import asyncio
 import json
 import random
 import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +23,12 @@ import httpx2 as httpx
 from deploy.launcher.ports import free_ports
 from tests.e2e.client import generate, left_over, session
 from tests.e2e.cluster import READY_S, wait_until
-from tests.e2e.workload import recall_prompt
 from tools.faults.cells import BACKENDS
 from tools.faults.household import Household
 from tools.faults.ranks.report import REPORT, begun, keep
-from tools.recall.oracle import continuation
+from tools.faults.ranks.subjects import TINY, Subject, tiny
 
-PROMPTS, PAIRS, NEW = 4, 60, 24
+PROMPTS, NEW = 4, 24
 TIGHT = 560  # tokens: what begins does not fit to its end
 TIGHT_NEW = 300
 START_S = 3 * READY_S
@@ -51,7 +53,7 @@ class Shape:
     @property
     def name(self) -> str:
         words = [f"tp{self.tp}", *([f"pp{self.pp}"] if self.pp > 1 else [])]
-        words += ["shipped"] if self.model != "recall-wide" else []
+        words += [] if self.model == "recall-wide" else ["shipped" if _is_shipped(self) else self.model]
         words += ["own-units"] if self.units is None and self.model == "recall-wide" else []
         return "-".join([*words, *(["whole"] if not self.layerwise else []), *(["tight"] if self.tight else [])])
 
@@ -70,11 +72,24 @@ PREFILLS = [*(Shape(tp) for tp in (1, 2, 4)), Shape(pp=2), Shape(2, layerwise=Fa
 DECODES = [*(Shape(tp) for tp in (1, 2, 4)), Shape(pp=2), Shape(2, tight=True), Shape(2, units=None), *SHIPPED]
 
 
+RECALL = "recall"
+
+
+def shapes_of(subject: str) -> tuple[list[Shape], list[Shape]]:
+    """Of prefill, and of decode."""
+    if subject == RECALL:
+        return PREFILLS, DECODES
+    own = [Shape(tp, model=subject, units=2) for tp in (1, 2, 4)]
+    own += [] if "windows" in subject else [Shape(pp=2, model=subject, units=2)]
+    return own, own
+
+
 class Fleet:
     """`close()` must be called."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, subject: Subject) -> None:
         self.backend = backend
+        self.subject = subject
         self.household = Household()
         self.bootstraps: dict[str, int] = {}
 
@@ -87,8 +102,10 @@ class Fleet:
             *("--disaggregation-kv-checksum", "--chunked-prefill-size", "64", "--log-level", "warning"),
             *("--max-total-tokens", str(TIGHT if shape.tight else 8192), "--dist-timeout", str(START_S)),
         ]
-        flags += ["--model-path", shape.model] if shape.model != "recall" else []
-        flags += ["--kv-units", str(shape.units)] if shape.units is not None else []
+        flags += self.subject.flags
+        if not self.subject.flags:
+            flags += ["--model-path", shape.model] if shape.model != "recall" else []
+            flags += ["--kv-units", str(shape.units)] if shape.units is not None else []
         if role == "prefill":
             self.bootstraps[name] = bootstrap
             flags += ["--disaggregation-bootstrap-port", str(bootstrap)]
@@ -111,15 +128,16 @@ class Fleet:
         p, d = f"prefill-{prefill.name}", f"decode-{decode.name}"
         before = {name: self.state(name)["counters"] for name in (p, d)}
         rng, new = random.Random(room), TIGHT_NEW if decode.tight else NEW
-        prompts = [recall_prompt(rng, PAIRS) for _ in range(PROMPTS)]
+        prompts = self.subject.prompts(rng, PROMPTS)
+        rights = self.subject.right(prompts, new)
         async with session() as http:
             answers = await asyncio.gather(
                 *(self._ask(http, p, d, ids, new, room + i) for i, ids in enumerate(prompts))
             )
         problems = [
             f"prompt {i}: wrong answer {found[:8]}"
-            for i, (ids, found) in enumerate(zip(prompts, answers, strict=True))
-            if found != continuation(ids, new, ignore_eos=True)
+            for i, (right, found) in enumerate(zip(rights, answers, strict=True))
+            if found != right
         ]
         problems += await self._left(p) + await self._left(d)
         counts = {name: _grown(before[name], self.state(name)["counters"]) for name in (p, d)}
@@ -189,22 +207,25 @@ def _one_source(prefill: Shape, decode: Shape) -> bool:
     return prefill.model == "recall" and decode.tp == 1
 
 
-def run(backend: str, report: dict[str, Any], path: Path) -> int:
-    """Every pair that fits; return how many failed."""
-    fleet, failed, room = Fleet(backend), 0, 1000
+def run(backend: str, subject: Subject, path: Path) -> int:
+    """Every pair that fits; return how many failed. Pairs of tiny models are a part of the report of their own."""
+    part = "shapes" if subject.name == RECALL else "group_shapes"
+    report = begun(path, part)
+    fleet, failed, room = Fleet(backend, subject), 0, 1000
+    prefills, decodes = shapes_of(subject.name)
     try:
-        for role, shapes in (("prefill", PREFILLS), ("decode", DECODES)):
+        for role, shapes in (("prefill", prefills), ("decode", decodes)):
             for shape in shapes:
                 fleet.begin(role, shape)
         fleet.await_all()
-        for prefill in PREFILLS:
-            for decode in (shape for shape in DECODES if prefill.fits(shape)):
+        for prefill in prefills:
+            for decode in (shape for shape in decodes if prefill.fits(shape)):
                 found = asyncio.run(fleet.cell(prefill, decode, room=room))
                 room += PROMPTS
                 name = f"{prefill.name} -> {decode.name}, {backend}"
                 failed += bool(found["problems"])
                 print(f"{'FAILED' if found['problems'] else 'ok    '} {name} {found}", flush=True)
-                report["shapes"][name] = found
+                report[part][name] = found
                 keep(report, path)
         for part in fleet.household.parts.values():
             if text := part.log.read_text():
@@ -218,10 +239,20 @@ def run(backend: str, report: dict[str, Any], path: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.faults.ranks.shapes", description="pairs of shapes")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
+    parser.add_argument("--subjects", nargs="+", choices=(RECALL, *TINY), default=(RECALL, *TINY))
     parser.add_argument("--report", type=Path, default=REPORT)
     args = parser.parse_args()
-    report = begun(args.report, "shapes")
-    return 1 if sum(run(backend, report, args.report) for backend in args.backends) else 0
+    with tempfile.TemporaryDirectory(prefix="tandem-shapes-") as folder:
+        return 1 if run_all(args.backends, args.subjects, args.report, Path(folder)) else 0
+
+
+def run_all(backends: Sequence[str], subjects: Sequence[str], path: Path, folder: Path) -> int:
+    """Return how many pairs failed."""
+    failed = 0
+    for name in subjects:
+        subject = Subject(RECALL) if name == RECALL else tiny(name, folder)
+        failed += sum(run(backend, subject, path) for backend in backends)
+    return failed
 
 
 if __name__ == "__main__":

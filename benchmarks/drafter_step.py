@@ -1,0 +1,137 @@
+"""What a drafter costs beside the model, in one process: a decode step without and with it, a verify step, and a pass.
+
+usage: python -m benchmarks.drafter_step [--layers 28] [--hidden 1024] [--batches 1 8] [--context 512] [--rounds 20]
+
+Model and EAGLE layer are random, so drafts are wrong; costs do not depend on that. Times are CPU time of one thread. The vocabulary is small: a head of 150,000 tokens adds
+its own product to each pass.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks import random_model
+from deploy.bench.report import table
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.core.plan import Plan
+from engine.core.request import Request
+from engine.core.row_costs import RowCosts
+from engine.model_files.model_config import load_model_config
+from engine.sampling_params import SamplingParams
+
+STEPS = 4
+
+
+def write_eagle(folder: Path, *, hidden: int, vocab: int) -> str:
+    """A random EAGLE checkpoint whose layer has the shape of the model's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    wide, narrow = random_model.HEADS * random_model.HEAD_DIM, random_model.KV_HEADS * random_model.HEAD_DIM
+    shapes = {
+        "fc.weight": [hidden, 2 * hidden],
+        "layers.0.self_attn.q_proj.weight": [wide, hidden],
+        "layers.0.self_attn.k_proj.weight": [narrow, hidden],
+        "layers.0.self_attn.v_proj.weight": [narrow, hidden],
+        "layers.0.self_attn.o_proj.weight": [hidden, wide],
+        "layers.0.post_attention_layernorm.weight": [hidden],
+        "layers.0.mlp.gate_proj.weight": [3 * hidden, hidden],
+        "layers.0.mlp.up_proj.weight": [3 * hidden, hidden],
+        "layers.0.mlp.down_proj.weight": [hidden, 3 * hidden],
+    }
+    weights = {name: (torch.randn(shape) * random_model.STD).bfloat16() for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLMEagle"],
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": 1,
+        "num_attention_heads": random_model.HEADS,
+        "num_key_value_heads": random_model.KV_HEADS,
+        "head_dim": random_model.HEAD_DIM,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+class Chosen:
+    """Costs that choose: drafts always pay, or never."""
+
+    def __init__(self, *, pays: bool) -> None:
+        self._pays = pays
+
+    def step(self, rows: int) -> float:
+        return 1 / rows if self._pays else float(rows)
+
+    def note(self, rows: int, taken_s: float) -> None:
+        """Nothing is learned."""
+
+
+def seconds(path: str, *, batch: int, context: int, rounds: int, drafts: bool, **flags: Any) -> dict[str, float]:
+    """Median CPU seconds of each kind of step: "plain", "verify", "draft"."""
+    config = EngineConfig(model_path=path, max_total_tokens=batch * (context + 400), num_threads=1, **flags)
+    parts = build_engine(config, load_model_config(path), tail_texts=lambda ids, skip: (), progress=False)
+    scheduler, executor = parts.scheduler, parts.executor
+    if scheduler.drafting is not None and scheduler.drafting.passes:
+        scheduler.drafting.costs = Chosen(pays=drafts)
+        scheduler.drafting.pass_costs = RowCosts() if not drafts else Chosen(pays=True)
+    for i in range(batch):
+        prompt = [20 + (i * 7 + n * n) % 400 for n in range(context)]
+        sampling = SamplingParams(max_new_tokens=390, temperature=0.0, ignore_eos=True, seed=0)
+        scheduler.add(Request(rid=f"r{i}", input_ids=prompt, sampling=sampling, eos_ids=frozenset(), arrived_s=0.0))
+    taken: dict[str, list[float]] = {}
+    kinds = ("verify", "draft") if drafts else ("plain",)
+    while min(len(taken.get(kind, ())) for kind in kinds) < rounds:
+        plan: Plan | None = scheduler.schedule(0.0)
+        assert plan is not None, "the answers ended before all rounds"
+        began_s = time.thread_time()
+        result = executor.collect(executor.launch(plan))
+        spent_s = time.thread_time() - began_s
+        scheduler.collect(plan, result)
+        if not plan.extend:
+            kind = "draft" if plan.only_drafts else "verify" if any(item.draft for item in plan.items) else "plain"
+            taken.setdefault(kind, []).append(spent_s)
+    executor.close()
+    return {kind: median(taken[kind][2:]) for kind in kinds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.drafter_step", description=__doc__)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=20)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tandem-drafter-") as name:
+        path = str(Path(name) / "model")
+        random_model.write_model(Path(path), layers=given.layers, hidden=given.hidden)
+        vocab = load_model_config(path).vocab_size
+        eagle = write_eagle(Path(name) / "eagle", hidden=given.hidden, vocab=vocab)
+        own = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": eagle, "speculative_num_steps": STEPS}
+        rows = []
+        for batch in given.batches:
+            common: dict[str, Any] = {"batch": batch, "context": given.context, "rounds": given.rounds}
+            plain = seconds(path, **common, drafts=False)["plain"]
+            beside = seconds(path, **common, drafts=False, **own)["plain"]
+            drafted = seconds(path, **common, drafts=True, **own)
+            figures = (plain, beside, drafted["verify"], drafted["draft"] / STEPS)
+            rows.append([str(batch), *(f"{1e3 * figure:.1f}" for figure in figures)])
+    headings = ["batch", "plain step, ms", "with the drafter, ms", f"verify {STEPS + 1} rows each, ms", "a pass, ms"]
+    print(table(headings, rows))
+
+
+if __name__ == "__main__":
+    main()

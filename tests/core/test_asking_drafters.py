@@ -1,0 +1,77 @@
+"""Steps of a drafter in the executor: when they come, and what stands in for them."""
+
+from engine.core.plan import Plan
+from tests.core.engine_in_a_test import EngineInATest
+from tests.core.hash_model import expected_tokens
+
+
+def kinds(engine: EngineInATest) -> list[str]:
+    """Of its plans."""
+    of = [
+        "draft" if plan.only_drafts else "prompt" if plan.extend else "verify" if len(plan.items) > 1 else "plain"
+        for plan in engine.plans
+    ]
+    return of
+
+
+def one(drafts: str = "modeled right", **setup: object) -> EngineInATest:
+    return EngineInATest(drafts=drafts, most_drafts=3, **setup)  # type: ignore[arg-type]
+
+
+def test_drafts_come_before_each_decode_step() -> None:
+    engine = one()
+    engine.add("r", [1, 2, 3], max_new_tokens=10)
+    engine.run()
+    assert kinds(engine) == ["prompt", "draft", "verify", "draft", "verify", "plain"]
+    assert engine.tokens["r"] == expected_tokens([1, 2, 3], 10)
+
+
+def test_a_landed_prompt_is_drafted_for_at_once() -> None:
+    engine = one()
+    engine.land("r", [1, 2, 3], max_new_tokens=9)
+    engine.run()
+    assert kinds(engine) == ["draft", "verify", "draft", "verify"]
+
+
+def test_overlapping_steps_end_before_a_drafter_is_asked() -> None:
+    engine = one(depth=2, lag=True)
+    engine.add("r", [1, 2, 3], max_new_tokens=10)
+    engine.run()
+    assert "verify" in kinds(engine) and engine.tokens["r"] == expected_tokens([1, 2, 3], 10)
+
+
+def test_without_free_pages_there_are_fewer_drafts_and_nothing_is_evicted() -> None:
+    """Two tokens are left in the second page behind the next one; the third page holds a cached prefix."""
+    engine = one(num_pages=3, page_size=4)
+    engine.add("first", [9, 9, 9, 9], max_new_tokens=1)
+    engine.run()
+    engine.add("r", [1, 2, 3, 4, 5], max_new_tokens=7)
+    engine.turns(2)
+    assert engine.plans[-1].items[0].to_draft == 2
+    assert engine.scheduler.memory.cache.num_evictable == 1
+    engine.run()
+    assert engine.tokens["r"] == expected_tokens([1, 2, 3, 4, 5], 7) and engine.scheduler.counters.retractions == 0
+
+
+def test_a_step_of_a_drafter_that_fails_costs_drafts_alone() -> None:
+    engine = one()
+    engine.model.fails = lambda plan: plan.only_drafts
+    engine.add("r", [1, 2, 3], max_new_tokens=6)
+    engine.run()
+    assert set(kinds(engine)) == {"prompt", "draft", "plain"}
+    assert engine.tokens["r"] == expected_tokens([1, 2, 3], 6)
+
+
+def test_an_abort_while_it_drafts_gives_all_memory_back() -> None:
+    engine = one(lag=True)
+    engine.add("r", [1, 2, 3], max_new_tokens=10)
+    while not (engine.plans and engine.plans[-1].only_drafts):
+        plan: Plan | None = engine.next_plan()
+        if plan is None:
+            engine.collect()
+        else:
+            engine.launch(plan)
+    engine.abort("r")
+    engine.run()
+    counts = engine.scheduler.memory.allocator.counts()
+    assert counts["held"] == 0 and engine.scheduler.idle

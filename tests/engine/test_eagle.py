@@ -1,0 +1,155 @@
+"""EAGLE and EAGLE-3: answers are those of plain decoding; drafters that are right accept as many as is known, whatever happens to pages.
+
+The right drafters' first draft needs the model's hidden state before the last known token, which lies in the tail of its page.
+"""
+
+import random
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.plan import StepResult
+from engine.model_files.model_config import WIDE_MODEL_PATH
+from engine.use import EngineUse
+from tests.e2e.workload import recall_prompt
+from tests.engine.drafters import always, fared
+from tests.engine.engine_in_process import EngineInProcess
+from tests.engine.ranks_in_process import ranks
+from tests.engine.test_standalone_drafter import answers
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.models.tiny_drafters import make_tiny_eagle
+from tools.recall.drafters import build
+from tools.recall.oracle import continuation
+
+KINDS = ("EAGLE", "EAGLE3")
+NEW = 41
+RNG = random.Random(5)
+PROMPTS = [recall_prompt(RNG, 30 + i) for i in range(4)]  # some end with a page, some within
+RIGHT = [continuation(prompt, NEW, ignore_eos=True) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("right")
+    return {kind: build(kind, folder / kind) for kind in KINDS}
+
+
+def by(kind: str, path: str, **flags: Any) -> dict[str, Any]:
+    return {"speculative_algorithm": kind, "speculative_draft_model_path": path, **flags}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "chunked": {"chunked_prefill_size": 16, "page_size": 4},
+    "mixed": {"chunked_prefill_size": 16, "enable_mixed_chunk": True},
+    "overlapped": {"stream": "threaded", "stream_delay_s": 0.001},
+    "retracted": {"test_retract": 4, "use": EngineUse(retracted_kv="host")},
+    "recomputed": {"test_retract": 4},
+    "without tapes": {"disable_cuda_graph": True},
+}
+
+
+@pytest.mark.parametrize(("kind", "way"), [(KINDS[i % 2], way) for i, way in enumerate(WAYS)])
+def test_a_drafter_that_is_right_gives_all_that_a_step_can_hold(right: dict[str, str], kind: str, way: str) -> None:
+    """40 tokens behind the first: eight steps of four drafts, one of them without where the last page is full."""
+    with EngineInProcess(WIDE_MODEL_PATH, **by(kind, right[kind]), **WAYS[way]) as engine:
+        always(engine.parts.scheduler)
+        for i, prompt in enumerate(PROMPTS):
+            engine.add(f"r{i}", prompt, max_new_tokens=NEW)
+        engine.run()
+        assert [engine.tokens[f"r{i}"] for i in range(4)] == RIGHT
+        how = fared(engine)
+    assert how.accepted == how.drafts
+    assert how.drafts == 4 * 32 or (
+        ("retract" in way or way in ("recomputed", "mixed", "overlapped")) and how.drafts > 90
+    )
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_behind_rejected_drafts_the_next_ones_are_right(right: dict[str, str], tp_size: int) -> None:
+    """Each second draft is made wrong on its way to the core, so a step accepts one, and the next begins behind rejected rows."""
+    flags = {"tp_size": tp_size, "num_threads": 1, "kv_units": 2, **by("EAGLE", right["EAGLE"])}
+    with ExitStack() as stack:
+        group = stack.enter_context(ranks(WIDE_MODEL_PATH, **flags)) if tp_size > 1 else None
+        engine = group.engine if group else stack.enter_context(EngineInProcess(WIDE_MODEL_PATH, **flags))
+        always(engine.parts.scheduler)
+        executor: Any = engine.parts.executor
+        collect = executor.collect
+
+        def with_wrong_drafts(launch: Any) -> StepResult:
+            result: StepResult = collect(launch)
+            for item in result.items:
+                item.drafted[1:] = [token - 1 for token in item.drafted[1:]]
+            return result
+
+        executor.collect = with_wrong_drafts
+        for i, prompt in enumerate(PROMPTS):
+            engine.add(f"r{i}", prompt, max_new_tokens=NEW)
+        engine.run()
+        assert [engine.tokens[f"r{i}"] for i in range(4)] == RIGHT
+        counters = engine.parts.scheduler.counters
+    assert counters.accepted_drafts == 4 * 20 and counters.verify_steps == 20  # 40 tokens behind the first, two a step
+
+
+def test_prefixes_bring_their_tails(right: dict[str, str]) -> None:
+    """From the tree, and from the host."""
+    flags = {"page_size": 4, "max_total_tokens": 280, "enable_hierarchical_cache": True}
+    with EngineInProcess(WIDE_MODEL_PATH, **flags, **by("EAGLE", right["EAGLE"])) as engine:
+        always(engine.parts.scheduler)
+        for turn in range(3):
+            for i, prompt in enumerate(PROMPTS):
+                engine.add(f"{turn}-{i}", prompt, max_new_tokens=11)
+                engine.run()
+                assert engine.tokens[f"{turn}-{i}"] == RIGHT[i][:11]
+        host = engine.parts.scheduler.memory.host
+        assert host is not None and host.counters["hicache_loaded_pages"] > 0 and engine.cached["2-3"] > 0
+        how = fared(engine)
+    assert how.accepted == how.drafts > 70  # nothing is evicted for a draft, so some steps have fewer
+
+
+def test_ranks_draft_the_same(right: dict[str, str]) -> None:
+    flags = {"tp_size": 2, "num_threads": 1, "chunked_prefill_size": 32}
+    for kind in KINDS:
+        with ranks(WIDE_MODEL_PATH, **flags, **by(kind, right[kind])) as group:
+            always(group.engine.parts.scheduler)
+            for i, prompt in enumerate(PROMPTS):
+                group.engine.add(f"r{i}", prompt, max_new_tokens=NEW)
+            group.engine.run()
+            assert [group.engine.tokens[f"r{i}"] for i in range(4)] == RIGHT
+            how = fared(group.engine)
+        assert how.accepted == how.drafts > 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_sampling_gives_the_tokens_of_plain_decoding(tmp_path: Path, kind: str) -> None:
+    path = make_tiny_checkpoint(tmp_path / "model", "qwen3", dtype="bfloat16")
+    said, how = answers(path, **by(kind, make_tiny_eagle(tmp_path / "eagle", kind, dtype="bfloat16")))
+    assert said == answers(path)[0]
+    assert how.passes > 0 and how.accepted < how.drafts
+
+
+def test_kv_of_8_bits_and_measured_memory(right: dict[str, str]) -> None:
+    """Tails stay as they are; the largest steps, the drafter's among them, are measured before there are pages."""
+    flags = {"kv_cache_dtype": "fp8_e4m3", "max_total_tokens": None, "mem_fraction_static": 0.01, "context_length": 512}
+    with EngineInProcess(WIDE_MODEL_PATH, **flags, **by("EAGLE3", right["EAGLE3"])) as engine:
+        always(engine.parts.scheduler)
+        for i, prompt in enumerate(PROMPTS):
+            engine.add(f"r{i}", prompt, max_new_tokens=NEW)
+        engine.run()
+        assert [engine.tokens[f"r{i}"] for i in range(4)] == RIGHT
+        how = fared(engine)
+    assert how.accepted == how.drafts == 4 * 32
+
+
+def test_other_weights_come_with_the_drafter(right: dict[str, str]) -> None:
+    with EngineInProcess(WIDE_MODEL_PATH, **by("EAGLE", right["EAGLE"])) as engine:
+        always(engine.parts.scheduler)
+        weights = engine.parts.weights
+        model = weights.read(WIDE_MODEL_PATH, when_done=lambda: None).result(60.0)
+        weights.take(model, model_path=WIDE_MODEL_PATH, version="next")
+        engine.add("r", PROMPTS[0], max_new_tokens=NEW)
+        engine.run()
+        assert engine.tokens["r"] == RIGHT[0]
+        assert fared(engine).accepted == fared(engine).drafts == 32

@@ -1,0 +1,40 @@
+"""Layers that predict the token after the next (MTP) of DeepSeek V3 and GLM draft: answers are those of plain decoding."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.model_files.model_config import load_model_config
+from service.flags import ConfigError
+from tests.engine.test_standalone_drafter import Answers, answers
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
+
+FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "deepseek_v32")
+Path_ = tuple[str, Answers]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path_:
+    folder = tmp_path_factory.mktemp(request.param)
+    path = make_tiny_checkpoint(folder, request.param, dtype="bfloat16", num_nextn_predict_layers=1)
+    return path, answers(path)[0]
+
+
+@pytest.mark.parametrize("algorithm", ["NEXTN", "EAGLE"])
+def test_answers_are_those_of_plain_decoding(plain: Path_, algorithm: str) -> None:
+    """SGLang calls both so."""
+    path, wanted = plain
+    said, how = answers(path, speculative_algorithm=algorithm, chunked_prefill_size=32)
+    assert said == wanted
+    assert how.passes > 0 and how.drafts > how.accepted
+
+
+def test_a_model_without_such_a_layer_is_refused(tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path / "m", "deepseek_v3")
+    for algorithm in ("NEXTN", "EAGLE"):
+        config = EngineConfig(model_path=path, speculative_algorithm=algorithm, max_total_tokens=1024)
+        said = f"--speculative-algorithm {algorithm}: the model's config.json has no num_nextn_predict_layers"
+        with pytest.raises(ConfigError, match=said):
+            build_engine(config, load_model_config(path), tail_texts=lambda ids, skip: (), progress=False)

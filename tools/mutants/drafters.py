@@ -1,0 +1,132 @@
+"""Bugs of drafters in the executor, which tests of drafters that are right must find: tokens stay as they are, and drafts are wrong."""
+
+import torch
+
+from engine.executor.draft_pass import DraftPass
+from engine.model_files import drafter_config
+from engine.models.eagle import EagleLayer
+from engine.models.nextn import NextnLayer
+from engine.sampler.sampler import Sampler
+from tools.mutants.planting import Bugs
+
+DRAFTERS = Bugs()
+_RIGHT = "tests/engine/test_eagle.py"
+FINDERS = (
+    "tests/models/test_draft_models.py",
+    f"{_RIGHT}::test_behind_rejected_drafts_the_next_ones_are_right",
+    f"{_RIGHT}::test_a_drafter_that_is_right_gives_all_that_a_step_can_hold",
+    f"{_RIGHT}::test_prefixes_bring_their_tails",
+    "tests/engine/test_standalone_drafter.py::test_the_model_itself_is_always_right",
+    "tests/e2e/test_drafters.py::test_a_handed_over_prompt_is_drafted_as_well_as_ones_own",
+)
+
+
+# ---- tails
+
+
+@DRAFTERS.bug("the tail is stale", DraftPass._keep_tails, "Steps of one token keep no tail.")
+def _(original, drafts, runs, starts, items, features):
+    original(drafts, [run for run in runs if items[run[0]].extend], starts, items, features)
+
+
+@DRAFTERS.bug("the tail is that of a rejected draft", DraftPass._right, "Every draft passes for accepted.")
+def _(original, drafts, items, runs, tokens):
+    return torch.ones_like(original(drafts, items, runs, tokens))
+
+
+@DRAFTERS.bug("the tail is that of the token known before", DraftPass._right, "No draft passes for accepted.")
+def _(original, drafts, items, runs, tokens):
+    return torch.zeros_like(original(drafts, items, runs, tokens))
+
+
+@DRAFTERS.bug("other ranks keep other tails", DraftPass._right, "A rank that samples nothing takes no draft for right.")
+def _(original, drafts, items, runs, tokens):
+    right = original(drafts, items, runs, tokens)
+    return torch.zeros_like(right) if tokens is None else right
+
+
+@DRAFTERS.bug("whole pages of a chunk have no tail", DraftPass._page_ends, "Only the newest page's is kept.")
+def _(original, drafts, item):
+    return original(drafts, item)[-1:]
+
+
+@DRAFTERS.bug(
+    "the tail is lost at a hand-over",
+    DraftPass.draft,
+    "Drafts behind tokens that this engine has not computed begin from nothing.",
+)
+def _(original, drafts, model, items):
+    for item in items:
+        if item.output_len == 1 and item.new_pages and drafts._tails is not None:
+            slots, before = drafts._ids([item.slot]), drafts._ids([item.start - 1])
+            drafts._tails[drafts._page_table.locate(slots, before)[0]] = 0
+    return original(drafts, model, items)
+
+
+# ---- entries
+
+
+@DRAFTERS.bug("entries are one token off", DraftPass._before, "A token's entry has its own hidden state.")
+def _(original, drafts, items, starts, features):
+    return features
+
+
+@DRAFTERS.bug("a chunk begins from nothing", DraftPass._before, "The first entry of a step reads no tail.")
+def _(original, drafts, items, starts, features):
+    before = original(drafts, items, starts, features)
+    before[[starts[i] for i, item in enumerate(items) if not item.draft]] = 0
+    return before
+
+
+@DRAFTERS.bug(
+    "entries of verified rows are not kept", DraftPass.follow, "Steps with drafts leave what the drafter had guessed."
+)
+def _(original, drafts, model, items, step, ids, positions, hidden):
+    if not step.drafts:
+        original(drafts, model, items, step, ids, positions, hidden)
+
+
+@DRAFTERS.bug("a pass reads one entry too few", DraftPass._step, "It does not see the token it is behind.")
+def _(original, drafts, items, slots, positions, number):
+    step = original(drafts, items, slots, positions, number)
+    step.kv_lens = [max(1, length - 1) for length in step.kv_lens]
+    return step
+
+
+@DRAFTERS.bug("a pass writes over the entry before", DraftPass._step, "KV of drafts lies one token early.")
+def _(original, drafts, items, slots, positions, number):
+    return original(drafts, items, slots, (positions - 1).clamp_min(0), number)
+
+
+# ---- what is computed
+
+
+@DRAFTERS.bug("drafts are greedy", Sampler.guess, "Whatever temperature the request has.")
+def _(original, sampler, logits, slots, output_lens):
+    return logits.argmax(-1)
+
+
+@DRAFTERS.bug("drafts have the noise of the token before", Sampler.guess, "Seeds are taken at the last position.")
+def _(original, sampler, logits, slots, output_lens):
+    return original(sampler, logits, slots, [n - 1 for n in output_lens])
+
+
+@DRAFTERS.bug("MTP reads the hidden state first", NextnLayer.forward, "The halves of eh_proj are exchanged.")
+def _(original, layer, ids, features, positions, attend):
+    join, half = layer._join, features.shape[1]
+    layer._join = lambda both: join(both.roll(half, 1))
+    try:
+        return original(layer, ids, features, positions, attend)
+    finally:
+        layer._join = join
+
+
+@DRAFTERS.bug("EAGLE-3 goes on from normed states", EagleLayer.forward, "A further pass reads what the head reads.")
+def _(original, layer, ids, features, positions, attend):
+    rows = original(layer, ids, features, positions, attend)
+    return layer._norm(rows) if layer._reads_inside else rows
+
+
+@DRAFTERS.bug("EAGLE-3 reads a layer too early", drafter_config._inside, "What layers begin from, not what they give.")
+def _(original, fields, model):
+    return tuple(layer - 1 for layer in original(fields, model))
