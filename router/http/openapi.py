@@ -51,6 +51,7 @@ _OWN: dict[str, dict[str, Any]] = {
             "required": ["url", "role"],
         }
     },
+    "/workers/migrate": {"post": {"type": "object", "properties": _URL, "required": ["url"]}},
     "/flush_cache": {"get": None, "post": None},
     "/v1/responses/{id}": {"get": None, "delete": None},
     "/v1/responses/{id}/cancel": {"post": None},

@@ -30,12 +30,12 @@ class Failover:
         """What asks a worker for frames."""
         return {FRAMES_HEADER: "1"}
 
-    def open(self, request: RequestContext) -> "Stream":
-        return Stream(self, request)
+    def open(self, request: RequestContext) -> "ResumableStream":
+        return ResumableStream(self, request)
 
 
 @dataclass(eq=False)
-class Stream:
+class ResumableStream:
     """One client's stream. `attempt`: where it goes on; None: at its first workers. `close` ends it."""
 
     failover: Failover

@@ -85,14 +85,24 @@ class FrameRecord:
 
     def take(self, events: bytes) -> bytes:
         """Return whole `events` without their frames and without an error, which are kept."""
-        if not events.startswith(b":") and b"\n:" not in events:
+        if b"\n:" in events or (events.startswith(b":") and not events.startswith(_IDS)):
+            return self._take_lines(events)
+        if not events.startswith(b":"):
             return events
+        end = events.index(b"\n") + 1  # the usual piece: one frame before one event
+        self._keep_ids(events[:end])
+        return events[end:]
+
+    def _keep_ids(self, line: bytes) -> None:
+        self._num_bytes += len(line)
+        if self._num_bytes <= MOST_FRAME_BYTES:
+            self._ids.append(line)
+
+    def _take_lines(self, events: bytes) -> bytes:
         kept, lines = [], events.splitlines(keepends=True)
         for at, line in enumerate(lines):
             if line.startswith(_IDS):
-                self._num_bytes += len(line)
-                if self._num_bytes <= MOST_FRAME_BYTES:
-                    self._ids.append(line)
+                self._keep_ids(line)
             elif line.startswith(_END):
                 self._ended.add(int(line[len(_END) :]))
             elif line.startswith(_BEGIN):

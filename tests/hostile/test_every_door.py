@@ -40,7 +40,7 @@ BESIDE_EVERY_S, BESIDE_TOKENS = 0.3, 50
 # Routes that every case of `RAW_BODIES` is wrong for.
 ANYWHERE = (*table.GENERATION, "/invocations", "/tokenize", "/detokenize", "/traces", "/abort_request")
 JSON_ROUTES = {
-    "router": (*ANYWHERE, "/workers", "/workers/role"),
+    "router": (*ANYWHERE, "/workers", "/workers/role", "/workers/migrate"),
     "worker": (*ANYWHERE, "/switch_role"),
     "bootstrap": ("/rooms",),
 }
@@ -253,7 +253,7 @@ def test_bytes_in_text_that_are_no_utf_8(doors: Doors, door: str) -> None:
     """Refused where the text is read; a field that is not read may hold anything."""
     cases = {name: post(path, table.with_bytes(body)) for name, (path, body) in table.SURROGATES.items()}
     if door in ROUTERS:
-        for path in ("/workers", "/workers/role"):
+        for path in ("/workers", "/workers/role", "/workers/migrate"):
             cases[path] = post(path, table.with_bytes({"url": "http://127.0.0.1:9", "role": table.LONE}))
     assert wrong(doors.play(door, cases), is_no_failure) == {}
 

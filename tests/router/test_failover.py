@@ -23,7 +23,7 @@ from service.http.resume import (
     is_signed,
     sign,
 )
-from tests.router.dummies import STREAM, Cluster, DummyWorker, begin_stream, cluster, until
+from tests.router.dummies import STREAM, Behaviour, Cluster, DummyWorker, begin_stream, cluster, until
 
 BEGUN = Begun(id="chat-1", created=7, names=["chat-1"], groups=["chat-1"], seeds=[42], salt="salt")
 SECRET = b"a secret of the cluster"
@@ -83,16 +83,20 @@ def tokens_of(text: bytes) -> list[int]:
     return [json.loads(line[6:])["token"] for line in text.split(b"\n") if line.startswith(b'data: {"token"')]
 
 
+def then_goes_on(lost: Behaviour) -> Behaviour:
+    """As `lost`, until a router brings what the client has."""
+
+    async def behave(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await (goes_on if RESUME_FIELD in body else lost)(worker, request, body)
+
+    return behave
+
+
 async def test_the_rest_comes_from_another_worker_and_nothing_is_seen_of_it() -> None:
     async with cluster(prefill=2, decode=2) as c:
         for worker in c.decodes:
-            worker.behave = lost_after(1, 2, 3)
-        first = asyncio.create_task(read(c))
-        await until(lambda: sum(len(w.seen) for w in c.decodes))
-        for worker in c.decodes:
-            if not worker.seen:
-                worker.behave = goes_on
-        text = await first
+            worker.behave = then_goes_on(lost_after(1, 2, 3))
+        text = await read(c)
         assert tokens_of(text) == [1, 2, 3, 4, 5] and text.endswith(DONE)
         (second,) = [w.seen[0] for w in c.decodes if RESUME_FIELD in w.seen[0].body]
         resume = msgspec.convert(second.body[RESUME_FIELD], Resume)
@@ -106,9 +110,9 @@ async def test_the_rest_comes_from_another_worker_and_nothing_is_seen_of_it() ->
 @pytest.mark.parametrize("status", [500, 502, 503])
 async def test_a_worker_that_ends_its_stream_with_a_fault_is_lost_too(status: int) -> None:
     async with cluster(decode=2) as c:
-        bad, good = c.decodes
-        bad.behave, good.behave = lost_after(1, last=error(status)), goes_on
-        assert tokens_of(await read(c)) == [1, 2, 3] or not bad.seen
+        for worker in c.decodes:
+            worker.behave = then_goes_on(lost_after(1, last=error(status)))
+        assert tokens_of(await read(c)) == [1, 2, 3] and all(worker.seen for worker in c.decodes)
         await c.settled()
 
 
