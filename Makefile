@@ -55,8 +55,8 @@ help:
 	@echo "make sim-soak [MINUTES=10]            simulation.md: simulate clusters with faults, from fresh seeds"
 	@echo "make fuzz [ARGS=...]   fuzz.md: 100,000 fuzzed inputs at every door"
 	@echo "make soak-core [STEPS=1000000] [SEED=...]  soak_core.json: drive the scheduler with fresh stories"
-	@echo "make mutants           mutants.json, expert_mutants.json, drafter_mutants.json: plant bugs in the core, in the moves of"
-	@echo "                       experts and in drafters; stories and tests must find each"
+	@echo "make mutants           mutants.json, expert_, drafter_, state_mutants.json: plant bugs in the core, in the moves of"
+	@echo "                       experts, in drafters and in states that cross; stories and tests must find each"
 	@echo "make slow-tests        slow_tests.json: the tests that make test leaves out"
 	@echo "make fresh-check [LONG=1]  README's commands on a bare Debian root (root, mmdebstrap); LONG: the whole suite, fresh_check.json"
 	@echo "make k8s-drill         k8s_drill.json: upgrade the pods of deploy/kubernetes under load, as local processes"
@@ -105,6 +105,7 @@ mutants: $(STAMP)
 	$(BIN)/python -m tools.mutants core --report docs/reports/mutants.json
 	$(BIN)/python -m tools.mutants experts --report docs/reports/expert_mutants.json
 	$(BIN)/python -m tools.mutants drafters --report docs/reports/drafter_mutants.json
+	$(BIN)/python -m tools.mutants states --report docs/reports/state_mutants.json
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.report $(ARGS)

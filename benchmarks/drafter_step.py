@@ -23,7 +23,6 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core.plan import Plan
 from engine.core.request import Request
-from engine.core.row_costs import RowCosts
 from engine.model_files.model_config import load_model_config
 from engine.sampling_params import SamplingParams
 
@@ -67,13 +66,13 @@ def write_eagle(folder: Path, *, hidden: int, vocab: int) -> str:
 
 
 class Chosen:
-    """Costs that choose: drafts always pay, or never."""
+    """Costs that choose: `of_row` to the power of a step's rows; less than 1: drafts always pay."""
 
-    def __init__(self, *, pays: bool) -> None:
-        self._pays = pays
+    def __init__(self, of_row: float) -> None:
+        self._of_row = of_row
 
     def step(self, rows: int) -> float:
-        return 1 / rows if self._pays else float(rows)
+        return self._of_row**rows
 
     def note(self, rows: int, taken_s: float) -> None:
         """Nothing is learned."""
@@ -85,8 +84,8 @@ def seconds(path: str, *, batch: int, context: int, rounds: int, drafts: bool, *
     parts = build_engine(config, load_model_config(path), tail_texts=lambda ids, skip: (), progress=False)
     scheduler, executor = parts.scheduler, parts.executor
     if scheduler.drafting is not None and scheduler.drafting.passes:
-        scheduler.drafting.costs = Chosen(pays=drafts)
-        scheduler.drafting.pass_costs = RowCosts() if not drafts else Chosen(pays=True)
+        scheduler.drafting.costs = Chosen(0.5 if drafts else 2.0)
+        scheduler.drafting.pass_costs = Chosen(0.0)
     for i in range(batch):
         prompt = [20 + (i * 7 + n * n) % 400 for n in range(context)]
         sampling = SamplingParams(max_new_tokens=390, temperature=0.0, ignore_eos=True, seed=0)

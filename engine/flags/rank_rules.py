@@ -8,6 +8,7 @@ files of the hierarchical cache                                 tests/engine/tes
 experts cut, or whole on each rank (--ep-size)                  tests/engine/test_expert_parallel.py
 retraction: computed again; from the host, through prefill      tests/engine/test_ranks.py; tests/e2e/test_rank_pairs.py
 layer-wise transfer, checksums                                  tests/e2e/test_rank_pairs.py
+speculation (--tp-size): n-grams; drafters, through a pair      tests/engine/test_speculation.py, test_eagle.py; tests/e2e/test_drafters.py
 profiles (a file for each rank), role switches                  tests/e2e/test_rank_cluster.py
 
 refused                                                         shown by

@@ -15,7 +15,8 @@
 #include "tiles.h"
 
 #if defined(HAVE_AVX512)
-#define INTEGERS_AHEAD 8192 /* bytes that are fetched before their use; measured from 2048 to 16384 */
+#define INTEGERS_AHEAD 8192 /* bytes that are fetched before their use; measured from 1024 to 32768 */
+#define INTEGERS_SOON 512   /* bytes that come into the L1 cache before they become tiles */
 
 INLINE int64_t integer_step_bytes(int64_t bits) { return PANEL * STEP * bits / 8; }
 
@@ -27,6 +28,7 @@ struct values {
     __m512i nibbles; /* twice: five bits of a word are looked at, and the fifth is the next nibble's */
 #if defined(__AVX512VBMI__)
     __m512i low[2], high[2]; /* bytes of 0 to 127 */
+    __m512i high_of_128, signs;
 #endif
 };
 
@@ -34,6 +36,12 @@ struct values {
 INLINE __m256i e2m1_values(void) {
     const __m128i positive = _mm_set_epi16(0x40c0, 0x4080, 0x4040, 0x4000, 0x3fc0, 0x3f80, 0x3f00, 0); /* 6, 4, 3, 2, 1.5, 1, 0.5, 0 */
     return _mm256_set_m128i(_mm_or_si128(positive, _mm_set1_epi16((short)0x8000)), positive);
+}
+
+/* A value that compilers keep in a register. To make a constant again would take the one port that looks bytes up. */
+INLINE __m512i opaque(__m512i constant) {
+    __asm__("" : "+v"(constant));
+    return constant;
 }
 
 INLINE struct values values_of(const int bits, const int64_t e2m1) {
@@ -52,6 +60,7 @@ INLINE struct values values_of(const int bits, const int64_t e2m1) {
             _mm_storeu_si128((void *)(high + i), _mm512_cvtepi32_epi8(_mm512_srli_epi32(found, 24)));
         }
         for (int i = 0; i < 2; i++) v.low[i] = _mm512_loadu_si512(low + 64 * i), v.high[i] = _mm512_loadu_si512(high + 64 * i);
+        v.high_of_128 = opaque(_mm512_set1_epi8(0x43)), v.signs = opaque(_mm512_set1_epi8((char)0x80));
     }
 #endif
     return v;
@@ -61,8 +70,8 @@ INLINE struct values values_of(const int bits, const int64_t e2m1) {
 INLINE void expand_bytes(__m512i all, __m512i *lines, struct values v) {
     const __m512i size = _mm512_abs_epi8(all); /* of -128 it is 128, whose lower seven bits are 0 */
     const __m512i low = _mm512_permutex2var_epi8(v.low[0], size, v.low[1]);
-    const __m512i found = _mm512_mask_mov_epi8(_mm512_permutex2var_epi8(v.high[0], size, v.high[1]), _mm512_movepi8_mask(size), _mm512_set1_epi8(0x43));
-    const __m512i high = _mm512_ternarylogic_epi32(found, all, _mm512_set1_epi8((char)0x80), 0xf8); /* its sign */
+    const __m512i found = _mm512_mask_mov_epi8(_mm512_permutex2var_epi8(v.high[0], size, v.high[1]), _mm512_movepi8_mask(size), v.high_of_128);
+    const __m512i high = _mm512_ternarylogic_epi32(found, all, v.signs, 0xf8); /* its sign */
     lines[0] = _mm512_unpacklo_epi8(low, high);
     lines[1] = _mm512_unpackhi_epi8(low, high);
 }
@@ -83,7 +92,7 @@ INLINE void expand_bytes(__m512i all, __m512i *lines, struct values v) {
 
 /* 64 bytes -> the bf16 lines in them. */
 INLINE void expand_lines(const char *from, __m512i *lines, struct values v, const int bits) {
-    const __m512i all = _mm512_loadu_si512(from);
+    const __m512i all = opaque(_mm512_loadu_si512(from)); /* GCC 12 would spill it */
     if (bits == 4) {
         lines[0] = _mm512_permutexvar_epi16(all, v.nibbles);
         lines[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(all, 4), v.nibbles);
@@ -94,17 +103,23 @@ INLINE void expand_lines(const char *from, __m512i *lines, struct values v, cons
     }
 }
 
+/* A tile, whose lines lie one behind the other -> bf16. */
+INLINE void expand_tile(const char *from, char *to, struct values values, const int bits) {
+    const int64_t bytes = integer_step_bytes(bits) / 2;
+    __m512i lines[MOST_LINES];
+    for (int64_t at = 0; at < bytes; at += LINE_BYTES, to += lines_of(bits) * LINE_BYTES) {
+        fetch(from + at + INTEGERS_AHEAD, LINE_BYTES);
+        _mm_prefetch(from + at + INTEGERS_SOON, _MM_HINT_T0);
+        expand_lines(from + at, lines, values, bits);
+        for (int j = 0; j < lines_of(bits); j++) _mm512_store_si512(to + j * LINE_BYTES, lines[j]);
+    }
+}
+
 /* Some steps that lie `apart` bytes apart -> bf16, one behind the other. */
 INLINE void expand_steps(const char *from, int64_t apart, char *to, int64_t steps, const int bits, int64_t e2m1) {
     const struct values values = values_of(bits, e2m1);
-    __m512i lines[MOST_LINES];
-    for (int64_t k = 0; k < steps; k++, from += apart) {
-        fetch(from + INTEGERS_AHEAD, integer_step_bytes(bits));
-        for (int i = 0; i < 2 * TILE; i += lines_of(bits), to += lines_of(bits) * LINE_BYTES) {
-            expand_lines(from + i / lines_of(bits) * LINE_BYTES, lines, values, bits);
-            for (int j = 0; j < lines_of(bits); j++) _mm512_store_si512(to + j * LINE_BYTES, lines[j]);
-        }
-    }
+    for (int64_t k = 0; k < steps; k++, from += apart)
+        for (int half = 0; half < 2; half++, to += TILE_BYTES) expand_tile(from + half * integer_step_bytes(bits) / 2, to, values, bits);
 }
 
 INLINE void expand(const char *from, int64_t apart, char *to, int64_t steps, int64_t bits, int64_t e2m1) {

@@ -41,7 +41,7 @@
 #define ITEMS_A_THREAD 2        /* at least, with groups of 2 panels or more */
 #define ITEMS_AT_ONCE 4         /* of many matrices: neighbours in memory, for one thread */
 #define AHEAD_BYTES 1024        /* few rows: weights are fetched this long before their use; longer is slower */
-#define MOST_FEW 16             /* rows up to which integers become bf16 in registers, again for every 8 rows */
+#define MOST_FEW 16             /* without AMX: rows up to which integers become bf16 in registers, again for every 8 rows */
 #define SPAN 4                  /* steps of integer weights that become bf16 at a time, in the L1 cache */
 
 enum form { BF16 = 0, ROUNDED_F32 = 1, F32 = 2 }; /* of y; the second: the values of the first */
@@ -340,12 +340,22 @@ INLINE int64_t segment_bytes(const struct args *a, int64_t steps) { return steps
 /* The scales of a group of a pair, behind whose steps they lie, and its offsets or NULL; of the first panel. */
 INLINE const float *offsets_of(const struct block *b, const float *scales) { return b->a->offsets ? scales + b->paired * PANEL : NULL; }
 
+/* Sums of panel `panel` += group g of it, of which `part` [rows, 32] are the sums and `factors` lie behind its pair's steps. */
+INLINE void add_group(const struct block *b, int64_t panel, int64_t g, const float *part, const char *factors, int64_t rows) {
+    const float *scales = (const float *)factors + panel * PANEL, *offsets = offsets_of(b, scales);
+    float *to = b->sums + panel * b->sums_apart;
+    for (int64_t r = 0; r < rows; r++, to += PANEL, part += PANEL)
+        for (int64_t h = 0; h < PANEL; h += TILE) {
+            const __m512 before = g ? _mm512_load_ps(to + h) : _mm512_setzero_ps();
+            _mm512_store_ps(to + h, with_group(before, _mm512_load_ps(part + h), scales + h, offsets ? offsets + h : NULL, b->of_x + r * b->apart + g));
+        }
+}
+
 /* Any number of rows by panel `panel` of the pair. x: tiles of all of them, those of 16 rows x_block bytes apart. */
 PART void integer_tiles(const struct block *b, int64_t x_block, int64_t rows, int64_t panel) {
     _Alignas(LINE_BYTES) char ready[SPAN * STEP_BYTES];
     _Alignas(LINE_BYTES) float part[FEW * PANEL];
     const int64_t bytes = integer_step_bytes(b->a->bits), apart = b->paired * bytes, group = b->a->group;
-    float *const sums = b->sums + panel * b->sums_apart;
     const char *w = b->w;
     for (int64_t at = 0, g = 0; at < b->steps; at += group, g++, w += factor_bytes(b->a, b->paired)) {
         const int64_t end = smaller(at + group, b->steps);
@@ -354,14 +364,68 @@ PART void integer_tiles(const struct block *b, int64_t x_block, int64_t rows, in
             expand(w + panel * bytes, apart, ready, span, b->a->bits, b->a->e2m1);
             add_steps(b->a, b->x + k * TILE_BYTES, x_block, ready, part, span, rows, k > at);
         }
-        const float *scales = (const float *)w, *offsets = offsets_of(b, scales);
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t h = panel * PANEL, i = r * PANEL; h < (panel + 1) * PANEL; h += TILE, i += TILE) {
-                const __m512 before = at ? _mm512_load_ps(sums + i) : _mm512_setzero_ps();
-                _mm512_store_ps(sums + i, with_group(before, _mm512_load_ps(part + i), scales + h, offsets ? offsets + h : NULL, b->of_x + r * b->apart + g));
-            }
+        add_group(b, panel, g, part, w, rows);
     }
 }
+
+#if defined(HAVE_AMX)
+/* The sums that tiles 0 to 3 hold -> part, [16 rows, 32] of each panel; then they are zeros. */
+INLINE void take_sums(float *part, const int panels) {
+    const int stride = PANEL * sizeof(float);
+    _tile_stored(0, part, stride);
+    _tile_stored(1, part + TILE, stride);
+    if (panels == 2) {
+        _tile_stored(2, part + TILE * PANEL, stride);
+        _tile_stored(3, part + TILE * PANEL + TILE, stride);
+    }
+    settle();
+    begin_sums(NULL, 0, 0);
+}
+
+INLINE void add_groups(const struct block *b, int64_t g, const float *part, const char *factors, int64_t rows, const int panels) {
+    for (int64_t panel = 0; panel < panels; panel++) add_group(b, panel, g, part + panel * TILE * PANEL, factors, rows);
+}
+
+/* The bits of integer_tiles, for at most 16 rows and all panels of the pair, whose memory passes by once from end to end. Each tile
+ * becomes bf16 while the one LAG tiles before is multiplied, and a group is added while the next one is summed: a tile's load
+ * waits until stores to where it lies have left the core. It would wait for stores to the same place of any 4 KiB, too, so the
+ * ready tiles have no more than that. (A product by fp32 FMA in registers has the same bits, but takes longer from 2 rows on.) */
+INLINE void integer_pair(const struct block *b, int64_t rows, const int panels, const int bits) {
+    enum { LAG = 2, READY = 4 };
+    _Alignas(LINE_BYTES) char ready[READY * TILE_BYTES];
+    _Alignas(LINE_BYTES) float part[2][2 * TILE * PANEL];
+    const struct values values = values_of(bits, b->a->e2m1);
+    const int64_t steps = b->steps, tiles = 2 * panels, bytes = integer_step_bytes(bits) / 2, more = factor_bytes(b->a, panels);
+    const char *w = b->w, *factors[2] = {NULL, NULL};
+    int64_t g = 0;
+    begin_sums(NULL, 0, 0);
+    for (int64_t k = 0; k <= steps; k++) {
+        const int ended = k == steps || (k && k % b->a->group == 0); /* a group, with step k - 1 */
+        if (ended) factors[g % 2] = w, fetch(w + INTEGERS_AHEAD, more), w += more;
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < tiles; i++) {
+            const int64_t of = i < LAG ? k - 1 : k, number = (i - LAG + tiles) % tiles;
+            if (k < steps) expand_tile(w, ready + (k * tiles + i) % READY * TILE_BYTES, values, bits), w += bytes;
+            settle();
+            if (of < 0 || of == steps) continue;
+            if (number == 0) _tile_loadd(4, b->x + of * TILE_BYTES, LINE_BYTES);
+            add_product(ready + (of * tiles + number) % READY * TILE_BYTES, number);
+            if (!ended || i != LAG - 1) continue;
+            take_sums(part[g % 2], panels);
+            if (g) add_groups(b, g - 1, part[(g - 1) % 2], factors[(g - 1) % 2], rows, panels);
+            g++;
+        }
+    }
+    add_groups(b, g - 1, part[(g - 1) % 2], factors[(g - 1) % 2], rows, panels);
+}
+
+#define PAIR(panels, bits) \
+    PART void integer_pair_##panels##_##bits(const struct block *b, int64_t rows) { integer_pair(b, rows, panels, bits); }
+PAIR(1, 4) PAIR(2, 4) PAIR(1, 8) PAIR(2, 8)
+
+/* [bits / 8][panels - 1] */
+static void (*const PAIR_OF[2][2])(const struct block *, int64_t) = {{integer_pair_1_4, integer_pair_2_4}, {integer_pair_1_8, integer_pair_2_8}};
+#endif
 
 /* The same bits, for some rows of one tile and all panels of the pair. */
 INLINE void integer_few(const struct block *b, const int rows, const int panels, const int bits) {
@@ -443,20 +507,30 @@ static void integer_rows(const struct block *b, int64_t x_block, int64_t rows) {
     }
 }
 
+/* Rows by all panels of the pair. x: as integer_tiles has it. */
+static void sum_pair(const struct block *b, int64_t x_block, int64_t rows) {
+#if defined(HAVE_AMX)
+    if (b->a->kind == AMX && rows <= TILE) {
+        PAIR_OF[b->a->bits / 8][b->paired - 1](b, rows);
+        return;
+    }
+#endif
+    if (b->a->kind == AMX || rows > MOST_FEW)
+        for (int64_t panel = 0; panel < b->paired; panel++) integer_tiles(b, x_block, rows, panel);
+    else integer_rows(b, x_block, rows);
+}
+
 /* As sum_panels, of the rows from `row` on of those that lie packed; `from` begins a pair. */
 static void sum_integer_panels(const struct work *w, int64_t segment, int64_t row, int64_t from, int64_t to, float *sums, int64_t rows) {
     const struct args *a = w->a;
     const int64_t at = segment * w->each, groups = groups_of(a, w->each), all = a->segments * groups, apart = w->chunk * PANEL;
-    const int64_t bytes = segment_bytes(a, w->each), panel_bytes = a->segments * bytes, x_block = w->steps * TILE_BYTES;
-    const int by_tiles = a->kind == AMX || rows > MOST_FEW;
+    const int64_t bytes = segment_bytes(a, w->each), panel_bytes = a->segments * bytes;
     const char *x = tile_of(w, row) + at * TILE_BYTES;
     const float *of_x = w->of_x + row * all + segment * groups;
     for (int64_t p = from; p < to; p += 2, sums += 2 * apart) {
         const int64_t paired = smaller(2, w->panels - p);
         const struct block b = {a, x, a->weight + p * panel_bytes + segment * paired * bytes, of_x, sums, apart, all, w->each, paired};
-        if (by_tiles)
-            for (int64_t panel = 0; panel < paired; panel++) integer_tiles(&b, x_block, rows, panel);
-        else integer_rows(&b, x_block, rows);
+        sum_pair(&b, w->steps * TILE_BYTES, rows);
     }
 }
 

@@ -1,8 +1,6 @@
 """Matrices of bf16 or of integers packed for linear.c, and products with them."""
 
-import contextlib
 import ctypes
-import mmap
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -13,16 +11,13 @@ import torch
 from engine.kernels import tape
 from engine.kernels.build import fields, load_library
 from engine.kernels.integer_layout import fits, group_steps, packed_bytes, packed_parts, step_bytes
+from engine.kernels.packed_memory import PackedMemory
 from engine.quant.integers import Integers, Weight
 
 SOURCE = Path(__file__).with_suffix(".c")
 ABI_VERSION = 7
 PANEL = 32  # outputs of a panel, and inputs of a step
 AVX512, AMX = 1, 2  # kinds of arithmetic; 0 is none
-
-
-HUGE_BYTES = 2 << 20
-LINE_BYTES = 64
 LANES = 16  # inputs are a multiple of it where rows are computed before they are multiplied
 
 _POINTERS = ("x", "weight", "bias", "y", "norm", "delta")
@@ -63,25 +58,25 @@ class PackedWeights(NamedTuple):
         args.offsets, args.e2m1 = self.offsets, self.e2m1
 
 
-def pack(library: ctypes.CDLL, matrices: list[Weight], *, segments: int, gates: bool) -> PackedWeights:
+def pack(kernel: "LinearKernel", matrices: list[Weight], *, segments: int, gates: bool) -> PackedWeights:
     """`matrices` of one shape and kind, which are dropped one by one."""
     first = matrices[0]
     outputs, inputs = first.shape
     if isinstance(first, Integers):
-        return _pack_integers(matrices, segments=segments, gates=gates)
+        return _pack_integers(kernel.memory, matrices, segments=segments, gates=gates)
     steps = -(-outputs // PANEL) * segments * -(-(inputs // segments) // PANEL)
     apart, threads = steps * step_bytes(16), torch.get_num_threads()
-    memory = allocate(len(matrices) * apart)
+    memory = kernel.memory.allocate(len(matrices) * apart)
     for index, matrix in enumerate(matrices):
         assert isinstance(matrix, torch.Tensor) and matrix.shape == first.shape, "of one kind"
         dense = matrix.contiguous()
         matrices[index] = dense[:0]
         to = memory.data_ptr() + index * apart
-        library.tandem_linear_pack(dense.data_ptr(), outputs, inputs, segments, to, gates, threads)
+        kernel.library.tandem_linear_pack(dense.data_ptr(), outputs, inputs, segments, to, gates, threads)
     return PackedWeights(memory, apart)
 
 
-def _pack_integers(matrices: list[Weight], *, segments: int, gates: bool) -> PackedWeights:
+def _pack_integers(whole: PackedMemory, matrices: list[Weight], *, segments: int, gates: bool) -> PackedWeights:
     own = [matrix for matrix in matrices if isinstance(matrix, Integers)]
     first = own[0]
     groups_fit = fits(first, segments=segments)
@@ -90,7 +85,7 @@ def _pack_integers(matrices: list[Weight], *, segments: int, gates: bool) -> Pac
     matrices[:] = [one.scales[:0] for one in own]
     offsets = any(one.offsets is not None for one in own)
     apart = packed_bytes(first, segments=segments, offsets=offsets)
-    memory, at = allocate(len(own) * apart), 0
+    memory, at = whole.allocate(len(own) * apart), 0
     while own:
         for part in packed_parts(own.pop(0), segments=segments, gates=gates, offsets=offsets):
             memory[at : at + len(part)] = part
@@ -109,25 +104,24 @@ class PackedMatrix:
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        kernel: "LinearKernel",
         weight: Weight,
         bias: torch.Tensor | None,
         *,
-        kind: int,
         gates: bool,
         segments: int = 1,
     ) -> None:
         outputs, inputs = weight.shape
         assert not gates or outputs % PANEL == 0, weight.shape
         assert inputs % segments == 0 and segments & (segments - 1) == 0, (weight.shape, segments)
-        self._call = library.tandem_linear
-        self._weight = pack(library, [weight], segments=segments, gates=gates)
+        self._call = kernel.library.tandem_linear
+        self._weight = pack(kernel, [weight], segments=segments, gates=gates)
         self._bias = None if bias is None else bias.contiguous()
         self._shape = (outputs, inputs)
         bias_at = None if self._bias is None else self._bias.data_ptr()
         self.gates = gates
         self._args = LinearArgs(
-            bias=bias_at, inputs=inputs, outputs=outputs, segments=segments, interleaved=gates, kind=kind
+            bias=bias_at, inputs=inputs, outputs=outputs, segments=segments, interleaved=gates, kind=kernel.kind
         )
         self._weight.fill(self._args)
 
@@ -198,12 +192,13 @@ class LinearKernel:
         if not 0 < self.kind <= best:
             raise OSError(f"linear.c: no arithmetic of kind {self.kind} on this CPU")
         self.library = library
+        self.memory = PackedMemory()
 
     def pack(
         self, weight: Weight, bias: torch.Tensor | None, *, gates: bool = False, segments: int = 1
     ) -> PackedMatrix:
         """The caller drops `weight`, or memory holds both."""
-        return PackedMatrix(self.library, weight, bias, kind=self.kind, gates=gates, segments=segments)
+        return PackedMatrix(self, weight, bias, gates=gates, segments=segments)
 
 
 @cache
@@ -214,22 +209,3 @@ def linear_kernel() -> LinearKernel | None:
         return None if library is None else LinearKernel(library)
     except OSError:
         return None
-
-
-def allocate(size: int) -> torch.Tensor:
-    """[size] uint8, of any content, aligned to a cache line, in huge pages as far as whole ones go.
-
-    One thread reads them about 1.7 times as fast as pages of 4 KiB (docs/reports/benchmarks.md).
-    """
-    if size < HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return _aligned(torch.empty(size + LINE_BYTES, dtype=torch.uint8), size, LINE_BYTES)
-    memory = mmap.mmap(-1, size + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    whole = _aligned(torch.frombuffer(memory, dtype=torch.uint8), size, HUGE_BYTES)
-    with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
-        memory.madvise(mmap.MADV_HUGEPAGE, int(whole.storage_offset()), size // HUGE_BYTES * HUGE_BYTES)
-    return whole
-
-
-def _aligned(memory: torch.Tensor, size: int, alignment: int) -> torch.Tensor:
-    begin = -memory.data_ptr() % alignment
-    return memory[begin : begin + size]

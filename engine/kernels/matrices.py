@@ -26,11 +26,11 @@ class PackedMatrices:
         outputs, inputs = matrices[0].shape
         assert not gates or outputs % PANEL == 0, matrices[0].shape
         self._count, self._shape = len(matrices), (outputs, inputs)
-        library, self._kind = kernel.library, kernel.kind
-        self._call = library.tandem_linear_each
+        self._kind = kernel.kind
+        self._call = kernel.library.tandem_linear_each
         self._call.argtypes = [ctypes.POINTER(_Each)]
         self.gates = gates
-        self._weight = pack(library, matrices, segments=1, gates=gates)
+        self._weight = pack(kernel, matrices, segments=1, gates=gates)
 
     def times(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """[T, out] bf16 for x [T, in] bf16, of which `rows` [matrices] i64 belong to each matrix, one behind the other."""

@@ -123,6 +123,16 @@ INLINE void end_sums(float *sums, const int two) {
     }
 }
 
+/* Sums `number` (0 to 3) += x, which tile 4 holds, times the tile at `w`. */
+INLINE void add_product(const char *w, const int number) {
+    if (number % 2) _tile_loadd(7, w, LINE_BYTES);
+    else _tile_loadd(6, w, LINE_BYTES);
+    if (number == 0) _tile_dpbf16ps(0, 4, 6);
+    else if (number == 1) _tile_dpbf16ps(1, 4, 7);
+    else if (number == 2) _tile_dpbf16ps(2, 4, 6);
+    else _tile_dpbf16ps(3, 4, 7);
+}
+
 /* As avx512_block; rows 16-31 (if `two`) are those of the tiles x_block bytes behind. */
 INLINE void amx_block(const char *x, int64_t x_block, const char *w, float *sums, int64_t steps, const int two, const int begun, const char *ahead, const int64_t ahead_bytes) {
     settle();

@@ -80,6 +80,41 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(kind: int, sche
         torch.set_num_threads(before)
 
 
+def grouped(bits: int, group: int, outputs: int, inputs: int, *, offsets: bool, seed: int) -> Integers:
+    """Every integer of `bits`, as AWQ, GPTQ and GGUF have them."""
+    random, groups = torch.Generator().manual_seed(seed), -(-inputs // group)
+    half = 1 << (bits - 1)
+    every = torch.randint(-half, half, (outputs, inputs), generator=random, dtype=torch.int8)
+    scales, zeros = torch.rand(2, outputs, groups, generator=random) - 0.5
+    return Integers(every, scales, zeros if offsets else None, bits, group, torch.bfloat16)
+
+
+def of_all_sizes(rows: int, inputs: int, *, seed: int) -> torch.Tensor:
+    """bf16 from denormals to beyond what products hold, zeros of both signs among them."""
+    random = torch.Generator().manual_seed(seed)
+    mantissa = torch.randn(rows, inputs, generator=random)
+    exponents = torch.tensor([-130, -126, -100, 0, 4, 60, 119]).repeat(rows)[:rows, None]
+    x = (mantissa.double() * 2.0**exponents).bfloat16()
+    return x.masked_fill_(torch.rand(rows, inputs, generator=random) < 0.1, -0.0)
+
+
+@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 96, 4096])
+@pytest.mark.parametrize("offsets", [False, True])
+def test_few_rows_have_the_bits_of_many(
+    kind: int, shape: tuple[int, int], bits: int, group: int, offsets: bool
+) -> None:
+    weight = grouped(bits, group, *shape, offsets=offsets, seed=1)
+    matrix, x = packed(kind, weight, drawn(shape[0], seed=2)), of_all_sizes(49, shape[1], seed=3)
+    whole = matrix.partial(x).view(torch.int32)
+    for rows in (1, 2, 3, 7, 15, 16, 17):
+        for begin in range(0, 49 - rows, 11):
+            few = matrix.partial(x[begin : begin + rows]).view(torch.int32)
+            assert torch.equal(few, whole[begin : begin + rows]), (begin, rows)
+
+
 @pytest.mark.parametrize("kind", kinds())
 @pytest.mark.parametrize("scheme", KINDS)
 def test_segments_are_those_of_ranks(kind: int, scheme: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.group_models import ALL_WINDOWS, DELTA_RULE, MAMBA2, SOME_WINDOWS, Made
+from tests.e2e.group_models import ALL_WINDOWS, DELTA_RULE, MAMBA2_SHARED, SOME_WINDOWS, Made
 from tests.e2e.workload import recall_prompt
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -38,7 +38,7 @@ class Subject:
 
 TINY: dict[str, Made] = {
     "delta-rule": DELTA_RULE,
-    "mamba2": MAMBA2,
+    "mamba2": MAMBA2_SHARED,
     "some-windows": SOME_WINDOWS,
     "all-windows": ALL_WINDOWS,
 }
