@@ -21,12 +21,14 @@ from benchmarks import random_model
 from deploy.bench.report import table
 from engine.build import build_engine
 from engine.config import EngineConfig
+from engine.core.drafts import Chance
 from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.model_files.model_config import load_model_config
 from engine.sampling_params import SamplingParams
 
 STEPS = 4
+SURE = 1e30
 
 
 def write_eagle(folder: Path, *, hidden: int, vocab: int) -> str:
@@ -89,7 +91,9 @@ def seconds(path: str, *, batch: int, context: int, rounds: int, drafts: bool, *
     for i in range(batch):
         prompt = [20 + (i * 7 + n * n) % 400 for n in range(context)]
         sampling = SamplingParams(max_new_tokens=390, temperature=0.0, ignore_eos=True, seed=0)
-        scheduler.add(Request(rid=f"r{i}", input_ids=prompt, sampling=sampling, eos_ids=frozenset(), arrived_s=0.0))
+        request = Request(rid=f"r{i}", input_ids=prompt, sampling=sampling, eos_ids=frozenset(), arrived_s=0.0)
+        request.drafts.chance = Chance(SURE, SURE)  # whatever becomes of its drafts
+        scheduler.add(request)
     taken: dict[str, list[float]] = {}
     kinds = ("verify", "draft") if drafts else ("plain",)
     while min(len(taken.get(kind, ())) for kind in kinds) < rounds:
