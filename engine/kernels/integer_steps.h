@@ -103,13 +103,15 @@ INLINE void expand_lines(const char *from, __m512i *lines, struct values v, cons
     }
 }
 
-/* A tile, whose lines lie one behind the other -> bf16. */
-INLINE void expand_tile(const char *from, char *to, struct values values, const int bits) {
+/* A tile, whose lines lie one behind the other -> bf16. `fetched`: later ones lie behind it and are fetched line by line. */
+INLINE void expand_tile(const char *from, char *to, struct values values, const int bits, const int fetched) {
     const int64_t bytes = integer_step_bytes(bits) / 2;
     __m512i lines[MOST_LINES];
     for (int64_t at = 0; at < bytes; at += LINE_BYTES, to += lines_of(bits) * LINE_BYTES) {
-        fetch(from + at + INTEGERS_AHEAD, LINE_BYTES);
-        _mm_prefetch(from + at + INTEGERS_SOON, _MM_HINT_T0);
+        if (fetched) {
+            fetch(from + at + INTEGERS_AHEAD, LINE_BYTES);
+            _mm_prefetch(from + at + INTEGERS_SOON, _MM_HINT_T0);
+        }
         expand_lines(from + at, lines, values, bits);
         for (int j = 0; j < lines_of(bits); j++) _mm512_store_si512(to + j * LINE_BYTES, lines[j]);
     }
@@ -118,8 +120,12 @@ INLINE void expand_tile(const char *from, char *to, struct values values, const 
 /* Some steps that lie `apart` bytes apart -> bf16, one behind the other. */
 INLINE void expand_steps(const char *from, int64_t apart, char *to, int64_t steps, const int bits, int64_t e2m1) {
     const struct values values = values_of(bits, e2m1);
-    for (int64_t k = 0; k < steps; k++, from += apart)
-        for (int half = 0; half < 2; half++, to += TILE_BYTES) expand_tile(from + half * integer_step_bytes(bits) / 2, to, values, bits);
+    const int64_t bytes = integer_step_bytes(bits);
+    for (int64_t k = 0; k < steps; k++, from += apart, to += STEP_BYTES) {
+        fetch(from + INTEGERS_AHEAD, bytes);
+        expand_tile(from, to, values, bits, 0);
+        expand_tile(from + bytes / 2, to + TILE_BYTES, values, bits, 0);
+    }
 }
 
 INLINE void expand(const char *from, int64_t apart, char *to, int64_t steps, int64_t bits, int64_t e2m1) {

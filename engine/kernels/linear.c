@@ -405,7 +405,7 @@ INLINE void integer_pair(const struct block *b, int64_t rows, const int panels, 
 #pragma GCC unroll 4
         for (int64_t i = 0; i < tiles; i++) {
             const int64_t of = i < LAG ? k - 1 : k, number = (i - LAG + tiles) % tiles;
-            if (k < steps) expand_tile(w, ready + (k * tiles + i) % READY * TILE_BYTES, values, bits), w += bytes;
+            if (k < steps) expand_tile(w, ready + (k * tiles + i) % READY * TILE_BYTES, values, bits, 1), w += bytes;
             settle();
             if (of < 0 || of == steps) continue;
             if (number == 0) _tile_loadd(4, b->x + of * TILE_BYTES, LINE_BYTES);
