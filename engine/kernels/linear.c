@@ -389,7 +389,7 @@ INLINE void add_groups(const struct block *b, int64_t g, const float *part, cons
 /* The bits of integer_tiles, for at most 16 rows and all panels of the pair, whose memory passes by once from end to end. Each tile
  * becomes bf16 while the one LAG tiles before is multiplied, and a group is added while the next one is summed: a tile's load
  * waits until stores to where it lies have left the core. It would wait for stores to the same place of any 4 KiB, too, so the
- * ready tiles have no more than that. (A product by fp32 FMA in registers has the same bits, but takes longer from 2 rows on.) */
+ * ready tiles have no more than that. (A product by fp32 FMA in registers has the same bits, but takes longer.) */
 INLINE void integer_pair(const struct block *b, int64_t rows, const int panels, const int bits) {
     enum { LAG = 2, READY = 4 };
     _Alignas(LINE_BYTES) char ready[READY * TILE_BYTES];
