@@ -36,6 +36,7 @@ LOG2_E = 1.4426950408889634
 KERNEL_LOG2_E = tl.constexpr(LOG2_E)
 LIST_TILE = 256  # requests that a program of the split list reads at a time
 MERGED_AT_ONCE, MERGED_ELEMENTS = 8, 4096  # splits in flight, and what of them registers hold without spills
+REGISTERS = 65536  # of a multiprocessor
 INTERPRETED_PROGRAMS = 3  # no device to ask: few, so that each has several splits
 
 
@@ -344,6 +345,14 @@ def split_constants(cache: dict[str, Any], tiles: DecodeTiles, *, window: int = 
     return {**cache, **heads, "AT_ONCE": at_once, **split_rule(tiles), "WINDOW": window, "CAP": cap}
 
 
+def split_options(tiles: DecodeTiles, *, sinks: bool) -> dict[str, int]:
+    """How a split kernel is launched. With sinks ptxas spills, to fit more programs than are started: it is told how many."""
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    if sinks and tiles.per_sm > 1:
+        options["maxnreg"] = REGISTERS // (32 * tiles.warps * tiles.per_sm) // 8 * 8
+    return options
+
+
 def list_constants(*, kv_heads: int, tiles: DecodeTiles, window: int = 0) -> dict[str, Any]:
     heads = {"KV_HEADS": kv_heads, "TILE_KV_HEADS": triton.next_power_of_2(kv_heads)}
     return {**heads, "TILE_BATCH": LIST_TILE, **split_rule(tiles), "WINDOW": window}
@@ -437,7 +446,6 @@ def decode(
         units.stride,
         scale * LOG2_E,
         **split_constants(cache, tiles, window=window, cap=cap),
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        **split_options(tiles, sinks=sinks is not None),
     )
     return out

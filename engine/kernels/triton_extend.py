@@ -218,6 +218,8 @@ def extend_kernel(
         rest = tl.arange(0, TILE_REST)
         at_rest = in_batch[:, None] * q_stride + head[:, None] * WIDTH + DIM + rest[None, :]
         q_rest = tl.load(q_ptr + at_rest, mask=(tokens < q_len)[:, None] & (rest < REST)[None, :], other=0.0)
+    if REST and not SPLIT:
+        mask_md = (rows < q_len * GROUP)[:, None] & (dims < DIM)[None, :]  # the same, of fewer registers until the end
     position = kv_len - q_len + tokens
     low = 0
     if WINDOW:
@@ -265,7 +267,7 @@ def extend_kernel(
         tl.store(lse_ptr + part, best + tl.log2(total), mask=tokens < q_len)
     else:
         out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-        at_out = (in_batch * HEADS + head) * DIM
+        at_out = (first.to(tl.int64) * HEADS + rows if REST else in_batch * HEADS + head) * DIM
         tl.store(out_ptr + at_out[:, None] + dims[None, :], out, mask=mask_md)
 
 

@@ -25,6 +25,7 @@ from engine.kernels.triton_decode import (
     list_constants,
     split_constants,
     split_list_kernel,
+    split_options,
 )
 from engine.kernels.triton_elementwise import GATE_TILE, rms_norm_kernel, silu_mul_kernel
 from engine.kernels.triton_extend import (
@@ -57,10 +58,11 @@ SHAPES = {
 # Beside plain attention: window, cap, whether there are sinks. Shapes of the layers that have them.
 SOFTMAXES = {
     "Gemma 2": ({"heads": 16, "kv_heads": 8, "dim": 256}, 4096, 50.0, False),
-    "Gemma 3": ({"heads": 16, "kv_heads": 8, "dim": 256}, 1024, 0.0, False),
+    "Gemma 3": ({"heads": 32, "kv_heads": 16, "dim": 128}, 1024, 0.0, False),
     "Mistral": ({"heads": 32, "kv_heads": 8, "dim": 128}, 4096, 0.0, False),
     "gpt-oss": ({"heads": 64, "kv_heads": 8, "dim": 64}, 128, 0.0, True),
     "gpt-oss, all tokens": ({"heads": 64, "kv_heads": 8, "dim": 64}, 0, 0.0, True),
+    "gpt-oss, of four ranks": ({"heads": 16, "kv_heads": 2, "dim": 64}, 0, 0.0, True),
 }
 
 
@@ -118,7 +120,8 @@ def compiled_decode(
     tiles = tiles or decode_tiles(kv_heads=heads["kv_heads"], dim=heads["dim"], dtype=TORCH_DTYPES[dtype])
     cache = cache_constants(**heads, page_size=16, dtype=TORCH_DTYPES[dtype])
     constants = split_constants(cache, tiles, window=window, cap=cap)
-    made = check_compiled(decode_split_kernel, signature, constants, aligned=STRIDES, **launch_of(tiles))
+    options = split_options(tiles, sinks=sinks)
+    made = check_compiled(decode_split_kernel, signature, constants, aligned=STRIDES, options=options)
     assert made.metadata.shared * tiles.per_sm <= SHARED_LIMIT_BYTES
     assert made.usage["REG"] * 32 * tiles.warps * tiles.per_sm <= REGISTERS
     return made
@@ -264,13 +267,14 @@ def check_compiled(
     constants: dict[str, Any],
     *,
     aligned: list[str],
-    warps: int,
-    stages: int,
+    warps: int = 0,
+    stages: int = 0,
+    options: dict[str, int] | None = None,
     streams: bool = True,
 ) -> Made:
     """Compile as a launch would: pointers, and the scalars named in `aligned`, are multiples of 16.
 
-    `streams`: it multiplies what it loads in a loop.
+    `options`: in place of `warps` and `stages`. `streams`: it multiplies what it loads in a loop.
     """
     names = kernel.arg_names
     if "sinks_ptr" in names and "sinks_ptr" not in signature:
@@ -284,7 +288,7 @@ def check_compiled(
         constexprs={(names.index(n),): value for n, value in constants.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in divisible},
     )
-    compiled = triton.compile(source, target=SM_90, options={"num_warps": warps, "num_stages": stages})
+    compiled = triton.compile(source, target=SM_90, options=options or {"num_warps": warps, "num_stages": stages})
     assert compiled.metadata.shared <= SHARED_LIMIT_BYTES
     usage = resource_usage(compiled.asm["cubin"])
     assert usage["STACK"] == 0 and usage["LOCAL"] == 0, usage
