@@ -21,7 +21,10 @@ from tests.models.tiny_checkpoints import make_tiny_checkpoint
 FLAGS: dict[str, Any] = {"chunked_prefill_size": 64, "page_size": 4, "num_threads": 1, "max_total_tokens": 2048}
 PROMPTS = [(150, 1), (7, 2), (64, 3), (33, 4), (7, 2), (90, 6)]  # (length, seed): chunks, a prompt twice
 NEW = [12, 30, 3, 12, 17, 8]  # tokens of each answer: ranks go idle one after another
-EQUAL: dict[str, Any] = {"reduce_units": 4} if linear_kernel() is not None else {}
+# Where last bits may differ, fp32 keeps the tokens of random weights; in bf16 two of them come as near as rounding on some CPU.
+FP32: dict[str, Any] = {"dtype": "float32", "reduce_units": 0}
+UNITS = linear_kernel() is not None
+EQUAL: dict[str, Any] = {"reduce_units": 4} if UNITS else FP32
 SIZES = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -62,7 +65,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def alone(model: str) -> Answers:
-    with EngineInProcess(model, **FLAGS, **EQUAL) as engine:
+    return answers_of_one(model, **EQUAL)
+
+
+def answers_of_one(model: str, **flags: Any) -> Answers:
+    with EngineInProcess(model, **FLAGS, **flags) as engine:
         for i in range(len(PROMPTS)):
             add(engine, i)
         engine.run()
@@ -88,7 +95,7 @@ def test_it_answers_as_one_rank_does(
 ) -> None:
     got, _ = answers_by(model, shape, where, **flags)
     assert got.tokens == alone.tokens
-    if EQUAL:
+    if UNITS:
         assert got.logprobs == alone.logprobs
 
 
@@ -108,13 +115,14 @@ def test_all_ranks_replay_decode_steps_at_one_size(model: str, alone: Answers, m
     assert len(counts) == 4 and len(set(counts.values())) == 1 and min(counts.values()) > 10, counts
 
 
-def test_requests_that_lose_their_memory_go_on(model: str, alone: Answers) -> None:
+def test_requests_that_lose_their_memory_go_on(model: str) -> None:
     """What is computed again differs in the last bits, as on one rank."""
-    got, counters = answers_by(model, (4, 2), [0, 1, 0, 1, 0, 1], test_retract=2)
+    alone = answers_of_one(model, **FP32)
+    got, counters = answers_by(model, (4, 2), [0, 1, 0, 1, 0, 1], test_retract=2, **FP32)
     assert all(one.retractions > 3 for one in counters)
     assert got.tokens == alone.tokens
     for rid, values in alone.logprobs.items():
-        assert got.logprobs[rid] == pytest.approx(values, abs=0.2), rid
+        assert got.logprobs[rid] == pytest.approx(values, abs=1e-4), rid
 
 
 def answers_by(model: str, shape: tuple[int, int], where: list[int], **flags: Any) -> tuple[Answers, list[Any]]:

@@ -73,6 +73,8 @@ def test_it_is_half_the_bytes_and_other_numbers(path: str, plain: dict[str, Any]
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_models_of_other_kinds_keep_their_tokens_in_chunks_and_cached(name: str, dtype: str, tmp_path: Any) -> None:
+    if dtype == "bfloat16" and linear_kernel() is None:
+        pytest.skip("products of torch depend on the batch")
     family, overrides = MODELS[name]
     path = make_tiny_checkpoint(tmp_path / family, family, dtype=dtype, **overrides)
     flags: dict[str, Any] = {"page_size": 4, "max_total_tokens": 2048, "kv_cache_dtype": "fp8_e4m3"}
