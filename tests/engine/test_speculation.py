@@ -8,6 +8,7 @@ import pytest
 
 from engine.core.hooks import Grammar
 from engine.grammar.compiler import JsonStyle, make_compiler
+from engine.kernels.linear import linear_kernel
 from engine.messages import LogprobOptions
 from engine.sampling_params import GrammarSpec
 from engine.text.tokenizer import load_tokenizer
@@ -86,6 +87,7 @@ def test_windows_latents_and_experts(tmp_path: Path, family: str) -> None:
     assert answers(path, **NGRAM) == answers(path)
 
 
+@pytest.mark.skipif(linear_kernel() is None, reason="--reduce-units needs the C kernel")
 def test_ranks(checkpoint: str) -> None:
     with ranks(checkpoint, tp_size=2, reduce_units=2, num_threads=1) as group:
         wanted = ask_all(group.engine)

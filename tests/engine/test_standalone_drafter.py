@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.kernels.linear import linear_kernel
 from engine.messages import LogprobOptions
 from engine.use import EngineUse
 from tests.engine.drafters import Fared, always, fared
@@ -148,6 +149,7 @@ def test_an_adapter_changes_the_model_alone(checkpoint: str, tmp_path: Path) -> 
     assert run(**by(checkpoint)) == run()
 
 
+@pytest.mark.skipif(linear_kernel() is None, reason="--reduce-units needs the C kernel")
 def test_ranks_draft_the_same(checkpoint: str) -> None:
     with ranks(checkpoint, tp_size=2, reduce_units=2, num_threads=1) as group:
         wanted = ask_all(group.engine, sure=True)
