@@ -63,12 +63,8 @@ class WindowPages:
         """Whether the bounds of all that have memory leave room for `request`, once `without` have left."""
         gone = {r.serial for r in without}
         bounds = [bound for serial, bound in self._bounds.items() if serial not in gone]
-        return self._holds([*bounds, self._bound(request)])
-
-    def _holds(self, bounds: list[tuple[int, int]], *, quarantined: int | None = None) -> bool:
-        if quarantined is None:
-            quarantined = self.allocator.counts()["quarantined"]
-        return self._most(bounds) <= self.allocator.num_pages - quarantined
+        quarantined = self.allocator.counts()["quarantined"]
+        return self._most([*bounds, self._bound(request)]) <= self.allocator.num_pages - quarantined
 
     def _most(self, bounds: list[tuple[int, int]]) -> int:
         """Two bounds, each of all that requests can hold at once: windows with the prompt tokens in flight, and whole requests."""
@@ -228,7 +224,7 @@ class WindowPages:
 
     def refuses(self, request: Request) -> bool:
         """Whether `request` would not fit alone."""
-        return not self._holds([self._bound(request)], quarantined=0)
+        return self._most([self._bound(request)]) > self.allocator.num_pages
 
     def check(self, requests: Sequence[Request]) -> None:
         self.allocator.check()
@@ -242,10 +238,10 @@ class WindowPages:
         assert len(self._homes) == len(self._readers) == self.allocator.counts()["cached"]
         assert {r.serial for r in requests if r.pages} == set(self._bounds), "bounds of requests without memory"
         bounds = list(self._bounds.values())
-        assert self._holds(bounds), "more is admitted than there is room for"
-        assert sum(bool(page) for r in requests for page in r.window) <= self._most(bounds), (
-            "more is held than admitted"
-        )
+        most, quarantined = self._most(bounds), self.allocator.counts()["quarantined"]
+        held_or_read = sum(1 for r in requests for page in r.window if page)
+        assert most <= self.allocator.num_pages - quarantined, "more is admitted than there is room for"
+        assert held_or_read <= most, "more is held than admitted"
         for r in requests:
             assert all(r.window[r.window_first :]), f"{r.rid} lost a page of its window"
             assert not any(r.window[: r.window_first]), f"{r.rid} keeps pages behind its window"

@@ -88,7 +88,6 @@ def test_a_drafter_comes_from_the_hub_too(hub: Hub, tmp_path: Path) -> None:
     assert missing["error"].startswith("--speculative-draft-model-path acme/none: no such directory, and no such model")
 
 
-
 def test_a_revision_has_its_own_files_and_a_name_may_be_given(hub: Hub, tmp_path: Path) -> None:
     home = tmp_path / "home"
     first = ask(home, hub.url)
