@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Paged decode attention for GPUs (never run on one yet): partial softmax over splits of a request's tokens, merged.
+"""Paged decode attention for GPUs: partial softmax over splits of a request's tokens, merged.
 
 Flash-Decoding (Dao et al. 2023); one tile holds all query heads of a kv head, so K and V are read once. The splits of a
 request depend on its length alone, and are merged in their order: its result is the same in any batch.
@@ -18,11 +18,12 @@ kv head then is a tile of query heads. V is loaded anew, from a cache: the small
 K, and the pipeliner loads nothing ahead that is needed in two.
 
 A layer with a window has a list of its own, of the splits of the tokens that the window shows: others cost nothing. Sinks
-join the first split, as a score that the softmax begins with.
+join the first split, as a score that the softmax begins with. Windows, sinks, caps and latents have not run on a GPU yet.
 """
 
 from dataclasses import dataclass
 from functools import cache
+from math import gcd
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ LOG2_E = 1.4426950408889634
 KERNEL_LOG2_E = tl.constexpr(LOG2_E)
 LIST_TILE = 256  # requests that a program of the split list reads at a time
 MERGED_AT_ONCE, MERGED_ELEMENTS = 8, 4096  # splits in flight, and what of them registers hold without spills
-REGISTERS = 65536  # of a multiprocessor
+REGISTERS, MOST_REGISTERS = 65536, 255  # of a multiprocessor, of a thread
 INTERPRETED_PROGRAMS = 3  # no device to ask: few, so that each has several splits
 
 
@@ -49,9 +50,9 @@ class DecodeTiles:
     min_split: int = 256
     splits: int = 32
     block: int = 64
-    warps: int = 4
-    stages: int = 5
-    per_sm: int = 3
+    warps: int = 2
+    stages: int = 3
+    per_sm: int = 4
 
 
 @cache
@@ -63,7 +64,7 @@ def decode_tiles(*, kv_heads: int, dim: int, dtype: torch.dtype) -> DecodeTiles:
         return DecodeTiles(
             splits=splits, warps=8 if dim > 128 else 4, stages=3, block=64 if dim <= 128 else 32, per_sm=1
         )
-    return DecodeTiles(splits=splits, stages=3, per_sm=2) if dim > 128 else DecodeTiles(splits=splits)
+    return DecodeTiles(splits=splits, warps=4, stages=3, per_sm=2) if dim > 128 else DecodeTiles(splits=splits)
 
 
 def head_tiles(heads: int) -> int:
@@ -178,22 +179,33 @@ def merge_splits(
 
 
 @triton.jit
-def row_in_page(
+def row_start(
+    page,
     token,
     kv_head,
-    unit_stride,
+    page_grains,
+    unit_grains,
     KV_HEADS: tl.constexpr,
     UNIT_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     REST: tl.constexpr,
+    GRAIN: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """Element of a page, from unit 0 on, where the row of a kv head begins. `token`: of the page."""
+    """Elements from page 0 of a layer to the row of a kv head. `token`: of the page.
+
+    Counted in grains, which 32 bits hold for most pools: addresses of rows were most of a step's instructions.
+    """
+    GRAINS: tl.constexpr = (DIM + REST) // GRAIN  # of a row
     if REST:
-        return token * (DIM + REST)
-    row = (token * UNIT_HEADS + kv_head) * DIM
-    if UNIT_HEADS < KV_HEADS:
-        row += kv_head // UNIT_HEADS * (unit_stride - UNIT_HEADS * DIM)
-    return row
+        row = token * GRAINS
+    else:
+        row = (token * UNIT_HEADS + kv_head) * GRAINS
+        if UNIT_HEADS < KV_HEADS:
+            row += kv_head // UNIT_HEADS * (unit_grains - UNIT_HEADS * GRAINS)
+    if WIDE:
+        page = page.to(tl.int64)
+    return (page * page_grains + row).to(tl.int64) * GRAIN
 
 
 @triton.jit(do_not_specialize=["batch", "table_stride"])
@@ -214,8 +226,8 @@ def decode_split_kernel(
     batch,
     q_stride,
     table_stride,
-    page_stride,  # elements; page * page_stride exceeds 32 bits
-    unit_stride,
+    page_grains,
+    unit_grains,
     scale,  # times log2(e)
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -234,6 +246,8 @@ def decode_split_kernel(
     CAP: tl.constexpr,
     REST: tl.constexpr,  # of latents: elements of K that V does not have; 0: K and V are apart
     TILE_REST: tl.constexpr,
+    GRAIN: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Program i of n: every n-th (split, kv head) of the list, from the i-th on; then the merges it is the last for."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -269,30 +283,41 @@ def decode_split_kernel(
                 total += 1.0
         acc = tl.zeros([TILE_HEADS, TILE_DIM], tl.float32)
         table = table_ptr + tl.load(slots_ptr + request) * table_stride
+        sums = tl.zeros([TILE_HEADS, BLOCK], tl.float32)  # by place in a block: threads add up once, behind the loop
         for at in range(begin, end, BLOCK):
             token = at + tl.arange(0, BLOCK)
-            mask_n = token < end
-            page = tl.load(table + token // PAGE_SIZE, mask=mask_n, other=0).to(tl.int64)
-            start = page * page_stride + row_in_page(
-                token % PAGE_SIZE, kv_head, unit_stride, KV_HEADS, UNIT_HEADS, DIM, REST
+            # behind the end the last token, whose V is finite: its weight is 0
+            there = tl.minimum(token, end - 1).to(tl.uint32)
+            page = tl.load(table + there // PAGE_SIZE)
+            in_page = (there % PAGE_SIZE).to(tl.int32)
+            start = row_start(
+                page, in_page, kv_head, page_grains, unit_grains, KV_HEADS, UNIT_HEADS, DIM, REST, GRAIN, WIDE
             )
-            k = tl.load(k_ptr + start[None, :] + dims[:, None], mask=mask_n[None, :] & mask_d[:, None], other=0.0)
+            if TILE_DIM == DIM:
+                k = tl.load(k_ptr + start[None, :] + dims[:, None])
+            else:
+                k = tl.load(k_ptr + start[None, :] + dims[:, None], mask=mask_d[:, None], other=0.0)
             scores = tl.dot(q, k, input_precision=PRECISION)
             if REST:
-                mask_r = mask_n[None, :] & (rest < REST)[:, None]
-                k_rest = tl.load(k_ptr + DIM + start[None, :] + rest[:, None], mask=mask_r, other=0.0)
+                k_rest = tl.load(k_ptr + DIM + start[None, :] + rest[:, None], mask=(rest < REST)[:, None], other=0.0)
                 scores = tl.dot(q_rest, k_rest, scores, input_precision=PRECISION)
             scores = scores * scale
             if CAP != 0.0:
                 scores = capped(scores, CAP)
-            scores = tl.where(mask_n[None, :], scores, float("-inf"))
+            scores = tl.where((token < end)[None, :], scores, float("-inf"))
             best_now = tl.maximum(best, tl.max(scores, 1))
             factor = tl.exp2(best - best_now)
             weights = tl.exp2(scores - best_now[:, None])
-            v = tl.load(v_ptr + start[:, None] + dims[None, :], mask=mask_n[:, None] & mask_d[None, :], other=0.0)
+            if TILE_DIM == DIM:
+                v = tl.load(v_ptr + start[:, None] + dims[None, :])
+            else:
+                v = tl.load(v_ptr + start[:, None] + dims[None, :], mask=mask_d[None, :], other=0.0)
             acc = acc * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-            total = total * factor + tl.sum(weights, 1)
+            if sinks_ptr is not None:
+                total = total * factor
+            sums = sums * factor[:, None] + weights
             best = best_now
+        total += tl.sum(sums, 1)
         acc = acc / total[:, None]
         in_heads = in_group[:, None] * DIM + dims[None, :]
         used = tl.cdiv(seen, per_split)
@@ -321,10 +346,39 @@ def decode_split_kernel(
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Grains:
+    """How rows of pages are counted: a grain divides a row and the strides of pages and units. `size`: in elements.
+
+    `wide`: the pool has more than 32 bits count.
+    """
+
+    size: int
+    wide: bool = False
+
+    @classmethod
+    def of(cls, cache: torch.Tensor, units: Units, *, dim: int, rest: int = 0) -> "Grains":
+        """`cache`: as KVPool.k, of unit 0."""
+        size = gcd(cache.stride(0), units.stride, dim, rest)
+        return cls(size, wide=cache.shape[0] * (cache.stride(0) // size) >= 1 << 31)
+
+
 def cache_constants(
-    *, heads: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtype, units: int = 1, rest: int = 0
+    *,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    units: int = 1,
+    rest: int = 0,
+    grains: Grains | None = None,
 ) -> dict[str, Any]:
-    """What kernels that read K and V know when they are compiled. `dtype`: of the cache; `rest`: of latents, what K has behind V."""
+    """What kernels that read K and V know when they are compiled. `dtype`: of the cache; `rest`: of latents, what K has behind V.
+
+    `grains`: None: a row, or what its parts have in common.
+    """
+    grains = grains or Grains(gcd(dim, rest))
     return {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
@@ -335,6 +389,8 @@ def cache_constants(
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "REST": rest,
         "TILE_REST": tile_dim(rest),
+        "GRAIN": grains.size,
+        "WIDE": grains.wide,
     }
 
 
@@ -345,12 +401,10 @@ def split_constants(cache: dict[str, Any], tiles: DecodeTiles, *, window: int = 
     return {**cache, **heads, "AT_ONCE": at_once, **split_rule(tiles), "WINDOW": window, "CAP": cap}
 
 
-def split_options(tiles: DecodeTiles, *, sinks: bool) -> dict[str, int]:
-    """How a split kernel is launched. With sinks ptxas spills, to fit more programs than are started: it is told how many."""
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    if sinks and tiles.per_sm > 1:
-        options["maxnreg"] = REGISTERS // (32 * tiles.warps * tiles.per_sm) // 8 * 8
-    return options
+def split_options(tiles: DecodeTiles) -> dict[str, int]:
+    """How a split kernel is launched. ptxas aims at more programs than are started, and spills: it is told how many."""
+    registers = min(MOST_REGISTERS, REGISTERS // (32 * tiles.warps * tiles.per_sm) // 8 * 8)
+    return {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": registers}
 
 
 def list_constants(*, kv_heads: int, tiles: DecodeTiles, window: int = 0) -> dict[str, Any]:
@@ -417,8 +471,16 @@ def decode(
     """
     (batch, heads, width), page_size = q.shape, k_cache.shape[1]
     dim, kv_heads = width - rest, head_tiles(heads) if rest else k_cache.shape[2] * units.count
+    grains = Grains.of(k_cache, units, dim=dim, rest=rest)
     cache = cache_constants(
-        heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, dtype=k_cache.dtype, units=units.count, rest=rest
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        page_size=page_size,
+        dtype=k_cache.dtype,
+        units=units.count,
+        rest=rest,
+        grains=grains,
     )
     parts = torch.empty((batch, tiles.splits, heads, dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((batch, tiles.splits, heads), dtype=torch.float32, device=q.device)
@@ -442,10 +504,10 @@ def decode(
         batch,
         q.stride(0),
         page_table.stride(0),
-        k_cache.stride(0),
-        units.stride,
+        k_cache.stride(0) // grains.size,
+        units.stride // grains.size,
         scale * LOG2_E,
         **split_constants(cache, tiles, window=window, cap=cap),
-        **split_options(tiles, sinks=sinks is not None),
+        **split_options(tiles),
     )
     return out

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Norms and the gate of the MLP for GPUs (never run on one yet): one launch each.
+"""Norms and the gate of the MLP for GPUs: one launch each.
 
 The same operations as elementwise.c's, in any float type, rounded where torch's operators in engine/layers round.
 """

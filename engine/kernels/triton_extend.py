@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Attention of many new tokens over pages that already hold their K and V, for GPUs (never run on one yet).
+"""Attention of many new tokens over pages that already hold their K and V, for GPUs.
 
 FlashAttention-2's loop (Dao 2023) with K and V fetched through the page table: first the tokens that every row of a tile
 sees, without a mask, then the few at its diagonal. Apart from rounding, chunks do not change a row's result.
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.extend_plan import MOST_SPANS, ExtendPlan
-from engine.kernels.triton_decode import KERNEL_LOG2_E, LOG2_E, cache_constants, capped, row_in_page, tile_dim
+from engine.kernels.triton_decode import KERNEL_LOG2_E, LOG2_E, Grains, cache_constants, capped, row_start, tile_dim
 from engine.kv.kv_pool import ONE_UNIT, Units
 
 
@@ -44,7 +44,7 @@ def extend_tiles(*, dim: int, dtype: torch.dtype) -> ExtendTiles:
         return ExtendTiles(rows=16, block=32 if dim <= 128 else 16, warps=8, stages=2)
     if dim > 128:
         return ExtendTiles(rows=64, block=64, warps=8, stages=2)
-    return ExtendTiles(rows=128, block=64, warps=8 if dim > 64 else 4, stages=5)  # 5: two blocks ahead, see DecodeTiles
+    return ExtendTiles(rows=128, block=64, warps=8, stages=5)  # 5: two blocks ahead, see DecodeTiles
 
 
 @cache
@@ -69,8 +69,8 @@ def extend_block(
     table,
     k_ptr,
     v_ptr,
-    page_stride,
-    unit_stride,
+    page_grains,
+    unit_grains,
     kv_head,
     scale,
     KV_HEADS: tl.constexpr,
@@ -86,33 +86,30 @@ def extend_block(
     CAP: tl.constexpr,
     REST: tl.constexpr,
     TILE_REST: tl.constexpr,
+    GRAIN: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Tokens at..at + BLOCK: (best, total, acc) with them."""
     dims = tl.arange(0, TILE_DIM)
     token = at + tl.arange(0, BLOCK)
+    there = token
     if MASKED:
         mask_n = token < end
+        there = tl.minimum(token, end - 1)  # others read the last token, or the first that is seen: no value is made up
         if WINDOW:
             mask_n = mask_n & (token >= low)  # the page table may name another's page before
-        page = tl.load(table + token // PAGE_SIZE, mask=mask_n, other=0).to(tl.int64)
-    else:
-        page = tl.load(table + token // PAGE_SIZE).to(tl.int64)
-    start = page * page_stride + row_in_page(token % PAGE_SIZE, kv_head, unit_stride, KV_HEADS, UNIT_HEADS, DIM, REST)
+            there = tl.maximum(there, low)
+    there = there.to(tl.uint32)
+    page = tl.load(table + there // PAGE_SIZE)
+    in_page = (there % PAGE_SIZE).to(tl.int32)
+    start = row_start(page, in_page, kv_head, page_grains, unit_grains, KV_HEADS, UNIT_HEADS, DIM, REST, GRAIN, WIDE)
     at_k = k_ptr + start[None, :] + dims[:, None]
     at_v = v_ptr + start[:, None] + dims[None, :]
-    if MASKED:
-        k = tl.load(at_k, mask=mask_n[None, :] & (dims < DIM)[:, None], other=0.0)
-    elif TILE_DIM == DIM:
-        k = tl.load(at_k)
-    else:
-        k = tl.load(at_k, mask=(dims < DIM)[:, None], other=0.0)
+    k = tl.load(at_k) if TILE_DIM == DIM else tl.load(at_k, mask=(dims < DIM)[:, None], other=0.0)
     scores = tl.dot(q, k, input_precision=PRECISION)
     if REST:
         rest = tl.arange(0, TILE_REST)
-        mask_r = (rest < REST)[:, None]
-        if MASKED:
-            mask_r = mask_r & mask_n[None, :]
-        k_rest = tl.load(k_ptr + DIM + start[None, :] + rest[:, None], mask=mask_r, other=0.0)
+        k_rest = tl.load(k_ptr + DIM + start[None, :] + rest[:, None], mask=(rest < REST)[:, None], other=0.0)
         scores = tl.dot(q_rest, k_rest, scores, input_precision=PRECISION)
     scores = scores * scale
     if CAP != 0.0:
@@ -131,8 +128,6 @@ def extend_block(
     weights = tl.exp2(scores - base[:, None])
     if REST:
         v = tl.trans(k)
-    elif MASKED:
-        v = tl.load(at_v, mask=mask_n[:, None] & (dims < DIM)[None, :], other=0.0)
     elif TILE_DIM == DIM:
         v = tl.load(at_v)
     else:
@@ -157,8 +152,8 @@ def extend_kernel(
     sinks_ptr,  # [heads] fp32: a score of each that no value belongs to; None: there is none
     q_stride,
     table_stride,
-    page_stride,  # elements; page * page_stride exceeds 32 bits
-    unit_stride,
+    page_grains,
+    unit_grains,
     scale,  # times log2(e)
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -174,6 +169,8 @@ def extend_kernel(
     CAP: tl.constexpr,
     REST: tl.constexpr,  # of latents: elements of K that V does not have; 0: K and V are apart
     TILE_REST: tl.constexpr,
+    GRAIN: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Program (unit, head); SPLIT, or of latents: (unit, kv head), whose rows are (token, head of the group) pairs."""
     PAIRS: tl.constexpr = SPLIT or REST > 0
@@ -240,23 +237,23 @@ def extend_kernel(
         # of fp32, which the products bound, loads ahead would only spill
         for at in tl.range(begin, edge, BLOCK, num_stages=1 if PRECISION == "ieee" else None):
             best, total, acc = extend_block(
-                q, q_rest, best, total, acc, at, low, end, position, table, k_ptr, v_ptr, page_stride, unit_stride, kv_head, scale,
+                q, q_rest, best, total, acc, at, low, end, position, table, k_ptr, v_ptr, page_grains, unit_grains, kv_head, scale,
                 KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, True, SPLIT, WINDOW, CAP,
-                REST, TILE_REST,
+                REST, TILE_REST, GRAIN, WIDE,
             )  # fmt: skip
         begin = tl.maximum(begin, edge)
         seen_by_all = tl.maximum(begin, seen_by_all)
     for at in range(begin, seen_by_all, BLOCK):
         best, total, acc = extend_block(
-            q, q_rest, best, total, acc, at, low, end, position, table, k_ptr, v_ptr, page_stride, unit_stride, kv_head, scale,
+            q, q_rest, best, total, acc, at, low, end, position, table, k_ptr, v_ptr, page_grains, unit_grains, kv_head, scale,
             KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, False, SPLIT, WINDOW, CAP,
-                REST, TILE_REST,
+                REST, TILE_REST, GRAIN, WIDE,
         )  # fmt: skip
     for at in range(seen_by_all, end, BLOCK):
         best, total, acc = extend_block(
-            q, q_rest, best, total, acc, at, low, end, position, table, k_ptr, v_ptr, page_stride, unit_stride, kv_head, scale,
+            q, q_rest, best, total, acc, at, low, end, position, table, k_ptr, v_ptr, page_grains, unit_grains, kv_head, scale,
             KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, True, SPLIT, WINDOW, CAP,
-                REST, TILE_REST,
+                REST, TILE_REST, GRAIN, WIDE,
         )  # fmt: skip
     if SPLIT:
         # of a row that sees nothing of the span: 0, and log2(0) is no weight in the merge; a NaN stays
@@ -390,8 +387,16 @@ def extend(
     """
     (tokens, heads, width), (_, page_size, unit_heads, _) = q.shape, k_cache.shape
     dim, kv_heads = width - rest, unit_heads * units.count
+    grains = Grains.of(k_cache, units, dim=dim, rest=rest)
     cache = cache_constants(
-        heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, dtype=k_cache.dtype, units=units.count, rest=rest
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        page_size=page_size,
+        dtype=k_cache.dtype,
+        units=units.count,
+        rest=rest,
+        grains=grains,
     )
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
 
@@ -411,8 +416,8 @@ def extend(
             sinks,
             q.stride(0),
             page_table.stride(0),
-            k_cache.stride(0),
-            units.stride,
+            k_cache.stride(0) // grains.size,
+            units.stride // grains.size,
             scale * LOG2_E,
             **extend_constants(cache, tiles, split=split, window=window, cap=cap),
             num_warps=tiles.warps,

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""What LoRA adapters add to a layer's results, for all rows of a step in two launches (GPU; never run on one yet).
+"""What LoRA adapters add to a layer's results, for all rows of a step in two launches (GPU).
 
 Rows are grouped by adapter into tiles. `shrink` computes x A^T of each tile in splits of the input, `expand` adds the sum of the
 splits, times B, to y. Nothing is added atomically, so the same rows give the same bits. A row without an adapter is in no tile.

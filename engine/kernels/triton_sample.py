@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Samples tokens on a GPU (never run on one yet): four launches for a whole batch of any kinds, without a sort.
+"""Samples tokens on a GPU: four launches for a whole batch of any kinds, without a sort.
 
 The tokens are those of engine/sampler/sampling.py to the bit: the arithmetic of triton_noise.py, compiled without
 fused multiply-adds. What a row asks for is read from a table by slot, so the launches can be captured:

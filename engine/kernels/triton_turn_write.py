@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Norm and turn q and k of new tokens, and write K and V into their pages: one launch a layer (GPU; never run on one yet).
+"""Norm and turn q and k of new tokens, and write K and V into their pages: one launch a layer (GPU).
 
 The same operations as elementwise.c's, in any float type, rounded where torch's operators in engine/layers round.
 """

@@ -37,6 +37,8 @@ ROOT = Path(__file__).parents[2]
 CONSTANTS_OF_A_MODEL = {
     "page_stride": "bytes of a page of all layers",
     "unit_stride": "bytes of a unit of all layers",
+    "page_grains": "the same, in grains",
+    "unit_grains": "the same, in grains",
     "q_stride": "heads of q, k and v together",
     "x_stride": "the same, or the input of a site of adapters",
     "y_stride": "output of a site of adapters",

@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 SM_90 = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT_BYTES = 227 << 10  # of a multiprocessor
 REGISTERS = 65536
-STRIDES = ["page_stride", "unit_stride", "q_stride"]  # multiples of 16
+STRIDES = ["page_grains", "page_stride", "unit_stride", "q_stride"]  # multiples of 16
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHAPES = {
     "Qwen3-0.6B": {"heads": 16, "kv_heads": 8, "dim": 128},
@@ -115,12 +115,12 @@ def compiled_decode(
         **{"slots_ptr": "*i64", "kv_lens_ptr": "*i32"},
         **sinks_argument(sinks),
         **dict.fromkeys(["batch", "q_stride", "table_stride"], "i32"),
-        **{"page_stride": "i64", "unit_stride": "i32", "scale": "fp32"},
+        **{"page_grains": "i32", "unit_grains": "i32", "scale": "fp32"},
     }
     tiles = tiles or decode_tiles(kv_heads=heads["kv_heads"], dim=heads["dim"], dtype=TORCH_DTYPES[dtype])
     cache = cache_constants(**heads, page_size=16, dtype=TORCH_DTYPES[dtype])
     constants = split_constants(cache, tiles, window=window, cap=cap)
-    options = split_options(tiles, sinks=sinks)
+    options = split_options(tiles)
     made = check_compiled(decode_split_kernel, signature, constants, aligned=STRIDES, options=options)
     assert made.metadata.shared * tiles.per_sm <= SHARED_LIMIT_BYTES
     assert made.usage["REG"] * 32 * tiles.warps * tiles.per_sm <= REGISTERS
@@ -223,8 +223,8 @@ def compiled_extend(
         **{"units_ptr": "*i32", "table_ptr": "*i32", "slots_ptr": "*i64"},
         **dict.fromkeys(["starts_ptr", "kv_lens_ptr"], "*i32"),
         **sinks_argument(sinks),
-        **{"q_stride": "i32", "table_stride": "i32", "page_stride": "i64"},
-        **{"unit_stride": "i32", "scale": "fp32"},
+        **{"q_stride": "i32", "table_stride": "i32", "page_grains": "i32"},
+        **{"unit_grains": "i32", "scale": "fp32"},
     }
     tiles = tiles or extend_tiles(dim=heads["dim"], dtype=TORCH_DTYPES[dtype])
     cache = cache_constants(**heads, page_size=16, dtype=TORCH_DTYPES[dtype])

@@ -103,7 +103,7 @@ def test_streams_of_decode_workers_that_die_or_drain_go_on_elsewhere() -> None:
     outcome = run(scenario.load(scenario.FOLDER / "an_answer_finds_its_own_name_in_use.json").options)
     _must_hold(outcome)
     assert set(outcome.outcomes) == {"ok"} and outcome.injected["drain decode"]
-    assert outcome.seen["failovers went_on"] >= 3 and not outcome.seen["failovers ended"]
+    assert outcome.seen["failovers went_on"] >= 3 and "failovers ended" not in outcome.seen
 
 
 def test_hedges_answer_for_workers_that_freeze_and_leave_nothing_behind() -> None:
