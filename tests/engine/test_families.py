@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.kernels.linear import linear_kernel
 from engine.model_files.model_config import load_model_config
+from engine.use import EngineUse
 from tests.engine.dp_in_process import dp_ranks
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks_in_process import ranks
@@ -107,7 +108,9 @@ def test_two_ranks_give_the_bits_of_one_in_bf16(name: str, tmp_path: Path) -> No
     flags: dict[str, Any] = {"dtype": "bfloat16", "reduce_units": 2, "num_threads": 1}
     alone = tokens_of(path, **flags)
     assert tokens_of(path, tp_size=2, **flags) == alone
-    assert tokens_of(path, chunked_prefill_size=chunk_of(path, 16), test_retract=2, **flags) == alone
+    # KV goes to the host and comes back: computed again, as a prompt, an answer's tokens have other last bits (test_equal_bits.py)
+    kept = EngineUse(retracted_kv="host")
+    assert tokens_of(path, chunked_prefill_size=chunk_of(path, 16), test_retract=2, use=kept, **flags) == alone
 
 
 @pytest.mark.skipif(linear_kernel() is None, reason="reduce units need the C kernel of bf16")

@@ -55,6 +55,12 @@ def test_a_folder_inside_another_is_not_bound_twice(tmp_path: Path):
     assert clients.local_folders([f"{tmp_path}/a/b {tmp_path}/a"]) == [tmp_path / "a"]
 
 
+def test_files_that_settings_name_go_along_and_what_is_not_there_does_not(tmp_path: Path):
+    constraints = tmp_path / "constraints.txt"
+    constraints.touch()
+    assert clients.local_files([f"{constraints} /nowhere/more.txt", str(tmp_path), "180"]) == [constraints]
+
+
 def test_certificates_come_from_the_first_place_that_names_a_file(tmp_path: Path):
     bundle = tmp_path / "ca.pem"
     bundle.touch()

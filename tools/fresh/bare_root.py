@@ -98,6 +98,10 @@ def _furnish(root: Path) -> None:
         shutil.copyfile(f"/etc/{name}", root / "etc" / name)
     settings = clients.pip_settings(clients.pip_config_files(os.environ))
     (root / "etc/pip.conf").write_text(clients.pip_conf(settings))
+    for named in clients.local_files(_values(settings)):
+        copy = root / named.relative_to("/")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(named, copy)
     if bundle := clients.ca_bundle(os.environ, settings):
         for copy in (root / CA_COPY, root / clients.CA_BUNDLE.relative_to("/")):
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -129,12 +133,16 @@ def _remove(folder: Path) -> None:
 
 def bindings() -> list[tuple[Path, str, bool]]:
     """(folder of this machine, where in the root, whether it may be written): what pip's settings point to, and its cache."""
-    settings = clients.pip_settings(clients.pip_config_files(os.environ))
-    values = [value for options in settings.values() for value in options.values()]
-    values += clients.pip_environment(os.environ).values()
+    values = _values(clients.pip_settings(clients.pip_config_files(os.environ)))
     folders = [(path, str(path.relative_to("/")), False) for path in clients.local_folders(values)]
     cache = clients.pip_cache(os.environ)
     return [*folders, (cache, PIP_CACHE, True)] if cache.is_dir() else folders
+
+
+def _values(settings: clients.PipSettings) -> list[str]:
+    """What pip is told by files and by variables."""
+    values = [value for options in settings.values() for value in options.values()]
+    return [*values, *clients.pip_environment(os.environ).values()]
 
 
 def environment(root: Path) -> dict[str, str]:

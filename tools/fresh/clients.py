@@ -62,6 +62,13 @@ def local_folders(values: Iterable[str]) -> list[Path]:
     return sorted(path for path in found if not any(parent in found for parent in path.parents))
 
 
+def local_files(values: Iterable[str]) -> list[Path]:
+    """The files of this machine that settings name, as a file of constraints."""
+    return sorted(
+        {Path(word) for value in values for word in value.split() if word.startswith("/") and Path(word).is_file()}
+    )
+
+
 def ca_bundle(env: Mapping[str, str], settings: PipSettings) -> Path | None:
     """The certificates that this machine trusts, or None where it has no such file."""
     named = [env[name] for name in CA_VARIABLES if env.get(name)]
