@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.core.radix_node import Node
+from engine.kernels.delta import delta_kernel
 from engine.messages import LogprobOptions
 from engine.use import EngineUse
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
@@ -64,6 +65,9 @@ def test_a_state_copied_to_the_host_comes_back_in_every_bit(checkpoint: str) -> 
         assert counters.resumed_restored >= 3 and counters.resumed_computed == 0
 
 
+@pytest.mark.skipif(
+    delta_kernel() is None, reason="torch takes prompts in chunks: an answer's states have other last bits"
+)
 def test_the_next_turn_of_a_chat_goes_on_from_the_answer(checkpoint: str) -> None:
     """The state after 256 tokens, of which it has computed most one by one, has the bits of a prompt's; so have the tokens behind it.
 
