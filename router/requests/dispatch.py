@@ -273,19 +273,26 @@ class Dispatcher:
                 request.cut = attempt.answering.reply.close
                 splitter.restart()
                 failure = await relay_stream(out, attempt.answering, splitter=splitter, on_more=on_more)
-            return await self._end(request, attempt, out, failure)
+            said = b"" if stream is None or not stream.record.failed else stream.record.last_event
+            return await self._end(request, attempt, out, failure, said=said)
         finally:
             if stream is not None:
                 stream.close()
 
     async def _end(
-        self, request: RequestContext, attempt: PairAttempt, out: web.StreamResponse, failure: CallFailed | None
+        self,
+        request: RequestContext,
+        attempt: PairAttempt,
+        out: web.StreamResponse,
+        failure: CallFailed | None,
+        *,
+        said: bytes,
     ) -> web.StreamResponse:
-        """End the client's stream: in order, or with an error as its last event."""
+        """End the client's stream: in order, or with an error as its last event. `said`: the worker's own; empty: it wrote none."""
         if request.alive is not None:
             await request.alive.end()
         if request.handed_back:
-            request.failure, error = HANDED_BACK, draining(HANDED_BACK)
+            request.failure, error, said = HANDED_BACK, draining(HANDED_BACK), b""
         elif attempt.refused is not None:  # reported when it came
             request.failure, error = str(attempt.refused), failure_error(attempt.refused)
         elif failure is not None:
@@ -297,7 +304,7 @@ class Dispatcher:
             attempt.complete()
             return out
         attempt.close()
-        await out.write(errors_of(request.http).last_event(error))  # no [DONE] follows: no good end
+        await out.write(said or errors_of(request.http).last_event(error))  # no [DONE] follows: no good end
         await out.write_eof()
         return out
 
