@@ -321,6 +321,20 @@ class AttemptLauncher:
             return self.rooms.mint(count)
         return self.rooms.mint_at(rank, num_ranks, count)
 
+    def on_attempt_failed(self, request: RequestContext, attempt: PairAttempt, failure: CallFailed) -> None:
+        """Tell all that `failure` ended `attempt` before its answer began."""
+        request.note_failed(failure, attempt.workers)
+        now_s = self.clock()
+        for notify in self.events.on_attempt_failed:
+            notify(request, attempt, failure, now_s)
+        self.on_call_failed(failure)
+
+    def on_call_failed(self, failure: CallFailed) -> None:
+        """Tell all that a worker failed."""
+        now_s = self.clock()
+        for notify in self.events.on_call_failed:
+            notify(failure, now_s)
+
     def _charge(self, request: RequestContext, placements: Sequence[Placement], now_s: float) -> list[Lease]:
         hints, charge = request.hints, self.table.loads.charge
         return [charge(placement.worker, cost_tokens(placement, hints), now_s=now_s) for placement in placements]

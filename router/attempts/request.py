@@ -2,16 +2,17 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 from aiohttp import web
 
 from router.attempts.failed_workers import FailedWorkers
+from router.attempts.upstream_call import CallFailed
 from router.body import Api, BadBody, ParsedBody
 from router.choice.policies import RoutingHints
-from router.pool.worker import Role
+from router.pool.worker import Role, Worker
 from service.http.deadline import UNITS_S, seconds_of
 from service.http.keep_alive import KeepAlive
 
@@ -72,6 +73,12 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     def headers_at(self, now_s: float) -> Mapping[str, str]:
         """The headers of an attempt that begins then, when less of the client's time is left."""
         return less_time(self.headers, now_s - self.started_s)
+
+    def note_failed(self, failure: CallFailed, workers: Sequence[Worker]) -> None:
+        """Record that `failure` ended the attempt at `workers`: others come first for the next."""
+        if self.failed is None:
+            self.failed = FailedWorkers(failure)
+        self.failed.note(failure, workers)
 
     def hand_back(self) -> None:
         """End it because the router ends: cut its stream, whose last event then says why, or cancel its handler."""

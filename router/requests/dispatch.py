@@ -5,12 +5,12 @@ A request may move to other workers only while nothing was sent to the client. E
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import web
 
 from router.admission.admission import PRIORITY_HEADER, Admission
 from router.admission.queue import RequestRefused
-from router.attempts.failed_workers import FailedWorkers
 from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, time_given
 from router.attempts.upstream_call import CallFailed
@@ -202,7 +202,7 @@ class Dispatcher:
 
     async def _attempt(self, request: RequestContext, first: PairAttempt) -> web.StreamResponse:
         """Wait for the answer of an attempt, or of its hedge, and give it to the client. `CallFailed`: none came."""
-        group = AttemptGroup(first, lambda attempt, failure: self._on_failed(request, attempt, failure))
+        group = AttemptGroup(first, partial(self.launcher.on_attempt_failed, request))
         timer = None if self.hedging is None else self.hedging.arm(request, group)
         winner = None
         try:
@@ -241,7 +241,7 @@ class Dispatcher:
         )
 
     async def _stream(self, request: RequestContext, attempt: PairAttempt, merger: Merger | None) -> web.StreamResponse:
-        attempt.watch_prefill(self._note)
+        attempt.watch_prefill(self.launcher.on_call_failed)
         request.cut = attempt.answering.reply.close
         on_chunk, clock = self.launcher.events.on_chunk, self.launcher.clock
 
@@ -260,7 +260,7 @@ class Dispatcher:
                 attempt.answering.goes_on = stream.record.can_resume
             failure = await relay_stream(out, attempt.answering, splitter=splitter, on_more=on_more)
             while stream is not None and (lost := failure or stream.failure(attempt)) and not request.handed_back:
-                self._note(lost)
+                self.launcher.on_call_failed(lost)
                 failure, rest = lost, None if attempt.refused else await stream.go_on(attempt, lost)
                 for notify in self.launcher.events.on_failover:
                     notify(lost, rest is not None)
@@ -269,7 +269,7 @@ class Dispatcher:
                 attempt = rest
                 attempt.begin_answer()
                 attempt.answering.goes_on = stream.record.can_resume
-                attempt.watch_prefill(self._note)
+                attempt.watch_prefill(self.launcher.on_call_failed)
                 request.cut = attempt.answering.reply.close
                 splitter.restart()
                 failure = await relay_stream(out, attempt.answering, splitter=splitter, on_more=on_more)
@@ -297,7 +297,7 @@ class Dispatcher:
             request.failure, error = str(attempt.refused), failure_error(attempt.refused)
         elif failure is not None:
             if self.failover is None:
-                self._note(failure)
+                self.launcher.on_call_failed(failure)
             request.failure, error = str(failure), failure_error(failure)
         else:
             await out.write_eof()
@@ -307,20 +307,6 @@ class Dispatcher:
         await out.write(said or errors_of(request.http).last_event(error))  # no [DONE] follows: no good end
         await out.write_eof()
         return out
-
-    def _on_failed(self, request: RequestContext, attempt: PairAttempt, failure: CallFailed) -> None:
-        if request.failed is None:
-            request.failed = FailedWorkers(failure)
-        request.failed.note(failure, attempt.workers)
-        now_s = self.launcher.clock()
-        for notify in self.launcher.events.on_attempt_failed:
-            notify(request, attempt, failure, now_s)
-        self._note(failure)
-
-    def _note(self, failure: CallFailed) -> None:
-        now_s = self.launcher.clock()
-        for notify in self.launcher.events.on_call_failed:
-            notify(failure, now_s)
 
     def _none_left(self, request: RequestContext) -> web.Response:
         missing = self.picker.missing(request)

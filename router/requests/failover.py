@@ -5,10 +5,10 @@ Bounds: `most` workers may be lost under one stream. So a request that ends its 
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
-from router.attempts.failed_workers import FailedWorkers
 from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt
 from router.attempts.request import RequestContext
 from router.attempts.upstream_call import CallFailed
@@ -58,9 +58,7 @@ class ResumableStream:
         resume = self.record.resume() if failure.retryable and self._lost <= self.failover.most else None
         if resume is None:
             return None
-        if request.failed is None:
-            request.failed = FailedWorkers(failure)
-        request.failed.note(failure, lost.workers)
+        request.note_failed(failure, lost.workers)
         self._ask_for_rest(resume)
         self.close()
         for _ in range(self.failover.retry_max + 1):
@@ -72,7 +70,7 @@ class ResumableStream:
             if self.attempt is not None:
                 self.record.failed = 0
                 return self.attempt
-            if not request.failed.last.retryable:
+            if request.failed is not None and not request.failed.last.retryable:
                 return None
         return None
 
@@ -90,7 +88,7 @@ class ResumableStream:
 
     async def _begun(self, first: PairAttempt) -> PairAttempt | None:
         """Wait for the answer of an attempt; None: none came."""
-        group = AttemptGroup(first, self._on_failed)
+        group = AttemptGroup(first, partial(self.failover.launcher.on_attempt_failed, self.request))
         try:
             return await group.winner()
         except CallFailed:
@@ -99,12 +97,3 @@ class ResumableStream:
         except asyncio.CancelledError:
             group.end()
             raise
-
-    def _on_failed(self, attempt: PairAttempt, failure: CallFailed) -> None:
-        assert self.request.failed is not None
-        self.request.failed.note(failure, attempt.workers)
-        events, now_s = self.failover.launcher.events, self.failover.launcher.clock()
-        for notify in events.on_attempt_failed:
-            notify(self.request, attempt, failure, now_s)
-        for note in events.on_call_failed:
-            note(failure, now_s)
