@@ -75,7 +75,7 @@ async def _measure(router: Started, lost: Started, number: int, *, streams: int,
         right = await _all(http, router.url, [Stream([], []) for _ in range(streams)], tokens)
         found = [Stream([], []) for _ in range(streams)]
         load = asyncio.ensure_future(_all(http, router.url, found, tokens))
-        while min(len(stream.times) for stream in found) < tokens // 8:
+        while min(len(stream.times) for stream in found) < tokens // 8 and not load.done():
             await asyncio.sleep(0.001)
         at = await _moved_by(http, lost, number)
         await load
