@@ -394,6 +394,23 @@ def cache_constants(
     }
 
 
+def grains_and_constants(
+    cache: torch.Tensor, units: Units, *, heads: int, kv_heads: int, dim: int, rest: int
+) -> tuple[Grains, dict[str, Any]]:
+    """The `cache_constants` of a pool and what they count in. `cache`: as KVPool.k, of unit 0."""
+    grains = Grains.of(cache, units, dim=dim, rest=rest)
+    return grains, cache_constants(
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        page_size=cache.shape[1],
+        dtype=cache.dtype,
+        units=units.count,
+        rest=rest,
+        grains=grains,
+    )
+
+
 def split_constants(cache: dict[str, Any], tiles: DecodeTiles, *, window: int = 0, cap: float = 0.0) -> dict[str, Any]:
     group = triton.next_power_of_2(cache["HEADS"] // cache["KV_HEADS"])
     at_once = max(1, min(MERGED_AT_ONCE, MERGED_ELEMENTS // (group * cache["TILE_DIM"])))
@@ -402,7 +419,7 @@ def split_constants(cache: dict[str, Any], tiles: DecodeTiles, *, window: int = 
 
 
 def split_options(tiles: DecodeTiles) -> dict[str, int]:
-    """How a split kernel is launched. ptxas aims at more programs than are started, and spills: it is told how many."""
+    """How a split kernel is launched. Without `maxnreg` ptxas makes room for more programs than are launched, and spills."""
     registers = min(MOST_REGISTERS, REGISTERS // (32 * tiles.warps * tiles.per_sm) // 8 * 8)
     return {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": registers}
 
@@ -469,19 +486,9 @@ def decode(
     `window`: of CacheSpec; `cap`, `sinks`: of Softmax. `rest`: of latents, the last elements of q and K, which V, their first `dim`,
     does not have; kv heads are `head_tiles` of them then.
     """
-    (batch, heads, width), page_size = q.shape, k_cache.shape[1]
+    batch, heads, width = q.shape
     dim, kv_heads = width - rest, head_tiles(heads) if rest else k_cache.shape[2] * units.count
-    grains = Grains.of(k_cache, units, dim=dim, rest=rest)
-    cache = cache_constants(
-        heads=heads,
-        kv_heads=kv_heads,
-        dim=dim,
-        page_size=page_size,
-        dtype=k_cache.dtype,
-        units=units.count,
-        rest=rest,
-        grains=grains,
-    )
+    grains, cache = grains_and_constants(k_cache, units, heads=heads, kv_heads=kv_heads, dim=dim, rest=rest)
     parts = torch.empty((batch, tiles.splits, heads, dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((batch, tiles.splits, heads), dtype=torch.float32, device=q.device)
     out = torch.empty((batch, heads, dim), dtype=q.dtype, device=q.device)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.extend_plan import MOST_SPANS, ExtendPlan
-from engine.kernels.triton_decode import KERNEL_LOG2_E, LOG2_E, Grains, cache_constants, capped, row_start, tile_dim
+from engine.kernels.triton_decode import KERNEL_LOG2_E, LOG2_E, capped, grains_and_constants, row_start, tile_dim
 from engine.kv.kv_pool import ONE_UNIT, Units
 
 
@@ -385,19 +385,9 @@ def extend(
     `window`: of CacheSpec; `cap`, `sinks`: of Softmax. `rest`: of latents, the last elements of q and K, which V, their first `dim`,
     does not have.
     """
-    (tokens, heads, width), (_, page_size, unit_heads, _) = q.shape, k_cache.shape
-    dim, kv_heads = width - rest, unit_heads * units.count
-    grains = Grains.of(k_cache, units, dim=dim, rest=rest)
-    cache = cache_constants(
-        heads=heads,
-        kv_heads=kv_heads,
-        dim=dim,
-        page_size=page_size,
-        dtype=k_cache.dtype,
-        units=units.count,
-        rest=rest,
-        grains=grains,
-    )
+    tokens, heads, width = q.shape
+    dim, kv_heads = width - rest, k_cache.shape[2] * units.count
+    grains, cache = grains_and_constants(k_cache, units, heads=heads, kv_heads=kv_heads, dim=dim, rest=rest)
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
 
     def launch(programs: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, *, split: bool) -> None:
