@@ -7,7 +7,7 @@ model's hidden state of token i - 1: of the row before in the same step, else fr
     entries     0  h0 h1 h2 | h3 h4              the hidden state that each entry is computed with; of t0: zero
     tails                h3 |    h5              of a page's newest token, drafts that were rejected left out
 
-So a page depends on what stands before it alone, and is shared, copied and handed over as without a drafter; whoever goes on from it
+So a page depends on what stands before it alone, and is shared, copied and handed over as without a drafter; what goes on from it
 drafts as well as the engine that wrote it. Rows of rejected drafts are overwritten as the model's are. Source of the shift: the
 inputs of MTP (DeepSeek-V3, arXiv:2412.19437) and EAGLE (arXiv:2401.15077) one token later.
 """

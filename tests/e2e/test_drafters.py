@@ -49,7 +49,7 @@ def decode_all(system: System) -> tuple[dict[str, list[int]], Fared]:
 
 @cache
 def alone(kind: str, path: str) -> Fared:
-    """All drafts are right: so many tokens for each that is computed."""
+    """How one worker fares alone, where all drafts are right."""
     with unified(WIDE_MODEL_PATH, **FLAGS, **by(kind, {kind: path})) as system:
         tokens, how = decode_all(system)
     assert (
