@@ -59,8 +59,8 @@ def nextn_of(model: ModelConfig, *, flag: str) -> DrafterConfig:
     """The layer of the model's own checkpoint. `flag`: that asks for it. Raises ConfigError."""
     if not model.nextn_layers:
         raise ConfigError(
-            f"{flag}: the model's config.json has no num_nextn_predict_layers, so no layer that drafts; leave it out, or give EAGLE "
-            f"with {DRAFT_PATH}, or NGRAM"
+            f"{flag}: the model's config.json has no num_nextn_predict_layers or mtp_num_hidden_layers, so no layer that drafts; leave "
+            f"it out, or give EAGLE with {DRAFT_PATH}, or NGRAM"
         )
     return DrafterConfig(kind=NEXTN, path="", layers=model, hidden=model.hidden_size)
 

@@ -59,6 +59,20 @@ class MlpNames:
     bias: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class NextnNames:
+    """Of what predicts the token after the next; "{}" is the number of the model's layers. `layer`: prefix of its layer; `join`: the matrix
+    before it; `norm`: the last one. `default`: such layers where config.json says nothing.
+    """
+
+    layer: str = "model.layers.{}."
+    join: str = "model.layers.{}.eh_proj"
+    embedding_norm: str = "model.layers.{}.enorm"
+    hidden_norm: str = "model.layers.{}.hnorm"
+    norm: str = "model.layers.{}.shared_head.norm"
+    default: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """What an architecture fixes that its config.json does not say.
@@ -94,6 +108,7 @@ class Family:
     recurrent:      reads which layers have a state in place of K and V, and its sizes
     attention_gate: q_proj has a gate behind each head of q, whose sigmoid attention is multiplied by
     mxfp4:          experts may be MXFP4 blocks
+    nextn:          names of what predicts the token after the next
     """
 
     qkv_bias: bool | None = None
@@ -127,6 +142,7 @@ class Family:
     recurrent: Callable[[Fields, int], RecurrentConfig] | None = None
     attention_gate: bool = False
     mxfp4: bool = False
+    nextn: NextnNames = NextnNames()
 
 
 _QWEN_HYBRID = Family(
@@ -136,6 +152,14 @@ _QWEN_HYBRID = Family(
     recurrent=read_delta,
     attention_gate=True,
     arithmetic=read_added_norms,
+    nextn=NextnNames(
+        layer="mtp.layers.0.",
+        join="mtp.fc",
+        embedding_norm="mtp.pre_fc_norm_embedding",
+        hidden_norm="mtp.pre_fc_norm_hidden",
+        norm="mtp.norm",
+        default=1,  # Qwen3-Next's file does not say; the tensors do
+    ),
 )
 _GEMMA2 = Family(
     norms="both",

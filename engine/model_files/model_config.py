@@ -44,7 +44,7 @@ class ModelConfig:
     `recurrent`: which layers have a state in place of K and V; None: none has. `attention_gate`: as in `Family`.
     `layer_ropes`: of each layer, None where it turns nothing; (): all are `rope`.
     `windows`: the last tokens that a query of each layer sees, 0 for all; (): no layer has a window below the context.
-    `nextn_layers`: layers of the checkpoint behind those of the model, which predict the token after the next.
+    `nextn_layers`: layers of the checkpoint beside those of the model, which predict the token after the next.
     `drafter`: what drafts for it (`--speculative-algorithm`); None: no model does.
     """
 
@@ -263,7 +263,7 @@ def _model_config(fields: Fields, generation: Fields, *, folder: Path) -> ModelC
         stored=stored,
         max_position_embeddings=context,
         windows=read_windows(fields, kinds, family=family, context=context),
-        nextn_layers=_nextn_layers(fields),
+        nextn_layers=_nextn_layers(fields, default=family.nextn.default),
         dtype=_dtype(fields),
         bos_token_id=next(iter(_token_ids(fields, "bos_token_id", vocab=vocab)), None),
         eos_token_ids=tuple(
@@ -297,8 +297,11 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise fields.error("mlp_bias", "a bias in the MLP is not supported")
 
 
-def _nextn_layers(fields: Fields) -> int:
-    return fields.count("num_nextn_predict_layers") if fields.get("num_nextn_predict_layers") else 0
+def _nextn_layers(fields: Fields, *, default: int) -> int:
+    for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+        if fields.get(name) is not None:
+            return fields.count(name) if fields.get(name) else 0
+    return default
 
 
 def _dtype(fields: Fields) -> str:

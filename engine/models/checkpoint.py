@@ -257,7 +257,7 @@ def _names(stored: Collection[str]) -> dict[str, str]:
         if f"{part}embed_tokens.weight" in stored:
             text = {name.replace(part, "model.", 1): name for name in stored if name.startswith(part)}
             heads = {name.removeprefix("language_model."): name for name in stored}
-            return text | {name: there for name, there in heads.items() if name.startswith("lm_head.")}
+            return text | {name: there for name, there in heads.items() if name.startswith(("lm_head.", "mtp."))}
     return {name: name for name in stored}
 
 

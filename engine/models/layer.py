@@ -47,13 +47,16 @@ RecurrentMixer = DeltaMixer | MambaMixer | BesideMixers
 
 
 class Layer:
-    """Layer `index` of the model. `place`: its number in the stage among the layers that have KV."""
+    """Layer `index` of the model. `place`: its number in the stage among the layers that have KV. `prefix`: of its tensors, if it is
+    another than that of its number.
+    """
 
-    def __init__(self, part: ModelPart, index: int, *, place: int) -> None:
+    def __init__(self, part: ModelPart, index: int, *, place: int, prefix: str = "") -> None:
         names, scale = _NORMS[part.config.norms], part.config.arithmetic.residual_scale
+        prefix = prefix or f"model.layers.{index}."
 
         def norm(name: str) -> Norm:
-            return part.norm(f"model.layers.{index}.{name}_layernorm")
+            return part.norm(f"{prefix}{name}_layernorm")
 
         def after(name: str) -> Norm | Scaled | None:
             if name:
@@ -65,8 +68,8 @@ class Layer:
         self._after_attention = after(names.after_attention)
         self._after_mlp = after(names.after_mlp)
         self._is_beside = part.config.norms == "beside"
-        self._attention = _mixer(part, index, place=place)
-        self._mlp = _feed_forward(part, index)
+        self._attention = _mixer(part, prefix, index, place=place)
+        self._mlp = _feed_forward(part, prefix, index)
         self.sites = [*self._attention.sites, *self._mlp.sites]
         self.mixture = None if isinstance(self._mlp, DenseMLP | SharedMLP) else self._mlp
 
@@ -93,8 +96,8 @@ class Layer:
         self._mlp.join()
 
 
-def _mixer(part: ModelPart, index: int, *, place: int) -> "Attention | LatentAttention | RecurrentMixer":
-    prefix, recurrent = f"model.layers.{index}.", part.config.recurrent
+def _mixer(part: ModelPart, prefix: str, index: int, *, place: int) -> "Attention | LatentAttention | RecurrentMixer":
+    recurrent = part.config.recurrent
     if recurrent is not None and index in recurrent.layers:
         if not isinstance(recurrent, MambaConfig):
             return DeltaMixer(part, f"{prefix}linear_attn.", recurrent)
@@ -106,8 +109,8 @@ def _mixer(part: ModelPart, index: int, *, place: int) -> "Attention | LatentAtt
     return kind(part, f"{prefix}self_attn.", place=place)
 
 
-def _feed_forward(part: ModelPart, index: int) -> "DenseMLP | SharedMLP | Mixture":
-    prefix, experts = f"model.layers.{index}.", part.config.experts
+def _feed_forward(part: ModelPart, prefix: str, index: int) -> "DenseMLP | SharedMLP | Mixture":
+    experts = part.config.experts
     if experts is not None and not part.config.is_dense(index):
         names = family_of(part.config.architecture).expert_names
         if part.place.ep_size > 1:

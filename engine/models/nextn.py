@@ -1,10 +1,11 @@
-"""The model's own layer that predicts the token after the next (multi-token prediction, MTP): DeepSeek V3 and GLM.
+"""The model's own layer that predicts the token after the next (multi-token prediction, MTP): DeepSeek V3, GLM, Qwen3-Next and Qwen3.5.
 
-    x = eh_proj [norm of the token's embedding | norm of the model's hidden state before it]
+    x = join [norm of the token's embedding | norm of the model's hidden state before it]
     out = norm (x + layer (x)), which the model's head reads, and a further pass in place of the hidden state
 
-DeepSeek-AI 2024, "DeepSeek-V3 Technical Report" (arXiv:2412.19437), section 2.2. The model's state is that behind its last norm, as vLLM,
-SGLang and transformers have it.
+The layer has attention with K and V, in hybrids too, and the family's norms and MLP or experts. DeepSeek-AI 2024, "DeepSeek-V3 Technical
+Report" (arXiv:2412.19437), section 2.2. The model's state is that behind its last norm, as vLLM, SGLang and transformers have it. Names
+of hybrids (`mtp.`): as qwen3_next_mtp.py and qwen3_5_mtp.py of vLLM and SGLang read them.
 """
 
 from collections.abc import Sequence
@@ -15,26 +16,30 @@ from torch import Tensor
 
 from engine.kv.kv_pool import LAYER, TAIL, CacheSpec
 from engine.layers.turns import LayerTurns
+from engine.model_files.head_config import family_of
 from engine.models.attention import Attend
+from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import DenseDecoder
 from engine.models.draft_model import Lender
 from engine.models.layer import Layer
 from engine.models.part import ModelPart
 from engine.parallel.layout import Cut
+from service.flags import ConfigError
 
 
 class NextnLayer:
-    """As `DraftModel`; `use` comes first. `part`: of the model, whose layers are not read yet."""
+    """As `DraftModel`; `use` comes first. `part`: of the model, whose layers are not read yet. Raises ConfigError."""
 
     def __init__(self, part: ModelPart) -> None:
-        config, hidden = part.config, part.config.hidden_size
-        index = config.num_layers
-        prefix = f"model.layers.{index}."
-        self._embedding_norm, self._hidden_norm = part.norm(f"{prefix}enorm"), part.norm(f"{prefix}hnorm")
-        self._join, _ = part.columns([f"{prefix}eh_proj"], [Cut.whole(hidden)], inputs=2 * hidden)
-        self._layer = Layer(part, index, place=0)
-        self._norm = part.norm(f"{prefix}shared_head.norm")
-        checkpoint = part.checkpoint
+        config, checkpoint, hidden = part.config, part.checkpoint, part.config.hidden_size
+        index, names = config.num_layers, family_of(config.architecture).nextn
+        join = names.join.format(index)
+        _check(checkpoint, join)
+        self._embedding_norm, self._hidden_norm, self._norm = (
+            part.norm(name.format(index)) for name in (names.embedding_norm, names.hidden_norm, names.norm)
+        )
+        self._join, _ = part.columns([join], [Cut.whole(hidden)], inputs=2 * hidden)
+        self._layer = Layer(part, index, place=0, prefix=names.layer.format(index))
         self._turns = LayerTurns(config, range(index, index + 1), dtype=checkpoint.dtype, device=checkpoint.device)
         self._specs = [
             replace(part.cache_spec(), drafter=LAYER),
@@ -68,3 +73,17 @@ class NextnLayer:
 
     def logits(self, rows: Tensor) -> Tensor | None:
         return self._model.logits(rows)
+
+
+def _check(checkpoint: Checkpoint, join: str) -> None:
+    """Quantized copies of a model often lack the layer, whatever their config.json says."""
+    if not checkpoint.has(f"{join}.weight"):
+        raise ConfigError(
+            f"--speculative-algorithm: the checkpoint has no tensor {join}.weight, so no layer that drafts; take one that was published "
+            "with its MTP layer, or give NGRAM, or leave the flag out"
+        )
+    if checkpoint.has("mtp.embed_tokens.weight"):
+        raise ConfigError(
+            "--speculative-algorithm: the MTP layer has embeddings of its own (mtp.embed_tokens.weight), which is not supported; give "
+            "NGRAM, or leave the flag out"
+        )

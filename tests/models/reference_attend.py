@@ -24,13 +24,17 @@ class Sequence:
 
     def extend(self, ids: list[int]) -> torch.Tensor:
         """Run `ids` behind what came before; logits [len(ids), vocab]."""
-        positions = torch.arange(self._length, self._length + len(ids))
         with torch.inference_mode():
-            if self._states is not None:
-                self._states.step = self._step(len(ids))
-            hidden = self._model.forward(torch.tensor(ids), positions, self._attend)
-            self._length += len(ids)
-            return self._model.logits(hidden)
+            return self._model.logits(self.hidden(ids))
+
+    def hidden(self, ids: list[int]) -> torch.Tensor:
+        """As `extend`; the model's hidden states [len(ids), H]."""
+        positions = torch.arange(self._length, self._length + len(ids))
+        if self._states is not None:
+            self._states.step = self._step(len(ids))
+        hidden = self._model.forward(torch.tensor(ids), positions, self._attend)
+        self._length += len(ids)
+        return hidden
 
     def _step(self, count: int) -> StepBatch:
         """As recurrent layers see it: the states are in slot 2. One token behind others is one of an answer."""

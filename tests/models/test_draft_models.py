@@ -1,12 +1,13 @@
 """What drafters compute, a whole prompt and then passes one by one, is what their layers compute in transformers, fp32."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -15,8 +16,9 @@ from engine.model_files.drafter_config import DrafterConfig, load_eagle, nextn_o
 from engine.model_files.model_config import load_model_config
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
+from service.flags import ConfigError
 from tests.models.reference_attend import Sequence
-from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.models.tiny_checkpoints import HYBRIDS, edit_tensors, make_tiny_checkpoint
 from tests.models.tiny_drafters import INSIDE, make_tiny_eagle
 
 IDS = [20 + i * i % 101 for i in range(40)]
@@ -24,7 +26,7 @@ PASSES = 3
 TOLERANCE = 1e-4
 
 
-def load(path: str, drafter: DrafterConfig) -> DenseDecoder:
+def load(path: str, drafter: DrafterConfig | None) -> DenseDecoder:
     config = load_model_config(path)
     return load_model(path, config, dtype="float32", device="cpu", progress=False, drafter=drafter)
 
@@ -34,8 +36,7 @@ def of_the_engine(model: DenseDecoder) -> list[Tensor]:
     drafter, attend, found = model.drafter, Sequence(model)._attend, []
     assert drafter is not None
     with torch.inference_mode():
-        hidden = model.forward(torch.tensor(IDS), torch.arange(len(IDS)), Sequence(model)._attend)
-        features = drafter.features(hidden)
+        features = drafter.features(Sequence(model).hidden(IDS))
         assert features is not None
         features = torch.cat((torch.zeros_like(features[:1]), features[:-1]))
         ids, positions = torch.tensor(IDS), torch.arange(len(IDS))
@@ -119,6 +120,35 @@ class NextnReference(Reference):
         return found
 
 
+class HybridReference(Reference):
+    """The layer as the only one of a hybrid without recurrent layers, fed with embeddings. Its norms add 1 to their weights."""
+
+    def __init__(self, model_path: str, other: Path) -> None:
+        source = Path(model_path)
+        super().__init__(model_path, load_file(source / "model.safetensors"))
+        config = json.loads((source / "config.json").read_text())
+        other.mkdir()
+        config |= {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+        (other / "config.json").write_text(json.dumps(config))
+        own = {
+            name.replace("mtp.", "model.", 1): tensor
+            for name, tensor in self.tensors.items()
+            if name.startswith(("mtp.layers.0.", "mtp.norm.", "model.embed_tokens.", "lm_head."))
+        }
+        save_file(own, other / "model.safetensors", metadata={"format": "pt"})
+        self.inner = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval().model
+        self.eps = config["rms_norm_eps"]
+
+    def added(self, name: str, x: Tensor) -> Tensor:
+        return rms_norm(x, x.shape[-1:], 1.0 + self.tensors[f"mtp.{name}.weight"], self.eps)
+
+    def layer(self, embedded: Tensor, features: Tensor) -> Tensor:
+        both = self.added("pre_fc_norm_embedding", embedded), self.added("pre_fc_norm_hidden", features)
+        joined = linear(torch.cat(both, 1), self.tensors["mtp.fc.weight"])
+        found: Tensor = self.inner(inputs_embeds=joined[None], use_cache=False).last_hidden_state[0]
+        return found
+
+
 class EagleReference(Reference):
     """`attention`: of transformers' Llama, with the weights of the drafter."""
 
@@ -179,6 +209,38 @@ def test_layers_of_the_models_own(tmp_path: Path, family: str) -> None:
         check(found, NextnReference(path, tmp_path / "other"))
 
 
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_layers_of_a_hybrids_own(tmp_path: Path, family: str) -> None:
+    path = make_tiny_checkpoint(tmp_path / "model", family, mtp_num_hidden_layers=1)
+    found = of_the_engine(load(path, nextn_of(load_model_config(path), flag="")))
+    with torch.inference_mode():
+        check(found, HybridReference(path, tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (
+            lambda tensors: tensors.pop("mtp.fc.weight"),
+            "--speculative-algorithm: the checkpoint has no tensor mtp.fc.weight, so no layer that drafts; take one that was published",
+        ),
+        (
+            lambda tensors: tensors.update({"mtp.embed_tokens.weight": torch.ones(272, 64)}),
+            r"the MTP layer has embeddings of its own \(mtp.embed_tokens.weight\), which is not supported; give NGRAM",
+        ),
+    ],
+)
+def test_a_layer_that_cannot_draft_is_refused(
+    tmp_path: Path, edit: Callable[[dict[str, Tensor]], object], said: str
+) -> None:
+    """And only where it is asked for."""
+    path = make_tiny_checkpoint(tmp_path, "qwen3_next", mtp_num_hidden_layers=1)
+    edit_tensors(tmp_path / "model.safetensors", edit)
+    with pytest.raises(ConfigError, match=said):
+        load(path, nextn_of(load_model_config(path), flag=""))
+    load(path, None)
+
+
 @pytest.mark.parametrize(("kind", "family"), [("EAGLE", "llama"), ("EAGLE3", "qwen3")])
 def test_eagle(tmp_path: Path, kind: str, family: str) -> None:
     path, own = make_tiny_checkpoint(tmp_path / "model", family), make_tiny_eagle(tmp_path / "eagle", kind)
@@ -204,8 +266,6 @@ def test_eagle(tmp_path: Path, kind: str, family: str) -> None:
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
-    from service.flags import ConfigError
-
     path = make_tiny_checkpoint(tmp_path / "model", "qwen3")
     own = make_tiny_eagle(tmp_path / "eagle", "EAGLE3", **fields)
     with pytest.raises(ConfigError, match=said):

@@ -3,14 +3,17 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from engine.model_files.drafter_config import nextn_of
 from engine.model_files.model_config import load_model_config
 from engine.models.load import load_model
 from service.flags import ConfigError
 from tests.models.reference_attend import Sequence
+from tests.models.test_draft_models import load, of_the_engine
 from tests.models.test_parity import random_ids
 from tests.models.tiny_checkpoints import edit_tensors, make_tiny_checkpoint, write_json
 
@@ -20,9 +23,9 @@ def logits_of(path: str) -> torch.Tensor:
     return Sequence(model).extend(random_ids(20))
 
 
-def published(folder: Path) -> str:
+def published(folder: Path, **fields: Any) -> str:
     """A tiny Qwen3.5 MoE with vision and a drafter beside it."""
-    path = make_tiny_checkpoint(folder, "qwen3_5_moe_text")
+    path = make_tiny_checkpoint(folder, "qwen3_5_moe_text", **fields)
     config = json.loads((folder / "config.json").read_text())
     outside = {"tie_word_embeddings": config.pop("tie_word_embeddings"), "vision_config": {"depth": 1}}
     write_json(
@@ -46,7 +49,8 @@ def _publish(tensors: dict[str, torch.Tensor]) -> None:
     for place in {key.split()[0] for key in stacks}:
         gate, up, down = (torch.stack(stacks[f"{place} {kind}"]) for kind in ("gate", "up", "down"))
         tensors[f"{place}.gate_up_proj"], tensors[f"{place}.down_proj"] = torch.cat((gate, up), 1), down
-    tensors |= {"model.visual.blocks.0.norm1.weight": torch.ones(8), "mtp.fc.weight": torch.ones(8, 8)}
+    tensors.setdefault("mtp.fc.weight", torch.ones(8, 8))
+    tensors["model.visual.blocks.0.norm1.weight"] = torch.ones(8)
 
 
 def test_a_published_checkpoint_has_the_logits_of_the_plain_one(tmp_path: Path) -> None:
@@ -54,6 +58,17 @@ def test_a_published_checkpoint_has_the_logits_of_the_plain_one(tmp_path: Path) 
     path = published(tmp_path / "published")
     assert load_model_config(path) == load_model_config(plain)
     assert torch.equal(logits_of(path), logits_of(plain))
+
+
+def test_its_mtp_layer_drafts_as_the_plain_ones(tmp_path: Path) -> None:
+    """Its experts lie in one tensor, too."""
+    own = {"mtp_num_hidden_layers": 1}
+    paths = (
+        make_tiny_checkpoint(tmp_path / "plain", "qwen3_5_moe_text", **own),
+        published(tmp_path / "published", **own),
+    )
+    plain, other = (of_the_engine(load(path, nextn_of(load_model_config(path), flag=""))) for path in paths)
+    assert all(torch.equal(*pair) for pair in zip(plain, other, strict=True))
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])

@@ -274,7 +274,9 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = [config["vocab_size"], hidden]
     family = config["model_type"]
-    for i in range(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)):
+    num_layers = config["num_hidden_layers"]
+    nextn_layers = config.get("num_nextn_predict_layers", 0) + config.get("mtp_num_hidden_layers", 0)
+    for i in range(num_layers + nextn_layers):
         attention = {"q_proj": [q, hidden], "k_proj": [kv, hidden], "v_proj": [kv, hidden], "o_proj": [hidden, q]}
         if family == "phi3":
             attention = {"qkv_proj": [q + 2 * kv, hidden], "o_proj": [hidden, q]}
@@ -306,7 +308,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
                 layer["self_attn.q_a_layernorm.weight"] = [config["q_lora_rank"]]
         if family in ("olmo2", "olmo3", "minimax_m2"):
             layer |= {"self_attn.q_norm.weight": [q], "self_attn.k_norm.weight": [kv]}
-        if family in HYBRIDS and (i + 1) % config["full_attention_interval"]:
+        if family in HYBRIDS and i < num_layers and (i + 1) % config["full_attention_interval"]:
             layer = {name: shape for name, shape in layer.items() if not name.startswith("self_attn.")}
             layer |= _delta(config)
         if family == "phi":
@@ -315,7 +317,10 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
             layer = _falcon_layer(config, layer)
         if family == "granitemoehybrid":
             layer = _granite_layer(config, i, layer)
-        if i >= config["num_hidden_layers"]:
+        if family in HYBRIDS and i >= num_layers:
+            shapes |= _mtp(config, layer)
+            continue
+        if i >= num_layers:
             layer |= {f"{name}.weight": [hidden] for name in ("enorm", "hnorm", "shared_head.norm")}
             layer |= {"eh_proj.weight": [hidden, 2 * hidden]}
             layer |= dict.fromkeys(
@@ -331,6 +336,17 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
         shapes |= {f"model.final_layernorm.{name}": [hidden] for name in ("weight", "bias")}
         shapes["lm_head.bias"] = [config["vocab_size"]]
     return shapes
+
+
+def _mtp(config: dict[str, Any], layer: dict[str, list[int]]) -> dict[str, list[int]]:
+    """What a hybrid predicts the token after the next with, by its whole names."""
+    hidden = config["hidden_size"]
+    norms = {f"mtp.{name}.weight": [hidden] for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    return {
+        **{f"mtp.layers.0.{name}": shape for name, shape in layer.items()},
+        "mtp.fc.weight": [hidden, 2 * hidden],
+        **norms,
+    }
 
 
 def _phi_layer(plain: dict[str, list[int]]) -> dict[str, list[int]]:
