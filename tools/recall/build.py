@@ -1,4 +1,7 @@
-"""Writes a shipped checkpoint, the same on every machine to the bit: `python -m tools.recall.build recall|recall-wide OUT_DIR`."""
+"""Writes a checkpoint, the same on every machine to the bit: `python -m tools.recall.build recall|recall-wide|recall-hybrid OUT_DIR`.
+
+`recall` and `recall-wide` are shipped; tests build the hybrid, whose MTP layer drafts for it.
+"""
 
 import argparse
 import json
@@ -12,9 +15,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
-from tools.recall import parts, vocab, weights, wide
+from tools.recall import hybrid, parts, vocab, weights, wide
 
-MODELS: dict[str, ModuleType] = {"recall": weights, "recall-wide": wide}
+MODELS: dict[str, ModuleType] = {"recall": weights, "recall-wide": wide, "recall-hybrid": hybrid}
+OWN_FIELDS: dict[str, dict[str, Any]] = {"recall-hybrid": hybrid.FIELDS}  # of config.json
 MAX_POSITION = 32768
 
 # A chat is a list of facts: only keys and values count ("What is k3?" -> k03). <eos> ends each fact, so that replaying one
@@ -43,7 +47,7 @@ def build(name: str, out_dir: Path) -> None:
     model = MODELS[name]
     save_file(model.build_weights(), out_dir / "model.safetensors", metadata={"format": "pt"})
     _tokenizer().save(str(out_dir / "tokenizer.json"))
-    _write_json(out_dir / "config.json", _config(model))
+    _write_json(out_dir / "config.json", _config(model) | OWN_FIELDS.get(name, {}))
     _write_json(out_dir / "generation_config.json", _generation_config())
     _write_json(out_dir / "tokenizer_config.json", _tokenizer_config())
 

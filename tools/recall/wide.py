@@ -60,14 +60,14 @@ LOOK_UPS = (
 def build_weights() -> dict[str, torch.Tensor]:
     """Every tensor of the checkpoint by its Hugging Face name, contiguous, bfloat16."""
     codes = block_codes()
-    embedding = _embedding(codes)
+    embedding = embeddings(codes)
     weights = {
         "model.embed_tokens.weight": embedding,
         "model.norm.weight": torch.ones(HIDDEN),
         "lm_head.weight": lm_head(codes, hidden=HIDDEN, answer=ANSWER, gain=LOGIT_GAIN),
         **layer(0, _look_back(), hidden=HIDDEN, hardness=POSITION_HARDNESS),
     }
-    for index, attention in enumerate(_look_ups(codes, embedding), 1):
+    for index, attention in enumerate(look_ups(codes, embedding), 1):
         weights |= layer(index, attention, hidden=HIDDEN, hardness=CONTENT_HARDNESS)
     return in_bfloat16(weights)
 
@@ -88,7 +88,8 @@ def block_codes() -> torch.Tensor:
     return codes
 
 
-def _embedding(codes: torch.Tensor) -> torch.Tensor:
+def embeddings(codes: torch.Tensor) -> torch.Tensor:
+    """[vocab, HIDDEN] of words with `codes`."""
     table = zeros(vocab.VOCAB_SIZE, HIDDEN)
     table[:, QUERY] = codes
     table[:, NAME] = codes
@@ -110,25 +111,29 @@ def _look_back() -> dict[str, torch.Tensor]:
     read_position(q, k, ONE)
     for kv_head in range(NUM_KV_HEADS):
         first = kv_head * HEAD_DIM
-        v[first : first + BLOCK_DIMS, _block(NAME, kv_head)] = torch.eye(BLOCK_DIMS)
+        v[first : first + BLOCK_DIMS, block(NAME, kv_head)] = torch.eye(BLOCK_DIMS)
         for head in query_heads(kv_head):
-            o[_block(BEFORE, kv_head), head : head + BLOCK_DIMS] = BEFORE_GAIN / GROUP * torch.eye(BLOCK_DIMS)
+            o[block(BEFORE, kv_head), head : head + BLOCK_DIMS] = BEFORE_GAIN / GROUP * torch.eye(BLOCK_DIMS)
     return {"q": q, "k": k, "v": v, "o": o}
 
 
-def _look_ups(codes: torch.Tensor, embedding: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """Layers 1 to 3. What a layer adds is a code of length one, from a word and from <bos> alike.
+def look_ups(
+    codes: torch.Tensor, embedding: torch.Tensor, *, start_follows_itself: bool = True
+) -> list[dict[str, torch.Tensor]]:
+    """Attention of layers 1 to 3. What a layer adds is a code of length one, from a word and from <bos> alike.
 
-    So it follows two residual streams: <bos> alone, and a plain word behind another one.
+    So it follows two residual streams: <bos> alone, and a plain word behind another one. `start_follows_itself`: layer 0 finds <bos>
+    before <bos>, as attention does that sees nothing else.
     """
     word, other = vocab.key(0), vocab.key(1)
     start, plain = embedding[vocab.BOS].clone(), embedding[word].clone()
-    start[BEFORE] += BEFORE_GAIN * _normed(start)[NAME]
-    plain[BEFORE] += BEFORE_GAIN * _normed(embedding[other])[NAME]
+    if start_follows_itself:
+        start[BEFORE] += BEFORE_GAIN * normed(start)[NAME]
+    plain[BEFORE] += BEFORE_GAIN * normed(embedding[other])[NAME]
     layers = []
     for wanted, where, target in LOOK_UPS:
-        gain = 1.0 / float(_normed(plain)[NAME].abs().max())
-        unseen = START_SIZE / (gain * float(_normed(start)[START]))
+        gain = 1.0 / float(normed(plain)[NAME].abs().max())
+        unseen = START_SIZE / (gain * float(normed(start)[START]))
         layers.append(_look_up(codes, wanted, where, target, gain=gain, unseen=unseen))
         start[target] += NUM_KV_HEADS * codes[vocab.UNSEEN]
         plain[target] += (NUM_KV_HEADS - 1) * codes[vocab.UNSEEN] + codes[other]
@@ -143,12 +148,12 @@ def _look_up(
     content, own = content_dims(BLOCK_DIMS), torch.eye(BLOCK_DIMS, dtype=torch.float64)
     for kv_head in range(NUM_KV_HEADS):
         first = kv_head * HEAD_DIM
-        k[[first + dim for dim in content], _block(where, kv_head)] = own
+        k[[first + dim for dim in content], block(where, kv_head)] = own
         k[first + SINK_DIM, START] = SINK_LENGTH / START_SIZE
         v[first : first + CODE_DIMS, NAME] = torch.eye(CODE_DIMS)
         v[first : first + CODE_DIMS, START] = (unseen * codes[vocab.UNSEEN] - codes[vocab.BOS]) / START_SIZE
         for head in query_heads(kv_head):
-            q[[head + dim for dim in content], _block(wanted, kv_head)] = own
+            q[[head + dim for dim in content], block(wanted, kv_head)] = own
             q[head + SINK_DIM, ONE] = SINK_SIMILARITY * math.sqrt(BLOCK_DIMS)
             o[target, head : head + CODE_DIMS] = gain / GROUP * torch.eye(CODE_DIMS)
     return {"q": q, "k": k, "v": v, "o": o}
@@ -159,10 +164,12 @@ def query_heads(kv_head: int) -> range:
     return range(kv_head * GROUP * HEAD_DIM, (kv_head + 1) * GROUP * HEAD_DIM, HEAD_DIM)
 
 
-def _block(code: slice, kv_head: int) -> slice:
+def block(code: slice, kv_head: int) -> slice:
+    """The dims of `code` that KV head `kv_head` reads."""
     first = code.start + kv_head * BLOCK_DIMS
     return slice(first, first + BLOCK_DIMS)
 
 
-def _normed(stream: torch.Tensor) -> torch.Tensor:
+def normed(stream: torch.Tensor) -> torch.Tensor:
+    """`stream` [HIDDEN] behind a norm of weights 1."""
     return stream / torch.sqrt((stream * stream).mean() + NORM_EPS)
