@@ -251,7 +251,7 @@ class Stage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftCounts(msgspec.Struct, array_like=True, frozen=True):
-    """Speculation of one request so far. `steps`: that verified its drafts, or could have; `drafted`, `accepted`: tokens."""
+    """Speculation of one request so far. `steps`: decode steps that gave it tokens; `drafted`, `accepted`: drafted tokens in them."""
 
     steps: int
     drafted: int

@@ -71,7 +71,7 @@ class DecodePlanner:
             if drafts and in_flight:
                 return [], []
             for request in able:
-                request.drafts.steps += 1
+                request.drafts.is_able = True
         ready = self._with_rows(ready, now_s)
         del ready[self._micro_batches.share(len(ready), num_running=len(self._stages.running)) :]
         self._grow(ready)

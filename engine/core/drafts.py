@@ -42,7 +42,7 @@ class Drafts:
 
     `is_asked`: the executor's drafter drafts for it in a step that is in flight; `asked_at`: its known tokens when it was asked last.
 
-    `steps`: its decode steps that could hold drafts; `drafted`, `accepted`: tokens in them.
+    `is_able`: its decode steps may hold drafts; `steps`: those that gave it tokens; `drafted`, `accepted`: drafted tokens in them.
     """
 
     draft: Draft = NO_DRAFT
@@ -52,6 +52,7 @@ class Drafts:
     rows: int = 0
     is_asked: bool = False
     asked_at: int = 0
+    is_able: bool = False
     steps: int = 0
     drafted: int = 0
     accepted: int = 0

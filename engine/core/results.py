@@ -44,6 +44,7 @@ class Results:
                 memory.keep_snapshot(request, item.kv_len)
                 continue
             if item.draft:
+                self._state.counters.drafts += 1
                 if not _was_right(request, item):
                     _take_back(request)
                     continue
@@ -80,6 +81,8 @@ class Results:
             effects.progressed.append(request)
         if not item.sample:
             return
+        if request.drafts.is_able and not (item.draft or item.extend):
+            request.drafts.steps += 1
         output = self.commit_sample(request, result)
         if request.prefill_only:
             self._state.table.close(request)  # its pages are still read, its row is not

@@ -15,6 +15,7 @@ running in the order of their plans.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 
 from engine.core.decode_planning import DecodePlanner
 from engine.core.departures import Departures
@@ -92,9 +93,9 @@ class Scheduler:
         counters.prefill_steps += extend
         counters.mixed_steps += extend and not all(item.extend for item in items)
         counters.deferred_samples += sample_deferred
-        if self.drafting is not None and (drafts := sum(item.draft for item in items)):
+        if self.drafting is not None and (runs := sum(a.draft < b.draft for a, b in pairwise(items))):
             counters.verify_steps += 1
-            counters.drafts += drafts
+            counters.verified_runs += runs
         plan = Plan(
             seq=self._seq,
             extend=extend,

@@ -40,8 +40,9 @@ class Counters:
     deferred_samples: int = 0  # steps whose sampling waited for masks
     draft_steps: int = 0  # of the executor's drafter alone
     verify_steps: int = 0  # decode steps with drafts
-    drafts: int = 0  # tokens drafted in them
-    accepted_drafts: int = 0
+    verified_runs: int = 0  # requests with drafts in them, each step anew
+    drafts: int = 0  # drafted tokens whose step was collected
+    accepted_drafts: int = 0  # of them
 
 
 class SchedulerState:

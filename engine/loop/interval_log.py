@@ -36,7 +36,7 @@ class IntervalLog(LoopListener):
         self.busy_s = 0.0  # since start, in turns that had something to compute
         self.gen_throughput = 0.0  # tokens a second in the last interval; 0 at rest
         self.cache_hit_rate: float | None = None  # of the last interval with a prefill in it
-        self.accepted: dict[str, float] = {}  # of the last interval with drafts in it
+        self.accepted: dict[str, float] = {}  # of the last interval with decodes; the rate of the last one with drafts
         if scheduler.drafting is not None:
             self.accepted = {"spec_accept_length": 1.0, "spec_accept_rate": 0.0}
 
@@ -80,11 +80,10 @@ class IntervalLog(LoopListener):
         self._cached_before, self._generated_before = counters.cached_tokens, counters.generation_tokens
         drafts, accepted = counters.drafts - self._drafts_before, counters.accepted_drafts - self._accepted_before
         self._drafts_before, self._accepted_before = counters.drafts, counters.accepted_drafts
-        if drafts and sums.known_rows:
-            self.accepted = {
-                "spec_accept_length": 1 + accepted / sums.known_rows,
-                "spec_accept_rate": accepted / drafts,
-            }
+        if sums.known_rows:
+            self.accepted["spec_accept_length"] = 1 + accepted / sums.known_rows
+        if drafts:
+            self.accepted["spec_accept_rate"] = accepted / drafts
         if sums.decode_steps:
             self._write(self._decode_line(sums))
 

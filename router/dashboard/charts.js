@@ -11,7 +11,7 @@ const TILES = [
   {
     id: "throughput", name: "Throughput", tone: "decode",
     figure: (w) => rate(w.output_tokens_per_s, "tokens/s"),
-    note: (w) => `${said(rate(w.requests_per_s, "requests/s"))}, ${said(rate(w.prompt_tokens_per_s, "prompt tokens/s"))}`,
+    note: (w, workers) => [said(rate(w.requests_per_s, "requests/s")), said(rate(w.prompt_tokens_per_s, "prompt tokens/s")), ...draftNote(workers)].join(", "),
     curves: (s) => [s.output_tokens], point: (v) => said(rate(v, "tokens/s")),
   },
   {
@@ -45,6 +45,12 @@ function transferNote(workers) {
   if (!senders.length) return "nothing was moved yet";
   const mean = (name) => senders.reduce((sum, r) => sum + r[name], 0) / senders.length;
   return `each at ${said(bytes(mean("transfer_gb_s") * 1e9))}, in ${said(time(mean("transfer_ms") / 1e3))}`;
+}
+
+/** Of workers whose drafts are accepted. */
+function draftNote(workers) {
+  const lengths = workers.map((w) => w.report?.accept_length ?? 0).filter((length) => length > 1);
+  return lengths.length ? [`${(lengths.reduce((sum, one) => sum + one, 0) / lengths.length).toFixed(2)} tokens a step and request`] : [];
 }
 
 function failureNote(window) {

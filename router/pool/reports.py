@@ -46,6 +46,7 @@ def parse_load(answer: object) -> LoadReport | None:
         pending_tokens=sum(_pending(row) for row in rows),
         busy_ms_total=_total(_parts(rows, "totals"), "busy_ms")
         // max(1, len(rows)),  # a worker has one second a second
+        accept_length=_mean(_parts(rows, "speculative"), "accept_length"),
     )
 
 

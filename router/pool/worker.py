@@ -35,6 +35,7 @@ class LoadReport:
 
     `stages`: requests by stage, as far as reported (reports.py). `transfer_*`: means of its last KV transfers.
     `pending_tokens`: KV that requests in decode's prealloc queue want. `busy_ms_total`: with something to compute.
+    `accept_length`: tokens of a request in a decode step; 0: it tells none.
     """
 
     running_reqs: int = 0
@@ -51,6 +52,7 @@ class LoadReport:
     max_running_reqs: int = 0
     pending_tokens: int = 0
     busy_ms_total: int = 0
+    accept_length: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -189,7 +189,7 @@ class StandIn:
             page_size=PAGE_SIZE,
             pages={"free": NUM_PAGES - held, "cached": 0, "held": held, "quarantined": 0},
             counters={"prompt_tokens": 10.0, "cached_tokens": 5.0, "transfer_failed": 3.0},
-            gauges={"kv_transfer_speed_gb_s": 1.5},
+            gauges={"kv_transfer_speed_gb_s": 1.5, "spec_accept_length": 2.5, "spec_accept_rate": 0.75},
             problems=list(self.problems) if m.check else [],
         )
 

@@ -109,7 +109,9 @@ def test_every_method_of_sglang_is_a_rule() -> None:
         rule_of("follow_bootstrap_room", mode="null")
 
 
-def state(running: int, *, free: int = 5, ratio: float = 0.5, paused: float = 0.0, problem: str = "") -> StateReply:
+def state(
+    running: int, *, free: int = 5, ratio: float = 0.5, paused: float = 0.0, length: float = 1.0, problem: str = ""
+) -> StateReply:
     return StateReply(
         call_id="c",
         role="unified",
@@ -119,13 +121,18 @@ def state(running: int, *, free: int = 5, ratio: float = 0.5, paused: float = 0.
         page_size=16,
         pages={"free": free, "held": 10 - free},
         counters={"steps": 3.0},
-        gauges={"new_token_ratio": ratio, "waiting_tokens": 7.0, "paused": paused},
+        gauges={"new_token_ratio": ratio, "waiting_tokens": 7.0, "paused": paused, "spec_accept_length": length},
         problems=[problem] if problem else [],
     )
 
 
 def test_one_worker_is_the_sum_of_its_ranks() -> None:
-    total = total_of([state(1, ratio=0.2, paused=1.0), state(2, free=3, ratio=0.4, problem="pages: lost one")])
+    total = total_of(
+        [
+            state(1, ratio=0.2, paused=1.0, length=3.0),
+            state(2, free=3, ratio=0.4, length=2.0, problem="pages: lost one"),
+        ]
+    )
     assert (total.running, total.queues, total.num_pages, total.pages) == (
         3,
         {"waiting": 3},
@@ -134,6 +141,7 @@ def test_one_worker_is_the_sum_of_its_ranks() -> None:
     )
     assert total.counters == {"steps": 6.0} and total.gauges["waiting_tokens"] == 14.0
     assert total.gauges["new_token_ratio"] == pytest.approx(0.3) and total.gauges["paused"] == 0.0
+    assert total.gauges["spec_accept_length"] == 2.5
     assert total.problems == ["DP rank 1 of 2: pages: lost one"]
     alone = state(1)
     assert total_of([alone]) is alone

@@ -121,6 +121,7 @@ def test_information(worker: Worker) -> None:
         assert info["num_running_reqs"] == 0 and info["num_queued_reqs"] == 2
         assert info["max_total_num_tokens"] == NUM_PAGES * PAGE_SIZE
         assert info["internal_states"][0]["num_used_tokens"] == 0 and "api_key" not in info and info["device"] == "none"
+        assert info["internal_states"][0]["avg_spec_accept_length"] == 2.5
     for path in ("/model_info", "/get_model_info"):
         info = worker.http.get(path).json()
         assert info["architectures"] == ["Qwen3ForCausalLM"] and info["is_generation"] is True
@@ -129,6 +130,7 @@ def test_information(worker: Worker) -> None:
     assert load == {"dp_rank": 0, "num_reqs": 2, "num_waiting_reqs": 2, "num_tokens": 0}
     (entry,) = worker.http.get("/v1/loads?include=core,disagg").json()["loads"]
     assert entry["disaggregation"]["decode_prealloc_queue_reqs"] == 2 and entry["max_running_requests"] == 64
+    assert entry["speculative"] == {"accept_length": 2.5, "accept_rate": 0.75}
 
 
 def test_used_tokens_show_while_running(worker: Worker) -> None:

@@ -312,3 +312,7 @@ def test_the_interval_says_how_drafts_fared() -> None:
     length, rate = (log.gauges()[name] for name in ("spec_accept_length", "spec_accept_rate"))
     assert 1.5 < length <= 4 and rate == 1.0
     assert f"{length:.2f} tokens a step and request" in lines[-1]
+    log.on_launch(Plan(seq=99, extend=False, items=[plan_item(extend=False)]), 2.0)
+    log.on_rest(9.0)
+    assert log.gauges()["spec_accept_length"] == 1.0, "none was drafted lately"
+    assert log.gauges()["spec_accept_rate"] == 1.0 and "tokens a step" not in lines[-1]

@@ -110,6 +110,7 @@ OF_ANOTHER = {
     "disaggregation": {"prefill_inflight_queue_reqs": 4, "kv_transfer_latency_ms": "soon"},
     "totals": "many",
 }
+DRAFTS = [{"num_running_reqs": 1, "speculative": {"accept_length": length}} for length in (3.5, 2.5, "x")]
 PENDING = {"disaggregation": {"pending_prealloc_token_usage": 0.25}, "totals": {"busy_ms": 700}}
 
 
@@ -140,6 +141,7 @@ PENDING = {"disaggregation": {"pending_prealloc_token_usage": 0.25}, "totals": {
                 **{"pending_tokens": 250, "busy_ms_total": 700},
             ),
         ),
+        ({"loads": DRAFTS}, LoadReport(running_reqs=3, stages={"running": 3}, accept_length=3.0)),
         ({"hello": 1}, None),
         (None, None),
         ([1, 2], None),

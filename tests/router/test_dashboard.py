@@ -143,6 +143,9 @@ async def test_it_follows_traffic_and_survives_a_dead_worker(devtools: str) -> N
         await page.until(f"{card(c.prefills[0])}.innerText.includes('KV 25%')")
         await page.until(f"{card(c.prefills[0])}.innerText.includes('1 running · 2 inflight')")
         await page.until("document.querySelector('#prefill [data-stage=inflight] b').textContent === '2'")
+        assert "tokens a step" not in await page.js("document.getElementById('tile-throughput').innerText")
+        c.decodes[0].load = load(speculative={"accept_length": 2.5})
+        await page.until("document.getElementById('tile-throughput').innerText.includes('2.50 tokens a step')")
         c.prefills[0].info = {"tp_size": 2, "dp_size": 3, "pp_size": "x", "rank_pids": [11, 12, "y"]}
         c.prefills[0].incarnation = "of several ranks"
         await page.until(f"{card(c.prefills[0])}.querySelector('.sizes').innerText === 'TP 2 · DP 3'")

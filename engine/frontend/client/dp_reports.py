@@ -10,6 +10,8 @@ from engine.messages import ControlReply, StateReply, StepReply
 _MEANS = (
     "new_token_ratio",
     "cache_hit_rate",
+    "spec_accept_length",
+    "spec_accept_rate",
     "kv_transfer_speed_gb_s",
     "kv_transfer_latency_ms",
     "kv_transfer_total_mb",

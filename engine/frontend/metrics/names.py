@@ -112,7 +112,8 @@ COUNTERS = {
     ),
     "draft_steps": Figure("tandem_num_draft_steps", "steps in which a model drafted, before a decode step"),
     "verify_steps": Figure("tandem_num_verify_steps", "decode steps that verified drafted tokens"),
-    "drafts": Figure("vllm:spec_decode_num_draft_tokens", "tokens that were drafted"),
+    "verified_runs": Figure("vllm:spec_decode_num_drafts", "drafts that were verified: one a request and step"),
+    "drafts": Figure("vllm:spec_decode_num_draft_tokens", "drafted tokens that were verified"),
     "accepted_drafts": Figure("vllm:spec_decode_num_accepted_tokens", "drafted tokens that the model sampled, too"),
     "backup_saved_tokens": Figure("tandem_retraction_saved_tokens", "retracted tokens whose KV was copied to the host"),
     "backup_restored_tokens": Figure(

@@ -26,6 +26,13 @@ TOTALS = {
 }
 
 
+def _speculative(s: StateReply) -> dict[str, Any]:
+    """SGLang's section; empty for a worker that drafts nothing."""
+    names = {"accept_length": "spec_accept_length", "accept_rate": "spec_accept_rate"}
+    found = {name: s.gauges[gauge] for name, gauge in names.items() if gauge in s.gauges}
+    return {"speculative": found} if found else {}
+
+
 def load_summary(s: StateReply) -> dict[str, Any]:
     """Flat load of /server_info. `num_queued_reqs` is over all queues, `num_waiting_reqs` the waiting queue alone."""
     total = s.num_pages * s.page_size
@@ -40,6 +47,7 @@ def load_summary(s: StateReply) -> dict[str, Any]:
         "token_usage": used_tokens(s) / total if total else 0.0,
         "cache_hit_rate": cache_hit_rate(s),
         "gen_throughput": s.gauges.get("gen_throughput", 0.0),
+        **({"avg_spec_accept_length": s.gauges["spec_accept_length"]} if "spec_accept_length" in s.gauges else {}),
         "pages": s.pages,
         "queues": s.queues,
     }
@@ -88,6 +96,7 @@ def v1_loads_entry(
             "kv_transfer_latency_ms": s.gauges.get("kv_transfer_latency_ms", 0.0),
             "pending_prealloc_token_usage": s.gauges.get("pending_prealloc_token_usage", 0.0),
         },
+        **_speculative(s),
         "totals": {
             **{name: int(s.counters.get(counter, 0)) for name, counter in TOTALS.items()},
             "busy_ms": int(1000 * s.counters.get("busy_s", 0.0)),

@@ -74,7 +74,7 @@ class NativeView:
         if t.cached_by_tier:
             meta["cached_tokens_details"] = dict(zip(("device", "host", "storage"), t.cached_by_tier, strict=True))
         if t.drafts is not None:
-            meta |= _speculation_info(t.drafts, completion_tokens=len(t.new_ids))
+            meta |= _speculation_info(t.drafts)
         if request.lora:
             meta["lora_path"] = request.lora
         if request.return_hidden_states:
@@ -132,11 +132,14 @@ def shown_finish(finish: FinishReason | None, num_tokens: int) -> dict[str, Any]
     return {"type": finish.kind, "matched": finish.matched}
 
 
-def _speculation_info(counts: DraftCounts, *, completion_tokens: int) -> dict[str, float]:
-    """SGLang's names. `spec_accept_length`: tokens of a decode step on average."""
+def _speculation_info(counts: DraftCounts) -> dict[str, float]:
+    """SGLang's names. `spec_accept_length`: tokens of a decode step on average.
+
+    Tokens that no decode step gave do not count: the first, those of a worker that was lost, and one behind each retraction.
+    """
     return {
         "spec_verify_ct": counts.steps,
-        "spec_accept_length": completion_tokens / counts.steps,
+        "spec_accept_length": 1 + counts.accepted / counts.steps,
         "spec_accept_rate": counts.accepted / counts.drafted if counts.drafted else 0.0,
         "spec_accept_token_num": counts.accepted,
         "spec_draft_token_num": counts.drafted,

@@ -1,0 +1,57 @@
+"""What is told of drafts adds up: the tokens that decode steps gave a request are those steps and its accepted drafts."""
+
+import pytest
+
+from engine.messages import DraftCounts
+from tests.core.engine_in_a_test import EngineInATest
+
+DRAFTS = ["right", "mixed", "wrong", "modeled mixed"]
+
+
+def counts_of(engine: EngineInATest, rid: str) -> DraftCounts:
+    found = engine.outputs[rid][-1].drafts
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_each_token_is_a_steps_or_an_accepted_drafts(drafts: str, depth: int) -> None:
+    """Also of requests that are retracted and computed again, where a prompt's step gives a token, and that sit a step out."""
+    engine = EngineInATest(
+        drafts=drafts, most_drafts=3, depth=depth, lag=depth == 2, num_pages=12, clip=0, conservativeness=0.0
+    )
+    for n in range(4):
+        engine.add(f"r{n}", [n, 2, 3], max_new_tokens=14 + n)
+    engine.run()
+    counters, drafted, accepted = engine.scheduler.counters, 0, 0
+    assert counters.retractions > 0
+    for rid, tokens in engine.tokens.items():
+        of_prompts = sum(i.rid == rid and i.extend and i.sample for plan in engine.plans for i in plan.items)
+        counts = counts_of(engine, rid)
+        assert counts.steps + counts.accepted == len(tokens) - of_prompts
+        drafted, accepted = drafted + counts.drafted, accepted + counts.accepted
+    assert (counters.drafts, counters.accepted_drafts) == (drafted, accepted)
+    assert (accepted > 0) == (drafts != "wrong") and (accepted < drafted) == (drafts != "right")
+    runs = [sum(i.draft for i in plan.items if i.rid == rid) for plan in engine.plans for rid in engine.tokens]
+    assert counters.verified_runs == sum(map(bool, runs)) and sum(runs) == drafted
+
+
+def test_drafts_behind_an_end_were_verified_and_not_accepted() -> None:
+    engine = EngineInATest(drafts="right", most_drafts=8)
+    engine.add("r", [1, 2, 3], max_new_tokens=40)
+    engine.run()
+    end = engine.tokens["r"][6]
+    again = EngineInATest(drafts="right", most_drafts=8)
+    again.add("r", [1, 2, 3], max_new_tokens=40, eos=end)
+    again.run()
+    counts = counts_of(again, "r")
+    assert counts.steps + counts.accepted == len(again.tokens["r"]) - 1 < 40
+    assert counts.drafted == sum(item.draft for plan in again.plans for item in plan.items) > counts.accepted
+
+
+def test_without_drafting_nothing_is_told() -> None:
+    engine = EngineInATest()
+    engine.add("r", [1, 2, 3], max_new_tokens=9)
+    engine.run()
+    assert engine.outputs["r"][-1].drafts is None
