@@ -113,6 +113,9 @@ def test_a_server_says_how_a_drafter_fared(tmp_path: Path, paths: dict[str, str]
     assert answer["output_ids"] == RIGHT[rid]
     assert info["spec_accept_token_num"] == info["spec_draft_token_num"] > 0
     assert info["spec_verify_ct"] + info["spec_accept_token_num"] == new - 1
-    assert info["spec_accept_length"] == (new - 1) / info["spec_verify_ct"] > 1
+    assert (
+        info["spec_accept_length"] == pytest.approx((new - 1) / info["spec_verify_ct"])
+        and info["spec_accept_length"] > 1
+    )
     (line,) = [line for line in metrics.splitlines() if line.startswith("vllm:spec_decode_num_accepted_tokens_total")]
     assert float(line.split()[-1]) == info["spec_accept_token_num"]
