@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,21 @@ def tandem(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> It
         yield Started(info.get("url") or info["router"], process, log)
     finally:
         end_tree(process)
+
+
+@contextlib.contextmanager
+def several(folder: Path, commands: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Started]]:
+    """Many of them by name, started at once."""
+    # its threads live as long as what they started: a process ends with the thread that is its parent
+    with ThreadPoolExecutor(len(commands)) as pool, contextlib.ExitStack() as stack:
+
+        def start(name: str) -> Started:
+            process = tandem(folder / name, *commands[name])
+            started = process.__enter__()
+            stack.push(process)
+            return started
+
+        yield dict(zip(commands, pool.map(start, commands), strict=True))
 
 
 def wait_until(is_so: Callable[[], bool], *, within_s: float, what: str | Callable[[], str]) -> None:

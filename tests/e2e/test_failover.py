@@ -6,8 +6,7 @@ import re
 import signal
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import psutil
 import pytest
 
 from tests.e2e.client import session
-from tests.e2e.cluster import Started, tandem
+from tests.e2e.cluster import Started, several, tandem
 
 SLOW = ("--stream", "threaded", "--stream-delay", "0.02", "--log-level", "warning", "--device", "cpu")
 KV = ("--max-total-tokens", "4096", "--page-size", "8", "--num-threads", "1")
@@ -35,28 +34,22 @@ class Fleet:
 @pytest.fixture(params=["unified", "nixl"])
 def fleet(request: pytest.FixtureRequest, qwen3: str, temp: Path) -> Iterator[Fleet]:
     """Workers that answer, one more than faults; with NIXL beside one that computes prompts."""
-    names = [f"a{i}" for i in range(len(FAULTS) + 1)]
-    # its threads live as long as what they started: a process ends with the thread that is its parent
-    with ThreadPoolExecutor(len(names) + 1) as pool, ExitStack() as stack:
-
-        def serve(name: str, *flags: str) -> Started:
-            worker = tandem(temp / name, "serve", "--port", "0", "--model-path", qwen3, *SLOW, *KV, *flags)
-            started = worker.__enter__()
-            stack.push(worker)
-            return started
-
-        if request.param == "unified":
-            answering = list(pool.map(serve, names))
+    names, unified = [f"a{i}" for i in range(len(FAULTS) + 1)], request.param == "unified"
+    serve = ("serve", "--port", "0", "--model-path", qwen3, *SLOW, *KV)
+    mode = () if unified else ("--disaggregation-mode", "decode")
+    commands = {name: (*serve, *mode) for name in names}
+    if not unified:
+        commands["p"] = (*serve, "--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "0")
+    with several(temp, commands) as workers:
+        answering = [workers[name] for name in names]
+        if unified:
             flags = ["--worker-urls", *(worker.url for worker in answering)]
         else:
-            mode = "--disaggregation-mode"
-            prefill = pool.submit(serve, "p", mode, "prefill", "--disaggregation-bootstrap-port", "0")
-            answering = list(pool.map(lambda name: serve(name, mode, "decode"), names))
-            flags = ["--pd-disaggregation", "--prefill", prefill.result().url]
+            flags = ["--pd-disaggregation", "--prefill", workers["p"].url]
             for worker in answering:
                 flags += ["--decode", worker.url]
-        router = stack.enter_context(tandem(temp / "r", "router", "--port", "0", *flags))
-        yield Fleet(router.url, answering)
+        with tandem(temp / "r", "router", "--port", "0", *flags) as router:
+            yield Fleet(router.url, answering)
 
 
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
