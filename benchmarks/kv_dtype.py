@@ -21,7 +21,8 @@ from engine.attention.cpu_backend import CpuBackend
 from engine.kernels.paged_decode import make_paged_decode
 from engine.kernels.paged_extend import make_paged_extend
 from engine.kernels.softmax import plain_softmax
-from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.cache_spec import CacheSpec
+from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 HEADS, KV_HEADS, DIM, PAGE_SIZE, CHUNK = 16, 8, 128, 16, 512

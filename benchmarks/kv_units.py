@@ -14,7 +14,8 @@ import torch
 from deploy.bench.report import table
 from engine.kernels.paged_decode import PagedDecode, make_paged_decode
 from engine.kernels.softmax import plain_softmax
-from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.cache_spec import CacheSpec
+from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 UNITS = (1, 2, 4, 8)

@@ -18,7 +18,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from deploy.bench.report import table
 from engine.attention.latent_sparse import SparseLatents
 from engine.kernels.latent_attention import make_latent_kernel
-from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.cache_spec import CacheSpec
+from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 from engine.layers.latents import HeadProducts, NewLatents, TokenChooser
 from engine.layers.linear import Linear

@@ -14,7 +14,7 @@ from disagg.recompute import Bounds
 from disagg.registration import RouteFinder, registrar_of
 from disagg.transfer_engine import engine_of, memory_of, side_pools
 from engine.build import EngineParts
-from engine.kv.kv_pool import UNIT_ALIGN_BYTES
+from engine.kv.cache_spec import UNIT_ALIGN_BYTES
 from engine.kv.page_checksum import NAME as CHECKSUM_NAME
 from engine.loop.role import EngineRole, UnifiedRole
 from engine.ranks.group import Group

@@ -39,6 +39,7 @@ from engine.flags.speculation import with_drafter
 from engine.hicache.build import build_host_tier
 from engine.hicache.disk import Disk
 from engine.kernels.linear import linear_kernel
+from engine.kv.cache_spec import page_bytes_of
 from engine.kv.held import HeldKV
 from engine.kv.host_memory import HERE, HostMemory
 from engine.kv.identity import kv_identity
@@ -167,7 +168,7 @@ def build_engine(
     slots_bytes = (1 + slots) * slot_bytes
     held = held_by(config, model_config, place)
     units, specs = len(held.units), kept_specs(config, model.cache_specs())
-    page_bytes = KVPool.page_bytes_of(specs, config.page_size, units=units)
+    page_bytes = page_bytes_of(specs, config.page_size, units=units)
     pages = kv_pages(given, config, found, page_bytes=page_bytes, states=slots_bytes)
     if group is not None:
         least = group.followers.await_ready(fingerprint=files, timeout_s=group.timeout_s)

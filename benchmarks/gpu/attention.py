@@ -25,7 +25,8 @@ from engine.kernels.extend_plan import plan_extend
 from engine.kernels.softmax import plain_softmax
 from engine.kernels.triton_decode import DecodeTiles, decode, decode_tiles, split_list
 from engine.kernels.triton_extend import ExtendTiles, extend, extend_tiles, lists_of, work_of
-from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.cache_spec import CacheSpec
+from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 from engine.layers.rope import NormedRope, Unturned
 

@@ -9,8 +9,9 @@ from benchmarks.gpu.target import Target
 from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
 from engine.core.plan import PageCopy, Plan, PlanItem
+from engine.kv.cache_spec import CacheSpec
 from engine.kv.host_pool import HostPool
-from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.kv_pool import KVPool
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 
 PAGE_SIZE = 16

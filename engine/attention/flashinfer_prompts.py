@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from engine.kv.kv_pool import DTYPES, CacheSpec, KVPool
+from engine.kv.cache_spec import CacheSpec
+from engine.kv.kv_pool import DTYPES, KVPool
 from engine.kv.step_batch import StepBatch
 from engine.kv.upload import upload
 from service.flags import ConfigError

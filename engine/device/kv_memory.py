@@ -9,8 +9,9 @@ import torch
 from engine.config import FP8, EngineConfig
 from engine.device.memory_plan import MeasuredMemory, memory_text
 from engine.flags.resolve import state_slots
+from engine.kv.cache_spec import TAIL, CacheSpec, page_bytes_of
 from engine.kv.held import HeldKV
-from engine.kv.kv_pool import TAIL, AllocateBytes, CacheSpec, KVPool
+from engine.kv.kv_pool import AllocateBytes, KVPool
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import Place, model_units, share_of, units_of
 from service.flags import ConfigError
@@ -49,7 +50,7 @@ def allocate_pool(
             specs, num_pages=num_pages, page_size=config.page_size, device=device, units=units, allocate=allocate
         )
     except (MemoryError, OSError, torch.OutOfMemoryError, ValueError) as error:
-        size = num_pages * KVPool.page_bytes_of(specs, config.page_size, units=units) / 2**30
+        size = num_pages * page_bytes_of(specs, config.page_size, units=units) / 2**30
         raise ConfigError(
             f"--max-total-tokens: no memory for a KV cache of {size:.1f} GiB ({error}); lower it"
         ) from error

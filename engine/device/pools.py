@@ -10,7 +10,8 @@ from engine.config import EngineConfig
 from engine.core.window_pages import WindowPages
 from engine.device.kv_memory import allocate_pool
 from engine.device.windows import WindowGroup, window_group
-from engine.kv.kv_pool import AllocateBytes, CacheSpec, KVPool
+from engine.kv.cache_spec import CacheSpec
+from engine.kv.kv_pool import AllocateBytes, KVPool
 from engine.kv.pool_memory import MappedMemory, SavedMemory
 from engine.kv.state_pool import StatePool
 from engine.loop.occupation import FixedKV, KVMemory

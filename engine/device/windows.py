@@ -7,7 +7,7 @@ from engine.config import EngineConfig
 from engine.core.window_pages import WindowPages
 from engine.flags.resolve import depth, largest_prompt_step
 from engine.flags.speculation import rows_of_request
-from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.cache_spec import CacheSpec, page_bytes_of
 
 PREFIXES = 2  # windows for each request that may run: its own, and one of a cached prefix
 
@@ -53,10 +53,10 @@ def window_group(config: EngineConfig, specs: Sequence[CacheSpec], *, pages: int
     num_pages = pages
     if config.max_total_tokens is None:
         usable = config.max_running_requests * -(-config.context_length // size)
-        left = pages * KVPool.page_bytes_of(specs, size, units=units)
-        left -= window_pages * KVPool.page_bytes_of(inside, size, units=units)
+        left = pages * page_bytes_of(specs, size, units=units)
+        left -= window_pages * page_bytes_of(inside, size, units=units)
         beside = [spec for spec in specs if not spec.window]
-        num_pages = max(pages, min(usable, left // KVPool.page_bytes_of(beside, size, units=units)))
+        num_pages = max(pages, min(usable, left // page_bytes_of(beside, size, units=units)))
     return WindowGroup(
         window=window,
         pages_of_window=each,

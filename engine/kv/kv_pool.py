@@ -16,59 +16,21 @@ import contextlib
 import mmap
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from engine.config import FP8
+from engine.kv.cache_spec import LAYER, TAIL, CacheSpec, layer_offsets, page_bytes_of, unit_end, unit_parts
 from engine.kv.fp8 import dequantized, quantized
 from engine.kv.held import HeldKV
 
-UNIT_ALIGN_BYTES = 64  # a cache line: what the SIMD kernels and the transfer engines like best
 AllocateBytes = Callable[[int, torch.device], torch.Tensor]  # (bytes, device) -> [bytes] uint8, zero
-LAYER, TAIL = "layer", "tail"  # of a drafter
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-@dataclass(frozen=True, slots=True)
-class CacheSpec:
-    """What a layer keeps: K and V of every token. Per token: 2 * num_kv_heads * head_dim elements of `dtype` ("bfloat16" | "float32").
-
-    `fp8`: kept as codes and exponents (engine/kv/fp8.py), and read as `dtype`.
-    `window`: the last tokens that a query sees, its own included; 0: all. `latent`: of latent attention, the first elements of
-    K that are V, too, which is not kept; 0: V is kept. `index`: the last elements of K, which an index reads alone.
-    `drafter`: "layer": of the drafter; "tail": one vector of each page, in each unit, for it; "": a layer of the model.
-    """
-
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
-    window: int = 0
-    latent: int = 0
-    index: int = 0
-    fp8: bool = False
-    drafter: str = ""
-
-    @property
-    def kept_as(self) -> torch.dtype:
-        """Type of an element in memory."""
-        return torch.uint8 if self.fp8 else DTYPES[self.dtype]
-
-    @property
-    def kept_name(self) -> str:
-        """As --kv-cache-dtype names it, resolved."""
-        return FP8 if self.fp8 else self.dtype
-
-    def bytes_per_token(self) -> int:
-        return (1 if self.latent else 2) * self.num_kv_heads * self.row_bytes()
-
-    def bytes_in_page(self, page_size: int) -> int:
-        return self.row_bytes() if self.drafter == TAIL else self.bytes_per_token() * page_size
-
-    def row_bytes(self) -> int:
-        """Of K or V of a token and head, or of a tail."""
-        return self.head_dim * self.kept_as.itemsize + self.fp8
+def kept_as(spec: CacheSpec) -> torch.dtype:
+    """Return the type of an element in memory."""
+    return torch.uint8 if spec.fp8 else DTYPES[spec.dtype]
 
 
 def zeroed_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
@@ -115,18 +77,18 @@ class KVPool:
         self.page_size = page_size
         self.units = units
         self.device = torch.device(device)
-        self.page_bytes = self.page_bytes_of(specs, page_size, units=units)
+        self.page_bytes = page_bytes_of(specs, page_size, units=units)
         self.unit_bytes = self.page_bytes // units
         self.buffer = allocate((1 + num_pages) * self.page_bytes, self.device)
-        self._parts = _parts(specs, units)
-        offsets = _layer_offsets(self._parts, page_size)
+        self._parts = unit_parts(specs, units)
+        offsets = layer_offsets(self._parts, page_size)
         self._show(list(zip(self._parts, offsets, strict=True))[: len(self.specs)])
         self.drafter = self._drafter(specs, offsets) if len(self.specs) < len(specs) else None
 
     def _show(self, layers: Sequence[tuple[CacheSpec, int]]) -> None:
         """`layers`: parts in a unit, and where they begin there."""
         self._k = [self._views(part, at) for part, at in layers]
-        self._v = [self._views(part, at + _v_offset(part, self.page_size)) for part, at in layers]
+        self._v = [self._views(part, at + part.v_offset(self.page_size)) for part, at in layers]
 
     def _drafter(self, specs: Sequence[CacheSpec], offsets: Sequence[int]) -> "KVPool":
         own = copy(self)
@@ -141,18 +103,13 @@ class KVPool:
         """[1 + num_pages, units, size]: the tail of each page, which a drafter reads and writes; None: pages have none."""
         if self.drafter is None or self._parts[-1].drafter != TAIL:
             return None
-        part, at = self._parts[-1], _layer_offsets(self._parts, self.page_size)[-1]
-        dtype = part.kept_as
+        part, at = self._parts[-1], layer_offsets(self._parts, self.page_size)[-1]
+        dtype = kept_as(part)
         return self.buffer.view(dtype).as_strided(
             (1 + self.num_pages, self.units, part.head_dim),
             (self.page_bytes // dtype.itemsize, self.unit_bytes // dtype.itemsize, 1),
             at // dtype.itemsize,
         )
-
-    @staticmethod
-    def page_bytes_of(specs: Sequence[CacheSpec], page_size: int, *, units: int = 1) -> int:
-        """Return the bytes of one page of all layers."""
-        return units * max(UNIT_ALIGN_BYTES, _align(_end(_parts(specs, units), page_size), UNIT_ALIGN_BYTES))
 
     @property
     def base_ptr(self) -> int:
@@ -171,12 +128,12 @@ class KVPool:
 
     def layer_ends(self) -> list[int]:
         """Return the byte of a unit where each of its parts ends, padding included."""
-        return [*_layer_offsets(self._parts, self.page_size)[1 : self.num_parts], self.unit_bytes]
+        return [*layer_offsets(self._parts, self.page_size)[1 : self.num_parts], self.unit_bytes]
 
     @property
     def unit_end(self) -> int:
         """Return the byte of a unit where its last layer ends, without padding."""
-        return _end(self._parts, self.page_size)
+        return unit_end(self._parts, self.page_size)
 
     @property
     def held(self) -> HeldKV:
@@ -236,7 +193,7 @@ class KVPool:
         return [self._view(part, unit * self.unit_bytes + offset_bytes) for unit in range(self.units)]
 
     def _view(self, part: CacheSpec, offset_bytes: int) -> torch.Tensor:
-        dtype = part.kept_as
+        dtype = kept_as(part)
         return self.buffer.view(dtype).as_strided(
             (1 + self.num_pages, self.page_size, part.num_kv_heads, part.head_dim),
             (
@@ -247,35 +204,3 @@ class KVPool:
             ),
             offset_bytes // dtype.itemsize,
         )
-
-
-def _parts(specs: Sequence[CacheSpec], units: int) -> list[CacheSpec]:
-    """Of each layer, what a unit holds."""
-    heads = [spec.num_kv_heads for spec in specs if spec.drafter != TAIL]
-    assert units >= 1 and not any(count % units for count in heads), (units, specs)
-    return [spec if spec.drafter == TAIL else replace(spec, num_kv_heads=spec.num_kv_heads // units) for spec in specs]
-
-
-def _v_offset(spec: CacheSpec, page_size: int) -> int:
-    """Bytes from K to V."""
-    return 0 if spec.latent else spec.bytes_per_token() * page_size // 2
-
-
-def _layer_offsets(specs: Sequence[CacheSpec], page_size: int) -> list[int]:
-    """Return the byte offset of each layer inside a unit, aligned to its element. `specs`: of a unit."""
-    offsets, at = [], 0
-    for spec in specs:
-        at = _align(at, spec.kept_as.itemsize)
-        offsets.append(at)
-        at += spec.bytes_in_page(page_size)
-    return offsets
-
-
-def _end(parts: Sequence[CacheSpec], page_size: int) -> int:
-    if not parts:  # all layers have a window, and another pool
-        return 0
-    return _layer_offsets(parts, page_size)[-1] + parts[-1].bytes_in_page(page_size)
-
-
-def _align(n: int, to: int) -> int:
-    return -(-n // to) * to

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.kv.kv_pool import CacheSpec
+from engine.kv.cache_spec import CacheSpec
 from engine.kv.state_pool import StatePool, StateSpec
 from engine.layers.embedding import Embedding
 from engine.layers.linear import LinearSite, SiteShape

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from engine.kv.kv_pool import CacheSpec
+from engine.kv.cache_spec import CacheSpec
 from engine.models.attention import Attend
 
 if TYPE_CHECKING:

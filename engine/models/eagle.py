@@ -9,17 +9,17 @@ and norms as SGLang reads them.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from engine.kv.kv_pool import LAYER, TAIL, CacheSpec
+from engine.kv.cache_spec import CacheSpec
 from engine.layers.linear import Linear
 from engine.layers.norm import NoNorm, add
 from engine.layers.turns import LayerTurns
 from engine.model_files.drafter_config import EAGLE3, DrafterConfig
 from engine.models.attention import Attend, Attention
+from engine.models.cache_specs import reading_layer_specs
 from engine.models.decoder import DenseDecoder
 from engine.models.draft_model import Lender
 from engine.models.layer import DenseMLP
@@ -54,10 +54,7 @@ class EagleLayer:
         for lent in ("embed_tokens.weight", "lm_head.weight", "t2d"):  # the model's, and what follows from d2t
             checkpoint.ignore(f"{prefix}{lent}")
             checkpoint.ignore(lent)
-        self._specs = [
-            replace(part.cache_spec(), drafter=LAYER),
-            CacheSpec(num_kv_heads=1, head_dim=config.hidden_size, dtype=checkpoint.dtype_name, drafter=TAIL),
-        ]
+        self._specs = reading_layer_specs(config, part.share, dtype=checkpoint.dtype_name)
         self.num_heads = len(part.share.heads)
         self.attention_needs: Sequence[str] = config.attention_needs()
 

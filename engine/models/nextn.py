@@ -9,15 +9,15 @@ of hybrids (`mtp.`): as qwen3_next_mtp.py and qwen3_5_mtp.py of vLLM and SGLang 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from engine.kv.kv_pool import LAYER, TAIL, CacheSpec
+from engine.kv.cache_spec import CacheSpec
 from engine.layers.turns import LayerTurns
 from engine.model_files.head_config import family_of
 from engine.models.attention import Attend
+from engine.models.cache_specs import reading_layer_specs
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import DenseDecoder
 from engine.models.draft_model import Lender
@@ -41,10 +41,7 @@ class NextnLayer:
         self._join, _ = part.columns([join], [Cut.whole(hidden)], inputs=2 * hidden)
         self._layer = Layer(part, index, place=0, prefix=names.layer.format(index))
         self._turns = LayerTurns(config, range(index, index + 1), dtype=checkpoint.dtype, device=checkpoint.device)
-        self._specs = [
-            replace(part.cache_spec(), drafter=LAYER),
-            CacheSpec(num_kv_heads=1, head_dim=hidden, dtype=checkpoint.dtype_name, drafter=TAIL),
-        ]
+        self._specs = reading_layer_specs(config, part.share, dtype=checkpoint.dtype_name)
         self._lender: Lender | None = None
         self.num_heads = len(part.share.heads)
         self.attention_needs: Sequence[str] = config.attention_needs()

@@ -6,13 +6,14 @@ from itertools import accumulate
 
 import torch
 
-from engine.kv.kv_pool import CacheSpec
+from engine.kv.cache_spec import CacheSpec
 from engine.layers.linear import Linear, SiteShape
 from engine.layers.norm import LayerNorm, Norm, rms_norm
 from engine.layers.rope import head_order
 from engine.layers.row_linear import RowLinear
 from engine.model_files.head_config import family_of
 from engine.model_files.model_config import ModelConfig
+from engine.models.cache_specs import layer_spec
 from engine.models.checkpoint import Checkpoint
 from engine.models.expert_balance import ExpertBalance
 from engine.parallel.collectives import Collectives
@@ -96,15 +97,7 @@ class ModelPart:
 
     def cache_spec(self, *, window: int = 0) -> CacheSpec:
         """What a layer with attention keeps on this rank."""
-        config = self.config
-        return CacheSpec(
-            num_kv_heads=len(self.share.kv_heads),
-            head_dim=config.head_dim,
-            dtype=self.checkpoint.dtype_name,
-            window=window,
-            latent=config.latent.rank if config.latent else 0,
-            index=config.latent.index.dim if config.latent and config.latent.index else 0,
-        )
+        return layer_spec(self.config, self.share, dtype=self.checkpoint.dtype_name, window=window)
 
     def head(self, table: torch.Tensor | None) -> Linear:
         """The output layer; `table`: of the embedding, if that is tied to it."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from engine.kv.kv_pool import LAYER, CacheSpec
+from engine.kv.cache_spec import LAYER, CacheSpec
 from engine.models.attention import Attend
 from engine.models.decoder import DenseDecoder
 

@@ -26,10 +26,10 @@ from engine.flags.rank_rules import check_device
 from engine.flags.resolve import resolve, state_slots
 from engine.flags.speculation import with_drafter
 from engine.hicache.rank_files import FollowerFiles
+from engine.kv.cache_spec import page_bytes_of
 from engine.kv.host_memory import HERE, HostMemory
 from engine.kv.host_pool import HostPool, allocate_host_pool
 from engine.kv.identity import fingerprint_of, kv_identity
-from engine.kv.kv_pool import KVPool
 from engine.kv.state_pool import StatePool
 from engine.messages import StartProfile
 from engine.model_files.model_config import ModelConfig, load_model_config
@@ -112,7 +112,7 @@ def build_follower(
     if found is not None:
         config, found = with_fitting_prompts(given, config, found, recurrent=recurrent)
     units = len(held.units)
-    page_bytes = KVPool.page_bytes_of(specs, config.page_size, units=units)
+    page_bytes = page_bytes_of(specs, config.page_size, units=units)
     states_bytes, slots = 0, NO_LIMIT
     if recurrent:
         slot_bytes = StatePool.slot_bytes_of(model.state_specs())

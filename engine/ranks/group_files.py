@@ -9,7 +9,7 @@ from engine.core.disk_index import DiskRead, DiskWrite
 from engine.device.kv_memory import held_by
 from engine.flags.nodes import leader_of
 from engine.hicache.build import RankFiles
-from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.cache_spec import CacheSpec, page_bytes_of
 from engine.model_files.model_config import ModelConfig
 from engine.ranks.followers import Followers
 from engine.ranks.links import place_of
@@ -22,8 +22,7 @@ def rank_files(config: EngineConfig, model: ModelConfig, specs: Sequence[CacheSp
     held = [held_by(config, model, place_of(rank, config)) for rank in range(config.num_ranks)]
     layers = [own[:1] * len(h.layers) if not drafters else [*own, *drafters] for h in held]
     sizes = [
-        KVPool.page_bytes_of(of_rank, config.page_size, units=len(h.units))
-        for of_rank, h in zip(layers, held, strict=True)
+        page_bytes_of(of_rank, config.page_size, units=len(h.units)) for of_rank, h in zip(layers, held, strict=True)
     ]
     return RankFiles(leader_of(config), sizes, GroupFiles(followers))
 

@@ -8,7 +8,8 @@ import torch
 from engine.attention.backend import AttentionBackend
 from engine.kernels.paged_extend import PagedExtend
 from engine.kernels.softmax import Softmax, plain_softmax
-from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.cache_spec import CacheSpec
+from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 from engine.layers.rope import NormedRope, Unturned
 

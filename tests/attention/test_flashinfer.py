@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.attention.flashinfer_prompts import FlashInferPrompts, check_specs, import_wrapper, paged_layout
-from engine.kv.kv_pool import CacheSpec
+from engine.kv.cache_spec import CacheSpec
 from service.flags import ConfigError
 from tests.attention.attention_cases import (
     TOLERANCE,

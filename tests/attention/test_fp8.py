@@ -9,8 +9,9 @@ from engine.attention.backend import AttentionBackend, make_attention_backend
 from engine.attention.cpu_backend import CpuBackend
 from engine.attention.torch_backend import TorchBackend
 from engine.kernels.softmax import Softmax
+from engine.kv.cache_spec import CacheSpec
 from engine.kv.fp8 import BAD_CODE, LEAST_EXPONENT, dequantized, quantized
-from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.kv_pool import KVPool
 from tests.attention.attention_cases import (
     Heads,
     Sequence,

@@ -1,7 +1,8 @@
 import torch
 
+from engine.kv.cache_spec import CacheSpec, page_bytes_of
 from engine.kv.device_memory import DeviceBytes
-from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.kv_pool import KVPool
 
 
 def bf16(kv_heads: int = 2, head_dim: int = 16) -> CacheSpec:
@@ -37,7 +38,7 @@ def test_write_lands_at_page_and_offset_and_nowhere_else():
 def test_page_bytes_are_padded_and_mixed_dtypes_stay_aligned():
     specs = [bf16(kv_heads=1, head_dim=3), fp32(), bf16()]
     pool = KVPool(specs, num_pages=2, page_size=1, device="cpu")
-    assert pool.page_bytes % 64 == 0 and pool.page_bytes == KVPool.page_bytes_of(specs, 1)
+    assert pool.page_bytes % 64 == 0 and pool.page_bytes == page_bytes_of(specs, 1)
     at = torch.tensor([1]), torch.tensor([0])
     for layer, spec in enumerate(specs):
         x = torch.full((1, spec.num_kv_heads, spec.head_dim), float(layer + 1))

@@ -11,7 +11,8 @@ from engine.attention.latent_cpu import CpuLatents
 from engine.attention.latent_sparse import SparseLatents
 from engine.attention.latent_torch import TorchLatents
 from engine.attention.latent_triton import TritonLatents
-from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.cache_spec import CacheSpec
+from engine.kv.kv_pool import KVPool
 from engine.layers.latents import NewLatents
 from service.flags import ConfigError
 from tests.attention.attention_cases import TOLERANCE, Heads, Sequence, make_sequences, make_step, pages_needed

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from engine.core.plan import PageLoad, PageSave, Plan
+from engine.kv.cache_spec import CacheSpec
 from engine.kv.host_pool import HostPool
-from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.kv_pool import KVPool
 from engine.kv.page_backup import PageBackup
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from engine.kernels.triton_checksum import page_sums_kernel, sums_constants
+from engine.kv.cache_spec import CacheSpec
 from engine.kv.held import HeldKV, combine
-from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.kv_pool import KVPool
 from engine.kv.page_checksum import PageChecksum
 from tests.attention.test_triton import check_compiled, own_directory  # noqa: F401 (a fixture of every test here)
 from tests.sampler.sampler_cases import MASK, mix

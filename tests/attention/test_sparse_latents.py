@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from engine.attention.backend import make_attention_backend
-from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.cache_spec import CacheSpec
+from engine.kv.kv_pool import KVPool
 from engine.layers.latents import NewLatents, TokenChooser
 from tests.attention.attention_cases import TOLERANCE, Heads, Sequence, make_sequences, make_step
 

@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
+from engine.kv.cache_spec import CacheSpec
 from engine.kv.held import CopiesDiffer, HeldKV, HeldState, combine, total
-from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.kv_pool import KVPool
 from engine.kv.state_checksum import StateChecksum
 from engine.kv.state_pool import StatePool, StateSpec
 from engine.ranks.rank_checksum import RankChecksum, alone

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from engine.attention.backend import make_attention_backend
-from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.cache_spec import CacheSpec, page_bytes_of
+from engine.kv.kv_pool import KVPool
 from service.flags import ConfigError
 from tests.attention.attention_cases import (
     TOLERANCE,
@@ -28,7 +29,7 @@ def test_each_head_lies_in_its_unit_in_the_order_of_a_page_of_one(units: int) ->
     pool = KVPool(specs, num_pages=3, page_size=4, device="cpu", units=units)
     halves = [4 * spec.num_kv_heads // units * spec.row_bytes() for spec in specs]
     assert pool.layer_ends() == [2 * halves[0], pool.unit_bytes]
-    assert pool.page_bytes == units * pool.unit_bytes == KVPool.page_bytes_of(specs, 4, units=units)
+    assert pool.page_bytes == units * pool.unit_bytes == page_bytes_of(specs, 4, units=units)
     assert pool.unit_bytes % 64 == 0 and 0 <= pool.unit_bytes - 2 * sum(halves) < 64
     for layer, page, token in product(range(2), range(4), range(4)):
         of_unit = specs[layer].num_kv_heads // units

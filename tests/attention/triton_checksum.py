@@ -3,7 +3,8 @@
 import torch
 
 from engine.kernels import triton_checksum
-from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.cache_spec import CacheSpec
+from engine.kv.kv_pool import KVPool
 from engine.kv.page_checksum import PageChecksum
 
 

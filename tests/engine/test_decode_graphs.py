@@ -18,7 +18,8 @@ from engine.executor.future_map import FutureMap
 from engine.executor.prefill_graphs import MOST_REQUESTS, PrefillGraphs, prefill_graph_sizes
 from engine.flags.resolve import resolve
 from engine.kernels.extend_plan import MOST_WHOLE
-from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.cache_spec import CacheSpec
+from engine.kv.kv_pool import KVPool
 from engine.kv.page_table import PageTable
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from service.flags import ConfigError

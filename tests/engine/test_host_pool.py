@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from engine.core.plan import PageCopy, Plan, PlanItem
+from engine.kv.cache_spec import CacheSpec
 from engine.kv.host_pool import HostPool
-from engine.kv.kv_pool import CacheSpec, KVPool
+from engine.kv.kv_pool import KVPool
 
 
 def test_pages_come_back_elsewhere_as_they_were() -> None:
