@@ -35,7 +35,7 @@ from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.warm_up import StepExecutor, by_executor
 from engine.executor.weights import WeightUpdater
 from engine.flags.resolve import depth, resolve, state_slots
-from engine.flags.speculation import with_drafter
+from engine.flags.speculation import most_drafted, with_drafter
 from engine.hicache.build import build_host_tier
 from engine.hicache.disk import Disk
 from engine.kernels.linear import linear_kernel
@@ -160,12 +160,13 @@ def build_engine(
     )
     if found is not None:
         config, found = with_fitting_prompts(given, config, found, recurrent=recurrent)
-    slot_bytes = slots = 0
+    slot_bytes = slots = shadows = 0
     if recurrent:
         slot_bytes = StatePool.slot_bytes_of(model.state_specs())
-        config = with_state_slots(given, config, found, slot_bytes=slot_bytes)
+        drafted = most_drafted(config, decodes=use.decodes)
+        config, shadows = with_state_slots(given, config, found, slot_bytes=slot_bytes, drafted=drafted)
         slots = state_slots(config)
-    slots_bytes = (1 + slots) * slot_bytes
+    slots_bytes = (1 + slots + shadows) * slot_bytes
     held = held_by(config, model_config, place)
     units, specs = len(held.units), kept_specs(config, model.cache_specs())
     page_bytes = page_bytes_of(specs, config.page_size, units=units)
@@ -173,8 +174,8 @@ def build_engine(
     if group is not None:
         least = group.followers.await_ready(fingerprint=files, timeout_s=group.timeout_s)
         pages, config = min(pages, least.num_pages), _with_least(config, least)
-        slots = state_slots(config) if recurrent else 0
-        slots_bytes = (1 + slots) * slot_bytes
+        slots, shadows = state_slots(config) if recurrent else 0, min(shadows, least.shadow_slots)
+        slots_bytes = (1 + slots + shadows) * slot_bytes
     kept = why_kept(config, specs, use, recurrent=recurrent)
     apart = not kept
     pools = build_pools(config, specs, num_pages=pages, units=units, apart=apart, allocate=use.allocate_kv)
@@ -206,6 +207,7 @@ def build_engine(
             backup_states=room.states,
             files=tier.files if tier else "",
             state_slots=slots,
+            shadow_slots=shadows,
             apart=apart,
             chunked_prefill_size=config.chunked_prefill_size,
         )
@@ -223,6 +225,7 @@ def build_engine(
         progress=progress,
         place=place,
         windows=pools.windows,
+        shadows=shadows,
         **_rank_inputs(config, model_config, group),
     )
     executor = _leading(config, device, group, wakeup) if group else device.executor
@@ -232,7 +235,10 @@ def build_engine(
     if gauge is not None:
         _warm(config, model_config, executor, use, positions=pool.num_pages * config.page_size, progress=progress)
     config = with_running_requests(given, config, pages=pool.num_pages, slots=slots, windows=pools.num_windows)
-    states = make_state_slots(config, peers_write=use.peers_write_pages or room != NOTHING) if recurrent else None
+    states = None
+    if recurrent:
+        peers_write = use.peers_write_pages or room != NOTHING
+        states = make_state_slots(config, peers_write=peers_write, num_shadows=shadows)
     kv_memory, events = build_memory(
         config,
         num_pages=pool.num_pages,
@@ -247,6 +253,7 @@ def build_engine(
         {**pools.bytes_by_name(), "states": slots_bytes},
         copies=tier_bytes + backup_bytes(room, pools, slot_bytes=slot_bytes),
         tokens=pool.num_pages * config.page_size,
+        shadows=shadows,
     )
 
     def rename_pages(version: str, files: str) -> None:

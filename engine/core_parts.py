@@ -80,5 +80,5 @@ def build_scheduler(
         tail_texts=tail_texts,
         uniform=random.Random(config.random_seed).random,
         step_budget=step_budget(config, model, part_tokens=own_limits.part_tokens),
-        drafting=drafting_of(config, model, decodes=use.decodes),
+        drafting=drafting_of(config, decodes=use.decodes),
     )

@@ -24,13 +24,14 @@ def check_recurrent(config: EngineConfig) -> None:
         )
 
 
-def make_state_slots(config: EngineConfig, *, peers_write: bool) -> StateSlots:
-    """`peers_write`: outside the stream's order; or copies from the host do, ahead of a step's own."""
+def make_state_slots(config: EngineConfig, *, peers_write: bool, num_shadows: int) -> StateSlots:
+    """`peers_write`: outside the stream's order; or copies from the host do, ahead of a step's own. `num_shadows`: as of StateSlots."""
     return StateSlots(
         num_slots=state_slots(config),
         grid=grid_of(config.page_size),
         keeps_snapshots=not config.disable_radix_cache,
         peers_write=peers_write,
+        num_shadows=num_shadows,
     )
 
 

@@ -4,6 +4,8 @@ Drafts follow known tokens. So where drafts pay, decodes are planned when none i
 two half batches in turn would read the weights twice. What the executor's drafter drafts is a step of its own before them.
 """
 
+from itertools import chain, islice
+
 from engine.core.departures import Departures
 from engine.core.drafting import Drafting
 from engine.core.plan import PlanItem, SlotOpen
@@ -43,7 +45,7 @@ class DecodePlanner:
         self._awaits_tokens = bool(counts) and in_flight
         if not counts or in_flight:
             return [], []
-        asked = [r for r in ready if r.rid in counts]
+        asked = [r for r in ready if r.rid in counts][: self._memory.most_drafted]
         for request in asked:
             if self._memory.needs_page(request) and self._memory.available > len(ready):
                 self._memory.grow(request)  # the decode step would
@@ -68,8 +70,9 @@ class DecodePlanner:
                 return [], []
             in_flight = any(r.pending for r in ready)
             drafts = self._drafting.choose(able, rows=len(ready), overlaps=in_flight)
-            if drafts and in_flight:
+            if drafts and (in_flight or self._is_verifying()):
                 return [], []
+            drafts = dict(islice(drafts.items(), self._memory.most_drafted))
             for request in able:
                 request.drafts.is_able = True
         ready = self._with_rows(ready, now_s)
@@ -83,13 +86,19 @@ class DecodePlanner:
         for request in ready:
             end = request.launched_len + 1
             if guesses := drafts.get(request.rid):
-                end += self._memory.make_room(request, len(guesses), left_free=len(ready))
+                most = self._memory.end_of_drafts(request, request.launched_len, end + len(guesses)) - end
+                end += self._memory.make_room(request, most, left_free=len(ready))
                 drafts[request.rid] = guesses[: end - request.launched_len - 1]
             self._memory.extend(request, end)
-            self._memory.snapshot_answer(request, request.launched_len + 1)
+            self._memory.snapshot_answer(request, end)
         if drafts:
             return self._rows(ready, drafts), opens
         return [_row(r) for r in ready], opens
+
+    def _is_verifying(self) -> bool:
+        """Whether a recurrent state stands behind drafts that are not judged yet: what takes it back knows one such step."""
+        stages, has_states = self._stages, self._memory.states is not None
+        return has_states and any(r.drafts.rows for r in chain(stages.running, stages.draining))
 
     def _rows(self, ready: list[Request], drafts: dict[str, list[int]]) -> list[PlanItem]:
         return [item for r in ready for item in (_row(r), *draft_items(r, drafts.get(r.rid, [])))]

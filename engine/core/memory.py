@@ -237,8 +237,17 @@ class Memory:
         if self.states is not None:
             self.states.snapshot(request, at)
 
+    @property
+    def most_drafted(self) -> int | None:
+        """Of how many requests a step may verify drafts; None: of any."""
+        return None if self.states is None else self.states.num_shadows
+
+    def end_of_drafts(self, request: Request, start: int, end: int) -> int:
+        """Return how far a step may verify drafts that is to compute tokens `start`..`end` of an answer."""
+        return end if self.states is None or not self.cache.enabled else self.states.cut_answer(request, start, end)
+
     def snapshot_answer(self, request: Request, at: int) -> None:
-        """The same of a step that computes a token of an answer."""
+        """The same of a step that computes tokens of an answer, `at` at most."""
         if self.states is not None and self.cache.enabled:
             self.states.snapshot_answer(request, at)
 
@@ -254,6 +263,15 @@ class Memory:
             request.answer_snapshot = request.lock if at > len(request.input_ids) else None
         else:
             self.states.drop(slot)
+
+    def reject(self, request: Request, at: int) -> None:
+        """Take back what a step has made of a state that passed a rejected draft, and forget the snapshot after `at` tokens."""
+        if self.states is None:
+            return
+        if slot := request.snapshots.pop(at, 0):
+            self.states.drop(slot)
+        if request.finish is None:
+            self.states.rewind(request)
 
     def give_back(self, request: Request) -> None:
         """Take everything from the request; what is computed stays cached. No step may be in flight."""

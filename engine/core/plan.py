@@ -112,6 +112,17 @@ class StateCopy:
     dst: int
 
 
+@dataclass(slots=True, frozen=True)
+class StateRewind:
+    """The state of the request in row `slot` becomes that behind its first `length` tokens.
+
+    It is behind drafts that were rejected, of the last step that had some.
+    """
+
+    slot: int
+    length: int
+
+
 @dataclass(slots=True)
 class Plan:
     """One step, which may have no items. `extend`: some item is part of a prompt; decodes may ride along.
@@ -122,8 +133,9 @@ class Plan:
     `agreed`: with DP attention, the step as all ranks compute it, filled in before launch; None: it has none of their layers.
 
     `states`: what requests with recurrent state begin from; `snapshots`: copies of states as the step leaves them. Each in order.
+    `rewinds`: states behind drafts that an earlier step verified, which no step has read since.
 
-    Order that the executor owes: `to_host`, `from_host`, `drops` (copies to forget), `loads`, `saves`, `closes`, `opens`, `states`,
+    Order that the executor owes: `rewinds`, `to_host`, `from_host`, `drops` (copies to forget), `loads`, `saves`, `closes`, `opens`, `states`,
     page rows of `items`, forward, `snapshots`, sampling.
     """
 
@@ -141,6 +153,7 @@ class Plan:
     from_host: list[PageCopy] = field(default_factory=list)
     states: list[StateCopy] = field(default_factory=list)
     snapshots: list[StateCopy] = field(default_factory=list)
+    rewinds: list[StateRewind] = field(default_factory=list)
     sample_deferred: bool = False
     agreed: AgreedStep | None = None
 

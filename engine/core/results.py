@@ -31,6 +31,8 @@ class Results:
         self._state.backups.on_collected(plan)
         if host is not None:
             host.on_collected(plan)
+        if memory.states is not None:
+            memory.states.on_collected(plan)
         for item, item_result in zip(plan.items, result.items, strict=True):
             request = live[item.rid]
             request.inflight -= 1
@@ -47,6 +49,7 @@ class Results:
                 self._state.counters.drafts += 1
                 if not _was_right(request, item):
                     _take_back(request)
+                    memory.reject(request, item.kv_len)
                     continue
                 request.drafts.accepted += 1
                 self._state.counters.accepted_drafts += 1

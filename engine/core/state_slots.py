@@ -11,6 +11,10 @@ A snapshot needs no lock: copies are plan data and run in order, so a slot may h
 planned. Where peers write slots, which they do outside that order, a snapshot stays while a request reads its node: until then a
 copy from it may not have run.
 
+Drafts: a step passes a state over all of a request's rows in turn. If some are rejected, the next plan takes the state back, before
+anything else reads it; until that step is collected, the slot stays with its request. Rows of one step do not cross a multiple of
+`every`, so a snapshot is of all of them, or dropped.
+
 After SGLang's MambaRadixCache; snapshots where prompts part are Marconi's (arXiv:2411.19379).
 """
 
@@ -19,7 +23,7 @@ from collections.abc import Callable
 from math import lcm
 
 from engine.core.page_allocator import PageAllocator
-from engine.core.plan import Plan, StateCopy
+from engine.core.plan import Plan, StateCopy, StateRewind
 from engine.core.radix_node import Node
 from engine.core.request import Request
 
@@ -28,7 +32,10 @@ EVERY = 256  # tokens of an answer between two snapshots
 
 
 class StateSlots:
-    """`grid`: tokens, a multiple of the page. `keeps_snapshots`: False: no prefix is found again."""
+    """`grid`: tokens, a multiple of the page. `keeps_snapshots`: False: no prefix is found again.
+
+    `num_shadows`: of how many requests a step may verify drafts: the executor keeps their states as they were before.
+    """
 
     def __init__(
         self,
@@ -38,17 +45,21 @@ class StateSlots:
         every: int | None = None,
         keeps_snapshots: bool = True,
         peers_write: bool = False,
+        num_shadows: int = 0,
     ) -> None:
         self.allocator = PageAllocator(num_pages=num_slots, page_size=1)
         self.grid = grid
         self.keeps_snapshots = keeps_snapshots
         self._every = lcm(EVERY, grid) if every is None else every
         self._peers_write = peers_write
+        self.num_shadows = num_shadows
         self.num_snapshots = 0  # kept since start
         self.on_change: Callable[[Node], None] = lambda node: None  # a snapshot has come to a node, or gone
         self._nodes: OrderedDict[int, Node] = OrderedDict()  # slot of a snapshot -> node, least recently used first
         self._begins: list[StateCopy] = []  # since the last plan
         self._snapshots: list[StateCopy] = []
+        self._rewinds: dict[int, Request] = {}  # since the last plan, by slot
+        self._rewinding: dict[int, list[Request]] = {}  # by the plan in flight that does it
 
     @property
     def num_available(self) -> int:
@@ -69,6 +80,7 @@ class StateSlots:
 
     def free(self, request: Request) -> None:
         assert not request.snapshots, f"{request.rid}: a snapshot is on its way"
+        self._rewinds.pop(request.state, None)
         if request.state:
             self.allocator.free([request.state])
         request.state = 0
@@ -99,9 +111,20 @@ class StateSlots:
             self._copy(request, at)
 
     def snapshot_answer(self, request: Request, at: int) -> None:
-        """The same of a step that computes a token of its answer."""
-        if at % self._every == 0 and self.keeps_snapshots and request.keep_kv and self.num_available:
+        """The same of a step that computes tokens of its answer up to there."""
+        if at % self._every == 0 and self._keeps_answer(request) and self.num_available:
             self._copy(request, at)
+
+    def cut_answer(self, request: Request, start: int, end: int) -> int:
+        """Return how far a step may verify drafts that is to compute `start`..`end`: a snapshot is taken at its end."""
+        return min(end, (start // self._every + 1) * self._every) if self._keeps_answer(request) else end
+
+    def _keeps_answer(self, request: Request) -> bool:
+        return self.keeps_snapshots and request.keep_kv
+
+    def rewind(self, request: Request) -> None:
+        """Take its state back behind the tokens computed so far, in the next plan: it is behind rejected drafts."""
+        self._rewinds[request.state] = request
 
     def _copy(self, request: Request, at: int) -> None:
         assert at % self.grid == 0, f"{request.rid}: a snapshot off the grid"
@@ -155,6 +178,20 @@ class StateSlots:
         """Put every copy requested since the last plan into this one."""
         plan.states, self._begins = self._begins, []
         plan.snapshots, self._snapshots = self._snapshots, []
+        if self._rewinds:
+            self._attach_rewinds(plan)
+
+    def _attach_rewinds(self, plan: Plan) -> None:
+        requests, self._rewinds = list(self._rewinds.values()), {}
+        for request in requests:
+            assert request.slot is not None, f"{request.rid}: its row has gone, and its state is to be taken back"
+            plan.rewinds.append(StateRewind(request.slot, request.computed_len))
+            request.inflight += 1
+        self._rewinding[plan.seq] = requests
+
+    def on_collected(self, plan: Plan) -> None:
+        for request in self._rewinding.pop(plan.seq, ()):
+            request.inflight -= 1
 
     def gauges(self) -> dict[str, float]:
         counts = self.allocator.counts()
@@ -164,6 +201,7 @@ class StateSlots:
     def check(self) -> None:
         self.allocator.check()
         assert not self._begins and not self._snapshots, "copies of states without a plan"
+        assert all(request.state == slot for slot, request in self._rewinds.items()), "a state to take back has gone"
         assert all(node.state == slot and node.parent is not None for slot, node in self._nodes.items())
         assert len(self._nodes) == self.allocator.counts()["cached"]
 

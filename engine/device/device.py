@@ -116,11 +116,12 @@ def build_forward(
     max_pages: int | None = None,
     exchange: RowExchange | None = None,
     windows: KVPool | None = None,
+    shadows: int = 0,
 ) -> ForwardParts:
     """`config` is resolved. `num_heads`: query heads of `model`. `tapes`: decode steps are recorded where they can be.
 
     `max_pages`: of a request; None: as many as the pool has and the context needs. `windows`: pool of the layers that have one.
-    Raises ConfigError.
+    `shadows`: of how many requests with recurrent states a step may verify drafts. Raises ConfigError.
     """
     assert config.max_running_requests is not None, "resolved"
     make = partial(make_attention_backend, config.attention_backend, num_heads=num_heads, needs=model.attention_needs)
@@ -148,7 +149,7 @@ def build_forward(
         adapters=_bank(config, model, grouped=isinstance(backend, CapturableBackend)) if config.enable_lora else None,
         tapes=recorded,
         joint=None if exchange is None else JointSteps(exchange, tapes=recorded, scratch_slot=scratch),
-        states=_states(config, model, pool.device),
+        states=_states(config, model, pool.device, shadows=shadows),
         window_table=window_table,
     )
 
@@ -170,6 +171,7 @@ def build_device(
     future_map: FutureMap | None = None,
     inputs: StepInputs | None = None,
     windows: KVPool | None = None,
+    shadows: int = 0,
     backup_room: CopySize = NOTHING,
 ) -> Device:
     """Put `model` and `pool` under an executor and record its decode steps. Raises ConfigError.
@@ -177,7 +179,7 @@ def build_device(
     `config` is resolved. `decodes`, `prefills`: whether such steps are recorded, as CUDA graphs or (decode steps) as tapes of
     C kernels. `capture`: records graphs in place of CUDA. `max_pages`: of a request; None: as many as the pool has and the context
     needs. `place`: which rank of the model this is. `exchange`: with DP attention. `future_map`: shared with other ranks. `inputs`: of
-    steps; None: the future map's. `windows`: as of `build_forward`. `backup_room`: for copies of retracted requests.
+    steps; None: the future map's. `windows`, `shadows`: as of `build_forward`. `backup_room`: for copies of retracted requests.
     """
     assert config.num_threads is not None and config.max_running_requests is not None, "resolved"
     device, num_slots = pool.device, config.max_running_requests
@@ -190,6 +192,7 @@ def build_device(
         max_pages=max_pages,
         exchange=exchange,
         windows=windows,
+        shadows=shadows,
     )
     in_graphs = isinstance(parts.backend, CapturableBackend)
     future_map = future_map or FutureMap.on(device, num_slots=num_slots)
@@ -235,18 +238,19 @@ def _can_tape(config: EngineConfig, backend: AttentionBackend) -> bool:
     return recordable and not config.disable_cuda_graph and linear_kernel() is not None and tape_library() is not None
 
 
-def _states(config: EngineConfig, model: DenseDecoder, device: torch.device) -> States | None:
+def _states(config: EngineConfig, model: DenseDecoder, device: torch.device, *, shadows: int) -> States | None:
     """Raises ConfigError."""
     assert config.max_running_requests is not None, "resolved"
     specs, num_slots = model.state_specs(), state_slots(config)
     if not specs:
         return None
     try:
-        pool = StatePool(specs, num_slots=num_slots, device=device)
+        pool = StatePool(specs, num_slots=num_slots, num_shadows=shadows, device=device)
     except (MemoryError, OSError, torch.OutOfMemoryError) as error:
-        size = num_slots * StatePool.slot_bytes_of(specs) / 2**30
+        size = (num_slots + shadows) * StatePool.slot_bytes_of(specs) / 2**30
+        beside = f" and {shadows} copies for drafts" if shadows else ""
         raise ConfigError(
-            f"--max-running-requests {config.max_running_requests}: no memory for {num_slots} recurrent states of {size:.1f} GiB "
+            f"--max-running-requests {config.max_running_requests}: no memory for {num_slots} recurrent states{beside} of {size:.1f} GiB "
             f"({error}); lower it"
         ) from error
     return States(pool, num_rows=config.max_running_requests)

@@ -66,11 +66,17 @@ def _steps_text(config: EngineConfig) -> str:
 
 
 def note_memory(
-    config: EngineConfig, found: MeasuredMemory | None, pools: Mapping[str, int], *, copies: int, tokens: int
+    config: EngineConfig,
+    found: MeasuredMemory | None,
+    pools: Mapping[str, int],
+    *,
+    copies: int,
+    tokens: int,
+    shadows: int = 0,
 ) -> dict[str, int]:
     """Return, and log, the bytes of each part of memory. `config`: as it serves. `pools`: of pages and states, by name.
 
-    `copies`: of KV on the host. `tokens`: that the KV cache holds.
+    `copies`: of KV on the host. `tokens`: that the KV cache holds. `shadows`: of recurrent states.
     """
     assert config.context_length is not None, "resolved"
     measured = {} if found is None else {"weights": found.weights, "steps": found.steps, "graphs": found.graphs}
@@ -80,6 +86,8 @@ def note_memory(
             0, found.free - sum(measured.values()) - sum(pools.values()) - (0 if found.on_gpu else copies)
         )
     states = f", {state_slots(config)} recurrent states" if pools.get("states") else ""
+    if shadows:
+        states += f" and {shadows} copies for drafts"
     log.info(
         "memory: %s; a KV cache of %d tokens in %s%s, at most %d running requests, %s",
         memory_text(parts),

@@ -129,20 +129,34 @@ def kv_pages(
 
 
 def with_state_slots(
-    given: EngineConfig, config: EngineConfig, found: MeasuredMemory | None, *, slot_bytes: int
-) -> EngineConfig:
-    """Let recurrent states take no more than their share of memory. `found`: as of `kv_pages`. Raises ConfigError."""
+    given: EngineConfig, config: EngineConfig, found: MeasuredMemory | None, *, slot_bytes: int, drafted: int
+) -> tuple[EngineConfig, int]:
+    """Let recurrent states take no more than their share of memory. `found`: as of `kv_pages`. Raises ConfigError.
+
+    `drafted`: of how many requests a step should be able to verify drafts: each takes one slot more, a shadow. Return of how many it is.
+    """
+    wanted = state_slots(config)
     if found is None or config.max_mamba_cache_size is not None:
-        return config
+        return config, _shadows_beside(wanted, drafted)
     left, ratio = static_left(given, found), config.mamba_full_memory_ratio
-    fitting = int(left * ratio / (1 + ratio)) // slot_bytes
-    if fitting < LEAST_SLOTS:
+    fitting, asked = int(left * ratio / (1 + ratio)) // slot_bytes, config.speculative_algorithm
+    if fitting == LEAST_SLOTS and asked is None:
+        drafted = 0  # what a grammar forces does without
+    if fitting < LEAST_SLOTS + (drafted > 0):
+        needs = f"three with --speculative-algorithm {asked}" if drafted and asked else "two"
         raise ConfigError(
             f"--mem-fraction-static {config.mem_fraction_static:g}: {left / 2**20:.0f} MiB, of which --mamba-full-memory-ratio "
-            f"{ratio:g} is for recurrent states of {slot_bytes / 2**20:.1f} MiB, and one request needs two; raise one of them, or set "
-            "--max-mamba-cache-size"
+            f"{ratio:g} is for recurrent states of {slot_bytes / 2**20:.1f} MiB, and one request needs {needs}; raise one of them, or "
+            "set --max-mamba-cache-size"
         )
-    return replace(config, max_mamba_cache_size=min(fitting, state_slots(config)))
+    most = next(slots for slots in range(fitting, 0, -1) if slots + _shadows_beside(slots, drafted) <= fitting)
+    slots = min(most, wanted)
+    return replace(config, max_mamba_cache_size=slots), _shadows_beside(slots, drafted)
+
+
+def _shadows_beside(slots: int, drafted: int) -> int:
+    """As many as requests run at once."""
+    return min(drafted, slots // LEAST_SLOTS)
 
 
 def with_running_requests(

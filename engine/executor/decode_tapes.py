@@ -2,7 +2,8 @@
 
 A tape holds calls of C kernels only. To check that a model's layers are nothing else, the first two steps of a size are
 also computed without the tape, and these results count; if the second one's bits differ, that size has no tape. Sizes of steps with
-drafts come and go: they are recorded once they have come `OFTEN`. Embeddings and positions are copied to where the tape reads
+drafts come and go: they are recorded once they have come `OFTEN`, of a recurrent model on tapes of their own, whose products stay
+(engine/executor/states.py). Embeddings and positions are copied to where the tape reads
 them; the attention kernel receives pages and lengths as in any step.
 """
 
@@ -25,17 +26,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Recorded:
-    """`begun` and `hidden`: what the tape reads and writes. `is_checked`: it gave the bits of the model itself."""
+    """`begun`, `hidden` and `products`: what the tape reads and writes. `is_checked`: it gave the bits of the model itself.
+
+    `products`: that recurrent layers keep of a step with drafts, by layer.
+    """
 
     tape: Tape
     begun: Begun
     hidden: Tensor
+    products: dict[int, Tensor]
     is_checked: bool = False
 
-    def play(self, begun: Begun) -> Tensor:
+    def play(self, model: DenseDecoder, begun: Begun) -> Tensor:
         for mine, now in zip(self.begun, begun, strict=True):
             mine.copy_(now)
         self.tape.play()
+        if self.products and model.states is not None:
+            model.states.products = dict(self.products)
         return self.hidden.clone()  # the memory is the next step's
 
 
@@ -47,7 +54,7 @@ class DecodeTapes:
 
     def __init__(self, *, shared_by: int = 1) -> None:
         self._workspace = Workspace(MOST_ROWS * shared_by)
-        self._tapes: dict[int, _Recorded | None] = {}
+        self._tapes: dict[tuple[int, bool], _Recorded | None] = {}  # by size, and whether products stay
         self._seen: Counter[int] = Counter()  # steps with drafts, by size
 
     def forget(self) -> None:
@@ -63,36 +70,49 @@ class DecodeTapes:
     ) -> Tensor:
         """`model.forward` of a step that `takes` accepted and the attention backend has begun."""
         begun, size = model.begin(input_ids, positions), len(input_ids)
-        if drafts and size not in self._tapes:
+        kind = size, model.states is not None and drafts
+        if drafts and kind not in self._tapes:
             self._seen[size] += 1
             if self._seen[size] < OFTEN:
                 return model.layers(begun, attend)
-        if size not in self._tapes:
+        if kind not in self._tapes:
             put_back = model.keep_states()
-            self._tapes[size] = self._record(model, begun, attend)
+            self._tapes[kind] = self._record(model, begun, attend)
             put_back()
             return model.layers(begun, attend)
-        recorded = self._tapes[size]
+        recorded = self._tapes[kind]
         if recorded is None:
             return model.layers(begun, attend)
         if recorded.is_checked:
-            return recorded.play(begun)
+            return recorded.play(model, begun)
         put_back = model.keep_states()
-        played = recorded.play(begun)
+        played = [recorded.play(model, begun), *(product.clone() for product in _kept(model).values())]
         put_back()
-        return self._compare(size, recorded, played, model.layers(begun, attend))
+        return self._compare(kind, recorded, played, [model.layers(begun, attend), *_kept(model).values()])
 
     def _record(self, model: DenseDecoder, begun: Begun, attend: Attend) -> _Recorded:
         own = tuple(x.clone() for x in begun)
         tape = Tape(self._workspace)
         with tape.recording():
             hidden = model.layers(own, attend)
-        return _Recorded(tape, own, hidden)
+        return _Recorded(tape, own, hidden, _kept(model))
 
-    def _compare(self, size: int, recorded: _Recorded, played: Tensor, computed: Tensor) -> Tensor:
-        """Return what was computed without the tape, whose KV was written last; drop a tape that gives other bits."""
-        recorded.is_checked = torch.equal(played.view(torch.uint8), computed.view(torch.uint8))
+    def _compare(
+        self, kind: tuple[int, bool], recorded: _Recorded, played: list[Tensor], computed: list[Tensor]
+    ) -> Tensor:
+        """Return what was computed without the tape, whose KV was written last; drop a tape that gives other bits.
+
+        Hidden states, and behind them the products that stay.
+        """
+        pairs = zip(played, computed, strict=True)
+        recorded.is_checked = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
         if not recorded.is_checked:
-            self._tapes[size] = None
-            log.warning("decode steps of %d requests run without a tape: it does not give the same bits", size)
-        return computed
+            self._tapes[kind] = None
+            log.warning("decode steps of %d rows run without a tape: it does not give the same bits", kind[0])
+        return computed[0]
+
+
+def _kept(model: DenseDecoder) -> dict[int, Tensor]:
+    """The products that the step which has just run keeps."""
+    states = model.states
+    return dict(states.products) if states is not None and states.keeps else {}

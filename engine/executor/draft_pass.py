@@ -22,6 +22,7 @@ from engine.attention.backend import AttentionBackend
 from engine.core.plan import PlanItem
 from engine.executor.future_map import FutureMap
 from engine.executor.logit_rows import first_rows
+from engine.executor.runs import runs_of
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_table import PageTable
 from engine.kv.step_batch import StepBatch
@@ -98,7 +99,7 @@ class DraftPass:
         self._runs = None
         if features is None:
             return
-        runs = _runs(items, starts)
+        runs = runs_of(items)
         self._keep_tails([run for run in runs if len(run) == 1], starts, items, features)
         if drafted := [run for run in runs if len(run) > 1]:
             rows = [[starts[i] for i in run] for run in drafted]
@@ -235,17 +236,6 @@ class DraftPass:
 
     def _ids(self, values: list[int]) -> Tensor:
         return upload(torch.tensor(values), self._device)
-
-
-def _runs(items: Sequence[PlanItem], starts: Sequence[int]) -> list[list[int]]:
-    """The items of each request, those with drafts behind the known one."""
-    runs: list[list[int]] = []
-    for i, item in enumerate(items):
-        if item.draft:
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    return runs
 
 
 def _drafter(model: DenseDecoder) -> DraftModel:

@@ -99,6 +99,11 @@ class ForwardPass:
         if self._states is not None:
             self._states.open(opened)
 
+    def rewind(self, model: DenseDecoder, plan: Plan) -> None:
+        """Take states back, before anything of the step reads them."""
+        assert self._states is not None, "the model has no states"
+        self._states.rewind(model, plan.rewinds)
+
     def run(self, model: DenseDecoder, plan: Plan, arrival: Arrival) -> Forward:
         """Compute the hidden states [T, hidden] of all new tokens, item after item; a graph of a decode step samples, too.
 
@@ -165,7 +170,7 @@ class ForwardPass:
         step, positions, flat = self._batch(plan, items)
         self._backend.begin(step)
         if self._states is not None:
-            self._states.begin(plan, step)
+            self._states.begin(plan, items, step)
         inputs = self._inputs.resolve(flat)
         if (tapes := self._tapes_for(plan)) is not None:
             arrival.hold_all()

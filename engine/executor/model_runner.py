@@ -65,6 +65,8 @@ class ModelRunner:
 
         Raises DeviceOutOfMemory. A torch.OutOfMemoryError of copies or slots is not one: later steps rely on them.
         """
+        if plan.rewinds:
+            self._forward_pass.rewind(self.running.model, plan)
         arrival = self._copies.begin(plan)
         for slot in plan.closes:
             self._sample_pass.sampler.close(slot)

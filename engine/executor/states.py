@@ -1,31 +1,83 @@
-"""Recurrent states in a step: what requests begin from, where each one's state lies, and copies of what the step leaves."""
+"""Recurrent states in a step: what requests begin from, where each one's state lies, copies of what the step leaves, and back.
 
+    step with drafts   a state is copied to a shadow slot, then passes all rows of its request; layers keep what these gave them
+    a later one        has rewinds where drafts were rejected: the shadow is copied back, and passes the rows that count
+
+So a step without drafts does nothing else than before, and where all drafts are right the copy is all that they cost. Only states are
+computed again: a row's output does not depend on what comes behind it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
-from engine.core.plan import Plan, SlotOpen
+from engine.core.plan import Plan, PlanItem, SlotOpen, StateCopy, StateRewind
+from engine.executor.logit_rows import first_rows
+from engine.executor.runs import runs_of
 from engine.kv.state_pool import StatePool, StateTable
 from engine.kv.step_batch import StepBatch
+from engine.kv.upload import upload
 from engine.models.decoder import DenseDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """Rows from `first` on of a step with drafts: a request's, behind its first `start` tokens. `before`: copies of its state then."""
+
+    first: int
+    start: int
+    before: StateCopy
 
 
 class States:
     def __init__(self, pool: StatePool, *, num_rows: int) -> None:
         self.pool = pool
         self._table = StateTable(num_rows=num_rows, device=pool.device)
+        self._slots: dict[int, int] = {}  # the same on the host
+        self._verified: dict[int, _Verified] = {}  # of the last step with drafts, by row of the request table
 
     def attach(self, model: DenseDecoder) -> None:
         model.use_states(self.pool)
 
     def open(self, opened: SlotOpen) -> None:
         self._table.open(opened.slot, opened.state)
+        self._slots[opened.slot] = opened.state
 
     def of(self, slots: Tensor) -> Tensor:
         """Return the state slots [B] int32 of the requests in rows `slots` [B] int64."""
         return self._table.rows[slots]
 
-    def begin(self, plan: Plan, step: StepBatch) -> None:
+    def begin(self, plan: Plan, items: Sequence[PlanItem], step: StepBatch) -> None:
+        """`items`: of the step, which may be more than those of `plan`."""
         self.pool.run(plan.states)
         self.pool.step = step
+        if step.drafts:
+            self._note_runs(items)
+            self.pool.run([run.before for run in self._verified.values()])
+
+    def _note_runs(self, items: Sequence[PlanItem]) -> None:
+        starts, drafted = first_rows(items), [run[0] for run in runs_of(items) if len(run) > 1]
+        self._verified = {
+            items[i].slot: _Verified(
+                starts[i], items[i].start, StateCopy(self._slots[items[i].slot], self.pool.shadow(number))
+            )
+            for number, i in enumerate(drafted)
+        }
 
     def end(self, plan: Plan) -> None:
         self.pool.run(plan.snapshots)
+
+    def rewind(self, model: DenseDecoder, rewinds: Sequence[StateRewind]) -> None:
+        """Let states be behind the rows that count of the last step with drafts."""
+        runs = [self._verified[rewind.slot] for rewind in rewinds]
+        copies = [run.before for run in runs]
+        self.pool.run([StateCopy(copy.dst, copy.src) for copy in copies if copy.src is not None])
+        counts = [rewind.length - run.start for rewind, run in zip(rewinds, runs, strict=True)]
+        rows = [row for run, count in zip(runs, counts, strict=True) for row in range(run.first, run.first + count)]
+        slots = torch.tensor([copy.src for copy in copies], dtype=torch.int32)
+        model.pass_again(self._upload(torch.tensor(rows)), counts, self._upload(slots))
+
+    def _upload(self, values: Tensor) -> Tensor:
+        return upload(values, self.pool.device)

@@ -23,6 +23,7 @@ from service.flags import ConfigError
 FLAG = "--speculative-algorithm"
 NGRAM = "NGRAM"
 FORCED_ROWS = 8  # of a request whose grammar forces tokens, without the flag
+FORCED_REQUESTS = 8  # with such rows in a step, whose states then take memory twice
 NGRAM_ROWS = 32
 NEEDED = {STANDALONE: "a small model of the same tokenizer", EAGLE3: "a checkpoint that is trained for the model"}
 MODEL_STEPS = 4  # tokens that a model drafts: the first ones are right most often, and each costs a pass
@@ -40,7 +41,7 @@ def check_speculation(config: EngineConfig, model: ModelConfig) -> None:
             f"--speculative-ngram-min-match-window-size {shortest}: must be at most "
             f"--speculative-ngram-max-match-window-size ({longest})"
         )
-    if why := _why_not(config, model):
+    if why := _why_not(config):
         raise ConfigError(f"{FLAG} {algorithm}: {why}")
 
 
@@ -74,10 +75,8 @@ def _check_model_flags(config: EngineConfig) -> None:
         )
 
 
-def _why_not(config: EngineConfig, model: ModelConfig) -> str:
+def _why_not(config: EngineConfig) -> str:
     """Why a decode step has one token of each request, and the remedy; "": it may have more."""
-    if model.recurrent is not None:
-        return "a recurrent state cannot go back behind tokens that were guessed wrong; leave it out"
     if config.pp_size > 1:
         return f"--pp-size {config.pp_size} has other tokens in flight; leave it out, or give --tp-size"
     if config.enable_dp_attention:
@@ -138,10 +137,25 @@ def rows_of_request(config: EngineConfig) -> int:
     return config.speculative_num_draft_tokens or default
 
 
-def drafting_of(config: EngineConfig, model: ModelConfig, *, decodes: bool) -> Drafting | None:
-    """Return None where nothing is drafted. Without --speculative-algorithm it is what grammars force. `decodes`: of the worker's role."""
+def may_draft(config: EngineConfig, *, decodes: bool) -> bool:
+    """Whether steps may have drafts. Without --speculative-algorithm they are what grammars force. `decodes`: of the worker's role."""
+    by_grammar = config.grammar_backend == "llguidance" and not _why_not(config)
+    return decodes and (config.speculative_algorithm is not None or by_grammar)
+
+
+def most_drafted(config: EngineConfig, *, decodes: bool) -> int:
+    """Return of how many requests of a recurrent model a step should be able to verify drafts."""
+    assert config.max_running_requests is not None, "resolved"
+    if not may_draft(config, decodes=decodes):
+        return 0
+    most = FORCED_REQUESTS if config.speculative_algorithm is None else config.max_running_requests
+    return min(most, config.max_running_requests)
+
+
+def drafting_of(config: EngineConfig, *, decodes: bool) -> Drafting | None:
+    """Return None where nothing is drafted."""
     algorithm = config.speculative_algorithm
-    if not decodes or (algorithm is None and (config.grammar_backend != "llguidance" or _why_not(config, model))):
+    if not may_draft(config, decodes=decodes):
         return None
     most = rows_of_request(config) - 1
     drafter = NgramDrafter(

@@ -1,12 +1,12 @@
 """What the kernels of recurrent layers receive of a step: whose rows are where, and in which slot each request's state lies."""
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
 from engine.kernels.build import fields
 from engine.kv.state_pool import StatePool
-from engine.kv.step_batch import StepBatch
 
 
 class _Rows(ctypes.Structure):
@@ -27,13 +27,13 @@ class StateRows:
     def address(self) -> int:
         return ctypes.addressof(self._rows)
 
-    def begin(self, step: StepBatch) -> None:
-        slots = step.state_slots
-        assert slots is not None and slots.dtype == torch.int32 and len(slots) == len(step.q_lens), slots
+    def begin(self, lens: Sequence[int], slots: torch.Tensor) -> None:
+        """Requests of so many rows each, one behind the other, whose states are in `slots` [batch] int32, none twice."""
+        assert slots.dtype == torch.int32 and len(slots) == len(lens), slots
         low, high = slots.aminmax()
         assert int(low) >= 0 and int(high) <= self._pool.num_slots, (int(low), int(high))  # C trusts them
         starts = torch.zeros(len(slots) + 1, dtype=torch.int64)
-        torch.cumsum(torch.tensor(step.q_lens), 0, out=starts[1:])
+        torch.cumsum(torch.tensor(lens), 0, out=starts[1:])
         self._kept = (starts, slots.contiguous())
         self._rows.starts, self._rows.slots = (x.data_ptr() for x in self._kept)
         self._rows.batch = len(slots)

@@ -8,7 +8,7 @@ of kernels come from its workspace. The caller makes sure that torch computes no
 import ctypes
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class Workspace:
     def __init__(self, most_rows: int) -> None:
         self._most_rows = most_rows
         self._buffers: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
+        self._lasting: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """[rows, ...] of any content; the buffer returns after `TURNS` of the same row and type."""
@@ -49,6 +50,14 @@ class Workspace:
             buffers.append(buffers.pop(0))
         return buffers[-1][:rows]
 
+    def lasting(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The same, in a buffer that is the tapes' for their `number`-th lasting output alone."""
+        rows, *rest = shape
+        key = number, tuple(rest), dtype
+        if key not in self._lasting:
+            self._lasting[key] = torch.empty((self._most_rows, *rest), dtype=dtype)
+        return self._lasting[key][:rows]
+
 
 class Tape:
     """The caller keeps alive what the calls point at."""
@@ -58,6 +67,8 @@ class Tape:
         self._kept: list[Any] = []
         self._calls: list[_Call] = []
         self._array: ctypes.Array[_Call] | None = None
+        self._is_lasting = False
+        self._num_lasting = 0
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -68,6 +79,22 @@ class Tape:
             yield
         finally:
             _here.tape = None
+
+    @contextmanager
+    def lasting(self) -> Iterator[None]:
+        """Let outputs outlast the tape: no other call of it writes there."""
+        self._is_lasting = True
+        try:
+            yield
+        finally:
+            self._is_lasting = False
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for an output of a call."""
+        if not self._is_lasting:
+            return self.workspace.empty(shape, dtype)
+        self._num_lasting += 1
+        return self.workspace.lasting(self._num_lasting, shape, dtype)
 
     def note(self, kernel: Kernel, args: ctypes.Structure) -> None:
         copy = type(args).from_buffer_copy(args)
@@ -101,7 +128,12 @@ def call(kernel: Kernel, args: ctypes.Structure) -> int:
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Memory for a kernel's output: torch.empty, or the workspace of the tape that records."""
-    return torch.empty(shape, dtype=dtype) if _here.tape is None else _here.tape.workspace.empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype) if _here.tape is None else _here.tape.empty(shape, dtype)
+
+
+def lasting() -> AbstractContextManager[None]:
+    """In the block, outputs are memory that a tape's later calls leave alone."""
+    return nullcontext() if _here.tape is None else _here.tape.lasting()
 
 
 @cache

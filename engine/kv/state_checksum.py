@@ -22,7 +22,7 @@ class StateChecksum:
     """`layers`: of the model's recurrent ones, those that `pool` has. `wakeup`: as of PageChecksum."""
 
     def __init__(self, pool: StatePool, *, layers: range, wakeup: Callable[[], None] = lambda: None) -> None:
-        self._rows = pool.buffer.view(1 + pool.num_slots, pool.slot_bytes)
+        self._rows = pool.slots
         self._runs = list(_runs(pool, layers))
         self._names = [f"state {begin}-{begin + size}" for begin, _, size, _ in self._runs]
         self._wakeup = wakeup

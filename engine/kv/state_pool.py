@@ -1,9 +1,10 @@
 """The bytes of recurrent states: one allocation, slot-major. Owns memory and layout.
 
-    base ->  | slot 0 (scratch) | slot 1 | ... | slot num_slots |              slot_bytes apart
+    base ->  | slot 0 (scratch) | slot 1 | ... | slot num_slots | shadow 0 | ... |          slot_bytes apart
     slot ->  | layer 0 conv [channels, kernel - 1] | layer 0 recurrent, float32 | layer 1 conv | ... | pad |
 
-A slot is what a request remembers in all recurrent layers, whatever its length: one run, so a transfer is one piece.
+A slot is what a request remembers in all recurrent layers, whatever its length: one run, so a transfer is one piece. Shadows are of states
+while drafts are verified (engine/executor/states.py); no request has one, and no peer.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,7 +64,8 @@ class StateSpec:
 
 
 class StatePool:
-    """`specs[i]`: of the i-th recurrent layer. Slot 0 is scratch, for rows of padding; real slots are 1..num_slots.
+    """`specs[i]`: of the i-th recurrent layer. Slot 0 is scratch, for rows of padding; real slots are 1..num_slots, and behind them
+    are `num_shadows` more.
 
     `step`: what layers compute now; its `state_slots` index the first dimension of `conv` and `recurrent`.
     """
@@ -73,17 +75,20 @@ class StatePool:
         specs: Sequence[StateSpec],
         *,
         num_slots: int,
+        num_shadows: int = 0,
         device: str | torch.device,
         allocate: AllocateBytes = zeroed_bytes,
     ) -> None:
         assert specs and num_slots >= 1, (specs, num_slots)
         self.specs = tuple(specs)
         self.num_slots = num_slots
+        self.num_shadows = num_shadows
         self.device = torch.device(device)
         self.slot_bytes = self.slot_bytes_of(specs)
-        self.buffer = allocate((1 + num_slots) * self.slot_bytes, self.device)
+        self._num_rows = 1 + num_slots + num_shadows
+        self.buffer = allocate(self._num_rows * self.slot_bytes, self.device)
         self.step: StepBatch | None = None
-        self._rows = self.buffer.view(1 + num_slots, self.slot_bytes)
+        self._rows = self.buffer.view(self._num_rows, self.slot_bytes)
         offsets = _offsets(specs)
         self._conv = [
             self._view(at, spec.conv, DTYPES[spec.dtype]) for spec, (at, _) in zip(specs, offsets, strict=True)
@@ -100,12 +105,22 @@ class StatePool:
         """Return the address of slot 0; slot s is at base_ptr + s * slot_bytes."""
         return self.buffer.data_ptr()
 
+    @property
+    def slots(self) -> Tensor:
+        """The bytes [1 + num_slots, slot_bytes] without shadows."""
+        return self._rows[: 1 + self.num_slots]
+
+    def shadow(self, number: int) -> int:
+        """Return the row of a shadow, which is none of a slot."""
+        assert number < self.num_shadows, (number, self.num_shadows)
+        return 1 + self.num_slots + number
+
     def conv(self, layer: int) -> Tensor:
-        """Return a [1 + num_slots, channels, kernel - 1] view, contiguous within a slot; the newest input is the last column."""
+        """Return a [1 + num_slots + num_shadows, channels, kernel - 1] view, contiguous within a slot; the newest input is the last column."""
         return self._conv[layer]
 
     def recurrent(self, layer: int) -> Tensor:
-        """Return a [1 + num_slots, *shape] view in float32, contiguous within a slot."""
+        """Return a [1 + num_slots + num_shadows, *shape] view in float32, contiguous within a slot."""
         return self._recurrent[layer]
 
     def run(self, copies: Sequence[StateCopy]) -> None:
@@ -141,7 +156,7 @@ class StatePool:
     def _view(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
         return self.buffer.view(dtype).as_strided(
-            (1 + self.num_slots, *shape),
+            (self._num_rows, *shape),
             (self.slot_bytes // dtype.itemsize, *strides),
             offset_bytes // dtype.itemsize,
         )

@@ -44,7 +44,7 @@ class StepBatch:
     drafts: bool = False
 
     def first_rows(self) -> list[int]:
-        """Return where each request of single tokens begins, and the end."""
+        """Return the first entry of each request, and the end; where tokens are single ones, these are its rows."""
         if not self.drafts:
             return list(range(len(self.q_lens) + 1))
         slots = self.slots.tolist()

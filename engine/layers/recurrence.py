@@ -1,6 +1,7 @@
 """The states of recurrent layers as these see them in a step: whose rows are whose, and each layer's memory."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -8,11 +9,12 @@ from torch import Tensor
 
 from engine.kernels.state_rows import StateRows
 from engine.kv.state_pool import StatePool
+from engine.kv.upload import upload
 from engine.layers.chunks import Chunk, in_chunks
 
 
 class RequestRows(NamedTuple):
-    """Rows `first`.. `end` of a step are one request's. `decodes`: it is one token of an answer."""
+    """Rows `first`.. `end` of a step are one request's. `decodes`: they are tokens of an answer: one, or with drafts several."""
 
     first: int
     end: int
@@ -20,29 +22,50 @@ class RequestRows(NamedTuple):
 
 
 class LayerStates(NamedTuple):
-    """[1 + slots, channels, taps - 1] and [1 + slots, *shape] fp32: of one layer, a row for each slot."""
+    """[slots, channels, taps - 1] and [slots, *shape] fp32: of one layer, a row for each slot, scratch and shadows with them."""
 
     conv: Tensor
     recurrent: Tensor
 
 
 class StepStates:
-    """All recurrent layers of a model share one. `begin` comes before the layers of a step."""
+    """All recurrent layers of a model share one. `begin` comes before the layers of a step.
+
+    `keeps`: the step has drafts, so layers keep their `products`: by layer, what its first product gave for all rows.
+    """
 
     def __init__(self, pool: StatePool) -> None:
         self._pool = pool
         self.rows = StateRows(pool) if pool.device.type == "cpu" else None  # what C kernels read
         self.spans: Sequence[RequestRows] = ()
         self.slots = torch.zeros(0, dtype=torch.int64, device=pool.device)
+        self.keeps = False
+        self.products: dict[int, Tensor] = {}
 
     def begin(self) -> None:
         step = self._pool.step
         assert step is not None and step.state_slots is not None, "the pool knows its step"
-        if self.rows is not None:
-            self.rows.begin(step)
         riders = {*(step.riders or ())} if step.extend else {*range(len(step.q_lens))}
-        self.spans = [RequestRows(first, end, i in riders) for i, (first, end) in enumerate(step.spans())]
-        self.slots = step.state_slots.to(torch.int64)
+        lens, slots, decodes = step.q_lens, step.state_slots, [i in riders for i in range(len(step.q_lens))]
+        self.keeps = step.drafts
+        if step.drafts:  # rows of one request would race for its state as entries of their own
+            first, *rest = step.first_rows()
+            starts = [first, *rest[:-1]]
+            lens = [sum(lens[a:b]) for a, b in zip(starts, rest, strict=True)]
+            slots, decodes = slots[upload(torch.tensor(starts), slots.device)], [decodes[i] for i in starts]
+        self._lay(lens, slots, decodes)
+
+    def begin_again(self, counts: Sequence[int], slots: Tensor) -> None:
+        """Expect so many rows of answers of each request, whose states are in `slots` [n] int32."""
+        self._lay(counts, slots, [True] * len(counts))
+
+    def _lay(self, lens: Sequence[int], slots: Tensor, decodes: Sequence[bool]) -> None:
+        """Lay the rows of requests one behind the other."""
+        if self.rows is not None:
+            self.rows.begin(lens, slots)
+        ends = list(accumulate(lens))
+        self.spans = [RequestRows(end - n, end, one) for end, n, one in zip(ends, lens, decodes, strict=True)]
+        self.slots = slots.to(torch.int64)
 
     def keep(self) -> Callable[[], object]:
         """Copy the states of the step's requests; the call that is returned puts them back."""
@@ -55,11 +78,20 @@ class StepStates:
 def recur(rule: tuple[Tensor, ...], state: Tensor, step: StepStates, *, one: Chunk, chunk: Chunk) -> Tensor:
     """The outputs [T, heads, values] of a step's rows, in torch; `state` [slots, heads, keys, values] becomes that behind them.
 
-    `rule`: [T, heads, ...] fp32 each. `one` takes the token of a request that decodes, `chunk` `GRID` tokens of a prompt.
+    `rule`: [T, heads, ...] fp32 each. `one` takes a token of a request that decodes, `chunk` `GRID` tokens of a prompt.
     """
     heads, _, values = state.shape[1:]
     outputs = torch.empty(len(rule[0]), heads, values, device=state.device)
     for (first, end, decodes), slot in zip(step.spans, step.slots, strict=True):
         rows, before = tuple(x[first:end] for x in rule), state[slot]
-        outputs[first:end], state[slot] = one(rows, before) if decodes else in_chunks(rows, before, chunk)
+        outputs[first:end], state[slot] = _in_turn(rows, before, one) if decodes else in_chunks(rows, before, chunk)
     return outputs
+
+
+def _in_turn(rows: tuple[Tensor, ...], state: Tensor, one: Chunk) -> tuple[Tensor, Tensor]:
+    """The outputs of tokens one by one, and the state behind them: with drafts as without."""
+    outputs = []
+    for i in range(len(rows[0])):
+        output, state = one(tuple(x[i : i + 1] for x in rows), state)
+        outputs.append(output)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state

@@ -13,7 +13,7 @@ class BesideMixers:
 
     def __init__(self, attention: Attention, mamba: MambaMixer) -> None:
         self._attention, self._mamba = attention, mamba
-        self.sites, self.states = attention.sites, mamba.states
+        self.sites, self.states, self.pass_again = attention.sites, mamba.states, mamba.pass_again
 
     def of_norm(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
         """The sum of both answers to norm(x + delta), which x becomes before the norm."""

@@ -5,7 +5,7 @@ the residual stream are the same on all of them. With DP attention the MLPs are 
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -52,7 +52,7 @@ class DenseDecoder:
             Layer(part, index, place=sum(map(config.has_kv, range(share.layers.start, index))))
             for index in share.layers
         ]
-        self._recurrent = [layer.states for layer in self._layers if layer.states is not None]
+        self._recurrent = [layer.recurrent for layer in self._layers if layer.recurrent is not None]
         self._states: StepStates | None = None
         if place.is_last_stage:
             self._norm = part.last_norm()
@@ -87,13 +87,13 @@ class DenseDecoder:
 
     def state_specs(self) -> list[StateSpec]:
         """Of the rank's recurrent layers, in their order."""
-        return [layer.spec for layer in self._recurrent]
+        return [layer.states.spec for layer in self._recurrent]
 
     def use_states(self, states: StatePool) -> None:
         """Read and write the states of recurrent layers there from now on."""
         self._states = StepStates(states)
         for number, layer in enumerate(self._recurrent):
-            layer.use(self._states, number)
+            layer.states.use(self._states, number)
 
     def linear_sites(self) -> list[LinearSite]:
         """The matrices that adapters may change, in the same order for all models of one shape."""
@@ -159,6 +159,21 @@ class DenseDecoder:
     def seen_inside(self) -> list[torch.Tensor]:
         """[T, hidden] of each layer that is watched, of the last step."""
         return [self._seen_inside[layer] for layer in self._watched]
+
+    @property
+    def states(self) -> StepStates | None:
+        """Of its recurrent layers, if it has some."""
+        return self._states
+
+    def pass_again(self, rows: torch.Tensor, counts: Sequence[int], slots: torch.Tensor) -> None:
+        """Pass `rows` [n] int64 of the last step with drafts through the recurrences alone, whose states are those before them.
+
+        `counts`: rows of each request, one behind the other; `slots` [requests] int32: of their states.
+        """
+        assert self._states is not None, "use_states() comes first"
+        self._states.begin_again(counts, slots)
+        for layer in self._recurrent:
+            layer.pass_again(rows)
 
     def keep_states(self) -> Callable[[], object]:
         """Between `begin` and `layers`: what is returned undoes what `layers` makes of recurrent states."""

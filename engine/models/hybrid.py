@@ -55,10 +55,17 @@ class DeltaMixer:
 
     def of_norm(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
         """The layer's answer to norm(x + delta), which x becomes before the norm. Positions are in the state."""
+        return self._out(self._recurred(self.states.product(self._in, norm, x, delta)))
+
+    def pass_again(self, rows: Tensor) -> None:
+        """Pass `rows` that were kept through what remembers: their states are those before them."""
+        self._recurred(self.states.product_again(rows))
+
+    def _recurred(self, product: Tensor) -> Tensor:
         step, states = self.states.now()
-        qkv, z, gates = torch.split(self._in.of_norm(norm, x, delta), self._widths, dim=1)
+        qkv, z, gates = torch.split(product, self._widths, dim=1)
         mixed = self._conv(qkv, states.conv, step)
-        return self._out(self._delta(mixed, gates, z, states.recurrent, step))
+        return self._delta(mixed, gates, z, states.recurrent, step)
 
 
 def _cuts(part: ModelPart, config: DeltaConfig) -> _Cuts:

@@ -18,7 +18,6 @@ from engine.models.hybrid import DeltaMixer
 from engine.models.mamba import MambaMixer
 from engine.models.mla import LatentAttention
 from engine.models.part import ModelPart
-from engine.models.remembered import Remembered
 from engine.models.shared_mlp import SharedMLP
 
 Mixture = ExpertMLP | ExpertParallelMLP
@@ -86,9 +85,9 @@ class Layer:
         return delta if self._after_mlp is None else self._after_mlp(delta)
 
     @property
-    def states(self) -> Remembered | None:
-        """What it remembers of requests beside K and V, if it is recurrent."""
-        return self._attention.states if isinstance(self._attention, RecurrentMixer) else None
+    def recurrent(self) -> RecurrentMixer | None:
+        """Its mixer, if this remembers requests beside K and V."""
+        return self._attention if isinstance(self._attention, RecurrentMixer) else None
 
     def join(self) -> None:
         """Compute this rank's part for the rows of other DP ranks."""

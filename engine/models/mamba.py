@@ -67,9 +67,16 @@ class MambaMixer:
 
     def of_norm(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
         """The layer's answer to norm(x + delta), which x becomes before the norm. Positions are in the state."""
+        return self._out(self._recurred(self.states.product(self._in, norm, x, delta)))
+
+    def pass_again(self, rows: Tensor) -> None:
+        """As of `DeltaMixer`."""
+        self._recurred(self.states.product_again(rows))
+
+    def _recurred(self, product: Tensor) -> Tensor:
         step, states = self.states.now()
-        gate, mixed, time = torch.split(self._in.of_norm(norm, x, delta), self._widths, dim=1)
-        return self._out(self._mamba(self._conv(mixed, states.conv, step), time, gate, states.recurrent, step))
+        gate, mixed, time = torch.split(product, self._widths, dim=1)
+        return self._mamba(self._conv(mixed, states.conv, step), time, gate, states.recurrent, step)
 
 
 def _cuts(part: ModelPart, config: MambaConfig) -> _Cuts:

@@ -24,7 +24,7 @@ from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.profiler import TorchProfiler
 from engine.flags.rank_rules import check_device
 from engine.flags.resolve import resolve, state_slots
-from engine.flags.speculation import with_drafter
+from engine.flags.speculation import most_drafted, with_drafter
 from engine.hicache.rank_files import FollowerFiles
 from engine.kv.cache_spec import page_bytes_of
 from engine.kv.host_memory import HERE, HostMemory
@@ -113,15 +113,17 @@ def build_follower(
         config, found = with_fitting_prompts(given, config, found, recurrent=recurrent)
     units = len(held.units)
     page_bytes = page_bytes_of(specs, config.page_size, units=units)
-    states_bytes, slots = 0, NO_LIMIT
+    states_bytes, slots, shadows = 0, NO_LIMIT, NO_LIMIT
     if recurrent:
         slot_bytes = StatePool.slot_bytes_of(model.state_specs())
-        slots = state_slots(with_state_slots(given, config, found, slot_bytes=slot_bytes))
-        states_bytes = (1 + slots) * slot_bytes
+        drafted = most_drafted(config, decodes=use.decodes)
+        sized, shadows = with_state_slots(given, config, found, slot_bytes=slot_bytes, drafted=drafted)
+        slots = state_slots(sized)
+        states_bytes = (1 + slots + shadows) * slot_bytes
     pages = kv_pages(given, config, found, page_bytes=page_bytes, states=states_bytes)
     assert config.chunked_prefill_size is not None and config.max_prefill_tokens is not None, "resolved"
     files, batch = fingerprint_of(config), config.max_prefill_tokens
-    channel.send(Ready(pages, files, slots, config.chunked_prefill_size, batch))
+    channel.send(Ready(pages, files, slots, shadows, config.chunked_prefill_size, batch))
     agreed = channel.receive()
     assert isinstance(agreed, PoolSize), agreed
     config, allocate = replace(config, chunked_prefill_size=agreed.chunked_prefill_size), use.allocate_kv
@@ -143,6 +145,7 @@ def build_follower(
         use=use,
         capture=capture,
         windows=pools.windows,
+        shadows=agreed.shadow_slots,
     )
     with memory_for_graphs():
         runner.running.record()

@@ -102,6 +102,7 @@ class Followers:
             min((answer.num_pages for answer in ready.values()), default=NO_LIMIT),
             fingerprint,
             min((answer.state_slots for answer in ready.values()), default=NO_LIMIT),
+            min((answer.shadow_slots for answer in ready.values()), default=NO_LIMIT),
             min((answer.chunked_prefill_size for answer in ready.values()), default=NO_LIMIT),
             min((answer.max_prefill_tokens for answer in ready.values()), default=NO_LIMIT),
         )

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from engine.core.dp_step import AgreedStep
-from engine.core.plan import PageCopy, PageLoad, PageSave, Plan, PlanItem, SlotOpen, StateCopy
+from engine.core.plan import PageCopy, PageLoad, PageSave, Plan, PlanItem, SlotOpen, StateCopy, StateRewind
 from engine.messages import LogprobOptions
 from engine.sampling_params import SamplingParams
 
@@ -30,7 +30,7 @@ class Loaded(_Frame, frozen=True):
 
 
 class Ready(_Frame, frozen=True):
-    """The rank has its weights, and its memory holds `num_pages` of KV, `state_slots`, and steps of the other two.
+    """The rank has its weights, and its memory holds `num_pages` of KV, `state_slots` and `shadow_slots`, and steps of the other two.
 
     `fingerprint`: of the files of its weights.
     """
@@ -38,6 +38,7 @@ class Ready(_Frame, frozen=True):
     num_pages: int
     fingerprint: str
     state_slots: int = NO_LIMIT
+    shadow_slots: int = NO_LIMIT
     chunked_prefill_size: int = NO_LIMIT
     max_prefill_tokens: int = NO_LIMIT
 
@@ -46,7 +47,7 @@ class PoolSize(_Frame, frozen=True):
     """What every rank allocates: the least of all. `host_pages`, `backup_pages`: of the host tier, of retracted requests; `backup_windows`,
     `backup_states`: of these, in the pools of windows and of states.
 
-    `state_slots`: of recurrent states; 0: the model has none. `apart`: of `num_pages` layers with a window have a pool of their own
+    `state_slots`: of recurrent states; 0: the model has none; `shadow_slots`: beside them, of those that pass drafts. `apart`: of `num_pages` layers with a window have a pool of their own
     (engine/device/pools.py). `files`: the folder of the worker's files; "" without. `chunked_prefill_size`: as resolved.
     """
 
@@ -57,6 +58,7 @@ class PoolSize(_Frame, frozen=True):
     backup_states: int = 0
     files: str = ""
     state_slots: int = 0
+    shadow_slots: int = 0
     apart: bool = False
     chunked_prefill_size: int = -1
 
@@ -87,6 +89,7 @@ class Step(_Frame, frozen=True):
     opens: list[tuple[int, int, int]] = []  # (slot, adapter, slot of its state)
     states: list[tuple[int | None, int]] = []
     snapshots: list[tuple[int | None, int]] = []
+    rewinds: list[tuple[int, int]] = []
     saves: list[tuple[int, list[int], list[int], int]] = []
     loads: list[tuple[int, int, list[int], list[int], int]] = []
     drops: list[int] = []
@@ -157,6 +160,7 @@ def step_of(plan: Plan, *, answer: int = 0) -> Step:
         opens=[(opened.slot, opened.adapter, opened.state) for opened in plan.opens],
         states=[(copy.src, copy.dst) for copy in plan.states],
         snapshots=[(copy.src, copy.dst) for copy in plan.snapshots],
+        rewinds=[(rewind.slot, rewind.length) for rewind in plan.rewinds],
         saves=[(save.key, save.pages, save.window, save.state) for save in plan.saves],
         loads=[(load.key, load.start, load.pages, load.window, load.state) for load in plan.loads],
         drops=plan.drops,
@@ -179,6 +183,7 @@ def plan_of(step: Step) -> Plan:
         opens=[SlotOpen(slot, _NO_SAMPLING, [], [], (), adapter, state) for slot, adapter, state in step.opens],
         states=[StateCopy(src, dst) for src, dst in step.states],
         snapshots=[StateCopy(src, dst) for src, dst in step.snapshots],
+        rewinds=[StateRewind(slot, length) for slot, length in step.rewinds],
         saves=[PageSave(*save) for save in step.saves],
         loads=[PageLoad(*load) for load in step.loads],
         drops=step.drops,

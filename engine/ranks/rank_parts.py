@@ -47,8 +47,9 @@ def rank_parts(
     capture: MakeCapture | None = None,
     max_pages: int | None = None,
     windows: KVPool | None = None,
+    shadows: int = 0,
 ) -> tuple[RankRunner, ForwardParts]:
-    """`config` is resolved. `use`: None: no steps are recorded. `windows`, `backup_room`: as `build_device` takes them."""
+    """`config` is resolved. `use`: None: no steps are recorded. `windows`, `shadows`, `backup_room`: as `build_device` takes them."""
     assert config.max_running_requests is not None, "resolved"
     decodes = use is not None and use.decodes
     parts = build_forward(
@@ -60,6 +61,7 @@ def rank_parts(
         exchange=links.exchange,
         max_pages=max_pages,
         windows=windows,
+        shadows=shadows,
     )
     future_map = future_map_of(links, leads=False, device=pool.device, num_slots=config.max_running_requests)
     inputs = stage_input(links, config, model_config) or future_map

@@ -41,6 +41,8 @@ class RankRunner:
 
         On a GPU it is in the stream, and the leader's result says when it is done.
         """
+        if plan.rewinds:
+            self._forward_pass.rewind(self.running.model, plan)
         arrival = self._copies.begin(plan)
         for opened in plan.opens:
             self._forward_pass.open(opened)
