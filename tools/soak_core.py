@@ -27,6 +27,7 @@ from tests.core.proof.story import (
     stories_with_adapters,
     stories_with_drafts,
     stories_with_groups,
+    stories_with_states_and_drafts,
 )
 from tests.disagg.two_role_stories import play as play_two_roles
 from tests.disagg.two_role_stories import two_role_stories
@@ -45,6 +46,7 @@ def drive_round(number: int, *, shrink: bool = True) -> Counter[str]:
     seen += _drive(number, rushes(), lambda story: play(story).tally(), shrink=shrink)
     seen += _drive(number, stories_with_drafts(), lambda story: play(story).tally(), shrink=shrink)
     seen += _drive(number, stories_with_a_drafter(), lambda story: play(story).tally(), shrink=shrink)
+    seen += _drive(number, stories_with_states_and_drafts(), lambda story: play(story).tally(), shrink=shrink)
     for groups in GROUPS:
         seen += _drive(number, stories_with_groups(**groups), lambda story: play(story).tally(), shrink=shrink)
     for groups in ({}, *GROUPS):

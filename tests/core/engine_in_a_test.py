@@ -59,7 +59,7 @@ def plan_item(num_tokens: int = 1, *, start: int = 0, extend: bool, sample: bool
 class EngineInATest:
     """`lag`: a launched step runs when it is collected, as late as a stream may; otherwise at once. `drafts`: as in tests/core/guesses.py.
 
-    `window`: of some layers, whose pool has `more_window_pages` than the least.
+    `shadows`: of how many requests with states a step may verify drafts; None: of all. `window`: of some layers, whose pool has `more_window_pages` than the least.
 
     `clip`: the most tokens by which a request is expected to grow (0: none grows, so memory runs out).
     """
@@ -88,10 +88,12 @@ class EngineInATest:
         more_window_pages: int = 0,
         drafts: str = "",
         most_drafts: int = 0,
+        shadows: int | None = None,
         **limits: object,
     ) -> None:
         self.model = HashModel(page_size=page_size)
         self.model.window = window
+        self.model.shadows = (max_running if shadows is None else shadows) if drafts else 0
         allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
         states = None
         if state_slots:
@@ -101,6 +103,7 @@ class EngineInATest:
                 every=grid,
                 keeps_snapshots=snapshots,
                 peers_write=peers_write or backup_pages > 0,
+                num_shadows=self.model.shadows,
             )
         windows = None
         if window:

@@ -119,11 +119,17 @@ class HashModel:
         self.window_rows: dict[int, list[int]] = {}
         self.states: dict[int, State] = {}  # recurrent ones by slot
         self.state_of: dict[int, int] = {}  # row -> slot; 0: the model has none
+        self.shadows = 0  # of how many requests a step may verify drafts
+        self.passed: dict[
+            int, dict[int, State]
+        ] = {}  # row -> the states by length that its run passed, in the last step with drafts
         self.last_seq = -1  # of the steps that were run
         self.drafter: DrafterModel | None = None  # in the executor
 
     def run(self, plan: Plan) -> StepResult:
         self.last_seq = plan.seq
+        for rewind in plan.rewinds:
+            self.states[self.state_of[rewind.slot]] = self.passed[rewind.slot][rewind.length]
         self._copy_pages(plan)
         for slot in plan.closes:
             del self.rows[slot]
@@ -135,6 +141,8 @@ class HashModel:
             self.state_of[opened.slot] = opened.state
             self.lost.discard(opened.slot)
         self._copy_states(plan.states)
+        if any(item.draft for item in plan.items):
+            self._begin_runs(plan)
         if self.fails(plan) and plan.only_drafts:
             for item in plan.items:
                 self.rows[item.slot] += item.new_pages
@@ -160,6 +168,10 @@ class HashModel:
             else:
                 runs.append((self.rows[item.slot], self.weights + self.adapters[item.slot], [item], [result]))
         return runs
+
+    def _begin_runs(self, plan: Plan) -> None:
+        self.passed = {item.slot: {} for item in plan.items if item.draft and self.state_of[item.slot]}
+        assert len(self.passed) <= self.shadows, f"drafts of {len(self.passed)} requests, and shadows of {self.shadows}"
 
     def _copy_states(self, copies: list[StateCopy]) -> None:
         for copy in copies:
@@ -201,6 +213,8 @@ class HashModel:
             self._read_and_write_window(item)
         if state_slot:
             self.states[state_slot] = State(item.kv_len, values[-1])
+            if item.slot in self.passed:
+                self.passed[item.slot][item.kv_len] = self.states[state_slot]
         result = ItemResult(None, input_logprobs=_input_logprobs(item, tokens, values), hidden=_hidden(item, values))
         if item.sample:
             result.token = self.last[item.slot] = next_token(values[-1], mask)

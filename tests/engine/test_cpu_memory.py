@@ -59,8 +59,17 @@ def measured(
 
 
 def slots_of(slot_bytes: int, *, free: int = 10_000 * MIB, sharers: int = 1, **flags: Any) -> int:
+    return room_of(slot_bytes, free=free, sharers=sharers, **flags)[0]
+
+
+def room_of(
+    slot_bytes: int, *, free: int = 10_000 * MIB, sharers: int = 1, drafted: int = 0, **flags: Any
+) -> tuple[int, int]:
+    """Slots, and shadows of those that pass drafts."""
     given, config = configs(mem_fraction_static=0.2, **flags)
-    return state_slots(with_state_slots(given, config, measured(free // sharers), slot_bytes=slot_bytes))
+    found = measured(free // sharers)
+    config, shadows = with_state_slots(given, config, found, slot_bytes=slot_bytes, drafted=drafted)
+    return state_slots(config), shadows
 
 
 def test_states_take_no_more_than_their_share() -> None:

@@ -23,7 +23,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         ("qwen3", {"pp_size": 2}, "--speculative-algorithm NGRAM: --pp-size 2 has other tokens in flight; .*--tp-size"),
         ("qwen3", {"dp_size": 2, "tp_size": 2, "enable_dp_attention": True}, "--enable-dp-attention agrees"),
-        ("qwen3_next", {}, "--speculative-algorithm NGRAM: a recurrent state cannot go back"),
+        ("qwen3_next", {"pp_size": 2}, "--speculative-algorithm NGRAM: --pp-size 2 has other tokens in flight"),
+        ("falcon_h1", {"dp_size": 2, "tp_size": 2, "enable_dp_attention": True}, "--enable-dp-attention agrees"),
         (
             "qwen3",
             {"speculative_ngram_min_match_window_size": 5, "speculative_ngram_max_match_window_size": 4},

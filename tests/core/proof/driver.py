@@ -438,6 +438,7 @@ class Driver(EngineInATest):
             else self.scheduler.memory.windows.num_retired,
             snapshots=sum(len(plan.snapshots) for plan in plans),
             begun_from_snapshots=sum(copy.src is not None for plan in plans for copy in plan.states),
+            rewinds=sum(len(plan.rewinds) for plan in plans),
         )
 
     def check_cache(self) -> None:

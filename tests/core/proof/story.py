@@ -26,7 +26,7 @@ class Setup:
     `lag`: steps run when they are collected. `gives_nan`: the model sometimes does. `depth`: with one pipeline stage; more
     stages are so much deeper. `state_slots`: of a model with recurrent states; 0: it has none. `grid`: where its prompts may be cut.
     `window`: tokens that queries of some layers see; 0: all layers see all. `drafts`: how requests are drafted (tests/core/guesses.py), by up
-    to `most_drafts` tokens; "": not at all. `max_loras_per_batch`: adapters in a step.
+    to `most_drafts` tokens; "": not at all; with states of at most `shadows` requests in a step. `max_loras_per_batch`: adapters in a step.
     """
 
     role: str
@@ -57,6 +57,7 @@ class Setup:
     more_window_pages: int = 0
     drafts: str = ""
     most_drafts: int = 0
+    shadows: int = 0
     max_loras_per_batch: int = 0
 
 
@@ -260,6 +261,23 @@ def stories_with_a_drafter() -> st.SearchStrategy[Story]:
     )
     event = st.one_of(asks(), _events(), asks(), _events(), _events())
     return st.builds(Story, setup, st.lists(event, min_size=25, max_size=60).map(tuple))
+
+
+def stories_with_states_and_drafts() -> st.SearchStrategy[Story]:
+    """Drafts that move recurrent states, of any drafter, with windows or without, and now and then for fewer requests than run."""
+    setup = _setups(
+        role=st.sampled_from(["unified", "decode"]),
+        pp_size=st.just(1),
+        drafts=st.sampled_from([*GUESSES, *(MODELED + kind for kind in GUESSES)]),
+        most_drafts=st.sampled_from([1, 2, 3, 7, 20]),
+        shadows=st.sampled_from([1, 2, 7, 7]),
+        state_slots=st.sampled_from([1, 2, 3, 5, 12, 20]),
+        grid=st.sampled_from([4, 8]),
+        window=st.sampled_from([0, 0, 1, 5, 9]),
+        more_window_pages=st.sampled_from([0, 3, 10]),
+    )
+    event = st.one_of(asks(), _events(), asks(), _events(), _events())
+    return st.builds(Story, setup.map(_on_the_grid), st.lists(event, min_size=25, max_size=60).map(tuple))
 
 
 def rushes() -> st.SearchStrategy[Story]:

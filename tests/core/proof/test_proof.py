@@ -15,6 +15,7 @@ from tests.core.proof.story import (
     stories_with_adapters,
     stories_with_drafts,
     stories_with_groups,
+    stories_with_states_and_drafts,
 )
 from tools.mutants.__main__ import find
 
@@ -117,6 +118,13 @@ def test_10_000_steps_with_a_drafter() -> None:
         "restored_tokens": 100,
     }
     must_show(seen, {**least, "cached_tokens": 300, "masks": 100, "mixed": 50})
+
+
+def test_10_000_steps_with_states_and_drafts() -> None:
+    """Every step finds the state of exactly its tokens, whatever drafts have made of it; so do the host's copies and the snapshots."""
+    seen = seen_in(stories_with_states_and_drafts(), examples=EXAMPLES + 30)
+    least = {"retractions": 30, "overlapped": 500, "restored_tokens": 100, "draft_steps": 100, "rewinds": 300}
+    must_show(seen, {**least, **OF_STATES, "accepted_drafts": 700, "rejected_drafts": 700})
 
 
 def test_10_000_steps_with_adapters_in_namespaces() -> None:
