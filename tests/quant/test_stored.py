@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.kernels.linear import PackedMatrix, linear_kernel
+from engine.model_files.drafter_config import nextn_of
 from engine.model_files.model_config import load_model_config
 from engine.models.checkpoint import Checkpoint
 from engine.models.load import load_model
@@ -15,6 +16,7 @@ from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks_in_process import ranks
 from tests.models.reference_attend import Sequence
+from tests.models.test_draft_models import load, of_the_engine
 from tests.models.tiny_checkpoints import edit_tensors, make_tiny_checkpoint
 from tests.quant.stored_formats import FORMATS, make_both
 
@@ -43,6 +45,15 @@ def test_logits_are_those_of_the_floats(name: str, tmp_path: Path) -> None:
 def test_fused_matrices_and_experts(family: str, name: str, tmp_path: Path) -> None:
     stored, twin = make_both(tmp_path, name, family, **SIZES)
     assert (logits(stored) - logits(twin)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8-blocks"])
+def test_an_mtp_layer_of_a_hybrid(name: str, tmp_path: Path) -> None:
+    """Of which attention and experts are quantized; the matrix before them is not."""
+    own = {"mtp_num_hidden_layers": 1, "linear_value_head_dim": 16}
+    paths = make_both(tmp_path, name, "qwen3_next", **own, **SIZES)
+    stored, twin = (of_the_engine(load(path, nextn_of(load_model_config(path), flag=""))) for path in paths)
+    assert all((one - other).abs().max() < 1e-3 for one, other in zip(stored, twin, strict=True))
 
 
 @pytest.mark.skipif(linear_kernel() is None, reason="integers are multiplied by our kernel alone")
