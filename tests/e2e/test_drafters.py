@@ -19,6 +19,7 @@ from tests.e2e.test_rank_pairs import Cell, pair_of
 from tests.e2e.two_engines import System, disaggregated, run, unified
 from tests.e2e.workload import recall_prompt
 from tests.engine.drafters import Fared, always, fared
+from tools.recall.build import build as build_model
 from tools.recall.drafters import build
 from tools.recall.oracle import continuation
 
@@ -33,10 +34,19 @@ TIGHT = {"max_total_tokens": 400, "schedule_conservativeness": 0.0}  # what runs
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("drafters")
-    return {"STANDALONE": WIDE_MODEL_PATH, **{kind: build(kind, folder / kind) for kind in ("EAGLE", "EAGLE3")}}
+    build_model("recall-hybrid", folder / "NEXTN")
+    own = {kind: build(kind, folder / kind) for kind in ("EAGLE", "EAGLE3")}
+    return {"STANDALONE": WIDE_MODEL_PATH, "NEXTN": str(folder / "NEXTN"), **own}
+
+
+def model_of(kind: str, path: str) -> str:
+    """NEXTN's is a hybrid, which brings the layer that drafts."""
+    return path if kind == "NEXTN" else WIDE_MODEL_PATH
 
 
 def by(kind: str, paths: dict[str, str]) -> dict[str, Any]:
+    if kind == "NEXTN":
+        return {"speculative_algorithm": kind, "chunked_prefill_size": 64}
     return {"speculative_algorithm": kind, "speculative_draft_model_path": paths[kind]}
 
 
@@ -50,7 +60,7 @@ def decode_all(system: System) -> tuple[dict[str, list[int]], Fared]:
 @cache
 def alone(kind: str, path: str) -> Fared:
     """How one worker fares alone, where all drafts are right."""
-    with unified(WIDE_MODEL_PATH, **FLAGS, **by(kind, {kind: path})) as system:
+    with unified(model_of(kind, path), **{**FLAGS, **by(kind, {kind: path})}) as system:
         tokens, how = decode_all(system)
     assert (
         tokens == RIGHT and how.accepted == how.drafts == 4 * 31
@@ -64,12 +74,15 @@ CELLS = {
     ("EAGLE3", "NIXL, TP 2"): Cell("nixl", (1, 1), (2, 1), "on", "recompute"),
     ("EAGLE", "Mooncake, TP 2"): Cell("mooncake", (2, 1), (1, 1), "off", "recompute"),
     ("STANDALONE", "NIXL, TP 2"): Cell("nixl", (2, 1), (2, 1), "on", "recompute"),
+    ("NEXTN", "NIXL, layer by layer"): Cell("nixl", (1, 1), (1, 1), "on", "recompute"),
+    ("NEXTN", "NIXL, TP 2"): Cell("nixl", (2, 1), (2, 1), "off", "recompute"),
 }
 
 
 @pytest.mark.parametrize(("kind", "way"), CELLS)
 def test_a_handed_over_prompt_is_drafted_as_well_as_ones_own(kind: str, way: str, paths: dict[str, str]) -> None:
-    with pair_of(CELLS[kind, way], flags={**FLAGS, **by(kind, paths)}, decode={}) as pair:
+    path = model_of(kind, paths[kind])
+    with pair_of(CELLS[kind, way], path, flags={**FLAGS, **by(kind, paths)}, decode={}) as pair:
         tokens, how = decode_all(pair)
     assert tokens == RIGHT
     assert (how.drafts, how.accepted) == (alone(kind, paths[kind]).drafts, alone(kind, paths[kind]).accepted)

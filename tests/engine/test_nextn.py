@@ -1,4 +1,4 @@
-"""Layers that predict the token after the next (MTP) of DeepSeek V3 and GLM draft: answers are those of plain decoding."""
+"""Layers that predict the token after the next (MTP) draft: answers are those of plain decoding."""
 
 from pathlib import Path
 
@@ -9,9 +9,9 @@ from engine.config import EngineConfig
 from engine.model_files.model_config import load_model_config
 from service.flags import ConfigError
 from tests.engine.test_standalone_drafter import Answers, answers
-from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.models.tiny_checkpoints import HYBRIDS, make_tiny_checkpoint
 
-FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "deepseek_v32")
+FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "deepseek_v32", *HYBRIDS)
 Path_ = tuple[str, Answers]
 
 
@@ -26,7 +26,8 @@ def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_answers_are_those_of_plain_decoding(plain: Path_, algorithm: str) -> None:
     """SGLang calls both so."""
     path, wanted = plain
-    said, how = answers(path, speculative_algorithm=algorithm, chunked_prefill_size=32)
+    chunk = 32 if load_model_config(path).recurrent is None else 64
+    said, how = answers(path, speculative_algorithm=algorithm, chunked_prefill_size=chunk)
     assert said == wanted
     assert how.passes > 0 and how.drafts > how.accepted
 

@@ -3,19 +3,23 @@
 import torch
 
 from engine.executor.draft_pass import DraftPass
+from engine.layers.norm import rms_norm
 from engine.model_files import drafter_config
 from engine.models.eagle import EagleLayer
 from engine.models.nextn import NextnLayer
+from engine.models.part import ModelPart
 from engine.sampler.sampler import Sampler
 from tools.mutants.planting import Bugs
 
 DRAFTERS = Bugs()
-_RIGHT = "tests/engine/test_eagle.py"
+_RIGHT, _HYBRID = "tests/engine/test_eagle.py", "tests/engine/test_mtp_of_hybrids.py"
 FINDERS = (
     "tests/models/test_draft_models.py",
     f"{_RIGHT}::test_behind_rejected_drafts_the_next_ones_are_right",
     f"{_RIGHT}::test_a_drafter_that_is_right_gives_all_that_a_step_can_hold",
     f"{_RIGHT}::test_prefixes_bring_their_tails",
+    f"{_HYBRID}::test_behind_rejected_drafts_the_next_ones_are_right",
+    f"{_HYBRID}::test_prefixes_bring_their_tails",
     "tests/engine/test_standalone_drafter.py::test_the_model_itself_is_always_right",
     "tests/e2e/test_drafters.py::test_a_handed_over_prompt_is_drafted_as_well_as_ones_own",
 )
@@ -119,6 +123,40 @@ def _(original, layer, ids, features, positions, attend):
         return original(layer, ids, features, positions, attend)
     finally:
         layer._join = join
+
+
+@DRAFTERS.bug("a hybrid's MTP reads the hidden state first", NextnLayer.forward, "The halves of mtp.fc are exchanged.")
+def _(original, layer, ids, features, positions, attend):
+    join, half = layer._join, features.shape[1]
+    layer._join = (lambda both: join(both.roll(half, 1))) if layer._model.state_specs() else join
+    try:
+        return original(layer, ids, features, positions, attend)
+    finally:
+        layer._join = join
+
+
+@DRAFTERS.bug("a hybrid's MTP norms add no 1", ModelPart.norm, "They are plain ones, as those of DeepSeek's MTP.")
+def _(original, part, name):
+    if not name.startswith("mtp."):
+        return original(part, name)
+    return rms_norm(part.vector(f"{name}.weight"), eps=part.config.rms_norm_eps, offset=0.0)
+
+
+@DRAFTERS.bug(
+    "a hybrid's MTP goes on from states without norm", NextnLayer.forward, "A pass gives what its layer adds."
+)
+def _(original, layer, ids, features, positions, attend):
+    norm = layer._norm
+    layer._norm = _Sum() if layer._model.state_specs() else norm
+    try:
+        return original(layer, ids, features, positions, attend)
+    finally:
+        layer._norm = norm
+
+
+class _Sum:
+    def of_sum(self, x, delta):
+        return x + delta
 
 
 @DRAFTERS.bug("EAGLE-3 goes on from normed states", EagleLayer.forward, "A further pass reads what the head reads.")
