@@ -73,6 +73,7 @@ class PlannedCluster:
             self.join(role)
         self._live: dict[str, _LiveRequest] = {}
         self._num_left = 0
+        self._decode_steps = self._accepted = 0
 
     def run(self, requests: Sequence[PlannedRequest], *, rate: float, until_s: float) -> list[RequestRecord]:
         """Send `requests` at `rate` per second to the whole cluster. A request without an answer at `until_s` fails as "late"."""
@@ -98,6 +99,11 @@ class PlannedCluster:
     def now_s(self) -> float:
         """The end of the last turn of any worker."""
         return max(worker.clock.now_s for worker in self._all)
+
+    @property
+    def step_tokens(self) -> float | None:
+        """Tokens of a request in a decode step, so far and on average; None: nothing is drafted."""
+        return 1 + self._accepted / self._decode_steps if self._decode_steps else None
 
     def workers(self) -> list[PlanWorker]:
         """All workers so far; a worker that changes its role counts as a new one."""
@@ -151,7 +157,13 @@ class PlannedCluster:
             if worker is live.used[-1]:  # decode's: the client's answer is there
                 _record(live, output, now_s)
             if output.finish is not None:
+                self._note_drafts(output)
                 self._end_at(live, worker, output)
+
+    def _note_drafts(self, output: TokenOutput) -> None:
+        if output.drafts is not None:
+            self._decode_steps += output.drafts.steps
+            self._accepted += output.drafts.accepted
 
     def _end_at(self, live: _LiveRequest, worker: PlanWorker, output: TokenOutput) -> None:
         live.open_workers.remove(worker)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from engine.config import MAX_PAGE_SIZE
+from engine.config import MAX_DRAFT_TOKENS, MAX_PAGE_SIZE, SPECULATIVE_ALGORITHMS
 from engine.core.policy import POLICIES as SCHEDULE_POLICIES
 from planner.gpus import GPUS
 from router.config import POLICIES
@@ -145,6 +145,27 @@ class PlanConfig(FlagSet):
     )
     disable_overlap_schedule: bool = flag(False, "collect each step before the next one is launched")
     disable_radix_cache: bool = flag(False, "do not reuse the KV of equal prefixes")
+    speculative_algorithm: str | None = flag(
+        None, "plan with speculation, as workers with this flag", choices=SPECULATIVE_ALGORITHMS
+    )
+    speculative_draft_model_path: str | None = flag(
+        None, "directory with the drafter's config.json (nothing else is read), or that file itself"
+    )
+    speculative_num_steps: int | None = flag(
+        None, "most tokens that a model drafts; default: as workers", least=1, most=MAX_DRAFT_TOKENS - 1
+    )
+    speculative_num_draft_tokens: int | None = flag(
+        None,
+        "most tokens of a request that a decode step computes; default: as workers",
+        least=2,
+        most=MAX_DRAFT_TOKENS,
+    )
+    speculative_accept_rate: float | None = flag(
+        None,
+        "chance that the model samples a drafted token behind right ones; default: the profile's, or 0.7",
+        above=0,
+        below=1,
+    )
 
     jobs: int = flag(2, "runs at a time, each in a process of its own", least=1)
     output: str | None = flag(None, "file to write with every run's figures, as JSON")
@@ -164,6 +185,8 @@ def check_plan(config: PlanConfig) -> None:
         raise ConfigError("--save-profile: needs --fit; there is nothing measured to save")
     if config.fit_pair and not config.fit:
         raise ConfigError("--fit-pair: needs --fit; a hand-over is measured against a unified worker's step times")
+    if config.speculative_accept_rate is not None and config.speculative_algorithm is None:
+        raise ConfigError("--speculative-accept-rate: needs --speculative-algorithm; nothing is drafted without it")
     for name, time_s in (
         ("--host-request-time", config.host_request_time_s),
         ("--host-token-time", config.host_token_time_s),

@@ -1,16 +1,23 @@
 """An executor in virtual time: a step takes the time of the cost model, on a device that runs one step at a time.
 
-It replaces engine/executor/executor.py. All tokens are equal: lengths decide when answers end.
+It replaces engine/executor/executor.py. Lengths decide when answers end. All tokens are equal, but that the model samples another
+one now and then where workers speculate: drafts are all TOKEN, and right as often as the plan says.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.core.plan import ItemResult, Plan, StepResult
+from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
+from planner.drafter import DrafterTime, plan_seconds
 from planner.host import Host
-from planner.step_time import StepTime, load_of
+from planner.step_time import StepTime
 
-TOKEN = 1
-_DRAWN, _SILENT = ItemResult(token=TOKEN), ItemResult(token=None)
+TOKEN, OTHER = 1, 0
+_DRAWN, _OTHER, _SILENT = ItemResult(token=TOKEN), ItemResult(token=OTHER), ItemResult(token=None)
+
+
+def always_right() -> bool:
+    return True
 
 
 @dataclass(slots=True)
@@ -29,9 +36,20 @@ class TimedLaunch:
 class TimedExecutor:
     """A step starts when it is launched and its predecessor has ended; `collect` waits for its end."""
 
-    def __init__(self, step_time: StepTime, clock: WorkerClock, *, host: Host, threads: int) -> None:
-        """`threads`: cores of `host` that a step uses."""
+    def __init__(
+        self,
+        step_time: StepTime,
+        clock: WorkerClock,
+        *,
+        host: Host,
+        threads: int,
+        drafter: DrafterTime | None = None,
+        is_right: Callable[[], bool] = always_right,
+    ) -> None:
+        """`threads`: cores of `host` that a step uses. `drafter`: None: no model drafts. `is_right`: draws whether TOKEN is sampled."""
         self._step_time = step_time
+        self._drafter = drafter
+        self._is_right = is_right
         self._clock = clock
         self._host = host
         self._threads = threads
@@ -40,7 +58,7 @@ class TimedExecutor:
 
     def launch(self, plan: Plan) -> TimedLaunch:
         begin_s = max(self._clock.now_s, self._free_s)
-        work_s = self._step_time.seconds(load_of(plan))
+        work_s = plan_seconds(plan, self._step_time, self._drafter)
         self._free_s = self._host.finish(self, at_s=begin_s, work_s=work_s, threads=self._threads)
         self.busy_s += self._free_s - begin_s
         return TimedLaunch(plan, self._free_s)
@@ -54,4 +72,11 @@ class TimedExecutor:
     def collect(self, launched: TimedLaunch) -> StepResult:
         self._clock.now_s = max(self._clock.now_s, launched.end_s)
         plan = launched.plan
-        return StepResult(plan.seq, [_DRAWN if item.sample else _SILENT for item in plan.items])
+        return StepResult(plan.seq, [self._result(item) for item in plan.items])
+
+    def _result(self, item: PlanItem) -> ItemResult:
+        if item.to_draft:
+            return ItemResult(token=None, drafted=[TOKEN] * item.to_draft)
+        if not item.sample:
+            return _SILENT
+        return _DRAWN if self._is_right() else _OTHER

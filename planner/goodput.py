@@ -38,7 +38,8 @@ class SloTargets:
 class Point:
     """One run. Rates in requests a second and GPU. Latencies in seconds, at the SLO's percentile; None: no answer.
 
-    `busy`: of each role's devices, the part of the time. `cached_share`: of the prompts' tokens.
+    `busy`: of each role's devices, the part of the time. `cached_share`: of the prompts' tokens. `step_tokens`: of a request in a decode
+    step; None: nothing is drafted.
     """
 
     rate: float
@@ -50,6 +51,7 @@ class Point:
     cached_share: float
     busy: dict[str, float]
     errors: dict[str, int]
+    step_tokens: float | None = None
 
     @property
     def goodput(self) -> float:
@@ -60,7 +62,14 @@ def judged(records: Sequence[RequestRecord]) -> Sequence[RequestRecord]:
     return records[int(len(records) * JUDGED_FROM) :]
 
 
-def point_of(records: Sequence[RequestRecord], *, rate: float, slo: SloTargets, busy: dict[str, float]) -> Point:
+def point_of(
+    records: Sequence[RequestRecord],
+    *,
+    rate: float,
+    slo: SloTargets,
+    busy: dict[str, float],
+    step_tokens: float | None = None,
+) -> Point:
     seen = judged(records)
     ttft = [record.ttft_s for record in seen if record.ttft_s is not None]
     tpot = [found for record in seen if record.error is None and (found := tpot_s(record)) is not None]
@@ -79,6 +88,7 @@ def point_of(records: Sequence[RequestRecord], *, rate: float, slo: SloTargets, 
         cached_share=sum(record.cached_tokens for record in seen) / prompts if prompts else 0.0,
         busy=busy,
         errors=dict(sorted(errors.items())),
+        step_tokens=step_tokens,
     )
 
 

@@ -6,16 +6,18 @@ import msgspec
 
 from engine.model_files.model_config import ModelConfig
 from planner.config import PlanConfig
+from planner.drafter import DrafterTime, by_roofline, by_weights, drafter_shape
 from planner.fit import HandoverTime
 from planner.gpus import GPUS, Gpu
 from planner.profile import Profile, fit_profile, read_profile, save_profile
 from planner.shape import Shape, shape_of
-from planner.step_time import Efficiency, Roofline, StepTime
+from planner.step_time import Efficiency, Fitted, Roofline, StepTime
 from service.flags import ConfigError
 
 # Assumed if neither a flag nor a profile gives the value.
 COMPUTE, MEMORY, STEP_S, REDUCE_S = 0.55, 0.75, 0.002, 0.00001
 OUTSIDE_S = 0.005
+ACCEPT_RATE = 0.7
 LATENCY_S = 0.0005
 MESSAGES = 4  # of a hand-over, one after another: handshake and answer, decode's pages, success
 GB = 10**9
@@ -24,10 +26,13 @@ GB = 10**9
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """`step_times`: by GPUs per worker. `memory_bytes`, `link_bytes_per_s`: of one GPU; memory is None if
     --max-total-tokens gives the KV capacity. `gpu_flag`: the flag that chose the GPU. `assumed`: values that were
-    neither given nor measured, for people.
+    neither given nor measured, for people. `drafter_times`: as `step_times`, of a model that drafts. `accept_rate`: None: nothing is
+    drafted.
     """
 
     step_times: dict[int, StepTime]
+    drafter_times: dict[int, DrafterTime]
+    accept_rate: float | None
     memory_bytes: int | None
     link_bytes_per_s: float
     latency_s: float
@@ -66,8 +71,15 @@ def hardware_of(config: PlanConfig, model: ModelConfig, *, tps: Sequence[int], p
         text = f"{gpu.name}, by its data sheet"
     if config.transfer_gb_s is None and profile.handover is None:
         assumed.notes.append(f"transfers at {link_bytes_per_s / GB:g} GB/s a GPU")
+    drafter_times = (
+        {tp: _drafter_time(config, model, tp, time, assumed) for tp, time in step_times.items()}
+        if model.drafter
+        else {}
+    )
     return Hardware(
         step_times=step_times,
+        drafter_times=drafter_times,
+        accept_rate=_accept_rate(config, profile, assumed),
         memory_bytes=None if memory_gb is None else int(memory_gb * GB),
         link_bytes_per_s=link_bytes_per_s,
         latency_s=_latency_s(config.transfer_latency_s, config.control_latency_s, profile.handover),
@@ -125,6 +137,23 @@ def _efficiency(config: PlanConfig, profile: Profile, assumed: _Assumed, *, seve
         step_s=assumed.first(config.step_overhead_s, step_s, STEP_S, f"{1e3 * STEP_S:g} ms a step besides"),
         reduce_s=assumed.first(config.all_reduce_overhead_s, reduce_s, REDUCE_S, reduce_note),
     )
+
+
+def _drafter_time(config: PlanConfig, model: ModelConfig, tp: int, time: StepTime, assumed: _Assumed) -> DrafterTime:
+    on_cpu = config.host_cores is not None
+    shape = drafter_shape(model, tp, on_cpu=on_cpu)
+    if isinstance(time, Roofline):
+        return by_roofline(time, shape)
+    assert isinstance(time, Fitted), time
+    assumed.notes.append("the drafter's times as the model's, by their weights")
+    return by_weights(time, shape_of(model, tp, on_cpu=on_cpu), shape)
+
+
+def _accept_rate(config: PlanConfig, profile: Profile, assumed: _Assumed) -> float | None:
+    if config.speculative_algorithm is None:
+        return None
+    note = f"{100 * ACCEPT_RATE:.0f} % of drafted tokens accepted"
+    return assumed.first(config.speculative_accept_rate, profile.accept_rate, ACCEPT_RATE, note)
 
 
 def _gpu_flag(gpu: str | None, memory_gb: float | None) -> str:

@@ -14,7 +14,8 @@ from service.flags import ConfigError
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Step times of one model on a machine, or the GPU itself, or both (docs/planning.md). None: not measured.
 
-    `source`: where the figures come from, for people. `tp_size`: GPUs of the worker whose step times these are.
+    `source`: where the figures come from, for people. `tp_size`: GPUs of the worker whose step times these are. `accept_rate`: as
+    --speculative-accept-rate.
     """
 
     step_time: Fitted | None = None
@@ -27,6 +28,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     memory_efficiency: float | None = None
     step_overhead_ms: float | None = None
     all_reduce_us: float | None = None
+    accept_rate: float | None = None
 
 
 def fit_profile(reports: Sequence[str], *, pair: str | None, tp_size: int) -> Profile:
@@ -66,4 +68,6 @@ def read_profile(path: str) -> Profile:
         raise ConfigError(f"--gpu-profile {path}: is no profile (--save-profile writes one): {error}") from None
     if found.step_time is None and found.gpu is None:
         raise ConfigError(f"--gpu-profile {path}: has neither `step_time` nor `gpu`")
+    if found.accept_rate is not None and not 0 < found.accept_rate < 1:
+        raise ConfigError(f"--gpu-profile {path}: accept_rate must be between 0 and 1, got {found.accept_rate}")
     return found

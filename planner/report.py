@@ -12,19 +12,24 @@ from planner.run import Outcome
 from planner.study import Study
 
 LONG = 5  # limits of TTFT
+STEP_TOKENS = "tokens a step"  # with speculation
 HEADER = ("layout", "req/s/GPU", "good", "TTFT ms", "TPOT ms", "cached", "busy")
 
 
 def report_text(outcomes: Sequence[Outcome], study: Study) -> str:
     """Write the table and the recommendation: the best rate of each layout, best first, or each of --rates."""
     lines = [_about(study, outcomes), ""]
+    shown: list[tuple[Outcome, Any]]
     if study.config.rates:
-        rows = [[o.layout.name, *_cells(p)] for o in outcomes for p in o.points]
+        shown = [(o, p) for o in outcomes for p in o.points]
     else:
-        ordered = sorted(outcomes, key=lambda o: -o.rate)
-        rows = [[o.layout.name, *_cells(o.best)] for o in ordered]
+        shown = [(o, o.best) for o in sorted(outcomes, key=lambda o: -o.rate)]
+    rows = [[o.layout.name, *_cells(p)] for o, p in shown]
     percent = f"p{100 * study.slo.share:g}"
     header = [f"{h.removesuffix(' ms')} {percent}, ms" if h.endswith(" ms") else h for h in HEADER]
+    if study.config.speculative_algorithm is not None:
+        header.append(STEP_TOKENS)
+        rows = [[*row, _step_tokens(point)] for row, (_, point) in zip(rows, shown, strict=True)]
     lines.append(table(header, rows))
     return "\n".join([*lines, "", *_advice(outcomes, study.config.total_rate), *_doubts(outcomes, study)])
 
@@ -86,10 +91,18 @@ def _about(study: Study, outcomes: Sequence[Outcome]) -> str:
     assumed = f"assumed, not measured: {study.hardware.assumed}\n" if study.hardware.assumed else ""
     itl = "" if slo.itl_s is None else f", ITL {1000 * slo.itl_s:g} ms"
     return (
-        f"{study.hardware.text}; KV a worker: {_capacities(study, outcomes)}\n{assumed}"
+        f"{study.hardware.text}; KV a worker: {_capacities(study, outcomes)}{_drafts(study)}\n{assumed}"
         f"{size} requests, {prompt:,.0f} tokens in, {output:,.0f} out on average; good: TTFT {1000 * slo.ttft_s:g} ms, "
         f"TPOT {1000 * slo.tpot_s:g} ms{itl}, for {100 * slo.share:g} % of them"
     )
+
+
+def _drafts(study: Study) -> str:
+    algorithm, rate = study.config.speculative_algorithm, study.hardware.accept_rate
+    if algorithm is None or rate is None:
+        return ""
+    most = max(one.most for one in study.speculation.values() if one is not None)
+    return f"; {algorithm} drafts at most {most} tokens, {100 * rate:.0f} % right"
 
 
 def _capacities(study: Study, outcomes: Sequence[Outcome]) -> str:
@@ -111,6 +124,10 @@ def _cells(point: Any) -> list[str]:
         f"{100 * point.cached_share:.0f} %",
         busy,
     ]
+
+
+def _step_tokens(point: Any) -> str:
+    return "" if point is None or point.step_tokens is None else f"{point.step_tokens:.2f}"
 
 
 def _ms(seconds: float | None) -> str:

@@ -12,14 +12,17 @@ from statistics import mean
 from deploy.bench.stats import RequestRecord
 from engine.config import MAX_PREFILL_TOKENS, EngineConfig
 from engine.flags.resolve import resolve
-from engine.model_files.model_config import load_model_config
+from engine.flags.speculation import with_drafter
+from engine.model_files.drafter_config import DRAFT_PATH
+from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.parallel.layout import check_layout
 from planner.cluster import ClusterCosts, PlannedCluster
 from planner.config import PlanConfig
 from planner.goodput import Point, SloTargets, point_of
 from planner.hardware import Hardware, hardware_of, profile_of
 from planner.layout import ClusterLayout, candidates, parse_layout
-from planner.shape import Shape, kv_pages, shape_of
+from planner.memory import kv_pages, page_bytes
+from planner.speculation import Speculation, speculation_of
 from planner.step_time import StepLoad
 from planner.worker import WorkerSpec
 from planner.workload import PlannedRequest, workload_of
@@ -31,12 +34,16 @@ GUESSED_LOAD = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """`shape`: of the whole model. `history`: requests before `requests`, for warm caches. `num_pages`: of a worker, by its number of GPUs."""
+    """`page_bytes`: of a page of the whole model. `history`: requests before `requests`, for warm caches. `num_pages`, `speculation` (None:
+
+    nothing is drafted): of a worker, by its number of GPUs.
+    """
 
     config: PlanConfig
     model: str
     engine: EngineConfig
-    shape: Shape
+    page_bytes: int
+    speculation: dict[int, Speculation | None]
     hardware: Hardware
     slo: SloTargets
     costs: ClusterCosts
@@ -69,10 +76,11 @@ def study_of(config: PlanConfig) -> Study:
     tps = sorted({layout.tp for layout in layouts})
     for tp in tps:
         check_layout(model, tp_size=tp, pp_size=1)
-    hardware = hardware_of(config, model, tps=tps, profile=profile)
-    history, requests = workload_of(config)
     engine = resolve(_engine(config), model, cuda=True)
+    history, requests = workload_of(config)
     longest = max(request.input_len + request.output_len for request in requests)
+    model = _with_drafter(engine, model, tps=tps, longest=longest)
+    hardware = hardware_of(config, model, tps=tps, profile=profile)
     assert engine.context_length is not None, "resolved"
     if longest > engine.context_length:
         raise ConfigError(
@@ -83,7 +91,11 @@ def study_of(config: PlanConfig) -> Study:
         config=config,
         model=model.architecture,
         engine=engine,
-        shape=shape_of(model, on_cpu=on_cpu),
+        page_bytes=page_bytes(model, page_size=engine.page_size),
+        speculation={
+            tp: speculation_of(engine, accept_rate=hardware.accept_rate, time=hardware.drafter_times.get(tp))
+            for tp in tps
+        },
         hardware=hardware,
         slo=SloTargets(
             ttft_s=config.slo_ttft_s,
@@ -140,7 +152,8 @@ def try_rate(study: Study, layout: ClusterLayout, rate: float) -> Point:
     busy = defaultdict[str, list[float]](list)
     for worker in cluster.workers():
         busy[worker.spec.role].append(worker.executor.busy_s / cluster.now_s)
-    return point_of(records, rate=rate, slo=study.slo, busy={role: min(1.0, mean(s)) for role, s in busy.items()})
+    shares = {role: min(1.0, mean(s)) for role, s in busy.items()}
+    return point_of(records, rate=rate, slo=study.slo, busy=shares, step_tokens=cluster.step_tokens)
 
 
 def guess_rate(study: Study, layout: ClusterLayout) -> float:
@@ -167,10 +180,11 @@ def planned_cluster(study: Study, layout: ClusterLayout) -> PlannedCluster:
             role=role,
             engine=engine,
             num_pages=study.num_pages[layout.tp],
-            page_bytes=study.shape.kv_bytes * engine.page_size,
+            page_bytes=study.page_bytes,
             link_bytes_per_s=layout.tp * study.hardware.link_bytes_per_s,
             step_time=study.hardware.step_times[layout.tp],
             threads=study.config.step_cores,
+            speculation=study.speculation[layout.tp],
         )
         for role in layout.roles
     }
@@ -195,4 +209,30 @@ def _engine(config: PlanConfig) -> EngineConfig:
         schedule_conservativeness=config.schedule_conservativeness,
         disable_overlap_schedule=config.disable_overlap_schedule,
         disable_radix_cache=config.disable_radix_cache,
+        speculative_algorithm=config.speculative_algorithm,
+        speculative_draft_model_path=_folder(config.speculative_draft_model_path),
+        speculative_num_steps=config.speculative_num_steps,
+        speculative_num_draft_tokens=config.speculative_num_draft_tokens,
     )
+
+
+def _folder(given: str | None) -> str | None:
+    """Where a drafter's config.json lies."""
+    if given is None:
+        return None
+    path = Path(given)
+    if not path.exists():
+        raise ConfigError(f"{DRAFT_PATH} {given}: no such directory; one with the drafter's config.json is enough")
+    return str(path.parent if path.name == "config.json" else path)
+
+
+def _with_drafter(engine: EngineConfig, model: ModelConfig, *, tps: Sequence[int], longest: int) -> ModelConfig:
+    """`longest`: tokens of the longest request, which is context enough for a plan."""
+    found = model
+    for tp in tps:  # each checks what a rank would hold
+        found = with_drafter(replace(engine, tp_size=tp, kv_units=None, context_length=longest), model)
+    if found.drafter is not None and found.drafter.layers.experts is not None:
+        raise ConfigError(
+            f"{DRAFT_PATH} {found.drafter.path}: the cost model knows dense models, not a mixture of experts"
+        )
+    return found

@@ -31,6 +31,7 @@ from engine.messages import StateReply, ToFrontend, TokenBatch, TokenOutput, ToS
 from engine.sampling_params import SamplingParams
 from planner.executor import TimedExecutor, WorkerClock
 from planner.host import Host
+from planner.speculation import Speculation
 from planner.step_time import StepTime
 from planner.timeline import Timeline
 from planner.transfer import End, Link, Network, PlannedReceivers, PlannedSenders
@@ -43,7 +44,7 @@ NEVER_S = 1e12  # no timeout of a role applies in a plan: the SLOs judge what is
 class WorkerSpec:
     """`engine`: resolved. `role`: "unified" | "prefill" | "decode". `num_pages`: of the KV pool.
 
-    `threads`: cores that a step uses on a host that workers share.
+    `threads`: cores that a step uses on a host that workers share. `speculation`: None: nothing is drafted.
     """
 
     role: str
@@ -53,6 +54,7 @@ class WorkerSpec:
     link_bytes_per_s: float
     step_time: StepTime
     threads: int = 1
+    speculation: Speculation | None = None
 
 
 class PlanWorker:
@@ -61,7 +63,7 @@ class PlanWorker:
     ) -> None:
         self.spec = spec
         self.clock = WorkerClock()
-        self.executor = TimedExecutor(spec.step_time, self.clock, host=host, threads=spec.threads)
+        self.executor = _executor(spec, self.clock, host)
         self.scheduler = _scheduler(spec)
         self._timeline = timeline
         self._turning = False
@@ -186,6 +188,19 @@ class _Ports:
         self.wake()
 
 
+def _executor(spec: WorkerSpec, clock: WorkerClock, host: Host) -> TimedExecutor:
+    if (speculation := spec.speculation) is None:
+        return TimedExecutor(spec.step_time, clock, host=host, threads=spec.threads)
+    return TimedExecutor(
+        spec.step_time,
+        clock,
+        host=host,
+        threads=spec.threads,
+        drafter=speculation.time,
+        is_right=speculation.draws(),
+    )
+
+
 def _scheduler(spec: WorkerSpec) -> Scheduler:
     config = spec.engine
     allocator = PageAllocator(num_pages=spec.num_pages, page_size=config.page_size)
@@ -195,4 +210,9 @@ def _scheduler(spec: WorkerSpec) -> Scheduler:
         ratio=NewTokenRatio(ratio_rule(config)),
         growth=MeasuredGrowth(),
     )
-    return Scheduler(state, tail_texts=lambda ids, skip: ())
+    drafts = spec.speculation is not None and spec.role != "prefill"
+    return Scheduler(
+        state,
+        tail_texts=lambda ids, skip: (),
+        drafting=spec.speculation.drafting() if spec.speculation is not None and drafts else None,
+    )

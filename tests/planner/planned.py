@@ -4,6 +4,7 @@ from engine.config import EngineConfig
 from engine.loop.role import Peered
 from planner.cluster import ClusterCosts, PlannedCluster
 from planner.layout import ClusterLayout, parse_layout
+from planner.speculation import Speculation
 from planner.step_time import Fitted
 from planner.worker import WorkerSpec
 from planner.workload import PlannedRequest
@@ -31,6 +32,7 @@ def cluster(
     cores: float | None = None,
     host_token_s: float = 0.0,
     policy: str = "least_load",
+    speculation: Speculation | None = None,
 ) -> PlannedCluster:
     layout: ClusterLayout = parse_layout(name)
     engine = EngineConfig(
@@ -52,6 +54,7 @@ def cluster(
             page_bytes=PAGE_BYTES,
             link_bytes_per_s=link,
             step_time=step_time,
+            speculation=speculation,
         )
         for role in layout.roles
     }

@@ -7,7 +7,8 @@ from engine.device.memory_plan import MeasuredMemory
 from engine.device.memory_plan import kv_pages as worker_pages
 from engine.flags.resolve import resolve
 from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
-from planner.shape import kv_pages, shape_of
+from planner.memory import kv_pages
+from planner.shape import shape_of
 from tests.engine.ranks_in_process import ranks
 
 

@@ -1,0 +1,108 @@
+"""What a model drafts with, in a plan: weights, reads and arithmetic of its layers, and the time of its passes. Pure."""
+
+from dataclasses import dataclass, replace
+
+from engine.core.plan import Plan
+from engine.model_files.drafter_config import STANDALONE, DrafterConfig
+from engine.model_files.model_config import ModelConfig
+from engine.parallel.layout import share_of
+from planner.shape import Shape, fullest, shape_of
+from planner.step_time import Fitted, Roofline, StepLoad, StepTime, load_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterTime:
+    """`beside`: of its layers in a step of the model. `a_pass`: of drafting a token of each request. `step_s`: of a step of passes,
+    besides."""
+
+    beside: StepTime
+    a_pass: StepTime
+    step_s: float
+
+
+def plan_seconds(plan: Plan, model: StepTime, drafter: DrafterTime | None) -> float:
+    """Return the time of a step; a drafter keeps what it needs of each token that the model computes."""
+    if plan.only_drafts:
+        assert drafter is not None, "a plan asks a drafter, and there is none"
+        return drafter.step_s + sum(drafter.a_pass.seconds(load) for load in pass_loads(plan))
+    load = load_of(plan)
+    return model.seconds(load) + (0.0 if drafter is None else drafter.beside.seconds(load))
+
+
+def pass_loads(plan: Plan) -> list[StepLoad]:
+    """Return the load of each pass of a step that only drafts: a row of each request that is not done yet."""
+    loads = []
+    for number in range(max(item.to_draft for item in plan.items)):
+        left = [item for item in plan.items if item.to_draft > number]
+        context = sum(item.start + 1 + number for item in left)
+        loads.append(StepLoad(decodes=len(left), decode_context=context, samples=len(left)))
+    return loads
+
+
+def by_roofline(model: Roofline, shape: Shape) -> DrafterTime:
+    """`shape`: as of `drafter_shape`. A pass has its layers' share of a step's overhead, a step of passes all of it."""
+    layers_s = model.efficiency.step_s * shape.layers / model.shape.layers
+    return DrafterTime(
+        beside=replace(model, shape=_without_head(shape), efficiency=replace(model.efficiency, step_s=0.0)),
+        a_pass=replace(model, shape=shape, efficiency=replace(model.efficiency, step_s=layers_s)),
+        step_s=model.efficiency.step_s,
+    )
+
+
+def by_weights(model: Fitted, of: Shape, shape: Shape) -> DrafterTime:
+    """The model's times, which were measured of shape `of`, by what a drafter of `shape` reads and computes of that."""
+    return DrafterTime(beside=_scaled(model, of, _without_head(shape)), a_pass=_scaled(model, of, shape), step_s=0.0)
+
+
+def drafter_shape(model: ModelConfig, tp: int = 1, *, on_cpu: bool = False) -> Shape:
+    """Return what the drafter of `model` is on the fullest of `tp` GPUs. `head_params`: read by a pass, the drafter's own or the model's."""
+    drafter, lent = model.drafter, shape_of(model, tp, on_cpu=on_cpu).head_params
+    assert drafter is not None
+    if drafter.kind == STANDALONE:
+        return shape_of(drafter.layers, tp, on_cpu=on_cpu)
+    layer = shape_of(replace(drafter.layers, num_layers=1, nextn_layers=0), tp, on_cpu=on_cpu)
+    size, own_head = layer.element_bytes, -(-drafter.head_rows // tp) * layer.hidden
+    joins = _join_params(drafter) + _wider_attention(drafter, tp)
+    layer_bytes = layer.read_bytes - (layer.head_params - joins) * size
+    head = own_head or lent
+    return replace(
+        layer,
+        layer_params=layer.layer_params + joins,
+        head_params=head,
+        weight_bytes=layer_bytes + own_head * size,
+        read_bytes=layer_bytes + head * size,
+    )
+
+
+def _join_params(drafter: DrafterConfig) -> int:
+    """Of the product that joins what it reads; whole on each GPU."""
+    return drafter.layers.hidden_size * (len(drafter.inside) or 2) * drafter.hidden
+
+
+def _wider_attention(drafter: DrafterConfig, tp: int) -> int:
+    """EAGLE3's attention reads the embedding beside the hidden state: q, k and v have twice the inputs."""
+    layers, share = drafter.layers, share_of(drafter.layers, fullest(tp))
+    heads = len(share.heads) + 2 * len(share.kv_heads)
+    return heads * layers.head_dim * layers.hidden_size if drafter.inside else 0
+
+
+def _without_head(shape: Shape) -> Shape:
+    """Layers whose logits nothing reads."""
+    head_bytes = shape.head_params * shape.element_bytes
+    return replace(shape, head_params=0, vocab=0, read_bytes=shape.read_bytes - head_bytes)
+
+
+def _scaled(model: Fitted, of: Shape, to: Shape) -> Fitted:
+    read, kv = to.read_bytes / of.read_bytes, to.kv_bytes / of.kv_bytes
+    params, pairs = (
+        (to.layer_params + to.head_params) / (of.layer_params + of.head_params),
+        to.pair_flops / of.pair_flops,
+    )
+    return Fitted(
+        prefill_step_s=model.prefill_step_s * read,
+        prefill_token_s=model.prefill_token_s * to.layer_params / of.layer_params,
+        prefill_pair_s=model.prefill_pair_s * pairs,
+        decode_step_s=model.decode_step_s * read,
+        decode_request_s=model.decode_request_s * params,
+        decode_context_s=model.decode_context_s * kv,
+    )

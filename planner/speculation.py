@@ -1,0 +1,55 @@
+"""Speculation in a plan: the real rows and passes (engine/core/drafting.py), and drafts that are right as often as the plan says."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from engine.core.drafting import Drafting
+from engine.core.drafts import Draft
+from engine.core.request import Request
+from engine.flags.speculation import drafts_by_model, rows_of_request
+from planner.drafter import DrafterTime
+from planner.executor import TOKEN
+
+SEED = 3
+MATCH = 1  # of n-grams: chances are learned, and this class begins with the lowest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """`most`: drafted tokens of a request in a step. `accept_rate`: chance that the model samples a token that was drafted behind right
+
+    ones. `time`: of the model that drafts; None: n-grams do.
+    """
+
+    most: int
+    accept_rate: float
+    time: DrafterTime | None
+
+    def drafting(self) -> Drafting:
+        if self.time is None:
+            return Drafting(Guesses(self.most), most=self.most)
+        return Drafting(None, most=self.most, passes=self.most)
+
+    def draws(self) -> Callable[[], bool]:
+        uniform = random.Random(SEED).random
+        return lambda: uniform() < self.accept_rate
+
+
+class Guesses:
+    """N-grams of texts that a plan does not know: there is always a match, `most` tokens long."""
+
+    def __init__(self, most: int) -> None:
+        self._draft = Draft([TOKEN] * most, MATCH)
+
+    def draft(self, request: Request) -> Draft:
+        return self._draft
+
+
+def speculation_of(engine: EngineConfig, *, accept_rate: float | None, time: DrafterTime | None) -> Speculation | None:
+    """Return None where nothing is drafted. `engine`: resolved. `time`: of a model that drafts."""
+    if engine.speculative_algorithm is None:
+        return None
+    assert accept_rate is not None and drafts_by_model(engine) == (time is not None)
+    return Speculation(most=rows_of_request(engine) - 1, accept_rate=accept_rate, time=time)
