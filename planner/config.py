@@ -6,6 +6,7 @@ from typing import Any
 
 from engine.config import MAX_DRAFT_TOKENS, MAX_PAGE_SIZE, SPECULATIVE_ALGORITHMS
 from engine.core.policy import POLICIES as SCHEDULE_POLICIES
+from engine.flags.speculation import NGRAM
 from planner.gpus import GPUS
 from router.config import POLICIES
 from service.flags import ConfigError, FlagSet, flag
@@ -166,6 +167,9 @@ class PlanConfig(FlagSet):
         above=0,
         below=1,
     )
+    speculative_match_rate: float | None = flag(
+        None, "with NGRAM: share of steps in which something is drafted; default: the profile's, or 1", above=0, most=1
+    )
 
     jobs: int = flag(2, "runs at a time, each in a process of its own", least=1)
     output: str | None = flag(None, "file to write with every run's figures, as JSON")
@@ -185,6 +189,10 @@ def check_plan(config: PlanConfig) -> None:
         raise ConfigError("--save-profile: needs --fit; there is nothing measured to save")
     if config.fit_pair and not config.fit:
         raise ConfigError("--fit-pair: needs --fit; a hand-over is measured against a unified worker's step times")
+    if config.speculative_match_rate is not None and config.speculative_algorithm != NGRAM:
+        raise ConfigError(
+            "--speculative-match-rate: needs --speculative-algorithm NGRAM; a model drafts whenever it is asked"
+        )
     if config.speculative_accept_rate is not None and config.speculative_algorithm is None:
         raise ConfigError("--speculative-accept-rate: needs --speculative-algorithm; nothing is drafted without it")
     for name, time_s in (

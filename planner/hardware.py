@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from engine.flags.speculation import NGRAM
 from engine.model_files.model_config import ModelConfig
 from planner.config import PlanConfig
 from planner.drafter import DrafterTime, by_roofline, by_weights, drafter_shape
@@ -27,12 +28,13 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """`step_times`: by GPUs per worker. `memory_bytes`, `link_bytes_per_s`: of one GPU; memory is None if
     --max-total-tokens gives the KV capacity. `gpu_flag`: the flag that chose the GPU. `assumed`: values that were
     neither given nor measured, for people. `drafter_times`: as `step_times`, of a model that drafts. `accept_rate`: None: nothing is
-    drafted.
+    drafted. `match_rate`: 1 for a model.
     """
 
     step_times: dict[int, StepTime]
     drafter_times: dict[int, DrafterTime]
     accept_rate: float | None
+    match_rate: float
     memory_bytes: int | None
     link_bytes_per_s: float
     latency_s: float
@@ -80,6 +82,7 @@ def hardware_of(config: PlanConfig, model: ModelConfig, *, tps: Sequence[int], p
         step_times=step_times,
         drafter_times=drafter_times,
         accept_rate=_accept_rate(config, profile, assumed),
+        match_rate=_match_rate(config, profile, assumed),
         memory_bytes=None if memory_gb is None else int(memory_gb * GB),
         link_bytes_per_s=link_bytes_per_s,
         latency_s=_latency_s(config.transfer_latency_s, config.control_latency_s, profile.handover),
@@ -154,6 +157,12 @@ def _accept_rate(config: PlanConfig, profile: Profile, assumed: _Assumed) -> flo
         return None
     note = f"{100 * ACCEPT_RATE:.0f} % of drafted tokens accepted"
     return assumed.first(config.speculative_accept_rate, profile.accept_rate, ACCEPT_RATE, note)
+
+
+def _match_rate(config: PlanConfig, profile: Profile, assumed: _Assumed) -> float:
+    if config.speculative_algorithm != NGRAM:
+        return 1.0
+    return assumed.first(config.speculative_match_rate, profile.match_rate, 1.0, "n-grams match at each step")
 
 
 def _gpu_flag(gpu: str | None, memory_gb: float | None) -> str:

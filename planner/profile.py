@@ -14,8 +14,8 @@ from service.flags import ConfigError
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Step times of one model on a machine, or the GPU itself, or both (docs/planning.md). None: not measured.
 
-    `source`: where the figures come from, for people. `tp_size`: GPUs of the worker whose step times these are. `accept_rate`: as
-    --speculative-accept-rate.
+    `source`: where the figures come from, for people. `tp_size`: GPUs of the worker whose step times these are. `accept_rate`,
+    `match_rate`: as --speculative-accept-rate and --speculative-match-rate.
     """
 
     step_time: Fitted | None = None
@@ -29,6 +29,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     step_overhead_ms: float | None = None
     all_reduce_us: float | None = None
     accept_rate: float | None = None
+    match_rate: float | None = None
 
 
 def fit_profile(reports: Sequence[str], *, pair: str | None, tp_size: int) -> Profile:
@@ -68,6 +69,7 @@ def read_profile(path: str) -> Profile:
         raise ConfigError(f"--gpu-profile {path}: is no profile (--save-profile writes one): {error}") from None
     if found.step_time is None and found.gpu is None:
         raise ConfigError(f"--gpu-profile {path}: has neither `step_time` nor `gpu`")
-    if found.accept_rate is not None and not 0 < found.accept_rate < 1:
-        raise ConfigError(f"--gpu-profile {path}: accept_rate must be between 0 and 1, got {found.accept_rate}")
+    for name, rate in (("accept_rate", found.accept_rate), ("match_rate", found.match_rate)):
+        if rate is not None and not (0 < rate < 1 or (rate == 1 and name == "match_rate")):
+            raise ConfigError(f"--gpu-profile {path}: {name} must be between 0 and 1, got {rate}")
     return found

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.core.drafting import Drafting
-from engine.core.drafts import Draft
+from engine.core.drafts import NO_DRAFT, Draft
 from engine.core.request import Request
 from engine.flags.speculation import drafts_by_model, rows_of_request
 from planner.drafter import DrafterTime
@@ -20,16 +20,17 @@ MATCH = 1  # of n-grams: chances are learned, and this class begins with the low
 class Speculation:
     """`most`: drafted tokens of a request in a step. `accept_rate`: chance that the model samples a token that was drafted behind right
 
-    ones. `time`: of the model that drafts; None: n-grams do.
+    ones. `time`: of the model that drafts; None: n-grams do, in a share `match_rate` of the steps.
     """
 
     most: int
     accept_rate: float
     time: DrafterTime | None
+    match_rate: float = 1.0
 
     def drafting(self) -> Drafting:
         if self.time is None:
-            return Drafting(Guesses(self.most), most=self.most)
+            return Drafting(Guesses(self.most, self.match_rate), most=self.most)
         return Drafting(None, most=self.most, passes=self.most)
 
     def draws(self) -> Callable[[], bool]:
@@ -38,18 +39,22 @@ class Speculation:
 
 
 class Guesses:
-    """N-grams of texts that a plan does not know: there is always a match, `most` tokens long."""
+    """N-grams of texts that a plan does not know: a match, now and then, which `most` tokens follow."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, match_rate: float) -> None:
         self._draft = Draft([TOKEN] * most, MATCH)
+        self._match_rate = match_rate
+        self._uniform = random.Random(SEED).random
 
     def draft(self, request: Request) -> Draft:
-        return self._draft
+        return self._draft if self._uniform() < self._match_rate else NO_DRAFT
 
 
-def speculation_of(engine: EngineConfig, *, accept_rate: float | None, time: DrafterTime | None) -> Speculation | None:
+def speculation_of(
+    engine: EngineConfig, *, accept_rate: float | None, match_rate: float, time: DrafterTime | None
+) -> Speculation | None:
     """Return None where nothing is drafted. `engine`: resolved. `time`: of a model that drafts."""
     if engine.speculative_algorithm is None:
         return None
     assert accept_rate is not None and drafts_by_model(engine) == (time is not None)
-    return Speculation(most=rows_of_request(engine) - 1, accept_rate=accept_rate, time=time)
+    return Speculation(most=rows_of_request(engine) - 1, accept_rate=accept_rate, match_rate=match_rate, time=time)

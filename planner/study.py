@@ -34,9 +34,9 @@ GUESSED_LOAD = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """`page_bytes`: of a page of the whole model. `history`: requests before `requests`, for warm caches. `num_pages`, `speculation` (None:
+    """`page_bytes`: of a page of the whole model. `history`: requests before `requests`, for warm caches.
 
-    nothing is drafted): of a worker, by its number of GPUs.
+    `num_pages`, `speculation` (None: nothing is drafted): of a worker, by its number of GPUs.
     """
 
     config: PlanConfig
@@ -93,7 +93,12 @@ def study_of(config: PlanConfig) -> Study:
         engine=engine,
         page_bytes=page_bytes(model, page_size=engine.page_size),
         speculation={
-            tp: speculation_of(engine, accept_rate=hardware.accept_rate, time=hardware.drafter_times.get(tp))
+            tp: speculation_of(
+                engine,
+                accept_rate=hardware.accept_rate,
+                match_rate=hardware.match_rate,
+                time=hardware.drafter_times.get(tp),
+            )
             for tp in tps
         },
         hardware=hardware,

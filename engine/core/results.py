@@ -48,6 +48,7 @@ class Results:
             if item.draft:
                 self._state.counters.drafts += 1
                 if not _was_right(request, item):
+                    self._state.counters.wrong_drafts += request.finish is None and request.num_tokens == item.kv_len
                     _take_back(request)
                     memory.reject(request, item.kv_len)
                     continue

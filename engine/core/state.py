@@ -43,6 +43,7 @@ class Counters:
     verified_runs: int = 0  # requests with drafts in them, each step anew
     drafts: int = 0  # drafted tokens whose step was collected
     accepted_drafts: int = 0  # of them
+    wrong_drafts: int = 0  # of them, those that were wrong behind right ones
 
 
 class SchedulerState:

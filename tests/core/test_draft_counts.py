@@ -14,6 +14,24 @@ def counts_of(engine: EngineInATest, rid: str) -> DraftCounts:
     return found
 
 
+def verdicts(engine: EngineInATest, rid: str) -> list[str]:
+    """Of each draft of a request: right, wrong behind right ones, or behind a wrong one or the end."""
+    prompt = next(
+        plan.items[i].tokens for plan in engine.plans for i in range(len(plan.items)) if plan.items[i].rid == rid
+    )
+    known, found = [*prompt, *engine.tokens[rid]], []
+    for plan in engine.plans:
+        still = True
+        for item in (item for item in plan.items if item.rid == rid):
+            if not item.draft:
+                still = True
+                continue
+            right = item.start < len(known) and known[item.start] == item.tokens[0]
+            found.append("not judged" if not still or item.start >= len(known) else "right" if right else "wrong")
+            still = still and right
+    return found
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_each_token_is_a_steps_or_an_accepted_drafts(drafts: str, depth: int) -> None:
@@ -33,6 +51,8 @@ def test_each_token_is_a_steps_or_an_accepted_drafts(drafts: str, depth: int) ->
         drafted, accepted = drafted + counts.drafted, accepted + counts.accepted
     assert (counters.drafts, counters.accepted_drafts) == (drafted, accepted)
     assert (accepted > 0) == (drafts != "wrong") and (accepted < drafted) == (drafts != "right")
+    judged = sum(verdicts(engine, rid).count(verdict) for rid in engine.tokens for verdict in ("right", "wrong"))
+    assert counters.wrong_drafts == judged - accepted
     runs = [sum(i.draft for i in plan.items if i.rid == rid) for plan in engine.plans for rid in engine.tokens]
     assert counters.verified_runs == sum(map(bool, runs)) and sum(runs) == drafted
 

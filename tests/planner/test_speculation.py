@@ -136,6 +136,14 @@ def test_where_rows_are_free_steps_give_what_chances_say(layout: str, time: Draf
     assert_at_rest(planned)
 
 
+def test_where_n_grams_match_in_half_of_the_steps_these_give_half() -> None:
+    """A step without a match gives one token."""
+    speculation = Speculation(most=4, accept_rate=0.6, match_rate=0.5, time=None)
+    planned = cluster("1U", step_time=ROWS_ARE_FREE, speculation=speculation)
+    planned.run([request_at(i, 50, 200, block=i) for i in range(12)], rate=4, until_s=FOREVER)
+    assert planned.step_tokens == pytest.approx(1 + sum(0.6**n for n in range(1, 5)) / 2, rel=0.06)
+
+
 @pytest.mark.parametrize("time", [None, FREE_DRAFTER], ids=["n-grams", "a model"])
 def test_speculation_pays_where_rows_are_cheap_and_ends_where_they_are_not(time: DrafterTime | None) -> None:
     speculation = Speculation(most=4, accept_rate=0.6, time=time)
@@ -232,6 +240,7 @@ def _mixture(folder: Path) -> list[str]:
 BAD: list[tuple[Callable[[Path], list[str]] | list[str], str]] = [
     (["--speculative-accept-rate", "0.5"], "--speculative-accept-rate: needs --speculative-algorithm"),
     ([ALGORITHM, "NGRAM", "--speculative-accept-rate", "1"], "--speculative-accept-rate: must be"),
+    (["--speculative-match-rate", "0.5", ALGORITHM, "EAGLE3"], "--speculative-match-rate: needs --speculative-algorithm NGRAM"),
     ([ALGORITHM, "EAGLE3"], "--speculative-algorithm EAGLE3: needs --speculative-draft-model-path"),
     ([ALGORITHM, "NEXTN"], "--speculative-algorithm NEXTN: the model's config.json has no num_nextn_predict_layers"),
     ([ALGORITHM, "EAGLE", PATH, "/no/such"], "--speculative-draft-model-path /no/such: no such directory"),

@@ -115,6 +115,9 @@ COUNTERS = {
     "verified_runs": Figure("vllm:spec_decode_num_drafts", "drafts that were verified: one a request and step"),
     "drafts": Figure("vllm:spec_decode_num_draft_tokens", "drafted tokens that were verified"),
     "accepted_drafts": Figure("vllm:spec_decode_num_accepted_tokens", "drafted tokens that the model sampled, too"),
+    "wrong_drafts": Figure(
+        "tandem_num_wrong_drafts", "drafted tokens that were wrong behind right ones, so the last to count"
+    ),
     "backup_saved_tokens": Figure("tandem_retraction_saved_tokens", "retracted tokens whose KV was copied to the host"),
     "backup_restored_tokens": Figure(
         "tandem_retraction_restored_tokens", "retracted tokens whose KV came back from the host"
