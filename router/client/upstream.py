@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from router.client.session import KEEPALIVE_S, READ_BUFFER_BYTES, keep_alive
+from service.http.stream import STREAM_TYPES
 from service.waiter import Waiter, end_tasks
 
 MAX_HEAD_BYTES = 64 << 10  # of an answer
@@ -147,7 +148,8 @@ class HttpReply:
     """A worker's answer, from the moment the request is sent. One task at a time reads it.
 
     `status` is 0 until its head has come; `headers` have names in lower case. `complete`: all of it came. `error`: why no more
-    will come. `num_buffered`: bytes that came and were not taken. `received_s`: when anything came last (the loop's time).
+    will come. `num_buffered`: bytes that came and were not taken; of a stream no more than a buffer, of another answer all, as it
+    is taken whole. `received_s`: when anything came last (the loop's time).
     `listener` is called at every change of these, `on_end` once when no more will come; neither may raise. `end_connection`
     ends the connection or the attempt to make one; `resume` continues its reading.
     """
@@ -201,7 +203,10 @@ class HttpReply:
         """Add a piece of the body; False: enough for now."""
         self._chunks.append(data)
         self.num_buffered += len(data)
-        return self.num_buffered <= READ_BUFFER_BYTES
+        return self.num_buffered <= READ_BUFFER_BYTES or not self._is_stream()
+
+    def _is_stream(self) -> bool:
+        return self.headers.get("content-type", "").startswith(STREAM_TYPES)
 
     def finish(self) -> None:
         self._timer.cancel()

@@ -14,6 +14,7 @@ import pytest
 import uvloop
 from aiohttp import web
 
+from router.client.session import READ_BUFFER_BYTES
 from router.config import RouterConfig
 from router.pool.worker import RankSizes, Role
 from router.server import start_router
@@ -22,6 +23,7 @@ from tests.router.dummies import (
     CHAT,
     STREAM,
     DummyWorker,
+    always,
     begin_stream,
     cluster,
     events_of,
@@ -46,6 +48,17 @@ async def test_both_legs_get_the_body_and_the_client_gets_decodes_answer() -> No
         for leg in (prefill, decode):
             assert leg.headers["x-request-id"] == "req-7" and leg.headers["traceparent"] == "00-1-2-01"
             assert leg.headers["authorization"] == "Bearer k" and "cookie" not in leg.headers
+        await c.settled()
+
+
+async def test_an_answer_longer_than_the_buffer_of_a_stream_comes_whole() -> None:
+    """Of either worker: embeddings, or hidden states of a prompt."""
+    text = "x" * (3 * READ_BUFFER_BYTES)
+    async with cluster() as c:
+        c.decodes[0].behave = c.prefills[0].behave = always(200, {"data": text})
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/embeddings", {"input": "hi"})):
+            status, _, answer = await c.post(path, body)
+            assert (status, json.loads(answer)["data"]) == (200, text), path
         await c.settled()
 
 
