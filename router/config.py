@@ -156,7 +156,7 @@ class RouterConfig(
     retry_backoff_s: float = _seconds(0.05, "pause before the second retry, doubled for each further one")
     retry_wait_s: float = _seconds(2.0, "time that a failed request waits for a worker if none is left", zero="none")
     failover_max: int = flag(
-        3, "workers that may be lost under one stream, which goes on at others", least=0, special={0: "none"}
+        2, "workers that may die under one request, which goes on at others", least=0, special={0: "none goes on"}
     )
     hedge_after_s: float = _seconds(0.0, "silence after which a stream goes to a second pair as well", zero="never")
     hedge_budget: float = flag(0.05, "largest share of requests that are hedged", above=0, most=1)

@@ -17,13 +17,17 @@ Server = tuple[str, int | None]
 
 
 class FailedWorkers(msgspec.Struct):
+    """`num_deaths`: workers that the request may have ended."""
+
     last: CallFailed
+    num_deaths: int = 0
     _failed: set[int] = msgspec.field(default_factory=set)
     _unjoined: dict[Server, int] = msgspec.field(default_factory=dict)
 
     def note(self, failure: CallFailed, workers: Sequence[Worker]) -> None:
         """Record that `failure` ended the attempt at `workers`."""
         self.last = failure
+        self.num_deaths += failure.is_death
         self._failed.add(failure.worker.worker_id)
         if failure.unjoined:
             self._failed.update(w.worker_id for w in workers)

@@ -80,6 +80,10 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
             self.failed = FailedWorkers(failure)
         self.failed.note(failure, workers)
 
+    def ends_workers(self, most: int) -> bool:
+        """Whether more than `most` workers died under it: it may be what they died of."""
+        return self.failed is not None and self.failed.num_deaths > most
+
     def hand_back(self) -> None:
         """End it because the router ends: cut its stream, whose last event then says why, or cancel its handler."""
         self.handed_back = True

@@ -10,6 +10,7 @@ from router.pool.breaker import Event
 from router.pool.health import HealthMonitor
 from router.pool.reports import says_draining
 from router.pool.worker import Role, Worker
+from service.http.resume import FRAMES_TYPE
 from service.http.stream import STREAM_TYPES
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UNJOINED = 502  # what a decode worker answers when it could not find or reach the prefill worker
+_IN_PIECES = (*STREAM_TYPES, FRAMES_TYPE)
 _FAULTS = frozenset((500, UNJOINED, 503))
 
 
@@ -69,6 +71,13 @@ class CallFailed(Exception):
         return self.status in _FAULTS and not (self.status == 503 and "retry-after" in self.headers)
 
     @property
+    def is_death(self) -> bool:
+        """The worker, or its engine, died or froze with the request in its hands."""
+        if self.reason == "down":
+            return self.worker.silent
+        return self.reason == "lost" or (self.is_fault and self.status in (500, 503))
+
+    @property
     def retryable(self) -> bool:
         """Another worker may do better. Back-pressure and bad requests (4xx) are the client's to handle."""
         return self.reason in ("refused", "lost", "down") or self.status in _FAULTS
@@ -95,8 +104,16 @@ class UpstreamCall:
 
     @property
     def streaming(self) -> bool:
+        return self._is_of(STREAM_TYPES)
+
+    @property
+    def framed(self) -> bool:
+        """A whole answer, which takes long, behind frames (service/http/resume.py)."""
+        return self._is_of((FRAMES_TYPE,))
+
+    def _is_of(self, types: tuple[str, ...]) -> bool:
         status = self.reply.status
-        return self._stream and 0 < status < 300 and self.reply.headers.get("content-type", "").startswith(STREAM_TYPES)
+        return self._stream and 0 < status < 300 and self.reply.headers.get("content-type", "").startswith(types)
 
     @property
     def ended(self) -> bool:
@@ -104,8 +121,8 @@ class UpstreamCall:
 
     @property
     def begun(self) -> bool:
-        """There is something for the client: the first bytes of a stream, or the whole of any other answer."""
-        return self.reply.complete or (self.reply.num_buffered > 0 and self.streaming)
+        """There is something for the client, or of what it will get: first bytes of a stream or frames, or the whole of any other answer."""
+        return self.reply.complete or (self.reply.num_buffered > 0 and self._is_of(_IN_PIECES))
 
     def failure(self) -> CallFailed | None:
         """What went wrong before the answer had begun; after that its reader judges it."""

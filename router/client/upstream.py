@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from router.client.session import KEEPALIVE_S, READ_BUFFER_BYTES, keep_alive
+from service.http.resume import FRAMES_TYPE
 from service.http.stream import STREAM_TYPES
 from service.waiter import Waiter, end_tasks
 
@@ -206,7 +207,7 @@ class HttpReply:
         return self.num_buffered <= READ_BUFFER_BYTES or not self._is_stream()
 
     def _is_stream(self) -> bool:
-        return self.headers.get("content-type", "").startswith(STREAM_TYPES)
+        return self.headers.get("content-type", "").startswith((*STREAM_TYPES, FRAMES_TYPE))
 
     def finish(self) -> None:
         self._timer.cancel()

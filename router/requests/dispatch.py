@@ -26,7 +26,7 @@ from router.requests.kept_alive import serve_kept_alive
 from router.requests.live import LiveRequests
 from router.requests.merge import Merger, SseMerger
 from router.requests.picking import Picker
-from router.requests.relay import StreamSplitter, answer_headers, open_answer, relay_stream
+from router.requests.relay import JSON, StreamSplitter, answer_headers, open_answer, read_whole, relay_stream
 from router.requests.replies import HANDED_BACK, draining, failure_error, failure_response, no_worker
 from router.requests.responses import KeptStream, Responses
 from service.http.deadline import ENVOY_HEADER, TIMEOUT_HEADER
@@ -163,8 +163,8 @@ class Dispatcher:
             headers["traceparent"] = request.traceparent
         if request.parsed.streams:
             headers[NO_BEATS_HEADER] = "1"
-            if self.failover is not None:
-                headers |= self.failover.headers()
+        if self.failover is not None and request.parsed.api not in ALONE:
+            headers |= self.failover.headers()
         authorization = authorization_of(given)
         if self.credentials is not None:
             headers |= self.credentials.for_client(authorization)
@@ -193,7 +193,7 @@ class Dispatcher:
             try:
                 return await self._attempt(request, self.launcher.begin(request, headers, placements))
             except CallFailed as failure:
-                if not failure.retryable or number == self.retry_max:
+                if not failure.retryable or number == self.retry_max or self._ends_workers(request):
                     return failure_response(failure)
                 for notify in self.launcher.events.on_retry:
                     notify(failure)
@@ -230,15 +230,31 @@ class Dispatcher:
             merger = Merger(request.parsed.api, prefill.reply.take())
         if call.streaming:
             return await self._stream(request, attempt, merger)
-        body = call.reply.take()
-        if request.keeper is not None:
-            request.keeper.on_answer(body)
-        attempt.complete()
-        return web.Response(
-            status=call.reply.status,
-            body=merger.merge_answer(body) if merger else body,
-            headers=answer_headers(call.reply.headers),
-        )
+        if call.framed:
+            return await self._framed(request, attempt, merger)
+        return _whole(request, attempt, merger, call.reply.take())
+
+    async def _framed(self, request: RequestContext, attempt: PairAttempt, merger: Merger | None) -> web.Response:
+        """A whole answer that takes long. Its client has nothing yet: one that cannot go on elsewhere begins again (`CallFailed`)."""
+        assert self.failover is not None, "only a router with failover asks for frames"
+        answer = self.failover.open(request)
+        try:
+            answer.follow(attempt)
+            body = await read_whole(attempt.answering, answer.record)
+            while isinstance(body, CallFailed):
+                rest = await answer.take_over(attempt, body, merger)
+                if rest is None and attempt.refused is None and body.retryable and not answer.record.can_resume():
+                    raise body
+                if rest is None:
+                    return failure_response(attempt.refused or body)
+                attempt = rest
+                body = await read_whole(attempt.answering, answer.record)
+            return _whole(request, attempt, merger, body)
+        finally:
+            answer.close()
+
+    def _ends_workers(self, request: RequestContext) -> bool:
+        return self.failover is not None and request.ends_workers(self.failover.most)
 
     async def _stream(self, request: RequestContext, attempt: PairAttempt, merger: Merger | None) -> web.StreamResponse:
         attempt.watch_prefill(self.launcher.on_call_failed)
@@ -252,32 +268,26 @@ class Dispatcher:
             request.last_byte_s = now_s
             request.num_chunks += 1
 
-        stream = None if self.failover is None else self.failover.open(request)
-        splitter = _splitter(request, attempt, merger, None if stream is None else stream.record)
+        answer = None if self.failover is None else self.failover.open(request)
+        splitter = _splitter(request, attempt, merger, None if answer is None else answer.record)
         out = await open_answer(request.http, attempt.answering.reply, request.alive)
         try:
-            if stream is not None:
-                attempt.answering.goes_on = stream.record.can_resume
+            if answer is not None:
+                answer.follow(attempt)
             failure = await relay_stream(out, attempt.answering, splitter=splitter, on_more=on_more)
-            while stream is not None and (lost := failure or stream.failure(attempt)) and not request.handed_back:
-                self.launcher.on_call_failed(lost)
-                failure, rest = lost, None if attempt.refused else await stream.go_on(attempt, lost)
-                for notify in self.launcher.events.on_failover:
-                    notify(lost, rest is not None)
+            while answer is not None and (lost := failure or answer.failure(attempt)) and not request.handed_back:
+                failure, rest = lost, await answer.take_over(attempt, lost, merger)
                 if rest is None:
                     break
                 attempt = rest
-                attempt.begin_answer()
-                attempt.answering.goes_on = stream.record.can_resume
-                attempt.watch_prefill(self.launcher.on_call_failed)
                 request.cut = attempt.answering.reply.close
                 splitter.restart()
                 failure = await relay_stream(out, attempt.answering, splitter=splitter, on_more=on_more)
-            said = b"" if stream is None or not stream.record.failed else stream.record.last_event
+            said = b"" if answer is None or not answer.record.failed else answer.record.last_event
             return await self._end(request, attempt, out, failure, said=said)
         finally:
-            if stream is not None:
-                stream.close()
+            if answer is not None:
+                answer.close()
 
     async def _end(
         self,
@@ -315,6 +325,16 @@ class Dispatcher:
         for notify in self.launcher.events.on_no_worker:
             notify(missing)
         raise no_worker(self.launcher.table, missing, request.model, retry_after_s=RETRY_AFTER_S)
+
+
+def _whole(request: RequestContext, attempt: PairAttempt, merger: Merger | None, body: bytes) -> web.Response:
+    """Give the client an answer that is not streamed."""
+    reply = attempt.answering.reply
+    if request.keeper is not None:
+        request.keeper.on_answer(body)
+    attempt.complete()
+    headers = answer_headers(reply.headers) | (JSON if attempt.answering.framed else {})
+    return web.Response(status=reply.status, body=merger.merge_answer(body) if merger else body, headers=headers)
 
 
 def _splitter(

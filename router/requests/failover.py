@@ -1,6 +1,6 @@
-"""A stream whose worker is lost goes on at others, behind the tokens that its client has (service/http/resume.py).
+"""An answer whose worker is lost goes on at others, behind the tokens that its client, or the router, has (service/http/resume.py).
 
-Bounds: `most` workers may be lost under one stream. So a request that ends its workers is refused in time.
+Bounds: `most` workers may die under one request. So one that ends its workers is refused in time.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAtte
 from router.attempts.request import RequestContext
 from router.attempts.upstream_call import CallFailed
 from router.body import write_body
+from router.requests.merge import Merger
 from router.requests.picking import Picker
 from service.http.resume import FRAMES_HEADER, RESUME_FIELD, RESUME_HEADER, FrameRecord, sign
 
@@ -30,19 +31,23 @@ class Failover:
         """What asks a worker for frames."""
         return {FRAMES_HEADER: "1"}
 
-    def open(self, request: RequestContext) -> "ResumableStream":
-        return ResumableStream(self, request)
+    def open(self, request: RequestContext) -> "ResumableAnswer":
+        return ResumableAnswer(self, request)
 
 
 @dataclass(eq=False)
-class ResumableStream:
-    """One client's stream. `attempt`: where it goes on; None: at its first workers. `close` ends it."""
+class ResumableAnswer:
+    """One client's answer. `attempt`: where it goes on; None: at its first workers. `close` ends it."""
 
     failover: Failover
     request: RequestContext
     record: FrameRecord = field(default_factory=FrameRecord)
     attempt: PairAttempt | None = None
-    _lost: int = 0
+
+    def follow(self, attempt: PairAttempt) -> None:
+        """From now on the answer is that of `attempt`."""
+        attempt.answering.goes_on = self.record.can_resume
+        attempt.watch_prefill(self.failover.launcher.on_call_failed)
 
     def failure(self, attempt: PairAttempt) -> CallFailed | None:
         """Return why a stream that came to its end in order is not whole."""
@@ -51,14 +56,26 @@ class ResumableStream:
         body = self.record.last_event.partition(b"data: ")[2].strip()
         return CallFailed(attempt.answering.worker, reason="status", status=self.record.failed, body=body)
 
-    async def go_on(self, lost: PairAttempt, failure: CallFailed) -> PairAttempt | None:
-        """Place the rest of the answer; None: it cannot go on, or no worker takes it."""
+    async def take_over(self, lost: PairAttempt, failure: CallFailed, merger: Merger | None) -> PairAttempt | None:
+        """Place the rest of the answer, and tell all; None: it cannot go on, or no worker takes it."""
+        launcher = self.failover.launcher
+        launcher.on_call_failed(failure)
+        rest = None if lost.refused else await self._go_on(lost, failure)
+        for notify in launcher.events.on_failover:
+            notify(failure, rest is not None)
+        if rest is not None:
+            rest.begin_answer()
+            self.follow(rest)
+            if merger is not None and rest.prefill is not None:
+                merger.follow(rest.prefill.reply.take())
+        return rest
+
+    async def _go_on(self, lost: PairAttempt, failure: CallFailed) -> PairAttempt | None:
         request, launcher = self.request, self.failover.launcher
-        self._lost += 1
-        resume = self.record.resume() if failure.retryable and self._lost <= self.failover.most else None
+        request.note_failed(failure, lost.workers)
+        resume = self.record.resume() if self._may_go_on(failure) else None
         if resume is None:
             return None
-        request.note_failed(failure, lost.workers)
         self._ask_for_rest(resume)
         self.close()
         for _ in range(self.failover.retry_max + 1):
@@ -70,9 +87,12 @@ class ResumableStream:
             if self.attempt is not None:
                 self.record.failed = 0
                 return self.attempt
-            if request.failed is not None and not request.failed.last.retryable:
+            if request.failed is not None and not self._may_go_on(request.failed.last):
                 return None
         return None
+
+    def _may_go_on(self, failure: CallFailed) -> bool:
+        return failure.retryable and not self.request.ends_workers(self.failover.most)
 
     def close(self) -> None:
         if self.attempt is not None:
@@ -82,7 +102,7 @@ class ResumableStream:
     def _ask_for_rest(self, resume: bytes) -> None:
         request = self.request
         fields = {**request.parsed.fields, RESUME_FIELD: msgspec.Raw(resume)}
-        request.parsed = msgspec.structs.replace(request.parsed, fields=fields, wants_input_logprobs=False)
+        request.parsed = msgspec.structs.replace(request.parsed, fields=fields)
         request.body = write_body(request.parsed)
         request.headers = {**request.headers, RESUME_HEADER: sign(self.failover.launcher.secret, resume)}
 

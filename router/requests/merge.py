@@ -30,6 +30,12 @@ class Merger:
         self._seen: set[int] = set()
         self._shifts: dict[int, int] = {}  # by choice: what to add to the text offsets of its later events
 
+    def follow(self, prefill_body: bytes) -> None:
+        """Another pair goes on: its prefill worker has computed the hidden states of all tokens that were known, again."""
+        for known, newer in zip(self._prefill, _items(self._api, decode_or_none(prefill_body)), strict=False):
+            if states := _dict(newer, "meta_info").get("hidden_states"):
+                _dict(known, "meta_info")["hidden_states"] = states
+
     def merge_answer(self, body: bytes) -> bytes:
         answer = decode_or_none(body)
         if answer is None:

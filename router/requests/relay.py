@@ -17,6 +17,7 @@ _ANSWER_HEADERS = {
     "retry-after": "Retry-After",
     "x-tandem-ignored-fields": "X-Tandem-Ignored-Fields",
 }
+JSON = {"Content-Type": "application/json"}
 _ENDS = {EVENTS_TYPE: (b"\n\n", b"\r\n\r\n"), LINES_TYPE: (b"\n",)}  # of an event, by the type of the stream
 
 
@@ -39,6 +40,8 @@ class StreamSplitter:
     def restart(self) -> None:
         """Another worker goes on behind the last whole event."""
         self._tail = b""
+        if self._record is not None:
+            self._record.drop_rest()
 
     def _whole(self, chunk: bytes) -> bytes:
         data = self._tail + chunk if self._tail else chunk
@@ -92,3 +95,23 @@ async def relay_stream(
     if rest:
         await out.write(rest)
     return None
+
+
+async def read_whole(call: UpstreamCall, record: FrameRecord) -> bytes | CallFailed:
+    """Read an answer that is not streamed; `record` keeps the frames before its body, of one that takes long."""
+    if not call.framed:
+        return call.reply.take()
+    data = b""
+    try:
+        while chunk := await call.reply.readany():
+            data += chunk
+            if data.startswith(b":"):
+                data = record.take_head(data)
+    except UpstreamError as err:
+        return broken_stream(call.worker, err)
+    if record.failed:
+        headers = {"content-type": "application/json"}
+        if record.retry_after_s:
+            headers["retry-after"] = str(record.retry_after_s)
+        return CallFailed(call.worker, reason="status", status=record.failed, headers=headers, body=data)
+    return data if data else CallFailed(call.worker, reason="lost", detail="the answer ended before its body")

@@ -1,32 +1,44 @@
-"""How a stream goes on at another worker: what a worker writes beside its events for a router, and what the router gives to the next.
+"""How an answer goes on at another worker: what a worker writes beside it for a router, and what the router gives to the next.
 
 A worker that is asked for them (FRAMES_HEADER) writes frames, lines before the event that they belong to:
 
     :begin {"id": ..., "created": ..., "seeds": [...], "salt": ...}    before the first event
+    :unit BYTES                                                        so many bytes of frames and events follow of which all count, or none
     :ids INDEX ID,ID,...                                               tokens of a sample that this event is the first to show
-    :end INDEX                                                         the sample ends with this event
-    :failed STATUS                                                     this event is an error, and the last
+    :logprobs INDEX BASE64                                             those of the tokens, where each event shows all of them
+    :prompt INDEX BASE64                                               those of the prompt
+    :end INDEX {"kind": ...}                                           the sample ends with this event
+    :events COUNT                                                      with this one, of an API that numbers them
+    :last                                                              all samples had ended before this event
+    :failed STATUS RETRY_AFTER                                         this event (or body) is an error, and the last; 0: no time is named
 
-In server-sent events such lines are comments. The router takes them out and keeps them. Where the worker is lost it sends the request to
-others with a field "resume" (`Resume`), signed in RESUME_HEADER: a client cannot set it, as a worker does not read it unsigned.
-The answer goes on behind the tokens that the client has: a token is the same wherever it is computed.
+In server-sent events such lines are comments. The router takes them out and keeps them. An answer that is not streamed has them in units
+before its body (FRAMES_TYPE), now and then, once it takes long; one that does not is what it would be without.
+
+Where the worker is lost the router sends the request to others with a field "resume" (`Resume`), signed in RESUME_HEADER: a client cannot
+set it, as a worker does not read it unsigned. The answer goes on behind the tokens that the client, or the router, has: a token is the
+same wherever it is computed.
 """
 
+import base64
 import hashlib
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from service.security.secret import derive
 
 FRAMES_HEADER = "X-Tandem-Frames"
+FRAMES_TYPE = "application/x-tandem-frames"
 RESUME_HEADER = "X-Tandem-Resume"
 RESUME_FIELD = "resume"
 MOST_FRAME_BYTES = 8 << 20  # of one request: about a million tokens; a longer answer is not resumed
 
-_BEGIN, _IDS, _END, _FAILED = b":begin ", b":ids ", b":end ", b":failed "
+_BEGIN, _UNIT, _IDS, _LOGPROBS, _PROMPT = b":begin ", b":unit ", b":ids ", b":logprobs ", b":prompt "
+_END, _EVENTS, _LAST, _FAILED = b":end ", b":events ", b":last\n", b":failed "
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,10 +53,17 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resume(Begun, frozen=True, kw_only=True):
-    """`output_ids`: of each sample, tokens that the client has; `ended`: whether it has the end, too."""
+    """What the client has. By sample: `output_ids`; `ended`: how (as the worker wrote it), or None; `logprobs` and `prompt_logprobs`: pieces, in order.
+
+    `num_events`: of an API that numbers them. `has_last`: it has what follows the ends of all samples, too.
+    """
 
     output_ids: list[list[int]]
-    ended: list[bool]
+    ended: list[list[Any] | None]
+    logprobs: list[list[str]]
+    prompt_logprobs: list[list[str]]
+    num_events: int = 0
+    has_last: bool = False
 
 
 def sign(secret: bytes | None, resume: bytes) -> str:
@@ -64,65 +83,142 @@ def ids_frame(index: int, ids: Sequence[int]) -> bytes:
     return b":ids %d %s\n" % (index, b",".join(b"%d" % i for i in ids))
 
 
-def end_frame(index: int) -> bytes:
-    return b":end %d\n" % index
+def logprobs_frame(index: int, packed: bytes, *, of_prompt: bool = False) -> bytes:
+    return (_PROMPT if of_prompt else _LOGPROBS) + b"%d %s\n" % (index, base64.b64encode(packed))
 
 
-def failed_frame(status: int) -> bytes:
-    return _FAILED + b"%d\n" % status
+def end_frame(index: int, how: bytes) -> bytes:
+    """`how`: a JSON list."""
+    return b":end %d %s\n" % (index, how)
+
+
+def events_frame(count: int) -> bytes:
+    return _EVENTS + b"%d\n" % count
+
+
+def last_frame() -> bytes:
+    return _LAST
+
+
+def failed_frame(status: int, retry_after_s: int | None = None) -> bytes:
+    return _FAILED + b"%d %d\n" % (status, retry_after_s or 0)
+
+
+def unit_of(events: bytes) -> bytes:
+    """Several events of one output, and their frames."""
+    return _UNIT + b"%d\n%s" % (len(events), events)
 
 
 @dataclass(eq=False)
 class FrameRecord:
-    """The frames of one stream, as they came. `failed`: the status of a worker's last event, an error, and `last_event`; 0: there was none."""
+    """The frames of one answer, as they came. `failed`: the status of a worker's last event, an error, and `last_event`; 0: there was none."""
 
     failed: int = 0
+    retry_after_s: int = 0
     last_event: bytes = b""
     _begin: bytes = b""
     _ids: list[bytes] = field(default_factory=list)
-    _ended: set[int] = field(default_factory=set)
+    _logprobs: list[bytes] = field(default_factory=list)  # of tokens and of prompts
+    _ended: dict[int, bytes] = field(default_factory=dict)
+    _num_events: int = 0
+    _has_last: bool = False
+    _rest: bytes = b""  # the begin of a unit
     _num_bytes: int = 0
 
     def take(self, events: bytes) -> bytes:
-        """Return whole `events` without their frames and without an error, which are kept."""
+        """Return whole `events` without their frames and without an error, which are kept. A unit waits until all of it has come."""
+        if self._rest:
+            events, self._rest = self._rest + events, b""
         if b"\n:" in events or (events.startswith(b":") and not events.startswith(_IDS)):
-            return self._take_lines(events)
+            return self._take_lines(self._before_frames(events))
         if not events.startswith(b":"):
             return events
         end = events.index(b"\n") + 1  # the usual piece: one frame before one event
-        self._keep_ids(events[:end])
+        if end == len(events):
+            self._rest = events
+            return b""
+        self._keep(self._ids, events[:end])
         return events[end:]
 
-    def _keep_ids(self, line: bytes) -> None:
+    def _before_frames(self, events: bytes) -> bytes:
+        """Leave frames at the end for the event that they belong to: in a stream of lines it may come later."""
+        end = len(events)
+        while (at := events.rfind(b"\n", 0, end - 1) + 1) < end and events.startswith(b":", at):
+            end = at
+        self._rest = events[end:]
+        return events[:end]
+
+    def take_head(self, data: bytes) -> bytes:
+        """Return what follows the frames of a whole answer: its body, or the begin of frames."""
+        while data.startswith(b":") and (end := data.find(b"\n") + 1):
+            line = data[:end]
+            if line.startswith(_UNIT) and len(data) - end < int(line[len(_UNIT) :]):
+                break
+            data = data[end:]
+            if line.startswith(_FAILED):
+                self._fail(line)
+            else:
+                self._take_frame(line)
+        return data
+
+    def _fail(self, line: bytes) -> None:
+        self.failed, self.retry_after_s = map(int, line[len(_FAILED) :].split())
+
+    def drop_rest(self) -> None:
+        """Forget the begin of a unit, whose worker is lost."""
+        self._rest = b""
+
+    def _keep(self, kept: list[bytes], line: bytes) -> None:
         self._num_bytes += len(line)
         if self._num_bytes <= MOST_FRAME_BYTES:
-            self._ids.append(line)
+            kept.append(line)
 
     def _take_lines(self, events: bytes) -> bytes:
-        kept, lines = [], events.splitlines(keepends=True)
-        for at, line in enumerate(lines):
-            if line.startswith(_IDS):
-                self._keep_ids(line)
-            elif line.startswith(_END):
-                self._ended.add(int(line[len(_END) :]))
-            elif line.startswith(_BEGIN):
-                self._begin = line
-            elif line.startswith(_FAILED):
-                self.failed, self.last_event = int(line[len(_FAILED) :]), b"".join(lines[at + 1 :])
+        kept, at = [], 0
+        while at < len(events):
+            end = events.find(b"\n", at) + 1 or len(events)
+            line = events[at:end]
+            if line.startswith(_UNIT) and len(events) - end < int(line[len(_UNIT) :]):
+                self._rest = events[at:] + self._rest
                 break
-            else:
+            if line.startswith(_FAILED):
+                self._fail(line)
+                self.last_event = events[end:]
+                break
+            if not self._take_frame(line):
                 kept.append(line)
+            at = end
         return b"".join(kept)
+
+    def _take_frame(self, line: bytes) -> bool:
+        """Keep a frame; False: it is none."""
+        if line.startswith(_IDS):
+            self._keep(self._ids, line)
+        elif line.startswith((_LOGPROBS, _PROMPT)):
+            self._keep(self._logprobs, line)
+        elif line.startswith(_END):
+            index, _, how = line[len(_END) :].partition(b" ")
+            self._ended[int(index)] = how
+        elif line.startswith(_BEGIN):
+            self._begin = line
+        elif line.startswith(_EVENTS):
+            self._num_events = int(line[len(_EVENTS) :])
+        elif line == _LAST:
+            self._has_last = True
+        else:
+            return line.startswith(_UNIT)
+        return True
 
     def can_resume(self) -> bool:
         return bool(self._begin) and self._num_bytes <= MOST_FRAME_BYTES
 
     def resume(self) -> bytes | None:
-        """Return the JSON text of the `Resume` for the next worker; None: the stream cannot go on elsewhere."""
+        """Return the JSON text of the `Resume` for the next worker; None: the answer cannot go on elsewhere."""
         if not self.can_resume():
             return None
         begun = msgspec.json.decode(self._begin[len(_BEGIN) :], type=Begun)
-        output_ids: list[list[int]] = [[] for _ in begun.seeds]
+        samples = range(len(begun.seeds))
+        output_ids: list[list[int]] = [[] for _ in samples]
         for line in self._ids:
             index, _, ids = line[len(_IDS) :].partition(b" ")
             output_ids[int(index)] += map(int, ids.split(b","))
@@ -135,6 +231,18 @@ class FrameRecord:
                 seeds=begun.seeds,
                 salt=begun.salt,
                 output_ids=output_ids,
-                ended=[index in self._ended for index in range(len(begun.seeds))],
+                ended=[msgspec.json.decode(self._ended[i]) if i in self._ended else None for i in samples],
+                logprobs=self._pieces(_LOGPROBS, len(samples)),
+                prompt_logprobs=self._pieces(_PROMPT, len(samples)),
+                num_events=self._num_events,
+                has_last=self._has_last,
             )
         )
+
+    def _pieces(self, kind: bytes, num_samples: int) -> list[list[str]]:
+        pieces: list[list[str]] = [[] for _ in range(num_samples)]
+        for line in self._logprobs:
+            if line.startswith(kind):
+                index, _, piece = line[len(kind) :].partition(b" ")
+                pieces[int(index)].append(piece.rstrip().decode())
+        return pieces

@@ -57,6 +57,7 @@ class StandIn:
         self.prealloc = 2  # requests that its state shows in that queue
         self.silent = False  # answers nothing at all
         self.refuses = False  # fails every request, as REFUSE does
+        self.step_s = 0.0  # what a step takes
         self.busy = False  # in a long step: the heartbeat alone answers, and says `doing`
         self.doing = StepReply(call_id="", busy_s=None)
         self.was_told_to_drain = False
@@ -97,6 +98,8 @@ class StandIn:
             for message in self._pull.recv(0.0 if busy else 0.02):
                 if not self.silent:
                     self._handle(message)
+            if busy:
+                self._over.wait(self.step_s)
             outputs = [o for r in list(self._running.values()) if (o := self._step(r)) is not None]
             if outputs:
                 self._to_frontend.send(TokenBatch(outputs=outputs))
@@ -129,7 +132,7 @@ class StandIn:
 
     def _open(self, m: GenerateRequest) -> None:
         self.seen.append(m)
-        self._running[m.rid] = Running(m, self._tokenizer.decode(m.input_ids))
+        self._running[m.rid] = Running(m, self._tokenizer.decode(m.input_ids), list(m.output_ids))
 
     def _stuck(self, r: Running) -> bool:
         if "BREAK" in r.text and len(r.output) == 2 and not self.may_break.is_set():

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from service.http.resume import (
     FRAMES_HEADER,
+    FRAMES_TYPE,
     RESUME_FIELD,
     RESUME_HEADER,
     Begun,
@@ -22,8 +23,22 @@ from service.http.resume import (
     ids_frame,
     is_signed,
     sign,
+    unit_of,
 )
-from tests.router.dummies import STREAM, Behaviour, Cluster, DummyWorker, begin_stream, cluster, until
+from tests.router.dummies import (
+    CHAT,
+    STREAM,
+    Behaviour,
+    Cluster,
+    DummyWorker,
+    always,
+    answer_ok,
+    begin_stream,
+    cluster,
+    later,
+    resets,
+    until,
+)
 
 BEGUN = Begun(id="chat-1", created=7, names=["chat-1"], groups=["chat-1"], seeds=[42], salt="salt")
 SECRET = b"a secret of the cluster"
@@ -63,7 +78,7 @@ async def goes_on(worker: DummyWorker, request: web.Request, body: dict[str, Any
     """Two tokens behind what the client has, and the end."""
     resume = msgspec.convert(body[RESUME_FIELD], Resume)
     begin = resume.output_ids[0][-1] + 1 if resume.output_ids[0] else 1
-    rest = event(begin) + event(begin + 1)[: len(ids_frame(0, [begin + 1]))] + end_frame(0)
+    rest = event(begin) + event(begin + 1)[: len(ids_frame(0, [begin + 1]))] + end_frame(0, b'["stop"]')
     rest += event(begin + 1)[len(ids_frame(0, [begin + 1])) :] + DONE
     out = await begin_stream(request, begin_frame(BEGUN) + rest)
     await out.write_eof()
@@ -101,7 +116,7 @@ async def test_the_rest_comes_from_another_worker_and_nothing_is_seen_of_it() ->
         assert tokens_of(text) == [1, 2, 3, 4, 5] and text.endswith(DONE)
         (second,) = [w.seen[0] for w in c.decodes if RESUME_FIELD in w.seen[0].body]
         resume = msgspec.convert(second.body[RESUME_FIELD], Resume)
-        assert resume.output_ids == [[1, 2, 3]] and resume.ended == [False] and resume.seeds == [42]
+        assert resume.output_ids == [[1, 2, 3]] and resume.ended == [None] and resume.seeds == [42]
         asked = [seen for w in c.prefills for seen in w.seen if RESUME_FIELD in seen.body]
         assert len(asked) == 1 and asked[0].body["bootstrap_room"] == second.body["bootstrap_room"]
         assert second.headers[RESUME_HEADER.lower()] == "-"
@@ -115,6 +130,140 @@ async def test_a_worker_that_ends_its_stream_with_a_fault_is_lost_too(status: in
             worker.behave = then_goes_on(lost_after(1, last=error(status)))
         assert tokens_of(await read(c)) == [1, 2, 3] and all(worker.seen for worker in c.decodes)
         await c.settled()
+
+
+# ---- answers that are not streamed
+
+ANSWER = {"tokens": [1, 2, 3, 4, 5]}
+
+
+def framed(*tokens: int) -> bytes:
+    return begin_frame(BEGUN) + b"".join(unit_of(ids_frame(0, [token])) for token in tokens)
+
+
+async def begin_framed(request: web.Request, first: bytes) -> web.StreamResponse:
+    out = web.StreamResponse(headers={"Content-Type": FRAMES_TYPE})
+    await out.prepare(request)
+    await out.write(first)
+    return out
+
+
+def lost_whole(*tokens: int, more: bytes = b":unit 99\n:ids 0 9", last: bytes = b"") -> Any:
+    """Frames of these tokens; then the connection breaks, or `last` ends it."""
+
+    async def behave(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        assert request.headers[FRAMES_HEADER] == "1"
+        out = await begin_framed(request, framed(*tokens) + (last or more))
+        if last:
+            await out.write_eof()
+            return out
+        await asyncio.sleep(0)
+        assert request.transport is not None
+        request.transport.abort()
+        return out
+
+    return behave
+
+
+async def answers_the_rest(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """All of it, behind what the router has; slowly where that is less than three tokens."""
+    resume = msgspec.convert(body[RESUME_FIELD], Resume)
+    answer = {"tokens": [*resume.output_ids[0], 4, 5]}
+    if len(resume.output_ids[0]) == 3:
+        return web.json_response(answer)
+    out = await begin_framed(request, begin_frame(BEGUN))
+    await out.write(json.dumps(answer).encode())
+    await out.write_eof()
+    return out
+
+
+def then_answers(lost: Behaviour) -> Behaviour:
+    async def behave(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await (answers_the_rest if RESUME_FIELD in body else lost)(worker, request, body)
+
+    return behave
+
+
+@pytest.mark.parametrize("tokens", [(1, 2, 3), (1, 2)])
+async def test_a_whole_answer_goes_on_at_another_worker(tokens: tuple[int, ...]) -> None:
+    async with cluster(prefill=2, decode=2) as c:
+        for worker in c.decodes:
+            worker.behave = then_answers(lost_whole(*tokens))
+        status, headers, answer = await c.post("/v1/chat/completions", CHAT)
+        assert (status, json.loads(answer)) == (200, {"tokens": [*tokens, 4, 5]})
+        assert headers["Content-Type"].startswith("application/json")
+        assert sum(len(w.seen) for w in c.decodes) == 2
+        await c.settled()
+
+
+async def test_a_whole_answer_whose_frames_are_too_many_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.http.resume.MOST_FRAME_BYTES", 8)
+    async with cluster(decode=2) as c:
+        lost = c.decodes[0]
+        lost.behave, c.decodes[1].behave = lost_whole(1, 2, 3), always(200, ANSWER)
+        for _ in range(2):  # one of them goes to the first
+            status, _, answer = await c.post("/v1/chat/completions", CHAT)
+            assert (status, json.loads(answer)) == (200, ANSWER)
+        assert lost.seen and all(RESUME_FIELD not in seen.body for w in c.decodes for seen in w.seen)
+        await c.settled()
+
+
+async def test_an_error_behind_frames_is_an_error_with_its_status() -> None:
+    async with cluster(decode=1) as c:
+        c.decodes[0].behave = lost_whole(1, last=failed_frame(400) + b'{"error": {"message": "no"}}')
+        status, headers, answer = await c.post("/v1/chat/completions", CHAT)
+        assert (status, json.loads(answer)["error"]["message"]) == (400, "no")
+        c.decodes[0].behave = lost_whole(1, last=failed_frame(429, 7) + b'{"error": {"message": "full"}}')
+        status, headers, answer = await c.post("/v1/chat/completions", CHAT)
+        assert (status, headers["Retry-After"], len(c.decodes[0].seen)) == (429, "7", 2)
+        await c.settled()
+
+
+async def test_a_whole_answer_of_a_frozen_worker_goes_on_at_another() -> None:
+    async def freezes(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await begin_framed(request, framed(1, 2))
+        worker.frozen = True
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with cluster(decode=2, health_check_interval_s=0.02, health_silence_s=0.05) as c:
+        for worker in c.decodes:
+            worker.behave = then_answers(freezes)
+        status, _, answer = await c.post("/v1/chat/completions", CHAT)
+        assert (status, json.loads(answer)["tokens"]) == (200, [1, 2, 4, 5])
+        await c.settled()
+
+
+async def test_logprobs_and_hidden_states_of_the_prompt_are_in_an_answer_that_goes_on() -> None:
+    """The logprobs as the first prefill worker computed them; the hidden states of all that was known, of the second."""
+    asked = {"text": "x", "return_logprob": True, "logprob_start_len": 0, "return_hidden_states": True}
+
+    def prefill(logprob: float, *states: Any) -> Behaviour:
+        return always(200, {"meta_info": {"input_token_logprobs": [[logprob, 1]], "hidden_states": [*states]}})
+
+    async def by_resume(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        states = [[[1.0]], [2.0]] if RESUME_FIELD in body else [[[1.0]]]
+        return await prefill(-2.0 if RESUME_FIELD in body else -1.0, *states)(worker, request, body)
+
+    meta: dict[str, Any] = {"meta_info": {"input_token_logprobs": [], "hidden_states": [[3.0]]}}
+
+    async def rest(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if RESUME_FIELD in body:
+            return web.json_response(meta)
+        return await lost_whole(1)(worker, request, body)  # type: ignore[no-any-return]
+
+    async with cluster(decode=2) as c:
+        c.prefills[0].behave = by_resume
+        for worker in c.decodes:
+            worker.behave = rest
+        status, _, answer = await c.post("/generate", asked)
+        found = json.loads(answer)["meta_info"]
+        assert status == 200 and found["input_token_logprobs"] == [[-1.0, 1]]
+        assert found["hidden_states"] == [[[1.0]], [2.0], [3.0]]
+        await c.settled()
+
+
+# ---- what ends a stream
 
 
 async def test_an_error_of_the_request_ends_the_stream_as_its_worker_said() -> None:
@@ -137,13 +286,59 @@ async def test_a_stream_without_frames_ends_with_an_error() -> None:
         await c.settled()
 
 
-async def test_a_request_that_ends_its_workers_is_refused_after_so_many() -> None:
-    async with cluster(decode=5, failover_max=2) as c:
+@pytest.mark.parametrize("kind", ["stream", "whole", "before its first byte"])
+async def test_a_request_that_ends_its_workers_is_refused_at_the_third(kind: str) -> None:
+    dies = {"stream": lost_after(1), "whole": lost_whole(1), "before its first byte": resets}[kind]
+    async with cluster(decode=5, retry_max=9) as c:
         for worker in c.decodes:
-            worker.behave = lost_after(1)
-        text = await read(c)
-        assert tokens_of(text) == [1, 1, 1] and b"broke off" in text
+            worker.behave = dies
+        if kind == "stream":
+            text = await read(c)
+            assert tokens_of(text) == [1, 1, 1] and b"broke off" in text
+        else:
+            status, _, answer = await c.post("/v1/chat/completions", CHAT)
+            assert status == 502 and json.loads(answer)["error"]["code"] == "worker_lost"
         assert sum(len(w.seen) for w in c.decodes) == 3
+        await c.settled()
+
+
+async def test_deaths_of_both_roles_count_together() -> None:
+    """A prefill worker dies of the prompt, then two decode workers of the answer."""
+    computed = asyncio.Event()
+
+    async def dies_at_first(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if sum(len(w.seen) for w in c.prefills) == 1:
+            return await resets(worker, request, body)
+        computed.set()
+        return await answer_ok(worker, request, body)
+
+    async with cluster(prefill=2, decode=4) as c:
+        for worker in c.prefills:
+            worker.behave = dies_at_first
+        for worker in c.decodes:
+            worker.behave = later(computed, lost_after(1))
+        text = await read(c)
+        assert tokens_of(text) == [1, 1] and b"broke off" in text and DONE not in text
+        await c.settled()
+
+
+async def test_workers_that_drain_are_no_deaths() -> None:
+    """A long answer outlives a rolling restart, however many workers there are."""
+    async with cluster(decode=6, health_check_interval_s=0.02, failover_max=1) as c:
+        drained: list[DummyWorker] = []
+
+        async def drains(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            if len(drained) == 5:
+                return await goes_on(worker, request, body)
+            drained.append(worker)
+            await begin_stream(request, begin_frame(BEGUN) + event(len(drained)))
+            worker.draining = True
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        for worker in c.decodes:
+            worker.behave = drains
+        assert tokens_of(await read(c)) == [1, 2, 3, 4, 5, 6, 7]
         await c.settled()
 
 
@@ -229,9 +424,9 @@ def test_what_a_router_keeps_is_what_a_worker_wrote() -> None:
         == b"data: x\n\ndata: y\n\n"
     )
     assert record.take(b"data: : no frame\n\n: beat\n\n") == b"data: : no frame\n\n: beat\n\n"
-    assert record.take(ids_frame(1, [8]) + end_frame(1) + b"data: z\n\n") == b"data: z\n\n"
+    assert record.take(ids_frame(1, [8]) + end_frame(1, b'["stop"]') + b"data: z\n\n") == b"data: z\n\n"
     resume = msgspec.json.decode(record.resume() or b"", type=Resume)
-    assert (resume.output_ids, resume.ended, resume.names) == ([[6, 7], [5, 8]], [False, True], ["c-0", "c-1"])
+    assert (resume.output_ids, resume.ended, resume.names) == ([[6, 7], [5, 8]], [None, ["stop"]], ["c-0", "c-1"])
 
 
 def test_a_signature_is_of_one_secret_and_one_text() -> None:

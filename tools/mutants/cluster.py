@@ -21,7 +21,7 @@ from engine.core.stages import Stages
 from engine.core.state_slots import StateSlots
 from engine.core.window_pages import WindowPages
 from engine.frontend import draining
-from engine.frontend.apis.shared.resumable import Frames
+from engine.frontend.apis.shared.resumable import Frames, WholeFrames
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.errors import from_finish
 from engine.loop.control import EngineControl
@@ -562,10 +562,22 @@ def _(original, record, events):
 
 
 @CLUSTER.bug(
-    "show an answer from its beginning", Frames.note, "Frames name no tokens, so that the next worker begins anew."
+    "show an answer from its beginning",
+    Frames._frames_of,
+    "Frames name no tokens, so that the next worker begins anew.",
 )
-def _(original, frames, news):
-    return None
+def _(original, frames, index, tokens):
+    return b""
+
+
+@CLUSTER.bug(
+    "say half of a whole answer",
+    WholeFrames.news,
+    "Tokens that came since the last frames are counted as said, and are not.",
+)
+def _(original, frames, answers):
+    original(frames, answers)
+    return original(frames, answers)
 
 
 # ---- steps in flight

@@ -12,9 +12,9 @@ import msgspec
 
 from engine.frontend.apis.admin.load import v1_loads_entry
 from engine.frontend.apis.shared.alone import NOTHING_NEW, vector_of
-from engine.frontend.apis.shared.resumable import Frames, going_on
+from engine.frontend.apis.shared.resumable import Frames, WholeFrames, earlier_of, going_on
 from engine.frontend.client.engine_client import EngineClient
-from engine.frontend.client.generation import Generation
+from engine.frontend.client.generation import Generation, add
 from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.services import request_timeout_s
@@ -23,7 +23,7 @@ from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput
 from service.http.api_shapes import OPENAI
 from service.http.errors import DRAINING, ApiError, bad_field, decode_body
-from service.http.resume import FRAMES_HEADER, RESUME_HEADER, Begun, Resume, failed_frame
+from service.http.resume import FRAMES_HEADER, FRAMES_TYPE, RESUME_HEADER, Begun, Resume, failed_frame
 from service.kv_events import namespace_of
 from service.process.stop_signals import StopSignals
 from tools.simulation.aio import VirtualLoop
@@ -158,13 +158,13 @@ class Frontend:
         if (body.resume is None) is (RESUME_HEADER in request.headers):
             raise Violation(f"{self._process.name}: a resumed answer and its header belong together")
         requests = going_on(body.resume, self._read(body))
-        ended = () if body.resume is None else body.resume.ended
-        with self._begin(requests, request, ended=ended) as generation:
+        with self._begin(requests, request, earlier=earlier_of(body.resume, requests)) as generation:
             if body.stream:
-                await _stream(generation, reply, _frames(request, requests))
-                return
-            samples = [_sample(output) for output in await generation.collect()]
-        reply.whole(200, msgspec.json.encode({"samples": samples}))
+                await _stream(generation, reply, Frames(_begun(request, requests)))
+            elif self._role == "prefill" or FRAMES_HEADER not in request.headers:
+                reply.whole(200, _body(await generation.collect()))
+            else:
+                await _answer_framed(generation, reply, _begun(request, requests))
 
     async def _embeddings(self, request: Request, reply: Reply) -> None:
         """As engine/frontend/apis/openai/embeddings.py."""
@@ -184,13 +184,15 @@ class Frontend:
             vectors = [vector_of(output).tolist() for output in await generation.collect()]
         reply.whole(200, msgspec.json.encode({"vectors": vectors}))
 
-    def _begin(self, requests: list[GenerateRequest], request: Request, *, ended: Sequence[bool] = ()) -> Generation:
+    def _begin(
+        self, requests: list[GenerateRequest], request: Request, *, earlier: Sequence[TokenOutput] = ()
+    ) -> Generation:
         """Who would come too late for its deadline must not get past here."""
         timeout_s = request_timeout_s(request.headers, default_s=None)
         forecast = next(iter(self.client.forecasts), None)
         num_tokens = sum(len(r.input_ids) for r in requests)
         wait_s = None if forecast is None else forecast.wait_s(num_tokens, self.aio.time())
-        generation = self.client.generate(requests, timeout_s=timeout_s, ended=ended)
+        generation = self.client.generate(requests, timeout_s=timeout_s, earlier=earlier)
         if self.signals.requested.is_set():
             raise Violation(f"{self._process.name}: takes a request while it drains")
         if wait_s is not None and timeout_s is not None and wait_s > timeout_s:
@@ -262,11 +264,11 @@ async def _answered(
         reply.whole(error.status, msgspec.json.encode(OPENAI.body(error)), retry_after=retry_after)
 
 
-def _frames(request: Request, requests: list[GenerateRequest]) -> Frames:
+def _begun(request: Request, requests: list[GenerateRequest]) -> Begun:
     if FRAMES_HEADER not in request.headers:
         raise Violation("a router that asks for no frames")
     names = [r.rid for r in requests]
-    return Frames(Begun(id="", created=0, names=names, groups=names, seeds=[0] * len(names), salt=""))
+    return Begun(id="", created=0, names=names, groups=names, seeds=[0] * len(names), salt="")
 
 
 async def _stream(generation: Generation, reply: Reply, frames: Frames) -> None:
@@ -275,19 +277,47 @@ async def _stream(generation: Generation, reply: Reply, frames: Frames) -> None:
     reply.head(200, "text/event-stream")
     try:
         while True:
-            frames.note(news)
-            for _, output in news:
-                _send_event(reply, frames.take(), _sample(output))
+            for index, output in news:
+                reply.chunk(frames.before(index, output, [_event(_sample(output))]))
             if generation.done:
                 break
             news = await generation.next()
     except ApiError as error:
-        _send_event(reply, failed_frame(error.status), OPENAI.body(error))
+        reply.chunk(failed_frame(error.status) + _event(OPENAI.body(error)))
     reply.finish()
 
 
-def _send_event(reply: Reply, frames: bytes, event: Any) -> None:
-    reply.chunk(frames + b"data: " + msgspec.json.encode(event) + b"\n\n")
+async def _answer_framed(generation: Generation, reply: Reply, begun: Begun) -> None:
+    """As engine/frontend/apis/shared/whole.py, but with frames for every output: time is another here."""
+    answers, has_begun = dict(generation.resumed), False
+    frames = WholeFrames(begun, answers)
+    try:
+        while not generation.done:
+            for index, output in await generation.next():
+                add(answers, index, output)
+            if not generation.done:
+                if not has_begun:
+                    reply.head(200, FRAMES_TYPE)
+                    has_begun = True
+                reply.chunk(frames.news(answers))
+    except ApiError as error:
+        if not has_begun:
+            raise
+        reply.chunk(failed_frame(error.status, error.retry_after_s) + msgspec.json.encode(OPENAI.body(error)))
+        return reply.finish()
+    body = _body([answers[i] for i in range(len(generation.samples))])
+    if not has_begun:
+        return reply.whole(200, body)
+    reply.chunk(body)
+    return reply.finish()
+
+
+def _body(answers: list[TextOutput]) -> bytes:
+    return msgspec.json.encode({"samples": [_sample(output) for output in answers]})
+
+
+def _event(event: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
 def _sample(output: TextOutput) -> dict[str, Any]:

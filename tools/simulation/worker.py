@@ -21,6 +21,7 @@ from disagg.recompute import Bounds
 from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
 from engine.loop.turn_clock import TurnClock
 from engine.messages import (
+    GenerateBatch,
     GenerateRequest,
     GetStep,
     ToFrontend,
@@ -358,8 +359,9 @@ class Worker:
         if isinstance(message, GetStep):
             self._pass_on("to heartbeat", "GetStep", self._beat, message)
         else:
-            if isinstance(message, GenerateRequest) and message.output_ids:
-                self.said[message.rid] = len(message.output_ids)  # by another worker
+            for one in message.requests if isinstance(message, GenerateBatch) else [message]:
+                if isinstance(one, GenerateRequest) and one.output_ids:
+                    self.said[one.rid] = len(one.output_ids)  # by another worker
             self._pass_on("to scheduler", type(message).__name__, self._receive, message)
 
     def _beat(self, message: GetStep) -> None:

@@ -22,14 +22,12 @@ from engine.frontend.client.tracing import NO_TRACES, SampleTrace, Traces
 from engine.frontend.errors import not_ready, too_late
 from engine.messages import (
     AbortRequest,
-    FinishReason,
     GenerateBatch,
     GenerateRequest,
     StateReply,
     StepReply,
     ToFrontend,
     TokenBatch,
-    TokenLogprob,
     TokenOutput,
 )
 from engine.text.sample import TextOutput
@@ -116,10 +114,10 @@ class EngineClient:
         groups: list[str] | None = None,
         timeout_s: float | None = None,
         dp_rank: int | None = None,
-        ended: Sequence[bool] = (),
+        earlier: Sequence[TokenOutput] = (),
     ) -> Generation:
         """Send the samples. `requests[i].rid` is the user's name of sample i; `groups[i]` another name to abort it by.
-        `dp_rank`: which the client names. `ended`: of an answer that another worker began, by sample, whether it finished it: such a one is not sent.
+        `dp_rank`: which the client names. `earlier`: of an answer that another worker began, by sample, what it generated; a finished one is not sent.
 
         The engine ends them after `timeout_s`. Raises ApiError: 503 while starting, ending, full, or too busy for the
         timeout, 400 for a name that is in use, or a rank that is not there.
@@ -128,7 +126,7 @@ class EngineClient:
         ranks = self._policy.place(requests, self.loads.of_all(), routed=dp_rank)
         self._check_timeout(requests, ranks, timeout_s)
         names, texts = [r.rid for r in requests], [self._open_text(r) for r in requests]
-        takes_over = bool(ended)  # an earlier try of the answer may still be leaving under the same names
+        takes_over = bool(earlier)  # an earlier try of the answer may still be leaving under the same names
         if not takes_over:
             self._names.check(names, groups or [])
         context = CURRENT.get()
@@ -142,7 +140,7 @@ class EngineClient:
             )
             for r, name, rank in zip(requests, names, ranks, strict=True)
         ]
-        over = {i for i, has_ended in enumerate(ended) if has_ended}
+        over = {i for i, before in enumerate(earlier) if before.finish is not None}
         generation = Generation(
             samples,
             groups or [],
@@ -150,11 +148,7 @@ class EngineClient:
             now_s=self._now_s,
             on_done=self._free_names,
             on_leave=self._on_leave,
-            resumed=[
-                (i, texts[i].read(_generated_before(r, ended=i in over)))
-                for i, r in enumerate(requests)
-                if r.output_ids or i in over
-            ],
+            resumed=[(i, texts[i].read(before)) for i, before in enumerate(earlier) if before.new_ids or i in over],
             ended=over,
         )
         if not takes_over:
@@ -288,16 +282,3 @@ class EngineClient:
             if wait_s is not None and wait_s > timeout_s:
                 self.observer.on_reject()
                 raise too_late(wait_s, timeout_s)
-
-
-def _generated_before(request: GenerateRequest, *, ended: bool) -> TokenOutput:
-    """What another worker has shown of a sample. Its logprobs are not known here, and not shown again: they stand for their tokens."""
-    ids = request.output_ids
-    return TokenOutput(
-        rid=request.rid,
-        new_ids=list(ids),
-        prompt_tokens=len(request.input_ids),
-        completion_tokens=len(ids),
-        logprobs=[] if request.logprobs is None else [TokenLogprob(0.0, id) for id in ids],
-        finish=FinishReason(kind="stop") if ended else None,
-    )

@@ -90,7 +90,7 @@ class Generation:
         answers = dict(self.resumed)
         while not self.done:
             for index, output in await self.next():
-                _add(answers, index, output)
+                add(answers, index, output)
         return [answers[i] for i in range(len(self.samples))]
 
     def __enter__(self) -> "Generation":
@@ -115,7 +115,7 @@ class Generation:
             sample.trace.end(output.tokens)
         if finish is not None and finish.kind == "abort" and finish.status:
             return self.fail(from_finish(finish))
-        _add(self._pending, index, without_tokens(output) if sample.is_empty else output)
+        add(self._pending, index, without_tokens(output) if sample.is_empty else output)
         self._changed.wake()
 
     def fail(self, error: ApiError) -> None:
@@ -134,7 +134,7 @@ class Generation:
         sample.last_token_s = now_s
 
 
-def _add(outputs: dict[int, TextOutput], index: int, output: TextOutput) -> None:
+def add(outputs: dict[int, TextOutput], index: int, output: TextOutput) -> None:
     if index in outputs:
         absorb(outputs[index], output)
     else:

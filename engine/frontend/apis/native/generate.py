@@ -20,7 +20,7 @@ from engine.frontend.apis.shared.fields import (
 from engine.frontend.apis.shared.models import check_lora_path
 from engine.frontend.apis.shared.namespaces import namespaces_of
 from engine.frontend.apis.shared.reasoning import check_budget, gate_of, needed_format
-from engine.frontend.apis.shared.resumable import begun_of, going_on, resume_of
+from engine.frontend.apis.shared.resumable import begun_of, earlier_of, going_on, resume_of
 from engine.frontend.apis.shared.routed import routed_rank
 from engine.frontend.apis.shared.stream import answer
 from engine.frontend.services import SERVICES, Services
@@ -65,7 +65,7 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
         groups=groups if resume is None else resume.groups,
         timeout_s=timeout_s,
         dp_rank=routed_rank(body, request.headers),
-        ended=() if resume is None else resume.ended,
+        earlier=earlier_of(resume, requests),
     )
     view = NativeView(
         generation,
@@ -75,12 +75,8 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
         single=single and n == 1,
         weight_version=lambda: s.weight_version,
     )
-    begun = None
-    if not any(
-        r.logprobs for r in requests
-    ):  # each event shows those of all tokens, and another worker has not computed them
-        begun = begun_of(request, requests, id="", groups=groups, created=0)
-    return await answer(request, generation, view=view, stream=bool(body.stream), begun=begun)
+    begun = begun_of(request, requests, id="", groups=groups, created=0)
+    return await answer(request, generation, view=view, stream=bool(body.stream), begun=begun, repeats=True)
 
 
 async def _prompts(s: Services, body: GenerateBody) -> tuple[list[list[int]], bool]:

@@ -24,7 +24,12 @@ from service.responses.book import LocalBook
 from service.responses.conversation import Conversation, StoreFields, open_conversation, to_store
 from service.responses.items import REFERENCE, RESPONSE
 
-FRAMING = Framing(encode=typed_event)
+
+def _number_from(view: ResponseView, num_events: int) -> None:
+    view.num_events = num_events
+
+
+FRAMING = Framing(encode=typed_event, number_from=_number_from)
 
 _items = msgspec.json.Decoder(list[Item])
 

@@ -44,7 +44,7 @@ class ResponseView:
         self._usage = usage
         self._response = {"id": id, "object": "response", "created_at": created, "model": model, **_echo(body, plan)}
         self._output = OutputItems(id, mint_id=mint_id)
-        self._num_events = 0
+        self.num_events = 0
         self._finish: FinishReason | None = None
 
     def body(self, answers: list[TextOutput]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class ResponseView:
 
     def chunks(self, index: int, output: TextOutput) -> list[Event]:
         self._usage.add(index, output)
-        events = [] if self._num_events else self._begin()
+        events = [] if self.num_events else self._begin()
         events += self._new(output)
         if output.tokens.finish is not None:
             self._finish = output.tokens.finish
@@ -100,8 +100,8 @@ class ResponseView:
         return {**self._response, **fields}
 
     def _numbered(self, event: Event) -> Event:
-        self._num_events += 1
-        return {**event, "sequence_number": self._num_events - 1}
+        self.num_events += 1
+        return {**event, "sequence_number": self.num_events - 1}
 
 
 _STATUS = {

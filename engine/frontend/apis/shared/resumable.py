@@ -1,14 +1,16 @@
 """A stream that may go on at another worker (service/http/resume.py): what this worker writes for the router, and an answer that goes on here."""
 
+import base64
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 from aiohttp import web
 
 from engine.frontend.services import SERVICES
-from engine.messages import GenerateRequest
+from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOutput
 from engine.text.sample import TextOutput
 from service.http.errors import ApiError, bad_field
 from service.http.json_depth import decode_or_none
@@ -20,11 +22,17 @@ from service.http.resume import (
     Resume,
     begin_frame,
     end_frame,
+    events_frame,
     ids_frame,
     is_signed,
+    last_frame,
+    logprobs_frame,
+    unit_of,
 )
 
 _encode = msgspec.json.Encoder().encode
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(list[TokenLogprob]).decode
 
 
 class MintedIds:
@@ -77,7 +85,8 @@ def going_on(resume: Resume | None, requests: list[GenerateRequest]) -> list[Gen
     """Return the samples as the first worker ran them, behind their tokens. Raises ApiError(400)."""
     if resume is None:
         return requests
-    if not len(requests) == len(resume.names) == len(resume.seeds) == len(resume.output_ids) == len(resume.ended):
+    by_sample = (resume.names, resume.seeds, resume.output_ids, resume.ended, resume.logprobs, resume.prompt_logprobs)
+    if {len(values) for values in by_sample} != {len(requests)}:
         raise bad_field(RESUME_FIELD, f"is of {len(resume.seeds)} samples, and the request has {len(requests)}")
     return [
         msgspec.structs.replace(
@@ -87,11 +96,48 @@ def going_on(resume: Resume | None, requests: list[GenerateRequest]) -> list[Gen
     ]
 
 
+def earlier_of(resume: Resume | None, requests: Sequence[GenerateRequest]) -> list[TokenOutput]:
+    """Return what another worker generated, by sample; empty: the answer begins here. `requests`: those of `going_on`."""
+    return [] if resume is None else [_earlier(resume, i, request) for i, request in enumerate(requests)]
+
+
+def _earlier(resume: Resume, index: int, request: GenerateRequest) -> TokenOutput:
+    """Logprobs that each event shows have come; others are not shown again, and stand for their tokens."""
+    ids, ended = resume.output_ids[index], resume.ended[index]
+    logprobs = _unpacked(resume.logprobs[index])
+    if request.logprobs is not None and not logprobs:
+        logprobs = [TokenLogprob(0.0, id) for id in ids]
+    return TokenOutput(
+        rid=request.rid,
+        new_ids=list(ids),
+        prompt_tokens=len(request.input_ids),
+        completion_tokens=len(ids),
+        logprobs=logprobs,
+        input_logprobs=_unpacked(resume.prompt_logprobs[index]),
+        finish=None if ended is None else msgspec.convert(ended, FinishReason),
+    )
+
+
+def _unpacked(pieces: Sequence[str]) -> list[TokenLogprob]:
+    return [logprob for piece in pieces for logprob in _unpack(base64.b64decode(piece))]
+
+
+def has_last(request: web.BaseRequest) -> bool:
+    """Whether the client has what follows the ends of all samples."""
+    resume = resume_of(request)
+    return resume is not None and resume.has_last
+
+
 def begun_of(
     request: web.BaseRequest, requests: Sequence[GenerateRequest], *, id: str, groups: Sequence[str], created: int
 ) -> Begun | None:
-    """Return what another worker needs to know of this answer; None: no router asks, or it cannot go on elsewhere."""
-    if FRAMES_HEADER not in request.headers or any(r.return_hidden_states for r in requests):
+    """Return what another worker needs to know of this answer; None: no router asks, or it cannot go on elsewhere.
+
+    Hidden states are computed again there, but of ended samples: a whole answer shows those, too.
+    """
+    if FRAMES_HEADER not in request.headers or request[SERVICES].spec.mode == "prefill":
+        return None
+    if any(r.return_hidden_states and not r.stream for r in requests):
         return None
     return Begun(
         id=id,
@@ -104,18 +150,84 @@ def begun_of(
 
 
 class Frames:
-    """What goes before the next event. Tokens whose text is held back wait for the event that shows it."""
+    """What goes before events. Tokens whose text is held back wait for the event that shows it.
 
-    def __init__(self, begun: Begun) -> None:
-        self._waiting = begin_frame(begun)
+    `repeats`: each event shows all logprobs of its sample. `num_events`: that the client has, of an API that numbers them; else None.
+    """
 
-    def note(self, news: Sequence[tuple[int, TextOutput]]) -> None:
-        for index, output in news:
-            if output.tokens.new_ids:
-                self._waiting += ids_frame(index, output.tokens.new_ids)
-            if output.tokens.finish is not None:
-                self._waiting += end_frame(index)
+    def __init__(self, begun: Begun, *, repeats: bool = False, num_events: int | None = None) -> None:
+        self._begin = begin_frame(begun)
+        self._repeats = repeats
+        self._num_events = num_events
+        self._waiting: dict[int, bytes] = {}
 
-    def take(self) -> bytes:
-        waiting, self._waiting = self._waiting, b""
-        return waiting
+    def before(self, index: int, output: TextOutput, events: list[bytes]) -> bytes:
+        """Return the events of an output behind their frames; nothing, if it has none."""
+        frames = self._waiting.pop(index, b"") + self._frames_of(index, output.tokens)
+        if not events:
+            self._waiting[index] = frames
+            return b""
+        begin, self._begin = self._begin, b""
+        return begin + self._unit(frames, events)
+
+    def before_last(self, events: list[bytes]) -> bytes:
+        """Return the events behind those of all samples."""
+        return self._unit(last_frame(), events) if events else b""
+
+    def _unit(self, frames: bytes, events: list[bytes]) -> bytes:
+        if self._num_events is not None:
+            self._num_events += len(events)
+            frames += events_frame(self._num_events)
+        return frames + events[0] if len(events) == 1 else unit_of(frames + b"".join(events))
+
+    def _frames_of(self, index: int, tokens: TokenOutput) -> bytes:
+        frames = ids_frame(index, tokens.new_ids) if tokens.new_ids else b""
+        if tokens.input_logprobs:
+            frames += logprobs_frame(index, _pack(tokens.input_logprobs), of_prompt=True)
+        if self._repeats and tokens.logprobs:
+            frames += logprobs_frame(index, _pack(tokens.logprobs))
+        if tokens.finish is not None:
+            frames += end_frame(index, _encode(tokens.finish))
+        return frames
+
+
+class WholeFrames:
+    """Frames of an answer that is not streamed, of all that it has so far and no frame has said."""
+
+    def __init__(self, begun: Begun, answers: Mapping[int, TextOutput]) -> None:
+        """`answers`: what another worker has said of them."""
+        self._begin = begin_frame(begun)
+        self._said = {index: _Said.of(answer.tokens) for index, answer in answers.items()}
+
+    def news(self, answers: Mapping[int, TextOutput]) -> bytes:
+        begin, self._begin = self._begin, b""
+        return begin + unit_of(b"".join([self._of(index, answer.tokens) for index, answer in answers.items()]))
+
+    def _of(self, index: int, tokens: TokenOutput) -> bytes:
+        said, now = self._said.get(index, _NOTHING), _Said.of(tokens)
+        self._said[index], frames = now, b""
+        if now.ids > said.ids:
+            frames += ids_frame(index, tokens.new_ids[said.ids :])
+        if now.prompt > said.prompt:
+            frames += logprobs_frame(index, _pack(tokens.input_logprobs[said.prompt :]), of_prompt=True)
+        if now.logprobs > said.logprobs:
+            frames += logprobs_frame(index, _pack(tokens.logprobs[said.logprobs :]))
+        if tokens.finish is not None and not said.has_ended:
+            frames += end_frame(index, _encode(tokens.finish))
+        return frames
+
+
+class _Said(NamedTuple):
+    """How much of a sample: tokens, logprobs of the prompt and of tokens, its end."""
+
+    ids: int
+    prompt: int
+    logprobs: int
+    has_ended: bool
+
+    @classmethod
+    def of(cls, tokens: TokenOutput) -> "_Said":
+        return cls(len(tokens.new_ids), len(tokens.input_logprobs), len(tokens.logprobs), tokens.finish is not None)
+
+
+_NOTHING = _Said(0, 0, 0, False)

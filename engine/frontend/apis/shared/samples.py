@@ -16,7 +16,7 @@ from engine.frontend.apis.shared.fields import (
 from engine.frontend.apis.shared.models import Chosen
 from engine.frontend.apis.shared.namespaces import namespaces_of
 from engine.frontend.apis.shared.request import RequestFields
-from engine.frontend.apis.shared.resumable import begun_of, going_on, resume_of
+from engine.frontend.apis.shared.resumable import begun_of, earlier_of, going_on, resume_of
 from engine.frontend.apis.shared.routed import routed_rank
 from engine.frontend.apis.shared.stream import EVENTS, Framing, View, answer
 from engine.frontend.apis.shared.structured_outputs import structured_constraint
@@ -111,7 +111,7 @@ async def answer_samples(
         groups=groups,
         timeout_s=s.timeout_of(request),
         dp_rank=routed_rank(body, request.headers),
-        ended=() if resume is None else resume.ended,
+        earlier=earlier_of(resume, requests),
     )
     usage = Usage([len(ids) for ids in prompts], n=n, count_reasoning=count_reasoning)
     created = int(time.time()) if resume is None else resume.created

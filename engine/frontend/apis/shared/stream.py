@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from engine.frontend.apis.shared.resumable import Frames
+from engine.frontend.apis.shared.resumable import Frames, has_last, resume_of
+from engine.frontend.apis.shared.whole import answer_framed
 from engine.frontend.client.generation import Generation
 from engine.frontend.services import SERVICES
 from engine.text.sample import TextOutput
@@ -29,11 +30,15 @@ class View(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Framing:
-    """How an API writes a stream. `encode`: one chunk of its view; `done`: after the last. Errors: service/http/api_shapes.py."""
+    """How an API writes a stream. `encode`: one chunk of its view; `done`: after the last. Errors: service/http/api_shapes.py.
+
+    `number_from`: where each chunk holds its number, has a view count on from one.
+    """
 
     headers: Mapping[str, str] = field(default_factory=lambda: SSE_HEADERS)
     encode: Callable[[Any], bytes] = event
     done: bytes = b""
+    number_from: Callable[[Any, int], None] | None = None
 
 
 EVENTS = Framing(done=DONE)  # OpenAI's and SGLang's
@@ -51,16 +56,27 @@ async def answer(
     stream: bool,
     framing: Framing = EVENTS,
     begun: Begun | None = None,
+    repeats: bool = False,
 ) -> web.StreamResponse:
     """Serve the generation, then abort what is unfinished. Headers wait for the first output: its error has a status.
 
-    They do so for --sse-keep-alive-interval at most. `begun`: the router may take a stream to another worker.
+    They do so for --sse-keep-alive-interval at most. `begun`: the router may take the answer to another worker. `repeats`: each event of
+    a stream shows its sample from the beginning.
     """
     with generation:
         if not stream:
+            if begun is not None:
+                return await answer_framed(request, generation, show=view.body, begun=begun)
             return json_response(view.body(await generation.collect()))
         with KeepAlive(request, interval_s=_silence_s(request)) as alive:
-            frames = None if begun is None else Frames(begun)
+            resume, frames = resume_of(request), None
+            num_events = 0 if resume is None else resume.num_events
+            if begun is not None:
+                frames = Frames(begun, repeats=repeats, num_events=None if framing.number_from is None else num_events)
+            for index, output in generation.resumed:
+                view.chunks(index, output)  # the client has them
+            if framing.number_from is not None:
+                framing.number_from(view, num_events)
             return await _stream(request, generation, view=view, framing=framing, alive=alive, frames=frames)
 
 
@@ -77,19 +93,17 @@ async def _stream(
     alive: KeepAlive,
     frames: Frames | None,
 ) -> web.StreamResponse:
-    for index, output in generation.resumed:
-        view.chunks(index, output)  # the client has them
     try:
         news = [] if generation.done else await generation.next()
         response = await alive.open(headers=framing.headers)
         while True:
-            if frames is not None:
-                frames.note(news)
-            await _send(response, framing, [c for index, output in news for c in view.chunks(index, output)], frames)
+            await _write(response, b"".join([_shown(view, framing, index, output, frames) for index, output in news]))
             if generation.done:
                 break
             news = await generation.next()
-        await _send(response, framing, view.last(), frames)
+        if not has_last(request):
+            last = list(map(framing.encode, view.last()))
+            await _write(response, b"".join(last) if frames is None else frames.before_last(last))
         await response.write(framing.done)
     except ApiError as e:
         if alive.stream is None:
@@ -103,7 +117,12 @@ async def _stream(
     return response
 
 
-async def _send(response: web.StreamResponse, framing: Framing, chunks: list[Any], frames: Frames | None) -> None:
-    if chunks:
-        events = b"".join(map(framing.encode, chunks))
-        await response.write(events if frames is None else frames.take() + events)
+def _shown(view: View, framing: Framing, index: int, output: TextOutput, frames: Frames | None) -> bytes:
+    if frames is None:
+        return b"".join(map(framing.encode, view.chunks(index, output)))
+    return frames.before(index, output, list(map(framing.encode, view.chunks(index, output))))
+
+
+async def _write(response: web.StreamResponse, events: bytes) -> None:
+    if events:
+        await response.write(events)

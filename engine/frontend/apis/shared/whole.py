@@ -1,0 +1,54 @@
+"""An answer that is not streamed, and may go on at another worker: frames for the router while it takes long, then the body.
+
+A short one is what it is without a router. So the price of frames falls on answers that a loss would cost most.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from engine.frontend.apis.shared.resumable import WholeFrames
+from engine.frontend.client.generation import Generation, add
+from engine.text.sample import TextOutput
+from service.http.errors import ApiError
+from service.http.resume import FRAMES_TYPE, Begun, failed_frame
+from service.http.routes import errors_of
+from service.http.stream import json_response, open_stream
+
+FRAMES_EVERY_S = 0.25
+
+_encode = msgspec.json.Encoder().encode
+
+
+async def answer_framed(
+    request: web.BaseRequest, generation: Generation, *, show: Callable[[list[TextOutput]], Any], begun: Begun
+) -> web.StreamResponse:
+    """`show`: the body of all samples. Raises ApiError while nothing has left."""
+    time_s = asyncio.get_running_loop().time
+    answers, response = dict(generation.resumed), None
+    frames, due_s = WholeFrames(begun, answers), time_s() + FRAMES_EVERY_S
+    try:
+        while not generation.done:
+            for index, output in await generation.next():
+                add(answers, index, output)
+            if time_s() >= due_s and not generation.done:
+                response = response or await open_stream(request, headers={"Content-Type": FRAMES_TYPE})
+                await response.write(frames.news(answers))
+                due_s = time_s() + FRAMES_EVERY_S
+    except ApiError as error:
+        if response is None:
+            raise
+        body = errors_of(request).response(error).body
+        assert isinstance(body, bytes)
+        return await _ended(response, failed_frame(error.status, error.retry_after_s) + body)
+    shown = show([answers[i] for i in range(len(generation.samples))])
+    return json_response(shown) if response is None else await _ended(response, _encode(shown))
+
+
+async def _ended(response: web.StreamResponse, rest: bytes) -> web.StreamResponse:
+    await response.write(rest)
+    await response.write_eof()
+    return response
