@@ -1,4 +1,4 @@
-"""A worker is lost under streams, and no client sees it: real processes, NIXL, tokens and text as one worker gives them."""
+"""A worker is lost under answers, and no client sees it: real processes, NIXL, tokens and text as one worker gives them."""
 
 import asyncio
 import json
@@ -20,9 +20,9 @@ from tests.e2e.client import session
 from tests.e2e.cluster import Started, several, tandem
 
 SLOW = ("--stream", "threaded", "--stream-delay", "0.02", "--log-level", "warning", "--device", "cpu")
-KV = ("--max-total-tokens", "4096", "--page-size", "8", "--num-threads", "1")
+KV = ("--max-total-tokens", "4096", "--page-size", "8", "--num-threads", "1", "--enable-return-hidden-states")
 NEW = 100
-FAULT_AFTER = 12  # events
+FAULT_AFTER = 60  # events: an answer that is not streamed has told the router of its first tokens
 
 
 @dataclass
@@ -70,6 +70,18 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "logprobs": (
+        "/generate",
+        {
+            "text": "each with its logprobs",
+            "sampling_params": {"max_new_tokens": NEW, "temperature": 0, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": 2,
+            "token_ids_logprob": [7, 8],
+            "return_hidden_states": True,
+        },
+    ),
     "completion": (
         "/v1/completions",
         {"model": "default", "prompt": "once", "max_tokens": NEW, "temperature": 0, "logprobs": 2, "ignore_eos": True},
@@ -107,6 +119,41 @@ async def events_of(
     return [json.loads(one) for one in found[:-1]]
 
 
+WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (path, {**body, **more})
+    for name, more in {
+        "seeded": {"return_logprob": True, "top_logprobs_num": 1},
+        "completion": {},
+        "chat": {"n": 3},
+    }.items()
+    for path, body in [(BODIES[name][0], {k: v for k, v in BODIES[name][1].items() if k != "stream_options"})]
+}
+
+
+async def answers(url: str) -> list[Any]:
+    async with session() as http:
+        return await asyncio.gather(*(answer_of(http, url + path, body) for path, body in WHOLE.values()))
+
+
+async def answer_of(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Any:
+    async with http.post(url, json=body) as response:
+        assert response.status == 200, await response.text()
+        return kept(await response.json())
+
+
+def kept(value: Any) -> Any:
+    """An answer without times and names; numbers that are not whole as they round alike."""
+    if isinstance(value, dict):
+        return {k: kept(v) for k, v in value.items() if k not in VOLATILE and not k.endswith(TIMES)}
+    if isinstance(value, list):
+        return [kept(v) for v in value]
+    return pytest.approx(value, abs=1e-4) if isinstance(value, float) else value
+
+
+VOLATILE = {"id", "created", "cached_tokens"}
+TIMES = ("_time", "_latency", "_throughput")
+
+
 async def streams(url: str, counts: list[int]) -> list[list[Any]]:
     async with session() as http:
         return await asyncio.gather(
@@ -118,11 +165,13 @@ def shown(events: list[Any]) -> Any:
     """What a client makes of a stream."""
     if "output_ids" in events[0]:
         last = events[-1]
+        meta = {k: v for k, v in last["meta_info"].items() if "logprobs" in k or k == "hidden_states"}
         return (
             last["text"],
             last["output_ids"],
             last["meta_info"]["finish_reason"],
             len({e["meta_info"]["id"] for e in events}),
+            kept(meta),
         )
     assert len({e["id"] for e in events}) == len({e["created"] for e in events}) == 1
     texts: dict[int, str] = {}
@@ -168,24 +217,26 @@ def signal_all(worker: Started, number: int) -> None:
 FAULTS: tuple[Callable[[Started], None], ...] = (kill, kill_scheduler, freeze, drain)
 
 
-async def test_streams_go_on_as_if_nothing_had_happened(fleet: Fleet) -> None:
+async def test_answers_go_on_as_if_nothing_had_happened(fleet: Fleet) -> None:
     """Fault after fault, each at a worker that streams: what clients get is what they got before.
 
     One is OpenAI's own, whose answer has a schema.
     """
     right = [shown(events) for events in await streams(fleet.router, [0] * len(BODIES))]
-    written = await filled_in(fleet.router)
+    written, whole = await filled_in(fleet.router), await answers(fleet.router)
     assert set(json.loads(written)) == {"n", "s"}
     for number, fault in enumerate(FAULTS):
         counts = [0] * len(BODIES)
-        load = asyncio.ensure_future(asyncio.gather(streams(fleet.router, counts), filled_in(fleet.router)))
+        load = asyncio.ensure_future(
+            asyncio.gather(streams(fleet.router, counts), filled_in(fleet.router), answers(fleet.router))
+        )
         while min(counts) < FAULT_AFTER and not load.done():
             await asyncio.sleep(0.005)
         lost = busy(fleet)
         fault(lost)
         fleet.answering.remove(lost)
-        events, text = await load
-        assert ([shown(one) for one in events], text) == (right, written), fault.__name__
+        events, text, told = await load
+        assert ([shown(one) for one in events], text, told) == (right, written, whole), fault.__name__
         results = await failovers(fleet.router)
         assert results.get("went_on", 0) > number and not results.get("ended"), (fault.__name__, results)
         with suppress(psutil.NoSuchProcess):
