@@ -78,7 +78,7 @@ def test_the_next_turn_of_a_chat_goes_on_from_the_answer(checkpoint: str) -> Non
         engine.add("turn", prompt, max_new_tokens=200, ignore_eos=True)
         engine.run()
         chat = [*prompt, *engine.tokens["turn"], *more]
-        made = _states_at(engine, 256)
+        made = states_at(engine, 256)
         engine.add("next", chat, max_new_tokens=12)
         engine.run()
         assert engine.cached["next"] == 256
@@ -86,7 +86,7 @@ def test_the_next_turn_of_a_chat_goes_on_from_the_answer(checkpoint: str) -> Non
     with EngineInProcess(checkpoint, **FLAGS) as engine:
         engine.add("whole", chat[:257], max_new_tokens=1)
         engine.run()
-        right = _states_at(engine, 256)
+        right = states_at(engine, 256)
         engine.add("next", chat, max_new_tokens=12)
         engine.run()
         assert answer == engine.tokens["next"]
@@ -96,7 +96,7 @@ def test_the_next_turn_of_a_chat_goes_on_from_the_answer(checkpoint: str) -> Non
     )
 
 
-def _states_at(engine: EngineInProcess, num_tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def states_at(engine: EngineInProcess, num_tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Copies of both states of each recurrent layer in the snapshot after so many tokens."""
     states, pool = engine.parts.scheduler.memory.states, engine.parts.device.states
     assert states is not None and pool is not None

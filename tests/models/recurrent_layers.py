@@ -160,22 +160,44 @@ class MambaLayers:
         return normed
 
 
-def run(layers: Layers, rows: Sequence[Tensor], slots: Sequence[int], *, decodes: Sequence[int] = ()) -> list[Tensor]:
-    """One step of requests with these inputs; `decodes`: those whose token is one of an answer."""
+def run(
+    layers: Layers,
+    rows: Sequence[Tensor],
+    slots: Sequence[int],
+    *,
+    decodes: Sequence[int] = (),
+    drafts: bool = False,
+) -> list[Tensor]:
+    """One step of requests with these inputs; `decodes`: those whose token is one of an answer.
+
+    `drafts`: entries of one slot that follow one another are tokens of one request.
+    """
     none, lens = torch.zeros(0, dtype=torch.int64), [len(x) for x in rows]
     layers.inputs.pool.step = StepBatch(
         extend=len(decodes) < len(rows),
         q_lens=lens,
         kv_lens=lens,
         page_table=none,
-        slots=none,
+        slots=torch.tensor(slots),
         token_pages=none,
         token_offsets=none,
         riders=decodes,
         state_slots=torch.tensor(slots, dtype=torch.int32),
+        drafts=drafts,
     )
     layers.inputs.step.begin()
     return list(torch.split(layers(torch.cat(list(rows))), lens))
+
+
+def one_by_one(layers: Layers, x: Tensor, slot: int) -> Tensor:
+    """Each token in a step of its own, as one of an answer."""
+    return torch.cat([run(layers, [row], [slot], decodes=[0])[0] for row in torch.split(x, 1)])
+
+
+def again(layers: Layers, x: Tensor, counts: Sequence[int], slots: Sequence[int]) -> None:
+    """Pass x, so many rows of each request, on behind the states in `slots`."""
+    layers.inputs.step.begin_again(counts, torch.tensor(slots, dtype=torch.int32))
+    layers(x)
 
 
 def run_in_parts(layers: Layers, x: Tensor, ends: Sequence[int], slot: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from engine.kernels.conv import conv_kernel
 from engine.layers.chunks import GRID, decays_of
-from tests.models.recurrent_layers import DeltaLayers, Layers, MambaLayers, run, run_in_parts
+from tests.models.recurrent_layers import DeltaLayers, Layers, MambaLayers, again, one_by_one, run, run_in_parts
 
 Make = Callable[..., Layers]
 
@@ -73,6 +73,57 @@ def test_bits_depend_neither_on_cuts_nor_on_the_batch(form: str, name: str, dtyp
     assert torch.equal(torch.cat((beside, last)), whole)
     for slot in (2, 3):
         assert torch.equal(pool.conv(0)[slot], kept[0]) and torch.equal(pool.recurrent(0)[slot], kept[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_rows_that_read_drafts_have_the_bits_of_steps_of_one(form: str, name: str, dtype: torch.dtype) -> None:
+    """Beside a prompt and another answer, too; and where some are rejected, the state goes back and passes those that count again."""
+    layers = (WHOLE_VECTORS if form == "torch" else MAKES)[name](dtype=dtype)
+    prompt, x, other = layers.inputs.rows(5), layers.inputs.rows(6), layers.inputs.rows(3)
+    for slot in (1, 2, 3):
+        run(layers, [prompt], [slot])
+    behind, right = [copy_of(layers, 1)], []
+    for row in torch.split(x, 1):
+        right.append(one_by_one(layers, row, 1))
+        behind.append(copy_of(layers, 1))
+    others = one_by_one(layers, other, 3)
+    kept = copy_of(layers, 3)
+    for count in range(1, len(x)):
+        for slot in (2, 3):
+            put(layers, slot, behind[0])
+        entries = [prompt, *torch.split(x, 1), *torch.split(other, 1)]
+        found = run(layers, entries, [4, *[2] * len(x), *[3] * len(other)], decodes=range(1, 10), drafts=True)
+        spans = [(span.first, span.end, span.decodes) for span in layers.inputs.step.spans]
+        assert spans == [(0, 5, False), (5, 11, True), (11, 14, True)], "entries of their own would race for a state"
+        assert torch.equal(torch.cat(found[1:7]), torch.cat(right)) and torch.equal(torch.cat(found[7:]), others)
+        assert_equal(copy_of(layers, 2), behind[-1])
+        assert_equal(copy_of(layers, 3), kept)
+        for slot in (2, 3):
+            put(layers, slot, behind[0])
+        again(layers, torch.cat((other, x[:count])), [len(other), count], [3, 2])
+        assert_equal(copy_of(layers, 2), behind[count])
+        assert_equal(copy_of(layers, 3), kept)
+    assert all(not torch.equal(a, b) for a, b in zip(behind[1], behind[2], strict=True)), (
+        "both states move with every row"
+    )
+
+
+State = tuple[torch.Tensor, torch.Tensor]
+
+
+def copy_of(layers: Layers, slot: int) -> State:
+    """Of both states of a request: the convolution's inputs, and the recurrent one."""
+    pool = layers.inputs.pool
+    return pool.conv(0)[slot].clone(), pool.recurrent(0)[slot].clone()
+
+
+def put(layers: Layers, slot: int, state: State) -> None:
+    layers.inputs.pool.conv(0)[slot], layers.inputs.pool.recurrent(0)[slot] = state
+
+
+def assert_equal(one: State, other: State) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("make", [DeltaLayers, MambaLayers])
