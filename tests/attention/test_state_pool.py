@@ -1,5 +1,6 @@
 """The pool of recurrent states: slots do not overlap, copies run in their order, and slot 0 has no owner."""
 
+import pytest
 import torch
 
 from engine.core.plan import StateCopy
@@ -22,6 +23,18 @@ def test_each_layer_has_its_own_bytes_of_each_slot() -> None:
         assert [view[slot].unique().tolist() for slot in range(4)] == [[10.0 * number + slot] for slot in range(4)]
     assert pool.buffer.numel() == 4 * pool.slot_bytes and pool.slot_bytes % 64 == 0
     assert pool.conv(0)[2].data_ptr() == pool.base_ptr + 2 * pool.slot_bytes
+
+
+def test_shadows_lie_behind_all_slots() -> None:
+    """So peers and the host's copies, which know the slots alone, find these where they are without."""
+    pool, plain = (StatePool(SPECS, num_slots=3, num_shadows=count, device="cpu") for count in (2, 0))
+    assert pool.buffer.numel() == 6 * pool.slot_bytes and pool.slot_bytes == plain.slot_bytes
+    assert pool.slots.shape == plain.slots.shape == (4, pool.slot_bytes)
+    pool.recurrent(1)[3] = 5.0
+    pool.run([StateCopy(3, pool.shadow(1)), StateCopy(None, 3)])
+    assert pool.recurrent(1)[5].eq(5).all() and not pool.slots.any()
+    with pytest.raises(AssertionError):
+        pool.shadow(2)
 
 
 def test_copies_run_in_their_order() -> None:

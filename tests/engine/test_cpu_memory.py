@@ -21,6 +21,7 @@ from engine.device.memory_plan import (
 from engine.flags.resolve import resolve, state_slots
 from engine.kv.host_memory import HostMemory
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
+from engine.use import EngineUse
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks_in_process import ranks
@@ -79,6 +80,40 @@ def test_states_take_no_more_than_their_share() -> None:
     assert slots_of(74 * MIB, mamba_full_memory_ratio=3.0) == 20
     assert slots_of(74 * MIB, max_mamba_cache_size=40) == 40
     assert slots_of(MIB, max_running_requests=3) == 6
+
+
+def test_drafts_take_a_state_more_of_each_request_that_runs() -> None:
+    """Of 24 slots a third; where few requests are to be drafted, no more than these."""
+    big = 10 * MIB, 24 * 10 * 1.9 / 0.9 * 5 * MIB  # so that 24 fit
+    assert room_of(big[0], free=int(big[1]) + MIB, drafted=64) == (16, 8)
+    assert room_of(big[0], free=int(big[1]) + MIB, drafted=3) == (21, 3)
+    assert room_of(big[0], free=int(big[1]) + MIB) == (24, 0)
+    assert room_of(MIB, drafted=64) == (128, 64) and room_of(MIB, drafted=8, max_running_requests=3) == (6, 3)
+    assert room_of(74 * MIB, max_mamba_cache_size=40, drafted=64) == (40, 20)
+    two = 2 * 74 * 1.9 / 0.9 * 5 * MIB + MIB
+    assert room_of(74 * MIB, free=int(two), drafted=8) == (2, 0), "what a grammar forces does without"
+    with pytest.raises(ConfigError, match=r"one request needs three with --speculative-algorithm NGRAM; raise"):
+        room_of(74 * MIB, free=int(two), drafted=8, speculative_algorithm="NGRAM")
+
+
+def test_copies_for_drafts_are_in_the_log_and_the_account(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = make_tiny_checkpoint(tmp_path, "qwen3_next")
+    caplog.set_level(logging.INFO)
+    sizes = {}
+    for algorithm in (None, "NGRAM"):
+        flags: dict[str, Any] = {
+            "max_running_requests": 12,
+            "max_mamba_cache_size": 24,
+            "speculative_algorithm": algorithm,
+        }
+        with EngineInProcess(path, num_threads=1, max_total_tokens=1024, **flags) as engine:
+            pool = engine.parts.device.states
+            assert pool is not None and engine.parts.memory["states"] == pool.buffer.nbytes
+            sizes[algorithm] = pool.num_shadows
+    assert sizes == {None: 8, "NGRAM": 12}, "of what a grammar forces 8 at most"
+    assert "24 recurrent states and 8 copies for drafts" in caplog.text and "and 12 copies for drafts" in caplog.text
+    with EngineInProcess(path, num_threads=1, max_total_tokens=1024, use=EngineUse(decodes=False)) as engine:
+        assert engine.parts.device.states is not None and engine.parts.device.states.num_shadows == 0
 
 
 def test_a_state_that_does_not_fit_is_refused_with_its_size() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.plan import PageCopy, Plan
+from engine.core.plan import PageCopy, Plan, StateCopy, StateRewind
 from engine.messages import StartProfile
 from engine.ranks.answers import is_proven
 from engine.ranks.channel import Channel, follower_end, leader_end
@@ -88,9 +88,9 @@ def group(request: pytest.FixtureRequest) -> Iterator[Group]:
 
 
 def test_the_group_has_the_least_of_what_any_rank_holds(group: Group) -> None:
-    group.there[1].send(Ready(900, "f", 20, 512, 4096))
-    group.there[2].send(Ready(700, "f", 30, 1024, 2048))
-    assert group.followers.await_ready(fingerprint="f", timeout_s=SOON_S) == Ready(700, "f", 20, 512, 2048)
+    group.there[1].send(Ready(900, "f", 20, 9, 512, 4096))
+    group.there[2].send(Ready(700, "f", 30, 8, 1024, 2048))
+    assert group.followers.await_ready(fingerprint="f", timeout_s=SOON_S) == Ready(700, "f", 20, 8, 512, 2048)
     group.followers.place(PoolSize(700, 10))
     assert [channel.receive() for channel in group.there.values()] == [PoolSize(700, 10)] * 2
     group.answer(Serving())
@@ -141,6 +141,15 @@ def test_on_gpus_copies_beside_a_forward_are_answered_too() -> None:
     members: dict[int, tuple[Channel[ToLeader], Process]] = {1: (leader_end(own), Named(1))}
     with theirs, closing(Followers(members, on_end=lambda text, refused: None, copies_beside=True)) as followers:
         assert [followers.step(plan) is None for plan in plans] == [True, False, True, False]
+
+
+def test_a_step_takes_states_back_on_all_ranks(group: Group) -> None:
+    states, rewinds = [StateCopy(None, 3)], [StateRewind(0, 17), StateRewind(4, 9)]
+    group.followers.step(Plan(seq=1, extend=False, items=[], states=states, rewinds=rewinds))
+    for channel in group.there.values():
+        step = channel.receive()
+        assert isinstance(step, Step)
+        assert plan_of(step).rewinds == rewinds and plan_of(step).states == states
 
 
 def test_ranks_that_take_no_messages_are_found(group: Group) -> None:
