@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.two_engines import disaggregated, run
+from tests.engine.drafters import tell
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
@@ -65,6 +66,23 @@ def test_two_workers_give_the_tokens_of_one(way: str, checkpoint: str, right: di
         for scheduler in (prefill, last):
             scheduler.check()
             assert scheduler.memory.states is not None and scheduler.memory.states.allocator.counts()["held"] == 0
+
+
+@pytest.mark.parametrize("backup", ["host", "recompute"])
+def test_states_that_landed_go_back_behind_wrong_drafts(
+    backup: str, checkpoint: str, right: dict[str, list[int]]
+) -> None:
+    """Slots of states on decode are written by the peer, passed by drafts, copied to the host or lost, and given to the next request."""
+    decode = {**WAYS["host"][1], "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 5}
+    disagg = {"disaggregation_decode_retraction_backup": backup}
+    with disaggregated(checkpoint, decode=decode, disagg=disagg, max_total_tokens=8192, **FLAGS) as pair:
+        scheduler = pair.workers[1].parts.scheduler
+        tell(scheduler, right, "mixed", most=4)
+        assert run(pair, ASKED, turns_between=6) == right
+        counters = scheduler.counters
+        assert counters.retractions > 0 and 0 < counters.accepted_drafts < counters.drafts
+        scheduler.check()
+        assert scheduler.memory.states is not None and scheduler.memory.states.allocator.counts()["held"] == 0
 
 
 def test_a_chat_goes_on_from_what_decode_has_kept(checkpoint: str) -> None:
