@@ -106,6 +106,7 @@ mutants: $(STAMP)
 	$(BIN)/python -m tools.mutants experts --report docs/reports/expert_mutants.json
 	$(BIN)/python -m tools.mutants drafters --report docs/reports/drafter_mutants.json
 	$(BIN)/python -m tools.mutants states --report docs/reports/state_mutants.json
+	$(BIN)/python -m tools.mutants rewinds --report docs/reports/rewind_mutants.json
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.report $(ARGS)

@@ -1,9 +1,9 @@
 """`make mutants`, `make sim-mutants`: plants each bug in a process of its own and demands that it is found.
 
-usage: python -m tools.mutants core|cluster|experts|states [--only TEXT] [--report FILE]
+usage: python -m tools.mutants core|cluster|drafters|experts|states|rewinds [--only TEXT] [--report FILE]
 
 The core's bugs are for the stories of tests/core/proof, the cluster's for the fixed seeds and scenarios of
-tools/simulation, those of experts that move and of states that cross for tests of ranks in one process. A bug that survives means that the proof does not look there: status 1, and its name.
+tools/simulation, those of experts that move, of drafters, and of states that cross or go back for tests of their own. A bug that survives means that the proof does not look there: status 1, and its name.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import pytest
 from tqdm import tqdm
 
 from tests.packages import ROOT
-from tools.mutants import drafters, experts, states
+from tools.mutants import drafters, experts, rewinds, states
 from tools.mutants.cluster import CLUSTER
 from tools.mutants.core import CORE
 from tools.mutants.drafts import DRAFTS
@@ -34,8 +34,14 @@ TABLES = {
     "drafters": drafters.DRAFTERS,
     "experts": experts.EXPERTS,
     "states": states.STATES,
+    "rewinds": rewinds.REWINDS,
 }
-FINDERS = {"drafters": drafters.FINDERS, "experts": experts.FINDERS, "states": states.FINDERS}
+FINDERS = {
+    "drafters": drafters.FINDERS,
+    "experts": experts.FINDERS,
+    "states": states.FINDERS,
+    "rewinds": rewinds.FINDERS,
+}
 FOUND = 1
 SEEDS, STEPS = (1, 2, 3), 60_000  # of the core's stories
 LIMIT_S = 720.0  # a bug may also show by a run that does not end

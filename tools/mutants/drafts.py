@@ -1,10 +1,13 @@
 """Bugs in speculation, which the stories with drafts must find."""
 
+from dataclasses import replace
+
 from engine.core import drafting, finish, results
 from engine.core.drafting import Drafting
 from engine.core.memory import Memory
 from engine.core.results import Results
 from engine.core.scheduler import Scheduler
+from engine.core.state_slots import StateSlots
 from tools.mutants.planting import Bugs
 
 DRAFTS = Bugs()
@@ -95,3 +98,46 @@ def _(original, memory, request, count, *, left_free):
 def _(original, one, requests, *, rows, overlaps):
     drafts = original(one, requests, rows=rows, overlaps=overlaps)
     return {rid: [*tokens, 7, 7] for rid, tokens in drafts.items()}
+
+
+# ---- recurrent states
+
+
+DRAFTS.skip(
+    "a state is not taken back", StateSlots.rewind, "The next step goes on from the state behind rejected drafts."
+)
+
+
+@DRAFTS.bug("a state is taken back too far", StateSlots._attach_rewinds, "The last row that counts is not in it.")
+def _(original, states, plan):
+    original(states, plan)
+    plan.rewinds = [replace(rewind, length=rewind.length - 1) for rewind in plan.rewinds]
+
+
+@DRAFTS.bug("a snapshot is taken within a request's rows", Memory.end_of_drafts, "Behind rows that follow it.")
+def _(original, memory, request, start, end):
+    cut, states = original(memory, request, start, end), memory.states
+    if cut < end and states.num_available:
+        states._copy(request, cut)
+    return end
+
+
+@DRAFTS.bug("a snapshot behind rejected drafts is kept", Memory.reject, "Whoever finds it goes on from other tokens.")
+def _(original, memory, request, at):
+    lock, states = request.lock, memory.states
+    if at in request.snapshots and lock is not None and lock.parent is not None and not lock.state:
+        states.keep(request.snapshots.pop(at), lock)
+    original(memory, request, at)
+
+
+@DRAFTS.bug("a rejected request keeps its snapshot on its way", Memory.reject, "Its slot is lost.")
+def _(original, memory, request, at):
+    slot = request.snapshots.pop(at, 0)
+    original(memory, request, at)
+    if slot:
+        request.snapshots[at] = slot
+
+
+@DRAFTS.bug("more requests have drafts than shadows", Memory.most_drafted, "Two of them share a copy.")
+def _(original, memory):
+    return None
