@@ -160,7 +160,8 @@ class EngineConfig(FlagSet):
     max_mamba_cache_size: int | None = flag(
         None,
         "states of a recurrent model: of running requests, and snapshots of prefixes; default: two for each running request, no "
-        "more than their share of memory holds (--mamba-full-memory-ratio)",
+        "more than their share of memory holds (--mamba-full-memory-ratio). Where tokens are drafted, one more for each running request "
+        "is beside them",
         least=2,
     )
     mamba_full_memory_ratio: float = flag(

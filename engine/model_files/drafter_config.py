@@ -50,7 +50,7 @@ def load_standalone(path: str, model: ModelConfig) -> DrafterConfig:
         )
     if layers.recurrent is not None:
         raise ConfigError(
-            f"{flag}: its recurrent states cannot go back behind tokens that were guessed wrong; give another"
+            f"{flag}: a drafter's own recurrent states cannot go back behind tokens that were guessed wrong; give one without"
         )
     return DrafterConfig(kind=STANDALONE, path=path, layers=layers, hidden=0)
 

@@ -96,7 +96,7 @@ def test_flags_of_drafters_that_contradict_are_refused(
             {},
             "has 512 positions, the model's context 4096; give --context-length 512",
         ),
-        ("qwen3_next", {}, {}, "its recurrent states cannot go back"),
+        ("qwen3_next", {}, {}, "recurrent states cannot go back"),
         ("llama", {"num_attention_heads": 1, "num_key_value_heads": 1}, {"tp_size": 2}, "--tp-size 2: does not divide"),
         ("llama", {"num_key_value_heads": 1}, {"kv_units": 2}, "--kv-units 2: does not divide the model's 1 KV heads"),
     ],
