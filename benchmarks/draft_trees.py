@@ -41,8 +41,9 @@ from engine.text.tokenizer import load_tokenizer
 
 KINDS = ("edit", "quote", "foreign")
 ROWS = (2, 3, 4, 6, 8, 12, 16)  # of a verify step, the known one included
-MOST_ROWS, DEEPEST, TOPK = ROWS[-1], 6, (2, 4)
+MOST_ROWS, DEEPEST, TOPK = ROWS[-1], 12, (2, 4)
 MOST_RANK = 8
+SHAPES = ("chain", *(f"{kind} {topk}" for kind in ("static", "dynamic") for topk in TOPK))
 SEED = 11
 # Relative to a step of one row, as measured on two kinds of CPU; engine/core/row_costs.py learns them while serving.
 COSTS: dict[str, dict[int, float]] = {
@@ -173,7 +174,7 @@ def static_tree(shares: Sequence[float], nodes: int, topk: int) -> set[tuple[int
     while len(found) < nodes and heap:
         chance, path = heappop(heap)
         found.add(path)
-        if len(path) < DEEPEST:
+        if len(path) < MOST_ROWS:
             for rank, share in enumerate(shares[:topk]):
                 heappush(heap, (chance * share, (*path, rank)))
     return found
@@ -302,7 +303,7 @@ def best_speed(found: dict[int, Found], name: str, a_pass: float) -> tuple[float
 
 
 def of_drafter(
-    drafter: DenseDecoder, answers: Sequence[tuple[list[int], list[int]]], temperature: float
+    drafter: DenseDecoder, answers: Sequence[tuple[list[int], list[int]]], temperature: float, *, dynamic: bool
 ) -> dict[str, Any]:
     texts = [drafted(drafter, prompt, tokens, temperature=temperature) for prompt, tokens in answers]
     ranks = [text.rank(at) for text in texts for at in range(1, len(text.tokens))]
@@ -314,6 +315,8 @@ def of_drafter(
         shapes[f"static {topk}"] = {
             n: Found(_mean(by_static(text, trees[n]) for text in texts), max(map(len, trees[n])), topk) for n in ROWS
         }
+        if not dynamic:
+            continue
         each = [Dynamic(drafter, text, topk=topk, factor=factor, temperature=temperature) for text in texts]
         shapes[f"dynamic {topk}"] = {
             n: Found(_mean(one.tokens_a_step(n) for one in each), sum(one.depth(n) for one in each) / len(each), topk)
@@ -339,7 +342,7 @@ def render(rows: list[dict[str, Any]]) -> str:
         "3 to 4",
         "rows",
         "chain",
-        *(f"{k} {n}" for k in ("static", "dynamic") for n in TOPK),
+        *(name for name in SHAPES if name in rows[0]["shapes"]),
     ]
     lines = []
     for row in rows:
@@ -354,7 +357,7 @@ def render(rows: list[dict[str, Any]]) -> str:
                 f"{ranks[1]:.2f}",
                 f"{sum(ranks[2:4]):.2f}",
             ]
-            names = ("chain", *(f"{k} {m}" for k in ("static", "dynamic") for m in TOPK))
+            names = [name for name in SHAPES if name in shown]
             lines.append([*begin, str(n), *(f"{shown[name][n].tokens:.2f}" for name in names)])
     parts.append("Tokens a step:\n\n" + table(header, lines))
     lines = []
@@ -396,6 +399,7 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
     parser.add_argument("--prompt-tokens", type=int, default=600, help="the last ones of a prompt")
+    parser.add_argument("--static-only", action="store_true", help="dynamic trees take nearly all of the time")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -414,7 +418,7 @@ def main() -> None:
         for temperature, kind in tqdm(cells, unit="cell", disable=None):
             answers = [(p, answered(model, p, args.tokens, temperature=temperature)) for p in prompts[kind]]
             for skips in args.skips:
-                found = of_drafter(without_middle(model, skips), answers, temperature)
+                found = of_drafter(without_middle(model, skips), answers, temperature, dynamic=not args.static_only)
                 rows.append({"skips": skips, "temperature": temperature, "kind": kind, **found})
                 if args.output is not None:
                     result = {"environment": environment.describe(), "rows": rows}
