@@ -8,8 +8,9 @@ are right more or less often. Texts are those of benchmarks/speculation.py that 
     ranks    of each token that the model sampled, in the drafter's order of tokens behind the true text. At temperature 1 that order is of
              logits plus the noise that the model samples with: a drafter's first guess is what DraftPass.draft drafts
     chain    the first guess, then the first guess behind it, and so on
+    sure     the same, until the drafter is no longer sure enough
     static   the tree of the most probable ranks, one for all steps: as good as any whose shape is known before
-    dynamic  at each step the most probable nodes, by the drafter's own confidence (EAGLE-2, arXiv:2406.16858): at each depth the topk
+    dynamic  at each step the most probable nodes, a number of them or down to a chance, by the drafter's own confidence (EAGLE-2, arXiv:2406.16858): at each depth the topk
              best are passed again, of each the topk best tokens are nodes. Confidences are the drafter's scores, calibrated on the ranks
 
 Costs: a step's by its rows (`--costs`), and a pass of the drafter, which is a share of a step with one row, or with as many rows as a
@@ -17,7 +18,7 @@ depth passes. Speed is tokens a step over all of that, at the best number of row
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -43,7 +44,9 @@ KINDS = ("edit", "quote", "foreign")
 ROWS = (2, 3, 4, 6, 8, 12, 16)  # of a verify step, the known one included
 MOST_ROWS, DEEPEST, TOPK = ROWS[-1], 12, (2, 4)
 MOST_RANK = 8
-SHAPES = ("chain", *(f"{kind} {topk}" for kind in ("static", "dynamic") for topk in TOPK))
+CHAIN, SURE_CHAIN = "chain", "sure chain"
+SHAPES = (CHAIN, SURE_CHAIN, *(f"{kind} {topk}" for kind in ("static", "dynamic") for topk in TOPK))
+LEAST = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # chances down to which nodes are taken
 SEED = 11
 # Relative to a step of one row, as measured on two kinds of CPU; engine/core/row_costs.py learns them while serving.
 COSTS: dict[str, dict[int, float]] = {
@@ -148,23 +151,40 @@ def sharpness(texts: Sequence[Text]) -> float:
 # ---- shapes
 
 
-def walk(text: Text, accepted_of: Any) -> float:
-    """Tokens a step when steps begin where the one before has ended; `accepted_of(at)`: drafts that are right behind `at` known tokens."""
-    at, steps = 1, 0
-    while at < len(text.tokens):
-        at += 1 + accepted_of(at)
-        steps += 1
-    return (len(text.tokens) - 1) / steps
+@dataclass(frozen=True)
+class Found:
+    """Means of a step: `tokens`, `rows` of the model, `passes` of the drafter, each of `width` rows but the first."""
+
+    tokens: float
+    rows: float
+    passes: float
+    width: int
+
+    def speed(self, name: str, a_pass: float) -> float:
+        passes = a_pass * (1 + (self.passes - 1) * cost(name, self.width))
+        return self.tokens / (cost(name, self.rows) + passes)
 
 
-def chain(text: Text, rows: int) -> float:
-    def accepted(at: int) -> int:
-        count = 0
-        while count < rows - 1 and at + count < len(text.tokens) - 1 and text.rank(at + count) == 0:
-            count += 1
-        return count
+Step = tuple[int, int, int]  # drafts that are right, all of them, passes
 
-    return walk(text, accepted)
+
+def walk(texts: Sequence[Text], step: Callable[[Text, int], Step], *, width: int) -> Found:
+    """Steps begin where the one before has ended; `step(text, at)`: behind `at` known tokens."""
+    steps = list[Step]()
+    for text in texts:
+        at = 1
+        while at < len(text.tokens):
+            steps.append(step(text, at))
+            at += 1 + steps[-1][0]
+    right, drafts, passes = (sum(column) / len(steps) for column in zip(*steps, strict=True))
+    return Found(1 + right, 1 + drafts, passes, width)
+
+
+def chain(text: Text, at: int, drafts: int) -> Step:
+    count = 0
+    while count < drafts and at + count < len(text.tokens) - 1 and text.rank(at + count) == 0:
+        count += 1
+    return count, drafts, drafts
 
 
 def static_tree(shares: Sequence[float], nodes: int, topk: int) -> set[tuple[int, ...]]:
@@ -180,14 +200,11 @@ def static_tree(shares: Sequence[float], nodes: int, topk: int) -> set[tuple[int
     return found
 
 
-def by_static(text: Text, tree: set[tuple[int, ...]]) -> float:
-    def accepted(at: int) -> int:
-        path: tuple[int, ...] = ()
-        while at + len(path) < len(text.tokens) - 1 and (longer := (*path, text.rank(at + len(path)))) in tree:
-            path = longer
-        return len(path)
-
-    return walk(text, accepted)
+def by_static(text: Text, at: int, tree: set[tuple[int, ...]]) -> Step:
+    path: tuple[int, ...] = ()
+    while at + len(path) < len(text.tokens) - 1 and (longer := (*path, text.rank(at + len(path)))) in tree:
+        path = longer
+    return len(path), len(tree), max(map(len, tree))
 
 
 @dataclass
@@ -202,30 +219,25 @@ class Node:
 
 
 class Dynamic:
-    """Trees of one topk over one text. Nodes behind `at` known tokens are drafted once, and chosen for each number of rows."""
+    """Trees of one topk, or chains of topk 1, over one text. Nodes behind `at` known tokens are drafted once, and chosen in several ways."""
 
     def __init__(self, drafter: DenseDecoder, text: Text, *, topk: int, factor: float, temperature: float) -> None:
         self._drafter, self._text, self._topk = drafter, text, topk
         self._factor, self._temperature = factor, temperature
         self._found: dict[int, list[Node]] = {}
 
-    def tokens_a_step(self, rows: int) -> float:
-        return walk(self._text, lambda at: self._accepted(at, rows))
-
-    def depth(self, rows: int) -> float:
-        """Mean passes that a tree of so many rows needed, where one was tried."""
-        deepest = [max(node.depth for node in nodes[: rows - 1]) for nodes in self._found.values()]
-        return sum(deepest) / len(deepest)
-
-    def _accepted(self, at: int, rows: int) -> int:
-        chosen = self._nodes(at)[: rows - 1]
+    def step(self, at: int, *, drafts: int, least: float) -> Step:
+        """With the `drafts` most probable nodes, of a chance of `least` at least; the pass that finds none as probable is one more."""
+        chosen = [node for node in self._nodes(at)[:drafts] if node.chance >= least]
+        deepest = max((node.depth for node in chosen), default=0)
+        passes = deepest + (len(chosen) < drafts and deepest < DEEPEST)
         here: Node | None = None
         for count in range(len(self._text.tokens) - 1 - at):
             token = self._text.tokens[at + count]
             here = next((n for n in chosen if n.parent is here and n.token == token), None)
             if here is None:
-                return count
-        return max(0, len(self._text.tokens) - 1 - at)
+                return count, len(chosen), passes
+        return max(0, len(self._text.tokens) - 1 - at), len(chosen), passes
 
     def _nodes(self, at: int) -> list[Node]:
         """Most probable first; a node comes behind its parent, as its chance is lower."""
@@ -277,29 +289,16 @@ class Dynamic:
 # ---- figures
 
 
-def cost(name: str, rows: int) -> float:
+def cost(name: str, rows: float) -> float:
     known = COSTS[name]
     below, above = max(n for n in known if n <= rows), min(n for n in known if n >= rows)
     share = 0.0 if above == below else (rows - below) / (above - below)
     return known[below] + share * (known[above] - known[below])
 
 
-@dataclass(frozen=True)
-class Found:
-    """`tokens` a step, for `passes` of the drafter, each of `width` rows but the first."""
-
-    tokens: float
-    passes: float
-    width: int
-
-    def speed(self, name: str, rows: int, a_pass: float) -> float:
-        passes = a_pass * (1 + (self.passes - 1) * cost(name, self.width))
-        return self.tokens / (cost(name, rows) + passes)
-
-
-def best_speed(found: dict[int, Found], name: str, a_pass: float) -> tuple[float, int]:
-    """Return (speed, rows) of the best number of rows."""
-    return max((one.speed(name, rows, a_pass), rows) for rows, one in found.items())
+def best_speed(found: Sequence[Found], name: str, a_pass: float) -> tuple[float, float]:
+    """Return (speed, rows) of the fastest."""
+    return max((one.speed(name, a_pass), one.rows) for one in found)
 
 
 def of_drafter(
@@ -309,84 +308,54 @@ def of_drafter(
     ranks = [text.rank(at) for text in texts for at in range(1, len(text.tokens))]
     shares = [ranks.count(rank) / len(ranks) for rank in range(MOST_RANK)]
     factor = sharpness(texts)
-    shapes = {"chain": {n: Found(_mean(chain(text, n) for text in texts), n - 1, 1) for n in ROWS}}
+    shapes = {CHAIN: [walk(texts, lambda text, at, n=n: chain(text, at, n - 1), width=1) for n in ROWS]}
     for topk in TOPK:
-        trees = {n: static_tree(shares, n - 1, topk) for n in ROWS}
-        shapes[f"static {topk}"] = {
-            n: Found(_mean(by_static(text, trees[n]) for text in texts), max(map(len, trees[n])), topk) for n in ROWS
-        }
-        if not dynamic:
-            continue
-        each = [Dynamic(drafter, text, topk=topk, factor=factor, temperature=temperature) for text in texts]
-        shapes[f"dynamic {topk}"] = {
-            n: Found(_mean(one.tokens_a_step(n) for one in each), sum(one.depth(n) for one in each) / len(each), topk)
-            for n in ROWS
-        }
+        trees = [static_tree(shares, n - 1, topk) for n in ROWS]
+        shapes[f"static {topk}"] = [
+            walk(texts, lambda text, at, tree=tree: by_static(text, at, tree), width=topk) for tree in trees
+        ]
+    for topk in (1, *TOPK) if dynamic else ():
+        each = {id(text): Dynamic(drafter, text, topk=topk, factor=factor, temperature=temperature) for text in texts}
+        ways = [(n - 1, 0.0) for n in ROWS if topk > 1] + [(MOST_ROWS - 1, least) for least in LEAST]
+        shapes[SURE_CHAIN if topk == 1 else f"dynamic {topk}"] = [
+            walk(
+                texts,
+                lambda text, at, each=each, drafts=drafts, least=least: each[id(text)].step(
+                    at, drafts=drafts, least=least
+                ),
+                width=topk,
+            )
+            for drafts, least in ways
+        ]
     return {"ranks": shares, "factor": factor, "shapes": shapes}
 
 
-def _mean(values: Any) -> float:
-    """Of tokens a step: as many tokens in each text, so the harmonic one."""
-    found = list(values)
-    return len(found) / sum(1 / value for value in found)
-
-
 def render(rows: list[dict[str, Any]]) -> str:
-    parts = []
-    header = [
-        "layers left out",
-        "T",
-        "answers",
-        "first right",
-        "second",
-        "3 to 4",
-        "rows",
-        "chain",
-        *(name for name in SHAPES if name in rows[0]["shapes"]),
-    ]
+    names = [name for name in SHAPES if name in rows[0]["shapes"]]
+    begin = ["layers left out", "T", "answers"]
+    header = [*begin, "first right", "second", "3 to 4", "rows", *names]
     lines = []
     for row in rows:
-        for n in (4, 8, 16):
-            shown = row["shapes"]
-            ranks = row["ranks"]
-            begin = [
-                str(row["skips"]),
-                f"{row['temperature']:g}",
-                row["kind"],
-                f"{ranks[0]:.2f}",
-                f"{ranks[1]:.2f}",
-                f"{sum(ranks[2:4]):.2f}",
-            ]
-            names = [name for name in SHAPES if name in shown]
-            lines.append([*begin, str(n), *(f"{shown[name][n].tokens:.2f}" for name in names)])
-    parts.append("Tokens a step:\n\n" + table(header, lines))
+        ranks = row["ranks"]
+        for at, n in enumerate(ROWS):
+            if n not in (4, 8, 16):
+                continue
+            line = [str(row["skips"]), f"{row['temperature']:g}", row["kind"]]
+            line += [f"{share:.2f}" for share in (ranks[0], ranks[1], sum(ranks[2:4]))]
+            fixed = [row["shapes"][name][at].tokens if name != SURE_CHAIN else None for name in names]
+            lines.append([*line, str(n), *("" if tokens is None else f"{tokens:.2f}" for tokens in fixed)])
+    parts = ["Tokens a step with so many rows:\n\n" + table(header, lines)]
+    header = [*begin, "rows cost", "a pass", *(f"{name} (rows)" for name in names), "best tree over best chain"]
     lines = []
     for row in rows:
         for name in COSTS:
             for a_pass in PASSES:
-                best, at = best_speed(row["shapes"]["chain"], name, a_pass)
-                trees = {key: best_speed(f, name, a_pass) for key, f in row["shapes"].items() if key != "chain"}
-                shape = max(trees, key=lambda key: trees[key])
-                gain = 100 * (trees[shape][0] / best - 1)
-                begin = [str(row["skips"]), f"{row['temperature']:g}", row["kind"], name, f"{a_pass:g}"]
-                lines.append(
-                    [
-                        *begin,
-                        f"{best:.2f} ({at})",
-                        f"{trees[shape][0]:.2f} ({trees[shape][1]}, {shape})",
-                        f"{gain:+.0f} %",
-                    ]
-                )
-    header = [
-        "layers left out",
-        "T",
-        "answers",
-        "rows cost",
-        "a pass",
-        "best chain (rows)",
-        "best tree",
-        "tree over chain",
-    ]
+                speeds = {shape: best_speed(row["shapes"][shape], name, a_pass) for shape in names}
+                chains = max(speeds[shape][0] for shape in names if shape in (CHAIN, SURE_CHAIN))
+                trees = max(speeds[shape][0] for shape in names if shape not in (CHAIN, SURE_CHAIN))
+                line = [str(row["skips"]), f"{row['temperature']:g}", row["kind"], name, f"{a_pass:g}"]
+                line += [f"{speed:.2f} ({rows:.0f})" for speed, rows in speeds.values()]
+                lines.append([*line, f"{100 * (trees / chains - 1):+.0f} %"])
     parts.append("Speed, of plain decoding:\n\n" + table(header, lines))
     return "\n\n".join(parts)
 

@@ -1,6 +1,6 @@
 """How far `tandem plan` is from the truth where n-grams draft: the speed-up of NGRAM on SmolLM2, real and planned.
 
-usage: python -m benchmarks.plan_speculation [--tokens 192] [--batches 1 8] [--kinds edit quote foreign] [--output FILE]
+usage: python -m benchmarks.plan_speculation [--tokens 192] [--rounds 3] [--batches 1 8] [--kinds edit quote foreign] [--output FILE]
 
 The real scheduler and model decode in this process, a step after the other. Times are CPU time of one thread, so other work of the
 machine hardly counts, and HTTP does not. The planner gets what its user measures: step times as a line through plain decode steps of 1 to
@@ -14,7 +14,9 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
+from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -41,8 +43,8 @@ from planner.study import Study, planned_cluster, study_of
 from planner.workload import FIRST_OWN, PlannedRequest
 
 LAYOUT = parse_layout("1U")
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of the batches that step times are fitted to
-FITTED_TOKENS, FITTED_PROMPT = 12, 256
+SIZES, PROMPTS = (1, 2, 4, 8, 16, 32), (64, 768)  # of the batches that step times are fitted to, and of their prompts
+FITTED_TOKENS = 12
 
 
 @dataclass
@@ -115,10 +117,11 @@ class ByRows:
 def step_times(worker: Worker) -> tuple[Fitted, ByRows, float]:
     """Return the line through plain decode steps, the same by rows, and the line's median error."""
     steps: list[tuple[int, int, float]] = []
-    for size in SIZES:
-        prompts = [[20 + (i * 7 + n * n) % 400 for n in range(FITTED_PROMPT * (1 + i % 3))] for i in range(size)]
+    for size, length in product(SIZES, PROMPTS):
+        prompts = [[20 + (i * 7 + n * n) % 400 for n in range(length)] for i in range(size)]
         sampling = [SamplingParams(max_new_tokens=FITTED_TOKENS, temperature=0.0, ignore_eos=True)] * size
-        steps += worker.decode(prompts, sampling).steps
+        found = worker.decode(prompts, sampling).steps[1:]
+        steps.append((size, round(mean(context for _, context, _ in found)), median(s for _, _, s in found)))
     seconds = np.array([s for _, _, s in steps])
     matrix = np.array([[1.0, rows, context] for rows, context, _ in steps])
     step_s, row_s, context_s = np.maximum(
@@ -153,7 +156,15 @@ def planned(study: Study, requests: Sequence[PlannedRequest], step_time: StepTim
 
 
 def compare(
-    off: Worker, on: Worker, kind: str, batch: int, *, tokens: int, base: PlanConfig, times: dict[str, StepTime]
+    off: Worker,
+    on: Worker,
+    kind: str,
+    batch: int,
+    *,
+    tokens: int,
+    rounds: int,
+    base: PlanConfig,
+    times: dict[str, StepTime],
 ) -> dict[str, Any]:
     tokenizer = load_tokenizer(smollm2_file())
     asked = bodies(kind, batch, tokens=tokens)
@@ -161,11 +172,17 @@ def compare(
     sampling = [SamplingParams(**body["sampling_params"]) for body in asked]
     chances = on.chances(prompts, sampling)
     counters = on.parts.scheduler.counters
-    before = replace(counters)
-    plain, fast = off.decode(prompts, sampling), on.decode(prompts, sampling)
+    before, tokens_on = replace(counters), 0
+    rates: dict[str, list[float]] = {"off": [], "on": []}
+    for _ in range(rounds):
+        rates["off"].append(off.decode(prompts, sampling).rate)
+        fast = on.decode(prompts, sampling)
+        rates["on"].append(fast.rate)
+        tokens_on += fast.tokens
     accepted = counters.accepted_drafts - before.accepted_drafts
     row: dict[str, Any] = {"kind": kind, "batch": batch, **chances}
-    row["real"] = {"off": plain.rate, "on": fast.rate, "step_tokens": fast.tokens / (fast.tokens - accepted)}
+    row["real"] = {name: median(found) for name, found in rates.items()}
+    row["real"]["step_tokens"] = tokens_on / (tokens_on - accepted)
     requests = [
         PlannedRequest(at=0.0, blocks=((FIRST_OWN + n, len(prompt)),), output_len=tokens)
         for n, prompt in enumerate(prompts)
@@ -200,6 +217,7 @@ def render(rows: Sequence[dict[str, Any]], error: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--kinds", nargs="+", default=["edit", "quote", "foreign"])
     parser.add_argument("--output", type=Path)
@@ -223,7 +241,7 @@ def main() -> None:
         cells = [(kind, batch) for kind in args.kinds for batch in args.batches]
         times: dict[str, StepTime] = {"line": line, "rows": by_rows}
         rows = [
-            compare(off, on, kind, batch, tokens=args.tokens, base=base, times=times)
+            compare(off, on, kind, batch, tokens=args.tokens, rounds=args.rounds, base=base, times=times)
             for kind, batch in tqdm(cells, unit="cell", disable=None)
         ]
     print(render(rows, error))
