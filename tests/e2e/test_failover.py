@@ -28,28 +28,30 @@ FAULT_AFTER = 60  # events: an answer that is not streamed has told the router o
 @dataclass
 class Fleet:
     router: str
-    answering: list[Started]  # those that stream
+    answering: list[Started]
+    prefill: list[Started]  # of pairs
 
 
 @pytest.fixture(params=["unified", "nixl"])
 def fleet(request: pytest.FixtureRequest, qwen3: str, temp: Path) -> Iterator[Fleet]:
-    """Workers that answer, one more than faults; with NIXL beside one that computes prompts."""
+    """Workers that answer, one more than faults; with NIXL beside two that compute prompts."""
     names, unified = [f"a{i}" for i in range(len(FAULTS) + 1)], request.param == "unified"
     serve = ("serve", "--port", "0", "--model-path", qwen3, *SLOW, *KV)
     mode = () if unified else ("--disaggregation-mode", "decode")
     commands = {name: (*serve, *mode) for name in names}
     if not unified:
-        commands["p"] = (*serve, "--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "0")
+        prefill = (*serve, "--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "0")
+        commands |= {"p0": prefill, "p1": prefill}
     with several(temp, commands) as workers:
-        answering = [workers[name] for name in names]
+        answering, computing = ([workers[name] for name in workers if name[0] == role] for role in "ap")
         if unified:
             flags = ["--worker-urls", *(worker.url for worker in answering)]
         else:
-            flags = ["--pd-disaggregation", "--prefill", workers["p"].url]
-            for worker in answering:
-                flags += ["--decode", worker.url]
+            flags = ["--pd-disaggregation"]
+            for flag, some in (("--prefill", computing), ("--decode", answering)):
+                flags += [word for worker in some for word in (flag, worker.url)]
         with tandem(temp / "r", "router", "--port", "0", *flags) as router:
-            yield Fleet(router.url, answering)
+            yield Fleet(router.url, answering, computing)
 
 
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -241,6 +243,22 @@ async def test_answers_go_on_as_if_nothing_had_happened(fleet: Fleet) -> None:
         assert results.get("went_on", 0) > number and not results.get("ended"), (fault.__name__, results)
         with suppress(psutil.NoSuchProcess):
             kill(lost)
+    if fleet.prefill:  # it dies with prompts in its hands, of answers of which nobody has a token
+        lost = fleet.prefill[0]
+        lost.child("scheduler").suspend()
+        load = asyncio.ensure_future(asyncio.gather(streams(fleet.router, [0] * len(BODIES)), answers(fleet.router)))
+        while not load.done() and not await inflight(fleet.router, lost):
+            await asyncio.sleep(0.005)
+        kill(lost)
+        events, told = await load
+        assert ([shown(one) for one in events], told) == (right, whole)
+
+
+async def inflight(router: str, worker: Started) -> int:
+    """Requests that a router has at a worker."""
+    async with session() as http, http.get(f"{router}/workers") as response:
+        known = (await response.json())["workers"]
+    return sum(one["inflight_requests"] for one in known if one["url"] == worker.url)
 
 
 async def filled_in(router: str) -> str:
