@@ -75,7 +75,7 @@ class CallFailed(Exception):
         """The worker, or its engine, died or froze with the request in its hands."""
         if self.reason == "down":
             return self.worker.silent
-        return self.reason == "lost" or (self.is_fault and self.status in (500, 503))
+        return self.reason == "lost" or (self.reason == "status" and self.is_fault)
 
     @property
     def retryable(self) -> bool:

@@ -322,6 +322,17 @@ async def test_deaths_of_both_roles_count_together() -> None:
         await c.settled()
 
 
+async def test_errors_of_workers_that_live_count_as_deaths_unless_it_is_the_other_half_that_is_gone() -> None:
+    """The bootstrap server of a decode worker's 502 gets two attempts."""
+    for roles, status, num_seen in (({"unified": 5}, 502, 3), ({"decode": 5}, 500, 3), ({"decode": 5}, 502, 2)):
+        async with cluster(**roles) as c:
+            for worker in c.decodes:
+                worker.behave = lost_whole(last=failed_frame(status) + SAID)
+            assert (await c.post("/v1/chat/completions", CHAT))[0] == status
+            assert sum(len(w.seen) for w in c.decodes) == num_seen, status
+            await c.settled()
+
+
 async def test_workers_that_drain_are_no_deaths() -> None:
     """A long answer outlives a rolling restart, however many workers there are."""
     async with cluster(decode=6, health_check_interval_s=0.02, failover_max=1) as c:
